@@ -1,0 +1,11 @@
+//! Numerical tools behind [attlas](https://docs.rs/attlas): SIMD kernels, matrix views, seeded random
+//! streams, and randomised linear algebra. Nothing here knows about attention methods; each tool is useful
+//! on its own.
+
+pub mod kernels;
+pub mod mat;
+pub mod rng;
+pub mod scratch;
+
+pub use mat::{DType, Mat, MatRef, Real};
+pub use scratch::Scratch;

@@ -1,0 +1,239 @@
+//! Matrix views with a row stride, owned row-major matrices, and the two element types.
+//!
+//! A view never owns and never copies: a head of a `[batch, tokens, heads, d]` tensor is a [`MatRef`]
+//! whose row stride is `heads · d`. Columns are always contiguous, so a row is a slice.
+
+mod real;
+
+pub use real::{DType, Real};
+
+/// A read-only matrix: `rows × cols`, rows `stride` elements apart, columns contiguous.
+#[derive(Clone, Copy, Debug)]
+pub struct MatRef<'a, T> {
+    data: &'a [T],
+    rows: usize,
+    cols: usize,
+    stride: usize,
+}
+
+impl<'a, T> MatRef<'a, T> {
+    /// A view of `rows` contiguous rows. Panics if `data` is not exactly `rows · cols` long.
+    pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
+        assert_eq!(data.len(), rows * cols, "a {rows} × {cols} matrix needs {} elements", rows * cols);
+        Self { data, rows, cols, stride: cols }
+    }
+
+    /// A view with rows `stride` apart, starting at the front of `data`. `None` if `data` is too short
+    /// or rows would overlap.
+    pub fn with_stride(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Option<Self> {
+        let needed = if rows == 0 || cols == 0 {
+            0
+        } else {
+            (rows - 1).checked_mul(stride)?.checked_add(cols)?
+        };
+        (needed <= data.len() && (stride >= cols || rows <= 1)).then_some(Self { data, rows, cols, stride })
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of columns.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Elements from the start of one row to the start of the next.
+    pub fn stride(&self) -> usize {
+        self.stride
+    }
+
+    /// Row `i` as a slice.
+    pub fn row(&self, i: usize) -> &'a [T] {
+        debug_assert!(i < self.rows);
+        if self.cols == 0 {
+            return &[];
+        }
+        let start = i * self.stride;
+        &self.data[start..start + self.cols]
+    }
+
+    /// The elements behind the view, from its first element on; longer than the view where it is strided.
+    pub fn data(&self) -> &'a [T] {
+        self.data
+    }
+
+    /// All elements as one slice where rows are contiguous.
+    pub fn as_contiguous(&self) -> Option<&'a [T]> {
+        (self.stride == self.cols || self.rows <= 1).then(|| &self.data[..self.rows * self.cols])
+    }
+
+    /// Rows `range.start .. range.end` as a view.
+    pub fn sub_rows(&self, range: std::ops::Range<usize>) -> MatRef<'a, T> {
+        assert!(range.start <= range.end && range.end <= self.rows);
+        let start = (range.start * self.stride).min(self.data.len());
+        MatRef { data: &self.data[start..], rows: range.len(), cols: self.cols, stride: self.stride }
+    }
+
+    /// The rows in order.
+    pub fn iter_rows(&self) -> impl Iterator<Item = &'a [T]> + use<'a, '_, T> {
+        (0..self.rows).map(|i| self.row(i))
+    }
+}
+
+impl<'a, T: Copy> MatRef<'a, T> {
+    /// The element in row `i`, column `j`.
+    pub fn at(&self, i: usize, j: usize) -> T {
+        self.row(i)[j]
+    }
+
+    /// A contiguous copy.
+    pub fn to_mat(&self) -> Mat<T> {
+        let mut data = Vec::with_capacity(self.rows * self.cols);
+        self.iter_rows().for_each(|row| data.extend_from_slice(row));
+        Mat { data, rows: self.rows, cols: self.cols }
+    }
+
+    /// Copies the rows named by `index` into `out`, one after another.
+    pub fn gather_into(&self, index: impl IntoIterator<Item = usize>, out: &mut [T]) {
+        for (dst, i) in out.chunks_exact_mut(self.cols.max(1)).zip(index) {
+            dst.copy_from_slice(self.row(i));
+        }
+    }
+}
+
+/// An owned, contiguous, row-major matrix.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Mat<T> {
+    data: Vec<T>,
+    rows: usize,
+    cols: usize,
+}
+
+impl<T> Mat<T> {
+    /// Takes `data` as a `rows × cols` matrix. Panics if the length does not fit.
+    pub fn from_vec(data: Vec<T>, rows: usize, cols: usize) -> Self {
+        assert_eq!(data.len(), rows * cols, "a {rows} × {cols} matrix needs {} elements", rows * cols);
+        Self { data, rows, cols }
+    }
+
+    /// Entry `(i, j)` is `f(i, j)`.
+    pub fn from_fn(rows: usize, cols: usize, mut f: impl FnMut(usize, usize) -> T) -> Self {
+        let mut data = Vec::with_capacity(rows * cols);
+        for i in 0..rows {
+            for j in 0..cols {
+                data.push(f(i, j));
+            }
+        }
+        Self { data, rows, cols }
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of columns.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// A view of the whole matrix.
+    pub fn as_ref(&self) -> MatRef<'_, T> {
+        MatRef { data: &self.data, rows: self.rows, cols: self.cols, stride: self.cols }
+    }
+
+    /// Row `i`.
+    pub fn row(&self, i: usize) -> &[T] {
+        &self.data[i * self.cols..(i + 1) * self.cols]
+    }
+
+    /// Row `i`, mutable.
+    pub fn row_mut(&mut self, i: usize) -> &mut [T] {
+        &mut self.data[i * self.cols..(i + 1) * self.cols]
+    }
+
+    /// All elements, row after row.
+    pub fn data(&self) -> &[T] {
+        &self.data
+    }
+
+    /// All elements, mutable.
+    pub fn data_mut(&mut self) -> &mut [T] {
+        &mut self.data
+    }
+
+    /// Gives the storage back.
+    pub fn into_vec(self) -> Vec<T> {
+        self.data
+    }
+}
+
+impl<T: Real> Mat<T> {
+    /// All zeros.
+    pub fn zeros(rows: usize, cols: usize) -> Self {
+        Self { data: vec![T::ZERO; rows * cols], rows, cols }
+    }
+
+    /// The identity.
+    pub fn identity(n: usize) -> Self {
+        Self::from_fn(n, n, |i, j| if i == j { T::ONE } else { T::ZERO })
+    }
+
+    /// The transpose, copied.
+    pub fn transpose(&self) -> Self {
+        Self::from_fn(self.cols, self.rows, |i, j| self[(j, i)])
+    }
+
+    /// Every element converted to the other element type.
+    pub fn cast<U: Real>(&self) -> Mat<U> {
+        Mat {
+            data: self.data.iter().map(|x| U::from_f64(x.to_f64())).collect(),
+            rows: self.rows,
+            cols: self.cols,
+        }
+    }
+
+    /// Square root of the sum of squares, accumulated in f64.
+    pub fn frobenius(&self) -> f64 {
+        self.data.iter().map(|x| x.to_f64() * x.to_f64()).sum::<f64>().sqrt()
+    }
+}
+
+impl<T> std::ops::Index<(usize, usize)> for Mat<T> {
+    type Output = T;
+    fn index(&self, (i, j): (usize, usize)) -> &T {
+        &self.data[i * self.cols + j]
+    }
+}
+
+impl<T> std::ops::IndexMut<(usize, usize)> for Mat<T> {
+    fn index_mut(&mut self, (i, j): (usize, usize)) -> &mut T {
+        &mut self.data[i * self.cols + j]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_strided_view_reads_every_other_row() {
+        let data: Vec<i32> = (0..12).collect();
+        let view = MatRef::with_stride(&data, 3, 2, 4).unwrap();
+        assert_eq!(view.row(2), &[8, 9]);
+        assert_eq!(view.sub_rows(1..3).row(1), &[8, 9]);
+        assert_eq!(view.to_mat().data(), &[0, 1, 4, 5, 8, 9]);
+        assert!(view.as_contiguous().is_none());
+    }
+
+    #[test]
+    fn views_that_do_not_fit_are_refused() {
+        let data = [0.0f32; 7];
+        assert!(MatRef::with_stride(&data, 3, 2, 3).is_none());
+        assert!(MatRef::with_stride(&data, 3, 2, 1).is_none());
+        assert!(MatRef::with_stride(&data, usize::MAX, 2, usize::MAX).is_none());
+        assert!(MatRef::with_stride(&data, 0, 5, 9).is_some());
+    }
+}
