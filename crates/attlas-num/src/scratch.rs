@@ -43,9 +43,8 @@ impl Scratch {
         let mut store = {
             let mut free = self.free.lock().unwrap_or_else(|e| e.into_inner());
             // Best fit keeps large buffers for large requests.
-            let best = (0..free.len())
-                .filter(|&i| free[i].capacity() >= lines)
-                .min_by_key(|&i| free[i].capacity());
+            let best =
+                (0..free.len()).filter(|&i| free[i].capacity() >= lines).min_by_key(|&i| free[i].capacity());
             best.map(|i| free.swap_remove(i)).unwrap_or_default()
         };
         store.resize(lines, Line::default());

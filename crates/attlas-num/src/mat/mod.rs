@@ -26,11 +26,8 @@ impl<'a, T> MatRef<'a, T> {
     /// A view with rows `stride` apart, starting at the front of `data`. `None` if `data` is too short
     /// or rows would overlap.
     pub fn with_stride(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Option<Self> {
-        let needed = if rows == 0 || cols == 0 {
-            0
-        } else {
-            (rows - 1).checked_mul(stride)?.checked_add(cols)?
-        };
+        let needed =
+            if rows == 0 || cols == 0 { 0 } else { (rows - 1).checked_mul(stride)?.checked_add(cols)? };
         (needed <= data.len() && (stride >= cols || rows <= 1)).then_some(Self { data, rows, cols, stride })
     }
 
