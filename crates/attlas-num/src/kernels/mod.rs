@@ -1,6 +1,258 @@
 //! Hot loops, and the only room where `unsafe` lives.
+//!
+//! `scalar.rs` is the readable definition of every kernel; the other files offer the same functions for one
+//! instruction set each. The functions here check lengths and hand over to the best instruction set of the
+//! machine, or to the one asked for. All run on the calling thread: splitting work is the caller's business.
+
+mod attend;
+mod isa;
+mod scalar;
+
+pub use attend::{Attend, Band, merge_lse};
+pub use isa::{Isa, UnknownIsa};
+
+use crate::mat::{MatRef, Real};
+use crate::scratch::Scratch;
+
+/// Precision of the products inside [`Attend`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Precision {
+    /// The element type's own.
+    #[default]
+    Full,
+    /// Scaled queries, keys, weights and values rounded to bfloat16 (eight significant bits); sums in f32.
+    Bf16,
+}
+
+/// A matrix operand as it stands, or transposed.
+#[derive(Clone, Copy, Debug)]
+pub enum Op<M> {
+    /// As it stands.
+    N(M),
+    /// Transposed.
+    T(M),
+}
+
+impl<'a, T> Op<MatRef<'a, T>> {
+    /// Rows of the operand after the transposition.
+    pub fn rows(&self) -> usize {
+        match self {
+            Self::N(a) => a.rows(),
+            Self::T(a) => a.cols(),
+        }
+    }
+
+    /// Columns of the operand after the transposition.
+    pub fn cols(&self) -> usize {
+        match self {
+            Self::N(a) => a.cols(),
+            Self::T(a) => a.rows(),
+        }
+    }
+}
+
+impl<T: Copy> Op<MatRef<'_, T>> {
+    /// The element in row `i`, column `j` after the transposition.
+    pub fn at(&self, i: usize, j: usize) -> T {
+        match self {
+            Self::N(a) => a.at(i, j),
+            Self::T(a) => a.at(j, i),
+        }
+    }
+}
+
+mod dispatch {
+    use super::{Isa, MatRef, Op, Scratch, attend::Job, scalar};
+
+    /// One entry per kernel, so that generic code finds the right instruction set for its element type.
+    pub trait Kernels: Sized {
+        fn attend_on(job: &Job<'_, Self>, scratch: &Scratch, out: &mut [Self], lse: &mut [Self]);
+        fn gemm_on(
+            isa: Isa,
+            alpha: Self,
+            a: Op<MatRef<'_, Self>>,
+            b: Op<MatRef<'_, Self>>,
+            beta: Self,
+            c: &mut [Self],
+            c_stride: usize,
+            scratch: &Scratch,
+        );
+        fn dot_on(isa: Isa, a: &[Self], b: &[Self]) -> Self;
+        fn sq_dist_on(isa: Isa, a: &[Self], b: &[Self]) -> Self;
+        fn axpy_on(isa: Isa, a: Self, x: &[Self], y: &mut [Self]);
+        fn scale_on(isa: Isa, a: Self, x: &mut [Self]);
+        fn sum_on(isa: Isa, x: &[Self]) -> Self;
+        fn max_on(isa: Isa, x: &[Self]) -> Self;
+        fn exp_in_place_on(isa: Isa, x: &mut [Self]);
+        fn exp_sum_on(isa: Isa, x: &mut [Self], shift: Self) -> Self;
+        fn matvec_on(isa: Isa, a: MatRef<'_, Self>, x: &[Self], out: &mut [Self]);
+        fn fma_burn_on(isa: Isa, iterations: u64) -> (u64, Self);
+    }
+
+    macro_rules! kernels {
+        ($t:ty) => {
+            impl Kernels for $t {
+                fn attend_on(job: &Job<'_, Self>, scratch: &Scratch, out: &mut [Self], lse: &mut [Self]) {
+                    scalar::attend(job, scratch, out, lse)
+                }
+                fn gemm_on(
+                    _isa: Isa,
+                    alpha: Self,
+                    a: Op<MatRef<'_, Self>>,
+                    b: Op<MatRef<'_, Self>>,
+                    beta: Self,
+                    c: &mut [Self],
+                    c_stride: usize,
+                    _scratch: &Scratch,
+                ) {
+                    scalar::gemm(alpha, a, b, beta, c, c_stride)
+                }
+                fn dot_on(_isa: Isa, a: &[Self], b: &[Self]) -> Self {
+                    scalar::dot(a, b)
+                }
+                fn sq_dist_on(_isa: Isa, a: &[Self], b: &[Self]) -> Self {
+                    scalar::sq_dist(a, b)
+                }
+                fn axpy_on(_isa: Isa, a: Self, x: &[Self], y: &mut [Self]) {
+                    scalar::axpy(a, x, y)
+                }
+                fn scale_on(_isa: Isa, a: Self, x: &mut [Self]) {
+                    scalar::scale(a, x)
+                }
+                fn sum_on(_isa: Isa, x: &[Self]) -> Self {
+                    scalar::sum(x)
+                }
+                fn max_on(_isa: Isa, x: &[Self]) -> Self {
+                    scalar::max(x)
+                }
+                fn exp_in_place_on(_isa: Isa, x: &mut [Self]) {
+                    scalar::exp_in_place(x)
+                }
+                fn exp_sum_on(_isa: Isa, x: &mut [Self], shift: Self) -> Self {
+                    scalar::exp_sum(x, shift)
+                }
+                fn matvec_on(_isa: Isa, a: MatRef<'_, Self>, x: &[Self], out: &mut [Self]) {
+                    scalar::matvec(a, x, out)
+                }
+                fn fma_burn_on(_isa: Isa, iterations: u64) -> (u64, Self) {
+                    scalar::fma_burn(iterations)
+                }
+            }
+        };
+    }
+    kernels!(f32);
+    kernels!(f64);
+}
 
 /// What the kernels need of an element type; implemented for `f32` and `f64` only.
-pub trait Element {}
+pub trait Element: dispatch::Kernels {}
 impl Element for f32 {}
 impl Element for f64 {}
+
+/// $C = \alpha\, \mathrm{op}(A)\, \mathrm{op}(B) + \beta\, C$, rows of `c` lying `c_stride` elements apart.
+/// With `beta = 0` the old contents of `c` are not read.
+///
+/// # Panics
+///
+/// If the shapes do not fit, `c` is too short, or its rows overlap.
+#[allow(clippy::too_many_arguments)]
+pub fn gemm<T: Real>(
+    isa: Isa,
+    alpha: T,
+    a: Op<MatRef<'_, T>>,
+    b: Op<MatRef<'_, T>>,
+    beta: T,
+    c: &mut [T],
+    c_stride: usize,
+    scratch: &Scratch,
+) {
+    let (m, n) = (a.rows(), b.cols());
+    assert_eq!(a.cols(), b.rows(), "inner dimensions differ");
+    if m == 0 || n == 0 {
+        return;
+    }
+    assert!(m == 1 || c_stride >= n, "rows of the result overlap");
+    assert!(c.len() >= (m - 1) * c_stride + n, "the result does not fit");
+    T::gemm_on(isa, alpha, a, b, beta, c, c_stride, scratch);
+}
+
+/// $\sum_i a_i b_i$. Panics if the lengths differ.
+pub fn dot<T: Real>(a: &[T], b: &[T]) -> T {
+    assert_eq!(a.len(), b.len(), "vectors of different length");
+    T::dot_on(Isa::best(), a, b)
+}
+
+/// $\sum_i (a_i - b_i)^2$. Panics if the lengths differ.
+pub fn sq_dist<T: Real>(a: &[T], b: &[T]) -> T {
+    assert_eq!(a.len(), b.len(), "vectors of different length");
+    T::sq_dist_on(Isa::best(), a, b)
+}
+
+/// $y \leftarrow a x + y$. Panics if the lengths differ.
+pub fn axpy<T: Real>(a: T, x: &[T], y: &mut [T]) {
+    assert_eq!(x.len(), y.len(), "vectors of different length");
+    T::axpy_on(Isa::best(), a, x, y);
+}
+
+/// $x \leftarrow a x$.
+pub fn scale<T: Real>(a: T, x: &mut [T]) {
+    T::scale_on(Isa::best(), a, x);
+}
+
+/// Sum of the elements.
+pub fn sum<T: Real>(x: &[T]) -> T {
+    T::sum_on(Isa::best(), x)
+}
+
+/// Greatest element, NaN left out; −∞ where there is none.
+pub fn max<T: Real>(x: &[T]) -> T {
+    T::max_on(Isa::best(), x)
+}
+
+/// $x_i \leftarrow e^{x_i}$, within two units in the last place; exactly 0 where the result would be
+/// subnormal or less.
+pub fn exp_in_place<T: Real>(x: &mut [T]) {
+    T::exp_in_place_on(Isa::best(), x);
+}
+
+/// $x_i \leftarrow e^{x_i} / \sum_j e^{x_j}$; returns $\ln \sum_j e^{x_j}$. Entries of −∞ become 0; where
+/// all are −∞, or there is none, the weights are 0 and the result is −∞. A NaN makes all of them NaN.
+pub fn softmax_in_place<T: Real>(x: &mut [T]) -> T {
+    let isa = Isa::best();
+    let m = T::max_on(isa, x);
+    if m == T::NEG_INFINITY {
+        let lse = x.iter().fold(T::NEG_INFINITY, |l, &x| if x.is_nan() { x } else { l });
+        x.fill(if lse.is_nan() { lse } else { T::ZERO });
+        return lse;
+    }
+    let total = T::exp_sum_on(isa, x, m);
+    T::scale_on(isa, T::ONE / total, x);
+    m + total.ln()
+}
+
+/// `out[i] = dot(rows[i], x)`: reads the matrix once. Panics if the shapes do not fit.
+pub fn matvec<T: Real>(rows: MatRef<'_, T>, x: &[T], out: &mut [T]) {
+    assert_eq!(rows.cols(), x.len(), "matrix and vector do not fit");
+    assert_eq!(rows.rows(), out.len(), "one result per row");
+    T::matvec_on(Isa::best(), rows, x, out);
+}
+
+/// Runs fused multiply-adds on registers alone, with enough independent chains to fill the pipes; returns
+/// how many floating-point operations that was, and a value that depends on all of them. Timed by the
+/// caller, it shows the machine's peak.
+pub fn fma_burn<T: Real>(isa: Isa, iterations: u64) -> (u64, T) {
+    T::fma_burn_on(isa, iterations)
+}
+
+/// Sum of a long array, reading memory as fast as one thread can: the yardstick for bandwidth.
+pub fn read_sum(x: &[f32]) -> f32 {
+    sum(x)
+}
+
+/// Copies `src` to `dst`, the yardstick for copy bandwidth. Panics if the lengths differ.
+pub fn copy(src: &[f32], dst: &mut [f32]) {
+    dst.copy_from_slice(src);
+}
+
+#[cfg(test)]
+mod tests;
