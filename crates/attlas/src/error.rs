@@ -1,0 +1,98 @@
+//! What can go wrong, with the facts a caller needs to mend it.
+
+/// Result of anything in this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a request was refused. Nothing has been written to any output when one of these is returned.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The method cannot do what the problem asks; all the reasons are listed.
+    #[error("{method} cannot do this: {}", reasons.join("; "))]
+    Unsupported {
+        /// Id of the method, layer or conversion.
+        method: String,
+        /// Every reason, in words a user can act on.
+        reasons: Vec<String>,
+    },
+    /// A parameter has a value that is not accepted.
+    #[error("parameter {name} = {value} is not accepted; expected {expected}")]
+    InvalidParam {
+        /// Name of the parameter.
+        name: String,
+        /// What was given.
+        value: String,
+        /// What would have been accepted.
+        expected: String,
+    },
+    /// No parameter of that name exists.
+    #[error("there is no parameter {name}; accepted are {}", list(accepted))]
+    UnknownParam {
+        /// What was given.
+        name: String,
+        /// The names that exist.
+        accepted: Vec<String>,
+    },
+    /// No method, layer or conversion of that id exists.
+    #[error("there is no {kind} {id}; known are {}", list(known))]
+    UnknownId {
+        /// "method", "layer" or "conversion".
+        kind: &'static str,
+        /// What was given.
+        id: String,
+        /// The ids that exist.
+        known: Vec<String>,
+    },
+    /// A tensor, stride or count does not fit the problem.
+    #[error("{what}: expected {expected}, found {found}")]
+    Shape {
+        /// Which object.
+        what: &'static str,
+        /// What the problem needs.
+        expected: String,
+        /// What was given.
+        found: String,
+    },
+    /// Sizes whose product does not fit into memory addresses.
+    #[error("{what} is too large: {sizes:?} overflows the address space")]
+    TooLarge {
+        /// Which object.
+        what: &'static str,
+        /// The factors.
+        sizes: Vec<usize>,
+    },
+    /// A calibration that was made for something else, or is missing.
+    #[error("calibration for {method}: expected {expected}, found {found}")]
+    Calibration {
+        /// Id of the method.
+        method: String,
+        /// What the method needs.
+        expected: String,
+        /// What was given.
+        found: String,
+    },
+    /// The threads could not be started.
+    #[error("could not start {threads} threads: {reason}")]
+    Threads {
+        /// How many were asked for.
+        threads: usize,
+        /// What the system said.
+        reason: String,
+    },
+}
+
+impl Error {
+    /// A [`Error::Shape`].
+    pub fn shape(what: &'static str, expected: impl ToString, found: impl ToString) -> Self {
+        Self::Shape { what, expected: expected.to_string(), found: found.to_string() }
+    }
+
+    /// A [`Error::InvalidParam`].
+    pub fn param(name: &str, value: impl ToString, expected: impl ToString) -> Self {
+        Self::InvalidParam { name: name.into(), value: value.to_string(), expected: expected.to_string() }
+    }
+}
+
+fn list(names: &[String]) -> String {
+    if names.is_empty() { "none".into() } else { names.join(", ") }
+}

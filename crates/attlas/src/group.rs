@@ -1,0 +1,525 @@
+//! One key head at a time: what a method's author writes, and the runner that does the rest.
+//!
+//! A method sees the keys and values of one key head and the query rows of all query heads that share it. The
+//! runner here checks shapes, reads strides, cuts off padding, runs groups in parallel, hands out scratch
+//! memory and the names of random streams, and writes outputs in the caller's layout.
+
+use crate::method::{Cost, Plan, RunInfo, Stream};
+use crate::workspace::Context;
+use crate::{Error, Inputs, Mask, Out, Output, Problem, Qkv, Result, TensorRef, Workspace};
+use attlas_num::kernels::Band;
+use attlas_num::rng::StreamKey;
+use attlas_num::{DType, MatRef, Real};
+use rayon::prelude::*;
+use std::fmt::Debug;
+
+/// The queries of one group: `heads × n_q` rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Queries<'a, T> {
+    tensor: TensorRef<'a, T>,
+}
+
+impl<'a, T: Real> Queries<'a, T> {
+    /// The queries of a `[1, heads, n_q, d]` tensor.
+    pub fn new(tensor: TensorRef<'a, T>) -> Self {
+        Self { tensor }
+    }
+
+    /// Query heads in the group.
+    pub fn heads(&self) -> usize {
+        self.tensor.dims()[1]
+    }
+
+    /// Rows of each head.
+    pub fn n_q(&self) -> usize {
+        self.tensor.dims()[2]
+    }
+
+    /// The rows of head `h`.
+    pub fn head(&self, h: usize) -> MatRef<'a, T> {
+        self.tensor.head(0, h)
+    }
+
+    /// Row `i` of every head: a `heads × d` matrix, or `None` where strides do not allow it.
+    pub fn token(&self, i: usize) -> Option<MatRef<'a, T>> {
+        self.tensor.token(0, i)
+    }
+
+    /// Every row of every head, heads after one another.
+    pub fn iter_rows(self) -> impl Iterator<Item = &'a [T]> {
+        (0..self.heads()).flat_map(move |h| {
+            let head = self.head(h);
+            (0..head.rows()).map(move |i| head.row(i))
+        })
+    }
+}
+
+/// One group: everything that [`GroupPlan::run`] reads and writes.
+#[derive(Debug)]
+pub struct Group<'a, T> {
+    /// Queries of all heads that share the keys.
+    pub q: Queries<'a, T>,
+    /// Keys, `n_k × d`; fewer than planned where a sequence is padded.
+    pub k: MatRef<'a, T>,
+    /// Values, `n_k × d_v`.
+    pub v: MatRef<'a, T>,
+    /// Factor on the inner products.
+    pub scale: T,
+    /// Which keys a query may see.
+    pub mask: Mask,
+    /// Output rows, contiguous `heads × n_q × d_v`, unspecified at first.
+    pub out: &'a mut [T],
+    /// Log-sum-exp of each row, contiguous `heads × n_q`, unspecified at first. Always there.
+    pub lse: &'a mut [T],
+    /// Which sequence and key head this is.
+    pub index: GroupIndex,
+    /// Schedule and scratch memory. Code already runs on the workspace's threads: use rayon freely.
+    pub cx: Context<'a>,
+}
+
+/// Which sequence and key head a group belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GroupIndex {
+    /// The sequence.
+    pub batch: usize,
+    /// The key head.
+    pub kv_head: usize,
+}
+
+impl GroupIndex {
+    /// The random streams of this group under `seed`.
+    pub fn stream_key(self, seed: u64) -> StreamKey {
+        StreamKey::new(seed).with(self.batch as u64).with(self.kv_head as u64)
+    }
+}
+
+impl<'a, T: Real> Group<'a, T> {
+    /// One query row per head over everything a stream holds.
+    #[allow(clippy::too_many_arguments)]
+    pub fn decode(
+        q: MatRef<'a, T>,
+        k: MatRef<'a, T>,
+        v: MatRef<'a, T>,
+        scale: T,
+        out: &'a mut [T],
+        lse: &'a mut [T],
+        index: GroupIndex,
+        cx: Context<'a>,
+    ) -> Result<Self> {
+        let tensor = TensorRef::new(q.data(), [1, q.rows(), 1, q.cols()], [0, q.stride(), q.cols()])?;
+        Ok(Self { q: Queries::new(tensor), k, v, scale, mask: Mask::None, out, lse, index, cx })
+    }
+
+    /// The same group, borrowed for a shorter time.
+    pub fn reborrow(&mut self) -> Group<'_, T> {
+        Group {
+            q: self.q,
+            k: self.k,
+            v: self.v,
+            scale: self.scale,
+            mask: self.mask,
+            out: self.out,
+            lse: self.lse,
+            index: self.index,
+            cx: self.cx,
+        }
+    }
+
+    /// Keys of this group.
+    pub fn n_k(&self) -> usize {
+        self.k.rows()
+    }
+
+    /// Query rows of each head.
+    pub fn n_q(&self) -> usize {
+        self.q.n_q()
+    }
+
+    /// Width of values.
+    pub fn d_v(&self) -> usize {
+        self.v.cols()
+    }
+
+    /// The mask as a band: row `i` sees key `j` when `j − i ≤ n_k − n_q`.
+    pub fn band(&self) -> Band {
+        match self.mask {
+            Mask::None => Band::ALL,
+            Mask::Causal => Band::causal(self.n_k() as isize - self.n_q() as isize),
+        }
+    }
+
+    /// Keys that row `i` of a head sees: `0..visible(i)`.
+    pub fn visible(&self, i: usize) -> usize {
+        match self.mask {
+            Mask::None => self.n_k(),
+            Mask::Causal => (self.n_k() + i + 1).saturating_sub(self.n_q()).min(self.n_k()),
+        }
+    }
+
+    /// Pairs of a query row and a key it sees, over all heads of the group.
+    pub fn visible_pairs(&self) -> u64 {
+        let rows: usize = (0..self.n_q()).map(|i| self.visible(i)).sum();
+        (rows * self.q.heads()) as u64
+    }
+
+    /// Writes every row as seeing nothing: zero output, log-sum-exp −∞.
+    pub fn fill_empty(&mut self) -> RunInfo {
+        self.out.fill(T::ZERO);
+        self.lse.fill(T::NEG_INFINITY);
+        RunInfo { empty_rows: self.lse.len() as u64, ..RunInfo::default() }
+    }
+
+    /// Runs `work(head, first_row, rows, out, lse)` for blocks of `rows_per_block` rows of each head in
+    /// parallel, later blocks first, since with a causal mask they are the long ones.
+    pub fn par_row_blocks<R: Send>(
+        &mut self,
+        rows_per_block: usize,
+        work: impl Fn(RowBlock<'_, T>) -> Result<R> + Sync + Send,
+    ) -> Result<Vec<R>> {
+        let (n_q, d_v) = (self.n_q(), self.d_v());
+        if n_q == 0 || self.q.heads() == 0 {
+            return Ok(Vec::new());
+        }
+        let rows_per_block = rows_per_block.clamp(1, n_q);
+        let mut blocks: Vec<RowBlock<'_, T>> = Vec::new();
+        for (head, (out, lse)) in self.out.chunks_mut(n_q * d_v).zip(self.lse.chunks_mut(n_q)).enumerate() {
+            let q = self.q.head(head);
+            for (b, (out, lse)) in
+                out.chunks_mut(rows_per_block * d_v).zip(lse.chunks_mut(rows_per_block)).enumerate()
+            {
+                let first = b * rows_per_block;
+                blocks.push(RowBlock { head, first, q: q.sub_rows(first..first + lse.len()), out, lse });
+            }
+        }
+        blocks.sort_by_key(|b| std::cmp::Reverse(b.first));
+        blocks.into_par_iter().with_max_len(1).map(work).collect()
+    }
+}
+
+/// Some consecutive query rows of one head, with the places for their results.
+#[derive(Debug)]
+pub struct RowBlock<'a, T> {
+    /// Head within the group.
+    pub head: usize,
+    /// First row.
+    pub first: usize,
+    /// The rows' queries.
+    pub q: MatRef<'a, T>,
+    /// The rows' outputs, contiguous.
+    pub out: &'a mut [T],
+    /// The rows' log-sum-exp.
+    pub lse: &'a mut [T],
+}
+
+/// What a method's author implements: numerics of one group.
+pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
+    /// Counted work for the whole problem, set-up included.
+    fn cost(&self, problem: &Problem) -> Cost;
+
+    /// Upper bound on the scratch bytes that one group uses at one time with this many threads, for
+    /// elements of `size` bytes.
+    fn scratch_bytes(&self, problem: &Problem, threads: usize, size: usize) -> usize;
+
+    /// Computes one group.
+    fn run<T: Real>(&self, group: Group<'_, T>) -> Result<RunInfo>;
+
+    /// Whether `run` writes a log-sum-exp; must agree with the method's claim.
+    fn has_lse(&self) -> bool {
+        true
+    }
+
+    /// Decoding for one group, where the method can.
+    fn stream<T: Real>(&self, problem: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        let _ = (problem, index);
+        None
+    }
+
+    /// The whole problem as a [`Plan`].
+    fn boxed(self, problem: &Problem) -> Box<dyn Plan> {
+        Box::new(Grouped { problem: *problem, plan: self })
+    }
+}
+
+/// Decoding for one group.
+pub trait GroupStream<T>: Debug + Send {
+    /// Appends rows of keys and values.
+    fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Result<()>;
+
+    /// Attends with one query row per head, `heads × d`, to everything pushed.
+    fn attend(
+        &mut self,
+        q: MatRef<'_, T>,
+        scale: T,
+        out: &mut [T],
+        lse: &mut [T],
+        cx: Context<'_>,
+    ) -> Result<RunInfo>;
+
+    /// Bytes of state held now.
+    fn state_bytes(&self) -> usize;
+}
+
+/// A [`GroupPlan`] over all groups of a problem.
+#[derive(Debug)]
+struct Grouped<P> {
+    problem: Problem,
+    plan: P,
+}
+
+impl<P: GroupPlan> Plan for Grouped<P> {
+    fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    fn cost(&self) -> Cost {
+        self.plan.cost(&self.problem)
+    }
+
+    fn workspace_bytes(&self, threads: usize) -> usize {
+        let p = &self.problem;
+        let in_flight = (p.batch * p.n_kv_heads).min(threads.max(1)).max(1);
+        // Log-sum-exp the caller did not ask for, and outputs whose layout is not ours, pass through scratch.
+        let staging = p.batch * p.n_heads * p.n_q * (p.d_v + 1) * size_of::<f64>() + 128;
+        in_flight * self.plan.scratch_bytes(p, threads.max(1), size_of::<f64>()) + staging
+    }
+
+    fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
+        match (inputs, out) {
+            (Inputs::F32(x), Output::F32(o)) => self.execute_typed(x, o, ws),
+            (Inputs::F64(x), Output::F64(o)) => self.execute_typed(x, o, ws),
+            (x, _) => Err(Error::shape("output element type", format!("{:?}", x.dtype()), "the other one")),
+        }
+    }
+
+    fn stream(&self, dtype: DType) -> Option<Box<dyn Stream>> {
+        match dtype {
+            DType::F32 => self.stream_typed::<f32>(|s| Box::new(s)),
+            DType::F64 => self.stream_typed::<f64>(|s| Box::new(s)),
+        }
+    }
+}
+
+impl<P: GroupPlan> Grouped<P> {
+    fn execute_typed<T: Real>(
+        &self,
+        x: &Qkv<'_, T>,
+        out: &mut Out<'_, T>,
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        let p = &self.problem;
+        x.validate(p)?;
+        out.validate(p)?;
+        if out.lse.is_some() && !self.plan.has_lse() {
+            return Err(Error::Unsupported {
+                method: "this plan".into(),
+                reasons: vec!["it has no log-sum-exp: its sums are not exponentials of logits".into()],
+            });
+        }
+        ws.install(|cx| {
+            with_staging(p, out, cx, |o, lse| {
+                let rows = p.group_size() * p.n_q;
+                let groups = p.batch * p.n_kv_heads;
+                let mut work: Vec<(usize, &mut [T], &mut [T])> = Vec::with_capacity(groups);
+                let (mut o, mut lse) = (o, lse);
+                for g in 0..groups {
+                    let (head, tail) = std::mem::take(&mut o).split_at_mut(rows * p.d_v);
+                    let (lse_head, lse_tail) = std::mem::take(&mut lse).split_at_mut(rows);
+                    (o, lse) = (tail, lse_tail);
+                    work.push((g, head, lse_head));
+                }
+                let infos: Result<Vec<RunInfo>> = work
+                    .into_par_iter()
+                    .with_max_len(1)
+                    .map(|(g, out, lse)| {
+                        let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
+                        let group = self.group(x, index, out, lse, cx);
+                        self.plan.run(group)
+                    })
+                    .collect();
+                Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
+            })
+        })
+    }
+
+    fn group<'a, T: Real>(
+        &self,
+        x: &Qkv<'a, T>,
+        index: GroupIndex,
+        out: &'a mut [T],
+        lse: &'a mut [T],
+        cx: Context<'a>,
+    ) -> Group<'a, T> {
+        let p = &self.problem;
+        let GroupIndex { batch, kv_head } = index;
+        let n_k = x.key_lens.map_or(p.n_k, |lens| lens[batch]);
+        let heads = kv_head * p.group_size()..(kv_head + 1) * p.group_size();
+        Group {
+            q: Queries::new(x.q.batch(batch).heads(heads)),
+            k: x.k.head(batch, kv_head).sub_rows(0..n_k),
+            v: x.v.head(batch, kv_head).sub_rows(0..n_k),
+            scale: T::from_f64(p.scale),
+            mask: p.mask,
+            out,
+            lse,
+            index,
+            cx,
+        }
+    }
+
+    fn stream_typed<T: Real>(&self, wrap: fn(GroupedStream<T>) -> Box<dyn Stream>) -> Option<Box<dyn Stream>>
+    where
+        Self: Sized,
+    {
+        let p = &self.problem;
+        let groups: Option<Vec<_>> = (0..p.batch * p.n_kv_heads)
+            .map(|g| {
+                let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
+                self.plan.stream::<T>(p, index)
+            })
+            .collect();
+        Some(wrap(GroupedStream { problem: *p, groups: groups?, len: 0 }))
+    }
+}
+
+/// Gives `work` contiguous `[batch, heads, rows]` slices for outputs and log-sum-exp: the caller's own where
+/// they are laid out so, scratch memory otherwise, copied out at the end.
+fn with_staging<T: Real>(
+    p: &Problem,
+    out: &mut Out<'_, T>,
+    cx: Context<'_>,
+    work: impl FnOnce(&mut [T], &mut [T]) -> Result<RunInfo>,
+) -> Result<RunInfo> {
+    let rows = p.batch * p.n_heads * p.n_q;
+    let mut own_lse;
+    let lse = match &mut out.lse {
+        Some(lse) => &mut lse[..],
+        None => {
+            own_lse = cx.scratch.take::<T>(rows);
+            &mut own_lse[..]
+        }
+    };
+    if out.o.is_bhnd() {
+        return work(&mut out.o.data_mut()[..rows * p.d_v], lse);
+    }
+    let mut staged = cx.scratch.take::<T>(rows * p.d_v);
+    let info = work(&mut staged, lse)?;
+    let mut source = staged.chunks_exact(p.d_v);
+    for b in 0..p.batch {
+        for h in 0..p.n_heads {
+            for (i, row) in (0..p.n_q).zip(&mut source) {
+                out.o.row_mut(b, h, i).copy_from_slice(row);
+            }
+        }
+    }
+    Ok(info)
+}
+
+/// Streams of all groups of a problem.
+#[derive(Debug)]
+struct GroupedStream<T> {
+    problem: Problem,
+    groups: Vec<Box<dyn GroupStream<T>>>,
+    len: usize,
+}
+
+/// Picks the typed part of inputs and outputs.
+trait Typed: Real {
+    fn inputs<'x, 'a>(inputs: &'x Inputs<'a>) -> Option<&'x Qkv<'a, Self>>;
+    fn output<'x, 'a>(output: &'x mut Output<'a>) -> Option<&'x mut Out<'a, Self>>;
+}
+
+macro_rules! typed {
+    ($t:ty, $variant:ident) => {
+        impl Typed for $t {
+            fn inputs<'x, 'a>(inputs: &'x Inputs<'a>) -> Option<&'x Qkv<'a, Self>> {
+                match inputs {
+                    Inputs::$variant(x) => Some(x),
+                    _ => None,
+                }
+            }
+            fn output<'x, 'a>(output: &'x mut Output<'a>) -> Option<&'x mut Out<'a, Self>> {
+                match output {
+                    Output::$variant(x) => Some(x),
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+typed!(f32, F32);
+typed!(f64, F64);
+
+fn wrong_type(dtype: DType) -> Error {
+    Error::shape("element type", format!("{dtype:?}, as the stream was made for"), "the other one")
+}
+
+impl<T: Typed> Stream for GroupedStream<T> {
+    fn push(&mut self, inputs: &Inputs<'_>, ws: &mut Workspace) -> Result<()> {
+        let p = self.problem;
+        let x = T::inputs(inputs).ok_or_else(|| wrong_type(T::DTYPE))?;
+        let tokens = x.k.dims()[2];
+        for (what, dims, width) in [("keys", x.k.dims(), p.d), ("values", x.v.dims(), p.d_v)] {
+            let want = [p.batch, p.n_kv_heads, tokens, width];
+            if dims != want {
+                return Err(Error::shape(what, format!("{want:?}"), format!("{dims:?}")));
+            }
+        }
+        ws.install(|cx| {
+            self.groups.par_iter_mut().with_max_len(1).enumerate().try_for_each(|(g, group)| {
+                let (b, h) = (g / p.n_kv_heads, g % p.n_kv_heads);
+                group.push(x.k.head(b, h), x.v.head(b, h), cx)
+            })
+        })?;
+        self.len += tokens;
+        Ok(())
+    }
+
+    fn attend(&mut self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
+        let p = Problem { n_q: 1, ..self.problem };
+        let x = T::inputs(inputs).ok_or_else(|| wrong_type(T::DTYPE))?;
+        let out = T::output(out).ok_or_else(|| wrong_type(T::DTYPE))?;
+        let want = [p.batch, p.n_heads, 1, p.d];
+        if x.q.dims() != want {
+            return Err(Error::shape("queries", format!("{want:?}"), format!("{:?}", x.q.dims())));
+        }
+        out.validate(&p)?;
+        let size = p.group_size();
+        ws.install(|cx| {
+            with_staging(&p, out, cx, |o, lse| {
+                let infos: Result<Vec<RunInfo>> = self
+                    .groups
+                    .par_iter_mut()
+                    .with_max_len(1)
+                    .zip(o.par_chunks_mut(size * p.d_v).zip(lse.par_chunks_mut(size)))
+                    .enumerate()
+                    .map(|(g, (group, (o, lse)))| {
+                        let (b, h) = (g / p.n_kv_heads, g % p.n_kv_heads);
+                        let heads = x.q.batch(b).heads(h * size..(h + 1) * size);
+                        // One row per head, gathered where the strides make no matrix.
+                        let gathered = heads.token(0, 0).is_none().then(|| {
+                            let mut rows = cx.scratch.take::<T>(size * p.d);
+                            (0..size)
+                                .zip(rows.chunks_exact_mut(p.d))
+                                .for_each(|(i, r)| r.copy_from_slice(heads.head(0, i).row(0)));
+                            rows
+                        });
+                        let q = match &gathered {
+                            Some(rows) => MatRef::new(rows, size, p.d),
+                            None => heads.token(0, 0).unwrap_or_else(|| unreachable!("checked above")),
+                        };
+                        group.attend(q, T::from_f64(p.scale), o, lse, cx)
+                    })
+                    .collect();
+                Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
+            })
+        })
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn state_bytes(&self) -> usize {
+        self.groups.iter().map(|g| g.state_bytes()).sum()
+    }
+}

@@ -1,0 +1,202 @@
+//! Layers: hidden states in, hidden states out, with weights and a cache of their own.
+
+use crate::params::ParamSpec;
+use crate::workspace::Context;
+use crate::{Error, MatRef, Options, Result, RunInfo, Workspace};
+use attlas_num::Mat;
+use attlas_num::kernels::{Op, gemm};
+use rayon::prelude::*;
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+
+/// Sizes of an attention layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerShape {
+    /// Width of hidden states.
+    pub d_model: usize,
+    /// Query heads.
+    pub n_heads: usize,
+    /// Key heads; divides `n_heads`.
+    pub n_kv_heads: usize,
+    /// Width of queries and keys of one head.
+    pub d: usize,
+    /// Width of values of one head.
+    pub d_v: usize,
+}
+
+/// A layer: its registry entry.
+#[derive(Debug)]
+pub struct LayerKind {
+    /// Name in the literature, `snake_case`; public API.
+    pub id: &'static str,
+    /// One line for people.
+    pub title: &'static str,
+    /// Authors and year, or the section of the survey.
+    pub reference: &'static str,
+    /// Its parameters.
+    pub params: &'static [ParamSpec],
+    /// The weights it takes, by name.
+    pub weights: fn(&LayerShape, &Options) -> Result<Vec<WeightSpec>>,
+    /// Numbers that the cache holds for each token.
+    pub cache_elements: fn(&LayerShape, &Options) -> Result<usize>,
+    /// Makes the layer from its weights. Called by [`LayerKind::layer`] after they were checked.
+    pub build: fn(&LayerShape, &Options, Weights) -> Result<Box<dyn Layer>>,
+}
+
+impl LayerKind {
+    /// Makes the layer; an error if a weight is missing or has another shape.
+    pub fn layer(&self, shape: &LayerShape, options: &Options, weights: Weights) -> Result<Box<dyn Layer>> {
+        for spec in (self.weights)(shape, options)? {
+            match weights.get(spec.name) {
+                Some(w) if (w.n_out(), w.n_in()) == (spec.n_out, spec.n_in) => {}
+                Some(w) => {
+                    let words = |o: usize, i: usize| format!("{} with {o} outputs and {i} inputs", spec.name);
+                    return Err(Error::shape(
+                        "weight",
+                        words(spec.n_out, spec.n_in),
+                        words(w.n_out(), w.n_in()),
+                    ));
+                }
+                None if spec.optional => {}
+                None => return Err(Error::shape("weight", spec.name, "none of that name")),
+            }
+        }
+        (self.build)(shape, options, weights)
+    }
+}
+
+/// A weight that a layer takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WeightSpec {
+    /// Its name.
+    pub name: &'static str,
+    /// Outputs.
+    pub n_out: usize,
+    /// Inputs.
+    pub n_in: usize,
+    /// The layer works without it.
+    pub optional: bool,
+}
+
+/// A linear map $y = W x + b$ in whatever form its weights are stored.
+pub trait Linear: Debug + Send + Sync {
+    /// Outputs.
+    fn n_out(&self) -> usize;
+    /// Inputs.
+    fn n_in(&self) -> usize;
+    /// `out` (`rows × n_out`, contiguous) becomes the image of the rows of `x` (`rows × n_in`).
+    fn apply(&self, x: MatRef<'_, f32>, out: &mut [f32], cx: Context<'_>);
+    /// Numbers stored.
+    fn parameters(&self) -> usize {
+        self.n_out() * self.n_in()
+    }
+}
+
+/// Weights by name.
+pub type Weights = BTreeMap<String, Box<dyn Linear>>;
+
+/// A dense single-precision linear map.
+#[derive(Clone, Debug)]
+pub struct Dense {
+    /// `n_out × n_in`.
+    pub weight: Mat<f32>,
+    /// `n_out` numbers, where there is a bias.
+    pub bias: Option<Vec<f32>>,
+}
+
+impl Dense {
+    /// A map without bias.
+    pub fn new(weight: Mat<f32>) -> Self {
+        Self { weight, bias: None }
+    }
+}
+
+impl Linear for Dense {
+    fn n_out(&self) -> usize {
+        self.weight.rows()
+    }
+
+    fn n_in(&self) -> usize {
+        self.weight.cols()
+    }
+
+    fn apply(&self, x: MatRef<'_, f32>, out: &mut [f32], cx: Context<'_>) {
+        let n_out = self.n_out();
+        assert_eq!(out.len(), x.rows() * n_out);
+        if out.is_empty() {
+            return;
+        }
+        let rows = x.rows().div_ceil(4 * cx.schedule.threads.max(1)).clamp(1, 256).next_multiple_of(12);
+        out.par_chunks_mut(rows * n_out).enumerate().for_each(|(b, out)| {
+            let x = x.sub_rows(b * rows..(b * rows + out.len() / n_out));
+            gemm(cx.schedule.isa, 1.0, Op::N(x), Op::T(self.weight.as_ref()), 0.0, out, n_out, cx.scratch);
+            if let Some(bias) = &self.bias {
+                out.chunks_exact_mut(n_out)
+                    .for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
+            }
+        });
+    }
+
+    fn parameters(&self) -> usize {
+        self.weight.data().len() + self.bias.as_ref().map_or(0, Vec::len)
+    }
+}
+
+/// An attention layer with its weights.
+pub trait Layer: Debug + Send + Sync {
+    /// Its sizes.
+    fn shape(&self) -> LayerShape;
+
+    /// Numbers in its weights.
+    fn parameters(&self) -> usize;
+
+    /// Numbers its cache holds for each token.
+    fn cache_elements(&self) -> usize;
+
+    /// An empty cache.
+    fn new_cache(&self) -> Box<dyn LayerCache>;
+
+    /// Appends the tokens of `x` (`t × d_model`) to the cache and writes their outputs (`t × d_model`). Causal:
+    /// a token sees the cache, the tokens before it and itself.
+    fn forward(
+        &self,
+        x: MatRef<'_, f32>,
+        cache: &mut dyn LayerCache,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo>;
+}
+
+/// What a layer remembers of the tokens it has seen.
+pub trait LayerCache: Debug + Send + Any {
+    /// Tokens held.
+    fn len(&self) -> usize;
+    /// No token is held.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// Forgets all but the first `len` tokens.
+    fn truncate(&mut self, len: usize);
+    /// Bytes of the tokens held.
+    fn bytes(&self) -> usize;
+    /// For the layer that made it.
+    fn as_any_mut(&mut self) -> &mut dyn Any;
+}
+
+/// A conversion of a layer's weights into another layer or a factored form: its registry entry.
+#[derive(Debug)]
+pub struct Conversion {
+    /// Name in the literature, `snake_case`; public API.
+    pub id: &'static str,
+    /// One line for people.
+    pub title: &'static str,
+    /// Authors and year, or the section of the survey.
+    pub reference: &'static str,
+    /// Its parameters.
+    pub params: &'static [ParamSpec],
+    /// Id of the layer it starts from.
+    pub from: &'static str,
+    /// Id of the layer it ends in.
+    pub to: &'static str,
+}

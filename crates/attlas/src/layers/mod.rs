@@ -1,0 +1,1 @@
+//! The layers: hidden states → hidden states, one file each.

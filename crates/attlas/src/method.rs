@@ -1,0 +1,417 @@
+//! The contract of a method: what it says of itself, how it is planned, run and streamed.
+
+use crate::params::ParamSpec;
+use crate::{Error, Inputs, Options, Output, Problem, Result, Workspace};
+use attlas_num::{DType, Mat};
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+
+/// Families of the survey.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Family {
+    /// Exact attention and the yardsticks derived from it.
+    Exact,
+    /// Hashing, clustering and importance sampling.
+    Clustering,
+    /// Projections, landmarks and coresets.
+    LowRank,
+    /// Feature maps, sketches and linear attention.
+    Kernel,
+}
+
+impl Family {
+    /// All of them, in the order of the survey.
+    pub const ALL: [Family; 4] = [Family::Exact, Family::Clustering, Family::LowRank, Family::Kernel];
+
+    /// The name used on the command line and in records.
+    pub fn name(self) -> &'static str {
+        match self {
+            Family::Exact => "exact",
+            Family::Clustering => "clustering",
+            Family::LowRank => "low_rank",
+            Family::Kernel => "kernel",
+        }
+    }
+}
+
+/// A method: its registry entry.
+#[derive(Debug)]
+pub struct Method {
+    /// Name in the literature, `snake_case`; public API.
+    pub id: &'static str,
+    /// Where the survey treats it.
+    pub family: Family,
+    /// One line for people.
+    pub title: &'static str,
+    /// Authors and year, or the section of the survey.
+    pub reference: &'static str,
+    /// What it promises; the shared checks try to refute it.
+    pub claims: Claims,
+    /// Its parameters.
+    pub params: &'static [ParamSpec],
+    /// Settings under which even a problem of a hundred tokens takes the approximate path: what the shared
+    /// checks run beside the defaults.
+    pub probes: &'static [&'static [(&'static str, &'static str)]],
+    /// Whether it can do a problem with these options, and if not, all the reasons.
+    pub supports: fn(&Problem, &Options) -> Support,
+    /// Learns from data, where the method does.
+    pub calibrate: Option<Calibrate>,
+    /// Makes a plan. Called by [`Method::plan`] after the problem and [`Method::supports`] were checked.
+    pub build: fn(&Problem, &Options, Option<&Calibration>) -> Result<Box<dyn Plan>>,
+}
+
+/// Learns a calibration from sample inputs of the problem's heads and widths.
+pub type Calibrate = fn(&Problem, &Options, &[Inputs<'_>]) -> Result<Calibration>;
+
+impl Method {
+    /// Plans `problem`, or says everything that stands in the way.
+    pub fn plan(&self, problem: &Problem, options: &Options) -> Result<Box<dyn Plan>> {
+        self.plan_with(problem, options, None)
+    }
+
+    /// The same with what was learnt from data.
+    pub fn plan_with(
+        &self,
+        problem: &Problem,
+        options: &Options,
+        calibration: Option<&Calibration>,
+    ) -> Result<Box<dyn Plan>> {
+        problem.validate()?;
+        let mut reasons = (self.supports)(problem, options).reasons;
+        if self.claims.needs == Needs::Calibration && calibration.is_none() {
+            reasons.push(format!("{} learns from data first: pass a calibration", self.id));
+        }
+        if !reasons.is_empty() {
+            return Err(Error::Unsupported { method: self.id.into(), reasons });
+        }
+        if let Some(c) = calibration {
+            c.check(self.id, problem)?;
+        }
+        (self.build)(problem, options, calibration)
+    }
+}
+
+/// A problem with everything decided that can be decided before the data is seen.
+pub trait Plan: Debug + Send + Sync {
+    /// What was planned.
+    fn problem(&self) -> &Problem;
+
+    /// Counted work, set-up included.
+    fn cost(&self) -> Cost;
+
+    /// Upper bound on the scratch bytes in use at one time with this many threads.
+    fn workspace_bytes(&self, threads: usize) -> usize;
+
+    /// Computes the output, and the log-sum-exp where the output asks for it. Nothing is written when an
+    /// error is returned.
+    fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
+
+    /// Token-by-token decoding, where the method can; empty at first.
+    fn stream(&self, dtype: DType) -> Option<Box<dyn Stream>> {
+        let _ = dtype;
+        None
+    }
+}
+
+/// Decoding one token at a time, causal by construction.
+pub trait Stream: Debug + Send {
+    /// Appends the keys `[batch, n_kv_heads, t, d]` and values `[batch, n_kv_heads, t, d_v]` of `t` tokens.
+    /// The queries of the inputs are not read.
+    fn push(&mut self, inputs: &Inputs<'_>, ws: &mut Workspace) -> Result<()>;
+
+    /// Attends with the queries `[batch, n_heads, 1, d]` of the last pushed token to everything pushed.
+    /// The keys and values of the inputs are not read.
+    fn attend(&mut self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
+
+    /// Tokens pushed so far.
+    fn len(&self) -> usize;
+
+    /// No token has been pushed.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes of state held now.
+    fn state_bytes(&self) -> usize;
+}
+
+/// What a method promises. `BASE` is strict: laws hold unless the entry names an exception with its reason.
+#[derive(Clone, Copy, Debug, serde::Serialize)]
+pub struct Claims {
+    /// Has a form for [`Mask::Causal`](crate::Mask::Causal) in which no later token can be felt.
+    pub causal: bool,
+    /// Plans of a causal problem offer a [`Stream`].
+    pub decode: bool,
+    /// Parameter settings at which the output is bit-identical to `exact`.
+    pub exact_at: &'static [(&'static str, Budget)],
+    /// Weights are non-negative and sum to one: constant values are reproduced, outputs stay in their hull.
+    pub row_stochastic: bool,
+    /// Over seeds, $e^{\text{lse}}$ has the exact normaliser as its mean.
+    pub unbiased: bool,
+    /// Draws no random numbers.
+    pub deterministic: bool,
+    /// Approximates softmax attention, rather than being a model of its own.
+    pub softmax: bool,
+    /// Gives the log-sum-exp of its unnormalised sums.
+    pub lse: bool,
+    /// Exponent of the sequence length in the time, as published.
+    pub exponent: f64,
+    /// What it needs before it is useful.
+    pub needs: Needs,
+    /// Laws that do not hold, each with the reason.
+    pub except: &'static [(Law, &'static str)],
+}
+
+impl Claims {
+    /// The strict default: causal, softmax, deterministic, log-sum-exp, quadratic, every law.
+    pub const BASE: Claims = Claims {
+        causal: true,
+        decode: false,
+        exact_at: &[],
+        row_stochastic: true,
+        unbiased: false,
+        deterministic: true,
+        softmax: true,
+        lse: true,
+        exponent: 2.0,
+        needs: Needs::Nothing,
+        except: &[],
+    };
+
+    /// Whether `law` is promised.
+    pub fn keeps(&self, law: Law) -> bool {
+        !self.except.iter().any(|(l, _)| *l == law)
+    }
+}
+
+/// Laws that every method keeps unless its claims name an exception.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Law {
+    /// Outputs are linear in the values.
+    LinearInValues,
+    /// Without a mask, permuting keys together with values changes nothing but rounding.
+    KeyOrder,
+    /// Each query head of a group gets what it would get alone with the group's keys.
+    HeadsAlone,
+    /// A stream gives the rows of the causal plan, up to rounding.
+    DecodeIsPrefill,
+    /// A row depends on its own query and the keys alone, not on other queries.
+    QueriesAlone,
+}
+
+/// What a method needs before it is useful.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Needs {
+    /// Works on any trained model as it is.
+    Nothing,
+    /// Learns from sample inputs first.
+    Calibration,
+    /// Is meant for models trained with it; runs without, with the error that has.
+    Training,
+}
+
+/// The value of a parameter at which a method becomes exact.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Budget {
+    /// At least the number of keys.
+    NumKeys,
+    /// At least the larger of the numbers of queries and keys.
+    NumTokens,
+    /// A fixed real value.
+    Value(f64),
+}
+
+impl Budget {
+    /// The value for a problem.
+    pub fn value(self, problem: &Problem) -> crate::params::Value {
+        match self {
+            Budget::NumKeys => problem.n_k.max(1).into(),
+            Budget::NumTokens => problem.n_k.max(problem.n_q).max(1).into(),
+            Budget::Value(x) => x.into(),
+        }
+    }
+}
+
+/// Whether a method can do a problem: the reasons why not, none if it can.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Support {
+    /// Every reason for refusing.
+    pub reasons: Vec<String>,
+}
+
+impl Support {
+    /// It can.
+    pub fn yes() -> Self {
+        Self::default()
+    }
+
+    /// It can unless `refused`.
+    pub fn unless(refused: bool, reason: impl Into<String>) -> Self {
+        Self::yes().and_unless(refused, reason)
+    }
+
+    /// And unless `refused`.
+    #[must_use]
+    pub fn and_unless(mut self, refused: bool, reason: impl Into<String>) -> Self {
+        if refused {
+            self.reasons.push(reason.into());
+        }
+        self
+    }
+
+    /// No reason stands against it.
+    pub fn is_yes(&self) -> bool {
+        self.reasons.is_empty()
+    }
+}
+
+/// Work counted from the sizes, for the whole problem.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct Cost {
+    /// Floating-point operations before the first output row: hashing, clustering, features of keys, ….
+    pub setup_flops: u64,
+    /// Floating-point operations for the rows; a multiply-add counts two.
+    pub run_flops: u64,
+    /// Bytes read and written if every operand came from memory once.
+    pub bytes: u64,
+}
+
+impl Cost {
+    /// Set-up and run together.
+    pub fn flops(&self) -> u64 {
+        self.setup_flops + self.run_flops
+    }
+}
+
+/// What happened in a run.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
+pub struct RunInfo {
+    /// Pairs of a query and a key (or landmark, sample, feature) whose score was computed.
+    pub keys_visited: u64,
+    /// Rows that saw no key and were written as zero.
+    pub empty_rows: u64,
+    /// Rows answered by a fallback, such as exact attention after a vanishing denominator.
+    pub fallback_rows: u64,
+    /// Largest rank, number of landmarks or clusters that was reached.
+    pub rank: Option<usize>,
+    /// Most iterations that an inner iteration took.
+    pub iterations: Option<usize>,
+    /// Whether the method ended as planned.
+    pub status: Status,
+    /// Further figures by name, the largest over groups: predicted errors, residuals, ….
+    pub figures: BTreeMap<&'static str, f64>,
+}
+
+impl RunInfo {
+    /// Counts visited pairs alone.
+    pub fn visited(keys_visited: u64) -> Self {
+        Self { keys_visited, ..Self::default() }
+    }
+
+    /// Joins the information of two parts of a run.
+    #[must_use]
+    pub fn merge(mut self, other: RunInfo) -> RunInfo {
+        self.keys_visited += other.keys_visited;
+        self.empty_rows += other.empty_rows;
+        self.fallback_rows += other.fallback_rows;
+        self.rank = self.rank.max(other.rank);
+        self.iterations = self.iterations.max(other.iterations);
+        self.status = self.status.max(other.status);
+        for (name, value) in other.figures {
+            let entry = self.figures.entry(name).or_insert(value);
+            *entry = entry.max(value);
+        }
+        self
+    }
+}
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Status {
+    /// As planned.
+    #[default]
+    Complete,
+    /// The budget covered everything, and exact attention was computed instead.
+    Exact,
+    /// An inner iteration stopped before its tolerance; the answer is the best one reached.
+    StoppedEarly,
+}
+
+/// What a method learnt from data: plain numbers by name, to be saved and loaded as they are.
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct Calibration {
+    /// Id of the method that made it.
+    pub method: String,
+    /// Key heads it was made for.
+    pub n_kv_heads: usize,
+    /// Query heads it was made for.
+    pub n_heads: usize,
+    /// Width of keys it was made for.
+    pub d: usize,
+    /// Width of values it was made for.
+    pub d_v: usize,
+    /// Matrices by name, usually one per key head as `name.0`, `name.1`, ….
+    pub matrices: BTreeMap<String, Matrix>,
+}
+
+/// A matrix as it stands in a file.
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct Matrix {
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// Elements, row after row.
+    pub data: Vec<f64>,
+}
+
+impl Calibration {
+    /// An empty calibration for the heads and widths of `problem`.
+    pub fn new(method: &str, problem: &Problem) -> Self {
+        Self {
+            method: method.into(),
+            n_kv_heads: problem.n_kv_heads,
+            n_heads: problem.n_heads,
+            d: problem.d,
+            d_v: problem.d_v,
+            matrices: BTreeMap::new(),
+        }
+    }
+
+    /// Stores a matrix under `name`.
+    pub fn insert(&mut self, name: String, m: &Mat<f64>) {
+        self.matrices.insert(name, Matrix { rows: m.rows(), cols: m.cols(), data: m.data().to_vec() });
+    }
+
+    /// The matrix stored under `name`.
+    pub fn matrix(&self, name: &str) -> Result<Mat<f64>> {
+        let missing = |found: String| Error::Calibration {
+            method: self.method.clone(),
+            expected: format!("a matrix {name}"),
+            found,
+        };
+        let m = self.matrices.get(name).ok_or_else(|| missing("none of that name".into()))?;
+        if m.rows.checked_mul(m.cols) != Some(m.data.len()) {
+            return Err(missing(format!("{} elements for {} × {}", m.data.len(), m.rows, m.cols)));
+        }
+        Ok(Mat::from_vec(m.data.clone(), m.rows, m.cols))
+    }
+
+    /// Refuses a calibration that was made for another method or shape.
+    pub fn check(&self, method: &str, p: &Problem) -> Result<()> {
+        let made_for = (self.method.as_str(), self.n_heads, self.n_kv_heads, self.d, self.d_v);
+        let wanted = (method, p.n_heads, p.n_kv_heads, p.d, p.d_v);
+        if made_for == wanted {
+            return Ok(());
+        }
+        let words = |(m, h, g, d, dv): (&str, usize, usize, usize, usize)| {
+            format!("one made by {m} for {h} query heads, {g} key heads, d = {d}, d_v = {dv}")
+        };
+        Err(Error::Calibration { method: method.into(), expected: words(wanted), found: words(made_for) })
+    }
+}

@@ -1,0 +1,1 @@
+//! Hashing, clustering and importance sampling.

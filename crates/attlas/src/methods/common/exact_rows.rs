@@ -1,0 +1,132 @@
+//! Exact attention as a building block: whole groups over threads, or given rows on the calling thread.
+
+use crate::group::Group;
+use crate::workspace::Context;
+use crate::{Result, RunInfo};
+use attlas_num::kernels::{Attend, Band, Precision, merge_lse};
+use attlas_num::{MatRef, Real};
+use rayon::prelude::*;
+
+/// Query rows that one task takes when the schedule does not say: enough to repay the packing of keys.
+const BLOCK_ROWS: usize = 192;
+
+/// What the kernel takes from scratch on one thread, at most, whatever the sizes.
+const KERNEL_SCRATCH_BYTES: usize = 1 << 20;
+
+/// Keys of one piece when a single query per head is split over keys. Fixed, so that the number of threads
+/// cannot change a bit.
+const KEYS_PER_PIECE: usize = 4096;
+
+/// Exact attention of a group, in parallel over query blocks, or over keys when each head has one query.
+///
+/// Methods call this when their budget covers every key, which makes them bit-identical to `exact`.
+pub fn exact_group<T: Real>(group: &mut Group<'_, T>) -> Result<RunInfo> {
+    exact_group_with(group, Precision::Full)
+}
+
+/// The same in a given precision.
+pub fn exact_group_with<T: Real>(g: &mut Group<'_, T>, precision: Precision) -> Result<RunInfo> {
+    let visited = g.visible_pairs();
+    let empty = (0..g.n_q()).filter(|&i| g.visible(i) == 0).count() * g.q.heads();
+    if g.n_q() == 1
+        && let Some(q) = g.q.token(0)
+    {
+        exact_split_keys(q, g.k, g.v, g.scale, precision, g.cx, g.out, g.lse);
+    } else {
+        let (k, v, scale, band, cx) = (g.k, g.v, g.scale, g.band(), g.cx);
+        let rows = rows_per_task(g.n_q(), g.q.heads(), cx);
+        g.par_row_blocks(rows, |block| {
+            let band = band.from_row(block.first);
+            attend(block.q, k, v, None, scale, band, precision, cx).run(cx.scratch, block.out, block.lse);
+            Ok(())
+        })?;
+    }
+    Ok(RunInfo { keys_visited: visited, empty_rows: empty as u64, ..RunInfo::default() })
+}
+
+/// Exact attention of given rows over given keys on the calling thread, with an optional logit bias per key.
+#[allow(clippy::too_many_arguments)]
+pub fn exact_rows<T: Real>(
+    q: MatRef<'_, T>,
+    k: MatRef<'_, T>,
+    v: MatRef<'_, T>,
+    bias: Option<&[T]>,
+    scale: T,
+    band: Band,
+    cx: Context<'_>,
+    out: &mut [T],
+    lse: &mut [T],
+) {
+    attend(q, k, v, bias, scale, band, Precision::Full, cx).run(cx.scratch, out, lse);
+}
+
+/// Upper bound on the scratch of [`exact_group`] for elements of `size` bytes.
+pub fn exact_scratch_bytes(p: &crate::Problem, threads: usize, size: usize) -> usize {
+    let pieces = p.n_k.div_ceil(KEYS_PER_PIECE).max(1);
+    let partial = if p.n_q == 1 { pieces * p.group_size() * (p.d_v + 1) * size + 128 * pieces } else { 0 };
+    threads * KERNEL_SCRATCH_BYTES + partial
+}
+
+fn rows_per_task(n_q: usize, heads: usize, cx: Context<'_>) -> usize {
+    if cx.schedule.tile_q > 0 {
+        return cx.schedule.tile_q;
+    }
+    // At least eight tasks per thread, so that uneven (causal) rows balance, but never tiny ones.
+    (n_q * heads).div_ceil(8 * cx.schedule.threads.max(1)).clamp(48, BLOCK_ROWS).next_multiple_of(12)
+}
+
+#[allow(clippy::too_many_arguments)]
+fn attend<'a, T: Real>(
+    q: MatRef<'a, T>,
+    k: MatRef<'a, T>,
+    v: MatRef<'a, T>,
+    bias: Option<&'a [T]>,
+    scale: T,
+    band: Band,
+    precision: Precision,
+    cx: Context<'_>,
+) -> Attend<'a, T> {
+    Attend { q, k, v, scale, bias, band, tile_k: cx.schedule.tile_k, isa: cx.schedule.isa, precision }
+}
+
+/// One query row per head over all keys: pieces of keys in parallel, merged in order by log-sum-exp. Every
+/// key and value row is read once for all heads.
+#[allow(clippy::too_many_arguments)]
+fn exact_split_keys<T: Real>(
+    q: MatRef<'_, T>,
+    k: MatRef<'_, T>,
+    v: MatRef<'_, T>,
+    scale: T,
+    precision: Precision,
+    cx: Context<'_>,
+    out: &mut [T],
+    lse: &mut [T],
+) {
+    let (heads, d_v) = (q.rows(), v.cols());
+    let run = |range: std::ops::Range<usize>, out: &mut [T], lse: &mut [T]| {
+        let (k, v) = (k.sub_rows(range.clone()), v.sub_rows(range));
+        attend(q, k, v, None, scale, Band::ALL, precision, cx).run(cx.scratch, out, lse);
+    };
+    let pieces = k.rows().div_ceil(KEYS_PER_PIECE);
+    if pieces <= 1 {
+        return run(0..k.rows(), out, lse);
+    }
+    let mut part_out = cx.scratch.take::<T>(pieces * heads * d_v);
+    let mut part_lse = cx.scratch.take::<T>(pieces * heads);
+    part_out
+        .par_chunks_mut(heads * d_v)
+        .zip(part_lse.par_chunks_mut(heads))
+        .with_max_len(1)
+        .enumerate()
+        .for_each(|(piece, (out, lse))| {
+            let start = piece * KEYS_PER_PIECE;
+            run(start..(start + KEYS_PER_PIECE).min(k.rows()), out, lse);
+        });
+    out.copy_from_slice(&part_out[..heads * d_v]);
+    lse.copy_from_slice(&part_lse[..heads]);
+    for (o, l) in part_out.chunks_exact(heads * d_v).zip(part_lse.chunks_exact(heads)).skip(1) {
+        for h in 0..heads {
+            merge_lse(&mut out[h * d_v..(h + 1) * d_v], &mut lse[h], &o[h * d_v..(h + 1) * d_v], l[h]);
+        }
+    }
+}

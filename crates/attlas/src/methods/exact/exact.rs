@@ -1,0 +1,193 @@
+//! Exact attention: tiled, one pass, online softmax. The baseline of every comparison.
+//!
+//! **Idea.** Walk over tiles of keys and keep, for every query row, a running maximum, a running sum and an
+//! unnormalised output, so that no $n_q \times n_k$ matrix is ever stored.
+//!
+//! **Math.** For logits $s$ of a new tile and running $(m, l, a)$: $m' = \max(m, \max s)$,
+//! $l \leftarrow e^{m - m'} l + \sum e^{s - m'}$, $a \leftarrow e^{m - m'} a + \sum_j e^{s_j - m'} v_j$; at the
+//! end $o = a / l$ and the log-sum-exp is $m + \ln l$. With one query per head, keys are split into pieces of
+//! fixed length whose results merge by log-sum-exp.
+//!
+//! **Reference.** milakov2018 (online softmax), dao2022 (tiling); survey, Section 2.
+//!
+//! **Cost.** $2 n_q n_k (d + d_v)$ operations and $n_q n_k$ exponentials, half of it when causal, because tiles
+//! that no row sees are skipped. Scratch: a few tiles per thread, whatever the length.
+//!
+//! **Guarantees.** $|o - \hat o|_c \le \mathrm{range}_c\,(\delta + 32u)$ with
+//! $\delta = (d+2)\,u\,\beta \max_{ij} \sum_l |q_{il}||k_{jl}|$, tested with the kernels. A row's bits depend on
+//! its own query, the keys it sees and the key tile alone. With `precision = bf16` operands are rounded to 8
+//! significant bits, sums stay in single precision.
+//!
+//! **When to use.** Whenever it is fast enough; everything else is measured against it.
+
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
+use crate::method::{Claims, Cost, Family, Method, RunInfo, Support};
+use crate::methods::common::{exact_group_with, exact_scratch_bytes};
+use crate::workspace::Context;
+use crate::{MatRef, Problem, Real, Result};
+use attlas_num::kernels;
+
+/// Registry entry.
+pub static METHOD: Method = Method {
+    id: "exact",
+    family: Family::Exact,
+    title: "Exact attention, tiled with online softmax",
+    reference: "milakov2018, dao2022",
+    claims: Claims { decode: true, ..Claims::BASE },
+    params: Params::SPECS,
+    probes: &[],
+    supports: |_, _| Support::yes(),
+    calibrate: None,
+    build: |p, options, _| Ok(Exact::new(Params::from_options(options)?).boxed(p)),
+};
+
+crate::choices! {
+    /// Precision of the operands of both products.
+    pub enum Precision {
+        /// As given.
+        Full = "full",
+        /// Rounded to bfloat16; single-precision inputs only, double precision ignores it.
+        Bf16 = "bf16",
+    }
+}
+
+crate::params! {
+    /// Parameters of [`Exact`].
+    pub struct Params {
+        /// Precision of the operands: full, or bf16 with sums in single precision.
+        precision: Precision = Precision::Full;
+    }
+}
+
+/// The plan: the precision.
+#[derive(Clone, Debug)]
+pub struct Exact {
+    precision: kernels::Precision,
+}
+
+impl Exact {
+    /// A plan in the precision asked for.
+    pub fn new(params: Params) -> Self {
+        Self {
+            precision: match params.precision {
+                Precision::Full => kernels::Precision::Full,
+                Precision::Bf16 => kernels::Precision::Bf16,
+            },
+        }
+    }
+}
+
+impl GroupPlan for Exact {
+    fn cost(&self, p: &Problem) -> Cost {
+        let rows = (p.batch * p.n_heads * p.n_q) as u64;
+        let keys = (p.batch * p.n_kv_heads * p.n_k) as u64;
+        Cost {
+            setup_flops: 0,
+            run_flops: 2 * p.visible_pairs() * (p.d + p.d_v) as u64,
+            bytes: 4 * (rows + keys) * (p.d + p.d_v) as u64,
+        }
+    }
+
+    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        exact_scratch_bytes(p, threads, size)
+    }
+
+    fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
+        exact_group_with(&mut g, self.precision)
+    }
+
+    fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        Some(Box::new(ExactStream {
+            k: Vec::new(),
+            v: Vec::new(),
+            d: p.d,
+            d_v: p.d_v,
+            index,
+            plan: self.clone(),
+        }))
+    }
+}
+
+/// Keys and values of one head, row after row.
+#[derive(Debug)]
+struct ExactStream<T> {
+    k: Vec<T>,
+    v: Vec<T>,
+    d: usize,
+    d_v: usize,
+    index: GroupIndex,
+    plan: Exact,
+}
+
+impl<T: Real> GroupStream<T> for ExactStream<T> {
+    fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
+        k.iter_rows().for_each(|row| self.k.extend_from_slice(row));
+        v.iter_rows().for_each(|row| self.v.extend_from_slice(row));
+        Ok(())
+    }
+
+    fn attend(
+        &mut self,
+        q: MatRef<'_, T>,
+        scale: T,
+        out: &mut [T],
+        lse: &mut [T],
+        cx: Context<'_>,
+    ) -> Result<RunInfo> {
+        let n = self.k.len() / self.d;
+        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        self.plan.run(Group::decode(q, k, v, scale, out, lse, self.index, cx)?)
+    }
+
+    fn state_bytes(&self) -> usize {
+        (self.k.len() + self.v.len()) * size_of::<T>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::testkit::{check_method, golden, run_method};
+    use crate::{Mask, Options, Problem};
+
+    #[test]
+    fn honours_the_contract() {
+        check_method(&super::METHOD);
+    }
+
+    #[test]
+    fn reproduces_the_golden_values() {
+        let x = golden::inputs();
+        let (o, lse) = run_method(&super::METHOD, &Options::new(), &x);
+        golden::assert_row(&o, 0, &[0.6572051421, 0.4608600799, 0.1648587091]);
+        golden::assert_fro(&o, 2.3654611302);
+        golden::assert_close(
+            &lse,
+            &[2.0567296516, 2.0159919823, 1.9997967711, 1.9227142930, 1.7378044153, 1.8838552797],
+        );
+
+        let causal = x.with_problem(Problem { mask: Mask::Causal, ..x.problem });
+        let (o, lse) = run_method(&super::METHOD, &Options::new(), &causal);
+        golden::assert_row(&o, 3, &[0.7070584823, 0.7650313262, 0.5754746598]);
+        golden::assert_fro(&o, 2.6371664850);
+        golden::assert_close(
+            &lse,
+            &[1.2531615897, 1.3081550853, 1.3105764748, 1.3476206365, 1.3514916333, 1.8838552797],
+        );
+
+        let short = causal.with_keys(4);
+        let (o, lse) = run_method(&super::METHOD, &Options::new(), &short);
+        assert!(o[..6].iter().all(|&x| x == 0.0) && lse[..2].iter().all(|&l| l == f64::NEG_INFINITY));
+        golden::assert_row(&o, 2, &[0.3894183423; 3]);
+        golden::assert_fro(&o, 2.1254241812);
+    }
+
+    #[test]
+    fn bf16_stays_within_the_rounding_of_its_operands() {
+        let x = crate::testkit::Case::gaussian(Problem::new(2, 257, 64), 3).cast_f32();
+        let exact = run_method(&super::METHOD, &Options::new(), &x).0;
+        let rounded = run_method(&super::METHOD, &Options::new().with("precision", "bf16"), &x).0;
+        let error = crate::metrics::relative_frobenius(&rounded, &exact);
+        // Each of q, k, p and v carries a relative rounding of at most 2⁻⁹.
+        assert!(error > 1e-5 && error < 0.02, "relative error {error}");
+    }
+}

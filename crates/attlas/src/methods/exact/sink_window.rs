@@ -1,0 +1,238 @@
+//! Sinks and a sliding window: the first `sinks` keys and the last `window` keys, nothing between.
+//!
+//! **Idea.** Trained models park much attention on the first few tokens and most of the rest on recent ones.
+//! Keeping both bounds the cache and the work per token.
+//!
+//! **Math.** With $p_i = i + n_k - n_q$ the position of query $i$, the visible set is
+//! $\{j < s\} \cup \{p_i - w < j \le p_i\}$ when causal, $\{j < s\} \cup \{|j - p_i| < w\}$ without a mask; softmax
+//! attention over that set. Sinks and window are two exact parts over disjoint keys, merged by log-sum-exp.
+//!
+//! **Reference.** xiao2024 (StreamingLLM). Keys keep their original positions; the paper's re-rotation by cache
+//! index happens before keys reach a method.
+//!
+//! **Cost.** $2 n_q (s + w)(d + d_v)$; scratch as exact attention plus one output block per thread.
+//!
+//! **Guarantees.** Exact when the window, or causally sinks and window together, cover all keys. The error is at
+//! most the lost mass times the range of the values.
+//!
+//! **When to use.** As the yardstick of every method that claims to use the middle of the context.
+
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
+use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::methods::common::{exact_group, exact_rows, exact_scratch_bytes};
+use crate::workspace::Context;
+use crate::{Mask, MatRef, Problem, Real, Result};
+use attlas_num::kernels::{Band, merge_lse};
+
+/// Registry entry.
+pub static METHOD: Method = Method {
+    id: "sink_window",
+    family: Family::Exact,
+    title: "Attention sinks and a sliding window (StreamingLLM pattern)",
+    reference: "xiao2024",
+    claims: Claims {
+        decode: true,
+        exact_at: &[("window", Budget::NumTokens)],
+        exponent: 1.0,
+        except: &[(Law::KeyOrder, "which keys are seen depends on their positions")],
+        ..Claims::BASE
+    },
+    params: Params::SPECS,
+    probes: &[&[("sinks", "3"), ("window", "11")], &[("sinks", "0"), ("window", "1")]],
+    supports: |_, _| Support::yes(),
+    calibrate: None,
+    build: |p, options, _| Ok(SinkWindow::new(Params::from_options(options)?).boxed(p)),
+};
+
+crate::params! {
+    /// Parameters of [`SinkWindow`].
+    pub struct Params {
+        /// Keys at the start that every query sees.
+        sinks: usize = 4, in 0..=1 << 30;
+        /// Most recent keys that a query sees, its own included.
+        window: usize = 512, in 1..=1 << 30;
+    }
+}
+
+/// Query rows of one task.
+const BLOCK_ROWS: usize = 96;
+
+/// The plan: how many sinks, how wide a window.
+#[derive(Clone, Debug)]
+pub struct SinkWindow {
+    params: Params,
+}
+
+impl SinkWindow {
+    /// A plan with these parameters.
+    pub fn new(params: Params) -> Self {
+        Self { params }
+    }
+
+    /// Whether every row sees every key it may see.
+    fn covers<T: Real>(&self, g: &Group<'_, T>) -> bool {
+        let Params { sinks, window } = self.params;
+        window >= g.n_k().max(g.n_q()) || g.mask == Mask::Causal && sinks.saturating_add(window) >= g.n_k()
+    }
+}
+
+impl GroupPlan for SinkWindow {
+    fn cost(&self, p: &Problem) -> Cost {
+        let sides = if p.mask == Mask::Causal { 1 } else { 2 };
+        let seen = (self.params.sinks + sides * self.params.window).min(p.n_k) as u64;
+        let rows = (p.batch * p.n_heads * p.n_q) as u64;
+        let flops = 2 * rows * seen * (p.d + p.d_v) as u64;
+        Cost { setup_flops: 0, run_flops: flops, bytes: 4 * rows * (p.d + p.d_v) as u64 }
+    }
+
+    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        exact_scratch_bytes(p, threads, size) + threads * (BLOCK_ROWS * (p.d_v + 1) * size + 256)
+    }
+
+    fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
+        if self.covers(&g) {
+            return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
+        }
+        let (k, v, scale, cx) = (g.k, g.v, g.scale, g.cx);
+        let sinks = self.params.sinks.min(k.rows());
+        let (window, offset) = (self.params.window as isize, k.rows() as isize - g.n_q() as isize);
+        let causal = g.mask == Mask::Causal;
+        let visited = g.par_row_blocks(BLOCK_ROWS, |mut block| {
+            let p = block.first as isize + offset;
+            let upper = if causal { p } else { p + window - 1 };
+            // The window, over the keys behind the sinks.
+            let shift = sinks as isize;
+            let band = Band { lower: Some(p - window + 1 - shift), upper: Some(upper - shift) };
+            let (k_near, v_near) = (k.sub_rows(sinks..k.rows()), v.sub_rows(sinks..v.rows()));
+            exact_rows(block.q, k_near, v_near, None, scale, band, cx, block.out, block.lse);
+            let band_sinks = Band { lower: None, upper: causal.then_some(p) };
+            merge_sinks(&mut block, k.sub_rows(0..sinks), v.sub_rows(0..sinks), scale, band_sinks, cx);
+            let rows = 0..block.lse.len() as isize;
+            let clip = |x: isize, n: usize| x.clamp(0, n as isize) as u64;
+            Ok(rows
+                .map(|r| {
+                    let sunk = if causal { clip(p + r + 1, sinks) } else { sinks as u64 };
+                    let n = k.rows() - sinks;
+                    sunk + clip(upper + r - shift + 1, n).saturating_sub(clip(p + r - window + 1 - shift, n))
+                })
+                .sum::<u64>())
+        })?;
+        let empty = g.lse.iter().filter(|l| **l == T::NEG_INFINITY).count() as u64;
+        Ok(RunInfo { keys_visited: visited.into_iter().sum(), empty_rows: empty, ..RunInfo::default() })
+    }
+
+    fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        Some(Box::new(Ring {
+            plan: self.clone(),
+            d: p.d,
+            d_v: p.d_v,
+            k: Vec::new(),
+            v: Vec::new(),
+            len: 0,
+            index,
+        }))
+    }
+}
+
+/// Adds the part of the sinks to the rows of `block`.
+fn merge_sinks<T: Real>(
+    block: &mut crate::group::RowBlock<'_, T>,
+    k: MatRef<'_, T>,
+    v: MatRef<'_, T>,
+    scale: T,
+    band: Band,
+    cx: Context<'_>,
+) {
+    if k.rows() == 0 {
+        return;
+    }
+    let (rows, d_v) = (block.lse.len(), v.cols());
+    let mut out = cx.scratch.take::<T>(rows * d_v);
+    let mut lse = cx.scratch.take::<T>(rows);
+    exact_rows(block.q, k, v, None, scale, band, cx, &mut out, &mut lse);
+    for ((o, l), (o2, &l2)) in
+        block.out.chunks_exact_mut(d_v).zip(block.lse.iter_mut()).zip(out.chunks_exact(d_v).zip(lse.iter()))
+    {
+        merge_lse(o, l, o2, l2);
+    }
+}
+
+/// Fixed slots for the sinks, a ring of `window` slots for the rest. The ring is not in order of age; softmax
+/// does not mind.
+#[derive(Debug)]
+struct Ring<T> {
+    plan: SinkWindow,
+    d: usize,
+    d_v: usize,
+    k: Vec<T>,
+    v: Vec<T>,
+    len: usize,
+    index: GroupIndex,
+}
+
+impl<T: Real> GroupStream<T> for Ring<T> {
+    fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
+        let Params { sinks, window } = self.plan.params;
+        for (k, v) in k.iter_rows().zip(v.iter_rows()) {
+            let slot = if self.len < sinks { self.len } else { sinks + (self.len - sinks) % window };
+            if slot * self.d == self.k.len() {
+                self.k.extend_from_slice(k);
+                self.v.extend_from_slice(v);
+            } else {
+                self.k[slot * self.d..(slot + 1) * self.d].copy_from_slice(k);
+                self.v[slot * self.d_v..(slot + 1) * self.d_v].copy_from_slice(v);
+            }
+            self.len += 1;
+        }
+        Ok(())
+    }
+
+    fn attend(
+        &mut self,
+        q: MatRef<'_, T>,
+        scale: T,
+        out: &mut [T],
+        lse: &mut [T],
+        cx: Context<'_>,
+    ) -> Result<RunInfo> {
+        let n = self.k.len() / self.d;
+        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        exact_group(&mut Group::decode(q, k, v, scale, out, lse, self.index, cx)?)
+    }
+
+    fn state_bytes(&self) -> usize {
+        (self.k.len() + self.v.len()) * size_of::<T>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::testkit::{Case, assert_rows_close, check_method, reference_masked, run_method};
+    use crate::{Options, Problem};
+
+    #[test]
+    fn honours_the_contract() {
+        check_method(&super::METHOD);
+    }
+
+    #[test]
+    fn rows_equal_the_masked_softmax() {
+        for (n_q, n_k) in [(37, 37), (10, 41), (41, 10)] {
+            for causal in [false, true] {
+                for (sinks, window) in [(0usize, 3usize), (4, 6), (2, 1), (50, 2)] {
+                    let base = Problem { d_v: 5, ..Problem::new(2, 1, 8).with_lens(n_q, n_k) };
+                    let x = Case::gaussian(if causal { base.causal() } else { base }, 5);
+                    let p = |i: usize| i as isize + n_k as isize - n_q as isize;
+                    let (want, _) = reference_masked(&x, |i, j| {
+                        let gap = p(i) - j as isize;
+                        let sees = !causal || gap >= 0;
+                        sees && (j < sinks || gap.abs() < window as isize)
+                    });
+                    let options = Options::new().with("sinks", sinks).with("window", window);
+                    let (o, _) = run_method(&super::METHOD, &options, &x);
+                    assert_rows_close(&o, &want, 1e-12, &format!("{n_q}×{n_k} {causal} {sinks}+{window}"));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,1 @@
+//! Feature maps, sketches and linear attention.

@@ -1,0 +1,1 @@
+//! Projections, landmarks and coresets.

@@ -1,0 +1,7 @@
+//! The methods: `(q, k, v) → o`, one file each, families as in the survey.
+
+pub mod clustering;
+pub mod common;
+pub mod exact;
+pub mod kernel;
+pub mod low_rank;

@@ -1,0 +1,464 @@
+//! Parameters declared once: documentation, type, default and range.
+//!
+//! [`params!`](crate::params!) makes a struct from a list of fields and derives everything that talks about
+//! them: [`Default`], the table `SPECS` that help texts quote, `from_options` that reads untyped
+//! [`Options`], and `validate`. [`choices!`](crate::choices!) declares a parameter that is one of a few words.
+
+use crate::{Error, Result};
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+
+/// An untyped parameter value, as it stands in a command line, a recipe or a record.
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(untagged)]
+pub enum Value {
+    /// `true` or `false`.
+    Bool(bool),
+    /// A whole number.
+    Int(u64),
+    /// A real number.
+    Float(f64),
+    /// A word.
+    Text(String),
+}
+
+impl Display for Value {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Value::Bool(x) => x.fmt(f),
+            Value::Int(x) => x.fmt(f),
+            Value::Float(x) => x.fmt(f),
+            Value::Text(x) => x.fmt(f),
+        }
+    }
+}
+
+impl From<&str> for Value {
+    /// Reads a number or a truth value where the text is one; a word otherwise.
+    fn from(text: &str) -> Self {
+        let plain = text.replace('_', "");
+        match text {
+            "true" => Value::Bool(true),
+            "false" => Value::Bool(false),
+            _ => plain
+                .parse()
+                .map(Value::Int)
+                .or_else(|_| plain.parse().map(Value::Float))
+                .unwrap_or_else(|_| Value::Text(text.into())),
+        }
+    }
+}
+
+macro_rules! value_from {
+    ($($t:ty => $variant:ident as $to:ty),*) => { $(
+        impl From<$t> for Value {
+            fn from(x: $t) -> Self { Value::$variant(x as $to) }
+        }
+    )* };
+}
+value_from!(usize => Int as u64, u64 => Int as u64, i32 => Int as u64, f64 => Float as f64, bool => Bool as bool);
+
+impl From<String> for Value {
+    fn from(x: String) -> Self {
+        Value::from(x.as_str())
+    }
+}
+
+/// Untyped parameters by name.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(transparent)]
+pub struct Options(BTreeMap<String, Value>);
+
+impl Options {
+    /// No parameter set: all defaults.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The same with `name` set to `value`.
+    #[must_use]
+    pub fn with(mut self, name: &str, value: impl Into<Value>) -> Self {
+        self.set(name, value);
+        self
+    }
+
+    /// Sets `name` to `value`.
+    pub fn set(&mut self, name: &str, value: impl Into<Value>) {
+        self.0.insert(name.into(), value.into());
+    }
+
+    /// The value of `name`, where set.
+    pub fn get(&self, name: &str) -> Option<&Value> {
+        self.0.get(name)
+    }
+
+    /// All that is set, by name.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
+        self.0.iter().map(|(k, v)| (k.as_str(), v))
+    }
+
+    /// Nothing is set.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The same without the names that `specs` does not have.
+    #[must_use]
+    pub fn restricted_to(&self, specs: &[ParamSpec]) -> Self {
+        Self(
+            self.0
+                .iter()
+                .filter(|(k, _)| specs.iter().any(|s| s.name == *k))
+                .map(|(k, v)| (k.clone(), v.clone()))
+                .collect(),
+        )
+    }
+}
+
+impl Display for Options {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let parts: Vec<String> = self.0.iter().map(|(k, v)| format!("{k}={v}")).collect();
+        f.write_str(&parts.join(","))
+    }
+}
+
+/// What is known of a parameter.
+#[derive(Clone, Copy, Debug)]
+pub struct ParamSpec {
+    /// Its name.
+    pub name: &'static str,
+    /// Its documentation.
+    pub doc: &'static str,
+    /// "integer", "number", "boolean" or "choice".
+    pub kind: &'static str,
+    /// Its default.
+    pub default: fn() -> Value,
+    /// What is accepted, in words.
+    pub accepted: fn() -> String,
+}
+
+/// A type that a parameter can have.
+pub trait ParamValue: Sized + Clone {
+    /// What its range is given in.
+    type Bound: PartialOrd + Display + Copy;
+    /// "integer", "number", "boolean" or "choice".
+    const KIND: &'static str;
+    /// Reads an untyped value; `None` if it is not of this type.
+    fn from_value(value: &Value) -> Option<Self>;
+    /// The untyped value.
+    fn to_value(&self) -> Value;
+    /// Whether it lies in `range`.
+    fn within(&self, range: &RangeInclusive<Self::Bound>) -> bool;
+    /// What is accepted, in words.
+    fn accepted(range: Option<&RangeInclusive<Self::Bound>>) -> String;
+}
+
+macro_rules! integer_param {
+    ($($t:ty),*) => { $(
+        impl ParamValue for $t {
+            type Bound = $t;
+            const KIND: &'static str = "integer";
+            fn from_value(value: &Value) -> Option<Self> {
+                match *value {
+                    Value::Int(x) => <$t>::try_from(x).ok(),
+                    Value::Float(x) if x >= 0.0 && x.fract() == 0.0 && x < 9e15 => <$t>::try_from(x as u64).ok(),
+                    _ => None,
+                }
+            }
+            fn to_value(&self) -> Value {
+                Value::Int(*self as u64)
+            }
+            fn within(&self, range: &RangeInclusive<Self::Bound>) -> bool {
+                range.contains(self)
+            }
+            fn accepted(range: Option<&RangeInclusive<Self::Bound>>) -> String {
+                match range {
+                    Some(r) if *r.end() == <$t>::MAX => format!("a whole number from {}", r.start()),
+                    Some(r) => format!("a whole number from {} to {}", r.start(), r.end()),
+                    None => "a whole number".into(),
+                }
+            }
+        }
+    )* };
+}
+integer_param!(usize, u64);
+
+impl ParamValue for f64 {
+    type Bound = f64;
+    const KIND: &'static str = "number";
+    fn from_value(value: &Value) -> Option<Self> {
+        match *value {
+            Value::Int(x) => Some(x as f64),
+            Value::Float(x) => Some(x),
+            _ => None,
+        }
+    }
+    fn to_value(&self) -> Value {
+        Value::Float(*self)
+    }
+    fn within(&self, range: &RangeInclusive<f64>) -> bool {
+        range.contains(self)
+    }
+    fn accepted(range: Option<&RangeInclusive<f64>>) -> String {
+        match range {
+            Some(r) => format!("a number from {} to {}", r.start(), r.end()),
+            None => "a number".into(),
+        }
+    }
+}
+
+impl ParamValue for bool {
+    type Bound = u8;
+    const KIND: &'static str = "boolean";
+    fn from_value(value: &Value) -> Option<Self> {
+        match *value {
+            Value::Bool(x) => Some(x),
+            _ => None,
+        }
+    }
+    fn to_value(&self) -> Value {
+        Value::Bool(*self)
+    }
+    fn within(&self, _: &RangeInclusive<u8>) -> bool {
+        true
+    }
+    fn accepted(_: Option<&RangeInclusive<u8>>) -> String {
+        "true or false".into()
+    }
+}
+
+/// `None` is spelt `auto`: the method decides from the problem, as the parameter's documentation says.
+impl<P: ParamValue> ParamValue for Option<P> {
+    type Bound = P::Bound;
+    const KIND: &'static str = P::KIND;
+    fn from_value(value: &Value) -> Option<Self> {
+        match value {
+            Value::Text(word) if word == "auto" => Some(None),
+            other => P::from_value(other).map(Some),
+        }
+    }
+    fn to_value(&self) -> Value {
+        self.as_ref().map_or(Value::Text("auto".into()), P::to_value)
+    }
+    fn within(&self, range: &RangeInclusive<P::Bound>) -> bool {
+        self.as_ref().is_none_or(|x| x.within(range))
+    }
+    fn accepted(range: Option<&RangeInclusive<P::Bound>>) -> String {
+        format!("auto or {}", P::accepted(range))
+    }
+}
+
+/// Reads the value given for `name`; called by [`params!`](crate::params!).
+pub fn read_param<P: ParamValue>(
+    name: &str,
+    value: &Value,
+    range: Option<&RangeInclusive<P::Bound>>,
+) -> Result<P> {
+    P::from_value(value).ok_or_else(|| Error::param(name, value, P::accepted(range)))
+}
+
+/// Checks the range of a value; called by [`params!`](crate::params!).
+pub fn check_param<P: ParamValue>(
+    name: &str,
+    value: &P,
+    range: Option<&RangeInclusive<P::Bound>>,
+) -> Result<()> {
+    match range {
+        Some(r) if !value.within(r) => Err(Error::param(name, value.to_value(), P::accepted(range))),
+        _ => Ok(()),
+    }
+}
+
+/// Declares the parameters of a method.
+///
+/// ```
+/// attlas::params! {
+///     /// Parameters of an example.
+///     pub struct Params {
+///         /// Keys kept.
+///         samples: usize = 256, in 1..=1 << 20;
+///         /// Share of them that is drawn at random; decided from the problem where it is auto.
+///         share: Option<f64> = None, in 0.0..=1.0;
+///         /// Whether to clip.
+///         clip: bool = false;
+///     }
+/// }
+/// let options = attlas::Options::new().with("samples", 12).with("share", 0.5);
+/// let params = Params::from_options(&options).unwrap();
+/// assert_eq!((params.samples, params.share, params.clip), (12, Some(0.5), false));
+/// let error = Params::from_options(&attlas::Options::new().with("samples", 0)).unwrap_err();
+/// assert!(error.to_string().contains("a whole number from 1 to 1048576"));
+/// ```
+#[macro_export]
+macro_rules! params {
+    (
+        $(#[$meta:meta])*
+        $vis:vis struct $name:ident {
+            $( $(#[doc = $doc:literal])* $field:ident : $type:ty = $default:expr $(, in $range:expr)? ; )*
+        }
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Debug, PartialEq)]
+        $vis struct $name {
+            $( $(#[doc = $doc])* pub $field: $type, )*
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $( $field: $default, )* }
+            }
+        }
+
+        impl $name {
+            /// What is known of each parameter, in order of declaration.
+            $vis const SPECS: &'static [$crate::params::ParamSpec] = &[ $(
+                $crate::params::ParamSpec {
+                    name: stringify!($field),
+                    doc: concat!($($doc, "\n",)* ""),
+                    kind: <$type as $crate::params::ParamValue>::KIND,
+                    default: || {
+                        let value: $type = $default;
+                        $crate::params::ParamValue::to_value(&value)
+                    },
+                    accepted: || <$type as $crate::params::ParamValue>::accepted($crate::params!(@range $type $(, $range)?).as_ref()),
+                },
+            )* ];
+
+            /// Defaults, overridden by `options`, checked.
+            $vis fn from_options(options: &$crate::Options) -> $crate::Result<Self> {
+                #[allow(unused_mut)]
+                let mut params = Self::default();
+                for (name, value) in options.iter() {
+                    match name {
+                        $( stringify!($field) => {
+                            params.$field = $crate::params::read_param(
+                                name, value, $crate::params!(@range $type $(, $range)?).as_ref())?;
+                        } )*
+                        _ => {
+                            let _ = value;
+                            return Err($crate::Error::UnknownParam {
+                                name: name.into(),
+                                accepted: vec![ $( stringify!($field).into() ),* ],
+                            });
+                        }
+                    }
+                }
+                params.validate()?;
+                Ok(params)
+            }
+
+            /// Checks the range of every parameter.
+            $vis fn validate(&self) -> $crate::Result<()> {
+                $( $crate::params::check_param(
+                    stringify!($field), &self.$field, $crate::params!(@range $type $(, $range)?).as_ref())?; )*
+                Ok(())
+            }
+        }
+    };
+    (@range $type:ty, $range:expr) => {{
+        let range: std::ops::RangeInclusive<<$type as $crate::params::ParamValue>::Bound> = $range;
+        Some(range)
+    }};
+    (@range $type:ty) => {
+        None::<std::ops::RangeInclusive<<$type as $crate::params::ParamValue>::Bound>>
+    };
+}
+
+/// Declares a parameter type that is one of a few words.
+///
+/// ```
+/// attlas::choices! {
+///     /// How keys are drawn.
+///     pub enum Sampling {
+///         /// Every key at most once.
+///         WithoutReplacement = "without_replacement",
+///         /// Independently.
+///         WithReplacement = "with_replacement",
+///     }
+/// }
+/// use attlas::params::{ParamValue, Value};
+/// assert_eq!(Sampling::from_value(&Value::from("with_replacement")), Some(Sampling::WithReplacement));
+/// assert_eq!(Sampling::accepted(None), "one of without_replacement, with_replacement");
+/// ```
+#[macro_export]
+macro_rules! choices {
+    (
+        $(#[$meta:meta])*
+        $vis:vis enum $name:ident { $( $(#[$vmeta:meta])* $variant:ident = $word:literal ),* $(,)? }
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        $vis enum $name { $( $(#[$vmeta])* $variant ),* }
+
+        impl $crate::params::ParamValue for $name {
+            type Bound = u8;
+            const KIND: &'static str = "choice";
+            fn from_value(value: &$crate::params::Value) -> Option<Self> {
+                match value.to_string().as_str() {
+                    $( $word => Some(Self::$variant), )*
+                    _ => None,
+                }
+            }
+            fn to_value(&self) -> $crate::params::Value {
+                $crate::params::Value::Text(match self { $( Self::$variant => $word ),* }.into())
+            }
+            fn within(&self, _: &std::ops::RangeInclusive<u8>) -> bool {
+                true
+            }
+            fn accepted(_: Option<&std::ops::RangeInclusive<u8>>) -> String {
+                format!("one of {}", [ $( $word ),* ].join(", "))
+            }
+        }
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    params! {
+        /// For the tests.
+        struct Params {
+            /// A count.
+            /// Two lines.
+            samples: usize = 8, in 1..=100;
+            /// A share.
+            share: Option<f64> = None, in 0.0..=1.0;
+            /// A switch.
+            clip: bool = true;
+            /// A stream.
+            seed: u64 = 0, in 0..=u64::MAX;
+        }
+    }
+
+    #[test]
+    fn options_override_defaults_and_are_checked() {
+        let read = |pairs: &[(&str, &str)]| {
+            Params::from_options(&pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v)))
+        };
+        let p = read(&[("samples", "1_0"), ("share", "1"), ("clip", "false")]).unwrap();
+        assert_eq!(p, Params { samples: 10, share: Some(1.0), clip: false, seed: 0 });
+        assert_eq!(read(&[("share", "auto")]).unwrap().share, None);
+        for bad in
+            [("samples", "101"), ("samples", "-1"), ("samples", "1.5"), ("share", "nan"), ("clip", "1")]
+        {
+            assert!(matches!(read(&[bad]), Err(Error::InvalidParam { .. })), "{bad:?}");
+        }
+        match read(&[("sample", "3")]) {
+            Err(Error::UnknownParam { accepted, .. }) => {
+                assert_eq!(accepted, ["samples", "share", "clip", "seed"])
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn specs_quote_the_declaration() {
+        let spec = &Params::SPECS[0];
+        assert_eq!((spec.name, spec.kind), ("samples", "integer"));
+        assert_eq!((spec.default)(), Value::Int(8));
+        assert_eq!((spec.accepted)(), "a whole number from 1 to 100");
+        assert_eq!(spec.doc, " A count.\n Two lines.\n");
+    }
+}

@@ -1,0 +1,83 @@
+//! How a plan is run: threads, tiles, instruction set and scratch memory. Never what is computed.
+
+use crate::{Error, Result};
+use attlas_num::Scratch;
+use attlas_num::kernels::Isa;
+
+/// What changes speed and must not move results past rounding.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Schedule {
+    /// Threads to use; 0 takes as many as the machine offers.
+    pub threads: usize,
+    /// Query rows that are processed together; 0 lets the kernels decide. Never changes a bit of a result.
+    pub tile_q: usize,
+    /// Keys that are processed together; 0 lets the kernels decide. Changes results by rounding only.
+    pub tile_k: usize,
+    /// Instruction set. Changes results by rounding only.
+    pub isa: Isa,
+}
+
+impl Default for Schedule {
+    fn default() -> Self {
+        Self { threads: 0, tile_q: 0, tile_k: 0, isa: Isa::best() }
+    }
+}
+
+/// Threads and scratch memory, owned by the caller and reused from call to call.
+#[derive(Debug)]
+pub struct Workspace {
+    schedule: Schedule,
+    pool: rayon::ThreadPool,
+    scratch: Scratch,
+}
+
+impl Workspace {
+    /// Starts the threads of `schedule`.
+    pub fn new(schedule: Schedule) -> Result<Self> {
+        Self::with_scratch(schedule, Scratch::new())
+    }
+
+    /// One thread, everything else by default.
+    pub fn single() -> Result<Self> {
+        Self::new(Schedule { threads: 1, ..Schedule::default() })
+    }
+
+    /// The same with given scratch memory, such as one that hands out NaN.
+    pub fn with_scratch(schedule: Schedule, scratch: Scratch) -> Result<Self> {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(schedule.threads)
+            .thread_name(|i| format!("attlas-{i}"))
+            .build()
+            .map_err(|e| Error::Threads { threads: schedule.threads, reason: e.to_string() })?;
+        Ok(Self { schedule: Schedule { threads: pool.current_num_threads(), ..schedule }, pool, scratch })
+    }
+
+    /// What this workspace runs with; `threads` is the number really started.
+    pub fn schedule(&self) -> &Schedule {
+        &self.schedule
+    }
+
+    /// The scratch memory.
+    pub fn scratch(&self) -> &Scratch {
+        &self.scratch
+    }
+
+    /// What code inside a plan is given.
+    pub fn context(&self) -> Context<'_> {
+        Context { schedule: self.schedule, scratch: &self.scratch }
+    }
+
+    /// Runs `work` on this workspace's threads.
+    pub fn install<R: Send>(&self, work: impl FnOnce(Context<'_>) -> R + Send) -> R {
+        self.pool.install(|| work(self.context()))
+    }
+}
+
+/// A schedule and scratch memory, as seen from inside a plan that already runs on its threads.
+#[derive(Clone, Copy, Debug)]
+pub struct Context<'a> {
+    /// How to run.
+    pub schedule: Schedule,
+    /// Where to take buffers from.
+    pub scratch: &'a Scratch,
+}
