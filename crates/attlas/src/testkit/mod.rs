@@ -7,6 +7,8 @@
 
 mod checks;
 pub mod golden;
+#[cfg(test)]
+mod liars;
 
 pub use checks::check_method;
 
