@@ -4,3 +4,5 @@
 pub trait Element {}
 impl Element for f32 {}
 impl Element for f64 {}
+
+pub mod quant;
