@@ -243,7 +243,7 @@ fn checked(isa: Isa) -> Isa {
 /// Rows of x up to which each weight row is dequantised in registers; above it, panels are tiled.
 const FEW_ROWS: usize = 4;
 /// Rows of x up to which the first schedule is applied again and again.
-const FUSED_ROWS: usize = 8;
+const FUSED_ROWS: usize = 20;
 /// Depth of a packed panel; a multiple of every block length.
 const DEPTH: usize = 768;
 /// Most weight rows of a packed panel, in units of a register tile.
