@@ -5,6 +5,7 @@
 pub mod kernels;
 pub mod mat;
 pub mod rng;
+pub mod rope;
 pub mod scratch;
 
 pub use mat::{DType, Mat, MatRef, Real};

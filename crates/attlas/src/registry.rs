@@ -9,7 +9,7 @@ pub static METHODS: &[&Method] =
     &[&exact::naive::METHOD, &exact::exact::METHOD, &exact::sink_window::METHOD, &exact::top_k::METHOD];
 
 /// Every layer.
-pub static LAYERS: &[&LayerKind] = &[];
+pub static LAYERS: &[&LayerKind] = &[&crate::layers::grouped_query::LAYER];
 
 /// Every conversion of a layer's weights into another form.
 pub static CONVERSIONS: &[&Conversion] = &[];
@@ -54,7 +54,7 @@ mod tests {
         assert!(
             matches!(method("nonsense"), Err(Error::UnknownId { known, .. }) if known.len() == METHODS.len())
         );
-        assert!(layer("nonsense").is_err() && conversion("nonsense").is_err());
+        assert!(layer("grouped_query").is_ok() && conversion("nonsense").is_err());
     }
 
     #[test]

@@ -6,6 +6,7 @@
 
 mod attend;
 mod isa;
+pub mod quant;
 mod scalar;
 
 pub use attend::{Attend, Band, merge_lse};

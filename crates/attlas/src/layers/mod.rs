@@ -1,1 +1,3 @@
 //! The layers: hidden states → hidden states, one file each.
+
+pub mod grouped_query;

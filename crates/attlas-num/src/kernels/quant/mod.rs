@@ -1,0 +1,554 @@
+//! Products with weights that stay in their stored form: $Y = X W^\top$ with $W$ quantised.
+//!
+//! A [`WeightRef`] is a matrix in one of the block formats of GGUF files ([`Format`]), row after row as in
+//! the file. Two schedules compute the product, both "dequantise to f32, then multiply" in exact arithmetic:
+//!
+//! - few rows of x (decoding): each weight row is read once, dequantised in registers and multiplied with
+//!   all rows of x, at the speed of memory;
+//! - many rows of x (prefill): a panel of weight rows is dequantised into a tile that stays in cache, laid
+//!   out so that a register tile of outputs is updated by broadcast multiply-adds.
+//!
+//! Output rows are independent, and the order of additions in an element depends on the schedule and the
+//! instruction set alone: neither on the thread count nor on which other rows are computed with it.
+//!
+//! Block layouts: ggml, `ggml-common.h` and `ggml-quants.c`.
+
+mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod x86_avx2;
+#[cfg(target_arch = "x86_64")]
+mod x86_avx512;
+
+use crate::{MatRef, Scratch};
+use rayon::prelude::*;
+
+/// How a block of weights is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Format {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// The upper half of a single.
+    BF16,
+    /// 32 values of 4 bits, one scale.
+    Q4_0,
+    /// 32 values of 4 bits, scale and minimum.
+    Q4_1,
+    /// 32 values of 5 bits, one scale.
+    Q5_0,
+    /// 32 values of 5 bits, scale and minimum.
+    Q5_1,
+    /// 32 values of 8 bits, one scale.
+    Q8_0,
+    /// 256 values of 2 bits, 4-bit scales and minima per 16.
+    Q2K,
+    /// 256 values of 3 bits, 6-bit scales per 16.
+    Q3K,
+    /// 256 values of 4 bits, 6-bit scales and minima per 32.
+    Q4K,
+    /// 256 values of 5 bits, 6-bit scales and minima per 32.
+    Q5K,
+    /// 256 values of 6 bits, 8-bit scales per 16.
+    Q6K,
+    /// 256 values of 8 bits, one scale in single precision; ggml's format of intermediate results.
+    Q8K,
+}
+
+impl Format {
+    /// Every format.
+    pub const ALL: [Format; 14] = [
+        Self::F32,
+        Self::F16,
+        Self::BF16,
+        Self::Q4_0,
+        Self::Q4_1,
+        Self::Q5_0,
+        Self::Q5_1,
+        Self::Q8_0,
+        Self::Q2K,
+        Self::Q3K,
+        Self::Q4K,
+        Self::Q5K,
+        Self::Q6K,
+        Self::Q8K,
+    ];
+
+    /// Values in a block; the columns of a matrix are a multiple of it.
+    pub fn block_len(self) -> usize {
+        match self {
+            Self::F32 | Self::F16 | Self::BF16 => 1,
+            Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 => 32,
+            Self::Q2K | Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K | Self::Q8K => 256,
+        }
+    }
+
+    /// Bytes of a block.
+    pub fn block_bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::BF16 => 2,
+            Self::Q4_0 => 18,
+            Self::Q4_1 => 20,
+            Self::Q5_0 => 22,
+            Self::Q5_1 => 24,
+            Self::Q8_0 => 34,
+            Self::Q2K => 84,
+            Self::Q3K => 110,
+            Self::Q4K => 144,
+            Self::Q5K => 176,
+            Self::Q6K => 210,
+            Self::Q8K => 292,
+        }
+    }
+
+    /// The name ggml gives it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "F32",
+            Self::F16 => "F16",
+            Self::BF16 => "BF16",
+            Self::Q4_0 => "Q4_0",
+            Self::Q4_1 => "Q4_1",
+            Self::Q5_0 => "Q5_0",
+            Self::Q5_1 => "Q5_1",
+            Self::Q8_0 => "Q8_0",
+            Self::Q2K => "Q2_K",
+            Self::Q3K => "Q3_K",
+            Self::Q4K => "Q4_K",
+            Self::Q5K => "Q5_K",
+            Self::Q6K => "Q6_K",
+            Self::Q8K => "Q8_K",
+        }
+    }
+
+    /// Bytes of `len` values; `None` if `len` is no whole number of blocks or the product overflows.
+    pub fn bytes_of(self, len: usize) -> Option<usize> {
+        if !len.is_multiple_of(self.block_len()) {
+            return None;
+        }
+        (len / self.block_len()).checked_mul(self.block_bytes())
+    }
+}
+
+impl std::fmt::Display for Format {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The instruction set a product runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// Plain Rust.
+    Scalar,
+    /// AVX2, FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL, beside the above.
+    Avx512,
+}
+
+impl Isa {
+    /// Those this processor has, slowest first.
+    pub fn available() -> &'static [Isa] {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::is_x86_feature_detected as has;
+            if has!("avx2") && has!("fma") && has!("f16c") {
+                if has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl") {
+                    return &[Self::Scalar, Self::Avx2, Self::Avx512];
+                }
+                return &[Self::Scalar, Self::Avx2];
+            }
+        }
+        &[Self::Scalar]
+    }
+
+    /// The fastest one this processor has.
+    pub fn best() -> Isa {
+        *Self::available().last().unwrap_or(&Self::Scalar)
+    }
+}
+
+/// A matrix in stored form, row after row.
+#[derive(Clone, Copy, Debug)]
+pub struct WeightRef<'a> {
+    bytes: &'a [u8],
+    format: Format,
+    rows: usize,
+    cols: usize,
+}
+
+impl<'a> WeightRef<'a> {
+    /// A view of `rows × cols` weights. `None` if a row is no whole number of blocks or `bytes` is not
+    /// exactly as long as the matrix.
+    pub fn new(bytes: &'a [u8], format: Format, rows: usize, cols: usize) -> Option<Self> {
+        let needed = format.bytes_of(cols)?.checked_mul(rows)?;
+        (needed == bytes.len()).then_some(Self { bytes, format, rows, cols })
+    }
+
+    /// Number of rows: outputs of the product.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of columns: inputs of the product.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// How the weights are stored.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.cols / self.format.block_len() * self.format.block_bytes()
+    }
+
+    /// Row `i` as stored.
+    pub fn row(&self, i: usize) -> &'a [u8] {
+        assert!(i < self.rows, "row {i} of {}", self.rows);
+        &self.bytes[i * self.row_bytes()..][..self.row_bytes()]
+    }
+
+    /// Row `i` in single precision.
+    pub fn row_into(&self, i: usize, out: &mut [f32]) {
+        assert_eq!(out.len(), self.cols);
+        dequantise_into(Isa::best(), self.format, self.row(i), out);
+    }
+}
+
+/// The values of whole blocks in single precision. Panics if the lengths do not belong together.
+pub fn dequantise_into(isa: Isa, format: Format, bytes: &[u8], out: &mut [f32]) {
+    assert_eq!(Some(bytes.len()), format.bytes_of(out.len()), "{format} bytes for {} values", out.len());
+    match checked(isa) {
+        Isa::Scalar => scalar::dequantise(format, bytes, out),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: `checked` saw that the processor has the features.
+        Isa::Avx2 => unsafe { x86_avx2::dequantise(format, bytes, out) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Isa::Avx512 => unsafe { x86_avx512::dequantise(format, bytes, out) },
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => scalar::dequantise(format, bytes, out),
+    }
+}
+
+fn checked(isa: Isa) -> Isa {
+    assert!(Isa::available().contains(&isa), "this processor has no {isa:?}");
+    isa
+}
+
+/// Rows of x up to which each weight row is dequantised in registers; above it, panels are tiled.
+const FEW_ROWS: usize = 4;
+/// Rows of x up to which the first schedule is applied again and again.
+const FUSED_ROWS: usize = 20;
+/// Depth of a packed panel; a multiple of every block length.
+const DEPTH: usize = 768;
+/// Most weight rows of a packed panel, in units of a register tile.
+const PANEL_TILES: usize = 4;
+/// Stored bytes below which a share of work is not worth another thread.
+const MIN_TASK_BYTES: usize = 16 << 10;
+
+/// One weight matrix and where its product goes: `x.rows() × weight.rows()`, contiguous.
+#[derive(Debug)]
+pub struct Job<'a> {
+    /// The weights.
+    pub weight: WeightRef<'a>,
+    /// The product, overwritten.
+    pub out: &'a mut [f32],
+}
+
+/// $Y = X W^\top$ on the best instruction set, in parallel over output rows.
+///
+/// Panics if the shapes do not belong together.
+pub fn product(x: MatRef<'_, f32>, weight: WeightRef<'_>, out: &mut [f32], scratch: &Scratch) {
+    products(Isa::best(), x, &mut [Job { weight, out }], scratch);
+}
+
+/// Several products with the same x in one parallel pass: query, key and value projections, for example.
+///
+/// Panics if the shapes do not belong together.
+pub fn products(isa: Isa, x: MatRef<'_, f32>, jobs: &mut [Job<'_>], scratch: &Scratch) {
+    let isa = checked(isa);
+    for job in jobs.iter() {
+        assert_eq!(x.cols(), job.weight.cols, "columns of x and of the weights");
+        assert_eq!(job.out.len(), x.rows() * job.weight.rows, "length of the product");
+    }
+    if x.cols() == 0 {
+        jobs.iter_mut().for_each(|job| job.out.fill(0.0));
+        return;
+    }
+    let targets: Vec<Target<'_>> = jobs
+        .iter_mut()
+        .map(|job| Target { weight: job.weight, out: Output(job.out.as_mut_ptr()) })
+        .filter(|t| t.weight.rows > 0 && x.rows() > 0)
+        .collect();
+    if x.rows() <= FUSED_ROWS {
+        fused(isa, x, &targets);
+    } else {
+        tiled(isa, x, &targets, scratch);
+    }
+}
+
+/// A pointer into an output that threads write to disjoint parts of.
+#[derive(Clone, Copy)]
+struct Output(*mut f32);
+// SAFETY: tasks write disjoint elements, and the borrow behind the pointer outlives the parallel pass.
+unsafe impl Send for Output {}
+// SAFETY: as above.
+unsafe impl Sync for Output {}
+
+struct Target<'a> {
+    weight: WeightRef<'a>,
+    out: Output,
+}
+
+/// Weight rows `rows` of a matrix against at most [`FEW_ROWS`] rows of x.
+struct Strip<'a> {
+    weight: WeightRef<'a>,
+    rows: std::ops::Range<usize>,
+    x: MatRef<'a, f32>,
+    /// Where the first row of x has its output for weight row 0.
+    out: *mut f32,
+}
+
+/// Few rows of x: shares of equal stored size, cut at row boundaries, over all matrices.
+fn fused(isa: Isa, x: MatRef<'_, f32>, targets: &[Target<'_>]) {
+    let total: usize = targets.iter().map(|t| t.weight.bytes.len()).sum();
+    let threads = rayon::current_num_threads();
+    let tasks = if threads == 1 { 1 } else { (total / MIN_TASK_BYTES).clamp(1, 4 * threads) };
+    let share = |task: usize| {
+        let (from, to) =
+            (total / tasks * task, if task + 1 == tasks { total } else { total / tasks * (task + 1) });
+        let mut start = 0;
+        for t in targets {
+            let row_bytes = t.weight.row_bytes();
+            // A row belongs to the share that holds its first byte.
+            let first = from.saturating_sub(start).div_ceil(row_bytes).min(t.weight.rows);
+            let last = to.saturating_sub(start).div_ceil(row_bytes).min(t.weight.rows);
+            for n in (0..x.rows()).step_by(FEW_ROWS) {
+                let strip = Strip {
+                    weight: t.weight,
+                    rows: first..last,
+                    x: x.sub_rows(n..(n + FEW_ROWS).min(x.rows())),
+                    // SAFETY: the output holds `x.rows() · weight.rows` elements.
+                    out: unsafe { t.out.0.add(n * t.weight.rows) },
+                };
+                // SAFETY: shares are disjoint ranges of weight rows, so nobody else writes these columns.
+                unsafe { run_strip(isa, &strip) };
+            }
+            start += t.weight.bytes.len();
+        }
+    };
+    if tasks == 1 {
+        share(0);
+    } else {
+        (0..tasks).into_par_iter().with_max_len(1).for_each(share);
+    }
+}
+
+/// # Safety
+/// The processor has `isa`; `strip.out` is valid for the whole product and its columns `strip.rows` are
+/// written by nobody else meanwhile.
+unsafe fn run_strip(isa: Isa, strip: &Strip<'_>) {
+    // SAFETY: passed on from the caller.
+    unsafe {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => x86_avx2::strip(strip),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => x86_avx512::strip(strip),
+            _ => generic_strip(strip, scalar::dequantise, |w, x| scalar::dot(w, x)),
+        }
+    }
+}
+
+/// A strip by way of a dequantised piece of each row; for formats without a fused kernel.
+///
+/// # Safety
+/// As [`run_strip`].
+#[inline(always)]
+unsafe fn generic_strip(
+    strip: &Strip<'_>,
+    dequantise: impl Fn(Format, &[u8], &mut [f32]),
+    dot: impl Fn(&[f32], &[f32]) -> f32,
+) {
+    const PIECE: usize = 512;
+    let Strip { weight, x, .. } = strip;
+    let mut piece = [0.0f32; PIECE];
+    for r in strip.rows.clone() {
+        let mut sums = [0.0f32; FEW_ROWS];
+        let row = weight.row(r);
+        for k in (0..weight.cols).step_by(PIECE) {
+            let len = PIECE.min(weight.cols - k);
+            let at = |k: usize| k / weight.format.block_len() * weight.format.block_bytes();
+            dequantise(weight.format, &row[at(k)..at(k + len)], &mut piece[..len]);
+            for (n, sum) in sums.iter_mut().enumerate().take(x.rows()) {
+                *sum += dot(&piece[..len], &x.row(n)[k..k + len]);
+            }
+        }
+        for (n, sum) in sums.iter().enumerate().take(x.rows()) {
+            // SAFETY: the output holds `x.rows() · weight.rows` elements.
+            unsafe { *strip.out.add(n * weight.rows + r) = *sum };
+        }
+    }
+}
+
+/// What a register tile is computed from.
+struct Tile {
+    /// `rows × depth`, rows `x_stride` apart.
+    x: *const f32,
+    x_stride: usize,
+    depth: usize,
+    rows: usize,
+    /// `depth × NR`, contiguous, columns past `cols` are zero.
+    panel: *const f32,
+    /// `rows × cols`, rows `out_stride` apart.
+    out: *mut f32,
+    out_stride: usize,
+    cols: usize,
+    /// Add to the output instead of replacing it.
+    accumulate: bool,
+}
+
+/// Rows and columns of the register tile.
+fn tile_shape(isa: Isa) -> (usize, usize) {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => (x86_avx2::MR, x86_avx2::NR),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => (x86_avx512::MR, x86_avx512::NR),
+        _ => (scalar::MR, scalar::NR),
+    }
+}
+
+/// Many rows of x: panels of weight rows, and row ranges of x where there are fewer panels than threads.
+fn tiled(isa: Isa, x: MatRef<'_, f32>, targets: &[Target<'_>], scratch: &Scratch) {
+    let (mr, nr) = tile_shape(isa);
+    let threads = rayon::current_num_threads();
+    let units: usize = targets.iter().map(|t| t.weight.rows.div_ceil(nr)).sum();
+    // The panel height with the shortest longest share; of equals the tallest, which reads x least often.
+    let tiles = (1..=PANEL_TILES)
+        .min_by_key(|&p| {
+            let panels: usize = targets.iter().map(|t| t.weight.rows.div_ceil(nr).div_ceil(p)).sum();
+            (panels.div_ceil(threads) * p, std::cmp::Reverse(p))
+        })
+        .unwrap_or(1);
+    let row_parts = threads.div_ceil(units).min(x.rows().div_ceil(4 * mr)).max(1);
+    let part = x.rows().div_ceil(row_parts).next_multiple_of(mr);
+
+    let mut tasks = Vec::new();
+    for target in targets {
+        for first in (0..target.weight.rows).step_by(tiles * nr) {
+            for n in (0..x.rows()).step_by(part) {
+                tasks.push((
+                    target,
+                    first..(first + tiles * nr).min(target.weight.rows),
+                    n..(n + part).min(x.rows()),
+                ));
+            }
+        }
+    }
+
+    // Rows a multiple of a page apart would all fall into the same few cache sets.
+    let mut padded = None;
+    let mut x = x;
+    if x.stride().is_multiple_of(1024) && x.stride() > 0 {
+        let stride = x.cols().next_multiple_of(16) + 16;
+        let mut copy = scratch.take::<f32>(x.rows() * stride);
+        copy.par_chunks_mut(stride)
+            .enumerate()
+            .for_each(|(i, row)| row[..x.cols()].copy_from_slice(x.row(i)));
+        let copy = padded.insert(copy);
+        if let Some(view) = MatRef::with_stride(copy, x.rows(), x.cols(), stride) {
+            x = view;
+        }
+    }
+
+    tasks.par_iter().with_max_len(1).for_each(|(target, rows, part)| {
+        let depth = DEPTH.min(x.cols());
+        let mut panel = scratch.take::<f32>(depth * tiles * nr);
+        let mut rows_f32 = scratch.take::<f32>(depth * nr);
+        let weight = target.weight;
+        let mut k = 0;
+        while k < x.cols() {
+            // Equal pieces, cut at block boundaries.
+            let pieces = (x.cols() - k).div_ceil(DEPTH);
+            let depth = (x.cols() - k).div_ceil(pieces).next_multiple_of(256).min(x.cols() - k);
+            for (t, first) in rows.clone().step_by(nr).enumerate() {
+                let count = nr.min(rows.end - first);
+                let dst = &mut panel[t * depth * nr..][..depth * nr];
+                pack(isa, weight, first..first + count, k..k + depth, &mut rows_f32, dst);
+            }
+            for n in part.clone().step_by(mr) {
+                for (t, first) in rows.clone().step_by(nr).enumerate() {
+                    let tile = Tile {
+                        x: x.row(n)[k..].as_ptr(),
+                        x_stride: x.stride(),
+                        depth,
+                        rows: mr.min(part.end - n),
+                        panel: panel[t * depth * nr..][..depth * nr].as_ptr(),
+                        // SAFETY: `n < x.rows()` and `first < weight.rows`.
+                        out: unsafe { target.out.0.add(n * weight.rows + first) },
+                        out_stride: weight.rows,
+                        cols: nr.min(rows.end - first),
+                        accumulate: k > 0,
+                    };
+                    // SAFETY: x has `tile.rows` rows from `n` on with `depth` columns from `k` on, the panel
+                    // was packed for this depth, and tasks are disjoint in rows of x or of the weights.
+                    unsafe { run_tile(isa, &tile) };
+                }
+            }
+            k += depth;
+        }
+    });
+}
+
+/// # Safety
+/// The processor has `isa`; the pointers of `tile` are valid for what it states, and its outputs are
+/// touched by nobody else meanwhile.
+unsafe fn run_tile(isa: Isa, tile: &Tile) {
+    // SAFETY: passed on from the caller.
+    unsafe {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => x86_avx2::tile(tile),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => x86_avx512::tile(tile),
+            _ => scalar::tile(tile),
+        }
+    }
+}
+
+/// Dequantises columns `depth` of weight rows `rows` into `panel`, column by column, zero past the last row.
+fn pack(
+    isa: Isa,
+    weight: WeightRef<'_>,
+    rows: std::ops::Range<usize>,
+    depth: std::ops::Range<usize>,
+    rows_f32: &mut [f32],
+    panel: &mut [f32],
+) {
+    let (_, nr) = tile_shape(isa);
+    let at = |k: usize| k / weight.format.block_len() * weight.format.block_bytes();
+    let (k, count) = (depth.len(), rows.len());
+    let rows_f32 = &mut rows_f32[..nr * k];
+    for (values, r) in rows_f32.chunks_exact_mut(k).zip(rows) {
+        dequantise_into(isa, weight.format, &weight.row(r)[at(depth.start)..at(depth.end)], values);
+    }
+    rows_f32[count * k..].fill(0.0);
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 | Isa::Avx512 => {
+            assert_eq!(panel.len(), nr * k);
+            // SAFETY: the caller checked the instruction set; both slices hold `nr · k` elements.
+            unsafe { x86_avx2::transpose(rows_f32, k, nr, panel) }
+        }
+        _ => scalar::transpose(rows_f32, k, nr, panel, nr),
+    }
+}
+
+#[cfg(test)]
+mod tests;

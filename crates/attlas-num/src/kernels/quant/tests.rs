@@ -1,0 +1,237 @@
+//! Every instruction set against the scalar definition, and that against hand-computed blocks.
+
+use super::*;
+use crate::rng::StreamKey;
+
+/// Random legal bytes whose scales are ordinary numbers.
+fn random_weights(format: Format, rows: usize, cols: usize, seed: u64) -> Vec<u8> {
+    let mut rng = StreamKey::new(seed).named(format.name()).rng();
+    let mut bytes: Vec<u8> =
+        (0..format.bytes_of(rows * cols).unwrap()).map(|_| rng.next_u32() as u8).collect();
+    let halves: &[usize] = match format {
+        Format::F32 | Format::Q8K => &[],
+        Format::F16 | Format::BF16 | Format::Q4_0 | Format::Q5_0 | Format::Q8_0 => &[0],
+        Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => &[0, 2],
+        Format::Q2K => &[80, 82],
+        Format::Q3K => &[108],
+        Format::Q6K => &[208],
+    };
+    for block in bytes.chunks_exact_mut(format.block_bytes()) {
+        if halves.is_empty() {
+            block[..4].copy_from_slice(&(rng.normal() as f32).to_le_bytes());
+        }
+        for &at in halves {
+            let value = rng.normal() as f32;
+            let bits = match format {
+                Format::BF16 => half::bf16::from_f32(value).to_bits(),
+                _ => half::f16::from_f32(value).to_bits(),
+            };
+            block[at..at + 2].copy_from_slice(&bits.to_le_bytes());
+        }
+    }
+    bytes
+}
+
+fn random_x(rows: usize, cols: usize, seed: u64) -> Vec<f32> {
+    let mut x = vec![0.0; rows * cols];
+    StreamKey::new(seed).named("x").rng().fill_normal(&mut x);
+    x
+}
+
+/// $X W^\top$ in f64, and for each element the sum of the magnitudes of its terms.
+fn reference(x: &[f32], n: usize, w: WeightRef<'_>) -> Vec<(f64, f64)> {
+    let mut out = vec![(0.0, 0.0); n * w.rows()];
+    let mut row = vec![0.0; w.cols()];
+    for r in 0..w.rows() {
+        dequantise_into(Isa::Scalar, w.format(), w.row(r), &mut row);
+        for i in 0..n {
+            let terms =
+                x[i * w.cols()..][..w.cols()].iter().zip(&row).map(|(a, b)| f64::from(*a) * f64::from(*b));
+            out[i * w.rows() + r] = terms.fold((0.0, 0.0), |(s, m), t| (s + t, m + t.abs()));
+        }
+    }
+    out
+}
+
+fn check_product(isa: Isa, format: Format, n: usize, rows: usize, cols: usize) {
+    // One byte of offset: nothing may rely on alignment.
+    let mut bytes = vec![0];
+    bytes.extend(random_weights(format, rows, cols, 5));
+    let w = WeightRef::new(&bytes[1..], format, rows, cols).unwrap();
+    let x = random_x(n, cols, 9);
+    let mut out = vec![f32::NAN; n * rows];
+    let scratch = Scratch::poisoned();
+    products(isa, MatRef::new(&x, n, cols), &mut [Job { weight: w, out: &mut out }], &scratch);
+    let eps = f64::from(f32::EPSILON) / 2.0;
+    for (i, (y, (want, size))) in out.iter().zip(reference(&x, n, w)).enumerate() {
+        // Any order of `cols` additions and products, and one rounding of each weight.
+        let tolerance = eps * (cols as f64 + 2.0) * size;
+        assert!(
+            (f64::from(*y) - want).abs() <= tolerance,
+            "{isa:?} {format} {n}×{rows}×{cols} at {i}: {y} {want}"
+        );
+    }
+}
+
+#[test]
+fn every_format_multiplies_on_every_instruction_set() {
+    for &isa in Isa::available() {
+        for format in Format::ALL {
+            for n in [1, 2, 3, 4, 5, 9, 13, 29] {
+                check_product(isa, format, n, 67, 512);
+            }
+        }
+    }
+}
+
+#[test]
+fn depths_that_need_several_panels_add_up() {
+    for &isa in Isa::available() {
+        check_product(isa, Format::Q4K, 25, 35, 1792);
+        check_product(isa, Format::Q4_1, 9, 33, 1568);
+        check_product(isa, Format::F32, 10, 161, 1001);
+        check_product(isa, Format::F16, 14, 3, 1024);
+    }
+}
+
+#[test]
+fn lengths_that_fill_no_register_are_exact_to_rounding() {
+    for &isa in Isa::available() {
+        for format in [Format::F32, Format::F16, Format::BF16] {
+            for cols in 0..=67 {
+                check_product(isa, format, 1 + cols % 4, 5, cols);
+                check_product(isa, format, 11, 1 + cols % 7, cols);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_does_not_depend_on_its_company() {
+    let scratch = Scratch::new();
+    let bytes = random_weights(Format::Q4_1, 40, 96, 1);
+    let w = WeightRef::new(&bytes, Format::Q4_1, 40, 96).unwrap();
+    let x = random_x(30, 96, 2);
+    for sizes in [[1, 4, 7], [9, 17, 30]] {
+        let outs = sizes.map(|n| {
+            let mut out = vec![0.0; n * 40];
+            product(MatRef::new(&x[..n * 96], n, 96), w, &mut out, &scratch);
+            out
+        });
+        assert_eq!(outs[0][..40], outs[1][..40]);
+        assert_eq!(outs[1][..], outs[2][..outs[1].len()]);
+    }
+}
+
+#[test]
+fn the_thread_count_changes_no_bit() {
+    let bytes = random_weights(Format::Q8_0, 300, 320, 1);
+    let w = WeightRef::new(&bytes, Format::Q8_0, 300, 320).unwrap();
+    let x = random_x(50, 320, 2);
+    for n in [1, 6, 50] {
+        let run = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let mut out = vec![0.0; n * 300];
+            pool.install(|| product(MatRef::new(&x[..n * 320], n, 320), w, &mut out, &Scratch::new()));
+            out
+        };
+        let one = run(1);
+        assert_eq!(one, run(2));
+        assert_eq!(one, run(7));
+    }
+}
+
+#[test]
+fn several_products_at_once_equal_single_ones() {
+    let scratch = Scratch::new();
+    let a = random_weights(Format::Q4_1, 190, 64, 1);
+    let b = random_weights(Format::F16, 3, 64, 2);
+    let c = random_weights(Format::Q8_0, 0, 64, 3);
+    let a = WeightRef::new(&a, Format::Q4_1, 190, 64).unwrap();
+    let b = WeightRef::new(&b, Format::F16, 3, 64).unwrap();
+    let c = WeightRef::new(&c, Format::Q8_0, 0, 64).unwrap();
+    for n in [1, 3, 20] {
+        let data = random_x(n, 80, 3);
+        let x = MatRef::with_stride(&data, n, 64, 80).unwrap();
+        let (mut ya, mut yb) = (vec![0.0; n * 190], vec![0.0; n * 3]);
+        let mut jobs = [
+            Job { weight: a, out: &mut ya },
+            Job { weight: c, out: &mut [] },
+            Job { weight: b, out: &mut yb },
+        ];
+        products(Isa::best(), x, &mut jobs, &scratch);
+        let (mut za, mut zb) = (vec![0.0; n * 190], vec![0.0; n * 3]);
+        product(x, a, &mut za, &scratch);
+        product(x, b, &mut zb, &scratch);
+        assert_eq!((ya, yb), (za, zb));
+    }
+}
+
+#[test]
+fn dequantised_values_have_the_same_bits_on_every_instruction_set() {
+    // All byte values are legal, scales that are infinite or NaN included.
+    for format in Format::ALL {
+        let mut rng = StreamKey::new(11).named(format.name()).rng();
+        let len = format.block_len() * 9;
+        let bytes: Vec<u8> = (0..format.bytes_of(len).unwrap()).map(|_| rng.next_u32() as u8).collect();
+        let run = |isa| {
+            let mut y = vec![0.0f32; len];
+            dequantise_into(isa, format, &bytes, &mut y);
+            y.iter().map(|v| if v.is_nan() { u32::MAX } else { v.to_bits() }).collect::<Vec<_>>()
+        };
+        for &isa in Isa::available() {
+            assert_eq!(run(Isa::Scalar), run(isa), "{isa:?} {format}");
+        }
+    }
+}
+
+#[test]
+fn infinities_and_nans_stay_in_their_rows() {
+    let scratch = Scratch::new();
+    let (rows, cols) = (6, 64);
+    for &isa in Isa::available() {
+        for n in [2, 12] {
+            let mut bytes = random_weights(Format::Q4_1, rows, cols, 4);
+            bytes[40..42].copy_from_slice(&half::f16::INFINITY.to_bits().to_le_bytes());
+            let w = WeightRef::new(&bytes, Format::Q4_1, rows, cols).unwrap();
+            let mut x = random_x(n, cols, 4);
+            x[3] = f32::NAN;
+            let mut out = vec![0.0; n * rows];
+            products(isa, MatRef::new(&x, n, cols), &mut [Job { weight: w, out: &mut out }], &scratch);
+            for (i, y) in out.iter().enumerate() {
+                let special = i / rows == 0 || i % rows == 1;
+                assert_eq!(y.is_finite(), !special, "{isa:?} at {i}");
+            }
+        }
+    }
+}
+
+#[test]
+fn halves_convert_as_the_standard_says() {
+    for bits in 0..=u16::MAX {
+        let (ours, theirs) = (scalar::half_to_f32(bits), half::f16::from_bits(bits).to_f32_const());
+        assert!(ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan(), "{bits:#x}");
+    }
+}
+
+#[test]
+fn the_first_block_of_a_published_model_reads_as_published() {
+    // `blk.0.attn_q.weight` of SmolLM2-135M-Instruct, Q4_1.
+    let bytes = [
+        0x0f, 0x30, 0xd8, 0xb9, 0x45, 0x87, 0x65, 0x40, 0x6f, 0x65, 0x16, 0x4b, 0x67, 0x76, 0x64, 0x50, 0x22,
+        0x67, 0x65, 0x5a,
+    ];
+    let mut y = [0.0; 32];
+    dequantise_into(Isa::best(), Format::Q4_1, &bytes, &mut y);
+    let want =
+        [-0.09631348, 0.15734863, -0.09631348, -0.730_468_75, 1.1719971, -0.09631348, 0.03051758, 0.66467285];
+    assert!(y.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-7), "{y:?}");
+}
+
+#[test]
+fn views_that_do_not_fit_are_refused() {
+    assert!(WeightRef::new(&[0; 20], Format::Q4_1, 1, 31).is_none());
+    assert!(WeightRef::new(&[0; 20], Format::Q4_1, 2, 32).is_none());
+    assert!(WeightRef::new(&[0; 20], Format::F32, usize::MAX, usize::MAX).is_none());
+    assert!(WeightRef::new(&[], Format::Q6K, 0, 256).is_some());
+}

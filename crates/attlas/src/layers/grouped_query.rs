@@ -1,0 +1,339 @@
+//! Grouped-query attention: many query heads share few key heads; MHA and MQA are its two ends.
+//!
+//! **Idea.** Project hidden states to queries, keys and values, rotate queries and keys by position, attend, and
+//! project the heads' outputs back. `n_kv_heads = n_heads` is multi-head, `n_kv_heads = 1` multi-query attention.
+//!
+//! **Math.** $q_h = W_Q^h x$, $k_g = W_K^g x$, $v_g = W_V^g x$; query head $h$ uses key head
+//! $g = \lfloor h\, n_{kv} / n_h \rfloor$; $y = W_O [o_0; \dots; o_{n_h - 1}]$. Keys are rotated once and cached
+//! rotated. Attention itself is any method of the registry that has a causal form.
+//!
+//! **Reference.** vaswani2017 (MHA), shazeer2019 (MQA), ainslie2023 (GQA), su2024 (RoPE); survey, Section 2.
+//!
+//! **Cost.** $4 D n_h d + 4 D n_{kv} d$ operations a token for the projections when $d_v = d$, then the method's;
+//! the cache holds $n_{kv}(d + d_v)$ numbers a token.
+//!
+//! **Guarantees.** With `exact`, token-by-token decoding, any chunking and one-shot prefill agree to rounding;
+//! grouped heads equal multi-head attention with repeated weights. Both tested here.
+//!
+//! **When to use.** It is the layer of Llama, Mistral, Qwen and most models since.
+
+use crate::cache::KvCache;
+use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
+use crate::method::{Method, RunInfo};
+use crate::{Error, MatRef, Options, Out, Problem, Qkv, Result, TensorMut, TensorRef, Workspace, registry};
+use attlas_num::rope::{Angles, Layout, Rope, Scaling, Table};
+use std::sync::{Arc, RwLock};
+
+/// Registry entry.
+pub static LAYER: LayerKind = LayerKind {
+    id: "grouped_query",
+    title: "Grouped-query attention (MHA, GQA, MQA) with rotary positions",
+    reference: "vaswani2017, shazeer2019, ainslie2023, su2024",
+    params: Params::SPECS,
+    weights: |shape, _| Ok(weight_specs(shape)),
+    cache_elements: |shape, _| Ok(shape.n_kv_heads * (shape.d + shape.d_v)),
+    build: |shape, options, weights| {
+        let params = Params::from_options(options)?;
+        let rope = params.rope(shape)?;
+        let layer = GroupedQuery::new(*shape, weights, rope, registry::method("exact")?, Options::new())?;
+        Ok(Box::new(layer))
+    },
+};
+
+crate::choices! {
+    /// Where the two halves of a rotated pair lie in a head.
+    pub enum Pairs {
+        /// No rotation.
+        None = "none",
+        /// `x[l]` and `x[l + d/2]`, as in Hugging Face checkpoints.
+        Half = "half",
+        /// `x[2l]` and `x[2l + 1]`, as in Meta's, DeepSeek's and GGUF checkpoints.
+        Interleaved = "interleaved",
+    }
+}
+
+crate::params! {
+    /// Parameters of [`GroupedQuery`].
+    pub struct Params {
+        /// Layout of rotated pairs, or none for a layer without rotary positions.
+        rope: Pairs = Pairs::Half;
+        /// Base of the rotation frequencies.
+        rope_base: f64 = 10_000.0, in 1.0..=1e12;
+    }
+}
+
+impl Params {
+    fn rope(&self, shape: &LayerShape) -> Result<Option<Rope>> {
+        let layout = match self.rope {
+            Pairs::None => return Ok(None),
+            Pairs::Half => Layout::Half,
+            Pairs::Interleaved => Layout::Interleaved,
+        };
+        if !shape.d.is_multiple_of(2) {
+            return Err(Error::shape("head width", "an even number for rotary positions", shape.d));
+        }
+        Ok(Some(Rope { dim: shape.d, base: self.rope_base, layout, scaling: Scaling::None }))
+    }
+}
+
+fn weight_specs(s: &LayerShape) -> Vec<WeightSpec> {
+    let spec = |name, n_out, n_in| WeightSpec { name, n_out, n_in, optional: false };
+    vec![
+        spec("q", s.n_heads * s.d, s.d_model),
+        spec("k", s.n_kv_heads * s.d, s.d_model),
+        spec("v", s.n_kv_heads * s.d_v, s.d_model),
+        spec("o", s.d_model, s.n_heads * s.d_v),
+    ]
+}
+
+/// The layer: four projections, the rotation, and the method that attends.
+#[derive(Debug)]
+pub struct GroupedQuery {
+    shape: LayerShape,
+    q: Box<dyn Linear>,
+    k: Box<dyn Linear>,
+    v: Box<dyn Linear>,
+    o: Box<dyn Linear>,
+    rope: Option<Rope>,
+    /// Sines and cosines for the positions met so far; grows by doubling.
+    table: RwLock<Option<Arc<Table<f32>>>>,
+    method: &'static Method,
+    options: Options,
+}
+
+impl GroupedQuery {
+    /// A layer that attends by `method`. The weights `q`, `k`, `v` and `o` have been checked by
+    /// [`LayerKind::layer`] or are refused here if missing.
+    pub fn new(
+        shape: LayerShape,
+        mut weights: Weights,
+        rope: Option<Rope>,
+        method: &'static Method,
+        options: Options,
+    ) -> Result<Self> {
+        let mut take = |name: &str| {
+            weights.remove(name).ok_or_else(|| Error::shape("weight", name, "none of that name"))
+        };
+        let (q, k, v, o) = (take("q")?, take("k")?, take("v")?, take("o")?);
+        Problem { d_v: shape.d_v, ..Problem::new(shape.n_heads, 1, shape.d).with_kv_heads(shape.n_kv_heads) }
+            .validate()?;
+        Ok(Self { shape, q, k, v, o, rope, table: RwLock::new(None), method, options })
+    }
+
+    /// Rotates `[tokens, heads, d]` in place, the first token standing at `first`.
+    fn rotate(&self, first: usize, tokens: usize, heads: usize, x: &mut [f32]) {
+        let Some(rope) = &self.rope else { return };
+        let needed = first + tokens;
+        let ready = self.table.read().unwrap_or_else(|e| e.into_inner()).clone();
+        let table = match ready {
+            Some(table) if table.positions() >= needed => table,
+            _ => {
+                let table = Arc::new(Table::new(rope, needed.next_power_of_two().max(256), Angles::Single));
+                *self.table.write().unwrap_or_else(|e| e.into_inner()) = Some(table.clone());
+                table
+            }
+        };
+        table.rotate_tokens_in_place(first, x, heads, self.shape.d);
+    }
+}
+
+impl Layer for GroupedQuery {
+    fn shape(&self) -> LayerShape {
+        self.shape
+    }
+
+    fn parameters(&self) -> usize {
+        [&self.q, &self.k, &self.v, &self.o].iter().map(|w| w.parameters()).sum()
+    }
+
+    fn cache_elements(&self) -> usize {
+        self.shape.n_kv_heads * (self.shape.d + self.shape.d_v)
+    }
+
+    fn new_cache(&self) -> Box<dyn LayerCache> {
+        let s = &self.shape;
+        Box::new(Cache(KvCache::new(1, s.n_kv_heads, s.d, s.d_v, 0)))
+    }
+
+    fn forward(
+        &self,
+        x: MatRef<'_, f32>,
+        cache: &mut dyn LayerCache,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        let s = self.shape;
+        let tokens = x.rows();
+        if x.cols() != s.d_model || out.len() != tokens * s.d_model {
+            let found = format!("{tokens} × {} in, {} elements out", x.cols(), out.len());
+            return Err(Error::shape("hidden states", format!("{} columns in and out", s.d_model), found));
+        }
+        let Some(Cache(cache)) = cache.as_any_mut().downcast_mut::<Cache>() else {
+            return Err(Error::shape("cache", "one made by grouped_query", "another layer's"));
+        };
+        let first = cache.len();
+        let p = Problem { d_v: s.d_v, ..Problem::new(s.n_heads, 1, s.d).with_kv_heads(s.n_kv_heads) };
+        let problem = p.with_lens(tokens, first + tokens).causal();
+        let plan = self.method.plan(&problem, &self.options)?;
+
+        let mut q = vec![0.0f32; tokens * s.n_heads * s.d];
+        let mut k = vec![0.0f32; tokens * s.n_kv_heads * s.d];
+        let mut v = vec![0.0f32; tokens * s.n_kv_heads * s.d_v];
+        ws.install(|cx| {
+            self.q.apply(x, &mut q, cx);
+            self.k.apply(x, &mut k, cx);
+            self.v.apply(x, &mut v, cx);
+        });
+        self.rotate(first, tokens, s.n_heads, &mut q);
+        self.rotate(first, tokens, s.n_kv_heads, &mut k);
+        cache.append(
+            TensorRef::bnhd(&k, [1, s.n_kv_heads, tokens, s.d])?,
+            TensorRef::bnhd(&v, [1, s.n_kv_heads, tokens, s.d_v])?,
+        )?;
+        let mut heads = vec![0.0f32; tokens * s.n_heads * s.d_v];
+        let queries = TensorRef::bnhd(&q, [1, s.n_heads, tokens, s.d])?;
+        let inputs = Qkv::new(queries, cache.keys()?, cache.values()?);
+        let output = Out::new(TensorMut::bnhd(&mut heads, [1, s.n_heads, tokens, s.d_v])?);
+        let info = plan.execute(&inputs.into(), &mut output.into(), ws)?;
+        ws.install(|cx| self.o.apply(MatRef::new(&heads, tokens, s.n_heads * s.d_v), out, cx));
+        Ok(info)
+    }
+}
+
+/// Rotated keys and values.
+#[derive(Debug)]
+struct Cache(KvCache<f32>);
+
+impl LayerCache for Cache {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn truncate(&mut self, len: usize) {
+        self.0.truncate(len);
+    }
+
+    fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn std::any::Any {
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layer::Dense;
+    use attlas_num::Mat;
+    use attlas_num::rng::StreamKey;
+
+    const SHAPE: LayerShape = LayerShape { d_model: 24, n_heads: 6, n_kv_heads: 2, d: 8, d_v: 4 };
+
+    fn random(name: &str, rows: usize, cols: usize) -> Mat<f32> {
+        let mut rng = StreamKey::new(1).named(name).rng();
+        Mat::from_fn(rows, cols, |_, _| (0.3 * rng.normal()) as f32)
+    }
+
+    fn random_weights(shape: &LayerShape) -> Weights {
+        let dense = |w: WeightSpec| {
+            let linear: Box<dyn Linear> = Box::new(Dense::new(random(w.name, w.n_out, w.n_in)));
+            (w.name.to_string(), linear)
+        };
+        weight_specs(shape).into_iter().map(dense).collect()
+    }
+
+    fn forward(layer: &dyn Layer, x: &Mat<f32>, chunks: &[usize]) -> Vec<f32> {
+        let mut ws = Workspace::single().unwrap();
+        let mut cache = layer.new_cache();
+        let mut out = vec![f32::NAN; x.rows() * x.cols()];
+        for &c in chunks {
+            let rows = cache.len()..cache.len() + c;
+            let part = &mut out[rows.start * x.cols()..rows.end * x.cols()];
+            layer.forward(x.as_ref().sub_rows(rows), &mut *cache, part, &mut ws).unwrap();
+        }
+        assert_eq!(cache.bytes(), 4 * x.rows() * layer.cache_elements());
+        out
+    }
+
+    fn assert_close(a: &[f32], b: &[f32]) {
+        let worst = a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max);
+        assert!(worst < 1e-5, "largest difference {worst}");
+    }
+
+    #[test]
+    fn decoding_chunks_and_one_shot_agree() {
+        let x = random("x", 41, 24);
+        for rope in ["half", "interleaved", "none"] {
+            let options = Options::new().with("rope", rope);
+            let layer = LAYER.layer(&SHAPE, &options, random_weights(&SHAPE)).unwrap();
+            let whole = forward(&*layer, &x, &[41]);
+            assert_close(&forward(&*layer, &x, &[1; 41]), &whole);
+            assert_close(&forward(&*layer, &x, &[7, 1, 20, 13]), &whole);
+        }
+    }
+
+    #[test]
+    fn grouped_heads_equal_multi_head_with_repeated_weights() {
+        let x = random("x", 19, 24);
+        let mut weights = random_weights(&SHAPE);
+        let grouped = LAYER.layer(&SHAPE, &Options::new(), random_weights(&SHAPE)).unwrap();
+        for (name, width) in [("k", SHAPE.d), ("v", SHAPE.d_v)] {
+            let w = random(name, SHAPE.n_kv_heads * width, 24);
+            let repeated =
+                Mat::from_fn(SHAPE.n_heads * width, 24, |i, j| w[(i / width / 3 * width + i % width, j)]);
+            weights.insert(name.into(), Box::new(Dense::new(repeated)));
+        }
+        let shape = LayerShape { n_kv_heads: SHAPE.n_heads, ..SHAPE };
+        let full = LAYER.layer(&shape, &Options::new(), weights).unwrap();
+        assert_close(&forward(&*grouped, &x, &[19]), &forward(&*full, &x, &[19]));
+        assert_eq!((grouped.cache_elements(), full.cache_elements()), (2 * 12, 6 * 12));
+    }
+
+    #[test]
+    fn both_layouts_agree_when_rows_are_permuted() {
+        let x = random("x", 19, 24);
+        let half = LAYER.layer(&SHAPE, &Options::new(), random_weights(&SHAPE)).unwrap();
+        let mut weights = random_weights(&SHAPE);
+        for (name, heads) in [("q", SHAPE.n_heads), ("k", SHAPE.n_kv_heads)] {
+            let w = random(name, heads * SHAPE.d, 24);
+            let rows = attlas_num::rope::convert_rows(w.data(), 24, heads, SHAPE.d, Layout::Interleaved);
+            weights.insert(name.into(), Box::new(Dense::new(Mat::from_vec(rows, heads * SHAPE.d, 24))));
+        }
+        let interleaved = LAYER.layer(&SHAPE, &Options::new().with("rope", "interleaved"), weights).unwrap();
+        assert_close(&forward(&*half, &x, &[19]), &forward(&*interleaved, &x, &[19]));
+    }
+
+    #[test]
+    fn truncating_the_cache_takes_tokens_back() {
+        let x = random("x", 12, 24);
+        let layer = LAYER.layer(&SHAPE, &Options::new(), random_weights(&SHAPE)).unwrap();
+        let mut ws = Workspace::single().unwrap();
+        let mut cache = layer.new_cache();
+        let mut first = vec![0.0; 12 * 24];
+        layer.forward(x.as_ref(), &mut *cache, &mut first, &mut ws).unwrap();
+        cache.truncate(8);
+        let mut again = vec![0.0; 4 * 24];
+        layer.forward(x.as_ref().sub_rows(8..12), &mut *cache, &mut again, &mut ws).unwrap();
+        assert_close(&again, &first[8 * 24..]);
+    }
+
+    #[test]
+    fn wrong_weights_and_shapes_are_refused() {
+        let mut weights = random_weights(&SHAPE);
+        weights.remove("o");
+        assert!(LAYER.layer(&SHAPE, &Options::new(), weights).is_err());
+        let mut weights = random_weights(&SHAPE);
+        weights.insert("q".into(), Box::new(Dense::new(random("q", 3, 24))));
+        assert!(LAYER.layer(&SHAPE, &Options::new(), weights).is_err());
+        let odd = LayerShape { d: 7, ..SHAPE };
+        assert!(LAYER.layer(&odd, &Options::new(), random_weights(&odd)).is_err());
+        let layer = LAYER.layer(&SHAPE, &Options::new(), random_weights(&SHAPE)).unwrap();
+        let mut ws = Workspace::single().unwrap();
+        let mut cache = layer.new_cache();
+        let x = random("x", 3, 20);
+        assert!(layer.forward(x.as_ref(), &mut *cache, &mut [0.0; 72], &mut ws).is_err());
+        assert_eq!(cache.len(), 0);
+    }
+}
