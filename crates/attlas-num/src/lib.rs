@@ -2,6 +2,8 @@
 //! streams, and randomised linear algebra. Nothing here knows about attention methods; each tool is useful
 //! on its own.
 
+pub mod cluster;
+pub mod hash;
 pub mod kernels;
 pub mod mat;
 pub mod rng;

@@ -1,0 +1,441 @@
+//! Sorting by hash code, cutting the order into blocks, and remembering the blocks of several rounds.
+//!
+//! [`order_by`] is a stable radix sort: equal codes stay in the order of their positions. [`Balanced`] cuts
+//! $n$ items into $L$ blocks, block $c$ being $[\lfloor cn/L \rfloor, \lfloor (c+1)n/L \rfloor)$, so that sizes
+//! differ by at most one and nothing is padded. [`Membership`] answers in one comparison per round whether two
+//! items met, which turns a union over rounds into a sum in which each pair counts where it is first met.
+
+use std::ops::Range;
+
+/// A number that items are sorted by.
+pub trait SortKey: Copy {
+    /// The key as an unsigned number of the same order.
+    fn sort_bits(self) -> u64;
+}
+
+macro_rules! integer_keys {
+    ($($t:ty => $f:expr),*) => {$(
+        impl SortKey for $t {
+            fn sort_bits(self) -> u64 {
+                let f: fn($t) -> u64 = $f;
+                f(self)
+            }
+        }
+    )*};
+}
+
+integer_keys!(u32 => u64::from, u64 => |x| x, i64 => |x| (x as u64) ^ (1 << 63));
+
+/// In numerical order; the two zeros are equal, NaN comes last.
+impl SortKey for f64 {
+    fn sort_bits(self) -> u64 {
+        if self.is_nan() {
+            return u64::MAX;
+        }
+        let bits = (self + 0.0).to_bits();
+        if bits >> 63 == 0 { bits | 1 << 63 } else { !bits }
+    }
+}
+
+/// In numerical order; the two zeros are equal, NaN comes last.
+impl SortKey for f32 {
+    fn sort_bits(self) -> u64 {
+        if self.is_nan() {
+            return u64::from(u32::MAX);
+        }
+        let bits = (self + 0.0).to_bits();
+        u64::from(if bits >> 31 == 0 { bits | 1 << 31 } else { !bits })
+    }
+}
+
+const DIGIT_BITS: u32 = 8;
+
+/// The positions of `keys` in increasing order of key, equal keys in order of position.
+///
+/// # Panics
+/// With more than `u32::MAX` keys.
+pub fn order_by<K: SortKey>(keys: &[K]) -> Vec<u32> {
+    let n = u32::try_from(keys.len()).expect("positions are 32-bit numbers");
+    let mut items: Vec<(u64, u32)> = keys.iter().map(|k| k.sort_bits()).zip(0..n).collect();
+    if keys.len() <= 64 {
+        items.sort_unstable();
+        return items.into_iter().map(|(_, i)| i).collect();
+    }
+    // Digits in which all keys agree need no pass: codes of few buckets are sorted in one.
+    let (all, any) = items.iter().fold((u64::MAX, 0), |(all, any), (k, _)| (all & k, any | k));
+    let mut spare = vec![(0, 0); items.len()];
+    for shift in (0..u64::BITS).step_by(DIGIT_BITS as usize) {
+        if ((all ^ any) >> shift) & 0xff != 0 {
+            counting_pass(&items, &mut spare, shift);
+            std::mem::swap(&mut items, &mut spare);
+        }
+    }
+    items.into_iter().map(|(_, i)| i).collect()
+}
+
+/// One stable counting sort by the digit at `shift`.
+fn counting_pass(from: &[(u64, u32)], to: &mut [(u64, u32)], shift: u32) {
+    let digit = |key: u64| (key >> shift) as usize & 0xff;
+    let mut next = [0usize; 1 << DIGIT_BITS];
+    from.iter().for_each(|&(key, _)| next[digit(key)] += 1);
+    let mut start = 0;
+    for slot in &mut next {
+        start += std::mem::replace(slot, start);
+    }
+    for &item in from {
+        let slot = &mut next[digit(item.0)];
+        to[*slot] = item;
+        *slot += 1;
+    }
+}
+
+/// The rank of each position in `order`: `inverse[order[rank]] = rank`.
+///
+/// # Panics
+/// If `order` names a position that it does not have.
+pub fn inverse_order(order: &[u32]) -> Vec<u32> {
+    let mut inverse = vec![0; order.len()];
+    order.iter().zip(0..).for_each(|(&i, rank)| inverse[i as usize] = rank);
+    inverse
+}
+
+/// A partition of `0..n` into consecutive blocks whose sizes differ by at most one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Balanced {
+    n: usize,
+    blocks: usize,
+}
+
+impl Balanced {
+    /// `n` items in `blocks` blocks, at least one; blocks are empty where there are more blocks than items.
+    pub fn new(n: usize, blocks: usize) -> Self {
+        Self { n, blocks: blocks.max(1) }
+    }
+
+    /// As few blocks as keep each at most `target` items long; one block if `target` is 0.
+    pub fn with_target(n: usize, target: usize) -> Self {
+        Self::new(n, if target == 0 { 1 } else { n.div_ceil(target) })
+    }
+
+    /// Number of items.
+    pub fn items(&self) -> usize {
+        self.n
+    }
+
+    /// Number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    /// The items of block `c`.
+    pub fn range(&self, c: usize) -> Range<usize> {
+        self.start(c)..self.start(c + 1)
+    }
+
+    /// The block that item `i < n` is in.
+    pub fn block_of(&self, i: usize) -> usize {
+        debug_assert!(i < self.n);
+        // i ≥ ⌊cn/L⌋ ⟺ c ≤ ⌊((i + 1)L − 1) / n⌋.
+        ((((i + 1) as u128) * self.blocks as u128 - 1) / self.n.max(1) as u128) as usize
+    }
+
+    /// The blocks in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
+        let this = *self;
+        (0..this.blocks).map(move |c| this.range(c))
+    }
+
+    fn start(&self, c: usize) -> usize {
+        (c as u128 * self.n as u128 / self.blocks as u128) as usize
+    }
+}
+
+/// One number for each item and round, such as the block an item is in; the rounds of an item lie together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RoundTable {
+    rounds: usize,
+    items: usize,
+    cells: Vec<u32>,
+}
+
+impl RoundTable {
+    /// Marks an item that takes no part in a round; it meets nobody there.
+    pub const ABSENT: u32 = u32::MAX;
+
+    /// A table in which every item is absent from every round.
+    pub fn new(items: usize, rounds: usize) -> Self {
+        Self { rounds, items, cells: vec![Self::ABSENT; items * rounds] }
+    }
+
+    /// Number of rounds.
+    pub fn rounds(&self) -> usize {
+        self.rounds
+    }
+
+    /// Number of items.
+    pub fn items(&self) -> usize {
+        self.items
+    }
+
+    /// The numbers of an item in all rounds.
+    pub fn row(&self, item: usize) -> &[u32] {
+        &self.cells[item * self.rounds..(item + 1) * self.rounds]
+    }
+
+    /// Sets one cell.
+    pub fn set(&mut self, item: usize, round: usize, value: u32) {
+        assert!(round < self.rounds);
+        self.cells[item * self.rounds + round] = value;
+    }
+
+    /// Sets the cell of `round` for every item, `values` in order of position.
+    pub fn set_all(&mut self, round: usize, values: &[u32]) {
+        assert_eq!(values.len(), self.items);
+        values.iter().enumerate().for_each(|(i, &v)| self.set(i, round, v));
+    }
+
+    /// Writes the blocks of a sorted order: the item of rank `t` is in block `block_of(t)`. Items that `order`
+    /// does not name keep what they have.
+    pub fn set_ranked(&mut self, round: usize, order: &[u32], mut block_of: impl FnMut(usize) -> u32) {
+        order.iter().enumerate().for_each(|(rank, &i)| self.set(i as usize, round, block_of(rank)));
+    }
+}
+
+/// Who meets whom: in a round, query `i` meets the keys whose block lies in
+/// `block(i) − before ..= block(i) + after`, and where codes are given, only those of equal code.
+#[derive(Clone, Copy, Debug)]
+pub struct Membership<'a> {
+    queries: &'a RoundTable,
+    keys: &'a RoundTable,
+    before: u32,
+    after: u32,
+    codes: Option<(&'a RoundTable, &'a RoundTable)>,
+}
+
+impl<'a> Membership<'a> {
+    /// Queries meet the keys of their own block.
+    ///
+    /// # Panics
+    /// If the tables have different numbers of rounds.
+    pub fn new(queries: &'a RoundTable, keys: &'a RoundTable) -> Self {
+        assert_eq!(queries.rounds, keys.rounds);
+        Self { queries, keys, before: 0, after: 0, codes: None }
+    }
+
+    /// Queries also meet that many blocks before and after their own, as far as they exist.
+    #[must_use]
+    pub fn with_neighbours(self, before: u32, after: u32) -> Self {
+        Self { before, after, ..self }
+    }
+
+    /// Queries meet only keys of the same code.
+    ///
+    /// # Panics
+    /// If the tables do not have the shapes of the block tables.
+    #[must_use]
+    pub fn with_equal_codes(self, queries: &'a RoundTable, keys: &'a RoundTable) -> Self {
+        assert!(queries.rounds == self.queries.rounds && queries.items == self.queries.items);
+        assert!(keys.rounds == self.keys.rounds && keys.items == self.keys.items);
+        Self { codes: Some((queries, keys)), ..self }
+    }
+
+    /// Whether query `i` meets key `j` in `round`.
+    #[inline]
+    pub fn meets(&self, i: usize, j: usize, round: usize) -> bool {
+        let (a, b) = (self.queries.row(i)[round], self.keys.row(j)[round]);
+        // Saturation keeps an absent item out of every window but that of another absent one.
+        a != RoundTable::ABSENT
+            && a <= b.saturating_add(self.before)
+            && b <= a.saturating_add(self.after)
+            && b != RoundTable::ABSENT
+            && self.codes.is_none_or(|(q, k)| q.row(i)[round] == k.row(j)[round])
+    }
+
+    /// Whether they met in a round before `round`: such a pair is skipped in a union.
+    #[inline]
+    pub fn met_before(&self, i: usize, j: usize, round: usize) -> bool {
+        (0..round).any(|t| self.meets(i, j, t))
+    }
+
+    /// In how many rounds they meet: its logarithm is what a union subtracts where it does not skip.
+    pub fn count(&self, i: usize, j: usize) -> usize {
+        (0..self.queries.rounds).filter(|&t| self.meets(i, j, t)).count()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hash::tests::gaussian;
+    use crate::hash::{CrossPolytope, Lsh};
+    use crate::rng::StreamKey;
+
+    #[test]
+    fn sorting_is_stable_for_every_kind_of_key() {
+        let mut rng = StreamKey::new(1).rng();
+        for n in [0, 1, 2, 63, 64, 65, 1000] {
+            for spread in [1, 3, 300, 1 << 40] {
+                let keys: Vec<u64> = (0..n).map(|_| rng.below(spread) as u64).collect();
+                let mut expected: Vec<u32> = (0..n as u32).collect();
+                expected.sort_by_key(|&i| keys[i as usize]);
+                assert_eq!(order_by(&keys), expected);
+                let narrow: Vec<u32> = keys.iter().map(|&k| k as u32).collect();
+                expected.sort_by_key(|&i| (narrow[i as usize], i));
+                assert_eq!(order_by(&narrow), expected);
+                let signed: Vec<i64> = keys.iter().map(|&k| k as i64 - spread as i64 / 2).collect();
+                expected.sort_by_key(|&i| (signed[i as usize], i));
+                assert_eq!(order_by(&signed), expected);
+            }
+        }
+    }
+
+    #[test]
+    fn floats_sort_by_value_with_equal_zeros_and_nan_last() {
+        let keys =
+            [1.5, f64::NAN, -0.0, f64::NEG_INFINITY, 0.0, -2.0, f64::INFINITY, -f64::NAN, -0.0, 1e-320];
+        assert_eq!(order_by(&keys), [3, 5, 2, 4, 8, 9, 0, 6, 1, 7]);
+        let single: Vec<f32> = keys.iter().map(|&x| x as f32).collect();
+        assert_eq!(order_by(&single), [3, 5, 2, 4, 8, 9, 0, 6, 1, 7]);
+        let x = gaussian::<f32>(2, 500, 1);
+        let order = order_by(x.data());
+        assert!(order.windows(2).all(|w| x.data()[w[0] as usize] <= x.data()[w[1] as usize]));
+    }
+
+    #[test]
+    fn the_inverse_order_undoes_the_order() {
+        let order = order_by(&[5u32, 1, 5, 0, 1]);
+        assert_eq!(order, [3, 1, 4, 0, 2]);
+        let inverse = inverse_order(&order);
+        assert_eq!(inverse, [3, 1, 4, 0, 2]);
+        assert!((0..5).all(|i| order[inverse[i] as usize] as usize == i));
+        assert!(inverse_order(&[]).is_empty());
+    }
+
+    #[test]
+    fn balanced_blocks_cover_everything_with_sizes_that_differ_by_one() {
+        for n in 0..40 {
+            for blocks in 1..45 {
+                let p = Balanced::new(n, blocks);
+                let mut next = 0;
+                for (c, range) in p.iter().enumerate() {
+                    assert_eq!(range.start, next);
+                    assert_eq!(range, c * n / blocks..(c + 1) * n / blocks);
+                    assert!((n / blocks..=n.div_ceil(blocks)).contains(&range.len()));
+                    range.clone().for_each(|i| assert_eq!(p.block_of(i), c));
+                    next = range.end;
+                }
+                assert_eq!((next, p.blocks(), p.items()), (n, blocks, n));
+            }
+        }
+    }
+
+    #[test]
+    fn a_target_size_is_an_upper_bound() {
+        assert_eq!(Balanced::with_target(10, 4), Balanced::new(10, 3));
+        assert_eq!(Balanced::with_target(8, 4).blocks(), 2);
+        assert_eq!(Balanced::with_target(4, 4).blocks(), 1);
+        assert_eq!(Balanced::with_target(0, 4).blocks(), 1);
+        assert_eq!(Balanced::with_target(5, 0).blocks(), 1);
+        let huge = Balanced::new(usize::MAX, 3);
+        assert_eq!(huge.range(2).end, usize::MAX);
+        assert_eq!(huge.block_of(usize::MAX - 1), 2);
+    }
+
+    /// Blocks of several hash rounds for random points, queries and keys apart.
+    fn tables(n_q: usize, n_k: usize, rounds: usize, blocks: usize) -> [RoundTable; 2] {
+        let hash = CrossPolytope::<f64>::new(StreamKey::new(3), 4, 8, rounds);
+        [(5, n_q), (6, n_k)].map(|(seed, n)| {
+            let x = gaussian::<f64>(seed, n, 4);
+            let mut table = RoundTable::new(n, rounds);
+            for r in 0..rounds {
+                let cut = Balanced::new(n, blocks);
+                table.set_ranked(r, &order_by(&hash.codes(x.as_ref(), r)), |t| cut.block_of(t) as u32);
+            }
+            table
+        })
+    }
+
+    #[test]
+    fn first_meetings_and_counts_give_the_same_union() {
+        let [q, k] = tables(30, 41, 5, 6);
+        for (before, after) in [(0, 0), (1, 0), (0, 2)] {
+            let m = Membership::new(&q, &k).with_neighbours(before, after);
+            for i in 0..30 {
+                for j in 0..41 {
+                    let near = |t: usize| {
+                        let (a, b) = (i64::from(q.row(i)[t]), i64::from(k.row(j)[t]));
+                        (a - i64::from(before)..=a + i64::from(after)).contains(&b)
+                    };
+                    let met: Vec<usize> = (0..5).filter(|&t| near(t)).collect();
+                    assert_eq!(m.count(i, j), met.len());
+                    let first: Vec<usize> =
+                        (0..5).filter(|&t| m.meets(i, j, t) && !m.met_before(i, j, t)).collect();
+                    assert_eq!(first, met.into_iter().take(1).collect::<Vec<_>>());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn skipping_counting_and_multiset_sums_are_related_as_they_should_be() {
+        let [q, k] = tables(20, 35, 4, 5);
+        let m = Membership::new(&q, &k);
+        let weight = |i: usize, j: usize| ((i * 7 + j * 3) % 11) as f64 - 4.0;
+        let mut previous = [0.0; 20];
+        for rounds in 1..=4 {
+            for (i, previous) in previous.iter_mut().enumerate() {
+                let union: f64 = (0..35)
+                    .filter(|&j| (0..rounds).any(|t| m.meets(i, j, t)))
+                    .map(|j| weight(i, j).exp())
+                    .sum();
+                let pairs = || (0..rounds).flat_map(|t| (0..35).map(move |j| (t, j)));
+                let skipping: f64 = pairs()
+                    .filter(|&(t, j)| m.meets(i, j, t) && !m.met_before(i, j, t))
+                    .map(|(_, j)| weight(i, j).exp())
+                    .sum();
+                assert!((skipping - union).abs() <= 1e-14 * union);
+                assert!(union >= *previous);
+                *previous = union;
+                if rounds == 4 {
+                    let counting: f64 = pairs()
+                        .filter(|&(t, j)| m.meets(i, j, t))
+                        .map(|(_, j)| (weight(i, j) - (m.count(i, j) as f64).ln()).exp())
+                        .sum();
+                    assert!((counting - union).abs() <= 1e-14 * union);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn identical_rounds_count_every_pair_that_often_and_add_nothing() {
+        let [one, _] = tables(25, 1, 1, 4);
+        let mut table = RoundTable::new(25, 3);
+        (0..3).for_each(|r| (0..25).for_each(|i| table.set(i, r, one.row(i)[0])));
+        let m = Membership::new(&table, &table);
+        for i in 0..25 {
+            for j in 0..25 {
+                let met = m.meets(i, j, 0);
+                assert_eq!(m.count(i, j), if met { 3 } else { 0 });
+                assert_eq!(m.met_before(i, j, 2), met);
+                assert!(!m.met_before(i, j, 0));
+            }
+        }
+    }
+
+    #[test]
+    fn absent_items_meet_nobody_and_unequal_codes_keep_apart() {
+        let mut blocks = RoundTable::new(4, 1);
+        blocks.set(0, 0, 0);
+        blocks.set(1, 0, u32::MAX - 1);
+        let m = Membership::new(&blocks, &blocks).with_neighbours(5, 5);
+        assert!(m.meets(0, 0, 0) && m.meets(1, 1, 0));
+        assert!((0..4).all(|i| !m.meets(2, i, 0) && !m.meets(i, 3, 0)));
+        let mut table = RoundTable::new(3, 1);
+        table.set_all(0, &[1, 1, 2]);
+        let mut codes = RoundTable::new(3, 1);
+        codes.set_all(0, &[7, 8, 7]);
+        let m = Membership::new(&table, &table).with_neighbours(1, 0).with_equal_codes(&codes, &codes);
+        assert!(!m.meets(0, 1, 0) && m.meets(2, 0, 0) && !m.meets(0, 2, 0));
+    }
+}

@@ -1,0 +1,125 @@
+//! The inner loops of this room: dot products, and the product of rows with directions.
+
+use crate::rng::Rng;
+use crate::{Mat, MatRef, Real};
+
+/// Independent partial sums of a dot product, so that the compiler can keep them in vector registers.
+const LANES: usize = 8;
+
+/// Elements of the tile that [`project_tiles`] fills before it hands it on.
+const TILE_LEN: usize = 1 << 14;
+
+/// $\langle a, b\rangle$.
+#[inline]
+pub(crate) fn dot<T: Real>(a: &[T], b: &[T]) -> T {
+    debug_assert_eq!(a.len(), b.len());
+    let (a_chunks, a_rest) = a.as_chunks::<LANES>();
+    let (b_chunks, b_rest) = b.as_chunks::<LANES>();
+    let mut acc = [T::ZERO; LANES];
+    for (x, y) in a_chunks.iter().zip(b_chunks) {
+        for l in 0..LANES {
+            acc[l] += x[l] * y[l];
+        }
+    }
+    let rest: T = a_rest.iter().zip(b_rest).map(|(&x, &y)| x * y).sum();
+    ((acc[0] + acc[4]) + (acc[1] + acc[5])) + ((acc[2] + acc[6]) + (acc[3] + acc[7])) + rest
+}
+
+/// $|a - b|^2$ in f64, from the differences: no cancellation between large norms.
+#[inline]
+pub(crate) fn squared_distance<T: Real>(a: &[T], b: &[T]) -> f64 {
+    debug_assert_eq!(a.len(), b.len());
+    let (a_chunks, a_rest) = a.as_chunks::<LANES>();
+    let (b_chunks, b_rest) = b.as_chunks::<LANES>();
+    let mut acc = [0.0; LANES];
+    for (x, y) in a_chunks.iter().zip(b_chunks) {
+        for l in 0..LANES {
+            let t = x[l].to_f64() - y[l].to_f64();
+            acc[l] += t * t;
+        }
+    }
+    let square = |(x, y): (&T, &T)| (x.to_f64() - y.to_f64()).powi(2);
+    acc.iter().sum::<f64>() + a_rest.iter().zip(b_rest).map(square).sum::<f64>()
+}
+
+/// $|a|^2$ in f64: squares of f32 values cannot overflow there.
+#[inline]
+pub(crate) fn squared_norm<T: Real>(a: &[T]) -> f64 {
+    let (chunks, rest) = a.as_chunks::<LANES>();
+    let mut acc = [0.0; LANES];
+    for x in chunks {
+        for l in 0..LANES {
+            let t = x[l].to_f64();
+            acc[l] += t * t;
+        }
+    }
+    acc.iter().sum::<f64>() + rest.iter().map(|x| x.to_f64() * x.to_f64()).sum::<f64>()
+}
+
+/// `count` standard normal rows of length `dim`.
+pub(crate) fn directions<T: Real>(rng: &mut Rng, count: usize, dim: usize) -> Mat<T> {
+    let mut w = Mat::zeros(count, dim);
+    rng.fill_normal(w.data_mut());
+    w
+}
+
+/// Computes $X W^\top$ in tiles of rows and calls `f(i, y)` with row `i` of the product, in order.
+pub(crate) fn project_tiles<T: Real>(x: MatRef<'_, T>, w: MatRef<'_, T>, mut f: impl FnMut(usize, &[T])) {
+    assert_eq!(x.cols(), w.cols(), "rows of {} elements, directions of {}", x.cols(), w.cols());
+    let width = w.rows();
+    if width == 0 {
+        (0..x.rows()).for_each(|i| f(i, &[]));
+        return;
+    }
+    let tile_rows = (TILE_LEN / width).clamp(1, x.rows().max(1));
+    let mut tile = vec![T::ZERO; tile_rows * width];
+    for start in (0..x.rows()).step_by(tile_rows) {
+        let rows = start..x.rows().min(start + tile_rows);
+        let y = &mut tile[..rows.len() * width];
+        project(x.sub_rows(rows.clone()), w, y);
+        rows.zip(y.chunks_exact(width)).for_each(|(i, y)| f(i, y));
+    }
+}
+
+/// $Y = X W^\top$: the one place where this product is formed.
+fn project<T: Real>(x: MatRef<'_, T>, w: MatRef<'_, T>, y: &mut [T]) {
+    for (row, out) in x.iter_rows().zip(y.chunks_exact_mut(w.rows())) {
+        for (j, out) in out.iter_mut().enumerate() {
+            *out = dot(row, w.row(j));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hash::tests::gaussian;
+
+    #[test]
+    fn dot_products_and_norms_of_every_short_length_are_right() {
+        for n in 0..40 {
+            let m = gaussian::<f64>(n as u64, 2, n);
+            let (a, b) = (m.row(0), m.row(1));
+            let tol = 4.0 * n as f64 * f64::EPSILON;
+            let naive = |f: &dyn Fn(f64, f64) -> f64| a.iter().zip(b).map(|(&x, &y)| f(x, y)).sum::<f64>();
+            assert!((dot(a, b) - naive(&|x, y| x * y)).abs() <= tol * squared_norm(a).max(squared_norm(b)));
+            let squares = naive(&|x, y| (x - y) * (x - y));
+            assert!((squared_distance(a, b) - squares).abs() <= tol * squares);
+            let norm = naive(&|x, _| x * x);
+            assert!((squared_norm(a) - norm).abs() <= tol * norm);
+        }
+    }
+
+    #[test]
+    fn tiles_cover_every_row_once_and_in_order() {
+        let (x, w) = (gaussian::<f64>(1, 700, 5), gaussian::<f64>(2, 40, 5));
+        let mut next = 0;
+        project_tiles(x.as_ref(), w.as_ref(), |i, y| {
+            assert_eq!(i, next);
+            next += 1;
+            (0..40).for_each(|j| assert_eq!(y[j], dot(x.row(i), w.row(j))));
+        });
+        assert_eq!(next, 700);
+        project_tiles(gaussian::<f64>(1, 0, 5).as_ref(), w.as_ref(), |_, _| unreachable!());
+    }
+}
