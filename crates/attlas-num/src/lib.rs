@@ -3,7 +3,9 @@
 //! on its own.
 
 pub mod kernels;
+pub mod linalg;
 pub mod mat;
+pub mod randla;
 pub mod rng;
 pub mod scratch;
 
