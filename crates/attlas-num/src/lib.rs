@@ -5,7 +5,9 @@
 pub mod cluster;
 pub mod hash;
 pub mod kernels;
+pub mod linalg;
 pub mod mat;
+pub mod randla;
 pub mod rng;
 pub mod rope;
 pub mod scratch;

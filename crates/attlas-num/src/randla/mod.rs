@@ -1,0 +1,22 @@
+//! Randomised linear algebra: range finder and SVD of implicit operators, leverage scores, randomly pivoted
+//! Cholesky, Nyström approximation, interpolative decompositions, random rotations.
+//!
+//! Everything random takes a [`StreamKey`](crate::rng::StreamKey) and is a function of it and the input alone.
+
+mod interpolative;
+mod leverage;
+mod nystrom;
+mod operator;
+mod rotation;
+mod rpcholesky;
+mod svd;
+
+pub use interpolative::{ColumnId, Cur, column_id, cur};
+pub use leverage::{fast_leverage_scores, kernel_leverage_scores, leverage_scores, ridge_leverage_scores};
+pub use nystrom::Nystrom;
+pub use operator::{FnOperator, LinearOperator, NormEstimate, Product, operator_norm};
+pub use rotation::{gaussian_matrix, haar_orthogonal};
+pub use rpcholesky::{
+    GaussianKernel, Options, PartialCholesky, PsdMatrix, Variant, cholesky_with_pivots, rp_cholesky,
+};
+pub use svd::{RandomizedSvd, randomized_svd, range_finder};
