@@ -6,6 +6,7 @@ pub mod kernels;
 pub mod mat;
 pub mod rng;
 pub mod scratch;
+pub mod tensor;
 
 pub use mat::{DType, Mat, MatRef, Real};
 pub use scratch::Scratch;
