@@ -428,3 +428,124 @@ fn assemble(bases: Bases, cores: Vec<Tensor<f64>>) -> Result<BlockTerms<f64>> {
     blocks.sort_by(|a, b| b.core.norm().total_cmp(&a.core.norm()));
     Ok(BlockTerms { blocks })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::cp;
+    use super::super::golden::{assert_close, floats, golden, mat, sizes};
+    use super::super::known::fill;
+    use super::*;
+
+    fn start(shape: &[usize], blocks: usize, ranks: &[usize]) -> BlockTerms<f64> {
+        let block = |p: usize| Tucker {
+            core: fill(ranks, 300 + p as u64).unwrap(),
+            factors: (0..shape.len())
+                .map(|m| Some(mat(shape[m], ranks[m], (200 + 10 * p + m) as u64)))
+                .collect(),
+        };
+        BlockTerms { blocks: (0..blocks).map(block).collect() }
+    }
+
+    #[test]
+    fn sweeps_from_a_given_start_agree_with_explicit_least_squares() {
+        for case in golden("block_terms").as_array().unwrap() {
+            let (shape, ranks) = (sizes(&case["shape"]), sizes(&case["ranks"]));
+            let blocks = case["blocks"].as_u64().unwrap() as usize;
+            let t = fill(&shape, case["seed"].as_u64().unwrap()).unwrap();
+            let errors = floats(&case["errors"]);
+            let options = Options {
+                init: Init::Given(start(&shape, blocks, &ranks)),
+                restarts: 1,
+                iters: errors.len(),
+                tol: Some(0.0),
+                ..Default::default()
+            };
+            let fit = decompose(&t, blocks, &ranks, &options).unwrap();
+            // The smallest ridge, 1e-12, times the condition of the normal equations, up to 1e4 here.
+            assert_close(&fit.history, &errors, 1e-8);
+        }
+    }
+
+    #[test]
+    fn one_block_reproduces_tucker() {
+        let t = fill(&[4, 5, 6], 50).unwrap();
+        let hooi =
+            tucker::Options { method: tucker::Method::Hooi, iters: 5000, tol: 1e-15, ..Default::default() };
+        for ranks in [[2, 2, 2], [3, 3, 3], [2, 3, 4]] {
+            let expected =
+                tucker::decompose(&t, &tucker::Ranks::Given(ranks.to_vec()), &hooi).unwrap().rel_error;
+            let options = Options { iters: 5000, tol: Some(1e-14), ..Default::default() };
+            let fit = decompose(&t, 1, &ranks, &options).unwrap();
+            // Several optima exist; several starts may find a better one than HOOI's single start.
+            assert!(fit.rel_error < expected + 1e-9, "{ranks:?}: {} {expected}", fit.rel_error);
+            let single = decompose(&t, 1, &ranks, &Options { restarts: 1, ..options }).unwrap();
+            assert!((single.rel_error - expected).abs() < 1e-9, "{ranks:?}: {} {expected}", single.rel_error);
+        }
+    }
+
+    #[test]
+    fn blocks_of_rank_one_reproduce_the_polyadic_form() {
+        let t = fill(&[4, 5, 6], 50).unwrap();
+        let expected = golden("polyadic")["best_of_30"].as_f64().unwrap();
+        let options = Options { restarts: 30, iters: 3000, tol: Some(1e-13), ..Default::default() };
+        let fit = decompose(&t, 2, &[1, 1, 1], &options).unwrap();
+        assert!((fit.rel_error - expected).abs() < 1e-9, "{} {expected}", fit.rel_error);
+        let polyadic = cp::Options { restarts: 30, iters: 3000, tol: Some(1e-13), ..Default::default() };
+        let polyadic = cp::decompose(&t, 2, &polyadic).unwrap();
+        assert!((fit.rel_error - polyadic.rel_error).abs() < 1e-9);
+    }
+
+    #[test]
+    fn an_exact_sum_of_blocks_is_recovered() {
+        let t = start(&[6, 7, 8], 2, &[2, 2, 2]).reconstruct().unwrap();
+        let fit = decompose(&t, 2, &[2, 2, 2], &Options { iters: 2000, ..Default::default() }).unwrap();
+        assert!(fit.rel_error < 1e-6, "{} {:?}", fit.rel_error, fit.history.len());
+        let norms: Vec<f64> = fit.terms.blocks.iter().map(|b| b.core.norm()).collect();
+        assert!(norms[0] >= norms[1]);
+        assert_eq!(fit.terms.parameters(), 2 * (8 + 12 + 14 + 16));
+    }
+
+    #[test]
+    fn the_error_never_rises_between_sweeps() {
+        let t = fill(&[5, 6, 4], 55).unwrap();
+        let options = Options { iters: 200, tol: Some(0.0), ..Default::default() };
+        let fit = decompose(&t, 2, &[2, 2, 2], &options).unwrap();
+        for pair in fit.history.windows(2) {
+            let rise = pair[1].powi(2) - pair[0].powi(2);
+            assert!(rise <= 10.0 * f64::EPSILON, "{pair:?} {rise:e}");
+        }
+    }
+
+    #[test]
+    fn degenerate_inputs_get_an_answer_and_bad_ones_an_error() {
+        for shape in [&[3, 4, 5][..], &[2, 0, 3], &[1, 1]] {
+            let zero = Tensor::<f64>::zeros(shape).unwrap();
+            let fit = decompose(&zero, 2, &vec![1; shape.len()], &Options::default()).unwrap();
+            assert_eq!(fit.terms.reconstruct().unwrap(), zero);
+        }
+        // More block columns than the mode has, rank-deficient cores, one-sized modes.
+        for (shape, ranks) in
+            [(&[2, 3, 4][..], &[2, 3, 1][..]), (&[1, 3, 1], &[1, 2, 1]), (&[5], &[3]), (&[3, 1], &[3, 1])]
+        {
+            let t = fill(shape, 65).unwrap();
+            let fit = decompose(&t, 3, ranks, &Options { iters: 20, ..Default::default() }).unwrap();
+            let model = fit.terms.reconstruct().unwrap();
+            assert!(model.data().iter().all(|x| x.is_finite()), "{shape:?}");
+            assert!(fit.rel_error <= 1.0 + 1e-12);
+        }
+        let t = fill(&[3, 4, 5], 1).unwrap();
+        let options = Options::default();
+        assert!(decompose(&t, 0, &[1, 1, 1], &options).is_err());
+        assert!(decompose(&t, 1, &[0, 1, 1], &options).is_err());
+        assert!(decompose(&t, 1, &[4, 1, 1], &options).is_err());
+        assert!(decompose(&t, 1, &[1, 1], &options).is_err());
+        assert!(decompose(&t, usize::MAX, &[2, 2, 2], &options).is_err());
+        assert!(decompose(&t, 1, &[1, 1, 1], &Options { restarts: 0, ..options.clone() }).is_err());
+        let given = Options { init: Init::Given(start(&[3, 4], 1, &[1, 1])), ..options.clone() };
+        assert!(decompose(&t, 1, &[1, 1, 1], &given).is_err());
+        let mut bad = t;
+        bad.data_mut()[0] = f64::NAN;
+        assert!(matches!(decompose(&bad, 1, &[1, 1, 1], &options), Err(Error::NotFinite { .. })));
+        assert!(BlockTerms::<f64> { blocks: vec![] }.reconstruct().is_err());
+    }
+}

@@ -21,6 +21,8 @@ pub mod cp;
 pub mod curve;
 mod dense;
 mod error;
+#[cfg(test)]
+mod golden;
 pub mod known;
 mod mttkrp;
 mod products;

@@ -366,3 +366,230 @@ impl Job<'_> {
         Ok((residual / self.norm_squared).sqrt())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::golden::{assert_close, floats, golden, sizes};
+    use super::super::known::fill;
+    use super::super::small::matmul_tn;
+    use super::*;
+
+    fn with(method: Method) -> Options {
+        let order = (method != Method::Hosvd).then(|| vec![0, 1, 2]);
+        Options { method, order, iters: 5000, tol: 1e-15, ..Default::default() }
+    }
+
+    fn residual(t: &Tensor<f64>, tucker: &Tucker<f64>) -> f64 {
+        let model = tucker.reconstruct().unwrap();
+        t.data().iter().zip(model.data()).map(|(x, y)| (x - y).powi(2)).sum::<f64>().sqrt()
+    }
+
+    #[test]
+    fn the_known_answers_hold() {
+        let t = fill(&[4, 5, 6], 50).unwrap();
+        assert!((t.norm() - 6.840877956193).abs() < 1e-10);
+        let spectrum = &mode_spectra(&t).unwrap()[0];
+        assert_close(spectrum, &[4.015986369881, 3.521015425023, 3.148329757602, 2.891355184444], 1e-10);
+        for (ranks, errors) in [
+            ([2, 2, 2], [0.8781435115, 0.8344708164, 0.8157985204]),
+            ([3, 3, 3], [0.7089618610, 0.6761202657, 0.6626678865]),
+            ([2, 3, 4], [0.7806102801, 0.7488778433, 0.7266582600]),
+        ] {
+            for (method, expected) in [Method::Hosvd, Method::StHosvd, Method::Hooi].into_iter().zip(errors) {
+                let fit = decompose(&t, &Ranks::Given(ranks.to_vec()), &with(method)).unwrap();
+                assert!((fit.rel_error - expected).abs() < 1e-9, "{ranks:?} {method:?}: {}", fit.rel_error);
+                assert_eq!(fit.tucker.ranks(), ranks);
+            }
+        }
+    }
+
+    #[test]
+    fn improvement_from_the_same_start_agrees_with_tensorly() {
+        for case in golden("tucker")["cases"].as_array().unwrap() {
+            let (shape, ranks) = (sizes(&case["shape"]), sizes(&case["ranks"]));
+            let t = fill(&shape, case["seed"].as_u64().unwrap()).unwrap();
+            let order = Some((0..shape.len()).collect());
+            let options = Options { method: Method::Hooi, order, iters: 5000, tol: 1e-15, modes: None };
+            let fit = decompose(&t, &Ranks::Given(ranks), &options).unwrap();
+            assert!((fit.history[0] - case["st_hosvd"].as_f64().unwrap()).abs() < 1e-12);
+            assert!((fit.rel_error - case["hooi"].as_f64().unwrap()).abs() < 1e-9, "{}", fit.rel_error);
+            let model = fit.tucker.reconstruct().unwrap();
+            // Entries are known to the root of the accuracy of the error.
+            assert_close(&model.data()[..4], &floats(&case["hooi_head"]), 1e-5);
+        }
+        let partial = &golden("tucker")["partial_modes_1_2"];
+        let t = fill(&[4, 5, 6], 50).unwrap();
+        let options =
+            Options { method: Method::Hooi, modes: Some(vec![2, 1]), iters: 5000, tol: 1e-15, order: None };
+        let fit = decompose(&t, &Ranks::Given(sizes(&partial["ranks"])), &options).unwrap();
+        assert!((fit.rel_error - partial["rel_error"].as_f64().unwrap()).abs() < 1e-9, "{}", fit.rel_error);
+        assert!(fit.tucker.factors[0].is_none());
+        assert_eq!(fit.tucker.parameters(), 4 * 2 * 3 + 10 + 18);
+    }
+
+    #[test]
+    fn full_ranks_are_exact() {
+        for shape in [&[4, 5, 6][..], &[7], &[1, 5], &[2, 1, 3, 2], &[9, 2, 2]] {
+            let t = fill(shape, 61).unwrap();
+            for method in [Method::Hosvd, Method::StHosvd, Method::Hooi] {
+                for ranks in [Ranks::Full, Ranks::Given(shape.to_vec()), Ranks::RelError(0.0)] {
+                    let fit = decompose(&t, &ranks, &Options { method, ..Default::default() }).unwrap();
+                    assert!(
+                        residual(&t, &fit.tucker) <= 100.0 * f64::EPSILON * t.norm(),
+                        "{shape:?} {method:?}"
+                    );
+                    assert!(fit.rel_error <= 100.0 * f64::EPSILON);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_error_is_what_the_core_does_not_hold() {
+        let t = fill(&[4, 5, 6], 50).unwrap();
+        for method in [Method::Hosvd, Method::StHosvd, Method::Hooi] {
+            let fit = decompose(&t, &Ranks::Given(vec![2, 3, 4]), &with(method)).unwrap();
+            let direct = residual(&t, &fit.tucker).powi(2);
+            let from_core = t.norm().powi(2) - fit.tucker.core.norm().powi(2);
+            assert!((direct - from_core).abs() < 100.0 * f64::EPSILON * t.norm().powi(2));
+            for f in fit.tucker.factors.iter().flatten() {
+                let gram = matmul_tn(f, f);
+                assert_close(gram.data(), Mat::<f64>::identity(f.cols()).data(), 50.0 * f64::EPSILON);
+            }
+            if method == Method::StHosvd {
+                let lost: f64 = fit.discarded.iter().sum();
+                assert!((fit.rel_error.powi(2) - lost).abs() < 100.0 * f64::EPSILON);
+            }
+            if method == Method::Hosvd {
+                assert!(fit.rel_error.powi(2) <= fit.discarded.iter().sum::<f64>());
+            }
+        }
+    }
+
+    #[test]
+    fn improvement_never_loses_and_all_stay_below_the_bound() {
+        for (shape, ranks) in [
+            (&[4, 5, 6][..], &[2, 2, 2][..]),
+            (&[3, 4, 2, 5], &[2, 2, 1, 3]),
+            (&[6, 6], &[3, 3]),
+            (&[5, 2, 2], &[5, 1, 1]),
+        ] {
+            let t = fill(shape, 62).unwrap();
+            let run = |method| {
+                decompose(&t, &Ranks::Given(ranks.to_vec()), &Options { method, ..Default::default() })
+                    .unwrap()
+            };
+            let (hosvd, st, hooi) = (run(Method::Hosvd), run(Method::StHosvd), run(Method::Hooi));
+            let bound = hosvd.discarded.iter().sum::<f64>().sqrt();
+            let slack = 100.0 * f64::EPSILON;
+            assert!(hooi.rel_error <= st.rel_error + slack && st.rel_error <= bound + slack);
+            assert!(hosvd.rel_error <= bound + slack);
+            assert!(hooi.history.windows(2).all(|w| w[1] <= w[0] + slack), "{:?}", hooi.history);
+        }
+    }
+
+    #[test]
+    fn the_wanted_error_chooses_the_fewest_ranks_per_mode() {
+        let t = fill(&[6, 7, 8], 63).unwrap();
+        for method in [Method::Hosvd, Method::StHosvd, Method::Hooi] {
+            let mut last = usize::MAX;
+            for epsilon in [0.0, 1e-9, 0.1, 0.3, 0.7, 1.0] {
+                let options = Options { method, ..Default::default() };
+                let fit = decompose(&t, &Ranks::RelError(epsilon), &options).unwrap();
+                assert!(fit.rel_error <= epsilon + 100.0 * f64::EPSILON, "{method:?} {epsilon}");
+                assert!(fit.tucker.parameters() <= last);
+                last = fit.tucker.parameters();
+            }
+        }
+        // One vector less in a mode of the HOSVD would break that mode's share.
+        let fit = decompose(&t, &Ranks::RelError(0.5), &with(Method::Hosvd)).unwrap();
+        for (mode, spectrum) in mode_spectra(&t).unwrap().iter().enumerate() {
+            let kept = fit.tucker.ranks()[mode];
+            let share = 0.25 * t.norm().powi(2) / 3.0;
+            assert!(energy(&spectrum[kept..]) <= share && energy(&spectrum[kept - 1..]) > share);
+        }
+    }
+
+    #[test]
+    fn tiny_directions_are_resolved_when_asked_for() {
+        // Singular values 1, 1e-5, 1e-10 in every mode: a Gram matrix cannot see the third.
+        let mut t = Tensor::<f64>::zeros(&[3, 3, 3]).unwrap();
+        for (i, s) in [1.0, 1e-5, 1e-10].into_iter().enumerate() {
+            t.data_mut()[i * 13] = s;
+        }
+        let fit = decompose(&t, &Ranks::RelError(1e-12), &Options::default()).unwrap();
+        assert_eq!(fit.tucker.ranks(), [3, 3, 3]);
+        let fit = decompose(&t, &Ranks::RelError(1e-9), &Options::default()).unwrap();
+        assert_eq!(fit.tucker.ranks(), [2, 2, 2]);
+        assert!((fit.rel_error / 1e-10 - 1.0).abs() < 1e-6, "{}", fit.rel_error);
+        let fit = decompose(&t, &Ranks::Given(vec![2, 2, 2]), &Options::default()).unwrap();
+        assert!((fit.rel_error / 1e-10 - 1.0).abs() < 1e-6, "{}", fit.rel_error);
+    }
+
+    #[test]
+    fn ranks_beyond_the_product_of_the_others_still_give_a_basis() {
+        let t = fill(&[6, 2, 2], 64).unwrap();
+        for method in [Method::Hosvd, Method::StHosvd, Method::Hooi] {
+            let fit = decompose(&t, &Ranks::Given(vec![6, 1, 1]), &Options { method, ..Default::default() })
+                .unwrap();
+            let f = fit.tucker.factors[0].as_ref().unwrap();
+            assert_close(matmul_tn(f, f).data(), Mat::<f64>::identity(6).data(), 50.0 * f64::EPSILON);
+        }
+    }
+
+    #[test]
+    fn degenerate_inputs_get_an_answer_and_bad_ones_an_error() {
+        for shape in [&[3, 4, 5][..], &[2, 0, 3], &[1, 1]] {
+            let zero = Tensor::<f64>::zeros(shape).unwrap();
+            for ranks in [Ranks::Given(vec![1; shape.len()]), Ranks::Full, Ranks::RelError(0.1)] {
+                let fit = decompose(&zero, &ranks, &Options::default()).unwrap();
+                assert_eq!(fit.rel_error, 0.0);
+                assert_eq!(fit.tucker.reconstruct().unwrap(), zero);
+            }
+        }
+        let t = fill(&[3, 4, 5], 1).unwrap();
+        let options = Options::default();
+        for ranks in [vec![0, 1, 1], vec![1, 1], vec![4, 1, 1]] {
+            assert!(matches!(
+                decompose(&t, &Ranks::Given(ranks), &options),
+                Err(Error::InvalidParam { name: "ranks", .. })
+            ));
+        }
+        assert!(decompose(&t, &Ranks::RelError(f64::NAN), &options).is_err());
+        assert!(decompose(&t, &Ranks::Full, &Options { modes: Some(vec![3]), ..options.clone() }).is_err());
+        assert!(
+            decompose(&t, &Ranks::Full, &Options { modes: Some(vec![1, 1]), ..options.clone() }).is_err()
+        );
+        assert!(
+            decompose(&t, &Ranks::Full, &Options { order: Some(vec![0, 1]), ..options.clone() }).is_err()
+        );
+        assert!(decompose(&t, &Ranks::Full, &Options { iters: 0, ..options.clone() }).is_err());
+        let mut bad = t;
+        bad.data_mut()[0] = f64::NAN;
+        assert!(matches!(decompose(&bad, &Ranks::Full, &options), Err(Error::NotFinite { .. })));
+        assert!(matches!(mode_spectra(&bad), Err(Error::NotFinite { .. })));
+        let huge = Tensor::from_flat_fn(&[3, 3], |_| 1e308).unwrap();
+        assert!(matches!(decompose(&huge, &Ranks::Full, &options), Err(Error::NotFinite { .. })));
+    }
+
+    #[test]
+    fn the_scale_of_the_entries_does_not_matter() {
+        let t = fill(&[4, 5, 6], 50).unwrap();
+        for scale in [1e-200, 1e200] {
+            let scaled = Tensor::from_flat_fn(t.shape(), |k| t.data()[k] * scale).unwrap();
+            let options = Options { order: Some(vec![0, 1, 2]), ..Default::default() };
+            let fit = decompose(&scaled, &Ranks::Given(vec![3, 3, 3]), &options).unwrap();
+            assert!((fit.rel_error - 0.6761202657).abs() < 1e-9);
+        }
+    }
+
+    #[test]
+    fn single_precision_data_rounds_the_answer_once() {
+        let t = fill(&[4, 5, 6], 50).unwrap().cast::<f32>();
+        let fit = decompose(&t, &Ranks::Full, &Options::default()).unwrap();
+        let model = fit.tucker.reconstruct().unwrap();
+        for (x, y) in t.data().iter().zip(model.data()) {
+            assert!((x - y).abs() < 64.0 * f32::EPSILON);
+        }
+    }
+}
