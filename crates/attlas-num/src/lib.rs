@@ -11,6 +11,7 @@ pub mod randla;
 pub mod rng;
 pub mod rope;
 pub mod scratch;
+pub mod tensor;
 
 pub use mat::{DType, Mat, MatRef, Real};
 pub use scratch::Scratch;

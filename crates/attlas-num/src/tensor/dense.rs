@@ -1,0 +1,548 @@
+//! Dense row-major tensors, strided views of them, unfoldings and mode products.
+
+use super::small::{Op, gemm};
+use super::{Error, Result};
+use crate::{Mat, MatRef, Real};
+use std::borrow::Cow;
+
+/// The largest number of modes a tensor may have.
+pub const MAX_ORDER: usize = 8;
+
+/// An owned tensor, row-major: the last index is contiguous.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tensor<T> {
+    shape: Vec<usize>,
+    buf: Vec<T>,
+}
+
+/// Number of entries of a shape, or why the shape is refused.
+fn entries(shape: &[usize]) -> Result<usize> {
+    if shape.is_empty() || shape.len() > MAX_ORDER {
+        return Err(Error::shape("order of a tensor", format!("1 to {MAX_ORDER}"), shape.len()));
+    }
+    // An empty tensor may have any other dimensions, but they must still multiply without overflow so
+    // that unfoldings have a size.
+    shape
+        .iter()
+        .try_fold(1usize, |n, &d| n.checked_mul(d.max(1)))
+        .filter(|&n| n <= isize::MAX as usize / size_of::<f64>())
+        .map(|_| shape.iter().product())
+        .ok_or_else(|| {
+            Error::shape("entries of a tensor", "a number that fits in memory", format!("{shape:?}"))
+        })
+}
+
+impl<T> Tensor<T> {
+    /// Takes `buf` as a tensor of the given shape.
+    pub fn new(shape: &[usize], buf: Vec<T>) -> Result<Self> {
+        let n = entries(shape)?;
+        if buf.len() != n {
+            return Err(Error::shape("entries of a tensor", format!("{n} for shape {shape:?}"), buf.len()));
+        }
+        Ok(Self { shape: shape.to_vec(), buf })
+    }
+
+    /// Entry with flat row-major index `k` is `f(k)`.
+    pub fn from_flat_fn(shape: &[usize], f: impl FnMut(usize) -> T) -> Result<Self> {
+        let n = entries(shape)?;
+        Ok(Self { shape: shape.to_vec(), buf: (0..n).map(f).collect() })
+    }
+
+    /// Dimensions, one per mode.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Number of modes.
+    pub fn order(&self) -> usize {
+        self.shape.len()
+    }
+
+    /// All entries, row-major.
+    pub fn data(&self) -> &[T] {
+        &self.buf
+    }
+
+    /// All entries, mutable.
+    pub fn data_mut(&mut self) -> &mut [T] {
+        &mut self.buf
+    }
+
+    /// Gives the storage back.
+    pub fn into_vec(self) -> Vec<T> {
+        self.buf
+    }
+
+    /// A strided view of the whole tensor.
+    pub fn view(&self) -> TensorRef<'_, T> {
+        let mut strides = vec![1; self.order()];
+        for m in (1..self.order()).rev() {
+            strides[m - 1] = strides[m] * self.shape[m];
+        }
+        TensorRef { data: &self.buf, shape: self.shape.clone(), strides }
+    }
+
+    /// The unfolding of the first mode, which is the buffer itself.
+    pub fn first_unfolding(&self) -> MatRef<'_, T> {
+        MatRef::new(&self.buf, self.shape[0], self.shape[1..].iter().product())
+    }
+
+    /// The tensor as `(L, I_n, S)`: sizes before, at and after `mode`.
+    pub(super) fn split(&self, mode: usize) -> (usize, usize, usize) {
+        split(&self.shape, mode)
+    }
+
+    pub(super) fn check_mode(&self, mode: usize) -> Result<()> {
+        if mode < self.order() {
+            return Ok(());
+        }
+        Err(Error::param("mode", mode, format!("below {}, modes count from 0", self.order())))
+    }
+}
+
+/// Sizes before, at and after a mode.
+pub(super) fn split(shape: &[usize], mode: usize) -> (usize, usize, usize) {
+    (shape[..mode].iter().product(), shape[mode], shape[mode + 1..].iter().product())
+}
+
+impl<T: Real> Tensor<T> {
+    /// All zeros.
+    pub fn zeros(shape: &[usize]) -> Result<Self> {
+        Self::from_flat_fn(shape, |_| T::ZERO)
+    }
+
+    /// Puts matrices of one size on top of each other: `T[i, :, :]` is matrix `i`.
+    pub fn stack(matrices: &[Mat<T>]) -> Result<Self> {
+        let (rows, cols) = matrices.first().map_or((0, 0), |m| (m.rows(), m.cols()));
+        if let Some(odd) = matrices.iter().find(|m| (m.rows(), m.cols()) != (rows, cols)) {
+            return Err(Error::shape(
+                "matrices of a stack",
+                format!("{rows} × {cols} as the first"),
+                format!("{} × {}", odd.rows(), odd.cols()),
+            ));
+        }
+        Self::new(&[matrices.len(), rows, cols], matrices.iter().flat_map(|m| m.data()).copied().collect())
+    }
+
+    /// Every entry converted to the other element type.
+    pub fn cast<U: Real>(&self) -> Tensor<U> {
+        Tensor { shape: self.shape.clone(), buf: self.buf.iter().map(|x| U::from_f64(x.to_f64())).collect() }
+    }
+
+    /// The entry at `index`; `None` outside the tensor.
+    pub fn get(&self, index: &[usize]) -> Option<T> {
+        let inside = index.len() == self.order() && index.iter().zip(&self.shape).all(|(i, n)| i < n);
+        inside.then(|| self.buf[index.iter().zip(&self.shape).fold(0, |k, (i, n)| k * n + i)])
+    }
+
+    /// The mode-`mode` unfolding, copied.
+    pub fn unfold(&self, mode: usize) -> Result<Mat<T>> {
+        self.check_mode(mode)?;
+        Ok(self.unfold_unchecked(mode))
+    }
+
+    pub(super) fn unfold_unchecked(&self, mode: usize) -> Mat<T> {
+        let (l, n, s) = self.split(mode);
+        let mut out = Vec::with_capacity(self.buf.len());
+        for i in 0..n {
+            for block in 0..l {
+                let start = (block * n + i) * s;
+                out.extend_from_slice(&self.buf[start..start + s]);
+            }
+        }
+        Mat::from_vec(out, n, l * s)
+    }
+
+    /// The tensor of the given shape whose mode-`mode` unfolding is `m`.
+    pub fn fold(m: &Mat<T>, mode: usize, shape: &[usize]) -> Result<Self> {
+        let mut out = Self::zeros(shape)?;
+        out.check_mode(mode)?;
+        let (l, n, s) = out.split(mode);
+        if (m.rows(), m.cols()) != (n, l * s) {
+            return Err(Error::shape(
+                "folding a matrix",
+                format!("{n} × {}", l * s),
+                format!("{} × {}", m.rows(), m.cols()),
+            ));
+        }
+        for i in 0..n {
+            for block in 0..l {
+                let start = (block * n + i) * s;
+                out.buf[start..start + s].copy_from_slice(&m.row(i)[block * s..(block + 1) * s]);
+            }
+        }
+        Ok(out)
+    }
+
+    /// $T \times_n M$ for $M$ of $J \times I_n$: every mode-`mode` fibre is multiplied by $M$.
+    pub fn mode_product(&self, m: &Mat<T>, mode: usize) -> Result<Self> {
+        self.check_mode(mode)?;
+        if m.cols() != self.shape[mode] {
+            return Err(Error::shape("mode product", format!("{} columns", self.shape[mode]), m.cols()));
+        }
+        self.mode_product_op(m, mode, false)
+    }
+
+    /// $T \times_n M^\top$ for $M$ of $I_n \times J$, without copying the transpose.
+    pub fn mode_product_t(&self, m: &Mat<T>, mode: usize) -> Result<Self> {
+        self.check_mode(mode)?;
+        if m.rows() != self.shape[mode] {
+            return Err(Error::shape("mode product", format!("{} rows", self.shape[mode]), m.rows()));
+        }
+        self.mode_product_op(m, mode, true)
+    }
+
+    fn mode_product_op(&self, m: &Mat<T>, mode: usize, transposed: bool) -> Result<Self> {
+        let (l, n, s) = self.split(mode);
+        let j = if transposed { m.cols() } else { m.rows() };
+        let mut shape = self.shape.clone();
+        shape[mode] = j;
+        let mut out = Self::zeros(&shape)?;
+        if out.buf.is_empty() || n == 0 {
+            return Ok(out);
+        }
+        let op = |flip: bool| {
+            if transposed != flip {
+                Op::t(m.data(), m.rows(), m.cols())
+            } else {
+                Op::n(m.data(), m.rows(), m.cols())
+            }
+        };
+        if s == 1 {
+            gemm(&mut out.buf, Op::n(&self.buf, l, n), op(true), false);
+        } else {
+            for (from, to) in self.buf.chunks_exact(n * s).zip(out.buf.chunks_exact_mut(j * s)) {
+                gemm(to, op(false), Op::n(from, n, s), false);
+            }
+        }
+        Ok(out)
+    }
+
+    /// Several mode products at once, at most one per mode. The mode that shrinks most is contracted first,
+    /// whatever the order of the list.
+    pub fn mode_products(&self, list: &[(usize, &Mat<T>)]) -> Result<Self> {
+        self.products_shrinking_first(list, false)
+    }
+
+    /// Several products with transposes at once; see [`mode_products`](Self::mode_products).
+    pub fn mode_products_t(&self, list: &[(usize, &Mat<T>)]) -> Result<Self> {
+        self.products_shrinking_first(list, true)
+    }
+
+    fn products_shrinking_first(&self, list: &[(usize, &Mat<T>)], transposed: bool) -> Result<Self> {
+        let mut order: Vec<usize> = (0..list.len()).collect();
+        for (k, &(mode, _)) in list.iter().enumerate() {
+            self.check_mode(mode)?;
+            if list[..k].iter().any(|&(other, _)| other == mode) {
+                return Err(Error::param("mode", mode, "each mode at most once"));
+            }
+        }
+        let growth = |m: &Mat<T>| {
+            let (to, from) = if transposed { (m.cols(), m.rows()) } else { (m.rows(), m.cols()) };
+            to as f64 / from.max(1) as f64
+        };
+        order.sort_by(|&a, &b| growth(list[a].1).total_cmp(&growth(list[b].1)));
+        let mut out = Cow::Borrowed(self);
+        for k in order {
+            let (mode, m) = list[k];
+            let next = if transposed { out.mode_product_t(m, mode)? } else { out.mode_product(m, mode)? };
+            out = Cow::Owned(next);
+        }
+        Ok(out.into_owned())
+    }
+
+    /// Sum of products of corresponding entries, accumulated in f64.
+    pub fn inner(&self, other: &Self) -> Result<f64> {
+        if self.shape != other.shape {
+            return Err(Error::shape(
+                "inner product",
+                format!("shape {:?}", self.shape),
+                format!("{:?}", other.shape),
+            ));
+        }
+        Ok(self.buf.iter().zip(&other.buf).map(|(x, y)| x.to_f64() * y.to_f64()).sum())
+    }
+
+    /// Square root of the sum of squares, accumulated in f64 without overflow or underflow in between.
+    pub fn norm(&self) -> f64 {
+        let largest = self.largest();
+        if largest == 0.0 || !largest.is_finite() {
+            return largest;
+        }
+        let scale = power_of_two_near(largest);
+        (self.buf.iter().map(|x| (x.to_f64() / scale).powi(2)).sum::<f64>()).sqrt() * scale
+    }
+
+    /// Largest magnitude of an entry; NaN if there is one.
+    fn largest(&self) -> f64 {
+        self.buf.iter().map(|x| x.to_f64().abs()).fold(0.0, |m, x| if x > m || x.is_nan() { x } else { m })
+    }
+
+    /// The tensor in f64, divided by a power of two where squares of its entries would leave the range of
+    /// f64, and that power. Refuses entries, or a norm, that are not finite.
+    pub(super) fn to_working(&self) -> Result<(Cow<'_, Tensor<f64>>, f64)> {
+        let largest = self.largest();
+        if !largest.is_finite() {
+            return Err(Error::NotFinite { what: "an entry of the tensor" });
+        }
+        if !self.norm().is_finite() {
+            return Err(Error::NotFinite { what: "the norm of the tensor" });
+        }
+        if largest != 0.0 && !(1e-100..=1e100).contains(&largest) {
+            let scale = power_of_two_near(largest);
+            let buf = self.buf.iter().map(|x| x.to_f64() / scale).collect();
+            return Ok((Cow::Owned(Tensor { shape: self.shape.clone(), buf }), scale));
+        }
+        match (self as &dyn std::any::Any).downcast_ref::<Tensor<f64>>() {
+            Some(same) => Ok((Cow::Borrowed(same), 1.0)),
+            None => Ok((Cow::Owned(self.cast()), 1.0)),
+        }
+    }
+}
+
+/// A power of two within a factor of two of `x`, exact to divide by.
+fn power_of_two_near(x: f64) -> f64 {
+    libm::ldexp(1.0, libm::ilogb(x).clamp(-1022, 1023))
+}
+
+/// A read-only tensor with a stride per mode: slices and permutations of a [`Tensor`] without copies.
+#[derive(Clone, Debug)]
+pub struct TensorRef<'a, T> {
+    data: &'a [T],
+    shape: Vec<usize>,
+    strides: Vec<usize>,
+}
+
+impl<'a, T: Real> TensorRef<'a, T> {
+    /// A view of `data` with the given strides, in elements.
+    pub fn with_strides(data: &'a [T], shape: &[usize], strides: &[usize]) -> Result<Self> {
+        let n = entries(shape)?;
+        if strides.len() != shape.len() {
+            return Err(Error::shape("strides of a view", shape.len(), strides.len()));
+        }
+        let last = shape
+            .iter()
+            .zip(strides)
+            .try_fold(0usize, |at, (&n, &s)| at.checked_add(n.saturating_sub(1).checked_mul(s)?));
+        if n > 0 && last.is_none_or(|at| at >= data.len()) {
+            return Err(Error::shape("strides of a view", "to stay inside the data", format!("{strides:?}")));
+        }
+        Ok(Self { data, shape: shape.to_vec(), strides: strides.to_vec() })
+    }
+
+    /// Dimensions, one per mode.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Distance in elements between neighbours, one per mode.
+    pub fn strides(&self) -> &[usize] {
+        &self.strides
+    }
+
+    /// The view whose mode `m` is mode `order[m]` of this one.
+    pub fn permute(&self, order: &[usize]) -> Result<Self> {
+        let mut sorted = order.to_vec();
+        sorted.sort_unstable();
+        if sorted.iter().ne((0..self.shape.len()).collect::<Vec<_>>().iter()) {
+            return Err(Error::param(
+                "order",
+                format!("{order:?}"),
+                format!("a permutation of 0..{}", self.shape.len()),
+            ));
+        }
+        Ok(Self {
+            data: self.data,
+            shape: order.iter().map(|&m| self.shape[m]).collect(),
+            strides: order.iter().map(|&m| self.strides[m]).collect(),
+        })
+    }
+
+    /// The slice with index `i` in `mode`, which disappears. At least one mode must remain.
+    pub fn slice(&self, mode: usize, i: usize) -> Result<Self> {
+        if mode >= self.shape.len() || i >= self.shape[mode] {
+            return Err(Error::param(
+                "slice",
+                format!("index {i} of mode {mode}"),
+                format!("inside {:?}", self.shape),
+            ));
+        }
+        let (mut shape, mut strides) = (self.shape.clone(), self.strides.clone());
+        shape.remove(mode);
+        let start = i * strides.remove(mode);
+        entries(&shape)?;
+        Ok(Self { data: self.data.get(start..).unwrap_or_default(), shape, strides })
+    }
+
+    /// A contiguous copy.
+    pub fn to_tensor(&self) -> Tensor<T> {
+        let n: usize = self.shape.iter().product();
+        let mut index = vec![0; self.shape.len()];
+        let mut at = 0;
+        let mut buf = Vec::with_capacity(n);
+        for _ in 0..n {
+            buf.push(self.data[at]);
+            for m in (0..index.len()).rev() {
+                index[m] += 1;
+                at += self.strides[m];
+                if index[m] < self.shape[m] {
+                    break;
+                }
+                at -= self.strides[m] * index[m];
+                index[m] = 0;
+            }
+        }
+        Tensor { shape: self.shape.clone(), buf }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::known::fill;
+    use super::super::{khatri_rao, kronecker};
+    use super::*;
+
+    fn mat(rows: usize, cols: usize, seed: u64) -> Mat<f64> {
+        Mat::from_vec(fill(&[rows, cols], seed).unwrap().into_vec(), rows, cols)
+    }
+
+    fn assert_close(a: &[f64], b: &[f64]) {
+        assert_eq!(a.len(), b.len());
+        let worst = a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, f64::max);
+        assert!(worst < 64.0 * f64::EPSILON, "{worst}");
+    }
+
+    #[test]
+    fn unfolding_puts_the_mode_in_rows_and_the_last_index_fastest() {
+        let t = Tensor::from_flat_fn(&[2, 3, 2], |k| k as f64).unwrap();
+        assert_eq!(t.unfold(0).unwrap().data(), t.data());
+        assert_eq!(t.first_unfolding().row(1), &t.data()[6..]);
+        assert_eq!(t.unfold(1).unwrap().row(2), [4.0, 5.0, 10.0, 11.0]);
+        assert_eq!(t.unfold(2).unwrap().row(1), [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]);
+        assert!(t.unfold(3).is_err());
+    }
+
+    #[test]
+    fn folding_undoes_unfolding_for_every_order_and_empty_modes() {
+        for shape in [&[5][..], &[3, 1], &[2, 3, 4], &[2, 1, 3, 2], &[2, 2, 2, 2, 2, 2, 2, 2], &[3, 0, 2]] {
+            let t = fill(shape, 3).unwrap();
+            for mode in 0..shape.len() {
+                assert_eq!(Tensor::fold(&t.unfold(mode).unwrap(), mode, shape).unwrap(), t);
+            }
+        }
+        assert!(Tensor::fold(&mat(2, 2, 1), 0, &[3, 2]).is_err());
+    }
+
+    #[test]
+    fn a_mode_product_multiplies_the_unfolding() {
+        let t = fill(&[3, 4, 2, 5], 7).unwrap();
+        for mode in 0..4 {
+            let m = mat(6, t.shape()[mode], 8);
+            let product = t.mode_product(&m, mode).unwrap();
+            let expected = super::super::small::matmul(&m, &t.unfold(mode).unwrap());
+            assert_close(product.unfold(mode).unwrap().data(), expected.data());
+            assert_eq!(t.mode_product_t(&m.transpose(), mode).unwrap().shape(), product.shape());
+            assert_close(t.mode_product_t(&m.transpose(), mode).unwrap().data(), product.data());
+        }
+    }
+
+    #[test]
+    fn the_tucker_form_is_a_kronecker_product_on_the_buffer() {
+        let g = fill(&[2, 3, 2], 1).unwrap();
+        let (a, b, c) = (mat(4, 2, 2), mat(3, 3, 3), mat(5, 2, 4));
+        let t = g.mode_products(&[(2, &c), (0, &a), (1, &b)]).unwrap();
+        let k = kronecker(&kronecker(&a, &b), &c);
+        let vec: Vec<f64> =
+            k.as_ref().iter_rows().map(|row| row.iter().zip(g.data()).map(|(x, y)| x * y).sum()).collect();
+        assert_close(t.data(), &vec);
+        let first = super::super::small::matmul_nt(
+            &super::super::small::matmul(&a, &g.unfold(0).unwrap()),
+            &kronecker(&b, &c),
+        );
+        assert_close(t.unfold(0).unwrap().data(), first.data());
+    }
+
+    #[test]
+    fn the_polyadic_form_unfolds_into_khatri_rao_products() {
+        let (a, b, c) = (mat(3, 2, 1), mat(4, 2, 2), mat(2, 2, 3));
+        let t =
+            super::super::cp::Cp { weights: vec![2.0, 0.5], factors: vec![a.clone(), b.clone(), c.clone()] }
+                .reconstruct()
+                .unwrap();
+        let weighted = |m: &Mat<f64>| Mat::from_fn(m.rows(), 2, |i, r| m[(i, r)] * [2.0, 0.5][r]);
+        for (mode, left, right) in [
+            (0, &a, khatri_rao(&b, &c).unwrap()),
+            (1, &b, khatri_rao(&a, &c).unwrap()),
+            (2, &c, khatri_rao(&a, &b).unwrap()),
+        ] {
+            let expected = super::super::small::matmul_nt(&weighted(left), &right);
+            assert_close(t.unfold(mode).unwrap().data(), expected.data());
+        }
+    }
+
+    #[test]
+    fn single_precision_products_round_in_single_precision() {
+        let t = fill(&[3, 4, 5], 7).unwrap();
+        let m = mat(2, 4, 8);
+        let exact = t.mode_product(&m, 1).unwrap();
+        let single = t.cast::<f32>().mode_product(&m.cast(), 1).unwrap();
+        for (x, y) in single.data().iter().zip(exact.data()) {
+            assert!((f64::from(*x) - y).abs() < 8.0 * f64::from(f32::EPSILON));
+        }
+    }
+
+    #[test]
+    fn views_permute_and_slice_without_copies() {
+        let t = fill(&[2, 3, 4], 5).unwrap();
+        let p = t.view().permute(&[2, 0, 1]).unwrap();
+        assert_eq!(p.shape(), [4, 2, 3]);
+        let copied = p.to_tensor();
+        for (i, j, k) in [(0, 0, 0), (1, 2, 3), (1, 0, 2)] {
+            assert_eq!(copied.get(&[k, i, j]), t.get(&[i, j, k]));
+        }
+        let slice = t.view().slice(2, 1).unwrap().to_tensor();
+        assert_eq!(slice.get(&[1, 2]), t.get(&[1, 2, 1]));
+        assert_eq!(t.view().permute(&[0, 1, 2]).unwrap().to_tensor(), t);
+        assert!(t.view().permute(&[0, 0, 1]).is_err());
+        assert!(t.view().slice(1, 3).is_err());
+        assert!(TensorRef::with_strides(t.data(), &[2, 12], &[12, 1]).is_ok());
+        assert!(TensorRef::with_strides(t.data(), &[3, 12], &[12, 1]).is_err());
+        assert!(TensorRef::with_strides(t.data(), &[2, 2], &[usize::MAX, 1]).is_err());
+    }
+
+    #[test]
+    fn stacking_concatenates_buffers() {
+        let t = Tensor::stack(&[mat(2, 3, 1), mat(2, 3, 2)]).unwrap();
+        assert_eq!(t.shape(), [2, 2, 3]);
+        assert_eq!(t.view().slice(0, 1).unwrap().to_tensor().data(), mat(2, 3, 2).data());
+        assert!(Tensor::stack(&[mat(2, 3, 1), mat(3, 2, 2)]).is_err());
+        assert_eq!(Tensor::<f64>::stack(&[]).unwrap().norm(), 0.0);
+    }
+
+    #[test]
+    fn norms_neither_overflow_nor_underflow() {
+        let t = Tensor::new(&[2], vec![3e200, 4e200]).unwrap();
+        assert!((t.norm() / 5e200 - 1.0).abs() < 4.0 * f64::EPSILON);
+        let t = Tensor::new(&[2], vec![3e-320, 4e-320]).unwrap();
+        // Subnormal numbers carry few digits.
+        assert!((t.norm() / 5e-320 - 1.0).abs() < 1e-3);
+        assert!(Tensor::new(&[2], vec![1.0, f64::NAN]).unwrap().norm().is_nan());
+        assert_eq!(Tensor::new(&[2], vec![1.0, f64::INFINITY]).unwrap().norm(), f64::INFINITY);
+    }
+
+    #[test]
+    fn shapes_that_make_no_tensor_are_refused() {
+        assert!(Tensor::new(&[], vec![1.0]).is_err());
+        assert!(Tensor::new(&[2, 2], vec![1.0]).is_err());
+        assert!(Tensor::<f64>::zeros(&[1; 9]).is_err());
+        assert!(Tensor::<f64>::zeros(&[usize::MAX, 2]).is_err());
+        assert!(Tensor::<f64>::zeros(&[0, usize::MAX, 2]).is_err());
+        let empty = Tensor::<f64>::zeros(&[2, 0, 3]).unwrap();
+        assert_eq!(empty.norm(), 0.0);
+        assert_eq!(empty.mode_product(&Mat::zeros(4, 0), 1).unwrap().data(), [0.0; 24]);
+        assert_eq!(empty.mode_product(&Mat::zeros(5, 3), 2).unwrap().shape(), [2, 0, 5]);
+        let t = fill(&[2, 3], 1).unwrap();
+        assert!(t.mode_product(&mat(2, 2, 1), 1).is_err());
+        assert!(t.mode_products(&[(0, &mat(2, 2, 1)), (0, &mat(2, 2, 1))]).is_err());
+    }
+}

@@ -1,0 +1,367 @@
+//! Dense matrix work that the decompositions need: products, a guarded normal-equation solve, and leading
+//! left singular vectors.
+//!
+//! All of it is sequential, so results do not depend on threads. Eigenvalues and singular values come from
+//! faer; where its iteration does not converge, one-sided Jacobi rotations, which always do, take over.
+
+use super::Tensor;
+use crate::{DType, Mat, Real};
+use faer::linalg::matmul::matmul as faer_matmul;
+use faer::linalg::solvers::Solve;
+use faer::{Accum, MatMut, MatRef, Par, Side};
+
+/// A contiguous row-major operand, `rows × cols` as stored, read transposed if asked.
+#[derive(Clone, Copy)]
+pub(super) struct Op<'a, T> {
+    data: &'a [T],
+    rows: usize,
+    cols: usize,
+    transposed: bool,
+}
+
+impl<'a, T> Op<'a, T> {
+    pub(super) fn n(data: &'a [T], rows: usize, cols: usize) -> Self {
+        Self { data, rows, cols, transposed: false }
+    }
+
+    pub(super) fn t(data: &'a [T], rows: usize, cols: usize) -> Self {
+        Self { data, rows, cols, transposed: true }
+    }
+
+    fn shape(&self) -> (usize, usize) {
+        if self.transposed { (self.cols, self.rows) } else { (self.rows, self.cols) }
+    }
+}
+
+/// `c = a · b`, or `c += a · b`, for contiguous row-major `c`.
+pub(super) fn gemm<T: Real>(c: &mut [T], a: Op<'_, T>, b: Op<'_, T>, add: bool) {
+    let ((m, k), (k2, n)) = (a.shape(), b.shape());
+    assert!(k == k2 && c.len() == m * n, "operands of a product must fit");
+    if !add {
+        c.fill(T::ZERO);
+    }
+    if m == 0 || n == 0 || k == 0 {
+        return;
+    }
+    match T::DTYPE {
+        DType::F32 => gemm_as::<f32, T>(c, a, b, n),
+        DType::F64 => gemm_as::<f64, T>(c, a, b, n),
+    }
+}
+
+/// The product in faer's element type `E`, which is `T` under another name.
+fn gemm_as<E, T>(c: &mut [T], a: Op<'_, T>, b: Op<'_, T>, n: usize)
+where
+    E: faer::traits::RealField + bytemuck::Pod,
+    T: Real,
+{
+    let a_view = MatRef::from_row_major_slice(bytemuck::cast_slice::<T, E>(a.data), a.rows, a.cols);
+    let b_view = MatRef::from_row_major_slice(bytemuck::cast_slice::<T, E>(b.data), b.rows, b.cols);
+    let a_view = if a.transposed { a_view.transpose() } else { a_view };
+    let b_view = if b.transposed { b_view.transpose() } else { b_view };
+    let rows = c.len() / n;
+    let c_view = MatMut::from_row_major_slice_mut(bytemuck::cast_slice_mut::<T, E>(c), rows, n);
+    faer_matmul(c_view, Accum::Add, a_view, b_view, E::one_impl(), Par::Seq);
+}
+
+fn op(a: &Mat<f64>) -> Op<'_, f64> {
+    Op::n(a.data(), a.rows(), a.cols())
+}
+
+fn op_t(a: &Mat<f64>) -> Op<'_, f64> {
+    Op::t(a.data(), a.rows(), a.cols())
+}
+
+/// `a · b`.
+pub(super) fn matmul(a: &Mat<f64>, b: &Mat<f64>) -> Mat<f64> {
+    let mut c = Mat::zeros(a.rows(), b.cols());
+    gemm(c.data_mut(), op(a), op(b), false);
+    c
+}
+
+/// `aᵀ · b`.
+pub(super) fn matmul_tn(a: &Mat<f64>, b: &Mat<f64>) -> Mat<f64> {
+    let mut c = Mat::zeros(a.cols(), b.cols());
+    gemm(c.data_mut(), op_t(a), op(b), false);
+    c
+}
+
+/// `a · bᵀ`.
+pub(super) fn matmul_nt(a: &Mat<f64>, b: &Mat<f64>) -> Mat<f64> {
+    let mut c = Mat::zeros(a.rows(), b.rows());
+    gemm(c.data_mut(), op(a), op_t(b), false);
+    c
+}
+
+fn view(a: &Mat<f64>) -> MatRef<'_, f64> {
+    MatRef::from_row_major_slice(a.data(), a.rows(), a.cols())
+}
+
+fn owned(a: MatRef<'_, f64>) -> Mat<f64> {
+    Mat::from_fn(a.nrows(), a.ncols(), |i, j| a[(i, j)])
+}
+
+/// Solves `a (Γ + μI) = y` for `a`, row by row, with Γ symmetric positive semidefinite up to rounding.
+///
+/// `μ = (ridge + c) · tr Γ / R`. Cholesky; where it breaks down, `c` grows a hundredfold, five times at
+/// most, and after that the eigenvectors of Γ with eigenvalues above `R ε λ_max` carry the solution.
+pub(super) fn solve_gram(gamma: &Mat<f64>, y: &Mat<f64>, ridge: f64, c: f64) -> Mat<f64> {
+    let r = gamma.rows();
+    assert!(gamma.cols() == r && y.cols() == r, "normal equations must be square");
+    let scale = (0..r).map(|i| gamma[(i, i)]).sum::<f64>() / r.max(1) as f64;
+    if scale == 0.0 || y.rows() == 0 {
+        return Mat::zeros(y.rows(), r);
+    }
+    let mut c = c;
+    for _ in 0..=5 {
+        let mut shifted = gamma.clone();
+        (0..r).for_each(|i| shifted[(i, i)] += (ridge + c) * scale);
+        if let Ok(llt) = view(&shifted).llt(Side::Lower) {
+            let solved = owned(llt.solve(view(y).transpose()).transpose());
+            if solved.data().iter().all(|x| x.is_finite()) {
+                return solved;
+            }
+        }
+        c *= 100.0;
+    }
+    let (values, vectors) = eigh(gamma);
+    let floor = r as f64 * f64::EPSILON * values.first().copied().unwrap_or(0.0);
+    let mut in_basis = matmul(y, &vectors);
+    for i in 0..in_basis.rows() {
+        for (x, &v) in in_basis.row_mut(i).iter_mut().zip(&values) {
+            *x = if v > floor { *x / (v + ridge * scale) } else { 0.0 };
+        }
+    }
+    matmul_nt(&in_basis, &vectors)
+}
+
+/// Eigenvalues, largest first, and eigenvectors (columns) of a symmetric positive semidefinite matrix.
+pub(super) fn eigh(a: &Mat<f64>) -> (Vec<f64>, Mat<f64>) {
+    let n = a.rows();
+    match view(a).self_adjoint_eigen(Side::Lower) {
+        Ok(eigen) => {
+            let (values, vectors) = (eigen.S(), eigen.U());
+            ((0..n).map(|i| values[n - 1 - i]).collect(), Mat::from_fn(n, n, |i, j| vectors[(i, n - 1 - j)]))
+        }
+        // For a semidefinite matrix singular values and vectors are eigenvalues and eigenvectors.
+        Err(_) => jacobi_svd(a),
+    }
+}
+
+/// Singular values, largest first, and left singular vectors of `a`; all `a.rows()` vectors, values beyond
+/// the smaller dimension being 0.
+pub(super) fn left_svd(a: &Mat<f64>) -> (Vec<f64>, Mat<f64>) {
+    let n = a.rows();
+    if a.cols() == 0 {
+        return (vec![0.0; n], Mat::identity(n));
+    }
+    match view(a).svd() {
+        Ok(svd) => {
+            let s = svd.S();
+            let known = n.min(a.cols());
+            ((0..n).map(|i| if i < known { s[i] } else { 0.0 }).collect(), owned(svd.U()))
+        }
+        Err(_) => jacobi_svd(a),
+    }
+}
+
+/// Left singular vectors by one-sided Jacobi rotations of the rows of `a` (Hestenes 1958).
+///
+/// Rotating pairs of rows until all are orthogonal gives `Uᵀa = Σ Vᵀ`: the accumulated rotations are the
+/// left vectors, the row norms the singular values.
+fn jacobi_svd(a: &Mat<f64>) -> (Vec<f64>, Mat<f64>) {
+    let n = a.rows();
+    let mut work = a.clone();
+    let mut basis = Mat::<f64>::identity(n);
+    let dot =
+        |m: &Mat<f64>, p: usize, q: usize| m.row(p).iter().zip(m.row(q)).map(|(x, y)| x * y).sum::<f64>();
+    // Convergence is quadratic; forty sweeps are far beyond what any matrix needs.
+    for _ in 0..40 {
+        let mut rotated = false;
+        for p in 0..n {
+            for q in p + 1..n {
+                let (app, aqq, apq) = (dot(&work, p, p), dot(&work, q, q), dot(&work, p, q));
+                if apq.abs() <= f64::EPSILON * (app * aqq).sqrt() {
+                    continue;
+                }
+                rotated = true;
+                let zeta = (aqq - app) / (2.0 * apq);
+                let t = zeta.signum() / (zeta.abs() + zeta.hypot(1.0));
+                let cos = 1.0 / t.hypot(1.0);
+                let sin = cos * t;
+                for m in [&mut work, &mut basis] {
+                    for j in 0..m.cols() {
+                        let (x, y) = (m[(p, j)], m[(q, j)]);
+                        m[(p, j)] = cos * x - sin * y;
+                        m[(q, j)] = sin * x + cos * y;
+                    }
+                }
+            }
+        }
+        if !rotated {
+            break;
+        }
+    }
+    let norms: Vec<f64> = (0..n).map(|i| dot(&work, i, i).sqrt()).collect();
+    let mut order: Vec<usize> = (0..n).collect();
+    order.sort_by(|&i, &j| norms[j].total_cmp(&norms[i]));
+    (order.iter().map(|&i| norms[i]).collect(), Mat::from_fn(n, n, |i, j| basis[(order[j], i)]))
+}
+
+/// `a[0] ⊗ a[1] ⊗ …`.
+pub(super) fn kron_chain(list: &[Mat<f64>]) -> Mat<f64> {
+    list.iter().fold(Mat::identity(1), |acc, m| super::kronecker(&acc, m))
+}
+
+/// An orthonormal basis of the columns of `a` (`rows ≥ cols`) and the triangular factor: `a = q r`.
+pub(super) fn thin_qr(a: &Mat<f64>) -> (Mat<f64>, Mat<f64>) {
+    let qr = view(a).qr();
+    (owned(qr.compute_thin_Q().as_ref()), owned(qr.thin_R()))
+}
+
+/// The Gram matrix `T₍ₙ₎ T₍ₙ₎ᵀ`, read from the buffer without unfolding.
+pub(super) fn mode_gram(t: &Tensor<f64>, mode: usize) -> Mat<f64> {
+    let (l, i, s) = t.split(mode);
+    let mut gram = Mat::zeros(i, i);
+    if s == 1 {
+        gemm(gram.data_mut(), Op::t(t.data(), l, i), Op::n(t.data(), l, i), false);
+    } else {
+        for slice in t.data().chunks_exact((i * s).max(1)) {
+            gemm(gram.data_mut(), Op::n(slice, i, s), Op::t(slice, i, s), true);
+        }
+    }
+    gram
+}
+
+/// Singular values (largest first, `I_n` of them) and all left singular vectors of the unfolding of `mode`.
+///
+/// From the Gram matrix, whose small singular values are known to `√ε σ_1` only, or `precise`ly, from the
+/// triangular factor of `T₍ₙ₎ᵀ`.
+pub(super) fn mode_svd(t: &Tensor<f64>, mode: usize, precise: bool) -> (Vec<f64>, Mat<f64>) {
+    let (_, i, _) = t.split(mode);
+    if t.data().is_empty() {
+        return (vec![0.0; i], Mat::identity(i));
+    }
+    let (values, mut vectors) = if precise {
+        let unfolded = t.unfold_unchecked(mode);
+        if unfolded.cols() > i {
+            let r = owned(view(&unfolded).transpose().qr().thin_R());
+            left_svd(&r.transpose())
+        } else {
+            left_svd(&unfolded)
+        }
+    } else {
+        let (values, vectors) = eigh(&mode_gram(t, mode));
+        (values.into_iter().map(|v| v.max(0.0).sqrt()).collect(), vectors)
+    };
+    for j in 0..vectors.cols() {
+        if column_sign(&vectors, j) < 0.0 {
+            (0..i).for_each(|row| vectors[(row, j)] = -vectors[(row, j)]);
+        }
+    }
+    (values, vectors)
+}
+
+/// The sign of the largest entry of column `j`; of the first one where several agree to ten digits, so that
+/// rounding does not choose.
+pub(super) fn column_sign(a: &Mat<f64>, j: usize) -> f64 {
+    let largest = (0..a.rows()).map(|i| a[(i, j)].abs()).fold(0.0, f64::max);
+    let first = (0..a.rows()).map(|i| a[(i, j)]).find(|x| x.abs() >= largest * (1.0 - 1e-10));
+    if first.is_some_and(|x| x < 0.0) { -1.0 } else { 1.0 }
+}
+
+/// The first `k` columns.
+pub(super) fn leading_columns(a: &Mat<f64>, k: usize) -> Mat<f64> {
+    Mat::from_fn(a.rows(), k.min(a.cols()), |i, j| a[(i, j)])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::known::fill;
+    use super::*;
+
+    fn mat(rows: usize, cols: usize, seed: u64) -> Mat<f64> {
+        Mat::from_vec(fill(&[rows, cols], seed).unwrap().into_vec(), rows, cols)
+    }
+
+    fn worst(a: &Mat<f64>, b: &Mat<f64>) -> f64 {
+        assert_eq!((a.rows(), a.cols()), (b.rows(), b.cols()));
+        a.data().iter().zip(b.data()).map(|(x, y)| (x - y).abs()).fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn products_agree_with_the_definition_in_both_types() {
+        let (a, b) = (mat(5, 7, 1), mat(7, 3, 2));
+        let exact = Mat::from_fn(5, 3, |i, j| (0..7).map(|k| a[(i, k)] * b[(k, j)]).sum::<f64>());
+        assert!(worst(&matmul(&a, &b), &exact) < 16.0 * f64::EPSILON);
+        assert!(worst(&matmul_tn(&a.transpose(), &b), &exact) < 16.0 * f64::EPSILON);
+        assert!(worst(&matmul_nt(&a, &b.transpose()), &exact) < 16.0 * f64::EPSILON);
+        let (af, bf) = (a.cast::<f32>(), b.cast::<f32>());
+        let mut c = vec![1.0f32; 15];
+        gemm(&mut c, Op::n(af.data(), 5, 7), Op::n(bf.data(), 7, 3), true);
+        let sum = Mat::from_vec(c, 5, 3).cast::<f64>();
+        let expected = Mat::from_fn(5, 3, |i, j| exact[(i, j)] + 1.0);
+        assert!(worst(&sum, &expected) < 16.0 * f64::from(f32::EPSILON));
+        assert!(matmul(&mat(2, 0, 1), &mat(0, 3, 1)).data().iter().all(|&x| x == 0.0));
+    }
+
+    #[test]
+    fn jacobi_finds_the_singular_values_of_the_library() {
+        for (rows, cols) in [(4, 9), (9, 4), (6, 6), (1, 3), (3, 1)] {
+            let a = mat(rows, cols, 3);
+            let (s, u) = jacobi_svd(&a);
+            let (s_ref, _) = left_svd(&a);
+            for (x, y) in s.iter().zip(&s_ref) {
+                assert!((x - y).abs() < 100.0 * f64::EPSILON, "{rows}×{cols}: {x} {y}");
+            }
+            assert!(worst(&matmul_tn(&u, &u), &Mat::identity(rows)) < 100.0 * f64::EPSILON);
+            let gram = matmul_nt(&a, &a);
+            let diagonal = matmul_tn(&u, &matmul(&gram, &u));
+            let expected = Mat::from_fn(rows, rows, |i, j| if i == j { s[i] * s[i] } else { 0.0 });
+            assert!(worst(&diagonal, &expected) < 200.0 * f64::EPSILON);
+        }
+    }
+
+    #[test]
+    fn both_ways_to_singular_vectors_agree() {
+        let t = fill(&[4, 5, 6], 50).unwrap();
+        for mode in 0..3 {
+            let (s, u) = mode_svd(&t, mode, false);
+            let (s2, u2) = mode_svd(&t, mode, true);
+            for (x, y) in s.iter().zip(&s2) {
+                assert!((x - y).abs() < 1e-13, "{x} {y}");
+            }
+            // Vectors to ε over the smallest relative gap of these spectra, about a twentieth.
+            assert!(worst(&u, &u2) < 1e-12);
+        }
+    }
+
+    #[test]
+    fn more_vectors_than_columns_still_form_a_basis() {
+        let t = fill(&[6, 2, 1], 4).unwrap();
+        for precise in [false, true] {
+            let (s, u) = mode_svd(&t, 0, precise);
+            assert_eq!((s.len(), u.cols()), (6, 6));
+            assert!(worst(&matmul_tn(&u, &u), &Mat::identity(6)) < 100.0 * f64::EPSILON);
+        }
+    }
+
+    #[test]
+    fn the_guarded_solve_reproduces_the_solution_and_survives_singular_systems() {
+        let a = mat(3, 4, 9);
+        let b = mat(9, 4, 8);
+        let gamma = matmul_tn(&b, &b);
+        let y = matmul(&a, &gamma);
+        // Bias c · cond(Γ), with cond(Γ) below 100 here.
+        assert!(worst(&solve_gram(&gamma, &y, 0.0, 1e-12), &a) < 1e-10);
+        let ones = Mat::from_vec(vec![1.0; 4], 2, 2);
+        let solved = solve_gram(&ones, &Mat::from_vec(vec![2.0, 2.0], 1, 2), 0.0, 1e-12);
+        assert!((solved[(0, 0)] + solved[(0, 1)] - 2.0).abs() < 1e-10);
+        let zero = solve_gram(&Mat::zeros(2, 2), &Mat::zeros(3, 2), 0.0, 1e-12);
+        assert!(zero.data().iter().all(|&x| x == 0.0));
+        // Indefinite beyond what the shifts repair: the eigenvector branch answers.
+        let indefinite = Mat::from_vec(vec![1.0, 0.0, 0.0, -0.5], 2, 2);
+        let solved = solve_gram(&indefinite, &Mat::from_vec(vec![3.0, 1.0], 1, 2), 0.0, 1e-12);
+        assert!((solved[(0, 0)] - 3.0).abs() < 1e-12 && solved[(0, 1)] == 0.0, "{solved:?}");
+    }
+}
