@@ -242,19 +242,27 @@ impl<'a> Membership<'a> {
     /// Whether query `i` meets key `j` in `round`.
     #[inline]
     pub fn meets(&self, i: usize, j: usize, round: usize) -> bool {
-        let (a, b) = (self.queries.row(i)[round], self.keys.row(j)[round]);
-        // Saturation keeps an absent item out of every window but that of another absent one.
-        a != RoundTable::ABSENT
-            && a <= b.saturating_add(self.before)
-            && b <= a.saturating_add(self.after)
-            && b != RoundTable::ABSENT
+        self.is_near(self.queries.row(i)[round], self.keys.row(j)[round])
             && self.codes.is_none_or(|(q, k)| q.row(i)[round] == k.row(j)[round])
     }
 
     /// Whether they met in a round before `round`: such a pair is skipped in a union.
     #[inline]
     pub fn met_before(&self, i: usize, j: usize, round: usize) -> bool {
-        (0..round).any(|t| self.meets(i, j, t))
+        if self.codes.is_some() {
+            return (0..round).any(|t| self.meets(i, j, t));
+        }
+        let (a, b) = (&self.queries.row(i)[..round], &self.keys.row(j)[..round]);
+        a.iter().zip(b).any(|(&a, &b)| self.is_near(a, b))
+    }
+
+    /// Whether a query in block `a` meets the keys of block `b`.
+    #[inline]
+    fn is_near(&self, a: u32, b: u32) -> bool {
+        a != RoundTable::ABSENT
+            && b != RoundTable::ABSENT
+            && a <= b.saturating_add(self.before)
+            && b <= a.saturating_add(self.after)
     }
 
     /// In how many rounds they meet: its logarithm is what a union subtracts where it does not skip.

@@ -607,6 +607,17 @@ mod tests {
     }
 
     #[test]
+    fn empty_clusters_start_anew_but_not_in_the_last_iteration() {
+        let x = gaussian::<f64>(15, 50, 2);
+        let start = Mat::from_vec(vec![0.0, 0.0, 1e6, 1e6], 2, 2);
+        let init = Init::Given(start.as_ref());
+        let last = run(&x, 2, 1, Metric::Euclidean, init);
+        assert_eq!((last.reseeded, last.counts), (0, vec![50]));
+        let again = run(&x, 2, 2, Metric::Euclidean, init);
+        assert_eq!((again.reseeded, again.counts.len()), (1, 2));
+    }
+
+    #[test]
     fn integer_weights_count_as_copies() {
         let x = gaussian::<f64>(8, 60, 3);
         let weights: Vec<f64> = (0..60).map(|i| f64::from(i % 4)).collect();

@@ -137,7 +137,7 @@ fn fingerprint(tuple: &mut dyn Iterator<Item = i64>) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hash::tests::{assert_frequency, gaussian};
+    use crate::hash::tests::{assert_frequency, assert_mean, gaussian};
 
     #[test]
     fn collision_probabilities_are_the_known_ones() {
@@ -166,17 +166,22 @@ mod tests {
             [(1.0, 1.0, 1), (1.0, 4.0, 1), (2.0, 1.0, 1), (0.5, 4.0, 2), (1.5, 3.0, 3)]
         {
             let hash = PStable::<f64>::new(StreamKey::new(5), 4, width, t, rounds).unwrap();
-            // A common shift must not matter.
-            let mut pair = Mat::from_fn(2, 4, |_, j| 3.0 - j as f64);
-            pair[(1, 2)] += 0.6 * distance;
-            pair[(1, 3)] += 0.8 * distance;
-            let hits = (0..rounds).filter(|&r| {
-                let codes = hash.codes(pair.as_ref(), r);
-                codes[0] == codes[1]
-            });
             let law = collision_probability(distance, width).powi(t as i32);
             assert!((hash.collision_probability(distance) - law).abs() < 1e-15);
-            assert_frequency(hits.count(), rounds, law);
+            let offsets: Vec<f64> = hash.rounds.iter().flat_map(|r| r.offsets.iter().copied()).collect();
+            assert!(offsets.iter().all(|b| (0.0..width).contains(b)));
+            assert_mean(&offsets, width / 2.0);
+            // A common shift must not matter.
+            for shift in [0.0, 3.0] {
+                let mut pair = Mat::from_fn(2, 4, |_, j| shift * (1.0 - j as f64));
+                pair[(1, 2)] += 0.6 * distance;
+                pair[(1, 3)] += 0.8 * distance;
+                let hits = (0..rounds).filter(|&r| {
+                    let codes = hash.codes(pair.as_ref(), r);
+                    codes[0] == codes[1]
+                });
+                assert_frequency(hits.count(), rounds, law);
+            }
         }
     }
 
