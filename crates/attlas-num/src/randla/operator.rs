@@ -191,7 +191,7 @@ pub fn operator_norm<A: LinearOperator + ?Sized>(a: &A, tol: f64, rng: &mut Rng)
 
 /// Divides by the 2-norm, which is returned; zero and NaN stay as they are.
 fn normalise(x: &mut [f64]) -> f64 {
-    let max = x.iter().fold(0.0, |m: f64, v| if v.is_nan() { f64::NAN } else { m.max(v.abs()) });
+    let max = x.iter().fold(0.0, |m: f64, v| m.max(v.abs()));
     if x.iter().any(|v| v.is_nan()) {
         return f64::NAN;
     }
