@@ -776,8 +776,8 @@ mod tests {
     #[test]
     fn log_scales_give_the_pivots_of_the_scaled_matrix() {
         let k0 = Mat::from_fn(4, 4, |i, j| (-0.3 * (i as f64 - j as f64).powi(2)).exp());
-        let log_scale = [0.3, -0.2, 0.5, 0.1];
-        let scaled = Mat::from_fn(4, 4, |i, j| k0[(i, j)] * (log_scale[i] + log_scale[j] as f64).exp());
+        let log_scale = [0.3f64, -0.2, 0.5, 0.1];
+        let scaled = Mat::from_fn(4, 4, |i, j| k0[(i, j)] * (log_scale[i] + log_scale[j]).exp());
         for variant in [Variant::Simple, Variant::Accelerated] {
             let counts = pair_counts(&k0, Some(&log_scale), with(variant, 2), 20_000);
             let statistic = chi_square(&counts, &pair_probabilities(&scaled, 1.0));
@@ -825,6 +825,23 @@ mod tests {
         };
         let ((simple, v1), (accelerated, v2)) = (errors(Variant::Simple), errors(Variant::Accelerated));
         assert!((simple - accelerated).abs() < 4.0 * (v1 + v2).sqrt(), "{simple} and {accelerated}");
+    }
+
+    #[test]
+    fn the_tolerance_stops_early_and_not_too_early() {
+        let a = smooth_kernel(100, 4);
+        for variant in VARIANTS {
+            let mut last = 0;
+            for tol in [0.5, 1e-2, 1e-6] {
+                let f = run(&a, Options { stop_tol: Some(tol), ..with(variant, 100) }, 3);
+                assert!(f.relative_residual <= tol && f.rank() > last && f.rank() < 100, "{variant:?}");
+                last = f.rank();
+                if variant == Variant::Simple {
+                    let shorter = run(&a, with(variant, last - 1), 3);
+                    assert!(shorter.relative_residual > tol);
+                }
+            }
+        }
     }
 
     #[test]
