@@ -9,7 +9,7 @@
 //! (de Silva and Lim 2008). [`Fit::degeneracy`] says when that seems to happen.
 //!
 //! **Cost.** A sweep takes about $4 R \prod I + N(R^2 \sum I + R^3/3)$ flops for order $N$, and memory for
-//! the tensor, the factors and one contraction, $R \prod I / \min(I_1, I_N)$ numbers at most.
+//! the tensor, the factors and one contraction of $R \prod I / I_N$ numbers: a short mode is best put first.
 
 use super::mttkrp::{SweepCache, mttkrp};
 use super::small::{Op, column_sign, eigh, gemm, leading_columns, matmul_tn, solve_gram};
