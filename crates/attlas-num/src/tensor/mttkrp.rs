@@ -2,9 +2,9 @@
 //! $Y_n = T_{(n)}\,(A_1 * \dots * A_{n-1} * A_{n+1} * \dots * A_N)$, without forming that product.
 //!
 //! One mode is contracted by matrix products ($2R\prod I$ flops), the others by weights on one operand or by
-//! sums over a tensor that already has the rank as its last index. Over a sweep the modes fall into two halves that share their
-//! first contraction, so that a sweep needs two large products whatever the order (a dimension tree of
-//! depth two; Phan, Tichavský, Cichocki 2013).
+//! sums over a tensor that already has the rank as its last index. Over a sweep the modes fall into two
+//! halves that share their first contraction, so that a sweep needs two large products whatever the order
+//! (a dimension tree of depth two; Phan, Tichavský, Cichocki 2013).
 
 use super::small::{Op, gemm};
 use super::{Error, Result, Tensor};
