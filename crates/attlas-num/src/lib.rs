@@ -6,6 +6,8 @@ pub mod kernels;
 pub mod mat;
 pub mod rng;
 pub mod scratch;
+pub mod sketch;
+pub mod transform;
 
 pub use mat::{DType, Mat, MatRef, Real};
 pub use scratch::Scratch;
