@@ -131,16 +131,19 @@ mod tests {
             (Coupling::Simplex, -1.0 / 7.0),
         ] {
             let omega = draw_directions(coupling, 19, 8, StreamKey::new(1)).unwrap();
+            let mut different = 0;
             for i in 0..19 {
                 for j in 0..i {
                     let c = cosine(omega.row(i), omega.row(j));
                     if i / 8 == j / 8 {
                         assert!((c - expected).abs() < 1e-13, "{coupling:?}: {i}, {j}: {c}");
                     } else {
-                        assert!((c - expected).abs() > 1e-9, "{coupling:?}: {i}, {j}: {c}");
+                        different += u32::from((c - expected).abs() > 1e-9);
                     }
                 }
             }
+            // Cosines between Hadamard blocks take few values, zero among them.
+            assert!(different > 60, "{coupling:?}: {different} of 112");
         }
     }
 

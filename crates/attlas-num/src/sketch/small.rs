@@ -14,12 +14,12 @@ pub(super) fn haar(d: usize, rng: &mut Rng) -> Mat<f64> {
     let mut cols = gaussian.transpose();
     let mut reflectors: Vec<Vec<f64>> = Vec::with_capacity(d);
     let mut signs = vec![1.0; d];
-    for j in 0..d {
+    for (j, sign) in signs.iter_mut().enumerate() {
         let mut u = cols.row(j)[j..].to_vec();
         let norm = u.iter().map(|x| x * x).sum::<f64>().sqrt();
         // R_jj is −sign(u_0)·‖u‖.
         let head = if u[0] < 0.0 { -norm } else { norm };
-        signs[j] = if head > 0.0 { -1.0 } else { 1.0 };
+        *sign = if head > 0.0 { -1.0 } else { 1.0 };
         u[0] += head;
         let length = u.iter().map(|x| x * x).sum::<f64>().sqrt();
         if length > 0.0 {
@@ -75,7 +75,7 @@ pub(super) fn jacobi_svd(a: &Mat<f64>) -> Svd {
                     cols.row(i).iter().zip(cols.row(j)).map(|(x, y)| x * y).sum()
                 };
                 let (alpha, beta, gamma) = (dot(p, p), dot(q, q), dot(p, q));
-                if gamma.abs() <= f64::EPSILON * (alpha * beta).sqrt() || gamma == 0.0 {
+                if gamma.abs() <= f64::EPSILON * alpha.sqrt() * beta.sqrt() || gamma == 0.0 {
                     continue;
                 }
                 rotated = true;

@@ -440,12 +440,22 @@ impl<T: Real> LogFeatures<T> for ExpFeatures<T> {
             |i, p, row| {
                 let common = if self.options.drops(side) { 0.0 } else { constant - 0.5 * norms[i] };
                 let (plus, minus) = row.split_at_mut(p.len());
-                for ((o, &p), offset) in plus.iter_mut().zip(p).zip(&self.offsets) {
-                    *o = log_value(p, common + offset);
-                }
-                // Empty where only +ω is wanted.
-                for ((o, &p), offset) in minus.iter_mut().zip(p).zip(&self.offsets) {
-                    *o = log_value(-p, common + offset);
+                let entries = p.iter().zip(&self.offsets);
+                if needs_wide::<T>(norms[i]) {
+                    for (l, (&p, offset)) in entries.enumerate() {
+                        plus[l] = log_value(p, common + offset);
+                        if self.antithetic {
+                            minus[l] = log_value(-p, common + offset);
+                        }
+                    }
+                } else {
+                    // Rows of moderate length stay inside the range of the type.
+                    for (o, (&p, offset)) in plus.iter_mut().zip(entries.clone()) {
+                        *o = T::from_f64(common + offset + p);
+                    }
+                    for (o, (&p, offset)) in minus.iter_mut().zip(entries) {
+                        *o = T::from_f64(common + offset - p);
+                    }
                 }
             },
         );

@@ -293,6 +293,26 @@ mod tests {
     }
 
     #[test]
+    fn orthogonal_directions_keep_the_mean() {
+        let pair = Pair::of(&X, &Y);
+        let n = 4000u32;
+        let mean = (0..n)
+            .map(|seed| {
+                let draw = |coupling, purpose| {
+                    let key = StreamKey::new(u64::from(seed)).named(purpose);
+                    draw_directions(coupling, 6, 3, key).unwrap()
+                };
+                let (base, weight) = (draw(Coupling::Orthogonal, "base"), draw(Coupling::Iid, "weight"));
+                let map = HybridFeatures::new(&base, &weight, HybridWeight::Angular, 1.0).unwrap();
+                signed_kernel_of(&map, &X, &Y)
+            })
+            .sum::<f64>()
+            / f64::from(n);
+        let independent = angular_hybrid_relative_variance(&pair, 3, 6, 6).sqrt() * pair.sm();
+        assert!((mean - pair.sm()).abs() < 5.0 * independent / f64::from(n).sqrt(), "{mean}, {}", pair.sm());
+    }
+
+    #[test]
     fn the_number_of_features_is_as_stated() {
         assert_eq!(SignedFeatures::<f64>::num_features(&map(32, 8, HybridWeight::Angular, 0)), 1152);
         assert_eq!(

@@ -97,6 +97,13 @@ pub trait SignedFeatures<T: Real>: std::fmt::Debug + Send + Sync {
     fn signed_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T], log_scale: &mut [T]);
 }
 
+/// The customary number of random features for rows of length `d`: $d \ln d$, at least 8, rounded up to a
+/// multiple of 8.
+pub fn default_num_features(d: usize) -> usize {
+    let d = d as f64;
+    ((d * d.max(1.0).ln() / 8.0).ceil() as usize).max(1) * 8
+}
+
 /// Turns rows of log-features into values in $[0, 1]$ and their logarithmic scales.
 ///
 /// A row of zeros (all $-\infty$) gets scale 0.
@@ -136,6 +143,11 @@ mod tests {
         exponentiate_rows_in_place(&mut rows, 3, &mut scale);
         assert_eq!(scale, [901.0, 0.0]);
         assert_eq!(rows, [(-1.0f64).exp(), 1.0, 0.0, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn the_default_number_of_features_is_the_known_one() {
+        assert_eq!([1, 2, 64].map(default_num_features), [8, 8, 272]);
     }
 
     #[test]

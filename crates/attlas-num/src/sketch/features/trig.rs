@@ -125,14 +125,17 @@ mod tests {
 
     #[test]
     fn trigonometric_features_are_unbiased_with_the_stated_variance() {
-        let pair = Pair::of(&X, &Y);
-        for coupling in [Coupling::Iid, Coupling::Orthogonal] {
-            // A full block and a cut one.
-            let variance = trig_relative_variance(&pair, 4, 6, coupling) * pair.sm() * pair.sm();
-            check_moments(&format!("{coupling:?}"), 20_000, pair.sm(), variance, 0.08, |seed| {
-                let omega = draw_directions(coupling, 6, 4, StreamKey::new(seed)).unwrap();
-                signed_kernel_of(&Trig::new(&omega, MapOptions::default()).unwrap(), &X, &Y)
-            });
+        for d in [1, 3, 4] {
+            let (x, y) = (&X[..d], &Y[..d]);
+            let pair = Pair::of(x, y);
+            for coupling in [Coupling::Iid, Coupling::Orthogonal] {
+                // A full block and a cut one.
+                let variance = trig_relative_variance(&pair, d, 6, coupling) * pair.sm() * pair.sm();
+                check_moments(&format!("{coupling:?}, d = {d}"), 20_000, pair.sm(), variance, 0.2, |seed| {
+                    let omega = draw_directions(coupling, 6, d, StreamKey::new(seed)).unwrap();
+                    signed_kernel_of(&Trig::new(&omega, MapOptions::default()).unwrap(), x, y)
+                });
+            }
         }
     }
 
@@ -166,6 +169,21 @@ mod tests {
         let (mut out, mut scale) = ([f64::NAN; 14], [f64::NAN; 1]);
         map.signed_features(MatRef::new(&[1e308, -1e308, 1e308], 1, 3), Side::Key, &mut out, &mut scale);
         assert!(out.iter().chain(&scale).all(|v| v.is_finite()));
+    }
+
+    #[test]
+    fn relu_features_average_to_the_arc_cosine_kernel() {
+        // E relu(ω·x) relu(ω·y) = ‖x‖‖y‖ (sin θ + (π − θ) cos θ) / 2π (Cho, Saul 2009).
+        let pair = Pair::of(&X, &Y);
+        let (angle, norms) = (pair.angle(), (pair.x2 * pair.y2).sqrt());
+        let pi = std::f64::consts::PI;
+        let target = norms * (angle.sin() + (pi - angle) * angle.cos()) / (2.0 * pi);
+        let (m, d) = (200_000, 4);
+        let omega = draw_directions(Coupling::Iid, m, d, StreamKey::new(1)).unwrap();
+        let map = RandomRelu::<f64>::new(&omega, 0.0, MapOptions::default()).unwrap();
+        let mean = kernel_of(&map, &X, &Y) / m as f64;
+        // The second moment of one product is at most ‖x‖²‖y‖² E χ⁴ / 2 over a half space: 3‖x‖²‖y‖²/2.
+        assert!((mean - target).abs() < 5.0 * norms * (1.5 / m as f64).sqrt(), "{mean}, {target}");
     }
 
     #[test]
