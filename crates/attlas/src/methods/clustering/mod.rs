@@ -1,1 +1,3 @@
 //! Hashing, clustering and importance sampling.
+
+pub mod hyper;
