@@ -360,7 +360,7 @@ unsafe fn run_strip(isa: Isa, strip: &Strip<'_>) {
             Isa::Avx2 => x86_avx2::strip(strip),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => x86_avx512::strip(strip),
-            _ => generic_strip(strip, scalar::dequantise, |w, x| scalar::dot(w, x)),
+            _ => generic_strip(strip, scalar::dequantise, scalar::dot),
         }
     }
 }
