@@ -51,7 +51,7 @@ impl Linear {
 /// Applies several layers to the same input in one parallel pass.
 pub fn apply_all(layers: &mut [(&Linear, &mut [f32])], x: MatRef<'_, f32>, scratch: &Scratch) {
     let mut jobs: Vec<Job<'_>> =
-        layers.iter_mut().map(|(layer, out)| Job { weight: layer.weight.as_weight(), out: out }).collect();
+        layers.iter_mut().map(|(layer, out)| Job { weight: layer.weight.as_weight(), out }).collect();
     products(Isa::best(), x, &mut jobs, scratch);
     for (layer, out) in layers {
         if let Some(bias) = &layer.bias {
