@@ -11,6 +11,7 @@ pub static METHODS: &[&Method] = &[
     &exact::sink_window::METHOD,
     &exact::top_k::METHOD,
     &low_rank::nystromformer::METHOD,
+    &low_rank::csalr::METHOD,
 ];
 
 /// Every layer.
