@@ -2,12 +2,16 @@
 
 mod causal;
 mod exact_rows;
+pub mod landmarks;
+pub mod pool;
 mod sinks;
 mod sorted_blocks;
 mod subset;
 
 pub use causal::{causal_pairs, causal_parts, causal_scratch_bytes, causalize};
-pub use exact_rows::{exact_group, exact_group_with, exact_rows, exact_scratch_bytes};
+pub use exact_rows::{
+    exact_few_rows, exact_group, exact_group_with, exact_rows, exact_scratch_bytes, few_rows_scratch_bytes,
+};
 pub use sinks::{sinks_scratch_bytes, with_sinks};
 pub use sorted_blocks::{
     Assign, Piece, Place, Row, SortedBlocks, UniformSamples, attend_blocks, blocks_scratch_bytes,
