@@ -15,7 +15,9 @@
 //! features are signed and their constants never cancel, so they are always kept.
 
 use super::trig::phase;
-use super::{Constants, LogFeatures, MapOptions, Side, SignedFeatures, check_call, saturate};
+use super::{
+    Constants, LogFeatures, MapOptions, Side, SignedFeatures, check_call, check_signed_call, saturate,
+};
 use crate::mat::{Mat, MatRef, Real};
 use crate::sketch::project::{dot, needs_wide, norm2_wide, project_rows};
 use crate::sketch::{SketchError, ensure, ensure_size};
@@ -88,7 +90,7 @@ impl<T: Real> SignedFeatures<T> for HybridFeatures<T> {
 
     fn signed_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T], log_scale: &mut [T]) {
         let m = SignedFeatures::<T>::num_features(self);
-        check_call(x, self.stacked.cols(), out, m);
+        check_signed_call(x, self.stacked.cols(), out, m, log_scale);
         let minus = if side == Side::Key { -1.0 } else { 1.0 };
         let n = (self.stacked.rows() - self.bases) as f64;
         // Finite bounds keep differences of overflowed numbers from becoming NaN.

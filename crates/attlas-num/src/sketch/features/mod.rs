@@ -117,9 +117,21 @@ pub fn exponentiate_rows_in_place<T: Real>(features: &mut [T], num_features: usi
 }
 
 /// Checks the shapes of a call.
-fn check_call<T>(x: MatRef<'_, T>, input_dim: usize, out: &[T], num_features: usize) {
+fn check_call<T: Real>(x: MatRef<'_, T>, input_dim: usize, out: &[T], num_features: usize) {
     assert_eq!(x.cols(), input_dim, "row length");
     assert_eq!(out.len(), x.rows() * num_features, "rows × features");
+}
+
+/// Checks the shapes of a call with scales.
+pub(super) fn check_signed_call<T: Real>(
+    x: MatRef<'_, T>,
+    input_dim: usize,
+    out: &[T],
+    num_features: usize,
+    log_scale: &[T],
+) {
+    check_call(x, input_dim, out, num_features);
+    assert_eq!(log_scale.len(), x.rows(), "one scale per row");
 }
 
 /// A finite number as close to `x` as the type allows; NaN stays.

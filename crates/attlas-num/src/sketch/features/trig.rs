@@ -6,7 +6,7 @@
 //! ReLU (generalised attention, Choromanski et al. 2021): $\max(\omega_l \cdot x, 0) + \varepsilon$, a kernel
 //! of its own.
 
-use super::{LogFeatures, MapOptions, Side, SignedFeatures, check_call, saturate};
+use super::{LogFeatures, MapOptions, Side, SignedFeatures, check_call, check_signed_call, saturate};
 use crate::mat::{Mat, MatRef, Real};
 use crate::sketch::project::{needs_wide, norm2_wide, project_rows};
 use crate::sketch::{SketchError, ensure};
@@ -44,7 +44,7 @@ impl<T: Real> SignedFeatures<T> for Trig<T> {
 
     fn signed_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T], log_scale: &mut [T]) {
         let m = self.omega.rows();
-        check_call(x, self.omega.cols(), out, 2 * m);
+        check_signed_call(x, self.omega.cols(), out, 2 * m, log_scale);
         let drop = self.options.drops(side);
         let norms: Vec<f64> = x.iter_rows().map(|r| self.options.scale * norm2_wide(r)).collect();
         let factor = if drop { 1.0 } else { 1.0 / (m as f64).sqrt() };
