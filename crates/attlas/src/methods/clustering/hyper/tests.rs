@@ -163,6 +163,7 @@ fn sinks_are_seen_exactly() {
     let mut x = Case::with_heavy_sinks(Problem::new(1, 256, 16), 9);
     x.q.iter_mut().for_each(|q| *q *= 2.0);
     x.k[4 * 16..].iter_mut().for_each(|k| *k *= 0.05);
+    x.v[..4 * 16].iter_mut().for_each(|v| *v *= 50.0);
     for p in [x.problem, x.problem.causal()] {
         let x = x.with_problem(p);
         let exact = reference(&x);
