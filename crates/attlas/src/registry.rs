@@ -1,12 +1,18 @@
 //! The only lists of methods, layers and conversions.
 
 use crate::layer::{Conversion, LayerKind};
-use crate::methods::exact;
+use crate::methods::{clustering, exact};
 use crate::{Error, Method, Result};
 
 /// Every method, in the order of the survey.
-pub static METHODS: &[&Method] =
-    &[&exact::naive::METHOD, &exact::exact::METHOD, &exact::sink_window::METHOD, &exact::top_k::METHOD];
+pub static METHODS: &[&Method] = &[
+    &exact::naive::METHOD,
+    &exact::exact::METHOD,
+    &exact::sink_window::METHOD,
+    &exact::top_k::METHOD,
+    &clustering::smyrf::METHOD,
+    &clustering::anna::METHOD,
+];
 
 /// Every layer.
 pub static LAYERS: &[&LayerKind] = &[&crate::layers::grouped_query::LAYER];

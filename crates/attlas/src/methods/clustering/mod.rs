@@ -1,1 +1,4 @@
 //! Hashing, clustering and importance sampling.
+
+pub mod anna;
+pub mod smyrf;
