@@ -211,7 +211,10 @@ mod tests {
         let expected = std::f64::consts::PI.powi(2) / 6.0;
         assert!((mean - 0.577_215_664_9).abs() < 5.0 * (expected / f64::from(n)).sqrt(), "mean {mean}");
         // Fourth central moment of the Gumbel distribution: 5.4 variances squared.
-        assert!((variance - expected).abs() < 5.0 * expected * (4.4 / f64::from(n)).sqrt(), "variance {variance}");
+        assert!(
+            (variance - expected).abs() < 5.0 * expected * (4.4 / f64::from(n)).sqrt(),
+            "variance {variance}"
+        );
     }
 
     #[test]

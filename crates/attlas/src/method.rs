@@ -159,6 +159,8 @@ pub struct Claims {
     pub exponent: f64,
     /// What it needs before it is useful.
     pub needs: Needs,
+    /// The slow truth that others are checked against, left out of comparisons unless it is named.
+    pub oracle: bool,
     /// Laws that do not hold, each with the reason.
     pub except: &'static [(Law, &'static str)],
 }
@@ -176,6 +178,7 @@ impl Claims {
         lse: true,
         exponent: 2.0,
         needs: Needs::Nothing,
+        oracle: false,
         except: &[],
     };
 

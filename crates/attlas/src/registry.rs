@@ -12,6 +12,7 @@ pub static METHODS: &[&Method] = &[
     &exact::top_k::METHOD,
     &clustering::smyrf::METHOD,
     &clustering::anna::METHOD,
+    &clustering::hyper::METHOD,
 ];
 
 /// Every layer.

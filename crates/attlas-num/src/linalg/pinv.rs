@@ -14,12 +14,13 @@
 //!
 //! Razavi et al. (2014) is what Nyströmformer uses; it is the least efficient of the four.
 
-use super::{LinalgError, Result, matmul, norm_inf, norm_one, square, svd, to_scaled};
+use super::svd::svd_fast;
+use super::{LinalgError, Result, matmul, norm_inf, norm_one, square, to_scaled};
 use crate::{Mat, MatRef, Real};
 
 /// $A^+$ by singular values, dropping those at most `rcond` times the largest; and the rank kept.
 pub fn pinv<T: Real>(a: MatRef<'_, T>, rcond: f64) -> Result<(Mat<f64>, usize)> {
-    Ok(svd(a)?.pinv(rcond))
+    Ok(svd_fast(a)?.pinv(rcond))
 }
 
 /// An iteration for the inverse; the table of this module's documentation says what each does.

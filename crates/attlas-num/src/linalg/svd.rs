@@ -45,14 +45,14 @@ impl Svd {
     }
 }
 
-/// Smaller side up to which Jacobi is tried first.
-const JACOBI_SIZE: usize = 128;
+/// Smaller side up to which Jacobi is tried first, with and without vectors.
+const JACOBI_SIZE: (usize, usize) = (64, 128);
 
 type Algorithm = fn(&Mat<f64>, bool) -> Option<Svd>;
 
-/// Thin SVD: $k = \min(m, n)$ triples.
+/// Thin SVD: $k = \min(m, n)$ triples, by Jacobi up to $k = 64$.
 pub fn svd<T: Real>(a: MatRef<'_, T>) -> Result<Svd> {
-    run(a, true, order(a.rows().min(a.cols())))
+    run(a, true, order(a, JACOBI_SIZE.0))
 }
 
 /// Thin SVD by Jacobi alone, for relative accuracy at any size.
@@ -60,9 +60,14 @@ pub fn svd_jacobi<T: Real>(a: MatRef<'_, T>) -> Result<Svd> {
     run(a, true, &[jacobi])
 }
 
-/// The singular values, descending, without the vectors.
+/// Thin SVD by bidiagonalisation where it converges, for callers that drop small singular values anyway.
+pub(crate) fn svd_fast<T: Real>(a: MatRef<'_, T>) -> Result<Svd> {
+    run(a, true, &[bidiagonal, jacobi])
+}
+
+/// The singular values, descending, without the vectors; by Jacobi up to $\min(m, n) = 128$.
 pub fn singular_values<T: Real>(a: MatRef<'_, T>) -> Result<Vec<f64>> {
-    Ok(run(a, false, order(a.rows().min(a.cols())))?.sigma)
+    Ok(run(a, false, order(a, JACOBI_SIZE.1))?.sigma)
 }
 
 /// The singular values of $A B^\top$ for tall `a` and `b` with equally many columns, never forming the
@@ -75,8 +80,8 @@ pub fn singular_values_of_product<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>) -
     singular_values(core.as_ref())
 }
 
-fn order(size: usize) -> &'static [Algorithm] {
-    if size <= JACOBI_SIZE { &[jacobi, bidiagonal] } else { &[bidiagonal, jacobi] }
+fn order<T>(a: MatRef<'_, T>, jacobi_size: usize) -> &'static [Algorithm] {
+    if a.rows().min(a.cols()) <= jacobi_size { &[jacobi, bidiagonal] } else { &[bidiagonal, jacobi] }
 }
 
 /// The first answer of the chain whose singular values have the matrix's Frobenius norm.
@@ -161,10 +166,10 @@ fn jacobi(a: &Mat<f64>, vectors: bool) -> Option<Svd> {
             break;
         }
         converged = true;
+        let mut squares: Vec<f64> = (0..rank).map(|i| dot(rows.row(i), rows.row(i))).collect();
         for p in 0..rank {
             for q in p + 1..rank {
-                let (x, y) = (rows.row(p), rows.row(q));
-                let (xx, yy, xy) = (dot(x, x), dot(y, y), dot(x, y));
+                let (xx, yy, xy) = (squares[p], squares[q], dot(rows.row(p), rows.row(q)));
                 if xy == 0.0 || xy.abs() <= tol * xx.sqrt() * yy.sqrt() {
                     continue;
                 }
@@ -174,6 +179,10 @@ fn jacobi(a: &Mat<f64>, vectors: bool) -> Option<Svd> {
                 rotate_rows(&mut rows, p, q, c, c * t);
                 if vectors {
                     rotate_rows(&mut rotations, p, q, c, c * t);
+                }
+                // The squares move by ±t·xy; where that cancels they are computed again.
+                for (i, was, now) in [(p, xx, xx - t * xy), (q, yy, yy + t * xy)] {
+                    squares[i] = if now > 0.1 * was { now } else { dot(rows.row(i), rows.row(i)) };
                 }
             }
         }
@@ -251,7 +260,7 @@ mod tests {
     fn small_singular_values_keep_their_digits() {
         // Orthogonal rows with norms over 40 decades, hidden by row and column permutations.
         let n = 24;
-        let hadamard = |i: usize, j: usize| if (i & j).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+        let hadamard = |i: usize, j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
         let a = Mat::from_fn(n, 32, |i, j| {
             let i = (i * 7) % n;
             10f64.powf(-40.0 * i as f64 / n as f64) * hadamard(i, (5 * j + 3) % 32)

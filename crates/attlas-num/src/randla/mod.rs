@@ -8,7 +8,7 @@ mod leverage;
 mod nystrom;
 mod operator;
 mod rotation;
-mod rpcholesky;
+pub mod rpcholesky;
 mod svd;
 
 pub use interpolative::{ColumnId, Cur, column_id, cur};
@@ -16,7 +16,5 @@ pub use leverage::{fast_leverage_scores, kernel_leverage_scores, leverage_scores
 pub use nystrom::Nystrom;
 pub use operator::{FnOperator, LinearOperator, NormEstimate, Product, operator_norm};
 pub use rotation::{gaussian_matrix, haar_orthogonal};
-pub use rpcholesky::{
-    GaussianKernel, Options, PartialCholesky, PsdMatrix, Variant, cholesky_with_pivots, rp_cholesky,
-};
+pub use rpcholesky::{GaussianKernel, PartialCholesky, PsdMatrix, cholesky_with_pivots, rp_cholesky};
 pub use svd::{RandomizedSvd, randomized_svd, range_finder};

@@ -145,14 +145,16 @@ pub fn decompose<T: Real>(
     let mut best: Option<Fit<f64>> = None;
     for start in 0..options.restarts {
         let bases = match (&options.init, start) {
-            (Init::Given(given), 0) => problem.bases_of(given),
+            (Init::Given(given), 0) => {
+                given.blocks.iter().map(|b| b.factors.iter().flatten().cloned().collect()).collect()
+            }
             _ => {
                 problem.split(StreamKey::new(options.seed).named("block terms").with(start as u64), start)?
             }
         };
         // A given core matters: the first update solves for the bases of mode 0 with that core.
         let cores = match (&options.init, start) {
-            (Init::Given(given), 0) => problem.cores_of(given)?,
+            (Init::Given(given), 0) => given.blocks.iter().map(|b| b.core.clone()).collect(),
             _ => problem.solve_cores(&bases)?.0,
         };
         let fit = problem.iterate(bases, cores, start)?;
@@ -270,14 +272,6 @@ impl Problem<'_> {
         self.t.order()
     }
 
-    fn bases_of(&self, given: &BlockTerms<f64>) -> Bases {
-        given.blocks.iter().map(|b| b.factors.iter().flatten().cloned().collect()).collect()
-    }
-
-    fn cores_of(&self, given: &BlockTerms<f64>) -> Result<Vec<Tensor<f64>>> {
-        Ok(given.blocks.iter().map(|b| b.core.clone()).collect())
-    }
-
     /// Bases from a Tucker basis wide enough for all blocks, as far as the tensor is wide enough.
     fn split(&self, key: StreamKey, start: usize) -> Result<Bases> {
         let shape = self.t.shape();
@@ -292,7 +286,7 @@ impl Problem<'_> {
             // One block takes the basis as it is: it is the best start, and there is nothing to split.
             let order = if self.blocks == 1 { (0..all).collect() } else { rng.permutation(all) };
             for (p, bases) in bases.iter_mut().enumerate() {
-                let picked = if start % 2 == 0 {
+                let picked = if start.is_multiple_of(2) {
                     pick(basis, &order[p * r..(p + 1) * r], &mut rng)
                 } else {
                     let mut mix = Mat::zeros(basis.cols(), r);

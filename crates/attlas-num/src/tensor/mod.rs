@@ -33,3 +33,56 @@ pub use dense::{MAX_ORDER, Tensor, TensorRef};
 pub use error::{Error, Result};
 pub use mttkrp::mttkrp;
 pub use products::{hadamard, khatri_rao, kronecker, outer};
+
+#[cfg(test)]
+mod laws {
+    use super::{Tensor, block_terms, cp, known, tucker};
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..Default::default() })]
+
+        /// Small, empty, flat, sparse and repeated tensors: a finite answer whose error is the stated one, or
+        /// an error for parameters out of range.
+        #[test]
+        fn every_shape_and_rank_gets_a_true_answer_or_an_error(
+            shape in prop::collection::vec(0usize..4, 1..5),
+            rank in 0usize..4,
+            kind in 0u8..3,
+            seed in 0u64..1000,
+        ) {
+            let t = Tensor::from_flat_fn(&shape, |k| match kind {
+                0 => known::entry(k, seed),
+                1 => f64::from(known::entry(k, seed) > 0.8),
+                _ => 2.0,
+            }).unwrap();
+            let norm = t.norm();
+            let check = |model: Tensor<f64>, stated: f64| {
+                let squared: f64 = t.data().iter().zip(model.data()).map(|(x, y)| (x - y).powi(2)).sum();
+                let found = if norm > 0.0 { squared.sqrt() / norm } else { squared.sqrt() };
+                // The stated error comes from a difference of squares down to 1e-6.
+                prop_assert!((found - stated).abs() < 1e-9, "{found} against {stated}");
+                prop_assert!(stated <= 1.0 + 1e-9);
+                Ok(())
+            };
+            let polyadic = cp::Options { iters: 20, seed, line_search: seed % 2 == 0, ..Default::default() };
+            match cp::decompose(&t, rank, &polyadic) {
+                Ok(fit) => check(fit.cp.reconstruct().unwrap(), fit.rel_error)?,
+                Err(_) => prop_assert!(rank == 0 || !shape.contains(&0)),
+            }
+            let ranks: Vec<usize> = shape.iter().map(|&n| rank.min(n.max(1))).collect();
+            for method in [tucker::Method::Hosvd, tucker::Method::StHosvd, tucker::Method::Hooi] {
+                let options = tucker::Options { method, ..Default::default() };
+                match tucker::decompose(&t, &tucker::Ranks::Given(ranks.clone()), &options) {
+                    Ok(fit) => check(fit.tucker.reconstruct().unwrap(), fit.rel_error)?,
+                    Err(_) => prop_assert!(rank == 0),
+                }
+            }
+            let options = block_terms::Options { iters: 10, restarts: 2, seed, ..Default::default() };
+            match block_terms::decompose(&t, 2, &ranks, &options) {
+                Ok(fit) => check(fit.terms.reconstruct().unwrap(), fit.rel_error)?,
+                Err(_) => prop_assert!(rank == 0),
+            }
+        }
+    }
+}

@@ -1,10 +1,10 @@
 //! The matricised tensor times Khatri–Rao product, the one expensive step of alternating least squares:
 //! $Y_n = T_{(n)}\,(A_1 * \dots * A_{n-1} * A_{n+1} * \dots * A_N)$, without forming that product.
 //!
-//! One mode is contracted by a matrix product ($2R\prod I$ flops), the others by sums over a tensor that
-//! already has the rank as its last index. Over a sweep the modes fall into two halves that share their
-//! first contraction, so that a sweep needs two large products whatever the order (a dimension tree of
-//! depth two; Phan, Tichavský, Cichocki 2013).
+//! One mode is contracted by matrix products ($2R\prod I$ flops), the others by weights on one operand or by
+//! sums over a tensor that already has the rank as its last index. Over a sweep the modes fall into two
+//! halves that share their first contraction, so that a sweep needs two large products whatever the order
+//! (a dimension tree of depth two; Phan, Tichavský, Cichocki 2013).
 
 use super::small::{Op, gemm};
 use super::{Error, Result, Tensor};
@@ -33,7 +33,7 @@ fn unchecked<T: Real>(t: &Tensor<T>, factors: &[Mat<T>], mode: usize, rank: usiz
         return Mat::from_fn(t.shape()[0], rank, |i, _| t.data()[i]);
     }
     let partial = if mode == last {
-        Partial::from_first(t, &factors[0])
+        Partial::from_left(t, factors, last)
     } else {
         Partial::from_last(t, &factors[last])
     };
@@ -50,12 +50,28 @@ struct Partial<T> {
 }
 
 impl<T: Real> Partial<T> {
-    fn from_first(t: &Tensor<T>, factor: &Mat<T>) -> Self {
-        let (_, i, s) = t.split(0);
+    /// Modes before `end` contracted, `end ≥ 1`: one product per leading index, summed where it is needed,
+    /// so that no intermediate is larger than the result.
+    fn from_left(t: &Tensor<T>, factors: &[Mat<T>], end: usize) -> Self {
+        let (_, i, s) = t.split(end - 1);
+        let (leading, factor) = (&factors[..end - 1], &factors[end - 1]);
         let rank = factor.cols();
         let mut buf = vec![T::ZERO; s * rank];
-        gemm(&mut buf, Op::t(t.data(), i, s), Op::n(factor.data(), i, rank), false);
-        Self { modes: t.shape().iter().copied().enumerate().skip(1).collect(), rank, buf }
+        let mut weighted = Mat::zeros(i, rank);
+        for (k, slice) in t.data().chunks_exact((i * s).max(1)).enumerate() {
+            let mut weights = vec![T::ONE; rank];
+            let mut rest = k;
+            for f in leading.iter().rev() {
+                weights.iter_mut().zip(f.row(rest % f.rows())).for_each(|(w, &a)| *w *= a);
+                rest /= f.rows();
+            }
+            for row in 0..i {
+                let values = factor.row(row).iter().zip(&weights);
+                weighted.row_mut(row).iter_mut().zip(values).for_each(|(x, (&a, &w))| *x = a * w);
+            }
+            gemm(&mut buf, Op::t(slice, i, s), Op::n(weighted.data(), i, rank), true);
+        }
+        Self { modes: t.shape().iter().copied().enumerate().skip(end).collect(), rank, buf }
     }
 
     fn from_last(t: &Tensor<T>, factor: &Mat<T>) -> Self {
@@ -126,11 +142,7 @@ impl SweepCache {
             }
             self.partial = Some(partial);
         } else if mode == half {
-            let mut partial = Partial::from_first(t, &factors[0]);
-            for factor in &factors[1..half] {
-                partial = partial.contract(0, factor);
-            }
-            self.partial = Some(partial);
+            self.partial = Some(Partial::from_left(t, factors, half));
         }
         match &self.partial {
             Some(partial) => partial.finish(factors, mode),
