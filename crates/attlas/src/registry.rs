@@ -10,6 +10,8 @@ pub static METHODS: &[&Method] = &[
     &exact::exact::METHOD,
     &exact::sink_window::METHOD,
     &exact::top_k::METHOD,
+    &clustering::smyrf::METHOD,
+    &clustering::anna::METHOD,
     &clustering::hyper::METHOD,
     &low_rank::nystromformer::METHOD,
     &low_rank::csalr::METHOD,

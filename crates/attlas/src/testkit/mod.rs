@@ -7,9 +7,9 @@
 
 mod checks;
 pub mod golden;
+pub mod heads;
 #[cfg(test)]
 mod liars;
-pub mod heads;
 mod workloads;
 
 pub use checks::check_method;
