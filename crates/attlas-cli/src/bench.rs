@@ -48,7 +48,7 @@ pub(crate) fn run(args: &BenchArgs, common: &Common) -> Outcome {
         notes(&result, common);
     }
     if result.interrupted {
-        eprintln!("interrupted: {} figures were finished", result.rows.len());
+        eprintln!("interrupted: what was finished is printed");
         return Ok(ExitCode::from(130));
     }
     Ok(ExitCode::SUCCESS)

@@ -253,3 +253,32 @@ fn help_has_examples_for_every_command() {
     }
     assert!(attlas(&["--help"]).out.contains("Exit status"));
 }
+
+#[cfg(unix)]
+#[test]
+fn an_interrupt_prints_what_is_finished() {
+    use std::io::{BufRead, BufReader, Read};
+    use std::process::Stdio;
+    let source = "synthetic:gaussian,n=256,d=16,heads=400";
+    let mut child = Command::new(env!("CARGO_BIN_EXE_attlas"))
+        .args(["compare", source, "--methods", "top_k", "--progress", "--json"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut notes = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.starts_with("3/") {
+        line.clear();
+        assert!(notes.read_line(&mut line).unwrap() > 0, "it ended before it was interrupted");
+    }
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let (mut rest, mut out) = (String::new(), String::new());
+    child.stdout.take().unwrap().read_to_string(&mut out).unwrap();
+    notes.read_to_string(&mut rest).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert!(rest.ends_with("interrupted: what was finished is printed\n"), "{rest}");
+    let json: Value = serde_json::from_str(&out).unwrap();
+    let rows = json["rows"].as_array().unwrap().len();
+    assert!(json["interrupted"] == true && (2..800).contains(&rows), "{rows} rows");
+}
