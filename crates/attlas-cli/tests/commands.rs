@@ -234,10 +234,19 @@ fn bench_prints_the_machine_first_and_every_share() {
     assert!(lines.iter().skip(1).all(|l| l.chars().count() < 80), "{}", ran.out);
     assert_eq!(lines.iter().filter(|l| l.starts_with("sink_window ")).count(), 4 + 2);
     let json = attlas(&[&args[..], &["--json"]].concat()).json();
-    assert!(json["machine"]["fma_gflops"].as_f64().unwrap() > 0.0);
+    // A peak that was measured gives shares; one that could not be is said to be missing, never made up.
+    let peak = json["machine"]["fma_gflops"].as_f64();
+    let missing = json["notes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .any(|n| n.as_str().unwrap().contains("could not be measured"));
+    assert_eq!(peak.is_none(), missing);
     let rows = json["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 8);
-    assert!(rows.iter().all(|r| r["flop_share"].as_f64().unwrap() > 0.0 && r["run_seconds"]["runs"] == 5));
+    assert!(
+        rows.iter().all(|r| r["flop_share"].is_number() == peak.is_some() && r["run_seconds"]["runs"] == 5)
+    );
     assert_eq!(json["summary"][1]["method"], "sink_window");
     let decode = attlas(&["bench", "--methods", "exact", "--n", "1k", "--d", "8", "--decode", "--csv"]);
     assert_eq!(decode.out.lines().count(), 2, "{}", decode.out);
