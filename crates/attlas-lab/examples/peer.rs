@@ -1,6 +1,8 @@
 //! The attlas side of `bench/peers/*.py`: reads one JSON request a line, runs it once, answers with seconds.
 
-use attlas::{Inputs, Options, Out, Plan, Problem, Qkv, Schedule, TensorMut, TensorRef, Workspace, metrics, registry};
+use attlas::{
+    Inputs, Options, Out, Plan, Problem, Qkv, Schedule, TensorMut, TensorRef, Workspace, metrics, registry,
+};
 use attlas_num::rng::StreamKey;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -54,7 +56,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let line = line?;
         let request: Value = serde_json::from_str(&line)?;
         let number = |name: &str, default: u64| request[name].as_u64().unwrap_or(default) as usize;
-        let (threads, heads, n, d) = (number("threads", 1), number("heads", 1), number("n", 1024), number("d", 64));
+        let (threads, heads, n, d) =
+            (number("threads", 1), number("heads", 1), number("n", 1024), number("d", 64));
         let ws = match workspaces.entry(threads) {
             std::collections::hash_map::Entry::Occupied(e) => e.into_mut(),
             std::collections::hash_map::Entry::Vacant(e) => {
@@ -70,7 +73,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             }
             "bf16_error" => {
                 let mut exact = Case::new(&Problem::new(1, 2048, d), &Options::new())?;
-                let mut low = Case::new(&Problem::new(1, 2048, d), &Options::new().with("precision", "bf16"))?;
+                let mut low =
+                    Case::new(&Problem::new(1, 2048, d), &Options::new().with("precision", "bf16"))?;
                 exact.run(ws)?;
                 low.run(ws)?;
                 json!({"rel_fro": metrics::Errors::new(&low.o, &exact.o, d, None).rel_fro})
