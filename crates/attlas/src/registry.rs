@@ -10,6 +10,7 @@ pub static METHODS: &[&Method] = &[
     &exact::exact::METHOD,
     &exact::sink_window::METHOD,
     &exact::top_k::METHOD,
+    &clustering::kdeformer::METHOD,
     &clustering::hyper::METHOD,
 ];
 

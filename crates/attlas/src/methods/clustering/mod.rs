@@ -1,3 +1,4 @@
 //! Hashing, clustering and importance sampling.
 
 pub mod hyper;
+pub mod kdeformer;

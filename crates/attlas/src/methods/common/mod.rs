@@ -1,12 +1,14 @@
 //! Pieces that several methods need; no method lives here.
 
 mod causal;
+mod columns;
 mod exact_rows;
 mod sinks;
 mod sorted_blocks;
 mod subset;
 
 pub use causal::{causal_pairs, causal_parts, causal_scratch_bytes, causalize};
+pub use columns::{Columns, divide_by, relative_squares};
 pub use exact_rows::{exact_group, exact_group_with, exact_rows, exact_scratch_bytes};
 pub use sinks::{sinks_scratch_bytes, with_sinks};
 pub use sorted_blocks::{
