@@ -45,6 +45,20 @@ pub(crate) fn meter() -> Meter {
     }
 }
 
+/// Makes Ctrl-C end a measurement after the current run. A second one ends the process at once, because a single
+/// long run cannot be stopped from inside.
+pub(crate) fn catch_interrupts(common: &Common) {
+    let armed = ctrlc::set_handler(|| {
+        if STOP.swap(true, Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+        eprintln!("\nstopping after the current run; press Ctrl-C again to stop at once");
+    });
+    if armed.is_err() {
+        note(common, "note: Ctrl-C cannot be caught here and will lose what is finished");
+    }
+}
+
 pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
     let selection = args.methods.choice().resolve()?;
     let workload = args.source.load()?;
@@ -62,16 +76,7 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         meter: meter(),
         ..Settings::default()
     };
-    // The second Ctrl-C ends the process at once: a single long run cannot be stopped from inside.
-    let armed = ctrlc::set_handler(|| {
-        if STOP.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
-        }
-        eprintln!("\nstopping after the current run; press Ctrl-C again to stop at once");
-    });
-    if armed.is_err() {
-        note(common, "note: Ctrl-C cannot be caught here and will lose what is finished");
-    }
+    catch_interrupts(common);
     let progress = Progress::new(common);
     let result = compare(
         &workload,

@@ -173,14 +173,19 @@ impl Atlas {
             }
             let mut table =
                 Table::new(&["<method", "<causal", "<decode", "<exact at", "<needs", "N^", "<reference"]);
-            for m in methods {
+            let line = |m: &MethodEntry, room: usize| {
                 let mut line = m.line();
                 line.remove(1);
-                let room = 79usize.saturating_sub(16 + 7 + 7 + 16 + 12 + 5);
-                line[6] = shorten(&line[6], room);
                 line[3] = shorten(&line[3], 15);
-                table.push(line);
-            }
+                line[6] = shorten(&line[6], room);
+                line
+            };
+            // What the other columns leave of 79.
+            let mut rest = table.clone();
+            methods.iter().for_each(|m| rest.push(line(m, 0)));
+            let used = rest.text().lines().map(|l| l.trim_end_matches("reference").chars().count()).max();
+            let room = 76usize.saturating_sub(used.unwrap_or(0)).max(9);
+            methods.iter().for_each(|m| table.push(line(m, room)));
             let _ = writeln!(out, "{}\n{}", family.name(), indent(&table.text()));
         }
         for (title, lines) in [

@@ -1,5 +1,6 @@
 //! Tables for people, in three forms, and numbers short enough to read.
 
+use crate::bench::Bench;
 use crate::compare::{Comparison, Summary};
 
 /// A table of words.
@@ -103,7 +104,7 @@ pub fn number(x: f64) -> String {
     match x.abs() {
         a if !a.is_finite() => "-".into(),
         0.0 => "0".into(),
-        a if a < 0.001 || a >= 1e6 => format!("{x:.1e}"),
+        a if !(0.001..1e6).contains(&a) => format!("{x:.1e}"),
         a if a < 9.995 => {
             let decimals = (2 - a.log10().floor() as i32).max(0) as usize;
             format!("{x:.decimals$}")
@@ -256,12 +257,10 @@ impl Comparison {
             "status",
         ]);
         for r in &self.rows {
-            let params: Vec<String> =
-                r.params.iter().map(|(k, v)| format!("{k}={}", v.to_string().trim_matches('"'))).collect();
             table.push(vec![
                 r.method.into(),
                 r.family.into(),
-                params.join(";"),
+                params_text(&r.params),
                 r.layer.map_or(String::new(), |l| l.to_string()),
                 r.head.to_string(),
                 r.seeds.to_string(),
@@ -286,6 +285,112 @@ impl Comparison {
         }
         table
     }
+}
+
+impl Bench {
+    /// One line for each method, width and length.
+    pub fn table(&self) -> Table {
+        let peers = self.rows.iter().any(|r| !r.peers.is_empty());
+        let mut headers =
+            vec!["<method", "n", "d", "set-up", "run", "+-", "share", "faster", "scratch", "memory"];
+        if peers {
+            headers.push("vs peer");
+        }
+        let mut table = Table::new(&headers);
+        for r in &self.rows {
+            let run = r.run_seconds;
+            let flop = r.flop_share.unwrap_or(0.0);
+            let share = if flop >= r.read_share { percent(flop) + "F" } else { percent(r.read_share) + "B" };
+            let mut row = vec![
+                r.method.into(),
+                r.n.to_string(),
+                r.d.to_string(),
+                seconds(r.setup_seconds.median),
+                seconds(run.median),
+                percent((run.max - run.min) / 2.0 / run.median),
+                share,
+                r.speedup.map_or("-".into(), times),
+                bytes(r.scratch_bytes),
+                bytes(r.peak_bytes),
+            ];
+            row.extend(r.peers.first().map(|p| times(p.ratio)));
+            table.push(row);
+        }
+        table
+    }
+
+    /// Every row with all digits, for other programs.
+    pub fn csv_table(&self) -> Table {
+        let mut table = Table::new(&[
+            "method",
+            "family",
+            "params",
+            "n",
+            "d",
+            "heads",
+            "kv_heads",
+            "mask",
+            "mode",
+            "threads",
+            "setup_seconds",
+            "run_seconds",
+            "run_min",
+            "run_max",
+            "runs",
+            "exact_seconds",
+            "speedup",
+            "flops",
+            "gflops",
+            "flop_share",
+            "bytes",
+            "read_share",
+            "scratch_bytes",
+            "peak_bytes",
+            "fma_gflops",
+            "read_gbs",
+            "copy_gbs",
+        ]);
+        let optional = |x: Option<f64>| x.map_or(String::new(), raw);
+        for r in &self.rows {
+            table.push(vec![
+                r.method.into(),
+                r.family.into(),
+                params_text(&r.params),
+                r.n.to_string(),
+                r.d.to_string(),
+                self.heads.to_string(),
+                self.kv_heads.to_string(),
+                self.mask.to_string(),
+                r.mode.into(),
+                self.machine.threads.to_string(),
+                raw(r.setup_seconds.median),
+                raw(r.run_seconds.median),
+                raw(r.run_seconds.min),
+                raw(r.run_seconds.max),
+                r.run_seconds.runs.to_string(),
+                optional(r.exact_seconds),
+                optional(r.speedup),
+                r.flops.map_or(String::new(), |f| f.to_string()),
+                optional(r.gflops),
+                optional(r.flop_share),
+                r.bytes.to_string(),
+                raw(r.read_share),
+                r.scratch_bytes.to_string(),
+                r.peak_bytes.to_string(),
+                raw(self.machine.fma_gflops),
+                raw(self.machine.read_gbs),
+                raw(self.machine.copy_gbs),
+            ]);
+        }
+        table
+    }
+}
+
+/// Parameters as one cell: `name=value;name=value`.
+fn params_text(params: &serde_json::Map<String, serde_json::Value>) -> String {
+    let pairs: Vec<String> =
+        params.iter().map(|(k, v)| format!("{k}={}", v.to_string().trim_matches('"'))).collect();
+    pairs.join(";")
 }
 
 #[cfg(test)]

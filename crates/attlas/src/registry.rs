@@ -1,7 +1,7 @@
 //! The only lists of methods, layers and conversions.
 
 use crate::layer::{Conversion, LayerKind};
-use crate::methods::{clustering, exact};
+use crate::methods::{clustering, exact, kernel, low_rank};
 use crate::{Error, Method, Result};
 
 /// Every method, in the order of the survey.
@@ -10,8 +10,13 @@ pub static METHODS: &[&Method] = &[
     &exact::exact::METHOD,
     &exact::sink_window::METHOD,
     &exact::top_k::METHOD,
+    &clustering::smyrf::METHOD,
     &clustering::kdeformer::METHOD,
     &clustering::hyper::METHOD,
+    &clustering::prescored_hyper::METHOD,
+    &clustering::anna::METHOD,
+    &low_rank::nystromformer::METHOD,
+    &low_rank::csalr::METHOD,
 ];
 
 /// Every layer.

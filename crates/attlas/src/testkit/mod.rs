@@ -7,6 +7,7 @@
 
 mod checks;
 pub mod golden;
+pub mod heads;
 #[cfg(test)]
 mod liars;
 mod workloads;

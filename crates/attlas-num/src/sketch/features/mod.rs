@@ -112,7 +112,8 @@ pub fn exponentiate_rows_in_place<T: Real>(features: &mut [T], num_features: usi
     for (row, scale) in features.chunks_exact_mut(num_features.max(1)).zip(log_scale) {
         let top = row.iter().fold(T::NEG_INFINITY, |m, &x| m.max(x));
         *scale = if top == T::NEG_INFINITY { T::ZERO } else { top };
-        row.iter_mut().for_each(|x| *x = (*x - *scale).exp());
+        row.iter_mut().for_each(|x| *x -= *scale);
+        crate::kernels::exp_in_place(row);
     }
 }
 

@@ -1,1 +1,4 @@
 //! Projections, landmarks and coresets.
+
+pub mod csalr;
+pub mod nystromformer;
