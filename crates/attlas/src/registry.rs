@@ -11,8 +11,10 @@ pub static METHODS: &[&Method] = &[
     &exact::sink_window::METHOD,
     &exact::top_k::METHOD,
     &clustering::smyrf::METHOD,
-    &clustering::anna::METHOD,
+    &clustering::kdeformer::METHOD,
     &clustering::hyper::METHOD,
+    &clustering::prescored_hyper::METHOD,
+    &clustering::anna::METHOD,
     &low_rank::nystromformer::METHOD,
     &low_rank::csalr::METHOD,
 ];

@@ -2,4 +2,6 @@
 
 pub mod anna;
 pub mod hyper;
+pub mod kdeformer;
+pub mod prescored_hyper;
 pub mod smyrf;

@@ -1,6 +1,7 @@
 //! Pieces that several methods need; no method lives here.
 
 mod causal;
+mod columns;
 mod exact_rows;
 mod fallback;
 pub mod landmarks;
@@ -14,6 +15,7 @@ mod tile;
 pub mod workloads;
 
 pub use causal::{causal_pairs, causal_parts, causal_scratch_bytes, causalize};
+pub use columns::{Columns, divide_by, relative_squares};
 pub use exact_rows::{
     exact_few_rows, exact_group, exact_group_with, exact_rows, exact_scratch_bytes, few_rows_scratch_bytes,
 };
