@@ -10,7 +10,10 @@ pub static METHODS: &[&Method] = &[
     &exact::exact::METHOD,
     &exact::sink_window::METHOD,
     &exact::top_k::METHOD,
+    &clustering::reformer::METHOD,
+    &clustering::routing::METHOD,
     &clustering::smyrf::METHOD,
+    &clustering::multipole::METHOD,
     &clustering::anna::METHOD,
     &clustering::hyper::METHOD,
 ];

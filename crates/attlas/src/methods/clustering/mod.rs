@@ -2,4 +2,7 @@
 
 pub mod anna;
 pub mod hyper;
+pub mod multipole;
+pub mod reformer;
+pub mod routing;
 pub mod smyrf;
