@@ -1,4 +1,5 @@
 //! Projections, landmarks and coresets.
 
 pub mod csalr;
+pub mod linformer;
 pub mod nystromformer;
