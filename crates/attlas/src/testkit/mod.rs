@@ -9,6 +9,7 @@ mod checks;
 pub mod golden;
 #[cfg(test)]
 mod liars;
+pub mod workloads;
 
 pub use checks::check_method;
 

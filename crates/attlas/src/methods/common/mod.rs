@@ -1,5 +1,6 @@
 //! Pieces that several methods need; no method lives here.
 
+pub mod coreset;
 mod exact_rows;
 mod subset;
 

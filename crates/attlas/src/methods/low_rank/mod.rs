@@ -1,1 +1,3 @@
 //! Projections, landmarks and coresets.
+
+pub mod wildcat;
