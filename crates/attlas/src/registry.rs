@@ -1,7 +1,7 @@
 //! The only lists of methods, layers and conversions.
 
 use crate::layer::{Conversion, LayerKind};
-use crate::methods::{exact, low_rank};
+use crate::methods::{clustering, exact, kernel, low_rank};
 use crate::{Error, Method, Result};
 
 /// Every method, in the order of the survey.
@@ -10,7 +10,12 @@ pub static METHODS: &[&Method] = &[
     &exact::exact::METHOD,
     &exact::sink_window::METHOD,
     &exact::top_k::METHOD,
+    &clustering::smyrf::METHOD,
+    &clustering::anna::METHOD,
+    &clustering::hyper::METHOD,
     &low_rank::wildcat::METHOD,
+    &low_rank::nystromformer::METHOD,
+    &low_rank::csalr::METHOD,
 ];
 
 /// Every layer.

@@ -73,19 +73,43 @@ unsafe fn step<S: Simd, const MR: usize>(
 
 /// Packs up to `MR` rows of `a`, times `factor`, as `[cols][MR]`; missing rows are 0.
 #[inline(always)]
-pub(super) fn pack_rows<T: Real, const MR: usize>(
-    a: MatRef<'_, T>,
+pub(super) fn pack_rows<S: Simd, const MR: usize>(
+    s: S,
+    a: MatRef<'_, S::T>,
     first: usize,
     rows: usize,
-    factor: T,
-    dst: &mut [T],
+    factor: S::T,
+    dst: &mut [S::T],
 ) {
-    assert!(rows <= MR && dst.len() == a.cols() * MR);
-    if rows < MR {
-        dst.fill(T::ZERO);
+    let cols = a.cols();
+    assert!(rows <= MR && dst.len() == cols * MR && first + rows <= a.rows());
+    let mut done = 0;
+    if rows == MR && first + MR.next_multiple_of(S::LANES) <= a.rows() {
+        let whole = cols - cols % S::LANES;
+        // Squares of up to 16 × 16, transposed into place; rows beyond the group are read but not kept.
+        let mut square = [S::T::ZERO; 256];
+        assert!(S::LANES * S::LANES <= square.len());
+        for c in (0..whole).step_by(S::LANES) {
+            for r in (0..MR).step_by(S::LANES) {
+                let count = (MR - r).min(S::LANES);
+                // SAFETY: rows up to the next multiple of `LANES` exist; `square` holds a square, and each
+                // column of the group has `MR` places.
+                unsafe {
+                    let src = a.data().as_ptr().add((first + r) * a.stride() + c);
+                    s.transpose(src, a.stride(), square.as_mut_ptr(), S::LANES);
+                    for l in 0..S::LANES {
+                        let x = s.mul(s.load(square.as_ptr().add(l * S::LANES)), s.splat(factor));
+                        s.store_part(dst.as_mut_ptr().add((c + l) * MR + r), x, count);
+                    }
+                }
+            }
+        }
+        done = whole;
+    } else if rows < MR {
+        dst.fill(S::T::ZERO);
     }
-    for r in 0..rows {
-        for (dst, &x) in dst[r..].iter_mut().step_by(MR).zip(a.row(first + r)) {
+    for r in 0..if done < cols { rows } else { 0 } {
+        for (dst, &x) in dst[done * MR + r..].iter_mut().step_by(MR).zip(&a.row(first + r)[done..]) {
             *dst = x * factor;
         }
     }

@@ -3,7 +3,7 @@
 
 use super::Op;
 use super::block::{Block, NV, accumulate, pack_columns, pack_rows, pack_transposed};
-use super::simd::Simd;
+use super::simd::{Kernel, Simd};
 use crate::mat::{MatRef, Real};
 use crate::scratch::Scratch;
 
@@ -53,32 +53,58 @@ pub(super) fn gemm<S: Simd, const MR: usize>(
             for i0 in (0..m).step_by(mc) {
                 let rows = (m - i0).min(mc);
                 for (p, dst) in left[..rows.div_ceil(MR) * MR * len].chunks_exact_mut(MR * len).enumerate() {
-                    pack_left::<S::T, MR>(a, l0, i0 + p * MR, dst);
+                    pack_left::<S, MR>(s, a, l0, i0 + p * MR, dst);
                 }
-                for (pj, right) in right.chunks_exact(width * len).take(cols.div_ceil(width)).enumerate() {
-                    let j = j0 + pj * width;
-                    for (pi, left) in left.chunks_exact(MR * len).take(rows.div_ceil(MR)).enumerate() {
-                        let i = i0 + pi * MR;
-                        let mut acc: Block<S, MR> = [[s.splat(S::T::ZERO); NV]; MR];
-                        // SAFETY: both panels hold `len` steps.
-                        unsafe {
-                            accumulate::<S, MR>(s, len, left.as_ptr(), (1, MR), right.as_ptr(), &mut acc)
-                        };
-                        let beta = if l0 == 0 { beta } else { S::T::ONE };
-                        let (live_rows, live_cols) = ((m - i).min(MR), (n - j).min(width));
-                        write(
-                            s,
-                            &acc,
-                            alpha,
-                            beta,
-                            &mut c[i * c_stride + j..],
-                            c_stride,
-                            live_rows,
-                            live_cols,
-                        );
-                    }
+                // A panel of the left operand stays in the first-level cache while the right one streams by.
+                for (pi, left) in left.chunks_exact(MR * len).take(rows.div_ceil(MR)).enumerate() {
+                    let i = i0 + pi * MR;
+                    s.call(Strip::<S::T, MR> {
+                        depth: len,
+                        left,
+                        right: &right[..cols.div_ceil(width) * width * len],
+                        alpha,
+                        beta: if l0 == 0 { beta } else { S::T::ONE },
+                        c: &mut c[i * c_stride + j0..],
+                        c_stride,
+                        rows: (m - i).min(MR),
+                        cols,
+                    });
                 }
             }
+        }
+    }
+}
+
+/// `MR` rows of the result times all packed columns.
+struct Strip<'t, T, const MR: usize> {
+    depth: usize,
+    left: &'t [T],
+    right: &'t [T],
+    alpha: T,
+    beta: T,
+    c: &'t mut [T],
+    c_stride: usize,
+    rows: usize,
+    cols: usize,
+}
+
+impl<S: Simd, const MR: usize> Kernel<S> for Strip<'_, S::T, MR> {
+    #[inline(always)]
+    fn run(self, s: S) {
+        let width = NV * S::LANES;
+        assert!(self.left.len() == self.depth * MR);
+        for (p, right) in self.right.chunks_exact(width * self.depth).enumerate() {
+            let j = p * width;
+            for r in 0..self.rows {
+                s.prefetch(self.c[r * self.c_stride + j..].as_ptr());
+            }
+            let mut acc: Block<S, MR> = [[s.splat(S::T::ZERO); NV]; MR];
+            // SAFETY: both panels hold `depth` steps.
+            unsafe {
+                accumulate::<S, MR>(s, self.depth, self.left.as_ptr(), (1, MR), right.as_ptr(), &mut acc);
+            }
+            let live = (self.cols - j).min(width);
+            write(s, &acc, self.alpha, self.beta, &mut self.c[j..], self.c_stride, self.rows, live);
         }
     }
 }
@@ -108,13 +134,19 @@ fn write<S: Simd, const MR: usize>(
                 break;
             }
             let p = row[v * S::LANES..].as_mut_ptr();
-            let value = s.mul(va, acc[r][v]);
+            let mut value = s.mul(va, acc[r][v]);
             // SAFETY: `count` elements of the row lie at `p`.
             unsafe {
-                if beta == S::T::ZERO {
-                    s.store_part(p, value, count);
+                if count == S::LANES {
+                    if beta != S::T::ZERO {
+                        value = s.fma(vb, s.load(p), value);
+                    }
+                    s.store(p, value);
                 } else {
-                    s.store_part(p, s.fma(vb, s.load_part(p, count), value), count);
+                    if beta != S::T::ZERO {
+                        value = s.fma(vb, s.load_part(p, count), value);
+                    }
+                    s.store_part(p, value, count);
                 }
             }
         }
@@ -123,24 +155,19 @@ fn write<S: Simd, const MR: usize>(
 
 /// Rows `i..i + MR`, columns `l0..` of the left operand as `[len][MR]`.
 #[inline(always)]
-fn pack_left<T: Real, const MR: usize>(a: Op<MatRef<'_, T>>, l0: usize, i: usize, dst: &mut [T]) {
+fn pack_left<S: Simd, const MR: usize>(s: S, a: Op<MatRef<'_, S::T>>, l0: usize, i: usize, dst: &mut [S::T]) {
     let len = dst.len() / MR;
     match a {
         Op::N(a) => {
             let part = MatRef::with_stride(&a.data()[l0..], a.rows(), len, a.stride());
-            pack_rows::<T, MR>(
-                part.expect("columns of a view are inside it"),
-                i,
-                (a.rows() - i).min(MR),
-                T::ONE,
-                dst,
-            );
+            let part = part.expect("columns of a view are inside it");
+            pack_rows::<S, MR>(s, part, i, (a.rows() - i).min(MR), S::T::ONE, dst);
         }
         Op::T(a) => {
             let rows = (a.cols() - i).min(MR);
             for (l, dst) in dst.chunks_exact_mut(MR).enumerate() {
                 dst[..rows].copy_from_slice(&a.row(l0 + l)[i..i + rows]);
-                dst[rows..].fill(T::ZERO);
+                dst[rows..].fill(S::T::ZERO);
             }
         }
     }

@@ -46,6 +46,11 @@ impl Exponential for f64 {
     const MAX_EXPONENT: f64 = 1024.0;
 }
 
+/// A hot loop that is compiled as a function of its own, whatever it is called from: see [`Simd::call`].
+pub(super) trait Kernel<S> {
+    fn run(self, s: S);
+}
+
 /// One instruction set for one element type.
 pub(super) trait Simd: Copy {
     /// Element.
@@ -55,6 +60,10 @@ pub(super) trait Simd: Copy {
     /// Elements per register.
     const LANES: usize;
 
+    /// Runs a kernel as a function with the target features of this instruction set, out of line, so that
+    /// it has the registers for itself.
+    fn call<K: Kernel<Self>>(self, kernel: K);
+
     fn splat(self, x: Self::T) -> Self::V;
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
@@ -63,8 +72,6 @@ pub(super) trait Simd: Copy {
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// The larger of two; `old` where `new` is NaN.
     fn max(self, new: Self::V, old: Self::V) -> Self::V;
-    /// The smaller of two; `old` where `new` is NaN.
-    fn min(self, new: Self::V, old: Self::V) -> Self::V;
     /// Nearest integers.
     fn round(self, x: Self::V) -> Self::V;
     /// $2^n$ for integers from `MIN_EXPONENT`, where it is 0, up to `MAX_EXPONENT`, where it is infinite.

@@ -11,8 +11,8 @@
 use super::Precision;
 use super::attend::Job;
 use super::block::{Block, NV, accumulate, pack_columns, pack_rows, pack_transposed};
-use super::simd::{Exponential, Simd};
-use crate::mat::{DType, Real};
+use super::simd::{Exponential, Kernel, Simd};
+use crate::mat::{DType, MatRef, Real};
 use crate::scratch::Scratch;
 use std::ops::Range;
 
@@ -22,9 +22,9 @@ const TILE_MAX: usize = 512;
 const STRIDE: usize = TILE_MAX + 16;
 /// Bytes of packed keys and values per tile, and of packed queries and outputs per block.
 const TILE_BYTES: usize = 256 << 10;
-const BLOCK_BYTES: usize = 384 << 10;
+const BLOCK_BYTES: usize = 288 << 10;
 /// Most rows in a block.
-const ROWS_MAX: usize = 384;
+const ROWS_MAX: usize = 288;
 
 /// Sizes of tiles and blocks.
 #[derive(Clone, Copy)]
@@ -85,7 +85,7 @@ pub(super) fn attend<S: Simd, const MR: usize>(
         let live = (rows - i0).min(plan.rows);
         for (g, dst) in queries.chunks_exact_mut((d * MR).max(1)).take(live.div_ceil(MR)).enumerate() {
             let first = i0 + g * MR;
-            pack_rows::<S::T, MR>(job.q, first, (rows - first).min(MR), factor, dst);
+            pack_rows::<S, MR>(s, job.q, first, (rows - first).min(MR), factor, dst);
         }
         if rounded {
             round_all(s, &mut queries);
@@ -124,7 +124,12 @@ pub(super) fn attend<S: Simd, const MR: usize>(
                 hide::<S>(&bias[..j1 - j0], &mut keys, d, &mut values, plan);
             }
 
-            for g in 0..live.div_ceil(MR) {
+            let groups = live.div_ceil(MR);
+            for g in 0..groups {
+                // The next tile is on its way while this one is worked on.
+                let next = seen.end.min(j1 + plan.tile).max(j1) - j1;
+                fetch(s, job.k, j1 + next * g / groups..j1 + next * (g + 1) / groups);
+                fetch(s, job.v, j1 + next * g / groups..j1 + next * (g + 1) / groups);
                 let last = (live - 1).min(g * MR + MR - 1);
                 let mut ranges = [(0, 0); MR];
                 for (r, range) in ranges.iter_mut().enumerate() {
@@ -157,6 +162,16 @@ pub(super) fn attend<S: Simd, const MR: usize>(
                 let log = state.max[r].to_f64() * std::f64::consts::LN_2 + l.to_f64().ln();
                 lse[i0 + r] = S::T::from_f64(log);
             }
+        }
+    }
+}
+
+/// Asks for rows of a matrix to be brought near.
+#[inline(always)]
+fn fetch<S: Simd>(s: S, a: MatRef<'_, S::T>, rows: Range<usize>) {
+    for i in rows {
+        for x in a.row(i).chunks(64 / size_of::<S::T>()) {
+            s.prefetch(x.as_ptr());
         }
     }
 }
@@ -232,41 +247,42 @@ impl<T: Real> Tile<'_, T> {
         if lo >= hi {
             return;
         }
+        let common = (common_lo, common_hi.max(common_lo));
         let mut top = [s.splat(T::NEG_INFINITY); MR];
-        self.logits::<S, MR>(s, ranges, lo, hi, logits, &mut top);
-        for r in 0..MR {
-            let (start, end) = ranges[r];
-            if start < end {
-                let logits = &mut logits[r * STRIDE..(r + 1) * STRIDE];
-                self.weights(s, start, end, s.reduce_max(top[r]), logits, row + r, state);
-            }
-        }
-        self.outputs::<S, MR>(s, ranges, common_lo, common_hi.max(common_lo), logits, row, state);
+        s.call(Logits { tile: self, ranges, seen: (lo, hi), common, logits: &mut *logits, top: &mut top });
+        s.call(Weights { tile: self, ranges, top: &top, logits: &mut *logits, row, state: &mut *state });
+        s.call(Outputs { tile: self, ranges, common, weights: logits, row, state });
     }
+}
 
-    /// Fills `logits` for the keys `lo..hi`, with −∞ for those that a row does not see, and collects the
-    /// greatest of each row and lane in `top`.
+/// Fills `logits` for the keys `seen`, with −∞ for those that a row does not see, and collects the greatest
+/// of each row and lane in `top`.
+struct Logits<'t, S: Simd, const MR: usize> {
+    tile: &'t Tile<'t, S::T>,
+    ranges: &'t [(usize, usize); MR],
+    seen: (usize, usize),
+    common: (usize, usize),
+    logits: &'t mut [S::T],
+    top: &'t mut [S::V; MR],
+}
+
+impl<S: Simd, const MR: usize> Kernel<S> for Logits<'_, S, MR> {
     #[inline(always)]
-    fn logits<S: Simd<T = T>, const MR: usize>(
-        &self,
-        s: S,
-        ranges: &[(usize, usize); MR],
-        lo: usize,
-        hi: usize,
-        logits: &mut [T],
-        top: &mut [S::V; MR],
-    ) {
+    fn run(self, s: S) {
         let width = NV * S::LANES;
-        let d = self.queries.len() / MR;
-        assert!(logits.len() >= MR * STRIDE && hi <= self.plan.tile && self.keys.len() >= self.plan.tile * d);
+        let (tile, (lo, hi)) = (self.tile, self.seen);
+        let d = tile.queries.len() / MR;
+        assert!(
+            self.logits.len() >= MR * STRIDE && hi <= tile.plan.tile && tile.keys.len() >= tile.plan.tile * d
+        );
         for p in lo / width..hi.div_ceil(width) {
-            let mut acc: Block<S, MR> = [[s.splat(T::ZERO); NV]; MR];
+            let mut acc: Block<S, MR> = [[s.splat(S::T::ZERO); NV]; MR];
             // SAFETY: the group holds `d` steps of `MR`, and panel `p` of the tile `d` steps of `width`.
             unsafe {
-                let keys = self.keys.as_ptr().add(p * width * d);
-                accumulate::<S, MR>(s, d, self.queries.as_ptr(), (1, MR), keys, &mut acc);
+                let keys = tile.keys.as_ptr().add(p * width * d);
+                accumulate::<S, MR>(s, d, tile.queries.as_ptr(), (1, MR), keys, &mut acc);
             }
-            if let Some(bias) = self.bias {
+            if let Some(bias) = tile.bias {
                 for v in 0..NV {
                     let bias = load(s, bias, p * width + v * S::LANES);
                     for acc in &mut acc {
@@ -274,124 +290,138 @@ impl<T: Real> Tile<'_, T> {
                     }
                 }
             }
-            let mut cut = false;
-            for &(start, end) in ranges {
-                cut |= start > p * width || end < (p + 1) * width;
-            }
             // SAFETY: row `r` and the keys of panel `p` lie inside `logits`.
             unsafe {
-                let dst = logits.as_mut_ptr().add(p * width);
+                let dst = self.logits.as_mut_ptr().add(p * width);
                 for r in 0..MR {
                     for v in 0..NV {
                         s.store(dst.add(r * STRIDE + v * S::LANES), acc[r][v]);
                     }
                 }
-                if cut {
+                if self.common.0 <= p * width && (p + 1) * width <= self.common.1 {
                     for r in 0..MR {
                         for v in 0..NV {
-                            let at = p * width + v * S::LANES;
-                            let (start, end) = ranges[r];
-                            let x = s.load(dst.add(r * STRIDE + v * S::LANES));
-                            let x = s.hide_outside(x, start.saturating_sub(at), end.saturating_sub(at));
-                            s.store(dst.add(r * STRIDE + v * S::LANES), x);
-                            top[r] = s.max(x, top[r]);
+                            self.top[r] = s.max(acc[r][v], self.top[r]);
                         }
                     }
                 } else {
                     for r in 0..MR {
                         for v in 0..NV {
-                            top[r] = s.max(acc[r][v], top[r]);
+                            let at = p * width + v * S::LANES;
+                            let (start, end) = self.ranges[r];
+                            let x = s.load(dst.add(r * STRIDE + v * S::LANES));
+                            let x = s.hide_outside(x, start.saturating_sub(at), end.saturating_sub(at));
+                            s.store(dst.add(r * STRIDE + v * S::LANES), x);
+                            self.top[r] = s.max(x, self.top[r]);
                         }
                     }
                 }
             }
         }
     }
+}
 
-    /// Turns a row's logits into weights and brings its running maximum and sums up to date.
+/// Turns logits into weights and brings the running maxima and sums up to date.
+struct Weights<'t, 's, S: Simd, const MR: usize> {
+    tile: &'t Tile<'t, S::T>,
+    ranges: &'t [(usize, usize); MR],
+    top: &'t [S::V; MR],
+    logits: &'t mut [S::T],
+    row: usize,
+    state: &'t mut State<'s, S::T>,
+}
+
+impl<S: Simd, const MR: usize> Kernel<S> for Weights<'_, '_, S, MR> {
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
-    fn weights<S: Simd<T = T>>(
-        &self,
-        s: S,
-        start: usize,
-        end: usize,
-        top: T,
-        logits: &mut [T],
-        row: usize,
-        state: &mut State<'_, T>,
-    ) {
-        let old = state.max[row];
-        let new = if top > old { top } else { old };
-        let span = start / S::LANES * S::LANES..end.next_multiple_of(S::LANES);
-        let mut sum = load(s, state.sum, row * S::LANES);
-        if new == T::NEG_INFINITY {
-            // Nothing to see, unless what is there is not a number.
-            let span = &mut logits[span];
-            if span.iter().any(|x| x.is_nan()) {
-                sum = s.splat(T::NAN);
+    fn run(self, s: S) {
+        let d_v = self.tile.plan.d_v;
+        for r in 0..MR {
+            let ((start, end), row) = (self.ranges[r], self.row + r);
+            if start >= end {
+                continue;
             }
-            span.fill(T::ZERO);
-        } else {
-            if new != old {
-                let shrink = s.exp2(s.splat(old - new));
-                sum = s.mul(sum, shrink);
-                for at in (row * self.plan.d_v..(row + 1) * self.plan.d_v).step_by(S::LANES) {
-                    store(s, state.acc, at, s.mul(load(s, state.acc, at), shrink));
+            let (old, top) = (self.state.max[row], s.reduce_max(self.top[r]));
+            let new = if top > old { top } else { old };
+            let logits = &mut self.logits[r * STRIDE..(r + 1) * STRIDE];
+            let logits = &mut logits[start / S::LANES * S::LANES..end.next_multiple_of(S::LANES)];
+            let mut sum = load(s, self.state.sum, row * S::LANES);
+            if new == S::T::NEG_INFINITY {
+                // Nothing to see, unless what is there is not a number.
+                if logits.iter().any(|x| x.is_nan()) {
+                    sum = s.splat(S::T::NAN);
                 }
-                state.max[row] = new;
+                logits.fill(S::T::ZERO);
+            } else {
+                if new != old {
+                    let shrink = s.exp2(s.splat(old - new));
+                    sum = s.mul(sum, shrink);
+                    let acc = &mut self.state.acc[row * d_v..(row + 1) * d_v];
+                    for at in (0..d_v).step_by(S::LANES) {
+                        store(s, acc, at, s.mul(load(s, acc, at), shrink));
+                    }
+                    self.state.max[row] = new;
+                }
+                let shift = s.splat(new);
+                let (p, count) = (logits.as_mut_ptr(), logits.len() / S::LANES);
+                for n in 0..count {
+                    // SAFETY: `logits` holds `count` whole registers.
+                    unsafe {
+                        let p = p.add(n * S::LANES);
+                        let weight = s.exp2(s.sub(s.load(p), shift));
+                        sum = s.add(sum, weight);
+                        s.store(p, weight);
+                    }
+                }
+                if self.tile.rounded {
+                    round_all(s, logits);
+                }
             }
-            let shift = s.splat(new);
-            let logits = &mut logits[span];
-            let rounded = self.rounded;
-            for at in (0..logits.len()).step_by(S::LANES) {
-                let p = s.exp2(s.sub(load(s, logits, at), shift));
-                sum = s.add(sum, p);
-                store(s, logits, at, if rounded { s.round_bf16(p) } else { p });
-            }
+            store(s, self.state.sum, row * S::LANES, sum);
         }
-        store(s, state.sum, row * S::LANES, sum);
     }
+}
 
-    /// Adds the weighted values: register blocks over the keys that all rows see, one row at a time over
-    /// those before and after that only some see.
+/// Adds the weighted values: register blocks over the keys that all rows see, one row at a time over those
+/// before and after that only some see.
+struct Outputs<'t, 's, T, const MR: usize> {
+    tile: &'t Tile<'t, T>,
+    ranges: &'t [(usize, usize); MR],
+    common: (usize, usize),
+    weights: &'t [T],
+    row: usize,
+    state: &'t mut State<'s, T>,
+}
+
+impl<S: Simd, const MR: usize> Kernel<S> for Outputs<'_, '_, S::T, MR> {
     #[inline(always)]
-    #[allow(clippy::too_many_arguments)]
-    fn outputs<S: Simd<T = T>, const MR: usize>(
-        &self,
-        s: S,
-        ranges: &[(usize, usize); MR],
-        common_lo: usize,
-        common_hi: usize,
-        weights: &[T],
-        row: usize,
-        state: &mut State<'_, T>,
-    ) {
-        let (width, d_v) = (NV * S::LANES, self.plan.d_v);
-        let ragged = ranges.iter().any(|&range| range != (common_lo, common_hi));
-        let acc = &mut state.acc[row * d_v..(row + MR) * d_v];
-        assert!(weights.len() >= MR * STRIDE && self.values.len() >= self.plan.tile * d_v);
+    fn run(self, s: S) {
+        let (tile, ranges, weights, (from, to)) = (self.tile, self.ranges, self.weights, self.common);
+        let (width, d_v) = (NV * S::LANES, tile.plan.d_v);
+        let ragged = ranges.iter().any(|&range| range != self.common);
+        let acc = &mut self.state.acc[self.row * d_v..(self.row + MR) * d_v];
+        assert!(
+            weights.len() >= MR * STRIDE && tile.values.len() >= tile.plan.tile * d_v && to <= tile.plan.tile
+        );
         for c in 0..d_v / width {
-            let values = &self.values[c * self.plan.tile * width..(c + 1) * self.plan.tile * width];
+            let values = &tile.values[c * tile.plan.tile * width..(c + 1) * tile.plan.tile * width];
             if ragged {
                 for r in 0..MR {
-                    let head = ranges[r].0..ranges[r].1.min(common_lo);
+                    let head = ranges[r].0..ranges[r].1.min(from);
                     one_row(s, &weights[r * STRIDE..], values, head, &mut acc[r * d_v + c * width..]);
                 }
             }
-            if common_lo < common_hi {
+            if from < to {
                 // SAFETY: weights and values hold all keys of the tile, `acc` all columns of the group.
                 unsafe {
                     let dst = acc.as_mut_ptr().add(c * width);
-                    let mut block: Block<S, MR> = [[s.splat(T::ZERO); NV]; MR];
+                    let mut block: Block<S, MR> = [[s.splat(S::T::ZERO); NV]; MR];
                     for r in 0..MR {
                         for v in 0..NV {
                             block[r][v] = s.load(dst.add(r * d_v + v * S::LANES));
                         }
                     }
-                    let (left, right) =
-                        (weights.as_ptr().add(common_lo), values.as_ptr().add(common_lo * width));
-                    accumulate::<S, MR>(s, common_hi - common_lo, left, (STRIDE, 1), right, &mut block);
+                    let (left, right) = (weights.as_ptr().add(from), values.as_ptr().add(from * width));
+                    accumulate::<S, MR>(s, to - from, left, (STRIDE, 1), right, &mut block);
                     for r in 0..MR {
                         for v in 0..NV {
                             s.store(dst.add(r * d_v + v * S::LANES), block[r][v]);
@@ -401,7 +431,7 @@ impl<T: Real> Tile<'_, T> {
             }
             if ragged {
                 for r in 0..MR {
-                    let tail = ranges[r].0.max(common_hi)..ranges[r].1;
+                    let tail = ranges[r].0.max(to)..ranges[r].1;
                     one_row(s, &weights[r * STRIDE..], values, tail, &mut acc[r * d_v + c * width..]);
                 }
             }

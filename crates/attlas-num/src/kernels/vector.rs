@@ -185,8 +185,12 @@ pub(super) fn matvec<S: Simd>(s: S, a: MatRef<'_, S::T>, x: &[S::T], out: &mut [
 
 #[inline(always)]
 pub(super) fn fma_burn<S: Simd, const ROWS: usize>(s: S, iterations: u64) -> (u64, S::T) {
-    let (a, b) = (s.splat(S::T::from_f64(0.999_999)), s.splat(S::T::from_f64(1e-6)));
-    let mut x = [s.splat(S::T::ONE); ROWS];
+    // Chains that start apart and stay apart, or the compiler would keep only one of them.
+    let (a, b) = (s.splat(S::T::from_f64(0.75)), s.splat(S::T::from_f64(0.3)));
+    let mut x = [b; ROWS];
+    for (r, x) in x.iter_mut().enumerate() {
+        *x = s.splat(S::T::from_usize(r));
+    }
     for _ in 0..iterations {
         for x in &mut x {
             *x = s.fma(*x, a, b);

@@ -1,6 +1,6 @@
 //! AVX2 with FMA: registers of 8 `f32` or 4 `f64`.
 
-use super::simd::{Simd, variant};
+use super::simd::{Kernel, Simd, variant};
 use std::arch::x86_64::*;
 
 variant!(single, f32, Single::new(), 6, "avx2,fma");
@@ -48,6 +48,17 @@ macro_rules! arithmetic {
         const LANES: usize = $lanes;
 
         #[inline(always)]
+        fn call<K: Kernel<Self>>(self, kernel: K) {
+            #[inline(never)]
+            #[target_feature(enable = "avx2,fma")]
+            fn enter<S, K: Kernel<S>>(s: S, kernel: K) {
+                kernel.run(s);
+            }
+            // SAFETY: the token proves that the machine has the features.
+            unsafe { enter(self, kernel) }
+        }
+
+        #[inline(always)]
         fn splat(self, x: $t) -> $v {
             // SAFETY: the token proves that the machine has the instructions.
             unsafe { $splat(x) }
@@ -77,11 +88,6 @@ macro_rules! arithmetic {
             // SAFETY: the token proves that the machine has the instructions; of two operands, one of which
             // is NaN, they return the second.
             unsafe { $max(new, old) }
-        }
-        #[inline(always)]
-        fn min(self, new: $v, old: $v) -> $v {
-            // SAFETY: as for `max`.
-            unsafe { $min(new, old) }
         }
         #[inline(always)]
         fn clamp_below(self, x: $v, low: $t) -> $v {
@@ -139,7 +145,7 @@ macro_rules! arithmetic {
         #[inline(always)]
         fn prefetch(self, p: *const $t) {
             // SAFETY: a prefetch never faults.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
         }
     };
 }

@@ -1,6 +1,6 @@
 //! AVX-512: registers of 16 `f32` or 8 `f64`.
 
-use super::simd::{Simd, exp2_fraction, variant};
+use super::simd::{Kernel, Simd, exp2_fraction, variant};
 use std::arch::x86_64::*;
 
 variant!(single, f32, Single::new(), 12, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
@@ -50,6 +50,17 @@ macro_rules! arithmetic {
         const LANES: usize = $lanes;
 
         #[inline(always)]
+        fn call<K: Kernel<Self>>(self, kernel: K) {
+            #[inline(never)]
+            #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")]
+            fn enter<S, K: Kernel<S>>(s: S, kernel: K) {
+                kernel.run(s);
+            }
+            // SAFETY: the token proves that the machine has the features.
+            unsafe { enter(self, kernel) }
+        }
+
+        #[inline(always)]
         fn splat(self, x: $t) -> $v {
             // SAFETY: the token proves that the machine has the instructions.
             unsafe { $splat(x) }
@@ -79,11 +90,6 @@ macro_rules! arithmetic {
             // SAFETY: the token proves that the machine has the instructions; of two operands, one of which
             // is NaN, they return the second.
             unsafe { $max(new, old) }
-        }
-        #[inline(always)]
-        fn min(self, new: $v, old: $v) -> $v {
-            // SAFETY: as for `max`.
-            unsafe { $min(new, old) }
         }
         #[inline(always)]
         fn clamp_below(self, x: $v, low: $t) -> $v {
@@ -153,7 +159,7 @@ macro_rules! arithmetic {
         #[inline(always)]
         fn prefetch(self, p: *const $t) {
             // SAFETY: a prefetch never faults.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
         }
     };
 }
@@ -193,6 +199,32 @@ impl Simd for Single {
             let rounded = _mm512_and_si512(up, _mm512_set1_epi32(0xffff_0000u32 as i32));
             let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
             _mm512_mask_mov_ps(_mm512_castsi512_ps(rounded), nan, x)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn reduce_add_16(self, x: &[__m512; 16], out: *mut f32) {
+        // SAFETY: the caller vouches for `out`; the token for the instructions.
+        unsafe {
+            // Half of the lanes of two registers at a time; every register goes through the same sums.
+            let mut a = *x;
+            for i in 0..8 {
+                let (x, y) = (a[2 * i], a[2 * i + 1]);
+                a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
+            }
+            for i in 0..4 {
+                let (x, y) = (_mm512_castps_pd(a[2 * i]), _mm512_castps_pd(a[2 * i + 1]));
+                let (low, high) = (_mm512_unpacklo_pd(x, y), _mm512_unpackhi_pd(x, y));
+                a[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+            }
+            for count in [2, 1] {
+                for i in 0..count {
+                    let (x, y) = (a[2 * i], a[2 * i + 1]);
+                    a[i] =
+                        _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(x, y), _mm512_shuffle_f32x4::<0xdd>(x, y));
+                }
+            }
+            _mm512_storeu_ps(out, a[0]);
         }
     }
 

@@ -1,6 +1,8 @@
 //! Products of rows with directions, $X \Omega^\top$, the one hot loop of all random features.
 
+use crate::kernels::{self, Isa, Op, gemm};
 use crate::mat::{DType, Mat, MatRef, Real};
+use crate::scratch::Scratch;
 
 /// Whether a row of this squared norm needs [`dot_wide`].
 ///
@@ -52,50 +54,110 @@ pub(super) fn norm2_wide<T: Real>(x: &[T]) -> f64 {
     dot_wide(x, x)
 }
 
+/// `‖x‖²`: in the element type where that is accurate enough, in double precision above.
+pub(super) fn norm2<T: Real>(x: &[T]) -> f64 {
+    let fast = kernels::dot(x, x).to_f64();
+    // Not below 64 only where rows need wide sums anyway; NaN goes the slow way too, and stays.
+    if fast <= 64.0 { fast } else { norm2_wide(x) }
+}
+
 /// Writes `x · omegaᵀ`, row `i` at `out[i·stride ..][..omega.rows()]`.
 pub(super) fn project<T: Real>(x: MatRef<'_, T>, omega: &Mat<T>, out: &mut [T], stride: usize) {
+    project_with(x, omega, out, stride, &Scratch::new());
+}
+
+fn project_with<T: Real>(x: MatRef<'_, T>, omega: &Mat<T>, out: &mut [T], stride: usize, scratch: &Scratch) {
     debug_assert!(stride >= omega.rows() && x.cols() == omega.cols());
-    for (i, row) in x.iter_rows().enumerate() {
-        for (l, o) in out[i * stride..][..omega.rows()].iter_mut().enumerate() {
-            *o = dot(row, omega.row(l));
-        }
+    gemm(Isa::best(), T::ONE, Op::N(x), Op::T(omega.as_ref()), T::ZERO, out, stride, scratch);
+}
+
+/// Directions to multiply with, and the buffers of the product, kept from call to call.
+#[derive(Debug)]
+pub(super) struct Projection<T> {
+    omega: Mat<T>,
+    scratch: Scratch,
+}
+
+impl<T: Clone> Clone for Projection<T> {
+    fn clone(&self) -> Self {
+        Self { omega: self.omega.clone(), scratch: Scratch::new() }
     }
 }
 
-/// Like [`project`], then hands every row of projections to `finish(row index, projections, out row)` in
-/// double precision where `wide(row index)` asks for it, and otherwise as computed by [`project`].
-///
-/// `finish` receives the projections in a buffer of its own, so that it may write all of the output row.
-pub(super) fn project_rows<T: Real>(
-    x: MatRef<'_, T>,
-    omega: &Mat<T>,
-    out: &mut [T],
-    stride: usize,
-    wide: impl Fn(usize) -> bool,
-    mut finish: impl FnMut(usize, &[f64], &mut [T]),
-) {
-    let m = omega.rows();
-    let mut buffer = vec![0.0; m];
-    let mut start = 0;
-    while start < x.rows() {
-        let is_wide = wide(start);
-        let mut end = start + 1;
-        while end < x.rows() && wide(end) == is_wide {
-            end += 1;
-        }
-        if !is_wide {
-            project(x.sub_rows(start..end), omega, &mut out[start * stride..], stride);
-        }
-        for i in start..end {
-            let row = &mut out[i * stride..(i + 1) * stride];
-            if is_wide {
-                buffer.iter_mut().enumerate().for_each(|(l, b)| *b = dot_wide(x.row(i), omega.row(l)));
+impl<T: Real> Projection<T> {
+    /// For the rows of `omega`.
+    pub(super) fn new(omega: Mat<T>) -> Self {
+        Self { omega, scratch: Scratch::new() }
+    }
+
+    /// Number of directions.
+    pub(super) fn len(&self) -> usize {
+        self.omega.rows()
+    }
+
+    /// Length of a direction.
+    pub(super) fn dim(&self) -> usize {
+        self.omega.cols()
+    }
+
+    /// Projections of every row, handed over row by row to `finish(row index, projections, out row)`: in double
+    /// precision where `wide(row index)` asks for it; otherwise `None`, and they stand at the front of the
+    /// output row.
+    ///
+    /// A row's result does not depend on the rows beside it.
+    pub(super) fn rows(
+        &self,
+        x: MatRef<'_, T>,
+        out: &mut [T],
+        stride: usize,
+        wide: impl Fn(usize) -> bool,
+        mut finish: impl FnMut(usize, Option<&[f64]>, &mut [T]),
+    ) {
+        project_with(x, &self.omega, out, stride, &self.scratch);
+        let mut late = Vec::new();
+        for (i, row) in out.chunks_exact_mut(stride.max(1)).enumerate().take(x.rows()) {
+            if wide(i) {
+                late.push(i);
             } else {
-                buffer.iter_mut().zip(row.iter()).for_each(|(b, o)| *b = o.to_f64());
+                finish(i, None, row);
             }
-            finish(i, &buffer, row);
         }
-        start = end;
+        if late.is_empty() {
+            return;
+        }
+        let m = self.len();
+        let mut projections = self.scratch.take::<f64>(late.len() * m);
+        if T::DTYPE == DType::F32 {
+            let widened: Vec<f64> = late.iter().flat_map(|&i| x.row(i).iter().map(|x| x.to_f64())).collect();
+            let rows = MatRef::new(&widened, late.len(), x.cols());
+            project_with(rows, &self.omega.cast::<f64>(), &mut projections, m, &self.scratch);
+        } else {
+            for (&i, p) in late.iter().zip(projections.chunks_exact_mut(m.max(1))) {
+                p.iter_mut().enumerate().for_each(|(l, p)| *p = dot_wide(x.row(i), self.omega.row(l)));
+            }
+        }
+        for (&i, p) in late.iter().zip(projections.chunks_exact(m.max(1))) {
+            finish(i, Some(p), &mut out[i * stride..(i + 1) * stride]);
+        }
+    }
+
+    /// Like [`rows`](Self::rows) with all projections handed over in double precision, in a buffer of their own.
+    pub(super) fn rows_in_f64(
+        &self,
+        x: MatRef<'_, T>,
+        out: &mut [T],
+        stride: usize,
+        wide: impl Fn(usize) -> bool,
+        mut finish: impl FnMut(usize, &[f64], &mut [T]),
+    ) {
+        let mut buffer = vec![0.0; self.len()];
+        self.rows(x, out, stride, wide, |i, p, row| match p {
+            Some(p) => finish(i, p, row),
+            None => {
+                buffer.iter_mut().zip(row.iter()).for_each(|(b, o)| *b = o.to_f64());
+                finish(i, &buffer, row);
+            }
+        });
     }
 }
 

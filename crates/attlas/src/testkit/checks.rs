@@ -52,6 +52,10 @@ fn check_entry(method: &Method) {
     for (law, reason) in method.claims.except {
         assert!(reason.len() > 10, "{id} breaks {law:?} without a reason");
     }
+    for w in method.claims.withdrawn {
+        assert!(w.reason.len() > 10, "{id} withdraws {:?} without a reason", w.promise);
+        assert!(method.params.iter().any(|p| p.name == w.param), "{id} has no parameter {}", w.param);
+    }
     if !method.claims.deterministic {
         assert!(method.params.iter().any(|p| p.name == "seed"), "{id} draws random numbers but has no seed");
     }
@@ -237,7 +241,7 @@ impl Subject {
         for p in self.problems() {
             let case = Case::gaussian(p, 5);
             let Some(first) = self.run(&case) else { continue };
-            if self.method.claims.row_stochastic {
+            if self.method.claims_with(&self.options).row_stochastic {
                 let constant = Case { v: vec![1.5; case.v.len()], ..case.clone() };
                 if let Some(ran) = self.run(&constant) {
                     let want = vec![1.5; ran.o.len()];
@@ -549,6 +553,9 @@ fn check_unbiased(method: &'static Method) {
         return;
     }
     for base in settings(method).into_iter().skip(1) {
+        if !method.claims_with(&base).unbiased {
+            continue;
+        }
         let subject = Subject { method, options: base.clone() };
         let Some(&mask) = subject.masks().first() else { continue };
         let p = Problem { mask, ..Problem::new(1, 97, 8) };

@@ -10,7 +10,7 @@
 //! $\langle x, y\rangle = \langle x', y'\rangle + \langle c, x'\rangle + \langle c, y'\rangle + \|c\|^2$ with
 //! $x' = x - c$, $y' = y - c$.
 
-use super::{MapOptions, Side, SignedFeatures, check_call, saturate};
+use super::{MapOptions, Side, SignedFeatures, check_signed_call, saturate};
 use crate::mat::{Mat, MatRef, Real};
 use crate::rng::{Rng, StreamKey};
 use crate::sketch::{SketchError, ensure, ensure_size};
@@ -124,7 +124,7 @@ impl<T: Real> SignedFeatures<T> for Discrete {
 
     fn signed_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T], log_scale: &mut [T]) {
         let (m, d) = (self.powers.rows(), self.powers.cols());
-        check_call(x, d, out, m);
+        check_signed_call(x, d, out, m, log_scale);
         let root = self.options.scale.sqrt();
         let mut logs = vec![0.0; d];
         let mut negative = vec![false; d];

@@ -4,7 +4,7 @@
 //! logarithm, $x$ for $x \le 0$ and $\ln(1 + x)$ above, is exact far below the point where the value
 //! underflows.
 
-use super::{LogFeatures, MapOptions, Side, SignedFeatures, check_call};
+use super::{LogFeatures, MapOptions, Side, SignedFeatures, check_call, check_signed_call};
 use crate::mat::{MatRef, Real};
 use crate::sketch::{SketchError, ensure};
 
@@ -116,7 +116,7 @@ impl<T: Real> SignedFeatures<T> for Identity {
     }
 
     fn signed_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T], log_scale: &mut [T]) {
-        check_call(x, self.d, out, self.d);
+        check_signed_call(x, self.d, out, self.d, log_scale);
         let log = if self.options.drops(side) { 0.0 } else { 0.5 * self.options.scale.ln() };
         log_scale.fill(T::from_f64(log));
         for (row, out) in x.iter_rows().zip(out.chunks_exact_mut(self.d.max(1))) {

@@ -17,7 +17,7 @@
 
 use super::{Constants, LogFeatures, MapOptions, Side, check_call, saturate};
 use crate::mat::{Mat, MatRef, Real};
-use crate::sketch::project::{dot, dot_wide, needs_wide, norm2_wide, project_rows};
+use crate::sketch::project::{Projection, dot, needs_wide, norm2, project};
 use crate::sketch::small::{Svd, jacobi_svd, matmul};
 use crate::sketch::{SketchError, ensure, ensure_size};
 
@@ -164,13 +164,29 @@ impl Linear {
     }
 
     /// $\|L x\|^2$.
-    fn norm2<T: Real>(&self, x: &[T]) -> f64 {
+    fn norm2(&self, x: &[f64]) -> f64 {
+        let y = self.apply(x);
+        dot(&y, &y)
+    }
+
+    /// Writes $\|L x\|^2$ for every row of `x`.
+    fn norms2<T: Real>(&self, x: MatRef<'_, T>) -> Vec<f64> {
         match self {
-            Self::Scaled(c) => c * c * norm2_wide(x),
-            Self::Diagonal(c) => c.iter().zip(x).map(|(c, x)| (c * x.to_f64()).powi(2)).sum(),
+            Self::Scaled(c) => x.iter_rows().map(|row| c * c * norm2(row)).collect(),
+            Self::Diagonal(c) => {
+                let square = |row: &[T]| c.iter().zip(row).map(|(c, x)| (c * x.to_f64()).powi(2)).sum();
+                x.iter_rows().map(square).collect()
+            }
             Self::Dense(m) => {
-                let wide: Vec<f64> = x.iter().map(|x| x.to_f64()).collect();
-                (0..m.rows()).map(|i| dot_wide(m.row(i), &wide).powi(2)).sum()
+                let mut wide = Mat::zeros(x.rows(), x.cols());
+                for (i, row) in x.iter_rows().enumerate() {
+                    // Bounded so that no sum overflows with both signs; NaN stays.
+                    let bounded = row.iter().map(|x| x.to_f64().clamp(-1e140, 1e140));
+                    wide.row_mut(i).iter_mut().zip(bounded).for_each(|(w, x)| *w = x);
+                }
+                let mut y = Mat::zeros(x.rows(), m.rows());
+                project(wide.as_ref(), m, y.data_mut(), m.rows());
+                (0..x.rows()).map(|i| dot(y.row(i), y.row(i))).collect()
             }
         }
     }
@@ -368,7 +384,7 @@ impl Exponent {
 /// One side of the map, ready to be applied: $\sqrt{\mathrm{scale}}\,\Omega B$ and $L$.
 #[derive(Clone, Debug)]
 struct SideMap<T> {
-    omega: Mat<T>,
+    omega: Projection<T>,
     l: Linear,
 }
 
@@ -377,8 +393,9 @@ struct SideMap<T> {
 pub struct ExpFeatures<T> {
     query: SideMap<T>,
     key: Option<SideMap<T>>,
-    /// $\omega_l^\top A \omega_l$.
+    /// $\omega_l^\top A \omega_l$, also rounded to the element type.
     offsets: Vec<f64>,
+    short_offsets: Vec<T>,
     /// $\ln D - \frac12 \ln m$.
     log_constant: f64,
     antithetic: bool,
@@ -397,7 +414,10 @@ impl<T: Real> ExpFeatures<T> {
         ensure_size("length of directions", exponent.dim(), directions.cols())?;
         ensure(directions.rows() > 0, "directions", 0.0, "at least one")?;
         let root = options.scale.sqrt();
-        let side = |form: &SideForm| SideMap { omega: form.b.fold(directions, root), l: form.l.clone() };
+        let side = |form: &SideForm| SideMap {
+            omega: Projection::new(form.b.fold(directions, root)),
+            l: form.l.clone(),
+        };
         let offsets: Vec<f64> = (0..directions.rows())
             .map(|l| directions.row(l).iter().zip(&exponent.a).map(|(w, a)| a * w * w).sum())
             .collect();
@@ -405,6 +425,7 @@ impl<T: Real> ExpFeatures<T> {
         Ok(Self {
             query: side(&exponent.query),
             key: exponent.key.as_ref().map(side),
+            short_offsets: offsets.iter().map(|&x| T::from_f64(x)).collect(),
             offsets,
             log_constant: exponent.log_d - 0.5 * (m as f64).ln(),
             antithetic,
@@ -415,7 +436,7 @@ impl<T: Real> ExpFeatures<T> {
 
 impl<T: Real> LogFeatures<T> for ExpFeatures<T> {
     fn input_dim(&self) -> usize {
-        self.query.omega.cols()
+        self.query.omega.dim()
     }
 
     fn num_features(&self) -> usize {
@@ -428,34 +449,38 @@ impl<T: Real> LogFeatures<T> for ExpFeatures<T> {
             Side::Query => &self.query,
             Side::Key => self.key.as_ref().unwrap_or(&self.query),
         };
-        check_call(x, map.omega.cols(), out, m);
+        check_call(x, map.omega.dim(), out, m);
         let constant = if self.options.constants == Constants::Keep { self.log_constant } else { 0.0 };
-        let norms: Vec<f64> = x.iter_rows().map(|row| self.options.scale * map.l.norm2(row)).collect();
-        project_rows(
+        let mut norms = map.l.norms2(x);
+        norms.iter_mut().for_each(|n| *n *= self.options.scale);
+        let count = self.offsets.len();
+        map.omega.rows(
             x,
-            &map.omega,
             out,
             m,
             |i| needs_wide::<T>(norms[i]),
-            |i, p, row| {
+            |i, projections, row| {
                 let common = if self.options.drops(side) { 0.0 } else { constant - 0.5 * norms[i] };
-                let (plus, minus) = row.split_at_mut(p.len());
-                let entries = p.iter().zip(&self.offsets);
-                if needs_wide::<T>(norms[i]) {
-                    for (l, (&p, offset)) in entries.enumerate() {
+                let (plus, minus) = row.split_at_mut(count);
+                if let Some(projections) = projections {
+                    for (l, (&p, offset)) in projections.iter().zip(&self.offsets).enumerate() {
                         plus[l] = log_value(p, common + offset);
                         if self.antithetic {
                             minus[l] = log_value(-p, common + offset);
                         }
                     }
+                    return;
+                }
+                // Rows of moderate length stay inside the range of the type.
+                let common = T::from_f64(common);
+                if self.antithetic {
+                    for ((plus, minus), &offset) in plus.iter_mut().zip(minus).zip(&self.short_offsets) {
+                        let (p, base) = (*plus, common + offset);
+                        *plus = base + p;
+                        *minus = base - p;
+                    }
                 } else {
-                    // Rows of moderate length stay inside the range of the type.
-                    for (o, (&p, offset)) in plus.iter_mut().zip(entries.clone()) {
-                        *o = T::from_f64(common + offset + p);
-                    }
-                    for (o, (&p, offset)) in minus.iter_mut().zip(entries) {
-                        *o = T::from_f64(common + offset - p);
-                    }
+                    plus.iter_mut().zip(&self.short_offsets).for_each(|(p, &offset)| *p += common + offset);
                 }
             },
         );

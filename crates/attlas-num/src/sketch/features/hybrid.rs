@@ -15,9 +15,11 @@
 //! features are signed and their constants never cancel, so they are always kept.
 
 use super::trig::phase;
-use super::{Constants, LogFeatures, MapOptions, Side, SignedFeatures, check_call, saturate};
+use super::{
+    Constants, LogFeatures, MapOptions, Side, SignedFeatures, check_call, check_signed_call, saturate,
+};
 use crate::mat::{Mat, MatRef, Real};
-use crate::sketch::project::{dot, needs_wide, norm2_wide, project_rows};
+use crate::sketch::project::{Projection, dot, needs_wide, norm2_wide};
 use crate::sketch::{SketchError, ensure, ensure_size};
 
 /// The kernel that mixes.
@@ -36,7 +38,7 @@ pub enum HybridWeight {
 #[derive(Clone, Debug)]
 pub struct HybridFeatures<T> {
     /// Base directions, then weight directions.
-    stacked: Mat<T>,
+    stacked: Projection<T>,
     bases: usize,
     weight: HybridWeight,
     scale: f64,
@@ -69,17 +71,17 @@ impl<T: Real> HybridFeatures<T> {
                 root / width * weight_directions[(i - bases, j)]
             })
         });
-        Ok(Self { stacked, bases, weight, scale })
+        Ok(Self { stacked: Projection::new(stacked), bases, weight, scale })
     }
 }
 
 impl<T: Real> SignedFeatures<T> for HybridFeatures<T> {
     fn input_dim(&self) -> usize {
-        self.stacked.cols()
+        self.stacked.dim()
     }
 
     fn num_features(&self) -> usize {
-        let n = self.stacked.rows() - self.bases;
+        let n = self.stacked.len() - self.bases;
         match self.weight {
             HybridWeight::Angular => 4 * self.bases * (n + 1),
             HybridWeight::Gaussian { .. } => 2 * self.bases * (1 + 4 * n),
@@ -88,16 +90,15 @@ impl<T: Real> SignedFeatures<T> for HybridFeatures<T> {
 
     fn signed_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T], log_scale: &mut [T]) {
         let m = SignedFeatures::<T>::num_features(self);
-        check_call(x, self.stacked.cols(), out, m);
+        check_signed_call(x, self.stacked.dim(), out, m, log_scale);
         let minus = if side == Side::Key { -1.0 } else { 1.0 };
-        let n = (self.stacked.rows() - self.bases) as f64;
+        let n = (self.stacked.len() - self.bases) as f64;
         // Finite bounds keep differences of overflowed numbers from becoming NaN.
         let norms: Vec<f64> =
             x.iter_rows().map(|row| (self.scale * norm2_wide(row)).clamp(0.0, 1e300)).collect();
         let (mut hyp, mut trig) = (vec![0.0; 2 * self.bases], vec![0.0; 2 * self.bases]);
-        project_rows(
+        self.stacked.rows_in_f64(
             x,
-            &self.stacked,
             out,
             m,
             |i| needs_wide::<T>(norms[i]),

@@ -112,14 +112,27 @@ pub fn exponentiate_rows_in_place<T: Real>(features: &mut [T], num_features: usi
     for (row, scale) in features.chunks_exact_mut(num_features.max(1)).zip(log_scale) {
         let top = row.iter().fold(T::NEG_INFINITY, |m, &x| m.max(x));
         *scale = if top == T::NEG_INFINITY { T::ZERO } else { top };
-        row.iter_mut().for_each(|x| *x = (*x - *scale).exp());
+        row.iter_mut().for_each(|x| *x -= *scale);
+        crate::kernels::exp_in_place(row);
     }
 }
 
 /// Checks the shapes of a call.
-fn check_call<T>(x: MatRef<'_, T>, input_dim: usize, out: &[T], num_features: usize) {
+fn check_call<T: Real>(x: MatRef<'_, T>, input_dim: usize, out: &[T], num_features: usize) {
     assert_eq!(x.cols(), input_dim, "row length");
     assert_eq!(out.len(), x.rows() * num_features, "rows × features");
+}
+
+/// Checks the shapes of a call with scales.
+pub(super) fn check_signed_call<T: Real>(
+    x: MatRef<'_, T>,
+    input_dim: usize,
+    out: &[T],
+    num_features: usize,
+    log_scale: &[T],
+) {
+    check_call(x, input_dim, out, num_features);
+    assert_eq!(log_scale.len(), x.rows(), "one scale per row");
 }
 
 /// A finite number as close to `x` as the type allows; NaN stays.

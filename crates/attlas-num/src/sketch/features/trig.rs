@@ -6,15 +6,15 @@
 //! ReLU (generalised attention, Choromanski et al. 2021): $\max(\omega_l \cdot x, 0) + \varepsilon$, a kernel
 //! of its own.
 
-use super::{LogFeatures, MapOptions, Side, SignedFeatures, check_call, saturate};
+use super::{LogFeatures, MapOptions, Side, SignedFeatures, check_call, check_signed_call, saturate};
 use crate::mat::{Mat, MatRef, Real};
-use crate::sketch::project::{needs_wide, norm2_wide, project_rows};
+use crate::sketch::project::{Projection, needs_wide, norm2_wide};
 use crate::sketch::{SketchError, ensure};
 
 /// Trigonometric features; $M$ directions give $2M$ features, cosines first.
 #[derive(Clone, Debug)]
 pub struct Trig<T> {
-    omega: Mat<T>,
+    omega: Projection<T>,
     options: MapOptions,
 }
 
@@ -28,29 +28,29 @@ impl<T: Real> Trig<T> {
 }
 
 /// $\sqrt{\mathrm{scale}}\,\Omega$, rounded once.
-fn scaled_directions<T: Real>(directions: &Mat<f64>, scale: f64) -> Mat<T> {
+fn scaled_directions<T: Real>(directions: &Mat<f64>, scale: f64) -> Projection<T> {
     let root = scale.sqrt();
-    Mat::from_fn(directions.rows(), directions.cols(), |i, j| T::from_f64(root * directions[(i, j)]))
+    let entry = |i, j| T::from_f64(root * directions[(i, j)]);
+    Projection::new(Mat::from_fn(directions.rows(), directions.cols(), entry))
 }
 
 impl<T: Real> SignedFeatures<T> for Trig<T> {
     fn input_dim(&self) -> usize {
-        self.omega.cols()
+        self.omega.dim()
     }
 
     fn num_features(&self) -> usize {
-        2 * self.omega.rows()
+        2 * self.omega.len()
     }
 
     fn signed_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T], log_scale: &mut [T]) {
-        let m = self.omega.rows();
-        check_call(x, self.omega.cols(), out, 2 * m);
+        let m = self.omega.len();
+        check_signed_call(x, self.omega.dim(), out, 2 * m, log_scale);
         let drop = self.options.drops(side);
         let norms: Vec<f64> = x.iter_rows().map(|r| self.options.scale * norm2_wide(r)).collect();
         let factor = if drop { 1.0 } else { 1.0 / (m as f64).sqrt() };
-        project_rows(
+        self.omega.rows_in_f64(
             x,
-            &self.omega,
             out,
             2 * m,
             |i| needs_wide::<T>(norms[i]),
@@ -74,7 +74,7 @@ pub(super) fn phase(angle: f64) -> (f64, f64) {
 /// Random ReLU features, one per direction.
 #[derive(Clone, Debug)]
 pub struct RandomRelu<T> {
-    omega: Mat<T>,
+    omega: Projection<T>,
     eps: f64,
     options: MapOptions,
 }
@@ -91,18 +91,18 @@ impl<T: Real> RandomRelu<T> {
 
 impl<T: Real> LogFeatures<T> for RandomRelu<T> {
     fn input_dim(&self) -> usize {
-        self.omega.cols()
+        self.omega.dim()
     }
 
     fn num_features(&self) -> usize {
-        self.omega.rows()
+        self.omega.len()
     }
 
     fn log_features(&self, x: MatRef<'_, T>, _: Side, out: &mut [T]) {
-        let m = self.omega.rows();
-        check_call(x, self.omega.cols(), out, m);
+        let m = self.omega.len();
+        check_call(x, self.omega.dim(), out, m);
         let wide = |i: usize| needs_wide::<T>(self.options.scale * norm2_wide(x.row(i)));
-        project_rows(x, &self.omega, out, m, wide, |_, p, row| {
+        self.omega.rows_in_f64(x, out, m, wide, |_, p, row| {
             for (o, &p) in row.iter_mut().zip(p) {
                 // Written so that NaN stays.
                 let value = if p < 0.0 { self.eps } else { p + self.eps };

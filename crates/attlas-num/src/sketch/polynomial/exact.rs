@@ -5,7 +5,7 @@
 
 use super::{normalise_into, row_scale};
 use crate::mat::{MatRef, Real};
-use crate::sketch::features::{Constants, MapOptions, Side, SignedFeatures};
+use crate::sketch::features::{Constants, MapOptions, Side, SignedFeatures, check_signed_call};
 use crate::sketch::{SketchError, ensure};
 
 /// The largest number of monomials that is allowed.
@@ -74,8 +74,7 @@ impl<T: Real> SignedFeatures<T> for ExactPolynomial {
 
     fn signed_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T], log_scale: &mut [T]) {
         let m = self.weights.len();
-        assert_eq!(x.cols(), self.d, "row length");
-        assert_eq!(out.len(), x.rows() * m, "rows × features");
+        check_signed_call(x, self.d, out, m, log_scale);
         let p = self.degree as usize;
         // √scale goes into the logarithm, so √α must be divided by it.
         let extra = (self.alpha / self.scale).sqrt();

@@ -9,7 +9,7 @@
 use super::{normalise_into, row_scale, symmetric_square_into, symmetric_square_len};
 use crate::mat::{Mat, MatRef, Real};
 use crate::rng::StreamKey;
-use crate::sketch::features::{MapOptions, Side, SignedFeatures};
+use crate::sketch::features::{MapOptions, Side, SignedFeatures, check_signed_call};
 use crate::sketch::project::project;
 use crate::sketch::{SketchError, ensure};
 
@@ -129,8 +129,7 @@ impl<T: Real> SignedFeatures<T> for ProductSketch<T> {
 
     fn signed_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T], log_scale: &mut [T]) {
         let m = SignedFeatures::<T>::num_features(self);
-        assert_eq!(x.cols(), self.d, "row length");
-        assert_eq!(out.len(), x.rows() * m, "rows × features");
+        check_signed_call(x, self.d, out, m, log_scale);
         let mut units = Mat::<T>::zeros(x.rows(), self.d);
         let mut unit = vec![0.0; self.d];
         for (i, row) in x.iter_rows().enumerate() {

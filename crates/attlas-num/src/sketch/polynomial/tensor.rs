@@ -14,7 +14,7 @@ use realfft::num_complex::Complex;
 use super::{normalise_into, row_scale, symmetric_square_into, symmetric_square_len};
 use crate::mat::{MatRef, Real};
 use crate::rng::{Rng, StreamKey};
-use crate::sketch::features::{MapOptions, Side, SignedFeatures};
+use crate::sketch::features::{MapOptions, Side, SignedFeatures, check_signed_call};
 use crate::sketch::{SketchError, ensure};
 use crate::transform::RealFft;
 
@@ -215,8 +215,7 @@ impl<T: Real> SignedFeatures<T> for TensorSketch {
 
     fn signed_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T], log_scale: &mut [T]) {
         let m = SignedFeatures::<T>::num_features(self);
-        assert_eq!(x.cols(), self.d, "row length");
-        assert_eq!(out.len(), x.rows() * m, "rows × features");
+        check_signed_call(x, self.d, out, m, log_scale);
         let mut work = Work::new(&self.fft);
         let mut unit = vec![0.0; self.d + usize::from(self.spec.c > 0.0)];
         let mut sketch = vec![0.0; self.spec.r];

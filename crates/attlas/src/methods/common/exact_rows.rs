@@ -60,6 +60,26 @@ pub fn exact_rows<T: Real>(
     attend(q, k, v, bias, scale, band, Precision::Full, cx).run(cx.scratch, out, lse);
 }
 
+/// Exact attention of a few rows over many keys without a mask: pieces of keys in parallel, of fixed length, so
+/// that the number of threads cannot change a bit.
+pub fn exact_few_rows<T: Real>(
+    q: MatRef<'_, T>,
+    k: MatRef<'_, T>,
+    v: MatRef<'_, T>,
+    scale: T,
+    cx: Context<'_>,
+    out: &mut [T],
+    lse: &mut [T],
+) {
+    exact_split_keys(q, k, v, scale, Precision::Full, cx, out, lse);
+}
+
+/// Upper bound on the scratch of [`exact_few_rows`] for elements of `size` bytes.
+pub fn few_rows_scratch_bytes(rows: usize, n_k: usize, d_v: usize, threads: usize, size: usize) -> usize {
+    let pieces = n_k.div_ceil(KEYS_PER_PIECE).max(1);
+    threads * KERNEL_SCRATCH_BYTES + pieces * rows * (d_v + 1) * size + 128
+}
+
 /// Upper bound on the scratch of [`exact_group`] for elements of `size` bytes.
 pub fn exact_scratch_bytes(p: &crate::Problem, threads: usize, size: usize) -> usize {
     let pieces = p.n_k.div_ceil(KEYS_PER_PIECE).max(1);

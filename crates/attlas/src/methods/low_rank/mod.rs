@@ -1,3 +1,5 @@
 //! Projections, landmarks and coresets.
 
+pub mod csalr;
+pub mod nystromformer;
 pub mod wildcat;

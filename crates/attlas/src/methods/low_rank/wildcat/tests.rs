@@ -2,7 +2,7 @@ use super::compress::{Bin, Shared, largest_norm, rho, temperature};
 use super::*;
 use crate::methods::common::coreset::{Coreset, Values};
 use crate::metrics::relative_frobenius;
-use crate::testkit::workloads::Workload;
+use crate::testkit::heads::Workload;
 use crate::testkit::{
     Case, How, Ran, assert_rows_close, assert_same_bits, check_method, golden, reference, run_method,
     run_with,

@@ -1,0 +1,85 @@
+//! Attention through averaged queries and keys: the skeleton that the landmark methods fill in.
+//!
+//! With averages $\bar Q, \bar K$ of parts of the queries and keys, $C = \operatorname{softmax}(\beta \bar Q \bar K^\top + b)$
+//! and $U = \operatorname{attn}(\bar Q, K, V)$, a small solve gives $T$ from $C$ and $U$, and the rows are
+//! $\operatorname{attn}(Q, \bar K, T)$ with the same bias $b$ on the averaged keys. In this order the work is linear
+//! in the tokens.
+
+use super::pool::{Parts, landmark_weights, pool_rows, pool_scratch_bytes};
+use super::{exact_few_rows, exact_rows, few_rows_scratch_bytes};
+use crate::group::{Group, RowBlock};
+use crate::{MatRef, Problem, Real, Result, RunInfo};
+use attlas_num::Mat;
+use attlas_num::kernels::Band;
+use rayon::prelude::*;
+
+/// Query rows of one task.
+const BLOCK_ROWS: usize = 256;
+
+/// Runs the skeleton on a group. `solve(C, U)` gives $T$, or `None` where $C$ has entries that are not numbers;
+/// `finish(block, T)` may change the rows of a block afterwards.
+pub fn landmark_attention<T: Real>(
+    g: &mut Group<'_, T>,
+    q_parts: &impl Parts,
+    k_parts: &impl Parts,
+    bias: Option<&[T]>,
+    solve: impl Fn(&Mat<f64>, &Mat<f64>) -> (Option<Mat<f64>>, RunInfo) + Sync,
+    finish: impl Fn(&mut RowBlock<'_, T>, MatRef<'_, T>) + Sync,
+) -> Result<RunInfo> {
+    let (q, k, v, scale, cx) = (g.q, g.k, g.v, g.scale, g.cx);
+    let (heads, d, d_v) = (q.heads(), k.cols(), v.cols());
+    let (m_q, m_k) = (q_parts.count(), k_parts.count());
+    let mut k_bar = cx.scratch.take::<T>(m_k * d);
+    pool_rows(k, k_parts, cx, &mut k_bar);
+    let k_bar = MatRef::new(&k_bar, m_k, d);
+    let mut t = cx.scratch.take::<T>(heads * m_k * d_v);
+    let infos: Vec<RunInfo> = t
+        .par_chunks_exact_mut(m_k * d_v)
+        .with_max_len(1)
+        .enumerate()
+        .map(|(h, t)| {
+            let mut q_bar = cx.scratch.take::<T>(m_q * d);
+            pool_rows(q.head(h), q_parts, cx, &mut q_bar);
+            let q_bar = MatRef::new(&q_bar, m_q, d);
+            let mut u = cx.scratch.take::<T>(m_q * d_v);
+            let mut lse = cx.scratch.take::<T>(m_q);
+            exact_few_rows(q_bar, k, v, scale, cx, &mut u, &mut lse);
+            let c = landmark_weights(q_bar, k_bar, bias, scale);
+            let u = Mat::from_vec(u.iter().map(|x| x.to_f64()).collect(), m_q, d_v);
+            let (solved, info) = solve(&c, &u);
+            match solved {
+                Some(x) => t.iter_mut().zip(x.data()).for_each(|(t, x)| *t = T::from_f64(*x)),
+                None => t.fill(T::NAN),
+            }
+            info
+        })
+        .collect();
+    let t = &t;
+    g.par_row_blocks(BLOCK_ROWS, |mut block| {
+        let t = MatRef::new(&t[block.head * m_k * d_v..(block.head + 1) * m_k * d_v], m_k, d_v);
+        exact_rows(block.q, k_bar, t, bias, scale, Band::ALL, cx, block.out, block.lse);
+        finish(&mut block, t);
+        Ok(())
+    })?;
+    let pairs = heads * (m_q * k.rows() + m_q * m_k + g.n_q() * m_k);
+    Ok(infos.into_iter().fold(RunInfo::visited(pairs as u64), RunInfo::merge))
+}
+
+/// Upper bound on the scratch of [`landmark_attention`] with `m` averages of queries and of keys.
+pub fn landmark_scratch_bytes(p: &Problem, m: usize, threads: usize, size: usize) -> usize {
+    let heads = p.group_size();
+    let shared = (m * p.d + heads * m * p.d_v) * size + 128;
+    let one_head = m * (p.d + p.d_v + 1) * size + 192 + few_rows_scratch_bytes(m, p.n_k, p.d_v, 0, size);
+    // The kernel's own scratch is the same whoever calls it: one per thread.
+    let kernel = few_rows_scratch_bytes(0, 0, 0, threads, size);
+    shared + heads.min(threads) * one_head + kernel + pool_scratch_bytes(p.d, threads)
+}
+
+/// Multiply-adds of [`landmark_attention`] without the solve, as `(set-up, run)` operations of the whole problem.
+pub fn landmark_flops(p: &Problem, m: usize) -> (u64, u64) {
+    let heads = (p.batch * p.n_heads) as u64;
+    let pooling = (p.batch * (p.n_heads * p.n_q + p.n_kv_heads * p.n_k) * p.d) as u64;
+    let (m, width) = (m as u64, (p.d + p.d_v) as u64);
+    let setup = pooling + heads * (2 * m * p.n_k as u64 * width + 2 * m * m * width);
+    (setup, heads * 2 * p.n_q as u64 * m * width)
+}
