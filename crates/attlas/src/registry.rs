@@ -19,6 +19,7 @@ pub static METHODS: &[&Method] = &[
     &clustering::hyper::METHOD,
     &clustering::prescored_hyper::METHOD,
     &low_rank::linformer::METHOD,
+    &low_rank::wildcat::METHOD,
     &low_rank::nystromformer::METHOD,
     &low_rank::csalr::METHOD,
 ];

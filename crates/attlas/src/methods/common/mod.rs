@@ -2,6 +2,7 @@
 
 mod causal;
 mod columns;
+pub mod coreset;
 mod exact_rows;
 mod fallback;
 pub mod landmarks;
@@ -11,7 +12,6 @@ mod sinks;
 mod sorted_blocks;
 mod subset;
 mod tile;
-#[cfg(test)]
 pub mod workloads;
 
 pub use causal::{causal_pairs, causal_parts, causal_scratch_bytes, causalize};

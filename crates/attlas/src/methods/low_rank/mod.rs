@@ -3,3 +3,4 @@
 pub mod csalr;
 pub mod linformer;
 pub mod nystromformer;
+pub mod wildcat;
