@@ -22,6 +22,7 @@ pub static METHODS: &[&Method] = &[
     &low_rank::wildcat::METHOD,
     &low_rank::nystromformer::METHOD,
     &low_rank::csalr::METHOD,
+    &kernel::performer::METHOD,
 ];
 
 /// Every layer.

@@ -6,6 +6,7 @@ pub mod coreset;
 mod exact_rows;
 mod fallback;
 pub mod landmarks;
+pub mod linear;
 mod meeting;
 pub mod pool;
 mod sinks;
