@@ -11,6 +11,8 @@ pub static METHODS: &[&Method] = &[
     &exact::sink_window::METHOD,
     &exact::top_k::METHOD,
     &kernel::polynomial::METHOD,
+    &kernel::polysketch::METHOD,
+    &kernel::tensor_sketch::METHOD,
 ];
 
 /// Every layer.

@@ -846,8 +846,8 @@ impl<T: Real> SketchAttention<'_, T> {
             Mask::None => p.n_k.div_ceil(PIECE_KEYS),
             Mask::Causal => p.n_k.div_ceil(block * PIECE_BLOCKS),
         };
-        let per_row = 4 * (p.d_v + 2) + p.d + 5 * width + m + block + 4;
-        let per_block = p.d_v + p.d + 5 * width + 8;
+        let per_row = 4 * (p.d_v + 2) + 2 * p.d + 10 * width + m + block + 8;
+        let per_block = p.d_v + 2 * p.d + 10 * width + 8;
         let per_thread = (ROWS * per_row + block * per_block) * size.max(8) + 2 * GEMM_SCRATCH_BYTES + 4096;
         pieces * m * (p.d_v + 2) * size + 256 + threads * per_thread
     }

@@ -1,3 +1,5 @@
 //! Feature maps, sketches and linear attention.
 
 pub mod polynomial;
+pub mod polysketch;
+pub mod tensor_sketch;
