@@ -23,6 +23,9 @@ pub static METHODS: &[&Method] = &[
     &low_rank::nystromformer::METHOD,
     &low_rank::csalr::METHOD,
     &kernel::performer::METHOD,
+    &kernel::polynomial::METHOD,
+    &kernel::polysketch::METHOD,
+    &kernel::tensor_sketch::METHOD,
 ];
 
 /// Every layer.

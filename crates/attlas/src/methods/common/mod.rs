@@ -8,6 +8,7 @@ mod fallback;
 pub mod landmarks;
 pub mod linear;
 mod meeting;
+pub mod poly_state;
 pub mod pool;
 mod sinks;
 mod sorted_blocks;
