@@ -3,7 +3,8 @@
 //! A block holds `MR` rows by two registers of columns. Its left operand is read one element at a time and
 //! spread over a register, its right operand lies packed as `[depth][2 · LANES]`. Every entry is the sum over
 //! `depth` in increasing order, one fused multiply-add per term, wherever in the block it stands: this is
-//! what makes results independent of how rows are grouped.
+//! what makes results independent of how rows are grouped. (Where the instruction set multiplies pairs of
+//! bfloat16, a term is a pair; see [`Simd::PAIRS`].)
 
 use super::simd::Simd;
 use crate::mat::{MatRef, Real};
@@ -65,7 +66,7 @@ unsafe fn step<S: Simd, const MR: usize>(
         for r in 0..MR {
             let left = s.splat(*a.add(r * a_row));
             for c in 0..NV {
-                acc[r][c] = s.fma(left, right[c], acc[r][c]);
+                acc[r][c] = s.mac(left, right[c], acc[r][c]);
             }
         }
     }
@@ -167,18 +168,24 @@ pub(super) fn pack_columns<S: Simd>(
     let count = (a.cols() - col).min(width);
     assert!(dst.len() == rows * width && first + rows <= a.rows());
     for (r, dst) in dst.chunks_exact_mut(width).enumerate() {
-        let src = &a.row(first + r)[col..col + count];
-        if count == width {
-            for part in 0..NV {
-                // SAFETY: source and destination hold `width` elements.
-                unsafe {
-                    let x = s.load(src.as_ptr().add(part * S::LANES));
-                    s.store(dst.as_mut_ptr().add(part * S::LANES), x);
-                }
+        pack_row(s, &a.row(first + r)[col..col + count], dst);
+    }
+}
+
+/// Copies up to `NV · LANES` elements, followed by zeros.
+#[inline(always)]
+pub(super) fn pack_row<S: Simd>(s: S, src: &[S::T], dst: &mut [S::T]) {
+    assert!(dst.len() == NV * S::LANES && src.len() <= dst.len());
+    if src.len() == dst.len() {
+        for part in 0..NV {
+            // SAFETY: source and destination hold `NV` registers.
+            unsafe {
+                let x = s.load(src.as_ptr().add(part * S::LANES));
+                s.store(dst.as_mut_ptr().add(part * S::LANES), x);
             }
-        } else {
-            dst[..count].copy_from_slice(src);
-            dst[count..].fill(S::T::ZERO);
         }
+    } else {
+        dst[..src.len()].copy_from_slice(src);
+        dst[src.len()..].fill(S::T::ZERO);
     }
 }

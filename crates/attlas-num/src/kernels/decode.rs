@@ -59,10 +59,8 @@ pub(super) fn attend<S: Simd>(
 
     for first in seen.clone().step_by(CHUNK) {
         let keys = first..(first + CHUNK).min(seen.end);
-        let after = keys.end..(keys.end + CHUNK).min(seen.end);
         let mut row = 0;
         while row < rows {
-            let next = if row == 0 { job.v } else { job.k };
             let scores = Scores {
                 queries: &queries[row * stride..],
                 stride,
@@ -70,7 +68,7 @@ pub(super) fn attend<S: Simd>(
                 keys: keys.clone(),
                 logits: &mut logits[row * CHUNK..],
                 rounded,
-                next,
+                next: job.v,
             };
             match rows - row {
                 1 => s.call(Rows::<_, 1, 16>(scores)),
@@ -99,7 +97,7 @@ pub(super) fn attend<S: Simd>(
                 stride: out_stride,
                 rounded,
                 next: job.k,
-                after: after.clone(),
+                after: keys.end,
             });
         }
     }
@@ -113,16 +111,6 @@ pub(super) fn attend<S: Simd>(
         } else {
             row.iter_mut().zip(&acc[r * out_stride..]).for_each(|(o, &a)| *o = a / l);
             lse[r] = S::T::from_f64(max[r].to_f64() * std::f64::consts::LN_2 + l.to_f64().ln());
-        }
-    }
-}
-
-/// Asks for row `i` of a matrix to be brought near, if there is one.
-#[inline(always)]
-fn fetch<S: Simd>(s: S, a: MatRef<'_, S::T>, i: usize) {
-    if i < a.rows() {
-        for x in a.row(i).chunks(64 / size_of::<S::T>()) {
-            s.prefetch(x.as_ptr());
         }
     }
 }
@@ -155,7 +143,6 @@ impl<S: Simd, const R: usize, const K: usize> Kernel<S> for Rows<'_, S::T, R, K>
             for (n, row) in row.iter_mut().enumerate() {
                 // A missing key repeats the last one; its logits are not written.
                 *row = k.row(j + n.min(count - 1));
-                fetch(s, next, j + n);
             }
             let mut acc = [s.splat(S::T::ZERO); 16];
             for at in (0..d).step_by(S::LANES) {
@@ -163,6 +150,8 @@ impl<S: Simd, const R: usize, const K: usize> Kernel<S> for Rows<'_, S::T, R, K>
                 for n in 0..K {
                     // SAFETY: key and query rows hold `at + part` elements, query rows a whole register.
                     unsafe {
+                        // One request per register read, so that they never queue up.
+                        s.prefetch(next.data().as_ptr().wrapping_add((j + n) * next.stride() + at));
                         let p = row[n].as_ptr().add(at);
                         let mut x = if part == S::LANES { s.load(p) } else { s.load_part(p, part) };
                         if rounded {
@@ -247,9 +236,9 @@ struct Values<'t, T> {
     acc: &'t mut [T],
     stride: usize,
     rounded: bool,
-    /// What will be read afterwards, and which rows of it.
+    /// What will be read afterwards, and from which row on.
     next: MatRef<'t, T>,
-    after: Range<usize>,
+    after: usize,
 }
 
 impl<S: Simd> Kernel<S> for Values<'_, S::T> {
@@ -268,9 +257,6 @@ impl<S: Simd> Kernel<S> for Values<'_, S::T> {
                 self.columns::<S, 1>(s, col, (d_v - col).min(S::LANES));
                 col += S::LANES;
             }
-        }
-        if d_v == 0 {
-            self.after.for_each(|j| fetch(s, self.next, j));
         }
     }
 }
@@ -291,12 +277,11 @@ impl<T: Real> Values<'_, T> {
             if self.bias.is_some_and(|b| b[j] == T::NEG_INFINITY) {
                 continue;
             }
-            if col == 0 && n < self.after.len() {
-                fetch(s, self.next, self.after.start + n);
-            }
+            let ahead = self.next.data().as_ptr().wrapping_add((self.after + n) * self.next.stride() + col);
             let row = &self.v.row(j)[col..];
             let mut x = [s.splat(T::ZERO); C];
             for c in 0..C {
+                s.prefetch(ahead.wrapping_add(c * S::LANES));
                 // SAFETY: the row goes on for `C − 1` whole registers and `part` elements.
                 unsafe {
                     let p = row.as_ptr().add(c * S::LANES);

@@ -5,7 +5,9 @@
 //! down to the operations and become machine code inside the functions that [`variant!`] makes, which carry
 //! the `target_feature` attributes.
 
+use super::attend::Job;
 use crate::mat::Real;
+use crate::scratch::Scratch;
 
 /// Constants of an element type that the exponential needs.
 pub(super) trait Exponential: Real {
@@ -170,6 +172,42 @@ pub(super) trait Simd: Copy {
     fn clamp_above(self, x: Self::V, high: Self::T) -> Self::V;
     /// Rounds f32 to eight significant bits, ties to even; leaves f64 alone.
     fn round_bf16(self, x: Self::V) -> Self::V;
+
+    /// Whether the products of the register block are of pairs: an element then stands for two numbers of
+    /// half its width, and [`mac`](Self::mac) adds both products.
+    const PAIRS: bool = false;
+    /// One term of the sums in a register block: `a · b + c`, or the two products of a pair.
+    #[inline(always)]
+    fn mac(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        self.fma(a, b, c)
+    }
+    /// Pairs lane by lane, rounded: `(low[i], high[i])`.
+    #[inline(always)]
+    fn pair(self, low: Self::V, _high: Self::V) -> Self::V {
+        low
+    }
+    /// Pairs of neighbours, rounded: `(x[2i], x[2i + 1])` of the lanes of `low` followed by those of `high`.
+    #[inline(always)]
+    fn narrow(self, low: Self::V, _high: Self::V) -> Self::V {
+        low
+    }
+    /// Pairs with the halves that are not wanted replaced by 0.
+    #[inline(always)]
+    fn keep(self, x: Self::V, _low: bool, _high: bool) -> Self::V {
+        x
+    }
+    /// Runs the tiled kernel with products of pairs, if the machine has them; says whether it did.
+    #[inline(always)]
+    fn attend_pairs(
+        self,
+        _job: &Job<'_, Self::T>,
+        _scratch: &Scratch,
+        _out: &mut [Self::T],
+        _lse: &mut [Self::T],
+    ) -> bool {
+        false
+    }
+
     /// Asks for the cache line at `p`; harmless wherever it points.
     fn prefetch(self, p: *const Self::T);
 }

@@ -10,7 +10,7 @@
 
 use super::Precision;
 use super::attend::Job;
-use super::block::{Block, NV, accumulate, pack_columns, pack_rows, pack_transposed};
+use super::block::{Block, NV, accumulate, pack_row, pack_rows, pack_transposed};
 use super::simd::{Exponential, Kernel, Simd};
 use crate::mat::{DType, MatRef, Real};
 use crate::scratch::Scratch;
@@ -65,11 +65,13 @@ pub(super) fn attend<S: Simd, const MR: usize>(
     out: &mut [S::T],
     lse: &mut [S::T],
 ) {
-    let plan = Plan::new::<S, MR>(job);
-    let (d, width) = (job.q.cols(), NV * S::LANES);
-    let (rows, n_k, d_v) = (job.q.rows(), job.k.rows(), job.v.cols());
     let rounded = job.precision == Precision::Bf16 && S::T::DTYPE == DType::F32;
-    let log2_e = S::T::LOG2_E.0;
+    if rounded && !S::PAIRS && s.attend_pairs(job, scratch, out, lse) {
+        return;
+    }
+    let plan = Plan::new::<S, MR>(job);
+    let d = job.q.cols();
+    let (rows, n_k, d_v) = (job.q.rows(), job.k.rows(), job.v.cols());
     let factor = S::T::from_f64(job.scale.to_f64() * std::f64::consts::LOG2_E);
 
     let mut queries = scratch.take::<S::T>(plan.rows * d);
@@ -86,9 +88,9 @@ pub(super) fn attend<S: Simd, const MR: usize>(
         for (g, dst) in queries.chunks_exact_mut((d * MR).max(1)).take(live.div_ceil(MR)).enumerate() {
             let first = i0 + g * MR;
             pack_rows::<S, MR>(s, job.q, first, (rows - first).min(MR), factor, dst);
-        }
-        if rounded {
-            round_all(s, &mut queries);
+            if rounded {
+                round_rows(s, dst, MR);
+            }
         }
         max.fill(S::T::NEG_INFINITY);
         sum.fill(S::T::ZERO);
@@ -101,29 +103,16 @@ pub(super) fn attend<S: Simd, const MR: usize>(
         while j0 < seen.end {
             let j1 = (j0 + plan.tile).min(n_k);
             let needed = seen.start.max(j0) - j0..seen.end.min(j1) - j0;
-            let panels = needed.start / width..needed.end.div_ceil(width);
-            for p in panels.clone() {
-                let (first, count) = (j0 + p * width, (j1 - j0 - p * width).min(width));
-                let dst = &mut keys[p * width * d..(p + 1) * width * d];
-                pack_transposed(s, job.k, first, count, dst);
-                if rounded {
-                    round_all(s, dst);
-                }
-            }
-            for (c, dst) in values.chunks_exact_mut(plan.tile * width).take(plan.d_v / width).enumerate() {
-                let dst = &mut dst[needed.start * width..needed.end * width];
-                pack_columns(s, job.v, j0 + needed.start, needed.len(), c * width, dst);
-                if rounded {
-                    round_all(s, dst);
-                }
-            }
-            if let Some(b) = job.bias {
-                for (dst, &b) in bias.iter_mut().zip(&b[j0..j1]) {
-                    *dst = b * log2_e;
-                }
-                hide::<S>(&bias[..j1 - j0], &mut keys, d, &mut values, plan);
-            }
-
+            s.call(Pack {
+                job,
+                plan,
+                first: j0,
+                needed,
+                rounded,
+                keys: &mut keys,
+                values: &mut values,
+                bias: &mut bias,
+            });
             let groups = live.div_ceil(MR);
             for g in 0..groups {
                 // The next tile is on its way while this one is worked on.
@@ -151,17 +140,45 @@ pub(super) fn attend<S: Simd, const MR: usize>(
             j0 += plan.tile;
         }
 
-        for r in 0..live {
-            let l = s.reduce_add(load(s, state.sum, r * S::LANES));
-            let row = &mut out[(i0 + r) * d_v..(i0 + r + 1) * d_v];
+        let rows = i0..i0 + live;
+        s.call(Finish {
+            state: &state,
+            stride: plan.d_v,
+            out: &mut out[i0 * d_v..],
+            d_v,
+            lse: &mut lse[rows],
+        });
+    }
+}
+
+/// Divides the outputs by the sums of weights and writes them out.
+struct Finish<'t, 's, T> {
+    state: &'t State<'s, T>,
+    stride: usize,
+    out: &'t mut [T],
+    d_v: usize,
+    lse: &'t mut [T],
+}
+
+impl<S: Simd> Kernel<S> for Finish<'_, '_, S::T> {
+    #[inline(always)]
+    fn run(self, s: S) {
+        for (r, lse) in self.lse.iter_mut().enumerate() {
+            let l = s.reduce_add(load(s, self.state.sum, r * S::LANES));
+            let acc = &self.state.acc[r * self.stride..(r + 1) * self.stride];
+            let out = &mut self.out[r * self.d_v..(r + 1) * self.d_v];
             if l == S::T::ZERO {
-                row.fill(S::T::ZERO);
-                lse[i0 + r] = S::T::NEG_INFINITY;
-            } else {
-                row.iter_mut().zip(&state.acc[r * plan.d_v..]).for_each(|(o, &a)| *o = a / l);
-                let log = state.max[r].to_f64() * std::f64::consts::LN_2 + l.to_f64().ln();
-                lse[i0 + r] = S::T::from_f64(log);
+                out.fill(S::T::ZERO);
+                *lse = S::T::NEG_INFINITY;
+                continue;
             }
+            let share = s.splat(S::T::ONE / l);
+            for (n, out) in out.chunks_mut(S::LANES).enumerate() {
+                let x = s.mul(load(s, acc, n * S::LANES), share);
+                // SAFETY: the chunk holds as many elements as are written.
+                unsafe { s.store_part(out.as_mut_ptr(), x, out.len()) };
+            }
+            *lse = S::T::from_f64(self.state.max[r].to_f64() * std::f64::consts::LN_2 + l.to_f64().ln());
         }
     }
 }
@@ -176,24 +193,107 @@ fn fetch<S: Simd>(s: S, a: MatRef<'_, S::T>, rows: Range<usize>) {
     }
 }
 
-/// Takes keys with a bias of −∞ out of a packed tile, so that nothing they hold can reach a sum.
-#[inline(always)]
-fn hide<S: Simd>(bias: &[S::T], keys: &mut [S::T], d: usize, values: &mut [S::T], plan: Plan) {
-    let width = NV * S::LANES;
-    for (j, _) in bias.iter().enumerate().filter(|(_, b)| **b == S::T::NEG_INFINITY) {
-        let panel = &mut keys[j / width * width * d..(j / width + 1) * width * d];
-        panel[j % width..].iter_mut().step_by(width).for_each(|x| *x = S::T::ZERO);
-        for values in values.chunks_exact_mut(plan.tile * width).take(plan.d_v / width) {
-            values[j * width..(j + 1) * width].fill(S::T::ZERO);
+/// Packs a tile: the keys `needed` of those from `first` on, transposed, with their values and biases.
+struct Pack<'t, 'j, T> {
+    job: &'t Job<'j, T>,
+    plan: Plan,
+    first: usize,
+    needed: Range<usize>,
+    rounded: bool,
+    keys: &'t mut [T],
+    values: &'t mut [T],
+    bias: &'t mut [T],
+}
+
+impl<S: Simd> Kernel<S> for Pack<'_, '_, S::T> {
+    #[inline(always)]
+    fn run(self, s: S) {
+        let Self { job, plan, first, needed, rounded, keys, values, bias } = self;
+        let (width, d) = (NV * S::LANES, job.k.cols());
+        let panels = needed.start / width..needed.end.div_ceil(width);
+        let available = (job.k.rows() - first).min(plan.tile);
+        for p in panels.clone() {
+            let count = (available - p * width).min(width);
+            pack_transposed(
+                s,
+                job.k,
+                first + p * width,
+                count,
+                &mut keys[p * width * d..(p + 1) * width * d],
+            );
+        }
+        // Where keys go in pairs, the partner of the first and last one must be there too.
+        let whole =
+            if S::PAIRS { needed.start / 2 * 2..needed.end.next_multiple_of(2) } else { needed.clone() };
+        for j in whole.clone() {
+            let row = if needed.contains(&j) { job.v.row(first + j) } else { &[] };
+            for c in 0..plan.d_v / width {
+                let at = (c * plan.tile + j) * width;
+                let src = &row[(c * width).min(row.len())..((c + 1) * width).min(row.len())];
+                pack_row(s, src, &mut values[at..at + width]);
+            }
+        }
+        if let Some(b) = job.bias {
+            for (j, &b) in b[first..first + available].iter().enumerate() {
+                bias[j] = b * S::T::LOG2_E.0;
+                if b == S::T::NEG_INFINITY && needed.contains(&j) {
+                    // Nothing that a hidden key holds may reach a sum.
+                    let panel = &mut keys[j / width * width * d..(j / width + 1) * width * d];
+                    panel[j % width..].iter_mut().step_by(width).for_each(|x| *x = S::T::ZERO);
+                    for c in 0..plan.d_v / width {
+                        let at = (c * plan.tile + j) * width;
+                        values[at..at + width].fill(S::T::ZERO);
+                    }
+                }
+            }
+        }
+        if rounded {
+            for p in panels {
+                round_rows(s, &mut keys[p * width * d..(p + 1) * width * d], width);
+            }
+            for c in 0..plan.d_v / width {
+                let at = c * plan.tile * width;
+                let range = at + whole.start * width..at + whole.end * width;
+                if S::PAIRS {
+                    // Pair `t` of the tile lies at row `t`.
+                    round_rows(s, &mut values[range.clone()], width);
+                    let half = range.len() / 2;
+                    values.copy_within(range.start..range.start + half, at + whole.start / 2 * width);
+                } else {
+                    round_rows(s, &mut values[range], width);
+                }
+            }
         }
     }
 }
 
+/// Rounds rows of `width` elements to bfloat16. Where the instruction set multiplies pairs, rows `2l` and
+/// `2l + 1` become row `l`; an odd last row is paired with zeros.
 #[inline(always)]
-fn round_all<S: Simd>(s: S, x: &mut [S::T]) {
-    for x in x.chunks_mut(S::LANES) {
-        // SAFETY: a chunk holds as many elements as are read and written.
-        unsafe { s.store_part(x.as_mut_ptr(), s.round_bf16(s.load_part(x.as_ptr(), x.len())), x.len()) };
+fn round_rows<S: Simd>(s: S, x: &mut [S::T], width: usize) {
+    let rows = x.len() / width;
+    let mut at = 0;
+    while at < width {
+        let count = (width - at).min(S::LANES);
+        for l in 0..if S::PAIRS { rows.div_ceil(2) } else { rows } {
+            // SAFETY: `count` elements from `at` on lie in each row below `rows`.
+            unsafe {
+                let p = x.as_mut_ptr();
+                let rounded = if S::PAIRS {
+                    let low = s.load_part(p.add(2 * l * width + at), count);
+                    let high = if 2 * l + 1 < rows {
+                        s.load_part(p.add((2 * l + 1) * width + at), count)
+                    } else {
+                        s.splat(S::T::ZERO)
+                    };
+                    s.pair(low, high)
+                } else {
+                    s.round_bf16(s.load_part(p.add(l * width + at), count))
+                };
+                s.store_part(p.add(l * width + at), rounded, count);
+            }
+        }
+        at += S::LANES;
     }
 }
 
@@ -280,7 +380,8 @@ impl<S: Simd, const MR: usize> Kernel<S> for Logits<'_, S, MR> {
             // SAFETY: the group holds `d` steps of `MR`, and panel `p` of the tile `d` steps of `width`.
             unsafe {
                 let keys = tile.keys.as_ptr().add(p * width * d);
-                accumulate::<S, MR>(s, d, tile.queries.as_ptr(), (1, MR), keys, &mut acc);
+                let depth = if S::PAIRS { d.div_ceil(2) } else { d };
+                accumulate::<S, MR>(s, depth, tile.queries.as_ptr(), (1, MR), keys, &mut acc);
             }
             if let Some(bias) = tile.bias {
                 for v in 0..NV {
@@ -335,15 +436,24 @@ impl<S: Simd, const MR: usize> Kernel<S> for Weights<'_, '_, S, MR> {
     #[inline(always)]
     fn run(self, s: S) {
         let d_v = self.tile.plan.d_v;
+        // All maxima first: they do not wait for one another.
+        let mut tops = [S::T::NEG_INFINITY; MR];
+        for r in 0..MR {
+            tops[r] = s.reduce_max(self.top[r]);
+        }
         for r in 0..MR {
             let ((start, end), row) = (self.ranges[r], self.row + r);
             if start >= end {
                 continue;
             }
-            let (old, top) = (self.state.max[row], s.reduce_max(self.top[r]));
+            let (old, top) = (self.state.max[row], tops[r]);
             let new = if top > old { top } else { old };
             let logits = &mut self.logits[r * STRIDE..(r + 1) * STRIDE];
-            let logits = &mut logits[start / S::LANES * S::LANES..end.next_multiple_of(S::LANES)];
+            let step = if S::PAIRS { NV * S::LANES } else { S::LANES };
+            let (start, end) = (start / step * step, end.next_multiple_of(step));
+            let count = (end - start) / S::LANES;
+            let whole = logits;
+            let logits = &mut whole[start..end];
             let mut sum = load(s, self.state.sum, row * S::LANES);
             if new == S::T::NEG_INFINITY {
                 // Nothing to see, unless what is there is not a number.
@@ -362,7 +472,7 @@ impl<S: Simd, const MR: usize> Kernel<S> for Weights<'_, '_, S, MR> {
                     self.state.max[row] = new;
                 }
                 let shift = s.splat(new);
-                let (p, count) = (logits.as_mut_ptr(), logits.len() / S::LANES);
+                let p = logits.as_mut_ptr();
                 for n in 0..count {
                     // SAFETY: `logits` holds `count` whole registers.
                     unsafe {
@@ -372,8 +482,18 @@ impl<S: Simd, const MR: usize> Kernel<S> for Weights<'_, '_, S, MR> {
                         s.store(p, weight);
                     }
                 }
-                if self.tile.rounded {
-                    round_all(s, logits);
+                if self.tile.rounded && !S::PAIRS {
+                    round_rows(s, logits, S::LANES);
+                }
+            }
+            if S::PAIRS {
+                // Two registers of weights become one of pairs, in the lower half of the row.
+                for n in 0..count / NV {
+                    let (low, high) = (
+                        load(s, whole, start + NV * n * S::LANES),
+                        load(s, whole, start + (NV * n + 1) * S::LANES),
+                    );
+                    store(s, whole, start / 2 + n * S::LANES, s.narrow(low, high));
                 }
             }
             store(s, self.state.sum, row * S::LANES, sum);
@@ -395,9 +515,13 @@ struct Outputs<'t, 's, T, const MR: usize> {
 impl<S: Simd, const MR: usize> Kernel<S> for Outputs<'_, '_, S::T, MR> {
     #[inline(always)]
     fn run(self, s: S) {
-        let (tile, ranges, weights, (from, to)) = (self.tile, self.ranges, self.weights, self.common);
+        let (tile, ranges, weights, common) = (self.tile, self.ranges, self.weights, self.common);
         let (width, d_v) = (NV * S::LANES, tile.plan.d_v);
-        let ragged = ranges.iter().any(|&range| range != self.common);
+        // Steps of the sums are keys, or pairs of keys: those that all rows see whole.
+        let unit = if S::PAIRS { 2 } else { 1 };
+        let from = common.0.div_ceil(unit);
+        let to = (common.1 / unit).max(from);
+        let ragged = ranges.iter().any(|&range| range != (from * unit, to * unit));
         let acc = &mut self.state.acc[self.row * d_v..(self.row + MR) * d_v];
         assert!(
             weights.len() >= MR * STRIDE && tile.values.len() >= tile.plan.tile * d_v && to <= tile.plan.tile
@@ -406,7 +530,7 @@ impl<S: Simd, const MR: usize> Kernel<S> for Outputs<'_, '_, S::T, MR> {
             let values = &tile.values[c * tile.plan.tile * width..(c + 1) * tile.plan.tile * width];
             if ragged {
                 for r in 0..MR {
-                    let head = ranges[r].0..ranges[r].1.min(from);
+                    let head = ranges[r].0..ranges[r].1.min(from * unit);
                     one_row(s, &weights[r * STRIDE..], values, head, &mut acc[r * d_v + c * width..]);
                 }
             }
@@ -431,7 +555,7 @@ impl<S: Simd, const MR: usize> Kernel<S> for Outputs<'_, '_, S::T, MR> {
             }
             if ragged {
                 for r in 0..MR {
-                    let tail = ranges[r].0.max(to)..ranges[r].1;
+                    let tail = ranges[r].0.max(to * unit)..ranges[r].1;
                     one_row(s, &weights[r * STRIDE..], values, tail, &mut acc[r * d_v + c * width..]);
                 }
             }
@@ -447,10 +571,15 @@ fn one_row<S: Simd>(s: S, weights: &[S::T], values: &[S::T], range: Range<usize>
     }
     let width = NV * S::LANES;
     let mut sums = [load(s, acc, 0), load(s, acc, S::LANES)];
-    for j in range {
-        let weight = s.splat(weights[j]);
+    let unit = if S::PAIRS { 2 } else { 1 };
+    for t in range.start / unit..range.end.div_ceil(unit) {
+        let weight = s.splat(weights[t]);
         for v in 0..NV {
-            sums[v] = s.fma(weight, load(s, values, j * width + v * S::LANES), sums[v]);
+            let mut x = load(s, values, t * width + v * S::LANES);
+            if S::PAIRS {
+                x = s.keep(x, range.contains(&(2 * t)), range.contains(&(2 * t + 1)));
+            }
+            sums[v] = s.mac(weight, x, sums[v]);
         }
     }
     store(s, acc, 0, sums[0]);

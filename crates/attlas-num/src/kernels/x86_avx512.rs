@@ -1,7 +1,11 @@
 //! AVX-512: registers of 16 `f32` or 8 `f64`.
 
+use super::attend::Job;
 use super::simd::{Kernel, Simd, exp2_fraction, variant};
+use super::tiled;
+use crate::scratch::Scratch;
 use std::arch::x86_64::*;
+use std::mem::transmute;
 
 variant!(single, f32, Single::new(), 12, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
 variant!(double, f64, Double::new(), 12, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
@@ -41,7 +45,7 @@ fn first(n: usize) -> u32 {
 /// The methods that differ only in the names of the intrinsics.
 macro_rules! arithmetic {
     (
-        $t:ty, $v:ty, $mask:ty, $lanes:literal, $splat:ident, $add:ident, $sub:ident, $mul:ident, $fma:ident,
+        $features:literal, $t:ty, $v:ty, $mask:ty, $lanes:literal, $splat:ident, $add:ident, $sub:ident, $mul:ident, $fma:ident,
         $max:ident, $min:ident, $round:ident, $scalef:ident, $reduce:ident, $blend:ident, $hsum:ident, $hmax:ident,
         $load:ident, $store:ident, $load_part:ident, $store_part:ident
     ) => {
@@ -52,7 +56,7 @@ macro_rules! arithmetic {
         #[inline(always)]
         fn call<K: Kernel<Self>>(self, kernel: K) {
             #[inline(never)]
-            #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")]
+            #[target_feature(enable = $features)]
             fn enter<S, K: Kernel<S>>(s: S, kernel: K) {
                 kernel.run(s);
             }
@@ -164,107 +168,193 @@ macro_rules! arithmetic {
     };
 }
 
+/// `f32` arithmetic, the same whether products are of numbers or of pairs.
+macro_rules! single {
+    ($features:literal) => {
+        arithmetic!(
+            $features,
+            f32,
+            __m512,
+            __mmask16,
+            16,
+            _mm512_set1_ps,
+            _mm512_add_ps,
+            _mm512_sub_ps,
+            _mm512_mul_ps,
+            _mm512_fmadd_ps,
+            _mm512_max_ps,
+            _mm512_min_ps,
+            _mm512_roundscale_ps,
+            _mm512_scalef_ps,
+            _mm512_reduce_ps,
+            _mm512_mask_blend_ps,
+            _mm512_reduce_add_ps,
+            _mm512_reduce_max_ps,
+            _mm512_loadu_ps,
+            _mm512_storeu_ps,
+            _mm512_maskz_loadu_ps,
+            _mm512_mask_storeu_ps
+        );
+
+        #[inline(always)]
+        fn round_bf16(self, x: __m512) -> __m512 {
+            // SAFETY: the token proves that the machine has the instructions.
+            unsafe {
+                let bits = _mm512_castps_si512(x);
+                let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+                let up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+                let rounded = _mm512_and_si512(up, _mm512_set1_epi32(0xffff_0000u32 as i32));
+                let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+                _mm512_mask_mov_ps(_mm512_castsi512_ps(rounded), nan, x)
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn reduce_add_16(self, x: &[__m512; 16], out: *mut f32) {
+            // SAFETY: the caller vouches for `out`; the token for the instructions.
+            unsafe {
+                // Half of the lanes of two registers at a time; every register goes through the same sums.
+                let mut a = *x;
+                for i in 0..8 {
+                    let (x, y) = (a[2 * i], a[2 * i + 1]);
+                    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
+                }
+                for i in 0..4 {
+                    let (x, y) = (_mm512_castps_pd(a[2 * i]), _mm512_castps_pd(a[2 * i + 1]));
+                    let (low, high) = (_mm512_unpacklo_pd(x, y), _mm512_unpackhi_pd(x, y));
+                    a[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+                }
+                for count in [2, 1] {
+                    for i in 0..count {
+                        let (x, y) = (a[2 * i], a[2 * i + 1]);
+                        a[i] = _mm512_add_ps(
+                            _mm512_shuffle_f32x4::<0x88>(x, y),
+                            _mm512_shuffle_f32x4::<0xdd>(x, y),
+                        );
+                    }
+                }
+                _mm512_storeu_ps(out, a[0]);
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn transpose(self, src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
+            // SAFETY: the caller vouches for both squares; the token for the instructions.
+            unsafe {
+                // Pairs, then quadruples inside lanes of 128 bits, then the lanes themselves.
+                let mut a = [_mm512_setzero_ps(); 16];
+                let mut b = a;
+                for i in 0..16 {
+                    a[i] = _mm512_loadu_ps(src.add(i * src_stride));
+                }
+                for i in 0..8 {
+                    b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
+                    b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+                }
+                for i in 0..4 {
+                    for j in 0..2 {
+                        let (x, y) = (_mm512_castps_pd(b[4 * i + j]), _mm512_castps_pd(b[4 * i + j + 2]));
+                        a[4 * i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
+                        a[4 * i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+                    }
+                }
+                for j in 0..4 {
+                    let low = _mm512_shuffle_f32x4::<0x88>(a[j], a[4 + j]);
+                    let high = _mm512_shuffle_f32x4::<0xdd>(a[j], a[4 + j]);
+                    let low2 = _mm512_shuffle_f32x4::<0x88>(a[8 + j], a[12 + j]);
+                    let high2 = _mm512_shuffle_f32x4::<0xdd>(a[8 + j], a[12 + j]);
+                    _mm512_storeu_ps(dst.add(j * dst_stride), _mm512_shuffle_f32x4::<0x88>(low, low2));
+                    _mm512_storeu_ps(
+                        dst.add((4 + j) * dst_stride),
+                        _mm512_shuffle_f32x4::<0x88>(high, high2),
+                    );
+                    _mm512_storeu_ps(dst.add((8 + j) * dst_stride), _mm512_shuffle_f32x4::<0xdd>(low, low2));
+                    _mm512_storeu_ps(
+                        dst.add((12 + j) * dst_stride),
+                        _mm512_shuffle_f32x4::<0xdd>(high, high2),
+                    );
+                }
+            }
+        }
+    };
+}
+
 impl Simd for Single {
-    arithmetic!(
-        f32,
-        __m512,
-        __mmask16,
-        16,
-        _mm512_set1_ps,
-        _mm512_add_ps,
-        _mm512_sub_ps,
-        _mm512_mul_ps,
-        _mm512_fmadd_ps,
-        _mm512_max_ps,
-        _mm512_min_ps,
-        _mm512_roundscale_ps,
-        _mm512_scalef_ps,
-        _mm512_reduce_ps,
-        _mm512_mask_blend_ps,
-        _mm512_reduce_add_ps,
-        _mm512_reduce_max_ps,
-        _mm512_loadu_ps,
-        _mm512_storeu_ps,
-        _mm512_maskz_loadu_ps,
-        _mm512_mask_storeu_ps
-    );
+    single!("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
 
     #[inline(always)]
-    fn round_bf16(self, x: __m512) -> __m512 {
+    fn attend_pairs(self, job: &Job<'_, f32>, scratch: &Scratch, out: &mut [f32], lse: &mut [f32]) -> bool {
+        let found = is_x86_feature_detected!("avx512bf16");
+        if found {
+            // SAFETY: the machine has the instructions of this token, and those that were just looked for.
+            unsafe { attend_pairs(job, scratch, out, lse) };
+        }
+        found
+    }
+}
+
+/// # Safety
+///
+/// The machine must have AVX-512 F, DQ, BW, VL and BF16.
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+unsafe fn attend_pairs(job: &Job<'_, f32>, scratch: &Scratch, out: &mut [f32], lse: &mut [f32]) {
+    tiled::attend::<Pairs, 12>(Pairs(()), job, scratch, out, lse);
+}
+
+/// Token for `f32` with products of pairs of bfloat16.
+#[derive(Clone, Copy)]
+struct Pairs(());
+
+impl Simd for Pairs {
+    single!("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma");
+
+    const PAIRS: bool = true;
+
+    #[inline(always)]
+    fn mac(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: the token proves that the machine has the instructions; pairs of bfloat16 and `f32` are of
+        // the same size.
+        unsafe { _mm512_dpbf16_ps(c, transmute::<__m512, __m512bh>(a), transmute::<__m512, __m512bh>(b)) }
+    }
+    #[inline(always)]
+    fn pair(self, low: __m512, high: __m512) -> __m512 {
+        // SAFETY: the token proves that the machine has the instructions; sizes agree.
+        unsafe {
+            // The 32 rounded numbers, `low` before `high`, dealt out alternately.
+            let both = transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+            _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_loadu_si512(DEAL.as_ptr().cast()), both))
+        }
+    }
+    #[inline(always)]
+    fn narrow(self, low: __m512, high: __m512) -> __m512 {
+        // SAFETY: the token proves that the machine has the instructions; sizes agree.
+        unsafe { transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }
+    }
+    #[inline(always)]
+    fn keep(self, x: __m512, low: bool, high: bool) -> __m512 {
+        let mask = (if low { 0xffff } else { 0 }) | (if high { 0xffff_0000u32 } else { 0 });
         // SAFETY: the token proves that the machine has the instructions.
         unsafe {
-            let bits = _mm512_castps_si512(x);
-            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-            let up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-            let rounded = _mm512_and_si512(up, _mm512_set1_epi32(0xffff_0000u32 as i32));
-            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
-            _mm512_mask_mov_ps(_mm512_castsi512_ps(rounded), nan, x)
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn reduce_add_16(self, x: &[__m512; 16], out: *mut f32) {
-        // SAFETY: the caller vouches for `out`; the token for the instructions.
-        unsafe {
-            // Half of the lanes of two registers at a time; every register goes through the same sums.
-            let mut a = *x;
-            for i in 0..8 {
-                let (x, y) = (a[2 * i], a[2 * i + 1]);
-                a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
-            }
-            for i in 0..4 {
-                let (x, y) = (_mm512_castps_pd(a[2 * i]), _mm512_castps_pd(a[2 * i + 1]));
-                let (low, high) = (_mm512_unpacklo_pd(x, y), _mm512_unpackhi_pd(x, y));
-                a[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-            }
-            for count in [2, 1] {
-                for i in 0..count {
-                    let (x, y) = (a[2 * i], a[2 * i + 1]);
-                    a[i] =
-                        _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(x, y), _mm512_shuffle_f32x4::<0xdd>(x, y));
-                }
-            }
-            _mm512_storeu_ps(out, a[0]);
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn transpose(self, src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
-        // SAFETY: the caller vouches for both squares; the token for the instructions.
-        unsafe {
-            // Pairs, then quadruples inside lanes of 128 bits, then the lanes themselves.
-            let mut a = [_mm512_setzero_ps(); 16];
-            let mut b = a;
-            for i in 0..16 {
-                a[i] = _mm512_loadu_ps(src.add(i * src_stride));
-            }
-            for i in 0..8 {
-                b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
-                b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
-            }
-            for i in 0..4 {
-                for j in 0..2 {
-                    let (x, y) = (_mm512_castps_pd(b[4 * i + j]), _mm512_castps_pd(b[4 * i + j + 2]));
-                    a[4 * i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
-                    a[4 * i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
-                }
-            }
-            for j in 0..4 {
-                let low = _mm512_shuffle_f32x4::<0x88>(a[j], a[4 + j]);
-                let high = _mm512_shuffle_f32x4::<0xdd>(a[j], a[4 + j]);
-                let low2 = _mm512_shuffle_f32x4::<0x88>(a[8 + j], a[12 + j]);
-                let high2 = _mm512_shuffle_f32x4::<0xdd>(a[8 + j], a[12 + j]);
-                _mm512_storeu_ps(dst.add(j * dst_stride), _mm512_shuffle_f32x4::<0x88>(low, low2));
-                _mm512_storeu_ps(dst.add((4 + j) * dst_stride), _mm512_shuffle_f32x4::<0x88>(high, high2));
-                _mm512_storeu_ps(dst.add((8 + j) * dst_stride), _mm512_shuffle_f32x4::<0xdd>(low, low2));
-                _mm512_storeu_ps(dst.add((12 + j) * dst_stride), _mm512_shuffle_f32x4::<0xdd>(high, high2));
-            }
+            _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(mask as i32)))
         }
     }
 }
 
+/// Where the halves of pair `i` lie in two rows of 16 that follow each other: `i` and `16 + i`.
+const DEAL: [i16; 32] = {
+    let mut order = [0; 32];
+    let mut i = 0;
+    while i < 16 {
+        order[2 * i] = i as i16;
+        order[2 * i + 1] = 16 + i as i16;
+        i += 1;
+    }
+    order
+};
+
 impl Simd for Double {
     arithmetic!(
+        "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma",
         f64,
         __m512d,
         __mmask8,
