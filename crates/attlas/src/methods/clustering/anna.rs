@@ -674,7 +674,7 @@ mod tests {
             let (_, lse) = run_method(&METHOD, &options.clone().with("seed", seed), &case);
             for i in 0..n {
                 let found = lse[i] > f64::NEG_INFINITY;
-                let expected = (0..n).any(|j| (x[i] + x[j]) % m == 0);
+                let expected = (0..n).any(|j| (x[i] + x[j]).is_multiple_of(m));
                 assert!(found || !expected, "a partner is never missed");
                 wrong += usize::from(found && !expected);
             }

@@ -274,7 +274,7 @@ fn unrotated_keys_are_clustered_whatever_their_positions() {
     }
     let options = all_clustered().with("budget", 0).with("ratio", 0.005).with("rope_base", 1e4);
     let (_, lse) = run_method(&METHOD, &options.with("rope_offset", 300), &case);
-    for i in 0..n {
+    for (i, &lse) in lse.iter().enumerate() {
         // The query stands at i; moved to 300 it meets the key at 0. The last key is exact.
         let mut q = case.q[i * d..(i + 1) * d].to_vec();
         let last: f64 = (0..d).map(|c| q[c] * case.k[(n - 1) * d + c]).sum();
@@ -282,25 +282,26 @@ fn unrotated_keys_are_clustered_whatever_their_positions() {
         let far: f64 = (0..d).map(|c| q[c] * key[c]).sum();
         let scale = case.problem.scale;
         let want = ((scale * last).exp() + (n - 1) as f64 * (scale * far).exp()).ln();
-        assert!((lse[i] - want).abs() < 1e-11, "row {i}: {} instead of {want}", lse[i]);
+        assert!((lse - want).abs() < 1e-11, "row {i}: {lse} instead of {want}");
     }
 }
 
 #[test]
 fn the_workloads_give_the_reference_figures() {
     let base = all_clustered();
-    let rows: [(&str, fn(u64) -> Case, usize, f64, f64, f64); 6] = [
-        ("monopole", diffuse, 128, 0.70, 0.71, 0.15),
-        ("monopole", clustered, 128, 0.0081, 0.994, 0.15),
-        ("monopole", sinks, 128, 0.49, 0.84, 0.15),
-        ("monopole", clustered, 512, 0.0042, 0.997, 0.15),
-        ("monopole", sinks, 512, 0.32, 0.90, 0.15),
-        ("drop", clustered, 128, 0.088, 0.945, 0.15),
+    type Make = fn(u64) -> Case;
+    let rows: [(&str, Make, usize, f64, f64); 6] = [
+        ("monopole", diffuse, 128, 0.70, 0.71),
+        ("monopole", clustered, 128, 0.0081, 0.994),
+        ("monopole", sinks, 128, 0.49, 0.84),
+        ("monopole", clustered, 512, 0.0042, 0.997),
+        ("monopole", sinks, 512, 0.32, 0.90),
+        ("drop", clustered, 128, 0.088, 0.945),
     ];
-    for (far, make, budget, error, mass, share) in rows {
+    for (far, make, budget, error, mass) in rows {
         let (e, m) = measure(&METHOD, &base.clone().with("far", far).with("budget", budget), make, 2);
-        assert_within(e, error, share, &format!("error, {far} {budget}, expected {error}"));
-        assert_within(m, mass, share, &format!("mass, {far} {budget}, expected {mass}"));
+        assert_within(e, error, 0.15, &format!("error, {far} {budget}, expected {error}"));
+        assert_within(m, mass, 0.15, &format!("mass, {far} {budget}, expected {mass}"));
     }
 }
 

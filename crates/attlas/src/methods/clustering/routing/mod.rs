@@ -21,8 +21,8 @@
 //! last layers, beside local attention, with $K := Q$ when causal, and their logits are $\langle \hat q, \hat k \rangle$ without
 //! $1/\sqrt d$: `logits = layer_norm`. The default takes logits from the queries and keys as they are.
 //!
-//! **Cost.** Routing $2(n_q + n_k) k d$, attention $2 k w^2 (d + d_v)$; k-means on the fly adds `iters` times the routing and
-//! dominates. $O(n^{1.5} d)$ at $k = \sqrt n$. Scratch $O((n + kw)(d + d_v))$.
+//! **Cost.** Routing $2(n_q + n_k) k d$, attention $2 k w^2 (d + d_v)$; k-means on the fly adds `iters` times
+//! $2 \cdot \mathrm{samples} \cdot k d$. $O(n^{1.5} d)$ at $k = \sqrt n$. Scratch $O((n + kw)(d + d_v))$.
 //!
 //! **Guarantees.** Exact when `window` covers all tokens (raw logits). With `union`, the error is at most the lost mass times
 //! the spread of the values. Strictly causal. Tested.
@@ -70,7 +70,7 @@ pub static METHOD: Method = Method {
     },
     params: Params::SPECS,
     probes: &[
-        &[("clusters", "7"), ("window", "12"), ("prefix", "20"), ("sinks", "2")],
+        &[("clusters", "7"), ("window", "12"), ("prefix", "20"), ("sinks", "2"), ("samples", "50")],
         &[("clusters", "6"), ("window", "15"), ("merge", "mean"), ("fallback", "zero"), ("prefix", "9")],
         &[("clusters", "9"), ("window", "9"), ("merge", "multiset"), ("assignment", "top_w")],
         &[("clusters", "9"), ("window", "4"), ("fallback", "sink_window"), ("prefix", "5"), ("iters", "2")],
@@ -153,7 +153,9 @@ crate::params! {
         prefix: Option<usize> = None, in 1..=1 << 30;
         /// Iterations of k-means.
         iters: usize = 10, in 0..=1000;
-        /// Stream that first centroids are drawn from.
+        /// Rows that k-means runs on, drawn at random where there are more; auto for 128 per centroid.
+        samples: Option<usize> = None, in 1..=1 << 30;
+        /// Stream that first centroids and samples are drawn from.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -224,7 +226,7 @@ impl Routing {
             return given[index.kv_head].cast();
         }
         let key = index.stream_key(self.params.seed).named("routing");
-        find_centroids(rows, sizes.clusters, self.params.iters, key)
+        find_centroids(rows, sizes.clusters, &self.params, key)
     }
 
     fn fallback(&self) -> Fallback {
@@ -248,9 +250,18 @@ impl Routing {
     }
 }
 
-fn find_centroids<T: Real>(rows: MatRef<'_, T>, clusters: usize, iters: usize, key: StreamKey) -> Mat<T> {
-    let options = KmeansOptions { clusters, iters, metric: Metric::Spherical };
-    kmeans(rows, None, options, Init::Rows, key).centroids
+/// Rows per centroid that k-means sees where nothing else is asked for: more move the centroids very little.
+const ROWS_PER_CENTROID: usize = 128;
+
+fn find_centroids<T: Real>(rows: MatRef<'_, T>, clusters: usize, params: &Params, key: StreamKey) -> Mat<T> {
+    let options = KmeansOptions { clusters, iters: params.iters, metric: Metric::Spherical };
+    let most = params.samples.unwrap_or(clusters.saturating_mul(ROWS_PER_CENTROID));
+    if rows.rows() <= most {
+        return kmeans(rows, None, options, Init::Rows, key).centroids;
+    }
+    let mut drawn = Mat::zeros(most, rows.cols());
+    rows.gather_into(key.named("samples").rng().subset(rows.rows(), most), drawn.data_mut());
+    kmeans(drawn.as_ref(), None, options, Init::Rows, key).centroids
 }
 
 /// Subtracts the mean and divides by the standard deviation; a constant row becomes zero.
@@ -279,7 +290,9 @@ impl GroupPlan for Routing {
         let heads = (p.batch * p.n_heads) as u64;
         let tokens = heads * p.n_q as u64 + (p.batch * p.n_kv_heads * p.n_k) as u64;
         let causal = p.mask == Mask::Causal;
+        let most = (p.batch * p.n_kv_heads) * self.params.samples.unwrap_or(clusters * ROWS_PER_CENTROID);
         let fitted = if causal { (p.batch * p.n_kv_heads * prefix.min(p.n_k)) as u64 } else { tokens };
+        let fitted = fitted.min(most as u64);
         let passes = if self.given.is_some() { 0 } else { self.params.iters as u64 + 1 };
         let route = 2 * (clusters * p.d) as u64;
         let w = window.min(p.n_k) as u64;
@@ -485,8 +498,7 @@ fn calibrate(p: &Problem, options: &crate::Options, samples: &[Inputs<'_>]) -> R
         let plan = Routing { params: params.clone(), given: None };
         let clusters = plan.sizes(p.n_k, kv_head).clusters;
         let key = GroupIndex { batch: 0, kv_head }.stream_key(params.seed).named("routing calibration");
-        calibration
-            .insert(format!("centroids.{kv_head}"), &find_centroids(rows, clusters, params.iters, key));
+        calibration.insert(format!("centroids.{kv_head}"), &find_centroids(rows, clusters, &params, key));
     }
     Ok(calibration)
 }
