@@ -10,6 +10,7 @@ pub static METHODS: &[&Method] = &[
     &exact::exact::METHOD,
     &exact::sink_window::METHOD,
     &exact::top_k::METHOD,
+    &low_rank::loki::METHOD,
     &low_rank::linformer::METHOD,
     &low_rank::nystromformer::METHOD,
     &low_rank::csalr::METHOD,

@@ -2,4 +2,5 @@
 
 pub mod csalr;
 pub mod linformer;
+pub mod loki;
 pub mod nystromformer;
