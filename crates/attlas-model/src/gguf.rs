@@ -177,8 +177,11 @@ impl Gguf {
         for _ in 0..n_tensors {
             raw.push(r.tensor_info(alignment)?);
         }
-        let data_start =
-            if n_tensors == 0 { r.at } else { r.at.checked_next_multiple_of(alignment).unwrap_or(usize::MAX) };
+        let data_start = if n_tensors == 0 {
+            r.at
+        } else {
+            r.at.checked_next_multiple_of(alignment).unwrap_or(usize::MAX)
+        };
         let mut tensors = Vec::with_capacity(n_tensors);
         let mut by_name = HashMap::with_capacity(n_tensors);
         for (i, raw) in raw.into_iter().enumerate() {
@@ -193,9 +196,18 @@ impl Gguf {
                 });
             };
             if by_name.insert(raw.name.clone(), i).is_some() {
-                return Err(Error::invalid("a tensor name", format!("{:?} twice", raw.name), "distinct names"));
+                return Err(Error::invalid(
+                    "a tensor name",
+                    format!("{:?} twice", raw.name),
+                    "distinct names",
+                ));
             }
-            tensors.push(TensorInfo { name: raw.name, shape: raw.shape, format: raw.format, range: start..end });
+            tensors.push(TensorInfo {
+                name: raw.name,
+                shape: raw.shape,
+                format: raw.format,
+                range: start..end,
+            });
         }
         check_disjoint(&tensors)?;
         Ok(Self { version, metadata, tensors, by_name, data_start })
@@ -509,8 +521,8 @@ impl<'a> Reader<'a> {
         for _ in 0..n_dims {
             let dim = u64::from_le_bytes(self.array("a dimension")?);
             let dim = usize::try_from(dim).ok().filter(|&d| d > 0 && i64::try_from(d).is_ok());
-            let dim =
-                dim.ok_or_else(|| Error::invalid(format!("a dimension of {name}"), "0 or huge", "1 or more"))?;
+            let dim = dim
+                .ok_or_else(|| Error::invalid(format!("a dimension of {name}"), "0 or huge", "1 or more"))?;
             len = len.and_then(|l| l.checked_mul(dim));
             shape.push(dim);
         }

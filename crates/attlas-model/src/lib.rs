@@ -1,1 +1,25 @@
-//! Pretrained models.
+//! Pretrained models: weight files, tokenisers, and products with weights that stay as they are stored.
+//!
+//! [`Model::open`] reads a GGUF file or a Hugging Face folder of the Llama and BERT families. Every file is
+//! treated as hostile: a header that lies is an [`Error`], never a panic or a huge allocation.
+
+pub mod checkpoint;
+pub mod config;
+pub mod error;
+pub mod gguf;
+pub mod linear;
+pub mod model;
+pub mod ops;
+pub mod perplexity;
+pub mod sample;
+pub mod tensor;
+pub mod tokenizer;
+pub mod weights;
+
+pub use config::{Architecture, ModelConfig};
+pub use error::{Error, Result};
+pub use linear::Linear;
+pub use model::Model;
+pub use tensor::Tensor;
+pub use tokenizer::Tokenizer;
+pub use weights::Weights;

@@ -11,7 +11,9 @@ pub mod randla;
 pub mod rng;
 pub mod rope;
 pub mod scratch;
+pub mod sketch;
 pub mod tensor;
+pub mod transform;
 
 pub use mat::{DType, Mat, MatRef, Real};
 pub use scratch::Scratch;

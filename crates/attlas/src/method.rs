@@ -92,6 +92,25 @@ impl Method {
     }
 }
 
+impl Method {
+    /// What the method promises with these options.
+    pub fn claims_with(&self, options: &Options) -> Claims {
+        let mut claims = self.claims;
+        for w in self.claims.withdrawn {
+            let default = || self.params.iter().find(|p| p.name == w.param).map(|p| (p.default)());
+            let value = options.get(w.param).cloned().or_else(default);
+            if value.is_some_and(|v| v.to_string() == w.value) {
+                match w.promise {
+                    Promise::RowStochastic => claims.row_stochastic = false,
+                    Promise::Unbiased => claims.unbiased = false,
+                    Promise::Softmax => claims.softmax = false,
+                }
+            }
+        }
+        claims
+    }
+}
+
 /// A problem with everything decided that can be decided before the data is seen.
 pub trait Plan: Debug + Send + Sync {
     /// What was planned.
@@ -159,8 +178,37 @@ pub struct Claims {
     pub exponent: f64,
     /// What it needs before it is useful.
     pub needs: Needs,
+    /// The slow truth that others are checked against, left out of comparisons unless it is named.
+    pub oracle: bool,
     /// Laws that do not hold, each with the reason.
     pub except: &'static [(Law, &'static str)],
+    /// Promises that single settings of a parameter do not keep.
+    pub withdrawn: &'static [Withdrawn],
+}
+
+/// A promise that does not hold while a parameter has a certain value.
+#[derive(Clone, Copy, Debug, serde::Serialize)]
+pub struct Withdrawn {
+    /// Name of the parameter.
+    pub param: &'static str,
+    /// Its value, as written in options.
+    pub value: &'static str,
+    /// What is not promised then.
+    pub promise: Promise,
+    /// Why.
+    pub reason: &'static str,
+}
+
+/// Promises that a setting may withdraw.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Promise {
+    /// [`Claims::row_stochastic`].
+    RowStochastic,
+    /// [`Claims::unbiased`].
+    Unbiased,
+    /// [`Claims::softmax`].
+    Softmax,
 }
 
 impl Claims {
@@ -176,7 +224,9 @@ impl Claims {
         lse: true,
         exponent: 2.0,
         needs: Needs::Nothing,
+        oracle: false,
         except: &[],
+        withdrawn: &[],
     };
 
     /// Whether `law` is promised.

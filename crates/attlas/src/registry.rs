@@ -1,7 +1,7 @@
 //! The only lists of methods, layers and conversions.
 
 use crate::layer::{Conversion, LayerKind};
-use crate::methods::{exact, low_rank};
+use crate::methods::{clustering, exact, kernel, low_rank};
 use crate::{Error, Method, Result};
 
 /// Every method, in the order of the survey.
@@ -10,10 +10,23 @@ pub static METHODS: &[&Method] = &[
     &exact::exact::METHOD,
     &exact::sink_window::METHOD,
     &exact::top_k::METHOD,
+    &clustering::reformer::METHOD,
+    &clustering::routing::METHOD,
+    &clustering::smyrf::METHOD,
+    &clustering::kdeformer::METHOD,
+    &clustering::multipole::METHOD,
+    &clustering::anna::METHOD,
+    &clustering::hyper::METHOD,
+    &clustering::prescored_hyper::METHOD,
     &low_rank::loki::METHOD,
     &low_rank::linformer::METHOD,
+    &low_rank::wildcat::METHOD,
     &low_rank::nystromformer::METHOD,
     &low_rank::csalr::METHOD,
+    &kernel::performer::METHOD,
+    &kernel::polynomial::METHOD,
+    &kernel::polysketch::METHOD,
+    &kernel::tensor_sketch::METHOD,
 ];
 
 /// Every layer.

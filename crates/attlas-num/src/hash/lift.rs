@@ -106,6 +106,22 @@ impl<T: Real> LiftedLines<T> {
         });
     }
 
+    /// Projections on the lines of all rounds in one product: `n × rounds`, the rounds of a row together.
+    ///
+    /// # Panics
+    /// If `heights` does not have one element per row, `out` not one per row and round, or rows do not have
+    /// `dim` elements.
+    pub fn project_rounds_into(&self, side: Side, x: MatRef<'_, T>, heights: &[T], out: &mut [T]) {
+        let rounds = self.rounds();
+        assert!(x.rows() == heights.len() && x.rows() * rounds == out.len());
+        project_tiles(x, self.flat.as_ref(), |i, y| {
+            let added = self.added.iter().map(|&[key, query]| if side == Side::Query { query } else { key });
+            for ((out, &y), along) in out[i * rounds..(i + 1) * rounds].iter_mut().zip(y).zip(added) {
+                *out = y + along * heights[i];
+            }
+        });
+    }
+
     /// As [`project_into`](Self::project_into), in a new vector.
     pub fn project(&self, side: Side, x: MatRef<'_, T>, heights: &[T], round: usize) -> Vec<T> {
         let mut out = vec![T::ZERO; x.rows()];
@@ -129,6 +145,21 @@ mod tests {
             (Side::Key, j) if j == d => heights[i],
             _ => 0.0,
         })
+    }
+
+    #[test]
+    fn all_rounds_at_once_are_the_rounds_one_by_one() {
+        let x = gaussian::<f64>(5, 40, 7);
+        let lift = Lift::from_max_norms(9.0, max_norm(x.as_ref()));
+        let (heights, lines) = (lift.heights(x.as_ref()), LiftedLines::new(StreamKey::new(2), 7, 3));
+        for side in [Side::Query, Side::Key] {
+            let mut all = vec![f64::NAN; 120];
+            lines.project_rounds_into(side, x.as_ref(), &heights, &mut all);
+            for r in 0..3 {
+                let one = lines.project(side, x.as_ref(), &heights, r);
+                assert!((0..40).all(|i| (one[i] - all[3 * i + r]).abs() < 1e-13));
+            }
+        }
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! The inner loops of this room: dot products, and the product of rows with directions.
 
+use crate::kernels::{Isa, Op, gemm};
 use crate::rng::Rng;
-use crate::{Mat, MatRef, Real};
+use crate::{Mat, MatRef, Real, Scratch};
 
 /// Independent partial sums of a dot product, so that the compiler can keep them in vector registers.
 const LANES: usize = 8;
@@ -9,8 +10,8 @@ const LANES: usize = 8;
 /// Elements of the tile that [`project_tiles`] fills before it hands it on.
 const TILE_LEN: usize = 1 << 14;
 
-/// $\langle a, b\rangle$.
-#[inline]
+/// $\langle a, b\rangle$: what the products are tested against.
+#[cfg(test)]
 pub(crate) fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     debug_assert_eq!(a.len(), b.len());
     let (a_chunks, a_rest) = a.as_chunks::<LANES>();
@@ -73,21 +74,19 @@ pub(crate) fn project_tiles<T: Real>(x: MatRef<'_, T>, w: MatRef<'_, T>, mut f: 
     }
     let tile_rows = (TILE_LEN / width).clamp(1, x.rows().max(1));
     let mut tile = vec![T::ZERO; tile_rows * width];
+    let scratch = Scratch::new();
     for start in (0..x.rows()).step_by(tile_rows) {
         let rows = start..x.rows().min(start + tile_rows);
         let y = &mut tile[..rows.len() * width];
-        project(x.sub_rows(rows.clone()), w, y);
+        project(x.sub_rows(rows.clone()), w, y, &scratch);
         rows.zip(y.chunks_exact(width)).for_each(|(i, y)| f(i, y));
     }
 }
 
-/// $Y = X W^\top$: the one place where this product is formed.
-fn project<T: Real>(x: MatRef<'_, T>, w: MatRef<'_, T>, y: &mut [T]) {
-    for (row, out) in x.iter_rows().zip(y.chunks_exact_mut(w.rows())) {
-        for (j, out) in out.iter_mut().enumerate() {
-            *out = dot(row, w.row(j));
-        }
-    }
+/// $Y = X W^\top$: the one place where this product is formed. A row of the result depends on its own row of
+/// `x` and on `w` alone, down to the bits.
+fn project<T: Real>(x: MatRef<'_, T>, w: MatRef<'_, T>, y: &mut [T], scratch: &Scratch) {
+    gemm(Isa::best(), T::ONE, Op::N(x), Op::T(w), T::ZERO, y, w.rows(), scratch);
 }
 
 #[cfg(test)]
@@ -117,7 +116,10 @@ mod tests {
         project_tiles(x.as_ref(), w.as_ref(), |i, y| {
             assert_eq!(i, next);
             next += 1;
-            (0..40).for_each(|j| assert_eq!(y[j], dot(x.row(i), w.row(j))));
+            for (j, &y) in y.iter().enumerate() {
+                let size = (squared_norm(x.row(i)) * squared_norm(w.row(j))).sqrt();
+                assert!((y - dot(x.row(i), w.row(j))).abs() <= 10.0 * f64::EPSILON * size);
+            }
         });
         assert_eq!(next, 700);
         project_tiles(gaussian::<f64>(1, 0, 5).as_ref(), w.as_ref(), |_, _| unreachable!());

@@ -4,10 +4,23 @@
 //! instruction set each. The functions here check lengths and hand over to the best instruction set of the
 //! machine, or to the one asked for. All run on the calling thread: splitting work is the caller's business.
 
+#[cfg(target_arch = "aarch64")]
+mod aarch64_neon;
 mod attend;
+mod block;
+mod decode;
+
 mod isa;
+mod product;
 pub mod quant;
 mod scalar;
+mod simd;
+mod tiled;
+mod vector;
+#[cfg(target_arch = "x86_64")]
+mod x86_avx2;
+#[cfg(target_arch = "x86_64")]
+mod x86_avx512;
 
 pub use attend::{Attend, Band, merge_lse};
 pub use isa::{Isa, UnknownIsa};
@@ -63,11 +76,16 @@ impl<T: Copy> Op<MatRef<'_, T>> {
 }
 
 mod dispatch {
+    #[cfg(target_arch = "aarch64")]
+    use super::aarch64_neon;
     use super::{Isa, MatRef, Op, Scratch, attend::Job, scalar};
+    #[cfg(target_arch = "x86_64")]
+    use super::{x86_avx2, x86_avx512};
 
     /// One entry per kernel, so that generic code finds the right instruction set for its element type.
     pub trait Kernels: Sized {
         fn attend_on(job: &Job<'_, Self>, scratch: &Scratch, out: &mut [Self], lse: &mut [Self]);
+        #[allow(clippy::too_many_arguments)]
         fn gemm_on(
             isa: Isa,
             alpha: Self,
@@ -90,59 +108,87 @@ mod dispatch {
         fn fma_burn_on(isa: Isa, iterations: u64) -> (u64, Self);
     }
 
+    /// Hands a call to the instruction set asked for, or to the scalar definition where the machine lacks it.
+    macro_rules! choose {
+        ($isa:expr, $module:ident, $f:ident($($arg:expr),*), $fallback:expr) => {
+            match $isa {
+                // SAFETY: the machine was found to have the instruction set.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 if Isa::Avx512.is_available() => unsafe { x86_avx512::$module::$f($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 if Isa::Avx2.is_available() => unsafe { x86_avx2::$module::$f($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "aarch64")]
+                Isa::Neon => unsafe { aarch64_neon::$module::$f($($arg),*) },
+                _ => $fallback,
+            }
+        };
+    }
+
     macro_rules! kernels {
-        ($t:ty) => {
+        ($t:ty, $module:ident) => {
             impl Kernels for $t {
                 fn attend_on(job: &Job<'_, Self>, scratch: &Scratch, out: &mut [Self], lse: &mut [Self]) {
-                    scalar::attend(job, scratch, out, lse)
+                    choose!(
+                        job.isa,
+                        $module,
+                        attend(job, scratch, out, lse),
+                        scalar::attend(job, scratch, out, lse)
+                    )
                 }
                 fn gemm_on(
-                    _isa: Isa,
+                    isa: Isa,
                     alpha: Self,
                     a: Op<MatRef<'_, Self>>,
                     b: Op<MatRef<'_, Self>>,
                     beta: Self,
                     c: &mut [Self],
                     c_stride: usize,
-                    _scratch: &Scratch,
+                    scratch: &Scratch,
                 ) {
-                    scalar::gemm(alpha, a, b, beta, c, c_stride)
+                    choose!(
+                        isa,
+                        $module,
+                        gemm(alpha, a, b, beta, c, c_stride, scratch),
+                        scalar::gemm(alpha, a, b, beta, c, c_stride)
+                    )
                 }
-                fn dot_on(_isa: Isa, a: &[Self], b: &[Self]) -> Self {
-                    scalar::dot(a, b)
+                fn dot_on(isa: Isa, a: &[Self], b: &[Self]) -> Self {
+                    choose!(isa, $module, dot(a, b), scalar::dot(a, b))
                 }
-                fn sq_dist_on(_isa: Isa, a: &[Self], b: &[Self]) -> Self {
-                    scalar::sq_dist(a, b)
+                fn sq_dist_on(isa: Isa, a: &[Self], b: &[Self]) -> Self {
+                    choose!(isa, $module, sq_dist(a, b), scalar::sq_dist(a, b))
                 }
-                fn axpy_on(_isa: Isa, a: Self, x: &[Self], y: &mut [Self]) {
-                    scalar::axpy(a, x, y)
+                fn axpy_on(isa: Isa, a: Self, x: &[Self], y: &mut [Self]) {
+                    choose!(isa, $module, axpy(a, x, y), scalar::axpy(a, x, y))
                 }
-                fn scale_on(_isa: Isa, a: Self, x: &mut [Self]) {
-                    scalar::scale(a, x)
+                fn scale_on(isa: Isa, a: Self, x: &mut [Self]) {
+                    choose!(isa, $module, scale(a, x), scalar::scale(a, x))
                 }
-                fn sum_on(_isa: Isa, x: &[Self]) -> Self {
-                    scalar::sum(x)
+                fn sum_on(isa: Isa, x: &[Self]) -> Self {
+                    choose!(isa, $module, sum(x), scalar::sum(x))
                 }
-                fn max_on(_isa: Isa, x: &[Self]) -> Self {
-                    scalar::max(x)
+                fn max_on(isa: Isa, x: &[Self]) -> Self {
+                    choose!(isa, $module, max(x), scalar::max(x))
                 }
-                fn exp_in_place_on(_isa: Isa, x: &mut [Self]) {
-                    scalar::exp_in_place(x)
+                fn exp_in_place_on(isa: Isa, x: &mut [Self]) {
+                    choose!(isa, $module, exp_in_place(x), scalar::exp_in_place(x))
                 }
-                fn exp_sum_on(_isa: Isa, x: &mut [Self], shift: Self) -> Self {
-                    scalar::exp_sum(x, shift)
+                fn exp_sum_on(isa: Isa, x: &mut [Self], shift: Self) -> Self {
+                    choose!(isa, $module, exp_sum(x, shift), scalar::exp_sum(x, shift))
                 }
-                fn matvec_on(_isa: Isa, a: MatRef<'_, Self>, x: &[Self], out: &mut [Self]) {
-                    scalar::matvec(a, x, out)
+                fn matvec_on(isa: Isa, a: MatRef<'_, Self>, x: &[Self], out: &mut [Self]) {
+                    choose!(isa, $module, matvec(a, x, out), scalar::matvec(a, x, out))
                 }
-                fn fma_burn_on(_isa: Isa, iterations: u64) -> (u64, Self) {
-                    scalar::fma_burn(iterations)
+                fn fma_burn_on(isa: Isa, iterations: u64) -> (u64, Self) {
+                    choose!(isa, $module, fma_burn(iterations), scalar::fma_burn(iterations))
                 }
             }
         };
     }
-    kernels!(f32);
-    kernels!(f64);
+    kernels!(f32, single);
+    kernels!(f64, double);
 }
 
 /// What the kernels need of an element type; implemented for `f32` and `f64` only.

@@ -122,8 +122,8 @@ pub(super) fn attend<T: Real>(job: &Job<'_, T>, scratch: &Scratch, out: &mut [T]
 
 pub(super) fn fma_burn<T: Real>(iterations: u64) -> (u64, T) {
     const CHAINS: usize = 16;
-    let (a, b) = (T::from_f64(0.999_999), T::from_f64(1e-6));
-    let mut x = [T::ONE; CHAINS];
+    let (a, b) = (T::from_f64(0.75), T::from_f64(0.3));
+    let mut x: [T; CHAINS] = std::array::from_fn(T::from_usize);
     for _ in 0..iterations {
         x.iter_mut().for_each(|x| *x = x.mul_add(a, b));
     }

@@ -76,6 +76,7 @@ impl Nystrom {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Scratch;
     use crate::linalg::symmetric_eigen;
     use crate::linalg::testing::*;
     use crate::randla::{GaussianKernel, PsdMatrix, cholesky_with_pivots};
@@ -83,7 +84,8 @@ mod tests {
     fn kernel(n: usize) -> Mat<f64> {
         let x = gaussian(n, 3, 1);
         let mut k = Mat::zeros(n, n);
-        GaussianKernel::new(x.as_ref()).rows_into(&(0..n).collect::<Vec<_>>(), k.data_mut());
+        let rows: Vec<usize> = (0..n).collect();
+        GaussianKernel::new(x.as_ref()).rows_into(&rows, 0..n, k.data_mut(), &Scratch::new());
         k
     }
 
@@ -107,7 +109,8 @@ mod tests {
             assert!((r[i] - gap[(i, i)]).abs() < 1e-13);
             assert!((0..30).all(|j| gap[(i, j)].abs() <= (r[i] * r[j]).sqrt() + 1e-12));
         }
-        let partial = cholesky_with_pivots(&a.as_ref(), &landmarks).unwrap();
+        let scratch = Scratch::new();
+        let partial = cholesky_with_pivots(&a.as_ref(), &landmarks, &scratch).unwrap();
         assert!(distance(&partial.approximation(), &approximation) < 1e-12);
     }
 

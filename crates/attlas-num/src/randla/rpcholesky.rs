@@ -15,20 +15,22 @@
 //! $k \ge r/\varepsilon + r \ln(1/(\varepsilon\eta))$ with $\eta = \operatorname{tr}(A - A_r) / \operatorname{tr} A$;
 //! for `simple` and `accelerated`, whose pivots have the same distribution.
 
-use crate::linalg::{
-    LinalgError, Op, Result, Triangle, axpy, dot, gemm, matmul_tn, solve_triangular_in_place,
-};
+use crate::kernels::{Isa, Op, exp_in_place, gemm};
+use crate::linalg::{LinalgError, Result, Triangle, dot, matmul_tn, solve_triangular_in_place};
 use crate::rng::StreamKey;
-use crate::{Mat, MatRef, Real};
+use crate::scratch::Buf;
+use crate::{Mat, MatRef, Real, Scratch};
+use rayon::prelude::*;
+use std::ops::Range;
 
-/// A positive semidefinite matrix, read by rows.
-pub trait PsdMatrix<T: Real> {
+/// A positive semidefinite matrix, read by pieces of rows.
+pub trait PsdMatrix<T: Real>: Sync {
     /// Number of rows.
     fn size(&self) -> usize;
     /// The diagonal, `n` entries.
     fn diag_into(&self, out: &mut [T]);
-    /// The named rows one after another, `rows.len() × n` entries.
-    fn rows_into(&self, rows: &[usize], out: &mut [T]);
+    /// The columns `cols` of the named rows, row after row, `rows.len() × cols.len()` entries.
+    fn rows_into(&self, rows: &[usize], cols: Range<usize>, out: &mut [T], scratch: &Scratch);
     /// The named rows and columns, `index.len()²` entries.
     fn sub_into(&self, index: &[usize], out: &mut [T]);
 }
@@ -42,8 +44,10 @@ impl<T: Real> PsdMatrix<T> for MatRef<'_, T> {
         out.iter_mut().enumerate().for_each(|(i, x)| *x = self.at(i, i));
     }
 
-    fn rows_into(&self, rows: &[usize], out: &mut [T]) {
-        self.gather_into(rows.iter().copied(), out);
+    fn rows_into(&self, rows: &[usize], cols: Range<usize>, out: &mut [T], _: &Scratch) {
+        for (dst, &i) in out.chunks_exact_mut(cols.len().max(1)).zip(rows) {
+            dst.copy_from_slice(&self.row(i)[cols.clone()]);
+        }
     }
 
     fn sub_into(&self, index: &[usize], out: &mut [T]) {
@@ -83,17 +87,25 @@ impl<T: Real> PsdMatrix<T> for GaussianKernel<'_, T> {
         out.fill(T::ONE);
     }
 
-    fn rows_into(&self, rows: &[usize], out: &mut [T]) {
-        let n = self.size();
-        let d = self.points.cols();
-        let mut chosen = vec![T::ZERO; rows.len() * d];
+    fn rows_into(&self, rows: &[usize], cols: Range<usize>, out: &mut [T], scratch: &Scratch) {
+        let (d, width) = (self.points.cols(), cols.len());
+        let mut chosen = scratch.take::<T>(rows.len() * d);
         self.points.gather_into(rows.iter().copied(), &mut chosen);
-        let chosen = MatRef::new(&chosen, rows.len(), d);
-        gemm(T::ONE, Op::N(chosen), Op::T(self.points), out, n, false);
-        for (row, &i) in out.chunks_exact_mut(n.max(1)).zip(rows) {
+        let chosen = Op::N(MatRef::new(&chosen, rows.len(), d));
+        let points = Op::T(self.points.sub_rows(cols.clone()));
+        gemm(Isa::best(), T::ONE, chosen, points, T::ZERO, out, width, scratch);
+        let half_norms = &self.half_norms[cols.clone()];
+        for (row, &i) in out.chunks_exact_mut(width.max(1)).zip(rows) {
             let h = self.half_norms[i];
-            row.iter_mut().zip(&self.half_norms).for_each(|(x, &hj)| *x = capped_exp(*x - h - hj));
-            row[i] = T::ONE;
+            for (x, &hj) in row.iter_mut().zip(half_norms) {
+                let exponent = *x - h - hj;
+                // Not `min`, which would turn NaN into 0.
+                *x = if exponent > T::ZERO { T::ZERO } else { exponent };
+            }
+            exp_in_place(row);
+            if cols.contains(&i) {
+                row[i - cols.start] = T::ONE;
+            }
         }
     }
 
@@ -144,13 +156,71 @@ impl Options {
     pub fn rank(rank: usize) -> Self {
         Self { rank, variant: None, block: None, stop_tol: None, power: 1.0 }
     }
+
+    /// Draws per round.
+    fn block_len(&self) -> usize {
+        self.block.unwrap_or(self.rank.div_ceil(10).clamp(10, 128)).max(1)
+    }
 }
 
-/// A partial Cholesky factorisation $\hat A = G^\top G$.
-#[derive(Clone, Debug)]
-pub struct PartialCholesky<T> {
-    /// $G$, one row per pivot; $G$ restricted to the pivots is upper triangular.
-    pub factor: Mat<T>,
+/// Columns of the factor that lie together and are worked on by one thread: fixed, so that the number of
+/// threads changes nothing.
+const PANEL: usize = 512;
+/// Panels whose products are summed in the element type before the sums are added in `f64`.
+const PANELS_PER_SUM: usize = 8;
+
+/// The factor $G$, stored panel by panel: each holds its columns of all rows, one row after another.
+#[derive(Debug)]
+struct Panels<'s, T> {
+    data: Buf<'s, T>,
+    n: usize,
+    width: usize,
+    /// Rows there is room for.
+    capacity: usize,
+}
+
+impl<'s, T: Real> Panels<'s, T> {
+    fn new(n: usize, capacity: usize, scratch: &'s Scratch) -> Self {
+        let width = n.clamp(1, PANEL);
+        Self { data: scratch.take(n * capacity), n, width, capacity }
+    }
+
+    /// Columns of panel `p`.
+    fn range(&self, p: usize) -> Range<usize> {
+        p * self.width..((p + 1) * self.width).min(self.n)
+    }
+
+    fn count(&self) -> usize {
+        self.n.div_ceil(self.width)
+    }
+
+    /// The first `rows` rows of panel `p`.
+    fn panel(&self, p: usize, rows: usize) -> MatRef<'_, T> {
+        let cols = self.range(p);
+        let start = cols.start * self.capacity;
+        MatRef::new(&self.data[start..start + rows * cols.len()], rows, cols.len())
+    }
+
+    fn at(&self, row: usize, col: usize) -> T {
+        let cols = self.range(col / self.width);
+        self.data[cols.start * self.capacity + row * cols.len() + col - cols.start]
+    }
+}
+
+/// Upper bound on the scratch bytes of [`rp_cholesky`] on `n` points of width `d` with `threads` threads, for
+/// elements of `size` bytes.
+pub fn scratch_bytes(n: usize, d: usize, options: &Options, threads: usize, size: usize) -> usize {
+    let rank = options.rank.min(n);
+    let sums = n.div_ceil(PANEL).div_ceil(PANELS_PER_SUM);
+    // Two packed operands of a product, and the gathered rows.
+    let per_thread = (192 << 10) + (512 << 10) + 2 * (options.block_len() * d * size + 256);
+    n * rank * size + threads * per_thread + sums * 256
+}
+
+/// A partial Cholesky factorisation $\hat A = G^\top G$, in memory borrowed from a [`Scratch`].
+#[derive(Debug)]
+pub struct PartialCholesky<'s, T> {
+    panels: Panels<'s, T>,
     /// The pivots in the order they were taken.
     pub pivots: Vec<usize>,
     /// Diagonal of $A - \hat A$, never negative, zero at the pivots.
@@ -161,34 +231,69 @@ pub struct PartialCholesky<T> {
     pub rounds: usize,
 }
 
-impl<T: Real> PartialCholesky<T> {
+impl<T: Real> PartialCholesky<'_, T> {
     /// Number of pivots.
     pub fn rank(&self) -> usize {
         self.pivots.len()
     }
 
+    /// $G$, one row per pivot, copied; restricted to the pivots it is upper triangular.
+    pub fn factor(&self) -> Mat<T> {
+        Mat::from_fn(self.rank(), self.panels.n, |t, j| self.panels.at(t, j))
+    }
+
     /// The lower triangular $L = (G_{:,S})^\top$, with $A_{S,S} = LL^\top$.
     pub fn lower(&self) -> Mat<f64> {
         let k = self.rank();
-        Mat::from_fn(k, k, |i, j| if j <= i { self.factor[(j, self.pivots[i])].to_f64() } else { 0.0 })
+        Mat::from_fn(k, k, |i, j| if j <= i { self.panels.at(j, self.pivots[i]).to_f64() } else { 0.0 })
     }
 
     /// $W X$ for the interpolation weights $W = L^{-\top} G$, without forming them: $\hat A = A_{:,S} W$.
     /// `x` is $n \times c$; the result $k \times c$.
-    pub fn apply_weights(&self, x: MatRef<'_, T>) -> Result<Mat<T>> {
-        let n = self.factor.cols();
+    pub fn apply_weights(&self, x: MatRef<'_, T>, scratch: &Scratch) -> Result<Mat<f64>> {
+        let n = self.panels.n;
         if x.rows() != n {
             return Err(LinalgError::Shape { what: "rows of x", expected: n, found: x.rows() });
         }
-        let mut y = crate::linalg::matmul(self.factor.as_ref(), x).cast::<f64>();
-        let cols = y.cols();
+        Ok(self.apply_weights_with(x.cols(), scratch, |j, out| out.copy_from_slice(x.row(j))))
+    }
+
+    /// The same where `fill(j, row)` writes row `j` of $X$, which has `cols` columns and is never formed whole.
+    pub fn apply_weights_with(
+        &self,
+        cols: usize,
+        scratch: &Scratch,
+        fill: impl Fn(usize, &mut [T]) + Sync,
+    ) -> Mat<f64> {
+        let k = self.rank();
+        let sums: Vec<Mat<T>> = (0..self.panels.count().div_ceil(PANELS_PER_SUM))
+            .into_par_iter()
+            .with_max_len(1)
+            .map(|s| {
+                let mut sum = Mat::zeros(k, cols);
+                let mut x = scratch.take::<T>(self.panels.width * cols);
+                for p in s * PANELS_PER_SUM..((s + 1) * PANELS_PER_SUM).min(self.panels.count()) {
+                    let range = self.panels.range(p);
+                    let x = &mut x[..range.len() * cols];
+                    x.chunks_exact_mut(cols.max(1)).zip(range.clone()).for_each(|(row, j)| fill(j, row));
+                    let (g, x) = (Op::N(self.panels.panel(p, k)), Op::N(MatRef::new(x, range.len(), cols)));
+                    gemm(Isa::best(), T::ONE, g, x, T::ONE, sum.data_mut(), cols, scratch);
+                }
+                sum
+            })
+            .collect();
+        let mut y = Mat::<f64>::zeros(k, cols);
+        for sum in &sums {
+            y.data_mut().iter_mut().zip(sum.data()).for_each(|(y, s)| *y += s.to_f64());
+        }
         solve_triangular_in_place(Triangle::LowerTransposed, self.lower().as_ref(), y.data_mut(), cols);
-        Ok(y.cast())
+        y
     }
 
     /// $G^\top G$, formed: for small matrices.
     pub fn approximation(&self) -> Mat<T> {
-        matmul_tn(self.factor.as_ref(), self.factor.as_ref())
+        let factor = self.factor();
+        matmul_tn(factor.as_ref(), factor.as_ref())
     }
 }
 
@@ -196,20 +301,21 @@ impl<T: Real> PartialCholesky<T> {
 ///
 /// With log-scales the factor is still that of $K_0$, in which nothing overflows; only the pivots follow
 /// $D K_0 D$. Fewer pivots than asked for are taken where the residual is exhausted. Residuals below eight
-/// roundoffs of their diagonal entry are noise and count as zero.
-pub fn rp_cholesky<T: Real, M: PsdMatrix<T> + ?Sized>(
+/// roundoffs of their diagonal entry are noise and count as zero. Columns are worked on in parallel.
+pub fn rp_cholesky<'s, T: Real, M: PsdMatrix<T> + ?Sized>(
     matrix: &M,
     log_scale: Option<&[f64]>,
     options: Options,
     key: StreamKey,
-) -> Result<PartialCholesky<T>> {
+    scratch: &'s Scratch,
+) -> Result<PartialCholesky<'s, T>> {
     let power = options.power;
     if power.is_nan() || power <= 0.0 {
         return Err(LinalgError::InvalidParam { name: "power", value: power, expected: "above 0" });
     }
-    let mut state = State::new(matrix, log_scale)?;
-    let rank = options.rank.min(state.n);
-    let block = options.block.unwrap_or(options.rank.div_ceil(10).clamp(10, 128)).max(1);
+    let rank = options.rank.min(matrix.size());
+    let mut state = State::new(matrix, log_scale, rank, scratch)?;
+    let block = options.block_len();
     let stop = options.stop_tol.unwrap_or(if T::ROUNDOFF < 1e-10 { 1e-13 } else { 1e-6 });
     let variant = match options.variant {
         _ if power.is_infinite() => Variant::Simple,
@@ -233,11 +339,12 @@ pub fn rp_cholesky<T: Real, M: PsdMatrix<T> + ?Sized>(
 
 /// Partial Cholesky with the given pivots, in their order. A pivot whose residual is gone (a repeated one,
 /// for instance) is an error.
-pub fn cholesky_with_pivots<T: Real, M: PsdMatrix<T> + ?Sized>(
+pub fn cholesky_with_pivots<'s, T: Real, M: PsdMatrix<T> + ?Sized>(
     matrix: &M,
     pivots: &[usize],
-) -> Result<PartialCholesky<T>> {
-    let mut state = State::new(matrix, None)?;
+    scratch: &'s Scratch,
+) -> Result<PartialCholesky<'s, T>> {
+    let mut state = State::new(matrix, None, pivots.len(), scratch)?;
     for &s in pivots {
         if s >= state.n {
             return Err(LinalgError::Shape { what: "a pivot", expected: state.n, found: s });
@@ -250,10 +357,10 @@ pub fn cholesky_with_pivots<T: Real, M: PsdMatrix<T> + ?Sized>(
     Ok(state.finish(pivots.len()))
 }
 
-struct State<T> {
+struct State<'s, T> {
     n: usize,
-    /// Rows of `G`, one after another.
-    factor: Vec<T>,
+    panels: Panels<'s, T>,
+    scratch: &'s Scratch,
     pivots: Vec<usize>,
     chosen: Vec<bool>,
     residual: Vec<f64>,
@@ -266,8 +373,13 @@ struct State<T> {
     trace: f64,
 }
 
-impl<T: Real> State<T> {
-    fn new<M: PsdMatrix<T> + ?Sized>(matrix: &M, log_scale: Option<&[f64]>) -> Result<Self> {
+impl<'s, T: Real> State<'s, T> {
+    fn new<M: PsdMatrix<T> + ?Sized>(
+        matrix: &M,
+        log_scale: Option<&[f64]>,
+        rank: usize,
+        scratch: &'s Scratch,
+    ) -> Result<Self> {
         let n = matrix.size();
         let mut diag = vec![T::ZERO; n];
         matrix.diag_into(&mut diag);
@@ -280,7 +392,8 @@ impl<T: Real> State<T> {
         }
         let mut state = Self {
             n,
-            factor: Vec::new(),
+            panels: Panels::new(n, rank, scratch),
+            scratch,
             pivots: Vec::new(),
             chosen: vec![false; n],
             noise: residual.iter().map(|x| 8.0 * T::ROUNDOFF * x).collect(),
@@ -317,10 +430,10 @@ impl<T: Real> State<T> {
         if self.trace > 0.0 { self.weighted_trace() / self.trace } else { 0.0 }
     }
 
-    fn finish(self, rounds: usize) -> PartialCholesky<T> {
+    fn finish(self, rounds: usize) -> PartialCholesky<'s, T> {
         PartialCholesky {
             relative_residual: self.relative_residual(),
-            factor: Mat::from_vec(self.factor, self.pivots.len(), self.n),
+            panels: self.panels,
             pivots: self.pivots,
             residual: self.residual,
             rounds,
@@ -353,9 +466,21 @@ impl<T: Real> State<T> {
             sum += w;
             sum
         };
-        if power == 1.0 && self.log_weight.is_none() {
-            return self.residual.iter().map(|&p| add(p)).collect();
+        if power == 1.0 {
+            let plain: Vec<f64> = match &self.weight {
+                None => self.residual.iter().map(|&p| add(p)).collect(),
+                Some(w) => self.residual.iter().zip(w).map(|(&p, &w)| add(p * w)).collect(),
+            };
+            // Products that underflow are taken by their logarithms.
+            if self.weight.is_none() || plain.last().is_some_and(|&total| total > 1e-250) {
+                return plain;
+            }
+            sum = 0.0;
         }
+        let mut add = |w: f64| {
+            sum += w;
+            sum
+        };
         let scores: Vec<f64> = (0..self.n).map(|j| self.log_score(j)).collect();
         let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max).max(-f64::MAX);
         scores.iter().map(|s| add(libm::exp(power * (s - top)))).collect()
@@ -370,12 +495,6 @@ impl<T: Real> State<T> {
         let mut rng = key.rng();
         let pivot = if power.is_infinite() {
             self.argmax(|j| self.log_score(j))
-        } else if self.log_weight.is_some() {
-            // Gumbel maximum: −ln E of an exponential variate E is a Gumbel variate.
-            self.argmax(|j| {
-                let exponential = (-libm::log(rng.uniform_positive())).max(f64::MIN_POSITIVE);
-                power * self.log_score(j) - libm::log(exponential)
-            })
         } else {
             pick(&self.cumulative(power), rng.uniform())
         };
@@ -390,18 +509,8 @@ impl<T: Real> State<T> {
     }
 
     fn take_pivot<M: PsdMatrix<T> + ?Sized>(&mut self, matrix: &M, s: usize) -> Result<()> {
-        let mut row = vec![T::ZERO; self.n];
-        matrix.rows_into(&[s], &mut row);
-        // Tiles keep the row in cache while G streams past once.
-        const TILE: usize = 1024;
-        for start in (0..self.n).step_by(TILE) {
-            let end = (start + TILE).min(self.n);
-            for g in self.factor.chunks_exact(self.n) {
-                axpy(-g[s], &g[start..end], &mut row[start..end]);
-            }
-        }
         let root = self.residual[s].sqrt();
-        self.append(row, &Mat::from_vec(vec![root], 1, 1), &[s])
+        self.append(matrix, &[s], &Mat::from_vec(vec![root], 1, 1))
     }
 
     fn accelerated_round<M: PsdMatrix<T> + ?Sized>(
@@ -487,7 +596,8 @@ impl<T: Real> State<T> {
         matrix.sub_into(index, &mut sub);
         let mut h = Mat::from_vec(sub, b, b).cast::<f64>();
         let columns = self.factor_columns(index).cast::<f64>();
-        gemm(-1.0, Op::T(columns.as_ref()), Op::N(columns.as_ref()), h.data_mut(), b, true);
+        let (left, right) = (Op::T(columns.as_ref()), Op::N(columns.as_ref()));
+        gemm(Isa::best(), -1.0, left, right, 1.0, h.data_mut(), b, self.scratch);
         if h.data().iter().any(|x| !x.is_finite()) {
             return Err(LinalgError::NotFinite { what: "the matrix" });
         }
@@ -496,7 +606,7 @@ impl<T: Real> State<T> {
 
     /// $G_{:,I}$.
     fn factor_columns(&self, index: &[usize]) -> Mat<T> {
-        Mat::from_fn(self.pivots.len(), index.len(), |t, j| self.factor[t * self.n + index[j]])
+        Mat::from_fn(self.pivots.len(), index.len(), |t, j| self.panels.at(t, index[j]))
     }
 
     /// Appends the accepted ones of the drawn indices; column `j` of `h` holds that of the Cholesky factor.
@@ -513,34 +623,57 @@ impl<T: Real> State<T> {
         }
         let lower = Mat::from_fn(b, b, |i, j| if j <= i { h[(accepted[i], accepted[j])] } else { 0.0 });
         let pivots: Vec<usize> = accepted.iter().map(|&j| index[j]).collect();
-        let mut rows = vec![T::ZERO; b * self.n];
-        matrix.rows_into(&pivots, &mut rows);
-        let columns = self.factor_columns(&pivots);
-        let factor = MatRef::new(&self.factor, self.pivots.len(), self.n);
-        gemm(-T::ONE, Op::T(columns.as_ref()), Op::N(factor), &mut rows, self.n, true);
-        self.append(rows, &lower, &pivots)
+        self.append(matrix, &pivots, &lower)
     }
 
-    /// Appends $L^{-1} R$ for residual rows `R`, and lowers the residual diagonal.
-    fn append(&mut self, mut rows: Vec<T>, lower: &Mat<f64>, pivots: &[usize]) -> Result<()> {
-        let n = self.n;
-        solve_triangular_in_place(Triangle::Lower, lower.cast::<T>().as_ref(), &mut rows, n);
-        for (t, row) in rows.chunks_exact_mut(n).enumerate() {
-            self.pivots.iter().for_each(|&s| row[s] = T::ZERO);
-            pivots.iter().enumerate().for_each(|(j, &s)| row[s] = T::from_f64(lower[(j, t)]));
-            if row.iter().any(|x| !x.is_finite()) {
-                return Err(LinalgError::NotFinite { what: "the matrix" });
-            }
-            for (p, (g, noise)) in self.residual.iter_mut().zip(row.iter().zip(&self.noise)) {
-                let left = *p - g.to_f64() * g.to_f64();
-                *p = if left > *noise { left } else { 0.0 };
-            }
+    /// Appends $L^{-1} (A_{I,:} - G_{:,I}^\top G)$ for the new pivots $I$, and lowers the residual diagonal.
+    fn append<M: PsdMatrix<T> + ?Sized>(
+        &mut self,
+        matrix: &M,
+        pivots: &[usize],
+        lower: &Mat<f64>,
+    ) -> Result<()> {
+        let (done, b) = (self.pivots.len(), pivots.len());
+        let columns = self.factor_columns(pivots);
+        let (rounded, earlier, scratch) = (lower.cast::<T>(), &self.pivots, self.scratch);
+        let (width, capacity) = (self.panels.width, self.panels.capacity);
+        let finite = self
+            .panels
+            .data
+            .par_chunks_mut(width * capacity)
+            .zip(self.residual.par_chunks_mut(width).zip(self.noise.par_chunks(width)))
+            .enumerate()
+            .map(|(p, (panel, (residual, noise)))| {
+                let len = residual.len();
+                let cols = p * width..p * width + len;
+                let (factor, rest) = panel.split_at_mut(done * len);
+                let rows = &mut rest[..b * len];
+                matrix.rows_into(pivots, cols.clone(), rows, scratch);
+                let (left, right) = (Op::T(columns.as_ref()), Op::N(MatRef::new(factor, done, len)));
+                gemm(Isa::best(), -T::ONE, left, right, T::ONE, rows, len, scratch);
+                solve_triangular_in_place(Triangle::Lower, rounded.as_ref(), rows, len);
+                for &s in earlier.iter().filter(|s| cols.contains(s)) {
+                    rows.iter_mut().skip(s - cols.start).step_by(len).for_each(|g| *g = T::ZERO);
+                }
+                for (t, row) in rows.chunks_exact_mut(len).enumerate() {
+                    for (j, &s) in pivots.iter().enumerate().filter(|(_, s)| cols.contains(s)) {
+                        row[s - cols.start] = T::from_f64(lower[(j, t)]);
+                    }
+                    for (p, (g, noise)) in residual.iter_mut().zip(row.iter().zip(noise)) {
+                        let left = *p - g.to_f64() * g.to_f64();
+                        *p = if left > *noise { left } else { 0.0 };
+                    }
+                }
+                rows.iter().all(|g| g.is_finite())
+            })
+            .reduce(|| true, |a, b| a && b);
+        if !finite {
+            return Err(LinalgError::NotFinite { what: "the matrix" });
         }
         for &s in pivots {
             self.residual[s] = 0.0;
             self.chosen[s] = true;
         }
-        self.factor.extend_from_slice(&rows);
         self.pivots.extend_from_slice(pivots);
         Ok(())
     }
@@ -577,6 +710,9 @@ mod tests {
     use super::*;
     use crate::linalg::testing::*;
     use crate::linalg::{matmul, matmul_nt, symmetric_eigen};
+    use std::sync::LazyLock;
+
+    static SCRATCH: LazyLock<Scratch> = LazyLock::new(Scratch::poisoned);
 
     const VARIANTS: [Variant; 3] = [Variant::Simple, Variant::Accelerated, Variant::Block];
 
@@ -589,8 +725,8 @@ mod tests {
         Options { variant: Some(variant), block: Some(6), ..Options::rank(rank) }
     }
 
-    fn run(a: &Mat<f64>, options: Options, seed: u64) -> PartialCholesky<f64> {
-        rp_cholesky(&a.as_ref(), None, options, StreamKey::new(seed)).unwrap()
+    fn run(a: &Mat<f64>, options: Options, seed: u64) -> PartialCholesky<'static, f64> {
+        rp_cholesky(&a.as_ref(), None, options, StreamKey::new(seed), &SCRATCH).unwrap()
     }
 
     fn trace(a: &Mat<f64>) -> f64 {
@@ -602,7 +738,7 @@ mod tests {
         let x = gaussian(n, 2, seed);
         let kernel = GaussianKernel::new(x.as_ref());
         let mut k = Mat::zeros(n, n);
-        kernel.rows_into(&(0..n).collect::<Vec<_>>(), k.data_mut());
+        kernel.rows_into(&(0..n).collect::<Vec<_>>(), 0..n, k.data_mut(), &SCRATCH);
         k
     }
 
@@ -673,21 +809,22 @@ mod tests {
         for variant in VARIANTS {
             let a = smooth_kernel(40, 8);
             let f = run(&a, with(variant, 12), 1);
-            for (t, row) in (0..f.rank()).map(|t| (t, f.factor.row(t))) {
+            let factor = f.factor();
+            for (t, row) in (0..f.rank()).map(|t| (t, factor.row(t))) {
                 assert!(f.pivots[..t].iter().all(|&s| row[s] == 0.0));
             }
             let l = f.lower();
             let sub = Mat::from_fn(12, 12, |i, j| a[(f.pivots[i], f.pivots[j])]);
             assert!(distance(&matmul_nt(l.as_ref(), l.as_ref()), &sub) < 1e-12);
-            let weights = f.apply_weights(Mat::identity(40).as_ref()).unwrap();
+            let weights = f.apply_weights(Mat::identity(40).as_ref(), &SCRATCH).unwrap();
             let columns = Mat::from_fn(40, 12, |i, j| a[(i, f.pivots[j])]);
             let rebuilt = matmul(columns.as_ref(), weights.as_ref());
             assert!(distance(&rebuilt, &f.approximation()) < 1e-8, "{variant:?}");
             let x = gaussian(40, 3, 2);
             let direct = matmul(weights.as_ref(), x.as_ref());
-            let applied = f.apply_weights(x.as_ref()).unwrap();
+            let applied = f.apply_weights(x.as_ref(), &SCRATCH).unwrap();
             assert!(distance(&applied, &direct) <= 1e-9 * weights.frobenius());
-            assert!(f.apply_weights(gaussian(3, 3, 2).as_ref()).is_err());
+            assert!(f.apply_weights(gaussian(3, 3, 2).as_ref(), &SCRATCH).is_err());
         }
     }
 
@@ -731,7 +868,7 @@ mod tests {
         let n = a.rows();
         let mut counts = vec![0; n * n];
         for seed in 0..runs {
-            let f = rp_cholesky(&a.as_ref(), log_scale, options, StreamKey::new(seed)).unwrap();
+            let f = rp_cholesky(&a.as_ref(), log_scale, options, StreamKey::new(seed), &SCRATCH).unwrap();
             counts[f.pivots[0] * n + f.pivots[1]] += 1;
         }
         counts
@@ -786,7 +923,8 @@ mod tests {
         // Scales beyond the range of numbers only matter by their differences.
         let huge: Vec<f64> = log_scale.iter().map(|x| x + 5000.0).collect();
         let run = |scale: &[f64]| {
-            rp_cholesky(&k0.as_ref(), Some(scale), with(Variant::Simple, 3), StreamKey::new(5)).unwrap()
+            rp_cholesky(&k0.as_ref(), Some(scale), with(Variant::Simple, 3), StreamKey::new(5), &SCRATCH)
+                .unwrap()
         };
         let (f, g) = (run(&huge), run(&log_scale));
         assert_eq!(f.pivots, g.pivots);
@@ -861,21 +999,21 @@ mod tests {
         let mean: Vec<f64> = (0..4).map(|j| (0..6).map(|i| raw[(i, j)]).sum::<f64>() / 6.0).collect();
         let x = Mat::from_fn(6, 4, |i, j| (raw[(i, j)] - mean[j]) * 0.5f64.sqrt() / 1.5);
         let kernel = GaussianKernel::new(x.as_ref());
-        let f = cholesky_with_pivots(&kernel, &[0, 3, 5]).unwrap();
+        let f = cholesky_with_pivots(&kernel, &[0, 3, 5], &SCRATCH).unwrap();
         for (j, want) in [(1, 0.497_185_503_7), (2, 0.353_311_863_8), (4, 0.414_827_684_3)] {
             assert!((f.residual[j] - want).abs() < 1e-10, "{j}: {}", f.residual[j]);
         }
         let h = kernel.half_norms();
         let scaled = Mat::from_fn(6, 1, |i, _| h[i].exp());
-        let w = f.apply_weights(scaled.as_ref()).unwrap();
+        let w = f.apply_weights(scaled.as_ref(), &SCRATCH).unwrap();
         for (t, want) in [1.309_406_085_1, 1.968_866_792_6, 2.266_824_948_6].iter().enumerate() {
             assert!((w[(t, 0)] * (-h[f.pivots[t]]).exp() - want).abs() < 1e-9);
         }
         assert!(matches!(
-            cholesky_with_pivots(&kernel, &[2, 2]),
+            cholesky_with_pivots(&kernel, &[2, 2], &SCRATCH),
             Err(LinalgError::NotPositiveDefinite { pivot: 2 })
         ));
-        assert!(cholesky_with_pivots(&kernel, &[6]).is_err());
+        assert!(cholesky_with_pivots(&kernel, &[6], &SCRATCH).is_err());
     }
 
     #[test]
@@ -884,7 +1022,7 @@ mod tests {
         let kernel = GaussianKernel::new(x.as_ref());
         let index = [4, 0, 4, 7];
         let (mut rows, mut sub) = (vec![f64::NAN; 36], vec![f64::NAN; 16]);
-        kernel.rows_into(&index, &mut rows);
+        kernel.rows_into(&index, 0..9, &mut rows, &SCRATCH);
         kernel.sub_into(&index, &mut sub);
         for (a, &i) in index.iter().enumerate() {
             for (b, &j) in index.iter().enumerate() {
@@ -903,9 +1041,9 @@ mod tests {
         let x = Mat::from_fn(64, 3, |i, j| (points[(i % 8, j)] + 1e-6 * noise[(i, j)]) as f32);
         let kernel = GaussianKernel::new(x.as_ref());
         for variant in VARIANTS {
-            let f = rp_cholesky(&kernel, None, with(variant, 64), StreamKey::new(3)).unwrap();
+            let f = rp_cholesky(&kernel, None, with(variant, 64), StreamKey::new(3), &SCRATCH).unwrap();
             assert!((8..=20).contains(&f.rank()), "{variant:?}: {}", f.rank());
-            assert!(f.factor.data().iter().all(|g| g.abs() < 1.01));
+            assert!(f.factor().data().iter().all(|g| g.abs() < 1.01));
         }
     }
 
@@ -915,8 +1053,8 @@ mod tests {
         let options = Options::rank(64);
         let f = run(&a, options, 1);
         assert_eq!(
-            (f.pivots.clone(), f.factor.clone()),
-            (run(&a, options, 1).pivots, run(&a, options, 1).factor)
+            (f.pivots.clone(), f.factor().clone()),
+            (run(&a, options, 1).pivots, run(&a, options, 1).factor())
         );
         assert_ne!(f.pivots, run(&a, options, 2).pivots);
     }
@@ -926,16 +1064,17 @@ mod tests {
         for variant in VARIANTS {
             for n in [0, 1, 5] {
                 let f = run(&Mat::zeros(n, n), with(variant, 3), 1);
-                assert!(f.rank() == 0 && f.relative_residual == 0.0 && f.factor.cols() == n);
-                assert_eq!(f.apply_weights(Mat::zeros(n, 2).as_ref()).unwrap().rows(), 0);
+                assert!(f.rank() == 0 && f.relative_residual == 0.0 && f.factor().cols() == n);
+                assert_eq!(f.apply_weights(Mat::zeros(n, 2).as_ref(), &SCRATCH).unwrap().rows(), 0);
             }
             let one = run(&Mat::from_vec(vec![9.0], 1, 1), with(variant, 3), 1);
-            assert_eq!((one.pivots, one.factor.data().to_vec()), (vec![0], vec![3.0]));
+            assert_eq!((one.factor().data(), &one.pivots[..]), (&[3.0][..], &[0][..]));
             let equal = run(&Mat::from_fn(7, 7, |_, _| 2.0), with(variant, 7), 1);
             assert!(equal.rank() == 1 && equal.relative_residual == 0.0);
             assert_eq!(run(&fixed(), with(variant, 0), 1).rank(), 0);
 
-            let go = |a: &Mat<f64>| rp_cholesky(&a.as_ref(), None, with(variant, 4), StreamKey::new(1));
+            let go =
+                |a: &Mat<f64>| rp_cholesky(&a.as_ref(), None, with(variant, 4), StreamKey::new(1), &SCRATCH);
             assert!(matches!(
                 go(&spoiled(5)),
                 Err(LinalgError::NotFinite { .. } | LinalgError::NotPositiveDefinite { .. })
@@ -951,16 +1090,17 @@ mod tests {
             assert_eq!(go(&negative).unwrap_err(), LinalgError::NotPositiveDefinite { pivot: 2 });
             // Indefinite with a positive diagonal: an answer, bounded and finite.
             let indefinite = Mat::from_fn(6, 6, |i, j| if i == j { 1.0 } else { 5.0 });
-            assert!(go(&indefinite).unwrap().factor.data().iter().all(|x| x.is_finite()));
+            assert!(go(&indefinite).unwrap().factor().data().iter().all(|x| x.is_finite()));
         }
         let a = fixed();
-        let with_scale = |s: &[f64]| rp_cholesky(&a.as_ref(), Some(s), Options::rank(2), StreamKey::new(1));
+        let with_scale =
+            |s: &[f64]| rp_cholesky(&a.as_ref(), Some(s), Options::rank(2), StreamKey::new(1), &SCRATCH);
         assert!(with_scale(&[0.0; 3]).is_err() && with_scale(&[f64::NAN; 4]).is_err());
         // Vanishing scales exclude their rows; all vanishing is the zero matrix.
         let none = f64::NEG_INFINITY;
         assert_eq!(with_scale(&[none, 0.0, none, none]).unwrap().pivots, [1]);
         assert_eq!(with_scale(&[none; 4]).unwrap().rank(), 0);
         let power = Options { power: 0.0, ..Options::rank(2) };
-        assert!(rp_cholesky(&a.as_ref(), None, power, StreamKey::new(1)).is_err());
+        assert!(rp_cholesky(&a.as_ref(), None, power, StreamKey::new(1), &SCRATCH).is_err());
     }
 }

@@ -52,6 +52,10 @@ fn check_entry(method: &Method) {
     for (law, reason) in method.claims.except {
         assert!(reason.len() > 10, "{id} breaks {law:?} without a reason");
     }
+    for w in method.claims.withdrawn {
+        assert!(w.reason.len() > 10, "{id} withdraws {:?} without a reason", w.promise);
+        assert!(method.params.iter().any(|p| p.name == w.param), "{id} has no parameter {}", w.param);
+    }
     if !method.claims.deterministic {
         assert!(method.params.iter().any(|p| p.name == "seed"), "{id} draws random numbers but has no seed");
     }
@@ -237,7 +241,7 @@ impl Subject {
         for p in self.problems() {
             let case = Case::gaussian(p, 5);
             let Some(first) = self.run(&case) else { continue };
-            if self.method.claims.row_stochastic {
+            if self.method.claims_with(&self.options).row_stochastic {
                 let constant = Case { v: vec![1.5; case.v.len()], ..case.clone() };
                 if let Some(ran) = self.run(&constant) {
                     let want = vec![1.5; ran.o.len()];
@@ -543,12 +547,15 @@ fn check_exact_limits(method: &'static Method) {
     }
 }
 
-/// Over seeds, the normaliser has the exact one as its mean, within five standard errors.
+/// Over seeds, the normaliser has the exact one as its mean, within five standard errors and one largest draw.
 fn check_unbiased(method: &'static Method) {
     if !method.claims.unbiased {
         return;
     }
     for base in settings(method).into_iter().skip(1) {
+        if !method.claims_with(&base).unbiased {
+            continue;
+        }
         let subject = Subject { method, options: base.clone() };
         let Some(&mask) = subject.masks().first() else { continue };
         let p = Problem { mask, ..Problem::new(1, 97, 8) };
@@ -556,21 +563,22 @@ fn check_unbiased(method: &'static Method) {
         case.q.iter_mut().for_each(|x| *x *= 0.7);
         let (_, exact) = reference(&case);
         let seeds = 400;
-        let mut ratios = vec![(0.0, 0.0); 97];
+        let mut ratios = vec![(0.0, 0.0, 0.0f64); 97];
         for seed in 0..seeds {
             let subject = Subject { method, options: base.clone().with("seed", seed as u64) };
             let Some(ran) = subject.run(&case) else { return };
             for (r, (l, e)) in ratios.iter_mut().zip(ran.lse.iter().zip(&exact)) {
                 let ratio = (l - e).exp();
-                *r = (r.0 + ratio, r.1 + ratio * ratio);
+                *r = (r.0 + ratio, r.1 + ratio * ratio, r.2.max(ratio));
             }
         }
         let n = seeds as f64;
-        for (row, (sum, squares)) in ratios.into_iter().enumerate() {
+        for (row, (sum, squares, largest)) in ratios.into_iter().enumerate() {
             let mean = sum / n;
             let error = ((squares / n - mean * mean).max(0.0) / (n - 1.0)).sqrt();
             let name = subject.name(&format!("row {row}: mean ratio of normalisers {mean} ± {error}"), &p);
-            assert!((mean - 1.0).abs() <= 5.0 * error + 1e-9, "{name}");
+            // Estimators with long tails: what the draws did not reach weighs about as much as the largest of them.
+            assert!((mean - 1.0).abs() <= 5.0 * error + largest / n, "{name}");
         }
     }
 }

@@ -7,9 +7,10 @@
 
 mod checks;
 pub mod golden;
+pub mod heads;
 #[cfg(test)]
 mod liars;
-pub mod workloads;
+mod workloads;
 
 pub use checks::check_method;
 

@@ -1,145 +1,59 @@
-//! Four kinds of synthetic heads on which published and specified accuracies are compared: one head, no mask,
-//! independent standard normal values.
+//! Synthetic inputs with structure: what the figures of accuracy are stated on.
 
 use super::Case;
 use crate::Problem;
-use attlas_num::Mat;
-use attlas_num::linalg::{matmul_nt, thin_qr};
 use attlas_num::rng::StreamKey;
 
-/// What queries and keys look like.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Workload {
-    /// Independent standard normal entries: flat attention without structure.
-    Iid,
-    /// Autoregressive along the sequence with coefficient 0.98 and unit variance: neighbours are alike.
-    Smooth,
-    /// 32 centres of deviation 1.5; keys are a centre, queries 0.8 times one, with noise of 0.3: peaked attention.
-    Clustered,
-    /// Deviations $\propto e^{-i/(0.28d)}$ along common, randomly rotated axes, total variance $2.25 d$.
-    Decaying,
-}
-
-impl Workload {
-    /// All of them.
-    pub const ALL: [Workload; 4] = [Workload::Iid, Workload::Smooth, Workload::Clustered, Workload::Decaying];
-
-    /// A case of `n` tokens of width `d`.
-    pub fn case(self, n: usize, d: usize, seed: u64) -> Case {
-        let key = StreamKey::new(seed).named("workload");
-        let normal = |what: &str, rows: usize| {
-            let mut rng = key.named(what).rng();
-            Mat::from_fn(rows, d, |_, _| rng.normal())
-        };
-        let (mut q, mut k) = (normal("q", n), normal("k", n));
-        match self {
-            Workload::Iid => {}
-            Workload::Smooth => {
-                let (keep, fresh) = (0.98, (1.0f64 - 0.98 * 0.98).sqrt());
-                for x in [&mut q, &mut k] {
-                    for t in d..n * d {
-                        x.data_mut()[t] = keep * x.data()[t - d] + fresh * x.data()[t];
-                    }
-                }
+impl Case {
+    /// Queries, keys and values around 64 random centres each: $q = \mu_{c'} + \xi/2$, $k = \mu_c + \xi/2$,
+    /// $v = \nu_c + \xi/2$ with $\mu, \nu, \xi$ standard normal and $c, c'$ uniform. With $n = 2048$ and $d = 64$,
+    /// the 64 largest keys of a row hold 94 % of its mass.
+    pub fn clustered(problem: Problem, seed: u64) -> Self {
+        const CENTRES: usize = 64;
+        let mut case = Self::gaussian(problem, seed);
+        let p = &case.problem;
+        let key = StreamKey::new(seed).named("clustered");
+        for (b, kv) in (0..p.batch).flat_map(|b| (0..p.n_kv_heads).map(move |kv| (b, kv))) {
+            let mut rng = key.with(b as u64).with(kv as u64).rng();
+            let mut centres = |d: usize| (0..CENTRES * d).map(|_| rng.normal()).collect::<Vec<f64>>();
+            let (mu, nu) = (centres(p.d), centres(p.d_v));
+            let group = p.group_size();
+            for row in 0..group * p.n_q {
+                let start = ((b * p.n_heads + kv * group) * p.n_q + row) * p.d;
+                around(&mut case.q[start..start + p.d], &mu, rng.below(CENTRES));
             }
-            Workload::Clustered => {
-                let centres = normal("centres", 32);
-                for (x, factor, what) in [(&mut q, 1.2, "q centre"), (&mut k, 1.5, "k centre")] {
-                    let mut rng = key.named(what).rng();
-                    for i in 0..n {
-                        let centre = centres.row(rng.below(32));
-                        x.row_mut(i).iter_mut().zip(centre).for_each(|(x, c)| *x = 0.3 * *x + factor * c);
-                    }
-                }
-            }
-            Workload::Decaying => {
-                let rotation = thin_qr(normal("rotation", d).as_ref()).unwrap_or_else(|e| panic!("{e}")).q;
-                let deviation: Vec<f64> = (0..d).map(|i| (-(i as f64) / (0.28 * d as f64)).exp()).collect();
-                let total: f64 = deviation.iter().map(|s| s * s).sum();
-                let size = (2.25 * d as f64 / total).sqrt();
-                for x in [&mut q, &mut k] {
-                    for i in 0..n {
-                        x.row_mut(i).iter_mut().zip(&deviation).for_each(|(x, s)| *x *= size * s);
-                    }
-                    *x = matmul_nt(x.as_ref(), rotation.as_ref());
-                }
+            for row in 0..p.n_k {
+                let (c, place) = (rng.below(CENTRES), (b * p.n_kv_heads + kv) * p.n_k + row);
+                around(&mut case.k[place * p.d..(place + 1) * p.d], &mu, c);
+                around(&mut case.v[place * p.d_v..(place + 1) * p.d_v], &nu, c);
             }
         }
-        Case {
-            problem: Problem::new(1, n, d),
-            q: q.into_vec(),
-            k: k.into_vec(),
-            v: normal("v", n).into_vec(),
-            single: false,
+        case
+    }
+
+    /// Standard normal inputs, except that the first four keys lie along a direction $u$ that every query has
+    /// $\sqrt d$ of: $q \mathrel{+}= \sqrt d\,u$, $k_j = \xi/10 + \sqrt d\,u$, and their values are a tenth.
+    pub fn with_heavy_sinks(problem: Problem, seed: u64) -> Self {
+        let mut case = Self::gaussian(problem, seed);
+        let p = &case.problem;
+        let mut rng = StreamKey::new(seed).named("sinks").rng();
+        let mut u: Vec<f64> = (0..p.d).map(|_| rng.normal()).collect();
+        let length = u.iter().map(|x| x * x).sum::<f64>().sqrt();
+        u.iter_mut().for_each(|x| *x *= (p.d as f64).sqrt() / length);
+        case.q.chunks_exact_mut(p.d).for_each(|q| q.iter_mut().zip(&u).for_each(|(q, u)| *q += u));
+        for head in case.k.chunks_exact_mut((p.n_k * p.d).max(1)) {
+            for k in head.chunks_exact_mut(p.d).take(4) {
+                k.iter_mut().zip(&u).for_each(|(k, u)| *k = 0.1 * *k + u);
+            }
         }
+        for head in case.v.chunks_exact_mut((p.n_k * p.d_v).max(1)) {
+            head.iter_mut().take(4 * p.d_v).for_each(|v| *v *= 0.1);
+        }
+        case
     }
 }
 
-/// The setting of the specification's table of reference accuracies, with exact outputs computed once.
-#[cfg(test)]
-pub(crate) mod table {
-    use super::*;
-    use crate::testkit::{How, run_with};
-    use crate::{Calibration, Method, Options, metrics};
-    use std::sync::OnceLock;
-
-    /// A case with its exact output and log-sum-exp.
-    pub(crate) struct Known {
-        pub(crate) case: Case,
-        pub(crate) o: Vec<f64>,
-        pub(crate) lse: Vec<f64>,
-    }
-
-    /// 2048 tokens of width 64, drawn from one of [`SEEDS`] streams.
-    pub(crate) fn known(workload: Workload, seed: usize) -> &'static Known {
-        static KNOWN: [[OnceLock<Known>; SEEDS]; 4] = [const { [const { OnceLock::new() }; SEEDS] }; 4];
-        let slot = Workload::ALL.iter().position(|w| *w == workload).unwrap_or(0);
-        KNOWN[slot][seed].get_or_init(|| {
-            let case = workload.case(2048, 64, 1 + seed as u64);
-            let exact = crate::registry::method("exact").unwrap();
-            let plan = exact.plan(&case.problem, &Options::new()).unwrap();
-            let ran = run_with(&*plan, &case, How::default()).unwrap();
-            Known { case, o: ran.o, lse: ran.lse }
-        })
-    }
-
-    /// Streams that [`known`] offers, for figures that differ much between streams.
-    pub(crate) const SEEDS: usize = 3;
-
-    /// Relative Frobenius error of a method on a workload, averaged over the first `seeds` streams.
-    pub(crate) fn error_of(
-        method: &Method,
-        options: &[(&str, &str)],
-        calibration: Option<&Calibration>,
-        workload: Workload,
-        seeds: usize,
-    ) -> f64 {
-        let options = options.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v));
-        let error = |seed| {
-            let known = known(workload, seed);
-            let plan = method.plan_with(&known.case.problem, &options, calibration).unwrap();
-            let ran = run_with(&*plan, &known.case, How { lse: false, ..How::default() }).unwrap();
-            metrics::relative_frobenius(&ran.o, &known.o)
-        };
-        (0..seeds).map(error).sum::<f64>() / seeds as f64
-    }
-
-    /// The error is the specified one within the 15 % by which random streams differ.
-    pub(crate) fn assert_error(got: f64, want: f64, what: &str) {
-        assert!((got / want - 1.0).abs() <= 0.15, "{what}: error {got:.4}, expected {want} ± 15 %");
-    }
-
-    #[test]
-    fn the_mean_of_the_values_has_the_specified_error() {
-        for (workload, want) in Workload::ALL.into_iter().zip([0.85, 0.82, 0.99, 1.0]) {
-            let x = known(workload, 0);
-            let mut mean = [0.0; 64];
-            x.case.v.iter().enumerate().for_each(|(i, v)| mean[i % 64] += v / 2048.0);
-            assert_error(
-                metrics::relative_frobenius(&mean.repeat(2048), &x.o),
-                want,
-                &format!("{workload:?}"),
-            );
-        }
-    }
+fn around(row: &mut [f64], centres: &[f64], c: usize) {
+    let d = row.len();
+    row.iter_mut().zip(&centres[c * d..(c + 1) * d]).for_each(|(x, m)| *x = m + 0.5 * *x);
 }

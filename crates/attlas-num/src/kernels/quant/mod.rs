@@ -360,7 +360,7 @@ unsafe fn run_strip(isa: Isa, strip: &Strip<'_>) {
             Isa::Avx2 => x86_avx2::strip(strip),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => x86_avx512::strip(strip),
-            _ => generic_strip(strip, scalar::dequantise, |w, x| scalar::dot(w, x)),
+            _ => generic_strip(strip, scalar::dequantise, scalar::dot),
         }
     }
 }
@@ -472,11 +472,12 @@ fn tiled(isa: Isa, x: MatRef<'_, f32>, targets: &[Target<'_>], scratch: &Scratch
         let mut panel = scratch.take::<f32>(depth * tiles * nr);
         let mut rows_f32 = scratch.take::<f32>(depth * nr);
         let weight = target.weight;
+        let align = weight.format.block_len().max(16);
         let mut k = 0;
         while k < x.cols() {
             // Equal pieces, cut at block boundaries.
             let pieces = (x.cols() - k).div_ceil(DEPTH);
-            let depth = (x.cols() - k).div_ceil(pieces).next_multiple_of(256).min(x.cols() - k);
+            let depth = (x.cols() - k).div_ceil(pieces).next_multiple_of(align).min(x.cols() - k);
             for (t, first) in rows.clone().step_by(nr).enumerate() {
                 let count = nr.min(rows.end - first);
                 let dst = &mut panel[t * depth * nr..][..depth * nr];

@@ -77,7 +77,7 @@ fn check_product(isa: Isa, format: Format, n: usize, rows: usize, cols: usize) {
 fn every_format_multiplies_on_every_instruction_set() {
     for &isa in Isa::available() {
         for format in Format::ALL {
-            for n in [1, 2, 3, 4, 5, 9, 13, 29] {
+            for n in [1, 2, 3, 4, 7, FUSED_ROWS, FUSED_ROWS + 1, 35] {
                 check_product(isa, format, n, 67, 512);
             }
         }
@@ -88,9 +88,10 @@ fn every_format_multiplies_on_every_instruction_set() {
 fn depths_that_need_several_panels_add_up() {
     for &isa in Isa::available() {
         check_product(isa, Format::Q4K, 25, 35, 1792);
-        check_product(isa, Format::Q4_1, 9, 33, 1568);
-        check_product(isa, Format::F32, 10, 161, 1001);
-        check_product(isa, Format::F16, 14, 3, 1024);
+        check_product(isa, Format::Q4_1, 24, 33, 1568);
+        check_product(isa, Format::Q4_1, 3, 33, 1568);
+        check_product(isa, Format::F32, 34, 161, 1001);
+        check_product(isa, Format::F16, 26, 3, 1024);
     }
 }
 
@@ -100,7 +101,7 @@ fn lengths_that_fill_no_register_are_exact_to_rounding() {
         for format in [Format::F32, Format::F16, Format::BF16] {
             for cols in 0..=67 {
                 check_product(isa, format, 1 + cols % 4, 5, cols);
-                check_product(isa, format, 11, 1 + cols % 7, cols);
+                check_product(isa, format, FUSED_ROWS + 1 + cols % 13, 1 + cols % 7, cols);
             }
         }
     }
@@ -111,8 +112,8 @@ fn a_row_does_not_depend_on_its_company() {
     let scratch = Scratch::new();
     let bytes = random_weights(Format::Q4_1, 40, 96, 1);
     let w = WeightRef::new(&bytes, Format::Q4_1, 40, 96).unwrap();
-    let x = random_x(30, 96, 2);
-    for sizes in [[1, 4, 7], [9, 17, 30]] {
+    let x = random_x(50, 96, 2);
+    for sizes in [[1, 4, 17], [21, 34, 50]] {
         let outs = sizes.map(|n| {
             let mut out = vec![0.0; n * 40];
             product(MatRef::new(&x[..n * 96], n, 96), w, &mut out, &scratch);
@@ -150,7 +151,7 @@ fn several_products_at_once_equal_single_ones() {
     let a = WeightRef::new(&a, Format::Q4_1, 190, 64).unwrap();
     let b = WeightRef::new(&b, Format::F16, 3, 64).unwrap();
     let c = WeightRef::new(&c, Format::Q8_0, 0, 64).unwrap();
-    for n in [1, 3, 20] {
+    for n in [1, 3, 30] {
         let data = random_x(n, 80, 3);
         let x = MatRef::with_stride(&data, n, 64, 80).unwrap();
         let (mut ya, mut yb) = (vec![0.0; n * 190], vec![0.0; n * 3]);
@@ -190,7 +191,7 @@ fn infinities_and_nans_stay_in_their_rows() {
     let scratch = Scratch::new();
     let (rows, cols) = (6, 64);
     for &isa in Isa::available() {
-        for n in [2, 12] {
+        for n in [2, 30] {
             let mut bytes = random_weights(Format::Q4_1, rows, cols, 4);
             bytes[40..42].copy_from_slice(&half::f16::INFINITY.to_bits().to_le_bytes());
             let w = WeightRef::new(&bytes, Format::Q4_1, rows, cols).unwrap();

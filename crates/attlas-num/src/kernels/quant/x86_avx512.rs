@@ -140,13 +140,13 @@ unsafe fn rows_by<L: Load, const M: usize>(s: &Strip<'_>) {
             let at = whole / 32 * L::BYTES;
             scalar::dequantise(s.weight.format, &s.weight.row(r)[at..], &mut rest[..cols - whole]);
             for (n, sum) in sums.iter_mut().enumerate() {
-                for half in 0..2 {
+                for (half, sum) in sum.iter_mut().enumerate() {
                     let mask = tail_mask((cols - whole).saturating_sub(16 * half));
                     // SAFETY: masked lanes are not read; the address is inside or just past the row.
                     let x = unsafe { _mm512_maskz_loadu_ps(mask, x[n].wrapping_add(whole + 16 * half)) };
                     // SAFETY: `rest` holds 32 elements.
                     let w = unsafe { _mm512_loadu_ps(rest.as_ptr().add(16 * half)) };
-                    sum[half] = _mm512_mask3_fmadd_ps(w, x, sum[half], mask);
+                    *sum = _mm512_mask3_fmadd_ps(w, x, *sum, mask);
                 }
             }
         }

@@ -1,14 +1,35 @@
 //! Pieces that several methods need; no method lives here.
 
+mod causal;
+mod columns;
+pub mod coreset;
 mod exact_rows;
+mod fallback;
 pub mod landmarks;
+pub mod linear;
+mod meeting;
 pub mod moments;
+pub mod poly_state;
 pub mod pool;
 mod select;
+mod sinks;
+mod sorted_blocks;
 mod subset;
+mod tile;
+#[cfg(test)]
+pub mod workloads;
 
+pub use causal::{causal_pairs, causal_parts, causal_scratch_bytes, causalize};
+pub use columns::{Columns, divide_by, relative_squares};
 pub use exact_rows::{
     exact_few_rows, exact_group, exact_group_with, exact_rows, exact_scratch_bytes, few_rows_scratch_bytes,
 };
 pub use select::select_top;
+pub use fallback::Fallback;
+pub use meeting::{Join, Meeting, Round, attend_round, round_scratch_len};
+pub use sinks::{sinks_scratch_bytes, with_sinks};
+pub use sorted_blocks::{
+    Assign, Piece, Place, Row, SortedBlocks, UniformSamples, attend_blocks, blocks_scratch_bytes,
+};
 pub use subset::{attend_subset, top_indices};
+pub use tile::{CodeIndex, attend_tile, tile_logits_len};

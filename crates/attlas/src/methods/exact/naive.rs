@@ -24,7 +24,7 @@ pub static METHOD: Method = Method {
     family: Family::Exact,
     title: "Naive attention in double precision (oracle)",
     reference: "vaswani2017",
-    claims: Claims::BASE,
+    claims: Claims { oracle: true, ..Claims::BASE },
     params: Params::SPECS,
     probes: &[],
     supports: |_, _| Support::yes(),

@@ -277,7 +277,7 @@ impl GroupPlan for Csalr {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testkit::workloads::{Workload, table};
+    use crate::testkit::heads::{Workload, table};
     use crate::testkit::{
         Case, How, assert_rows_close, check_method, golden, reference, run_method, run_with,
     };

@@ -596,7 +596,7 @@ impl<T: Real> GroupStream<T> for Split<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testkit::workloads::{Workload, table};
+    use crate::testkit::heads::{Workload, table};
     use crate::testkit::{
         Case, How, Ran, assert_rows_close, assert_same_bits, check_method, golden, reference, run_method,
         run_with,

@@ -4,3 +4,4 @@ pub mod csalr;
 pub mod linformer;
 pub mod loki;
 pub mod nystromformer;
+pub mod wildcat;

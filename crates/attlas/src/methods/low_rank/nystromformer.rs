@@ -283,7 +283,7 @@ impl GroupPlan for Nystromformer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testkit::workloads::{Workload, table};
+    use crate::testkit::heads::{Workload, table};
     use crate::testkit::{
         Case, How, assert_rows_close, assert_same_bits, check_method, golden, reference, run_method, run_with,
     };

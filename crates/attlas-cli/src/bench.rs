@@ -1,0 +1,107 @@
+//! `attlas bench`.
+
+use crate::args::{BenchArgs, Common};
+use crate::compare::{catch_interrupts, meter};
+use crate::progress::Progress;
+use crate::{Outcome, STOP, note, print, print_json};
+use attlas::Mask;
+use attlas_lab::bench::{Bench, Crossover, Settings, bench, read_peer};
+use attlas_lab::table::{Table, number};
+use std::process::ExitCode;
+
+pub(crate) fn run(args: &BenchArgs, common: &Common) -> Outcome {
+    let selection = args.methods.choice().resolve()?;
+    let settings = Settings {
+        lengths: args.n.clone(),
+        widths: args.d.clone(),
+        heads: args.heads,
+        kv_heads: args.kv_heads.unwrap_or(args.heads),
+        mask: if args.causal { Mask::Causal } else { Mask::None },
+        decode: args.decode,
+        runs: args.runs as usize,
+        max_seconds: args.max_seconds,
+        seed: common.seed,
+        threads: common.threads,
+        meter: meter(),
+        peers: args.peer_json.iter().map(|path| read_peer(path)).collect::<Result<_, _>>()?,
+        ..Settings::default()
+    };
+    catch_interrupts(common);
+    let progress = Progress::new(common);
+    let result = bench(
+        &selection,
+        &settings,
+        &mut |s| progress.at(s.done, s.total, &format!("{} n = {}", s.method, s.n)),
+        &STOP,
+    );
+    progress.end();
+    let result = result?;
+    if common.json {
+        print_json(&result);
+    } else if common.csv {
+        print(&result.csv_table().csv());
+    } else {
+        let form = |t: &Table| if common.md { t.markdown() } else { t.text() };
+        let end = if common.md { "  \n" } else { "\n" };
+        print(&format!("{}\n\n{}", heading(&result).join(end), form(&result.table())));
+        print(&format!("\n{}", form(&growth(&result))));
+        notes(&result, common);
+    }
+    if result.interrupted {
+        eprintln!("interrupted: what was finished is printed");
+        return Ok(ExitCode::from(130));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn heading(b: &Bench) -> Vec<String> {
+    let m = &b.machine;
+    vec![
+        format!("{} ({}), {} threads, {}", m.cpu, m.platform, m.threads, m.isa),
+        format!(
+            "ceiling: {} multiply-add, {} GB/s read, {} GB/s copy",
+            m.fma_gflops.map_or("unknown".into(), |g| number(g) + " GF/s"),
+            number(m.read_gbs),
+            number(m.copy_gbs)
+        ),
+        format!(
+            "{}mask {}, {} query heads, {} key heads",
+            if b.decode { "one token at a time, " } else { "" },
+            b.mask,
+            b.heads,
+            b.kv_heads
+        ),
+    ]
+}
+
+fn growth(b: &Bench) -> Table {
+    let mut table = Table::new(&["<method", "d", "grows as", "claimed", "<overtakes exact at n"]);
+    for g in &b.summary {
+        table.push(vec![
+            g.method.into(),
+            g.d.to_string(),
+            g.exponent.map_or("-".into(), |e| format!("N^{e:.2}")),
+            format!("N^{}", g.claimed),
+            match g.crossover {
+                Crossover::At(n) => format!("{n:.0}"),
+                Crossover::Below(n) => format!("below {n}"),
+                Crossover::Above(n) => format!("above {n}, if at all"),
+                Crossover::Unknown => "-".into(),
+            },
+        ]);
+    }
+    table
+}
+
+fn notes(b: &Bench, common: &Common) {
+    for r in &b.refused {
+        note(common, &format!("{} refused: {}", r.method, r.reasons.join("; ")));
+    }
+    b.notes.iter().for_each(|n| note(common, n));
+    note(
+        common,
+        "\n+-: half the range of the runs; share: F of the multiply-add peak, B of the read\n\
+         bandwidth, the larger; faster: exact over set-up and run in the same rounds;\n\
+         scratch: most scratch in use; memory: most allocated, the output apart",
+    );
+}

@@ -1,0 +1,204 @@
+//! `attlas compare`.
+
+use crate::args::{Common, CompareArgs, MethodChoice};
+use crate::progress::Progress;
+use crate::{ALLOCATOR, Outcome, STOP, note, print, print_json};
+use attlas::Mask;
+use attlas_lab::compare::{Comparison, Settings, compare};
+use attlas_lab::table::{bytes, number, seconds};
+use attlas_lab::{Error, Meter, Source, html, trace};
+use std::process::ExitCode;
+use std::sync::atomic::Ordering;
+
+/// Seconds that the first look may take.
+const FIRST_LOOK_SECONDS: f64 = 18.0;
+
+impl CompareArgs {
+    /// What runs when nothing is said.
+    pub(crate) fn first_look(common: &Common) -> Self {
+        note(
+            common,
+            "No command given: comparing all methods on the default source, for at most 20 seconds.",
+        );
+        note(common, "`attlas help` shows what else there is.");
+        Self {
+            source: Source::default(),
+            methods: MethodChoice::default(),
+            layers: Vec::new(),
+            causal: false,
+            no_mask: false,
+            seeds: 5,
+            certify_rows: 256,
+            time_limit: Some(FIRST_LOOK_SECONDS),
+            budget: None,
+            each_head: false,
+            html: None,
+            svg: None,
+        }
+    }
+}
+
+/// The allocator's figures.
+pub(crate) fn meter() -> Meter {
+    Meter {
+        current: || ALLOCATOR.current_usage(),
+        peak: || ALLOCATOR.peak_usage(),
+        reset: || ALLOCATOR.reset_peak_usage(),
+    }
+}
+
+/// Makes Ctrl-C end a measurement after the current run. A second one ends the process at once, because a single
+/// long run cannot be stopped from inside.
+pub(crate) fn catch_interrupts(common: &Common) {
+    let armed = ctrlc::set_handler(|| {
+        if STOP.swap(true, Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+        eprintln!("\nstopping after the current run; press Ctrl-C again to stop at once");
+    });
+    if armed.is_err() {
+        note(common, "note: Ctrl-C cannot be caught here and will lose what is finished");
+    }
+}
+
+pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
+    let selection = args.methods.choice().resolve()?;
+    let mut workload = args.source.load()?;
+    if !args.layers.is_empty() {
+        workload.keep_layers(&args.layers)?;
+    }
+    let settings = Settings {
+        mask: match (args.causal, args.no_mask) {
+            (true, _) => Some(Mask::Causal),
+            (_, true) => Some(Mask::None),
+            _ => None,
+        },
+        seeds: args.seeds as usize,
+        seed: common.seed,
+        threads: common.threads,
+        certify_rows: args.certify_rows,
+        time_limit: args.time_limit,
+        meter: meter(),
+        ..Settings::default()
+    };
+    catch_interrupts(common);
+    let progress = Progress::new(common);
+    let result = compare(
+        &workload,
+        &selection,
+        &settings,
+        &mut |step| progress.at(step.done, step.total, step.method),
+        &STOP,
+    );
+    progress.end();
+    let result = result?;
+    show(&result, args, common);
+    if let Some(path) = &args.html {
+        trace::write_file(path, html::comparison(&result).as_bytes())?;
+        note(common, &format!("wrote {}", path.display()));
+    }
+    if let Some(path) = &args.svg {
+        trace::write_file(path, html::picture(&result).as_bytes())?;
+        note(common, &format!("wrote {}", path.display()));
+    }
+    if result.interrupted {
+        eprintln!("interrupted: what was finished is printed");
+        return Ok(ExitCode::from(130));
+    }
+    let named: Vec<&str> = selection.iter().filter(|c| c.named).map(|c| c.method.id).collect();
+    if !named.is_empty() && result.refused.len() >= selection.len() * workload.layers.len() {
+        let r = &result.refused[0];
+        return Err(Error::Attlas(attlas::Error::Unsupported {
+            method: r.method.into(),
+            reasons: r.reasons.clone(),
+        }));
+    }
+    match args.budget {
+        Some(budget) => Ok(judge(&result, budget, common)),
+        None => Ok(ExitCode::SUCCESS),
+    }
+}
+
+/// Whether a method stays within the error that is accepted.
+fn judge(result: &Comparison, budget: f64, common: &Common) -> ExitCode {
+    let within: Vec<&str> = result
+        .summary
+        .iter()
+        .filter(|s| s.family != "baseline" && s.rel_fro.mean <= budget)
+        .map(|s| s.method)
+        .collect();
+    if within.is_empty() {
+        note(common, &format!("over budget: no method stays within a relative error of {budget}"));
+        return ExitCode::from(1);
+    }
+    note(common, &format!("within {budget}: {}", within.join(", ")));
+    ExitCode::SUCCESS
+}
+
+fn show(result: &Comparison, args: &CompareArgs, common: &Common) {
+    if common.json {
+        return print_json(result);
+    }
+    if common.csv {
+        return print(&result.csv_table().csv());
+    }
+    let table = if args.each_head { result.head_table() } else { result.table() };
+    let heading = heading(result);
+    if common.md {
+        print(&format!("{}\n\n{}", heading.join("  \n"), table.markdown()));
+    } else {
+        print(&format!("{}\n\n{}", heading.join("\n"), table.text()));
+    }
+    for r in &result.refused {
+        let layer = r.layer.map_or(String::new(), |l| format!(" on layer {l}"));
+        note(common, &format!("{} refused{layer}: {}", r.method, r.reasons.join("; ")));
+    }
+    if !result.skipped.is_empty() {
+        let mut ids: Vec<&str> = result.skipped.iter().map(|s| s.method).collect();
+        ids.dedup();
+        note(common, &format!("not measured, the time limit was reached: {}", ids.join(", ")));
+    }
+    if !args.each_head {
+        note(common, "");
+        note(common, &legend(result));
+    }
+}
+
+fn heading(result: &Comparison) -> Vec<String> {
+    let heads = result.exact.heads.len();
+    vec![
+        result.source.clone(),
+        format!(
+            "mask {}, {heads} head{}, {} thread{}, {}, {} seeds from {}",
+            result.mask,
+            if heads == 1 { "" } else { "s" },
+            result.threads,
+            if result.threads == 1 { "" } else { "s" },
+            result.isa,
+            result.seeds,
+            result.seed,
+        ),
+        format!(
+            "exact: {} for all heads, {} GF/s, {} beyond inputs and output",
+            seconds(result.exact.run_seconds),
+            number(result.exact.gflops),
+            bytes(result.exact.peak_bytes),
+        ),
+    ]
+}
+
+fn legend(result: &Comparison) -> String {
+    let spread = if result.exact.heads.len() > 1 {
+        "worst: of the heads"
+    } else {
+        "+-: 95 % Student t interval over seeds"
+    };
+    let confidence =
+        result.rows.iter().map(|r| r.certified.confidence).fold(f64::INFINITY, f64::min).min(1.0) * 100.0;
+    format!(
+        "error: relative Frobenius error, mean; {spread}\n\
+         sure: upper bound at {confidence:.0} % from exact attention on sampled rows; - where none\n\
+         set-up: planning; run: executing; faster: exact over both; keys: share of scores\n\
+         mean_v: the mean of the visible values, which any method should beat"
+    )
+}

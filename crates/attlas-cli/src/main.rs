@@ -1,0 +1,106 @@
+//! The command line of attlas: parses, calls the lab, prints.
+//!
+//! Results go to standard output and everything else to standard error. Exit status 0: done, 1: over the stated
+//! budget, 2: an error, 130: interrupted, with what was finished printed.
+
+#![forbid(unsafe_code)]
+
+mod args;
+mod bench;
+mod compare;
+mod progress;
+
+use args::{Cli, Command, CompareArgs, MethodsArgs};
+use attlas_lab::atlas::{Atlas, MethodEntry};
+use attlas_lab::select;
+use clap::Parser;
+use std::io::Write;
+use std::process::ExitCode;
+use std::sync::atomic::AtomicBool;
+
+/// Counts allocated bytes, so that reports can say how much memory a method needs.
+#[global_allocator]
+static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
+
+/// Set by Ctrl-C.
+static STOP: AtomicBool = AtomicBool::new(false);
+
+/// What a command ends with.
+type Outcome = Result<ExitCode, attlas_lab::Error>;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = match &cli.command {
+        Some(Command::Methods(a)) => methods(a, &cli.common),
+        Some(Command::Compare(a)) => compare::run(a, &cli.common),
+        Some(Command::Bench(a)) => bench::run(a, &cli.common),
+        None => compare::run(&CompareArgs::first_look(&cli.common), &cli.common),
+    };
+    outcome.unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        eprintln!("{}", next_step(&error));
+        ExitCode::from(2)
+    })
+}
+
+/// Prints a result. A reader that has gone away, such as `head`, is no error.
+fn print(text: &str) {
+    let _ = std::io::stdout().lock().write_all(text.as_bytes());
+}
+
+/// Prints a record as indented JSON.
+fn print_json(record: &impl serde::Serialize) {
+    match serde_json::to_string_pretty(record) {
+        Ok(text) => print(&(text + "\n")),
+        Err(e) => eprintln!("error: the result cannot be written as JSON: {e}"),
+    }
+}
+
+/// A note for people on standard error.
+fn note(common: &args::Common, text: &str) {
+    if !common.quiet {
+        eprintln!("{text}");
+    }
+}
+
+/// What to do about an error.
+fn next_step(error: &attlas_lab::Error) -> &'static str {
+    use attlas_lab::Error as E;
+    match error {
+        E::Attlas(attlas::Error::UnknownId { .. }) => "run `attlas methods` to see what each one is",
+        E::Attlas(attlas::Error::UnknownParam { .. } | attlas::Error::InvalidParam { .. }) => {
+            "run `attlas methods ID` to see every parameter with its range"
+        }
+        E::Io { .. } => "check the path and its permissions",
+        E::Malformed { .. } => "write the file again: it was cut short or is of another kind",
+        E::MissingTensor { .. } | E::TensorShape { .. } => {
+            "a trace holds layer{l}.q, layer{l}.k and layer{l}.v of shape [heads, n, d]; see docs/json.md"
+        }
+        E::NonFinite { .. } => "remove rows that are not finite before writing the trace",
+        _ => "run `attlas help` for examples of every command",
+    }
+}
+
+fn methods(args: &MethodsArgs, common: &args::Common) -> Outcome {
+    if let Some(id) = &args.id {
+        let entry = MethodEntry::new(attlas::registry::method(id)?);
+        if common.json {
+            print_json(&entry)
+        } else {
+            print(&entry.text())
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let atlas = Atlas::new(args.family.as_deref().map(select::family).transpose()?);
+    if common.json {
+        print_json(&atlas);
+    } else if common.csv {
+        print(&atlas.table().csv());
+    } else if common.md {
+        print(&atlas.markdown());
+    } else {
+        print(&atlas.text());
+        note(common, "`attlas methods ID` shows a method with its parameters.");
+    }
+    Ok(ExitCode::SUCCESS)
+}

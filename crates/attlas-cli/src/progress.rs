@@ -1,0 +1,46 @@
+//! Progress on standard error: a bar on a terminal, lines elsewhere where asked for.
+
+use crate::args::Common;
+use indicatif::{ProgressBar, ProgressStyle};
+use std::io::IsTerminal;
+
+/// Shows what is being measured.
+pub(crate) enum Progress {
+    Bar(ProgressBar),
+    Lines,
+    Off,
+}
+
+impl Progress {
+    pub(crate) fn new(common: &Common) -> Self {
+        match (common.quiet, std::io::stderr().is_terminal(), common.progress) {
+            (false, true, _) => {
+                let bar = ProgressBar::new(0);
+                if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {msg}") {
+                    bar.set_style(style);
+                }
+                Self::Bar(bar)
+            }
+            (false, false, true) => Self::Lines,
+            _ => Self::Off,
+        }
+    }
+
+    pub(crate) fn at(&self, done: usize, total: usize, what: &str) {
+        match self {
+            Self::Bar(bar) => {
+                bar.set_length(total as u64);
+                bar.set_position(done as u64);
+                bar.set_message(what.to_string());
+            }
+            Self::Lines => eprintln!("{}/{total} {what}", done + 1),
+            Self::Off => {}
+        }
+    }
+
+    pub(crate) fn end(&self) {
+        if let Self::Bar(bar) = self {
+            bar.finish_and_clear();
+        }
+    }
+}

@@ -1,0 +1,293 @@
+//! The built binary in a scratch folder: outputs, errors and exit statuses.
+//!
+//! What depends on the registry is compared with the registry, so that a new method needs no edit here.
+
+use attlas::registry;
+use serde_json::Value;
+use std::path::PathBuf;
+use std::process::Command;
+
+/// A folder of its own for each test, removed at the end.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("attlas-cli-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+struct Ran {
+    status: i32,
+    out: String,
+    err: String,
+}
+
+impl Ran {
+    fn json(&self) -> Value {
+        assert_eq!(self.status, 0, "{}", self.err);
+        serde_json::from_str(&self.out).unwrap()
+    }
+}
+
+fn attlas_in(folder: &Folder, args: &[&str]) -> Ran {
+    let output =
+        Command::new(env!("CARGO_BIN_EXE_attlas")).args(args).current_dir(&folder.0).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    Ran { status: output.status.code().unwrap_or(-1), out: text(output.stdout), err: text(output.stderr) }
+}
+
+fn attlas(args: &[&str]) -> Ran {
+    attlas_in(&Folder::new(&args.join("_").replace(|c: char| !c.is_alphanumeric(), "-")), args)
+}
+
+const SMALL: &str = "synthetic:clustered,n=96,d=8,heads=2,kv_heads=1";
+
+#[test]
+fn methods_lists_the_whole_registry() {
+    let text = attlas(&["methods"]);
+    assert_eq!(text.status, 0);
+    assert!(text.out.lines().all(|l| l.chars().count() < 80), "{}", text.out);
+    let json = attlas(&["methods", "--json"]).json();
+    let ids: Vec<&str> =
+        json["methods"].as_array().unwrap().iter().map(|m| m["id"].as_str().unwrap()).collect();
+    assert_eq!(ids, registry::METHODS.iter().map(|m| m.id).collect::<Vec<_>>());
+    assert_eq!(json["layers"].as_array().unwrap().len(), registry::LAYERS.len());
+    assert_eq!(json["conversions"].as_array().unwrap().len(), registry::CONVERSIONS.len());
+    for m in registry::METHODS {
+        assert!(text.out.contains(m.id), "{}", m.id);
+    }
+    let csv = attlas(&["methods", "--csv"]);
+    assert_eq!(csv.out.lines().count(), 1 + registry::METHODS.len());
+    let family = attlas(&["methods", "--family", "exact", "--json"]).json();
+    assert!(family["methods"].as_array().unwrap().iter().all(|m| m["family"] == "exact"));
+    assert!(attlas(&["methods", "--markdown"]).out.starts_with("# Methods\n"));
+}
+
+#[test]
+fn one_method_is_shown_whole() {
+    let ran = attlas(&["methods", "top_k"]);
+    let wanted = "\
+top_k: Exact attention over the largest logits (yardstick)
+  family                 exact
+  reference              gupta2021
+  approximates softmax   yes
+  causal                 yes
+  decodes token by token no
+  needs                  nothing
+  time grows as          N^2
+  random                 no
+  weights sum to one     yes
+  normaliser unbiased    no
+  gives log-sum-exp      yes
+  exact bit for bit at   keys = at least the number of keys
+
+parameters
+  keys = 64 (a whole number from 1 to 1073741824)
+      Keys kept for each query, at most all it sees.
+";
+    assert_eq!((ran.status, ran.out.as_str()), (0, wanted));
+    let json = attlas(&["methods", "top_k", "--json"]).json();
+    assert_eq!(json["params"][0]["name"], "keys");
+}
+
+#[test]
+fn unknown_names_list_what_is_accepted_and_exit_2() {
+    let known: Vec<&str> = registry::METHODS.iter().map(|m| m.id).collect();
+    let known = known.join(", ");
+    for args in
+        [&["methods", "topk"][..], &["compare", "--methods", "topk"], &["compare", "--set", "topk.keys=2"]]
+    {
+        let ran = attlas(args);
+        let wanted = format!(
+            "error: there is no method topk; known are {known}\nrun `attlas methods` to see what each one is\n"
+        );
+        assert_eq!((ran.status, ran.out.as_str(), ran.err), (2, "", wanted), "{args:?}");
+    }
+    let ran = attlas(&["compare", SMALL, "--set", "sink_window.sink=2"]);
+    let wanted = "error: there is no parameter sink of sink_window; accepted are sinks, window\n\
+                  run `attlas methods ID` to see every parameter with its range\n";
+    assert_eq!((ran.status, ran.err.as_str()), (2, wanted));
+    let ran = attlas(&["compare", SMALL, "--set", "top_k.keys=0"]);
+    let wanted = "error: parameter top_k.keys = 0 is not accepted; expected a whole number from 1 to 1073741824\n\
+                  run `attlas methods ID` to see every parameter with its range\n";
+    assert_eq!((ran.status, ran.err.as_str()), (2, wanted));
+    assert_eq!(attlas(&["methods", "--family", "dense"]).status, 2);
+    assert_eq!(attlas(&["nonsense"]).status, 2);
+    assert_eq!(attlas(&["compare", "synthetic:noise"]).status, 2);
+}
+
+#[test]
+fn bad_files_say_what_is_wrong() {
+    let folder = Folder::new("files");
+    let missing = attlas_in(&folder, &["compare", "none.safetensors"]);
+    assert_eq!(missing.status, 2);
+    assert!(missing.err.starts_with("error: none.safetensors: reading failed"), "{}", missing.err);
+    std::fs::write(folder.0.join("cut.safetensors"), [9, 0, 0, 0, 0, 0, 0, 0, b'{']).unwrap();
+    let cut = attlas_in(&folder, &["compare", "cut.safetensors"]);
+    assert!(cut.status == 2 && cut.err.contains("not a complete safetensors file"), "{}", cut.err);
+    let other = attlas_in(&folder, &["compare", "notes.txt"]);
+    assert!(other.status == 2 && other.err.contains(".safetensors, .npz or .npy"), "{}", other.err);
+    let peer = attlas_in(&folder, &["bench", "--peer-json", "cut.safetensors", "--n", "64"]);
+    assert!(peer.status == 2 && peer.err.contains("\"figures\""), "{}", peer.err);
+}
+
+#[test]
+fn compare_measures_and_keeps_its_shape() {
+    let args =
+        ["compare", SMALL, "--methods", "top_k,sink_window", "--set", "top_k.keys=8", "--causal", "--json"];
+    let json = attlas(&args).json();
+    assert_eq!(json["source"], "synthetic:clustered,n=96,d=8,heads=2,kv_heads=1,seed=0");
+    assert_eq!(json["mask"], "causal");
+    let rows = json["rows"].as_array().unwrap();
+    let names: Vec<(&str, u64)> =
+        rows.iter().map(|r| (r["method"].as_str().unwrap(), r["head"].as_u64().unwrap())).collect();
+    let wanted =
+        [("mean_v", 0), ("mean_v", 1), ("sink_window", 0), ("sink_window", 1), ("top_k", 0), ("top_k", 1)];
+    assert_eq!(names, wanted);
+    for row in rows {
+        for field in [
+            "params",
+            "layer",
+            "certified",
+            "setup_seconds",
+            "run_seconds",
+            "speedup",
+            "peak_bytes",
+            "keys_visited",
+        ] {
+            assert!(row.get(field).is_some(), "{field}");
+        }
+        for end in ["mean", "lo", "hi"] {
+            assert!(row["rel_fro"][end].is_number(), "{row}");
+        }
+    }
+    assert_eq!(rows[4]["params"]["keys"], 8);
+    assert_eq!(rows[2]["status"], "exact");
+    assert_eq!(rows[2]["rel_fro"]["mean"], 0.0);
+    assert!(json["exact"]["run_seconds"].as_f64().unwrap() > 0.0);
+    // Everything but times and memory is the same again, on another number of threads.
+    let again = attlas(&[&args[..], &["--threads", "2"]].concat()).json();
+    for (a, b) in rows.iter().zip(again["rows"].as_array().unwrap()) {
+        for field in ["rel_fro", "errors", "certified", "keys_visited", "status", "params"] {
+            assert_eq!(a[field], b[field], "{field}");
+        }
+    }
+}
+
+#[test]
+fn tables_fit_80_columns_and_stdout_holds_results_alone() {
+    let ran = attlas(&["compare", SMALL]);
+    assert_eq!(ran.status, 0, "{}", ran.err);
+    assert!(ran.out.lines().all(|l| l.chars().count() < 80), "{}", ran.out);
+    assert!(ran.out.contains("mean_v") && ran.err.contains("mean_v: the mean"));
+    let quiet = attlas(&["compare", SMALL, "--quiet", "--each-head"]);
+    assert!(quiet.err.is_empty(), "{}", quiet.err);
+    assert!(quiet.out.lines().all(|l| l.chars().count() < 80), "{}", quiet.out);
+    let lines = attlas(&["compare", SMALL, "--methods", "top_k", "--progress"]);
+    assert!(lines.err.contains("2/2 top_k"), "{}", lines.err);
+    let csv = attlas(&["compare", SMALL, "--csv", "--methods", "top_k"]);
+    assert_eq!(csv.out.lines().count(), 1 + 2 * 2);
+    assert!(csv.out.starts_with("method,family,params,layer,head,seeds,rel_fro,"));
+    assert!(attlas(&["compare", SMALL, "--md", "--methods", "top_k"]).out.contains("| method | error |"));
+    assert_eq!(attlas(&["compare", SMALL, "--json", "--csv"]).status, 2);
+}
+
+#[test]
+fn a_budget_decides_the_exit_status() {
+    let with = |budget: &str| {
+        attlas(&["compare", SMALL, "--methods", "top_k", "--set", "top_k.keys=4", "--budget", budget])
+    };
+    assert_eq!(with("5").status, 0);
+    let over = with("1e-9");
+    assert!(over.status == 1 && over.err.contains("over budget"), "{}", over.err);
+    assert_eq!(with("-1").status, 2);
+}
+
+#[test]
+fn a_page_is_written_whole() {
+    let folder = Folder::new("page");
+    let ran = attlas_in(&folder, &["compare", SMALL, "--methods", "top_k", "--html", "page.html"]);
+    assert_eq!(ran.status, 0, "{}", ran.err);
+    let page = std::fs::read_to_string(folder.0.join("page.html")).unwrap();
+    assert!(page.ends_with("</html>\n"));
+    assert_eq!(std::fs::read_dir(&folder.0).unwrap().count(), 1);
+    let refused =
+        attlas_in(&folder, &["compare", SMALL, "--methods", "top_k", "--html", "no/such/page.html"]);
+    assert!(refused.status == 2 && refused.err.contains("writing failed"), "{}", refused.err);
+}
+
+#[test]
+fn bench_prints_the_machine_first_and_every_share() {
+    let args = ["bench", "--methods", "sink_window", "--n", "64,128", "--d", "8,16", "--runs", "5"];
+    let ran = attlas(&args);
+    assert_eq!(ran.status, 0, "{}", ran.err);
+    let lines: Vec<&str> = ran.out.lines().collect();
+    assert!(lines[0].contains("threads") && lines[1].starts_with("ceiling: "), "{}", ran.out);
+    assert!(lines.iter().skip(1).all(|l| l.chars().count() < 80), "{}", ran.out);
+    assert_eq!(lines.iter().filter(|l| l.starts_with("sink_window ")).count(), 4 + 2);
+    let json = attlas(&[&args[..], &["--json"]].concat()).json();
+    // A peak that was measured gives shares; one that could not be is said to be missing, never made up.
+    let peak = json["machine"]["fma_gflops"].as_f64();
+    let missing = json["notes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .any(|n| n.as_str().unwrap().contains("could not be measured"));
+    assert_eq!(peak.is_none(), missing);
+    let rows = json["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 8);
+    assert!(
+        rows.iter().all(|r| r["flop_share"].is_number() == peak.is_some() && r["run_seconds"]["runs"] == 5)
+    );
+    assert_eq!(json["summary"][1]["method"], "sink_window");
+    let decode = attlas(&["bench", "--methods", "exact", "--n", "1k", "--d", "8", "--decode", "--csv"]);
+    assert_eq!(decode.out.lines().count(), 2, "{}", decode.out);
+    assert_eq!(attlas(&["bench", "--n", "12x"]).status, 2);
+    assert_eq!(attlas(&["bench", "--heads", "3", "--kv-heads", "2"]).status, 2);
+}
+
+#[test]
+fn help_has_examples_for_every_command() {
+    for command in ["methods", "compare", "bench"] {
+        let ran = attlas(&["help", command]);
+        assert!(ran.status == 0 && ran.out.contains("Examples:\n  attlas "), "{command}");
+    }
+    assert!(attlas(&["--help"]).out.contains("Exit status"));
+}
+
+#[cfg(unix)]
+#[test]
+fn an_interrupt_prints_what_is_finished() {
+    use std::io::{BufRead, BufReader, Read};
+    use std::process::Stdio;
+    let source = "synthetic:gaussian,n=256,d=16,heads=400";
+    let mut child = Command::new(env!("CARGO_BIN_EXE_attlas"))
+        .args(["compare", source, "--methods", "top_k", "--progress", "--json"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut notes = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.starts_with("3/") {
+        line.clear();
+        assert!(notes.read_line(&mut line).unwrap() > 0, "it ended before it was interrupted");
+    }
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let (mut rest, mut out) = (String::new(), String::new());
+    child.stdout.take().unwrap().read_to_string(&mut out).unwrap();
+    notes.read_to_string(&mut rest).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert!(rest.ends_with("interrupted: what was finished is printed\n"), "{rest}");
+    let json: Value = serde_json::from_str(&out).unwrap();
+    let rows = json["rows"].as_array().unwrap().len();
+    assert!(json["interrupted"] == true && (2..800).contains(&rows), "{rows} rows");
+}

@@ -1,0 +1,463 @@
+//! The atlas: what the registry holds, as records and as pages.
+
+use crate::table::Table;
+use attlas::layer::{Conversion, LayerKind};
+use attlas::method::{Budget, Family, Needs};
+use attlas::params::{ParamSpec, Value};
+use attlas::{Method, registry};
+use serde::Serialize;
+use std::fmt::Write;
+
+/// Everything in the registry.
+#[derive(Clone, Debug, Serialize)]
+pub struct Atlas {
+    /// Drop-ins for softmax attention.
+    pub methods: Vec<MethodEntry>,
+    /// Layers with weights of their own.
+    pub layers: Vec<LayerEntry>,
+    /// Conversions of weights.
+    pub conversions: Vec<ConversionEntry>,
+}
+
+/// A method.
+#[derive(Clone, Debug, Serialize)]
+pub struct MethodEntry {
+    /// Its id.
+    pub id: &'static str,
+    /// Its family.
+    pub family: &'static str,
+    /// One line for people.
+    pub title: &'static str,
+    /// Authors and year, or the section of the survey.
+    pub reference: &'static str,
+    /// What it promises.
+    pub claims: ClaimsEntry,
+    /// Its parameters.
+    pub params: Vec<ParamEntry>,
+}
+
+/// The claims of a method.
+#[derive(Clone, Debug, Serialize)]
+pub struct ClaimsEntry {
+    /// Has a causal form.
+    pub causal: bool,
+    /// Decodes token by token.
+    pub decode: bool,
+    /// Settings at which it equals exact attention bit for bit.
+    pub exact_at: Vec<ExactAt>,
+    /// Weights are non-negative and sum to one.
+    pub row_stochastic: bool,
+    /// The normaliser is unbiased over seeds.
+    pub unbiased: bool,
+    /// Draws no random numbers.
+    pub deterministic: bool,
+    /// Approximates softmax attention.
+    pub softmax: bool,
+    /// Gives a log-sum-exp.
+    pub lse: bool,
+    /// Exponent of the length in the time, as published.
+    pub exponent: f64,
+    /// `nothing`, `calibration` or `training`.
+    pub needs: Needs,
+    /// The slow truth that others are checked against.
+    pub oracle: bool,
+    /// Laws that do not hold.
+    pub except: Vec<Exception>,
+}
+
+/// A setting at which a method is exact.
+#[derive(Clone, Debug, Serialize)]
+pub struct ExactAt {
+    /// The parameter.
+    pub param: &'static str,
+    /// Its value: `num_keys`, `num_tokens` or a number.
+    pub value: serde_json::Value,
+}
+
+/// A law that does not hold.
+#[derive(Clone, Debug, Serialize)]
+pub struct Exception {
+    /// The law.
+    pub law: attlas::method::Law,
+    /// Why it does not hold.
+    pub reason: &'static str,
+}
+
+/// A parameter.
+#[derive(Clone, Debug, Serialize)]
+pub struct ParamEntry {
+    /// Its name.
+    pub name: &'static str,
+    /// `integer`, `number`, `boolean` or `choice`.
+    pub kind: &'static str,
+    /// Its default.
+    pub default: Value,
+    /// What is accepted, in words.
+    pub accepted: String,
+    /// Its documentation.
+    pub doc: String,
+}
+
+/// A layer.
+#[derive(Clone, Debug, Serialize)]
+pub struct LayerEntry {
+    /// Its id.
+    pub id: &'static str,
+    /// One line for people.
+    pub title: &'static str,
+    /// Authors and year, or the section of the survey.
+    pub reference: &'static str,
+    /// Its parameters.
+    pub params: Vec<ParamEntry>,
+}
+
+/// A conversion.
+#[derive(Clone, Debug, Serialize)]
+pub struct ConversionEntry {
+    /// Its id.
+    pub id: &'static str,
+    /// One line for people.
+    pub title: &'static str,
+    /// Authors and year, or the section of the survey.
+    pub reference: &'static str,
+    /// Layer it starts from.
+    pub from: &'static str,
+    /// Layer it ends in.
+    pub to: &'static str,
+    /// Its parameters.
+    pub params: Vec<ParamEntry>,
+}
+
+impl Atlas {
+    /// The whole registry, or one family of methods alone.
+    pub fn new(family: Option<Family>) -> Self {
+        let wanted = |m: &&&'static Method| family.is_none_or(|f| f == m.family);
+        let whole = family.is_none();
+        Self {
+            methods: registry::METHODS.iter().filter(wanted).map(|m| MethodEntry::new(m)).collect(),
+            layers: registry::LAYERS.iter().filter(|_| whole).map(|l| LayerEntry::new(l)).collect(),
+            conversions: registry::CONVERSIONS
+                .iter()
+                .filter(|_| whole)
+                .map(|c| ConversionEntry::new(c))
+                .collect(),
+        }
+    }
+
+    /// One line for each method.
+    pub fn table(&self) -> Table {
+        let mut table = Table::new(&[
+            "<method",
+            "<family",
+            "<causal",
+            "<decode",
+            "<exact at",
+            "<needs",
+            "N^",
+            "<reference",
+        ]);
+        for m in &self.methods {
+            table.push(m.line());
+        }
+        table
+    }
+
+    /// Families one after another, each with its methods, fit for 80 columns.
+    pub fn text(&self) -> String {
+        let mut out = String::new();
+        for family in Family::ALL {
+            let methods: Vec<&MethodEntry> =
+                self.methods.iter().filter(|m| m.family == family.name()).collect();
+            if methods.is_empty() {
+                continue;
+            }
+            let mut table =
+                Table::new(&["<method", "<causal", "<decode", "<exact at", "<needs", "N^", "<reference"]);
+            let line = |m: &MethodEntry, room: usize| {
+                let mut line = m.line();
+                line.remove(1);
+                line[3] = shorten(&line[3], 15);
+                line[6] = shorten(&line[6], room);
+                line
+            };
+            // What the other columns leave of 79.
+            let mut rest = table.clone();
+            methods.iter().for_each(|m| rest.push(line(m, 0)));
+            let used = rest.text().lines().map(|l| l.trim_end_matches("reference").chars().count()).max();
+            let room = 76usize.saturating_sub(used.unwrap_or(0)).max(9);
+            methods.iter().for_each(|m| table.push(line(m, room)));
+            let _ = writeln!(out, "{}\n{}", family.name(), indent(&table.text()));
+        }
+        for (title, lines) in [
+            ("layers", self.layers.iter().map(|l| (l.id, l.title)).collect::<Vec<_>>()),
+            ("conversions", self.conversions.iter().map(|c| (c.id, c.title)).collect()),
+        ] {
+            if !lines.is_empty() {
+                let mut table = Table::new(&["<id", "<title"]);
+                lines.iter().for_each(|(id, title)| table.push(vec![id.to_string(), shorten(title, 58)]));
+                let _ = writeln!(out, "{title}\n{}", indent(&table.text()));
+            }
+        }
+        out
+    }
+
+    /// The page of all methods, generated from the registry.
+    pub fn markdown(&self) -> String {
+        let mut out = String::from(
+            "# Methods\n\nGenerated by `attlas methods --md`. *Exact at* names the parameter that makes a method equal \
+             to exact\nattention bit for bit when it covers everything; *N^* is the published exponent of the length.\n",
+        );
+        for family in Family::ALL {
+            let methods: Vec<&MethodEntry> =
+                self.methods.iter().filter(|m| m.family == family.name()).collect();
+            if methods.is_empty() {
+                continue;
+            }
+            let mut table = Table::new(&[
+                "<method",
+                "<title",
+                "<causal",
+                "<decode",
+                "<exact at",
+                "<needs",
+                "N^",
+                "<reference",
+            ]);
+            for m in &methods {
+                let mut line = m.line();
+                line[0] = format!("[`{0}`](#{0})", m.id);
+                line[1] = m.title.into();
+                table.push(line);
+            }
+            let _ = write!(out, "\n## Family {}\n\n{}", family.name(), table.markdown());
+            for m in methods {
+                let _ = write!(out, "\n### {}\n\n{}. {}.\n", m.id, m.title, m.reference);
+                for e in &m.claims.except {
+                    let _ = write!(out, "\nDoes not keep {}: {}.\n", law(e), e.reason);
+                }
+                if !m.params.is_empty() {
+                    let mut table = Table::new(&["<parameter", "<default", "<accepted", "<meaning"]);
+                    for p in &m.params {
+                        let name = format!("`{}`", p.name);
+                        table.push(vec![name, p.default.to_string(), p.accepted.clone(), p.doc.clone()]);
+                    }
+                    let _ = write!(out, "\n{}", table.markdown());
+                }
+            }
+        }
+        for (title, entries) in [
+            ("Layers", self.layers.iter().map(|l| (l.id, l.title, l.reference)).collect::<Vec<_>>()),
+            ("Conversions", self.conversions.iter().map(|c| (c.id, c.title, c.reference)).collect()),
+        ] {
+            if !entries.is_empty() {
+                let mut table = Table::new(&["<id", "<title", "<reference"]);
+                entries
+                    .iter()
+                    .for_each(|(id, t, r)| table.push(vec![format!("`{id}`"), t.to_string(), r.to_string()]));
+                let _ = write!(out, "\n## {title}\n\n{}", table.markdown());
+            }
+        }
+        out
+    }
+}
+
+fn shorten(text: &str, room: usize) -> String {
+    if text.chars().count() <= room {
+        return text.into();
+    }
+    text.chars().take(room.saturating_sub(1)).collect::<String>() + "…"
+}
+
+fn indent(text: &str) -> String {
+    text.lines().map(|l| format!("  {l}\n")).collect()
+}
+
+fn law(e: &Exception) -> String {
+    serde_json::to_value(e.law).ok().and_then(|v| v.as_str().map(|s| s.replace('_', " "))).unwrap_or_default()
+}
+
+fn params(specs: &[ParamSpec]) -> Vec<ParamEntry> {
+    specs
+        .iter()
+        .map(|p| ParamEntry {
+            name: p.name,
+            kind: p.kind,
+            default: (p.default)(),
+            accepted: (p.accepted)(),
+            doc: p.doc.split_whitespace().collect::<Vec<_>>().join(" "),
+        })
+        .collect()
+}
+
+impl MethodEntry {
+    /// What the registry says of `m`.
+    pub fn new(m: &'static Method) -> Self {
+        let c = &m.claims;
+        Self {
+            id: m.id,
+            family: m.family.name(),
+            title: m.title,
+            reference: m.reference,
+            claims: ClaimsEntry {
+                causal: c.causal,
+                decode: c.decode,
+                exact_at: c
+                    .exact_at
+                    .iter()
+                    .map(|&(param, budget)| ExactAt {
+                        param,
+                        value: match budget {
+                            Budget::NumKeys => "num_keys".into(),
+                            Budget::NumTokens => "num_tokens".into(),
+                            Budget::Value(x) => x.into(),
+                        },
+                    })
+                    .collect(),
+                row_stochastic: c.row_stochastic,
+                unbiased: c.unbiased,
+                deterministic: c.deterministic,
+                softmax: c.softmax,
+                lse: c.lse,
+                exponent: c.exponent,
+                needs: c.needs,
+                oracle: c.oracle,
+                except: c.except.iter().map(|&(law, reason)| Exception { law, reason }).collect(),
+            },
+            params: params(m.params),
+        }
+    }
+
+    fn line(&self) -> Vec<String> {
+        let yes = |b: bool| if b { "yes" } else { "no" }.to_string();
+        let exact: Vec<&str> = self.claims.exact_at.iter().map(|e| e.param).collect();
+        vec![
+            self.id.into(),
+            self.family.into(),
+            yes(self.claims.causal),
+            yes(self.claims.decode),
+            if exact.is_empty() { "-".into() } else { exact.join(",") },
+            needs(self.claims.needs).into(),
+            format!("{}", self.claims.exponent),
+            self.reference.into(),
+        ]
+    }
+
+    /// Everything about the method, fit for 80 columns.
+    pub fn text(&self) -> String {
+        let c = &self.claims;
+        let yes = |b: bool| if b { "yes" } else { "no" };
+        let mut out = format!("{}: {}\n", self.id, self.title);
+        let mut facts = Table::new(&["<", "<"]);
+        let mut fact = |name: &str, value: String| facts.push(vec![name.into(), value]);
+        fact("family", self.family.into());
+        fact("reference", self.reference.into());
+        fact("approximates softmax", yes(c.softmax).into());
+        fact("causal", yes(c.causal).into());
+        fact("decodes token by token", yes(c.decode).into());
+        fact("needs", needs(c.needs).into());
+        fact("time grows as", format!("N^{}", c.exponent));
+        fact("random", yes(!c.deterministic).into());
+        fact("weights sum to one", yes(c.row_stochastic).into());
+        fact("normaliser unbiased", yes(c.unbiased).into());
+        fact("gives log-sum-exp", yes(c.lse).into());
+        for e in &c.exact_at {
+            let value = match e.value.as_str() {
+                Some("num_keys") => "at least the number of keys".to_string(),
+                Some("num_tokens") => "at least the number of tokens".to_string(),
+                _ => e.value.to_string(),
+            };
+            fact("exact bit for bit at", format!("{} = {value}", e.param));
+        }
+        // The table's empty title line is dropped.
+        out += &indent(facts.text().trim_start_matches('\n'));
+        for e in &c.except {
+            out += &wrapped(&format!("does not keep {}: {}", law(e), e.reason), 2, 4);
+        }
+        out += "\nparameters\n";
+        if self.params.is_empty() {
+            out += "  none\n";
+        }
+        for p in &self.params {
+            out += &wrapped(&format!("{} = {} ({})", p.name, p.default, p.accepted), 2, 6);
+            out += &wrapped(&p.doc, 6, 6);
+        }
+        out
+    }
+}
+
+fn needs(needs: Needs) -> &'static str {
+    match needs {
+        Needs::Nothing => "nothing",
+        Needs::Calibration => "calibration",
+        Needs::Training => "training",
+    }
+}
+
+/// Words set to lines of at most 79 characters.
+fn wrapped(text: &str, first: usize, rest: usize) -> String {
+    let mut out = " ".repeat(first);
+    let mut used = first;
+    for (i, word) in text.split_whitespace().enumerate() {
+        let len = word.chars().count();
+        if i > 0 && used + 1 + len > 79 {
+            out += "\n";
+            out += &" ".repeat(rest);
+            used = rest;
+        } else if i > 0 {
+            out.push(' ');
+            used += 1;
+        }
+        out += word;
+        used += len;
+    }
+    out + "\n"
+}
+
+impl LayerEntry {
+    fn new(l: &'static LayerKind) -> Self {
+        Self { id: l.id, title: l.title, reference: l.reference, params: params(l.params) }
+    }
+}
+
+impl ConversionEntry {
+    fn new(c: &'static Conversion) -> Self {
+        let Conversion { id, title, reference, params: p, from, to } = *c;
+        Self { id, title, reference, from, to, params: params(p) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_method_is_on_every_page_within_80_columns() {
+        let atlas = Atlas::new(None);
+        let (text, markdown) = (atlas.text(), atlas.markdown());
+        assert_eq!(atlas.methods.len(), registry::METHODS.len());
+        for m in registry::METHODS {
+            assert!(text.contains(m.id) && markdown.contains(&format!("### {}\n", m.id)), "{}", m.id);
+            let page = MethodEntry::new(m).text();
+            assert!(m.params.iter().all(|p| page.contains(p.name)), "{page}");
+            for line in text.lines().chain(page.lines()) {
+                assert!(line.chars().count() < 80 || line.contains(m.title), "{line}");
+            }
+        }
+    }
+
+    #[test]
+    fn records_hold_claims_and_parameters() {
+        let entry = MethodEntry::new(registry::method("sink_window").unwrap());
+        let json = serde_json::to_value(&entry).unwrap();
+        assert_eq!(json["claims"]["exact_at"][0]["value"], "num_tokens");
+        assert_eq!(json["claims"]["except"][0]["law"], "key_order");
+        assert_eq!(json["params"][1]["default"], 512);
+        assert!(json["params"][0]["doc"].as_str().unwrap().starts_with("Keys at the start"));
+    }
+
+    #[test]
+    fn a_family_stands_alone() {
+        let atlas = Atlas::new(Some(Family::Exact));
+        assert!(atlas.methods.iter().all(|m| m.family == "exact") && atlas.layers.is_empty());
+    }
+}

@@ -1,0 +1,96 @@
+//! What can go wrong while measuring: with what was expected, what was found and what to do next.
+
+use std::path::{Path, PathBuf};
+
+/// Result of anything in this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a measurement could not be made.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The library refused.
+    #[error(transparent)]
+    Attlas(#[from] attlas::Error),
+    /// A setting or argument that is not understood.
+    #[error("{what}: expected {expected}, found {found}")]
+    Argument {
+        /// Which argument.
+        what: String,
+        /// What would be accepted.
+        expected: String,
+        /// What was given.
+        found: String,
+    },
+    /// A file that could not be read or written.
+    #[error("{}: {action} failed: {reason}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// "reading" or "writing".
+        action: &'static str,
+        /// What the system said.
+        reason: std::io::Error,
+    },
+    /// A file whose bytes are not in its format, or end too early.
+    #[error("{}: not a complete {format} file: {reason}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// Its format.
+        format: &'static str,
+        /// What the reader said.
+        reason: String,
+    },
+    /// A file without a tensor that is needed.
+    #[error("{}: expected {expected}, found {}", path.display(), if found.is_empty() { "no tensor".into() } else { found.join(", ") })]
+    MissingTensor {
+        /// The file.
+        path: PathBuf,
+        /// What is needed.
+        expected: String,
+        /// The tensors that are there.
+        found: Vec<String>,
+    },
+    /// A tensor with a shape or element type that does not fit.
+    #[error("{}: tensor {tensor}: expected {expected}, found {found}", path.display())]
+    TensorShape {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// What is needed.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
+    /// A tensor with a value that is not a finite number.
+    #[error("{}: tensor {tensor}: expected finite numbers, found {value} at element {index}", path.display())]
+    NonFinite {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Position, counted from 0 in memory order.
+        index: usize,
+        /// The value.
+        value: f64,
+    },
+}
+
+impl Error {
+    /// An [`Error::Argument`].
+    pub fn argument(what: impl ToString, expected: impl ToString, found: impl ToString) -> Self {
+        Self::Argument { what: what.to_string(), expected: expected.to_string(), found: found.to_string() }
+    }
+
+    /// A file that could not be read.
+    pub fn reading(path: &Path, reason: std::io::Error) -> Self {
+        Self::Io { path: path.into(), action: "reading", reason }
+    }
+
+    /// A file that could not be written.
+    pub fn writing(path: &Path, reason: std::io::Error) -> Self {
+        Self::Io { path: path.into(), action: "writing", reason }
+    }
+}

@@ -1,0 +1,28 @@
+//! Workloads, comparisons and benchmarks: the measuring part of attlas.
+//!
+//! A [`Source`] names inputs and loads them, a [`Selection`](select::Selection) names methods with their
+//! settings, [`mod@compare`] measures errors and times on those inputs, [`mod@bench`] measures how times grow with
+//! the length beside what the [`machine`] can do, and [`atlas`] describes everything the registry holds. Results
+//! are plain records that serialise; [`table`] lays them out for people. This is the one crate that reads the
+//! clock.
+
+#![forbid(unsafe_code)]
+
+pub mod atlas;
+pub mod bench;
+pub mod certify;
+pub mod compare;
+mod error;
+pub mod html;
+pub mod machine;
+mod run;
+pub mod select;
+pub mod source;
+pub mod stats;
+pub mod synthetic;
+pub mod table;
+pub mod trace;
+
+pub use error::{Error, Result};
+pub use run::Meter;
+pub use source::{LayerData, Source, Workload};

@@ -1,0 +1,53 @@
+//! Running plans under the clock and the memory meter.
+
+use crate::Result;
+use attlas::{Out, Plan, Qkv, RunInfo, TensorMut, Workspace};
+use std::time::Instant;
+
+/// How much memory the process holds, told by whoever owns the allocator. [`Meter::NONE`] knows nothing.
+#[derive(Clone, Copy, Debug)]
+pub struct Meter {
+    /// Bytes allocated now.
+    pub current: fn() -> usize,
+    /// Most bytes allocated at one time since the last reset.
+    pub peak: fn() -> usize,
+    /// Starts a new peak from what is allocated now.
+    pub reset: fn(),
+}
+
+impl Meter {
+    /// Measures nothing.
+    pub const NONE: Meter = Meter { current: || 0, peak: || 0, reset: || {} };
+
+    /// Runs `work`; the second result is how far allocations rose above where they began.
+    pub(crate) fn watch<R>(&self, work: impl FnOnce() -> R) -> (R, usize) {
+        (self.reset)();
+        let before = (self.current)();
+        let result = work();
+        (result, (self.peak)().saturating_sub(before))
+    }
+}
+
+/// Runs `work` and the clock beside it.
+pub(crate) fn timed<R>(work: impl FnOnce() -> R) -> (R, f64) {
+    let start = Instant::now();
+    let result = work();
+    (result, start.elapsed().as_secs_f64())
+}
+
+/// Runs a plan on single-precision inputs into contiguous `[heads, n_q, d_v]` rows.
+pub(crate) fn execute(
+    plan: &dyn Plan,
+    x: Qkv<'_, f32>,
+    rows: &mut [f32],
+    lse: Option<&mut [f32]>,
+    ws: &mut Workspace,
+) -> Result<RunInfo> {
+    let p = plan.problem();
+    let tensor = TensorMut::bhnd(rows, [p.batch, p.n_heads, p.n_q, p.d_v])?;
+    let out = match lse {
+        Some(lse) => Out::with_lse(tensor, lse),
+        None => Out::new(tensor),
+    };
+    Ok(plan.execute(&x.into(), &mut out.into(), ws)?)
+}

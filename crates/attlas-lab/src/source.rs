@@ -1,0 +1,199 @@
+//! Where queries, keys and values come from.
+
+use crate::synthetic::Synthetic;
+use crate::{Error, Result, trace};
+use attlas::{Inputs, Mask, Problem, Qkv, TensorRef};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// A name for inputs, as it stands on a command line.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Source {
+    /// Drawn from a random model of attention.
+    Synthetic(Synthetic),
+    /// Read from one trace, or from three `.npy` files of queries, keys and values.
+    Files(Vec<PathBuf>),
+}
+
+impl Default for Source {
+    /// Two heads of clustered attention over 2048 tokens.
+    fn default() -> Self {
+        Source::Synthetic(Synthetic { heads: 2, kv_heads: 2, ..Synthetic::default() })
+    }
+}
+
+impl FromStr for Source {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text.strip_prefix("synthetic:") {
+            Some(spec) => Ok(Source::Synthetic(spec.parse()?)),
+            None if text == "synthetic" => Ok(Source::Synthetic(Synthetic::default())),
+            None => Ok(Source::Files(text.split(',').map(PathBuf::from).collect())),
+        }
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Source::Synthetic(s) => write!(f, "synthetic:{s}"),
+            Source::Files(paths) => {
+                let names: Vec<String> = paths.iter().map(|p| p.display().to_string()).collect();
+                f.write_str(&names.join(","))
+            }
+        }
+    }
+}
+
+impl Source {
+    /// Draws or reads the inputs.
+    pub fn load(&self) -> Result<Workload> {
+        let mut workload = match self {
+            Source::Synthetic(s) => s.generate()?,
+            Source::Files(paths) => trace::read(paths)?,
+        };
+        workload.source = self.to_string();
+        Ok(workload)
+    }
+}
+
+/// Queries, keys and values of one or more layers.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    /// What it was loaded from.
+    pub source: String,
+    /// The mask these inputs are meant for.
+    pub mask: Mask,
+    /// What the file says of itself: model, text hash, token count, producer, ….
+    pub metadata: BTreeMap<String, String>,
+    /// The layers, in order.
+    pub layers: Vec<LayerData>,
+}
+
+impl Workload {
+    /// Keeps the layers named alone; an error that lists what there is if one is missing.
+    pub fn keep_layers(&mut self, wanted: &[usize]) -> Result<()> {
+        let number = |i: usize, x: &LayerData| x.layer.unwrap_or(i);
+        let there: Vec<usize> = self.layers.iter().enumerate().map(|(i, x)| number(i, x)).collect();
+        if let Some(missing) = wanted.iter().find(|l| !there.contains(l)) {
+            let names: Vec<String> = there.iter().map(usize::to_string).collect();
+            return Err(Error::argument("layer", format!("one of {}", names.join(", ")), missing));
+        }
+        let mut i = 0;
+        self.layers.retain(|x| {
+            i += 1;
+            wanted.contains(&number(i - 1, x))
+        });
+        Ok(())
+    }
+}
+
+/// Queries, keys and values of one layer, contiguous `[heads, rows, columns]`, all finite.
+#[derive(Clone, Debug)]
+pub struct LayerData {
+    /// Which layer of the model, where there is one.
+    pub layer: Option<usize>,
+    /// Sizes; the mask is the workload's.
+    pub problem: Problem,
+    /// `n_heads × n_q × d`.
+    pub q: Vec<f32>,
+    /// `n_kv_heads × n_k × d`.
+    pub k: Vec<f32>,
+    /// `n_kv_heads × n_k × d_v`.
+    pub v: Vec<f32>,
+}
+
+impl LayerData {
+    /// The problem of one key head with all query heads that share it.
+    pub fn group_problem(&self, mask: Mask) -> Problem {
+        Problem { n_heads: self.problem.group_size(), n_kv_heads: 1, mask, ..self.problem }
+    }
+
+    /// The tensors of key head `group`, and of the query heads that share it.
+    pub fn group(&self, group: usize) -> Result<Qkv<'_, f32>> {
+        let p = &self.problem;
+        let size = p.group_size();
+        let q = TensorRef::bhnd(&self.q, [1, p.n_heads, p.n_q, p.d])?;
+        let k = TensorRef::bhnd(&self.k, [1, p.n_kv_heads, p.n_k, p.d])?;
+        let v = TensorRef::bhnd(&self.v, [1, p.n_kv_heads, p.n_k, p.d_v])?;
+        Ok(Qkv::new(
+            q.heads(group * size..(group + 1) * size),
+            k.heads(group..group + 1),
+            v.heads(group..group + 1),
+        ))
+    }
+
+    /// All heads at once.
+    pub fn inputs(&self) -> Result<Inputs<'_>> {
+        let p = &self.problem;
+        let q = TensorRef::bhnd(&self.q, [1, p.n_heads, p.n_q, p.d])?;
+        let k = TensorRef::bhnd(&self.k, [1, p.n_kv_heads, p.n_k, p.d])?;
+        let v = TensorRef::bhnd(&self.v, [1, p.n_kv_heads, p.n_k, p.d_v])?;
+        Ok(Qkv::new(q, k, v).into())
+    }
+}
+
+/// Reads a count with an optional suffix: `4k` is 4096, `2m` is 2²¹.
+pub fn parse_count(text: &str) -> Option<usize> {
+    let lower = text.trim().to_ascii_lowercase();
+    let (digits, factor) = match lower.strip_suffix(['k', 'm']) {
+        Some(digits) if lower.ends_with('k') => (digits, 1 << 10),
+        Some(digits) => (digits, 1 << 20),
+        None => (lower.as_str(), 1),
+    };
+    digits.replace('_', "").parse::<usize>().ok()?.checked_mul(factor)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_take_suffixes() {
+        assert_eq!(parse_count("4k"), Some(4096));
+        assert_eq!(parse_count("1_000"), Some(1000));
+        assert_eq!(parse_count("2M"), Some(1 << 21));
+        for bad in ["", "k", "-1", "1.5k", "4kk", "99999999999999999999", "99999999999999999k"] {
+            assert_eq!(parse_count(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn sources_print_as_they_are_read() {
+        for text in [
+            "synthetic:needle,n=100,d=16,heads=4,kv_heads=2,seed=7",
+            "trace.safetensors",
+            "q.npy,k.npy,v.npy",
+        ] {
+            assert_eq!(text.parse::<Source>().unwrap().to_string(), text);
+        }
+        let short: Source = "synthetic:low_rank,n=2k".parse().unwrap();
+        assert_eq!(short.to_string(), "synthetic:low_rank,n=2048,d=64,heads=1,kv_heads=1,seed=0");
+        assert!("nowhere.safetensors".parse::<Source>().unwrap().load().is_err());
+    }
+
+    #[test]
+    fn layers_are_kept_by_number() {
+        let mut w = "synthetic:gaussian,n=2,d=1".parse::<Source>().unwrap().load().unwrap();
+        w.layers = [1, 4, 7].map(|l| LayerData { layer: Some(l), ..w.layers[0].clone() }).to_vec();
+        assert!(w.keep_layers(&[4, 5]).unwrap_err().to_string().contains("one of 1, 4, 7"));
+        w.keep_layers(&[7, 1]).unwrap();
+        assert_eq!(w.layers.iter().map(|x| x.layer).collect::<Vec<_>>(), [Some(1), Some(7)]);
+    }
+
+    #[test]
+    fn a_group_is_a_key_head_with_its_query_heads() {
+        let w = "synthetic:gaussian,n=5,d=3,heads=4,kv_heads=2".parse::<Source>().unwrap().load().unwrap();
+        let layer = &w.layers[0];
+        let p = layer.group_problem(Mask::Causal);
+        assert_eq!((p.n_heads, p.n_kv_heads, p.mask), (2, 1, Mask::Causal));
+        let g = layer.group(1).unwrap();
+        g.validate(&p).unwrap();
+        assert_eq!(g.q.head(0, 1).row(2), &layer.q[3 * 15 + 6..][..3]);
+        assert_eq!(g.k.head(0, 0).row(0), &layer.k[15..18]);
+    }
+}

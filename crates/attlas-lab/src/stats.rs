@@ -1,0 +1,153 @@
+//! Small statistics: means with intervals, medians with spread, fits in logarithms, tail bounds.
+
+use serde::Serialize;
+
+/// A mean with an interval around it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Interval {
+    /// The mean.
+    pub mean: f64,
+    /// Lower end, not below 0: everything measured here is non-negative.
+    pub lo: f64,
+    /// Upper end.
+    pub hi: f64,
+}
+
+impl Interval {
+    /// Mean of `values` with the 95 % Student t interval of the mean; a single value is its own interval.
+    pub fn student(values: &[f64]) -> Self {
+        let n = values.len() as f64;
+        let mean = mean(values);
+        let half = match values.len() {
+            0 | 1 => 0.0,
+            len => {
+                let variance = values.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / (n - 1.0);
+                student_t_975(len - 1) * (variance / n).sqrt()
+            }
+        };
+        Self { mean, lo: (mean - half).max(0.0), hi: mean + half }
+    }
+
+    /// Mean of `values` with their smallest and largest.
+    pub fn range(values: &[f64]) -> Self {
+        let fold = |f: fn(f64, f64) -> f64| values.iter().copied().reduce(f).unwrap_or(f64::NAN);
+        Self { mean: mean(values), lo: fold(f64::min), hi: fold(f64::max) }
+    }
+}
+
+/// Arithmetic mean; NaN of nothing.
+pub fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len() as f64
+}
+
+/// The 97.5 % quantile of Student's t with `df ≥ 1` degrees of freedom: the table up to 30, then the expansion
+/// of Fisher and Cornish in 1/df, whose error there is below 1e-4.
+pub fn student_t_975(df: usize) -> f64 {
+    const TABLE: [f64; 30] = [
+        12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788,
+        2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639,
+        2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
+    ];
+    let z: f64 = 1.959_964;
+    match TABLE.get(df.saturating_sub(1)) {
+        Some(&t) => t,
+        None => {
+            let v = df as f64;
+            z + (z.powi(3) + z) / (4.0 * v) + (5.0 * z.powi(5) + 16.0 * z.powi(3) + 3.0 * z) / (96.0 * v * v)
+        }
+    }
+}
+
+/// Median and spread of repeated measurements.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Spread {
+    /// Median.
+    pub median: f64,
+    /// Smallest.
+    pub min: f64,
+    /// Largest.
+    pub max: f64,
+    /// How many.
+    pub runs: usize,
+}
+
+impl Spread {
+    /// Of `values`, or `None` if there are none.
+    pub fn new(values: &[f64]) -> Option<Self> {
+        let mut sorted = values.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let (min, max) = (*sorted.first()?, *sorted.last()?);
+        Some(Self { median: median_of_sorted(&sorted), min, max, runs: sorted.len() })
+    }
+}
+
+/// Median; NaN of nothing.
+pub fn median(values: &[f64]) -> f64 {
+    Spread::new(values).map_or(f64::NAN, |s| s.median)
+}
+
+fn median_of_sorted(sorted: &[f64]) -> f64 {
+    let n = sorted.len();
+    if n % 2 == 1 { sorted[n / 2] } else { (sorted[n / 2 - 1] + sorted[n / 2]) / 2.0 }
+}
+
+/// Slope of the least-squares line through `(ln x, ln y)`; `None` with fewer than two different `x`.
+pub fn log_slope(points: &[(f64, f64)]) -> Option<f64> {
+    let logs: Vec<(f64, f64)> = points.iter().map(|&(x, y)| (x.ln(), y.ln())).collect();
+    let n = logs.len() as f64;
+    let (mx, my) = (logs.iter().map(|p| p.0).sum::<f64>() / n, logs.iter().map(|p| p.1).sum::<f64>() / n);
+    let sxx: f64 = logs.iter().map(|p| (p.0 - mx).powi(2)).sum();
+    let sxy: f64 = logs.iter().map(|p| (p.0 - mx) * (p.1 - my)).sum();
+    (sxx > 0.0).then(|| sxy / sxx)
+}
+
+/// Largest mean $\mu$ of a variable in $[0, 1]$ that `samples` draws with average `x` do not contradict at
+/// level `delta`: the root of $m\,\mathrm{kl}(\bar x, \mu) = \ln(1/\delta)$ with
+/// $\mathrm{kl}(x,\mu) = x\ln\frac x\mu + (1-x)\ln\frac{1-x}{1-\mu}$. Hoeffding (1963, Theorem 1) for independent
+/// draws; his Section 6 extends it to draws without replacement from a finite population.
+pub fn hoeffding_upper(x: f64, samples: usize, delta: f64) -> f64 {
+    let level = (1.0 / delta).ln() / samples as f64;
+    let term = |a: f64, b: f64| if a == 0.0 { 0.0 } else { a * (a / b).ln() };
+    let (mut lo, mut hi) = (x, 1.0);
+    for _ in 0..100 {
+        let mid = 0.5 * (lo + hi);
+        if term(x, mid) + term(1.0 - x, 1.0 - mid) <= level { lo = mid } else { hi = mid }
+    }
+    hi
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn student_intervals_match_the_textbook() {
+        let i = Interval::student(&[1.0, 2.0, 3.0, 4.0, 5.0]);
+        assert_eq!(i.mean, 3.0);
+        assert!((i.hi - 3.0 - 2.7764 * (2.5f64 / 5.0).sqrt()).abs() < 1e-12);
+        assert_eq!(Interval::student(&[0.5]), Interval { mean: 0.5, lo: 0.5, hi: 0.5 });
+        assert_eq!(Interval::student(&[0.0, 1.0]).lo, 0.0);
+        // Tabulated values of t at 40 and 120 degrees of freedom.
+        assert!((student_t_975(40) - 2.0211).abs() < 1e-4 && (student_t_975(120) - 1.9799).abs() < 1e-4);
+    }
+
+    #[test]
+    fn medians_slopes_and_spreads() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
+        assert_eq!(Spread::new(&[]), None);
+        let cubic: Vec<(f64, f64)> = [1.0, 2.0, 5.0].iter().map(|&x: &f64| (x, 7.0 * x.powi(3))).collect();
+        assert!((log_slope(&cubic).unwrap() - 3.0).abs() < 1e-12);
+        assert_eq!(log_slope(&[(2.0, 1.0)]), None);
+        assert_eq!(Interval::range(&[2.0, 1.0, 3.0]), Interval { mean: 2.0, lo: 1.0, hi: 3.0 });
+    }
+
+    #[test]
+    fn the_upper_bound_inverts_the_tail() {
+        // No success in m draws: (1 − μ)^m = δ.
+        let exact = 1.0 - 0.05f64.powf(1.0 / 40.0);
+        assert!((hoeffding_upper(0.0, 40, 0.05) - exact).abs() < 1e-12);
+        assert!(hoeffding_upper(0.3, 100, 0.05) > 0.3 && hoeffding_upper(0.3, 100, 0.05) < 0.45);
+        assert_eq!(hoeffding_upper(1.0, 10, 0.05), 1.0);
+    }
+}

@@ -1,0 +1,204 @@
+//! The named tensors of a model and where its settings come from: a GGUF file, or a Hugging Face folder.
+
+use crate::error::{Error, Result};
+use crate::gguf::{Gguf, split_names};
+use crate::tensor::{Source, Tensor};
+use attlas_num::kernels::quant::Format;
+use safetensors::tensor::Metadata;
+use safetensors::{Dtype, SafeTensors};
+use serde_json::Value as Json;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Tensors by name.
+#[derive(Clone, Debug, Default)]
+pub struct Tensors {
+    by_name: HashMap<String, Tensor>,
+}
+
+impl Tensors {
+    /// The tensor of that name.
+    pub fn get(&self, name: &str) -> Option<&Tensor> {
+        self.by_name.get(name)
+    }
+
+    /// Number of tensors.
+    pub fn len(&self) -> usize {
+        self.by_name.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.by_name.is_empty()
+    }
+
+    /// The names, in no particular order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.by_name.keys().map(String::as_str)
+    }
+
+    /// The tensors that the header of `source` describes.
+    pub fn from_gguf(gguf: &Gguf, source: &Arc<Source>) -> Result<Self> {
+        let mut tensors = Self::default();
+        tensors.add_gguf(gguf, source)?;
+        Ok(tensors)
+    }
+
+    fn add_gguf(&mut self, gguf: &Gguf, source: &Arc<Source>) -> Result<()> {
+        for info in gguf.tensors() {
+            let tensor = Tensor::new(source.clone(), info.range.clone(), info.format, info.shape.clone())
+                .ok_or_else(|| {
+                    Error::invalid(
+                        format!("the range of {}", info.name),
+                        format!("{:?}", info.range),
+                        "its size",
+                    )
+                })?;
+            self.add(info.name.clone(), tensor)?;
+        }
+        Ok(())
+    }
+
+    /// The floating-point tensors of a safetensors file; integer ones are left out.
+    pub fn from_safetensors(source: &Arc<Source>) -> Result<Self> {
+        let mut tensors = Self::default();
+        tensors.add_safetensors(source)?;
+        Ok(tensors)
+    }
+
+    fn add_safetensors(&mut self, source: &Arc<Source>) -> Result<()> {
+        let bytes = source.bytes();
+        let (header, metadata): (usize, Metadata) = SafeTensors::read_metadata(bytes)?;
+        let start = header.saturating_add(8);
+        for (name, info) in metadata.tensors() {
+            let range = start.saturating_add(info.data_offsets.0)..start.saturating_add(info.data_offsets.1);
+            let wrong = || Error::invalid(format!("the range of {name}"), format!("{range:?}"), "its size");
+            // A number without dimensions is a vector of one.
+            let shape = if info.shape.is_empty() { vec![1] } else { info.shape.clone() };
+            let tensor = match info.dtype {
+                Dtype::F32 => Tensor::new(source.clone(), range.clone(), Format::F32, shape),
+                Dtype::F16 => Tensor::new(source.clone(), range.clone(), Format::F16, shape),
+                Dtype::BF16 => Tensor::new(source.clone(), range.clone(), Format::BF16, shape),
+                Dtype::F64 => {
+                    let raw = bytes.get(range.clone()).ok_or_else(wrong)?;
+                    let values: Vec<f32> =
+                        raw.as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b) as f32).collect();
+                    Tensor::from_f32(&values, shape)
+                }
+                Dtype::BOOL
+                | Dtype::U8
+                | Dtype::I8
+                | Dtype::I16
+                | Dtype::U16
+                | Dtype::I32
+                | Dtype::U32
+                | Dtype::I64
+                | Dtype::U64 => continue,
+                other => {
+                    return Err(Error::UnsupportedFormat {
+                        tensor: name,
+                        format: format!("{other:?}"),
+                        supported: "F64 F32 F16 BF16".into(),
+                    });
+                }
+            };
+            self.add(name.clone(), tensor.ok_or_else(wrong)?)?;
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, name: String, tensor: Tensor) -> Result<()> {
+        if self.by_name.contains_key(&name) {
+            return Err(Error::invalid("a tensor name", format!("{name:?} twice"), "distinct names"));
+        }
+        self.by_name.insert(name, tensor);
+        Ok(())
+    }
+}
+
+/// Opens a GGUF file with all its parts, if it is split.
+pub fn open_gguf(path: &Path) -> Result<(Gguf, Tensors)> {
+    let read = |path: &Path| -> Result<(Gguf, Arc<Source>)> {
+        let source = Arc::new(Source::open(path)?);
+        let gguf = Gguf::parse(source.bytes()).map_err(|e| e.in_file(path))?;
+        Ok((gguf, source))
+    };
+    let (gguf, source) = read(path)?;
+    let parts = gguf.integer("split.count").map_err(|e| e.in_file(path))?.unwrap_or(1);
+    if parts <= 1 {
+        let tensors = Tensors::from_gguf(&gguf, &source).map_err(|e| e.in_file(path))?;
+        return Ok((gguf, tensors));
+    }
+    let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+    let names = split_names(name, parts).ok_or_else(|| {
+        Error::invalid("the name of a split file", name, format!("…-00001-of-{parts:05}.gguf")).in_file(path)
+    })?;
+    let mut tensors = Tensors::default();
+    let mut first = None;
+    for (i, name) in names.iter().enumerate() {
+        let path = path.with_file_name(name);
+        let (part, source) = read(&path)?;
+        if part.integer("split.no")? != Some(i) {
+            return Err(Error::invalid("split.no", format!("{:?}", part.get("split.no")), i.to_string())
+                .in_file(&path));
+        }
+        tensors.add_gguf(&part, &source).map_err(|e| e.in_file(&path))?;
+        first.get_or_insert(part);
+    }
+    let first = first.unwrap_or(gguf);
+    if let Some(expected) = first.integer("split.tensors.count")?
+        && expected != tensors.len()
+    {
+        return Err(
+            Error::invalid("the tensors of all parts", tensors.len(), expected.to_string()).in_file(path)
+        );
+    }
+    Ok((first, tensors))
+}
+
+/// Opens the weights of a Hugging Face folder: `model.safetensors`, or the shards its index names.
+pub fn open_safetensors(folder: &Path) -> Result<Tensors> {
+    let index = folder.join("model.safetensors.index.json");
+    let files: Vec<PathBuf> = if index.is_file() {
+        let names = shard_names(&read_file(&index)?).map_err(|e| e.in_file(&index))?;
+        names.into_iter().map(|name| folder.join(name)).collect()
+    } else {
+        vec![folder.join("model.safetensors")]
+    };
+    let mut tensors = Tensors::default();
+    for file in files {
+        let source = Arc::new(Source::open(&file)?);
+        tensors.add_safetensors(&source).map_err(|e| e.in_file(&file))?;
+    }
+    Ok(tensors)
+}
+
+/// The files that an index of shards names, sorted. Names that leave the folder are refused.
+pub fn shard_names(index: &[u8]) -> Result<Vec<String>> {
+    let json: Json = serde_json::from_slice(index)?;
+    let map = json
+        .get("weight_map")
+        .and_then(Json::as_object)
+        .ok_or_else(|| Error::MissingKey { key: "weight_map".into() })?;
+    let mut names = Vec::new();
+    for (tensor, file) in map {
+        let name = file.as_str().unwrap_or_default();
+        if name.is_empty() || name.contains(['/', '\\', '\0']) || name == ".." || name == "." {
+            return Err(Error::invalid(
+                format!("the file of {tensor}"),
+                file,
+                "the name of a file in the same folder",
+            ));
+        }
+        names.push(name.to_owned());
+    }
+    names.sort_unstable();
+    names.dedup();
+    Ok(names)
+}
+
+/// Reads a small file whole.
+pub(crate) fn read_file(path: &Path) -> Result<Vec<u8>> {
+    std::fs::read(path).map_err(|source| Error::Io { path: path.to_path_buf(), source })
+}

@@ -1,0 +1,603 @@
+//! What a model is made of: sizes, norms, rotary embedding, windows; from GGUF metadata or `config.json`.
+
+use crate::error::{Error, Result};
+use crate::gguf::{Gguf, Value};
+use attlas_num::rope::{Layout, Rope, Scaling, Yarn};
+use serde_json::Value as Json;
+
+/// The families of models that are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Architecture {
+    /// Llama 2 and 3, SmolLM2, and everything else that calls itself so.
+    Llama,
+    /// Llama with a sliding window.
+    Mistral,
+    /// Llama with biases on queries, keys and values.
+    Qwen2,
+    /// Llama with a norm on each query and key head.
+    Qwen3,
+    /// Encoders with learned positions.
+    Bert,
+}
+
+impl Architecture {
+    /// Every architecture.
+    pub const ALL: [Architecture; 5] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3, Self::Bert];
+
+    /// Its name in `config.json` and in GGUF files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Llama => "llama",
+            Self::Mistral => "mistral",
+            Self::Qwen2 => "qwen2",
+            Self::Qwen3 => "qwen3",
+            Self::Bert => "bert",
+        }
+    }
+
+    /// The architecture of that name.
+    pub fn find(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|a| a.name() == name).ok_or_else(|| Error::UnknownArchitecture {
+            found: name.to_owned(),
+            known: Self::ALL.map(Self::name).join(", "),
+        })
+    }
+
+    /// Whether it is an encoder: no causal mask, no rotary embedding.
+    pub fn is_encoder(self) -> bool {
+        self == Self::Bert
+    }
+}
+
+/// The description of a model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// Which family.
+    pub architecture: Architecture,
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Width of the feed-forward layer.
+    pub intermediate: usize,
+    /// Number of layers.
+    pub n_layers: usize,
+    /// Query heads.
+    pub n_heads: usize,
+    /// Key and value heads; divides `n_heads`.
+    pub n_kv_heads: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Number of tokens known.
+    pub vocab: usize,
+    /// Longest context the model was made for.
+    pub max_positions: usize,
+    /// Added under the root of every norm.
+    pub norm_eps: f64,
+    /// Rotary embedding of queries and keys; encoders have none.
+    pub rope: Option<Rope>,
+    /// For each layer, how many keys back a query sees, itself included; `None` is all.
+    pub windows: Vec<Option<usize>>,
+    /// Whether the output projection is the embedding, as the configuration says; a checkpoint without an
+    /// output tensor is tied in any case.
+    pub tied: bool,
+    /// Token types of an encoder; 0 for decoders.
+    pub token_types: usize,
+    /// Tokens that end a text.
+    pub eos: Vec<u32>,
+}
+
+/// Sizes above this are refused: products of any three still fit in 64 bits.
+const MAX_SIZE: usize = 1 << 21;
+
+impl ModelConfig {
+    /// From the metadata of a GGUF file.
+    pub fn from_gguf(gguf: &Gguf) -> Result<Self> {
+        let missing = |key: &str| Error::MissingKey { key: key.to_owned() };
+        let name = gguf.text("general.architecture")?.ok_or_else(|| missing("general.architecture"))?;
+        let architecture = Architecture::find(name)?;
+        let key = |suffix: &str| format!("{name}.{suffix}");
+        let need = |suffix: &str| gguf.integer(&key(suffix))?.ok_or_else(|| missing(&key(suffix)));
+
+        if gguf.integer(&key("expert_count"))?.unwrap_or(0) > 0 {
+            return Err(Error::Unsupported { what: "a mixture of experts".into() });
+        }
+        let hidden = need("embedding_length")?;
+        let n_heads = per_layer(gguf, &key("attention.head_count"))?
+            .ok_or_else(|| missing(&key("attention.head_count")))?;
+        let n_kv_heads = per_layer(gguf, &key("attention.head_count_kv"))?.unwrap_or(n_heads);
+        let head_dim = match gguf.integer(&key("attention.key_length"))? {
+            Some(d) => d,
+            None => divide(hidden, n_heads)?,
+        };
+        if let Some(v) = gguf.integer(&key("attention.value_length"))?
+            && v != head_dim
+        {
+            return Err(Error::Unsupported {
+                what: format!("values of width {v} with keys of width {head_dim}"),
+            });
+        }
+        let vocab = match gguf.integer(&key("vocab_size"))? {
+            Some(v) => v,
+            None => {
+                gguf.texts("tokenizer.ggml.tokens")?.ok_or_else(|| missing("tokenizer.ggml.tokens"))?.len()
+            }
+        };
+        let n_layers = need("block_count")?;
+        let eps_key = if architecture.is_encoder() { "layer_norm_epsilon" } else { "layer_norm_rms_epsilon" };
+        let eps_key = key(&format!("attention.{eps_key}"));
+        let rope = if architecture.is_encoder() {
+            None
+        } else {
+            Some(Rope {
+                dim: gguf.integer(&key("rope.dimension_count"))?.unwrap_or(head_dim),
+                base: gguf.number(&key("rope.freq_base"))?.unwrap_or(10000.0),
+                // llama.cpp permutes the query and key rows of these two when it writes a file.
+                layout: match architecture {
+                    Architecture::Llama | Architecture::Mistral => Layout::Interleaved,
+                    _ => Layout::Half,
+                },
+                scaling: gguf_scaling(gguf, &key)?,
+            })
+        };
+        let window = gguf.integer(&key("attention.sliding_window"))?.filter(|&w| w > 0);
+        let eos = gguf.integer("tokenizer.ggml.eos_token_id")?;
+        let config = Self {
+            architecture,
+            hidden,
+            intermediate: need("feed_forward_length")?,
+            n_layers,
+            n_heads,
+            n_kv_heads,
+            head_dim,
+            vocab,
+            max_positions: need("context_length")?,
+            norm_eps: gguf.number(&eps_key)?.ok_or_else(|| missing(&eps_key))?,
+            rope,
+            windows: vec![window; n_layers.min(MAX_SIZE)],
+            tied: false,
+            token_types: if architecture.is_encoder() {
+                gguf.integer("tokenizer.ggml.token_type_count")?.unwrap_or(2)
+            } else {
+                0
+            },
+            eos: eos.and_then(|id| u32::try_from(id).ok()).into_iter().collect(),
+        };
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// From the text of a `config.json`.
+    pub fn from_json(text: &[u8]) -> Result<Self> {
+        let json: Json = serde_json::from_slice(text)?;
+        let keys = Keys(&json);
+        let name = keys.text("model_type")?.ok_or_else(|| Error::MissingKey { key: "model_type".into() })?;
+        let architecture = Architecture::find(name)?;
+        let hidden = keys.need("hidden_size")?;
+        let n_heads = keys.need("num_attention_heads")?;
+        let n_layers = keys.need("num_hidden_layers")?;
+        let head_dim = match keys.integer("head_dim")? {
+            Some(d) => d,
+            None => divide(hidden, n_heads)?,
+        };
+        let max_positions = keys.need("max_position_embeddings")?;
+        let activation = keys.text("hidden_act")?;
+        let expected = if architecture.is_encoder() { "gelu" } else { "silu" };
+        if let Some(found) = activation.filter(|&a| a != expected) {
+            return Err(Error::Unsupported { what: format!("the activation {found:?} in a {name} model") });
+        }
+        if let Some(kind) = keys.text("position_embedding_type")?.filter(|&k| k != "absolute") {
+            return Err(Error::Unsupported { what: format!("position_embedding_type {kind:?}") });
+        }
+        let rope =
+            if architecture.is_encoder() { None } else { Some(json_rope(&keys, head_dim, max_positions)?) };
+        let eps_key = if architecture.is_encoder() { "layer_norm_eps" } else { "rms_norm_eps" };
+        let config = Self {
+            architecture,
+            hidden,
+            intermediate: keys.need("intermediate_size")?,
+            n_layers,
+            n_heads,
+            n_kv_heads: keys.integer("num_key_value_heads")?.unwrap_or(n_heads),
+            head_dim,
+            vocab: keys.need("vocab_size")?,
+            max_positions,
+            norm_eps: keys.number(eps_key)?.ok_or_else(|| Error::MissingKey { key: eps_key.into() })?,
+            rope,
+            windows: json_windows(&keys, architecture, n_layers.min(MAX_SIZE))?,
+            tied: keys.boolean("tie_word_embeddings")?.unwrap_or(false),
+            token_types: if architecture.is_encoder() {
+                keys.integer("type_vocab_size")?.unwrap_or(2)
+            } else {
+                0
+            },
+            eos: eos_ids(&json)?,
+        };
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// Query heads per key head.
+    pub fn group(&self) -> usize {
+        self.n_heads / self.n_kv_heads
+    }
+
+    /// Replaces the end tokens by those of a `generation_config.json`, if it names any.
+    pub fn set_eos_from_json(&mut self, text: &[u8]) -> Result<()> {
+        let ids = eos_ids(&serde_json::from_slice(text)?)?;
+        if !ids.is_empty() {
+            self.eos = ids;
+        }
+        Ok(())
+    }
+
+    fn validate(&self) -> Result<()> {
+        let sizes = [
+            ("the hidden size", self.hidden),
+            ("the feed-forward size", self.intermediate),
+            ("the number of layers", self.n_layers),
+            ("the number of heads", self.n_heads),
+            ("the number of key heads", self.n_kv_heads),
+            ("the head dimension", self.head_dim),
+            ("the vocabulary size", self.vocab),
+            ("the context length", self.max_positions),
+        ];
+        for (what, size) in sizes {
+            let limit = if what == "the context length" { 1 << 32 } else { MAX_SIZE };
+            if size == 0 || size > limit {
+                return Err(Error::invalid(what, size, format!("1 to {limit}")));
+            }
+        }
+        if !self.n_heads.is_multiple_of(self.n_kv_heads) {
+            return Err(Error::invalid(
+                "the number of key heads",
+                self.n_kv_heads,
+                format!("a divisor of {}", self.n_heads),
+            ));
+        }
+        if !(self.norm_eps > 0.0 && self.norm_eps < 1.0) {
+            return Err(Error::invalid("the norm epsilon", self.norm_eps, "between 0 and 1"));
+        }
+        if let Some(rope) = &self.rope {
+            if rope.dim == 0 || rope.dim > self.head_dim || !rope.dim.is_multiple_of(2) {
+                return Err(Error::invalid(
+                    "the rotary dimension",
+                    rope.dim,
+                    format!("even, at most {}", self.head_dim),
+                ));
+            }
+            if !(rope.base > 1.0 && rope.base.is_finite()) {
+                return Err(Error::invalid("the rotary base", rope.base, "more than 1"));
+            }
+            validate_scaling(&rope.scaling)?;
+        }
+        Ok(())
+    }
+}
+
+fn validate_scaling(scaling: &Scaling) -> Result<()> {
+    let positive = |what: &str, x: f64| {
+        if x > 0.0 && x.is_finite() {
+            Ok(())
+        } else {
+            Err(Error::invalid(format!("rope scaling: {what}"), x, "a positive number"))
+        }
+    };
+    match scaling {
+        Scaling::None => Ok(()),
+        Scaling::Linear { factor } => positive("factor", *factor),
+        Scaling::Dynamic { factor, max_positions } => {
+            positive("factor", *factor)?;
+            positive("max_position_embeddings", *max_positions)
+        }
+        Scaling::Llama3 { factor, low_freq, high_freq, original } => {
+            positive("factor", *factor)?;
+            positive("low_freq_factor", *low_freq)?;
+            positive("original_max_position_embeddings", *original)?;
+            positive("high_freq_factor − low_freq_factor", high_freq - low_freq)
+        }
+        Scaling::Yarn(yarn) => {
+            positive("factor", yarn.factor)?;
+            positive("beta_slow", yarn.beta_slow)?;
+            positive("beta_fast − beta_slow", yarn.beta_fast - yarn.beta_slow)?;
+            positive("original_max_position_embeddings", yarn.original)?;
+            positive("the magnitude", yarn.magnitude())
+        }
+        Scaling::Divisors(divisors) => divisors.iter().try_for_each(|&d| positive("a frequency divisor", d)),
+    }
+}
+
+fn divide(hidden: usize, n_heads: usize) -> Result<usize> {
+    if n_heads == 0 || !hidden.is_multiple_of(n_heads) {
+        return Err(Error::invalid("the number of heads", n_heads, format!("a divisor of {hidden}")));
+    }
+    Ok(hidden / n_heads)
+}
+
+/// A number that a file gives once or for each layer.
+fn per_layer(gguf: &Gguf, key: &str) -> Result<Option<usize>> {
+    let Some(Value::Array(array)) = gguf.get(key) else { return gguf.integer(key) };
+    let all = array.to_integers().unwrap_or_default();
+    match all.split_first() {
+        Some((first, rest)) if rest.iter().all(|n| n == first) => match usize::try_from(*first) {
+            Ok(n) => Ok(Some(n)),
+            Err(_) => Err(Error::invalid(key, first, "a non-negative integer")),
+        },
+        Some(_) => Err(Error::Unsupported { what: format!("{key} that differs between layers") }),
+        None => Err(Error::invalid(key, "an empty or mistyped array", "integers")),
+    }
+}
+
+fn gguf_scaling(gguf: &Gguf, key: &impl Fn(&str) -> String) -> Result<Scaling> {
+    let number = |suffix: &str| gguf.number(&key(&format!("rope.scaling.{suffix}")));
+    let factor = number("factor")?;
+    let need = || factor.ok_or_else(|| Error::MissingKey { key: key("rope.scaling.factor") });
+    match gguf.text(&key("rope.scaling.type"))? {
+        None if factor.is_some_and(|f| f != 1.0) => Ok(Scaling::Linear { factor: need()? }),
+        None | Some("none") => Ok(Scaling::None),
+        Some("linear") => Ok(Scaling::Linear { factor: need()? }),
+        Some("yarn") => {
+            let original = number("original_context_length")?
+                .ok_or_else(|| Error::MissingKey { key: key("rope.scaling.original_context_length") })?;
+            let mut yarn = Yarn::new(need()?, original);
+            yarn.beta_fast = number("yarn_beta_fast")?.unwrap_or(yarn.beta_fast);
+            yarn.beta_slow = number("yarn_beta_slow")?.unwrap_or(yarn.beta_slow);
+            yarn.attention_factor =
+                number("attn_factor")?.map(|f| f * Yarn::new(yarn.factor, original).magnitude());
+            Ok(Scaling::Yarn(yarn))
+        }
+        Some(other) => Err(Error::invalid(key("rope.scaling.type"), other, "none, linear or yarn")),
+    }
+}
+
+/// A JSON object whose absent and null keys are the same.
+struct Keys<'a>(&'a Json);
+
+impl<'a> Keys<'a> {
+    fn get(&self, key: &str) -> Option<&'a Json> {
+        self.0.get(key).filter(|v| !v.is_null())
+    }
+
+    fn read<T>(&self, key: &str, expected: &str, f: impl Fn(&'a Json) -> Option<T>) -> Result<Option<T>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(value) => f(value).map(Some).ok_or_else(|| {
+                let mut found = value.to_string();
+                if found.len() > 60 {
+                    found = format!("{} …", found.chars().take(60).collect::<String>());
+                }
+                Error::invalid(key, found, expected)
+            }),
+        }
+    }
+
+    fn integer(&self, key: &str) -> Result<Option<usize>> {
+        self.read(key, "a non-negative integer", |v| v.as_u64().and_then(|n| usize::try_from(n).ok()))
+    }
+
+    fn need(&self, key: &str) -> Result<usize> {
+        self.integer(key)?.ok_or_else(|| Error::MissingKey { key: key.to_owned() })
+    }
+
+    fn number(&self, key: &str) -> Result<Option<f64>> {
+        self.read(key, "a finite number", |v| v.as_f64().filter(|x| x.is_finite()))
+    }
+
+    fn need_number(&self, key: &str) -> Result<f64> {
+        self.number(key)?.ok_or_else(|| Error::MissingKey { key: key.to_owned() })
+    }
+
+    fn boolean(&self, key: &str) -> Result<Option<bool>> {
+        self.read(key, "true or false", Json::as_bool)
+    }
+
+    fn text(&self, key: &str) -> Result<Option<&'a str>> {
+        self.read(key, "a text", Json::as_str)
+    }
+}
+
+/// Newer files keep everything rotary under `rope_parameters`, older ones the base beside `rope_scaling`.
+fn json_rope(keys: &Keys<'_>, head_dim: usize, max_positions: usize) -> Result<Rope> {
+    let nested = keys.get("rope_parameters").or_else(|| keys.get("rope_scaling"));
+    let empty = Json::Null;
+    let nested = Keys(nested.unwrap_or(&empty));
+    let base = match nested.number("rope_theta")? {
+        Some(base) => base,
+        None => keys.number("rope_theta")?.unwrap_or(10000.0),
+    };
+    let partial = match nested.number("partial_rotary_factor")? {
+        Some(f) => f,
+        None => keys.number("partial_rotary_factor")?.unwrap_or(1.0),
+    };
+    if !(partial > 0.0 && partial <= 1.0) {
+        return Err(Error::invalid("partial_rotary_factor", partial, "more than 0, at most 1"));
+    }
+    let kind = match nested.text("rope_type")? {
+        Some(kind) => Some(kind),
+        None => nested.text("type")?,
+    };
+    let original = || nested.number("original_max_position_embeddings");
+    let scaling = match kind {
+        None | Some("default") => Scaling::None,
+        Some("linear") => Scaling::Linear { factor: nested.need_number("factor")? },
+        Some("dynamic") => {
+            Scaling::Dynamic { factor: nested.need_number("factor")?, max_positions: max_positions as f64 }
+        }
+        Some("llama3") => Scaling::Llama3 {
+            factor: nested.need_number("factor")?,
+            low_freq: nested.need_number("low_freq_factor")?,
+            high_freq: nested.need_number("high_freq_factor")?,
+            original: nested.need_number("original_max_position_embeddings")?,
+        },
+        Some("yarn") => {
+            let usual = Yarn::new(nested.need_number("factor")?, original()?.unwrap_or(max_positions as f64));
+            Scaling::Yarn(Yarn {
+                beta_fast: nested.number("beta_fast")?.unwrap_or(usual.beta_fast),
+                beta_slow: nested.number("beta_slow")?.unwrap_or(usual.beta_slow),
+                mscale: nested.number("mscale")?,
+                mscale_all_dim: nested.number("mscale_all_dim")?,
+                attention_factor: nested.number("attention_factor")?,
+                truncate: nested.boolean("truncate")?.unwrap_or(true),
+                ..usual
+            })
+        }
+        Some(other) => {
+            return Err(Error::invalid("rope_type", other, "default, linear, dynamic, llama3 or yarn"));
+        }
+    };
+    Ok(Rope { dim: (head_dim as f64 * partial) as usize, base, layout: Layout::Half, scaling })
+}
+
+/// Which layers look through a window.
+fn json_windows(keys: &Keys<'_>, architecture: Architecture, n_layers: usize) -> Result<Vec<Option<usize>>> {
+    let width = keys.integer("sliding_window")?.filter(|&w| w > 0);
+    let used = match architecture {
+        Architecture::Mistral => true,
+        // These have a width even where it is switched off.
+        Architecture::Qwen2 | Architecture::Qwen3 => keys.boolean("use_sliding_window")?.unwrap_or(false),
+        Architecture::Llama | Architecture::Bert => false,
+    };
+    let Some(width) = width.filter(|_| used) else { return Ok(vec![None; n_layers]) };
+    if let Some(types) = keys.get("layer_types").and_then(Json::as_array) {
+        if types.len() != n_layers {
+            return Err(Error::invalid("the length of layer_types", types.len(), n_layers.to_string()));
+        }
+        return Ok(types.iter().map(|t| (t == "sliding_attention").then_some(width)).collect());
+    }
+    let first = if architecture == Architecture::Mistral {
+        0
+    } else {
+        keys.integer("max_window_layers")?.unwrap_or(28)
+    };
+    Ok((0..n_layers).map(|i| (i >= first).then_some(width)).collect())
+}
+
+/// One end token or several.
+fn eos_ids(json: &Json) -> Result<Vec<u32>> {
+    let Some(value) = json.get("eos_token_id").filter(|v| !v.is_null()) else { return Ok(Vec::new()) };
+    let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+    list.iter()
+        .map(|v| {
+            v.as_u64()
+                .and_then(|n| u32::try_from(n).ok())
+                .ok_or_else(|| Error::invalid("eos_token_id", v, "a token id or a list of them"))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(json: &str, changes: &[(&str, &str)]) -> Vec<u8> {
+        let mut value: Json = serde_json::from_str(json).unwrap();
+        for (key, new) in changes {
+            value[*key] = serde_json::from_str(new).unwrap();
+        }
+        value.to_string().into_bytes()
+    }
+
+    const LLAMA: &str = r#"{"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "max_position_embeddings": 131072, "vocab_size": 128256,
+        "tie_word_embeddings": true, "hidden_act": "silu", "eos_token_id": [128001, 128008, 128009],
+        "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"}}"#;
+
+    #[test]
+    fn the_configuration_of_llama_3_2_1b_is_read() {
+        let c = ModelConfig::from_json(LLAMA.as_bytes()).unwrap();
+        assert_eq!((c.n_heads, c.n_kv_heads, c.head_dim, c.group(), c.tied), (32, 8, 64, 4, true));
+        assert_eq!(c.eos, [128001, 128008, 128009]);
+        let rope = c.rope.unwrap();
+        assert_eq!((rope.dim, rope.base, rope.layout), (64, 5e5, Layout::Half));
+        assert!((rope.frequencies(1)[15] - 1.29054793e-3).abs() < 1e-11);
+        assert!(c.windows.iter().all(Option::is_none));
+    }
+
+    #[test]
+    fn absent_keys_take_their_documented_defaults() {
+        let json = with(
+            LLAMA,
+            &[
+                ("rope_scaling", "null"),
+                ("rope_theta", "null"),
+                ("num_key_value_heads", "null"),
+                ("head_dim", "null"),
+                ("eos_token_id", "2"),
+                ("tie_word_embeddings", "null"),
+            ],
+        );
+        let c = ModelConfig::from_json(&json).unwrap();
+        assert_eq!((c.n_kv_heads, c.head_dim, c.tied, c.eos), (32, 64, false, vec![2]));
+        assert_eq!(c.rope.map(|r| (r.base, r.scaling)), Some((1e4, Scaling::None)));
+    }
+
+    #[test]
+    fn windows_follow_each_family_s_rule() {
+        let mistral = with(LLAMA, &[("model_type", "\"mistral\""), ("sliding_window", "4096")]);
+        assert_eq!(ModelConfig::from_json(&mistral).unwrap().windows, vec![Some(4096); 16]);
+        let off = with(
+            LLAMA,
+            &[("model_type", "\"qwen2\""), ("sliding_window", "32768"), ("use_sliding_window", "false")],
+        );
+        assert_eq!(ModelConfig::from_json(&off).unwrap().windows, vec![None; 16]);
+        let on = with(
+            LLAMA,
+            &[
+                ("model_type", "\"qwen3\""),
+                ("sliding_window", "512"),
+                ("use_sliding_window", "true"),
+                ("max_window_layers", "10"),
+            ],
+        );
+        let windows = ModelConfig::from_json(&on).unwrap().windows;
+        assert_eq!((windows[9], windows[10]), (None, Some(512)));
+    }
+
+    #[test]
+    fn rope_parameters_of_newer_files_are_read() {
+        let json = with(
+            LLAMA,
+            &[
+                ("rope_scaling", "null"),
+                ("rope_theta", "null"),
+                (
+                    "rope_parameters",
+                    r#"{"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+                "original_max_position_embeddings": 32768}"#,
+                ),
+            ],
+        );
+        let rope = ModelConfig::from_json(&json).unwrap().rope.unwrap();
+        assert_eq!(
+            rope,
+            Rope {
+                dim: 64,
+                base: 1e6,
+                layout: Layout::Half,
+                scaling: Scaling::Yarn(Yarn::new(4.0, 32768.0))
+            }
+        );
+    }
+
+    #[test]
+    fn what_cannot_be_honoured_is_refused_with_its_name() {
+        let refused = |changes: &[(&str, &str)], word: &str| {
+            let error = ModelConfig::from_json(&with(LLAMA, changes)).unwrap_err().to_string();
+            assert!(error.contains(word), "{error}");
+        };
+        refused(&[("model_type", "\"mamba\"")], "llama, mistral, qwen2, qwen3, bert");
+        refused(&[("hidden_size", "null")], "hidden_size");
+        refused(&[("hidden_size", "-3")], "hidden_size");
+        refused(&[("hidden_size", "\"many\"")], "hidden_size");
+        refused(&[("num_key_value_heads", "7")], "key heads");
+        refused(&[("num_key_value_heads", "0")], "key heads");
+        refused(&[("num_hidden_layers", "4294967296000")], "layers");
+        refused(&[("head_dim", "65")], "rotary");
+        refused(&[("hidden_act", "\"gelu\"")], "gelu");
+        refused(&[("rope_scaling", r#"{"rope_type": "longrope"}"#)], "longrope");
+        refused(&[("rope_scaling", r#"{"rope_type": "linear", "factor": 0}"#)], "factor");
+        refused(&[("eos_token_id", "\"</s>\"")], "eos_token_id");
+        assert!(ModelConfig::from_json(b"[]").is_err());
+        assert!(ModelConfig::from_json(b"").is_err());
+    }
+}

@@ -1,0 +1,102 @@
+//! A model opened from disk: description, weights and tokeniser together.
+
+use crate::checkpoint::{Tensors, open_gguf, open_safetensors, read_file};
+use crate::config::ModelConfig;
+use crate::error::{Error, Result};
+use crate::gguf::Gguf;
+use crate::tensor::Source;
+use crate::tokenizer::Tokenizer;
+use crate::weights::{Naming, Weights};
+use attlas_num::rope::Scaling;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A model ready to run.
+#[derive(Clone, Debug)]
+pub struct Model {
+    /// What it is made of.
+    pub config: ModelConfig,
+    /// Its tensors, in stored form.
+    pub weights: Weights,
+    /// From text to tokens and back.
+    pub tokenizer: Tokenizer,
+    /// How conversations are laid out: a Jinja template, if the model has one.
+    pub chat_template: Option<String>,
+}
+
+impl Model {
+    /// Opens a GGUF file or a Hugging Face folder.
+    pub fn open(path: &Path) -> Result<Self> {
+        if path.join("config.json").is_file() {
+            return Self::open_folder(path);
+        }
+        if !path.exists() {
+            let source = std::io::Error::from(std::io::ErrorKind::NotFound);
+            return Err(Error::Io { path: path.to_path_buf(), source });
+        }
+        if !path.is_file() {
+            return Err(Error::NotAModel { path: path.to_path_buf() });
+        }
+        let (gguf, tensors) = open_gguf(path)?;
+        Self::from_gguf(&gguf, &tensors).map_err(|e| e.in_file(path))
+    }
+
+    /// A model from the bytes of a GGUF file that is not split.
+    pub fn from_gguf_bytes(bytes: Vec<u8>) -> Result<Self> {
+        let source = Arc::new(Source::Owned(bytes));
+        let gguf = Gguf::parse(source.bytes())?;
+        Self::from_gguf(&gguf, &Tensors::from_gguf(&gguf, &source)?)
+    }
+
+    fn from_gguf(gguf: &Gguf, tensors: &Tensors) -> Result<Self> {
+        let mut config = ModelConfig::from_gguf(gguf)?;
+        if let (Some(rope), Some(divisors)) = (&mut config.rope, tensors.get("rope_freqs.weight")) {
+            let expected = vec![rope.dim / 2];
+            if divisors.shape() != expected {
+                let (name, found) = ("rope_freqs.weight".to_owned(), divisors.shape().to_vec());
+                return Err(Error::Shape { name, found, expected });
+            }
+            let divisors: Vec<f64> = divisors.to_f32().into_iter().map(f64::from).collect();
+            if let Some(bad) = divisors.iter().find(|d| !(d.is_finite() && **d > 0.0)) {
+                return Err(Error::invalid("a value of rope_freqs.weight", bad, "a positive number"));
+            }
+            rope.scaling = Scaling::Divisors(divisors);
+        }
+        Ok(Self {
+            weights: Weights::collect(&config, tensors, Naming::Gguf)?,
+            tokenizer: Tokenizer::from_gguf(gguf)?,
+            chat_template: gguf.text("tokenizer.chat_template")?.map(str::to_owned),
+            config,
+        })
+    }
+
+    fn open_folder(folder: &Path) -> Result<Self> {
+        let path = folder.join("config.json");
+        let mut config = ModelConfig::from_json(&read_file(&path)?).map_err(|e| e.in_file(&path))?;
+        let path = folder.join("generation_config.json");
+        if path.is_file() {
+            config.set_eos_from_json(&read_file(&path)?).map_err(|e| e.in_file(&path))?;
+        }
+        let tensors = open_safetensors(folder)?;
+        let weights =
+            Weights::collect(&config, &tensors, Naming::HuggingFace).map_err(|e| e.in_file(folder))?;
+        let path = folder.join("tokenizer.json");
+        let tokenizer = Tokenizer::from_json(&read_file(&path)?).map_err(|e| e.in_file(&path))?;
+        Ok(Self { config, weights, tokenizer, chat_template: chat_template(folder)? })
+    }
+}
+
+/// Newer folders keep the template in a file of its own.
+fn chat_template(folder: &Path) -> Result<Option<String>> {
+    let path = folder.join("chat_template.jinja");
+    if path.is_file() {
+        return Ok(Some(String::from_utf8_lossy(&read_file(&path)?).into_owned()));
+    }
+    let path = folder.join("tokenizer_config.json");
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let json: serde_json::Value =
+        serde_json::from_slice(&read_file(&path)?).map_err(|e| Error::from(e).in_file(&path))?;
+    Ok(json.get("chat_template").and_then(|t| t.as_str()).map(str::to_owned))
+}

@@ -1,0 +1,113 @@
+//! Tensors in stored form: a range of bytes of a mapped file, and how to read it.
+
+use crate::error::{Error, Result};
+use attlas_num::kernels::quant::{Format, WeightRef};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The bytes of a file: mapped, or held in memory.
+#[derive(Debug)]
+pub enum Source {
+    /// A mapped file.
+    Mapped(memmap2::Mmap),
+    /// Bytes in memory.
+    Owned(Vec<u8>),
+}
+
+impl Source {
+    /// Maps the file at `path`.
+    pub fn open(path: &Path) -> Result<Self> {
+        let io = |source| Error::Io { path: path.to_path_buf(), source };
+        let file = std::fs::File::open(path).map_err(io)?;
+        if file.metadata().map_err(io)?.len() == 0 {
+            return Ok(Self::Owned(Vec::new()));
+        }
+        // SAFETY: the map is read-only and every reader treats its bytes as untrusted numbers. A file that
+        // another process shortens meanwhile stops this one with a bus error, as in every program that maps
+        // its weights; it is not a memory error.
+        let map = unsafe { memmap2::Mmap::map(&file) }.map_err(io)?;
+        Ok(Self::Mapped(map))
+    }
+
+    /// All bytes.
+    pub fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Mapped(map) => map,
+            Self::Owned(bytes) => bytes,
+        }
+    }
+}
+
+/// A tensor of floating-point numbers, quantised or not. Cloning it copies no weights.
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    source: Arc<Source>,
+    range: Range<usize>,
+    format: Format,
+    shape: Vec<usize>,
+}
+
+impl Tensor {
+    /// A tensor in `range` of `source`; `shape` is outermost first. `None` if the range is not exactly as
+    /// long as the tensor, or reaches past the end.
+    pub fn new(source: Arc<Source>, range: Range<usize>, format: Format, shape: Vec<usize>) -> Option<Self> {
+        let (cols, outer) = shape.split_last()?;
+        let rows = outer.iter().try_fold(1usize, |n, &d| n.checked_mul(d))?;
+        WeightRef::new(source.bytes().get(range.clone())?, format, rows, *cols)?;
+        Some(Self { source, range, format, shape })
+    }
+
+    /// A matrix or vector of numbers held in memory.
+    pub fn from_f32(values: &[f32], shape: Vec<usize>) -> Option<Self> {
+        let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let range = 0..bytes.len();
+        Self::new(Arc::new(Source::Owned(bytes)), range, Format::F32, shape)
+    }
+
+    /// Dimensions, outermost first.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// How it is stored.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// The stored bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.source.bytes()[self.range.clone()]
+    }
+
+    /// Length of a row: the last dimension.
+    pub fn cols(&self) -> usize {
+        self.shape.last().copied().unwrap_or(0)
+    }
+
+    /// Number of rows: all other dimensions together.
+    pub fn rows(&self) -> usize {
+        self.shape[..self.shape.len() - 1].iter().product()
+    }
+
+    /// As a matrix of rows.
+    pub fn as_weight(&self) -> WeightRef<'_> {
+        WeightRef::new(self.bytes(), self.format, self.rows(), self.cols())
+            .expect("the constructor checked that the bytes fit the shape")
+    }
+
+    /// Row `i` in single precision.
+    pub fn row_into(&self, i: usize, out: &mut [f32]) {
+        self.as_weight().row_into(i, out);
+    }
+
+    /// All values in single precision.
+    pub fn to_f32(&self) -> Vec<f32> {
+        let weight = self.as_weight();
+        let mut out = vec![0.0; self.rows() * self.cols()];
+        if self.cols() > 0 {
+            out.chunks_exact_mut(self.cols()).enumerate().for_each(|(i, row)| weight.row_into(i, row));
+        }
+        out
+    }
+}

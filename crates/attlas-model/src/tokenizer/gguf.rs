@@ -1,0 +1,222 @@
+//! Tokenisers from the metadata of GGUF files.
+
+use super::{Kind, SentencePiece, Tokenizer, failed};
+use crate::error::{Error, Result};
+use crate::gguf::{Array, Gguf, Value};
+use std::sync::Arc;
+use tokenizers::decoders::wordpiece::WordPiece as WordPieceDecoder;
+use tokenizers::models::bpe::{BPE, Vocab};
+use tokenizers::models::wordpiece::WordPiece;
+use tokenizers::normalizers::{BertNormalizer, NFC};
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
+use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::digits::Digits;
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::{AddedToken, SplitDelimiterBehavior};
+
+/// Kinds of tokens, as llama.cpp numbers them.
+pub(super) mod token_type {
+    pub(crate) const UNKNOWN: i64 = 2;
+    pub(crate) const CONTROL: i64 = 3;
+    pub(crate) const USER_DEFINED: i64 = 4;
+    pub(crate) const BYTE: i64 = 6;
+}
+
+/// Pre-tokenisers of byte-level BPE that are known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pre {
+    /// The GPT-2 expression.
+    Gpt2,
+    /// Every digit by itself, then the GPT-2 expression.
+    Digits,
+    /// Numbers in groups of three; whole words that are tokens are not merged.
+    Llama3,
+    /// As Llama 3 with single digits; text is composed first (NFC).
+    Qwen2,
+}
+
+const PRE: [(&str, Pre); 11] = [
+    ("gpt-2", Pre::Gpt2),
+    ("default", Pre::Gpt2),
+    ("smollm", Pre::Digits),
+    ("starcoder", Pre::Digits),
+    ("refact", Pre::Digits),
+    ("command-r", Pre::Digits),
+    ("llama-bpe", Pre::Llama3),
+    ("llama-v3", Pre::Llama3),
+    ("llama3", Pre::Llama3),
+    ("qwen2", Pre::Qwen2),
+    ("deepseek-r1-qwen", Pre::Qwen2),
+];
+
+const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+impl Tokenizer {
+    /// From the metadata of a GGUF file.
+    pub fn from_gguf(gguf: &Gguf) -> Result<Self> {
+        let missing = |key: &str| Error::MissingKey { key: key.to_owned() };
+        let model = gguf.text("tokenizer.ggml.model")?.ok_or_else(|| missing("tokenizer.ggml.model"))?;
+        let tokens = gguf.texts("tokenizer.ggml.tokens")?.ok_or_else(|| missing("tokenizer.ggml.tokens"))?;
+        if u32::try_from(tokens.len()).is_err() || tokens.is_empty() {
+            return Err(Error::invalid("the number of tokens", tokens.len(), "1 to 4294967295"));
+        }
+        let types = token_types(gguf, tokens.len())?;
+        let id = |key: &str| -> Result<Option<u32>> {
+            let key = format!("tokenizer.ggml.{key}_token_id");
+            match gguf.integer(&key)? {
+                Some(id) if id >= tokens.len() => {
+                    Err(Error::invalid(key, id, format!("below the number of tokens, {}", tokens.len())))
+                }
+                id => Ok(id.map(|id| id as u32)),
+            }
+        };
+        let flag = |key: &str, default: bool| -> Result<bool> {
+            Ok(gguf.boolean(&format!("tokenizer.ggml.add_{key}"))?.unwrap_or(default))
+        };
+        let (kind, bos, eos, wants_bos, wants_eos) = match model {
+            "gpt2" => {
+                let name = gguf.text("tokenizer.ggml.pre")?.unwrap_or("default");
+                let pre = PRE.iter().find(|(n, _)| *n == name).map(|(_, pre)| *pre).ok_or_else(|| {
+                    Error::invalid(
+                        "tokenizer.ggml.pre",
+                        name,
+                        format!("one of {}", PRE.map(|(n, _)| n).join(", ")),
+                    )
+                })?;
+                let merges =
+                    gguf.texts("tokenizer.ggml.merges")?.ok_or_else(|| missing("tokenizer.ggml.merges"))?;
+                let inner = byte_level_bpe(tokens, merges, &types, pre)?;
+                (Kind::HuggingFace(Box::new(inner)), id("bos")?, id("eos")?, pre == Pre::Llama3, false)
+            }
+            "llama" => {
+                let scores = match gguf.get("tokenizer.ggml.scores") {
+                    Some(Value::Array(Array::F32(scores))) if scores.len() == tokens.len() => scores.clone(),
+                    _ => {
+                        return Err(Error::invalid(
+                            "tokenizer.ggml.scores",
+                            "absent, mistyped or of another length",
+                            format!("{} numbers", tokens.len()),
+                        ));
+                    }
+                };
+                let unknown = id("unknown")?.unwrap_or(0);
+                let inner =
+                    SentencePiece::new(tokens.to_vec(), scores, &types, unknown, flag("space_prefix", true)?);
+                (Kind::SentencePiece(inner), id("bos")?.or(Some(1)), id("eos")?.or(Some(2)), true, false)
+            }
+            "bert" => {
+                let bos = id("cls")?.or(id("bos")?);
+                let eos = id("seperator")?.or(id("separator")?).or(id("eos")?);
+                (Kind::HuggingFace(Box::new(word_piece(tokens, &types)?)), bos, eos, true, true)
+            }
+            other => {
+                return Err(Error::invalid("tokenizer.ggml.model", other, "gpt2, llama or bert"));
+            }
+        };
+        let (add_bos, add_eos) = (flag("bos_token", wants_bos)?, flag("eos_token", wants_eos)?);
+        Ok(Self {
+            kind: Arc::new(kind),
+            add_bos: bos.filter(|_| add_bos),
+            add_eos: eos.filter(|_| add_eos),
+            bos,
+            eos,
+        })
+    }
+}
+
+/// The kind of every token; ordinary where the file does not say.
+fn token_types(gguf: &Gguf, n: usize) -> Result<Vec<i64>> {
+    let Some(value) = gguf.get("tokenizer.ggml.token_type") else { return Ok(vec![1; n]) };
+    match value {
+        Value::Array(array) if array.len() == n => array.to_integers(),
+        _ => None,
+    }
+    .ok_or_else(|| {
+        Error::invalid("tokenizer.ggml.token_type", "mistyped or of another length", format!("{n} integers"))
+    })
+}
+
+fn vocabulary<'a>(tokens: impl Iterator<Item = std::borrow::Cow<'a, str>>) -> Result<Vocab> {
+    let mut vocab = Vocab::new();
+    for (id, token) in tokens.enumerate() {
+        if vocab.insert(token.to_string(), id as u32).is_some() {
+            return Err(Error::invalid("a token", format!("{token:?} twice"), "distinct tokens"));
+        }
+    }
+    Ok(vocab)
+}
+
+/// Control tokens are special; tokens of the user are found in the text before anything else, too.
+fn add_tokens(inner: &mut tokenizers::Tokenizer, tokens: &[String], types: &[i64]) {
+    let of = |kind: i64, special: bool| -> Vec<AddedToken> {
+        let chosen = tokens.iter().zip(types).filter(|(t, k)| **k == kind && !t.is_empty());
+        chosen.map(|(t, _)| AddedToken::from(t.clone(), special).normalized(false)).collect()
+    };
+    inner.add_special_tokens(&of(token_type::CONTROL, true));
+    inner.add_tokens(&of(token_type::USER_DEFINED, false));
+}
+
+fn byte_level_bpe(
+    tokens: &[String],
+    merges: &[String],
+    types: &[i64],
+    pre: Pre,
+) -> Result<tokenizers::Tokenizer> {
+    let vocab = vocabulary(tokens.iter().map(|t| t.as_str().into()))?;
+    let merges = merges
+        .iter()
+        .map(|merge| match merge.split_once(' ') {
+            Some((left, right)) => Ok((left.to_owned(), right.to_owned())),
+            None => Err(Error::invalid("a merge", format!("{merge:?}"), "two tokens with a space between")),
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let model = BPE::builder()
+        .vocab_and_merges(vocab, merges)
+        .ignore_merges(pre == Pre::Llama3)
+        .build()
+        .map_err(failed)?;
+    let mut inner = tokenizers::Tokenizer::new(model);
+    let bytes = |regex: bool| PreTokenizerWrapper::from(ByteLevel::new(false, true, regex));
+    let split = |pattern: &str| {
+        Split::new(SplitPattern::Regex(pattern.to_owned()), SplitDelimiterBehavior::Isolated, false)
+            .map(PreTokenizerWrapper::from)
+            .map_err(failed)
+    };
+    let steps = match pre {
+        Pre::Gpt2 => vec![bytes(true)],
+        Pre::Digits => vec![PreTokenizerWrapper::from(Digits::new(true)), bytes(true)],
+        Pre::Llama3 => vec![split(LLAMA3)?, bytes(false)],
+        Pre::Qwen2 => vec![split(QWEN2)?, bytes(false)],
+    };
+    inner.with_pre_tokenizer(Some(Sequence::new(steps)));
+    if pre == Pre::Qwen2 {
+        inner.with_normalizer(Some(NFC));
+    }
+    inner.with_decoder(Some(ByteLevel::default()));
+    add_tokens(&mut inner, tokens, types);
+    Ok(inner)
+}
+
+/// llama.cpp marks the starts of words with U+2581 where BERT marks their continuations with `##`.
+fn word_piece(tokens: &[String], types: &[i64]) -> Result<tokenizers::Tokenizer> {
+    let spelled = tokens.iter().map(|token| match token.strip_prefix('\u{2581}') {
+        Some(start) => start.into(),
+        None if token.starts_with('[') && token.ends_with(']') => token.as_str().into(),
+        None => format!("##{token}").into(),
+    });
+    let unknown = tokens.iter().zip(types).find(|(_, k)| **k == token_type::UNKNOWN).map(|(t, _)| t.clone());
+    let model = WordPiece::builder()
+        .vocab(vocabulary(spelled)?)
+        .unk_token(unknown.unwrap_or_else(|| "[UNK]".into()))
+        .build()
+        .map_err(failed)?;
+    let mut inner = tokenizers::Tokenizer::new(model);
+    inner.with_normalizer(Some(BertNormalizer::default()));
+    inner.with_pre_tokenizer(Some(BertPreTokenizer));
+    inner.with_decoder(Some(WordPieceDecoder::default()));
+    add_tokens(&mut inner, tokens, types);
+    Ok(inner)
+}

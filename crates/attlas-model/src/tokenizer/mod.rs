@@ -1,0 +1,127 @@
+//! From text to tokens and back: `tokenizer.json` of Hugging Face folders, and the vocabulary that GGUF
+//! files carry in their metadata.
+//!
+//! | GGUF `tokenizer.ggml.model` | what is built |
+//! |---|---|
+//! | `gpt2` | byte-level BPE, with the pre-tokeniser that `tokenizer.ggml.pre` names |
+//! | `llama` | SentencePiece BPE: merges by score, unknown characters as bytes ([`SentencePiece`]) |
+//! | `bert` | WordPiece, uncased |
+//!
+//! Truncation and padding that a file has baked in are switched off.
+
+mod gguf;
+mod sentencepiece;
+
+pub use sentencepiece::SentencePiece;
+
+use crate::error::{Error, Result};
+use std::sync::Arc;
+
+/// A tokeniser. Cloning it copies no vocabulary.
+#[derive(Clone, Debug)]
+pub struct Tokenizer {
+    kind: Arc<Kind>,
+    /// Put before every text, unless it is there already.
+    add_bos: Option<u32>,
+    /// Put after every text.
+    add_eos: Option<u32>,
+    bos: Option<u32>,
+    eos: Option<u32>,
+}
+
+#[derive(Debug)]
+enum Kind {
+    HuggingFace(Box<tokenizers::Tokenizer>),
+    SentencePiece(SentencePiece),
+}
+
+/// Runs code of the `tokenizers` crate, which panics on some malformed files instead of reporting them.
+fn guarded<T, E: std::fmt::Display>(f: impl FnOnce() -> std::result::Result<T, E>) -> Result<T> {
+    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)) {
+        Ok(result) => result.map_err(failed),
+        Err(_) => Err(Error::Tokenizer("the tokeniser's description is inconsistent".into())),
+    }
+}
+
+fn failed(e: impl std::fmt::Display) -> Error {
+    Error::Tokenizer(e.to_string())
+}
+
+impl Tokenizer {
+    /// From the text of a `tokenizer.json`. Which special tokens it adds is up to its post-processor.
+    pub fn from_json(text: &[u8]) -> Result<Self> {
+        // Syntax first: most malformed files end here.
+        serde_json::from_slice::<serde_json::Value>(text)?;
+        let mut inner = guarded(|| tokenizers::Tokenizer::from_bytes(text))?;
+        inner.with_truncation(None).map_err(failed)?;
+        inner.with_padding(None);
+        Ok(Self {
+            kind: Arc::new(Kind::HuggingFace(Box::new(inner))),
+            add_bos: None,
+            add_eos: None,
+            bos: None,
+            eos: None,
+        })
+    }
+
+    /// The tokens of a text. `special` adds what the model expects around a text, such as a token for its
+    /// beginning; special tokens written out in the text are recognised either way.
+    ///
+    /// Byte-level vocabularies may lack single bytes (SmolLM2's has none for six control characters and for
+    /// the first byte of U+40000 to U+BFFFF); like the reference tokenisers this one leaves such bytes out.
+    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
+        let mut ids = match &*self.kind {
+            Kind::HuggingFace(inner) => guarded(|| inner.encode_fast(text, special))?.get_ids().to_vec(),
+            Kind::SentencePiece(inner) => inner.encode(text),
+        };
+        if special {
+            if let Some(bos) = self.add_bos
+                && ids.first() != Some(&bos)
+            {
+                ids.insert(0, bos);
+            }
+            ids.extend(self.add_eos);
+        }
+        Ok(ids)
+    }
+
+    /// The text of tokens. Bytes that are no UTF-8 become U+FFFD; ids that do not exist are left out.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
+        match &*self.kind {
+            Kind::HuggingFace(inner) => guarded(|| inner.decode(ids, skip_special)),
+            Kind::SentencePiece(inner) => Ok(inner.decode(ids, skip_special)),
+        }
+    }
+
+    /// The token of an id, as the vocabulary spells it.
+    pub fn token(&self, id: u32) -> Option<String> {
+        match &*self.kind {
+            Kind::HuggingFace(inner) => inner.id_to_token(id),
+            Kind::SentencePiece(inner) => inner.token(id).map(str::to_owned),
+        }
+    }
+
+    /// Number of tokens.
+    pub fn vocab_size(&self) -> usize {
+        match &*self.kind {
+            Kind::HuggingFace(inner) => inner.get_vocab_size(true),
+            Kind::SentencePiece(inner) => inner.len(),
+        }
+    }
+
+    /// The token that begins a text, if the file names one.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// The token that ends a text, if the file names one.
+    pub fn eos(&self) -> Option<u32> {
+        self.eos
+    }
+
+    /// The token that [`encode`](Self::encode) puts first on request; `None` if the model wants none, or if
+    /// a `tokenizer.json` decides.
+    pub fn added_bos(&self) -> Option<u32> {
+        self.add_bos
+    }
+}

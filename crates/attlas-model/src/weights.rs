@@ -1,0 +1,355 @@
+//! The tensors of a model by role, whatever file they came from and whatever that file calls them.
+
+use crate::checkpoint::Tensors;
+use crate::config::{Architecture, ModelConfig};
+use crate::error::{Error, Result};
+use crate::linear::Linear;
+use crate::tensor::Tensor;
+
+/// Whose tensor names a checkpoint uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Naming {
+    /// llama.cpp's.
+    Gguf,
+    /// Hugging Face's.
+    HuggingFace,
+}
+
+/// The weights of a model.
+#[derive(Clone, Debug)]
+pub enum Weights {
+    /// Llama and its relatives.
+    Decoder(DecoderWeights),
+    /// BERT.
+    Encoder(EncoderWeights),
+}
+
+/// The weights of a causal language model.
+#[derive(Clone, Debug)]
+pub struct DecoderWeights {
+    /// `[vocab, hidden]`.
+    pub embedding: Tensor,
+    /// One after another.
+    pub layers: Vec<DecoderLayer>,
+    /// Weight of the last norm.
+    pub final_norm: Vec<f32>,
+    /// From hidden states to logits; shares the embedding's storage where the model is tied.
+    pub output: Linear,
+}
+
+/// One layer of a [`DecoderWeights`].
+#[derive(Clone, Debug)]
+pub struct DecoderLayer {
+    /// Norm before attention.
+    pub attention_norm: Vec<f32>,
+    /// Queries: `n_heads · head_dim` outputs.
+    pub q: Linear,
+    /// Keys: `n_kv_heads · head_dim` outputs.
+    pub k: Linear,
+    /// Values: `n_kv_heads · head_dim` outputs.
+    pub v: Linear,
+    /// From concatenated heads back to the residual stream.
+    pub o: Linear,
+    /// Norm of each query head, where the family has one.
+    pub q_norm: Option<Vec<f32>>,
+    /// Norm of each key head, where the family has one.
+    pub k_norm: Option<Vec<f32>>,
+    /// Norm before the feed-forward layer.
+    pub ffn_norm: Vec<f32>,
+    /// Gate of the feed-forward layer.
+    pub gate: Linear,
+    /// What is gated.
+    pub up: Linear,
+    /// Back to the residual stream.
+    pub down: Linear,
+}
+
+/// The weights of an encoder.
+#[derive(Clone, Debug)]
+pub struct EncoderWeights {
+    /// `[vocab, hidden]`.
+    pub word_embedding: Tensor,
+    /// `[max_positions, hidden]`.
+    pub position_embedding: Tensor,
+    /// `[token_types, hidden]`.
+    pub type_embedding: Tensor,
+    /// Norm of the summed embeddings.
+    pub embedding_norm: LayerNorm,
+    /// One after another.
+    pub layers: Vec<EncoderLayer>,
+}
+
+/// One layer of an [`EncoderWeights`].
+#[derive(Clone, Debug)]
+pub struct EncoderLayer {
+    /// Queries.
+    pub q: Linear,
+    /// Keys.
+    pub k: Linear,
+    /// Values.
+    pub v: Linear,
+    /// From concatenated heads back to the residual stream.
+    pub o: Linear,
+    /// Norm after attention.
+    pub attention_norm: LayerNorm,
+    /// Into the feed-forward layer.
+    pub up: Linear,
+    /// Out of it.
+    pub down: Linear,
+    /// Norm after the feed-forward layer.
+    pub output_norm: LayerNorm,
+}
+
+/// Weight and bias of a layer norm.
+#[derive(Clone, Debug)]
+pub struct LayerNorm {
+    /// Multiplied with the normalised value.
+    pub weight: Vec<f32>,
+    /// Added to it.
+    pub bias: Vec<f32>,
+}
+
+impl Weights {
+    /// Finds and checks every tensor that `config` asks for.
+    pub fn collect(config: &ModelConfig, tensors: &Tensors, naming: Naming) -> Result<Self> {
+        let finder = Finder { tensors, prefix: prefix(tensors, config, naming) };
+        if config.architecture.is_encoder() {
+            Ok(Self::Encoder(encoder(config, &finder, naming)?))
+        } else {
+            Ok(Self::Decoder(decoder(config, &finder, naming)?))
+        }
+    }
+}
+
+/// What stands before every name: checkpoints of the bare body leave it out.
+fn prefix(tensors: &Tensors, config: &ModelConfig, naming: Naming) -> &'static str {
+    let full = match (naming, config.architecture) {
+        (Naming::Gguf, _) => return "",
+        (_, Architecture::Bert) => "bert.",
+        _ => "model.",
+    };
+    if tensors.names().any(|n| n.starts_with(full)) { full } else { "" }
+}
+
+struct Finder<'a> {
+    tensors: &'a Tensors,
+    prefix: &'static str,
+}
+
+impl Finder<'_> {
+    fn tensor(&self, name: &str, expected: &[usize]) -> Result<Tensor> {
+        self.optional(name, expected)?
+            .ok_or_else(|| Error::MissingTensor { name: format!("{}{name}", self.prefix) })
+    }
+
+    fn optional(&self, name: &str, expected: &[usize]) -> Result<Option<Tensor>> {
+        let name = format!("{}{name}", self.prefix);
+        match self.tensors.get(&name) {
+            None => Ok(None),
+            Some(t) if t.shape() == expected => Ok(Some(t.clone())),
+            Some(t) => Err(Error::Shape { name, found: t.shape().to_vec(), expected: expected.to_vec() }),
+        }
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+        Ok(self.tensor(name, &[len])?.to_f32())
+    }
+
+    /// `name.weight` and, if the file has it, `name.bias`.
+    fn linear(&self, name: &str, outputs: usize, inputs: usize) -> Result<Linear> {
+        let weight = self.tensor(&format!("{name}.weight"), &[outputs, inputs])?;
+        let bias = self.optional(&format!("{name}.bias"), &[outputs])?.map(|b| b.to_f32());
+        Linear::new(weight, bias).ok_or_else(|| Error::MissingTensor { name: name.to_owned() })
+    }
+
+    fn biased(&self, name: &str, outputs: usize, inputs: usize) -> Result<Linear> {
+        let layer = self.linear(name, outputs, inputs)?;
+        if layer.bias().is_none() {
+            return Err(Error::MissingTensor { name: format!("{}{name}.bias", self.prefix) });
+        }
+        Ok(layer)
+    }
+
+    fn layer_norm(&self, name: &str, len: usize) -> Result<LayerNorm> {
+        Ok(LayerNorm {
+            weight: self.vector(&format!("{name}.weight"), len)?,
+            bias: self.vector(&format!("{name}.bias"), len)?,
+        })
+    }
+}
+
+/// The names of a decoder's tensors; those of a layer follow its prefix.
+struct DecoderNames {
+    embedding: &'static str,
+    final_norm: &'static str,
+    layer: fn(usize) -> String,
+    attention_norm: &'static str,
+    q: &'static str,
+    k: &'static str,
+    v: &'static str,
+    o: &'static str,
+    q_norm: &'static str,
+    k_norm: &'static str,
+    ffn_norm: &'static str,
+    gate: &'static str,
+    up: &'static str,
+    down: &'static str,
+}
+
+const GGUF_DECODER: DecoderNames = DecoderNames {
+    embedding: "token_embd.weight",
+    final_norm: "output_norm.weight",
+    layer: |i| format!("blk.{i}"),
+    attention_norm: "attn_norm.weight",
+    q: "attn_q",
+    k: "attn_k",
+    v: "attn_v",
+    o: "attn_output",
+    q_norm: "attn_q_norm.weight",
+    k_norm: "attn_k_norm.weight",
+    ffn_norm: "ffn_norm.weight",
+    gate: "ffn_gate",
+    up: "ffn_up",
+    down: "ffn_down",
+};
+
+const HF_DECODER: DecoderNames = DecoderNames {
+    embedding: "embed_tokens.weight",
+    final_norm: "norm.weight",
+    layer: |i| format!("layers.{i}"),
+    attention_norm: "input_layernorm.weight",
+    q: "self_attn.q_proj",
+    k: "self_attn.k_proj",
+    v: "self_attn.v_proj",
+    o: "self_attn.o_proj",
+    q_norm: "self_attn.q_norm.weight",
+    k_norm: "self_attn.k_norm.weight",
+    ffn_norm: "post_attention_layernorm.weight",
+    gate: "mlp.gate_proj",
+    up: "mlp.up_proj",
+    down: "mlp.down_proj",
+};
+
+fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<DecoderWeights> {
+    let names = if naming == Naming::Gguf { &GGUF_DECODER } else { &HF_DECODER };
+    let (d, q_width, kv_width) = (c.hidden, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
+    let embedding = finder.tensor(names.embedding, &[c.vocab, d])?;
+    let mut layers = Vec::new();
+    for i in 0..c.n_layers {
+        let layer = (names.layer)(i);
+        let name = |part: &str| format!("{layer}.{part}");
+        let qkv = |part: &str, width: usize| {
+            if c.architecture == Architecture::Qwen2 {
+                finder.biased(&name(part), width, d)
+            } else {
+                finder.linear(&name(part), width, d)
+            }
+        };
+        let head_norm = |part: &str| {
+            if c.architecture == Architecture::Qwen3 {
+                finder.vector(&name(part), c.head_dim).map(Some)
+            } else {
+                Ok(None)
+            }
+        };
+        layers.push(DecoderLayer {
+            attention_norm: finder.vector(&name(names.attention_norm), d)?,
+            q: qkv(names.q, q_width)?,
+            k: qkv(names.k, kv_width)?,
+            v: qkv(names.v, kv_width)?,
+            o: finder.linear(&name(names.o), d, q_width)?,
+            q_norm: head_norm(names.q_norm)?,
+            k_norm: head_norm(names.k_norm)?,
+            ffn_norm: finder.vector(&name(names.ffn_norm), d)?,
+            gate: finder.linear(&name(names.gate), c.intermediate, d)?,
+            up: finder.linear(&name(names.up), c.intermediate, d)?,
+            down: finder.linear(&name(names.down), d, c.intermediate)?,
+        });
+    }
+    // The output projection never stands behind the prefix of the body.
+    let bare = Finder { prefix: "", ..*finder };
+    let output = match naming {
+        _ if c.tied => None,
+        Naming::Gguf => bare.optional("output.weight", &[c.vocab, d])?,
+        Naming::HuggingFace => bare.optional("lm_head.weight", &[c.vocab, d])?,
+    };
+    let output = Linear::new(output.unwrap_or_else(|| embedding.clone()), None)
+        .ok_or_else(|| Error::MissingTensor { name: "lm_head.weight".into() })?;
+    Ok(DecoderWeights { final_norm: finder.vector(names.final_norm, d)?, embedding, layers, output })
+}
+
+/// The names of an encoder's tensors; those of a layer follow its prefix.
+struct EncoderNames {
+    word: &'static str,
+    position: &'static str,
+    kind: &'static str,
+    embedding_norm: &'static str,
+    layer: fn(usize) -> String,
+    q: &'static str,
+    k: &'static str,
+    v: &'static str,
+    o: &'static str,
+    attention_norm: &'static str,
+    up: &'static str,
+    down: &'static str,
+    output_norm: &'static str,
+}
+
+const GGUF_ENCODER: EncoderNames = EncoderNames {
+    word: "token_embd.weight",
+    position: "position_embd.weight",
+    kind: "token_types.weight",
+    embedding_norm: "token_embd_norm",
+    layer: |i| format!("blk.{i}"),
+    q: "attn_q",
+    k: "attn_k",
+    v: "attn_v",
+    o: "attn_output",
+    attention_norm: "attn_output_norm",
+    up: "ffn_up",
+    down: "ffn_down",
+    output_norm: "layer_output_norm",
+};
+
+const HF_ENCODER: EncoderNames = EncoderNames {
+    word: "embeddings.word_embeddings.weight",
+    position: "embeddings.position_embeddings.weight",
+    kind: "embeddings.token_type_embeddings.weight",
+    embedding_norm: "embeddings.LayerNorm",
+    layer: |i| format!("encoder.layer.{i}"),
+    q: "attention.self.query",
+    k: "attention.self.key",
+    v: "attention.self.value",
+    o: "attention.output.dense",
+    attention_norm: "attention.output.LayerNorm",
+    up: "intermediate.dense",
+    down: "output.dense",
+    output_norm: "output.LayerNorm",
+};
+
+fn encoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<EncoderWeights> {
+    let names = if naming == Naming::Gguf { &GGUF_ENCODER } else { &HF_ENCODER };
+    let (d, width) = (c.hidden, c.n_heads * c.head_dim);
+    let mut layers = Vec::new();
+    for i in 0..c.n_layers {
+        let layer = (names.layer)(i);
+        let name = |part: &str| format!("{layer}.{part}");
+        layers.push(EncoderLayer {
+            q: finder.biased(&name(names.q), width, d)?,
+            k: finder.biased(&name(names.k), width, d)?,
+            v: finder.biased(&name(names.v), width, d)?,
+            o: finder.biased(&name(names.o), d, width)?,
+            attention_norm: finder.layer_norm(&name(names.attention_norm), d)?,
+            up: finder.biased(&name(names.up), c.intermediate, d)?,
+            down: finder.biased(&name(names.down), d, c.intermediate)?,
+            output_norm: finder.layer_norm(&name(names.output_norm), d)?,
+        });
+    }
+    Ok(EncoderWeights {
+        word_embedding: finder.tensor(names.word, &[c.vocab, d])?,
+        position_embedding: finder.tensor(names.position, &[c.max_positions, d])?,
+        type_embedding: finder.tensor(names.kind, &[c.token_types, d])?,
+        embedding_norm: finder.layer_norm(names.embedding_norm, d)?,
+        layers,
+    })
+}

@@ -1,0 +1,184 @@
+//! The register block that all dense products share, and the packing that feeds it.
+//!
+//! A block holds `MR` rows by two registers of columns. Its left operand is read one element at a time and
+//! spread over a register, its right operand lies packed as `[depth][2 · LANES]`. Every entry is the sum over
+//! `depth` in increasing order, one fused multiply-add per term, wherever in the block it stands: this is
+//! what makes results independent of how rows are grouped.
+
+use super::simd::Simd;
+use crate::mat::{MatRef, Real};
+
+/// Columns of a register block, in registers.
+pub(super) const NV: usize = 2;
+
+/// Accumulators of a register block.
+pub(super) type Block<S, const MR: usize> = [[<S as Simd>::V; NV]; MR];
+
+/// Adds the product of a left operand at `a` (rows `a_row` apart, steps `a_step` apart) and a packed right
+/// operand at `b` to `acc`.
+///
+/// # Safety
+///
+/// `a` must be readable at all `r · a_row + l · a_step` with `r < MR`, `l < depth`, and `b` for
+/// `depth · NV · LANES` elements.
+#[inline(always)]
+pub(super) unsafe fn accumulate<S: Simd, const MR: usize>(
+    s: S,
+    depth: usize,
+    a: *const S::T,
+    (a_row, a_step): (usize, usize),
+    b: *const S::T,
+    acc: &mut Block<S, MR>,
+) {
+    let (mut a, mut b) = (a, b);
+    // Unrolled by four: short enough loops for the branch predictor to learn where they end.
+    for _ in 0..depth / 4 {
+        for l in 0..4 {
+            // SAFETY: step `l` of the remaining depth exists.
+            unsafe { step(s, a.add(l * a_step), a_row, b.add(l * NV * S::LANES), acc) };
+        }
+        a = a.wrapping_add(4 * a_step);
+        b = b.wrapping_add(4 * NV * S::LANES);
+    }
+    for l in 0..depth % 4 {
+        // SAFETY: as above.
+        unsafe { step(s, a.add(l * a_step), a_row, b.add(l * NV * S::LANES), acc) };
+    }
+}
+
+/// One term of the sums: an outer product.
+///
+/// # Safety
+///
+/// As for [`accumulate`] with `depth = 1`.
+#[inline(always)]
+unsafe fn step<S: Simd, const MR: usize>(
+    s: S,
+    a: *const S::T,
+    a_row: usize,
+    b: *const S::T,
+    acc: &mut Block<S, MR>,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let right = [s.load(b), s.load(b.add(S::LANES))];
+        for r in 0..MR {
+            let left = s.splat(*a.add(r * a_row));
+            for c in 0..NV {
+                acc[r][c] = s.fma(left, right[c], acc[r][c]);
+            }
+        }
+    }
+}
+
+/// Packs up to `MR` rows of `a`, times `factor`, as `[cols][MR]`; missing rows are 0.
+#[inline(always)]
+pub(super) fn pack_rows<S: Simd, const MR: usize>(
+    s: S,
+    a: MatRef<'_, S::T>,
+    first: usize,
+    rows: usize,
+    factor: S::T,
+    dst: &mut [S::T],
+) {
+    let cols = a.cols();
+    assert!(rows <= MR && dst.len() == cols * MR && first + rows <= a.rows());
+    let mut done = 0;
+    if rows == MR && first + MR.next_multiple_of(S::LANES) <= a.rows() {
+        let whole = cols - cols % S::LANES;
+        // Squares of up to 16 × 16, transposed into place; rows beyond the group are read but not kept.
+        let mut square = [S::T::ZERO; 256];
+        assert!(S::LANES * S::LANES <= square.len());
+        for c in (0..whole).step_by(S::LANES) {
+            for r in (0..MR).step_by(S::LANES) {
+                let count = (MR - r).min(S::LANES);
+                // SAFETY: rows up to the next multiple of `LANES` exist; `square` holds a square, and each
+                // column of the group has `MR` places.
+                unsafe {
+                    let src = a.data().as_ptr().add((first + r) * a.stride() + c);
+                    s.transpose(src, a.stride(), square.as_mut_ptr(), S::LANES);
+                    for l in 0..S::LANES {
+                        let x = s.mul(s.load(square.as_ptr().add(l * S::LANES)), s.splat(factor));
+                        s.store_part(dst.as_mut_ptr().add((c + l) * MR + r), x, count);
+                    }
+                }
+            }
+        }
+        done = whole;
+    } else if rows < MR {
+        dst.fill(S::T::ZERO);
+    }
+    for r in 0..if done < cols { rows } else { 0 } {
+        for (dst, &x) in dst[done * MR + r..].iter_mut().step_by(MR).zip(&a.row(first + r)[done..]) {
+            *dst = x * factor;
+        }
+    }
+}
+
+/// Packs rows `first..first + rows` of `a` transposed, as `[cols][NV · LANES]`; missing rows are 0.
+#[inline(always)]
+pub(super) fn pack_transposed<S: Simd>(
+    s: S,
+    a: MatRef<'_, S::T>,
+    first: usize,
+    rows: usize,
+    dst: &mut [S::T],
+) {
+    let width = NV * S::LANES;
+    let cols = a.cols();
+    assert!(rows <= width && dst.len() == cols * width && first + rows <= a.rows());
+    let mut done = 0;
+    if rows == width {
+        let whole = cols - cols % S::LANES;
+        for c in (0..whole).step_by(S::LANES) {
+            for part in 0..NV {
+                // SAFETY: rows `first .. first + width` and columns `c .. c + LANES` exist; the
+                // destination holds `cols` rows of `width`.
+                unsafe {
+                    let src = a.data().as_ptr().add((first + part * S::LANES) * a.stride() + c);
+                    s.transpose(src, a.stride(), dst.as_mut_ptr().add(c * width + part * S::LANES), width);
+                }
+            }
+        }
+        done = whole;
+    } else {
+        dst.fill(S::T::ZERO);
+    }
+    for r in 0..rows {
+        let row = a.row(first + r);
+        for c in done..cols {
+            dst[c * width + r] = row[c];
+        }
+    }
+}
+
+/// Packs columns `col..` of the rows `first..first + rows` of `a` as `[rows][NV · LANES]`; missing columns
+/// are 0.
+#[inline(always)]
+pub(super) fn pack_columns<S: Simd>(
+    s: S,
+    a: MatRef<'_, S::T>,
+    first: usize,
+    rows: usize,
+    col: usize,
+    dst: &mut [S::T],
+) {
+    let width = NV * S::LANES;
+    let count = (a.cols() - col).min(width);
+    assert!(dst.len() == rows * width && first + rows <= a.rows());
+    for (r, dst) in dst.chunks_exact_mut(width).enumerate() {
+        let src = &a.row(first + r)[col..col + count];
+        if count == width {
+            for part in 0..NV {
+                // SAFETY: source and destination hold `width` elements.
+                unsafe {
+                    let x = s.load(src.as_ptr().add(part * S::LANES));
+                    s.store(dst.as_mut_ptr().add(part * S::LANES), x);
+                }
+            }
+        } else {
+            dst[..count].copy_from_slice(src);
+            dst[count..].fill(S::T::ZERO);
+        }
+    }
+}

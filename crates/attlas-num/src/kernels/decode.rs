@@ -1,0 +1,323 @@
+//! Attention of a few rows that all see the same keys, as in decoding: the query heads of a group over one
+//! cache. Every key and value is read once, where it lies, and used for all rows; the time is that of
+//! reading memory.
+//!
+//! Dot products run along the columns, lane by lane, and their lanes are added last; otherwise the steps are
+//! those of the tiled kernel. What a row gets does not depend on the other rows of the call.
+
+use super::Precision;
+use super::attend::Job;
+use super::simd::{Exponential, Kernel, Simd};
+use crate::mat::{DType, MatRef, Real};
+use crate::scratch::Scratch;
+use std::ops::Range;
+
+/// Most rows that are taken together.
+const ROWS_MAX: usize = 8;
+/// Keys between two updates of the running maxima.
+const CHUNK: usize = 64;
+/// Rows and registers of columns of a block of outputs.
+const BLOCK: usize = 4;
+
+/// Whether a problem is of this kind: at most eight rows, all with the same keys in sight.
+pub(super) fn applies<T: Real>(job: &Job<'_, T>) -> bool {
+    let (rows, n_k) = (job.q.rows(), job.k.rows());
+    rows > 0 && rows <= ROWS_MAX && job.band.range(0, n_k) == job.band.range(rows - 1, n_k)
+}
+
+#[inline(always)]
+pub(super) fn attend<S: Simd>(
+    s: S,
+    job: &Job<'_, S::T>,
+    scratch: &Scratch,
+    out: &mut [S::T],
+    lse: &mut [S::T],
+) {
+    let (rows, d, d_v) = (job.q.rows(), job.q.cols(), job.v.cols());
+    let rounded = job.precision == Precision::Bf16 && S::T::DTYPE == DType::F32;
+    let factor = S::T::from_f64(job.scale.to_f64() * std::f64::consts::LOG2_E);
+    let seen = job.band.range(0, job.k.rows());
+
+    // Queries are padded with zeros to whole registers and to whole blocks of rows.
+    let (stride, out_stride) = (d.next_multiple_of(S::LANES), d_v.next_multiple_of(S::LANES));
+    let mut queries = scratch.take_zeroed::<S::T>(ROWS_MAX * stride);
+    let mut acc = scratch.take_zeroed::<S::T>(ROWS_MAX * out_stride);
+    let mut logits = scratch.take_zeroed::<S::T>(ROWS_MAX * CHUNK);
+    let (mut max, mut sum) = ([S::T::NEG_INFINITY; ROWS_MAX], [s.splat(S::T::ZERO); ROWS_MAX]);
+    for r in 0..rows {
+        for (x, &q) in queries[r * stride..].iter_mut().zip(job.q.row(r)) {
+            *x = q * factor;
+        }
+    }
+    if rounded {
+        for at in (0..queries.len()).step_by(S::LANES) {
+            let x = &mut queries[at..at + S::LANES];
+            // SAFETY: a register's worth of elements.
+            unsafe { s.store(x.as_mut_ptr(), s.round_bf16(s.load(x.as_ptr()))) };
+        }
+    }
+
+    for first in seen.clone().step_by(CHUNK) {
+        let keys = first..(first + CHUNK).min(seen.end);
+        let after = keys.end..(keys.end + CHUNK).min(seen.end);
+        let mut row = 0;
+        while row < rows {
+            let next = if row == 0 { job.v } else { job.k };
+            let scores = Scores {
+                queries: &queries[row * stride..],
+                stride,
+                k: job.k,
+                keys: keys.clone(),
+                logits: &mut logits[row * CHUNK..],
+                rounded,
+                next,
+            };
+            match rows - row {
+                1 => s.call(Rows::<_, 1, 16>(scores)),
+                2 => s.call(Rows::<_, 2, 8>(scores)),
+                _ => s.call(Rows::<_, 4, 4>(scores)),
+            }
+            row += BLOCK;
+        }
+        for r in 0..rows {
+            let logits = &mut logits[r * CHUNK..(r + 1) * CHUNK];
+            if let Some(bias) = job.bias {
+                for (x, &b) in logits.iter_mut().zip(&bias[keys.clone()]) {
+                    *x = if b == S::T::NEG_INFINITY { b } else { *x + b * S::T::LOG2_E.0 };
+                }
+            }
+            let acc = &mut acc[r * out_stride..(r + 1) * out_stride];
+            s.call(Softmax { logits, count: keys.len(), max: &mut max[r], sum: &mut sum[r], acc, rounded });
+        }
+        for row in (0..rows).step_by(BLOCK) {
+            s.call(Values {
+                weights: &logits[row * CHUNK..],
+                v: job.v,
+                keys: keys.clone(),
+                bias: job.bias,
+                acc: &mut acc[row * out_stride..],
+                stride: out_stride,
+                rounded,
+                next: job.k,
+                after: after.clone(),
+            });
+        }
+    }
+
+    for r in 0..rows {
+        let l = s.reduce_add(sum[r]);
+        let row = &mut out[r * d_v..(r + 1) * d_v];
+        if l == S::T::ZERO {
+            row.fill(S::T::ZERO);
+            lse[r] = S::T::NEG_INFINITY;
+        } else {
+            row.iter_mut().zip(&acc[r * out_stride..]).for_each(|(o, &a)| *o = a / l);
+            lse[r] = S::T::from_f64(max[r].to_f64() * std::f64::consts::LN_2 + l.to_f64().ln());
+        }
+    }
+}
+
+/// Asks for row `i` of a matrix to be brought near, if there is one.
+#[inline(always)]
+fn fetch<S: Simd>(s: S, a: MatRef<'_, S::T>, i: usize) {
+    if i < a.rows() {
+        for x in a.row(i).chunks(64 / size_of::<S::T>()) {
+            s.prefetch(x.as_ptr());
+        }
+    }
+}
+
+/// Logits of a block of rows and the keys of a chunk.
+struct Scores<'t, T> {
+    queries: &'t [T],
+    stride: usize,
+    k: MatRef<'t, T>,
+    keys: Range<usize>,
+    /// Rows `CHUNK` apart.
+    logits: &'t mut [T],
+    rounded: bool,
+    /// What will be read at the same rows afterwards.
+    next: MatRef<'t, T>,
+}
+
+/// [`Scores`] for `R` rows, `K` keys at a time; `R · K = 16`.
+struct Rows<'t, T, const R: usize, const K: usize>(Scores<'t, T>);
+
+impl<S: Simd, const R: usize, const K: usize> Kernel<S> for Rows<'_, S::T, R, K> {
+    #[inline(always)]
+    fn run(self, s: S) {
+        let Scores { queries, stride, k, keys, logits, rounded, next } = self.0;
+        let d = k.cols();
+        assert!(queries.len() >= R * stride && stride >= d && logits.len() >= (R - 1) * CHUNK + keys.len());
+        for j in keys.clone().step_by(K) {
+            let count = (keys.end - j).min(K);
+            let mut row = [k.row(j); K];
+            for (n, row) in row.iter_mut().enumerate() {
+                // A missing key repeats the last one; its logits are not written.
+                *row = k.row(j + n.min(count - 1));
+                fetch(s, next, j + n);
+            }
+            let mut acc = [s.splat(S::T::ZERO); 16];
+            for at in (0..d).step_by(S::LANES) {
+                let part = (d - at).min(S::LANES);
+                for n in 0..K {
+                    // SAFETY: key and query rows hold `at + part` elements, query rows a whole register.
+                    unsafe {
+                        let p = row[n].as_ptr().add(at);
+                        let mut x = if part == S::LANES { s.load(p) } else { s.load_part(p, part) };
+                        if rounded {
+                            x = s.round_bf16(x);
+                        }
+                        for r in 0..R {
+                            acc[r * K + n] =
+                                s.fma(s.load(queries.as_ptr().add(r * stride + at)), x, acc[r * K + n]);
+                        }
+                    }
+                }
+            }
+            let mut sums = [S::T::ZERO; 16];
+            // SAFETY: there are 16 places.
+            unsafe { s.reduce_add_16(&acc, sums.as_mut_ptr()) };
+            for r in 0..R {
+                let at = r * CHUNK + j - keys.start;
+                logits[at..at + count].copy_from_slice(&sums[r * K..r * K + count]);
+            }
+        }
+    }
+}
+
+/// Turns a row's logits into weights and brings its running maximum and sum up to date.
+struct Softmax<'t, S: Simd> {
+    logits: &'t mut [S::T],
+    count: usize,
+    max: &'t mut S::T,
+    sum: &'t mut S::V,
+    acc: &'t mut [S::T],
+    rounded: bool,
+}
+
+impl<S: Simd> Kernel<S> for Softmax<'_, S> {
+    #[inline(always)]
+    fn run(self, s: S) {
+        let (lanes, whole) = (S::LANES, self.count.next_multiple_of(S::LANES));
+        let logits = &mut self.logits[..whole];
+        logits[self.count..].fill(S::T::NEG_INFINITY);
+        let mut top = s.splat(S::T::NEG_INFINITY);
+        for x in logits.chunks_exact(lanes) {
+            // SAFETY: chunks hold a register.
+            top = s.max(unsafe { s.load(x.as_ptr()) }, top);
+        }
+        let (old, top) = (*self.max, s.reduce_max(top));
+        let new = if top > old { top } else { old };
+        if new == S::T::NEG_INFINITY {
+            // Nothing to see, unless what is there is not a number.
+            if logits.iter().any(|x| x.is_nan()) {
+                *self.sum = s.splat(S::T::NAN);
+            }
+            logits.fill(S::T::ZERO);
+            return;
+        }
+        if new != old {
+            let shrink = s.exp2(s.splat(old - new));
+            *self.sum = s.mul(*self.sum, shrink);
+            for x in self.acc.chunks_exact_mut(lanes) {
+                // SAFETY: chunks hold a register.
+                unsafe { s.store(x.as_mut_ptr(), s.mul(s.load(x.as_ptr()), shrink)) };
+            }
+            *self.max = new;
+        }
+        for x in logits.chunks_exact_mut(lanes) {
+            // SAFETY: chunks hold a register.
+            unsafe {
+                let weight = s.exp2(s.sub(s.load(x.as_ptr()), s.splat(new)));
+                *self.sum = s.add(*self.sum, weight);
+                s.store(x.as_mut_ptr(), if self.rounded { s.round_bf16(weight) } else { weight });
+            }
+        }
+    }
+}
+
+/// Adds the weighted values of a chunk to a block of rows.
+struct Values<'t, T> {
+    /// Rows `CHUNK` apart.
+    weights: &'t [T],
+    v: MatRef<'t, T>,
+    keys: Range<usize>,
+    bias: Option<&'t [T]>,
+    acc: &'t mut [T],
+    stride: usize,
+    rounded: bool,
+    /// What will be read afterwards, and which rows of it.
+    next: MatRef<'t, T>,
+    after: Range<usize>,
+}
+
+impl<S: Simd> Kernel<S> for Values<'_, S::T> {
+    #[inline(always)]
+    fn run(mut self, s: S) {
+        let d_v = self.v.cols();
+        assert!(self.acc.len() >= BLOCK * self.stride && self.stride >= d_v.next_multiple_of(S::LANES));
+        assert!(self.weights.len() >= BLOCK * CHUNK && self.keys.len() <= CHUNK);
+        let wide = BLOCK * S::LANES;
+        let mut col = 0;
+        while col < d_v {
+            if col + wide <= d_v {
+                self.columns::<S, BLOCK>(s, col, S::LANES);
+                col += wide;
+            } else {
+                self.columns::<S, 1>(s, col, (d_v - col).min(S::LANES));
+                col += S::LANES;
+            }
+        }
+        if d_v == 0 {
+            self.after.for_each(|j| fetch(s, self.next, j));
+        }
+    }
+}
+
+impl<T: Real> Values<'_, T> {
+    /// `C` registers of columns from `col` on, the last with `part` elements.
+    #[inline(always)]
+    fn columns<S: Simd<T = T>, const C: usize>(&mut self, s: S, col: usize, part: usize) {
+        let acc = self.acc.as_mut_ptr();
+        let mut block = [[s.splat(T::ZERO); C]; BLOCK];
+        for r in 0..BLOCK {
+            for c in 0..C {
+                // SAFETY: `run` checked that `acc` holds whole registers for all columns of the block.
+                block[r][c] = unsafe { s.load(acc.add(r * self.stride + col + c * S::LANES)) };
+            }
+        }
+        for (n, j) in self.keys.clone().enumerate() {
+            if self.bias.is_some_and(|b| b[j] == T::NEG_INFINITY) {
+                continue;
+            }
+            if col == 0 && n < self.after.len() {
+                fetch(s, self.next, self.after.start + n);
+            }
+            let row = &self.v.row(j)[col..];
+            let mut x = [s.splat(T::ZERO); C];
+            for c in 0..C {
+                // SAFETY: the row goes on for `C − 1` whole registers and `part` elements.
+                unsafe {
+                    let p = row.as_ptr().add(c * S::LANES);
+                    x[c] = if part == S::LANES { s.load(p) } else { s.load_part(p, part) };
+                }
+                if self.rounded {
+                    x[c] = s.round_bf16(x[c]);
+                }
+            }
+            for r in 0..BLOCK {
+                let weight = s.splat(self.weights[r * CHUNK + n]);
+                for c in 0..C {
+                    block[r][c] = s.fma(weight, x[c], block[r][c]);
+                }
+            }
+        }
+        for r in 0..BLOCK {
+            for c in 0..C {
+                // SAFETY: as above.
+                unsafe { s.store(acc.add(r * self.stride + col + c * S::LANES), block[r][c]) };
+            }
+        }
+    }
+}

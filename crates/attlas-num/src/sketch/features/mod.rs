@@ -1,0 +1,172 @@
+//! Feature maps of rows, in the two forms that do not overflow.
+//!
+//! A positive map returns $\log \varphi_l(x)$, where $-\infty$ is an exact zero. A signed map returns values
+//! $f_l$ and one number $e$ per row with $\varphi_l(x) = e^{e} f_l$. The two sides of a kernel may have
+//! different maps, $\kappa(x, y) = \langle \varphi_q(x), \varphi_k(y) \rangle$.
+//!
+//! Factors that all features of one row share, such as $m^{-1/2}$ or $e^{-\|x\|^2/2}$ of a query, cancel
+//! where a row of kernel values is normalised to sum one. [`Constants::Drop`] leaves those out; it is wrong
+//! wherever kernel values of different maps meet. The factor of a *key* re-weights keys and is never dropped.
+
+mod discrete;
+mod elementwise;
+mod exponential;
+mod hybrid;
+mod pola;
+mod trig;
+
+pub use discrete::{Discrete, DiscreteLaw};
+pub use elementwise::{Elementwise, ElementwiseFeatures, Identity};
+pub use exponential::{ExpFeatures, Exponent, Moments, SideMoments, optimal_a};
+pub use hybrid::{ClusterFeatures, HybridFeatures, HybridWeight};
+pub use pola::Pola;
+pub use trig::{RandomRelu, Trig};
+
+use super::{SketchError, ensure};
+use crate::mat::{MatRef, Real};
+
+/// Which argument of the kernel a row is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// The first argument; rows are normalised over the other one.
+    Query,
+    /// The second argument.
+    Key,
+}
+
+/// Whether factors that cancel in normalised rows are computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Constants {
+    /// The kernel itself.
+    #[default]
+    Keep,
+    /// The kernel up to a factor for each query.
+    Drop,
+}
+
+/// What all maps have in common.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MapOptions {
+    /// The map sees $\sqrt{\mathrm{scale}}$ times its input on both sides, so that
+    /// $\langle x, y \rangle = \mathrm{scale}\,\langle q, k \rangle$.
+    pub scale: f64,
+    /// Whether cancelling factors are kept.
+    pub constants: Constants,
+}
+
+impl Default for MapOptions {
+    fn default() -> Self {
+        Self { scale: 1.0, constants: Constants::Keep }
+    }
+}
+
+impl MapOptions {
+    fn validate(&self) -> Result<(), SketchError> {
+        ensure(self.scale > 0.0 && self.scale.is_finite(), "scale", self.scale, "positive and finite")
+    }
+
+    /// Whether factors of a whole row on this side are to be left out.
+    fn drops(&self, side: Side) -> bool {
+        self.constants == Constants::Drop && side == Side::Query
+    }
+}
+
+/// A map to positive features.
+pub trait LogFeatures<T: Real>: std::fmt::Debug + Send + Sync {
+    /// Length of the rows it takes.
+    fn input_dim(&self) -> usize;
+
+    /// Features per row.
+    fn num_features(&self) -> usize;
+
+    /// Writes the logarithms of the features of every row of `x`, `rows × num_features`. Panics on wrong
+    /// shapes.
+    fn log_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T]);
+}
+
+/// A map to features of either sign.
+pub trait SignedFeatures<T: Real>: std::fmt::Debug + Send + Sync {
+    /// Length of the rows it takes.
+    fn input_dim(&self) -> usize;
+
+    /// Features per row.
+    fn num_features(&self) -> usize;
+
+    /// Writes the features of every row of `x`, `rows × num_features`, and the logarithm of the factor that
+    /// each row of them is to be multiplied by. Panics on wrong shapes.
+    fn signed_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T], log_scale: &mut [T]);
+}
+
+/// The customary number of random features for rows of length `d`: $d \ln d$, at least 8, rounded up to a
+/// multiple of 8.
+pub fn default_num_features(d: usize) -> usize {
+    let d = d as f64;
+    ((d * d.max(1.0).ln() / 8.0).ceil() as usize).max(1) * 8
+}
+
+/// Turns rows of log-features into values in $[0, 1]$ and their logarithmic scales.
+///
+/// A row of zeros (all $-\infty$) gets scale 0.
+pub fn exponentiate_rows_in_place<T: Real>(features: &mut [T], num_features: usize, log_scale: &mut [T]) {
+    assert_eq!(features.len(), num_features * log_scale.len(), "rows × features");
+    for (row, scale) in features.chunks_exact_mut(num_features.max(1)).zip(log_scale) {
+        let top = row.iter().fold(T::NEG_INFINITY, |m, &x| m.max(x));
+        *scale = if top == T::NEG_INFINITY { T::ZERO } else { top };
+        row.iter_mut().for_each(|x| *x -= *scale);
+        crate::kernels::exp_in_place(row);
+    }
+}
+
+/// Checks the shapes of a call.
+fn check_call<T: Real>(x: MatRef<'_, T>, input_dim: usize, out: &[T], num_features: usize) {
+    assert_eq!(x.cols(), input_dim, "row length");
+    assert_eq!(out.len(), x.rows() * num_features, "rows × features");
+}
+
+/// Checks the shapes of a call with scales.
+pub(super) fn check_signed_call<T: Real>(
+    x: MatRef<'_, T>,
+    input_dim: usize,
+    out: &[T],
+    num_features: usize,
+    log_scale: &[T],
+) {
+    check_call(x, input_dim, out, num_features);
+    assert_eq!(log_scale.len(), x.rows(), "one scale per row");
+}
+
+/// A finite number as close to `x` as the type allows; NaN stays.
+pub(super) fn saturate<T: Real>(x: f64) -> T {
+    let largest = match T::DTYPE {
+        crate::mat::DType::F32 => f64::from(f32::MAX),
+        crate::mat::DType::F64 => f64::MAX,
+    };
+    if x.is_nan() { T::NAN } else { T::from_f64(x.clamp(-largest, largest)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exponentiation_keeps_the_products_and_survives_rows_of_zeros() {
+        let inf = f64::NEG_INFINITY;
+        let mut rows = vec![900.0, 901.0, inf, inf, inf, inf];
+        let mut scale = [f64::NAN; 2];
+        exponentiate_rows_in_place(&mut rows, 3, &mut scale);
+        assert_eq!(scale, [901.0, 0.0]);
+        assert_eq!(rows, [(-1.0f64).exp(), 1.0, 0.0, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn the_default_number_of_features_is_the_known_one() {
+        assert_eq!([1, 2, 64].map(default_num_features), [8, 8, 272]);
+    }
+
+    #[test]
+    fn saturation_keeps_infinities_out() {
+        assert_eq!(saturate::<f32>(1e300), f32::MAX);
+        assert_eq!(saturate::<f64>(f64::NEG_INFINITY), f64::MIN);
+        assert!(saturate::<f32>(f64::NAN).is_nan());
+    }
+}

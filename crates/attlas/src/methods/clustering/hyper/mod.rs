@@ -1,0 +1,274 @@
+//! HyperAttention: a block diagonal of hashed queries and keys, and sampled columns for the rest.
+//!
+//! **Idea.** Large entries of the attention matrix are caught by sorting queries and keys by a hash and
+//! attending within blocks; what is left of each row is estimated from a few random columns. Causal problems
+//! are halved recursively into parts without a mask.
+//!
+//! **Math.** Bit $t$ of a row's code is $[\langle w_t, x\rangle > 0]$; rows are sorted by the Gray rank of their
+//! codes and cut into $L = \lceil n_k/b \rceil$ blocks. With $s_{ij} = \beta\, q_i^\top k_j$, a query of block $c$
+//! and the sampled keys $T$ of the group:
+//! $$\hat Z_i = \sum_{j \in c} e^{s_{ij}} + \omega_c \sum_{j \in T \setminus c} e^{s_{ij}}, \qquad
+//!   \hat o_i = \hat Z_i^{-1} \Big( \sum_{j \in c} e^{s_{ij}} v_j + \omega_c \sum_{j \in T \setminus c} e^{s_{ij}} v_j \Big),$$
+//! where $\omega_c = (n_k - |c|) / |T \setminus c|$ without replacement and $n_k/m$ with. Causally, the second half
+//! of the rows attends to the first half of the keys in this way, and both halves are treated in turn; at
+//! `n_min` rows the exact kernel takes over.
+//!
+//! The variant `theory` is the algorithm that the paper analyses. With $B_i$ the block's sum and $r$ the largest
+//! sum outside the block over `samples` random rows:
+//! $D_i = \frac{n}{m} \sum_{j \in T \setminus c} \min(e^{s_{ij}}, C_i)$,
+//! $C_i = c_0 \frac{\epsilon^2 m}{n \ln n} (B_i + r/\kappa)$, $\hat Z_i = B_i + \max(D_i, r/\kappa)$, and
+//! $\hat o_i = \hat Z_i^{-1} \sum_t e^{s_{i l_t}} v_{l_t} / (m\, p_{l_t})$ over columns drawn by
+//! $p_l = |v_l|^2 / |V|_F^2$.
+//!
+//! **Reference.** han2024; survey, clustering and sampling. Departures, with their reasons:
+//! - Samples are drawn without replacement by default: the same mean, less variance, exact at $m = n_k$.
+//! - The survey adds sampled columns with weight one; they must stand for all columns outside the block, or the
+//!   normaliser is far too small, and those inside the block must not be counted twice (public code does, in
+//!   single precision).
+//! - The survey's table says leverage scores: the paper draws by squared norms of the values (here `theory`), the
+//!   authors' code uniformly (here `practical`), and the code uses the block for the output too. It also leaves
+//!   out the cap $C_i$ and the floor $r/\kappa$.
+//! - Codes are ordered by the inverse Gray code, so that neighbouring codes differ in one bit; public code
+//!   indexes the table the wrong way round. Block numbers come from zero-based ranks.
+//! - Nothing is padded: a zero key would still weigh $e^0$. Odd lengths are halved unevenly.
+//! - In causal parts a query finds its block by its own rank among the keys instead of its rank among the
+//!   queries: with the latter, later queries would move earlier ones across the edges of blocks. `theory` is
+//!   refused there, since $r$ is a maximum over rows.
+//! - In `theory`, $\hat Z_i$ is at least the largest exponential that was sampled for the output, which $Z_i$
+//!   cannot be below; without it, one large column outside the block overflows.
+//!
+//! **Cost.** Hashing $2(n_q + n_k)\, d\, r$, then $2 n_q (b + m)(d + d_v)$; causally
+//! $n\,n_{\min}/2 + \frac n2 \log_2(n/n_{\min}) (b + m)$ keys per row. Memory $O(n)$ indices and one block per
+//! thread.
+//!
+//! **Guarantees.** `practical`: $E\, e^{\hat\ell_i} = e^{\ell_i}$ over seeds, rows are convex combinations of
+//! values, the error falls as $m^{-1/2}$; all tested here. Exact when `block` or `samples` cover all keys, or
+//! `n_min` all tokens. No causal leak.
+//!
+//! **When to use.** Long prompts without a mask whose heads attend to similar tokens. Heavy keys outside the
+//! block (attention sinks) are missed: give them by `sinks`.
+
+mod theory;
+
+use crate::group::{Group, GroupPlan};
+use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::methods::common::{
+    Assign, SortedBlocks, UniformSamples, attend_blocks, blocks_scratch_bytes, causal_pairs,
+    causal_scratch_bytes, causalize, exact_group, exact_scratch_bytes, sinks_scratch_bytes, with_sinks,
+};
+use crate::{Error, Mask, Options, Problem, Real, Result};
+use std::ops::Range;
+
+/// Registry entry.
+pub static METHOD: Method = Method {
+    id: "hyper",
+    family: Family::Clustering,
+    title: "HyperAttention: hashed block diagonal and sampled columns",
+    reference: "han2024",
+    claims: Claims {
+        exact_at: &[("block", Budget::NumKeys), ("samples", Budget::NumKeys), ("n_min", Budget::NumTokens)],
+        // True of `practical` and tested in its file, but not of `theory`.
+        row_stochastic: false,
+        deterministic: false,
+        exponent: 1.0,
+        except: &[
+            (Law::KeyOrder, "keys are sampled by their place in the sorted order"),
+            (Law::QueriesAlone, "without a mask, queries are cut into blocks by their rank among each other"),
+            (Law::LinearInValues, "the theory variant draws columns by the norms of their values"),
+        ],
+        ..Claims::BASE
+    },
+    params: Params::SPECS,
+    probes: &[
+        &[("block", "8"), ("samples", "24"), ("hashes", "4"), ("n_min", "8")],
+        &[
+            ("block", "7"),
+            ("samples", "20"),
+            ("n_min", "1"),
+            ("sampling", "with_replacement"),
+            ("sinks", "3"),
+        ],
+        &[("block", "16"), ("samples", "0"), ("n_min", "5"), ("hashes", "0")],
+        &[("block", "8"), ("samples", "24"), ("n_min", "8"), ("variant", "theory"), ("sinks", "1")],
+    ],
+    supports,
+    calibrate: None,
+    build: |p, options, _| Ok(Hyper::new(Params::from_options(options)?)?.boxed(p)),
+};
+
+fn supports(p: &Problem, options: &Options) -> Support {
+    let theory = Params::from_options(options).is_ok_and(|x| x.variant == Variant::Theory);
+    Support::unless(
+        theory && p.mask == Mask::Causal,
+        "variant = theory takes a maximum over all rows, which would let later tokens be felt: use \
+         variant = practical for causal problems",
+    )
+}
+
+crate::choices! {
+    /// How columns are drawn.
+    pub enum Sampling {
+        /// Every key at most once.
+        WithoutReplacement = "without_replacement",
+        /// Independently, as in the authors' code.
+        WithReplacement = "with_replacement",
+    }
+}
+
+crate::choices! {
+    /// Which algorithm.
+    pub enum Variant {
+        /// What the authors run: block and uniform samples, normalised together.
+        Practical = "practical",
+        /// What the paper analyses: a capped and floored normaliser, columns drawn by the norms of values.
+        Theory = "theory",
+    }
+}
+
+crate::params! {
+    /// Parameters of [`Hyper`].
+    pub struct Params {
+        /// Most keys in a block.
+        block: usize = 256, in 1..=1 << 30;
+        /// Keys drawn for the rest of every row; 0 leaves the rest out.
+        samples: usize = 256, in 0..=1 << 30;
+        /// Bits of the hash; 0 keeps the order of tokens.
+        hashes: usize = 7, in 0..=31;
+        /// Below this many queries attention is exact; the base of the causal recursion.
+        n_min: usize = 4096, in 0..=1 << 30;
+        /// Keys at the start that every query sees exactly and that are not hashed or sampled.
+        sinks: usize = 0, in 0..=1 << 30;
+        /// Whether a key can be drawn more than once; the theory variant always draws independently.
+        sampling: Sampling = Sampling::WithoutReplacement;
+        /// practical or theory; the latter without a mask only.
+        variant: Variant = Variant::Practical;
+        /// Theory: the floor of the normaliser is the largest residual over this.
+        kappa: f64 = 16.0, in 1.0..=f64::INFINITY;
+        /// Theory: accuracy that the cap on sampled exponentials is made for.
+        tol: f64 = 0.5, in 1e-6..=1.0;
+        /// Theory: factor of the cap; infinity for none.
+        cap: f64 = 1.0, in 1e-6..=f64::INFINITY;
+        /// Stream of directions and samples.
+        seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+/// The plan: the parameters.
+#[derive(Clone, Debug)]
+pub struct Hyper {
+    params: Params,
+}
+
+impl Hyper {
+    /// A plan with these parameters.
+    pub fn new(params: Params) -> Result<Self> {
+        params.validate()?;
+        if params.variant == Variant::Theory && params.samples == 0 {
+            return Err(Error::param("samples", 0, "at least 1 with variant = theory"));
+        }
+        Ok(Self { params })
+    }
+
+    /// Whether a part without a mask is computed exactly.
+    fn is_exact(&self, n_q: usize, n_k: usize) -> bool {
+        let Params { block, samples, n_min, .. } = self.params;
+        n_k <= block || n_k <= samples || n_q < n_min
+    }
+
+    /// Whether the whole problem is computed exactly.
+    fn covers(&self, n_q: usize, n_k: usize) -> bool {
+        let Params { block, samples, n_min, sinks, .. } = self.params;
+        n_k <= block.max(samples).max(sinks) || n_q.max(n_k) <= n_min
+    }
+
+    /// Pairs visited by each head.
+    fn pairs(&self, p: &Problem) -> u64 {
+        if self.covers(p.n_q, p.n_k) {
+            return p.visible_pairs() / (p.batch * p.n_heads).max(1) as u64;
+        }
+        let n_k = p.n_k - self.params.sinks;
+        let part = |rows: usize, keys: usize| {
+            let seen = if self.is_exact(rows, keys) { keys } else { self.params.block + self.params.samples };
+            rows as u64 * seen.min(keys) as u64
+        };
+        let rest = match p.mask {
+            Mask::None => part(p.n_q, n_k),
+            Mask::Causal => causal_pairs(p.n_q, n_k, self.params.n_min, &part),
+        };
+        rest + (p.n_q * self.params.sinks) as u64
+    }
+
+    /// Attention without a mask to the keys of `group`, which are `keys` of the whole group.
+    fn part<T: Real>(&self, mut group: Group<'_, T>, keys: Range<usize>, assign: Assign) -> Result<RunInfo> {
+        let Params { block, samples, hashes, seed, .. } = self.params;
+        if self.is_exact(group.n_q(), group.n_k()) {
+            return exact_group(&mut group);
+        }
+        let key = group.index.stream_key(seed);
+        let blocks =
+            SortedBlocks::new(group.q, group.k, None, block, hashes, assign, key.named("directions"));
+        // Directions are those of the group, samples those of the part.
+        let key = key.with(keys.start as u64).with(keys.end as u64);
+        if self.params.variant == Variant::Theory {
+            return theory::run(&self.params, &mut group, &blocks, key);
+        }
+        let replacement = self.params.sampling == Sampling::WithReplacement;
+        let drawn = UniformSamples::new(group.n_k(), samples, replacement, key.named("samples"));
+        let mut info = attend_blocks(&mut group, &blocks, |c| drawn.outside(&blocks, c))?;
+        let dropped = drawn.dropped_rows(&blocks);
+        if dropped > 0 {
+            info.figures.insert("rows_without_samples", dropped as f64);
+        }
+        Ok(info)
+    }
+}
+
+impl GroupPlan for Hyper {
+    fn cost(&self, p: &Problem) -> Cost {
+        let (d, d_v) = (p.d as u64, p.d_v as u64);
+        let rows = (p.batch * p.n_heads * p.n_q) as u64;
+        let keys = (p.batch * p.n_kv_heads * p.n_k) as u64;
+        let levels = match p.mask {
+            Mask::None => 1,
+            Mask::Causal => (p.n_q / self.params.n_min.max(1)).max(1).ilog2() as u64,
+        };
+        let hashed = if self.covers(p.n_q, p.n_k) { 0 } else { levels * (rows + keys) };
+        Cost {
+            setup_flops: 2 * hashed * d * self.params.hashes as u64,
+            run_flops: 2 * (p.batch * p.n_heads) as u64 * self.pairs(p) * (d + d_v),
+            bytes: 4 * (rows + keys) * (d + d_v) * levels.max(1),
+        }
+    }
+
+    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        let Params { block, samples, n_min, .. } = self.params;
+        let causal = if p.mask == Mask::Causal { causal_scratch_bytes(p, n_min, size) } else { 0 };
+        let theory = if self.params.variant == Variant::Theory {
+            theory::scratch_bytes(&self.params, p, threads, size)
+        } else {
+            0
+        };
+        exact_scratch_bytes(p, threads, size)
+            + blocks_scratch_bytes(p, block, samples.min(p.n_k), threads, size)
+            + sinks_scratch_bytes(p, threads, size)
+            + causal
+            + theory
+    }
+
+    fn run<T: Real>(&self, mut group: Group<'_, T>) -> Result<RunInfo> {
+        let Params { n_min, sinks, .. } = self.params;
+        if self.covers(group.n_q(), group.n_k()) {
+            return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut group)? });
+        }
+        with_sinks(&mut group, sinks, |rest| match rest.mask {
+            Mask::None => {
+                let keys = 0..rest.n_k();
+                self.part(rest.reborrow(), keys, Assign::Balanced)
+            }
+            Mask::Causal => causalize(rest, n_min, &|part, keys| self.part(part, keys, Assign::Alone)),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

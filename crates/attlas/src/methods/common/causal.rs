@@ -1,0 +1,316 @@
+//! Causal attention from a method that knows no mask.
+//!
+//! Recursive halving (HyperAttention's device, han2024): rows and keys are cut in the middle; both halves are
+//! causal problems of their own, and every row of the second half sees every key of the first, a part without
+//! a mask. The second half's two results merge by log-sum-exp. Below a base size the exact kernel runs. A part
+//! only ever holds keys that all of its rows see, so nothing that a method does with them can leak.
+//!
+//! Halves are `⌊n/2⌋` and the rest: nothing is padded. With more keys than rows, the keys before the first
+//! row's position are one more part without a mask; with more rows than keys, the first rows see nothing.
+
+use super::exact_rows;
+use crate::group::{Group, GroupIndex, Queries};
+use crate::workspace::Context;
+use crate::{Mask, MatRef, Problem, Real, Result, RunInfo};
+use attlas_num::kernels::{Band, merge_lse};
+use rayon::prelude::*;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Rows that one task takes, where rows are all that is split.
+const TASK_ROWS: usize = 96;
+
+/// Runs a causal group, giving every part without a mask to `unmasked`, together with the range of the
+/// group's keys that the part consists of: no two parts have the same one, so it names their random streams.
+///
+/// Square parts of at most `n_min` rows are exact. Parts run after the halves they join, so those in flight
+/// never share a row: see [`causal_scratch_bytes`]. The order of merging is fixed; bits do not depend on
+/// threads if those of `unmasked` do not.
+pub fn causalize<T, F>(group: &mut Group<'_, T>, n_min: usize, unmasked: &F) -> Result<RunInfo>
+where
+    T: Real,
+    F: Fn(Group<'_, T>, Range<usize>) -> Result<RunInfo> + Sync,
+{
+    debug_assert_eq!(group.mask, Mask::Causal);
+    let (n_q, n_k) = (group.n_q(), group.n_k());
+    let whole = Halver {
+        q: group.q,
+        k: group.k,
+        v: group.v,
+        scale: group.scale,
+        index: group.index,
+        cx: group.cx,
+        n_min: n_min.max(1),
+        offset: n_k as isize - n_q as isize,
+        unmasked,
+    };
+    let mut rows = Rows::new(group, n_q);
+    let blind = n_q.saturating_sub(n_k);
+    let (mut unseeing, mut seeing) = rows.reborrow().split_at(blind, whole.v.cols());
+    unseeing.fill_empty();
+    let empty_rows = (blind * whole.q.heads()) as u64;
+    let mut info = whole.square(blind..n_q, seeing.reborrow())?;
+    if n_k > n_q {
+        info = info.merge(whole.part(0..n_q, 0..n_k - n_q, seeing)?);
+    }
+    Ok(RunInfo { empty_rows: info.empty_rows + empty_rows, ..info })
+}
+
+/// Upper bound on what [`causalize`] itself takes from scratch, beside what the parts and the exact kernel
+/// take, for elements of `size` bytes.
+pub fn causal_scratch_bytes(p: &Problem, n_min: usize, size: usize) -> usize {
+    p.group_size() * p.n_q * (p.d_v + 1) * size + 128 * causal_parts(p, n_min)
+}
+
+/// Most parts without a mask that can be in flight at one time.
+pub fn causal_parts(p: &Problem, n_min: usize) -> usize {
+    2 * p.n_q.div_ceil(n_min.max(1)) + 1
+}
+
+/// Pairs of a row and a key that are visited for each head when a part of `rows` rows and `keys` keys visits
+/// `unmasked(rows, keys)` of them.
+pub fn causal_pairs(n_q: usize, n_k: usize, n_min: usize, unmasked: &dyn Fn(usize, usize) -> u64) -> u64 {
+    let rows = n_q.min(n_k);
+    let prefix = if n_k > n_q { unmasked(n_q, n_k - n_q) } else { 0 };
+    prefix + square_pairs(rows, n_min.max(1), unmasked, &mut BTreeMap::new())
+}
+
+/// Halves differ by at most one, so each level has at most two sizes and the table stays small.
+fn square_pairs(
+    n: usize,
+    n_min: usize,
+    unmasked: &dyn Fn(usize, usize) -> u64,
+    known: &mut BTreeMap<usize, u64>,
+) -> u64 {
+    if n <= n_min {
+        return n as u64 * (n as u64 + 1) / 2;
+    }
+    if let Some(&pairs) = known.get(&n) {
+        return pairs;
+    }
+    let half = n / 2;
+    let pairs = square_pairs(half, n_min, unmasked, known)
+        + square_pairs(n - half, n_min, unmasked, known)
+        + unmasked(n - half, half);
+    known.insert(n, pairs);
+    pairs
+}
+
+/// What every step of the recursion needs.
+struct Halver<'a, T, F> {
+    q: Queries<'a, T>,
+    k: MatRef<'a, T>,
+    v: MatRef<'a, T>,
+    scale: T,
+    index: GroupIndex,
+    cx: Context<'a>,
+    n_min: usize,
+    /// Key that row 0 sees last.
+    offset: isize,
+    unmasked: &'a F,
+}
+
+impl<T, F> Halver<'_, T, F>
+where
+    T: Real,
+    F: Fn(Group<'_, T>, Range<usize>) -> Result<RunInfo> + Sync,
+{
+    /// The keys at the positions of `rows`.
+    fn keys(&self, rows: &Range<usize>) -> Range<usize> {
+        let shift = |i: usize| (i as isize + self.offset).max(0) as usize;
+        shift(rows.start)..shift(rows.end)
+    }
+
+    /// Causal attention of `rows` over the keys at their positions.
+    fn square(&self, rows: Range<usize>, mut results: Rows<'_, T>) -> Result<RunInfo> {
+        let n = rows.len();
+        if n <= self.n_min {
+            self.base(rows, results);
+            return Ok(RunInfo::visited((self.q.heads() * n * (n + 1) / 2) as u64));
+        }
+        let middle = rows.start + n / 2;
+        let (first, second) = (rows.start..middle, middle..rows.end);
+        let (top, mut bottom) = results.reborrow().split_at(n / 2, self.v.cols());
+        let (a, b) = rayon::join(
+            || self.square(first.clone(), top),
+            || self.square(second.clone(), bottom.reborrow()),
+        );
+        let keys = self.keys(&first);
+        Ok(a?.merge(b?).merge(self.part(second, keys, bottom)?))
+    }
+
+    /// Exact causal attention of a small square.
+    fn base(&self, rows: Range<usize>, results: Rows<'_, T>) {
+        let keys = self.keys(&rows);
+        let (k, v) = (self.k.sub_rows(keys.clone()), self.v.sub_rows(keys));
+        results.into_tasks(v.cols()).into_par_iter().with_max_len(1).for_each(|task| {
+            let q = self
+                .q
+                .head(task.head)
+                .sub_rows(rows.start + task.first..rows.start + task.first + task.lse.len());
+            let band = Band::causal(0).from_row(task.first);
+            exact_rows(q, k, v, None, self.scale, band, self.cx, task.out, task.lse);
+        });
+    }
+
+    /// Adds the part of `keys`, all of which all of `rows` see.
+    fn part(&self, rows: Range<usize>, keys: Range<usize>, results: Rows<'_, T>) -> Result<RunInfo> {
+        let (heads, n, d_v) = (self.q.heads(), rows.len(), self.v.cols());
+        let mut out = self.cx.scratch.take::<T>(heads * n * d_v);
+        let mut lse = self.cx.scratch.take::<T>(heads * n);
+        let group = Group {
+            q: self.q.rows(rows),
+            k: self.k.sub_rows(keys.clone()),
+            v: self.v.sub_rows(keys.clone()),
+            scale: self.scale,
+            mask: Mask::None,
+            out: &mut out,
+            lse: &mut lse,
+            index: self.index,
+            cx: self.cx,
+        };
+        let info = (self.unmasked)(group, keys)?;
+        results.into_tasks(d_v).into_par_iter().for_each(|task| {
+            let start = task.head * n + task.first;
+            let more = out[start * d_v..].chunks_exact(d_v).zip(&lse[start..]);
+            for ((o, l), (o2, &l2)) in task.out.chunks_exact_mut(d_v).zip(task.lse.iter_mut()).zip(more) {
+                merge_lse(o, l, o2, l2);
+            }
+        });
+        // A row that finds nothing here has found something in its own half.
+        Ok(RunInfo { empty_rows: 0, ..info })
+    }
+}
+
+/// The places for the results of some consecutive rows, for every head.
+struct Rows<'a, T> {
+    out: Vec<&'a mut [T]>,
+    lse: Vec<&'a mut [T]>,
+}
+
+/// Some rows of one head.
+struct Task<'a, T> {
+    head: usize,
+    first: usize,
+    out: &'a mut [T],
+    lse: &'a mut [T],
+}
+
+impl<'a, T: Real> Rows<'a, T> {
+    fn new(group: &'a mut Group<'_, T>, n_q: usize) -> Self {
+        let d_v = group.v.cols();
+        Self {
+            out: group.out.chunks_mut((n_q * d_v).max(1)).collect(),
+            lse: group.lse.chunks_mut(n_q.max(1)).collect(),
+        }
+    }
+
+    fn reborrow(&mut self) -> Rows<'_, T> {
+        Rows {
+            out: self.out.iter_mut().map(|x| &mut **x).collect(),
+            lse: self.lse.iter_mut().map(|x| &mut **x).collect(),
+        }
+    }
+
+    fn split_at(self, row: usize, d_v: usize) -> (Rows<'a, T>, Rows<'a, T>) {
+        let (top_out, bottom_out) = self.out.into_iter().map(|x| x.split_at_mut(row * d_v)).unzip();
+        let (top_lse, bottom_lse) = self.lse.into_iter().map(|x| x.split_at_mut(row)).unzip();
+        (Rows { out: top_out, lse: top_lse }, Rows { out: bottom_out, lse: bottom_lse })
+    }
+
+    fn fill_empty(&mut self) {
+        self.out.iter_mut().for_each(|x| x.fill(T::ZERO));
+        self.lse.iter_mut().for_each(|x| x.fill(T::NEG_INFINITY));
+    }
+
+    fn into_tasks(self, d_v: usize) -> Vec<Task<'a, T>> {
+        let heads = self.out.into_iter().zip(self.lse).enumerate();
+        heads
+            .flat_map(|(head, (out, lse))| {
+                let tiles = out.chunks_mut(TASK_ROWS * d_v).zip(lse.chunks_mut(TASK_ROWS)).enumerate();
+                tiles.map(move |(t, (out, lse))| Task { head, first: t * TASK_ROWS, out, lse })
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::methods::common::exact_group;
+    use crate::testkit::{Case, assert_rows_close, assert_same_bits, reference};
+    use crate::{Schedule, TensorRef, Workspace};
+    use std::sync::Mutex;
+
+    /// Output, log-sum-exp and the parts that were asked for, in order of their keys.
+    fn run(
+        case: &Case,
+        n_min: usize,
+        threads: usize,
+    ) -> (Vec<f64>, Vec<f64>, Vec<(usize, Range<usize>)>, RunInfo) {
+        let p = case.problem;
+        let ws = Workspace::new(Schedule { threads, ..Schedule::default() }).unwrap();
+        let mut o = vec![f64::NAN; p.n_heads * p.n_q * p.d_v];
+        let mut lse = vec![f64::NAN; p.n_heads * p.n_q];
+        let parts = Mutex::new(Vec::new());
+        let q = TensorRef::bhnd(&case.q, [1, p.n_heads, p.n_q, p.d]).unwrap();
+        let info = ws.install(|cx| {
+            let mut group = Group {
+                q: Queries::new(q),
+                k: MatRef::new(&case.k, p.n_k, p.d),
+                v: MatRef::new(&case.v, p.n_k, p.d_v),
+                scale: p.scale,
+                mask: Mask::Causal,
+                out: &mut o,
+                lse: &mut lse,
+                index: GroupIndex { batch: 0, kv_head: 0 },
+                cx,
+            };
+            causalize(&mut group, n_min, &|mut part: Group<'_, f64>, keys| {
+                parts.lock().unwrap().push((part.n_q(), keys));
+                exact_group(&mut part)
+            })
+        });
+        let mut parts = parts.into_inner().unwrap();
+        parts.sort_by_key(|(_, keys)| (keys.start, keys.end));
+        (o, lse, parts, info.unwrap())
+    }
+
+    #[test]
+    fn exact_parts_make_exact_causal_attention_for_every_size() {
+        for (n_q, n_k) in
+            [(1, 1), (2, 2), (37, 37), (64, 64), (13, 50), (50, 13), (1, 9), (9, 1), (0, 4), (4, 0)]
+        {
+            for n_min in [0, 1, 5, 16, 100] {
+                let p = Problem { d_v: 3, ..Problem::new(2, 1, 4).with_lens(n_q, n_k).with_kv_heads(1) };
+                let case = Case::gaussian(p.causal(), 1);
+                let (o, lse, parts, info) = run(&case, n_min, 2);
+                let (want, want_lse) = reference(&case);
+                let name = format!("{n_q}×{n_k}, base {n_min}");
+                assert_rows_close(&o, &want, 1e-13, &name);
+                assert_rows_close(&lse, &want_lse, 1e-13, &name);
+                assert!(parts.windows(2).all(|w| w[0].1 != w[1].1), "{name}: {parts:?}");
+                assert_eq!(info.keys_visited, p.causal().visible_pairs(), "{name}");
+                let per_head = causal_pairs(n_q, n_k, n_min, &|r, k| (r * k) as u64);
+                assert_eq!(2 * per_head, p.causal().visible_pairs(), "{name}");
+                assert_eq!(info.empty_rows, 2 * n_q.saturating_sub(n_k) as u64);
+                assert!(parts.len() <= causal_parts(&p, n_min), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn parts_are_the_halves_and_the_keys_before_the_first_row() {
+        let p = Problem::new(1, 1, 2).with_lens(8, 11).causal();
+        let (_, _, parts, _) = run(&Case::gaussian(p, 2), 2, 1);
+        assert_eq!(parts, [(8, 0..3), (2, 3..5), (4, 3..7), (2, 7..9)]);
+    }
+
+    #[test]
+    fn threads_do_not_change_a_bit() {
+        let case = Case::gaussian(Problem::new(2, 150, 8).with_kv_heads(1).causal(), 3);
+        let (one, two) = (run(&case, 10, 1), run(&case, 10, 3));
+        assert_same_bits(&one.0, &two.0, "output");
+        assert_same_bits(&one.1, &two.1, "log-sum-exp");
+    }
+}

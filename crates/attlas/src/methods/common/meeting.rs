@@ -1,0 +1,215 @@
+//! Blocks of queries that meet lists of keys: the common core of the methods that sort, hash or route.
+//!
+//! A [`Round`] puts queries into blocks; a [`Meeting`] says which keys a block meets and what each of its rows sees
+//! of them. Blocks run in parallel, each on keys and queries gathered into contiguous scratch, and leave their rows
+//! in the order of the round; then every query merges its rows into what it had. A query may stand in several
+//! blocks of a round, or in none.
+
+use super::{attend_tile, exact_rows, tile_logits_len};
+use crate::workspace::Context;
+use attlas_num::kernels::{Band, merge_lse};
+use attlas_num::{MatRef, Real};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Queries merged by one task.
+const MERGE_ROWS: usize = 512;
+
+/// Queries in the order of their blocks.
+#[derive(Clone, Debug)]
+pub struct Round {
+    order: Vec<u32>,
+    starts: Vec<usize>,
+}
+
+impl Round {
+    /// Block `b` holds the queries `order[starts[b]..starts[b + 1]]`.
+    pub fn new(order: Vec<u32>, starts: Vec<usize>) -> Self {
+        debug_assert_eq!(starts.last(), Some(&order.len()));
+        Self { order, starts }
+    }
+
+    /// Query `i` is in block `blocks[i]`, or in none where that is not below `count`.
+    pub fn from_blocks(blocks: &[u32], count: usize) -> Self {
+        let mut starts = vec![0; count + 1];
+        let inside = || blocks.iter().zip(0u32..).filter(|(b, _)| (**b as usize) < count);
+        inside().for_each(|(&b, _)| starts[b as usize + 1] += 1);
+        (0..count).for_each(|b| starts[b + 1] += starts[b]);
+        let (mut next, mut order) = (starts.clone(), vec![0; starts[count]]);
+        for (&b, i) in inside() {
+            order[next[b as usize]] = i;
+            next[b as usize] += 1;
+        }
+        Self { order, starts }
+    }
+
+    /// Number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.starts.len() - 1
+    }
+
+    /// The queries of a block.
+    pub fn block(&self, b: usize) -> &[u32] {
+        &self.order[self.range(b)]
+    }
+
+    fn range(&self, b: usize) -> Range<usize> {
+        self.starts[b]..self.starts[b + 1]
+    }
+
+    /// The places of every query in the order: those of query `i` are `places[starts[i]..starts[i + 1]]`.
+    fn places(&self, n_q: usize) -> (Vec<usize>, Vec<u32>) {
+        let mut starts = vec![0; n_q + 1];
+        self.order.iter().for_each(|&i| starts[i as usize + 1] += 1);
+        (0..n_q).for_each(|i| starts[i + 1] += starts[i]);
+        let (mut next, mut places) = (starts.clone(), vec![0; self.order.len()]);
+        for (&i, place) in self.order.iter().zip(0..) {
+            places[next[i as usize]] = place;
+            next[i as usize] += 1;
+        }
+        (starts, places)
+    }
+}
+
+/// What the rows of a block see.
+pub trait Meeting<T>: Sync {
+    /// What is prepared once for all rows of a block.
+    type Block;
+
+    /// The keys that some row of block `b` may see, in the order in which they are gathered.
+    fn keys(&self, b: usize) -> Vec<u32>;
+
+    /// Prepares a block; `None` where every row sees every key.
+    fn enter(&self, b: usize, keys: &[u32]) -> Option<Self::Block>;
+
+    /// The range of `keys` that `query` sees; logits inside it may be set to −∞.
+    fn see(&self, block: &Self::Block, query: usize, keys: &[u32], logits: &mut [T]) -> Range<usize>;
+}
+
+/// How the rows of a query in several blocks are joined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Join {
+    /// By log-sum-exp, with each other and with what the output holds.
+    LogSumExp,
+    /// The outputs are averaged and replace what the output holds; the log-sum-exps are joined.
+    Mean,
+}
+
+/// Runs a round over the rows `q` and joins it into `out` (`n_q × d_v`) and `lse`. Returns the number of pairs of a
+/// query and a key whose logit was computed.
+#[allow(clippy::too_many_arguments)]
+pub fn attend_round<T: Real, M: Meeting<T>>(
+    meeting: &M,
+    round: &Round,
+    q: MatRef<'_, T>,
+    k: MatRef<'_, T>,
+    v: MatRef<'_, T>,
+    scale: T,
+    join: Join,
+    cx: Context<'_>,
+    out: &mut [T],
+    lse: &mut [T],
+) -> u64 {
+    let (d, d_v, n) = (q.cols(), v.cols(), round.order.len());
+    let mut rows = cx.scratch.take::<T>(n * d_v);
+    let mut logs = cx.scratch.take::<T>(n);
+    let mut blocks = Vec::with_capacity(round.blocks());
+    let (mut rest_rows, mut rest_logs) = (&mut rows[..], &mut logs[..]);
+    for b in 0..round.blocks() {
+        let len = round.range(b).len();
+        let (own_rows, tail_rows) = rest_rows.split_at_mut(len * d_v);
+        let (own_logs, tail_logs) = rest_logs.split_at_mut(len);
+        (rest_rows, rest_logs) = (tail_rows, tail_logs);
+        if len > 0 {
+            blocks.push((b, own_rows, own_logs));
+        }
+    }
+    let visited: u64 = blocks
+        .into_par_iter()
+        .map(|(b, out, lse)| {
+            let queries = round.block(b);
+            let keys = meeting.keys(b);
+            let mut own_q = cx.scratch.take::<T>(queries.len() * d);
+            let mut own_k = cx.scratch.take::<T>(keys.len() * d);
+            let mut own_v = cx.scratch.take::<T>(keys.len() * d_v);
+            q.gather_into(queries.iter().map(|&i| i as usize), &mut own_q);
+            k.gather_into(keys.iter().map(|&j| j as usize), &mut own_k);
+            v.gather_into(keys.iter().map(|&j| j as usize), &mut own_v);
+            let own_q = MatRef::new(&own_q, queries.len(), d);
+            let own_k = MatRef::new(&own_k, keys.len(), d);
+            let own_v = MatRef::new(&own_v, keys.len(), d_v);
+            match meeting.enter(b, &keys) {
+                None => exact_rows(own_q, own_k, own_v, None, scale, Band::ALL, cx, out, lse),
+                Some(block) => {
+                    let see =
+                        |r: usize, logits: &mut [T]| meeting.see(&block, queries[r] as usize, &keys, logits);
+                    attend_tile(own_q, own_k, own_v, scale, cx, see, out, lse);
+                }
+            }
+            (queries.len() * keys.len()) as u64
+        })
+        .sum();
+    let (starts, places) = round.places(q.rows());
+    out.par_chunks_mut(MERGE_ROWS * d_v).zip(lse.par_chunks_mut(MERGE_ROWS)).enumerate().for_each(
+        |(t, (out, lse))| {
+            for ((i, out), lse) in (t * MERGE_ROWS..).zip(out.chunks_exact_mut(d_v)).zip(lse) {
+                let places = &places[starts[i]..starts[i + 1]];
+                let part = |p: u32| (&rows[p as usize * d_v..(p as usize + 1) * d_v], logs[p as usize]);
+                match join {
+                    Join::LogSumExp => places.iter().for_each(|&p| {
+                        let (o, l) = part(p);
+                        merge_lse(out, lse, o, l);
+                    }),
+                    Join::Mean => mean_into(places.iter().map(|&p| part(p)), out, lse),
+                }
+            }
+        },
+    );
+    visited
+}
+
+/// The average of the outputs that saw a key, and the joined log-sum-exp.
+fn mean_into<'a, T: Real>(parts: impl Iterator<Item = (&'a [T], T)>, out: &mut [T], lse: &mut T) {
+    out.fill(T::ZERO);
+    *lse = T::NEG_INFINITY;
+    let mut count = T::ZERO;
+    for (o, l) in parts.filter(|(_, l)| *l != T::NEG_INFINITY) {
+        out.iter_mut().zip(o).for_each(|(a, &b)| *a += b);
+        merge_lse(&mut [], lse, &[], l);
+        count += T::ONE;
+    }
+    if count > T::ZERO {
+        out.iter_mut().for_each(|x| *x /= count);
+    }
+}
+
+/// Upper bound on the scratch elements of [`attend_round`] for `slots` rows in blocks that meet at most `keys` keys.
+pub fn round_scratch_len(slots: usize, keys: usize, d: usize, d_v: usize, threads: usize) -> usize {
+    // Gathered queries of all blocks together are at most the slots; 64 elements round a buffer up to a line.
+    slots * (d + d_v + 1) + threads * (keys * (d + d_v) + tile_logits_len(keys) + 256) + 256
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queries_find_their_places_again() {
+        let round = Round::from_blocks(&[2, 0, 9, 2, 1, 0], 3);
+        assert_eq!((round.block(0), round.block(1), round.block(2)), (&[1, 5][..], &[4][..], &[0, 3][..]));
+        let (starts, places) = round.places(6);
+        assert_eq!(starts, [0, 1, 2, 2, 3, 4, 5]);
+        assert_eq!(places, [3, 0, 4, 2, 1]);
+        let twice = Round::new(vec![1, 0, 1], vec![0, 2, 3]);
+        assert_eq!(twice.places(2), (vec![0, 1, 3], vec![1, 0, 2]));
+    }
+
+    #[test]
+    fn a_mean_leaves_out_parts_that_saw_nothing() {
+        let parts = [([2.0, 4.0], 0.0f64), ([0.0, 0.0], f64::NEG_INFINITY), ([4.0, 0.0], 3f64.ln())];
+        let (mut out, mut lse) = ([f64::NAN; 2], f64::NAN);
+        mean_into(parts.iter().map(|(o, l)| (&o[..], *l)), &mut out, &mut lse);
+        assert_eq!(out, [3.0, 2.0]);
+        assert!((lse - 4f64.ln()).abs() < 1e-15);
+    }
+}

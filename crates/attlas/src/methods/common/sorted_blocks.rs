@@ -1,0 +1,454 @@
+//! Queries and keys sorted by a sign hash and cut into equally many blocks, and attention inside them.
+//!
+//! Rows are sorted by the Gray rank of their codes, equal ranks in order of position, so that neighbours in the
+//! order are likely to be close in angle. The keys are cut into $L = \lceil n_k / b \rceil$ blocks whose sizes
+//! differ by at most one. Without a mask the sorted queries of each head are cut into as many blocks, and block
+//! $c$ of the queries meets block $c$ of the keys: the block diagonal of HyperAttention (han2024) and KDEformer
+//! (zandieh2023), without padding. In the parts of a causal problem that would let a later query move an earlier
+//! one across a block's edge; there a query goes to the block at which its own rank would be inserted among the
+//! keys, spread by position over the keys of equal rank. Without bits both rules agree.
+//!
+//! [`attend_blocks`] attends to the block and to some more keys that are named block by block with a bias on
+//! their logits: samples with their weights. Both together are one call of the exact kernel on gathered rows.
+
+use super::exact_rows;
+use crate::group::{Group, Queries};
+use crate::{MatRef, Problem, Real, Result, RunInfo};
+use attlas_num::cluster::buckets::{Balanced, order_by};
+use attlas_num::hash::sign::gray_rank;
+use attlas_num::hash::{Lsh, SignHash};
+use attlas_num::kernels::Band;
+use attlas_num::rng::StreamKey;
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Rows that one task hashes.
+const HASH_ROWS: usize = 1024;
+
+/// Most query rows that one task takes.
+const TASK_ROWS: usize = 512;
+
+/// How queries find their block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Assign {
+    /// Sorted queries are cut into as many blocks as the keys, of nearly equal sizes.
+    Balanced,
+    /// By their own rank among the keys, whatever the other queries are.
+    Alone,
+}
+
+/// A query row of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Row {
+    /// Head within the group.
+    pub head: u32,
+    /// Row of the head.
+    pub row: u32,
+}
+
+/// Blocks of sorted queries and keys.
+#[derive(Debug)]
+pub struct SortedBlocks {
+    /// Query rows, block by block, those of head 0 first.
+    rows: Vec<Row>,
+    /// Block `c` has `rows[starts[c]..starts[c + 1]]`.
+    starts: Vec<usize>,
+    n_q: usize,
+    /// Keys in sorted order.
+    keys: Vec<u32>,
+    cut: Balanced,
+}
+
+impl SortedBlocks {
+    /// Sorts by a sign hash of `hashes` bits (at most 31) whose directions are drawn from `key`, and cuts the
+    /// keys, or those of them that `kept` names in increasing order, into blocks of at most `block`. With 0
+    /// bits, rows keep their order.
+    pub fn new<T: Real>(
+        q: Queries<'_, T>,
+        k: MatRef<'_, T>,
+        kept: Option<&[u32]>,
+        block: usize,
+        hashes: usize,
+        assign: Assign,
+        key: StreamKey,
+    ) -> Self {
+        let hash = SignHash::<T>::new(key, k.cols(), hashes, 1);
+        let sorted_keys = || {
+            let mut of_keys = ranks(hash.as_ref(), k);
+            if let Some(kept) = kept {
+                of_keys = kept.iter().map(|&j| of_keys[j as usize]).collect();
+            }
+            (order_by(&of_keys), of_keys)
+        };
+        let of_queries = || (0..q.heads()).into_par_iter().map(|h| ranks(hash.as_ref(), q.head(h))).collect();
+        let ((order, of_keys), of_queries): (_, Vec<Vec<u32>>) = rayon::join(sorted_keys, of_queries);
+        let cut = Balanced::with_target(order.len(), block);
+        let heads: Vec<(Vec<u32>, Vec<usize>)> = match assign {
+            Assign::Balanced => {
+                of_queries.into_par_iter().map(|ranks| balanced(&ranks, cut.blocks())).collect()
+            }
+            Assign::Alone => {
+                let places = Insertion::new(&order, &of_keys);
+                of_queries.into_par_iter().map(|ranks| places.blocks(&ranks, &cut)).collect()
+            }
+        };
+        let (mut rows, mut starts) = (Vec::with_capacity(q.heads() * q.n_q()), vec![0]);
+        for c in 0..cut.blocks() {
+            for ((order, starts), head) in heads.iter().zip(0..) {
+                rows.extend(order[starts[c]..starts[c + 1]].iter().map(|&row| Row { head, row }));
+            }
+            starts.push(rows.len());
+        }
+        let keys = match kept {
+            Some(kept) => order.iter().map(|&i| kept[i as usize]).collect(),
+            None => order,
+        };
+        Self { rows, starts, n_q: q.n_q(), keys, cut }
+    }
+
+    /// Number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.cut.blocks()
+    }
+
+    /// All keys in sorted order; a place in it is a rank.
+    pub fn keys(&self) -> &[u32] {
+        &self.keys
+    }
+
+    /// Ranks of the keys of block `c`.
+    pub fn ranks(&self, c: usize) -> Range<usize> {
+        self.cut.range(c)
+    }
+
+    /// The keys of block `c`.
+    pub fn block_keys(&self, c: usize) -> &[u32] {
+        &self.keys[self.ranks(c)]
+    }
+
+    /// The query rows of block `c`.
+    pub fn block_rows(&self, c: usize) -> &[Row] {
+        &self.rows[self.starts[c]..self.starts[c + 1]]
+    }
+
+    /// Runs `work` on every block that has queries, in parallel; blocks with many are given in pieces. Results
+    /// come in order of the blocks.
+    pub fn par_blocks<T: Real, R: Send>(
+        &self,
+        out: &mut [T],
+        lse: &mut [T],
+        d_v: usize,
+        work: impl Fn(Piece<'_, '_, T>) -> Result<R> + Sync + Send,
+    ) -> Result<Vec<R>> {
+        // Handing out each row's place in sorted order lets tasks write to it without a copy in between.
+        let mut by_row: Vec<Option<Place<'_, T>>> = out
+            .chunks_exact_mut(d_v)
+            .zip(lse.iter_mut())
+            .map(|(out, lse)| Some(Place { out, lse }))
+            .collect();
+        let place = |r: &Row| by_row[r.head as usize * self.n_q + r.row as usize].take();
+        let mut sorted: Vec<Place<'_, T>> = self.rows.iter().filter_map(place).collect();
+        let mut pieces = Vec::with_capacity(self.blocks());
+        let mut rest = &mut sorted[..];
+        for block in 0..self.blocks() {
+            for rows in self.block_rows(block).chunks(TASK_ROWS) {
+                let (places, tail) = rest.split_at_mut(rows.len());
+                rest = tail;
+                pieces.push(Piece { block, rows, places });
+            }
+        }
+        pieces.into_par_iter().with_max_len(1).map(work).collect()
+    }
+}
+
+/// Gray ranks of the codes of all rows.
+fn ranks<T: Real>(hash: Option<&SignHash<T>>, x: MatRef<'_, T>) -> Vec<u32> {
+    let mut ranks = vec![0u32; x.rows()];
+    if let Some(hash) = hash {
+        ranks.par_chunks_mut(HASH_ROWS).enumerate().for_each(|(t, ranks)| {
+            let first = t * HASH_ROWS;
+            hash.codes_into(x.sub_rows(first..first + ranks.len()), 0, ranks);
+            ranks.iter_mut().for_each(|r| *r = gray_rank(*r));
+        });
+    }
+    ranks
+}
+
+/// The sorted rows and where blocks of nearly equal sizes start.
+fn balanced(ranks: &[u32], blocks: usize) -> (Vec<u32>, Vec<usize>) {
+    let cut = Balanced::new(ranks.len(), blocks);
+    let starts = (0..blocks).map(|c| cut.range(c).start).chain([ranks.len()]).collect();
+    (order_by(ranks), starts)
+}
+
+/// Where a rank would be inserted among those of the keys.
+struct Insertion {
+    /// The ranks that keys have, increasing, and the place of the first key of each; at the end their number.
+    values: Vec<u32>,
+    starts: Vec<usize>,
+}
+
+impl Insertion {
+    fn new(order: &[u32], ranks: &[u32]) -> Self {
+        let (mut values, mut starts) = (Vec::new(), Vec::new());
+        for (place, &j) in order.iter().enumerate() {
+            let rank = ranks[j as usize];
+            if values.last() != Some(&rank) {
+                values.push(rank);
+                starts.push(place);
+            }
+        }
+        starts.push(order.len());
+        Self { values, starts }
+    }
+
+    /// Rows sorted by the block of the keys that each goes to, equal ones by position, and where blocks start.
+    fn blocks(&self, ranks: &[u32], cut: &Balanced) -> (Vec<u32>, Vec<usize>) {
+        let last = cut.items().saturating_sub(1);
+        let block_of = |(i, rank): (usize, &u32)| {
+            let place = match self.values.binary_search(rank) {
+                Ok(t) => {
+                    let (low, high) = (self.starts[t], self.starts[t + 1]);
+                    low + (i as u128 * (high - low) as u128 / ranks.len() as u128) as usize
+                }
+                Err(t) => self.starts[t],
+            };
+            cut.block_of(place.min(last)) as u32
+        };
+        let of_rows: Vec<u32> = if cut.items() == 0 {
+            vec![0; ranks.len()]
+        } else {
+            ranks.iter().enumerate().map(block_of).collect()
+        };
+        let mut starts = vec![0; cut.blocks() + 1];
+        of_rows.iter().for_each(|&c| starts[c as usize + 1] += 1);
+        (0..cut.blocks()).for_each(|c| starts[c + 1] += starts[c]);
+        (order_by(&of_rows), starts)
+    }
+}
+
+/// Where the results of one row go.
+#[derive(Debug)]
+pub struct Place<'a, T> {
+    /// The output row.
+    pub out: &'a mut [T],
+    /// Its log-sum-exp.
+    pub lse: &'a mut T,
+}
+
+/// Some query rows of one block.
+#[derive(Debug)]
+pub struct Piece<'a, 'p, T> {
+    /// The block.
+    pub block: usize,
+    /// The rows.
+    pub rows: &'a [Row],
+    /// Where their results go.
+    pub places: &'a mut [Place<'p, T>],
+}
+
+impl<T: Real> Piece<'_, '_, T> {
+    /// Copies the piece's queries into `out`.
+    pub fn gather_queries(&self, q: Queries<'_, T>, out: &mut [T]) {
+        let (mut head, mut rows) = (0, q.head(0));
+        for (r, out) in self.rows.iter().zip(out.chunks_exact_mut(rows.cols())) {
+            if r.head != head {
+                (head, rows) = (r.head, q.head(r.head as usize));
+            }
+            out.copy_from_slice(rows.row(r.row as usize));
+        }
+    }
+}
+
+/// Attention of every query to the keys of its block and, with a bias on their logits, to the keys that
+/// `extra(c)` names for block `c`. Ignores the mask.
+pub fn attend_blocks<T: Real>(
+    group: &mut Group<'_, T>,
+    blocks: &SortedBlocks,
+    extra: impl Fn(usize) -> Vec<(u32, T)> + Sync + Send,
+) -> Result<RunInfo> {
+    let (q, k, v, scale, cx) = (group.q, group.k, group.v, group.scale, group.cx);
+    let (d, d_v) = (k.cols(), v.cols());
+    let visited = blocks.par_blocks(group.out, group.lse, d_v, |piece| {
+        let (near, extra) = (blocks.block_keys(piece.block), extra(piece.block));
+        let (n, rows) = (near.len() + extra.len(), piece.rows.len());
+        let index = || near.iter().copied().chain(extra.iter().map(|e| e.0)).map(|j| j as usize);
+        let mut keys = cx.scratch.take::<T>(n * d);
+        let mut values = cx.scratch.take::<T>(n * d_v);
+        k.gather_into(index(), &mut keys);
+        v.gather_into(index(), &mut values);
+        let mut bias = cx.scratch.take::<T>(n);
+        bias[..near.len()].fill(T::ZERO);
+        bias[near.len()..].iter_mut().zip(&extra).for_each(|(b, e)| *b = e.1);
+        let bias = (!extra.is_empty()).then_some(&bias[..]);
+        let mut queries = cx.scratch.take::<T>(rows * d);
+        piece.gather_queries(q, &mut queries);
+        let mut out = cx.scratch.take::<T>(rows * d_v);
+        let mut lse = cx.scratch.take::<T>(rows);
+        let queries = MatRef::new(&queries, rows, d);
+        let (keys, values) = (MatRef::new(&keys, n, d), MatRef::new(&values, n, d_v));
+        exact_rows(queries, keys, values, bias, scale, Band::ALL, cx, &mut out, &mut lse);
+        for (place, (o, &l)) in piece.places.iter_mut().zip(out.chunks_exact(d_v).zip(lse.iter())) {
+            place.out.copy_from_slice(o);
+            *place.lse = l;
+        }
+        Ok((rows * n) as u64)
+    })?;
+    Ok(RunInfo::visited(visited.into_iter().sum()))
+}
+
+/// Upper bound on the memory of sorting and of [`attend_blocks`] with at most `extra` more keys per block,
+/// beside what the exact kernel takes.
+pub fn blocks_scratch_bytes(p: &Problem, block: usize, extra: usize, threads: usize, size: usize) -> usize {
+    let rows = p.group_size() * p.n_q;
+    let task = (block.min(p.n_k) + extra + rows.min(TASK_ROWS)) * (p.d + p.d_v + 1) * size + 6 * 64;
+    // Ranks, orders and the places of rows, which do not come from the pool.
+    let sorting = 8 * p.n_k + 64 * rows;
+    threads * task + sorting
+}
+
+/// Keys drawn uniformly, one set for all queries, standing for all the keys outside a block.
+///
+/// Without replacement, the $m_c$ samples outside block $c$ each stand for $(n - |c|)/m_c$ keys; with
+/// replacement, each of $m$ draws stands for $n/m$, and those inside the block are dropped. Both make the
+/// residual sum unbiased (given $m_c > 0$); the first has the smaller variance and is exact at $m = n$.
+#[derive(Debug)]
+pub struct UniformSamples {
+    /// Ranks, in increasing order.
+    ranks: Vec<usize>,
+    replacement: bool,
+}
+
+impl UniformSamples {
+    /// Draws `samples` of `n` ranks.
+    pub fn new(n: usize, samples: usize, replacement: bool, key: StreamKey) -> Self {
+        let mut rng = key.rng();
+        let ranks = if replacement {
+            let mut ranks: Vec<usize> = (0..if n == 0 { 0 } else { samples }).map(|_| rng.below(n)).collect();
+            ranks.sort_unstable();
+            ranks
+        } else {
+            rng.subset(n, samples)
+        };
+        Self { ranks, replacement }
+    }
+
+    /// The samples outside block `c`, as key and bias.
+    pub fn outside<T: Real>(&self, blocks: &SortedBlocks, c: usize) -> Vec<(u32, T)> {
+        let (n, block) = (blocks.keys().len(), blocks.ranks(c));
+        let inside =
+            self.ranks.partition_point(|&r| r < block.start)..self.ranks.partition_point(|&r| r < block.end);
+        let outside = self.ranks.len() - inside.len();
+        let weight = if self.replacement {
+            n as f64 / self.ranks.len() as f64
+        } else {
+            (n - block.len()) as f64 / outside as f64
+        };
+        let bias = T::from_f64(weight.ln());
+        let far = self.ranks[..inside.start].iter().chain(&self.ranks[inside.end..]);
+        far.map(|&r| (blocks.keys()[r], bias)).collect()
+    }
+
+    /// Query rows in whose block all samples lie, so that their residual is dropped.
+    pub fn dropped_rows(&self, blocks: &SortedBlocks) -> usize {
+        let (Some(&first), Some(&last)) = (self.ranks.first(), self.ranks.last()) else { return 0 };
+        let covers = |c: &usize| blocks.ranks(*c).contains(&first) && blocks.ranks(*c).contains(&last);
+        (0..blocks.blocks()).filter(covers).map(|c| blocks.block_rows(c).len()).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::TensorRef;
+    use crate::testkit::Case;
+
+    fn blocks_of(case: &Case, block: usize, hashes: usize, assign: Assign) -> SortedBlocks {
+        let p = case.problem;
+        let q = TensorRef::bhnd(&case.q, [1, p.n_heads, p.n_q, p.d]).unwrap();
+        let k = MatRef::new(&case.k, p.n_k, p.d);
+        SortedBlocks::new(Queries::new(q), k, None, block, hashes, assign, StreamKey::new(4))
+    }
+
+    #[test]
+    fn every_query_and_key_is_in_one_block() {
+        for assign in [Assign::Balanced, Assign::Alone] {
+            for (n_q, n_k, block) in [(97, 97, 10), (13, 97, 4), (97, 13, 5), (3, 50, 7), (64, 64, 64)] {
+                let p = Problem::new(2, 1, 8).with_lens(n_q, n_k).with_kv_heads(1);
+                let blocks = blocks_of(&Case::gaussian(p, 1), block, 5, assign);
+                assert_eq!(blocks.blocks(), n_k.div_ceil(block));
+                let mut keys: Vec<u32> =
+                    (0..blocks.blocks()).flat_map(|c| blocks.block_keys(c).to_vec()).collect();
+                keys.sort_unstable();
+                assert_eq!(keys, (0..n_k as u32).collect::<Vec<_>>());
+                let mut rows: Vec<Row> =
+                    (0..blocks.blocks()).flat_map(|c| blocks.block_rows(c).to_vec()).collect();
+                rows.sort_unstable();
+                let want: Vec<Row> =
+                    (0..2).flat_map(|head| (0..n_q as u32).map(move |row| Row { head, row })).collect();
+                assert_eq!(rows, want);
+                if assign == Assign::Balanced {
+                    let sizes = (0..blocks.blocks()).map(|c| blocks.block_rows(c).len());
+                    assert!(sizes.clone().max().unwrap() - sizes.min().unwrap() <= 2);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn without_bits_rows_keep_their_order() {
+        for assign in [Assign::Balanced, Assign::Alone] {
+            let p = Problem::new(1, 30, 4);
+            let blocks = blocks_of(&Case::gaussian(p, 2), 7, 0, assign);
+            assert_eq!(blocks.keys(), (0..30).collect::<Vec<u32>>());
+            let rows: Vec<u32> = blocks.block_rows(1).iter().map(|r| r.row).collect();
+            assert_eq!(rows, (6..12).collect::<Vec<u32>>());
+        }
+    }
+
+    #[test]
+    fn the_length_of_a_query_does_not_move_it() {
+        let case = Case::gaussian(Problem::new(1, 60, 6), 3);
+        let scaled = Case { q: case.q.iter().map(|x| 7.5 * x).collect(), ..case.clone() };
+        let (a, b) = (blocks_of(&case, 9, 6, Assign::Balanced), blocks_of(&scaled, 9, 6, Assign::Balanced));
+        assert_eq!((a.rows, a.keys), (b.rows, b.keys));
+    }
+
+    #[test]
+    fn a_query_alone_goes_where_keys_have_its_rank() {
+        let p = Problem::new(1, 200, 6);
+        let mut case = Case::gaussian(p, 5);
+        case.q.copy_from_slice(&case.k);
+        let blocks = blocks_of(&case, 10, 9, Assign::Alone);
+        let ranks = |x: &[f64]| {
+            SignHash::<f64>::new(StreamKey::new(4), 6, 9, 1).unwrap().gray_ranks(MatRef::new(x, 200, 6), 0)
+        };
+        let (of_q, of_k) = (ranks(&case.q), ranks(&case.k));
+        for c in 0..blocks.blocks() {
+            for r in blocks.block_rows(c) {
+                assert!(blocks.block_keys(c).iter().any(|&j| of_k[j as usize] == of_q[r.row as usize]));
+            }
+        }
+    }
+
+    #[test]
+    fn samples_stand_for_all_keys_outside_the_block() {
+        let blocks = blocks_of(&Case::gaussian(Problem::new(1, 100, 4), 6), 10, 4, Assign::Balanced);
+        for replacement in [false, true] {
+            let mut total = 0.0;
+            for seed in 0..400 {
+                let samples = UniformSamples::new(100, 20, replacement, StreamKey::new(seed));
+                let far = samples.outside::<f64>(&blocks, 3);
+                assert!(far.iter().all(|(j, _)| !blocks.block_keys(3).contains(j)));
+                let mass: f64 = far.iter().map(|(_, b)| b.exp()).sum();
+                // Without replacement the number of keys is known, not estimated.
+                assert!(replacement || (mass - 90.0).abs() < 1e-9);
+                total += mass;
+            }
+            // With replacement the number outside is Binomial(20, 0.9), weight 5: standard error 0.34.
+            assert!((total / 400.0 - 90.0).abs() < 1.7);
+        }
+        let all = UniformSamples::new(100, 100, false, StreamKey::new(1)).outside::<f64>(&blocks, 0);
+        assert!(all.len() == 90 && all.iter().all(|(_, b)| *b == 0.0));
+    }
+}
