@@ -18,6 +18,7 @@ pub static METHODS: &[&Method] = &[
     &clustering::anna::METHOD,
     &clustering::hyper::METHOD,
     &clustering::prescored_hyper::METHOD,
+    &low_rank::loki::METHOD,
     &low_rank::linformer::METHOD,
     &low_rank::wildcat::METHOD,
     &low_rank::nystromformer::METHOD,

@@ -8,8 +8,10 @@ mod fallback;
 pub mod landmarks;
 pub mod linear;
 mod meeting;
+pub mod moments;
 pub mod poly_state;
 pub mod pool;
+mod select;
 mod sinks;
 mod sorted_blocks;
 mod subset;
@@ -22,6 +24,7 @@ pub use columns::{Columns, divide_by, relative_squares};
 pub use exact_rows::{
     exact_few_rows, exact_group, exact_group_with, exact_rows, exact_scratch_bytes, few_rows_scratch_bytes,
 };
+pub use select::select_top;
 pub use fallback::Fallback;
 pub use meeting::{Join, Meeting, Round, attend_round, round_scratch_len};
 pub use sinks::{sinks_scratch_bytes, with_sinks};

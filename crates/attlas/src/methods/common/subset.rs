@@ -1,5 +1,6 @@
 //! Attention of one row over chosen keys.
 
+use super::select_top;
 use attlas_num::kernels::{axpy, dot};
 use attlas_num::{MatRef, Real};
 
@@ -38,22 +39,8 @@ pub fn attend_subset<T: Real>(
 /// Indices of the `count` largest of `scores`, ties to the smaller index, in increasing order. NaN counts as
 /// the largest, so that it is never dropped silently.
 pub fn top_indices<T: Real>(scores: &[T], count: usize) -> Vec<usize> {
-    let mut index: Vec<usize> = (0..scores.len()).collect();
-    if count < scores.len() {
-        let rank = |i: &usize| scores[*i].to_f64();
-        let order = |a: &usize, b: &usize| {
-            let (x, y) = (rank(a), rank(b));
-            y.is_nan()
-                .cmp(&x.is_nan())
-                .then(y.partial_cmp(&x).unwrap_or(std::cmp::Ordering::Equal))
-                .then(a.cmp(b))
-        };
-        if count > 0 {
-            index.select_nth_unstable_by(count - 1, order);
-        }
-        index.truncate(count);
-        index.sort_unstable();
-    }
+    let mut index = Vec::with_capacity(count.min(scores.len()));
+    select_top(scores, count, &mut index);
     index
 }
 

@@ -2,5 +2,6 @@
 
 pub mod csalr;
 pub mod linformer;
+pub mod loki;
 pub mod nystromformer;
 pub mod wildcat;
