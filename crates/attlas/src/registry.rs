@@ -13,6 +13,8 @@ pub static METHODS: &[&Method] = &[
     &clustering::smyrf::METHOD,
     &clustering::anna::METHOD,
     &clustering::hyper::METHOD,
+    &low_rank::skyformer::METHOD,
+    &low_rank::lifted_nystrom::METHOD,
     &low_rank::wildcat::METHOD,
     &low_rank::nystromformer::METHOD,
     &low_rank::csalr::METHOD,

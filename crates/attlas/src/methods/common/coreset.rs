@@ -173,14 +173,25 @@ pub trait CompressKeys: Clone + Debug + Send + Sync + 'static {
     fn scratch_bytes(&self, p: &Problem, n: usize, size: Size, threads: usize, bytes: usize) -> usize;
 }
 
-/// What a row gets whose denominator has cancelled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fallback {
-    /// Exact attention; in a stream, whose older keys are gone, exact attention to the keys that are held as
-    /// they are.
-    Exact,
-    /// Zero, clipped to the range of the values, with no weight in a merge.
-    Zero,
+crate::choices! {
+    /// What a row gets whose denominator has cancelled.
+    pub enum Fallback {
+        /// Exact attention; in a stream, whose older keys are gone, exact attention to the keys that are held as
+        /// they are.
+        Exact = "exact_row",
+        /// Zero, clipped to the range of the values, with no weight in a merge.
+        Zero = "zero_clip",
+    }
+}
+
+crate::choices! {
+    /// What a stream compresses, as a parameter.
+    pub enum CacheMode {
+        /// Every complete block, as the causal plan does.
+        Blocks = "blocks",
+        /// The first tokens it is given, once; later ones are kept as they are.
+        Prefix = "prefix",
+    }
 }
 
 /// How averages of $[V \mid w \mid |w|]$ become outputs.

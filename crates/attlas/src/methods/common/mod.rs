@@ -4,6 +4,7 @@ mod causal;
 pub mod coreset;
 mod exact_rows;
 mod fallback;
+pub mod gaussian;
 pub mod landmarks;
 mod meeting;
 pub mod pool;

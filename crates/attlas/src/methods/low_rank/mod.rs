@@ -1,5 +1,7 @@
 //! Projections, landmarks and coresets.
 
 pub mod csalr;
+pub mod lifted_nystrom;
 pub mod nystromformer;
+pub mod skyformer;
 pub mod wildcat;
