@@ -119,6 +119,9 @@ pub(crate) struct CompareArgs {
     pub(crate) source: Source,
     #[command(flatten)]
     pub(crate) methods: MethodChoice,
+    /// Layers of a trace, by number; all by default.
+    #[arg(long, value_delimiter = ',', value_name = "L,…")]
+    pub(crate) layers: Vec<usize>,
     /// With a causal mask; the source decides by default (traces are causal, synthetic ones not).
     #[arg(long, conflicts_with = "no_mask")]
     pub(crate) causal: bool,

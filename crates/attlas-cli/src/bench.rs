@@ -48,7 +48,7 @@ pub(crate) fn run(args: &BenchArgs, common: &Common) -> Outcome {
         notes(&result, common);
     }
     if result.interrupted {
-        eprintln!("interrupted: {} figures were finished", result.rows.len());
+        eprintln!("interrupted: what was finished is printed");
         return Ok(ExitCode::from(130));
     }
     Ok(ExitCode::SUCCESS)
@@ -59,8 +59,8 @@ fn heading(b: &Bench) -> Vec<String> {
     vec![
         format!("{} ({}), {} threads, {}", m.cpu, m.platform, m.threads, m.isa),
         format!(
-            "ceiling: {} GF/s multiply-add, {} GB/s read, {} GB/s copy",
-            number(m.fma_gflops),
+            "ceiling: {} multiply-add, {} GB/s read, {} GB/s copy",
+            m.fma_gflops.map_or("unknown".into(), |g| number(g) + " GF/s"),
             number(m.read_gbs),
             number(m.copy_gbs)
         ),

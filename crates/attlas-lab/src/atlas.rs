@@ -229,7 +229,7 @@ impl Atlas {
                 line[1] = m.title.into();
                 table.push(line);
             }
-            let _ = write!(out, "\n## {}\n\n{}", family.name(), table.markdown());
+            let _ = write!(out, "\n## Family {}\n\n{}", family.name(), table.markdown());
             for m in methods {
                 let _ = write!(out, "\n### {}\n\n{}. {}.\n", m.id, m.title, m.reference);
                 for e in &m.claims.except {

@@ -180,7 +180,7 @@ pub struct Row {
     pub flops: Option<u64>,
     /// Billions of counted operations per second of set-up and run.
     pub gflops: Option<f64>,
-    /// The same as a share of the measured multiply-add peak.
+    /// The same as a share of the measured multiply-add peak; none where that could not be measured.
     pub flop_share: Option<f64>,
     /// Bytes that have to be read at least once: the state of a stream, or the operands.
     pub bytes: u64,
@@ -286,6 +286,10 @@ pub fn bench(
         notes: Vec::new(),
         interrupted: false,
     };
+    if result.machine.fma_gflops.is_none() {
+        let why = "the multiply-add peak could not be measured: the burst takes no longer with more to do";
+        result.notes.push(why.into());
+    }
     let total = settings.widths.len() * lengths.len() * subjects.len();
     let mut done = 0;
     for &d in &settings.widths {
@@ -616,7 +620,7 @@ impl<'a> Live<'a> {
             speedup: exact_seconds.map(|e| e / total),
             flops,
             gflops,
-            flop_share: gflops.map(|g| g / machine.fma_gflops),
+            flop_share: gflops.zip(machine.fma_gflops).map(|(g, peak)| g / peak),
             bytes,
             read_share: bytes as f64 / total * 1e-9 / machine.read_gbs,
             scratch_bytes: self.scratch_bytes,
@@ -716,7 +720,8 @@ mod tests {
         for r in &b.rows {
             assert_eq!((r.run_seconds.runs, r.mode), (5, "run"));
             assert!(r.run_seconds.min <= r.run_seconds.median && r.run_seconds.median <= r.run_seconds.max);
-            assert!(r.flop_share.unwrap() > 0.0 && r.read_share > 0.0 && r.exact_seconds.unwrap() > 0.0);
+            assert!(r.gflops.unwrap() > 0.0 && r.read_share > 0.0 && r.exact_seconds.unwrap() > 0.0);
+            assert_eq!(r.flop_share, b.machine.fma_gflops.map(|peak| r.gflops.unwrap() / peak));
         }
         // 4 · n² · d per head.
         assert_eq!(b.rows[0].flops, Some(2 * 4 * 64 * 64 * 8));

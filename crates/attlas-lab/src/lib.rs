@@ -1,7 +1,7 @@
 //! Workloads, comparisons and benchmarks: the measuring part of attlas.
 //!
 //! A [`Source`] names inputs and loads them, a [`Selection`](select::Selection) names methods with their
-//! settings, [`compare`] measures errors and times on those inputs, [`bench`] measures how times grow with
+//! settings, [`mod@compare`] measures errors and times on those inputs, [`mod@bench`] measures how times grow with
 //! the length beside what the [`machine`] can do, and [`atlas`] describes everything the registry holds. Results
 //! are plain records that serialise; [`table`] lays them out for people. This is the one crate that reads the
 //! clock.

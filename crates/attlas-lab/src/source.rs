@@ -74,6 +74,24 @@ pub struct Workload {
     pub layers: Vec<LayerData>,
 }
 
+impl Workload {
+    /// Keeps the layers named alone; an error that lists what there is if one is missing.
+    pub fn keep_layers(&mut self, wanted: &[usize]) -> Result<()> {
+        let number = |i: usize, x: &LayerData| x.layer.unwrap_or(i);
+        let there: Vec<usize> = self.layers.iter().enumerate().map(|(i, x)| number(i, x)).collect();
+        if let Some(missing) = wanted.iter().find(|l| !there.contains(l)) {
+            let names: Vec<String> = there.iter().map(usize::to_string).collect();
+            return Err(Error::argument("layer", format!("one of {}", names.join(", ")), missing));
+        }
+        let mut i = 0;
+        self.layers.retain(|x| {
+            i += 1;
+            wanted.contains(&number(i - 1, x))
+        });
+        Ok(())
+    }
+}
+
 /// Queries, keys and values of one layer, contiguous `[heads, rows, columns]`, all finite.
 #[derive(Clone, Debug)]
 pub struct LayerData {
@@ -156,6 +174,15 @@ mod tests {
         let short: Source = "synthetic:low_rank,n=2k".parse().unwrap();
         assert_eq!(short.to_string(), "synthetic:low_rank,n=2048,d=64,heads=1,kv_heads=1,seed=0");
         assert!("nowhere.safetensors".parse::<Source>().unwrap().load().is_err());
+    }
+
+    #[test]
+    fn layers_are_kept_by_number() {
+        let mut w = "synthetic:gaussian,n=2,d=1".parse::<Source>().unwrap().load().unwrap();
+        w.layers = [1, 4, 7].map(|l| LayerData { layer: Some(l), ..w.layers[0].clone() }).to_vec();
+        assert!(w.keep_layers(&[4, 5]).unwrap_err().to_string().contains("one of 1, 4, 7"));
+        w.keep_layers(&[7, 1]).unwrap();
+        assert_eq!(w.layers.iter().map(|x| x.layer).collect::<Vec<_>>(), [Some(1), Some(7)]);
     }
 
     #[test]

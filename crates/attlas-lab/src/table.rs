@@ -377,7 +377,7 @@ impl Bench {
                 raw(r.read_share),
                 r.scratch_bytes.to_string(),
                 r.peak_bytes.to_string(),
-                raw(self.machine.fma_gflops),
+                optional(self.machine.fma_gflops),
                 raw(self.machine.read_gbs),
                 raw(self.machine.copy_gbs),
             ]);

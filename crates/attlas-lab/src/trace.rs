@@ -103,13 +103,16 @@ fn from_view(path: &Path, name: &str, view: &TensorView<'_>) -> Result<Array> {
 fn read_npz(path: &Path) -> Result<Arrays> {
     let malformed = |reason: String| Error::Malformed { path: path.into(), format: "npz", reason };
     let bytes = bytes_of(path)?;
-    let mut file =
-        npyz::npz::NpzArchive::new(std::io::Cursor::new(bytes)).map_err(|e| malformed(e.to_string()))?;
-    let names: Vec<String> = file.array_names().map(String::from).collect();
+    let mut file = zip::ZipArchive::new(std::io::Cursor::new(bytes)).map_err(|e| malformed(e.to_string()))?;
+    let mut names: Vec<String> = Vec::new();
+    for name in file.file_names() {
+        let name = name.map_err(|e| malformed(e.to_string()))?;
+        names.push(name.trim_end_matches(".npy").to_string());
+    }
     let mut arrays = Arrays::new();
     for name in names.iter().filter(|n| layer_of(n).is_some()) {
-        let array = file.by_name(name).map_err(|e| malformed(e.to_string()))?;
-        let array = array.ok_or_else(|| malformed(format!("{name} cannot be opened")))?;
+        let member = file.by_name(&format!("{name}.npy")).map_err(|e| malformed(e.to_string()))?;
+        let array = npyz::NpyFile::new(member).map_err(|e| malformed(format!("{name}: {e}")))?;
         arrays.insert(name.clone(), from_npy(path, name, "npz", array)?);
     }
     if arrays.is_empty() {
@@ -428,15 +431,20 @@ mod tests {
     fn npz_archives_are_read() {
         let folder = Folder::new("npz");
         let path = folder.file("head.npz");
-        let mut archive = npyz::npz::NpzWriter::create(&path).unwrap();
-        for (name, start) in [("q", 0u8), ("k", 10), ("v", 20)] {
-            let options = Default::default();
-            let array = archive.array::<f32>(name, options).unwrap();
-            let mut writer = array.default_dtype().shape(&[1, 5, 2]).begin_nd().unwrap();
+        let mut archive = zip::ZipWriter::new(std::fs::File::create(&path).unwrap());
+        for (name, start, method) in [
+            ("q", 0u8, zip::CompressionMethod::Stored),
+            ("k", 10, zip::CompressionMethod::Deflated),
+            ("v", 20, zip::CompressionMethod::Stored),
+        ] {
+            let options = zip::write::SimpleFileOptions::default().compression_method(method);
+            archive.start_file(format!("{name}.npy"), options).unwrap();
+            let to = npyz::WriteOptions::new().default_dtype().shape(&[1, 5, 2]).writer(&mut archive);
+            let mut writer = to.begin_nd().unwrap();
             writer.extend((start..start + 10).map(f32::from)).unwrap();
             writer.finish().unwrap();
         }
-        drop(archive);
+        archive.finish().unwrap();
         let w = read_one(&path).unwrap();
         assert_eq!((w.layers[0].problem.n_heads, w.layers[0].k[3]), (1, 13.0));
     }

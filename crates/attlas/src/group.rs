@@ -40,6 +40,12 @@ impl<'a, T: Real> Queries<'a, T> {
         self.tensor.head(0, h)
     }
 
+    /// Head `h` alone.
+    #[must_use]
+    pub fn only(&self, h: usize) -> Self {
+        Self { tensor: self.tensor.heads(h..h + 1) }
+    }
+
     /// Rows `range` of every head.
     #[must_use]
     pub fn rows(&self, range: std::ops::Range<usize>) -> Self {

@@ -7,8 +7,10 @@
 //! With `self_tensored` and even $p$, the features are the symmetric square of a sketch of degree $p/2$.
 
 use super::{normalise_into, row_scale, symmetric_square_into, symmetric_square_len};
+use crate::kernels::{Isa, Op, gemm};
 use crate::mat::{Mat, MatRef, Real};
 use crate::rng::StreamKey;
+use crate::scratch::Scratch;
 use crate::sketch::features::{MapOptions, Side, SignedFeatures, check_signed_call};
 use crate::sketch::project::project;
 use crate::sketch::{SketchError, ensure};
@@ -48,6 +50,27 @@ impl<T: Real> Node<T> {
             g1: gaussian(h1, 0, factor),
             g2: gaussian(h2, 1, 1.0),
         }
+    }
+
+    /// [`apply`](Self::apply) with products by the fast kernel: `out` is `rows × r`.
+    fn apply_into(&self, x: MatRef<'_, T>, isa: Isa, scratch: &Scratch, out: &mut [T]) {
+        let Self::Product { left, right, g1, g2 } = self else {
+            return x.iter_rows().zip(out.chunks_exact_mut(x.cols())).for_each(|(x, o)| o.copy_from_slice(x));
+        };
+        let r = g1.rows();
+        let branch = |node: &Self, g: &Mat<T>, out: &mut [T]| {
+            if let Self::Leaf = node {
+                return gemm(isa, T::ONE, Op::N(x), Op::T(g.as_ref()), T::ZERO, out, r, scratch);
+            }
+            let mut inner = scratch.take::<T>(x.rows() * r);
+            node.apply_into(x, isa, scratch, &mut inner);
+            let inner = MatRef::new(&inner, x.rows(), r);
+            gemm(isa, T::ONE, Op::N(inner), Op::T(g.as_ref()), T::ZERO, out, r, scratch);
+        };
+        branch(left, g1, out);
+        let mut other = scratch.take::<T>(x.rows() * r);
+        branch(right, g2, &mut other);
+        out.iter_mut().zip(other.iter()).for_each(|(a, b)| *a *= *b);
     }
 
     /// The sketches of all rows of `x`.
@@ -110,6 +133,18 @@ impl<T: Real> ProductSketch<T> {
         let root = Node::draw(d, half, r, factor, key);
         let sketch_len = if half == 1 { d } else { r };
         Ok(Self { root, d, degree, sketch_len, self_tensored, options })
+    }
+
+    /// Writes the sketches (before they are squared) of rows as they are, neither divided by their lengths nor
+    /// multiplied by the root of the scale. Takes a few buffers of the output's size from `scratch`.
+    ///
+    /// # Panics
+    ///
+    /// If rows have the wrong length or `out` is not `rows × sketch_len`.
+    pub fn sketch_into(&self, x: MatRef<'_, T>, isa: Isa, scratch: &Scratch, out: &mut [T]) {
+        assert_eq!(x.cols(), self.d, "row length");
+        assert_eq!(out.len(), x.rows() * self.sketch_len, "rows × sketch");
+        self.root.apply_into(x, isa, scratch, out);
     }
 
     /// Length of the sketch before it is squared.
@@ -220,6 +255,20 @@ mod tests {
         assert!((signed_kernel_of(&sketch(2, 5, true, 0), &X, &Y) - inner * inner).abs() < 1e-14);
         let half = signed_kernel_of(&sketch(2, 5, false, 3), &X, &Y);
         assert!((signed_kernel_of(&sketch(4, 5, true, 3), &X, &Y) - half * half).abs() < 1e-13);
+    }
+
+    #[test]
+    fn sketches_by_the_fast_kernel_are_the_same() {
+        for degree in 1..=7 {
+            let map = sketch(degree, 5, false, 2);
+            let rows = [[0.6, 0.0, -0.8], [1.0, 0.0, 0.0]].concat();
+            let x = MatRef::new(&rows, 2, 3);
+            let mut fast = vec![f64::NAN; 2 * map.sketch_len()];
+            map.sketch_into(x, Isa::best(), &Scratch::poisoned(), &mut fast);
+            let (mut slow, mut log) = (fast.clone(), [f64::NAN; 2]);
+            map.signed_features(x, Side::Key, &mut slow, &mut log);
+            assert!(fast.iter().zip(&slow).all(|(a, b)| (a - b).abs() < 1e-13), "{degree}");
+        }
     }
 
     #[test]

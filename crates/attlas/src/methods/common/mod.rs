@@ -1,12 +1,15 @@
 //! Pieces that several methods need; no method lives here.
 
 mod causal;
+mod columns;
 pub mod coreset;
 mod exact_rows;
 mod fallback;
 pub mod gaussian;
 pub mod landmarks;
+pub mod linear;
 mod meeting;
+pub mod poly_state;
 pub mod pool;
 mod sinks;
 mod sorted_blocks;
@@ -15,6 +18,7 @@ mod tile;
 pub mod workloads;
 
 pub use causal::{causal_pairs, causal_parts, causal_scratch_bytes, causalize};
+pub use columns::{Columns, divide_by, relative_squares};
 pub use exact_rows::{
     exact_few_rows, exact_group, exact_group_with, exact_rows, exact_scratch_bytes, few_rows_scratch_bytes,
 };

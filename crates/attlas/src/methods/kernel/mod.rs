@@ -1,1 +1,6 @@
 //! Feature maps, sketches and linear attention.
+
+pub mod performer;
+pub mod polynomial;
+pub mod polysketch;
+pub mod tensor_sketch;

@@ -2,6 +2,7 @@
 
 pub mod csalr;
 pub mod lifted_nystrom;
+pub mod linformer;
 pub mod nystromformer;
 pub mod skyformer;
 pub mod wildcat;

@@ -67,8 +67,8 @@ pub static METHOD: Method = Method {
     supports: |p, _| {
         Support::unless(
             p.mask == Mask::Causal,
-            "landmarks average over later tokens, so a causal mask cannot be honoured: use linformer with \
-             source = block_causal_pool, or another causal method",
+            "landmarks average over later tokens, so a causal mask cannot be honoured: linformer pools \
+             keys causally",
         )
     },
     calibrate: None,

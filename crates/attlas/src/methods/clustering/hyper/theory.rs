@@ -4,9 +4,10 @@
 
 use super::Params;
 use crate::group::Group;
-use crate::methods::common::{SortedBlocks, UniformSamples, exact_rows};
+use crate::methods::common::{
+    Columns, SortedBlocks, UniformSamples, divide_by, exact_rows, relative_squares,
+};
 use crate::{MatRef, Problem, Real, Result, RunInfo};
-use attlas_num::hash::sample::AliasTable;
 use attlas_num::kernels::{Band, Op, gemm};
 use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
@@ -28,7 +29,7 @@ pub(super) fn run<T: Real>(
     let factor = params.cap * params.tol * params.tol * m as f64 / (n as f64 * (n as f64).ln());
     let log_factor = T::from_f64(factor.ln());
     let uniform = UniformSamples::new(n, m, true, key.named("samples"));
-    let columns = ValueColumns::new(v, m, key.named("columns"));
+    let columns = Columns::draw(&relative_squares(v), m, key.named("columns"));
 
     let chosen = columns.index.len();
     let mut k_v = cx.scratch.take::<T>(chosen * d);
@@ -69,14 +70,8 @@ pub(super) fn run<T: Real>(
             let weight = far.first().map_or(T::ZERO, |e| e.1);
             let rest = weight + capped_log_sum(&logits[r * far.len()..(r + 1) * far.len()], cap);
             let rest = if rest < floor { floor } else { rest };
-            // The largest logit among the columns is at least lse − ln Σ weights, and Z at least its exponential.
-            let seen = lse[r] - log_weights;
-            let z = log_add(near, rest);
-            let z = if z < seen { seen } else { z };
-            let share = (lse[r] - z).exp();
-            let o = &out[r * d_v..(r + 1) * d_v];
-            place.out.iter_mut().zip(o).for_each(|(to, &from)| *to = share * from);
-            *place.lse = z;
+            place.out.copy_from_slice(&out[r * d_v..(r + 1) * d_v]);
+            *place.lse = divide_by(place.out, lse[r], log_add(near, rest), log_weights);
         }
         Ok((rows * (near.len() + far.len() + chosen)) as u64)
     })?;
@@ -163,34 +158,4 @@ fn capped_log_sum<T: Real>(logits: &[T], cap: T) -> T {
         return top;
     }
     top + logits.iter().map(|&s| (capped(s) - top).exp()).sum::<T>().ln()
-}
-
-/// Columns drawn independently by the squared norms of their values.
-struct ValueColumns {
-    index: Vec<usize>,
-    /// $-\ln(m\, p_l)$.
-    bias: Vec<f64>,
-    /// $\ln \sum_t 1/(m\, p_{l_t})$.
-    log_total: f64,
-}
-
-impl ValueColumns {
-    /// Uniform where no value is a positive finite number.
-    fn new<T: Real>(v: MatRef<'_, T>, m: usize, key: StreamKey) -> Self {
-        let largest = v.iter_rows().flatten().fold(0.0, |a: f64, x| a.max(x.to_f64().abs()));
-        let square = |row: &[T]| row.iter().map(|x| (x.to_f64() / largest).powi(2)).sum::<f64>();
-        let squares: Vec<f64> = v.iter_rows().map(square).collect();
-        let total: f64 = squares.iter().sum();
-        let (index, bias): (Vec<usize>, Vec<f64>) = match AliasTable::new(&squares) {
-            Some(table) if total.is_finite() => {
-                table.draws(m, key).into_iter().map(|l| (l, (total / squares[l] / m as f64).ln())).unzip()
-            }
-            _ => {
-                let mut rng = key.rng();
-                (0..m).map(|_| (rng.below(v.rows()), (v.rows() as f64 / m as f64).ln())).unzip()
-            }
-        };
-        let log_total = attlas_num::hash::kde::log_sum_exp(&bias);
-        Self { index, bias, log_total }
-    }
 }

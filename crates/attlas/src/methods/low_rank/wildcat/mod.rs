@@ -16,7 +16,7 @@
 //! and the paper, have one.) The method works on $\kappa(K, K)$ and $\kappa(Q, K_S)$ only, not on the lifted
 //! kernel of queries and keys together, and compresses without seeing queries where $R_Q$ is given.
 //!
-//! **Reference.** wildcat2026; pivots: chen2024, epperly2024. Departures from the authors' code: a triangular
+//! **Reference.** schroder2026; pivots: chen2024, epperly2024. Departures from the authors' code: a triangular
 //! factor instead of an explicit inverse; the Lambert rule by default; the denominator test and its fallback.
 //!
 //! **Cost.** $2nr(d + d_v + 1)/b + 2nr^2/b^2$ to compress with $b$ bins, $2 n_q r (d + d_v + 1)$ per query head;
@@ -51,7 +51,7 @@ pub static METHOD: Method = Method {
     id: "wildcat",
     family: Family::LowRank,
     title: "Weighted coreset of keys by randomly pivoted Cholesky (WILDCAT)",
-    reference: "wildcat2026",
+    reference: "schroder2026",
     claims: Claims {
         decode: true,
         exact_at: &[("rank", Budget::NumKeys)],

@@ -1,0 +1,493 @@
+//! KDEformer: a hashed block diagonal and columns sampled by importance, normalised by kernel densities.
+//!
+//! **Idea.** The row sums of softmax attention are weighted Gaussian kernel densities, and so are the squared
+//! norms of its columns. Estimated densities normalise rows and say which columns to sample; heavy entries are
+//! taken out first by hashing.
+//!
+//! **Math.** For weights $x_j \ge 0$ and $W = \sum_j x_j e^{|k_j|^2/2}$,
+//! $$\kappa(q, K, x) = \sum_j x_j e^{\langle q, k_j\rangle} = e^{|q|^2/2}\, W \sum_j e^{-(|q - k_j|^2 + y_j^2)/2},
+//!   \qquad y_j^2 = 2 \ln \frac{W}{x_j e^{|k_j|^2/2}} \ge 0,$$
+//! a kernel density of the points $[k_j; y_j]$ at $[q; 0]$. With $q, k$ scaled by $\sqrt\beta$ it gives
+//! $z_i = \kappa(q_i, K, 1)$, and with $\sqrt{2\beta}$ the column norms
+//! $b_l = \kappa(k_l, Q, z^{-2}) = |P e_l|^2$ of $P = \mathrm{diag}(z)^{-1} A$.
+//!
+//! *Practical* (`z_mode = self_norm`): a query attends exactly to its block of the keys sorted by a sign hash, and
+//! with logits $s_{il} - \ln(m p_l)$ to the $m$ sampled columns outside it; both are normalised together.
+//! *Theory* (`z_mode = kde`): $\hat o_i = \hat z_i^{-1} \sum_t e^{s_{i l_t}} v_{l_t} / (m p_{l_t})$ over all columns.
+//! Columns are drawn independently by
+//!
+//! | `p_mode` | $p_l$ proportional to |
+//! |---|---|
+//! | `uniform` | $1$ |
+//! | `value_mix` | $\lvert v_l\rvert^2 / 2\lVert V\rVert_F^2 + 1/2n$ |
+//! | `public` | $\lvert \hat v_l\rvert / \lambda_{\max}(\hat V^\top \hat V) + 1/n$ with $\hat v = [v, 1]$, as in the authors' code |
+//! | `kde` | $b_l + \lvert v_l\rvert^2 / \lVert V\rVert_2^2$, in the practical pipeline mixed half and half with $1/n$ |
+//!
+//! **Reference.** zandieh2023; charikar2017 and karppa2022 for the estimators; survey, clustering and sampling.
+//! The densities are estimated by the backends of `kde`: the paper's primitive of Charikar et al. cannot be
+//! implemented as such, and the authors did not. Corrections of the survey's text: both density identities need
+//! the factor $e^{|q|^2/2}$; $W$ has $e^{|k|^2/2}$, not $e^{|k|^2}$; the density is taken at $[q; 0]$; sampling is by
+//! norms of *columns*, with keys as query points and queries as data; the block diagonal has sorted blocks of
+//! equal size, not buckets of equal codes; $\gamma = 1/\lVert V\rVert_2^2$ stands for
+//! $\lVert P\rVert_2^2 / \lVert V\rVert_2^2$ with $\lVert P\rVert_2$ taken as 1; the probability is a sum of two
+//! terms. All sums are kept in the log domain; public code exponentiates raw logits. Estimated $\hat z_i$ are at
+//! least the largest exponential sampled, which $z_i$ cannot be below.
+//!
+//! **Cost.** Practical $2(n_q + n_k)\, d\, r + 2 n_q (b + m)(d + d_v)$ and $O(n)$ memory beside the blocks. The
+//! paper's bound for the theory is $O(\epsilon^{-2} d\, n^{1.173})$ (quoted).
+//!
+//! **Guarantees.** Practical: the normaliser is unbiased, rows are convex combinations of values, the error falls
+//! as $m^{-1/2}$; tested here. Theory: $\lVert O - \hat O\rVert_2 \le \epsilon \lVert P\rVert_2 \lVert V\rVert_2$ for
+//! $m = \Omega(\epsilon^{-2} \ln n\,(\mathrm{srank}\,P + \mathrm{srank}\,V))$ (quoted). Exact when `block` or
+//! `samples` cover all keys.
+//!
+//! **When to use.** Without a mask, where values differ much in size; otherwise HyperAttention's uniform samples
+//! without replacement do as well. Heavy keys outside the block dominate the variance: give them by `sinks`.
+//! With a causal mask only what depends on keys alone can choose columns: `kde` modes are refused.
+
+use crate::group::{Group, GroupPlan};
+use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::methods::common::{
+    Assign, Columns, SortedBlocks, attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes,
+    causalize, divide_by, exact_group, exact_rows, exact_scratch_bytes, relative_squares,
+    sinks_scratch_bytes, with_sinks,
+};
+use crate::workspace::Context;
+use crate::{Mask, MatRef, Options, Problem, Real, Result};
+use attlas_num::Mat;
+use attlas_num::cluster::inverse_order;
+use attlas_num::hash::kde::{Backend, log_exp_sums, log_sum_exp};
+use attlas_num::kernels::Band;
+use attlas_num::randla::operator_norm;
+use attlas_num::rng::StreamKey;
+use std::ops::Range;
+
+/// Registry entry.
+pub static METHOD: Method = Method {
+    id: "kdeformer",
+    family: Family::Clustering,
+    title: "KDEformer: hashed block diagonal and columns sampled by importance",
+    reference: "zandieh2023",
+    claims: Claims {
+        exact_at: &[("block", Budget::NumKeys), ("samples", Budget::NumKeys)],
+        // True with z_mode = self_norm and tested below, but not with kde.
+        row_stochastic: false,
+        deterministic: false,
+        exponent: 1.173,
+        except: &[
+            (Law::KeyOrder, "columns are drawn by their place"),
+            (Law::QueriesAlone, "without a mask, queries are cut into blocks by their rank among each other"),
+            (Law::LinearInValues, "columns are drawn by the norms of their values"),
+        ],
+        ..Claims::BASE
+    },
+    params: Params::SPECS,
+    probes: &[
+        &[("block", "8"), ("samples", "24"), ("n_min", "8")],
+        &[("block", "7"), ("samples", "20"), ("n_min", "1"), ("p_mode", "uniform"), ("sinks", "3")],
+        &[("block", "8"), ("samples", "20"), ("n_min", "9"), ("p_mode", "public")],
+        &[("block", "8"), ("samples", "20"), ("p_mode", "kde"), ("kde", "weighted")],
+        &[("block", "8"), ("samples", "24"), ("z_mode", "kde"), ("p_mode", "kde")],
+        &[("block", "8"), ("samples", "24"), ("z_mode", "kde"), ("kde", "hbe"), ("kde_tables", "8")],
+        &[
+            ("block", "8"),
+            ("samples", "24"),
+            ("z_mode", "kde"),
+            ("p_mode", "kde"),
+            ("kde", "exact"),
+            ("sinks", "1"),
+        ],
+    ],
+    supports,
+    calibrate: None,
+    build: |p, options, _| Ok(KdeFormer::new(Params::from_options(options)?)?.boxed(p)),
+};
+
+fn supports(p: &Problem, options: &Options) -> Support {
+    let params = Params::from_options(options).unwrap_or_default();
+    let causal = p.mask == Mask::Causal;
+    Support::unless(
+        causal && params.p_mode == Probabilities::Kde,
+        "p_mode = kde chooses columns by all queries, which would let later tokens be felt: use value_mix, public \
+         or uniform for causal problems",
+    )
+    .and_unless(
+        causal && params.z_mode == Normaliser::Kde,
+        "z_mode = kde estimates the rows together, which would let later tokens be felt: use z_mode = self_norm for \
+         causal problems",
+    )
+}
+
+crate::choices! {
+    /// Where the normaliser of a row comes from.
+    pub enum Normaliser {
+        /// From the same block and samples as the numerator.
+        SelfNorm = "self_norm",
+        /// From a kernel density estimate of its own.
+        Kde = "kde",
+    }
+}
+
+crate::choices! {
+    /// By what columns are drawn.
+    pub enum Probabilities {
+        /// Equally.
+        Uniform = "uniform",
+        /// Squared norms of values, mixed with uniform.
+        ValueMix = "value_mix",
+        /// As in the authors' code.
+        Public = "public",
+        /// Estimated column norms and squared norms of values.
+        Kde = "kde",
+    }
+}
+
+crate::choices! {
+    /// How kernel densities are obtained.
+    pub enum Density {
+        /// All terms.
+        Exact = "exact",
+        /// Keys drawn by their weight.
+        Weighted = "weighted",
+        /// The query's hashed block exactly, the rest from a uniform sample.
+        NearPlusSample = "near_plus_sample",
+        /// Hash tables of Euclidean space.
+        Hbe = "hbe",
+    }
+}
+
+crate::params! {
+    /// Parameters of [`KdeFormer`].
+    pub struct Params {
+        /// Most keys in a block.
+        block: usize = 64, in 1..=1 << 30;
+        /// Columns drawn, shared by all queries of a head; 0 leaves all but the block out.
+        samples: usize = 128, in 0..=1 << 30;
+        /// Bits of the hash; 0 keeps the order of tokens.
+        hashes: usize = 7, in 0..=31;
+        /// Base of the causal recursion: squares of at most that many rows are exact.
+        n_min: usize = 1024, in 0..=1 << 30;
+        /// Keys at the start that every query sees exactly and that are not hashed or sampled.
+        sinks: usize = 0, in 0..=1 << 30;
+        /// Where normalisers come from: self_norm, or kde (the theory, without the block).
+        z_mode: Normaliser = Normaliser::SelfNorm;
+        /// By what columns are drawn.
+        p_mode: Probabilities = Probabilities::ValueMix;
+        /// How kernel densities are obtained, where a mode needs them.
+        kde: Density = Density::NearPlusSample;
+        /// Samples of a density estimate; as many as columns where it is auto.
+        kde_samples: Option<usize> = None, in 1..=1 << 30;
+        /// Width of the buckets of hbe.
+        kde_width: f64 = 4.0, in 1e-3..=1e6;
+        /// Hash functions in a table of hbe.
+        kde_functions: usize = 2, in 1..=64;
+        /// Tables of hbe.
+        kde_tables: usize = 64, in 1..=1 << 16;
+        /// Groups of tables whose means the median is taken of; 1 for the mean of all.
+        kde_groups: usize = 1, in 1..=1 << 16;
+        /// Stream of directions and samples.
+        seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+/// The plan: the parameters.
+#[derive(Clone, Debug)]
+pub struct KdeFormer {
+    params: Params,
+}
+
+impl KdeFormer {
+    /// A plan with these parameters.
+    pub fn new(params: Params) -> Result<Self> {
+        params.validate()?;
+        if params.z_mode == Normaliser::Kde && params.samples == 0 {
+            return Err(crate::Error::param("samples", 0, "at least 1 with z_mode = kde"));
+        }
+        Ok(Self { params })
+    }
+
+    fn is_exact(&self, n_k: usize) -> bool {
+        n_k <= self.params.block.max(self.params.samples)
+    }
+
+    fn covers(&self, n_q: usize, n_k: usize, mask: Mask) -> bool {
+        let Params { n_min, sinks, .. } = self.params;
+        self.is_exact(n_k) || n_k <= sinks || mask == Mask::Causal && n_q.max(n_k) <= n_min
+    }
+
+    fn needs_density(&self) -> bool {
+        self.params.z_mode == Normaliser::Kde || self.params.p_mode == Probabilities::Kde
+    }
+
+    fn backend(&self) -> Backend {
+        let Params { block, samples, hashes, kde_samples, .. } = self.params;
+        let samples = kde_samples.unwrap_or(samples.max(1));
+        match self.params.kde {
+            Density::Exact => Backend::Exact,
+            Density::Weighted => Backend::Weighted { samples },
+            Density::NearPlusSample => Backend::NearPlusSample { block, samples, bits: hashes },
+            Density::Hbe => Backend::Hbe {
+                width: self.params.kde_width,
+                functions: self.params.kde_functions,
+                tables: self.params.kde_tables,
+                groups: self.params.kde_groups,
+            },
+        }
+    }
+
+    /// Attention without a mask to the keys of `group`, which are `keys` of the whole group.
+    fn part<T: Real>(&self, mut group: Group<'_, T>, keys: Range<usize>, assign: Assign) -> Result<RunInfo> {
+        if self.is_exact(group.n_k()) {
+            return exact_group(&mut group);
+        }
+        let key = group.index.stream_key(self.params.seed);
+        let of_part = key.with(keys.start as u64).with(keys.end as u64);
+        if !self.needs_density() {
+            let weights = self.weights(group.v, None, of_part);
+            return self.attend(&mut group, assign, &weights, key, of_part);
+        }
+        // Densities are those of one head's queries, so heads go one by one.
+        let (rows, d_v) = (group.n_q(), group.d_v());
+        let mut info = RunInfo::default();
+        for h in 0..group.q.heads() {
+            let head = Group {
+                q: group.q.only(h),
+                out: &mut group.out[h * rows * d_v..(h + 1) * rows * d_v],
+                lse: &mut group.lse[h * rows..(h + 1) * rows],
+                ..group
+            };
+            info = info.merge(self.by_density(head, assign, key, of_part)?);
+        }
+        Ok(info)
+    }
+
+    /// One head whose columns are drawn by estimated norms, or whose rows are divided by estimated sums.
+    fn by_density<T: Real>(
+        &self,
+        mut group: Group<'_, T>,
+        assign: Assign,
+        key: StreamKey,
+        of_part: StreamKey,
+    ) -> Result<RunInfo> {
+        let (q, k, scale, cx) = (group.q.head(0), group.k, group.scale, group.cx);
+        let log_z = log_row_sums(q, k, scale, self.backend(), of_part.named("rows"), cx);
+        let columns = (self.params.p_mode == Probabilities::Kde).then(|| {
+            log_column_norms(q, k, scale, &log_z, self.backend(), of_part.named("column norms"), cx)
+        });
+        let weights = self.weights(group.v, columns.as_deref(), of_part);
+        let mut info = match self.params.z_mode {
+            Normaliser::SelfNorm => self.attend(&mut group, assign, &weights, key, of_part)?,
+            Normaliser::Kde => self.divide(&mut group, &weights, &log_z, of_part)?,
+        };
+        info.keys_visited += (q.rows() * self.params.samples.min(k.rows())) as u64;
+        if let Some(columns) = columns {
+            // ‖P‖_F², which lies between 1 and n where z is exact.
+            info.figures.insert("weights_fro2", log_sum_exp(&columns).exp());
+        }
+        Ok(info)
+    }
+
+    /// What columns are drawn in proportion to.
+    fn weights<T: Real>(&self, v: MatRef<'_, T>, log_columns: Option<&[f64]>, key: StreamKey) -> Vec<f64> {
+        let n = v.rows() as f64;
+        match self.params.p_mode {
+            Probabilities::Uniform => vec![1.0; v.rows()],
+            Probabilities::ValueMix => {
+                let squares = relative_squares(v);
+                let total: f64 = squares.iter().sum();
+                squares.iter().map(|s| s / (2.0 * total) + 0.5 / n).collect()
+            }
+            Probabilities::Public => {
+                let augmented = Mat::from_fn(v.rows(), v.cols() + 1, |i, j| {
+                    if j < v.cols() { v.row(i)[j].to_f64() } else { 1.0 }
+                });
+                let norm = operator_norm(&augmented, NORM_TOL, &mut key.named("norm").rng()).value;
+                let length = |i: usize| augmented.row(i).iter().map(|x| x * x).sum::<f64>().sqrt();
+                (0..v.rows()).map(|i| length(i) / norm / norm + 1.0 / n).collect()
+            }
+            Probabilities::Kde => {
+                let columns = log_columns.unwrap_or(&[]);
+                let norm = operator_norm(&v, NORM_TOL, &mut key.named("norm").rng()).value;
+                let term = |row: &[T]| row.iter().map(|x| (x.to_f64() / norm).powi(2)).sum::<f64>().ln();
+                let both: Vec<f64> = v
+                    .iter_rows()
+                    .zip(columns)
+                    .map(|(row, &b)| if norm > 0.0 { log_sum_exp(&[b, term(row)]) } else { b })
+                    .collect();
+                let total = log_sum_exp(&both);
+                let mix = if self.params.z_mode == Normaliser::Kde { 0.0 } else { 0.5 };
+                both.iter().map(|b| (1.0 - mix) * (b - total).exp() + mix / n).collect()
+            }
+        }
+    }
+
+    /// The practical pipeline: block and samples, normalised together.
+    fn attend<T: Real>(
+        &self,
+        group: &mut Group<'_, T>,
+        assign: Assign,
+        weights: &[f64],
+        key: StreamKey,
+        of_part: StreamKey,
+    ) -> Result<RunInfo> {
+        let Params { block, samples, hashes, .. } = self.params;
+        let directions = key.named("directions");
+        let blocks = SortedBlocks::new(group.q, group.k, None, block, hashes, assign, directions);
+        let drawn = Columns::draw(weights, samples, of_part.named("columns"));
+        let rank = inverse_order(blocks.keys());
+        attend_blocks(group, &blocks, |c| {
+            let inside = blocks.ranks(c);
+            let far = drawn.index.iter().zip(&drawn.bias);
+            far.filter(|(l, _)| !inside.contains(&(rank[**l] as usize)))
+                .map(|(&l, &b)| (l as u32, T::from_f64(b)))
+                .collect()
+        })
+    }
+
+    /// The theory: sampled columns over the estimated normaliser.
+    fn divide<T: Real>(
+        &self,
+        group: &mut Group<'_, T>,
+        weights: &[f64],
+        log_z: &[f64],
+        key: StreamKey,
+    ) -> Result<RunInfo> {
+        let (k, v, scale, cx) = (group.k, group.v, group.scale, group.cx);
+        let drawn = Columns::draw(weights, self.params.samples, key.named("columns"));
+        let (m, d, d_v) = (drawn.index.len(), k.cols(), v.cols());
+        let mut keys = cx.scratch.take::<T>(m * d);
+        let mut values = cx.scratch.take::<T>(m * d_v);
+        k.gather_into(drawn.index.iter().copied(), &mut keys);
+        v.gather_into(drawn.index.iter().copied(), &mut values);
+        let (keys, values) = (MatRef::new(&keys, m, d), MatRef::new(&values, m, d_v));
+        let bias: Vec<T> = drawn.bias.iter().map(|&b| T::from_f64(b)).collect();
+        let log_total = T::from_f64(drawn.log_total);
+        group.par_row_blocks(TASK_ROWS, |block| {
+            exact_rows(block.q, keys, values, Some(&bias), scale, Band::ALL, cx, block.out, block.lse);
+            let z = &log_z[block.first..];
+            for ((o, l), &z) in block.out.chunks_exact_mut(d_v).zip(block.lse.iter_mut()).zip(z) {
+                *l = divide_by(o, *l, T::from_f64(z), log_total);
+            }
+            Ok(())
+        })?;
+        Ok(RunInfo::visited((group.n_q() * m) as u64))
+    }
+}
+
+/// Query rows of one task of the theory.
+const TASK_ROWS: usize = 192;
+
+/// Relative accuracy of the spectral norms in probabilities, which need no more.
+const NORM_TOL: f64 = 1e-3;
+
+/// $\ln z_i = \ln \sum_j e^{\beta q_i^\top k_j}$, exact or estimated.
+fn log_row_sums<T: Real>(
+    q: MatRef<'_, T>,
+    k: MatRef<'_, T>,
+    scale: T,
+    backend: Backend,
+    key: StreamKey,
+    cx: Context<'_>,
+) -> Vec<f64> {
+    let root = scale.abs().sqrt();
+    let queries = scaled(q, if scale < T::ZERO { -root } else { root }, cx);
+    let keys = scaled(k, root, cx);
+    let (queries, keys) = (MatRef::new(&queries, q.rows(), q.cols()), MatRef::new(&keys, k.rows(), k.cols()));
+    log_exp_sums(queries, keys, None, backend, key).unwrap_or_else(|| vec![f64::NAN; q.rows()])
+}
+
+/// $\ln |P e_l|^2 = \ln \sum_i e^{2\beta q_i^\top k_l} / z_i^2$: keys are the query points, queries the data.
+fn log_column_norms<T: Real>(
+    q: MatRef<'_, T>,
+    k: MatRef<'_, T>,
+    scale: T,
+    log_z: &[f64],
+    backend: Backend,
+    key: StreamKey,
+    cx: Context<'_>,
+) -> Vec<f64> {
+    let root = (scale.abs() + scale.abs()).sqrt();
+    let points = scaled(k, if scale < T::ZERO { -root } else { root }, cx);
+    let data = scaled(q, root, cx);
+    let (points, data) = (MatRef::new(&points, k.rows(), k.cols()), MatRef::new(&data, q.rows(), q.cols()));
+    // A row without a normaliser has no weight on any column.
+    let weight = |z: &f64| if *z == f64::NEG_INFINITY { f64::NEG_INFINITY } else { -2.0 * z };
+    let weights: Vec<f64> = log_z.iter().map(weight).collect();
+    log_exp_sums(points, data, Some(&weights), backend, key).unwrap_or_else(|| vec![f64::NAN; k.rows()])
+}
+
+fn scaled<'a, T: Real>(x: MatRef<'_, T>, factor: T, cx: Context<'a>) -> attlas_num::scratch::Buf<'a, T> {
+    let mut copy = cx.scratch.take::<T>(x.rows() * x.cols());
+    for (to, from) in copy.chunks_exact_mut(x.cols()).zip(x.iter_rows()) {
+        to.iter_mut().zip(from).for_each(|(t, &f)| *t = factor * f);
+    }
+    copy
+}
+
+impl GroupPlan for KdeFormer {
+    fn cost(&self, p: &Problem) -> Cost {
+        let Params { block, samples, hashes, n_min, sinks, .. } = self.params;
+        let (d, d_v, heads) = (p.d as u64, p.d_v as u64, (p.batch * p.n_heads) as u64);
+        let (rows, keys) = (heads * p.n_q as u64, (p.batch * p.n_kv_heads * p.n_k) as u64);
+        if self.covers(p.n_q, p.n_k, p.mask) {
+            let bytes = 4 * (rows + keys) * (d + d_v);
+            return Cost { setup_flops: 0, run_flops: 2 * p.visible_pairs() * (d + d_v), bytes };
+        }
+        let part = |rows: usize, keys: usize| {
+            rows as u64 * (if self.is_exact(keys) { keys } else { (block + samples).min(keys) }) as u64
+        };
+        let (pairs, levels) = match p.mask {
+            Mask::None => (part(p.n_q, p.n_k - sinks), 1),
+            Mask::Causal => {
+                let levels = (p.n_q / n_min.max(1)).max(1).ilog2().max(1);
+                (causal_pairs(p.n_q, p.n_k - sinks, n_min, &part), u64::from(levels))
+            }
+        };
+        let pairs = pairs + (p.n_q * sinks) as u64;
+        let per_density = match self.backend() {
+            Backend::Exact => rows * p.n_k as u64,
+            Backend::Weighted { samples } => rows * samples as u64,
+            Backend::NearPlusSample { block, samples, .. } => rows * (block + samples) as u64,
+            Backend::Hbe { functions, tables, .. } => (rows + keys) * ((functions + 1) * tables) as u64,
+        };
+        let densities = u64::from(self.needs_density()) + u64::from(self.params.p_mode == Probabilities::Kde);
+        Cost {
+            setup_flops: 2 * levels * (rows + keys) * d * hashes as u64 + 2 * densities * per_density * d,
+            run_flops: 2 * heads * pairs * (d + d_v),
+            bytes: 4 * levels * (rows + keys) * (d + d_v),
+        }
+    }
+
+    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        let Params { block, samples, n_min, .. } = self.params;
+        let samples = samples.min(p.n_k);
+        let causal = if p.mask == Mask::Causal { causal_scratch_bytes(p, n_min, size) } else { 0 };
+        let density = if self.needs_density() {
+            ((p.n_q + p.n_k) * p.d + samples * (p.d + p.d_v)) * size + 4 * 64
+        } else {
+            0
+        };
+        exact_scratch_bytes(p, threads, size)
+            + blocks_scratch_bytes(p, block, samples, threads, size)
+            + sinks_scratch_bytes(p, threads, size)
+            + causal
+            + density
+    }
+
+    fn run<T: Real>(&self, mut group: Group<'_, T>) -> Result<RunInfo> {
+        let Params { n_min, sinks, .. } = self.params;
+        if self.covers(group.n_q(), group.n_k(), group.mask) {
+            return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut group)? });
+        }
+        with_sinks(&mut group, sinks, |rest| match rest.mask {
+            Mask::None => {
+                let keys = 0..rest.n_k();
+                self.part(rest.reborrow(), keys, Assign::Balanced)
+            }
+            Mask::Causal => causalize(rest, n_min, &|part, keys| self.part(part, keys, Assign::Alone)),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

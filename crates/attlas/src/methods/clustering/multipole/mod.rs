@@ -1,0 +1,594 @@
+//! Multipole attention: exact for the best clusters of cached keys, one pseudo-token for each other cluster.
+//!
+//! **Idea.** While decoding, the cache is `[sinks | clustered | recent]`. Cached keys are clustered by k-means, clusters
+//! are scored by their centroids, the members of the best ones are attended exactly up to a token budget, and every
+//! other cluster counts as one token at its mean with the weight of its size: a monopole far field.
+//!
+//! **Math.** Cluster $c$ holds $n_c$ keys with means $\bar k_c$, $\bar v_c$. For query head $h$ of a group,
+//! $s_c^h = \tau \langle q^h, \bar k_c \rangle$, $D^h = \ln \sum_c n_c e^{s_c^h}$ over *all* clusters, score
+//! $S_c = \mathrm{mean}_h\, e^{s_c^h - D^h}$. In order of $S_c$ (ties by number) clusters are taken while their keys fit
+//! into `budget`; the first that does not fit ends it. The output is the softmax over the logits
+//! $\tau \langle q^h, k_j \rangle$ of sinks, recent and taken keys, with values $v_j$, and $s_c^h + \ln n_c$ of all other
+//! clusters, with values $\bar v_c$. The heads of a group choose together, or each for itself with `per_head`. With
+//! `hierarchy`, clusters of fine centroids are scored first, at every level $n_c$ counts keys, and only the children of
+//! the taken ones are scored: $n_\mathrm{coarse} + |\mathrm{children}| + \mathrm{budget}$ per query.
+//!
+//! **State.** The prompt is clustered in consecutive blocks of `window` keys, the last one of length in
+//! $[\mathrm{window}/2, 3\,\mathrm{window}/2)$. Every `interval` tokens, that many leave the recent buffer (which holds
+//! between `interval` and $2\,\mathrm{interval} - 1$): random ones of them become seeds, the others join the nearest
+//! centroid as running means, `update_iters` Lloyd iterations run over the last block, and counts and means are taken
+//! anew from its final labels. When the last block reaches $3\,\mathrm{window}/2$, its first `window` tokens become a
+//! block of their own.
+//!
+//! **Whole sequences.** A causal problem is computed as by teacher forcing: the first $n_k - n_q$ tokens are the prompt, and
+//! each query meets the state built from strictly earlier tokens. Without a mask all keys are the prompt.
+//!
+//! **Rotary positions.** Keys come rotated. With `rope_base` set, clusters live on keys turned back to position 0 and are
+//! scored by the query turned to the position `rope_offset` (windowed RoPE), while exact parts use keys and queries as
+//! they came. This is exact for plain rotary embeddings at positions $0, 1, \dots$ with frequencies
+//! $b^{-2l/\mathrm{dim}}$; for stretched frequencies (YaRN, llama3) leave it off: then clusters are those of rotated keys.
+//!
+//! **Reference.** hooper2025; survey, clustering. Corrected: the denominator of the score runs over all clusters; logits
+//! carry $\tau$; the mass of the far field enters the normaliser; clusters change every `interval` tokens, not with every
+//! query. Against the authors' code: counts are those of the final labels; a seed counts itself; a budget that covers all
+//! keys takes all clusters; coarse counts are keys. `window` is smaller than the authors' 8192, because on a CPU the
+//! update of such a block costs as much as exact decoding over 65 thousand keys.
+//!
+//! **Cost.** Per token and head $2 C d$ to score $C = \mathrm{ratio} \cdot n$ clusters, $2(\mathrm{sinks} + \mathrm{recent} +
+//! \mathrm{budget})(d + d_v)$, $2 C d_v$; reads $\mathrm{ratio}\, n (d + d_v)$ instead of $n(d + d_v)$. Prompt
+//! $2 \cdot \mathrm{iters} \cdot n\, \mathrm{window}\, \mathrm{ratio}\, d$; update as `update_iters + 1` passes over the last block.
+//!
+//! **Guarantees.** Exact when `budget` covers all keys; for any budget with `ratio = 1` or equal keys in every cluster. By
+//! Jensen, without `rope_base`, $\hat\ell \le \ell$, and $\hat\ell$ does not fall as the budget grows. Tested.
+//!
+//! **When to use.** Decoding over long contexts, where memory traffic is the cost.
+
+mod state;
+
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
+use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::methods::common::{exact_group, exact_rows, exact_scratch_bytes};
+use crate::workspace::Context;
+use crate::{Error, Mask, MatRef, Problem, Real, Result};
+use attlas_num::kernels::{Band, axpy, dot, matvec, merge_lse, softmax_in_place};
+use rayon::prelude::*;
+use state::{Level, State, Turn};
+
+/// Registry entry.
+pub static METHOD: Method = Method {
+    id: "multipole",
+    family: Family::Clustering,
+    title: "Multipole attention: exact near clusters, monopole far field",
+    reference: "hooper2025",
+    claims: Claims {
+        decode: true,
+        exact_at: &[("budget", Budget::NumKeys)],
+        deterministic: false,
+        except: &[
+            (Law::KeyOrder, "sinks, recent keys and blocks are taken by position"),
+            (Law::HeadsAlone, "the heads of a group choose their clusters together"),
+            (Law::DecodeIsPrefill, "a prompt is clustered at once, later tokens as they come (tested here)"),
+        ],
+        ..Claims::BASE
+    },
+    params: Params::SPECS,
+    probes: &[
+        &[("ratio", "0.25"), ("budget", "12"), ("sinks", "3"), ("interval", "8"), ("window", "32")],
+        &[
+            ("ratio", "0.5"),
+            ("hierarchy", "true"),
+            ("coarse_ratio", "0.1"),
+            ("budget", "6"),
+            ("sinks", "0"),
+            ("interval", "5"),
+            ("window", "20"),
+            ("per_head", "true"),
+        ],
+        &[
+            ("rope_base", "10000"),
+            ("rope_dim", "4"),
+            ("rope_layout", "interleaved"),
+            ("far", "drop"),
+            ("budget", "9"),
+            ("interval", "8"),
+            ("window", "16"),
+        ],
+        &[("rope_base", "500"), ("rope_dim", "4"), ("budget", "0"), ("interval", "8"), ("window", "4096")],
+    ],
+    supports: |p, options| match Params::from_options(options) {
+        Ok(params) => {
+            let dim = params.rope_dim.unwrap_or(p.d);
+            Support::unless(
+                params.rope_base.is_some() && (dim > p.d || !dim.is_multiple_of(2)),
+                format!(
+                    "rope_dim = {dim} rotates whole pairs of the {} features; give an even number up to it",
+                    p.d
+                ),
+            )
+        }
+        Err(_) => Support::yes(),
+    },
+    calibrate: None,
+    build: |p, options, _| Ok(Multipole::new(Params::from_options(options)?)?.boxed(p)),
+};
+
+crate::choices! {
+    /// What becomes of clusters that are not attended exactly.
+    pub enum Far {
+        /// Each counts as one token of the weight of its size.
+        Monopole = "monopole",
+        /// They are left out.
+        Drop = "drop",
+    }
+}
+
+crate::choices! {
+    /// Where the two parts of a rotated pair lie.
+    pub enum RopeLayout {
+        /// Half the rotated features apart.
+        Half = "half",
+        /// Next to each other.
+        Interleaved = "interleaved",
+    }
+}
+
+crate::params! {
+    /// Parameters of [`Multipole`].
+    pub struct Params {
+        /// Clusters per key.
+        ratio: f64 = 0.0625, in 1e-6..=1.0;
+        /// Keys of clusters that are attended exactly for each query, at most.
+        budget: usize = 128, in 0..=1 << 30;
+        /// Keys at the start that are always attended exactly.
+        sinks: usize = 10, in 0..=1 << 30;
+        /// Tokens after which clusters are updated; the recent buffer holds one to two times as many.
+        interval: usize = 128, in 1..=1 << 30;
+        /// Keys that are clustered together; at least twice the interval.
+        window: usize = 2048, in 2..=1 << 30;
+        /// Lloyd iterations over a block of the prompt.
+        iters: usize = 10, in 0..=1000;
+        /// Lloyd iterations of an update.
+        update_iters: usize = 3, in 0..=1000;
+        /// Whether clusters of centroids are scored first.
+        hierarchy: bool = false;
+        /// Coarse clusters per key, with a hierarchy.
+        coarse_ratio: f64 = 0.015625, in 1e-6..=1.0;
+        /// Keys in the coarse clusters whose children are scored, in multiples of the budget.
+        coarse_factor: f64 = 8.0, in 1.0..=1e6;
+        /// What becomes of clusters that are not attended exactly.
+        far: Far = Far::Monopole;
+        /// Whether each query head chooses its own clusters.
+        per_head: bool = false;
+        /// Base of the rotary embedding that keys came with, to cluster them unrotated; auto takes them as they are.
+        rope_base: Option<f64> = None, in 1.0..=1e12;
+        /// Features that are rotated; auto for all.
+        rope_dim: Option<usize> = None, in 2..=1 << 20;
+        /// Where the parts of a rotated pair lie.
+        rope_layout: RopeLayout = RopeLayout::Half;
+        /// Position of the query when it scores unrotated centroids.
+        rope_offset: usize = 2048, in 0..=1 << 30;
+        /// Stream that first centroids and seeds are drawn from.
+        seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+/// The plan: sizes of clusters, buffers and budgets.
+#[derive(Clone, Debug)]
+pub struct Multipole {
+    params: Params,
+}
+
+impl Multipole {
+    /// A plan with these parameters; an error unless the window is at least twice the interval.
+    pub fn new(params: Params) -> Result<Self> {
+        if params.window < params.interval.saturating_mul(2) {
+            let least = params.interval.saturating_mul(2);
+            return Err(Error::param(
+                "window",
+                params.window,
+                format!("at least twice the interval, {least}"),
+            ));
+        }
+        Ok(Self { params })
+    }
+
+    /// Keys that are clustered among `n` tokens.
+    fn clustered(&self, n: usize) -> usize {
+        let Params { sinks, interval, .. } = self.params;
+        interval * (n.saturating_sub(sinks) / interval).saturating_sub(1)
+    }
+
+    fn turn(&self, d: usize) -> Option<Turn> {
+        let Params { rope_base, rope_dim, rope_layout, .. } = self.params;
+        rope_base.map(|base| Turn::new(base, rope_dim.unwrap_or(d), rope_layout == RopeLayout::Half))
+    }
+}
+
+/// Clusters that one task scores or sums; fixed, so that threads cannot change a bit.
+const PIECE: usize = 2048;
+/// Positions that one task takes.
+const POSITIONS: usize = 16;
+
+impl GroupPlan for Multipole {
+    fn cost(&self, p: &Problem) -> Cost {
+        let Params { ratio, budget, sinks, interval, window, iters, update_iters, .. } = self.params;
+        let (n, d, d_v) = (p.n_k as f64, p.d as f64, p.d_v as f64);
+        let pairs = p.visible_pairs() as f64;
+        let rows = (p.batch * p.n_heads * p.n_q) as f64;
+        let exact = rows * ((sinks + 2 * interval + budget) as f64).min(n);
+        let block = (window as f64).min(n) * ratio;
+        let passes = match p.mask {
+            Mask::None => (iters + 1) as f64,
+            Mask::Causal => (iters + 1) as f64 + (update_iters + 1) as f64 * window as f64 / interval as f64,
+        };
+        let clustering = (p.batch * p.n_kv_heads) as f64 * passes * n * block * d;
+        Cost {
+            setup_flops: 2 * clustering as u64,
+            run_flops: 2 * ((exact.min(pairs) + ratio * pairs).max(1.0) * (d + d_v)) as u64,
+            bytes: (4.0 * (exact + ratio * pairs) * (d + d_v)) as u64,
+        }
+    }
+
+    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        let Params { sinks, interval, budget, .. } = self.params;
+        let near = (sinks + 2 * interval + budget).min(p.n_k) * (p.d + p.d_v);
+        let heads = p.group_size();
+        let queries = 2 * heads * p.d;
+        let staging = p.n_q * heads * (p.d_v + 1) + p.n_k * p.d;
+        (staging + threads * (near + queries + 512) + 512) * size + exact_scratch_bytes(p, threads, size)
+    }
+
+    fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
+        if self.params.budget >= g.n_k() || g.n_q() == 0 {
+            return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
+        }
+        let (n_k, n_q, d, d_v, heads, cx) = (g.n_k(), g.n_q(), g.k.cols(), g.d_v(), g.q.heads(), g.cx);
+        let turn = self.turn(d);
+        let mut turned = cx.scratch.take::<T>(if turn.is_some() { n_k * d } else { 0 });
+        if let Some(turn) = &turn {
+            g.k.gather_into(0..n_k, &mut turned);
+            turned.par_chunks_mut(d).enumerate().for_each(|(j, row)| turn.apply(-(j as f64), row));
+        }
+        let flat = if turn.is_some() { MatRef::new(&turned, n_k, d) } else { g.k };
+        let key = g.index.stream_key(self.params.seed).named("multipole");
+        let mut state = State::new(self.params.clone(), d, d_v, key);
+        let prompt = match g.mask {
+            Mask::None => n_k,
+            Mask::Causal => n_k.saturating_sub(n_q),
+        };
+        state.prefill(flat, g.v, self.clustered(prompt));
+
+        let mut staged = cx.scratch.take::<T>(n_q * heads * d_v);
+        let mut staged_lse = cx.scratch.take::<T>(n_q * heads);
+        let (mut visited, mut first) = (0, 0);
+        while first < n_q {
+            // All queries up to the next update meet the same clusters.
+            let target = self.clustered(g.visible(first));
+            state.update(flat, g.v, target.max(state.clustered()));
+            let last = (first..n_q).find(|&i| self.clustered(g.visible(i)) > target).unwrap_or(n_q);
+            let rows = first * heads..last * heads;
+            visited += staged[rows.start * d_v..rows.end * d_v]
+                .par_chunks_mut(POSITIONS * heads * d_v)
+                .zip(staged_lse[rows].par_chunks_mut(POSITIONS * heads))
+                .enumerate()
+                .map(|(t, (out, lse))| {
+                    let mut q = cx.scratch.take::<T>(heads * d);
+                    let mut visited = 0;
+                    for (i, (out, lse)) in (first + t * POSITIONS..)
+                        .zip(out.chunks_exact_mut(heads * d_v).zip(lse.chunks_exact_mut(heads)))
+                    {
+                        (0..heads)
+                            .zip(q.chunks_exact_mut(d))
+                            .for_each(|(h, row)| row.copy_from_slice(g.q.head(h).row(i)));
+                        let position = (i + n_k) as f64 - n_q as f64;
+                        let cache = Cache { k: g.k, v: g.v, len: g.visible(i), state: &state };
+                        let q = MatRef::new(&q, heads, d);
+                        visited += self.attend(cache, q, turn.as_ref(), position, g.scale, cx, out, lse);
+                    }
+                    visited
+                })
+                .sum::<u64>();
+            first = last;
+        }
+        for h in 0..heads {
+            for i in 0..n_q {
+                let (from, to) = (i * heads + h, h * n_q + i);
+                g.out[to * d_v..(to + 1) * d_v].copy_from_slice(&staged[from * d_v..(from + 1) * d_v]);
+                g.lse[to] = staged_lse[from];
+            }
+        }
+        let empty_rows = g.lse.iter().filter(|l| **l == T::NEG_INFINITY).count() as u64;
+        let rank = Some(state.fine().len());
+        Ok(RunInfo { keys_visited: visited, empty_rows, rank, ..RunInfo::default() })
+    }
+
+    fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        let key = index.stream_key(self.params.seed).named("multipole");
+        Some(Box::new(Decoder {
+            plan: self.clone(),
+            turn: self.turn(p.d),
+            state: State::new(self.params.clone(), p.d, p.d_v, key),
+            k: Vec::new(),
+            v: Vec::new(),
+            turned: Vec::new(),
+            d: p.d,
+            d_v: p.d_v,
+            index,
+        }))
+    }
+}
+
+/// What a query attends to: the first `len` keys and values, and the clusters of some of them.
+#[derive(Clone, Copy)]
+struct Cache<'a, T> {
+    k: MatRef<'a, T>,
+    v: MatRef<'a, T>,
+    len: usize,
+    state: &'a State<T>,
+}
+
+impl Multipole {
+    /// One query row per head at `position`; returns the logits computed.
+    #[allow(clippy::too_many_arguments)]
+    fn attend<T: Real>(
+        &self,
+        cache: Cache<'_, T>,
+        q: MatRef<'_, T>,
+        turn: Option<&Turn>,
+        position: f64,
+        scale: T,
+        cx: Context<'_>,
+        out: &mut [T],
+        lse: &mut [T],
+    ) -> u64 {
+        let mut scoring = cx.scratch.take::<T>(q.rows() * q.cols());
+        q.gather_into(0..q.rows(), &mut scoring);
+        if let Some(turn) = turn {
+            let shift = self.params.rope_offset as f64 - position;
+            scoring.chunks_exact_mut(q.cols()).for_each(|row| turn.apply(shift, row));
+        }
+        let scoring = MatRef::new(&scoring, q.rows(), q.cols());
+        if !self.params.per_head {
+            return self.attend_together(cache, q, scoring, scale, cx, out, lse);
+        }
+        let d_v = cache.v.cols();
+        (0..q.rows())
+            .zip(out.chunks_exact_mut(d_v).zip(lse.chunks_exact_mut(1)))
+            .map(|(h, (out, lse))| {
+                let one = h..h + 1;
+                self.attend_together(
+                    cache,
+                    q.sub_rows(one.clone()),
+                    scoring.sub_rows(one),
+                    scale,
+                    cx,
+                    out,
+                    lse,
+                )
+            })
+            .sum()
+    }
+
+    /// Heads that choose their clusters together.
+    #[allow(clippy::too_many_arguments)]
+    fn attend_together<T: Real>(
+        &self,
+        cache: Cache<'_, T>,
+        q: MatRef<'_, T>,
+        scoring: MatRef<'_, T>,
+        scale: T,
+        cx: Context<'_>,
+        out: &mut [T],
+        lse: &mut [T],
+    ) -> u64 {
+        let Cache { k, v, len, state } = cache;
+        let budget = self.params.budget;
+        let mut fields = Vec::new();
+        let mut members: Vec<u32> = Vec::new();
+        let mut fine = match state.coarse() {
+            None => Field::all(state.fine(), scoring, scale),
+            Some(coarse) => {
+                let mut field = Field::all(coarse, scoring, scale);
+                let most = (budget as f64 * self.params.coarse_factor) as usize;
+                let mut children: Vec<u32> =
+                    field.take(most).into_iter().flat_map(|c| coarse.members(c).iter().copied()).collect();
+                children.sort_unstable();
+                fields.push(field);
+                Field::some(state.fine(), children, scoring, scale)
+            }
+        };
+        for c in fine.take(budget) {
+            members.extend_from_slice(state.fine().members(c));
+        }
+        fields.push(fine);
+
+        let sinks = self.params.sinks.min(len);
+        let recent = (self.params.sinks + state.clustered()).min(len);
+        let near = (0..sinks).chain(recent.max(sinks)..len).chain(members.iter().map(|&j| j as usize));
+        let count = sinks + len - recent.max(sinks) + members.len();
+        let mut near_k = cx.scratch.take::<T>(count * k.cols());
+        let mut near_v = cx.scratch.take::<T>(count * v.cols());
+        k.gather_into(near.clone(), &mut near_k);
+        v.gather_into(near, &mut near_v);
+        let (near_k, near_v) = (MatRef::new(&near_k, count, k.cols()), MatRef::new(&near_v, count, v.cols()));
+        exact_rows(q, near_k, near_v, None, scale, Band::ALL, cx, out, lse);
+        if self.params.far == Far::Monopole {
+            fields.iter_mut().for_each(|field| field.merge_far(out, lse));
+        }
+        (q.rows() * (count + fields.iter().map(Field::len).sum::<usize>())) as u64
+    }
+}
+
+/// Scored clusters of one level.
+struct Field<'a, T> {
+    level: &'a Level<T>,
+    /// Which clusters; all where absent.
+    ids: Option<Vec<u32>>,
+    /// Logits of the centroids, head after head.
+    logits: Vec<T>,
+    taken: Vec<bool>,
+}
+
+impl<'a, T: Real> Field<'a, T> {
+    fn all(level: &'a Level<T>, q: MatRef<'_, T>, scale: T) -> Self {
+        let mut logits = vec![T::ZERO; q.rows() * level.len()];
+        for (q, logits) in q.iter_rows().zip(logits.chunks_exact_mut(level.len().max(1))) {
+            let score = |(t, out): (usize, &mut [T])| {
+                matvec(level.keys().sub_rows(t * PIECE..t * PIECE + out.len()), q, out);
+                out.iter_mut().for_each(|x| *x *= scale);
+            };
+            if level.len() > PIECE {
+                logits.par_chunks_mut(PIECE).enumerate().for_each(score);
+            } else {
+                logits.chunks_mut(PIECE).enumerate().for_each(score);
+            }
+        }
+        Self { level, ids: None, logits, taken: vec![false; level.len()] }
+    }
+
+    fn some(level: &'a Level<T>, ids: Vec<u32>, q: MatRef<'_, T>, scale: T) -> Self {
+        let keys = level.keys();
+        let logits = q
+            .iter_rows()
+            .flat_map(|q| ids.iter().map(|&c| scale * dot(q, keys.row(c as usize))).collect::<Vec<T>>());
+        Self { level, logits: logits.collect(), taken: vec![false; ids.len()], ids: Some(ids) }
+    }
+
+    fn len(&self) -> usize {
+        self.taken.len()
+    }
+
+    fn cluster(&self, place: usize) -> usize {
+        self.ids.as_ref().map_or(place, |ids| ids[place] as usize)
+    }
+
+    /// Takes the best clusters while their keys fit into `budget`; returns them.
+    fn take(&mut self, budget: usize) -> Vec<usize> {
+        let m = self.len();
+        if m == 0 || budget == 0 {
+            return Vec::new();
+        }
+        let mut scores = vec![0.0f64; m];
+        for logits in self.logits.chunks_exact(m) {
+            let weighted = |(p, s): (usize, &T)| (*s + self.level.log_count(self.cluster(p))).to_f64();
+            let top = logits.iter().enumerate().map(weighted).fold(f64::NEG_INFINITY, f64::max);
+            let total: f64 = logits.iter().enumerate().map(|x| (weighted(x) - top).exp()).sum();
+            let log_total = top + total.ln();
+            scores.iter_mut().zip(logits).for_each(|(sum, s)| *sum += (s.to_f64() - log_total).exp());
+        }
+        let mut order: Vec<u32> = (0..m as u32).collect();
+        let better = |a: &u32, b: &u32| scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b));
+        // Every cluster holds a key, so that no more than `budget` of them fit.
+        if budget < m {
+            order.select_nth_unstable_by(budget, better);
+            order.truncate(budget + 1);
+        }
+        order.sort_unstable_by(better);
+        let (mut keys, mut chosen) = (0, Vec::new());
+        for place in order {
+            let cluster = self.cluster(place as usize);
+            keys += self.level.count(cluster);
+            if keys > budget {
+                break;
+            }
+            self.taken[place as usize] = true;
+            chosen.push(cluster);
+        }
+        chosen
+    }
+
+    /// Merges the clusters that were not taken, each as one token; uses up the logits.
+    fn merge_far(&mut self, out: &mut [T], lse: &mut [T]) {
+        let (m, d_v) = (self.len(), self.level.values().cols());
+        if m == 0 {
+            return;
+        }
+        let (level, ids, taken) = (self.level, &self.ids, &self.taken);
+        let cluster = |place: usize| ids.as_ref().map_or(place, |ids| ids[place] as usize);
+        for ((logits, out), lse) in self.logits.chunks_exact_mut(m).zip(out.chunks_exact_mut(d_v)).zip(lse) {
+            let sum = |(t, logits): (usize, &mut [T])| {
+                for (place, s) in (t * PIECE..).zip(logits.iter_mut()) {
+                    *s = if taken[place] { T::NEG_INFINITY } else { *s + level.log_count(cluster(place)) };
+                }
+                let log = softmax_in_place(logits);
+                let mut o = vec![T::ZERO; d_v];
+                for (place, &w) in (t * PIECE..).zip(logits.iter()).filter(|(place, _)| !taken[*place]) {
+                    axpy(w, level.values().row(cluster(place)), &mut o);
+                }
+                (o, log)
+            };
+            let parts: Vec<(Vec<T>, T)> = if m > PIECE {
+                logits.par_chunks_mut(PIECE).enumerate().map(sum).collect()
+            } else {
+                logits.chunks_mut(PIECE).enumerate().map(sum).collect()
+            };
+            parts.iter().for_each(|(o, l)| merge_lse(out, lse, o, *l));
+        }
+    }
+}
+
+/// Decoding one group: keys and values as they came, and the clusters.
+#[derive(Debug)]
+struct Decoder<T> {
+    plan: Multipole,
+    turn: Option<Turn>,
+    state: State<T>,
+    k: Vec<T>,
+    v: Vec<T>,
+    /// Keys turned back to position 0, where that is asked for.
+    turned: Vec<T>,
+    d: usize,
+    d_v: usize,
+    index: GroupIndex,
+}
+
+impl<T: Real> GroupStream<T> for Decoder<T> {
+    fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
+        let first = self.k.len() / self.d;
+        for (j, (k, v)) in (first..).zip(k.iter_rows().zip(v.iter_rows())) {
+            self.k.extend_from_slice(k);
+            self.v.extend_from_slice(v);
+            if let Some(turn) = &self.turn {
+                let start = self.turned.len();
+                self.turned.extend_from_slice(k);
+                turn.apply(-(j as f64), &mut self.turned[start..]);
+            }
+        }
+        let n = self.k.len() / self.d;
+        let flat = MatRef::new(if self.turn.is_some() { &self.turned } else { &self.k }, n, self.d);
+        let v = MatRef::new(&self.v, n, self.d_v);
+        let target = self.plan.clustered(n);
+        if first == 0 {
+            self.state.prefill(flat, v, target);
+        } else {
+            self.state.update(flat, v, target);
+        }
+        Ok(())
+    }
+
+    fn attend(
+        &mut self,
+        q: MatRef<'_, T>,
+        scale: T,
+        out: &mut [T],
+        lse: &mut [T],
+        cx: Context<'_>,
+    ) -> Result<RunInfo> {
+        let n = self.k.len() / self.d;
+        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        if self.plan.params.budget >= n {
+            return exact_group(&mut Group::decode(q, k, v, scale, out, lse, self.index, cx)?);
+        }
+        let cache = Cache { k, v, len: n, state: &self.state };
+        let position = n as f64 - 1.0;
+        let visited = self.plan.attend(cache, q, self.turn.as_ref(), position, scale, cx, out, lse);
+        Ok(RunInfo { rank: Some(self.state.fine().len()), ..RunInfo::visited(visited) })
+    }
+
+    fn state_bytes(&self) -> usize {
+        (self.k.len() + self.v.len() + self.turned.len()) * size_of::<T>() + self.state.bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,334 @@
+//! The clusters of a cache: made from a prompt, updated as tokens come.
+
+use super::Params;
+use attlas_num::cluster::kmeans::label_means;
+use attlas_num::cluster::{Init, Metric, Options, kmeans};
+use attlas_num::kernels::sq_dist;
+use attlas_num::rng::StreamKey;
+use attlas_num::{Mat, MatRef, Real};
+use std::ops::Range;
+
+/// Clusters of one level: what they hold, how many keys that is, and the means of keys and values.
+#[derive(Clone, Debug)]
+pub(super) struct Level<T> {
+    keys: Vec<T>,
+    values: Vec<T>,
+    counts: Vec<usize>,
+    log_counts: Vec<T>,
+    members: Vec<Vec<u32>>,
+    d: usize,
+    d_v: usize,
+}
+
+impl<T: Real> Level<T> {
+    fn new(d: usize, d_v: usize) -> Self {
+        let (keys, values) = (Vec::new(), Vec::new());
+        Self { keys, values, counts: Vec::new(), log_counts: Vec::new(), members: Vec::new(), d, d_v }
+    }
+
+    /// Number of clusters.
+    pub(super) fn len(&self) -> usize {
+        self.counts.len()
+    }
+
+    /// Means of keys, one row each.
+    pub(super) fn keys(&self) -> MatRef<'_, T> {
+        MatRef::new(&self.keys, self.len(), self.d)
+    }
+
+    /// Means of values, one row each.
+    pub(super) fn values(&self) -> MatRef<'_, T> {
+        MatRef::new(&self.values, self.len(), self.d_v)
+    }
+
+    /// Keys in a cluster.
+    pub(super) fn count(&self, c: usize) -> usize {
+        self.counts[c]
+    }
+
+    /// Its natural logarithm.
+    pub(super) fn log_count(&self, c: usize) -> T {
+        self.log_counts[c]
+    }
+
+    /// Positions of the keys of a cluster, or numbers of the clusters of the level below.
+    pub(super) fn members(&self, c: usize) -> &[u32] {
+        &self.members[c]
+    }
+
+    fn truncate(&mut self, clusters: usize) {
+        self.keys.truncate(clusters * self.d);
+        self.values.truncate(clusters * self.d_v);
+        self.counts.truncate(clusters);
+        self.log_counts.truncate(clusters);
+        self.members.truncate(clusters);
+    }
+
+    /// Appends the clusters that `labels` make of rows numbered from `first`, row `i` holding `counts(i)` keys.
+    fn append(
+        &mut self,
+        keys: MatRef<'_, T>,
+        values: MatRef<'_, T>,
+        labels: &[u32],
+        first: usize,
+        counts: impl Fn(usize) -> usize,
+    ) {
+        let clusters = labels.iter().max().map_or(0, |&l| l as usize + 1);
+        let weights: Vec<f64> = (0..labels.len()).map(|i| counts(i) as f64).collect();
+        self.keys.extend_from_slice(label_means(keys, Some(&weights), labels, clusters).0.data());
+        self.values.extend_from_slice(label_means(values, Some(&weights), labels, clusters).0.data());
+        let start = self.members.len();
+        self.members.resize(start + clusters, Vec::new());
+        self.counts.resize(start + clusters, 0);
+        for (i, &label) in labels.iter().enumerate() {
+            self.members[start + label as usize].push((first + i) as u32);
+            self.counts[start + label as usize] += counts(i);
+        }
+        let logs = self.counts[start..].iter().map(|&n| T::from_f64((n as f64).ln()));
+        self.log_counts.extend(logs);
+    }
+
+    fn bytes(&self) -> usize {
+        let members: usize = self.members.iter().map(Vec::len).sum();
+        (self.keys.len() + self.values.len() + self.log_counts.len()) * size_of::<T>()
+            + 8 * self.counts.len()
+            + 4 * members
+    }
+}
+
+/// The clusters of the keys behind the sinks: those of closed blocks, then those of the last, open one.
+#[derive(Debug)]
+pub(super) struct State<T> {
+    params: Params,
+    key: StreamKey,
+    /// Keys that are clustered, and how many of them lie in closed blocks.
+    clustered: usize,
+    closed: usize,
+    fine: Level<T>,
+    coarse: Option<Level<T>>,
+    closed_fine: usize,
+    closed_coarse: usize,
+    /// Clusterings made so far: names their random streams.
+    made: u64,
+}
+
+impl<T: Real> State<T> {
+    /// No clusters.
+    pub(super) fn new(params: Params, d: usize, d_v: usize, key: StreamKey) -> Self {
+        let coarse = params.hierarchy.then(|| Level::new(d, d_v));
+        Self {
+            params,
+            key,
+            clustered: 0,
+            closed: 0,
+            fine: Level::new(d, d_v),
+            coarse,
+            closed_fine: 0,
+            closed_coarse: 0,
+            made: 0,
+        }
+    }
+
+    /// The clusters of keys.
+    pub(super) fn fine(&self) -> &Level<T> {
+        &self.fine
+    }
+
+    /// The clusters of clusters, with a hierarchy.
+    pub(super) fn coarse(&self) -> Option<&Level<T>> {
+        self.coarse.as_ref()
+    }
+
+    /// Keys that are clustered.
+    pub(super) fn clustered(&self) -> usize {
+        self.clustered
+    }
+
+    /// Bytes held.
+    pub(super) fn bytes(&self) -> usize {
+        self.fine.bytes() + self.coarse.as_ref().map_or(0, Level::bytes)
+    }
+
+    /// Clusters the first `n` keys behind the sinks, block after block.
+    pub(super) fn prefill(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, n: usize) {
+        let window = self.params.window;
+        let (mut blocks, mut rest) = (n / window, n % window);
+        if rest < window / 2 && blocks > 0 {
+            blocks -= 1;
+            rest += window;
+        }
+        for b in 0..blocks {
+            self.cluster_anew(k, v, b * window..(b + 1) * window);
+            self.close(window);
+        }
+        self.cluster_anew(k, v, n - rest..n);
+        self.clustered = n;
+    }
+
+    /// Takes in keys, `interval` at a time, until `n` are clustered.
+    pub(super) fn update(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, n: usize) {
+        let Params { interval, window, .. } = self.params;
+        while self.clustered < n {
+            self.clustered += interval;
+            let open = self.closed..self.clustered;
+            if open.len() >= window + window / 2 {
+                self.reopen();
+                self.cluster_anew(k, v, open.start..open.start + window);
+                self.close(window);
+                self.cluster_anew(k, v, open.start + window..open.end);
+            } else {
+                self.join(k, v, open);
+            }
+        }
+    }
+
+    /// Closes the open block, which is `len` keys long.
+    fn close(&mut self, len: usize) {
+        self.closed += len;
+        self.closed_fine = self.fine.len();
+        self.closed_coarse = self.coarse.as_ref().map_or(0, Level::len);
+    }
+
+    /// Forgets the clusters of the open block.
+    fn reopen(&mut self) {
+        self.fine.truncate(self.closed_fine);
+        if let Some(coarse) = &mut self.coarse {
+            coarse.truncate(self.closed_coarse);
+        }
+    }
+
+    fn next_key(&mut self) -> StreamKey {
+        self.made += 1;
+        self.key.with(self.made)
+    }
+
+    fn rows<'a>(&self, x: MatRef<'a, T>, keys: &Range<usize>) -> MatRef<'a, T> {
+        x.sub_rows(self.params.sinks + keys.start..self.params.sinks + keys.end)
+    }
+
+    /// Clusters the keys of a block from nothing.
+    fn cluster_anew(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, block: Range<usize>) {
+        if block.is_empty() {
+            return;
+        }
+        let clusters = share(block.len(), self.params.ratio);
+        let options = Options { clusters, iters: self.params.iters, metric: Metric::Euclidean };
+        let key = self.next_key();
+        let found = kmeans(self.rows(k, &block), None, options, Init::Rows, key);
+        self.append(k, v, block, &found.labels);
+    }
+
+    /// Lets the last `interval` keys of the open block join its clusters.
+    fn join(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, open: Range<usize>) {
+        let Params { interval, ratio, update_iters, .. } = self.params;
+        let rows = self.rows(k, &open);
+        let key = self.next_key();
+        let old = self.closed_fine..self.fine.len();
+        let mut centroids: Vec<T> = self.fine.keys[old.start * self.fine.d..].to_vec();
+        let mut counts: Vec<usize> = self.fine.counts[old].to_vec();
+        let new = open.len() - interval..open.len();
+        let least = usize::from(counts.is_empty());
+        let seeds = ((interval as f64 * ratio).round() as usize).clamp(least, interval);
+        let seeds = key.named("seeds").rng().subset(interval, seeds);
+        for &s in &seeds {
+            centroids.extend_from_slice(rows.row(new.start + s));
+            counts.push(1);
+        }
+        let d = rows.cols();
+        for i in (0..interval).filter(|i| seeds.binary_search(i).is_err()) {
+            let x = rows.row(new.start + i);
+            let nearest = (0..counts.len())
+                .map(|c| sq_dist(x, &centroids[c * d..(c + 1) * d]))
+                .enumerate()
+                .fold((0, T::INFINITY), |best, (c, far)| if far < best.1 { (c, far) } else { best })
+                .0;
+            counts[nearest] += 1;
+            let share = T::from_f64(1.0 / counts[nearest] as f64);
+            let centroid = &mut centroids[nearest * d..(nearest + 1) * d];
+            centroid.iter_mut().zip(x).for_each(|(c, &x)| *c += (x - *c) * share);
+        }
+        let start = Mat::from_vec(centroids, counts.len(), d);
+        let options = Options { clusters: counts.len(), iters: update_iters, metric: Metric::Euclidean };
+        let found = kmeans(rows, None, options, Init::Given(start.as_ref()), key);
+        self.reopen();
+        self.append(k, v, open, &found.labels);
+    }
+
+    /// Appends the clusters of a block, and the coarse ones above them.
+    fn append(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, block: Range<usize>, labels: &[u32]) {
+        let (keys, values) = (self.rows(k, &block), self.rows(v, &block));
+        let first = self.fine.len();
+        self.fine.append(keys, values, labels, self.params.sinks + block.start, |_| 1);
+        let key = self.key.named("coarse").with(self.made);
+        let Some(coarse) = &mut self.coarse else { return };
+        let fine = &self.fine;
+        let (keys, values) =
+            (fine.keys().sub_rows(first..fine.len()), fine.values().sub_rows(first..fine.len()));
+        let weights: Vec<f64> = fine.counts[first..].iter().map(|&n| n as f64).collect();
+        let clusters = share(block.len(), self.params.coarse_ratio);
+        let options = Options { clusters, iters: self.params.iters, metric: Metric::Euclidean };
+        let found = kmeans(keys, Some(&weights), options, Init::Rows, key);
+        coarse.append(keys, values, &found.labels, first, |i| fine.counts[first + i]);
+    }
+
+    /// A state with given clusters, for tests.
+    #[cfg(test)]
+    pub(super) fn with_labels(mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, labels: &[u32]) -> Self {
+        self.clustered = labels.len();
+        self.append(k, v, 0..labels.len(), labels);
+        self
+    }
+}
+
+/// Clusters for `n` keys.
+fn share(n: usize, ratio: f64) -> usize {
+    ((n as f64 * ratio).round() as usize).max(1)
+}
+
+/// Rotations of feature pairs by multiples of fixed angles.
+#[derive(Clone, Debug)]
+pub(super) struct Turn {
+    angles: Vec<f64>,
+    /// Distance between the parts of a pair, and between pairs.
+    part: usize,
+    pair: usize,
+}
+
+impl Turn {
+    /// The rotary embedding of `dim` features with base `base`.
+    pub(super) fn new(base: f64, dim: usize, half: bool) -> Self {
+        let angles: Vec<f64> = (0..dim / 2).map(|l| base.powf(-2.0 * l as f64 / dim as f64)).collect();
+        let (part, pair) = if half { (angles.len(), 1) } else { (1, 2) };
+        Self { angles, part, pair }
+    }
+
+    /// Moves `row` by `shift` positions.
+    pub(super) fn apply<T: Real>(&self, shift: f64, row: &mut [T]) {
+        for (l, &angle) in self.angles.iter().enumerate() {
+            let (re, im) = (l * self.pair, l * self.pair + self.part);
+            let (sin, cos) = (shift * angle).sin_cos();
+            let (x, y) = (row[re].to_f64(), row[im].to_f64());
+            (row[re], row[im]) = (T::from_f64(x * cos - y * sin), T::from_f64(y * cos + x * sin));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use attlas_num::rope::{Angles, Layout, Rope, Scaling, Table};
+
+    #[test]
+    fn turning_moves_a_row_from_one_position_to_another() {
+        for (layout, half) in [(Layout::Half, true), (Layout::Interleaved, false)] {
+            let rope = Rope { dim: 6, base: 1e4, layout, scaling: Scaling::None };
+            let table = Table::<f64>::new(&rope, 60, Angles::Double);
+            let row = [0.3, -1.0, 2.0, 0.7, 0.1, -0.4, 9.0];
+            let (mut from, mut to) = (row, row);
+            table.rotate_in_place(50, &mut from);
+            table.rotate_in_place(7, &mut to);
+            Turn::new(1e4, 6, half).apply(-43.0, &mut from);
+            assert!(from.iter().zip(&to).all(|(a, b)| (a - b).abs() < 1e-13), "{layout:?}");
+        }
+    }
+}

@@ -1,0 +1,373 @@
+//! Pre-scored HyperAttention: keys are ranked once, and HyperAttention runs on the best of them.
+//!
+//! **Idea.** Score the keys without looking at the queries, keep the best, and spend hashing and sampling on
+//! those alone.
+//!
+//! **Math.** $S$ holds the `keys` keys of the largest score, ties to the smaller index; a query of block $c$ of
+//! the hashed and sorted $S$ sees
+//! $$\hat Z_i = \sum_{j \in c} e^{s_{ij}} + \tfrac{|S| - |c|}{|T \setminus c|} \sum_{j \in T \setminus c} e^{s_{ij}}
+//!   + \tfrac{n_k - |S|}{|R|} \sum_{j \in R} e^{s_{ij}},$$
+//! with $T \subset S$ drawn uniformly (none by default, as in the paper) and $R$ drawn uniformly from the keys
+//! outside $S$ with `residual = all_keys`, which makes the normaliser unbiased; outputs accordingly. Scores:
+//!
+//! | `score` | of key $j$ |
+//! |---|---|
+//! | `leverage` | $k_j^\top (K^\top K)^{-1} k_j$, by Cholesky with as little added to the diagonal as is needed |
+//! | `kmeans_outlier` | $u_j / (\sum u + 10^{-6})$, $u_j$ the distance to the own centroid, the sum over its cluster |
+//! | `kmedian_outlier` | the same with coordinate-wise medians as centres |
+//! | `kernel_kmeans` | $e^{-u_j^2 / 2\sigma^2}$, $\sigma = 1.3$ times the mean of $u$ |
+//! | `norm2` | $\lvert k_j\rvert^2$ |
+//!
+//! With `select = drawn` the keys are drawn without replacement by their score (by $u_j$ for the outlier scores)
+//! instead, the authors' variant for vision models; with `block` at least `keys` it is plain softmax over them.
+//!
+//! **Reference.** li2025; han2024; survey, clustering and sampling. Keys that are not kept are *removed*; the
+//! authors' code zeroes them, which leaves each with weight one in every row. Their "leverage" multiplies the
+//! keys by a random orthogonal matrix and takes norms, which is `norm2`; here it is leverage. k-means runs for
+//! each key head on its own keys, with k-means++ replaced by distinct random rows. Causally, each part of
+//! the recursion scores its own past keys: a choice over the whole sequence would leak. The default score is
+//! leverage: k-means with the authors' 256 clusters costs as much as attending to 2560 keys.
+//!
+//! **Cost.** Scores $2 n_k d^2$ (leverage) or $2\,\mathrm{iters}\; n_k\, d\,\mathrm{clusters}$, then HyperAttention on
+//! `keys` keys: $2 n_q (b + m)(d + d_v)$.
+//!
+//! **Guarantees.** Rows are convex combinations of values; without samples the error is at most the lost mass
+//! times the diameter of the values. With `keys` covering all keys it is HyperAttention. Exact when `block` or
+//! `samples` cover all keys, or `n_min` all tokens. Choices are nested in `keys`. All tested here.
+//!
+//! **When to use.** Where a few keys matter to all queries. On clustered inputs no score beats a random subset
+//! of the same size; report the exact result beside it.
+
+use crate::group::{Group, GroupPlan};
+use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::methods::common::{
+    Assign, SortedBlocks, UniformSamples, attend_blocks, blocks_scratch_bytes, causal_pairs,
+    causal_scratch_bytes, causalize, exact_group, exact_scratch_bytes, sinks_scratch_bytes, top_indices,
+    with_sinks,
+};
+use crate::{Mask, MatRef, Problem, Real, Result};
+use attlas_num::cluster::{self, Init, Metric, kmeans};
+use attlas_num::hash::sample::Reservoir;
+use attlas_num::kernels::sq_dist;
+use attlas_num::randla::ridge_leverage_scores;
+use attlas_num::rng::StreamKey;
+use std::ops::Range;
+
+/// Registry entry.
+pub static METHOD: Method = Method {
+    id: "prescored_hyper",
+    family: Family::Clustering,
+    title: "Pre-scored HyperAttention: hashing and sampling on the best keys alone",
+    reference: "li2025",
+    claims: Claims {
+        exact_at: &[("block", Budget::NumKeys), ("samples", Budget::NumKeys), ("n_min", Budget::NumTokens)],
+        deterministic: false,
+        exponent: 1.0,
+        except: &[
+            (Law::KeyOrder, "keys are sampled and clustered by their place"),
+            (Law::QueriesAlone, "without a mask, queries are cut into blocks by their rank among each other"),
+        ],
+        ..Claims::BASE
+    },
+    params: Params::SPECS,
+    probes: &[
+        &[("keys", "40"), ("block", "8"), ("n_min", "8"), ("hashes", "4")],
+        &[("keys", "30"), ("block", "8"), ("n_min", "4"), ("score", "kmeans_outlier"), ("samples", "9")],
+        &[("keys", "30"), ("block", "7"), ("n_min", "9"), ("score", "kmedian_outlier"), ("sinks", "3")],
+        &[
+            ("keys", "25"),
+            ("block", "8"),
+            ("n_min", "1"),
+            ("score", "kernel_kmeans"),
+            ("residual", "all_keys"),
+            ("residual_samples", "16"),
+        ],
+        &[("keys", "30"), ("block", "30"), ("n_min", "5"), ("score", "norm2"), ("select", "drawn")],
+    ],
+    supports: |_, _| Support::yes(),
+    calibrate: None,
+    build: |p, options, _| Ok(PrescoredHyper::new(Params::from_options(options)?)?.boxed(p)),
+};
+
+crate::choices! {
+    /// What keys are ranked by.
+    pub enum Score {
+        /// Leverage in the row space of the keys.
+        Leverage = "leverage",
+        /// Share in the distances of the cluster.
+        KMeansOutlier = "kmeans_outlier",
+        /// The same with coordinate-wise medians.
+        KMedianOutlier = "kmedian_outlier",
+        /// Nearness to the centroid.
+        KernelKMeans = "kernel_kmeans",
+        /// Squared length.
+        Norm2 = "norm2",
+    }
+}
+
+crate::choices! {
+    /// How keys are kept.
+    pub enum Select {
+        /// The best.
+        Top = "top",
+        /// Drawn without replacement by their score.
+        Drawn = "drawn",
+    }
+}
+
+crate::choices! {
+    /// What stands for the keys that are not kept.
+    pub enum Residual {
+        /// Nothing, as in the paper.
+        None = "none",
+        /// Uniform samples of them.
+        AllKeys = "all_keys",
+    }
+}
+
+crate::choices! {
+    /// How samples of the kept keys are drawn.
+    pub enum Sampling {
+        /// Every key at most once.
+        WithoutReplacement = "without_replacement",
+        /// Independently.
+        WithReplacement = "with_replacement",
+    }
+}
+
+crate::params! {
+    /// Parameters of [`PrescoredHyper`].
+    pub struct Params {
+        /// Keys kept; all where there are no more.
+        keys: usize = 1024, in 1..=1 << 30;
+        /// What keys are ranked by.
+        score: Score = Score::Leverage;
+        /// Whether the best are kept or keys drawn by their score.
+        select: Select = Select::Top;
+        /// Clusters of the k-means scores; the smaller of 256 and a quarter of the kept keys where it is auto.
+        clusters: Option<usize> = None, in 1..=1 << 20;
+        /// Iterations of the clusterings; 10, with medians 3, where it is auto.
+        iters: Option<usize> = None, in 0..=1000;
+        /// What stands for the keys that are not kept.
+        residual: Residual = Residual::None;
+        /// Keys drawn outside the kept ones with residual = all_keys.
+        residual_samples: usize = 256, in 1..=1 << 30;
+        /// Most keys in a block.
+        block: usize = 256, in 1..=1 << 30;
+        /// Kept keys drawn for what lies outside a query's block; 0 leaves it out.
+        samples: usize = 0, in 0..=1 << 30;
+        /// Whether a kept key can be drawn more than once.
+        sampling: Sampling = Sampling::WithoutReplacement;
+        /// Bits of the hash; 0 keeps the order of tokens.
+        hashes: usize = 7, in 0..=31;
+        /// Below this many queries attention is exact; the base of the causal recursion.
+        n_min: usize = 4096, in 0..=1 << 30;
+        /// Keys at the start that every query sees exactly and that are not scored.
+        sinks: usize = 0, in 0..=1 << 30;
+        /// Stream of clusterings, directions and samples.
+        seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+/// The plan: the parameters.
+#[derive(Clone, Debug)]
+pub struct PrescoredHyper {
+    params: Params,
+}
+
+impl PrescoredHyper {
+    /// A plan with these parameters.
+    pub fn new(params: Params) -> Result<Self> {
+        params.validate()?;
+        Ok(Self { params })
+    }
+
+    /// Whether a part without a mask is computed exactly.
+    fn is_exact(&self, n_q: usize, n_k: usize) -> bool {
+        let Params { block, samples, n_min, .. } = self.params;
+        n_k <= block.max(samples) || n_q < n_min
+    }
+
+    /// Whether the whole problem is computed exactly.
+    fn covers(&self, n_q: usize, n_k: usize) -> bool {
+        let Params { block, samples, n_min, sinks, .. } = self.params;
+        n_k <= block.max(samples).max(sinks) || n_q.max(n_k) <= n_min
+    }
+
+    /// Most samples beside a block.
+    fn extra(&self, n_k: usize) -> usize {
+        let Params { samples, residual, residual_samples, .. } = self.params;
+        let residual = if residual == Residual::AllKeys { residual_samples.min(n_k) } else { 0 };
+        samples.min(n_k) + residual
+    }
+
+    fn clusters(&self) -> usize {
+        self.params.clusters.unwrap_or((self.params.keys / 4).clamp(1, 256))
+    }
+
+    fn iters(&self) -> usize {
+        self.params.iters.unwrap_or(if self.params.score == Score::KMedianOutlier { 3 } else { 10 })
+    }
+
+    /// The kept keys in increasing order; `None` where all are.
+    fn kept<T: Real>(&self, k: MatRef<'_, T>, key: StreamKey) -> Option<Vec<u32>> {
+        let keys = self.params.keys;
+        if keys >= k.rows() {
+            return None;
+        }
+        let chosen = match self.params.select {
+            Select::Top => top_indices(&self.scores(k, key, true), keys),
+            Select::Drawn => {
+                let mut drawn = Reservoir::new(keys);
+                let mut rng = key.named("drawn").rng();
+                let scores = self.scores(k, key, false);
+                // Keys without weight only come in where there are not enough with weight.
+                let floor = f64::MIN_POSITIVE.ln();
+                let log = |s: f64| if s > 0.0 { s.ln().max(floor) } else { 2.0 * floor };
+                scores.iter().enumerate().for_each(|(j, &s)| drawn.push(log(s), j, &mut rng));
+                let mut chosen = drawn.into_items();
+                chosen.sort_unstable();
+                chosen
+            }
+        };
+        Some(chosen.into_iter().map(|j| j as u32).collect())
+    }
+
+    /// Scores of the keys; outlier scores as shares of their cluster, or as plain distances.
+    fn scores<T: Real>(&self, k: MatRef<'_, T>, key: StreamKey, shares: bool) -> Vec<f64> {
+        let metric = match self.params.score {
+            Score::Norm2 => return squared_norms(k),
+            // Keys that are not finite have no leverage; their norms keep them from being dropped unseen.
+            Score::Leverage => return ridge_leverage_scores(k, 0.0).unwrap_or_else(|_| squared_norms(k)),
+            Score::KMedianOutlier => Metric::Median,
+            Score::KMeansOutlier | Score::KernelKMeans => Metric::Euclidean,
+        };
+        let options = cluster::Options { clusters: self.clusters(), iters: self.iters(), metric };
+        let found = kmeans(k, None, options, Init::Rows, key.named("clusters"));
+        let own = |j: usize| found.centroids.row(found.labels[j] as usize);
+        let distance: Vec<f64> = (0..k.rows()).map(|j| sq_dist(k.row(j), own(j)).to_f64().sqrt()).collect();
+        match self.params.score {
+            Score::KernelKMeans => {
+                let sigma = 1.3 * distance.iter().sum::<f64>() / distance.len().max(1) as f64;
+                let nearness = |u: &f64| if *u == 0.0 { 1.0 } else { (-(u / sigma).powi(2) / 2.0).exp() };
+                distance.iter().map(nearness).collect()
+            }
+            _ if !shares => distance,
+            _ => {
+                let mut totals = vec![0.0; found.centroids.rows()];
+                distance.iter().zip(&found.labels).for_each(|(u, &c)| totals[c as usize] += u);
+                distance.iter().zip(&found.labels).map(|(u, &c)| u / (totals[c as usize] + 1e-6)).collect()
+            }
+        }
+    }
+
+    /// Attention without a mask to the keys of `group`, which are `keys` of the whole group.
+    fn part<T: Real>(&self, mut group: Group<'_, T>, keys: Range<usize>, assign: Assign) -> Result<RunInfo> {
+        let Params { block, samples, hashes, residual, residual_samples, seed, .. } = self.params;
+        let n_k = group.n_k();
+        if self.is_exact(group.n_q(), n_k) {
+            return exact_group(&mut group);
+        }
+        let key = group.index.stream_key(seed);
+        let of_part = key.with(keys.start as u64).with(keys.end as u64);
+        let kept = self.kept(group.k, of_part);
+        let blocks = SortedBlocks::new(
+            group.q,
+            group.k,
+            kept.as_deref(),
+            block,
+            hashes,
+            assign,
+            key.named("directions"),
+        );
+        let count = blocks.keys().len();
+        let replacement = self.params.sampling == Sampling::WithReplacement;
+        let inside = UniformSamples::new(count, samples, replacement, of_part.named("samples"));
+        let outside: Vec<(u32, T)> = match &kept {
+            Some(kept) if residual == Residual::AllKeys => {
+                let drawn = of_part.named("residual").rng().subset(n_k - count, residual_samples);
+                let weight = T::from_f64(((n_k - count) as f64 / drawn.len() as f64).ln());
+                complement(n_k, kept, &drawn).into_iter().map(|j| (j, weight)).collect()
+            }
+            _ => Vec::new(),
+        };
+        let info = attend_blocks(&mut group, &blocks, |c| {
+            let mut extra = inside.outside(&blocks, c);
+            extra.extend_from_slice(&outside);
+            extra
+        })?;
+        Ok(RunInfo { rank: Some(count), ..info })
+    }
+}
+
+/// The numbers of `0..n` outside `kept`, at the places `chosen` of their increasing order.
+fn complement(n: usize, kept: &[u32], chosen: &[usize]) -> Vec<u32> {
+    let mut kept = kept.iter().copied().peekable();
+    let outside = (0..n as u32).filter(|j| kept.next_if_eq(j).is_none());
+    let mut chosen = chosen.iter().copied().peekable();
+    outside.enumerate().filter(|(place, _)| chosen.next_if_eq(place).is_some()).map(|(_, j)| j).collect()
+}
+
+fn squared_norms<T: Real>(k: MatRef<'_, T>) -> Vec<f64> {
+    k.iter_rows().map(|row| row.iter().map(|x| x.to_f64() * x.to_f64()).sum()).collect()
+}
+
+impl GroupPlan for PrescoredHyper {
+    fn cost(&self, p: &Problem) -> Cost {
+        let Params { block, n_min, sinks, hashes, keys, .. } = self.params;
+        let (d, d_v, heads) = (p.d as u64, p.d_v as u64, (p.batch * p.n_heads) as u64);
+        let (rows, all) = (heads * p.n_q as u64, (p.batch * p.n_kv_heads * p.n_k) as u64);
+        if self.covers(p.n_q, p.n_k) {
+            let bytes = 4 * (rows + all) * (d + d_v);
+            return Cost { setup_flops: 0, run_flops: 2 * p.visible_pairs() * (d + d_v), bytes };
+        }
+        let part = |rows: usize, n_k: usize| {
+            let seen =
+                if self.is_exact(rows, n_k) { n_k } else { (block.min(keys) + self.extra(n_k)).min(n_k) };
+            rows as u64 * seen as u64
+        };
+        let (pairs, levels) = match p.mask {
+            Mask::None => (part(p.n_q, p.n_k - sinks), 1),
+            Mask::Causal => {
+                let levels = (p.n_q / n_min.max(1)).max(1).ilog2().max(1);
+                (causal_pairs(p.n_q, p.n_k - sinks, n_min, &part), u64::from(levels))
+            }
+        };
+        let per_key = match self.params.score {
+            Score::Leverage => 2 * d * d,
+            Score::Norm2 => 2 * d,
+            _ => 2 * d * (self.clusters() * (self.iters() + 1)) as u64,
+        };
+        Cost {
+            setup_flops: levels * (2 * (rows + all) * d * hashes as u64 + all * per_key),
+            run_flops: 2 * heads * (pairs + (p.n_q * sinks) as u64) * (d + d_v),
+            bytes: 4 * levels * (rows + all) * (d + d_v),
+        }
+    }
+
+    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        let Params { block, n_min, .. } = self.params;
+        let causal = if p.mask == Mask::Causal { causal_scratch_bytes(p, n_min, size) } else { 0 };
+        exact_scratch_bytes(p, threads, size)
+            + blocks_scratch_bytes(p, block, self.extra(p.n_k), threads, size)
+            + sinks_scratch_bytes(p, threads, size)
+            + causal
+    }
+
+    fn run<T: Real>(&self, mut group: Group<'_, T>) -> Result<RunInfo> {
+        let Params { n_min, sinks, .. } = self.params;
+        if self.covers(group.n_q(), group.n_k()) {
+            return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut group)? });
+        }
+        with_sinks(&mut group, sinks, |rest| match rest.mask {
+            Mask::None => {
+                let keys = 0..rest.n_k();
+                self.part(rest.reborrow(), keys, Assign::Balanced)
+            }
+            Mask::Causal => causalize(rest, n_min, &|part, keys| self.part(part, keys, Assign::Alone)),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,506 @@
+//! Reformer: attention inside chunks of tokens sorted by an angular hash.
+//!
+//! **Idea.** Sort tokens by the bucket of a random angular hash, cut the order into chunks, and attend within the own and
+//! the previous chunk; repeat over several hash rounds. In the paper queries double as keys (`keys = shared`).
+//!
+//! **Math.** Round $r$ gives token $i$ the bucket $h_r(x_i) = \arg\max[W_r x_i; -W_r x_i]$ with Gaussian rows (argmax; argmin
+//! only renames buckets), sorts by (bucket, position), and calls rank$/m$ the chunk; $S_i^{(r)}$ are the keys of the chunks
+//! $c_i - \mathrm{before} \dots c_i + \mathrm{after}$. `union` is the softmax over $\bigcup_r S_i^{(r)}$, which a plain sum over
+//! rounds is not: keys are skipped in every round but the first they are met in; `multiset` counts them once a round. With
+//! `keys = shared`, pass the shared vectors as queries and as keys: keys are normalised, $s_{ij} = \mathrm{logit\_scale}\,
+//! \langle q_i, k_j/|k_j| \rangle$ without a further $1/\sqrt d$ (the survey keeps both, which makes logits $\sqrt d$ too small
+//! against the official code), and a token does not attend to itself unless it sees nothing else; then $o_i = v_i$ and the
+//! log-sum-exp is −∞, so that it weighs nothing in a later merge. With `keys = separate` (an extension, and the default,
+//! because it answers for any model) queries and keys are hashed by the same $W_r$, sorted apart, and cut into the same
+//! number of balanced chunks; logits carry the problem's scale and nothing is excluded.
+//!
+//! **Causal form.** Ranks in the whole order depend on later tokens. So that none can be felt, each bucket is a list of
+//! positions that only grows, cut into chunks of $m$ as it fills; query $i$ sees the chunk that its rank in the bucket's
+//! list of older keys falls into, up to itself, and the `before` chunks ahead of it, all of its own bucket. In place of
+//! the neighbours from other buckets it sees the last `window` tokens (the public decoder fills up with recent tokens
+//! too). Decoding does the same from the lists.
+//!
+//! **Reference.** kitaev2020, and the trax code for the factored hash, the bucket count $2n/m$ and `wrap`. The published near
+//! perfect figures are for models trained with the hash.
+//!
+//! **Cost.** Hash $2 R n d \sum f/2$ for factors $f$ of the bucket count, $R$ sorts, $2 R n\,(1 + \mathrm{before} +
+//! \mathrm{after}) m (d + d_v)$; scratch $O(n(d + d_v))$ and a few integers per token and round.
+//!
+//! **Guarantees.** Separate keys: exact when `block` covers all keys. Shared keys: then exactly full shared-QK attention.
+//! With `union`, the error is at most the lost mass times the spread of the values, and mass does not fall with rounds.
+//! Strictly causal. Tested.
+//!
+//! **When to use.** Models trained with it. For others `smyrf` or `hyper` pair queries and keys better.
+
+mod buckets;
+
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
+use crate::method::{Budget, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support};
+use crate::methods::common::{
+    Join, Round, attend_round, attend_subset, exact_group, exact_rows, exact_scratch_bytes, round_scratch_len,
+};
+use crate::workspace::Context;
+use crate::{Error, Mask, MatRef, Problem, Real, Result};
+use attlas_num::hash::{CrossPolytope, Lsh};
+use attlas_num::kernels::{Band, dot, merge_lse};
+use buckets::{Chunks, KeyRound, QueryRound};
+use rayon::prelude::*;
+
+/// Registry entry.
+pub static METHOD: Method = Method {
+    id: "reformer",
+    family: Family::Clustering,
+    title: "Reformer: chunks of tokens sorted by an angular hash",
+    reference: "kitaev2020",
+    claims: Claims {
+        decode: true,
+        exact_at: &[("block", Budget::NumKeys)],
+        row_stochastic: true,
+        deterministic: false,
+        exponent: 1.0,
+        needs: Needs::Training,
+        except: &[
+            (Law::QueriesAlone, "without a mask, a query's chunk is its rank among the queries"),
+            (Law::KeyOrder, "inside a bucket, chunks are cut by position"),
+        ],
+        ..Claims::BASE
+    },
+    params: Params::SPECS,
+    probes: &[
+        &[("rounds", "3"), ("block", "7"), ("sinks", "2")],
+        &[("rounds", "2"), ("block", "8"), ("merge", "multiset"), ("window", "3")],
+        &[("rounds", "2"), ("block", "9"), ("after", "1"), ("before", "2"), ("across_buckets", "false")],
+        &[("keys", "shared"), ("rounds", "3"), ("block", "8"), ("window", "0")],
+        &[("keys", "shared"), ("rounds", "2"), ("block", "6"), ("across_buckets", "false"), ("buckets", "4")],
+        &[("keys", "shared"), ("rounds", "2"), ("block", "8"), ("merge", "multiset"), ("wrap", "true")],
+        &[("rounds", "3"), ("block", "8"), ("wrap", "true"), ("buckets", "12")],
+    ],
+    supports: |p, options| match Params::from_options(options) {
+        Ok(params) => supports(p, &params),
+        Err(_) => Support::yes(),
+    },
+    calibrate: None,
+    build: |p, options, _| Ok(Reformer::new(Params::from_options(options)?).boxed(p)),
+};
+
+crate::choices! {
+    /// What keys are.
+    pub enum Keys {
+        /// Vectors of their own.
+        Separate = "separate",
+        /// The queries themselves, given again as keys: they are normalised, and no token attends to itself.
+        Shared = "shared",
+    }
+}
+
+crate::choices! {
+    /// What a key counts that several rounds find.
+    pub enum Merge {
+        /// Once: the softmax over the union of the rounds.
+        Union = "union",
+        /// Once for each round that finds it, as in the public code by default.
+        Multiset = "multiset",
+    }
+}
+
+crate::params! {
+    /// Parameters of [`Reformer`].
+    pub struct Params {
+        /// What keys are.
+        keys: Keys = Keys::Separate;
+        /// Independent hash functions.
+        rounds: usize = 4, in 1..=64;
+        /// Tokens in a chunk.
+        block: usize = 64, in 1..=1 << 30;
+        /// Buckets of a hash function; auto takes two per chunk. Many are factored, which may leave a few less.
+        buckets: Option<usize> = None, in 2..=1 << 24;
+        /// Chunks before its own that a token sees.
+        before: usize = 1, in 0..=1024;
+        /// Chunks after its own that a token sees; without meaning for a causal mask.
+        after: usize = 0, in 0..=1024;
+        /// Whether neighbours in other buckets are seen; never with a causal mask.
+        across_buckets: bool = true;
+        /// Whether the first chunk of a round looks back into the last one of the round before, as public code does.
+        wrap: bool = false;
+        /// What a key counts that several rounds find.
+        merge: Merge = Merge::Union;
+        /// Factor of the inner products with normalised, shared keys.
+        logit_scale: f64 = 1.0, in 0.0..=1e6;
+        /// Causal problems: recent tokens that are seen besides; auto for one chunk.
+        window: Option<usize> = None, in 0..=1 << 30;
+        /// Keys at the start that every query sees exactly, outside the chunks; separate keys only.
+        sinks: usize = 0, in 0..=1 << 30;
+        /// Stream the hash functions are drawn from.
+        seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+fn supports(p: &Problem, params: &Params) -> Support {
+    let (causal, shared) = (p.mask == Mask::Causal, params.keys == Keys::Shared);
+    Support::unless(
+        shared && p.n_heads != p.n_kv_heads,
+        "keys = shared needs a key head for every query head: a query is its own key",
+    )
+    .and_unless(
+        shared && (p.n_q > p.n_k || !causal && p.n_q != p.n_k),
+        "keys = shared needs as many keys as queries, or more with a causal mask",
+    )
+    .and_unless(shared && params.sinks > 0, "keys = shared has no sinks: every token is hashed; set sinks = 0")
+    .and_unless(
+        causal && params.wrap,
+        "wrap looks into a chunk of other buckets, which depends on later tokens; set wrap = false for a causal mask",
+    )
+}
+
+/// The plan: rounds, chunks and merging.
+#[derive(Clone, Debug)]
+pub struct Reformer {
+    params: Params,
+}
+
+impl Reformer {
+    /// A plan with these parameters.
+    pub fn new(params: Params) -> Self {
+        Self { params }
+    }
+
+    fn shared(&self) -> bool {
+        self.params.keys == Keys::Shared
+    }
+
+    /// Hash functions for `n` keys; a single chunk needs one round and no hash.
+    fn hash<T: Real>(&self, index: GroupIndex, d: usize, n: usize) -> Option<CrossPolytope<T>> {
+        let Params { block, rounds, buckets, seed, .. } = self.params;
+        if n <= block {
+            return None;
+        }
+        let key = index.stream_key(seed).named("reformer");
+        Some(CrossPolytope::new(key, d, buckets.unwrap_or(2 * (n / block).max(1)), rounds))
+    }
+
+    fn window(&self) -> usize {
+        self.params.window.unwrap_or(self.params.block)
+    }
+
+    /// Keys older than the window of a query that sees `visible` keys: those it finds by hash.
+    fn older(&self, visible: usize) -> usize {
+        visible.saturating_sub(self.window() + usize::from(self.shared()))
+    }
+
+    fn scale<T: Real>(&self, scale: T) -> T {
+        if self.shared() { T::from_f64(self.params.logit_scale) } else { scale }
+    }
+}
+
+/// Rows of the window that one task takes.
+const WINDOW_ROWS: usize = 192;
+
+impl GroupPlan for Reformer {
+    fn cost(&self, p: &Problem) -> Cost {
+        let Params { rounds, block, before, after, sinks, .. } = self.params;
+        let (heads, groups) = ((p.batch * p.n_heads * p.n_q) as u64, (p.batch * p.n_kv_heads * p.n_k) as u64);
+        let hash: CrossPolytope<f64> = CrossPolytope::new(
+            GroupIndex { batch: 0, kv_head: 0 }.stream_key(0),
+            0,
+            self.params.buckets.unwrap_or(2 * (p.n_k / block).max(1)),
+            0,
+        );
+        let directions = hash.factors().iter().sum::<usize>() / 2;
+        let recent = if p.mask == Mask::Causal { self.window() } else { 0 };
+        let chunks = 1u64.saturating_add((before + after) as u64);
+        let seen = (chunks.saturating_mul((rounds * block) as u64)).saturating_add((sinks + recent) as u64);
+        let pairs = (heads * seen.min(p.n_k as u64 * rounds as u64)).max(1);
+        Cost {
+            setup_flops: 2 * (heads + groups) * (rounds * directions * p.d) as u64,
+            run_flops: 2 * pairs * (p.d + p.d_v) as u64,
+            bytes: 4 * rounds as u64 * (heads + chunks * groups) * (p.d + p.d_v) as u64,
+        }
+    }
+
+    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        let Params { block, before, after, .. } = self.params;
+        let met = (1 + before + after).saturating_mul(block.min(p.n_k) + 1).min(p.n_k + block);
+        let unit = if self.shared() { p.n_k * p.d } else { 0 };
+        let len = round_scratch_len(p.n_q, met, p.d, p.d_v, threads)
+            + unit
+            + threads * (WINDOW_ROWS * (p.d_v + 1) + 256)
+            + 1024;
+        len * size + exact_scratch_bytes(p, threads, size)
+    }
+
+    fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
+        let Params { block, sinks, .. } = self.params;
+        let causal = g.mask == Mask::Causal;
+        if self.shared() && (g.n_q() > g.n_k() || !causal && g.n_q() != g.n_k()) {
+            return Err(Error::Unsupported {
+                method: METHOD.id.into(),
+                reasons: vec!["keys = shared cannot leave out padded keys: a query is its own key".into()],
+            });
+        }
+        let sinks = sinks.min(g.n_k());
+        if !self.shared() && g.n_k() - sinks <= block || g.n_q() == 0 || g.n_k() == 0 {
+            return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
+        }
+        let (n_k, d, cx) = (g.n_k(), g.k.cols(), g.cx);
+        let mut unit = cx.scratch.take::<T>(if self.shared() { n_k * d } else { 0 });
+        if self.shared() {
+            g.k.gather_into(0..n_k, &mut unit);
+            unit.par_chunks_mut(d).for_each(normalise);
+        }
+        let k = if self.shared() { MatRef::new(&unit, n_k, d) } else { g.k };
+        let hash = self.hash::<T>(g.index, d, n_k);
+        let rounds = hash.as_ref().map_or(1, |h| h.rounds());
+        let keys: Vec<KeyRound> = (0..rounds)
+            .into_par_iter()
+            .map(|r| {
+                let codes = hash.as_ref().map_or(vec![0; n_k], |h| h.codes(g.k, r));
+                KeyRound::new(
+                    codes,
+                    sinks,
+                    if causal { Chunks::PerBucket(block) } else { self.chunks(n_k - sinks) },
+                )
+            })
+            .collect();
+        let mut visited = self.start(&mut g, k, sinks);
+        let (n_q, d_v, scale) = (g.n_q(), g.d_v(), self.scale(g.scale));
+        let older: Option<Vec<usize>> = causal.then(|| (0..n_q).map(|i| self.older(g.visible(i))).collect());
+        for h in 0..g.q.heads() {
+            let q = g.q.head(h);
+            let queries: Vec<QueryRound> = keys
+                .par_iter()
+                .enumerate()
+                .map(|(r, keys)| {
+                    let codes = match (&hash, self.shared()) {
+                        (None, _) => vec![0; n_q],
+                        (Some(_), true) => keys.codes()[n_k - n_q..].to_vec(),
+                        (Some(hash), false) => hash.codes(q, r),
+                    };
+                    match &older {
+                        Some(older) => QueryRound::causal(codes, keys, older, block),
+                        None if self.shared() => QueryRound::shared(codes, keys),
+                        None => QueryRound::balanced(codes, keys),
+                    }
+                })
+                .collect();
+            let rows = h * n_q..(h + 1) * n_q;
+            for r in 0..rounds {
+                let round = Round::from_blocks(queries[r].chunks(), keys[r].chunks());
+                let meeting = buckets::Sorted {
+                    round: r,
+                    keys: &keys,
+                    queries: &queries,
+                    params: &self.params,
+                    self_key: self.shared().then(|| n_k - n_q),
+                };
+                let out = &mut g.out[rows.start * d_v..rows.end * d_v];
+                let lse = &mut g.lse[rows.clone()];
+                visited += attend_round(&meeting, &round, q, k, g.v, scale, Join::LogSumExp, cx, out, lse);
+            }
+        }
+        Ok(self.finish(g, visited))
+    }
+
+    fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        let hash = self.hash(index, p.d, p.n_k);
+        let (rounds, count) = hash.as_ref().map_or((1, 1), |h: &CrossPolytope<T>| (h.rounds(), h.buckets()));
+        Some(Box::new(Lists {
+            plan: self.clone(),
+            hash,
+            buckets: vec![vec![Vec::new(); count]; rounds],
+            codes: vec![0; rounds],
+            k: Vec::new(),
+            v: Vec::new(),
+            d: p.d,
+            d_v: p.d_v,
+            index,
+        }))
+    }
+}
+
+fn normalise<T: Real>(row: &mut [T]) {
+    let length = dot(row, row).sqrt();
+    if length > T::ZERO {
+        row.iter_mut().for_each(|x| *x /= length);
+    }
+}
+
+impl Reformer {
+    /// How the sorted keys are cut without a mask: at every `block` ranks, or balanced so that queries fit.
+    fn chunks(&self, n: usize) -> Chunks {
+        let block = self.params.block;
+        if self.shared() { Chunks::Ragged(block) } else { Chunks::Balanced(n.div_ceil(block)) }
+    }
+
+    /// Starts every row with its sinks and its window, or with nothing.
+    fn start<T: Real>(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>, sinks: usize) -> u64 {
+        let causal = g.mask == Mask::Causal;
+        let (v, scale, cx, n_k) = (g.v, self.scale(g.scale), g.cx, g.n_k());
+        let (d_v, n_q, band) = (v.cols(), g.n_q(), g.band());
+        let mut visited = 0;
+        for h in 0..g.q.heads() {
+            let q = g.q.head(h);
+            let rows = h * n_q..(h + 1) * n_q;
+            visited += g.out[rows.start * d_v..rows.end * d_v]
+                .par_chunks_mut(WINDOW_ROWS * d_v)
+                .zip(g.lse[rows].par_chunks_mut(WINDOW_ROWS))
+                .enumerate()
+                .map(|(t, (out, lse))| {
+                    let first = t * WINDOW_ROWS;
+                    let q = q.sub_rows(first..first + lse.len());
+                    let sunk = band.from_row(first);
+                    exact_rows(
+                        q,
+                        k.sub_rows(0..sinks),
+                        v.sub_rows(0..sinks),
+                        None,
+                        scale,
+                        sunk,
+                        cx,
+                        out,
+                        lse,
+                    );
+                    let rows = lse.len();
+                    let count =
+                        |band: Band, n: usize| (0..rows).map(|i| band.range(i, n).len() as u64).sum::<u64>();
+                    let mut visited = count(sunk, sinks);
+                    let Some(upper) = band.upper.filter(|_| causal && self.window() > 0) else {
+                        return visited;
+                    };
+                    let upper = upper - isize::from(self.shared());
+                    let lower = upper.saturating_sub_unsigned(self.window() - 1);
+                    let recent =
+                        Band { lower: Some(lower), upper: Some(upper) }.from_row(first).from_key(sinks);
+                    let mut o = cx.scratch.take::<T>(out.len());
+                    let mut l = cx.scratch.take::<T>(lse.len());
+                    let (k, v) = (k.sub_rows(sinks..n_k), v.sub_rows(sinks..n_k));
+                    exact_rows(q, k, v, None, scale, recent, cx, &mut o, &mut l);
+                    for (((out, lse), o), &l) in
+                        out.chunks_exact_mut(d_v).zip(lse.iter_mut()).zip(o.chunks_exact(d_v)).zip(l.iter())
+                    {
+                        merge_lse(out, lse, o, l);
+                    }
+                    visited += count(recent, n_k - sinks);
+                    visited
+                })
+                .sum::<u64>();
+        }
+        visited
+    }
+
+    /// Lets shared tokens that saw nothing else see themselves.
+    fn finish<T: Real>(&self, g: Group<'_, T>, visited: u64) -> RunInfo {
+        let mut info = RunInfo::visited(visited);
+        let (n_k, n_q, d_v) = (g.n_k(), g.n_q(), g.d_v());
+        for (row, out) in g.out.chunks_exact_mut(d_v).enumerate() {
+            if g.lse[row] == T::NEG_INFINITY {
+                if self.shared() {
+                    out.copy_from_slice(g.v.row(row % n_q + n_k - n_q));
+                    info.fallback_rows += 1;
+                } else {
+                    info.empty_rows += 1;
+                }
+            }
+        }
+        info
+    }
+}
+
+/// Decoding: positions of every bucket, and keys and values as they came (keys normalised where shared).
+#[derive(Debug)]
+struct Lists<T> {
+    plan: Reformer,
+    hash: Option<CrossPolytope<T>>,
+    /// Positions by round and bucket.
+    buckets: Vec<Vec<Vec<u32>>>,
+    /// Buckets of the last key.
+    codes: Vec<u32>,
+    k: Vec<T>,
+    v: Vec<T>,
+    d: usize,
+    d_v: usize,
+    index: GroupIndex,
+}
+
+impl<T: Real> GroupStream<T> for Lists<T> {
+    fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
+        let first = self.k.len() / self.d;
+        for (r, buckets) in self.buckets.iter_mut().enumerate() {
+            let codes = self.hash.as_ref().map_or(vec![0; k.rows()], |h| h.codes(k, r));
+            for (j, &code) in (first..).zip(&codes) {
+                if j >= self.plan.params.sinks {
+                    buckets[code as usize].push(j as u32);
+                }
+                self.codes[r] = code;
+            }
+        }
+        for (k, v) in k.iter_rows().zip(v.iter_rows()) {
+            let start = self.k.len();
+            self.k.extend_from_slice(k);
+            self.v.extend_from_slice(v);
+            if self.plan.shared() {
+                normalise(&mut self.k[start..]);
+            }
+        }
+        Ok(())
+    }
+
+    fn attend(
+        &mut self,
+        q: MatRef<'_, T>,
+        scale: T,
+        out: &mut [T],
+        lse: &mut [T],
+        cx: Context<'_>,
+    ) -> Result<RunInfo> {
+        let n = self.k.len() / self.d;
+        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        let Params { block, before, sinks, merge, .. } = self.plan.params;
+        let shared = self.plan.shared();
+        if !shared && self.hash.is_none() {
+            return exact_group(&mut Group::decode(q, k, v, scale, out, lse, self.index, cx)?);
+        }
+        let sinks = sinks.min(n);
+        let older = self.plan.older(n).max(sinks);
+        let end = n - usize::from(shared && n > 0);
+        let mut info = RunInfo::default();
+        for (h, (out, lse)) in out.chunks_exact_mut(self.d_v).zip(lse).enumerate() {
+            let mut met: Vec<usize> = Vec::new();
+            for (r, buckets) in self.buckets.iter().enumerate() {
+                let code = match &self.hash {
+                    Some(hash) if !shared => hash.codes(q.sub_rows(h..h + 1), r)[0],
+                    _ => self.codes[r],
+                };
+                let list = &buckets[code as usize];
+                let seen = list.partition_point(|&j| (j as usize) < older);
+                let start = (seen / block).saturating_sub(before) * block;
+                met.extend(list[start..seen].iter().map(|&j| j as usize));
+            }
+            if merge == Merge::Union {
+                met.sort_unstable();
+                met.dedup();
+            }
+            met.extend((0..sinks.min(end)).chain(older.min(end)..end));
+            let mut weights = cx.scratch.take::<T>(met.len());
+            let scale = self.plan.scale(scale);
+            *lse = attend_subset(q.row(h), k, v, &met, scale, &mut weights, out);
+            info.keys_visited += met.len() as u64;
+            if *lse == T::NEG_INFINITY && n > 0 {
+                if shared {
+                    out.copy_from_slice(v.row(n - 1));
+                    info.fallback_rows += 1;
+                } else {
+                    info.empty_rows += 1;
+                }
+            }
+        }
+        Ok(info)
+    }
+
+    fn state_bytes(&self) -> usize {
+        let positions: usize = self.buckets.iter().flatten().map(Vec::len).sum();
+        (self.k.len() + self.v.len()) * size_of::<T>() + 4 * positions
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,619 @@
+//! Routing Transformer: attention inside groups around shared centroids.
+//!
+//! **Idea.** Queries and keys are routed to centroids of both; attention runs inside the groups, of about
+//! $\sqrt n$ members each.
+//!
+//! **Math.** $\hat x$ is $x$ without its mean, divided by its standard deviation over $d$ (layer norm without weights);
+//! $\mu_1, \dots, \mu_k$ are unit centroids, given by a calibration or found by spherical k-means on $[\hat Q; \hat K]$.
+//! `top_w`: centroid $c$ takes the $w$ queries and the $w$ keys with the largest $\langle \mu_c, \hat x \rangle$, and inside
+//! each group queries attend to keys; what lies outside has logit −∞, not 0. A token may be in several groups or in none:
+//! `union` is the softmax over all keys met, `multiset` counts a key once per group, `mean` averages the outputs of the
+//! groups as the reference code does (its log-sum-exp is that of the multiset). A query in no group attends to the keys of
+//! its best centroid. `nearest_recent`: every token belongs to its best centroid alone, and query $i$ attends to the $w$ most
+//! recent keys $j \le i$ of its cluster, itself included.
+//!
+//! **Causal form.** Which tokens are among the best $w$ depends on later tokens, and so do centroids found on the whole
+//! sequence: masking inside such groups, as public code does, still leaks. A causal problem therefore takes
+//! `nearest_recent`, with centroids given by a calibration, or found on the keys of the first `prefix` tokens, which attend
+//! exactly. Decoding appends to one list per centroid.
+//!
+//! **Reference.** roy2021; survey, clustering ($w = n/k$ members, not $k$). The published models route in a few heads of the
+//! last layers, beside local attention, with $K := Q$ when causal, and their logits are $\langle \hat q, \hat k \rangle$ without
+//! $1/\sqrt d$: `logits = layer_norm`. The default takes logits from the queries and keys as they are.
+//!
+//! **Cost.** Routing $2(n_q + n_k) k d$, attention $2 k w^2 (d + d_v)$; k-means on the fly adds `iters` times the routing and
+//! dominates. $O(n^{1.5} d)$ at $k = \sqrt n$. Scratch $O((n + kw)(d + d_v))$.
+//!
+//! **Guarantees.** Exact when `window` covers all tokens (raw logits). With `union`, the error is at most the lost mass times
+//! the spread of the values. Strictly causal. Tested.
+//!
+//! **When to use.** Models trained with it, or heads whose queries and keys share clusters.
+
+mod groups;
+
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
+use crate::method::{
+    Budget, Calibration, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support,
+};
+use crate::methods::common::{
+    Fallback, Join, Round, attend_round, attend_subset, exact_group, exact_rows, exact_scratch_bytes,
+    round_scratch_len,
+};
+use crate::workspace::Context;
+use crate::{Inputs, Mask, Mat, MatRef, Problem, Qkv, Real, Result};
+use attlas_num::cluster::kmeans::assign_into;
+use attlas_num::cluster::{Init, Metric, Options as KmeansOptions, kmeans};
+use attlas_num::kernels::Band;
+use attlas_num::rng::StreamKey;
+use groups::{BATCH, Recent, Routed, best_members};
+use rayon::prelude::*;
+
+/// Registry entry.
+pub static METHOD: Method = Method {
+    id: "routing",
+    family: Family::Clustering,
+    title: "Routing Transformer: groups around shared centroids",
+    reference: "roy2021",
+    claims: Claims {
+        decode: true,
+        exact_at: &[("window", Budget::NumTokens)],
+        row_stochastic: false,
+        deterministic: false,
+        exponent: 1.5,
+        needs: Needs::Training,
+        except: &[
+            (Law::QueriesAlone, "queries compete for places in the groups and move the centroids"),
+            (Law::HeadsAlone, "centroids are found on the queries of all heads of a group"),
+            (Law::KeyOrder, "k-means starts from random rows by number"),
+        ],
+        ..Claims::BASE
+    },
+    params: Params::SPECS,
+    probes: &[
+        &[("clusters", "7"), ("window", "12"), ("prefix", "20"), ("sinks", "2")],
+        &[("clusters", "6"), ("window", "15"), ("merge", "mean"), ("fallback", "zero"), ("prefix", "9")],
+        &[("clusters", "9"), ("window", "9"), ("merge", "multiset"), ("assignment", "top_w")],
+        &[("clusters", "9"), ("window", "4"), ("fallback", "sink_window"), ("prefix", "5"), ("iters", "2")],
+    ],
+    supports: |p, options| match Params::from_options(options) {
+        Ok(params) => supports(p, &params),
+        Err(_) => Support::yes(),
+    },
+    calibrate: Some(calibrate),
+    build: |p, options, calibration| {
+        Ok(Routing::new(Params::from_options(options)?, p, calibration)?.boxed(p))
+    },
+};
+
+crate::choices! {
+    /// Who belongs to a centroid.
+    pub enum Assignment {
+        /// The `window` best queries and keys of each centroid; no mask.
+        TopW = "top_w",
+        /// Every token belongs to its best centroid, and sees the `window` most recent keys there; causal.
+        NearestRecent = "nearest_recent",
+    }
+}
+
+crate::choices! {
+    /// What a key counts that several groups of a query hold.
+    pub enum Merge {
+        /// Once: the softmax over all keys met.
+        Union = "union",
+        /// The outputs of the groups are averaged, as in the reference code.
+        Mean = "mean",
+        /// Once for each group.
+        Multiset = "multiset",
+    }
+}
+
+crate::choices! {
+    /// What logits are taken from.
+    pub enum Logits {
+        /// Queries and keys as they are, with the problem's scale.
+        Raw = "raw",
+        /// Layer-normed queries and keys, without a scale, as in the official code.
+        LayerNorm = "layer_norm",
+    }
+}
+
+crate::choices! {
+    /// What a query gets that was given no key.
+    pub enum Unrouted {
+        /// The keys of its best centroid; `top_w` only.
+        NearestCentroid = "nearest_centroid",
+        /// Zero, with log-sum-exp −∞.
+        Zero = "zero",
+        /// The value of its own token; `nearest_recent` only.
+        SelfKey = "self_key",
+        /// Attention to the first 4 and the last 64 keys it sees; `nearest_recent` only.
+        SinkWindow = "sink_window",
+    }
+}
+
+crate::params! {
+    /// Parameters of [`Routing`].
+    pub struct Params {
+        /// Centroids; auto takes the square root of the number of keys. A calibration brings its own.
+        clusters: Option<usize> = None, in 1..=1 << 20;
+        /// Members of a group; auto shares the keys evenly over the centroids. At most all queries and all keys.
+        window: Option<usize> = None, in 1..=1 << 30;
+        /// Who belongs to a centroid; auto takes top_w without a mask and nearest_recent with one.
+        assignment: Option<Assignment> = None;
+        /// What a key counts that several groups of a query hold.
+        merge: Merge = Merge::Union;
+        /// What logits are taken from.
+        logits: Logits = Logits::Raw;
+        /// What a query gets that was given no key; auto: nearest_centroid without a mask, self_key with one.
+        fallback: Option<Unrouted> = None;
+        /// Keys at the start that every query sees exactly, outside the groups; not with merge = mean.
+        sinks: usize = 0, in 0..=1 << 30;
+        /// Causal problems without a calibration: tokens that attend exactly and whose keys give the centroids; auto
+        /// for the larger of a group and four tokens per centroid.
+        prefix: Option<usize> = None, in 1..=1 << 30;
+        /// Iterations of k-means.
+        iters: usize = 10, in 0..=1000;
+        /// Stream that first centroids are drawn from.
+        seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+fn supports(p: &Problem, params: &Params) -> Support {
+    let causal = p.mask == Mask::Causal;
+    let Params { assignment, fallback, .. } = params;
+    Support::unless(
+        causal && *assignment == Some(Assignment::TopW),
+        "top_w over a sequence depends on later tokens; use assignment = nearest_recent for a causal mask",
+    )
+    .and_unless(
+        !causal && *assignment == Some(Assignment::NearestRecent),
+        "nearest_recent needs a causal mask; use assignment = top_w",
+    )
+    .and_unless(
+        causal && *fallback == Some(Unrouted::NearestCentroid),
+        "with a causal mask a query is at its best centroid already; use fallback = self_key, sink_window or zero",
+    )
+    .and_unless(
+        !causal && matches!(fallback, Some(Unrouted::SelfKey | Unrouted::SinkWindow)),
+        "self_key and sink_window need a causal mask; use fallback = nearest_centroid or zero",
+    )
+    .and_unless(
+        params.merge == Merge::Mean && params.sinks > 0,
+        "an average over groups cannot be merged with sinks; use merge = union or sinks = 0",
+    )
+}
+
+/// The plan: parameters, and centroids where a calibration gave them.
+#[derive(Clone, Debug)]
+pub struct Routing {
+    params: Params,
+    /// Unit centroids of every key head.
+    given: Option<Vec<Mat<f64>>>,
+}
+
+/// Sizes that depend on the number of keys.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    clusters: usize,
+    window: usize,
+    prefix: usize,
+}
+
+impl Routing {
+    /// A plan with these parameters and, where there is one, with the centroids of a calibration.
+    pub fn new(params: Params, p: &Problem, calibration: Option<&Calibration>) -> Result<Self> {
+        let load = |c: &Calibration| (0..p.n_kv_heads).map(|h| c.matrix(&format!("centroids.{h}"))).collect();
+        Ok(Self { params, given: calibration.map(load).transpose()? })
+    }
+
+    fn sizes(&self, n_k: usize, kv_head: usize) -> Sizes {
+        let auto = ((n_k as f64).sqrt().round() as usize).max(1);
+        let given = self.given.as_ref().map(|g| g[kv_head].rows());
+        let clusters = given.or(self.params.clusters).unwrap_or(auto).clamp(1, n_k.max(1));
+        let window = self.params.window.unwrap_or(n_k.div_ceil(clusters)).max(1);
+        let prefix = match given {
+            Some(_) => 0,
+            None => self.params.prefix.unwrap_or(window.max(4 * clusters)),
+        };
+        Sizes { clusters, window, prefix }
+    }
+
+    /// Given centroids, or those of spherical k-means on `rows`, `n × d`.
+    fn centroids<T: Real>(&self, rows: MatRef<'_, T>, sizes: Sizes, index: GroupIndex) -> Mat<T> {
+        if let Some(given) = &self.given {
+            return given[index.kv_head].cast();
+        }
+        let key = index.stream_key(self.params.seed).named("routing");
+        find_centroids(rows, sizes.clusters, self.params.iters, key)
+    }
+
+    fn fallback(&self) -> Fallback {
+        match self.params.fallback {
+            Some(Unrouted::Zero) => Fallback::Zero,
+            Some(Unrouted::SinkWindow) => Fallback::SinkWindow,
+            _ => Fallback::SelfKey,
+        }
+    }
+
+    fn raw(&self) -> bool {
+        self.params.logits == Logits::Raw
+    }
+
+    fn scale<T: Real>(&self, scale: T) -> T {
+        if self.raw() { scale } else { T::ONE }
+    }
+
+    fn join(&self) -> Join {
+        if self.params.merge == Merge::Mean { Join::Mean } else { Join::LogSumExp }
+    }
+}
+
+fn find_centroids<T: Real>(rows: MatRef<'_, T>, clusters: usize, iters: usize, key: StreamKey) -> Mat<T> {
+    let options = KmeansOptions { clusters, iters, metric: Metric::Spherical };
+    kmeans(rows, None, options, Init::Rows, key).centroids
+}
+
+/// Subtracts the mean and divides by the standard deviation; a constant row becomes zero.
+fn layer_norm<T: Real>(row: &mut [T]) {
+    let n = row.len() as f64;
+    let mean = row.iter().map(|x| x.to_f64()).sum::<f64>() / n;
+    let variance = row.iter().map(|x| (x.to_f64() - mean).powi(2)).sum::<f64>() / n;
+    let factor = if variance > 0.0 { 1.0 / variance.sqrt() } else { 0.0 };
+    row.iter_mut().for_each(|x| *x = T::from_f64((x.to_f64() - mean) * factor));
+}
+
+fn norm_into<T: Real>(x: MatRef<'_, T>, out: &mut [T]) {
+    let d = x.cols();
+    out.par_chunks_mut(ROWS * d).enumerate().for_each(|(t, out)| {
+        x.gather_into(t * ROWS.., out);
+        out.chunks_exact_mut(d).for_each(layer_norm);
+    });
+}
+
+/// Rows that one task takes.
+const ROWS: usize = 512;
+
+impl GroupPlan for Routing {
+    fn cost(&self, p: &Problem) -> Cost {
+        let Sizes { clusters, window, prefix } = self.sizes(p.n_k, 0);
+        let heads = (p.batch * p.n_heads) as u64;
+        let tokens = heads * p.n_q as u64 + (p.batch * p.n_kv_heads * p.n_k) as u64;
+        let causal = p.mask == Mask::Causal;
+        let fitted = if causal { (p.batch * p.n_kv_heads * prefix.min(p.n_k)) as u64 } else { tokens };
+        let passes = if self.given.is_some() { 0 } else { self.params.iters as u64 + 1 };
+        let route = 2 * (clusters * p.d) as u64;
+        let w = window.min(p.n_k) as u64;
+        let pairs = match causal {
+            true => heads * p.n_q as u64 * (2 * w + prefix.min(p.n_k) as u64),
+            false => heads * clusters as u64 * w.min(p.n_q as u64) * w,
+        } + heads * (p.n_q * self.params.sinks.min(p.n_k)) as u64;
+        Cost {
+            setup_flops: route * (tokens + passes * fitted),
+            run_flops: 2 * pairs.max(1) * (p.d + p.d_v) as u64,
+            bytes: 4 * (tokens * (passes + 2) * p.d as u64 + pairs / w.max(1) * (p.d + p.d_v) as u64),
+        }
+    }
+
+    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        let Sizes { clusters, window, .. } = self.sizes(p.n_k, 0);
+        let w = window.min(p.n_k.max(p.n_q));
+        let slots = (clusters * w.min(p.n_q)).max(p.n_q);
+        let tokens = p.group_size() * p.n_q + p.n_k;
+        let scores = threads * (BATCH * p.n_k.max(p.n_q) + 64);
+        let len = round_scratch_len(slots, 2 * w, p.d, p.d_v, threads) + tokens * p.d + scores + 1024;
+        len * size + exact_scratch_bytes(p, threads, size)
+    }
+
+    fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
+        let sizes = self.sizes(g.n_k(), g.index.kv_head);
+        let causal = g.mask == Mask::Causal;
+        let covered = sizes.window >= g.n_k().max(g.n_q()) || causal && sizes.prefix >= g.n_k();
+        if g.n_k() == 0 || g.n_q() == 0 || self.raw() && covered {
+            return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
+        }
+        let (n_q, n_k, d, heads, cx) = (g.n_q(), g.n_k(), g.k.cols(), g.q.heads(), g.cx);
+        // Layer-normed queries, head after head, then keys.
+        let mut normed = cx.scratch.take::<T>((heads * n_q + n_k) * d);
+        let (norm_q, norm_k) = normed.split_at_mut(heads * n_q * d);
+        norm_q.chunks_exact_mut(n_q * d).enumerate().for_each(|(h, out)| norm_into(g.q.head(h), out));
+        norm_into(g.k, norm_k);
+        let normed = MatRef::new(&normed, heads * n_q + n_k, d);
+        let info = if causal {
+            let keys = heads * n_q..heads * n_q + sizes.prefix.min(n_k);
+            let centroids = self.centroids(normed.sub_rows(keys), sizes, g.index);
+            self.nearest_recent(&mut g, normed, &centroids, sizes)?
+        } else {
+            let centroids = self.centroids(normed, sizes, g.index);
+            self.top_w(&mut g, normed, &centroids, sizes)
+        };
+        let empty_rows = g.lse.iter().filter(|l| **l == T::NEG_INFINITY).count() as u64;
+        Ok(RunInfo { empty_rows, rank: Some(sizes.clusters), ..info })
+    }
+
+    fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        let sizes = self.sizes(p.n_k, index.kv_head);
+        Some(Box::new(Lists {
+            plan: self.clone(),
+            // What the plan attends exactly, the stream does too.
+            exact: self.raw() && (sizes.window >= p.n_k || sizes.prefix >= p.n_k),
+            sizes,
+            centroids: None,
+            lists: Vec::new(),
+            k: Vec::new(),
+            v: Vec::new(),
+            normed: Vec::new(),
+            d: p.d,
+            d_v: p.d_v,
+            index,
+        }))
+    }
+}
+
+impl Routing {
+    /// Starts every row with the sinks it sees; returns pairs visited.
+    fn start<T: Real>(
+        &self,
+        g: &mut Group<'_, T>,
+        q: MatRef<'_, T>,
+        k: MatRef<'_, T>,
+        h: usize,
+        sinks: usize,
+    ) -> u64 {
+        let (n_q, d_v, band, v) = (g.n_q(), g.d_v(), g.band(), g.v.sub_rows(0..sinks));
+        let (scale, cx, k) = (self.scale(g.scale), g.cx, k.sub_rows(0..sinks));
+        let rows = h * n_q..(h + 1) * n_q;
+        g.out[rows.start * d_v..rows.end * d_v]
+            .par_chunks_mut(ROWS * d_v)
+            .zip(g.lse[rows].par_chunks_mut(ROWS))
+            .enumerate()
+            .for_each(|(t, (out, lse))| {
+                let q = q.sub_rows(t * ROWS..t * ROWS + lse.len());
+                exact_rows(q, k, v, None, scale, band.from_row(t * ROWS), cx, out, lse);
+            });
+        (0..n_q).map(|i| band.range(i, sinks).len() as u64).sum()
+    }
+
+    /// Groups of the best queries and keys of every centroid.
+    fn top_w<T: Real>(
+        &self,
+        g: &mut Group<'_, T>,
+        normed: MatRef<'_, T>,
+        centroids: &Mat<T>,
+        sizes: Sizes,
+    ) -> RunInfo {
+        let (n_q, n_k, d_v, heads, cx) = (g.n_q(), g.n_k(), g.d_v(), g.q.heads(), g.cx);
+        let sinks = self.params.sinks.min(n_k);
+        let w = sizes.window.min(n_q).min(n_k - sinks);
+        let norm_k = normed.sub_rows(heads * n_q..heads * n_q + n_k);
+        let keys = best_members(norm_k, sinks, centroids.as_ref(), w, cx);
+        let k = if self.raw() { g.k } else { norm_k };
+        let mut info = RunInfo::default();
+        for h in 0..heads {
+            let norm_q = normed.sub_rows(h * n_q..(h + 1) * n_q);
+            let q = if self.raw() { g.q.head(h) } else { norm_q };
+            info.keys_visited += self.start(g, q, k, h, sinks);
+            let queries = best_members(norm_q, 0, centroids.as_ref(), w, cx);
+            let routed = Routed::new(&queries, &keys, n_q, n_k, self.params.merge == Merge::Union);
+            let round = Round::new(queries.concat(), (0..=queries.len()).map(|c| c * w).collect());
+            let rows = h * n_q..(h + 1) * n_q;
+            let (out, lse) = (&mut g.out[rows.start * d_v..rows.end * d_v], &mut g.lse[rows]);
+            let scale = self.scale(g.scale);
+            info.keys_visited += attend_round(&routed, &round, q, k, g.v, scale, self.join(), cx, out, lse);
+            let lost: Vec<u32> = routed.unrouted();
+            if lost.is_empty() || self.params.fallback == Some(Unrouted::Zero) {
+                continue;
+            }
+            let mut labels = vec![0; n_q];
+            assign_into(norm_q, centroids.as_ref(), Metric::Spherical, &mut labels);
+            let mut blocks = vec![u32::MAX; n_q];
+            lost.iter().for_each(|&i| blocks[i as usize] = labels[i as usize]);
+            let round = Round::from_blocks(&blocks, keys.len());
+            let alone = Routed::new(&[], &keys, n_q, n_k, false);
+            let join = Join::LogSumExp;
+            info.keys_visited += attend_round(&alone, &round, q, k, g.v, scale, join, cx, out, lse);
+            info.fallback_rows += lost.len() as u64;
+        }
+        info
+    }
+
+    /// Every query over the most recent keys of its cluster; the first tokens exactly.
+    fn nearest_recent<T: Real>(
+        &self,
+        g: &mut Group<'_, T>,
+        normed: MatRef<'_, T>,
+        centroids: &Mat<T>,
+        sizes: Sizes,
+    ) -> Result<RunInfo> {
+        let (n_q, n_k, d_v, heads, cx) = (g.n_q(), g.n_k(), g.d_v(), g.q.heads(), g.cx);
+        let sinks = self.params.sinks.min(n_k);
+        let norm_k = normed.sub_rows(heads * n_q..heads * n_q + n_k);
+        let k = if self.raw() { g.k } else { norm_k };
+        let mut labels = vec![0; n_k];
+        assign_into(norm_k, centroids.as_ref(), Metric::Spherical, &mut labels);
+        let recent = Recent::new(&labels, sinks, centroids.rows(), sizes.window);
+        let visible: Vec<usize> = (0..n_q).map(|i| g.visible(i)).collect();
+        let exact = visible.partition_point(|&n| n <= sizes.prefix);
+        let scale = self.scale(g.scale);
+        let mut info = RunInfo::default();
+        for h in 0..heads {
+            let norm_q = normed.sub_rows(h * n_q..(h + 1) * n_q);
+            let q = if self.raw() { g.q.head(h) } else { norm_q };
+            info.keys_visited += self.start(g, q, k, h, sinks);
+            let mut labels = vec![0; n_q];
+            assign_into(norm_q, centroids.as_ref(), Metric::Spherical, &mut labels);
+            let queries = recent.place(&labels, &visible, exact);
+            let round = Round::from_blocks(&queries.blocks, recent.blocks());
+            let rows = h * n_q..(h + 1) * n_q;
+            let (out, lse) = (&mut g.out[rows.start * d_v..rows.end * d_v], &mut g.lse[rows]);
+            let join = Join::LogSumExp;
+            info.keys_visited += attend_round(&queries, &round, q, k, g.v, scale, join, cx, out, lse);
+            let band = Band::causal(n_k as isize - n_q as isize);
+            out[..exact * d_v]
+                .par_chunks_mut(ROWS * d_v)
+                .zip(lse[..exact].par_chunks_mut(ROWS))
+                .enumerate()
+                .for_each(|(t, (out, lse))| {
+                    let q = q.sub_rows(t * ROWS..t * ROWS + lse.len());
+                    exact_rows(q, k, g.v, None, scale, band.from_row(t * ROWS), cx, out, lse);
+                });
+            info.keys_visited += visible[..exact].iter().map(|&n| n as u64).sum::<u64>();
+            for (i, (out, lse)) in out.chunks_exact_mut(d_v).zip(lse.iter_mut()).enumerate() {
+                if *lse == T::NEG_INFINITY && visible[i] > 0 {
+                    *lse = self.fallback().answer(q.row(i), k, g.v, visible[i], scale, out);
+                    info.fallback_rows += u64::from(*lse != T::NEG_INFINITY);
+                }
+            }
+        }
+        Ok(info)
+    }
+}
+
+/// Learns unit centroids of every key head from the queries and keys of samples.
+fn calibrate(p: &Problem, options: &crate::Options, samples: &[Inputs<'_>]) -> Result<Calibration> {
+    let params = Params::from_options(options)?;
+    let mut calibration = Calibration::new(METHOD.id, p);
+    for kv_head in 0..p.n_kv_heads {
+        let mut rows: Vec<f64> = Vec::new();
+        for sample in samples {
+            match sample {
+                Inputs::F32(x) => collect_rows(x, p, kv_head, &mut rows),
+                Inputs::F64(x) => collect_rows(x, p, kv_head, &mut rows),
+            }
+        }
+        rows.chunks_exact_mut(p.d).for_each(layer_norm);
+        let rows = MatRef::new(&rows, rows.len() / p.d, p.d);
+        let plan = Routing { params: params.clone(), given: None };
+        let clusters = plan.sizes(p.n_k, kv_head).clusters;
+        let key = GroupIndex { batch: 0, kv_head }.stream_key(params.seed).named("routing calibration");
+        calibration
+            .insert(format!("centroids.{kv_head}"), &find_centroids(rows, clusters, params.iters, key));
+    }
+    Ok(calibration)
+}
+
+/// Appends the queries and keys of one group.
+fn collect_rows<T: Real>(x: &Qkv<'_, T>, p: &Problem, kv_head: usize, rows: &mut Vec<f64>) {
+    let [batch, ..] = x.q.dims();
+    let size = p.group_size();
+    for b in 0..batch {
+        let queries = (kv_head * size..(kv_head + 1) * size).map(|h| x.q.head(b, h));
+        for matrix in queries.chain([x.k.head(b, kv_head)]) {
+            matrix.iter_rows().for_each(|row| rows.extend(row.iter().map(|v| v.to_f64())));
+        }
+    }
+}
+
+/// Decoding: one list of positions for every centroid, which only grows.
+#[derive(Debug)]
+struct Lists<T> {
+    plan: Routing,
+    sizes: Sizes,
+    exact: bool,
+    centroids: Option<Mat<T>>,
+    lists: Vec<Vec<u32>>,
+    k: Vec<T>,
+    v: Vec<T>,
+    /// Layer-normed keys: those that wait for centroids, or all where logits are taken from them.
+    normed: Vec<T>,
+    d: usize,
+    d_v: usize,
+    index: GroupIndex,
+}
+
+impl<T: Real> Lists<T> {
+    /// Appends layer-normed keys from position `first` on to the lists of their centroids.
+    fn append(&mut self, keys: &[T], first: usize) {
+        let Some(centroids) = &self.centroids else { return };
+        let mut labels = vec![0; keys.len() / self.d];
+        let rows = MatRef::new(keys, labels.len(), self.d);
+        assign_into(rows, centroids.as_ref(), Metric::Spherical, &mut labels);
+        self.lists.resize(centroids.rows(), Vec::new());
+        for (j, &label) in (first..).zip(&labels) {
+            if j >= self.plan.params.sinks {
+                self.lists[label as usize].push(j as u32);
+            }
+        }
+    }
+}
+
+impl<T: Real> GroupStream<T> for Lists<T> {
+    fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
+        let first = self.k.len() / self.d;
+        k.iter_rows().for_each(|row| self.k.extend_from_slice(row));
+        v.iter_rows().for_each(|row| self.v.extend_from_slice(row));
+        if self.exact {
+            return Ok(());
+        }
+        let mut normed = vec![T::ZERO; k.rows() * self.d];
+        norm_into(k, &mut normed);
+        if self.centroids.is_some() {
+            self.append(&normed, first);
+            if !self.plan.raw() {
+                self.normed.extend_from_slice(&normed);
+            }
+            return Ok(());
+        }
+        self.normed.extend_from_slice(&normed);
+        let n = self.normed.len() / self.d;
+        if n >= self.sizes.prefix && n > 0 {
+            let fitted = MatRef::new(&self.normed, n, self.d).sub_rows(0..self.sizes.prefix);
+            self.centroids = Some(self.plan.centroids(fitted, self.sizes, self.index));
+            let waiting = std::mem::take(&mut self.normed);
+            self.append(&waiting, 0);
+            if !self.plan.raw() {
+                self.normed = waiting;
+            }
+        }
+        Ok(())
+    }
+
+    fn attend(
+        &mut self,
+        q: MatRef<'_, T>,
+        scale: T,
+        out: &mut [T],
+        lse: &mut [T],
+        cx: Context<'_>,
+    ) -> Result<RunInfo> {
+        let n = self.k.len() / self.d;
+        let mut norm_q = vec![T::ZERO; q.rows() * self.d];
+        norm_into(q, &mut norm_q);
+        let norm_q = MatRef::new(&norm_q, q.rows(), self.d);
+        let raw = self.plan.raw();
+        let (k, v) = (
+            MatRef::new(if raw { &self.k } else { &self.normed }, n, self.d),
+            MatRef::new(&self.v, n, self.d_v),
+        );
+        let (q, scale) = (if raw { q } else { norm_q }, self.plan.scale(scale));
+        let Some(centroids) = self.centroids.as_ref().filter(|_| n > self.sizes.prefix) else {
+            return exact_group(&mut Group::decode(q, k, v, scale, out, lse, self.index, cx)?);
+        };
+        let mut labels = vec![0; q.rows()];
+        assign_into(norm_q, centroids.as_ref(), Metric::Spherical, &mut labels);
+        let mut info = RunInfo { rank: Some(self.sizes.clusters), ..RunInfo::default() };
+        let sinks = self.plan.params.sinks.min(n);
+        for ((h, &label), (out, lse)) in
+            labels.iter().enumerate().zip(out.chunks_exact_mut(self.d_v).zip(lse))
+        {
+            let list = &self.lists[label as usize];
+            let recent = list[list.len().saturating_sub(self.sizes.window)..].iter().map(|&j| j as usize);
+            let met: Vec<usize> = (0..sinks).chain(recent).collect();
+            *lse = attend_subset(q.row(h), k, v, &met, scale, &mut vec![T::ZERO; met.len()], out);
+            info.keys_visited += met.len() as u64;
+            if *lse == T::NEG_INFINITY {
+                *lse = self.plan.fallback().answer(q.row(h), k, v, n, scale, out);
+                info.fallback_rows += u64::from(*lse != T::NEG_INFINITY);
+                info.empty_rows += u64::from(*lse == T::NEG_INFINITY);
+            }
+        }
+        Ok(info)
+    }
+
+    fn state_bytes(&self) -> usize {
+        let positions: usize = self.lists.iter().map(Vec::len).sum();
+        (self.k.len() + self.v.len() + self.normed.len()) * size_of::<T>() + 4 * positions
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,409 @@
+//! Tensor Sketch attention: a power of the inner product from convolved count sketches.
+//!
+//! **Idea.** The count sketch of $x^{\otimes p}$ is a circular convolution of $p$ count sketches of $x$, so a power of the inner
+//! product is the inner product of short vectors that Fourier transforms make.
+//!
+//! **Math.** With $x' = [x; \sqrt c]$, buckets $h_t$, signs $s_t$: $C_t[h_t(i)] \mathrel{+}= s_t(i) x'_i$,
+//! $F = \prod_t \mathrm{rfft}(C_t)$; the $r$ real numbers of $F$, weighted by Parseval, have inner products of mean
+//! $(\tau\langle q, k\rangle + c)^p$. With `nonneg = self_tensor` (even $p$) a sketch of degree $p/2$ is squared, as in `polysketch`:
+//! weights are non-negative and too large on average by the variance of the half sketch. With `nonneg = none` weights
+//! have either sign, and a normaliser may vanish: it is compared with
+//! $D^+ = \sum_l |\varphi_l(q)| \sum_j |\varphi_l(k_j)|$ and treated as `guard` says; the number of such rows is reported.
+//!
+//! **Reference.** pham2013; features in the Fourier domain and their variance are derived in this project. The survey's
+//! cost lacks a factor $p$.
+//!
+//! **Cost.** $p(d + 2.5\, r \log_2 r)$ per row for the sketch, $4 r d_v$ (squared: $2 r (r+1) d_v$) for the state of $r (d_v + 1)$
+//! (squared: $r(r+1)/2 \cdot (d_v + 1)$) numbers.
+//!
+//! **Guarantees.** The sketched kernel of `nonneg = none` is unbiased with the known variance
+//! $[(\xi+\beta)^p + (\xi+\gamma)^p - 2\xi^p]/r + \dots$ (tested); normalised rows are ratios and biased by $O(1/r)$. One coordinate
+//! is exact.
+//!
+//! **When to use.** Against `polysketch` where $d$ is large and sketches are long: count sketches cost $d$, not $d r$.
+
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
+use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Support};
+use crate::methods::common::poly_state::{
+    Form, Guard, HalfSketch, Prepare, Signed, SketchAttention, SketchStream,
+};
+use crate::workspace::Context;
+use crate::{Error, MatRef, Problem, Real, Result};
+use attlas_num::sketch::features::MapOptions;
+use attlas_num::sketch::polynomial::{TensorSketch as Sketch, TensorSketchSpec};
+use attlas_num::sketch::variance::tensor_sketch_variance;
+use std::collections::BTreeMap;
+
+/// Registry entry.
+pub static METHOD: Method = Method {
+    id: "tensor_sketch",
+    family: Family::Kernel,
+    title: "Tensor Sketch of polynomial attention",
+    reference: "pham2013",
+    claims: Claims {
+        decode: true,
+        row_stochastic: false,
+        deterministic: false,
+        softmax: false,
+        lse: false,
+        exponent: 1.0,
+        needs: Needs::Training,
+        ..Claims::BASE
+    },
+    params: Params::SPECS,
+    probes: &[
+        &[("degree", "2"), ("features", "24"), ("block", "16")],
+        &[("degree", "4"), ("nonneg", "self_tensor"), ("features", "7"), ("c", "0.5"), ("block", "13")],
+        &[
+            ("degree", "4"),
+            ("nonneg", "none"),
+            ("features", "33"),
+            ("guard", "zero"),
+            ("c", "1"),
+            ("block", "32"),
+        ],
+        &[("degree", "3"), ("nonneg", "none"), ("features", "16"), ("c", "2"), ("block", "9")],
+    ],
+    supports: |p, _| Support::unless(p.scale <= 0.0, "the power of a sketch needs a positive scale"),
+    calibrate: None,
+    build: |p, options, _| Ok(TensorSketch::new(p, Params::from_options(options)?)?.boxed(p)),
+};
+
+crate::params! {
+    /// Parameters of [`TensorSketch`].
+    pub struct Params {
+        /// The power.
+        degree: usize = 2, in 1..=32;
+        /// Added to the scaled inner product.
+        c: f64 = 0.0, in 0.0..=1e6;
+        /// Size of the sketch; auto is 8 d, at most 64 where it is squared.
+        features: Option<usize> = None, in 1..=1 << 16;
+        /// How weights are kept non-negative.
+        nonneg: Nonneg = Nonneg::None;
+        /// What rows with a vanishing normaliser get, where weights have either sign.
+        guard: Policy = Policy::Clamp;
+        /// The share of the sum of absolute products below which a normaliser counts as vanishing.
+        tol: f64 = 1e-3, in 0.0..=1.0;
+        /// Keys of a causal block.
+        block: usize = 128, in 1..=1 << 20;
+        /// Stream that buckets and signs are drawn from.
+        seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+crate::choices! {
+    /// How weights are kept non-negative.
+    pub enum Nonneg {
+        /// They are not: the whole power is sketched.
+        None = "none",
+        /// A sketch of half the power is squared.
+        SelfTensor = "self_tensor",
+    }
+}
+
+crate::choices! {
+    /// What rows with a vanishing normaliser get.
+    pub enum Policy {
+        /// Their ratio as it is.
+        Strict = "strict",
+        /// A normaliser raised to the tolerance.
+        Clamp = "clamp",
+        /// Zero.
+        Zero = "zero",
+    }
+}
+
+/// Rows and keys whose pairs are looked at for the figures of a run.
+const SAMPLED: usize = 16;
+
+/// A sketch with every value of single precision safe: the map itself works in double precision.
+type Map = Signed<Sketch>;
+
+/// The plan: the specification of the sketch.
+#[derive(Clone, Debug)]
+pub struct TensorSketch {
+    params: Params,
+    spec: TensorSketchSpec,
+    form: Form,
+    d: usize,
+    scale: f64,
+}
+
+impl TensorSketch {
+    /// A plan with these parameters.
+    pub fn new(p: &Problem, params: Params) -> Result<Self> {
+        params.validate()?;
+        let squared = params.nonneg == Nonneg::SelfTensor;
+        if squared && !params.degree.is_multiple_of(2) {
+            return Err(Error::param(
+                "degree",
+                params.degree,
+                "an even number: half of the power is squared",
+            ));
+        }
+        let auto = if squared { (8 * p.d).min(64) } else { 8 * p.d };
+        // The half sketch lacks the squared constant: the scale of logarithms is doubled below.
+        let degree = if squared { params.degree / 2 } else { params.degree } as u32;
+        let spec = TensorSketchSpec {
+            degree,
+            c: params.c,
+            r: params.features.unwrap_or(auto),
+            ..TensorSketchSpec::default()
+        };
+        let form = if squared { Form::Squared } else { Form::Direct };
+        Ok(Self { params, spec, form, d: p.d, scale: p.scale })
+    }
+
+    fn draw(&self, index: GroupIndex) -> Result<Scaled> {
+        let key = index.stream_key(self.params.seed).named("tensor sketch");
+        let options = MapOptions { scale: self.scale, ..MapOptions::default() };
+        let map = Sketch::new(self.d, self.spec, key, options)
+            .map_err(|e| Error::param("features", self.spec.r, e.to_string()))?;
+        Ok(Scaled { map: Signed(map), factor: if self.form == Form::Squared { 2.0 } else { 1.0 } })
+    }
+
+    fn through<'a, T: Real>(&self, map: &'a Scaled) -> SketchAttention<'a, T> {
+        SketchAttention {
+            map,
+            form: self.form,
+            near: None,
+            c0: 0.0,
+            block: self.params.block,
+            prepare: Prepare::Copy,
+            guard: match self.params.guard {
+                Policy::Strict => Guard::Strict,
+                Policy::Clamp => Guard::Clamp(self.params.tol),
+                Policy::Zero => Guard::Zero(self.params.tol),
+            },
+        }
+    }
+
+    /// The standard deviation of the sketch over sampled pairs, relative to its root mean square; squared, that
+    /// is the bias of the squared sketch relative to the kernel.
+    fn figures<T: Real>(&self, g: &Group<'_, T>) -> BTreeMap<&'static str, f64> {
+        if g.n_q() == 0 || g.n_k() == 0 {
+            return BTreeMap::new();
+        }
+        let root = self.scale.sqrt();
+        let wide = |row: &[T]| -> Vec<f64> { row.iter().map(|x| root * x.to_f64()).collect() };
+        let pick = |n: usize| (0..n).step_by(n.div_ceil(SAMPLED));
+        let (q, TensorSketchSpec { degree, c, r, .. }) = (g.q.head(0), self.spec);
+        let keys: Vec<Vec<f64>> = pick(g.n_k()).map(|j| wide(g.k.row(j))).collect();
+        let (mut exact, mut variance) = (0.0, 0.0);
+        for i in pick(q.rows()) {
+            let x = wide(q.row(i));
+            for y in &keys {
+                let inner: f64 = x.iter().zip(y).map(|(a, b)| a * b).sum::<f64>() + c;
+                exact += inner.powi(2 * degree as i32);
+                variance += tensor_sketch_variance(&x, y, c, degree, r);
+            }
+        }
+        let relative = variance / exact;
+        if !relative.is_finite() {
+            return BTreeMap::new();
+        }
+        let mut figures = BTreeMap::from([("predicted_relative_sd", relative.max(0.0).sqrt())]);
+        if self.form == Form::Squared {
+            figures.insert("self_tensoring_bias", relative);
+        }
+        figures
+    }
+}
+
+/// The sketch, with logarithms of its scale that belong to the kernel.
+#[derive(Clone, Debug)]
+struct Scaled {
+    map: Map,
+    factor: f64,
+}
+
+impl<T: Real> HalfSketch<T> for Scaled {
+    fn width(&self) -> usize {
+        HalfSketch::<T>::width(&self.map)
+    }
+
+    fn sketch_into(&self, x: MatRef<'_, T>, cx: Context<'_>, out: &mut [T], log: &mut [f64]) {
+        self.map.sketch_into(x, cx, out, log);
+        log.iter_mut().for_each(|l| *l *= self.factor);
+    }
+}
+
+impl GroupPlan for TensorSketch {
+    fn cost(&self, p: &Problem) -> Cost {
+        let rows = (p.batch * p.n_heads * p.n_q) as u64;
+        let keys = (p.batch * p.n_kv_heads * p.n_k) as u64;
+        let r = self.spec.r as f64;
+        let sketch = f64::from(self.spec.degree) * (p.d as f64 + 2.5 * r * r.max(2.0).log2());
+        let state = sketch as u64 + (2 * self.form.features(self.spec.r) * (p.d_v + 1)) as u64;
+        Cost {
+            setup_flops: keys * state,
+            run_flops: rows * state,
+            bytes: 4 * (rows + keys) * (p.d + p.d_v) as u64,
+        }
+    }
+
+    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        SketchAttention::<f64>::scratch_bytes(p, self.spec.r, self.form, self.params.block, threads, size)
+    }
+
+    fn has_lse(&self) -> bool {
+        false
+    }
+
+    fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
+        let map = self.draw(g.index)?;
+        let (k, figures) = (g.k, self.figures(&g));
+        let info = self.through(&map).run(&mut g, k)?;
+        Ok(RunInfo { figures, ..info })
+    }
+
+    fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        let map = self.draw(index).ok()?;
+        Some(Box::new(SketchStream::new(&self.through::<T>(&map), map.clone(), p.d, p.d_v)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{METHOD, Params, TensorSketch};
+    use crate::group::GroupIndex;
+    use crate::methods::common::poly_state::HalfSketch;
+    use crate::testkit::{Case, How, assert_rows_close, check_method, run_method, run_with};
+    use crate::{MatRef, Options, Problem, Workspace};
+    use attlas_num::sketch::variance::tensor_sketch_variance;
+
+    #[test]
+    fn honours_the_contract() {
+        check_method(&METHOD);
+    }
+
+    /// The sketched kernel of two rows under a seed.
+    fn kernel_of(q: &[f64], k: &[f64], params: &Params, seed: u64) -> f64 {
+        let p = Problem { scale: 1.0, ..Problem::new(1, 1, q.len()) };
+        let plan = TensorSketch::new(&p, Params { seed, ..params.clone() }).unwrap();
+        let map = plan.draw(GroupIndex { batch: 0, kv_head: 0 }).unwrap();
+        let r = HalfSketch::<f64>::width(&map);
+        let ws = Workspace::single().unwrap();
+        let (mut short, mut log) = (vec![0.0; 2 * r], [0.0; 2]);
+        let rows = [q, k].concat();
+        map.sketch_into(MatRef::new(&rows, 2, q.len()), ws.context(), &mut short, &mut log);
+        let inner: f64 = short[..r].iter().zip(&short[r..]).map(|(a, b)| a * b).sum();
+        let kernel = if params.degree == 4 { inner * inner } else { inner };
+        kernel * (log[0] + log[1]).exp()
+    }
+
+    #[test]
+    fn the_signed_kernel_is_unbiased_with_the_stated_variance() {
+        let (x, y) = ([1.0, 2.0], [3.0, 1.0]);
+        for (degree, r, variance) in
+            [(1, 8, 6.125), (2, 8, 523.125), (2, 7, 584.265_306_1), (3, 16, 17138.40625)]
+        {
+            assert!((tensor_sketch_variance(&x, &y, 0.0, degree as u32, r) / variance - 1.0).abs() < 1e-9);
+            let params = Params { degree, features: Some(r), ..Params::default() };
+            let n = 3000;
+            let values: Vec<f64> = (0..n).map(|seed| kernel_of(&x, &y, &params, seed)).collect();
+            let mean = values.iter().sum::<f64>() / n as f64;
+            let spread = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n as f64;
+            let exact = 5f64.powi(degree as i32);
+            assert!((mean - exact).abs() < 5.0 * (variance / n as f64).sqrt(), "degree {degree}: {mean}");
+            // A fourth moment of some tens of squared variances leaves a few per cent.
+            assert!((spread / variance - 1.0).abs() < 0.35, "degree {degree}: {spread}, {variance}");
+        }
+    }
+
+    #[test]
+    fn squaring_adds_the_variance_of_the_half_sketch() {
+        let (x, y) = ([1.0, 2.0], [3.0, 1.0]);
+        let params =
+            Params { degree: 4, features: Some(8), nonneg: super::Nonneg::SelfTensor, ..Params::default() };
+        let n = 3000;
+        let values: Vec<f64> = (0..n).map(|seed| kernel_of(&x, &y, &params, seed)).collect();
+        let mean = values.iter().sum::<f64>() / n as f64;
+        let error = (values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / (n * n) as f64).sqrt();
+        assert!((mean - (625.0 + 523.125)).abs() < 5.0 * error, "{mean} ± {error}");
+        assert!(values.iter().all(|v| *v >= 0.0));
+    }
+
+    #[test]
+    fn one_coordinate_is_exact() {
+        let p = Problem { d_v: 3, ..Problem::new(1, 40, 1) };
+        for p in [p, p.causal()] {
+            let x = Case::gaussian(p, 1);
+            let want = run_method(
+                crate::registry::method("polynomial").unwrap(),
+                &Options::new().with("degree", 2usize),
+                &x,
+            );
+            for nonneg in ["none", "self_tensor"] {
+                let options =
+                    Options::new().with("nonneg", nonneg).with("features", 5usize).with("block", 8usize);
+                let got = run_method(&METHOD, &options.with("guard", "strict"), &x);
+                assert_rows_close(&got.0, &want.0, 1e-10, nonneg);
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_do_not_change_the_answer() {
+        for nonneg in ["none", "self_tensor"] {
+            let x = Case::gaussian(Problem { d_v: 3, ..Problem::new(1, 65, 4).causal() }, 3);
+            let run = |block: usize| {
+                let options = Options::new()
+                    .with("nonneg", nonneg)
+                    .with("c", 2.0)
+                    .with("features", 9usize)
+                    .with("block", block);
+                run_method(&METHOD, &options, &x).0
+            };
+            for block in [1, 7, 64] {
+                assert_rows_close(&run(block), &run(130), 1e-9, &format!("{nonneg} {block}"));
+            }
+        }
+    }
+
+    #[test]
+    fn the_error_falls_with_the_size() {
+        let x = Case::gaussian(Problem::new(1, 48, 4), 4);
+        let options = Options::new().with("degree", 2usize).with("c", 1.0);
+        let exact = run_method(
+            crate::registry::method("polynomial").unwrap(),
+            &Options::new().with("degree", 2usize).with("alpha", 1.0),
+            &x,
+        );
+        let error = |features: usize| -> f64 {
+            (0..6u64)
+                .map(|seed| {
+                    let o = options.clone().with("features", features).with("seed", seed);
+                    let got = run_method(&METHOD, &o, &x).0;
+                    got.iter().zip(&exact.0).map(|(a, b)| (a - b) * (a - b)).sum::<f64>()
+                })
+                .sum::<f64>()
+                .sqrt()
+        };
+        let errors = [64, 512, 4096].map(error);
+        assert!(errors[1] < 0.6 * errors[0] && errors[2] < 0.6 * errors[1], "{errors:?}");
+    }
+
+    #[test]
+    fn vanishing_normalisers_are_counted_and_treated() {
+        // A short sketch of a small kernel: signs are as good as random.
+        let x = Case::gaussian(Problem::new(1, 60, 8), 5);
+        let run = |guard: &str| {
+            let options = Options::new().with("degree", 3usize).with("features", 4usize).with("guard", guard);
+            let plan = METHOD.plan(&x.problem, &options).unwrap();
+            run_with(&*plan, &x, How { lse: false, ..How::default() }).unwrap()
+        };
+        let (strict, clamp, zero) = (run("strict"), run("clamp"), run("zero"));
+        assert!(strict.info.fallback_rows > 0);
+        assert_eq!(strict.info.fallback_rows, clamp.info.fallback_rows);
+        let zeros = zero.o.chunks(8).filter(|row| row.iter().all(|&x| x == 0.0)).count();
+        assert_eq!(zeros as u64, zero.info.fallback_rows);
+        assert!(strict.info.figures["predicted_relative_sd"] > 0.5);
+    }
+
+    #[test]
+    fn odd_squares_are_refused() {
+        let options = Options::new().with("degree", 3usize).with("nonneg", "self_tensor");
+        assert!(METHOD.plan(&Problem::new(1, 8, 4), &options).is_err());
+    }
+}
