@@ -210,7 +210,8 @@ impl Finish {
         let d_v = out.len();
         let (den, size) = (average[d_v], average[d_v + 1]);
         let noise = T::from_f64(if T::ROUNDOFF < 1e-10 { 1e-12 } else { 1e-6 });
-        let sound = !(den <= noise * size);
+        // NaN is sound here: it belongs in the output.
+        let sound = den.is_nan() || size.is_nan() || den > noise * size;
         if sound {
             out.iter_mut().zip(average).for_each(|(o, &a)| *o = a / den);
             *lse += den.ln();

@@ -229,7 +229,7 @@ impl LiftedNystrom {
             (a.min(h), if h.is_nan() { f64::INFINITY } else { b.max(h) })
         });
         let limit = if T::ROUNDOFF < 1e-10 { 600.0 } else { 60.0 };
-        if !(high - low <= limit) {
+        if (high - low).is_nan() || high - low > limit {
             return None;
         }
         let top = half.iter().map(|h| h.to_f64()).fold(0.0, f64::max);
