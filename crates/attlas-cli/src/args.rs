@@ -146,6 +146,9 @@ pub(crate) struct CompareArgs {
     /// Also write a self-contained page with the table and a plot of error against time.
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
+    /// Also write the plot of error against time as a picture.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
 }
 
 #[derive(Args, Clone, Debug)]

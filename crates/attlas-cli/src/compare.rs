@@ -33,6 +33,7 @@ impl CompareArgs {
             budget: None,
             each_head: false,
             html: None,
+            svg: None,
         }
     }
 }
@@ -94,6 +95,10 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
     show(&result, args, common);
     if let Some(path) = &args.html {
         trace::write_file(path, html::comparison(&result).as_bytes())?;
+        note(common, &format!("wrote {}", path.display()));
+    }
+    if let Some(path) = &args.svg {
+        trace::write_file(path, html::picture(&result).as_bytes())?;
         note(common, &format!("wrote {}", path.display()));
     }
     if result.interrupted {

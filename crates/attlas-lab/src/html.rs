@@ -141,10 +141,15 @@ fn plot(c: &Comparison) -> String {
         "<polyline points=\"{}\" fill=\"none\" stroke=\"#c60\" stroke-width=\"1.5\"/>",
         front.join(" ")
     );
+    let mut labels = Labels::default();
+    for s in &points {
+        labels.avoid(at_x(time(s)), at_y(s.rel_fro.mean));
+    }
     for s in &points {
         let (px, py) = (at_x(time(s)), at_y(s.rel_fro.mean));
         let (lo, hi) = (at_y(s.rel_fro.lo.max(10f64.powf(y.lo))), at_y(s.rel_fro.hi));
-        let fill = if s.family == "baseline" { "#888" } else { "#06c" };
+        let fill = colour(s.family);
+        let (tx, ty) = labels.place(px, py, s.method.len());
         let _ = write!(
             svg,
             "<line x1=\"{px:.1}\" y1=\"{lo:.1}\" x2=\"{px:.1}\" y2=\"{hi:.1}\" stroke=\"{fill}\"/>\
@@ -153,11 +158,74 @@ fn plot(c: &Comparison) -> String {
             name = escape(s.method),
             error = number(s.rel_fro.mean),
             time = seconds(time(s)),
-            tx = px + 7.0,
-            ty = py + 4.0,
         );
     }
+    let _ = write!(
+        svg,
+        "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">seconds per head, set-up included</text>\
+         <text transform=\"translate(14 {:.1}) rotate(-90)\" text-anchor=\"middle\">relative error (Frobenius)</text>",
+        WIDTH / 2.0,
+        HEIGHT - 8.0,
+        HEIGHT / 2.0,
+    );
     svg + "</svg>"
+}
+
+/// The plot alone, as a picture that stands for itself.
+pub fn picture(c: &Comparison) -> String {
+    let style = "<style>text{font:11px system-ui,sans-serif;fill:#222}</style><rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>";
+    let mut legend = String::new();
+    for (i, family) in ["exact", "clustering", "low_rank", "kernel", "baseline"].into_iter().enumerate() {
+        let x = MARGIN + 110.0 * i as f64;
+        let fill = colour(family);
+        let _ = write!(
+            legend,
+            "<circle cx=\"{x:.1}\" cy=\"14\" r=\"4\" fill=\"{fill}\"/><text x=\"{:.1}\" y=\"18\">{family}</text>",
+            x + 8.0
+        );
+    }
+    let open = plot(c).replacen("<svg ", "<svg xmlns=\"http://www.w3.org/2000/svg\" color=\"#222\" ", 1);
+    let body = open.find('>').map_or(0, |i| i + 1);
+    format!("{}{style}{legend}{}\n", &open[..body], &open[body..])
+}
+
+/// One colour for each family; told apart in print and by the colour-blind (Okabe and Ito's palette).
+fn colour(family: &str) -> &'static str {
+    match family {
+        "exact" => "#000000",
+        "clustering" => "#0072b2",
+        "low_rank" => "#009e73",
+        "kernel" => "#d55e00",
+        _ => "#888888",
+    }
+}
+
+/// Places names beside their points without covering points or other names, where there is room.
+#[derive(Default)]
+struct Labels {
+    taken: Vec<[f64; 4]>,
+}
+
+impl Labels {
+    fn avoid(&mut self, x: f64, y: f64) {
+        self.taken.push([x - 4.0, y - 4.0, x + 4.0, y + 4.0]);
+    }
+
+    fn place(&mut self, x: f64, y: f64, letters: usize) -> (f64, f64) {
+        let (width, height) = (6.2 * letters as f64, 11.0);
+        let sides = [(7.0, 4.0), (-7.0 - width, 4.0), (-width / 2.0, -8.0), (-width / 2.0, 17.0)];
+        let lifts = [0.0, -9.0, 9.0, -18.0, 18.0, -27.0, 27.0];
+        let boxes = lifts.iter().flat_map(|lift| sides.iter().map(move |(dx, dy)| (x + dx, y + dy + lift)));
+        let free = |&(tx, ty): &(f64, f64)| {
+            let (x0, y0, x1, y1) = (tx, ty - height + 2.0, tx + width, ty + 2.0);
+            x0 > 0.0
+                && x1 < WIDTH
+                && !self.taken.iter().any(|t| x0 < t[2] && t[0] < x1 && y0 < t[3] && t[1] < y1)
+        };
+        let (tx, ty) = boxes.clone().find(free).unwrap_or((x + 7.0, y + 4.0));
+        self.taken.push([tx, ty - height + 2.0, tx + width, ty + 2.0]);
+        (tx, ty)
+    }
 }
 
 fn escape(text: &str) -> String {
@@ -188,6 +256,17 @@ mod tests {
         // top_k has an error and is a point; sink_window covers everything, is exact, and has no place on a log axis.
         assert!(page.contains("<title>top_k: ") && page.contains("<title>mean_v: "));
         assert!(!page.contains("http") && !page.contains("<script"));
+    }
+
+    #[test]
+    fn names_do_not_cover_each_other() {
+        let mut labels = Labels::default();
+        let places: Vec<_> = (0..5).map(|_| labels.place(300.0, 200.0, 10)).collect();
+        for (i, a) in places.iter().enumerate() {
+            for b in &places[..i] {
+                assert!((a.0 - b.0).abs() >= 62.0 || (a.1 - b.1).abs() >= 11.0, "{a:?} {b:?}");
+            }
+        }
     }
 
     #[test]

@@ -10,6 +10,9 @@ use rayon::prelude::*;
 /// Query rows that one task takes when the schedule does not say: enough to repay the packing of keys.
 const BLOCK_ROWS: usize = 192;
 
+/// Most rows that the kernel handles by its decoding path.
+const FEW_ROWS: usize = 8;
+
 /// What the kernel takes from scratch on one thread, at most, whatever the sizes.
 const KERNEL_SCRATCH_BYTES: usize = 1 << 20;
 
@@ -88,11 +91,19 @@ pub fn exact_scratch_bytes(p: &crate::Problem, threads: usize, size: usize) -> u
 }
 
 fn rows_per_task(n_q: usize, heads: usize, cx: Context<'_>) -> usize {
-    if cx.schedule.tile_q > 0 {
-        return cx.schedule.tile_q;
+    let mut rows = match cx.schedule.tile_q {
+        // At least eight tasks per thread, so that uneven (causal) rows balance, but never tiny ones.
+        0 => {
+            (n_q * heads).div_ceil(8 * cx.schedule.threads.max(1)).clamp(48, BLOCK_ROWS).next_multiple_of(12)
+        }
+        tile => tile.max(2 * FEW_ROWS),
+    };
+    // The kernel takes another path, with other rounding, for a few rows that see the same keys: no block may
+    // be that short unless the whole head is, or the tile would show in the last bits.
+    while n_q > rows && (1..=FEW_ROWS).contains(&(n_q % rows)) {
+        rows += 4;
     }
-    // At least eight tasks per thread, so that uneven (causal) rows balance, but never tiny ones.
-    (n_q * heads).div_ceil(8 * cx.schedule.threads.max(1)).clamp(48, BLOCK_ROWS).next_multiple_of(12)
+    rows
 }
 
 #[allow(clippy::too_many_arguments)]

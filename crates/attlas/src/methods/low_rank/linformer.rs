@@ -643,7 +643,7 @@ impl<T: Real> GroupStream<T> for Pooled<T> {
 mod tests {
     use super::*;
     use crate::methods::common::pool::Parts;
-    use crate::testkit::workloads::{Workload, table};
+    use crate::testkit::heads::{Workload, table};
     use crate::testkit::{
         Case, How, Ran, assert_rows_close, assert_same_bits, check_method, golden, reference, run_method,
         run_with,
