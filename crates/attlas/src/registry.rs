@@ -19,6 +19,8 @@ pub static METHODS: &[&Method] = &[
     &clustering::hyper::METHOD,
     &clustering::prescored_hyper::METHOD,
     &low_rank::loki::METHOD,
+    &low_rank::skyformer::METHOD,
+    &low_rank::lifted_nystrom::METHOD,
     &low_rank::linformer::METHOD,
     &low_rank::wildcat::METHOD,
     &low_rank::nystromformer::METHOD,

@@ -173,14 +173,25 @@ pub trait CompressKeys: Clone + Debug + Send + Sync + 'static {
     fn scratch_bytes(&self, p: &Problem, n: usize, size: Size, threads: usize, bytes: usize) -> usize;
 }
 
-/// What a row gets whose denominator has cancelled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fallback {
-    /// Exact attention; in a stream, whose older keys are gone, exact attention to the keys that are held as
-    /// they are.
-    Exact,
-    /// Zero, clipped to the range of the values, with no weight in a merge.
-    Zero,
+crate::choices! {
+    /// What a row gets whose denominator has cancelled.
+    pub enum Fallback {
+        /// Exact attention; in a stream, whose older keys are gone, exact attention to the keys that are held as
+        /// they are.
+        Exact = "exact_row",
+        /// Zero, clipped to the range of the values, with no weight in a merge.
+        Zero = "zero_clip",
+    }
+}
+
+crate::choices! {
+    /// What a stream compresses, as a parameter.
+    pub enum CacheMode {
+        /// Every complete block, as the causal plan does.
+        Blocks = "blocks",
+        /// The first tokens it is given, once; later ones are kept as they are.
+        Prefix = "prefix",
+    }
 }
 
 /// How averages of $[V \mid w \mid |w|]$ become outputs.
@@ -199,7 +210,8 @@ impl Finish {
         let d_v = out.len();
         let (den, size) = (average[d_v], average[d_v + 1]);
         let noise = T::from_f64(if T::ROUNDOFF < 1e-10 { 1e-12 } else { 1e-6 });
-        let sound = !(den <= noise * size);
+        // NaN is sound here: it belongs in the output.
+        let sound = den.is_nan() || size.is_nan() || den > noise * size;
         if sound {
             out.iter_mut().zip(average).for_each(|(o, &a)| *o = a / den);
             *lse += den.ln();

@@ -5,6 +5,7 @@ mod columns;
 pub mod coreset;
 mod exact_rows;
 mod fallback;
+pub mod gaussian;
 pub mod landmarks;
 pub mod linear;
 mod meeting;
@@ -24,9 +25,9 @@ pub use columns::{Columns, divide_by, relative_squares};
 pub use exact_rows::{
     exact_few_rows, exact_group, exact_group_with, exact_rows, exact_scratch_bytes, few_rows_scratch_bytes,
 };
-pub use select::select_top;
 pub use fallback::Fallback;
 pub use meeting::{Join, Meeting, Round, attend_round, round_scratch_len};
+pub use select::select_top;
 pub use sinks::{sinks_scratch_bytes, with_sinks};
 pub use sorted_blocks::{
     Assign, Piece, Place, Row, SortedBlocks, UniformSamples, attend_blocks, blocks_scratch_bytes,

@@ -196,7 +196,7 @@ impl Compressor {
         if !(key_norm.is_finite() && query_norm.is_finite()) {
             return verbatim();
         }
-        if !(beta * query_norm * key_norm > 1e-290) {
+        if beta * query_norm * key_norm <= 1e-290 {
             // Keys that cannot be told apart, or that no query asks for.
             let error = BinError { tau: 1.0, residual: 0.0, log_sum: f64::NEG_INFINITY, key_norm };
             return Bin { coreset: sum_at_first(k, values), error: Some(error) };

@@ -16,7 +16,7 @@
 //! and the paper, have one.) The method works on $\kappa(K, K)$ and $\kappa(Q, K_S)$ only, not on the lifted
 //! kernel of queries and keys together, and compresses without seeing queries where $R_Q$ is given.
 //!
-//! **Reference.** wildcat2026; pivots: chen2024, epperly2024. Departures from the authors' code: a triangular
+//! **Reference.** schroder2026; pivots: chen2024, epperly2024. Departures from the authors' code: a triangular
 //! factor instead of an explicit inverse; the Lambert rule by default; the denominator test and its fallback.
 //!
 //! **Cost.** $2nr(d + d_v + 1)/b + 2nr^2/b^2$ to compress with $b$ bins, $2 n_q r (d + d_v + 1)$ per query head;
@@ -38,7 +38,7 @@ mod compress;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::coreset::{
-    BlockCausal, Cache, CompressKeys, CoresetStream, Fallback, Finish, Prefix, attend_coreset,
+    BlockCausal, Cache, CacheMode, CompressKeys, CoresetStream, Fallback, Finish, Prefix, attend_coreset,
     attend_scratch_bytes,
 };
 use crate::methods::common::{exact_group, exact_scratch_bytes};
@@ -51,7 +51,7 @@ pub static METHOD: Method = Method {
     id: "wildcat",
     family: Family::LowRank,
     title: "Weighted coreset of keys by randomly pivoted Cholesky (WILDCAT)",
-    reference: "wildcat2026",
+    reference: "schroder2026",
     claims: Claims {
         decode: true,
         exact_at: &[("rank", Budget::NumKeys)],
@@ -108,7 +108,7 @@ crate::params! {
         /// Clip outputs to the range of the values.
         clip: bool = true;
         /// What a row gets whose denominator cancels.
-        fallback: OnCancel = OnCancel::ExactRow;
+        fallback: Fallback = Fallback::Exact;
         /// Queries of a block, with a causal mask.
         block: usize = 1024, in 1..=1 << 30;
         /// With a causal mask, join the coresets of equally many blocks and compress again.
@@ -145,26 +145,6 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// What a row gets whose denominator cancels.
-    pub enum OnCancel {
-        /// Exact attention.
-        ExactRow = "exact_row",
-        /// Zero, clipped to the range of the values.
-        ZeroClip = "zero_clip",
-    }
-}
-
-crate::choices! {
-    /// What a stream compresses.
-    pub enum CacheMode {
-        /// Every complete block, as the causal plan does.
-        Blocks = "blocks",
-        /// The first tokens it is given, once; later ones are kept as they are.
-        Prefix = "prefix",
-    }
-}
-
-crate::choices! {
     /// How pivots are drawn.
     pub enum Pivoting {
         /// Accelerated from rank 64 on, else simple.
@@ -180,11 +160,7 @@ crate::choices! {
 
 impl Params {
     fn finish(&self) -> Finish {
-        let fallback = match self.fallback {
-            OnCancel::ExactRow => Fallback::Exact,
-            OnCancel::ZeroClip => Fallback::Zero,
-        };
-        Finish { clip: self.clip, fallback }
+        Finish { clip: self.clip, fallback: self.fallback }
     }
 
     fn pivots(&self, rank: usize) -> rpcholesky::Options {

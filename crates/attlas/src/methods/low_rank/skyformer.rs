@@ -1,0 +1,448 @@
+//! Skyformer: Gaussian kernelized attention, through landmarks of the lifted Gaussian kernel.
+//!
+//! **Idea.** Replace softmax by the Gaussian kernel, without normalisation, and approximate that kernel by Nyström on
+//! queries and keys together.
+//!
+//! **Math.** With $x = \sqrt\beta\, q$, $y = \sqrt\beta\, k$ and $g(a, b) = e^{-\|a - b\|^2/2}$ the target is
+//! $\mathrm{KA}(Q, K, V) = g(X, Y) V$: no division by a row sum. For landmarks $L$ from the rows of $X$ and $Y$,
+//! $$O = g(X, L)\,(g(L, L) + \gamma I)^{-1} g(L, Y) V.$$
+//! The factor $1/\sqrt m$ on the sampling matrix in the paper cancels, and its display of the Gaussian misses a minus
+//! sign. `solver = razavi` iterates on $D M D$, $D = \mathrm{diag}(M 1)^{-1/2}$, whose spectrum lies in $(0, 1]$: the
+//! paper's lemma excludes 1, which is always attained.
+//!
+//! **Reference.** chen2021skyformer. Departures from the authors' code: the scale is the problem's and not
+//! $32^{-1/4}$; landmarks are drawn without replacement by default; the iteration starts from the identity, not from
+//! a norm taken over the whole batch.
+//!
+//! **Cost.** $2m(n_q + n_k)(d + d_v) + 2m^2 d + m^3/3$ per query head (with `source = keys` the part of the keys once
+//! per group); memory $m^2 + m d_v$ and the scaled keys.
+//!
+//! **Guarantees.** As $\gamma \to 0$ with all keys or all queries as landmarks, the target; when `landmarks` covers the
+//! keys the target is computed directly. Entries of the kernel lie in $[0, 1]$ and err by at most
+//! $\sqrt{\mathrm{res}(x)\,\mathrm{res}(y)}$. The target does not change when queries and keys move together, and does
+//! when keys move alone. Linear in the values.
+//!
+//! **When to use.** In models trained with it: it is not an approximation of softmax attention, and the survey's
+//! listing of it among methods that compress trained models holds for `lifted_nystrom` only. The size of outputs
+//! grows with the number of keys. Poor on short sequences.
+
+use crate::group::{Group, GroupPlan};
+use crate::method::{Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support};
+use crate::methods::common::gaussian::{self, Points, Sampling, SolverKind, Source};
+use crate::workspace::Context;
+use crate::{Mask, Mat, MatRef, Problem, Real, Result};
+use attlas_num::randla::{GaussianKernel, rp_cholesky, rpcholesky};
+use attlas_num::rng::StreamKey;
+
+/// Registry entry.
+pub static METHOD: Method = Method {
+    id: "skyformer",
+    family: Family::LowRank,
+    title: "Gaussian kernelized attention by Nyström (Skyformer)",
+    reference: "chen2021skyformer",
+    claims: Claims {
+        causal: false,
+        row_stochastic: false,
+        deterministic: false,
+        softmax: false,
+        lse: false,
+        exponent: 1.0,
+        needs: Needs::Training,
+        except: &[
+            (Law::KeyOrder, "landmarks are drawn by position; another order is another draw"),
+            (Law::QueriesAlone, "half of the landmarks are queries"),
+        ],
+        ..Claims::BASE
+    },
+    params: Params::SPECS,
+    probes: &[
+        &[("landmarks", "20")],
+        &[("landmarks", "20"), ("source", "keys"), ("sampling", "uniform_wr")],
+        &[("landmarks", "16"), ("solver", "razavi"), ("gamma", "0.01")],
+        &[("landmarks", "16"), ("sampling", "rpcholesky"), ("gamma", "0")],
+        &[("landmarks", "16"), ("sampling", "rpcholesky"), ("source", "keys")],
+    ],
+    supports: |p, _| {
+        Support::unless(
+            p.mask == Mask::Causal,
+            "landmarks see later tokens; for causal attention use lifted_nystrom or wildcat, which have block-causal forms",
+        )
+    },
+    calibrate: None,
+    build: |p, options, _| Ok(Skyformer::new(Params::from_options(options)?).boxed(p)),
+};
+
+crate::params! {
+    /// Parameters of [`Skyformer`].
+    pub struct Params {
+        /// Landmarks.
+        landmarks: usize = 128, in 1..=1 << 20;
+        /// Where landmarks come from.
+        source: Source = Source::Both;
+        /// How landmarks are drawn.
+        sampling: Sampling = Sampling::UniformWor;
+        /// What is added to the diagonal of the kernel of the landmarks.
+        gamma: f64 = 0.1, in 0.0..=1e6;
+        /// How the small system is solved.
+        solver: SolverKind = SolverKind::Cholesky;
+        /// Steps of `solver = razavi`.
+        iters: usize = 6, in 1..=25;
+        /// Stream the landmarks are drawn from.
+        seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+/// Query rows of one task.
+const ROWS: usize = 192;
+
+/// The plan.
+#[derive(Clone, Debug)]
+pub struct Skyformer {
+    params: Params,
+}
+
+/// Landmarks with what the values become on them: few keys for the Gaussian kernel.
+struct Compressed<T> {
+    landmarks: Mat<T>,
+    half_norms: Vec<T>,
+    values: Mat<T>,
+    steps: Option<usize>,
+}
+
+impl Skyformer {
+    /// A plan with these parameters.
+    pub fn new(params: Params) -> Self {
+        Self { params }
+    }
+
+    /// Whether the target is computed directly.
+    fn covers(&self, n_q: usize, n_k: usize) -> bool {
+        let m = self.params.landmarks;
+        m >= n_k || self.params.source == Source::Both && m / 2 >= n_q.min(n_k)
+    }
+
+    /// Landmarks of scaled keys `y` and queries `x`, those below the number of keys being keys.
+    fn choose<T: Real>(
+        &self,
+        y: MatRef<'_, T>,
+        x: Option<MatRef<'_, T>>,
+        stream: StreamKey,
+        cx: Context<'_>,
+    ) -> Option<Vec<usize>> {
+        let (n, d, m) = (y.rows(), y.cols(), self.params.landmarks);
+        let n_q = x.map_or(0, |x| x.rows());
+        if self.params.sampling != Sampling::RpCholesky {
+            let replace = self.params.sampling == Sampling::UniformWr;
+            let from_q = if n_q == 0 { 0 } else { m / 2 };
+            let of_k = gaussian::uniform(n, m - from_q, replace, stream.named("keys"));
+            let of_q = gaussian::uniform(n_q, from_q, replace, stream.named("queries"));
+            return Some(of_k.into_iter().chain(of_q.into_iter().map(|i| n + i)).collect());
+        }
+        let mut all = cx.scratch.take::<T>((n + n_q) * d);
+        let rows = all.chunks_exact_mut(d);
+        rows.zip((0..n + n_q).map(|i| row_of(y, x, i))).for_each(|(dst, row)| dst.copy_from_slice(row));
+        let kernel = GaussianKernel::new(MatRef::new(&all[..], n + n_q, d));
+        let options = rpcholesky::Options::rank(m);
+        Some(rp_cholesky(&kernel, None, options, stream.named("pivots"), cx.scratch).ok()?.pivots)
+    }
+
+    /// Carries the values over to the chosen landmarks; `None` where numbers are not finite.
+    fn compress<T: Real>(
+        &self,
+        y: Points<'_, T>,
+        x: Option<MatRef<'_, T>>,
+        v: MatRef<'_, T>,
+        chosen: &[usize],
+        cx: Context<'_>,
+    ) -> Option<Compressed<T>> {
+        let landmarks = Mat::from_fn(chosen.len(), y.x.cols(), |s, c| row_of(y.x, x, chosen[s])[c]);
+        let mut half_norms = vec![T::ZERO; chosen.len()];
+        gaussian::half_norms_into(landmarks.as_ref(), &mut half_norms);
+        let at = Points { x: landmarks.as_ref(), half_norms: &half_norms };
+        let sums = gaussian::apply_long(at, y, v.cols(), cx, |j, row| row.copy_from_slice(v.row(j)));
+        let solver = self.params.solver.with_steps(self.params.iters);
+        let (solved, steps) = gaussian::solve(at, self.params.gamma, solver, &sums, cx)?;
+        let values = solved.cast::<T>();
+        let finite = values.data().iter().all(|x| x.is_finite());
+        finite.then_some(Compressed { landmarks, half_norms, values, steps })
+    }
+}
+
+/// Row `i` of the keys, or behind them of the queries.
+fn row_of<'a, T: Real>(y: MatRef<'a, T>, x: Option<MatRef<'a, T>>, i: usize) -> &'a [T] {
+    match x {
+        Some(x) if i >= y.rows() => x.row(i - y.rows()),
+        _ => y.row(i),
+    }
+}
+
+/// Rows times a factor.
+fn scale_into<T: Real>(rows: MatRef<'_, T>, factor: T, out: &mut [T]) {
+    for (dst, row) in out.chunks_exact_mut(rows.cols()).zip(rows.iter_rows()) {
+        dst.iter_mut().zip(row).for_each(|(x, &r)| *x = factor * r);
+    }
+}
+
+impl GroupPlan for Skyformer {
+    fn cost(&self, p: &Problem) -> Cost {
+        let rows = (p.batch * p.n_heads * p.n_q) as u64;
+        let wide = (p.d + p.d_v) as u64;
+        let groups = (p.batch * p.n_kv_heads) as u64;
+        let bytes = 4 * (groups * p.n_k as u64 + rows) * wide;
+        if self.covers(p.n_q, p.n_k) {
+            return Cost { setup_flops: 0, run_flops: 2 * p.visible_pairs() * wide, bytes };
+        }
+        let m = self.params.landmarks as u64;
+        let times = match self.params.source {
+            Source::Keys => groups,
+            Source::Both => (p.batch * p.n_heads) as u64,
+        };
+        let setup = 2 * m * p.n_k as u64 * wide + 2 * m * m * p.d as u64 + m * m * m / 3;
+        Cost { setup_flops: times * setup, run_flops: 2 * rows * m * wide, bytes }
+    }
+
+    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        let m = self.params.landmarks.min(p.n_k + p.n_q);
+        let pivots = match self.params.sampling {
+            Sampling::RpCholesky => {
+                let all = p.n_k + p.n_q;
+                all * p.d * size + rpcholesky::scratch_bytes(all, p.d, &rpcholesky::Options::rank(m), 1, size)
+            }
+            _ => 0,
+        };
+        let tile = gaussian::scratch_bytes(m.max(ROWS), p.d_v, size) + ROWS * (p.d + 1) * size + 512;
+        (p.n_k + p.n_q) * (p.d + 1) * size
+            + m * (m + p.d + p.d_v) * size
+            + pivots
+            + (threads + 1) * tile
+            + 1024
+    }
+
+    fn has_lse(&self) -> bool {
+        false
+    }
+
+    fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
+        g.lse.fill(T::NEG_INFINITY);
+        if g.n_k() == 0 {
+            return Ok(g.fill_empty());
+        }
+        let (n, d, n_q, cx, v) = (g.n_k(), g.k.cols(), g.n_q(), g.cx, g.v);
+        let root = g.scale.abs().sqrt();
+        // A negative factor is queries of the other sign.
+        let lift = if g.scale < T::ZERO { -root } else { root };
+        let mut y = cx.scratch.take::<T>(n * d);
+        let mut half = cx.scratch.take::<T>(n);
+        scale_into(g.k, root, &mut y);
+        let y = MatRef::new(&y[..], n, d);
+        gaussian::half_norms_into(y, &mut half);
+        let keys = Points { x: y, half_norms: &half };
+        let stream = g.index.stream_key(self.params.seed).named("landmarks");
+
+        let mut made: Vec<Compressed<T>> = Vec::new();
+        if !self.covers(n_q, n) {
+            let shared = self.params.source == Source::Keys;
+            for h in 0..if shared { 1 } else { g.q.heads() } {
+                let mut x = cx.scratch.take::<T>(if shared { 0 } else { n_q * d });
+                let x = (!shared).then(|| {
+                    scale_into(g.q.head(h), lift, &mut x);
+                    MatRef::new(&x[..], n_q, d)
+                });
+                let found = self.choose(y, x, stream, cx).and_then(|s| self.compress(keys, x, v, &s, cx));
+                made.extend(found);
+            }
+        }
+        // Numbers that are not finite are left to the target itself, which hands them on to the rows that see them.
+        let wanted = if self.params.source == Source::Keys { 1 } else { g.q.heads() };
+        let direct = made.len() < wanted;
+        let rows = g.lse.len();
+        g.par_row_blocks(ROWS, |block| {
+            let count = block.lse.len();
+            let mut x = cx.scratch.take::<T>(count * d);
+            let mut half = cx.scratch.take::<T>(count);
+            scale_into(block.q, lift, &mut x);
+            let x = MatRef::new(&x[..], count, d);
+            gaussian::half_norms_into(x, &mut half);
+            let x = Points { x, half_norms: &half };
+            if direct {
+                gaussian::apply_rows(x, keys, v, block.out, cx);
+            } else {
+                let c = &made[block.head.min(made.len() - 1)];
+                let at = Points { x: c.landmarks.as_ref(), half_norms: &c.half_norms };
+                gaussian::apply_rows(x, at, c.values.as_ref(), block.out, cx);
+            }
+            Ok(())
+        })?;
+        let rank = if direct { n } else { made.iter().map(|c| c.half_norms.len()).max().unwrap_or(0) };
+        Ok(RunInfo {
+            keys_visited: (rows * rank) as u64,
+            rank: Some(rank),
+            iterations: made.iter().filter_map(|c| c.steps).max(),
+            status: Status::Complete,
+            ..RunInfo::default()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testkit::{Case, How, assert_rows_close, check_method, golden, run_method, run_with};
+    use crate::{Options, Workspace};
+
+    #[test]
+    fn honours_the_contract() {
+        check_method(&METHOD);
+    }
+
+    fn options(pairs: &[(&str, &str)]) -> Options {
+        pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))
+    }
+
+    fn run(pairs: &[(&str, &str)], case: &Case) -> Vec<f64> {
+        run_method(&METHOD, &options(pairs), case).0
+    }
+
+    /// Gaussian kernel of queries and keys of a one-head case.
+    fn kernel(case: &Case) -> Mat<f64> {
+        let p = &case.problem;
+        let square = |i: usize, j: usize| {
+            let (q, k) = (&case.q[i * p.d..(i + 1) * p.d], &case.k[j * p.d..(j + 1) * p.d]);
+            q.iter().zip(k).map(|(a, b)| (a - b) * (a - b)).sum::<f64>()
+        };
+        Mat::from_fn(p.n_q, p.n_k, |i, j| (-0.5 * p.scale * square(i, j)).exp())
+    }
+
+    fn target(case: &Case) -> Vec<f64> {
+        let v = MatRef::new(&case.v, case.problem.n_k, case.problem.d_v);
+        attlas_num::linalg::matmul(kernel(case).as_ref(), v).into_vec()
+    }
+
+    /// Outputs with given landmarks.
+    fn outputs(pairs: &[(&str, &str)], case: &Case, chosen: &[usize]) -> Vec<f64> {
+        let plan = Skyformer::new(Params::from_options(&options(pairs)).unwrap());
+        let p = &case.problem;
+        let ws = Workspace::single().unwrap();
+        let scaled = |x: &[f64]| x.iter().map(|x| x * p.scale.sqrt()).collect::<Vec<f64>>();
+        let (x, y) = (scaled(&case.q), scaled(&case.k));
+        let (x, y) = (MatRef::new(&x, p.n_q, p.d), MatRef::new(&y, p.n_k, p.d));
+        let (mut hx, mut hy) = (vec![0.0; p.n_q], vec![0.0; p.n_k]);
+        gaussian::half_norms_into(x, &mut hx);
+        gaussian::half_norms_into(y, &mut hy);
+        let v = MatRef::new(&case.v, p.n_k, p.d_v);
+        let keys = Points { x: y, half_norms: &hy };
+        let c = plan.compress(keys, Some(x), v, chosen, ws.context()).unwrap();
+        let mut out = vec![f64::NAN; p.n_q * p.d_v];
+        let at = Points { x: c.landmarks.as_ref(), half_norms: &c.half_norms };
+        let x = Points { x, half_norms: &hx };
+        gaussian::apply_rows(x, at, c.values.as_ref(), &mut out, ws.context());
+        out
+    }
+
+    #[test]
+    fn golden_values_of_the_target_and_of_given_landmarks() {
+        let case = golden::inputs();
+        let o = run(&[], &case);
+        golden::assert_row(&o, 0, &[1.792_420_950_4, 1.156_484_953_0, 0.273_802_437_1]);
+        golden::assert_fro(&o, 6.136_281_186_0);
+        let o = outputs(&[], &case, &[6, 9, 1, 4]);
+        golden::assert_row(&o, 0, &[1.718_213_970_4, 1.109_340_883_7, 0.255_263_102_4]);
+        golden::assert_fro(&o, 4.891_496_018_4);
+    }
+
+    #[test]
+    fn all_landmarks_reach_the_target_only_without_ridge() {
+        let p = Problem { d_v: 5, ..Problem::new(1, 1, 8).with_lens(40, 64) };
+        let case = Case::gaussian(p, 1);
+        let want = target(&case);
+        assert_rows_close(&run(&[("landmarks", "64")], &case), &want, 1e-12, "direct");
+        let keys: Vec<usize> = (0..64).collect();
+        let queries: Vec<usize> = (64..104).collect();
+        for all in [&keys, &queries] {
+            assert_rows_close(&outputs(&[("gamma", "0")], &case, all), &want, 1e-10, "no ridge");
+        }
+        let ridge = crate::metrics::relative_frobenius(&outputs(&[], &case, &keys), &want);
+        assert!((0.05..0.5).contains(&ridge), "{ridge}");
+        // A query that is a landmark has its own row.
+        let o = outputs(&[("gamma", "0")], &case, &[3, 9, 20, 64 + 7, 64 + 39]);
+        for i in [7, 39] {
+            assert_rows_close(&o[i * 5..(i + 1) * 5], &want[i * 5..(i + 1) * 5], 1e-10, "landmark");
+        }
+    }
+
+    #[test]
+    fn the_lifted_residual_is_semidefinite_and_bounds_the_block() {
+        // Queries and keys as one set of points, on landmarks of both kinds.
+        let p = Problem { d_v: 30, ..Problem::new(1, 30, 4) };
+        let base = Case::gaussian(p, 2);
+        let both: Vec<f64> = [&base.q[..], &base.k[..]].concat();
+        let chosen: Vec<usize> = vec![1, 4, 8, 17, 33, 41, 59];
+        let lifted = Case {
+            problem: Problem { d_v: 60, scale: p.scale, ..Problem::new(1, 60, 4) },
+            q: both.clone(),
+            k: both,
+            v: Mat::<f64>::identity(60).into_vec(),
+            single: false,
+        };
+        let b = kernel(&lifted);
+        let b_hat = outputs(&[("gamma", "0")], &lifted, &chosen);
+        let gap = Mat::from_fn(60, 60, |i, j| b[(i, j)] - b_hat[i * 60 + j]);
+        let least = *attlas_num::linalg::symmetric_eigen(gap.as_ref()).unwrap().values.last().unwrap();
+        assert!(least > -1e-10, "{least}");
+        let block = Mat::from_fn(30, 30, |i, j| gap[(i, 30 + j)]);
+        assert!(block.frobenius() <= gap.frobenius());
+        for i in 0..30 {
+            for j in 0..30 {
+                let (ri, rj) = (gap[(i, i)].max(0.0), gap[(30 + j, 30 + j)].max(0.0));
+                assert!(block[(i, j)].abs() <= (ri * rj).sqrt() + 1e-9);
+            }
+        }
+        let values = attlas_num::linalg::singular_values(gap.as_ref()).unwrap();
+        assert!(attlas_num::linalg::singular_values(block.as_ref()).unwrap()[0] <= values[0] + 1e-12);
+        assert!(b.data().iter().all(|g| (0.0..=1.0).contains(g)));
+    }
+
+    #[test]
+    fn moving_queries_and_keys_together_changes_nothing() {
+        let case = Case::gaussian(Problem::new(1, 50, 6), 3);
+        let shift =
+            |x: &[f64]| x.iter().enumerate().map(|(i, x)| x + [0.5, -1.0][i % 2]).collect::<Vec<f64>>();
+        for pairs in [&[][..], &[("landmarks", "12")]] {
+            let first = run(pairs, &case);
+            let together = Case { q: shift(&case.q), k: shift(&case.k), ..case.clone() };
+            assert_rows_close(&run(pairs, &together), &first, 1e-10, "together");
+            let alone = run(pairs, &Case { k: shift(&case.k), ..case.clone() });
+            assert!(crate::metrics::relative_frobenius(&alone, &first) > 0.1);
+        }
+    }
+
+    #[test]
+    fn duplicated_landmarks_and_both_solvers_agree() {
+        let case = Case::gaussian(Problem::new(1, 40, 6), 4);
+        let once = outputs(&[("gamma", "0")], &case, &[1, 5, 9, 30, 41, 77]);
+        let twice = outputs(&[("gamma", "0")], &case, &[1, 5, 5, 9, 30, 41, 41, 77]);
+        assert_rows_close(&twice, &once, 1e-6, "twice");
+        let ridge = outputs(&[], &case, &[1, 5, 9, 30, 41, 77]);
+        let razavi = outputs(&[("solver", "razavi"), ("iters", "12")], &case, &[1, 5, 9, 30, 41, 77]);
+        assert_rows_close(&razavi, &ridge, 1e-10, "twelve steps");
+        let plan =
+            METHOD.plan(&case.problem, &options(&[("landmarks", "12"), ("solver", "razavi")])).unwrap();
+        let ran = run_with(&*plan, &case, How { lse: false, ..How::default() }).unwrap();
+        assert_eq!((ran.info.iterations, ran.info.rank), (Some(6), Some(12)));
+    }
+
+    #[test]
+    fn errors_fall_with_landmarks() {
+        let case = crate::testkit::heads::Workload::Smooth.case(512, 8, 1);
+        let want = target(&case);
+        let error = |m: &str| {
+            crate::metrics::relative_frobenius(&run(&[("landmarks", m), ("gamma", "1e-8")], &case), &want)
+        };
+        let errors = ["16", "64", "256"].map(error);
+        assert!(errors[0] > 2.0 * errors[1] && errors[1] > 2.0 * errors[2], "{errors:?}");
+        let negative = case.with_problem(Problem { scale: -case.problem.scale, ..case.problem });
+        let mirrored = Case { q: case.q.iter().map(|x| -x).collect(), ..negative };
+        let pairs = [("landmarks", "64")];
+        assert_rows_close(&run(&pairs, &mirrored), &run(&pairs, &case), 1e-12, "other sign");
+    }
+}
