@@ -1,12 +1,17 @@
 //! The only lists of methods, layers and conversions.
 
 use crate::layer::{Conversion, LayerKind};
-use crate::methods::exact;
+use crate::methods::{exact, kernel};
 use crate::{Error, Method, Result};
 
 /// Every method, in the order of the survey.
-pub static METHODS: &[&Method] =
-    &[&exact::naive::METHOD, &exact::exact::METHOD, &exact::sink_window::METHOD, &exact::top_k::METHOD];
+pub static METHODS: &[&Method] = &[
+    &exact::naive::METHOD,
+    &exact::exact::METHOD,
+    &exact::sink_window::METHOD,
+    &exact::top_k::METHOD,
+    &kernel::performer::METHOD,
+];
 
 /// Every layer.
 pub static LAYERS: &[&LayerKind] = &[&crate::layers::grouped_query::LAYER];

@@ -1,1 +1,3 @@
 //! Feature maps, sketches and linear attention.
+
+pub mod performer;

@@ -1,0 +1,46 @@
+//! Random directions as a parameter of methods.
+
+use crate::{Problem, Support};
+use attlas_num::sketch::Coupling;
+
+crate::choices! {
+    /// How random directions depend on each other.
+    pub enum Directions {
+        /// Orthogonal in blocks, with independent lengths.
+        Orthogonal = "orthogonal",
+        /// Independent.
+        Iid = "iid",
+        /// Orthogonal in blocks, all of the same length; biased, for comparison with older code.
+        OrthogonalRegularised = "orthogonal_regularised",
+        /// Corners of a simplex in blocks; best for one-sided features. Needs a width of at least 2.
+        Simplex = "simplex",
+        /// Randomised Hadamard blocks; nearly unbiased. Needs a width that is a power of two.
+        Hadamard = "hadamard",
+    }
+}
+
+impl Directions {
+    /// Whether there are such directions for the width of a problem, and its scale has a root.
+    pub fn supports(self, p: &Problem) -> Support {
+        Support::unless(
+            p.scale <= 0.0,
+            "random features need a positive scale: move its sign into the queries",
+        )
+        .and_unless(self == Directions::Simplex && p.d < 2, "simplex directions need a width of at least 2")
+        .and_unless(
+            self == Directions::Hadamard && !p.d.is_power_of_two(),
+            "Hadamard directions need a width that is a power of two",
+        )
+    }
+
+    /// The coupling of that name.
+    pub fn coupling(self) -> Coupling {
+        match self {
+            Directions::Orthogonal => Coupling::Orthogonal,
+            Directions::Iid => Coupling::Iid,
+            Directions::OrthogonalRegularised => Coupling::OrthogonalRegularised,
+            Directions::Simplex => Coupling::Simplex,
+            Directions::Hadamard => Coupling::Hadamard,
+        }
+    }
+}

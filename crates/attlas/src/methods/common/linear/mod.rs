@@ -1,0 +1,373 @@
+//! Linear attention: everything that computes $o_i = \varphi_q(q_i)^\top S / \varphi_q(q_i)^\top z$ with
+//! $S = \sum_j \varphi_k(k_j) v_j^\top$, $z = \sum_j \varphi_k(k_j)$, for any feature map.
+//!
+//! A method brings a [`Source`] of feature maps; [`Linear`] makes a plan of it. What is summed, and how it is kept
+//! from overflowing, is an [`Accumulator`]: [`Positive`] for maps whose features are positive, [`Signed`] for the
+//! others. This file holds the schedule, which is the same for both.
+//!
+//! **Without a mask**, keys are cut into pieces of fixed length whose states are computed in parallel, block by
+//! block, and combined in order; then query rows read the state in parallel.
+//!
+//! **Causal**, tokens are cut into at most [`MAX_PIECES`] pieces, a number that depends on the number of keys
+//! alone. Phase one computes the state of every piece in parallel, phase two the exclusive prefixes, phase three
+//! the rows of every piece in parallel, in chunks of [`CHUNK`] tokens: a row adds what the state says of earlier
+//! chunks and a triangular product over its own. No bit of a row depends on a later token: a chunk's references
+//! come from what its first row sees, and a chunk ends before the first key that would need another reference or
+//! is not finite.
+//!
+//! Both orders are fixed by the sizes, so that threads cannot change a bit; keys are read once for all query heads.
+
+mod directions;
+mod plan;
+mod positive;
+mod signed;
+#[cfg(test)]
+pub(crate) mod testing;
+
+pub use directions::Directions;
+pub use plan::{Linear, Shape, Source};
+pub use positive::{DenominatorEps, Positive};
+pub use signed::{DenominatorPolicy, Signed};
+
+use crate::group::{Group, GroupStream, RowBlock};
+use crate::methods::common::exact_rows;
+use crate::workspace::Context;
+use crate::{Mask, MatRef, Problem, Real, Result, RunInfo};
+use attlas_num::kernels::{Band, Op, gemm};
+use rayon::prelude::*;
+use std::fmt::Debug;
+use std::ops::Range;
+
+/// Keys of one piece without a mask.
+const PIECE: usize = 4096;
+/// Keys whose features are computed together.
+const BLOCK: usize = 256;
+/// Query rows that read a finished state together.
+const ROWS: usize = 128;
+/// Tokens of a causal chunk.
+const CHUNK: usize = 64;
+/// Pieces of a causal sequence, at most.
+const MAX_PIECES: usize = 32;
+/// Tokens of a causal piece, at least.
+const MIN_PIECE: usize = 1024;
+/// What the dense product takes from scratch on one thread, at most.
+const PRODUCT_BYTES: usize = 1 << 20;
+
+/// A running sum over keys, and how query rows read it. The state is a plain slice of `state_len` elements, so
+/// that it can be copied, stored and combined.
+pub trait Accumulator<T: Real>: Debug + Send + Sync {
+    /// Elements of a state.
+    fn state_len(&self) -> usize;
+
+    /// The state of no key.
+    fn clear(&self, state: &mut [T]);
+
+    /// Adds at most [`BLOCK`] keys and their values.
+    fn absorb(&self, state: &mut [T], k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>);
+
+    /// Adds the keys of another state.
+    fn combine(&self, state: &mut [T], other: &[T]);
+
+    /// Answers rows that see all `seen` keys of the state, and no other.
+    fn read(&self, state: &[T], seen: usize, rows: RowBlock<'_, T>, cx: Context<'_>, outcome: &mut Outcome);
+
+    /// Answers one row for every key of `k` and each head, row `i` seeing the `seen` keys of the state and keys
+    /// `0..=i`; then adds the keys.
+    #[allow(clippy::too_many_arguments)]
+    fn chunk(
+        &self,
+        state: &mut [T],
+        seen: usize,
+        k: MatRef<'_, T>,
+        v: MatRef<'_, T>,
+        heads: &mut [RowBlock<'_, T>],
+        cx: Context<'_>,
+        outcome: &mut Outcome,
+    );
+
+    /// Whether doubtful rows are to be computed again by exact attention.
+    fn mends_rows(&self) -> bool {
+        false
+    }
+}
+
+/// What is to be said of the rows.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// Rows whose denominator vanished or cannot be trusted: head and row.
+    pub doubtful: Vec<(usize, usize)>,
+}
+
+/// Runs an accumulator over a group.
+pub fn run_linear<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Result<RunInfo> {
+    if g.n_k() == 0 || g.n_q() == 0 {
+        return Ok(g.fill_empty());
+    }
+    let (outcome, empty) = match g.mask {
+        Mask::None => (run_plain(acc, g)?, 0),
+        Mask::Causal => (run_causal(acc, g), g.n_q().saturating_sub(g.n_k()) * g.q.heads()),
+    };
+    if acc.mends_rows() {
+        mend_rows(g, &outcome.doubtful);
+    }
+    let fallback_rows = outcome.doubtful.len() as u64;
+    Ok(RunInfo { empty_rows: empty as u64, fallback_rows, ..RunInfo::default() })
+}
+
+fn run_plain<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Result<Outcome> {
+    let (k, v, n_k, len, cx) = (g.k, g.v, g.n_k(), acc.state_len(), g.cx);
+    let mut states = cx.scratch.take::<T>(n_k.div_ceil(PIECE) * len);
+    states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(p, state)| {
+        absorb_range(acc, state, k, v, p * PIECE..((p + 1) * PIECE).min(n_k), cx);
+    });
+    let (state, others) = states.split_at_mut(len);
+    others.chunks_exact(len).for_each(|other| acc.combine(state, other));
+    let state = &*state;
+    let parts = g.par_row_blocks(ROWS, |rows| {
+        let mut outcome = Outcome::default();
+        acc.read(state, n_k, rows, cx, &mut outcome);
+        Ok(outcome.doubtful)
+    })?;
+    Ok(Outcome { doubtful: parts.concat() })
+}
+
+/// The state of some keys alone.
+fn absorb_range<T: Real>(
+    acc: &dyn Accumulator<T>,
+    state: &mut [T],
+    k: MatRef<'_, T>,
+    v: MatRef<'_, T>,
+    keys: Range<usize>,
+    cx: Context<'_>,
+) {
+    acc.clear(state);
+    for start in keys.clone().step_by(BLOCK) {
+        let block = start..(start + BLOCK).min(keys.end);
+        acc.absorb(state, k.sub_rows(block.clone()), v.sub_rows(block), cx);
+    }
+}
+
+/// Tokens of a causal piece.
+fn causal_piece(n_k: usize) -> usize {
+    n_k.div_ceil(MAX_PIECES).next_multiple_of(CHUNK).max(MIN_PIECE)
+}
+
+fn run_causal<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Outcome {
+    let (k, v, n_q, n_k, d_v, cx) = (g.k, g.v, g.n_q(), g.n_k(), g.d_v(), g.cx);
+    let (len, piece) = (acc.state_len(), causal_piece(n_k));
+    let pieces = n_k.div_ceil(piece);
+    let tokens = |p: usize| p * piece..((p + 1) * piece).min(n_k);
+    // The first token that has a query, and the first query that sees a token.
+    let (first, blind) = (n_k.saturating_sub(n_q), n_q.saturating_sub(n_k));
+
+    // Slot p holds the state of piece p − 1, then of all pieces before p.
+    let mut states = cx.scratch.take::<T>(pieces * len);
+    states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(p, state)| match p {
+        0 => acc.clear(state),
+        _ => absorb_range(acc, state, k, v, tokens(p - 1), cx),
+    });
+    for p in 1..pieces {
+        let (before, state) = states[(p - 1) * len..].split_at_mut(len);
+        acc.combine(&mut state[..len], before);
+    }
+
+    let mut rows: Vec<Vec<RowBlock<'_, T>>> = (0..pieces).map(|_| Vec::new()).collect();
+    for (head, (mut out, mut lse)) in g.out.chunks_mut(n_q * d_v).zip(g.lse.chunks_mut(n_q)).enumerate() {
+        let mut done = 0;
+        let mut take = |count: usize| {
+            let (o, rest) = std::mem::take(&mut out).split_at_mut(count * d_v);
+            let (l, lse_rest) = std::mem::take(&mut lse).split_at_mut(count);
+            (out, lse) = (rest, lse_rest);
+            done += count;
+            (done - count, o, l)
+        };
+        let (_, o, l) = take(blind);
+        o.fill(T::ZERO);
+        l.fill(T::NEG_INFINITY);
+        for (p, rows) in rows.iter_mut().enumerate() {
+            let Range { start, end } = tokens(p);
+            let (first, out, lse) = take(end.saturating_sub(start.max(first)));
+            let q = g.q.head(head).sub_rows(first..first + lse.len());
+            rows.push(RowBlock { head, first, q, out, lse });
+        }
+    }
+    let parts: Vec<Vec<(usize, usize)>> = states
+        .par_chunks_mut(len)
+        .zip(rows)
+        .with_max_len(1)
+        .enumerate()
+        .map(|(p, (state, rows))| {
+            let Range { start, end } = tokens(p);
+            run_piece(acc, state, start.max(first).min(end), start..end, k, v, rows, cx).doubtful
+        })
+        .collect();
+    Outcome { doubtful: parts.concat() }
+}
+
+/// The rows of one piece, whose first query belongs to token `first`; `state` holds all tokens before the piece.
+#[allow(clippy::too_many_arguments)]
+fn run_piece<T: Real>(
+    acc: &dyn Accumulator<T>,
+    state: &mut [T],
+    first: usize,
+    tokens: Range<usize>,
+    k: MatRef<'_, T>,
+    v: MatRef<'_, T>,
+    mut rows: Vec<RowBlock<'_, T>>,
+    cx: Context<'_>,
+) -> Outcome {
+    let mut outcome = Outcome::default();
+    if first == tokens.end {
+        return outcome;
+    }
+    for start in tokens.clone().step_by(CHUNK) {
+        let end = (start + CHUNK).min(tokens.end);
+        let split = first.clamp(start, end);
+        if split > start {
+            acc.absorb(state, k.sub_rows(start..split), v.sub_rows(start..split), cx);
+        }
+        if end > split {
+            let mut heads: Vec<RowBlock<'_, T>> =
+                rows.iter_mut().map(|r| sub_block(r, split - first..end - first)).collect();
+            let (k, v) = (k.sub_rows(split..end), v.sub_rows(split..end));
+            acc.chunk(state, split, k, v, &mut heads, cx, &mut outcome);
+        }
+    }
+    outcome
+}
+
+/// Some rows of a block.
+fn sub_block<'b, T: Real>(block: &'b mut RowBlock<'_, T>, rows: Range<usize>) -> RowBlock<'b, T> {
+    let d_v = block.out.len() / block.lse.len().max(1);
+    RowBlock {
+        head: block.head,
+        first: block.first + rows.start,
+        q: block.q.sub_rows(rows.clone()),
+        out: &mut block.out[rows.start * d_v..rows.end * d_v],
+        lse: &mut block.lse[rows],
+    }
+}
+
+/// Exact attention for single rows.
+fn mend_rows<T: Real>(g: &mut Group<'_, T>, doubtful: &[(usize, usize)]) {
+    let (k, v, scale, cx, n_q, d_v) = (g.k, g.v, g.scale, g.cx, g.n_q(), g.d_v());
+    let mended: Vec<(Vec<T>, [T; 1])> = doubtful
+        .par_iter()
+        .map(|&(head, row)| {
+            let (q, seen) = (g.q.head(head).sub_rows(row..row + 1), g.visible(row));
+            let (k, v) = (k.sub_rows(0..seen), v.sub_rows(0..seen));
+            let (mut out, mut lse) = (vec![T::ZERO; d_v], [T::ZERO]);
+            exact_rows(q, k, v, None, scale, Band::ALL, cx, &mut out, &mut lse);
+            (out, lse)
+        })
+        .collect();
+    for (&(head, row), (out, lse)) in doubtful.iter().zip(&mended) {
+        let at = head * n_q + row;
+        g.out[at * d_v..(at + 1) * d_v].copy_from_slice(out);
+        g.lse[at] = lse[0];
+    }
+}
+
+/// Upper bound on the scratch of [`run_linear`] for `features` features.
+fn scratch_bytes(p: &Problem, features: usize, threads: usize, size: usize) -> usize {
+    let pieces = match p.mask {
+        Mask::None => p.n_k.div_ceil(PIECE),
+        Mask::Causal => p.n_k.div_ceil(causal_piece(p.n_k)),
+    };
+    let state = features * (p.d_v + 3) + 2;
+    let buffers = (BLOCK + 8) * features + CHUNK * CHUNK + 4 * BLOCK;
+    let rows = 4 * crate::methods::common::exact_scratch_bytes(p, 1, size);
+    pieces.max(1) * state * size + 64 + threads * (buffers * size + PRODUCT_BYTES + rows)
+}
+
+/// `c = a · b + beta · c`, rows of `c` lying `stride` apart.
+fn product<T: Real>(
+    a: Op<MatRef<'_, T>>,
+    b: Op<MatRef<'_, T>>,
+    beta: T,
+    c: &mut [T],
+    stride: usize,
+    cx: Context<'_>,
+) {
+    gemm(cx.schedule.isa, T::ONE, a, b, beta, c, stride, cx.scratch);
+}
+
+/// Columns `range` of a matrix.
+fn columns<'a, T>(m: MatRef<'a, T>, range: &Range<usize>) -> MatRef<'a, T> {
+    let data = m.data().get(range.start..).unwrap_or(&[]);
+    MatRef::with_stride(data, m.rows(), range.len(), m.stride())
+        .unwrap_or_else(|| unreachable!("columns of a view are inside it"))
+}
+
+/// How far the logarithm of a key's feature may lie above the reference of its chunk: the exponential of it, times
+/// the number of features and keys and a large value, stays far from overflow, and what then underflows is far
+/// below rounding.
+fn headroom<T: Real>() -> T {
+    T::from_f64(if T::DTYPE == attlas_num::DType::F32 { 30.0 } else { 300.0 })
+}
+
+/// Decoding: one state, whatever the number of tokens. Keys and values are kept only where doubtful rows are to be
+/// computed again.
+#[derive(Debug)]
+struct LinearStream<T> {
+    acc: Box<dyn Accumulator<T>>,
+    state: Vec<T>,
+    seen: usize,
+    kept: [Vec<T>; 2],
+    widths: [usize; 2],
+}
+
+impl<T: Real> LinearStream<T> {
+    fn new(acc: Box<dyn Accumulator<T>>, d: usize, d_v: usize) -> Self {
+        let mut state = vec![T::ZERO; acc.state_len()];
+        acc.clear(&mut state);
+        Self { acc, state, seen: 0, kept: [Vec::new(), Vec::new()], widths: [d, d_v] }
+    }
+}
+
+impl<T: Real> GroupStream<T> for LinearStream<T> {
+    fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Result<()> {
+        for start in (0..k.rows()).step_by(BLOCK) {
+            let block = start..(start + BLOCK).min(k.rows());
+            self.acc.absorb(&mut self.state, k.sub_rows(block.clone()), v.sub_rows(block), cx);
+        }
+        if self.acc.mends_rows() {
+            for (kept, new) in self.kept.iter_mut().zip([k, v]) {
+                new.iter_rows().for_each(|row| kept.extend_from_slice(row));
+            }
+        }
+        self.seen += k.rows();
+        Ok(())
+    }
+
+    fn attend(
+        &mut self,
+        q: MatRef<'_, T>,
+        scale: T,
+        out: &mut [T],
+        lse: &mut [T],
+        cx: Context<'_>,
+    ) -> Result<RunInfo> {
+        if self.seen == 0 {
+            out.fill(T::ZERO);
+            lse.fill(T::NEG_INFINITY);
+            return Ok(RunInfo { empty_rows: lse.len() as u64, ..RunInfo::default() });
+        }
+        let mut outcome = Outcome::default();
+        let rows = RowBlock { head: 0, first: 0, q, out: &mut *out, lse: &mut *lse };
+        self.acc.read(&self.state, self.seen, rows, cx, &mut outcome);
+        if self.acc.mends_rows() {
+            let [k, v] = [0, 1].map(|i| MatRef::new(&self.kept[i], self.seen, self.widths[i]));
+            for &(_, row) in &outcome.doubtful {
+                let out = &mut out[row * self.widths[1]..(row + 1) * self.widths[1]];
+                let (q, lse) = (q.sub_rows(row..row + 1), &mut lse[row..row + 1]);
+                exact_rows(q, k, v, None, scale, Band::ALL, cx, out, lse);
+            }
+        }
+        Ok(RunInfo { fallback_rows: outcome.doubtful.len() as u64, ..RunInfo::default() })
+    }
+
+    fn state_bytes(&self) -> usize {
+        (self.state.len() + self.kept.iter().map(Vec::len).sum::<usize>()) * size_of::<T>()
+    }
+}

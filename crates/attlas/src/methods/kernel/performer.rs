@@ -1,0 +1,508 @@
+//! Performer: unbiased random features of the softmax kernel (FAVOR+).
+//!
+//! **Idea.** Replace $e^{\tau q^\top k}$ by an inner product of random features, so that keys and values sum up once
+//! and every query reads the sum. Positive features keep the weights positive; orthogonal directions lower their
+//! variance.
+//!
+//! **Math.** With $x = \sqrt\tau q$, $y = \sqrt\tau k$ and directions $\omega_l \sim N(0, I_d)$:
+//! * `pos`: $\varphi_l(x) = m^{-1/2} \exp(\omega_l^\top x - \|x\|^2/2)$;
+//! * `hyp`: the same for $\pm\omega_l$, half as many directions; never worse at equal $m$;
+//! * `trig`: $e^{\|x\|^2/2} M^{-1/2} (\cos \omega_l^\top x, \sin \omega_l^\top x)$, signed;
+//! * `relu`: $\max(\omega_l^\top x, 0) + 10^{-3}$, a kernel of its own ("generalised attention").
+//!
+//! $o_i = \varphi(q_i)^\top \sum_j \varphi(k_j) v_j^\top / \varphi(q_i)^\top \sum_j \varphi(k_j)$, summed as in
+//! [`linear`](crate::methods::common::linear), with every constant kept, so that the log-sum-exp estimates the exact
+//! one.
+//!
+//! **Reference.** choromanski2021; directions: yu2016 (orthogonal), reid2023 (simplex). Departures: blocks are
+//! orthogonal with $\chi_d$ lengths and the sign of the QR factor mended, without which `pos` is biased; shifts per
+//! feature and per row in place of one global key maximum; nothing is added to features unless `feature_eps` asks
+//! for it, which reproduces the reference implementation and, because it needs the maximum over all keys, exists
+//! without a mask only.
+//!
+//! **Cost.** $2(n_q + n_k)\,m\,(d + d_v)$, causal half as much again; state $m(d_v + 3)$, whatever the length.
+//!
+//! **Guarantees.** Un-normalised rows are unbiased (`pos`, `hyp`; `trig` before its denominator is mended): tested.
+//! The relative variance of an entry is $(e^{\|x+y\|^2} - 1)/M$ for independent directions, less for orthogonal
+//! ones: exponential in the norms. `RunInfo` carries the predicted relative standard deviation
+//! (`predicted_rel_sd`; above 0.5 rows mean little) and the `features_needed` for 10 %.
+//!
+//! **When to use.** Small norms ($\tau\|q\|\|k\| \lesssim 2$) or models trained with it; [`crt`](super::crt) is the
+//! better default.
+
+use crate::group::{Group, GroupPlan};
+use crate::method::{Claims, Family, Method, Promise, Support, Withdrawn};
+use crate::methods::common::linear::{
+    Accumulator, DenominatorPolicy, Directions, Linear, Positive, Shape, Signed, Source,
+};
+use crate::{Mask, MatRef, Options, Problem, Real, Result};
+use attlas_num::kernels;
+use attlas_num::sketch::features::{
+    ExpFeatures, Exponent, MapOptions, Moments, RandomRelu, Trig, default_num_features,
+};
+use attlas_num::sketch::variance::Diagnostic;
+use attlas_num::sketch::{LogFeatures, Side, draw_directions};
+
+/// Registry entry.
+pub static METHOD: Method = Method {
+    id: "performer",
+    family: Family::Kernel,
+    title: "Performer: positive, hyperbolic or trigonometric random features (FAVOR+)",
+    reference: "choromanski2021",
+    claims: Claims {
+        decode: true,
+        unbiased: true,
+        deterministic: false,
+        exponent: 1.0,
+        withdrawn: &[
+            Withdrawn {
+                param: "map",
+                value: "trig",
+                promise: Promise::RowStochastic,
+                reason: "trigonometric features give weights of either sign",
+            },
+            Withdrawn {
+                param: "map",
+                value: "trig",
+                promise: Promise::Unbiased,
+                reason: "a denominator that cancels has no logarithm, or is mended",
+            },
+            Withdrawn {
+                param: "map",
+                value: "relu",
+                promise: Promise::Unbiased,
+                reason: "the kernel of ReLU features is not the exponential",
+            },
+            Withdrawn {
+                param: "map",
+                value: "relu",
+                promise: Promise::Softmax,
+                reason: "the kernel of ReLU features is not the exponential",
+            },
+            Withdrawn {
+                param: "directions",
+                value: "orthogonal_regularised",
+                promise: Promise::Unbiased,
+                reason: "constant lengths change the mean of the features",
+            },
+            Withdrawn {
+                param: "directions",
+                value: "hadamard",
+                promise: Promise::Unbiased,
+                reason: "Hadamard blocks are only nearly uniform",
+            },
+            Withdrawn {
+                param: "feature_eps",
+                value: "0.001",
+                promise: Promise::Unbiased,
+                reason: "a constant added to features changes the kernel",
+            },
+        ],
+        ..Claims::BASE
+    },
+    params: Params::SPECS,
+    probes: &[
+        &[("map", "hyp"), ("features", "192")],
+        &[("map", "pos"), ("features", "192"), ("directions", "simplex")],
+        &[("map", "pos"), ("features", "33"), ("directions", "hadamard")],
+        &[("map", "trig"), ("features", "64"), ("directions", "iid")],
+        &[("map", "trig"), ("features", "7"), ("denominator", "exact_row")],
+        &[("map", "relu"), ("directions", "orthogonal_regularised")],
+        &[("feature_eps", "0.001")],
+    ],
+    supports,
+    calibrate: None,
+    build: |p, options, _| Ok(Linear::new(Performer::new(Params::from_options(options)?)).boxed(p)),
+};
+
+crate::choices! {
+    /// Kinds of features.
+    pub enum Map {
+        /// Exponentials, one per direction.
+        Pos = "pos",
+        /// Exponentials for each direction and its opposite.
+        Hyp = "hyp",
+        /// Cosines and sines.
+        Trig = "trig",
+        /// Positive parts, a kernel of its own.
+        Relu = "relu",
+    }
+}
+
+crate::params! {
+    /// Parameters of [`Performer`].
+    pub struct Params {
+        /// Kind of features.
+        map: Map = Map::Hyp;
+        /// Features per token; auto is d ln d, rounded up to a multiple of 8. Rounded up to an even number for hyp and
+        /// trig, which have two features per direction.
+        features: Option<usize> = None, in 1..=1 << 20;
+        /// How the random directions depend on each other.
+        directions: Directions = Directions::Orthogonal;
+        /// Added to every stabilised feature, as the reference implementation does; it mixes in uniform attention.
+        /// Positive and hyperbolic features without a mask only.
+        feature_eps: f64 = 0.0, in 0.0..=1.0;
+        /// What is done where the denominator of trigonometric features nearly cancels.
+        denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
+        /// The share of itself without cancellation below which a denominator counts as cancelled.
+        den_floor: f64 = 1e-3, in 0.0..=1.0;
+        /// Stream the directions are drawn from.
+        seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+/// What the reference implementation adds to ReLU features.
+const RELU_EPS: f64 = 1e-3;
+
+fn supports(p: &Problem, options: &Options) -> Support {
+    let Ok(params) = Params::from_options(options) else { return Support::yes() };
+    let eps = params.feature_eps > 0.0;
+    params
+        .directions
+        .supports(p)
+        .and_unless(
+            eps && p.mask == Mask::Causal,
+            "feature_eps is relative to the largest feature of all keys, which a causal row may not see: set it to 0",
+        )
+        .and_unless(
+            eps && matches!(params.map, Map::Trig | Map::Relu),
+            "feature_eps exists for positive and hyperbolic features only",
+        )
+}
+
+/// The source of feature maps.
+#[derive(Clone, Debug)]
+pub struct Performer {
+    params: Params,
+}
+
+impl Performer {
+    /// With these parameters.
+    pub fn new(params: Params) -> Self {
+        Self { params }
+    }
+
+    fn is_even(&self) -> bool {
+        matches!(self.params.map, Map::Hyp | Map::Trig)
+    }
+
+    fn num_directions(&self, d: usize) -> usize {
+        let features = self.params.features.unwrap_or_else(|| default_num_features(d));
+        if self.is_even() { features.div_ceil(2) } else { features }
+    }
+}
+
+impl Source for Performer {
+    fn num_features(&self, d: usize) -> usize {
+        self.num_directions(d) * if self.is_even() { 2 } else { 1 }
+    }
+
+    fn feature_flops(&self, d: usize) -> u64 {
+        (2 * d * self.num_directions(d) + 2 * self.num_features(d)) as u64
+    }
+
+    fn accumulator<T: Real>(
+        &self,
+        shape: &Shape,
+        data: Option<&Group<'_, T>>,
+    ) -> Result<Box<dyn Accumulator<T>>> {
+        let Params { map, directions, feature_eps, denominator, den_floor, seed, .. } = self.params;
+        let key = shape.index.stream_key(seed).named("directions");
+        let omega = draw_directions(directions.coupling(), self.num_directions(shape.d), shape.d, key)?;
+        let options = MapOptions { scale: shape.scale, ..MapOptions::default() };
+        Ok(match map {
+            Map::Pos | Map::Hyp => {
+                let inner = ExpFeatures::new(&Exponent::favor(shape.d), &omega, map == Map::Hyp, options)?;
+                match data {
+                    Some(g) if feature_eps > 0.0 => {
+                        let lifted = Lifted::new(inner, feature_eps, shape.scale, g.k);
+                        Box::new(Positive::new(lifted, shape.d_v))
+                    }
+                    _ => Box::new(Positive::new(inner, shape.d_v)),
+                }
+            }
+            Map::Relu => Box::new(Positive::new(RandomRelu::new(&omega, RELU_EPS, options)?, shape.d_v)),
+            Map::Trig => {
+                Box::new(Signed::new(Trig::new(&omega, options)?, shape.d_v, denominator, den_floor))
+            }
+        })
+    }
+
+    fn diagnose(&self, moments: &Moments) -> Option<(Diagnostic, usize)> {
+        let diagnostic = match self.params.map {
+            Map::Pos | Map::Hyp => {
+                Diagnostic::of_exponent(&Exponent::favor(moments.dim()), moments, self.is_even())?
+            }
+            Map::Trig => Diagnostic::of_trig(moments),
+            Map::Relu => return None,
+        };
+        Some((diagnostic, self.num_directions(moments.dim())))
+    }
+}
+
+/// Features with a constant added after the stabilisation of the reference implementation:
+/// $e^{\omega \cdot x - \|x\|^2/2 - M} + \varepsilon$, where $M$ is the largest $\omega \cdot x$ of a query, or of all
+/// keys.
+#[derive(Debug)]
+struct Lifted<T> {
+    inner: ExpFeatures<T>,
+    log_eps: f64,
+    scale: f64,
+    key_top: f64,
+}
+
+impl<T: Real> Lifted<T> {
+    fn new(inner: ExpFeatures<T>, eps: f64, scale: f64, keys: MatRef<'_, T>) -> Self {
+        let mut lifted = Self { inner, log_eps: eps.ln(), scale, key_top: f64::NEG_INFINITY };
+        let mut a = vec![T::ZERO; lifted.inner.num_features()];
+        for i in 0..keys.rows() {
+            lifted.inner.log_features(keys.sub_rows(i..i + 1), Side::Key, &mut a);
+            lifted.key_top = lifted.key_top.max(lifted.top(keys.row(i), &a));
+        }
+        lifted
+    }
+
+    /// The largest log-feature of a row without its norm.
+    fn top(&self, x: &[T], log_features: &[T]) -> f64 {
+        kernels::max(log_features).to_f64() + 0.5 * self.scale * kernels::dot(x, x).to_f64()
+    }
+}
+
+impl<T: Real> LogFeatures<T> for Lifted<T> {
+    fn input_dim(&self) -> usize {
+        self.inner.input_dim()
+    }
+
+    fn num_features(&self) -> usize {
+        self.inner.num_features()
+    }
+
+    fn log_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T]) {
+        self.inner.log_features(x, side, out);
+        for (i, row) in out.chunks_exact_mut(self.inner.num_features()).enumerate() {
+            let top = if side == Side::Key { self.key_top } else { self.top(x.row(i), row) };
+            let floor = self.log_eps + top;
+            for f in row {
+                let a = f.to_f64();
+                *f = T::from_f64(a.max(floor) + (-(a - floor).abs()).exp().ln_1p());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::group::GroupIndex;
+    use crate::methods::common::linear::testing::{
+        PAIR, check_entry, check_generic, check_large, naive, naive_positive, naive_signed, run, scaled_case,
+        table_errors,
+    };
+    use crate::testkit::{Case, assert_rows_close, check_method, reference, run_method};
+    use attlas_num::sketch::variance::{Pair, exp_relative_variance};
+
+    fn options(pairs: &[(&str, &str)]) -> Options {
+        pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))
+    }
+
+    fn directions(o: &Options, p: &Problem) -> attlas_num::Mat<f64> {
+        let source = Performer::new(Params::from_options(o).unwrap());
+        let key = GroupIndex { batch: 0, kv_head: 0 }.stream_key(source.params.seed).named("directions");
+        draw_directions(source.params.directions.coupling(), source.num_directions(p.d), p.d, key).unwrap()
+    }
+
+    fn exponential(o: &Options, p: &Problem) -> ExpFeatures<f64> {
+        let even = Performer::new(Params::from_options(o).unwrap()).is_even();
+        let map = MapOptions { scale: p.scale, ..MapOptions::default() };
+        ExpFeatures::new(&Exponent::favor(p.d), &directions(o, p), even, map).unwrap()
+    }
+
+    #[test]
+    fn honours_the_contract() {
+        check_method(&METHOD);
+    }
+
+    #[test]
+    fn positive_and_hyperbolic_rows_equal_the_definition() {
+        for pairs in [&[("map", "pos"), ("features", "11")][..], &[("features", "12"), ("seed", "3")]] {
+            let o = options(pairs);
+            check_generic(&METHOD, &o, &[1.0, 30.0], |x| naive_positive(&exponential(&o, &x.problem), x));
+            check_large(&METHOD, &o);
+        }
+    }
+
+    #[test]
+    fn relu_rows_equal_the_definition() {
+        let o = options(&[("map", "relu"), ("features", "9"), ("directions", "hadamard")]);
+        check_generic(&METHOD, &o, &[1.0, 1e3], |x| {
+            let map = MapOptions { scale: x.problem.scale, ..MapOptions::default() };
+            naive_positive(&RandomRelu::new(&directions(&o, &x.problem), RELU_EPS, map).unwrap(), x)
+        });
+        check_large(&METHOD, &o);
+    }
+
+    #[test]
+    fn trigonometric_rows_equal_the_definition() {
+        // Enough features and small inputs, so that denominators do not cancel; once with scales that differ much.
+        let o = options(&[("map", "trig"), ("features", "400"), ("denominator", "strict")]);
+        check_generic(&METHOD, &o, &[0.5], |x| {
+            let map = MapOptions { scale: x.problem.scale, ..MapOptions::default() };
+            naive_signed(&Trig::new(&directions(&o, &x.problem), map).unwrap(), x)
+        });
+    }
+
+    #[test]
+    fn cancelled_denominators_follow_the_policy() {
+        let base = Problem { d_v: 3, ..Problem::new(2, 70, 8).with_kv_heads(1) };
+        for p in [base, base.causal()] {
+            let x = scaled_case(p, 5, 3.0);
+            let with = |policy: &str| {
+                run(&METHOD, &options(&[("map", "trig"), ("features", "16"), ("denominator", policy)]), &x)
+            };
+            let strict = with("strict");
+            let count = strict.info.fallback_rows;
+            assert!(count > 0 && count < 140, "{count} rows");
+            let (exact, exact_lse) = reference(&x);
+            let [clamp, mended, zero] = ["clamp", "exact_row", "zero_row"].map(with);
+            let mut seen = 0;
+            for row in 0..140 {
+                let of = |o: &[f64]| o[row * 3..row * 3 + 3].to_vec();
+                if of(&zero.o) == [0.0; 3] {
+                    seen += 1;
+                    assert_rows_close(&of(&mended.o), &of(&exact), 1e-12, "an exact row");
+                    assert!((mended.lse[row] - exact_lse[row]).abs() < 1e-9);
+                    assert_ne!(of(&clamp.o), of(&strict.o));
+                } else {
+                    assert_eq!(of(&mended.o), of(&strict.o));
+                    assert_eq!(of(&clamp.o), of(&strict.o));
+                }
+            }
+            assert_eq!(seen, count);
+            for ran in [clamp, mended, zero] {
+                assert_eq!(ran.info.fallback_rows, count);
+            }
+        }
+    }
+
+    #[test]
+    fn entries_have_the_known_means_and_variances() {
+        let (x, y) = PAIR;
+        let sm = 0.15f64.exp();
+        for (map, m, directions, variance) in [
+            ("pos", "4", "iid", 0.4135768041f64),
+            ("pos", "4", "orthogonal", 0.3693587357),
+            ("pos", "4", "simplex", 0.1830182270),
+            ("hyp", "8", "iid", 0.1138723836),
+            ("hyp", "8", "orthogonal", 0.06965431518),
+            ("trig", "8", "iid", 0.006771821703),
+            ("trig", "8", "orthogonal", 0.003224167801),
+        ] {
+            let o = options(&[("map", map), ("features", m), ("directions", directions)]);
+            if map == "pos" {
+                // Long tails: at half the rows, where a sample tells the variance, with the formula's own value.
+                let (x, y) = (x.map(|v| v * 0.5), y.map(|v| v * 0.5));
+                let pair = Pair::of(&x, &y);
+                let coupling = Params::from_options(&o).unwrap().directions.coupling();
+                let of =
+                    |pair: &Pair| exp_relative_variance(pair, 4, 4, coupling, 0.0, false) * pair.sm().powi(2);
+                assert!((of(&Pair::of(&PAIR.0, &PAIR.1)) / variance - 1.0).abs() < 1e-8);
+                check_entry(&METHOD, &o, (&x, &y), (pair.sm(), of(&pair)));
+            } else {
+                check_entry(&METHOD, &o, (&x, &y), (sm, variance));
+            }
+        }
+    }
+
+    #[test]
+    fn opposite_rows_have_no_variance_and_equal_rows_none_with_trigonometric_features() {
+        let p = Problem { d_v: 1, ..Problem::new(1, 1, 5) };
+        let base = Case::gaussian(p, 8);
+        let norm2 = p.scale * base.q.iter().map(|x| x * x).sum::<f64>();
+        let opposite = Case { k: base.q.iter().map(|x| -x).collect(), ..base.clone() };
+        for map in ["pos", "hyp"] {
+            let (_, lse) = run_method(&METHOD, &options(&[("map", map)]), &opposite);
+            assert!((lse[0] + norm2).abs() < 1e-13 * norm2.max(1.0));
+        }
+        let equal = Case { k: base.q.clone(), ..base.clone() };
+        let (_, lse) = run_method(&METHOD, &options(&[("map", "trig")]), &equal);
+        assert!((lse[0] - norm2).abs() < 1e-13 * norm2.max(1.0));
+    }
+
+    #[test]
+    fn errors_are_those_of_the_table() {
+        for (s, m, map, directions, expected) in [
+            (0.35, "128", "pos", "orthogonal", 0.47),
+            (0.35, "128", "hyp", "orthogonal", 0.26),
+            (0.35, "128", "pos", "simplex", 0.33),
+            (0.35, "512", "pos", "orthogonal", 0.25),
+            (0.35, "512", "hyp", "orthogonal", 0.14),
+            (0.35, "512", "pos", "simplex", 0.18),
+            (0.5, "512", "pos", "orthogonal", 0.50),
+            (0.5, "512", "hyp", "orthogonal", 0.43),
+        ] {
+            let o = options(&[("map", map), ("features", m), ("directions", directions)]);
+            let [error, mean] = table_errors(&METHOD, &o, s, 4);
+            // Two printed digits, and the stated spread of a mean of four.
+            let off = |found: f64, printed: f64| (found - printed).abs() > 0.1 * printed + 0.005;
+            assert!(!off(error, expected), "{s} {m} {map} {directions}: {error}, expected {expected}");
+            assert!(!off(mean, if s == 0.5 { 0.72 } else { 0.47 }), "mean of the values: {mean}");
+        }
+    }
+
+    #[test]
+    fn added_constants_reproduce_the_reference_features() {
+        let p = Problem { d_v: 2, ..Problem::new(1, 40, 4) };
+        let x = scaled_case(p, 9, 1.5);
+        let o = options(&[("map", "pos"), ("features", "12"), ("feature_eps", "0.01")]);
+        let omega = directions(&o, &p);
+        let project = |x: &[f64], l: usize| -> f64 {
+            p.scale.sqrt() * x.iter().zip(omega.row(l)).map(|(a, b)| a * b).sum::<f64>()
+        };
+        let half = |x: &[f64]| 0.5 * p.scale * x.iter().map(|v| v * v).sum::<f64>();
+        let top = |x: &[f64]| (0..12).map(|l| project(x, l)).fold(f64::MIN, f64::max);
+        let key_top = x.k.chunks(4).map(top).fold(f64::MIN, f64::max);
+        let feature = |x: &[f64], l, top: f64| (project(x, l) - half(x) - top).exp() + 0.01;
+        let (want, _) = naive(&x, |_, i, j| {
+            let (q, k) = (&x.q[4 * i..4 * i + 4], &x.k[4 * j..4 * j + 4]);
+            (1.0, (0..12).map(|l| feature(q, l, top(q)) * feature(k, l, key_top)).sum::<f64>().ln())
+        });
+        assert_rows_close(&run(&METHOD, &o, &x).o, &want, 1e-12, "added constants");
+        assert!(METHOD.plan(&p.causal(), &o).is_err());
+    }
+
+    #[test]
+    fn the_customary_constant_turns_wide_heads_into_uniform_attention() {
+        let p = Problem::new(1, 512, 128);
+        let mut x = Case::gaussian(p, 4);
+        x.v = x.k.clone();
+        let exact = reference(&x).0;
+        let error = |o: &[f64]| crate::metrics::relative_frobenius(o, &exact);
+        let mut mean = vec![0.0; 128];
+        x.v.chunks(128).for_each(|v| mean.iter_mut().zip(v).for_each(|(m, v)| *m += v / 512.0));
+        let o = options(&[("map", "pos"), ("features", "1024"), ("feature_eps", "0.0001")]);
+        let lifted = run(&METHOD, &o, &x).o;
+        assert!((error(&lifted) - error(&mean.repeat(512))).abs() < 0.01);
+    }
+
+    #[test]
+    fn the_predicted_error_falls_with_features_and_is_reported() {
+        let x = scaled_case(Problem::new(2, 300, 16), 3, 0.6);
+        let figures = |m: &str| run(&METHOD, &options(&[("features", m)]), &x).info.figures;
+        let (few, many) = (figures("32"), figures("512"));
+        assert!((few["predicted_rel_sd"] / many["predicted_rel_sd"] - 4.0).abs() < 1e-9);
+        assert_eq!((few["features"], many["features"]), (32.0, 512.0));
+        // Directions come in whole numbers, two features each.
+        assert!((few["features_needed"] - many["features_needed"]).abs() <= 2.0);
+        let needed = few["features_needed"];
+        let at_target = few["predicted_rel_sd"] * (32.0 / needed).sqrt();
+        assert!((0.099..=0.1).contains(&at_target), "{needed} features give {at_target}");
+    }
+
+    #[test]
+    fn a_stream_holds_the_same_memory_after_any_number_of_tokens() {
+        let p = Problem { d_v: 8, ..Problem::new(1, 64, 8).causal() };
+        let plan = METHOD.plan(&p, &options(&[("features", "32")])).unwrap();
+        let stream = plan.stream(attlas_num::DType::F32).unwrap();
+        assert_eq!(stream.state_bytes(), 32 * (8 + 3) * 4);
+    }
+}
