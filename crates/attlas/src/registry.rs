@@ -10,6 +10,7 @@ pub static METHODS: &[&Method] = &[
     &exact::exact::METHOD,
     &exact::sink_window::METHOD,
     &exact::top_k::METHOD,
+    &kernel::gated_linear::METHOD,
     &kernel::polynomial::METHOD,
     &kernel::polysketch::METHOD,
     &kernel::tensor_sketch::METHOD,
