@@ -26,6 +26,7 @@ pub static METHODS: &[&Method] = &[
     &low_rank::nystromformer::METHOD,
     &low_rank::csalr::METHOD,
     &kernel::performer::METHOD,
+    &kernel::gated_linear::METHOD,
     &kernel::polynomial::METHOD,
     &kernel::polysketch::METHOD,
     &kernel::tensor_sketch::METHOD,

@@ -1,5 +1,6 @@
 //! Feature maps, sketches and linear attention.
 
+pub mod gated_linear;
 pub mod performer;
 pub mod polynomial;
 pub mod polysketch;
