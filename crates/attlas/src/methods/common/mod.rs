@@ -17,6 +17,7 @@ mod sinks;
 mod sorted_blocks;
 mod subset;
 mod tile;
+#[cfg(test)]
 pub mod workloads;
 
 pub use causal::{causal_pairs, causal_parts, causal_scratch_bytes, causalize};
