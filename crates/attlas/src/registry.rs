@@ -12,6 +12,7 @@ pub static METHODS: &[&Method] = &[
     &exact::top_k::METHOD,
     &kernel::gated_linear::METHOD,
     &kernel::polynomial::METHOD,
+    &kernel::lev::METHOD,
     &kernel::polysketch::METHOD,
     &kernel::tensor_sketch::METHOD,
 ];
