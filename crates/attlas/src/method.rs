@@ -58,8 +58,11 @@ pub struct Method {
     /// Learns from data, where the method does.
     pub calibrate: Option<Calibrate>,
     /// Makes a plan. Called by [`Method::plan`] after the problem and [`Method::supports`] were checked.
-    pub build: fn(&Problem, &Options, Option<&Calibration>) -> Result<Box<dyn Plan>>,
+    pub build: Build,
 }
+
+/// Makes a plan from a problem, options and what was learnt from data.
+pub type Build = fn(&Problem, &Options, Option<&Calibration>) -> Result<Box<dyn Plan>>;
 
 /// Learns a calibration from sample inputs of the problem's heads and widths.
 pub type Calibrate = fn(&Problem, &Options, &[Inputs<'_>]) -> Result<Calibration>;

@@ -28,6 +28,7 @@ pub static METHODS: &[&Method] = &[
     &kernel::performer::METHOD,
     &kernel::gated_linear::METHOD,
     &kernel::polynomial::METHOD,
+    &kernel::lev::METHOD,
     &kernel::polysketch::METHOD,
     &kernel::tensor_sketch::METHOD,
 ];

@@ -4,6 +4,9 @@
 //! instruction set each. The functions here check lengths and hand over to the best instruction set of the
 //! machine, or to the one asked for. All run on the calling thread: splitting work is the caller's business.
 
+// Register tiles are several arrays indexed by the same row and column; polynomial coefficients are not constants.
+#![allow(clippy::needless_range_loop, clippy::too_many_arguments, clippy::approx_constant)]
+
 #[cfg(target_arch = "aarch64")]
 mod aarch64_neon;
 mod attend;

@@ -6,7 +6,7 @@
 //! **Math.** $S$ holds the `keys` keys of the largest score, ties to the smaller index; a query of block $c$ of
 //! the hashed and sorted $S$ sees
 //! $$\hat Z_i = \sum_{j \in c} e^{s_{ij}} + \tfrac{|S| - |c|}{|T \setminus c|} \sum_{j \in T \setminus c} e^{s_{ij}}
-//!   + \tfrac{n_k - |S|}{|R|} \sum_{j \in R} e^{s_{ij}},$$
+//!   {} + \tfrac{n_k - |S|}{|R|} \sum_{j \in R} e^{s_{ij}},$$
 //! with $T \subset S$ drawn uniformly (none by default, as in the paper) and $R$ drawn uniformly from the keys
 //! outside $S$ with `residual = all_keys`, which makes the normaliser unbiased; outputs accordingly. Scores:
 //!

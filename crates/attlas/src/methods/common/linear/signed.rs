@@ -262,12 +262,12 @@ impl<T: Real> Signed<T> {
         let mut scores = cx.scratch.take::<T>(n * n);
         let mut scales = cx.scratch.take::<T>(n);
         self.map.signed_features(rows.q, Side::Query, &mut f, &mut scales);
-        let queries = Op::N(MatRef::new(&*f, n, m));
+        let queries = Op::N(MatRef::new(&f, n, m));
         product(queries, Op::N(MatRef::new(&*p.s, m, d_v)), T::ZERO, rows.out, d_v, cx);
         product(queries, Op::T(MatRef::new(keys, n, m)), T::ZERO, &mut scores, n, cx);
         // Hidden keys are finite, so that zeros hide them.
         scores.chunks_exact_mut(n).enumerate().for_each(|(i, row)| row[i + 1..].fill(T::ZERO));
-        product(Op::N(MatRef::new(&*scores, n, n)), Op::N(values), T::ONE, rows.out, d_v, cx);
+        product(Op::N(MatRef::new(&scores, n, n)), Op::N(values), T::ONE, rows.out, d_v, cx);
         for (i, f) in f.chunks_exact_mut(m).enumerate() {
             let value = dot(f, p.z) + kernels::sum(&scores[i * n..i * n + i + 1]);
             f.iter_mut().for_each(|x| *x = x.abs());
