@@ -74,7 +74,7 @@ impl GroupPlan for Liar {
             Lie::LeavesRowsUnwritten if g.n_q() > 64 => g.out[64 * d_v] = T::NAN,
             Lie::SubtractsAConstant if n_k > 64 => g.out.iter_mut().for_each(|o| *o -= T::from_f64(0.5)),
             Lie::DependsOnThreads if g.cx.schedule.threads > 1 => g.out.iter_mut().for_each(|o| *o = -*o),
-            Lie::SquaresValues if n_k > 64 => g.out.iter_mut().for_each(|o| *o = *o * o.abs()),
+            Lie::SquaresValues if n_k > 64 => g.out.iter_mut().for_each(|o| *o *= o.abs()),
             Lie::FeelsKeyOrder if n_k > 64 => {
                 let first = g.k.row(0)[0];
                 g.out.iter_mut().for_each(|o| *o *= T::ONE + first * T::from_f64(1e-3));

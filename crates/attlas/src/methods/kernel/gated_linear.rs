@@ -453,8 +453,8 @@ mod tests {
                     for (bias, split) in [(0.0, false), (0.2, true)] {
                         let views = if split { "split" } else { "shared" };
                         let options = Options::new()
-                            .with("block", c as usize)
-                            .with("length", c as usize)
+                            .with("block", c)
+                            .with("length", c)
                             .with("bias", bias)
                             .with("views", views);
                         let want = by_definition(&x, c, bias, split);

@@ -674,7 +674,7 @@ impl<T: Real> Decoder<T> {
 impl<T: Real> GroupStream<T> for Decoder<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
         for (k, v) in k.iter_rows().zip(v.iter_rows()) {
-            if self.len % self.plan.params.block == 0 {
+            if self.len.is_multiple_of(self.plan.params.block) {
                 self.frozen = self.set.indices();
                 self.gram.clone_from(&self.set.gram);
                 let low = (self.len + 1).saturating_sub(self.plan.params.window.max(1));
