@@ -56,6 +56,7 @@ fn attend<T: Real>(isa: Isa, precision: Precision, shape: &Shape, threads: usize
             tile_k: 0,
             isa,
             precision,
+            decode: true,
         }
         .run(&scratch, out, lse);
     };
@@ -143,6 +144,7 @@ fn decode() {
                 tile_k: 0,
                 isa: Isa::best(),
                 precision: Precision::Full,
+                decode: true,
             };
             let seconds = best(1, || job.run(&scratch, &mut out, &mut lse)) / bytes;
             fastest = (fastest.0.min(read), fastest.1.min(seconds));

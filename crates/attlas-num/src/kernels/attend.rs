@@ -78,6 +78,10 @@ pub struct Attend<'a, T> {
     pub isa: Isa,
     /// Precision of the products; `f64` ignores it.
     pub precision: Precision,
+    /// For decoding: where at most eight rows all see the same keys, read every key and value once, straight from
+    /// memory, for all of them. Rounds differently from the tiles that everything else goes through, which is why
+    /// it is asked for and not guessed from the number of rows.
+    pub decode: bool,
 }
 
 /// What the instruction sets receive: [`Attend`] with its shapes checked.

@@ -19,10 +19,10 @@ const CHUNK: usize = 64;
 /// Rows and registers of columns of a block of outputs.
 const BLOCK: usize = 4;
 
-/// Whether a problem is of this kind: at most eight rows, all with the same keys in sight.
+/// Whether this path was asked for and can be taken: at most eight rows, all with the same keys in sight.
 pub(super) fn applies<T: Real>(job: &Job<'_, T>) -> bool {
     let (rows, n_k) = (job.q.rows(), job.k.rows());
-    rows > 0 && rows <= ROWS_MAX && job.band.range(0, n_k) == job.band.range(rows - 1, n_k)
+    job.decode && rows > 0 && rows <= ROWS_MAX && job.band.range(0, n_k) == job.band.range(rows - 1, n_k)
 }
 
 #[inline(always)]

@@ -282,6 +282,7 @@ impl<T: Real> Case<T> {
             tile_k: self.tile_k,
             isa,
             precision: self.precision,
+            decode: true,
         };
         job.run(&Scratch::poisoned(), out.data_mut(), &mut lse);
         (out, lse)
@@ -742,6 +743,7 @@ fn strided_inputs_give_the_bits_of_contiguous_ones() {
                 tile_k: 0,
                 isa,
                 precision: Precision::Full,
+                decode: true,
             }
             .run(&Scratch::poisoned(), &mut o2, &mut lse2);
             assert_eq!(bits(o.data()), bits(&o2), "{isa}");
@@ -797,6 +799,7 @@ fn extra_memory_does_not_grow_with_the_keys() {
                 tile_k: 0,
                 isa,
                 precision: Precision::Full,
+                decode: true,
             };
             job.run(&scratch, &mut out, &mut lse);
             assert!(scratch.peak_bytes() <= 1 << 20, "{isa} {rows}×{n_k}: {} bytes", scratch.peak_bytes());

@@ -10,9 +10,6 @@ use rayon::prelude::*;
 /// Query rows that one task takes when the schedule does not say: enough to repay the packing of keys.
 const BLOCK_ROWS: usize = 192;
 
-/// Most rows that the kernel handles by its decoding path.
-const FEW_ROWS: usize = 8;
-
 /// What the kernel takes from scratch on one thread, at most, whatever the sizes.
 const KERNEL_SCRATCH_BYTES: usize = 1 << 20;
 
@@ -91,19 +88,13 @@ pub fn exact_scratch_bytes(p: &crate::Problem, threads: usize, size: usize) -> u
 }
 
 fn rows_per_task(n_q: usize, heads: usize, cx: Context<'_>) -> usize {
-    let mut rows = match cx.schedule.tile_q {
+    match cx.schedule.tile_q {
         // At least eight tasks per thread, so that uneven (causal) rows balance, but never tiny ones.
         0 => {
             (n_q * heads).div_ceil(8 * cx.schedule.threads.max(1)).clamp(48, BLOCK_ROWS).next_multiple_of(12)
         }
-        tile => tile.max(2 * FEW_ROWS),
-    };
-    // The kernel takes another path, with other rounding, for a few rows that see the same keys: no block may
-    // be that short unless the whole head is, or the tile would show in the last bits.
-    while n_q > rows && (1..=FEW_ROWS).contains(&(n_q % rows)) {
-        rows += 4;
+        tile => tile,
     }
-    rows
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -117,7 +108,18 @@ fn attend<'a, T: Real>(
     precision: Precision,
     cx: Context<'_>,
 ) -> Attend<'a, T> {
-    Attend { q, k, v, scale, bias, band, tile_k: cx.schedule.tile_k, isa: cx.schedule.isa, precision }
+    Attend {
+        q,
+        k,
+        v,
+        scale,
+        bias,
+        band,
+        tile_k: cx.schedule.tile_k,
+        isa: cx.schedule.isa,
+        precision,
+        decode: false,
+    }
 }
 
 /// One query row per head over all keys: pieces of keys in parallel, merged in order by log-sum-exp. Every
@@ -136,7 +138,8 @@ fn exact_split_keys<T: Real>(
     let (heads, d_v) = (q.rows(), v.cols());
     let run = |range: std::ops::Range<usize>, out: &mut [T], lse: &mut [T]| {
         let (k, v) = (k.sub_rows(range.clone()), v.sub_rows(range));
-        attend(q, k, v, None, scale, Band::ALL, precision, cx).run(cx.scratch, out, lse);
+        let job = attend(q, k, v, None, scale, Band::ALL, precision, cx);
+        Attend { decode: true, ..job }.run(cx.scratch, out, lse);
     };
     let pieces = k.rows().div_ceil(KEYS_PER_PIECE);
     if pieces <= 1 {

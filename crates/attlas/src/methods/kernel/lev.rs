@@ -65,7 +65,7 @@ pub static METHOD: Method = Method {
         &[("keys", "12"), ("degree", "4"), ("normaliser", "sampled"), ("draws", "20")],
         &[("keys", "9"), ("weights", "softmax"), ("window", "7"), ("block", "10")],
         &[("keys", "9"), ("degree", "3"), ("window", "12"), ("block", "8")],
-        &[("eps", "0.3"), ("degree", "1.5"), ("block", "32")],
+        &[("eps", "0.1"), ("degree", "1.5"), ("block", "32")],
     ],
     supports: |p, options| match Params::from_options(options) {
         Ok(params) => params.support(p),
