@@ -1,7 +1,7 @@
 //! Checks that every method must pass, for the methods here and for your own.
 //!
 //! [`check_method`] reads a method's claims and tries to refute each of them, and every rule that holds for
-//! all methods. [`Case`] builds inputs, [`reference`] is the slow truth, [`run_method`] runs a method with
+//! all methods. [`Case`] builds inputs, [`reference()`] is the slow truth, [`run_method`] runs a method with
 //! outputs and scratch memory full of NaN. Checks panic with the method, the setting, the shape and the first
 //! difference.
 

@@ -27,7 +27,7 @@
 //! ones: exponential in the norms. `RunInfo` carries the predicted relative standard deviation
 //! (`predicted_rel_sd`; above 0.5 rows mean little) and the `features_needed` for 10 %.
 //!
-//! **When to use.** Small norms ($\tau\|q\|\|k\| \lesssim 2$) or models trained with it; [`crt`](super::crt) is the
+//! **When to use.** Small norms ($\tau\|q\|\|k\| \lesssim 2$) or models trained with it; `crt` is the
 //! better default.
 
 use crate::group::{Group, GroupPlan};

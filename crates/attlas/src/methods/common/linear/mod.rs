@@ -8,9 +8,9 @@
 //! **Without a mask**, keys are cut into pieces of fixed length whose states are computed in parallel, block by
 //! block, and combined in order; then query rows read the state in parallel.
 //!
-//! **Causal**, tokens are cut into at most [`MAX_PIECES`] pieces, a number that depends on the number of keys
+//! **Causal**, tokens are cut into at most `MAX_PIECES` pieces, a number that depends on the number of keys
 //! alone. Phase one computes the state of every piece in parallel, phase two the exclusive prefixes, phase three
-//! the rows of every piece in parallel, in chunks of [`CHUNK`] tokens: a row adds what the state says of earlier
+//! the rows of every piece in parallel, in chunks of `CHUNK` tokens: a row adds what the state says of earlier
 //! chunks and a triangular product over its own. No bit of a row depends on a later token: a chunk's references
 //! come from what its first row sees, and a chunk ends before the first key that would need another reference or
 //! is not finite.
@@ -62,7 +62,7 @@ pub trait Accumulator<T: Real>: Debug + Send + Sync {
     /// The state of no key.
     fn clear(&self, state: &mut [T]);
 
-    /// Adds at most [`BLOCK`] keys and their values.
+    /// Adds at most `BLOCK` keys and their values.
     fn absorb(&self, state: &mut [T], k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>);
 
     /// Adds the keys of another state.
