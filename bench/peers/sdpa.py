@@ -12,6 +12,7 @@ import argparse, json, os, pathlib, platform, statistics, subprocess, sys, time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 VENV = ROOT / ".cache" / "peers"
+PAUSE = 0.1
 
 
 def ensure_torch():
@@ -48,7 +49,10 @@ def interleave(torch_run, attlas_run, repeats):
     torch_run(), attlas_run()
     ours, theirs = [], []
     for _ in range(repeats):
+        # The other side's threads spin for a while after their work: let them go to sleep first.
+        time.sleep(PAUSE)
         theirs.append(torch_run())
+        time.sleep(PAUSE)
         ours.append(attlas_run())
     return statistics.median(ours), statistics.median(theirs)
 
@@ -62,7 +66,7 @@ def cpu_model():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 repetitions instead of 9")
+    parser.add_argument("--quick", action="store_true", help="3 repetitions instead of 7")
     parser.add_argument("--threads", default="1,2", help="thread counts, comma separated")
     parser.add_argument("--out", help="write the table to this Markdown file")
     args = parser.parse_args()
@@ -72,7 +76,7 @@ def main():
 
     torch.manual_seed(0)
     attlas = Attlas()
-    repeats = 3 if args.quick else 9
+    repeats = 3 if args.quick else 7
     threads_list = [int(t) for t in args.threads.split(",")]
     lines = []
 
