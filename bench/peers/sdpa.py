@@ -45,15 +45,14 @@ class Attlas:
 
 
 def interleave(torch_run, attlas_run, repeats):
-    """Medians of alternating runs, after one warm-up of each."""
-    torch_run(), attlas_run()
+    """Medians of alternating runs. The other side's threads spin for a while after their work: they get time to
+    go to sleep; then one run that is not counted wakes this side's."""
     ours, theirs = [], []
     for _ in range(repeats):
-        # The other side's threads spin for a while after their work: let them go to sleep first.
-        time.sleep(PAUSE)
-        theirs.append(torch_run())
-        time.sleep(PAUSE)
-        ours.append(attlas_run())
+        for run, seconds in [(torch_run, theirs), (attlas_run, ours)]:
+            time.sleep(PAUSE)
+            run()
+            seconds.append(run())
     return statistics.median(ours), statistics.median(theirs)
 
 
@@ -98,11 +97,11 @@ def main():
     say(f"CPU {cpu_model()}; torch {torch.__version__}; attlas {commit}; median of {repeats} alternating runs; f32 forward.")
     say("Command: `bench/peers/sdpa.py`.")
     say()
-    peaks = {}
     for threads in threads_list:
         machine = attlas.ask(kind="machine", threads=threads)
-        peaks[threads] = machine["fma_gflops"]
         say(f"- {threads} thread(s): FMA peak {machine['fma_gflops']:.0f} GF/s, read bandwidth {machine['read_gbs']:.1f} GB/s")
+    say()
+    say("The peak is measured again before each row: clocks and neighbours change.")
     say()
     say("| threads | shape | d | mask | attlas GF/s | share of peak | torch GF/s | ratio |")
     say("|---|---|---|---|---|---|---|---|")
@@ -115,6 +114,7 @@ def main():
                 for causal in [False, True]:
                     q, k, v = (torch.randn(1, heads, n, d) for _ in range(3))
                     request = dict(kind="attend", threads=threads, heads=heads, n=n, d=d, causal=causal)
+                    peak = attlas.ask(kind="machine", threads=threads)["fma_gflops"]
                     ours, theirs = interleave(
                         torch_attend(q, k, v, causal), lambda: attlas.ask(**request)["seconds"], repeats
                     )
@@ -124,7 +124,7 @@ def main():
                     causal_share.setdefault((threads, heads, n, d), {})[causal] = ours
                     mask = "causal" if causal else "none"
                     say(
-                        f"| {threads} | H{heads} N{n} | {d} | {mask} | {rate:.0f} | {rate / peaks[threads]:.0%} "
+                        f"| {threads} | H{heads} N{n} | {d} | {mask} | {rate:.0f} | {rate / peak:.0%} "
                         f"| {torch_rate:.0f} | {theirs / ours:.2f} |"
                     )
     say()
@@ -145,12 +145,12 @@ def main():
         torch.set_num_threads(threads)
         q = torch.randn(1, 32, 1, 128)
         k, v = (torch.randn(1, 8, 32768, 128) for _ in range(2))
+        bandwidth = attlas.ask(kind="machine", threads=threads)["read_gbs"]
         request = dict(kind="decode", threads=threads, heads=32, kv_heads=8, n=32768, d=128)
         ours, theirs = interleave(
             torch_attend(q, k, v, False, gqa=True), lambda: attlas.ask(**request)["seconds"], max(repeats, 7)
         )
         size = 2 * 8 * 32768 * 128 * 4 / 1e9
-        bandwidth = attlas.ask(kind="machine", threads=threads)["read_gbs"]
         say(f"| {threads} | {size / ours:.1f} | {size / ours / bandwidth:.0%} | {size / theirs:.1f} | {theirs / ours:.2f} |")
     say()
     say("## bf16 operands, f32 sums, against f32 of attlas")

@@ -15,7 +15,12 @@ use std::ops::Range;
 /// Most rows that are taken together.
 const ROWS_MAX: usize = 8;
 /// Keys between two updates of the running maxima.
-const CHUNK: usize = 64;
+const CHUNK: usize = 256;
+/// Keys whose values are added to one block of columns before the next block: few enough that memory is read
+/// nearly in order.
+const RUN: usize = 16;
+/// How far ahead of the reading memory is asked for. The hardware's own prefetching stops at every page.
+const AHEAD_BYTES: usize = 8192;
 /// Rows and registers of columns of a block of outputs.
 const BLOCK: usize = 4;
 
@@ -68,7 +73,6 @@ pub(super) fn attend<S: Simd>(
                 keys: keys.clone(),
                 logits: &mut logits[row * CHUNK..],
                 rounded,
-                next: job.v,
             };
             match rows - row {
                 1 => s.call(Rows::<_, 1, 16>(scores)),
@@ -96,8 +100,6 @@ pub(super) fn attend<S: Simd>(
                 acc: &mut acc[row * out_stride..],
                 stride: out_stride,
                 rounded,
-                next: job.k,
-                after: keys.end,
             });
         }
     }
@@ -124,8 +126,6 @@ struct Scores<'t, T> {
     /// Rows `CHUNK` apart.
     logits: &'t mut [T],
     rounded: bool,
-    /// What will be read at the same rows afterwards.
-    next: MatRef<'t, T>,
 }
 
 /// [`Scores`] for `R` rows, `K` keys at a time; `R · K = 16`.
@@ -134,25 +134,22 @@ struct Rows<'t, T, const R: usize, const K: usize>(Scores<'t, T>);
 impl<S: Simd, const R: usize, const K: usize> Kernel<S> for Rows<'_, S::T, R, K> {
     #[inline(always)]
     fn run(self, s: S) {
-        let Scores { queries, stride, k, keys, logits, rounded, next } = self.0;
+        let Scores { queries, stride, k, keys, logits, rounded } = self.0;
+        let ahead = AHEAD_BYTES / size_of::<S::T>();
         let d = k.cols();
         assert!(queries.len() >= R * stride && stride >= d && logits.len() >= (R - 1) * CHUNK + keys.len());
         for j in keys.clone().step_by(K) {
             let count = (keys.end - j).min(K);
-            let mut row = [k.row(j); K];
-            for (n, row) in row.iter_mut().enumerate() {
-                // A missing key repeats the last one; its logits are not written.
-                *row = k.row(j + n.min(count - 1));
-            }
             let mut acc = [s.splat(S::T::ZERO); 16];
-            for at in (0..d).step_by(S::LANES) {
-                let part = (d - at).min(S::LANES);
-                for n in 0..K {
+            for n in 0..K {
+                // A missing key repeats the last one; its logits are not written.
+                let row = k.row(j + n.min(count - 1));
+                for at in (0..d).step_by(S::LANES) {
+                    let part = (d - at).min(S::LANES);
                     // SAFETY: key and query rows hold `at + part` elements, query rows a whole register.
                     unsafe {
-                        // One request per register read, so that they never queue up.
-                        s.prefetch(next.data().as_ptr().wrapping_add((j + n) * next.stride() + at));
-                        let p = row[n].as_ptr().add(at);
+                        let p = row.as_ptr().add(at);
+                        s.prefetch(p.wrapping_add(ahead));
                         let mut x = if part == S::LANES { s.load(p) } else { s.load_part(p, part) };
                         if rounded {
                             x = s.round_bf16(x);
@@ -236,9 +233,6 @@ struct Values<'t, T> {
     acc: &'t mut [T],
     stride: usize,
     rounded: bool,
-    /// What will be read afterwards, and from which row on.
-    next: MatRef<'t, T>,
-    after: usize,
 }
 
 impl<S: Simd> Kernel<S> for Values<'_, S::T> {
@@ -248,23 +242,27 @@ impl<S: Simd> Kernel<S> for Values<'_, S::T> {
         assert!(self.acc.len() >= BLOCK * self.stride && self.stride >= d_v.next_multiple_of(S::LANES));
         assert!(self.weights.len() >= BLOCK * CHUNK && self.keys.len() <= CHUNK);
         let wide = BLOCK * S::LANES;
-        let mut col = 0;
-        while col < d_v {
-            if col + wide <= d_v {
-                self.columns::<S, BLOCK>(s, col, S::LANES);
-                col += wide;
-            } else {
-                self.columns::<S, 1>(s, col, (d_v - col).min(S::LANES));
-                col += S::LANES;
+        for first in (0..self.keys.len()).step_by(RUN) {
+            let keys = first..(first + RUN).min(self.keys.len());
+            let mut col = 0;
+            while col < d_v {
+                if col + wide <= d_v {
+                    self.columns::<S, BLOCK>(s, keys.clone(), col, S::LANES);
+                    col += wide;
+                } else {
+                    self.columns::<S, 1>(s, keys.clone(), col, (d_v - col).min(S::LANES));
+                    col += S::LANES;
+                }
             }
         }
     }
 }
 
 impl<T: Real> Values<'_, T> {
-    /// `C` registers of columns from `col` on, the last with `part` elements.
+    /// Keys `keys` of the chunk and `C` registers of columns from `col` on, the last with `part` elements.
     #[inline(always)]
-    fn columns<S: Simd<T = T>, const C: usize>(&mut self, s: S, col: usize, part: usize) {
+    fn columns<S: Simd<T = T>, const C: usize>(&mut self, s: S, keys: Range<usize>, col: usize, part: usize) {
+        let ahead = AHEAD_BYTES / size_of::<T>();
         let acc = self.acc.as_mut_ptr();
         let mut block = [[s.splat(T::ZERO); C]; BLOCK];
         for r in 0..BLOCK {
@@ -273,18 +271,18 @@ impl<T: Real> Values<'_, T> {
                 block[r][c] = unsafe { s.load(acc.add(r * self.stride + col + c * S::LANES)) };
             }
         }
-        for (n, j) in self.keys.clone().enumerate() {
+        for n in keys {
+            let j = self.keys.start + n;
             if self.bias.is_some_and(|b| b[j] == T::NEG_INFINITY) {
                 continue;
             }
-            let ahead = self.next.data().as_ptr().wrapping_add((self.after + n) * self.next.stride() + col);
             let row = &self.v.row(j)[col..];
             let mut x = [s.splat(T::ZERO); C];
             for c in 0..C {
-                s.prefetch(ahead.wrapping_add(c * S::LANES));
                 // SAFETY: the row goes on for `C − 1` whole registers and `part` elements.
                 unsafe {
                     let p = row.as_ptr().add(c * S::LANES);
+                    s.prefetch(p.wrapping_add(ahead));
                     x[c] = if part == S::LANES { s.load(p) } else { s.load_part(p, part) };
                 }
                 if self.rounded {
