@@ -12,7 +12,8 @@ import argparse, json, os, pathlib, platform, statistics, subprocess, sys, time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 VENV = ROOT / ".cache" / "peers"
-PAUSE = 0.1
+# OpenMP runtimes let idle threads spin for up to 0.2 s.
+PAUSE = 0.3
 
 
 def ensure_torch():

@@ -331,6 +331,7 @@ impl<P: GroupPlan> Grouped<P> {
             with_staging(p, out, cx, |o, lse| {
                 let rows = p.group_size() * p.n_q;
                 let groups = p.batch * p.n_kv_heads;
+                let cx = Context { groups, ..cx };
                 let mut work: Vec<(usize, &mut [T], &mut [T])> = Vec::with_capacity(groups);
                 let (mut o, mut lse) = (o, lse);
                 for g in 0..groups {

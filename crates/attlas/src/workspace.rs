@@ -64,7 +64,7 @@ impl Workspace {
 
     /// What code inside a plan is given.
     pub fn context(&self) -> Context<'_> {
-        Context { schedule: self.schedule, scratch: &self.scratch }
+        Context { schedule: self.schedule, scratch: &self.scratch, groups: 1 }
     }
 
     /// Runs `work` on this workspace's threads.
@@ -80,4 +80,7 @@ pub struct Context<'a> {
     pub schedule: Schedule,
     /// Where to take buffers from.
     pub scratch: &'a Scratch,
+    /// Groups that the call computes at the same time: where there are many, one need not be cut finely to keep
+    /// all threads busy.
+    pub groups: usize,
 }

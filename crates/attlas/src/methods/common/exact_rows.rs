@@ -91,7 +91,8 @@ fn rows_per_task(n_q: usize, heads: usize, cx: Context<'_>) -> usize {
     match cx.schedule.tile_q {
         // At least eight tasks per thread, so that uneven (causal) rows balance, but never tiny ones.
         0 => {
-            (n_q * heads).div_ceil(8 * cx.schedule.threads.max(1)).clamp(48, BLOCK_ROWS).next_multiple_of(12)
+            let rows = n_q * heads * cx.groups;
+            rows.div_ceil(8 * cx.schedule.threads.max(1)).clamp(48, BLOCK_ROWS).next_multiple_of(12)
         }
         tile => tile,
     }
