@@ -33,15 +33,12 @@
 use crate::group::{Group, GroupPlan};
 use crate::method::{Claims, Family, Method, Promise, Support, Withdrawn};
 use crate::methods::common::linear::{
-    Accumulator, DenominatorPolicy, Directions, Linear, Positive, Shape, Signed, Source,
+    DenominatorPolicy, Directions, ErrorModel, Linear, Positive, Prepared, Shape, Signed, Source,
 };
 use crate::{Mask, MatRef, Options, Problem, Real, Result};
 use attlas_num::kernels;
-use attlas_num::sketch::features::{
-    ExpFeatures, Exponent, MapOptions, Moments, RandomRelu, Trig, default_num_features,
-};
-use attlas_num::sketch::variance::Diagnostic;
-use attlas_num::sketch::{LogFeatures, Side, draw_directions};
+use attlas_num::sketch::features::{ExpFeatures, Exponent, RandomRelu, Trig, default_num_features};
+use attlas_num::sketch::{LogFeatures, MapOptions, Side, draw_directions};
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -93,7 +90,7 @@ pub static METHOD: Method = Method {
             },
             Withdrawn {
                 param: "feature_eps",
-                value: "0.001",
+                value: "*",
                 promise: Promise::Unbiased,
                 reason: "a constant added to features changes the kernel",
             },
@@ -201,42 +198,30 @@ impl Source for Performer {
         (2 * d * self.num_directions(d) + 2 * self.num_features(d)) as u64
     }
 
-    fn accumulator<T: Real>(
-        &self,
-        shape: &Shape,
-        data: Option<&Group<'_, T>>,
-    ) -> Result<Box<dyn Accumulator<T>>> {
+    fn prepare<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Prepared<T>> {
         let Params { map, directions, feature_eps, denominator, den_floor, seed, .. } = self.params;
         let key = shape.index.stream_key(seed).named("directions");
         let omega = draw_directions(directions.coupling(), self.num_directions(shape.d), shape.d, key)?;
         let options = MapOptions { scale: shape.scale, ..MapOptions::default() };
+        let (d_v, directions) = (shape.d_v, omega.rows());
         Ok(match map {
             Map::Pos | Map::Hyp => {
-                let inner = ExpFeatures::new(&Exponent::favor(shape.d), &omega, map == Map::Hyp, options)?;
-                match data {
+                let (exponent, antithetic) = (Exponent::favor(shape.d), map == Map::Hyp);
+                let inner = ExpFeatures::new(&exponent, &omega, antithetic, options)?;
+                let acc = match data {
                     Some(g) if feature_eps > 0.0 => {
-                        let lifted = Lifted::new(inner, feature_eps, shape.scale, g.k);
-                        Box::new(Positive::new(lifted, shape.d_v))
+                        Positive::new(Lifted::new(inner, feature_eps, shape.scale, g.k), d_v)
                     }
-                    _ => Box::new(Positive::new(inner, shape.d_v)),
-                }
+                    _ => Positive::new(inner, d_v),
+                };
+                Prepared::new(acc).with_error(ErrorModel::Exponential { exponent, antithetic, directions })
             }
-            Map::Relu => Box::new(Positive::new(RandomRelu::new(&omega, RELU_EPS, options)?, shape.d_v)),
+            Map::Relu => Prepared::new(Positive::new(RandomRelu::new(&omega, RELU_EPS, options)?, d_v)),
             Map::Trig => {
-                Box::new(Signed::new(Trig::new(&omega, options)?, shape.d_v, denominator, den_floor))
+                let acc = Signed::new(Trig::new(&omega, options)?, d_v, denominator, den_floor);
+                Prepared::new(acc).with_error(ErrorModel::Trig { directions })
             }
         })
-    }
-
-    fn diagnose(&self, moments: &Moments) -> Option<(Diagnostic, usize)> {
-        let diagnostic = match self.params.map {
-            Map::Pos | Map::Hyp => {
-                Diagnostic::of_exponent(&Exponent::favor(moments.dim()), moments, self.is_even())?
-            }
-            Map::Trig => Diagnostic::of_trig(moments),
-            Map::Relu => return None,
-        };
-        Some((diagnostic, self.num_directions(moments.dim())))
     }
 }
 
@@ -409,6 +394,12 @@ mod tests {
                 check_entry(&METHOD, &o, (&x, &y), (pair.sm(), of(&pair)));
             } else {
                 check_entry(&METHOD, &o, (&x, &y), (sm, variance));
+                // Turned by 45° in the first two coordinates, then spread: the law is the same.
+                let turn = |v: [f64; 4]| {
+                    let r = 0.5f64.sqrt();
+                    [r * (v[0] + v[1]), v[2], v[3], r * (v[0] - v[1])]
+                };
+                check_entry(&METHOD, &o, (&turn(x), &turn(y)), (sm, variance));
             }
         }
     }

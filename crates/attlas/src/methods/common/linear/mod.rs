@@ -25,7 +25,7 @@ mod signed;
 pub(crate) mod testing;
 
 pub use directions::Directions;
-pub use plan::{Linear, Shape, Source};
+pub use plan::{ErrorModel, Linear, Prepared, Shape, Source};
 pub use positive::{DenominatorEps, Positive};
 pub use signed::{DenominatorPolicy, Signed};
 
@@ -98,11 +98,8 @@ pub struct Outcome {
     pub doubtful: Vec<(usize, usize)>,
 }
 
-/// Runs an accumulator over a group.
-pub fn run_linear<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Result<RunInfo> {
-    if g.n_k() == 0 || g.n_q() == 0 {
-        return Ok(g.fill_empty());
-    }
+/// Runs an accumulator over a group that has keys and queries.
+fn run_linear<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Result<RunInfo> {
     let (outcome, empty) = match g.mask {
         Mask::None => (run_plain(acc, g)?, 0),
         Mask::Causal => (run_causal(acc, g), g.n_q().saturating_sub(g.n_k()) * g.q.heads()),
@@ -369,5 +366,117 @@ impl<T: Real> GroupStream<T> for LinearStream<T> {
 
     fn state_bytes(&self) -> usize {
         (self.state.len() + self.kept.iter().map(Vec::len).sum::<usize>()) * size_of::<T>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::{naive_positive, naive_signed, scaled_case};
+    use super::*;
+    use crate::Workspace;
+    use crate::testkit::{Case, assert_rows_close, assert_same_bits};
+    use attlas_num::rng::StreamKey;
+    use attlas_num::sketch::features::{Elementwise, ElementwiseFeatures, ExpFeatures, Exponent, Trig};
+    use attlas_num::sketch::{Coupling, MapOptions, draw_directions};
+
+    /// One head of keys and queries through an accumulator, in chunks of the given length.
+    fn in_chunks(acc: &dyn Accumulator<f64>, x: &Case, chunk: usize) -> Vec<f64> {
+        let (n, d, d_v) = (x.problem.n_k, x.problem.d, x.problem.d_v);
+        let ws = Workspace::single().unwrap();
+        let mut state = vec![f64::NAN; acc.state_len()];
+        acc.clear(&mut state);
+        let (mut out, mut lse) = (vec![f64::NAN; n * d_v], vec![f64::NAN; n]);
+        let (q, k, v) = (MatRef::new(&x.q, n, d), MatRef::new(&x.k, n, d), MatRef::new(&x.v, n, d_v));
+        let rows = RowBlock { head: 0, first: 0, q, out: &mut out, lse: &mut lse };
+        let mut outcome = Outcome::default();
+        let mut rows = [rows];
+        for start in (0..n).step_by(chunk) {
+            let range = start..(start + chunk).min(n);
+            let mut heads = [sub_block(&mut rows[0], range.clone())];
+            let (k, v) = (k.sub_rows(range.clone()), v.sub_rows(range));
+            acc.chunk(&mut state, start, k, v, &mut heads, ws.context(), &mut outcome);
+        }
+        out
+    }
+
+    fn exponential(p: &Problem) -> ExpFeatures<f64> {
+        let omega = draw_directions(Coupling::Orthogonal, 7, p.d, StreamKey::new(1)).unwrap();
+        let options = MapOptions { scale: p.scale, ..MapOptions::default() };
+        ExpFeatures::new(&Exponent::favor(p.d), &omega, true, options).unwrap()
+    }
+
+    #[test]
+    fn rows_do_not_depend_on_the_length_of_chunks() {
+        for n in [1, 2, 63, 64, 65, 203] {
+            let p = Problem { d_v: 3, ..Problem::new(1, n, 4).causal() };
+            // Log-features of about 1, and of about 500, where chunks end early.
+            for size in [1.0, 22.0] {
+                let x = scaled_case(p, 3, size);
+                let relu =
+                    || ElementwiseFeatures::new(Elementwise::Relu { eps: 0.0 }, 4, MapOptions::default());
+                let omega = draw_directions(Coupling::Iid, 300, 4, StreamKey::new(2)).unwrap();
+                let trig = || Trig::new(&omega, MapOptions { scale: 1e-3, ..MapOptions::default() }).unwrap();
+                let strict = DenominatorPolicy::Strict;
+                let relu_rows = naive_positive(&relu().unwrap(), &x).0;
+                let cases: [(&str, Box<dyn Accumulator<f64>>, Vec<f64>); 3] = [
+                    (
+                        "exp",
+                        Box::new(Positive::new(exponential(&p), 3)),
+                        naive_positive(&exponential(&p), &x).0,
+                    ),
+                    ("relu", Box::new(Positive::new(relu().unwrap(), 3)), relu_rows),
+                    ("trig", Box::new(Signed::new(trig(), 3, strict, 1e-3)), naive_signed(&trig(), &x).0),
+                ];
+                for (map, acc, want) in &cases {
+                    for chunk in [1, 7, 64, n, 2 * n] {
+                        let got = in_chunks(&**acc, &x, chunk);
+                        let name = format!("{map}: {n} tokens times {size} in chunks of {chunk}");
+                        assert_rows_close(&got, want, 1e-9, &name);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_longer_chunk_leaves_the_rows_of_its_beginning_as_they_were() {
+        let p = Problem { d_v: 5, ..Problem::new(1, 64, 4).causal() };
+        let x = scaled_case(p, 4, 3.0);
+        let acc = Positive::new(exponential(&p), 5);
+        let whole = in_chunks(&acc, &x, 64);
+        for n in [1, 13, 32, 63] {
+            let head = Case {
+                problem: Problem { n_q: n, n_k: n, ..p },
+                q: x.q[..n * 4].to_vec(),
+                k: x.k[..n * 4].to_vec(),
+                v: x.v[..n * 5].to_vec(),
+                single: false,
+            };
+            assert_same_bits(&in_chunks(&acc, &head, 64), &whole[..n * 5], "the first rows");
+        }
+    }
+
+    #[test]
+    fn denominators_are_at_least_one_relative_to_their_shift() {
+        // lse − max_l (b_l + s_l) = ln den ≥ 0, up to rounding.
+        let p = Problem { d_v: 2, ..Problem::new(1, 120, 4) };
+        let x = scaled_case(p, 5, 12.0);
+        let map = exponential(&p);
+        let ws = Workspace::single().unwrap();
+        let acc = Positive::new(map.clone(), 2);
+        let mut state = vec![f64::NAN; acc.state_len()];
+        let (k, v) = (MatRef::new(&x.k, 120, 4), MatRef::new(&x.v, 120, 2));
+        absorb_range(&acc, &mut state, k, v, 0..120, ws.context());
+        let m = attlas_num::sketch::LogFeatures::<f64>::num_features(&map);
+        let (mut out, mut lse, mut b) = (vec![0.0; 240], vec![0.0; 120], vec![0.0; 120 * m]);
+        let q = MatRef::new(&x.q, 120, 4);
+        let rows = RowBlock { head: 0, first: 0, q, out: &mut out, lse: &mut lse };
+        acc.read(&state, 120, rows, ws.context(), &mut Outcome::default());
+        attlas_num::sketch::LogFeatures::log_features(&map, q, attlas_num::sketch::Side::Query, &mut b);
+        for (b, lse) in b.chunks(m).zip(&lse) {
+            let shift = b.iter().zip(&state[..m]).fold(f64::MIN, |t, (b, s)| t.max(b + s));
+            let den = lse - shift;
+            assert!(den > -1e-9 && den < ((120 * m) as f64).ln() + 1e-9, "{den}");
+        }
     }
 }

@@ -5,7 +5,7 @@ use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Cost, RunInfo};
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::sketch::SketchError;
-use attlas_num::sketch::features::{Moments, SideMoments};
+use attlas_num::sketch::features::{Exponent, Moments, SideMoments};
 use attlas_num::sketch::variance::Diagnostic;
 use std::fmt::Debug;
 
@@ -31,26 +31,66 @@ pub trait Source: Debug + Clone + Send + Sync + 'static {
     fn feature_flops(&self, d: usize) -> u64;
 
     /// The sums of one group; `data` is there when a whole group is run, and not for a stream.
-    fn accumulator<T: Real>(
-        &self,
-        shape: &Shape,
-        data: Option<&Group<'_, T>>,
-    ) -> Result<Box<dyn Accumulator<T>>>;
-
-    /// The predicted error on data with these moments, and the number of directions it is for.
-    fn diagnose(&self, moments: &Moments) -> Option<(Diagnostic, usize)> {
-        let _ = moments;
-        None
-    }
-
-    /// Whether the moments that [`diagnose`](Self::diagnose) sees must be dense.
-    fn needs_dense_moments(&self) -> bool {
-        false
-    }
+    fn prepare<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Prepared<T>>;
 
     /// Whether denominators are sums of exponentials.
     fn has_lse(&self) -> bool {
         true
+    }
+}
+
+/// The sums of one group, and what is known of their error.
+#[derive(Debug)]
+pub struct Prepared<T> {
+    /// The sums.
+    pub acc: Box<dyn Accumulator<T>>,
+    /// How the error can be predicted, where it can.
+    pub error: Option<ErrorModel>,
+}
+
+impl<T: Real> Prepared<T> {
+    /// Without a prediction.
+    pub fn new(acc: impl Accumulator<T> + 'static) -> Self {
+        Self { acc: Box::new(acc), error: None }
+    }
+
+    /// The same with a prediction.
+    #[must_use]
+    pub fn with_error(self, error: ErrorModel) -> Self {
+        Self { error: Some(error), ..self }
+    }
+}
+
+/// What predicts the error of random features.
+#[derive(Clone, Debug)]
+pub enum ErrorModel {
+    /// Exponential features.
+    Exponential {
+        /// Their parameters.
+        exponent: Exponent,
+        /// Whether there are features for each direction and its opposite.
+        antithetic: bool,
+        /// Directions.
+        directions: usize,
+    },
+    /// Trigonometric features.
+    Trig {
+        /// Directions.
+        directions: usize,
+    },
+}
+
+impl ErrorModel {
+    /// Predicted relative standard deviation of an entry, and the directions that [`TARGET`] takes, each as a multiple of
+    /// what there is.
+    fn predict(&self, moments: &Moments) -> Option<(f64, f64)> {
+        let (diagnostic, directions) = match self {
+            Self::Exponential { exponent, antithetic, directions } => {
+                (Diagnostic::of_exponent(exponent, moments, *antithetic)?, *directions)
+            }
+            Self::Trig { directions } => (Diagnostic::of_trig(moments), *directions),
+        };
+        Some((diagnostic.relative_sd(directions), diagnostic.directions_needed(TARGET) / directions as f64))
     }
 }
 
@@ -71,31 +111,26 @@ impl<S: Source> Linear<S> {
     pub fn new(source: S) -> Self {
         Self { source }
     }
+}
 
-    /// Largest predicted relative standard deviation over the heads, and the features that [`TARGET`] takes.
-    fn predict<T: Real>(&self, g: &Group<'_, T>) -> Option<(f64, f64)> {
-        let features = self.source.num_features(g.k.cols()) as f64;
-        let collect = |rows: MatRef<'_, T>| {
-            let mut side = if self.source.needs_dense_moments() {
-                SideMoments::dense(rows.cols())
-            } else {
-                SideMoments::diagonal(rows.cols())
-            };
-            let step = rows.rows().div_ceil(SAMPLE).max(1);
-            (0..rows.rows()).step_by(step).for_each(|i| side.add(rows.sub_rows(i..i + 1)));
-            side
-        };
-        let keys = collect(g.k);
-        let mut worst: Option<(f64, f64)> = None;
-        for h in 0..g.q.heads() {
-            let moments = Moments::new(&collect(g.q.head(h)), &keys, g.scale.to_f64()).ok()?;
-            let (diagnostic, directions) = self.source.diagnose(&moments)?;
-            let needed = diagnostic.directions_needed(TARGET) * features / directions as f64;
-            let (sd, old) = (diagnostic.relative_sd(directions), worst.unwrap_or((0.0, 0.0)));
-            worst = Some((old.0.max(sd), old.1.max(needed)));
-        }
-        worst
+/// Largest predicted relative standard deviation over the heads, and the multiple of features that [`TARGET`] takes.
+fn predict<T: Real>(g: &Group<'_, T>, model: &ErrorModel) -> Option<(f64, f64)> {
+    let collect = |rows: MatRef<'_, T>| {
+        let mut side = SideMoments::dense(rows.cols());
+        let step = rows.rows().div_ceil(SAMPLE).max(1);
+        let sample =
+            MatRef::with_stride(rows.data(), rows.rows().div_ceil(step), rows.cols(), step * rows.stride());
+        side.add(sample?);
+        Some(side)
+    };
+    let keys = collect(g.k)?;
+    let mut worst = (0.0f64, 0.0f64);
+    for h in 0..g.q.heads() {
+        let moments = Moments::new(&collect(g.q.head(h))?, &keys, g.scale.to_f64()).ok()?;
+        let (sd, needed) = model.predict(&moments)?;
+        worst = (worst.0.max(sd), worst.1.max(needed));
     }
+    Some(worst)
 }
 
 impl<S: Source> GroupPlan for Linear<S> {
@@ -124,17 +159,20 @@ impl<S: Source> GroupPlan for Linear<S> {
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
+        if g.n_k() == 0 || g.n_q() == 0 {
+            return Ok(g.fill_empty());
+        }
         let shape = Shape { d: g.k.cols(), d_v: g.d_v(), scale: g.scale.to_f64(), index: g.index };
         let features = self.source.num_features(shape.d);
-        let predicted = self.predict(&g);
-        let acc = self.source.accumulator(&shape, Some(&g))?;
+        let Prepared { acc, error } = self.source.prepare(&shape, Some(&g))?;
+        let predicted = error.and_then(|model| predict(&g, &model));
         let mut info = run_linear(&*acc, &mut g)?;
         info.keys_visited = ((g.lse.len() as u64) - info.empty_rows) * features as u64;
         info.rank = Some(features);
         info.figures.insert("features", features as f64);
         if let Some((sd, needed)) = predicted {
             info.figures.insert("predicted_rel_sd", sd);
-            info.figures.insert("features_needed", needed);
+            info.figures.insert("features_needed", needed * features as f64);
         }
         Ok(info)
     }
@@ -146,8 +184,8 @@ impl<S: Source> GroupPlan for Linear<S> {
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
         // The scale in the element's precision, as a whole group sees it.
         let shape = Shape { d: p.d, d_v: p.d_v, scale: T::from_f64(p.scale).to_f64(), index };
-        let acc = self.source.accumulator::<T>(&shape, None).ok()?;
-        Some(Box::new(LinearStream::new(acc, p.d, p.d_v)))
+        let prepared = self.source.prepare::<T>(&shape, None).ok()?;
+        Some(Box::new(LinearStream::new(prepared.acc, p.d, p.d_v)))
     }
 }
 
