@@ -35,6 +35,7 @@ pub static METHODS: &[&Method] = &[
     &kernel::lev::METHOD,
     &kernel::polysketch::METHOD,
     &kernel::tensor_sketch::METHOD,
+    &kernel::scatterbrain::METHOD,
 ];
 
 /// Every layer.

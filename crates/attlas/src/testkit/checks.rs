@@ -472,6 +472,10 @@ impl Subject {
             done = next;
         }
         assert!(stream.state_bytes() > 0, "{name}: holds nothing");
+        if let Some(&each) = want.info.figures.get("decode_bytes") {
+            let (held, stated) = (stream.state_bytes() as f64, each * p.n_kv_heads as f64);
+            assert!(held <= stated, "{name}: holds {held} bytes, stated {stated}");
+        }
     }
 
     /// Wrong shapes are errors and leave the output as it was.

@@ -136,6 +136,8 @@ crate::params! {
         a: Option<f64> = None, in -1e6..=0.1249;
         /// Added to second moments, relative to their average eigenvalue.
         ridge: f64 = 1e-6, in 1e-15..=1.0;
+        /// The relative standard deviation of a kernel entry that the figure `features_needed` is for.
+        target_error: f64 = 0.1, in 1e-6..=10.0;
         /// Stream the directions are drawn from.
         seed: u64 = 0, in 0..=u64::MAX;
     }
@@ -290,6 +292,10 @@ impl Source for Crt {
 
     fn feature_flops(&self, d: usize) -> u64 {
         (2 * d * self.num_directions(d) + 3 * self.num_features(d) + 4 * d) as u64
+    }
+
+    fn target_error(&self) -> f64 {
+        self.params.target_error
     }
 
     fn prepare<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Prepared<T>> {

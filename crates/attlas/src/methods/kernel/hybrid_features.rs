@@ -18,7 +18,8 @@
 //! **Cost.** $n + 1$ times that of `performer` with $M$ directions.
 //!
 //! **Guarantees.** Entries are unbiased with the variance of the formula, zero for rows of equal length at angles 0 and
-//! $\pi$: tested. Features are signed (except `clusters`), so that denominators may cancel.
+//! $\pi$: tested. Features are signed (except `clusters`), so that denominators may cancel. `RunInfo` carries the
+//! predicted relative standard deviation of an entry and the `features_needed` for `target_error`.
 //!
 //! **When to use.** Kernel entries at small norms ($\tau\|q\|\|k\| \lesssim 2$); for normalised rows the sign problem
 //! costs more than the mixture gains.
@@ -26,13 +27,18 @@
 use crate::group::{Group, GroupPlan};
 use crate::method::{Claims, Family, Law, Method, Promise, Support, Withdrawn};
 use crate::methods::common::linear::{
-    DenominatorPolicy, Directions, Linear, Positive, Prepared, Shape, Signed, Source,
+    DenominatorPolicy, Directions, ErrorModel, Linear, PairVariance, Positive, Prepared, Shape, Signed,
+    Source,
 };
 use crate::{Error, Mask, Mat, MatRef, Options, Problem, Real, Result};
 use attlas_num::cluster::kmeans::{self, kmeans};
 use attlas_num::rng::StreamKey;
 use attlas_num::sketch::features::{ClusterFeatures, HybridFeatures, HybridWeight};
+use attlas_num::sketch::variance::{
+    Pair, angular_hybrid_relative_variance, gaussian_hybrid_relative_variance,
+};
 use attlas_num::sketch::{Coupling, MapOptions, draw_directions};
+use std::sync::Arc;
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -109,6 +115,8 @@ crate::params! {
         denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
         /// The share of itself without cancellation below which a denominator counts as cancelled.
         den_floor: f64 = 1e-3, in 0.0..=1.0;
+        /// The relative standard deviation of a kernel entry that the figure `features_needed` is for.
+        target_error: f64 = 0.1, in 1e-6..=10.0;
         /// Stream of the directions and of the clustering.
         seed: u64 = 0, in 0..=u64::MAX;
     }
@@ -159,6 +167,10 @@ impl Source for Hybrid {
         (2 * d * projections + self.num_features(d)) as u64
     }
 
+    fn target_error(&self) -> f64 {
+        self.params.target_error
+    }
+
     fn prepare<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Prepared<T>> {
         let Params { kind, tau, denominator, den_floor, .. } = self.params;
         let [bases, weights] = self.draw(shape)?;
@@ -168,7 +180,44 @@ impl Source for Hybrid {
             Kind::Clusters => return self.prepare_clusters(shape, data, &bases),
         };
         let map = HybridFeatures::new(&bases, &weights, weight, shape.scale)?;
-        Ok(Prepared::new(Signed::new(map, shape.d_v, denominator, den_floor)))
+        let variance = Arc::new(Mixture { weight, bases: bases.rows(), weights: weights.rows() });
+        let acc = Signed::new(map, shape.d_v, denominator, den_floor);
+        Ok(Prepared::new(acc).with_error(ErrorModel::Pairs { variance, directions: bases.rows() }))
+    }
+}
+
+/// The variance of the mixtures, for independent directions: an upper bound for orthogonal ones.
+#[derive(Debug)]
+struct Mixture {
+    weight: HybridWeight,
+    bases: usize,
+    weights: usize,
+}
+
+impl PairVariance for Mixture {
+    fn relative_variance(&self, x: &[f64], y: &[f64]) -> f64 {
+        let pair = Pair::of(x, y);
+        match self.weight {
+            HybridWeight::Angular => {
+                angular_hybrid_relative_variance(&pair, x.len(), self.bases, self.weights)
+            }
+            HybridWeight::Gaussian { tau } => {
+                gaussian_hybrid_relative_variance(&pair, x.len(), self.bases, self.weights, tau)
+            }
+        }
+    }
+}
+
+/// The variance of the features of clusters.
+#[derive(Debug)]
+struct Rescaled {
+    map: ClusterFeatures,
+    coupling: Coupling,
+}
+
+impl PairVariance for Rescaled {
+    fn relative_variance(&self, x: &[f64], y: &[f64]) -> f64 {
+        self.map.relative_variance(x, y, self.coupling)
     }
 }
 
@@ -197,7 +246,9 @@ impl Hybrid {
             true,
             MapOptions { scale: shape.scale, ..MapOptions::default() },
         )?;
-        Ok(Prepared::new(Positive::new(map, shape.d_v)))
+        let variance = Arc::new(Rescaled { map: map.clone(), coupling: self.params.directions.coupling() });
+        let error = ErrorModel::Pairs { variance, directions: bases.rows() };
+        Ok(Prepared::new(Positive::new(map, shape.d_v)).with_error(error))
     }
 }
 
@@ -209,7 +260,6 @@ mod tests {
         PAIR, check_entry, check_generic, entry_moments, naive_signed, run,
     };
     use crate::testkit::{Case, assert_rows_close, check_method, reference};
-    use attlas_num::sketch::variance::{Pair, gaussian_hybrid_relative_variance};
 
     fn options(pairs: &[(&str, &str)]) -> Options {
         pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))

@@ -23,7 +23,8 @@
 //!
 //! **Cost.** $4 n_k d^2$ for leverage (times iterations for $p \ne 2$), then $2 n_q |U| (d + d_v)$; causally $n_k (4 d^2 + 2|U| d)$.
 //!
-//! **Guarantees.** Any exact weight of at least $\varepsilon$ belongs to a kept key (tested). With all keys kept and `over_u` it is
+//! **Guarantees.** Any exact weight of at least $\varepsilon$ belongs to a kept key (tested); `keys_needed` in `figures` says how
+//! many keys that takes for $\varepsilon$ = `target_error`. With all keys kept and `over_u` it is
 //! polynomial attention. It does not approximate softmax, and the mass outside $U$ can be close to one.
 //!
 //! **When to use.** In models trained with it, or to find keys that matter to all queries.
@@ -100,6 +101,9 @@ crate::params! {
         iters: usize = 30, in 0..=1000;
         /// Relative change at which they have converged.
         tol: f64 = 1e-6, in 0.0..=1.0;
+        /// The error that the figures `keys_needed` (no weight above it outside the kept keys) and `draws_needed` (relative
+        /// standard deviation of a sampled normaliser) are for.
+        target_error: f64 = 0.1, in 1e-6..=1.0;
         /// Stream of a sampled normaliser.
         seed: u64 = 0, in 0..=u64::MAX;
     }
@@ -230,7 +234,10 @@ impl Lev {
             rank: Some(kept.len()),
             iterations: Some(weights.iterations),
             status: if weights.converged { Status::Complete } else { Status::StoppedEarly },
-            figures: BTreeMap::from([("sensitivity_sum", bounds.iter().sum())]),
+            figures: BTreeMap::from([
+                ("sensitivity_sum", bounds.iter().sum()),
+                ("keys_needed", bounds.iter().filter(|&&b| b >= self.params.target_error).count() as f64),
+            ]),
             ..RunInfo::default()
         };
         (kept, bounds, info)
@@ -320,7 +327,8 @@ impl Lev {
         };
         if !draws.drawn.is_empty() {
             let rest = bounds.iter().sum::<f64>() - kept.iter().map(|&j| bounds[j]).sum::<f64>();
-            info.figures.insert("predicted_relative_sd", (rest / self.params.draws as f64).sqrt());
+            info.figures.insert("predicted_rel_sd", (rest / self.params.draws as f64).sqrt());
+            info.figures.insert("draws_needed", (rest / self.params.target_error.powi(2)).ceil());
         }
         let gram = (self.params.normaliser == Normaliser::Exact2).then(|| gram_of(k));
         let power = self.kernel.power;
@@ -833,7 +841,7 @@ mod tests {
             let options = base.clone().with("normaliser", "sampled").with("seed", u64::from(seed));
             let plan = METHOD.plan(&p, &options).unwrap();
             let ran = run_with(&*plan, &x, How { lse: false, ..How::default() }).unwrap();
-            sd = ran.info.figures["predicted_relative_sd"];
+            sd = ran.info.figures["predicted_rel_sd"];
             for ((m, o), s) in moments.iter_mut().zip(&ran.o).zip(&share) {
                 // 1/o is the normaliser in units of the kept mass; its mean is 1/share.
                 let ratio = s / o;

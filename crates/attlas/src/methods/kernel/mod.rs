@@ -9,4 +9,5 @@ pub mod performer;
 pub mod polaformer;
 pub mod polynomial;
 pub mod polysketch;
+pub mod scatterbrain;
 pub mod tensor_sketch;

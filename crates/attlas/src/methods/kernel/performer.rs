@@ -143,6 +143,8 @@ crate::params! {
         denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
         /// The share of itself without cancellation below which a denominator counts as cancelled.
         den_floor: f64 = 1e-3, in 0.0..=1.0;
+        /// The relative standard deviation of a kernel entry that the figure `features_needed` is for.
+        target_error: f64 = 0.1, in 1e-6..=10.0;
         /// Stream the directions are drawn from.
         seed: u64 = 0, in 0..=u64::MAX;
     }
@@ -196,6 +198,10 @@ impl Source for Performer {
 
     fn feature_flops(&self, d: usize) -> u64 {
         (2 * d * self.num_directions(d) + 2 * self.num_features(d)) as u64
+    }
+
+    fn target_error(&self) -> f64 {
+        self.params.target_error
     }
 
     fn prepare<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Prepared<T>> {

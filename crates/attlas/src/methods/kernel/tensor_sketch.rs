@@ -31,7 +31,7 @@ use crate::workspace::Context;
 use crate::{Error, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::MapOptions;
 use attlas_num::sketch::polynomial::{TensorSketch as Sketch, TensorSketchSpec};
-use attlas_num::sketch::variance::tensor_sketch_variance;
+use attlas_num::sketch::variance::{SketchedPair, features_needed};
 use std::collections::BTreeMap;
 
 /// Registry entry.
@@ -86,6 +86,8 @@ crate::params! {
         tol: f64 = 1e-3, in 0.0..=1.0;
         /// Keys of a causal block.
         block: usize = 128, in 1..=1 << 20;
+        /// The standard deviation of the sketch, relative to its root mean square, that the figure `features_needed` is for.
+        target_error: f64 = 0.1, in 1e-3..=10.0;
         /// Stream that buckets and signs are drawn from.
         seed: u64 = 0, in 0..=u64::MAX;
     }
@@ -178,33 +180,34 @@ impl TensorSketch {
         }
     }
 
-    /// The standard deviation of the sketch over sampled pairs, relative to its root mean square; squared, that
-    /// is the bias of the squared sketch relative to the kernel.
+    /// The standard deviation of the sketch over sampled pairs, relative to its root mean square; squared, that is the
+    /// bias of the squared sketch relative to the kernel; and the size that `target_error` would take.
     fn figures<T: Real>(&self, g: &Group<'_, T>) -> BTreeMap<&'static str, f64> {
+        let held = self.form.features(self.spec.r) * (g.d_v() + 2) + self.params.block * (self.d + g.d_v());
+        let bytes = ("decode_bytes", (held * size_of::<T>()) as f64);
         if g.n_q() == 0 || g.n_k() == 0 {
-            return BTreeMap::new();
+            return [bytes].into();
         }
         let root = self.scale.sqrt();
         let wide = |row: &[T]| -> Vec<f64> { row.iter().map(|x| root * x.to_f64()).collect() };
         let pick = |n: usize| (0..n).step_by(n.div_ceil(SAMPLED));
         let (q, TensorSketchSpec { degree, c, r, .. }) = (g.q.head(0), self.spec);
         let keys: Vec<Vec<f64>> = pick(g.n_k()).map(|j| wide(g.k.row(j))).collect();
-        let (mut exact, mut variance) = (0.0, 0.0);
-        for i in pick(q.rows()) {
-            let x = wide(q.row(i));
-            for y in &keys {
-                let inner: f64 = x.iter().zip(y).map(|(a, b)| a * b).sum::<f64>() + c;
-                exact += inner.powi(2 * degree as i32);
-                variance += tensor_sketch_variance(&x, y, c, degree, r);
-            }
+        let rows: Vec<Vec<f64>> = pick(q.rows()).map(|i| wide(q.row(i))).collect();
+        let pairs: Vec<SketchedPair> =
+            rows.iter().flat_map(|x| keys.iter().map(|y| SketchedPair::of(x, y, c))).collect();
+        let exact: f64 = pairs.iter().map(|pair| pair.second_power().powi(degree as i32)).sum();
+        let relative = |r: usize| pairs.iter().map(|pair| pair.variance(degree, r)).sum::<f64>() / exact;
+        let own = relative(r);
+        if !own.is_finite() {
+            return [bytes].into();
         }
-        let relative = variance / exact;
-        if !relative.is_finite() {
-            return BTreeMap::new();
-        }
-        let mut figures = BTreeMap::from([("predicted_relative_sd", relative.max(0.0).sqrt())]);
+        let mut figures = BTreeMap::from([bytes, ("predicted_rel_sd", own.max(0.0).sqrt())]);
         if self.form == Form::Squared {
-            figures.insert("self_tensoring_bias", relative);
+            figures.insert("self_tensoring_bias", own);
+        }
+        if let Some(r) = features_needed(self.params.target_error, relative) {
+            figures.insert("features_needed", r as f64);
         }
         figures
     }
@@ -398,7 +401,7 @@ mod tests {
         assert_eq!(strict.info.fallback_rows, clamp.info.fallback_rows);
         let zeros = zero.o.chunks(8).filter(|row| row.iter().all(|&x| x == 0.0)).count();
         assert_eq!(zeros as u64, zero.info.fallback_rows);
-        assert!(strict.info.figures["predicted_relative_sd"] > 0.5);
+        assert!(strict.info.figures["predicted_rel_sd"] > 0.5);
     }
 
     #[test]

@@ -25,7 +25,7 @@ mod signed;
 pub(crate) mod testing;
 
 pub use directions::Directions;
-pub use plan::{ErrorModel, Linear, Prepared, Shape, Source};
+pub use plan::{ErrorModel, Linear, PairVariance, Prepared, Shape, Source, report_features};
 pub use positive::{DenominatorEps, Positive};
 pub use signed::{DenominatorPolicy, Signed};
 
@@ -34,6 +34,7 @@ use crate::methods::common::exact_rows;
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, Op, gemm};
+use attlas_num::scratch::Buf;
 use rayon::prelude::*;
 use std::fmt::Debug;
 use std::ops::Range;
@@ -112,20 +113,32 @@ fn run_linear<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Result
 }
 
 fn run_plain<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Result<Outcome> {
-    let (k, v, n_k, len, cx) = (g.k, g.v, g.n_k(), acc.state_len(), g.cx);
-    let mut states = cx.scratch.take::<T>(n_k.div_ceil(PIECE) * len);
-    states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(p, state)| {
-        absorb_range(acc, state, k, v, p * PIECE..((p + 1) * PIECE).min(n_k), cx);
-    });
-    let (state, others) = states.split_at_mut(len);
-    others.chunks_exact(len).for_each(|other| acc.combine(state, other));
-    let state = &*state;
+    let (n_k, cx) = (g.n_k(), g.cx);
+    let states = whole_state(acc, g.k, g.v, cx);
+    let state = &states[..acc.state_len()];
     let parts = g.par_row_blocks(ROWS, |rows| {
         let mut outcome = Outcome::default();
         acc.read(state, n_k, rows, cx, &mut outcome);
         Ok(outcome.doubtful)
     })?;
     Ok(Outcome { doubtful: parts.concat() })
+}
+
+/// The state of all keys, which is the first of those that are returned: pieces in parallel, combined in order.
+pub fn whole_state<'a, T: Real>(
+    acc: &dyn Accumulator<T>,
+    k: MatRef<'_, T>,
+    v: MatRef<'_, T>,
+    cx: Context<'a>,
+) -> Buf<'a, T> {
+    let (n_k, len) = (k.rows(), acc.state_len());
+    let mut states = cx.scratch.take::<T>(n_k.div_ceil(PIECE).max(1) * len);
+    states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(p, state)| {
+        absorb_range(acc, state, k, v, p * PIECE..((p + 1) * PIECE).min(n_k), cx);
+    });
+    let (state, others) = states.split_at_mut(len);
+    others.chunks_exact(len).for_each(|other| acc.combine(state, other));
+    states
 }
 
 /// The state of some keys alone.
@@ -145,23 +158,54 @@ fn absorb_range<T: Real>(
 }
 
 /// Tokens of a causal piece.
-fn causal_piece(n_k: usize) -> usize {
+pub fn causal_piece(n_k: usize) -> usize {
     n_k.div_ceil(MAX_PIECES).next_multiple_of(CHUNK).max(MIN_PIECE)
 }
 
 fn run_causal<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Outcome {
+    let (k, v, cx) = (g.k, g.v, g.cx);
+    let parts = causal_pieces(
+        acc,
+        g,
+        causal_piece(k.rows()),
+        |start| start,
+        |state, piece| run_piece(acc, state, piece, k, v, cx).doubtful,
+    );
+    Outcome { doubtful: parts.concat() }
+}
+
+/// Some tokens of a causal group and the rows that stand at them, those of each head together.
+#[derive(Debug)]
+pub struct Piece<'a, T> {
+    /// The tokens.
+    pub tokens: Range<usize>,
+    /// The first of them that has a query; the end of the tokens where none has.
+    pub first: usize,
+    /// The rows.
+    pub rows: Vec<RowBlock<'a, T>>,
+}
+
+/// Cuts a causal group into pieces of `piece` tokens and runs `work` on each in parallel, with a state of its own
+/// that holds the keys before `held(start)`, where `start` is the piece's first token and `held(start) ≤ start` does
+/// not fall. Rows that see no key are written here.
+pub fn causal_pieces<T: Real, R: Send>(
+    acc: &dyn Accumulator<T>,
+    g: &mut Group<'_, T>,
+    piece: usize,
+    held: impl Fn(usize) -> usize + Sync,
+    work: impl Fn(&mut [T], Piece<'_, T>) -> R + Sync,
+) -> Vec<R> {
     let (k, v, n_q, n_k, d_v, cx) = (g.k, g.v, g.n_q(), g.n_k(), g.d_v(), g.cx);
-    let (len, piece) = (acc.state_len(), causal_piece(n_k));
-    let pieces = n_k.div_ceil(piece);
+    let (len, pieces) = (acc.state_len(), n_k.div_ceil(piece));
     let tokens = |p: usize| p * piece..((p + 1) * piece).min(n_k);
     // The first token that has a query, and the first query that sees a token.
     let (first, blind) = (n_k.saturating_sub(n_q), n_q.saturating_sub(n_k));
 
-    // Slot p holds the state of piece p − 1, then of all pieces before p.
+    // Slot p holds the keys that piece p has more than the one before, then all of them.
     let mut states = cx.scratch.take::<T>(pieces * len);
-    states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(p, state)| match p {
-        0 => acc.clear(state),
-        _ => absorb_range(acc, state, k, v, tokens(p - 1), cx),
+    states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(p, state)| {
+        let before = if p == 0 { 0 } else { held((p - 1) * piece) };
+        absorb_range(acc, state, k, v, before..held(p * piece), cx);
     });
     for p in 1..pieces {
         let (before, state) = states[(p - 1) * len..].split_at_mut(len);
@@ -188,31 +232,28 @@ fn run_causal<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Outcom
             rows.push(RowBlock { head, first, q, out, lse });
         }
     }
-    let parts: Vec<Vec<(usize, usize)>> = states
+    states
         .par_chunks_mut(len)
         .zip(rows)
         .with_max_len(1)
         .enumerate()
         .map(|(p, (state, rows))| {
-            let Range { start, end } = tokens(p);
-            run_piece(acc, state, start.max(first).min(end), start..end, k, v, rows, cx).doubtful
+            let tokens = tokens(p);
+            work(state, Piece { first: first.clamp(tokens.start, tokens.end), tokens, rows })
         })
-        .collect();
-    Outcome { doubtful: parts.concat() }
+        .collect()
 }
 
-/// The rows of one piece, whose first query belongs to token `first`; `state` holds all tokens before the piece.
-#[allow(clippy::too_many_arguments)]
+/// The rows of one piece; `state` holds all tokens before it.
 fn run_piece<T: Real>(
     acc: &dyn Accumulator<T>,
     state: &mut [T],
-    first: usize,
-    tokens: Range<usize>,
+    piece: Piece<'_, T>,
     k: MatRef<'_, T>,
     v: MatRef<'_, T>,
-    mut rows: Vec<RowBlock<'_, T>>,
     cx: Context<'_>,
 ) -> Outcome {
+    let Piece { tokens, first, mut rows } = piece;
     let mut outcome = Outcome::default();
     if first == tokens.end {
         return outcome;
@@ -234,7 +275,7 @@ fn run_piece<T: Real>(
 }
 
 /// Some rows of a block.
-fn sub_block<'b, T: Real>(block: &'b mut RowBlock<'_, T>, rows: Range<usize>) -> RowBlock<'b, T> {
+pub fn sub_block<'b, T: Real>(block: &'b mut RowBlock<'_, T>, rows: Range<usize>) -> RowBlock<'b, T> {
     let d_v = block.out.len() / block.lse.len().max(1);
     RowBlock {
         head: block.head,
@@ -265,8 +306,8 @@ fn mend_rows<T: Real>(g: &mut Group<'_, T>, doubtful: &[(usize, usize)]) {
     }
 }
 
-/// Upper bound on the scratch of [`run_linear`] for `features` features.
-fn scratch_bytes(p: &Problem, features: usize, threads: usize, size: usize) -> usize {
+/// Upper bound on the scratch of a run with `features` features.
+pub fn scratch_bytes(p: &Problem, features: usize, threads: usize, size: usize) -> usize {
     let pieces = match p.mask {
         Mask::None => p.n_k.div_ceil(PIECE),
         Mask::Causal => p.n_k.div_ceil(causal_piece(p.n_k)),

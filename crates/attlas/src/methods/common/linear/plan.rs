@@ -8,6 +8,7 @@ use attlas_num::sketch::SketchError;
 use attlas_num::sketch::features::{Exponent, Moments, SideMoments};
 use attlas_num::sketch::variance::Diagnostic;
 use std::fmt::Debug;
+use std::sync::Arc;
 
 /// What a feature map is made for.
 #[derive(Clone, Copy, Debug)]
@@ -36,6 +37,11 @@ pub trait Source: Debug + Clone + Send + Sync + 'static {
     /// Whether denominators are sums of exponentials.
     fn has_lse(&self) -> bool {
         true
+    }
+
+    /// The relative error that `features_needed` is stated for.
+    fn target_error(&self) -> f64 {
+        0.1
     }
 }
 
@@ -78,27 +84,110 @@ pub enum ErrorModel {
         /// Directions.
         directions: usize,
     },
+    /// Any features whose variance is known pair by pair.
+    Pairs {
+        /// The variance.
+        variance: Arc<dyn PairVariance>,
+        /// Directions that it is inversely proportional to.
+        directions: usize,
+    },
 }
 
-impl ErrorModel {
-    /// Predicted relative standard deviation of an entry, and the directions that [`TARGET`] takes, each as a multiple of
-    /// what there is.
-    fn predict(&self, moments: &Moments) -> Option<(f64, f64)> {
-        let (diagnostic, directions) = match self {
-            Self::Exponential { exponent, antithetic, directions } => {
-                (Diagnostic::of_exponent(exponent, moments, *antithetic)?, *directions)
-            }
-            Self::Trig { directions } => (Diagnostic::of_trig(moments), *directions),
-        };
-        Some((diagnostic.relative_sd(directions), diagnostic.directions_needed(TARGET) / directions as f64))
-    }
+/// A variance that is known pair by pair.
+pub trait PairVariance: Debug + Send + Sync {
+    /// Variance of the estimate for the scaled rows `x`, `y`, relative to the squared kernel.
+    fn relative_variance(&self, x: &[f64], y: &[f64]) -> f64;
 }
 
 /// Rows of each head and of the keys that the predicted error is estimated from.
 const SAMPLE: usize = 512;
 
-/// The relative error that the figure `features_needed` is for.
-const TARGET: f64 = 0.1;
+/// Rows of each side whose pairs are looked at one by one.
+const PAIRS: usize = 16;
+
+/// What is predicted for an input.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Prediction {
+    /// Relative standard deviation of a typical entry.
+    relative_sd: f64,
+    /// Features that the target takes, as a multiple of those there are.
+    needed: f64,
+}
+
+impl ErrorModel {
+    /// The prediction for the worst head of a group; `None` where data are not finite.
+    fn predict<T: Real>(&self, g: &Group<'_, T>, target: f64) -> Option<Prediction> {
+        let mut worst = Prediction { relative_sd: 0.0, needed: 0.0 };
+        let keys = moments_of(g.k)?;
+        for h in 0..g.q.heads() {
+            let moments = || Moments::new(&moments_of(g.q.head(h))?, &keys, g.scale.to_f64()).ok();
+            let (diagnostic, directions) = match self {
+                Self::Exponential { exponent, antithetic, directions } => {
+                    (Diagnostic::of_exponent(exponent, &moments()?, *antithetic)?, *directions)
+                }
+                Self::Trig { directions } => (Diagnostic::of_trig(&moments()?), *directions),
+                Self::Pairs { variance, directions } => {
+                    (of_pairs(&**variance, *directions, g.q.head(h), g.k, g.scale), *directions)
+                }
+            };
+            worst.relative_sd = worst.relative_sd.max(diagnostic.relative_sd(directions));
+            worst.needed = worst.needed.max(diagnostic.directions_needed(target) / directions as f64);
+        }
+        (worst.relative_sd.is_finite() || worst.relative_sd == f64::INFINITY).then_some(worst)
+    }
+}
+
+/// Moments of some rows, evenly spaced.
+fn moments_of<T: Real>(rows: MatRef<'_, T>) -> Option<SideMoments> {
+    let mut side = SideMoments::dense(rows.cols());
+    let step = rows.rows().div_ceil(SAMPLE).max(1);
+    side.add(MatRef::with_stride(
+        rows.data(),
+        rows.rows().div_ceil(step),
+        rows.cols(),
+        step * rows.stride(),
+    )?);
+    Some(side)
+}
+
+/// The second moment of one direction, on average in the logarithm over some pairs.
+fn of_pairs<T: Real>(
+    variance: &dyn PairVariance,
+    directions: usize,
+    q: MatRef<'_, T>,
+    k: MatRef<'_, T>,
+    scale: T,
+) -> Diagnostic {
+    let root = scale.to_f64().sqrt();
+    let pick = |x: MatRef<'_, T>| -> Vec<Vec<f64>> {
+        let step = x.rows().div_ceil(PAIRS).max(1);
+        let rows = (0..x.rows()).step_by(step);
+        rows.map(|i| x.row(i).iter().map(|x| root * x.to_f64()).collect()).collect()
+    };
+    let (q, k) = (pick(q), pick(k));
+    let logs = q
+        .iter()
+        .flat_map(|x| k.iter().map(move |y| (directions as f64 * variance.relative_variance(x, y)).ln_1p()));
+    Diagnostic { log_rel2: logs.sum::<f64>() / (q.len() * k.len()).max(1) as f64 }
+}
+
+/// Writes the number of features into the figures of a run, and where an error can be predicted, that error
+/// (`predicted_rel_sd`, for a typical entry of the worst head) and the features that `target` would take
+/// (`features_needed`).
+pub fn report_features<T: Real>(
+    info: &mut RunInfo,
+    g: &Group<'_, T>,
+    features: usize,
+    model: Option<&ErrorModel>,
+    target: f64,
+) {
+    info.rank = Some(features);
+    info.figures.insert("features", features as f64);
+    if let Some(Prediction { relative_sd, needed }) = model.and_then(|m| m.predict(g, target)) {
+        info.figures.insert("predicted_rel_sd", relative_sd);
+        info.figures.insert("features_needed", needed * features as f64);
+    }
+}
 
 /// Linear attention with the feature maps of `S`.
 #[derive(Clone, Debug)]
@@ -111,26 +200,6 @@ impl<S: Source> Linear<S> {
     pub fn new(source: S) -> Self {
         Self { source }
     }
-}
-
-/// Largest predicted relative standard deviation over the heads, and the multiple of features that [`TARGET`] takes.
-fn predict<T: Real>(g: &Group<'_, T>, model: &ErrorModel) -> Option<(f64, f64)> {
-    let collect = |rows: MatRef<'_, T>| {
-        let mut side = SideMoments::dense(rows.cols());
-        let step = rows.rows().div_ceil(SAMPLE).max(1);
-        let sample =
-            MatRef::with_stride(rows.data(), rows.rows().div_ceil(step), rows.cols(), step * rows.stride());
-        side.add(sample?);
-        Some(side)
-    };
-    let keys = collect(g.k)?;
-    let mut worst = (0.0f64, 0.0f64);
-    for h in 0..g.q.heads() {
-        let moments = Moments::new(&collect(g.q.head(h))?, &keys, g.scale.to_f64()).ok()?;
-        let (sd, needed) = model.predict(&moments)?;
-        worst = (worst.0.max(sd), worst.1.max(needed));
-    }
-    Some(worst)
 }
 
 impl<S: Source> GroupPlan for Linear<S> {
@@ -165,15 +234,14 @@ impl<S: Source> GroupPlan for Linear<S> {
         let shape = Shape { d: g.k.cols(), d_v: g.d_v(), scale: g.scale.to_f64(), index: g.index };
         let features = self.source.num_features(shape.d);
         let Prepared { acc, error } = self.source.prepare(&shape, Some(&g))?;
-        let predicted = error.and_then(|model| predict(&g, &model));
+        let mut figures = RunInfo::default();
+        report_features(&mut figures, &g, features, error.as_ref(), self.source.target_error());
         let mut info = run_linear(&*acc, &mut g)?;
         info.keys_visited = ((g.lse.len() as u64) - info.empty_rows) * features as u64;
-        info.rank = Some(features);
-        info.figures.insert("features", features as f64);
-        if let Some((sd, needed)) = predicted {
-            info.figures.insert("predicted_rel_sd", sd);
-            info.figures.insert("features_needed", needed * features as f64);
+        if !acc.mends_rows() {
+            figures.figures.insert("decode_bytes", (acc.state_len() * size_of::<T>()) as f64);
         }
+        let info = info.merge(figures);
         Ok(info)
     }
 

@@ -129,6 +129,57 @@ impl<T: Real> Positive<T> {
         exp_in_place(w);
     }
 
+    /// Features of queries in one stream, relative to the references of a state and to their own largest.
+    fn query_features(
+        &self,
+        (map, _): &(Arc<dyn LogFeatures<T>>, Range<usize>),
+        state: &[T],
+        q: MatRef<'_, T>,
+        w: &mut [T],
+        shift: &mut [T],
+    ) {
+        let m = self.features();
+        map.log_features(q, Side::Query, w);
+        self.weigh_queries(w, &state[m..2 * m], shift);
+    }
+
+    /// The features of [`sums`](Self::sums) alone.
+    pub fn weights(&self, state: &[T], q: MatRef<'_, T>, w: &mut [T], shift: &mut [T]) {
+        self.query_features(&self.queries[0], state, q, w, shift);
+    }
+
+    /// What a finished state says of some rows before anything is divided: their features
+    /// $w_{il} = e^{b_{il} + s_l - c_i}$, the $c_i$, and the sums `[num, den]` over all keys in units of $e^{c_i}$.
+    /// For one map of queries and no constant in denominators.
+    pub fn sums(
+        &self,
+        state: &[T],
+        q: MatRef<'_, T>,
+        w: &mut [T],
+        shift: &mut [T],
+        sums: &mut [T],
+        cx: Context<'_>,
+    ) {
+        let (m, d_v) = (self.features(), self.d_v);
+        self.weights(state, q, w, shift);
+        let (z, s) = state[2 * m..].split_at(m);
+        let (weights, s) = (Op::N(MatRef::new(w, q.rows(), m)), Op::N(MatRef::new(s, m, d_v)));
+        product(weights, s, T::ZERO, sums, d_v + 1, cx);
+        w.chunks_exact(m).zip(sums.chunks_exact_mut(d_v + 1)).for_each(|(w, sums)| sums[d_v] = dot(w, z));
+    }
+
+    /// The features $e^{a_{jl} - s_l}$ of keys that a finished state holds: their products with the `w` of
+    /// [`sums`](Self::sums) are the kernel in units of $e^{c_i}$.
+    pub fn features_of_held(&self, state: &[T], k: MatRef<'_, T>, a: &mut [T]) {
+        let m = self.features();
+        self.keys.log_features(k, Side::Key, a);
+        for row in a.chunks_exact_mut(m) {
+            let finite = |r: T| if r == T::NEG_INFINITY { T::ZERO } else { r };
+            row.iter_mut().zip(&state[m..2 * m]).for_each(|(a, &r)| *a -= finite(r));
+        }
+        exp_in_place(a);
+    }
+
     /// Divides a row by its denominator, which is relative to $e^{\text{shift}}$.
     fn finish_row(&self, out: &mut [T], shift: T, den: T, seen: usize) -> Option<T> {
         if shift == T::NEG_INFINITY {
@@ -214,13 +265,12 @@ impl<T: Real> Accumulator<T> for Positive<T> {
 
     fn read(&self, state: &[T], seen: usize, rows: RowBlock<'_, T>, cx: Context<'_>, outcome: &mut Outcome) {
         let (m, n, d_v) = (self.features(), rows.lse.len(), self.d_v);
-        let (reference, rest) = state[m..].split_at(m);
-        let (z, s) = rest.split_at(m);
         let mut w = cx.scratch.take::<T>(n * m);
         let mut shift = cx.scratch.take::<T>(n);
-        for (map, cols) in &self.queries {
-            map.log_features(rows.q, Side::Query, &mut w);
-            self.weigh_queries(&mut w, reference, &mut shift);
+        for stream in &self.queries {
+            let cols = &stream.1;
+            self.query_features(stream, state, rows.q, &mut w, &mut shift);
+            let (z, s) = state[2 * m..].split_at(m);
             let s = columns(MatRef::new(s, m, d_v), cols);
             product(Op::N(MatRef::new(&w, n, m)), Op::N(s), T::ZERO, &mut rows.out[cols.start..], d_v, cx);
             for (i, w) in w.chunks_exact(m).enumerate() {
