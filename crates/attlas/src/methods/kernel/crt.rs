@@ -401,6 +401,16 @@ mod tests {
             (0.35, "512", "sderf", "false", 0.21),
             (0.5, "512", "oprf", "false", 0.43),
             (0.5, "512", "oprf", "true", 0.34),
+            (0.5, "512", "sderf", "false", 0.43),
+            (0.35, "2048", "oprf", "false", 0.11),
+            (0.35, "2048", "oprf", "true", 0.049),
+            (0.35, "2048", "sderf", "false", 0.10),
+            (0.5, "2048", "oprf", "false", 0.22),
+            (0.5, "2048", "oprf", "true", 0.18),
+            (0.5, "2048", "sderf", "false", 0.22),
+            (0.7, "2048", "oprf", "false", 0.54),
+            (0.7, "2048", "oprf", "true", 0.59),
+            (0.7, "2048", "sderf", "false", 0.56),
         ] {
             let o = options(&[("features", m), ("variant", variant), ("antithetic", antithetic)]);
             let [error, _] = table_errors(&METHOD, &o, s, 4);

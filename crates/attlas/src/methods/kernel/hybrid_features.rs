@@ -260,6 +260,9 @@ mod tests {
         PAIR, check_entry, check_generic, entry_moments, naive_signed, run,
     };
     use crate::testkit::{Case, assert_rows_close, check_method, reference};
+    use attlas_num::sketch::variance::{
+        exp_relative_variance, hybrid_variance, hyp_trig_relative_covariance, trig_relative_variance,
+    };
 
     fn options(pairs: &[(&str, &str)]) -> Options {
         pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))
@@ -301,6 +304,37 @@ mod tests {
     }
 
     #[test]
+    fn many_weights_make_a_fixed_mixture() {
+        // n → ∞: λ̂ is λ, and the variance that of λH + (1 − λ)T.
+        let (x, y) = PAIR;
+        let pair = Pair::of(&x, &y);
+        let [few, many] = [4, 4000].map(|n| angular_hybrid_relative_variance(&pair, 4, 4, n));
+        let lambda = pair.angle() / std::f64::consts::PI;
+        let h = exp_relative_variance(&pair, 4, 4, Coupling::Iid, 0.0, true);
+        let t = trig_relative_variance(&pair, 4, 4, Coupling::Iid);
+        let shared = hyp_trig_relative_covariance(&pair, 4);
+        let limit = hybrid_variance(lambda, 0.0, h, t, shared);
+        assert!((many - limit).abs() < 1e-3 * limit && few > limit, "{few}, {many}, {limit}");
+        // Orthogonal rows: λ is one half.
+        assert!((Pair::of(&[1.0, 0.0], &[0.0, 2.0]).angle() / std::f64::consts::PI - 0.5).abs() < 1e-15);
+    }
+
+    #[test]
+    fn the_predicted_error_is_told_and_falls_with_the_bases() {
+        let mut x = Case::gaussian(Problem::new(2, 60, 8), 8);
+        x.q.iter_mut().chain(&mut x.k).for_each(|v| *v *= 0.5);
+        for kind in ["angular", "gaussian", "clusters"] {
+            let figures = |bases: usize| {
+                run(&METHOD, &options(&[("kind", kind)]).with("bases", bases), &x).info.figures
+            };
+            let (few, many) = (figures(16), figures(64));
+            assert!((few["predicted_rel_sd"] / many["predicted_rel_sd"] - 2.0).abs() < 0.1, "{kind}");
+            let (a, b) = (few["features_needed"], many["features_needed"]);
+            assert!((a / b - 1.0).abs() < 0.1 && a > 0.0, "{kind}: {a}, {b}");
+        }
+    }
+
+    #[test]
     fn equal_and_opposite_rows_have_no_variance() {
         let x = [0.5, -0.2, 0.3, 0.4];
         let norm2: f64 = x.iter().map(|v| v * v).sum();
@@ -324,10 +358,18 @@ mod tests {
     fn more_bases_bring_rows_nearer_to_softmax() {
         let mut x = Case::gaussian(Problem::new(1, 150, 8), 6);
         x.q.iter_mut().chain(&mut x.k).for_each(|v| *v *= 0.6);
-        let exact = reference(&x).0;
+        // Two clusters on either side, far from the axes, where their rescaling has something to go by.
+        let mut clustered = x.clone();
+        for (t, v) in clustered.q.iter_mut().chain(&mut clustered.k).enumerate() {
+            let sign = if t / 8 % 2 == 0 { 1.0 } else { -1.0 };
+            *v = 0.25 * *v + sign * if t % 8 < 4 { 0.5 } else { 0.9 };
+        }
         for kind in ["angular", "gaussian", "clusters"] {
+            let x = if kind == "clusters" { clustered.clone() } else { x.clone() };
+            let exact = reference(&x).0;
             let error = |bases: usize| {
-                let o = |seed: u64| options(&[("kind", kind)]).with("bases", bases).with("seed", seed);
+                let base = options(&[("kind", kind), ("clusters", "2")]).with("bases", bases);
+                let o = |seed: u64| base.clone().with("seed", seed);
                 (0..3)
                     .map(|s| crate::metrics::relative_frobenius(&run(&METHOD, &o(s), &x).o, &exact))
                     .sum::<f64>()

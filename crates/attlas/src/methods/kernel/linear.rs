@@ -191,6 +191,23 @@ mod tests {
     }
 
     #[test]
+    fn the_identity_is_attention_by_inner_products() {
+        // Queries and keys around a common vector, so that sums do not cancel.
+        let p = Problem { d_v: 3, ..Problem::new(1, 90, 5) };
+        for p in [p, p.causal()] {
+            let mut x = Case::gaussian(p, 3);
+            x.q.iter_mut().chain(&mut x.k).for_each(|v| *v += 3.0);
+            let want = naive(&x, |_, i, j| {
+                let inner = dot(|v| v, &x.q[5 * i..5 * i + 5], &x.k[5 * j..5 * j + 5]);
+                (inner.signum(), inner.abs().ln())
+            });
+            let ran = run(&METHOD, &Options::new().with("map", "identity"), &x);
+            assert_rows_close(&ran.o, &want.0, 1e-12, "inner products");
+            assert_eq!(ran.info.fallback_rows, 0);
+        }
+    }
+
+    #[test]
     fn the_known_answer() {
         let p = Problem { d_v: 1, ..Problem::new(1, 2, 2).causal() };
         let q = vec![0.0, 0.0, 1.0, -(2f64.ln())];

@@ -436,6 +436,13 @@ mod tests {
             (0.35, "512", "pos", "simplex", 0.18),
             (0.5, "512", "pos", "orthogonal", 0.50),
             (0.5, "512", "hyp", "orthogonal", 0.43),
+            (0.5, "512", "pos", "simplex", 0.47),
+            (0.35, "2048", "pos", "orthogonal", 0.11),
+            (0.35, "2048", "hyp", "orthogonal", 0.068),
+            (0.35, "2048", "pos", "simplex", 0.083),
+            (0.5, "2048", "pos", "orthogonal", 0.27),
+            (0.5, "2048", "hyp", "orthogonal", 0.24),
+            (0.5, "2048", "pos", "simplex", 0.26),
         ] {
             let o = options(&[("map", map), ("features", m), ("directions", directions)]);
             let [error, mean] = table_errors(&METHOD, &o, s, 4);
@@ -443,6 +450,28 @@ mod tests {
             let off = |found: f64, printed: f64| (found - printed).abs() > 0.1 * printed + 0.005;
             assert!(!off(error, expected), "{s} {m} {map} {directions}: {error}, expected {expected}");
             assert!(!off(mean, if s == 0.5 { 0.72 } else { 0.47 }), "mean of the values: {mean}");
+        }
+    }
+
+    #[test]
+    fn orthogonal_directions_beat_independent_ones_and_positive_features_trigonometric_ones() {
+        // The approximation figure of the paper, at width 16: normalised rows, values that name their keys.
+        let p = Problem { d_v: 64, ..Problem::new(1, 64, 16).with_lens(256, 64) };
+        let mut x = Case::gaussian(p, 12);
+        x.v = (0..64 * 64).map(|t| f64::from(u8::from(t / 64 == t % 64))).collect();
+        let exact = reference(&x).0;
+        let squares = |map: &str, directions: &str| -> f64 {
+            let o = options(&[("map", map), ("directions", directions), ("features", "64")]);
+            let one = |seed: u64| {
+                let got = run(&METHOD, &o.clone().with("seed", seed).with("denominator", "strict"), &x).o;
+                crate::metrics::relative_frobenius(&got, &exact).powi(2)
+            };
+            (0..40).map(one).sum::<f64>() / 40.0
+        };
+        for map in ["pos", "hyp"] {
+            let (iid, orthogonal) = (squares(map, "iid"), squares(map, "orthogonal"));
+            assert!(orthogonal < iid, "{map}: {orthogonal}, {iid}");
+            assert!(10.0 * iid < squares("trig", "iid"), "{map}: {iid}");
         }
     }
 

@@ -457,4 +457,21 @@ mod tests {
         };
         assert!(bias(16) > bias(64) && bias(64) > 0.0);
     }
+
+    #[test]
+    fn the_needed_size_gives_the_error_asked_for() {
+        let x = Case::gaussian(Problem::new(1, 40, 8), 9);
+        let figures = |features: usize| {
+            let o = Options::new().with("features", features).with("target_error", 0.3);
+            let plan = super::METHOD.plan(&x.problem, &o).unwrap();
+            let how = crate::testkit::How { lse: false, ..Default::default() };
+            run_with(&*plan, &x, how).unwrap().info.figures
+        };
+        let needed = figures(16)["features_needed"];
+        let sd = |r: f64| figures(r as usize)["predicted_rel_sd"];
+        assert!(sd(needed) <= 0.3 && sd(needed - 1.0) > 0.3, "{needed}");
+        // The mean of the kernel over seeds has the bias that is told.
+        let told = figures(16)["self_tensoring_bias"];
+        assert!((told.sqrt() - sd(16.0)).abs() < 1e-12);
+    }
 }

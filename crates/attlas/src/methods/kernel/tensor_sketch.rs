@@ -303,14 +303,19 @@ mod tests {
         {
             assert!((tensor_sketch_variance(&x, &y, 0.0, degree as u32, r) / variance - 1.0).abs() < 1e-9);
             let params = Params { degree, features: Some(r), ..Params::default() };
-            let n = 3000;
+            let n = 6000;
             let values: Vec<f64> = (0..n).map(|seed| kernel_of(&x, &y, &params, seed)).collect();
             let mean = values.iter().sum::<f64>() / n as f64;
-            let spread = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n as f64;
+            let central = |p: i32| values.iter().map(|v| (v - mean).powi(p)).sum::<f64>() / n as f64;
+            let (spread, fourth) = (central(2), central(4));
             let exact = 5f64.powi(degree as i32);
             assert!((mean - exact).abs() < 5.0 * (variance / n as f64).sqrt(), "degree {degree}: {mean}");
-            // A fourth moment of some tens of squared variances leaves a few per cent.
-            assert!((spread / variance - 1.0).abs() < 0.35, "degree {degree}: {spread}, {variance}");
+            let error = ((fourth - spread * spread) / n as f64).sqrt();
+            assert!(
+                (spread - variance).abs() < 5.0 * error,
+                "degree {degree}: {spread} ± {error}, {variance}"
+            );
+            assert!(error < 0.1 * variance, "degree {degree}: {n} seeds tell the variance only to {error}");
         }
     }
 
@@ -402,6 +407,21 @@ mod tests {
         let zeros = zero.o.chunks(8).filter(|row| row.iter().all(|&x| x == 0.0)).count();
         assert_eq!(zeros as u64, zero.info.fallback_rows);
         assert!(strict.info.figures["predicted_rel_sd"] > 0.5);
+    }
+
+    #[test]
+    fn the_needed_size_gives_the_error_asked_for() {
+        let x = Case::gaussian(Problem::new(1, 40, 8), 6);
+        for nonneg in ["none", "self_tensor"] {
+            let figures = |o: Options| {
+                let plan = METHOD.plan(&x.problem, &o).unwrap();
+                run_with(&*plan, &x, How { lse: false, ..How::default() }).unwrap().info.figures
+            };
+            let base = Options::new().with("nonneg", nonneg).with("target_error", 0.5);
+            let needed = figures(base.clone().with("features", 20usize))["features_needed"];
+            let sd = |r: f64| figures(base.clone().with("features", r as usize))["predicted_rel_sd"];
+            assert!(sd(needed) <= 0.5 && sd(needed - 2.0) > 0.5, "{nonneg}: {needed}");
+        }
     }
 
     #[test]
