@@ -205,8 +205,7 @@ fn legend(result: &Comparison) -> String {
          sure: upper bound at {confidence:.0} % from exact attention on sampled rows; - where none\n\
          set-up: planning; run: executing; faster: exact over both; keys: share of scores\n\
          mean_v: the mean of the visible values, which any method should beat\n\
-         entry sd: relative standard deviation of a kernel entry (above 0.5 rows mean little); needed: features for \
-         the sd asked for (--set ID.target_error=0.05); decode: bytes that a stream holds per key head, whatever the \
-         length"
+         entry sd: relative standard deviation of a kernel entry, above 0.5 rows mean little; needed: features for\n\
+         the sd that --set ID.target_error asks for; decode: bytes a stream holds per key head, whatever the length"
     )
 }

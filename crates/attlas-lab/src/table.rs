@@ -243,10 +243,11 @@ impl Comparison {
                     .fold(None, |m: Option<f64>, x| Some(m.map_or(x, |m| m.max(x))))
             };
             let Some(needed) = worst("features_needed").or(worst("keys_needed")) else { continue };
+            let rank = rows().filter_map(|r| r.rank).max();
             let target = rows().find_map(|r| r.params.get("target_error")?.as_f64());
             table.push(vec![
                 s.method.into(),
-                rows().filter_map(|r| r.rank).max().map_or("-".into(), |m| m.to_string()),
+                worst("features").or(rank.map(|m| m as f64)).map_or("-".into(), number),
                 worst("predicted_rel_sd").map_or("-".into(), number),
                 number(needed),
                 target.map_or("-".into(), number),

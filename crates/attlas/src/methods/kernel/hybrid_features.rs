@@ -362,7 +362,7 @@ mod tests {
         let mut clustered = x.clone();
         for (t, v) in clustered.q.iter_mut().chain(&mut clustered.k).enumerate() {
             let sign = if t / 8 % 2 == 0 { 1.0 } else { -1.0 };
-            *v = 0.25 * *v + sign * if t % 8 < 4 { 0.5 } else { 0.9 };
+            *v = 0.1 * *v + sign * if t % 8 < 4 { 0.2 } else { 0.35 };
         }
         for kind in ["angular", "gaussian", "clusters"] {
             let x = if kind == "clusters" { clustered.clone() } else { x.clone() };

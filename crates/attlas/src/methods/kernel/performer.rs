@@ -286,8 +286,8 @@ mod tests {
     use super::*;
     use crate::group::GroupIndex;
     use crate::methods::common::linear::testing::{
-        PAIR, check_entry, check_generic, check_large, naive, naive_positive, naive_signed, run, scaled_case,
-        table_errors,
+        PAIR, check_entry, check_generic, check_large, entry_moments, naive, naive_positive, naive_signed,
+        run, scaled_case, table_errors,
     };
     use crate::testkit::{Case, assert_rows_close, check_method, reference, run_method};
     use attlas_num::sketch::variance::{Pair, exp_relative_variance};
@@ -522,6 +522,29 @@ mod tests {
         let needed = few["features_needed"];
         let at_target = few["predicted_rel_sd"] * (32.0 / needed).sqrt();
         assert!((0.099..=0.1).contains(&at_target), "{needed} features give {at_target}");
+    }
+
+    #[test]
+    fn the_needed_features_give_the_error_asked_for() {
+        let x = scaled_case(Problem { scale: 1.0, ..Problem::new(1, 40, 6) }, 13, 0.35);
+        for map in ["pos", "hyp"] {
+            let base = options(&[("map", map), ("directions", "iid"), ("target_error", "0.2")]);
+            let needed =
+                run(&METHOD, &base.clone().with("features", 16usize), &x).info.figures["features_needed"];
+            let o = base.with("features", needed as usize);
+            // A typical pair: second moments averaged in the logarithm, here over every second pair of the diagonal.
+            let directions = needed / if map == "hyp" { 2.0 } else { 1.0 };
+            let log = |i: usize| {
+                let (q, k) = (&x.q[6 * i..6 * i + 6], &x.k[6 * i..6 * i + 6]);
+                let [_, variance, _] = entry_moments(&METHOD, &o, q, k, 1500);
+                let sm: f64 = q.iter().zip(k).map(|(a, b)| a * b).sum::<f64>().exp();
+                (1.0 + directions * variance / (sm * sm)).ln()
+            };
+            let mean = (0..40).step_by(2).map(log).sum::<f64>() / 20.0;
+            let sd = (mean.exp_m1() / directions).sqrt();
+            // Twenty of 1600 pairs, whose norms differ by some ten per cent.
+            assert!((sd / 0.2 - 1.0).abs() < 0.25, "{map}: {needed} features give {sd}");
+        }
     }
 
     #[test]

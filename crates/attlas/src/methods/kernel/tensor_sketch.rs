@@ -202,7 +202,8 @@ impl TensorSketch {
         if !own.is_finite() {
             return [bytes].into();
         }
-        let mut figures = BTreeMap::from([bytes, ("predicted_rel_sd", own.max(0.0).sqrt())]);
+        let mut figures =
+            BTreeMap::from([bytes, ("features", r as f64), ("predicted_rel_sd", own.max(0.0).sqrt())]);
         if self.form == Form::Squared {
             figures.insert("self_tensoring_bias", own);
         }

@@ -93,18 +93,22 @@ impl<T: Real> Positive<T> {
         }
     }
 
-    /// Turns log-features of keys into features relative to the references, and raises the maxima.
-    fn weigh_keys(&self, a: &mut [T], top: &mut [T], reference: &[T], shift: &mut [T]) {
+    /// Raises the maxima to those of some log-features; NaN raises nothing.
+    fn raise(&self, top: &mut [T], a: &[T]) {
+        for row in a.chunks_exact(top.len()) {
+            top.iter_mut().zip(row).for_each(|(t, &x)| *t = if x > *t { x } else { *t });
+        }
+    }
+
+    /// Turns log-features of keys into features relative to the references.
+    fn weigh_keys(&self, a: &mut [T], reference: &[T], shift: &mut [T]) {
         // Where no key has had a feature, the feature is zero whatever is subtracted.
         let finite = |&r: &T| if r == T::NEG_INFINITY { T::ZERO } else { r };
         shift.iter_mut().zip(reference).for_each(|(s, r)| *s = finite(r));
         for row in a.chunks_exact_mut(reference.len()) {
-            for ((x, top), &shift) in row.iter_mut().zip(&mut *top).zip(&*shift) {
-                *top = if *x > *top { *x } else { *top };
-                *x -= shift;
-            }
+            row.iter_mut().zip(&*shift).for_each(|(x, &shift)| *x -= shift);
+            exp_in_place(row);
         }
-        exp_in_place(a);
     }
 
     /// Adds weighed keys to $z$ and $S$.
@@ -125,8 +129,8 @@ impl<T: Real> Positive<T> {
             }
             let top = if top == T::NEG_INFINITY { T::ZERO } else { top };
             row.iter_mut().for_each(|w| *w -= top);
+            exp_in_place(row);
         }
-        exp_in_place(w);
     }
 
     /// Features of queries in one stream, relative to the references of a state and to their own largest.
@@ -170,14 +174,11 @@ impl<T: Real> Positive<T> {
 
     /// The features $e^{a_{jl} - s_l}$ of keys that a finished state holds: their products with the `w` of
     /// [`sums`](Self::sums) are the kernel in units of $e^{c_i}$.
-    pub fn features_of_held(&self, state: &[T], k: MatRef<'_, T>, a: &mut [T]) {
+    pub fn features_of_held(&self, state: &[T], k: MatRef<'_, T>, a: &mut [T], cx: Context<'_>) {
         let m = self.features();
         self.keys.log_features(k, Side::Key, a);
-        for row in a.chunks_exact_mut(m) {
-            let finite = |r: T| if r == T::NEG_INFINITY { T::ZERO } else { r };
-            row.iter_mut().zip(&state[m..2 * m]).for_each(|(a, &r)| *a -= finite(r));
-        }
-        exp_in_place(a);
+        let mut shift = cx.scratch.take::<T>(m);
+        self.weigh_keys(a, &state[m..2 * m], &mut shift);
     }
 
     /// Divides a row by its denominator, which is relative to $e^{\text{shift}}$.
@@ -233,11 +234,9 @@ impl<T: Real> Accumulator<T> for Positive<T> {
         let mut a = cx.scratch.take::<T>(k.rows() * m);
         let mut shift = cx.scratch.take::<T>(m);
         self.keys.log_features(k, Side::Key, &mut a);
-        for row in a.chunks_exact(m) {
-            p.top.iter_mut().zip(row).for_each(|(t, &x)| *t = if x > *t { x } else { *t });
-        }
+        self.raise(p.top, &a);
         self.refer_to(&mut p, |_, top| top);
-        self.weigh_keys(&mut a, p.top, p.reference, &mut shift);
+        self.weigh_keys(&mut a, p.reference, &mut shift);
         self.add_keys(&mut p, &a, v, cx);
     }
 
@@ -308,7 +307,8 @@ impl<T: Real> Accumulator<T> for Positive<T> {
             self.refer_to(&mut p, |l, top| if rest[l] > top { rest[l] } else { top });
             let n = self.chunk_len(rest, v.sub_rows(start..v.rows()), p.reference, &mut spare[..m]);
             let keys = &mut rest[..n * m];
-            self.weigh_keys(keys, p.top, p.reference, &mut spare[..m]);
+            self.raise(p.top, keys);
+            self.weigh_keys(keys, p.reference, &mut spare[..m]);
             let values = v.sub_rows(start..start + n);
             for head in heads.iter_mut() {
                 let rows = sub_block(head, start..start + n);

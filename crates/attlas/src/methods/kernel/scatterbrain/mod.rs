@@ -642,7 +642,7 @@ impl<T: Real> Held<'_, T> {
 
         let m = self.state.len() / (d_v + 3);
         let mut a = scratch.take::<T>(n_k * m);
-        self.acc.features_of_held(self.state, k, &mut a);
+        self.acc.features_of_held(self.state, k, &mut a, cx);
         let mut w = scratch.take::<T>(n * m);
         let mut shift = scratch.take::<T>(n);
         self.acc.weights(self.state, q, &mut w, &mut shift);
@@ -706,7 +706,7 @@ impl GroupPlan for Scatterbrain {
         }
         .min(p.n_k);
         let per_row = p.d + m + seen + 2;
-        let per_tile = ROWS * per_row + seen * (p.d + p.d_v + m + 1) + tile_logits_len(seen) + 1024;
+        let per_tile = ROWS * per_row + seen * (p.d + p.d_v + m + 1) + m + tile_logits_len(seen) + 1024;
         let rows = p.n_q * (3 * (p.d_v + 1) + 3);
         engine + (rows + threads * per_tile) * size + exact_scratch_bytes(p, threads, size) + 1024
     }

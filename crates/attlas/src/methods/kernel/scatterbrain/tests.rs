@@ -272,13 +272,14 @@ fn a_support_with_the_large_scores_beats_either_part_alone() {
 
 #[test]
 fn more_features_mean_less_error() {
-    let x = scaled_case(Problem::new(1, 96, 8), 4, 0.5);
+    // Norms at which no entry's variance is large: errors then fall like the root of the number of features.
+    let x = scaled_case(Problem::new(1, 96, 8), 4, 0.25);
     for x in [x.clone(), x.with_problem(x.problem.causal())] {
         for map in ["hyp", "oprf"] {
             let o = |m: usize| options(&[("keys", "4"), ("map", map)]).with("features", m);
-            let errors = [32, 512, 8192].map(|m| error(&x, &o(m), 4));
-            // A factor of 16 in features is one of 4 in error; here at least 2.
-            assert!(errors[1] < errors[0] / 2.0 && errors[2] < errors[1] / 2.0, "{map}: {errors:?}");
+            let errors = [32, 512, 8192].map(|m| error(&x, &o(m), 6));
+            // By 4 for 16 times the features; some six runs leave a quarter of that open.
+            assert!(errors[1] < errors[0] / 3.0 && errors[2] < errors[1] / 3.0, "{map}: {errors:?}");
         }
     }
 }
