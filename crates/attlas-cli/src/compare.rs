@@ -144,10 +144,15 @@ fn show(result: &Comparison, args: &CompareArgs, common: &Common) {
     }
     let table = if args.each_head { result.head_table() } else { result.table() };
     let heading = heading(result);
+    let features = result.feature_table();
     if common.md {
         print(&format!("{}\n\n{}", heading.join("  \n"), table.markdown()));
     } else {
         print(&format!("{}\n\n{}", heading.join("\n"), table.text()));
+    }
+    if !features.is_empty() {
+        let text = if common.md { features.markdown() } else { features.text() };
+        print(&format!("\nfeatures, predicted for a typical kernel entry of the worst head:\n\n{text}"));
     }
     for r in &result.refused {
         let layer = r.layer.map_or(String::new(), |l| format!(" on layer {l}"));
@@ -199,6 +204,8 @@ fn legend(result: &Comparison) -> String {
         "error: relative Frobenius error, mean; {spread}\n\
          sure: upper bound at {confidence:.0} % from exact attention on sampled rows; - where none\n\
          set-up: planning; run: executing; faster: exact over both; keys: share of scores\n\
-         mean_v: the mean of the visible values, which any method should beat"
+         mean_v: the mean of the visible values, which any method should beat\n\
+         entry sd: relative standard deviation of a kernel entry, above 0.5 rows mean little; needed: features for\n\
+         the sd that --set ID.target_error asks for; decode: bytes a stream holds per key head, whatever the length"
     )
 }

@@ -229,6 +229,34 @@ impl Comparison {
         table
     }
 
+    /// What the methods with feature maps or sketches predict of themselves, the worst head of each: the relative
+    /// standard deviation of an entry of their kernel, the features there are and those that their `target_error` would
+    /// take (kept keys, where keys are what is kept), and the bytes that decoding holds for each key head. Empty where no method was one.
+    pub fn feature_table(&self) -> Table {
+        let mut table = Table::new(&["<method", "features", "entry sd", "needed", "for sd", "decode"]);
+        for s in &self.summary {
+            let rows = || self.rows.iter().filter(|r| r.method == s.method);
+            let worst = |name: &str| {
+                rows()
+                    .filter_map(|r| r.figures.get(name))
+                    .copied()
+                    .fold(None, |m: Option<f64>, x| Some(m.map_or(x, |m| m.max(x))))
+            };
+            let Some(needed) = worst("features_needed").or(worst("keys_needed")) else { continue };
+            let rank = rows().filter_map(|r| r.rank).max();
+            let target = rows().find_map(|r| r.params.get("target_error")?.as_f64());
+            table.push(vec![
+                s.method.into(),
+                worst("features").or(rank.map(|m| m as f64)).map_or("-".into(), number),
+                worst("predicted_rel_sd").map_or("-".into(), number),
+                number(needed),
+                target.map_or("-".into(), number),
+                worst("decode_bytes").map_or("-".into(), |b| bytes(b as usize)),
+            ]);
+        }
+        table
+    }
+
     /// Every row with all digits, for other programs.
     pub fn csv_table(&self) -> Table {
         let mut table = Table::new(&[
@@ -254,9 +282,13 @@ impl Comparison {
             "scratch_bytes",
             "keys_visited",
             "keys_share",
+            "predicted_rel_sd",
+            "features_needed",
+            "decode_bytes",
             "status",
         ]);
         for r in &self.rows {
+            let figure = |name: &str| r.figures.get(name).map_or(String::new(), |&x| raw(x));
             table.push(vec![
                 r.method.into(),
                 r.family.into(),
@@ -280,6 +312,9 @@ impl Comparison {
                 r.scratch_bytes.to_string(),
                 r.keys_visited.to_string(),
                 raw(r.keys_share),
+                figure("predicted_rel_sd"),
+                figure("features_needed"),
+                figure("decode_bytes"),
                 r.status.into(),
             ]);
         }

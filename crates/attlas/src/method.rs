@@ -96,21 +96,33 @@ impl Method {
 }
 
 impl Method {
-    /// What the method promises with these options.
+    /// What the method promises with these options; laws are left to [`keeps_with`](Self::keeps_with).
     pub fn claims_with(&self, options: &Options) -> Claims {
         let mut claims = self.claims;
-        for w in self.claims.withdrawn {
-            let default = || self.params.iter().find(|p| p.name == w.param).map(|p| (p.default)());
-            let value = options.get(w.param).cloned().or_else(default);
-            if value.is_some_and(|v| v.to_string() == w.value) {
-                match w.promise {
-                    Promise::RowStochastic => claims.row_stochastic = false,
-                    Promise::Unbiased => claims.unbiased = false,
-                    Promise::Softmax => claims.softmax = false,
-                }
+        for promise in self.withdrawn(options) {
+            match promise {
+                Promise::RowStochastic => claims.row_stochastic = false,
+                Promise::Unbiased => claims.unbiased = false,
+                Promise::Softmax => claims.softmax = false,
+                Promise::Law(_) => {}
             }
         }
         claims
+    }
+
+    /// Whether `law` is promised with these options.
+    pub fn keeps_with(&self, options: &Options, law: Law) -> bool {
+        self.claims.keeps(law) && !self.withdrawn(options).any(|p| p == Promise::Law(law))
+    }
+
+    fn withdrawn(&self, options: &Options) -> impl Iterator<Item = Promise> {
+        let holds = |w: &Withdrawn| {
+            let spec = self.params.iter().find(|p| p.name == w.param);
+            let default = spec.map(|p| (p.default)().to_string());
+            let value = options.get(w.param).map(|v| v.to_string()).or_else(|| default.clone());
+            if w.value == "*" { value != default } else { value.as_deref() == Some(w.value) }
+        };
+        self.claims.withdrawn.iter().filter(move |w| holds(w)).map(|w| w.promise)
     }
 }
 
@@ -194,7 +206,7 @@ pub struct Claims {
 pub struct Withdrawn {
     /// Name of the parameter.
     pub param: &'static str,
-    /// Its value, as written in options.
+    /// Its value, as written in options; `*` is every value but the default.
     pub value: &'static str,
     /// What is not promised then.
     pub promise: Promise,
@@ -212,6 +224,8 @@ pub enum Promise {
     Unbiased,
     /// [`Claims::softmax`].
     Softmax,
+    /// A law.
+    Law(Law),
 }
 
 impl Claims {

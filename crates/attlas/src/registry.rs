@@ -25,12 +25,17 @@ pub static METHODS: &[&Method] = &[
     &low_rank::wildcat::METHOD,
     &low_rank::nystromformer::METHOD,
     &low_rank::csalr::METHOD,
+    &kernel::linear::METHOD,
+    &kernel::polaformer::METHOD,
     &kernel::performer::METHOD,
+    &kernel::crt::METHOD,
+    &kernel::hybrid_features::METHOD,
     &kernel::gated_linear::METHOD,
     &kernel::polynomial::METHOD,
     &kernel::lev::METHOD,
     &kernel::polysketch::METHOD,
     &kernel::tensor_sketch::METHOD,
+    &kernel::scatterbrain::METHOD,
 ];
 
 /// Every layer.

@@ -165,7 +165,13 @@ fn pack_left<S: Simd, const MR: usize>(s: S, a: Op<MatRef<'_, S::T>>, l0: usize,
         }
         Op::T(a) => {
             let rows = (a.cols() - i).min(MR);
-            for (l, dst) in dst.chunks_exact_mut(MR).enumerate() {
+            let lines = dst.chunks_exact_mut(MR).enumerate();
+            if rows == MR {
+                // A length known here becomes a few register moves in place of a call for each line.
+                lines.for_each(|(l, dst)| dst.copy_from_slice(&a.row(l0 + l)[i..][..MR]));
+                return;
+            }
+            for (l, dst) in lines {
                 dst[..rows].copy_from_slice(&a.row(l0 + l)[i..i + rows]);
                 dst[rows..].fill(S::T::ZERO);
             }

@@ -310,23 +310,47 @@ pub fn srht_variance(x: &[f64], y: &[f64], r: usize) -> f64 {
     (n - r) / (n - 1.0) * count_sketch_variance(x, y, 1) / r
 }
 
-/// Variance of a tensor sketch of $(\langle x, y\rangle + c)^p$ of size `r`.
+/// What the variance of a tensor sketch of $(\langle x, y\rangle + c)^p$ depends on.
 ///
-/// With $\xi = \langle x', y'\rangle^2$, $\varsigma = \sum x_i'^2 y_i'^2$, $\beta = \|x'\|^2\|y'\|^2 - \varsigma$,
-/// $\gamma = \xi - \varsigma$ for $x' = [x; \sqrt c]$:
-/// $[(\xi+\beta)^p + (\xi+\gamma)^p - 2\xi^p]/r + \kappa[(\xi+\beta+\gamma)^p - (\xi+\beta)^p - (\xi+\gamma)^p +
-/// \xi^p]$ with $\kappa = 1/r^2$ for odd and $2/r^2$ for even $r$ (derived in this project).
+/// For $x' = [x; \sqrt c]$: $\xi = \langle x', y'\rangle^2$, $\beta = \|x'\|^2\|y'\|^2 - \varsigma$,
+/// $\gamma = \xi - \varsigma$ with $\varsigma = \sum x_i'^2 y_i'^2$.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SketchedPair {
+    xi: f64,
+    beta: f64,
+    gamma: f64,
+}
+
+impl SketchedPair {
+    /// For these rows.
+    pub fn of(x: &[f64], y: &[f64], c: f64) -> Self {
+        let pair = Pair::of(x, y);
+        let xi = (pair.xy + c).powi(2);
+        let sigma = squares_product(x, y) + c * c;
+        Self { xi, beta: (pair.x2 + c) * (pair.y2 + c) - sigma, gamma: xi - sigma }
+    }
+
+    /// $\xi$: its $p$-th power is the squared kernel.
+    pub fn second_power(&self) -> f64 {
+        self.xi
+    }
+
+    /// The variance for a sketch of size `r`:
+    /// $[(\xi+\beta)^p + (\xi+\gamma)^p - 2\xi^p]/r + \kappa[(\xi+\beta+\gamma)^p - (\xi+\beta)^p -
+    /// (\xi+\gamma)^p + \xi^p]$ with $\kappa = 1/r^2$ for odd and $2/r^2$ for even $r$ (derived in this project).
+    pub fn variance(&self, degree: u32, r: usize) -> f64 {
+        let Self { xi, beta, gamma } = *self;
+        let power = |base: f64| base.powi(degree as i32);
+        let size = r as f64;
+        let kappa = if r.is_multiple_of(2) { 2.0 } else { 1.0 } / (size * size);
+        (power(xi + beta) + power(xi + gamma) - 2.0 * power(xi)) / size
+            + kappa * (power(xi + beta + gamma) - power(xi + beta) - power(xi + gamma) + power(xi))
+    }
+}
+
+/// Variance of a tensor sketch of $(\langle x, y\rangle + c)^p$ of size `r`, as in [`SketchedPair`].
 pub fn tensor_sketch_variance(x: &[f64], y: &[f64], c: f64, degree: u32, r: usize) -> f64 {
-    let pair = Pair::of(x, y);
-    let xi = (pair.xy + c).powi(2);
-    let sigma = squares_product(x, y) + c * c;
-    let beta = (pair.x2 + c) * (pair.y2 + c) - sigma;
-    let gamma = xi - sigma;
-    let power = |base: f64| base.powi(degree as i32);
-    let size = r as f64;
-    let kappa = if r.is_multiple_of(2) { 2.0 } else { 1.0 } / (size * size);
-    (power(xi + beta) + power(xi + gamma) - 2.0 * power(xi)) / size
-        + kappa * (power(xi + beta + gamma) - power(xi + beta) - power(xi + gamma) + power(xi))
+    SketchedPair::of(x, y, c).variance(degree, r)
 }
 
 /// $E\langle a, b\rangle^2$ and $E\|a\|^2\|b\|^2$ for Gaussian product sketches $a$, $b$ of degree `degree` and

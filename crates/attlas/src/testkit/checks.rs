@@ -251,7 +251,7 @@ impl Subject {
                 let inside = first.o.iter().all(|&x| x >= low - 1e-12 && x <= high + 1e-12);
                 assert!(inside, "{}", self.name("leaves the hull of the values", &p));
             }
-            if self.method.claims.keeps(Law::LinearInValues) {
+            if self.method.keeps_with(&self.options, Law::LinearInValues) {
                 let other = Case { v: Case::gaussian(p, 6).v, ..case.clone() };
                 let sum: Vec<f64> = case.v.iter().zip(&other.v).map(|(a, b)| a - 2.0 * b).collect();
                 let sum = Case { v: sum, ..case.clone() };
@@ -313,7 +313,7 @@ impl Subject {
             let p = Problem { n_heads: 3, n_kv_heads: 1, ..p };
             let case = Case::gaussian(p, 8);
             let Some(all) = self.run(&case) else { continue };
-            if self.method.claims.keeps(Law::HeadsAlone) {
+            if self.method.keeps_with(&self.options, Law::HeadsAlone) {
                 let alone = Problem { n_heads: 1, ..p };
                 for h in 0..3 {
                     let rows = h * p.n_q * p.d..(h + 1) * p.n_q * p.d;
@@ -323,7 +323,7 @@ impl Subject {
                     assert_same_bits(&all.o[h * size..(h + 1) * size], &ran.o, &self.name("head alone", &p));
                 }
             }
-            if self.method.claims.deterministic && self.method.claims.keeps(Law::HeadsAlone) {
+            if self.method.claims.deterministic && self.method.keeps_with(&self.options, Law::HeadsAlone) {
                 let p = Problem { n_heads: 4, n_kv_heads: 2, ..p };
                 let grouped = Case::gaussian(p, 9);
                 let repeat = |x: &[f64], width: usize| {
@@ -343,7 +343,7 @@ impl Subject {
 
     /// Without a mask, the order of the keys does not matter.
     fn check_key_order(&self) {
-        if !self.method.claims.keeps(Law::KeyOrder) || !self.masks().contains(&Mask::None) {
+        if !self.method.keeps_with(&self.options, Law::KeyOrder) || !self.masks().contains(&Mask::None) {
             return;
         }
         let p = Problem::new(1, 97, 16);
@@ -357,7 +357,7 @@ impl Subject {
 
     /// A row does not feel the other queries.
     fn check_queries_alone(&self) {
-        if !self.method.claims.keeps(Law::QueriesAlone) {
+        if !self.method.keeps_with(&self.options, Law::QueriesAlone) {
             return;
         }
         for p in self.problems() {
@@ -464,7 +464,7 @@ impl Subject {
             assert_eq!(stream.len(), next, "{name}");
             let got: Vec<f64> = o.into_iter().map(Real::to_f64).collect();
             assert!(got.iter().all(|x| x.is_finite()), "{name}: not finite after {next} tokens");
-            if self.method.claims.keeps(Law::DecodeIsPrefill) {
+            if self.method.keeps_with(&self.options, Law::DecodeIsPrefill) {
                 let row = |h: usize| &want.o[(h * p.n_q + next - 1) * p.d_v..][..p.d_v];
                 let want: Vec<f64> = (0..p.n_heads).flat_map(row).copied().collect();
                 assert_rows_close(&got, &want, tolerance, &format!("{name} after {next} tokens"));
@@ -472,6 +472,10 @@ impl Subject {
             done = next;
         }
         assert!(stream.state_bytes() > 0, "{name}: holds nothing");
+        if let Some(&each) = want.info.figures.get("decode_bytes") {
+            let (held, stated) = (stream.state_bytes() as f64, each * p.n_kv_heads as f64);
+            assert!(held <= stated, "{name}: holds {held} bytes, stated {stated}");
+        }
     }
 
     /// Wrong shapes are errors and leave the output as it was.

@@ -16,7 +16,9 @@
 //! unbiased by the same argument, variances in [`variance`](crate::sketch::variance).
 
 use super::{Constants, LogFeatures, MapOptions, Side, check_call, saturate};
+use crate::kernels::{Isa, Op, gemm};
 use crate::mat::{Mat, MatRef, Real};
+use crate::scratch::Scratch;
 use crate::sketch::project::{Projection, dot, needs_wide, norm2, project};
 use crate::sketch::small::{Svd, jacobi_svd, matmul};
 use crate::sketch::{SketchError, ensure, ensure_size};
@@ -54,27 +56,61 @@ impl SideMoments {
         Self { outer: Some(Mat::zeros(d, d)), ..Self::diagonal(d) }
     }
 
+    /// As if from one row with these means of products: what was saved from [`means`](Self::means). Panics on
+    /// wrong shapes.
+    pub fn from_means(mean: Vec<f64>, outer: Mat<f64>) -> Self {
+        assert!(outer.rows() == mean.len() && outer.cols() == mean.len(), "d × d second moments");
+        let squares = (0..mean.len()).map(|i| outer[(i, i)]).collect();
+        Self { count: 1, sum: mean, squares, outer: Some(outer) }
+    }
+
+    /// The mean, and the mean of $x x^\top$ where it was collected.
+    pub fn means(&self) -> (Vec<f64>, Option<Mat<f64>>) {
+        let n = self.count.max(1) as f64;
+        let outer = self.outer.as_ref().map(|m| Mat::from_fn(m.rows(), m.cols(), |i, j| m[(i, j)] / n));
+        (self.sum.iter().map(|s| s / n).collect(), outer)
+    }
+
     /// Adds rows. Panics if their length is wrong.
     pub fn add<T: Real>(&mut self, x: MatRef<'_, T>) {
         let d = self.sum.len();
         assert_eq!(x.cols(), d, "row length");
         self.count += x.rows();
-        let mut wide = vec![0.0; d];
-        for row in x.iter_rows() {
-            for (c, &v) in row.iter().enumerate() {
-                let v = v.to_f64();
-                wide[c] = v;
-                self.sum[c] += v;
-                self.squares[c] += v * v;
+        let scratch = Scratch::new();
+        let mut wide = scratch.take::<f64>(x.rows().min(BLOCK) * d);
+        for start in (0..x.rows()).step_by(BLOCK) {
+            let n = (x.rows() - start).min(BLOCK);
+            for (row, wide) in x.sub_rows(start..start + n).iter_rows().zip(wide.chunks_exact_mut(d.max(1))) {
+                for (((&v, wide), sum), square) in
+                    row.iter().zip(wide).zip(&mut self.sum).zip(&mut self.squares)
+                {
+                    *wide = v.to_f64();
+                    *sum += *wide;
+                    *square += *wide * *wide;
+                }
             }
             if let Some(outer) = &mut self.outer {
-                for (i, &a) in wide.iter().enumerate() {
-                    outer.row_mut(i)[..=i].iter_mut().zip(&wide).for_each(|(o, b)| *o += a * b);
-                }
+                let rows = MatRef::new(&wide[..n * d], n, d);
+                gemm(Isa::best(), 1.0, Op::T(rows), Op::N(rows), 1.0, outer.data_mut(), d, &scratch);
             }
         }
     }
+
+    /// Adds the rows of other sums. Panics if their length or kind differs.
+    pub fn merge(&mut self, other: &SideMoments) {
+        assert!(self.sum.len() == other.sum.len() && self.outer.is_some() == other.outer.is_some());
+        let add = |to: &mut [f64], from: &[f64]| to.iter_mut().zip(from).for_each(|(a, b)| *a += b);
+        self.count += other.count;
+        add(&mut self.sum, &other.sum);
+        add(&mut self.squares, &other.squares);
+        if let (Some(to), Some(from)) = (&mut self.outer, &other.outer) {
+            add(to.data_mut(), from.data());
+        }
+    }
 }
+
+/// Rows of which the second moments are computed together.
+const BLOCK: usize = 256;
 
 /// First and second moments of queries $x$ and keys $y$, scaled.
 #[derive(Clone, Debug)]
@@ -98,9 +134,10 @@ impl Moments {
             side.squares.iter().map(|s| s * per_row(side) * scale).collect()
         };
         let outer = |side: &SideMoments| {
-            let lower = side.outer.as_ref()?;
+            let outer = side.outer.as_ref()?;
             let factor = per_row(side) * scale;
-            Some(Mat::from_fn(lower.rows(), lower.rows(), |i, j| factor * lower[(i.max(j), i.min(j))]))
+            // One triangle, so that rounding cannot make it asymmetric.
+            Some(Mat::from_fn(outer.rows(), outer.rows(), |i, j| factor * outer[(i.max(j), i.min(j))]))
         };
         let moments = Self {
             mean: [mean(query), mean(key)],

@@ -20,7 +20,8 @@ use super::{
 };
 use crate::mat::{Mat, MatRef, Real};
 use crate::sketch::project::{Projection, dot, needs_wide, norm2_wide};
-use crate::sketch::{SketchError, ensure, ensure_size};
+use crate::sketch::variance::{Pair, exp_relative_variance};
+use crate::sketch::{Coupling, SketchError, ensure, ensure_size};
 
 /// The kernel that mixes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -191,6 +192,19 @@ impl ClusterFeatures {
         self.omega.rows() * if self.antithetic { 2 } else { 1 }
     }
 
+    /// Variance of the estimate for *scaled* rows, relative to the squared kernel: that of hyperbolic (or positive)
+    /// features after the rescaling of the pair's clusters.
+    pub fn relative_variance(&self, x: &[f64], y: &[f64], coupling: Coupling) -> f64 {
+        let root = self.options.scale.sqrt();
+        let unscaled = |x: &[f64]| -> Vec<f64> { x.iter().map(|x| x / root).collect() };
+        let i = nearest(&self.query_centroids, &unscaled(x));
+        let j = nearest(&self.key_centroids, &unscaled(y));
+        let x: Vec<f64> = x.iter().enumerate().map(|(c, x)| x * self.factor(i, j, c)).collect();
+        let y: Vec<f64> = y.iter().enumerate().map(|(c, y)| y / self.factor(i, j, c)).collect();
+        let (pair, m) = (Pair::of(&x, &y), self.omega.rows());
+        exp_relative_variance(&pair, x.len(), m, coupling, 0.0, self.antithetic)
+    }
+
     /// Factor of coordinate `c` of a query for centroids `i` and `j`.
     fn factor(&self, i: usize, j: usize, c: usize) -> f64 {
         let (q, k) = (self.query_centroids[(i, c)].abs(), self.key_centroids[(j, c)].abs());
@@ -264,11 +278,9 @@ impl<T: Real> LogFeatures<T> for ClusterFeatures {
 mod tests {
     use super::*;
     use crate::rng::StreamKey;
+    use crate::sketch::draw_directions;
     use crate::sketch::testing::{check_moments, kernel_of, signed_kernel_of};
-    use crate::sketch::variance::{
-        Pair, angular_hybrid_relative_variance, exp_relative_variance, gaussian_hybrid_relative_variance,
-    };
-    use crate::sketch::{Coupling, draw_directions};
+    use crate::sketch::variance::{angular_hybrid_relative_variance, gaussian_hybrid_relative_variance};
 
     const X: [f64; 3] = [0.5, -0.1, 0.3];
     const Y: [f64; 3] = [0.1, 0.4, 0.05];
@@ -368,6 +380,7 @@ mod tests {
         let back: Vec<f64> = (0..3).map(|c| y[c] / map.factor(0, 0, c)).collect();
         let pair = Pair::of(&scaled, &back);
         let variance = exp_relative_variance(&pair, 3, 6, Coupling::Orthogonal, 0.0, true);
+        assert!((map.relative_variance(&x, &y, Coupling::Orthogonal) / variance - 1.0).abs() < 1e-12);
         check_moments("clusters", 20_000, dot(&x, &y).exp(), variance * pair.sm().powi(2), 0.08, |seed| {
             kernel_of(&build(seed), &x, &y)
         });

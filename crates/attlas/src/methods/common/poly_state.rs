@@ -452,6 +452,14 @@ struct State<'a, T> {
     log: f64,
 }
 
+/// Near keys: their sketches and logarithms besides, where the kernel inside a block is sketched.
+#[derive(Clone, Copy)]
+struct Near<'a, T> {
+    tile: KeyTile<'a, T>,
+    short: &'a [T],
+    logs: &'a [f64],
+}
+
 /// Places for the rows of one block of queries.
 struct Target<'a, T> {
     q: MatRef<'a, T>,
@@ -535,7 +543,7 @@ impl<T: Real> SketchAttention<'_, T> {
         &self,
         q: MatRef<'_, T>,
         state: &State<'_, T>,
-        near: Option<(KeyTile<'_, T>, &dyn Fn(usize) -> usize)>,
+        near: Option<(Near<'_, T>, &dyn Fn(usize) -> usize)>,
         out: &mut [T],
         cx: Context<'_>,
     ) -> u64 {
@@ -566,10 +574,12 @@ impl<T: Real> SketchAttention<'_, T> {
         let mut near_sums = scratch.take_zeroed::<T>(rows * cols);
         let mut near_logs = scratch.take::<f64>(rows);
         near_logs.fill(f64::NEG_INFINITY);
-        if let Some((tile, seen)) = near {
+        if let Some((near, seen)) = near {
             match self.near {
-                Some(kernel) => self.near_exact(kernel, q, tile, seen, &mut near_sums, &mut near_logs, cx),
-                None => self.near_sketched(&short, tile, seen, &mut near_sums, &mut near_logs, &logs, cx),
+                Some(kernel) => {
+                    self.near_exact(kernel, q, near.tile, seen, &mut near_sums, &mut near_logs, cx)
+                }
+                None => self.near_sketched(&short, near, seen, &mut near_sums, &mut near_logs, &logs, cx),
             }
         }
         let mut guarded = 0;
@@ -633,22 +643,30 @@ impl<T: Real> SketchAttention<'_, T> {
     fn near_sketched(
         &self,
         short: &[T],
-        tile: KeyTile<'_, T>,
+        near: Near<'_, T>,
         seen: &dyn Fn(usize) -> usize,
         sums: &mut [T],
         logs: &mut [f64],
         own_logs: &[f64],
         cx: Context<'_>,
     ) {
+        let Near { tile, short: keys, logs: key_logs } = near;
         let (rows, r, n, width) = (logs.len(), self.map.width(), tile.k.rows(), tile.augmented.cols());
-        let mut keys = cx.scratch.take::<T>(n * r);
-        let mut key_logs = cx.scratch.take::<f64>(n);
-        self.map.sketch_into(tile.k, cx, &mut keys, &mut key_logs);
         let mut weights = cx.scratch.take::<T>(rows * n);
         let mut factors = cx.scratch.take::<T>(n);
         let isa = cx.schedule.isa;
-        let (short, keys) = (MatRef::new(short, rows, r), MatRef::new(&keys, n, r));
+        let (short, keys) = (MatRef::new(short, rows, r), MatRef::new(&keys[..n * r], n, r));
         gemm(isa, T::ONE, Op::N(short), Op::T(keys), T::ZERO, &mut weights, n, cx.scratch);
+        let signed = self.form == Form::Direct;
+        let mut bounds = cx.scratch.take::<T>(if signed { rows * n } else { 0 });
+        if signed {
+            let mut positive = cx.scratch.take::<T>((rows + n) * r);
+            let entries = short.data()[..rows * r].iter().chain(&keys.data()[..n * r]);
+            positive.iter_mut().zip(entries).for_each(|(p, x)| *p = x.abs());
+            let (short, keys) = positive.split_at(rows * r);
+            let (short, keys) = (MatRef::new(short, rows, r), MatRef::new(keys, n, r));
+            gemm(isa, T::ONE, Op::N(short), Op::T(keys), T::ZERO, &mut bounds, n, cx.scratch);
+        }
         for (i, row) in weights.chunks_exact_mut(n).enumerate() {
             let seen = seen(i);
             row[seen..].fill(T::ZERO);
@@ -667,10 +685,8 @@ impl<T: Real> SketchAttention<'_, T> {
                 Form::Squared => row.iter_mut().zip(factors.iter()).for_each(|(x, &f)| *x = *x * *x * f),
                 Form::Direct => row.iter_mut().zip(factors.iter()).for_each(|(x, &f)| *x *= f),
             }
-            if self.form == Form::Direct {
-                let query = short.row(i);
-                let bound = |j: usize| query.iter().zip(keys.row(j)).map(|(a, b)| (*a * *b).abs()).sum::<T>();
-                sums[i * (width + 1) + width] = (0..seen).map(|j| bound(j) * factors[j]).sum();
+            if signed {
+                sums[i * (width + 1) + width] = kernels::dot(&bounds[i * n..i * n + seen], factors);
             }
         }
         let weights = MatRef::new(&weights, rows, n);
@@ -802,7 +818,11 @@ impl<T: Real> SketchAttention<'_, T> {
         cx: Context<'_>,
     ) -> u64 {
         let d_v = v.cols();
-        let mut augmented = cx.scratch.take::<T>(self.block.min(keys.len()) * (d_v + 1));
+        let (longest, r) = (self.block.min(keys.len()), self.map.width());
+        let mut augmented = cx.scratch.take::<T>(longest * (d_v + 1));
+        let sketched = if self.near.is_none() { longest } else { 0 };
+        let mut short = cx.scratch.take::<T>(sketched * r);
+        let mut logs = cx.scratch.take::<f64>(sketched);
         let mut guarded = 0;
         for start in keys.clone().step_by(self.block) {
             let end = (start + self.block).min(keys.end);
@@ -811,6 +831,10 @@ impl<T: Real> SketchAttention<'_, T> {
             let spoiled = augment_into(v_own, values);
             let values = MatRef::new(values, end - start, d_v + 1);
             let whole = KeyTile { k: k_own, v: v_own, augmented: values, spoiled: &spoiled };
+            if self.near.is_none() {
+                let n = end - start;
+                self.map.sketch_into(k_own, cx, &mut short[..n * r], &mut logs[..n]);
+            }
             for target in &mut targets {
                 let mut row = target.position.max(start);
                 while row < end {
@@ -819,9 +843,9 @@ impl<T: Real> SketchAttention<'_, T> {
                     let q = target.q.sub_rows(from..from + rows);
                     let out = &mut target.out[from * d_v..(from + rows) * d_v];
                     // Keys behind the last row of the tile are not read at all.
-                    let tile = whole.sub(0..row + rows - start);
+                    let near = Near { tile: whole.sub(0..row + rows - start), short: &short, logs: &logs };
                     let seen = |i: usize| row - start + i + 1;
-                    guarded += self.attend(q, &state, Some((tile, &seen)), out, cx);
+                    guarded += self.attend(q, &state, Some((near, &seen)), out, cx);
                     row += rows;
                 }
             }
@@ -846,7 +870,7 @@ impl<T: Real> SketchAttention<'_, T> {
             Mask::None => p.n_k.div_ceil(PIECE_KEYS),
             Mask::Causal => p.n_k.div_ceil(block * PIECE_BLOCKS),
         };
-        let per_row = 4 * (p.d_v + 2) + 2 * p.d + 10 * width + m + block + 8;
+        let per_row = 4 * (p.d_v + 2) + 2 * p.d + 10 * width + m + 2 * block + 8;
         let per_block = p.d_v + 2 * p.d + 10 * width + 8;
         let per_thread = (ROWS * per_row + block * per_block) * size.max(8) + 2 * GEMM_SCRATCH_BYTES + 4096;
         pieces * m * (p.d_v + 2) * size + 256 + threads * per_thread
@@ -954,8 +978,15 @@ impl<T: Real, M: HalfSketch<T> + 'static> GroupStream<T> for SketchStream<T, M> 
         let mut augmented = cx.scratch.take::<T>(n * (self.d_v + 1));
         let spoiled = augment_into(v, &mut augmented);
         let tile = KeyTile { k, v, augmented: MatRef::new(&augmented, n, self.d_v + 1), spoiled: &spoiled };
+        let sketched = if self.near.is_none() { n } else { 0 };
+        let mut short = cx.scratch.take::<T>(sketched * like.map.width());
+        let mut logs = cx.scratch.take::<f64>(sketched);
+        if sketched > 0 {
+            like.map.sketch_into(k, cx, &mut short, &mut logs);
+        }
+        let near = Near { tile, short: &short, logs: &logs };
         let state = State { sums: &mut self.sums, log: self.log };
-        let guarded = like.attend(q, &state, Some((tile, &|_| n)), out, cx);
+        let guarded = like.attend(q, &state, Some((near, &|_| n)), out, cx);
         let visited = (q.rows() * (like.features() + n)) as u64;
         Ok(RunInfo { keys_visited: visited, fallback_rows: guarded, ..RunInfo::default() })
     }

@@ -329,7 +329,13 @@ impl GroupPlan for GatedLinear {
                 visited
             })
             .sum();
-        Ok(RunInfo { keys_visited: visited, empty_rows: (blind * heads) as u64, ..RunInfo::default() })
+        let held = len + self.params.block * (k.cols() + d_v);
+        Ok(RunInfo {
+            keys_visited: visited,
+            empty_rows: (blind * heads) as u64,
+            figures: [("decode_bytes", (held * size_of::<T>()) as f64)].into(),
+            ..RunInfo::default()
+        })
     }
 
     fn stream<T: Real>(&self, p: &Problem, _: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {

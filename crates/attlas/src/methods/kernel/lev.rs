@@ -23,7 +23,8 @@
 //!
 //! **Cost.** $4 n_k d^2$ for leverage (times iterations for $p \ne 2$), then $2 n_q |U| (d + d_v)$; causally $n_k (4 d^2 + 2|U| d)$.
 //!
-//! **Guarantees.** Any exact weight of at least $\varepsilon$ belongs to a kept key (tested). With all keys kept and `over_u` it is
+//! **Guarantees.** Any exact weight of at least $\varepsilon$ belongs to a kept key (tested); `keys_needed` in `figures` says how
+//! many keys that takes for $\varepsilon$ = `target_error`. With all keys kept and `over_u` it is
 //! polynomial attention. It does not approximate softmax, and the mass outside $U$ can be close to one.
 //!
 //! **When to use.** In models trained with it, or to find keys that matter to all queries.
@@ -100,6 +101,9 @@ crate::params! {
         iters: usize = 30, in 0..=1000;
         /// Relative change at which they have converged.
         tol: f64 = 1e-6, in 0.0..=1.0;
+        /// The error that the figures `keys_needed` (no weight above it outside the kept keys) and `draws_needed` (relative
+        /// standard deviation of a sampled normaliser) are for.
+        target_error: f64 = 0.1, in 1e-6..=1.0;
         /// Stream of a sampled normaliser.
         seed: u64 = 0, in 0..=u64::MAX;
     }
@@ -200,6 +204,14 @@ impl Lev {
         Ok(Self { params, kernel })
     }
 
+    /// Most keys that a stream keeps besides near ones, where there is a bound: scores of degree 2 sum to the rank.
+    fn most_held(&self, d: usize) -> Option<usize> {
+        match self.params.eps {
+            None => Some(self.params.keys),
+            Some(eps) => (self.params.degree == 2.0).then(|| (d as f64 / eps) as usize),
+        }
+    }
+
     /// Kept keys in increasing order, bounds on sensitivities, and what is to be told of a run.
     fn select<T: Real>(&self, k: MatRef<'_, T>, cx: Context<'_>) -> (Vec<usize>, Vec<f64>, RunInfo) {
         let Params { degree, rank_tol, iters, tol, .. } = self.params;
@@ -230,7 +242,10 @@ impl Lev {
             rank: Some(kept.len()),
             iterations: Some(weights.iterations),
             status: if weights.converged { Status::Complete } else { Status::StoppedEarly },
-            figures: BTreeMap::from([("sensitivity_sum", bounds.iter().sum())]),
+            figures: BTreeMap::from([
+                ("sensitivity_sum", bounds.iter().sum()),
+                ("keys_needed", bounds.iter().filter(|&&b| b >= self.params.target_error).count() as f64),
+            ]),
             ..RunInfo::default()
         };
         (kept, bounds, info)
@@ -320,7 +335,8 @@ impl Lev {
         };
         if !draws.drawn.is_empty() {
             let rest = bounds.iter().sum::<f64>() - kept.iter().map(|&j| bounds[j]).sum::<f64>();
-            info.figures.insert("predicted_relative_sd", (rest / self.params.draws as f64).sqrt());
+            info.figures.insert("predicted_rel_sd", (rest / self.params.draws as f64).sqrt());
+            info.figures.insert("draws_needed", (rest / self.params.target_error.powi(2)).ceil());
         }
         let gram = (self.params.normaliser == Normaliser::Exact2).then(|| gram_of(k));
         let power = self.kernel.power;
@@ -624,10 +640,17 @@ impl GroupPlan for Lev {
             return Ok(g.fill_empty());
         }
         g.lse.fill(T::NEG_INFINITY);
-        match g.mask {
-            Mask::None => self.run_all(&mut g),
-            Mask::Causal => self.run_causal(&mut g),
+        let (d, d_v) = (g.k.cols(), g.d_v());
+        let mut info = match g.mask {
+            Mask::None => self.run_all(&mut g)?,
+            Mask::Causal => self.run_causal(&mut g)?,
+        };
+        if let Some(held) = self.most_held(d) {
+            let near = self.params.window.max(1) - 1 + self.params.block;
+            let rows = (held + near) * (d + d_v) * size_of::<T>();
+            info.figures.insert("decode_bytes", (rows + (3 * d + held + 1) * d * size_of::<f64>()) as f64);
         }
+        Ok(info)
     }
 
     fn stream<T: Real>(&self, p: &Problem, _: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
@@ -833,20 +856,41 @@ mod tests {
             let options = base.clone().with("normaliser", "sampled").with("seed", u64::from(seed));
             let plan = METHOD.plan(&p, &options).unwrap();
             let ran = run_with(&*plan, &x, How { lse: false, ..How::default() }).unwrap();
-            sd = ran.info.figures["predicted_relative_sd"];
+            sd = ran.info.figures["predicted_rel_sd"];
             for ((m, o), s) in moments.iter_mut().zip(&ran.o).zip(&share) {
                 // 1/o is the normaliser in units of the kept mass; its mean is 1/share.
                 let ratio = s / o;
                 *m = (m.0 + ratio, m.1 + ratio * ratio);
             }
         }
+        // The formula: (1/s)(Σ f²/π − (Σ f)²) over the keys that are not kept, relative to the squared normaliser.
+        let ws = Workspace::single().unwrap();
+        let plan = Lev::new(&p, Params { keys: 8, draws: 16, ..Params::default() }).unwrap();
+        let (kept, bounds, _) = plan.select(MatRef::new(&x.k, 60, 4), ws.context());
+        let rest: Vec<usize> = (0..60).filter(|j| kept.binary_search(j).is_err()).collect();
+        let total: f64 = rest.iter().map(|&j| bounds[j]).sum();
+        let variance = |q: &[f64]| {
+            let f = |j: usize| dot(q, &x.k[j * 4..(j + 1) * 4]).powi(2);
+            let squares: f64 = rest.iter().map(|&j| f(j) * f(j) * total / bounds[j]).sum();
+            let sum: f64 = rest.iter().map(|&j| f(j)).sum();
+            let all: f64 = (0..60).map(f).sum();
+            (squares - sum * sum) / 16.0 / (all * all)
+        };
         let n = f64::from(seeds);
-        for (sum, squares) in moments {
+        for ((sum, squares), q) in moments.into_iter().zip(x.q.chunks(4)) {
             let mean = sum / n;
-            let spread = (squares / n - mean * mean).max(0.0).sqrt();
-            assert!((mean - 1.0).abs() <= 5.0 * spread / n.sqrt(), "{mean} ± {spread}");
-            assert!(spread <= 1.1 * sd, "{spread} > {sd}");
+            let spread = (squares / n - mean * mean).max(0.0);
+            assert!((mean - 1.0).abs() <= 5.0 * (spread / n).sqrt(), "{mean} ± {spread}");
+            // Sums of sixteen terms are close to normal: the variance of a sample variance is 2σ⁴/n, or a little more.
+            let want = variance(q);
+            assert!((spread - want).abs() <= 5.0 * want * (3.0 / n).sqrt(), "{spread}, {want}");
+            assert!(want.sqrt() <= sd * (1.0 + 1e-9), "{want} > {sd}²");
         }
+        // Far keys are bounded by the sum of their sensitivities, and more draws bring the error down to any target.
+        let needed = (sd * sd * 16.0 / 0.01).ceil();
+        let options = base.with("normaliser", "sampled");
+        let ran = run_with(&*METHOD.plan(&p, &options).unwrap(), &x, How { lse: false, ..How::default() });
+        assert_eq!(ran.unwrap().info.figures["draws_needed"], needed);
     }
 
     #[test]

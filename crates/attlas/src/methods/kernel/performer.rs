@@ -33,15 +33,12 @@
 use crate::group::{Group, GroupPlan};
 use crate::method::{Claims, Family, Method, Promise, Support, Withdrawn};
 use crate::methods::common::linear::{
-    Accumulator, DenominatorPolicy, Directions, Linear, Positive, Shape, Signed, Source,
+    DenominatorPolicy, Directions, ErrorModel, Linear, Positive, Prepared, Shape, Signed, Source,
 };
 use crate::{Mask, MatRef, Options, Problem, Real, Result};
 use attlas_num::kernels;
-use attlas_num::sketch::features::{
-    ExpFeatures, Exponent, MapOptions, Moments, RandomRelu, Trig, default_num_features,
-};
-use attlas_num::sketch::variance::Diagnostic;
-use attlas_num::sketch::{LogFeatures, Side, draw_directions};
+use attlas_num::sketch::features::{ExpFeatures, Exponent, RandomRelu, Trig, default_num_features};
+use attlas_num::sketch::{LogFeatures, MapOptions, Side, draw_directions};
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -93,7 +90,7 @@ pub static METHOD: Method = Method {
             },
             Withdrawn {
                 param: "feature_eps",
-                value: "0.001",
+                value: "*",
                 promise: Promise::Unbiased,
                 reason: "a constant added to features changes the kernel",
             },
@@ -146,6 +143,8 @@ crate::params! {
         denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
         /// The share of itself without cancellation below which a denominator counts as cancelled.
         den_floor: f64 = 1e-3, in 0.0..=1.0;
+        /// The relative standard deviation of a kernel entry that the figure `features_needed` is for.
+        target_error: f64 = 0.1, in 1e-6..=10.0;
         /// Stream the directions are drawn from.
         seed: u64 = 0, in 0..=u64::MAX;
     }
@@ -201,42 +200,34 @@ impl Source for Performer {
         (2 * d * self.num_directions(d) + 2 * self.num_features(d)) as u64
     }
 
-    fn accumulator<T: Real>(
-        &self,
-        shape: &Shape,
-        data: Option<&Group<'_, T>>,
-    ) -> Result<Box<dyn Accumulator<T>>> {
+    fn target_error(&self) -> f64 {
+        self.params.target_error
+    }
+
+    fn prepare<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Prepared<T>> {
         let Params { map, directions, feature_eps, denominator, den_floor, seed, .. } = self.params;
         let key = shape.index.stream_key(seed).named("directions");
         let omega = draw_directions(directions.coupling(), self.num_directions(shape.d), shape.d, key)?;
         let options = MapOptions { scale: shape.scale, ..MapOptions::default() };
+        let (d_v, directions) = (shape.d_v, omega.rows());
         Ok(match map {
             Map::Pos | Map::Hyp => {
-                let inner = ExpFeatures::new(&Exponent::favor(shape.d), &omega, map == Map::Hyp, options)?;
-                match data {
+                let (exponent, antithetic) = (Exponent::favor(shape.d), map == Map::Hyp);
+                let inner = ExpFeatures::new(&exponent, &omega, antithetic, options)?;
+                let acc = match data {
                     Some(g) if feature_eps > 0.0 => {
-                        let lifted = Lifted::new(inner, feature_eps, shape.scale, g.k);
-                        Box::new(Positive::new(lifted, shape.d_v))
+                        Positive::new(Lifted::new(inner, feature_eps, shape.scale, g.k), d_v)
                     }
-                    _ => Box::new(Positive::new(inner, shape.d_v)),
-                }
+                    _ => Positive::new(inner, d_v),
+                };
+                Prepared::new(acc).with_error(ErrorModel::Exponential { exponent, antithetic, directions })
             }
-            Map::Relu => Box::new(Positive::new(RandomRelu::new(&omega, RELU_EPS, options)?, shape.d_v)),
+            Map::Relu => Prepared::new(Positive::new(RandomRelu::new(&omega, RELU_EPS, options)?, d_v)),
             Map::Trig => {
-                Box::new(Signed::new(Trig::new(&omega, options)?, shape.d_v, denominator, den_floor))
+                let acc = Signed::new(Trig::new(&omega, options)?, d_v, denominator, den_floor);
+                Prepared::new(acc).with_error(ErrorModel::Trig { directions })
             }
         })
-    }
-
-    fn diagnose(&self, moments: &Moments) -> Option<(Diagnostic, usize)> {
-        let diagnostic = match self.params.map {
-            Map::Pos | Map::Hyp => {
-                Diagnostic::of_exponent(&Exponent::favor(moments.dim()), moments, self.is_even())?
-            }
-            Map::Trig => Diagnostic::of_trig(moments),
-            Map::Relu => return None,
-        };
-        Some((diagnostic, self.num_directions(moments.dim())))
     }
 }
 
@@ -295,8 +286,8 @@ mod tests {
     use super::*;
     use crate::group::GroupIndex;
     use crate::methods::common::linear::testing::{
-        PAIR, check_entry, check_generic, check_large, naive, naive_positive, naive_signed, run, scaled_case,
-        table_errors,
+        PAIR, check_entry, check_generic, check_large, entry_moments, naive, naive_positive, naive_signed,
+        run, scaled_case, table_errors,
     };
     use crate::testkit::{Case, assert_rows_close, check_method, reference, run_method};
     use attlas_num::sketch::variance::{Pair, exp_relative_variance};
@@ -409,6 +400,12 @@ mod tests {
                 check_entry(&METHOD, &o, (&x, &y), (pair.sm(), of(&pair)));
             } else {
                 check_entry(&METHOD, &o, (&x, &y), (sm, variance));
+                // Turned by 45° in the first two coordinates, then spread: the law is the same.
+                let turn = |v: [f64; 4]| {
+                    let r = 0.5f64.sqrt();
+                    [r * (v[0] + v[1]), v[2], v[3], r * (v[0] - v[1])]
+                };
+                check_entry(&METHOD, &o, (&turn(x), &turn(y)), (sm, variance));
             }
         }
     }
@@ -439,6 +436,13 @@ mod tests {
             (0.35, "512", "pos", "simplex", 0.18),
             (0.5, "512", "pos", "orthogonal", 0.50),
             (0.5, "512", "hyp", "orthogonal", 0.43),
+            (0.5, "512", "pos", "simplex", 0.47),
+            (0.35, "2048", "pos", "orthogonal", 0.11),
+            (0.35, "2048", "hyp", "orthogonal", 0.068),
+            (0.35, "2048", "pos", "simplex", 0.083),
+            (0.5, "2048", "pos", "orthogonal", 0.27),
+            (0.5, "2048", "hyp", "orthogonal", 0.24),
+            (0.5, "2048", "pos", "simplex", 0.26),
         ] {
             let o = options(&[("map", map), ("features", m), ("directions", directions)]);
             let [error, mean] = table_errors(&METHOD, &o, s, 4);
@@ -446,6 +450,28 @@ mod tests {
             let off = |found: f64, printed: f64| (found - printed).abs() > 0.1 * printed + 0.005;
             assert!(!off(error, expected), "{s} {m} {map} {directions}: {error}, expected {expected}");
             assert!(!off(mean, if s == 0.5 { 0.72 } else { 0.47 }), "mean of the values: {mean}");
+        }
+    }
+
+    #[test]
+    fn orthogonal_directions_beat_independent_ones_and_positive_features_trigonometric_ones() {
+        // The approximation figure of the paper, at width 16: normalised rows, values that name their keys.
+        let p = Problem { d_v: 64, ..Problem::new(1, 64, 16).with_lens(256, 64) };
+        let mut x = Case::gaussian(p, 12);
+        x.v = (0..64 * 64).map(|t| f64::from(u8::from(t / 64 == t % 64))).collect();
+        let exact = reference(&x).0;
+        let squares = |map: &str, directions: &str| -> f64 {
+            let o = options(&[("map", map), ("directions", directions), ("features", "64")]);
+            let one = |seed: u64| {
+                let got = run(&METHOD, &o.clone().with("seed", seed).with("denominator", "strict"), &x).o;
+                crate::metrics::relative_frobenius(&got, &exact).powi(2)
+            };
+            (0..40).map(one).sum::<f64>() / 40.0
+        };
+        for map in ["pos", "hyp"] {
+            let (iid, orthogonal) = (squares(map, "iid"), squares(map, "orthogonal"));
+            assert!(orthogonal < iid, "{map}: {orthogonal}, {iid}");
+            assert!(10.0 * iid < squares("trig", "iid"), "{map}: {iid}");
         }
     }
 
@@ -496,6 +522,29 @@ mod tests {
         let needed = few["features_needed"];
         let at_target = few["predicted_rel_sd"] * (32.0 / needed).sqrt();
         assert!((0.099..=0.1).contains(&at_target), "{needed} features give {at_target}");
+    }
+
+    #[test]
+    fn the_needed_features_give_the_error_asked_for() {
+        let x = scaled_case(Problem { scale: 1.0, ..Problem::new(1, 40, 6) }, 13, 0.35);
+        for map in ["pos", "hyp"] {
+            let base = options(&[("map", map), ("directions", "iid"), ("target_error", "0.2")]);
+            let needed =
+                run(&METHOD, &base.clone().with("features", 16usize), &x).info.figures["features_needed"];
+            let o = base.with("features", needed as usize);
+            // A typical pair: second moments averaged in the logarithm, here over every second pair of the diagonal.
+            let directions = needed / if map == "hyp" { 2.0 } else { 1.0 };
+            let log = |i: usize| {
+                let (q, k) = (&x.q[6 * i..6 * i + 6], &x.k[6 * i..6 * i + 6]);
+                let [_, variance, _] = entry_moments(&METHOD, &o, q, k, 1500);
+                let sm: f64 = q.iter().zip(k).map(|(a, b)| a * b).sum::<f64>().exp();
+                (1.0 + directions * variance / (sm * sm)).ln()
+            };
+            let mean = (0..40).step_by(2).map(log).sum::<f64>() / 20.0;
+            let sd = (mean.exp_m1() / directions).sqrt();
+            // Twenty of 1600 pairs, whose norms differ by some ten per cent.
+            assert!((sd / 0.2 - 1.0).abs() < 0.25, "{map}: {needed} features give {sd}");
+        }
     }
 
     #[test]

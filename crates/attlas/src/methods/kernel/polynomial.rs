@@ -249,9 +249,12 @@ impl GroupPlan for Polynomial {
         };
         match self.map_for(k.rows(), g.mask, k.cols(), g.d_v()) {
             Some(map) => {
-                let info = self.through(map).run(&mut g, k)?;
+                let through = self.through(map);
+                let held = through.state_len(g.d_v()) + self.params.block * (k.cols() + g.d_v());
+                let figures = [("decode_bytes", (held * size_of::<T>()) as f64)].into();
+                let info = through.run(&mut g, k)?;
                 // The features are exact: what the guard of sketches counts is no fallback here.
-                Ok(RunInfo { fallback_rows: 0, ..info })
+                Ok(RunInfo { fallback_rows: 0, figures, ..info })
             }
             None => self.kernel.attend_group(&mut g, k, self.params.c0, prepare),
         }

@@ -21,7 +21,8 @@
 //!
 //! **Guarantees.** Weights are non-negative; with $c_0 > 0$ they sum to less than one. With `local_exact` and a block of
 //! all keys it is polynomial attention; degree 2 always is. Squaring is biased: the mean of $\hat\kappa$ is
-//! $\kappa + \mathrm{Var}(a^\top b)$, by a known formula (tested); `figures` holds its size on sampled pairs.
+//! $\kappa + \mathrm{Var}(a^\top b)$, by a known formula (tested); `figures` holds its size on sampled pairs, the error that
+//! goes with it, and the sketch size that `target_error` would take.
 //!
 //! **When to use.** In models trained with it, at long contexts. It does not approximate softmax.
 
@@ -35,7 +36,7 @@ use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::rng::StreamKey;
 use attlas_num::sketch::features::MapOptions;
 use attlas_num::sketch::polynomial::{ProductScale, ProductSketch};
-use attlas_num::sketch::variance::{Pair, self_tensored_mean};
+use attlas_num::sketch::variance::{Pair, features_needed, self_tensored_mean};
 use std::collections::BTreeMap;
 
 /// Registry entry.
@@ -101,6 +102,9 @@ crate::params! {
         scaling: Scaling = Scaling::Unbiased;
         /// Whether all heads use one sketch.
         share: bool = true;
+        /// The standard deviation of the half sketch, relative to its root mean square, that the figure `features_needed`
+        /// is for.
+        target_error: f64 = 0.1, in 1e-3..=10.0;
         /// Stream the sketch is drawn from.
         seed: u64 = 0, in 0..=u64::MAX;
     }
@@ -217,43 +221,44 @@ impl PolySketch {
         }
     }
 
-    /// By how much squaring raises the sum of the kernel over sampled pairs, relative to it, and the standard
-    /// deviation of the half sketch, relative to its root mean square: the root of the former.
+    /// By how much squaring raises the sum of the kernel over sampled pairs, relative to it; its root, the standard
+    /// deviation of the half sketch relative to its root mean square; and the size that `target_error` would take.
     fn figures<T: Real>(&self, g: &Group<'_, T>, k: MatRef<'_, T>) -> BTreeMap<&'static str, f64> {
+        let held =
+            Form::Squared.features(self.width()) * (g.d_v() + 2) + self.params.block * (k.cols() + g.d_v());
+        let bytes = ("decode_bytes", (held * size_of::<T>()) as f64);
         if self.params.degree == 2 || g.n_q() == 0 || k.rows() == 0 {
-            return BTreeMap::new();
+            return [bytes].into();
         }
-        let q = g.q.head(0);
+        let (q, root) = (g.q.head(0), self.kernel.scale.sqrt());
         let pick = |n: usize| (0..n).step_by(n.div_ceil(SAMPLED));
         let lift = |row: &[T]| -> Vec<f64> {
-            let mut prepared = vec![T::ZERO; row.len()];
-            self.prepare().apply_into(MatRef::new(row, 1, row.len()), &mut prepared);
-            let root = self.kernel.scale.sqrt();
-            let entries = prepared.iter().map(|x| root * x.to_f64());
+            let entries = row.iter().map(|x| root * x.to_f64());
             entries.chain([self.kernel.shift.sqrt()]).collect()
         };
-        let root = self.kernel.scale.sqrt();
-        let keys: Vec<Vec<f64>> = pick(k.rows())
-            .map(|j| {
-                let entries = k.row(j).iter().map(|x| root * x.to_f64());
-                entries.chain([self.kernel.shift.sqrt()]).collect()
-            })
-            .collect();
-        let (mut exact, mut mean) = (0.0, 0.0);
+        let keys: Vec<Vec<f64>> = pick(k.rows()).map(|j| lift(k.row(j))).collect();
+        let mut prepared = vec![T::ZERO; q.cols()];
+        let mut pairs = Vec::with_capacity(SAMPLED * SAMPLED);
         for i in pick(q.rows()) {
-            let x = lift(q.row(i));
-            for y in &keys {
-                let pair = Pair::of(&x, y);
-                exact += pair.xy.powi(self.params.degree as i32);
-                mean += self_tensored_mean(&pair, self.params.degree as u32, self.params.features);
-            }
+            self.prepare().apply_into(q.sub_rows(i..i + 1), &mut prepared);
+            let x = lift(&prepared);
+            pairs.extend(keys.iter().map(|y| Pair::of(&x, y)));
         }
-        let bias = mean / exact - 1.0;
-        if bias.is_finite() {
-            [("self_tensoring_bias", bias), ("predicted_relative_sd", bias.max(0.0).sqrt())].into()
-        } else {
-            BTreeMap::new()
+        let Params { degree, features, target_error, .. } = self.params;
+        let exact: f64 = pairs.iter().map(|pair| pair.xy.powi(degree as i32)).sum();
+        let bias = |r: usize| {
+            pairs.iter().map(|pair| self_tensored_mean(pair, degree as u32, r)).sum::<f64>() / exact - 1.0
+        };
+        let own = bias(features);
+        if !own.is_finite() {
+            return [bytes].into();
         }
+        let mut figures =
+            BTreeMap::from([bytes, ("self_tensoring_bias", own), ("predicted_rel_sd", own.max(0.0).sqrt())]);
+        if let Some(r) = features_needed(target_error, bias) {
+            figures.insert("features_needed", r as f64);
+        }
+        figures
     }
 }
 
@@ -451,5 +456,22 @@ mod tests {
                 .figures["self_tensoring_bias"]
         };
         assert!(bias(16) > bias(64) && bias(64) > 0.0);
+    }
+
+    #[test]
+    fn the_needed_size_gives_the_error_asked_for() {
+        let x = Case::gaussian(Problem::new(1, 40, 8), 9);
+        let figures = |features: usize| {
+            let o = Options::new().with("features", features).with("target_error", 0.3);
+            let plan = super::METHOD.plan(&x.problem, &o).unwrap();
+            let how = crate::testkit::How { lse: false, ..Default::default() };
+            run_with(&*plan, &x, how).unwrap().info.figures
+        };
+        let needed = figures(16)["features_needed"];
+        let sd = |r: f64| figures(r as usize)["predicted_rel_sd"];
+        assert!(sd(needed) <= 0.3 && sd(needed - 1.0) > 0.3, "{needed}");
+        // The mean of the kernel over seeds has the bias that is told.
+        let told = figures(16)["self_tensoring_bias"];
+        assert!((told.sqrt() - sd(16.0)).abs() < 1e-12);
     }
 }

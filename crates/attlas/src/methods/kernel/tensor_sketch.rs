@@ -31,7 +31,7 @@ use crate::workspace::Context;
 use crate::{Error, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::MapOptions;
 use attlas_num::sketch::polynomial::{TensorSketch as Sketch, TensorSketchSpec};
-use attlas_num::sketch::variance::tensor_sketch_variance;
+use attlas_num::sketch::variance::{SketchedPair, features_needed};
 use std::collections::BTreeMap;
 
 /// Registry entry.
@@ -86,6 +86,8 @@ crate::params! {
         tol: f64 = 1e-3, in 0.0..=1.0;
         /// Keys of a causal block.
         block: usize = 128, in 1..=1 << 20;
+        /// The standard deviation of the sketch, relative to its root mean square, that the figure `features_needed` is for.
+        target_error: f64 = 0.1, in 1e-3..=10.0;
         /// Stream that buckets and signs are drawn from.
         seed: u64 = 0, in 0..=u64::MAX;
     }
@@ -178,33 +180,35 @@ impl TensorSketch {
         }
     }
 
-    /// The standard deviation of the sketch over sampled pairs, relative to its root mean square; squared, that
-    /// is the bias of the squared sketch relative to the kernel.
+    /// The standard deviation of the sketch over sampled pairs, relative to its root mean square; squared, that is the
+    /// bias of the squared sketch relative to the kernel; and the size that `target_error` would take.
     fn figures<T: Real>(&self, g: &Group<'_, T>) -> BTreeMap<&'static str, f64> {
+        let held = self.form.features(self.spec.r) * (g.d_v() + 2) + self.params.block * (self.d + g.d_v());
+        let bytes = ("decode_bytes", (held * size_of::<T>()) as f64);
         if g.n_q() == 0 || g.n_k() == 0 {
-            return BTreeMap::new();
+            return [bytes].into();
         }
         let root = self.scale.sqrt();
         let wide = |row: &[T]| -> Vec<f64> { row.iter().map(|x| root * x.to_f64()).collect() };
         let pick = |n: usize| (0..n).step_by(n.div_ceil(SAMPLED));
         let (q, TensorSketchSpec { degree, c, r, .. }) = (g.q.head(0), self.spec);
         let keys: Vec<Vec<f64>> = pick(g.n_k()).map(|j| wide(g.k.row(j))).collect();
-        let (mut exact, mut variance) = (0.0, 0.0);
-        for i in pick(q.rows()) {
-            let x = wide(q.row(i));
-            for y in &keys {
-                let inner: f64 = x.iter().zip(y).map(|(a, b)| a * b).sum::<f64>() + c;
-                exact += inner.powi(2 * degree as i32);
-                variance += tensor_sketch_variance(&x, y, c, degree, r);
-            }
+        let rows: Vec<Vec<f64>> = pick(q.rows()).map(|i| wide(q.row(i))).collect();
+        let pairs: Vec<SketchedPair> =
+            rows.iter().flat_map(|x| keys.iter().map(|y| SketchedPair::of(x, y, c))).collect();
+        let exact: f64 = pairs.iter().map(|pair| pair.second_power().powi(degree as i32)).sum();
+        let relative = |r: usize| pairs.iter().map(|pair| pair.variance(degree, r)).sum::<f64>() / exact;
+        let own = relative(r);
+        if !own.is_finite() {
+            return [bytes].into();
         }
-        let relative = variance / exact;
-        if !relative.is_finite() {
-            return BTreeMap::new();
-        }
-        let mut figures = BTreeMap::from([("predicted_relative_sd", relative.max(0.0).sqrt())]);
+        let mut figures =
+            BTreeMap::from([bytes, ("features", r as f64), ("predicted_rel_sd", own.max(0.0).sqrt())]);
         if self.form == Form::Squared {
-            figures.insert("self_tensoring_bias", relative);
+            figures.insert("self_tensoring_bias", own);
+        }
+        if let Some(r) = features_needed(self.params.target_error, relative) {
+            figures.insert("features_needed", r as f64);
         }
         figures
     }
@@ -300,14 +304,19 @@ mod tests {
         {
             assert!((tensor_sketch_variance(&x, &y, 0.0, degree as u32, r) / variance - 1.0).abs() < 1e-9);
             let params = Params { degree, features: Some(r), ..Params::default() };
-            let n = 3000;
+            let n = 6000;
             let values: Vec<f64> = (0..n).map(|seed| kernel_of(&x, &y, &params, seed)).collect();
             let mean = values.iter().sum::<f64>() / n as f64;
-            let spread = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n as f64;
+            let central = |p: i32| values.iter().map(|v| (v - mean).powi(p)).sum::<f64>() / n as f64;
+            let (spread, fourth) = (central(2), central(4));
             let exact = 5f64.powi(degree as i32);
             assert!((mean - exact).abs() < 5.0 * (variance / n as f64).sqrt(), "degree {degree}: {mean}");
-            // A fourth moment of some tens of squared variances leaves a few per cent.
-            assert!((spread / variance - 1.0).abs() < 0.35, "degree {degree}: {spread}, {variance}");
+            let error = ((fourth - spread * spread) / n as f64).sqrt();
+            assert!(
+                (spread - variance).abs() < 5.0 * error,
+                "degree {degree}: {spread} ± {error}, {variance}"
+            );
+            assert!(error < 0.1 * variance, "degree {degree}: {n} seeds tell the variance only to {error}");
         }
     }
 
@@ -398,7 +407,22 @@ mod tests {
         assert_eq!(strict.info.fallback_rows, clamp.info.fallback_rows);
         let zeros = zero.o.chunks(8).filter(|row| row.iter().all(|&x| x == 0.0)).count();
         assert_eq!(zeros as u64, zero.info.fallback_rows);
-        assert!(strict.info.figures["predicted_relative_sd"] > 0.5);
+        assert!(strict.info.figures["predicted_rel_sd"] > 0.5);
+    }
+
+    #[test]
+    fn the_needed_size_gives_the_error_asked_for() {
+        let x = Case::gaussian(Problem::new(1, 40, 8), 6);
+        for nonneg in ["none", "self_tensor"] {
+            let figures = |o: Options| {
+                let plan = METHOD.plan(&x.problem, &o).unwrap();
+                run_with(&*plan, &x, How { lse: false, ..How::default() }).unwrap().info.figures
+            };
+            let base = Options::new().with("nonneg", nonneg).with("target_error", 0.5);
+            let needed = figures(base.clone().with("features", 20usize))["features_needed"];
+            let sd = |r: f64| figures(base.clone().with("features", r as usize))["predicted_rel_sd"];
+            assert!(sd(needed) <= 0.5 && sd(needed - 2.0) > 0.5, "{nonneg}: {needed}");
+        }
     }
 
     #[test]

@@ -25,7 +25,7 @@ mod signed;
 pub(crate) mod testing;
 
 pub use directions::Directions;
-pub use plan::{Linear, Shape, Source};
+pub use plan::{ErrorModel, Linear, PairVariance, Prepared, Shape, Source, report_features};
 pub use positive::{DenominatorEps, Positive};
 pub use signed::{DenominatorPolicy, Signed};
 
@@ -34,6 +34,7 @@ use crate::methods::common::exact_rows;
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, Op, gemm};
+use attlas_num::scratch::Buf;
 use rayon::prelude::*;
 use std::fmt::Debug;
 use std::ops::Range;
@@ -98,11 +99,8 @@ pub struct Outcome {
     pub doubtful: Vec<(usize, usize)>,
 }
 
-/// Runs an accumulator over a group.
-pub fn run_linear<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Result<RunInfo> {
-    if g.n_k() == 0 || g.n_q() == 0 {
-        return Ok(g.fill_empty());
-    }
+/// Runs an accumulator over a group that has keys and queries.
+fn run_linear<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Result<RunInfo> {
     let (outcome, empty) = match g.mask {
         Mask::None => (run_plain(acc, g)?, 0),
         Mask::Causal => (run_causal(acc, g), g.n_q().saturating_sub(g.n_k()) * g.q.heads()),
@@ -115,20 +113,32 @@ pub fn run_linear<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Re
 }
 
 fn run_plain<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Result<Outcome> {
-    let (k, v, n_k, len, cx) = (g.k, g.v, g.n_k(), acc.state_len(), g.cx);
-    let mut states = cx.scratch.take::<T>(n_k.div_ceil(PIECE) * len);
-    states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(p, state)| {
-        absorb_range(acc, state, k, v, p * PIECE..((p + 1) * PIECE).min(n_k), cx);
-    });
-    let (state, others) = states.split_at_mut(len);
-    others.chunks_exact(len).for_each(|other| acc.combine(state, other));
-    let state = &*state;
+    let (n_k, cx) = (g.n_k(), g.cx);
+    let states = whole_state(acc, g.k, g.v, cx);
+    let state = &states[..acc.state_len()];
     let parts = g.par_row_blocks(ROWS, |rows| {
         let mut outcome = Outcome::default();
         acc.read(state, n_k, rows, cx, &mut outcome);
         Ok(outcome.doubtful)
     })?;
     Ok(Outcome { doubtful: parts.concat() })
+}
+
+/// The state of all keys, which is the first of those that are returned: pieces in parallel, combined in order.
+pub fn whole_state<'a, T: Real>(
+    acc: &dyn Accumulator<T>,
+    k: MatRef<'_, T>,
+    v: MatRef<'_, T>,
+    cx: Context<'a>,
+) -> Buf<'a, T> {
+    let (n_k, len) = (k.rows(), acc.state_len());
+    let mut states = cx.scratch.take::<T>(n_k.div_ceil(PIECE).max(1) * len);
+    states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(p, state)| {
+        absorb_range(acc, state, k, v, p * PIECE..((p + 1) * PIECE).min(n_k), cx);
+    });
+    let (state, others) = states.split_at_mut(len);
+    others.chunks_exact(len).for_each(|other| acc.combine(state, other));
+    states
 }
 
 /// The state of some keys alone.
@@ -148,23 +158,54 @@ fn absorb_range<T: Real>(
 }
 
 /// Tokens of a causal piece.
-fn causal_piece(n_k: usize) -> usize {
+pub fn causal_piece(n_k: usize) -> usize {
     n_k.div_ceil(MAX_PIECES).next_multiple_of(CHUNK).max(MIN_PIECE)
 }
 
 fn run_causal<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Outcome {
+    let (k, v, cx) = (g.k, g.v, g.cx);
+    let parts = causal_pieces(
+        acc,
+        g,
+        causal_piece(k.rows()),
+        |start| start,
+        |state, piece| run_piece(acc, state, piece, k, v, cx).doubtful,
+    );
+    Outcome { doubtful: parts.concat() }
+}
+
+/// Some tokens of a causal group and the rows that stand at them, those of each head together.
+#[derive(Debug)]
+pub struct Piece<'a, T> {
+    /// The tokens.
+    pub tokens: Range<usize>,
+    /// The first of them that has a query; the end of the tokens where none has.
+    pub first: usize,
+    /// The rows.
+    pub rows: Vec<RowBlock<'a, T>>,
+}
+
+/// Cuts a causal group into pieces of `piece` tokens and runs `work` on each in parallel, with a state of its own
+/// that holds the keys before `held(start)`, where `start` is the piece's first token and `held(start) ≤ start` does
+/// not fall. Rows that see no key are written here.
+pub fn causal_pieces<T: Real, R: Send>(
+    acc: &dyn Accumulator<T>,
+    g: &mut Group<'_, T>,
+    piece: usize,
+    held: impl Fn(usize) -> usize + Sync,
+    work: impl Fn(&mut [T], Piece<'_, T>) -> R + Sync,
+) -> Vec<R> {
     let (k, v, n_q, n_k, d_v, cx) = (g.k, g.v, g.n_q(), g.n_k(), g.d_v(), g.cx);
-    let (len, piece) = (acc.state_len(), causal_piece(n_k));
-    let pieces = n_k.div_ceil(piece);
+    let (len, pieces) = (acc.state_len(), n_k.div_ceil(piece));
     let tokens = |p: usize| p * piece..((p + 1) * piece).min(n_k);
     // The first token that has a query, and the first query that sees a token.
     let (first, blind) = (n_k.saturating_sub(n_q), n_q.saturating_sub(n_k));
 
-    // Slot p holds the state of piece p − 1, then of all pieces before p.
+    // Slot p holds the keys that piece p has more than the one before, then all of them.
     let mut states = cx.scratch.take::<T>(pieces * len);
-    states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(p, state)| match p {
-        0 => acc.clear(state),
-        _ => absorb_range(acc, state, k, v, tokens(p - 1), cx),
+    states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(p, state)| {
+        let before = if p == 0 { 0 } else { held((p - 1) * piece) };
+        absorb_range(acc, state, k, v, before..held(p * piece), cx);
     });
     for p in 1..pieces {
         let (before, state) = states[(p - 1) * len..].split_at_mut(len);
@@ -191,31 +232,28 @@ fn run_causal<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Outcom
             rows.push(RowBlock { head, first, q, out, lse });
         }
     }
-    let parts: Vec<Vec<(usize, usize)>> = states
+    states
         .par_chunks_mut(len)
         .zip(rows)
         .with_max_len(1)
         .enumerate()
         .map(|(p, (state, rows))| {
-            let Range { start, end } = tokens(p);
-            run_piece(acc, state, start.max(first).min(end), start..end, k, v, rows, cx).doubtful
+            let tokens = tokens(p);
+            work(state, Piece { first: first.clamp(tokens.start, tokens.end), tokens, rows })
         })
-        .collect();
-    Outcome { doubtful: parts.concat() }
+        .collect()
 }
 
-/// The rows of one piece, whose first query belongs to token `first`; `state` holds all tokens before the piece.
-#[allow(clippy::too_many_arguments)]
+/// The rows of one piece; `state` holds all tokens before it.
 fn run_piece<T: Real>(
     acc: &dyn Accumulator<T>,
     state: &mut [T],
-    first: usize,
-    tokens: Range<usize>,
+    piece: Piece<'_, T>,
     k: MatRef<'_, T>,
     v: MatRef<'_, T>,
-    mut rows: Vec<RowBlock<'_, T>>,
     cx: Context<'_>,
 ) -> Outcome {
+    let Piece { tokens, first, mut rows } = piece;
     let mut outcome = Outcome::default();
     if first == tokens.end {
         return outcome;
@@ -237,7 +275,7 @@ fn run_piece<T: Real>(
 }
 
 /// Some rows of a block.
-fn sub_block<'b, T: Real>(block: &'b mut RowBlock<'_, T>, rows: Range<usize>) -> RowBlock<'b, T> {
+pub fn sub_block<'b, T: Real>(block: &'b mut RowBlock<'_, T>, rows: Range<usize>) -> RowBlock<'b, T> {
     let d_v = block.out.len() / block.lse.len().max(1);
     RowBlock {
         head: block.head,
@@ -268,8 +306,8 @@ fn mend_rows<T: Real>(g: &mut Group<'_, T>, doubtful: &[(usize, usize)]) {
     }
 }
 
-/// Upper bound on the scratch of [`run_linear`] for `features` features.
-fn scratch_bytes(p: &Problem, features: usize, threads: usize, size: usize) -> usize {
+/// Upper bound on the scratch of a run with `features` features.
+pub fn scratch_bytes(p: &Problem, features: usize, threads: usize, size: usize) -> usize {
     let pieces = match p.mask {
         Mask::None => p.n_k.div_ceil(PIECE),
         Mask::Causal => p.n_k.div_ceil(causal_piece(p.n_k)),
@@ -369,5 +407,117 @@ impl<T: Real> GroupStream<T> for LinearStream<T> {
 
     fn state_bytes(&self) -> usize {
         (self.state.len() + self.kept.iter().map(Vec::len).sum::<usize>()) * size_of::<T>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::{naive_positive, naive_signed, scaled_case};
+    use super::*;
+    use crate::Workspace;
+    use crate::testkit::{Case, assert_rows_close, assert_same_bits};
+    use attlas_num::rng::StreamKey;
+    use attlas_num::sketch::features::{Elementwise, ElementwiseFeatures, ExpFeatures, Exponent, Trig};
+    use attlas_num::sketch::{Coupling, MapOptions, draw_directions};
+
+    /// One head of keys and queries through an accumulator, in chunks of the given length.
+    fn in_chunks(acc: &dyn Accumulator<f64>, x: &Case, chunk: usize) -> Vec<f64> {
+        let (n, d, d_v) = (x.problem.n_k, x.problem.d, x.problem.d_v);
+        let ws = Workspace::single().unwrap();
+        let mut state = vec![f64::NAN; acc.state_len()];
+        acc.clear(&mut state);
+        let (mut out, mut lse) = (vec![f64::NAN; n * d_v], vec![f64::NAN; n]);
+        let (q, k, v) = (MatRef::new(&x.q, n, d), MatRef::new(&x.k, n, d), MatRef::new(&x.v, n, d_v));
+        let rows = RowBlock { head: 0, first: 0, q, out: &mut out, lse: &mut lse };
+        let mut outcome = Outcome::default();
+        let mut rows = [rows];
+        for start in (0..n).step_by(chunk) {
+            let range = start..(start + chunk).min(n);
+            let mut heads = [sub_block(&mut rows[0], range.clone())];
+            let (k, v) = (k.sub_rows(range.clone()), v.sub_rows(range));
+            acc.chunk(&mut state, start, k, v, &mut heads, ws.context(), &mut outcome);
+        }
+        out
+    }
+
+    fn exponential(p: &Problem) -> ExpFeatures<f64> {
+        let omega = draw_directions(Coupling::Orthogonal, 7, p.d, StreamKey::new(1)).unwrap();
+        let options = MapOptions { scale: p.scale, ..MapOptions::default() };
+        ExpFeatures::new(&Exponent::favor(p.d), &omega, true, options).unwrap()
+    }
+
+    #[test]
+    fn rows_do_not_depend_on_the_length_of_chunks() {
+        for n in [1, 2, 63, 64, 65, 203] {
+            let p = Problem { d_v: 3, ..Problem::new(1, n, 4).causal() };
+            // Log-features of about 1, and of about 500, where chunks end early.
+            for size in [1.0, 22.0] {
+                let x = scaled_case(p, 3, size);
+                let relu =
+                    || ElementwiseFeatures::new(Elementwise::Relu { eps: 0.0 }, 4, MapOptions::default());
+                let omega = draw_directions(Coupling::Iid, 300, 4, StreamKey::new(2)).unwrap();
+                let trig = || Trig::new(&omega, MapOptions { scale: 1e-3, ..MapOptions::default() }).unwrap();
+                let strict = DenominatorPolicy::Strict;
+                let relu_rows = naive_positive(&relu().unwrap(), &x).0;
+                let cases: [(&str, Box<dyn Accumulator<f64>>, Vec<f64>); 3] = [
+                    (
+                        "exp",
+                        Box::new(Positive::new(exponential(&p), 3)),
+                        naive_positive(&exponential(&p), &x).0,
+                    ),
+                    ("relu", Box::new(Positive::new(relu().unwrap(), 3)), relu_rows),
+                    ("trig", Box::new(Signed::new(trig(), 3, strict, 1e-3)), naive_signed(&trig(), &x).0),
+                ];
+                for (map, acc, want) in &cases {
+                    for chunk in [1, 7, 64, n, 2 * n] {
+                        let got = in_chunks(&**acc, &x, chunk);
+                        let name = format!("{map}: {n} tokens times {size} in chunks of {chunk}");
+                        assert_rows_close(&got, want, 1e-9, &name);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_longer_chunk_leaves_the_rows_of_its_beginning_as_they_were() {
+        let p = Problem { d_v: 5, ..Problem::new(1, 64, 4).causal() };
+        let x = scaled_case(p, 4, 3.0);
+        let acc = Positive::new(exponential(&p), 5);
+        let whole = in_chunks(&acc, &x, 64);
+        for n in [1, 13, 32, 63] {
+            let head = Case {
+                problem: Problem { n_q: n, n_k: n, ..p },
+                q: x.q[..n * 4].to_vec(),
+                k: x.k[..n * 4].to_vec(),
+                v: x.v[..n * 5].to_vec(),
+                single: false,
+            };
+            assert_same_bits(&in_chunks(&acc, &head, 64), &whole[..n * 5], "the first rows");
+        }
+    }
+
+    #[test]
+    fn denominators_are_at_least_one_relative_to_their_shift() {
+        // lse − max_l (b_l + s_l) = ln den ≥ 0, up to rounding.
+        let p = Problem { d_v: 2, ..Problem::new(1, 120, 4) };
+        let x = scaled_case(p, 5, 12.0);
+        let map = exponential(&p);
+        let ws = Workspace::single().unwrap();
+        let acc = Positive::new(map.clone(), 2);
+        let mut state = vec![f64::NAN; acc.state_len()];
+        let (k, v) = (MatRef::new(&x.k, 120, 4), MatRef::new(&x.v, 120, 2));
+        absorb_range(&acc, &mut state, k, v, 0..120, ws.context());
+        let m = attlas_num::sketch::LogFeatures::<f64>::num_features(&map);
+        let (mut out, mut lse, mut b) = (vec![0.0; 240], vec![0.0; 120], vec![0.0; 120 * m]);
+        let q = MatRef::new(&x.q, 120, 4);
+        let rows = RowBlock { head: 0, first: 0, q, out: &mut out, lse: &mut lse };
+        acc.read(&state, 120, rows, ws.context(), &mut Outcome::default());
+        attlas_num::sketch::LogFeatures::log_features(&map, q, attlas_num::sketch::Side::Query, &mut b);
+        for (b, lse) in b.chunks(m).zip(&lse) {
+            let shift = b.iter().zip(&state[..m]).fold(f64::MIN, |t, (b, s)| t.max(b + s));
+            let den = lse - shift;
+            assert!(den > -1e-9 && den < ((120 * m) as f64).ln() + 1e-9, "{den}");
+        }
     }
 }

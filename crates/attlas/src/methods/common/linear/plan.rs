@@ -5,9 +5,10 @@ use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Cost, RunInfo};
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::sketch::SketchError;
-use attlas_num::sketch::features::{Moments, SideMoments};
+use attlas_num::sketch::features::{Exponent, Moments, SideMoments};
 use attlas_num::sketch::variance::Diagnostic;
 use std::fmt::Debug;
+use std::sync::Arc;
 
 /// What a feature map is made for.
 #[derive(Clone, Copy, Debug)]
@@ -31,34 +32,162 @@ pub trait Source: Debug + Clone + Send + Sync + 'static {
     fn feature_flops(&self, d: usize) -> u64;
 
     /// The sums of one group; `data` is there when a whole group is run, and not for a stream.
-    fn accumulator<T: Real>(
-        &self,
-        shape: &Shape,
-        data: Option<&Group<'_, T>>,
-    ) -> Result<Box<dyn Accumulator<T>>>;
-
-    /// The predicted error on data with these moments, and the number of directions it is for.
-    fn diagnose(&self, moments: &Moments) -> Option<(Diagnostic, usize)> {
-        let _ = moments;
-        None
-    }
-
-    /// Whether the moments that [`diagnose`](Self::diagnose) sees must be dense.
-    fn needs_dense_moments(&self) -> bool {
-        false
-    }
+    fn prepare<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Prepared<T>>;
 
     /// Whether denominators are sums of exponentials.
     fn has_lse(&self) -> bool {
         true
     }
+
+    /// The relative error that `features_needed` is stated for.
+    fn target_error(&self) -> f64 {
+        0.1
+    }
+}
+
+/// The sums of one group, and what is known of their error.
+#[derive(Debug)]
+pub struct Prepared<T> {
+    /// The sums.
+    pub acc: Box<dyn Accumulator<T>>,
+    /// How the error can be predicted, where it can.
+    pub error: Option<ErrorModel>,
+}
+
+impl<T: Real> Prepared<T> {
+    /// Without a prediction.
+    pub fn new(acc: impl Accumulator<T> + 'static) -> Self {
+        Self { acc: Box::new(acc), error: None }
+    }
+
+    /// The same with a prediction.
+    #[must_use]
+    pub fn with_error(self, error: ErrorModel) -> Self {
+        Self { error: Some(error), ..self }
+    }
+}
+
+/// What predicts the error of random features.
+#[derive(Clone, Debug)]
+pub enum ErrorModel {
+    /// Exponential features.
+    Exponential {
+        /// Their parameters.
+        exponent: Exponent,
+        /// Whether there are features for each direction and its opposite.
+        antithetic: bool,
+        /// Directions.
+        directions: usize,
+    },
+    /// Trigonometric features.
+    Trig {
+        /// Directions.
+        directions: usize,
+    },
+    /// Any features whose variance is known pair by pair.
+    Pairs {
+        /// The variance.
+        variance: Arc<dyn PairVariance>,
+        /// Directions that it is inversely proportional to.
+        directions: usize,
+    },
+}
+
+/// A variance that is known pair by pair.
+pub trait PairVariance: Debug + Send + Sync {
+    /// Variance of the estimate for the scaled rows `x`, `y`, relative to the squared kernel.
+    fn relative_variance(&self, x: &[f64], y: &[f64]) -> f64;
 }
 
 /// Rows of each head and of the keys that the predicted error is estimated from.
 const SAMPLE: usize = 512;
 
-/// The relative error that the figure `features_needed` is for.
-const TARGET: f64 = 0.1;
+/// Rows of each side whose pairs are looked at one by one.
+const PAIRS: usize = 16;
+
+/// What is predicted for an input.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Prediction {
+    /// Relative standard deviation of a typical entry.
+    relative_sd: f64,
+    /// Features that the target takes, as a multiple of those there are.
+    needed: f64,
+}
+
+impl ErrorModel {
+    /// The prediction for the worst head of a group; `None` where data are not finite.
+    fn predict<T: Real>(&self, g: &Group<'_, T>, target: f64) -> Option<Prediction> {
+        let mut worst = Prediction { relative_sd: 0.0, needed: 0.0 };
+        let keys = moments_of(g.k)?;
+        for h in 0..g.q.heads() {
+            let moments = || Moments::new(&moments_of(g.q.head(h))?, &keys, g.scale.to_f64()).ok();
+            let (diagnostic, directions) = match self {
+                Self::Exponential { exponent, antithetic, directions } => {
+                    (Diagnostic::of_exponent(exponent, &moments()?, *antithetic)?, *directions)
+                }
+                Self::Trig { directions } => (Diagnostic::of_trig(&moments()?), *directions),
+                Self::Pairs { variance, directions } => {
+                    (of_pairs(&**variance, *directions, g.q.head(h), g.k, g.scale), *directions)
+                }
+            };
+            worst.relative_sd = worst.relative_sd.max(diagnostic.relative_sd(directions));
+            worst.needed = worst.needed.max(diagnostic.directions_needed(target) / directions as f64);
+        }
+        (worst.relative_sd.is_finite() || worst.relative_sd == f64::INFINITY).then_some(worst)
+    }
+}
+
+/// Moments of some rows, evenly spaced.
+fn moments_of<T: Real>(rows: MatRef<'_, T>) -> Option<SideMoments> {
+    let mut side = SideMoments::dense(rows.cols());
+    let step = rows.rows().div_ceil(SAMPLE).max(1);
+    side.add(MatRef::with_stride(
+        rows.data(),
+        rows.rows().div_ceil(step),
+        rows.cols(),
+        step * rows.stride(),
+    )?);
+    Some(side)
+}
+
+/// The second moment of one direction, on average in the logarithm over some pairs.
+fn of_pairs<T: Real>(
+    variance: &dyn PairVariance,
+    directions: usize,
+    q: MatRef<'_, T>,
+    k: MatRef<'_, T>,
+    scale: T,
+) -> Diagnostic {
+    let root = scale.to_f64().sqrt();
+    let pick = |x: MatRef<'_, T>| -> Vec<Vec<f64>> {
+        let step = x.rows().div_ceil(PAIRS).max(1);
+        let rows = (0..x.rows()).step_by(step);
+        rows.map(|i| x.row(i).iter().map(|x| root * x.to_f64()).collect()).collect()
+    };
+    let (q, k) = (pick(q), pick(k));
+    let logs = q
+        .iter()
+        .flat_map(|x| k.iter().map(move |y| (directions as f64 * variance.relative_variance(x, y)).ln_1p()));
+    Diagnostic { log_rel2: logs.sum::<f64>() / (q.len() * k.len()).max(1) as f64 }
+}
+
+/// Writes the number of features into the figures of a run, and where an error can be predicted, that error
+/// (`predicted_rel_sd`, for a typical entry of the worst head) and the features that `target` would take
+/// (`features_needed`).
+pub fn report_features<T: Real>(
+    info: &mut RunInfo,
+    g: &Group<'_, T>,
+    features: usize,
+    model: Option<&ErrorModel>,
+    target: f64,
+) {
+    info.rank = Some(features);
+    info.figures.insert("features", features as f64);
+    if let Some(Prediction { relative_sd, needed }) = model.and_then(|m| m.predict(g, target)) {
+        info.figures.insert("predicted_rel_sd", relative_sd);
+        info.figures.insert("features_needed", needed * features as f64);
+    }
+}
 
 /// Linear attention with the feature maps of `S`.
 #[derive(Clone, Debug)]
@@ -70,31 +199,6 @@ impl<S: Source> Linear<S> {
     /// A plan.
     pub fn new(source: S) -> Self {
         Self { source }
-    }
-
-    /// Largest predicted relative standard deviation over the heads, and the features that [`TARGET`] takes.
-    fn predict<T: Real>(&self, g: &Group<'_, T>) -> Option<(f64, f64)> {
-        let features = self.source.num_features(g.k.cols()) as f64;
-        let collect = |rows: MatRef<'_, T>| {
-            let mut side = if self.source.needs_dense_moments() {
-                SideMoments::dense(rows.cols())
-            } else {
-                SideMoments::diagonal(rows.cols())
-            };
-            let step = rows.rows().div_ceil(SAMPLE).max(1);
-            (0..rows.rows()).step_by(step).for_each(|i| side.add(rows.sub_rows(i..i + 1)));
-            side
-        };
-        let keys = collect(g.k);
-        let mut worst: Option<(f64, f64)> = None;
-        for h in 0..g.q.heads() {
-            let moments = Moments::new(&collect(g.q.head(h)), &keys, g.scale.to_f64()).ok()?;
-            let (diagnostic, directions) = self.source.diagnose(&moments)?;
-            let needed = diagnostic.directions_needed(TARGET) * features / directions as f64;
-            let (sd, old) = (diagnostic.relative_sd(directions), worst.unwrap_or((0.0, 0.0)));
-            worst = Some((old.0.max(sd), old.1.max(needed)));
-        }
-        worst
     }
 }
 
@@ -124,18 +228,20 @@ impl<S: Source> GroupPlan for Linear<S> {
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
+        if g.n_k() == 0 || g.n_q() == 0 {
+            return Ok(g.fill_empty());
+        }
         let shape = Shape { d: g.k.cols(), d_v: g.d_v(), scale: g.scale.to_f64(), index: g.index };
         let features = self.source.num_features(shape.d);
-        let predicted = self.predict(&g);
-        let acc = self.source.accumulator(&shape, Some(&g))?;
+        let Prepared { acc, error } = self.source.prepare(&shape, Some(&g))?;
+        let mut figures = RunInfo::default();
+        report_features(&mut figures, &g, features, error.as_ref(), self.source.target_error());
         let mut info = run_linear(&*acc, &mut g)?;
         info.keys_visited = ((g.lse.len() as u64) - info.empty_rows) * features as u64;
-        info.rank = Some(features);
-        info.figures.insert("features", features as f64);
-        if let Some((sd, needed)) = predicted {
-            info.figures.insert("predicted_rel_sd", sd);
-            info.figures.insert("features_needed", needed);
+        if !acc.mends_rows() {
+            figures.figures.insert("decode_bytes", (acc.state_len() * size_of::<T>()) as f64);
         }
+        let info = info.merge(figures);
         Ok(info)
     }
 
@@ -146,8 +252,8 @@ impl<S: Source> GroupPlan for Linear<S> {
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
         // The scale in the element's precision, as a whole group sees it.
         let shape = Shape { d: p.d, d_v: p.d_v, scale: T::from_f64(p.scale).to_f64(), index };
-        let acc = self.source.accumulator::<T>(&shape, None).ok()?;
-        Some(Box::new(LinearStream::new(acc, p.d, p.d_v)))
+        let prepared = self.source.prepare::<T>(&shape, None).ok()?;
+        Some(Box::new(LinearStream::new(prepared.acc, p.d, p.d_v)))
     }
 }
 

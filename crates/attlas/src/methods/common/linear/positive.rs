@@ -93,18 +93,22 @@ impl<T: Real> Positive<T> {
         }
     }
 
-    /// Turns log-features of keys into features relative to the references, and raises the maxima.
-    fn weigh_keys(&self, a: &mut [T], top: &mut [T], reference: &[T], shift: &mut [T]) {
+    /// Raises the maxima to those of some log-features; NaN raises nothing.
+    fn raise(&self, top: &mut [T], a: &[T]) {
+        for row in a.chunks_exact(top.len()) {
+            top.iter_mut().zip(row).for_each(|(t, &x)| *t = if x > *t { x } else { *t });
+        }
+    }
+
+    /// Turns log-features of keys into features relative to the references.
+    fn weigh_keys(&self, a: &mut [T], reference: &[T], shift: &mut [T]) {
         // Where no key has had a feature, the feature is zero whatever is subtracted.
         let finite = |&r: &T| if r == T::NEG_INFINITY { T::ZERO } else { r };
         shift.iter_mut().zip(reference).for_each(|(s, r)| *s = finite(r));
         for row in a.chunks_exact_mut(reference.len()) {
-            for ((x, top), &shift) in row.iter_mut().zip(&mut *top).zip(&*shift) {
-                *top = if *x > *top { *x } else { *top };
-                *x -= shift;
-            }
+            row.iter_mut().zip(&*shift).for_each(|(x, &shift)| *x -= shift);
+            exp_in_place(row);
         }
-        exp_in_place(a);
     }
 
     /// Adds weighed keys to $z$ and $S$.
@@ -125,8 +129,56 @@ impl<T: Real> Positive<T> {
             }
             let top = if top == T::NEG_INFINITY { T::ZERO } else { top };
             row.iter_mut().for_each(|w| *w -= top);
+            exp_in_place(row);
         }
-        exp_in_place(w);
+    }
+
+    /// Features of queries in one stream, relative to the references of a state and to their own largest.
+    fn query_features(
+        &self,
+        (map, _): &(Arc<dyn LogFeatures<T>>, Range<usize>),
+        state: &[T],
+        q: MatRef<'_, T>,
+        w: &mut [T],
+        shift: &mut [T],
+    ) {
+        let m = self.features();
+        map.log_features(q, Side::Query, w);
+        self.weigh_queries(w, &state[m..2 * m], shift);
+    }
+
+    /// The features of [`sums`](Self::sums) alone.
+    pub fn weights(&self, state: &[T], q: MatRef<'_, T>, w: &mut [T], shift: &mut [T]) {
+        self.query_features(&self.queries[0], state, q, w, shift);
+    }
+
+    /// What a finished state says of some rows before anything is divided: their features
+    /// $w_{il} = e^{b_{il} + s_l - c_i}$, the $c_i$, and the sums `[num, den]` over all keys in units of $e^{c_i}$.
+    /// For one map of queries and no constant in denominators.
+    pub fn sums(
+        &self,
+        state: &[T],
+        q: MatRef<'_, T>,
+        w: &mut [T],
+        shift: &mut [T],
+        sums: &mut [T],
+        cx: Context<'_>,
+    ) {
+        let (m, d_v) = (self.features(), self.d_v);
+        self.weights(state, q, w, shift);
+        let (z, s) = state[2 * m..].split_at(m);
+        let (weights, s) = (Op::N(MatRef::new(w, q.rows(), m)), Op::N(MatRef::new(s, m, d_v)));
+        product(weights, s, T::ZERO, sums, d_v + 1, cx);
+        w.chunks_exact(m).zip(sums.chunks_exact_mut(d_v + 1)).for_each(|(w, sums)| sums[d_v] = dot(w, z));
+    }
+
+    /// The features $e^{a_{jl} - s_l}$ of keys that a finished state holds: their products with the `w` of
+    /// [`sums`](Self::sums) are the kernel in units of $e^{c_i}$.
+    pub fn features_of_held(&self, state: &[T], k: MatRef<'_, T>, a: &mut [T], cx: Context<'_>) {
+        let m = self.features();
+        self.keys.log_features(k, Side::Key, a);
+        let mut shift = cx.scratch.take::<T>(m);
+        self.weigh_keys(a, &state[m..2 * m], &mut shift);
     }
 
     /// Divides a row by its denominator, which is relative to $e^{\text{shift}}$.
@@ -182,11 +234,9 @@ impl<T: Real> Accumulator<T> for Positive<T> {
         let mut a = cx.scratch.take::<T>(k.rows() * m);
         let mut shift = cx.scratch.take::<T>(m);
         self.keys.log_features(k, Side::Key, &mut a);
-        for row in a.chunks_exact(m) {
-            p.top.iter_mut().zip(row).for_each(|(t, &x)| *t = if x > *t { x } else { *t });
-        }
+        self.raise(p.top, &a);
         self.refer_to(&mut p, |_, top| top);
-        self.weigh_keys(&mut a, p.top, p.reference, &mut shift);
+        self.weigh_keys(&mut a, p.reference, &mut shift);
         self.add_keys(&mut p, &a, v, cx);
     }
 
@@ -214,13 +264,12 @@ impl<T: Real> Accumulator<T> for Positive<T> {
 
     fn read(&self, state: &[T], seen: usize, rows: RowBlock<'_, T>, cx: Context<'_>, outcome: &mut Outcome) {
         let (m, n, d_v) = (self.features(), rows.lse.len(), self.d_v);
-        let (reference, rest) = state[m..].split_at(m);
-        let (z, s) = rest.split_at(m);
         let mut w = cx.scratch.take::<T>(n * m);
         let mut shift = cx.scratch.take::<T>(n);
-        for (map, cols) in &self.queries {
-            map.log_features(rows.q, Side::Query, &mut w);
-            self.weigh_queries(&mut w, reference, &mut shift);
+        for stream in &self.queries {
+            let cols = &stream.1;
+            self.query_features(stream, state, rows.q, &mut w, &mut shift);
+            let (z, s) = state[2 * m..].split_at(m);
             let s = columns(MatRef::new(s, m, d_v), cols);
             product(Op::N(MatRef::new(&w, n, m)), Op::N(s), T::ZERO, &mut rows.out[cols.start..], d_v, cx);
             for (i, w) in w.chunks_exact(m).enumerate() {
@@ -258,7 +307,8 @@ impl<T: Real> Accumulator<T> for Positive<T> {
             self.refer_to(&mut p, |l, top| if rest[l] > top { rest[l] } else { top });
             let n = self.chunk_len(rest, v.sub_rows(start..v.rows()), p.reference, &mut spare[..m]);
             let keys = &mut rest[..n * m];
-            self.weigh_keys(keys, p.top, p.reference, &mut spare[..m]);
+            self.raise(p.top, keys);
+            self.weigh_keys(keys, p.reference, &mut spare[..m]);
             let values = v.sub_rows(start..start + n);
             for head in heads.iter_mut() {
                 let rows = sub_block(head, start..start + n);

@@ -83,8 +83,8 @@ pub(crate) fn run(method: &Method, options: &Options, case: &Case) -> Ran {
     run_with(&*plan, case, how).unwrap_or_else(|e| panic!("{} {options}: {e}", method.id))
 }
 
-/// Rows equal the definition for lengths around every block, with and without a mask, and for log-features that
-/// make chunks end early; single precision follows double precision.
+/// Rows equal the definition for lengths around every block and widths of values from 1 to 3d, with and without a mask,
+/// and for log-features that make chunks end early.
 pub(crate) fn check_generic(
     method: &Method,
     options: &Options,
@@ -95,8 +95,8 @@ pub(crate) fn check_generic(
     let mut shapes: Vec<(usize, usize)> = [1, 2, 63, 64, 65, 203].map(|n| (n, n)).to_vec();
     // More than one causal piece, more than one block, queries fewer and more than keys.
     shapes.extend([(17, 150), (150, 17), (40, 2100), (1, 300)]);
-    for (n_q, n_k) in shapes {
-        let p = base.with_lens(n_q, n_k);
+    for (t, (n_q, n_k)) in shapes.into_iter().enumerate() {
+        let p = Problem { d_v: [3, 1, 4, 12][t % 4], ..base }.with_lens(n_q, n_k);
         for p in [p, p.causal()] {
             for &size in sizes {
                 let case = scaled_case(p, 31, size);
