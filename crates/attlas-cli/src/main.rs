@@ -9,6 +9,7 @@ mod args;
 mod bench;
 mod compare;
 mod progress;
+mod simulate;
 
 use args::{Cli, Command, CompareArgs, MethodsArgs};
 use attlas_lab::atlas::{Atlas, MethodEntry};
@@ -34,6 +35,7 @@ fn main() -> ExitCode {
         Some(Command::Methods(a)) => methods(a, &cli.common),
         Some(Command::Compare(a)) => compare::run(a, &cli.common),
         Some(Command::Bench(a)) => bench::run(a, &cli.common),
+        Some(Command::Simulate(a)) => simulate::run(a, &cli.common),
         None => compare::run(&CompareArgs::first_look(&cli.common), &cli.common),
     };
     outcome.unwrap_or_else(|error| {
