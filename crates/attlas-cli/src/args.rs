@@ -57,7 +57,7 @@ pub(crate) struct Common {
 #[derive(Debug, Subcommand)]
 #[allow(clippy::large_enum_variant)]
 pub(crate) enum Command {
-    /// List what exists, what each method claims, and its parameters.
+    /// List methods, layers and conversions, what each claims, and its parameters.
     #[command(after_help = "Examples:\n  \
 attlas methods\n  \
 attlas methods top_k\n  \
@@ -110,7 +110,7 @@ impl MethodChoice {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct MethodsArgs {
-    /// Show this method whole.
+    /// Show this method, layer or conversion whole.
     pub(crate) id: Option<String>,
     /// One family alone: exact, clustering, low_rank or kernel.
     #[arg(long, value_name = "NAME", conflicts_with = "id")]

@@ -128,7 +128,14 @@ fn matching(args: &MatchArgs, common: &Common) -> Outcome {
     };
     line("third order", "5", &run.third_order);
     line("pairwise", "3", &run.pairwise);
-    table.push(vec!["majority".into(), "-".into(), format!("{:.2} %", 100.0 * run.majority), "-".into(), "-".into(), "-".into()]);
+    table.push(vec![
+        "majority".into(),
+        "-".into(),
+        format!("{:.2} %", 100.0 * run.majority),
+        "-".into(),
+        "-".into(),
+        "-".into(),
+    ]);
     print(&form(&table, common));
     note(common, "\nweights are written by hand: this shows what a head can represent, not what it learns");
     Ok(ExitCode::SUCCESS)

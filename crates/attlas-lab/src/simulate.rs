@@ -131,20 +131,38 @@ impl Particles {
             Model::Rescaled => 6.0,
             Model::Free => 2.0,
         };
-        Self { model, start, qkv: [id.clone(), id.clone(), id], beta: 1.0, causal: false, t_end, dt: 0.05, scheme: Scheme::Rk4 }
+        Self {
+            model,
+            start,
+            qkv: [id.clone(), id.clone(), id],
+            beta: 1.0,
+            causal: false,
+            t_end,
+            dt: 0.05,
+            scheme: Scheme::Rk4,
+        }
     }
 
     fn check(&self) -> Result<()> {
         let (n, d) = (self.start.rows(), self.start.cols());
         if n == 0 || d == 0 {
-            return Err(Error::argument("particles", "at least one, of at least one dimension", format!("{n} of {d}")));
+            return Err(Error::argument(
+                "particles",
+                "at least one, of at least one dimension",
+                format!("{n} of {d}"),
+            ));
         }
         if self.qkv.iter().any(|m| (m.rows(), m.cols()) != (d, d)) {
             return Err(Error::argument("Q, K and V", format!("{d} × {d} matrices"), "other sizes"));
         }
-        let finite = self.start.data().iter().chain(self.qkv.iter().flat_map(|m| m.data())).all(|x| x.is_finite());
+        let finite =
+            self.start.data().iter().chain(self.qkv.iter().flat_map(|m| m.data())).all(|x| x.is_finite());
         if !finite || !self.beta.is_finite() || self.beta <= 0.0 {
-            return Err(Error::argument("particles", "finite positions, matrices and a positive beta", "others"));
+            return Err(Error::argument(
+                "particles",
+                "finite positions, matrices and a positive beta",
+                "others",
+            ));
         }
         if !(self.t_end >= 0.0 && self.t_end.is_finite() && self.dt > 0.0 && self.t_end / self.dt <= 1e7) {
             let found = format!("{} in steps of {}", self.t_end, self.dt);
@@ -352,7 +370,10 @@ fn distance(x: &Mat<f64>, i: usize, j: usize) -> f64 {
 }
 
 fn diameter(x: &Mat<f64>) -> f64 {
-    (0..x.rows()).flat_map(|i| (0..i).map(move |j| (i, j))).map(|(i, j)| distance(x, i, j)).fold(0.0, f64::max)
+    (0..x.rows())
+        .flat_map(|i| (0..i).map(move |j| (i, j)))
+        .map(|(i, j)| distance(x, i, j))
+        .fold(0.0, f64::max)
 }
 
 /// Length or area of the convex hull of points on a line or in the plane.
@@ -362,7 +383,8 @@ fn hull(x: &Mat<f64>) -> f64 {
     }
     let mut points: Vec<(f64, f64)> = (0..x.rows()).map(|i| (x[(i, 0)], x[(i, 1)])).collect();
     points.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
-    let turn = |a: (f64, f64), b: (f64, f64), c: (f64, f64)| (b.0 - a.0) * (c.1 - a.1) - (b.1 - a.1) * (c.0 - a.0);
+    let turn =
+        |a: (f64, f64), b: (f64, f64), c: (f64, f64)| (b.0 - a.0) * (c.1 - a.1) - (b.1 - a.1) * (c.0 - a.0);
     let chain = |points: &mut dyn Iterator<Item = &(f64, f64)>| {
         let mut line: Vec<(f64, f64)> = Vec::new();
         for &p in points {
@@ -416,7 +438,8 @@ impl ParticlesRun {
             if self.d > 1 { (p[0], p[1]) } else { (self.times[frame], p[0]) }
         };
         let frames = 0..self.path.len();
-        let all: Vec<(f64, f64)> = frames.clone().flat_map(|f| (0..self.n).map(move |i| (f, i))).map(|(f, i)| at(f, i)).collect();
+        let all: Vec<(f64, f64)> =
+            frames.clone().flat_map(|f| (0..self.n).map(move |i| (f, i))).map(|(f, i)| at(f, i)).collect();
         let range = |of: fn(&(f64, f64)) -> f64| {
             let lo = all.iter().map(of).fold(f64::INFINITY, f64::min);
             let hi = all.iter().map(of).fold(f64::NEG_INFINITY, f64::max);
@@ -606,7 +629,8 @@ pub fn third_order_head<T: Real>(x: &[u64], modulus: u64, ws: &Workspace) -> Vec
 pub fn pairwise_head<T: Real>(x: &[u64], modulus: u64, ws: &Workspace) -> Vec<f64> {
     let (c, tau) = head_constants(x.len(), modulus);
     let angle = |x: u64| (std::f64::consts::TAU * (x % modulus) as f64 / modulus as f64).sin_cos();
-    let q: Vec<T> = x.iter().flat_map(|&x| [c * angle(x).1, -c * angle(x).0, c * tau]).map(T::from_f64).collect();
+    let q: Vec<T> =
+        x.iter().flat_map(|&x| [c * angle(x).1, -c * angle(x).0, c * tau]).map(T::from_f64).collect();
     let keys = x.iter().flat_map(|&x| [angle(x).1, angle(x).0, 0.0]).chain([0.0, 0.0, 1.0]);
     let k: Vec<T> = keys.map(T::from_f64).collect();
     let v: Vec<T> = (0..=x.len()).map(|i| if i < x.len() { T::ONE } else { T::ZERO }).collect();
@@ -632,7 +656,11 @@ impl Matching {
     pub fn run(&self, threads: usize) -> Result<MatchingRun> {
         let modulus = self.modulus.unwrap_or(balanced_modulus(self.n)).max(1);
         if self.n == 0 || self.count == 0 || self.n > 1 << 14 {
-            return Err(Error::argument("match3", "1 to 16384 tokens and at least one sequence", format!("{} and {}", self.n, self.count)));
+            return Err(Error::argument(
+                "match3",
+                "1 to 16384 tokens and at least one sequence",
+                format!("{} and {}", self.n, self.count),
+            ));
         }
         if modulus < 2 || modulus > 1 << 40 {
             return Err(Error::argument("modulus", "2 to 2^40: with 1 every token has a match", modulus));
@@ -744,7 +772,10 @@ mod tests {
         let spread = |run: &ParticlesRun| {
             let x = &run.path[run.path.len() - 1];
             let dot = |i: usize, j: usize| x[i].iter().zip(&x[j]).map(|(a, b)| a * b).sum::<f64>();
-            (0..32).flat_map(|i| (0..32).map(move |j| (i, j))).map(|(i, j)| 1.0 - dot(i, j)).fold(0.0, f64::max)
+            (0..32)
+                .flat_map(|i| (0..32).map(move |j| (i, j)))
+                .map(|(i, j)| 1.0 - dot(i, j))
+                .fold(0.0, f64::max)
         };
         let system = system(Model::Sphere, normalised(start), 10.0);
         let run = system.run().unwrap();
@@ -763,7 +794,8 @@ mod tests {
         let system = Particles { causal: true, ..system(Model::Sphere, start.clone(), 30.0) };
         let far = |run: &ParticlesRun| {
             let x = &run.path[run.path.len() - 1];
-            let to = |p: &Vec<f64>| p.iter().zip(start.row(0)).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
+            let to =
+                |p: &Vec<f64>| p.iter().zip(start.row(0)).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
             assert!(to(&x[0]) < 1e-14);
             x.iter().map(to).fold(0.0, f64::max)
         };
@@ -791,7 +823,9 @@ mod tests {
             let end = |x: Mat<f64>| system(model, x, 1.0).run().unwrap().path.pop().unwrap();
             let (a, b) = (end(start.clone()), end(turned.clone()));
             for (p, q) in a.iter().zip(b) {
-                assert!((c * p[0] - s * p[1] - q[0]).abs() < 1e-11 && (s * p[0] + c * p[1] - q[1]).abs() < 1e-11);
+                assert!(
+                    (c * p[0] - s * p[1] - q[0]).abs() < 1e-11 && (s * p[0] + c * p[1] - q[1]).abs() < 1e-11
+                );
             }
         }
     }
@@ -822,7 +856,8 @@ mod tests {
             p.integrate(dt, usize::MAX).1.pop().unwrap()
         };
         let exact = end(1.0 / 512.0);
-        let error = |dt: f64| end(dt).data().iter().zip(exact.data()).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        let error =
+            |dt: f64| end(dt).data().iter().zip(exact.data()).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
         let ratio = error(1.0 / 8.0) / error(1.0 / 16.0);
         assert!(ratio > 12.0 && ratio < 20.0, "{ratio}");
         let fine = system(Model::Free, start, 1.0).run_converged().unwrap();
@@ -868,17 +903,30 @@ mod tests {
         assert_eq!(pair.iter().map(|&o| o > 0.5).collect::<Vec<_>>(), [false, false, false, true, true]);
         for single in [false, true] {
             for (n, m) in [(5, 10), (16, 64), (32, 61), (1, 2), (12, 33)] {
-                let run = Matching { n, modulus: Some(m), count: 40, task: Task::Match3, single, seed: 3 }.run(1).unwrap();
+                let run = Matching { n, modulus: Some(m), count: 140, task: Task::Match3, single, seed: 3 }
+                    .run(1)
+                    .unwrap();
                 assert_eq!(run.third_order.errors, 0, "n = {n}, M = {m}");
                 assert!(run.third_order.least_yes.is_none_or(|y| y >= 0.9999), "{run:?}");
                 assert!(run.third_order.most_no.is_none_or(|y| y <= 7e-4), "{run:?}");
-                let two = Matching { n, modulus: Some(m), count: 40, task: Task::Match2, single, seed: 3 }.run(1).unwrap();
+                let two = Matching { n, modulus: Some(m), count: 140, task: Task::Match2, single, seed: 3 }
+                    .run(1)
+                    .unwrap();
                 assert_eq!(two.pairwise.errors, 0);
             }
         }
-        let run = Matching { n: 16, modulus: None, count: 100, task: Task::Match3, single: false, seed: 0 }.run(1).unwrap();
+        let run = Matching { n: 16, modulus: None, count: 100, task: Task::Match3, single: false, seed: 0 }
+            .run(1)
+            .unwrap();
         assert_eq!(run.modulus, 196);
-        assert!((run.positive - 0.5).abs() < 0.1 && run.third_order.errors == 0 && run.pairwise.accuracy < 0.7, "{run:?}");
-        assert!(Matching { n: 4, modulus: Some(1), count: 1, task: Task::Match3, single: false, seed: 0 }.run(1).is_err());
+        assert!(
+            (run.positive - 0.5).abs() < 0.1 && run.third_order.errors == 0 && run.pairwise.accuracy < 0.7,
+            "{run:?}"
+        );
+        assert!(
+            Matching { n: 4, modulus: Some(1), count: 1, task: Task::Match3, single: false, seed: 0 }
+                .run(1)
+                .is_err()
+        );
     }
 }

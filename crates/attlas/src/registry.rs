@@ -1,9 +1,9 @@
 //! The only lists of methods, layers and conversions.
 
 use crate::layer::{Conversion, LayerKind};
-use crate::{conversions, layers};
 use crate::methods::{clustering, exact, kernel, low_rank};
 use crate::{Error, Method, Result};
+use crate::{conversions, layers};
 
 /// Every method, in the order of the survey.
 pub static METHODS: &[&Method] = &[
@@ -105,9 +105,13 @@ mod tests {
     fn every_file_under_layers_and_conversions_is_listed() {
         let ids = |folder: &str| -> Vec<String> {
             let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src").join(folder);
-            let names = std::fs::read_dir(root).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+            let names =
+                std::fs::read_dir(root).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
             let others = ["mod", "common", "testing"];
-            names.map(|n| n.trim_end_matches(".rs").to_string()).filter(|n| !others.contains(&n.as_str())).collect()
+            names
+                .map(|n| n.trim_end_matches(".rs").to_string())
+                .filter(|n| !others.contains(&n.as_str()))
+                .collect()
         };
         for id in ids("layers") {
             assert_eq!(layer(&id).unwrap().id, id);

@@ -24,6 +24,7 @@ use crate::layer::{Conversion, Dense, LayerShape};
 use crate::{Error, Mat, Result};
 use attlas_num::linalg::{matmul, matmul_nt, matmul_tn, svd, thin_qr};
 use attlas_num::tensor::cp;
+use rayon::prelude::*;
 
 /// Registry entry.
 pub static CONVERSION: Conversion = Conversion {
@@ -82,12 +83,20 @@ pub struct Converted {
 
 /// Converts the query and key projections of a multi-head layer. `between` says what stands between the two
 /// projections, where anything does: then there is no such form.
-pub fn convert(shape: &LayerShape, params: &Params, q: &Dense, k: &Dense, between: Option<&str>) -> Result<Converted> {
+pub fn convert(
+    shape: &LayerShape,
+    params: &Params,
+    q: &Dense,
+    k: &Dense,
+    between: Option<&str>,
+) -> Result<Converted> {
     params.validate()?;
     let (h, d) = (shape.n_heads, shape.d);
     let mut reasons = Vec::new();
     if let Some(what) = between {
-        reasons.push(format!("{what} between the query and key projections leaves no fixed product to decompose"));
+        reasons.push(format!(
+            "{what} between the query and key projections leaves no fixed product to decompose"
+        ));
     }
     if shape.n_kv_heads != h {
         reasons.push("it is for multi-head attention: every query head needs keys of its own".into());
@@ -102,13 +111,28 @@ pub fn convert(shape: &LayerShape, params: &Params, q: &Dense, k: &Dense, betwee
         }
     }
     let content = q.bias.as_ref().map(|b| {
-        Mat::from_fn(h, shape.d_model, |head, i| (0..d).map(|e| k.weight[(head * d + e, i)] * b[head * d + e]).sum())
+        Mat::from_fn(h, shape.d_model, |head, i| {
+            (0..d).map(|e| k.weight[(head * d + e, i)] * b[head * d + e]).sum()
+        })
     });
     let rank = params.rank.unwrap_or((h * d / 2).max(1));
     if rank >= h * d {
-        let padded = |w: &Mat<f32>| Mat::from_fn(rank, w.cols(), |r, i| if r < h * d { w[(r, i)] } else { 0.0 });
-        let mix = Mat::from_fn(h * rank, 1, |i, _| if i % rank / d == i / rank && i % rank < h * d { 1.0 } else { 0.0 });
-        return Ok(Converted { q: padded(&q.weight), k: padded(&k.weight), mix, content, rel_error: 0.0, history: Vec::new() });
+        let padded =
+            |w: &Mat<f32>| Mat::from_fn(rank, w.cols(), |r, i| if r < h * d { w[(r, i)] } else { 0.0 });
+        let mix =
+            Mat::from_fn(
+                h * rank,
+                1,
+                |i, _| if i % rank / d == i / rank && i % rank < h * d { 1.0 } else { 0.0 },
+            );
+        return Ok(Converted {
+            q: padded(&q.weight),
+            k: padded(&k.weight),
+            mix,
+            content,
+            rel_error: 0.0,
+            history: Vec::new(),
+        });
     }
     // Head by head, d_model × d, in double precision.
     let heads = |w: &Mat<f32>| -> Vec<Mat<f64>> {
@@ -172,7 +196,11 @@ impl Products {
         Ok(cp::Cp {
             weights: vec![1.0; rank],
             factors: vec![
-                Mat::from_fn(self.q.len(), rank, |h, r| if r < n && triples[r].1 == h { triples[r].0 } else { 0.0 }),
+                Mat::from_fn(
+                    self.q.len(),
+                    rank,
+                    |h, r| if r < n && triples[r].1 == h { triples[r].0 } else { 0.0 },
+                ),
                 Mat::from_fn(d_model, rank, |i, r| at(r, i, 0)),
                 Mat::from_fn(d_model, rank, |i, r| at(r, i, 1)),
             ],
@@ -197,20 +225,29 @@ impl cp::Target for Products {
         let (m, wq, wk) = (&factors[0], &factors[1], &factors[2]);
         let rank = m.cols();
         let mut out = Mat::zeros(factors[mode].rows(), rank);
-        for h in 0..self.q.len() {
-            if mode == 0 {
-                let (a, b) = (matmul_tn(self.q[h].as_ref(), wq.as_ref()), matmul_tn(self.k[h].as_ref(), wk.as_ref()));
+        if mode == 0 {
+            out.data_mut().par_chunks_mut(rank).enumerate().for_each(|(h, out)| {
+                let (a, b) =
+                    (matmul_tn(self.q[h].as_ref(), wq.as_ref()), matmul_tn(self.k[h].as_ref(), wk.as_ref()));
                 for e in 0..a.rows() {
-                    out.row_mut(h).iter_mut().zip(a.row(e).iter().zip(b.row(e))).for_each(|(o, (a, b))| *o += a * b);
+                    out.iter_mut().zip(a.row(e).iter().zip(b.row(e))).for_each(|(o, (a, b))| *o += a * b);
                 }
-                continue;
-            }
-            let (own, other, w) = if mode == 1 { (&self.q[h], &self.k[h], wk) } else { (&self.k[h], &self.q[h], wq) };
-            let mut p = matmul_tn(other.as_ref(), w.as_ref());
-            for e in 0..p.rows() {
-                p.row_mut(e).iter_mut().zip(m.row(h)).for_each(|(p, m)| *p *= m);
-            }
-            let part = matmul(own.as_ref(), p.as_ref());
+            });
+            return out;
+        }
+        let (own, other, w) = if mode == 1 { (&self.q, &self.k, wk) } else { (&self.k, &self.q, wq) };
+        let parts: Vec<Mat<f64>> = (0..own.len())
+            .into_par_iter()
+            .map(|h| {
+                let mut p = matmul_tn(other[h].as_ref(), w.as_ref());
+                for e in 0..p.rows() {
+                    p.row_mut(e).iter_mut().zip(m.row(h)).for_each(|(p, m)| *p *= m);
+                }
+                matmul(own[h].as_ref(), p.as_ref())
+            })
+            .collect();
+        // Added in the order of heads, whatever the number of threads.
+        for part in parts {
             out.data_mut().iter_mut().zip(part.data()).for_each(|(o, p)| *o += p);
         }
         out
@@ -296,7 +333,9 @@ mod tests {
             assert!(error >= last);
             last = error;
             // Never worse than the pruned triples it starts from.
-            let heads = |w: &Mat<f32>| (0..3).map(|h| Mat::from_fn(14, 4, |i, e| f64::from(w[(h * 4 + e, i)]))).collect();
+            let heads = |w: &Mat<f32>| {
+                (0..3).map(|h| Mat::from_fn(14, 4, |i, e| f64::from(w[(h * 4 + e, i)]))).collect()
+            };
             let start = Products { q: heads(&q.weight), k: heads(&k.weight) }.prune(rank).unwrap();
             let kept: f64 = start.factors[0].data().iter().map(|s| s * s).sum();
             assert!(error <= (1.0 - kept / norm).max(0.0).sqrt() + 1e-6);

@@ -43,7 +43,8 @@ impl Linear for Chain {
         }
         out.copy_from_slice(now.data());
         if let Some(bias) = &self.bias {
-            out.chunks_exact_mut(bias.len().max(1)).for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
+            out.chunks_exact_mut(bias.len().max(1))
+                .for_each(|row| row.iter_mut().zip(bias).for_each(|(y, b)| *y += b));
         }
     }
 
@@ -87,10 +88,18 @@ pub fn stack(layers: &[LayerMatrices], scope: Scope) -> Result<Vec<Mat<f32>>> {
         let square = layer.attention.iter().all(|w| (w.rows(), w.cols()) == (d, d));
         let fits = layer.ffn_in.cols() == d && (layer.ffn_out.rows(), layer.ffn_out.cols()) == (d, f);
         if d != layers[0].attention[0].rows() || (scope != Scope::Ffn && !square) {
-            return Err(Error::shape("attention weights", "square matrices of one width in all layers", format!("width {d}")));
+            return Err(Error::shape(
+                "attention weights",
+                "square matrices of one width in all layers",
+                format!("width {d}"),
+            ));
         }
         if scope != Scope::Attention && (d == 0 || !fits || !f.is_multiple_of(d)) {
-            return Err(Error::shape("feed-forward weights", format!("a hidden width that is a multiple of {d}"), f));
+            return Err(Error::shape(
+                "feed-forward weights",
+                format!("a hidden width that is a multiple of {d}"),
+                f,
+            ));
         }
         if scope != Scope::Ffn {
             blocks.extend(layer.attention.iter().map(Mat::transpose));
@@ -107,7 +116,9 @@ pub fn stack(layers: &[LayerMatrices], scope: Scope) -> Result<Vec<Mat<f32>>> {
 /// Writes a stack back into layers of the same shape: the inverse of [`stack`].
 pub fn unstack(blocks: &[Mat<f32>], layers: &mut [LayerMatrices], scope: Scope) -> Result<()> {
     let counts: Vec<usize> = stack(layers, scope)?.iter().map(|b| b.rows()).collect();
-    if counts.len() != blocks.len() || blocks.iter().zip(&counts).any(|(b, &d)| (b.rows(), b.cols()) != (d, d)) {
+    if counts.len() != blocks.len()
+        || blocks.iter().zip(&counts).any(|(b, &d)| (b.rows(), b.cols()) != (d, d))
+    {
         return Err(Error::shape("stack", format!("{} square blocks", counts.len()), blocks.len()));
     }
     let mut blocks = blocks.iter();
@@ -147,8 +158,8 @@ pub fn relative_error(a: &Mat<f32>, b: &Mat<f32>) -> f64 {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::layers::testing::random;
     use crate::Workspace;
+    use crate::layers::testing::random;
 
     /// A layer of width `d` with a feed-forward layer of `2d`.
     pub(crate) fn layer(name: &str, d: usize) -> LayerMatrices {

@@ -89,7 +89,9 @@ pub fn factor(blocks: &[Mat<f32>], params: &Params) -> Result<Shared> {
     };
     let ranks = tucker::Ranks::Given(vec![blocks.len(), params.rank, params.rank]);
     let fit = tucker::decompose(&stack, &ranks, &options).map_err(|e| refused(CONVERSION.id, e))?;
-    let basis = |m: usize| Arc::new(fit.tucker.factors[m].as_ref().map_or_else(|| Mat::identity(d), Mat::cast::<f32>));
+    let basis = |m: usize| {
+        Arc::new(fit.tucker.factors[m].as_ref().map_or_else(|| Mat::identity(d), Mat::cast::<f32>))
+    };
     Ok(Shared { b: basis(1), c: basis(2), cores: slices(&fit.tucker.core), rel_error: fit.rel_error })
 }
 
@@ -148,7 +150,11 @@ mod tests {
                 .map(|b| (svd::factor(b, &svd::Params { rank }).unwrap().rel_error * b.frobenius()).powi(2))
                 .sum();
             assert!((alone / norm).sqrt() <= shared.rel_error + 1e-9);
-            let worst: f64 = blocks.iter().enumerate().map(|(i, b)| (relative_error(b, &shared.block(i)) * b.frobenius()).powi(2)).sum();
+            let worst: f64 = blocks
+                .iter()
+                .enumerate()
+                .map(|(i, b)| (relative_error(b, &shared.block(i)) * b.frobenius()).powi(2))
+                .sum();
             assert!(((worst / norm).sqrt() - shared.rel_error).abs() < 1e-5);
         }
     }

@@ -53,7 +53,8 @@ pub fn factor(w: &Mat<f32>, params: &Params) -> Result<Factored> {
     let rank = params.rank.min(svd.sigma.len()).max(1);
     let square = |s: &[f64]| s.iter().map(|s| s * s).sum::<f64>();
     let total = square(&svd.sigma);
-    let rel_error = if total > 0.0 { (square(&svd.sigma[rank.min(svd.sigma.len())..]) / total).sqrt() } else { 0.0 };
+    let rel_error =
+        if total > 0.0 { (square(&svd.sigma[rank.min(svd.sigma.len())..]) / total).sqrt() } else { 0.0 };
     let cut = svd.truncated(rank);
     let left = Mat::from_fn(w.rows(), cut.sigma.len(), |i, r| (cut.u[(i, r)] * cut.sigma[r]) as f32);
     let right = cut.v.transpose().cast::<f32>();

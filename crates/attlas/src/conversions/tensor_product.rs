@@ -72,7 +72,13 @@ pub fn convert(
     ))
 }
 
-fn factors(s: &LayerShape, w: &Mat<f32>, width: usize, rank: usize, gram: Option<&Mat<f64>>) -> Result<Factors> {
+fn factors(
+    s: &LayerShape,
+    w: &Mat<f32>,
+    width: usize,
+    rank: usize,
+    gram: Option<&Mat<f64>>,
+) -> Result<Factors> {
     let (groups, d) = (s.n_kv_heads, s.d_model);
     if (w.rows(), w.cols()) != (groups * width, d) {
         let found = format!("{} × {}", w.rows(), w.cols());
@@ -88,7 +94,11 @@ fn factors(s: &LayerShape, w: &Mat<f32>, width: usize, rank: usize, gram: Option
     let fail = |e: attlas_num::linalg::LinalgError| refused(CONVERSION.id, e);
     let factor = match gram {
         Some(g) if (g.rows(), g.cols()) != (d, d) => {
-            return Err(Error::shape("calibration Gram matrix", format!("{d} × {d}"), format!("{} × {}", g.rows(), g.cols())));
+            return Err(Error::shape(
+                "calibration Gram matrix",
+                format!("{d} × {d}"),
+                format!("{} × {}", g.rows(), g.cols()),
+            ));
         }
         Some(g) => {
             // A small ridge keeps directions that no input used.
@@ -129,7 +139,9 @@ fn factors(s: &LayerShape, w: &Mat<f32>, width: usize, rank: usize, gram: Option
     }
     let norm = wide.frobenius();
     Ok(Factors {
-        a: Mat::from_fn(rank * s.n_heads, 1, |i, _| (rank as f64 * svd.u[(group(i % s.n_heads), i / s.n_heads)]) as f32),
+        a: Mat::from_fn(rank * s.n_heads, 1, |i, _| {
+            (rank as f64 * svd.u[(group(i % s.n_heads), i / s.n_heads)]) as f32
+        }),
         b: b.cast(),
         rank,
         rel_error: if norm > 0.0 { gap.sqrt() / norm } else { 0.0 },
@@ -192,7 +204,8 @@ mod tests {
         // Heads that are multiples of one another need one term.
         let one = random("one", 8, 20);
         let multiples = Mat::from_fn(24, 20, |i, j| [1.0, -0.5, 2.0][i / 8] * one[(i % 8, j)]);
-        let (fk, _) = convert(&SHAPE, &Params { rank_k: Some(1), rank_v: None }, &multiples, &v, None).unwrap();
+        let (fk, _) =
+            convert(&SHAPE, &Params { rank_k: Some(1), rank_v: None }, &multiples, &v, None).unwrap();
         assert!(fk.rel_error < 1e-6);
     }
 
@@ -211,7 +224,8 @@ mod tests {
                 for g in 0..3 {
                     for e in 0..8 {
                         let exact: f64 = (0..20).map(|j| f64::from(k[(g * 8 + e, j)]) * x[(row, j)]).sum();
-                        let model: f64 = (0..20).map(|j| f64::from(f.a[(2 * g, 0)] * f.b[(e, j)]) * x[(row, j)]).sum();
+                        let model: f64 =
+                            (0..20).map(|j| f64::from(f.a[(2 * g, 0)] * f.b[(e, j)]) * x[(row, j)]).sum();
                         total += (exact - model).powi(2);
                     }
                 }
@@ -219,7 +233,10 @@ mod tests {
             total
         };
         assert!(error(Some(&gram)) < error(None));
-        assert!(convert(&SHAPE, &Params { rank_k: Some(1), rank_v: None }, &k, &v, Some(&Mat::zeros(3, 3))).is_err());
+        assert!(
+            convert(&SHAPE, &Params { rank_k: Some(1), rank_v: None }, &k, &v, Some(&Mat::zeros(3, 3)))
+                .is_err()
+        );
         assert!(convert(&SHAPE, &Params::default(), &v, &k, None).is_err());
     }
 }

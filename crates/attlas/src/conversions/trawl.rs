@@ -86,7 +86,12 @@ pub fn denoise(layers: &mut [LayerMatrices], params: &Params) -> Result<f64> {
     let stack = Tensor::stack(&matrices).map_err(|e| refused(CONVERSION.id, e))?.cast::<f64>();
     let (rebuilt, error) = match params.format {
         Format::Cp => {
-            let options = cp::Options { iters: params.iters, tol: Some(params.tol), seed: params.seed, ..Default::default() };
+            let options = cp::Options {
+                iters: params.iters,
+                tol: Some(params.tol),
+                seed: params.seed,
+                ..Default::default()
+            };
             let fit = cp::decompose(&stack, params.rank, &options).map_err(|e| refused(CONVERSION.id, e))?;
             (fit.cp.reconstruct(), fit.rel_error)
         }
@@ -139,13 +144,20 @@ mod tests {
             let params = Params { target, format: Format::Tucker, rank: 8, ..Params::default() };
             assert!(denoise(&mut layers, &params).unwrap() < 1e-9);
             for (a, b) in layers.iter().zip(&original) {
-                assert!(relative_error(&b.ffn_in, &a.ffn_in) < 1e-6 && relative_error(&b.ffn_out, &a.ffn_out) < 1e-6);
+                assert!(
+                    relative_error(&b.ffn_in, &a.ffn_in) < 1e-6
+                        && relative_error(&b.ffn_out, &a.ffn_out) < 1e-6
+                );
                 (0..4).for_each(|i| assert!(relative_error(&b.attention[i], &a.attention[i]) < 1e-6));
             }
         }
         let mut layers = original.clone();
         let error = denoise(&mut layers, &Params { rank: 2, ..Params::default() }).unwrap();
-        assert!(error > 0.1 && layers[0].attention == original[0].attention && layers[0].ffn_in != original[0].ffn_in);
+        assert!(
+            error > 0.1
+                && layers[0].attention == original[0].attention
+                && layers[0].ffn_in != original[0].ffn_in
+        );
     }
 
     #[test]

@@ -91,7 +91,9 @@ pub fn factor(blocks: &[Mat<f32>], params: &Params) -> Result<Mixture> {
     };
     let ranks = tucker::Ranks::Given(vec![params.layer_rank, params.rank, params.rank]);
     let fit = tucker::decompose(&stack, &ranks, &options).map_err(|e| refused(CONVERSION.id, e))?;
-    let basis = |m: usize, n: usize| fit.tucker.factors[m].as_ref().map_or_else(|| Mat::identity(n), Mat::cast::<f32>);
+    let basis = |m: usize, n: usize| {
+        fit.tucker.factors[m].as_ref().map_or_else(|| Mat::identity(n), Mat::cast::<f32>)
+    };
     let shared = Shared {
         b: Arc::new(basis(1, d)),
         c: Arc::new(basis(2, d)),
@@ -120,8 +122,11 @@ mod tests {
     #[test]
     fn all_cores_give_shared_factors_and_fewer_do_worse() {
         let blocks = stack(&[layer("a", 5), layer("b", 5)], Scope::All).unwrap();
-        let shared = shared_factor::factor(&blocks, &shared_factor::Params { rank: 3, ..Default::default() }).unwrap();
-        let at = |layer_rank| factor(&blocks, &Params { rank: 3, layer_rank, ..Params::default() }).unwrap().shared.rel_error;
+        let shared =
+            shared_factor::factor(&blocks, &shared_factor::Params { rank: 3, ..Default::default() }).unwrap();
+        let at = |layer_rank| {
+            factor(&blocks, &Params { rank: 3, layer_rank, ..Params::default() }).unwrap().shared.rel_error
+        };
         assert!((at(16) - shared.rel_error).abs() < 1e-6, "{} {}", at(16), shared.rel_error);
         assert!(at(9) >= shared.rel_error && at(4) >= at(9));
         assert!(factor(&blocks, &Params { rank: 3, layer_rank: 17, ..Params::default() }).is_err());

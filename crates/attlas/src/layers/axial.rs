@@ -38,7 +38,9 @@ pub static LAYER: LayerKind = LayerKind {
     cache_elements: |shape, options| {
         Ok(Params::from_options(options)?.dims.0.len() * shape.n_kv_heads * (shape.d + shape.d_v))
     },
-    build: |shape, options, weights| Ok(Box::new(Axial::new(*shape, Params::from_options(options)?, weights)?)),
+    build: |shape, options, weights| {
+        Ok(Box::new(Axial::new(*shape, Params::from_options(options)?, weights)?))
+    },
 };
 
 crate::choices! {
@@ -80,7 +82,11 @@ fn weight_specs(s: &LayerShape, p: &Params) -> Result<Vec<WeightSpec>> {
     if let Some(causal) = &p.causal
         && causal.0.len() != axes
     {
-        return Err(Error::param("causal", format!("{:?}", causal.0), format!("{axes} numbers, one for each axis")));
+        return Err(Error::param(
+            "causal",
+            format!("{:?}", causal.0),
+            format!("{axes} numbers, one for each axis"),
+        ));
     }
     let axis = |names: &[&'static str; 4]| {
         [
@@ -118,7 +124,14 @@ impl Axial {
     }
 
     /// One axis over the new rows `x`, whose keys and values join `cache`: outputs of its attention and pairs visited.
-    fn axis(&self, axis: usize, x: MatRef<'_, f32>, cache: &mut (HeadRows, HeadRows), causal: bool, cx: Context<'_>) -> (Vec<f32>, u64) {
+    fn axis(
+        &self,
+        axis: usize,
+        x: MatRef<'_, f32>,
+        cache: &mut (HeadRows, HeadRows),
+        causal: bool,
+        cx: Context<'_>,
+    ) -> (Vec<f32>, u64) {
         let s = &self.shape;
         let [wq, wk, wv, wo] = &self.axes[axis];
         let q = project(&**wq, x, cx);
@@ -133,7 +146,7 @@ impl Axial {
             kv_heads: (s.n_kv_heads, s.n_kv_heads),
             tokens: first..first + x.rows(),
             causal,
-            scale: 1.0 / (s.d as f32).sqrt(),
+            scale: (1.0 / (s.d as f64).sqrt()) as f32,
         };
         let (parts, pairs) = along.run(&self.params.dims.0, axis, cx);
         let heads = interleave(&parts, x.rows(), s.d_v);
@@ -141,7 +154,14 @@ impl Axial {
     }
 
     /// All axes, `causal` telling which have a mask.
-    fn run(&self, x: MatRef<'_, f32>, cache: &mut [(HeadRows, HeadRows)], causal: &[bool], out: &mut [f32], cx: Context<'_>) -> u64 {
+    fn run(
+        &self,
+        x: MatRef<'_, f32>,
+        cache: &mut [(HeadRows, HeadRows)],
+        causal: &[bool],
+        out: &mut [f32],
+        cx: Context<'_>,
+    ) -> u64 {
         let (n, d) = (x.rows(), self.shape.d_model);
         let mut hidden = x.to_mat().into_vec();
         let mut visited = 0;
@@ -205,8 +225,11 @@ impl Layer for Axial {
         if n > room {
             return refuse(LAYER.id, format!("{n} tokens do not fit into a grid of {room}"));
         }
-        let causal: Vec<bool> =
-            self.params.causal.as_ref().map_or(vec![false; self.axes.len()], |c| c.0.iter().map(|&c| c == 1).collect());
+        let causal: Vec<bool> = self
+            .params
+            .causal
+            .as_ref()
+            .map_or(vec![false; self.axes.len()], |c| c.0.iter().map(|&c| c == 1).collect());
         Ok(RunInfo::visited(ws.install(|cx| self.run(x, &mut self.empty(), &causal, out, cx))))
     }
 
@@ -298,7 +321,10 @@ pub fn raster_causal(
 #[cfg(test)]
 mod tests {
     use super::super::mode_wise;
-    use super::super::testing::{assert_close, check_causal, dense, forward, forward_all, random, random_layer, random_weights, weights_from};
+    use super::super::testing::{
+        assert_close, check_causal, dense, forward, forward_all, random, random_layer, random_weights,
+        weights_from,
+    };
     use super::*;
     use crate::{Mat, Options};
 
@@ -320,13 +346,15 @@ mod tests {
         let list = [("q", 24), ("k", 12), ("v", 10), ("o", 20)];
         let plain = weights_from(list.map(|(name, o)| (name, random(name, o, 20))));
         let plain = mode_wise::LAYER.layer(&SHAPE, &Options::new().with("modes", "24"), plain).unwrap();
-        let weights = || weights_from(NAMES[0].iter().zip(list).map(|(&to, (name, o))| (to, random(name, o, 20))));
+        let weights =
+            || weights_from(NAMES[0].iter().zip(list).map(|(&to, (name, o))| (to, random(name, o, 20))));
         let axial = LAYER.layer(&SHAPE, &dims("24"), weights()).unwrap();
         assert_eq!(forward(&*axial, &x, &[24]), forward(&*plain, &x, &[24]));
         assert_eq!(forward_all(&*axial, &x), forward_all(&*plain, &x));
         // Axes of length one are projections of each token; with zero output weights they vanish.
         for (grid, long) in [("24x1", 0), ("1x24", 1)] {
-            let mut w = random_weights(&weight_specs(&SHAPE, &Params::from_options(&dims(grid)).unwrap()).unwrap());
+            let mut w =
+                random_weights(&weight_specs(&SHAPE, &Params::from_options(&dims(grid)).unwrap()).unwrap());
             for (&to, (name, o)) in NAMES[long].iter().zip(list) {
                 w.insert(to.into(), dense(random(name, o, 20)));
             }
@@ -342,16 +370,19 @@ mod tests {
         let x = random("x", 12, 5);
         let weights = weights_from((0..2).flat_map(|a| {
             let id = |scale: f32| Mat::from_fn(5, 5, move |i, j| if i == j { scale } else { 0.0 });
-            [(NAMES[a][0], Mat::zeros(5, 5)), (NAMES[a][1], id(1.0)), (NAMES[a][2], id(1.0)), (NAMES[a][3], id(1.0))]
+            [
+                (NAMES[a][0], Mat::zeros(5, 5)),
+                (NAMES[a][1], id(1.0)),
+                (NAMES[a][2], id(1.0)),
+                (NAMES[a][3], id(1.0)),
+            ]
         }));
         let layer = LAYER.layer(&s, &dims("3x4"), weights).unwrap();
         let out = forward_all(&*layer, &x);
         // y1 = column mean of x; y2 = row mean of x + y1; the layer gives y1 + y2.
         let column = |c: usize, e: usize| (0..3).map(|r| x[(r * 4 + c, e)]).sum::<f32>() / 3.0;
         let want: Vec<f32> = (0..12)
-            .flat_map(|t| {
-                (0..5).map(move |e| (t, e)).collect::<Vec<_>>()
-            })
+            .flat_map(|t| (0..5).map(move |e| (t, e)).collect::<Vec<_>>())
             .map(|(t, e)| {
                 let row = (0..4).map(|c| x[(t / 4 * 4 + c, e)] + column(c, e)).sum::<f32>() / 4.0;
                 column(t % 4, e) + row
@@ -367,7 +398,8 @@ mod tests {
         let inner = random_layer(&LAYER, &SHAPE, &dims("5"));
         let x = random("x", rows * columns, d);
         let mut ws = Workspace::single().unwrap();
-        let mut run = |x: &Mat<f32>| raster_causal(&[&*outer], &[&*inner], x.as_ref(), columns, &mut ws).unwrap();
+        let mut run =
+            |x: &Mat<f32>| raster_causal(&[&*outer], &[&*inner], x.as_ref(), columns, &mut ws).unwrap();
         let before = run(&x);
         for p in 0..rows * columns {
             let mut y = x.clone();

@@ -127,14 +127,7 @@ impl Collaborative {
         })
     }
 
-    fn run(
-        &self,
-        x: MatRef<'_, f32>,
-        cache: &mut Cache,
-        band: Band,
-        out: &mut [f32],
-        cx: Context<'_>,
-    ) {
+    fn run(&self, x: MatRef<'_, f32>, cache: &mut Cache, band: Band, out: &mut [f32], cx: Context<'_>) {
         let (s, r, n) = (&self.shape, self.rank, x.rows());
         let q = project(&*self.q, x, cx);
         cache.k.append(&project(&*self.k, x, cx));
@@ -159,7 +152,8 @@ impl Collaborative {
                     .collect();
                 let (k, v) = (cache.k.head(0), cache.v.head(h));
                 let bias = self.content.as_ref().map(|_| cache.content.data(h));
-                attend(MatRef::new(&mixed, end - start, r), k, v, self.scale, bias, band.from_row(start), cx).0
+                attend(MatRef::new(&mixed, end - start, r), k, v, self.scale, bias, band.from_row(start), cx)
+                    .0
             })
             .collect();
         let mut parts = vec![Vec::with_capacity(n * s.d_v); s.n_heads];
@@ -257,7 +251,9 @@ impl LayerCache for Cache {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{assert_close, check_causal, forward, forward_all, random, random_layer, random_weights, weights_from};
+    use super::super::testing::{
+        assert_close, check_causal, forward, forward_all, random, random_layer, random_weights, weights_from,
+    };
     use super::*;
     use crate::layer::Dense;
     use crate::{Mat, Options};
@@ -286,18 +282,21 @@ mod tests {
     fn known_weights(b_k: f32) -> Weights {
         let (h, dh, d) = (2, 3, 8);
         let (w_k, b_q) = (heads_of(h, d, dh, 12), biases(h * dh, 15).unwrap());
-        let content = Mat::from_fn(h, d, |head, i| {
-            (0..dh).map(|e| w_k[(head * dh + e, i)] * b_q[head * dh + e]).sum()
-        });
+        let content =
+            Mat::from_fn(h, d, |head, i| (0..dh).map(|e| w_k[(head * dh + e, i)] * b_q[head * dh + e]).sum());
         let mut weights = weights_from([
             ("q", heads_of(h, d, dh, 11)),
             ("content", content),
-            ("mix", Mat::from_fn(h * h * dh, 1, |i, _| if i % (h * dh) / dh == i / (h * dh) { 1.0 } else { 0.0 })),
+            (
+                "mix",
+                Mat::from_fn(h * h * dh, 1, |i, _| if i % (h * dh) / dh == i / (h * dh) { 1.0 } else { 0.0 }),
+            ),
             ("o", Mat::from_fn(d, h * dh, |o, i| known::entry(i * d + o, 14) as f32)),
         ]);
         // The bias of keys has no effect.
         weights.insert("k".into(), Box::new(Dense { weight: w_k, bias: Some(vec![b_k; h * dh]) }));
-        weights.insert("v".into(), Box::new(Dense { weight: heads_of(h, d, dh, 13), bias: biases(h * dh, 17) }));
+        weights
+            .insert("v".into(), Box::new(Dense { weight: heads_of(h, d, dh, 13), bias: biases(h * dh, 17) }));
         weights
     }
 
@@ -328,7 +327,10 @@ mod tests {
             weights.insert(name.into(), Box::new(Dense::new(Mat::from_fn(7, 20, |i, j| w[(order[i], j)]))));
         }
         let mix = random("mix", 28, 1);
-        weights.insert("mix".into(), Box::new(Dense::new(Mat::from_fn(28, 1, |i, _| mix[(i / 7 * 7 + order[i % 7], 0)]))));
+        weights.insert(
+            "mix".into(),
+            Box::new(Dense::new(Mat::from_fn(28, 1, |i, _| mix[(i / 7 * 7 + order[i % 7], 0)]))),
+        );
         let permuted = LAYER.layer(&SHAPE, &options, weights).unwrap();
         assert_close(&forward(&*permuted, &x, &[19]), &forward(&*layer, &x, &[19]));
         assert_close(&forward_all(&*permuted, &x)[18 * 20..], &forward(&*layer, &x, &[19])[18 * 20..]);
@@ -349,7 +351,11 @@ mod tests {
         let total = |rank: usize| (109_482_240 - 12 * 2 * 768 * 769 + 12 * of(rank)) as f64 / 1e6;
         let change = [(768, 108.51 - 108.31), (384, 101.38 - 108.31), (256, 99.00 - 108.31)];
         for (rank, want) in change {
-            assert!((total(rank) - 109.48224 - want).abs() < 0.01, "rank {rank}: {}", total(rank) - 109.48224);
+            assert!(
+                (total(rank) - 109.48224 - want).abs() < 0.01,
+                "rank {rank}: {}",
+                total(rank) - 109.48224
+            );
         }
         assert_eq!((LAYER.cache_elements)(&bert, &Options::new().with("rank", 256)).unwrap(), 256 + 12 + 768);
         let s = LayerShape { d_model: 16, n_heads: 4, n_kv_heads: 4, d: 4, d_v: 4 };

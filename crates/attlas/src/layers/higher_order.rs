@@ -171,7 +171,14 @@ impl HigherOrder {
     }
 
     /// Pooled, projected and normalised queries or keys of a mode, `[N_i, heads, d]`.
-    fn pooled(&self, mean: &Mat<f32>, w: &dyn Linear, norm: &Option<Vec<f32>>, factor: f32, cx: Context<'_>) -> Vec<f32> {
+    fn pooled(
+        &self,
+        mean: &Mat<f32>,
+        w: &dyn Linear,
+        norm: &Option<Vec<f32>>,
+        factor: f32,
+        cx: Context<'_>,
+    ) -> Vec<f32> {
         let s = &self.shape;
         // The mean goes through the projection with its bias; a sum is that many times more, bias included.
         let mut x = project(w, mean.as_ref(), cx);
@@ -316,8 +323,17 @@ impl Layer for HigherOrder {
         Box::new(NoCache)
     }
 
-    fn forward(&self, _: MatRef<'_, f32>, _: &mut dyn LayerCache, _: &mut [f32], _: &mut Workspace) -> Result<RunInfo> {
-        refuse(LAYER.id, "it has no causal form: queries and keys of a mode are pooled over the future of the others")
+    fn forward(
+        &self,
+        _: MatRef<'_, f32>,
+        _: &mut dyn LayerCache,
+        _: &mut [f32],
+        _: &mut Workspace,
+    ) -> Result<RunInfo> {
+        refuse(
+            LAYER.id,
+            "it has no causal form: queries and keys of a mode are pooled over the future of the others",
+        )
     }
 
     fn forward_all(&self, x: MatRef<'_, f32>, out: &mut [f32], ws: &mut Workspace) -> Result<RunInfo> {
@@ -329,7 +345,7 @@ impl Layer for HigherOrder {
         }
         ws.install(|cx| {
             let v = project(&*self.v, x, cx);
-            let scale = 1.0 / (s.d as f32).sqrt();
+            let scale = (1.0 / (s.d as f64).sqrt()) as f32;
             let qk: Vec<(Vec<f32>, Vec<f32>)> = (0..sizes.len())
                 .map(|i| {
                     let mean = pool_mean(x, sizes, i);
@@ -404,8 +420,10 @@ impl LayerCache for NoCache {
 #[cfg(test)]
 mod tests {
     use super::super::common::third::tests::{assert_close as assert_near, assert_known, fill};
-    use super::super::testing::{assert_close, forward_all, random, random_layer, random_weights, weights_from};
     use super::super::mode_wise;
+    use super::super::testing::{
+        assert_close, forward_all, random, random_layer, random_weights, weights_from,
+    };
     use super::*;
     use crate::Options;
     use attlas_num::linalg::matmul;
@@ -440,7 +458,9 @@ mod tests {
                 })
                 .collect();
             let out = combine(&actions, of(&v, head).data(), &sizes, d, how, cx);
-            out.chunks_exact(d).enumerate().for_each(|(i, row)| heads.row_mut(i)[head * d..][..d].copy_from_slice(row));
+            out.chunks_exact(d)
+                .enumerate()
+                .for_each(|(i, row)| heads.row_mut(i)[head * d..][..d].copy_from_slice(row));
             all.push(actions);
         }
         (matmul(heads.as_ref(), fill(8, 8, 36, 1.0).as_ref()), all)
@@ -449,9 +469,24 @@ mod tests {
     #[test]
     fn the_known_answers() {
         let cases = [
-            (true, Combine::Product, [0.270760913986, 0.913623225065, -0.625789583894, -1.029592873210], 6.087505894397),
-            (false, Combine::Product, [0.408177273377, 0.551376559306, 0.022103910682, -0.331745464214], 11.339789329011),
-            (true, Combine::Sum, [1.459050860151, 0.568749423579, 1.292588443728, -0.109471314696], 20.901460119796),
+            (
+                true,
+                Combine::Product,
+                [0.270760913986, 0.913623225065, -0.625789583894, -1.029592873210],
+                6.087505894397,
+            ),
+            (
+                false,
+                Combine::Product,
+                [0.408177273377, 0.551376559306, 0.022103910682, -0.331745464214],
+                11.339789329011,
+            ),
+            (
+                true,
+                Combine::Sum,
+                [1.459050860151, 0.568749423579, 1.292588443728, -0.109471314696],
+                20.901460119796,
+            ),
         ];
         for (sum, how, first, total) in cases {
             assert_known(&known(sum, how, false).0, &first, &[], total);
@@ -488,9 +523,12 @@ mod tests {
         let x = random("x", 18, 20);
         let list = [("q.0", "q", 24, 20), ("k.0", "k", 24, 20), ("v", "v", 20, 20), ("o", "o", 20, 20)];
         let weights = |named: bool| {
-            weights_from(list.iter().map(|&(name, from, o, i)| (if named { name } else { from }, random(from, o, i))))
+            weights_from(
+                list.iter().map(|&(name, from, o, i)| (if named { name } else { from }, random(from, o, i))),
+            )
         };
-        let plain = mode_wise::LAYER.layer(&SHAPE, &Options::new().with("modes", "18"), weights(false)).unwrap();
+        let plain =
+            mode_wise::LAYER.layer(&SHAPE, &Options::new().with("modes", "18"), weights(false)).unwrap();
         for grid in ["18", "1x18", "18x1"] {
             let options = dims(grid).with("qk_norm", "none").with("per_mode_qk", false);
             let layer = LAYER.layer(&SHAPE, &options, weights(true)).unwrap();
@@ -503,7 +541,8 @@ mod tests {
     fn after_a_norm_both_poolings_agree() {
         // Up to eps: pooled inputs are far larger than its root.
         let x = Mat::from_fn(24, 20, |i, j| 300.0 * random("x", 24, 20)[(i, j)]);
-        let of = |pool: &str| forward_all(&*random_layer(&LAYER, &SHAPE, &dims("4x6").with("pool", pool)), &x);
+        let of =
+            |pool: &str| forward_all(&*random_layer(&LAYER, &SHAPE, &dims("4x6").with("pool", pool)), &x);
         let (sum, mean) = (of("sum"), of("mean"));
         let size = mean.iter().fold(0f32, |m, x| m.max(x.abs()));
         assert!(sum.iter().zip(&mean).all(|(a, b)| (a - b).abs() < 1e-4 * size));
@@ -512,7 +551,8 @@ mod tests {
     #[test]
     fn permuting_positions_of_a_mode_permutes_the_output() {
         let x = random("x", 24, 20);
-        for options in [dims("4x6"), dims("4x6").with("combine", "sum"), dims("4x6").with("kernel", "linear")] {
+        for options in [dims("4x6"), dims("4x6").with("combine", "sum"), dims("4x6").with("kernel", "linear")]
+        {
             let layer = random_layer(&LAYER, &SHAPE, &options);
             let order = [2, 0, 5, 1, 4, 3];
             let permute = |m: &[f32]| -> Vec<f32> {
@@ -531,7 +571,10 @@ mod tests {
         let specs = weight_specs(&SHAPE, &Params::from_options(&options).unwrap()).unwrap();
         let mut weights = random_weights(&specs);
         let bias: Vec<f32> = random("b", 24, 1).into_vec();
-        weights.insert("q.0".into(), Box::new(Dense { weight: random("q.0", 24, 20), bias: Some(bias.clone()) }));
+        weights.insert(
+            "q.0".into(),
+            Box::new(Dense { weight: random("q.0", 24, 20), bias: Some(bias.clone()) }),
+        );
         let layer = LAYER.layer(&SHAPE, &options, weights).unwrap();
         // The same bias as a constant input column.
         let wide = Mat::from_fn(12, 21, |i, j| if j < 20 { x[(i, j)] } else { 1.0 });
@@ -541,10 +584,18 @@ mod tests {
             let n_in = if w.name == "o" { w.n_in } else { 21 };
             let n_out = if w.name == "o" { 21 } else { w.n_out };
             let fill = |o: usize, i: usize| if w.name == "q.0" && i == 20 { bias[o] } else { 0.0 };
-            (w.name, Mat::from_fn(n_out, n_in, |o, i| if o < w.n_out && i < w.n_in { m[(o, i)] } else { fill(o, i) }))
+            (
+                w.name,
+                Mat::from_fn(
+                    n_out,
+                    n_in,
+                    |o, i| if o < w.n_out && i < w.n_in { m[(o, i)] } else { fill(o, i) },
+                ),
+            )
         });
         let other = LAYER.layer(&s, &options, weights_from(widened)).unwrap();
-        let got: Vec<f32> = forward_all(&*other, &wide).chunks_exact(21).flat_map(|r| r[..20].to_vec()).collect();
+        let got: Vec<f32> =
+            forward_all(&*other, &wide).chunks_exact(21).flat_map(|r| r[..20].to_vec()).collect();
         assert_close(&forward_all(&*layer, &x), &got);
     }
 
@@ -554,7 +605,10 @@ mod tests {
         let plain = dims("5x7").with("qk_norm", "none");
         let layer = random_layer(&LAYER, &s, &plain);
         assert_eq!(layer.parameters(), 6 * 24 * 24);
-        assert_eq!(random_layer(&LAYER, &s, &plain.clone().with("per_mode_qk", false)).parameters(), 4 * 24 * 24);
+        assert_eq!(
+            random_layer(&LAYER, &s, &plain.clone().with("per_mode_qk", false)).parameters(),
+            4 * 24 * 24
+        );
         let flops = layer.cost(Mask::None, 0, 35).unwrap().run_flops;
         let (apply, scores) = (2 * 35 * 24 * 12, 2 * 24 * (25 + 49));
         let pooling = 2 * 35 * 24 + 4 * 12 * 24 * 24;

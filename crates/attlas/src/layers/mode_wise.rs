@@ -43,7 +43,9 @@ pub static LAYER: LayerKind = LayerKind {
         let modes = Params::from_options(options)?.modes.map_or(2, |m| m.0.len());
         Ok(cache_elements(shape, modes))
     },
-    build: |shape, options, weights| Ok(Box::new(ModeWise::new(*shape, Params::from_options(options)?, weights)?)),
+    build: |shape, options, weights| {
+        Ok(Box::new(ModeWise::new(*shape, Params::from_options(options)?, weights)?))
+    },
 };
 
 crate::choices! {
@@ -113,7 +115,11 @@ impl ModeWise {
         if let Some(modes) = &params.modes
             && (modes.0.is_empty() || modes.0.len() > 8 || modes.product().is_none())
         {
-            return Err(Error::param("modes", format!("{:?}", modes.0), "one to eight sizes with a product below 2^64"));
+            return Err(Error::param(
+                "modes",
+                format!("{:?}", modes.0),
+                "one to eight sizes with a product below 2^64",
+            ));
         }
         let rotary = Rotary::new(params.rope, shape.d, params.rope_base)?;
         let mut take = |name| take(&mut weights, name);
@@ -131,7 +137,15 @@ impl ModeWise {
     }
 
     /// All hops over the new tokens, whose keys and values are in the cache.
-    fn hops(&self, q: &[f32], cache: &mut Cache, grid: &[usize], first: usize, causal: bool, cx: Context<'_>) -> (Vec<f32>, u64) {
+    fn hops(
+        &self,
+        q: &[f32],
+        cache: &mut Cache,
+        grid: &[usize],
+        first: usize,
+        causal: bool,
+        cx: Context<'_>,
+    ) -> (Vec<f32>, u64) {
         let s = &self.shape;
         let end = cache.k.len();
         let mut visited = 0;
@@ -146,7 +160,7 @@ impl ModeWise {
                 kv_heads: (s.n_kv_heads, if hop == 0 { s.n_kv_heads } else { s.n_heads }),
                 tokens: first..end,
                 causal,
-                scale: 1.0 / (s.d as f32).sqrt(),
+                scale: (1.0 / (s.d as f64).sqrt()) as f32,
             };
             let (rows, pairs) = along.run(grid, mode, cx);
             visited += pairs;
@@ -159,7 +173,13 @@ impl ModeWise {
     }
 
     /// One matrix for all fibres of each mode.
-    fn unfolded(&self, [q, k, v]: &[Vec<f32>; 3], n: usize, grid: &[usize], cx: Context<'_>) -> (Vec<f32>, u64) {
+    fn unfolded(
+        &self,
+        [q, k, v]: &[Vec<f32>; 3],
+        n: usize,
+        grid: &[usize],
+        cx: Context<'_>,
+    ) -> (Vec<f32>, u64) {
         let s = &self.shape;
         let parts: Vec<Vec<f32>> = (0..s.n_heads)
             .into_par_iter()
@@ -181,7 +201,13 @@ impl ModeWise {
 }
 
 /// $\operatorname{softmax}(\tau_i Q_{(i)} K_{(i)}^\top)$, the sums over all other modes and features.
-fn unfolded_scores(q: MatRef<'_, f32>, k: MatRef<'_, f32>, grid: &[usize], mode: usize, cx: Context<'_>) -> Mat<f32> {
+fn unfolded_scores(
+    q: MatRef<'_, f32>,
+    k: MatRef<'_, f32>,
+    grid: &[usize],
+    mode: usize,
+    cx: Context<'_>,
+) -> Mat<f32> {
     let (d, size) = (q.cols(), grid[mode]);
     let inner: usize = grid[mode + 1..].iter().product::<usize>() * d;
     let scale = 1.0 / ((q.rows() / size * d) as f32).sqrt();
@@ -197,12 +223,28 @@ fn unfolded_scores(q: MatRef<'_, f32>, k: MatRef<'_, f32>, grid: &[usize], mode:
 }
 
 /// The grid's rows of width `width` multiplied along one mode.
-fn mode_product(a: &Mat<f32>, v: &[f32], grid: &[usize], mode: usize, width: usize, cx: Context<'_>) -> Vec<f32> {
+fn mode_product(
+    a: &Mat<f32>,
+    v: &[f32],
+    grid: &[usize],
+    mode: usize,
+    width: usize,
+    cx: Context<'_>,
+) -> Vec<f32> {
     let size = grid[mode];
     let inner: usize = grid[mode + 1..].iter().product::<usize>() * width;
     let mut out = vec![0.0; v.len()];
     for (v, out) in v.chunks_exact(size * inner).zip(out.chunks_exact_mut(size * inner)) {
-        gemm(cx.schedule.isa, 1.0, Op::N(a.as_ref()), Op::N(MatRef::new(v, size, inner)), 0.0, out, inner, cx.scratch);
+        gemm(
+            cx.schedule.isa,
+            1.0,
+            Op::N(a.as_ref()),
+            Op::N(MatRef::new(v, size, inner)),
+            0.0,
+            out,
+            inner,
+            cx.scratch,
+        );
     }
     out
 }
@@ -266,7 +308,10 @@ impl Layer for ModeWise {
         }
         let unfolded = self.params.score == Score::Unfolded;
         if unfolded && n != room {
-            return refuse(LAYER.id, format!("unfolded scores need a full grid: {n} tokens for {room} places"));
+            return refuse(
+                LAYER.id,
+                format!("unfolded scores need a full grid: {n} tokens for {room} places"),
+            );
         }
         ws.install(|cx| {
             let qkv = self.project(x, 0, cx);
@@ -336,7 +381,9 @@ impl LayerCache for Cache {
 #[cfg(test)]
 mod tests {
     use super::super::grouped_query;
-    use super::super::testing::{assert_close, check_causal, dense, forward, forward_all, random, random_layer, random_weights};
+    use super::super::testing::{
+        assert_close, check_causal, dense, forward, forward_all, random, random_layer, random_weights,
+    };
     use super::*;
     use crate::Options;
     use attlas_num::tensor::kronecker;
@@ -366,7 +413,8 @@ mod tests {
     fn modes_of_length_one_may_be_dropped() {
         let x = random("x", 24, 20);
         for score in ["fiber", "unfolded"] {
-            let of = |m: &str| forward_all(&*random_layer(&LAYER, &SHAPE, &modes(m).with("score", score)), &x);
+            let of =
+                |m: &str| forward_all(&*random_layer(&LAYER, &SHAPE, &modes(m).with("score", score)), &x);
             assert_close(&of("1x4x1x6x1"), &of("4x6"));
         }
         let of = |m: &str| forward(&*random_layer(&LAYER, &SHAPE, &modes(m)), &x, &[24]);
@@ -393,7 +441,10 @@ mod tests {
         let a = [0, 1].map(|mode| unfolded_scores(q.as_ref(), k.as_ref(), &[3, 4], mode, cx));
         // Entry by entry: rows of mode 1 over the columns of all others.
         let explicit: Vec<f32> = (0..3)
-            .map(|j| (0..4).map(|c| (0..6).map(|e| q[(c, e)] * k[(j * 4 + c, e)]).sum::<f32>()).sum::<f32>() / 24f32.sqrt())
+            .map(|j| {
+                (0..4).map(|c| (0..6).map(|e| q[(c, e)] * k[(j * 4 + c, e)]).sum::<f32>()).sum::<f32>()
+                    / 24f32.sqrt()
+            })
             .collect();
         let total: f32 = explicit.iter().map(|x| x.exp()).sum();
         (0..3).for_each(|j| assert!((a[0][(0, j)] - explicit[j].exp() / total).abs() < 1e-6));
@@ -407,7 +458,9 @@ mod tests {
     #[test]
     fn constant_values_are_kept_and_weights_are_not_negative() {
         let s = LayerShape { d_model: 8, n_heads: 1, n_kv_heads: 1, d: 6, d_v: 8 };
-        for (options, causal) in [(modes("3x5"), true), (modes("3x5"), false), (modes("3x5").with("score", "unfolded"), false)] {
+        for (options, causal) in
+            [(modes("3x5"), true), (modes("3x5"), false), (modes("3x5").with("score", "unfolded"), false)]
+        {
             // Token t has a one in column 7 and, for t < 7, a one in column t; queries and keys read all columns.
             let x = Mat::from_fn(15, 8, |t, c| if c == 7 || c == t { 1.0 } else { 0.0 });
             let (layer, _) = transparent(&options);
@@ -470,10 +523,12 @@ mod tests {
         let s = LayerShape { d_model: 8, n_heads: 1, n_kv_heads: 1, d: 8, d_v: 8 };
         let layer = random_layer(&LAYER, &s, &modes("512x256"));
         let n = 131_072u64;
-        let work = layer.cost(Mask::None, 0, n as usize).unwrap().run_flops - 2 * n * layer.parameters() as u64;
+        let work =
+            layer.cost(Mask::None, 0, n as usize).unwrap().run_flops - 2 * n * layer.parameters() as u64;
         assert_eq!(work, 4 * n * 8 * 768);
         assert_eq!(layer.cache_elements(), 3 * 8);
-        let step = layer.cost(Mask::Causal, n as usize - 1, 1).unwrap().run_flops - 2 * layer.parameters() as u64;
+        let step =
+            layer.cost(Mask::Causal, n as usize - 1, 1).unwrap().run_flops - 2 * layer.parameters() as u64;
         assert_eq!(step, 4 * 8 * 768);
     }
 }

@@ -40,7 +40,9 @@ pub static LAYER: LayerKind = LayerKind {
     cache_elements: |shape, options| {
         Ok(Params::from_options(options)?.views * shape.n_heads * (shape.d + shape.d_v))
     },
-    build: |shape, options, weights| Ok(Box::new(Teaformer::new(*shape, Params::from_options(options)?, weights)?)),
+    build: |shape, options, weights| {
+        Ok(Box::new(Teaformer::new(*shape, Params::from_options(options)?, weights)?))
+    },
 };
 
 crate::params! {
@@ -70,10 +72,16 @@ fn weight_specs(s: &LayerShape, p: &Params) -> Result<Vec<WeightSpec>> {
         reasons.push("dims, core and head must have the same number of modes, one to four".to_string());
     } else {
         if p.dims.product() != Some(s.d_model) {
-            reasons.push(format!("dims {:?} must multiply to the width of hidden states, {}", p.dims.0, s.d_model));
+            reasons.push(format!(
+                "dims {:?} must multiply to the width of hidden states, {}",
+                p.dims.0, s.d_model
+            ));
         }
         if p.head.product() != Some(s.d) || s.d_v != s.d {
-            reasons.push(format!("head {:?} must multiply to the width of a head, {} and {}", p.head.0, s.d, s.d_v));
+            reasons.push(format!(
+                "head {:?} must multiply to the width of a head, {} and {}",
+                p.head.0, s.d, s.d_v
+            ));
         }
         if s.n_kv_heads != s.n_heads {
             reasons.push("every query head needs keys of its own".into());
@@ -137,10 +145,14 @@ impl Teaformer {
         };
         let views = (0..params.views)
             .map(|view| {
-                let of = |list: &[Mat<f32>]| -> Vec<Mat<f32>> { list.iter().map(|w| cut(w, params.views, view)).collect() };
+                let of = |list: &[Mat<f32>]| -> Vec<Mat<f32>> {
+                    list.iter().map(|w| cut(w, params.views, view)).collect()
+                };
                 let heads = |list: &[Mat<f32>]| -> Vec<Vec<Mat<f32>>> {
                     let whole = of(list);
-                    (0..shape.n_heads).map(|h| whole.iter().map(|w| cut(w, shape.n_heads, h)).collect()).collect()
+                    (0..shape.n_heads)
+                        .map(|h| whole.iter().map(|w| cut(w, shape.n_heads, h)).collect())
+                        .collect()
                 };
                 View { u: of(&u), qkv: [heads(&qkv[0]), heads(&qkv[1]), heads(&qkv[2])], o: of(&o) }
             })
@@ -149,7 +161,14 @@ impl Teaformer {
     }
 
     /// One view over the new steps: outputs and pairs visited.
-    fn view(&self, view: &View, x: &[f32], cache: &mut (HeadRows, HeadRows), causal: bool, cx: Context<'_>) -> Vec<f32> {
+    fn view(
+        &self,
+        view: &View,
+        x: &[f32],
+        cache: &mut (HeadRows, HeadRows),
+        causal: bool,
+        cx: Context<'_>,
+    ) -> Vec<f32> {
         let (s, p) = (&self.shape, &self.params);
         let steps = x.len() / s.d_model.max(1);
         let y = mode_products(x, &p.dims.0, &view.u, cx);
@@ -163,10 +182,21 @@ impl Teaformer {
             cache.1.append_to(h, &v[h]);
         }
         let band = if causal { Band::causal(first as isize) } else { Band::ALL };
-        let scale = 1.0 / (s.d as f32).sqrt();
+        let scale = (1.0 / (s.d as f64).sqrt()) as f32;
         let heads: Vec<Vec<f32>> = (0..s.n_heads)
             .into_par_iter()
-            .map(|h| attend(head_of(&q[h], steps, 1, s.d, 0), cache.0.head(h), cache.1.head(h), scale, None, band, cx).0)
+            .map(|h| {
+                attend(
+                    head_of(&q[h], steps, 1, s.d, 0),
+                    cache.0.head(h),
+                    cache.1.head(h),
+                    scale,
+                    None,
+                    band,
+                    cx,
+                )
+                .0
+            })
             .collect();
         // Heads after one another are the first mode, H p₁ long.
         let joined = interleave(&heads, steps, s.d);
@@ -181,7 +211,14 @@ impl Teaformer {
         self.views.iter().map(|_| one()).collect()
     }
 
-    fn run(&self, x: MatRef<'_, f32>, cache: &mut [(HeadRows, HeadRows)], causal: bool, out: &mut [f32], cx: Context<'_>) {
+    fn run(
+        &self,
+        x: MatRef<'_, f32>,
+        cache: &mut [(HeadRows, HeadRows)],
+        causal: bool,
+        out: &mut [f32],
+        cx: Context<'_>,
+    ) {
         let flat = x.to_mat();
         out.fill(0.0);
         for (view, cache) in self.views.iter().zip(cache) {
@@ -203,7 +240,8 @@ pub fn mode_products<T: Real>(x: &[T], sizes: &[usize], factors: &[Mat<T>], cx: 
             let x = Op::N(MatRef::new(&x, blocks, size));
             gemm(cx.schedule.isa, T::ONE, x, Op::T(f.as_ref()), T::ZERO, &mut out, f.rows(), cx.scratch);
         } else {
-            for (x, out) in x.chunks_exact(size * inner).zip(out.chunks_exact_mut((f.rows() * inner).max(1))) {
+            for (x, out) in x.chunks_exact(size * inner).zip(out.chunks_exact_mut((f.rows() * inner).max(1)))
+            {
                 let x = Op::N(MatRef::new(x, size, inner));
                 gemm(cx.schedule.isa, T::ONE, Op::N(f.as_ref()), x, T::ZERO, out, inner, cx.scratch);
             }
@@ -256,7 +294,9 @@ impl Layer for Teaformer {
     fn forward_all(&self, x: MatRef<'_, f32>, out: &mut [f32], ws: &mut Workspace) -> Result<RunInfo> {
         check_io(x, out, self.shape.d_model)?;
         ws.install(|cx| self.run(x, &mut self.empty(), false, out, cx));
-        Ok(RunInfo::visited(Problem::new(self.shape.n_heads * self.params.views, x.rows(), 1).visible_pairs()))
+        Ok(RunInfo::visited(
+            Problem::new(self.shape.n_heads * self.params.views, x.rows(), 1).visible_pairs(),
+        ))
     }
 
     fn cost(&self, mask: Mask, cached: usize, tokens: usize) -> Option<Cost> {
@@ -302,7 +342,9 @@ impl LayerCache for Cache {
 mod tests {
     use super::super::common::third::tests::{assert_close as assert_near, fill};
     use super::super::mode_wise;
-    use super::super::testing::{assert_close, check_causal, forward, forward_all, random, random_layer, weights_from};
+    use super::super::testing::{
+        assert_close, check_causal, forward, forward_all, random, random_layer, weights_from,
+    };
     use super::*;
     use crate::Options;
     use attlas_num::linalg::{matmul, matmul_nt};
@@ -361,10 +403,14 @@ mod tests {
         for (dims, modes) in [("6", vec![6]), ("2x3", vec![2, 3])] {
             let options = Options::new().with("dims", dims).with("core", dims).with("head", dims);
             let names = [U, QKV[0], QKV[1], QKV[2], O];
-            let weights = names.iter().flat_map(|n| modes.iter().enumerate().map(|(m, &size)| (n[m], Mat::identity(size))));
+            let weights = names
+                .iter()
+                .flat_map(|n| modes.iter().enumerate().map(|(m, &size)| (n[m], Mat::identity(size))));
             let layer = LAYER.layer(&s, &options, weights_from(weights)).unwrap();
             let ws = Workspace::single().unwrap();
-            let plain = attend(x.as_ref(), x.as_ref(), x.as_ref(), 1.0 / 6f32.sqrt(), None, Band::ALL, ws.context()).0;
+            let plain =
+                attend(x.as_ref(), x.as_ref(), x.as_ref(), 1.0 / 6f32.sqrt(), None, Band::ALL, ws.context())
+                    .0;
             assert_close(&forward_all(&*layer, &x), &plain);
         }
     }
@@ -391,7 +437,8 @@ mod tests {
         assert_eq!(product_flops(&[4, 6], &[3, 5]), 2 * (3 * 24 + 15 * 6));
         let at = |n| layer.cost(Mask::None, 0, n).unwrap().run_flops;
         assert_eq!(at(20) - 2 * at(10), 2 * 4 * 100 * 4 * 2);
-        for bad in [options().with("dims", "4x5"), options().with("core", "3"), options().with("head", "2x3")] {
+        for bad in [options().with("dims", "4x5"), options().with("core", "3"), options().with("head", "2x3")]
+        {
             assert!((LAYER.weights)(&SHAPE, &bad).is_err());
         }
         assert!((LAYER.weights)(&LayerShape { n_kv_heads: 1, ..SHAPE }, &options()).is_err());

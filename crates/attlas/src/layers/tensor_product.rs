@@ -27,8 +27,8 @@ use super::common::{Pairs, Rotary, check_io, check_shape, constant, needed, own,
 use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
 use crate::workspace::Context;
 use crate::{
-    Cost, Error, Mask, MatRef, Options, Out, Problem, Qkv, Real, Result, RunInfo, TensorMut, TensorRef, Workspace,
-    registry,
+    Cost, Error, Mask, MatRef, Options, Out, Problem, Qkv, Real, Result, RunInfo, TensorMut, TensorRef,
+    Workspace, registry,
 };
 use attlas_num::kernels::{Op, exp_in_place, gemm, merge_lse};
 use rayon::prelude::*;
@@ -131,15 +131,21 @@ impl Plan {
         p.validate()?;
         check_shape(s)?;
         if s.n_kv_heads != s.n_heads {
-            return Err(Error::shape("key heads", "as many as query heads: ranks take the place of groups", s.n_kv_heads));
+            return Err(Error::shape(
+                "key heads",
+                "as many as query heads: ranks take the place of groups",
+                s.n_kv_heads,
+            ));
         }
         let split = |d: usize| match (p.order, p.d_b) {
             (2, None) => Ok((d, 1)),
             (3, Some(b)) if d.is_multiple_of(b) => Ok((b, d / b)),
             (2, Some(b)) => Err(Error::param("d_b", b, "auto in order 2")),
-            (_, b) => {
-                Err(Error::param("d_b", b.map_or("auto".into(), |b| b.to_string()), format!("a divisor of {d} in order 3")))
-            }
+            (_, b) => Err(Error::param(
+                "d_b",
+                b.map_or("auto".into(), |b| b.to_string()),
+                format!("a divisor of {d} in order 3"),
+            )),
         };
         let (width, width_v) = (split(s.d)?, split(s.d_v)?);
         let mut reasons = Vec::new();
@@ -377,7 +383,8 @@ impl TensorProduct {
         let (h, p) = (self.plan.s.n_heads, &self.plan.p);
         let (a, a_fixed) = self.k.a.of(&cache.k.a, tokens.clone(), p.rank_k * h);
         let late = p.share_b || matches!(self.k.b, Some(Map::Fixed(..)));
-        let b = self.features(&self.k, &cache.k, tokens.clone(), self.plan.width, late.then_some(tokens.start));
+        let b =
+            self.features(&self.k, &cache.k, tokens.clone(), self.plan.width, late.then_some(tokens.start));
         Side { rank: p.rank_k, a, a_fixed, b }
     }
 
@@ -404,7 +411,7 @@ impl TensorProduct {
         let s = self.plan.s;
         let (h, total) = (s.n_heads, cache.len);
         let first = total - tokens;
-        let scale = 1.0 / (s.d as f32).sqrt();
+        let scale = (1.0 / (s.d as f64).sqrt()) as f32;
         let problem = Problem { d_v: s.d_v, mask, ..Problem::new(h, 1, s.d) }.with_lens(tokens, total);
         if mask == Mask::Causal && self.plan.on_factors(tokens) {
             let sizes = Sizes { heads: h, d: s.d, d_v: s.d_v, scale };
@@ -412,7 +419,9 @@ impl TensorProduct {
                 (0..tokens)
                     .into_par_iter()
                     .map(|t| {
-                        let load = |range: Range<usize>| (self.keys(cache, range.clone()), self.values(cache, range));
+                        let load = |range: Range<usize>| {
+                            (self.keys(cache, range.clone()), self.values(cache, range))
+                        };
                         attend_factors(&sizes, &q.token(t, h, s.d), first + t + 1, &load, cx)
                     })
                     .collect()
@@ -422,7 +431,11 @@ impl TensorProduct {
         let exact = registry::method("exact")?.plan(&problem, &Options::new())?;
         let (q, k, v) = ws.install(|_| {
             let combine = |side: Side<'_, f32>, width| combine(&side, h, width);
-            (q.heads(h, s.d), combine(self.keys(cache, 0..total), s.d), combine(self.values(cache, 0..total), s.d_v))
+            (
+                q.heads(h, s.d),
+                combine(self.keys(cache, 0..total), s.d),
+                combine(self.values(cache, 0..total), s.d_v),
+            )
         });
         let mut out = vec![0.0; tokens * h * s.d_v];
         let inputs = Qkv::new(
@@ -613,7 +626,16 @@ fn chunk<'c, T: Real>(
                 let b = Op::T(MatRef::new(b, *rank, d));
                 gemm(isa, T::ONE, Op::N(b_k), b, T::ZERO, &mut shared, *rank, cx.scratch);
                 let p = Op::N(MatRef::new(&shared[..], rows, *rank));
-                gemm(isa, T::ONE, p, Op::N(MatRef::new(a, *rank, heads)), T::ZERO, &mut scores, heads, cx.scratch);
+                gemm(
+                    isa,
+                    T::ONE,
+                    p,
+                    Op::N(MatRef::new(a, *rank, heads)),
+                    T::ZERO,
+                    &mut scores,
+                    heads,
+                    cx.scratch,
+                );
                 T::from_usize(*rank)
             }
         };
@@ -658,7 +680,8 @@ fn chunk<'c, T: Real>(
         let total = T::from_usize(rank_v) * l;
         o.iter_mut().for_each(|x| *x = if l == T::ZERO { T::ZERO } else { *x / total });
     }
-    let lse = m.iter().zip(&l).map(|(&m, &l)| if l == T::ZERO { T::NEG_INFINITY } else { m + l.ln() }).collect();
+    let lse =
+        m.iter().zip(&l).map(|(&m, &l)| if l == T::ZERO { T::NEG_INFINITY } else { m + l.ln() }).collect();
     (acc, lse)
 }
 
@@ -807,7 +830,9 @@ mod tests {
     use super::super::common::fold::attend;
     use super::super::common::third::tests::{assert_known, fill};
     use super::super::grouped_query;
-    use super::super::testing::{assert_close, check_causal, forward, forward_all, random, random_layer, weights_from};
+    use super::super::testing::{
+        assert_close, check_causal, forward, forward_all, random, random_layer, weights_from,
+    };
     use super::*;
     use crate::Mat;
     use attlas_num::kernels::Band;
@@ -821,9 +846,24 @@ mod tests {
         let none = Options::new();
         check_causal(&LAYER, &SHAPE, &none, 33);
         check_causal(&LAYER, &SHAPE, &none.clone().with("path", "factors"), 20);
-        check_causal(&LAYER, &SHAPE, &none.clone().with("path", "materialised").with("head_act", "softmax"), 20);
-        check_causal(&LAYER, &SHAPE, &none.clone().with("contextual", "b_only").with("rope", "interleaved"), 20);
-        check_causal(&LAYER, &SHAPE, &none.clone().with("contextual", "a_only").with("head_act", "sigmoid"), 20);
+        check_causal(
+            &LAYER,
+            &SHAPE,
+            &none.clone().with("path", "materialised").with("head_act", "softmax"),
+            20,
+        );
+        check_causal(
+            &LAYER,
+            &SHAPE,
+            &none.clone().with("contextual", "b_only").with("rope", "interleaved"),
+            20,
+        );
+        check_causal(
+            &LAYER,
+            &SHAPE,
+            &none.clone().with("contextual", "a_only").with("head_act", "sigmoid"),
+            20,
+        );
         check_causal(&LAYER, &SHAPE, &none.clone().with("kv_only", true).with("rope_dim", 4), 20);
         check_causal(&LAYER, &LayerShape { d_v: 8, ..SHAPE }, &none.clone().with("share_b", true), 20);
         for path in ["factors", "materialised"] {
@@ -858,7 +898,9 @@ mod tests {
         let x = random("x", 25, 20);
         let shared = random_layer(&LAYER, &s, &Options::new().with("share_b", true));
         let specs = (LAYER.weights)(&s, &Options::new()).unwrap();
-        let weights = specs.iter().map(|w| (w.name, random(if w.name == "b_v" { "b_k" } else { w.name }, w.n_out, w.n_in)));
+        let weights = specs
+            .iter()
+            .map(|w| (w.name, random(if w.name == "b_v" { "b_k" } else { w.name }, w.n_out, w.n_in)));
         let full = LAYER.layer(&s, &Options::new(), weights_from(weights)).unwrap();
         assert_close(&forward(&*shared, &x, &[25]), &forward(&*full, &x, &[25]));
         assert_close(&forward(&*shared, &x, &[1; 25]), &forward(&*full, &x, &[25]));
@@ -888,7 +930,11 @@ mod tests {
                     ("b_v", random("v", 4 * groups, 20)),
                     ("o", random("o", 20, 24)),
                 ]);
-                let options = options.with("contextual", "b_only").with("rank_q", 6).with("rank_k", groups).with("rank_v", groups);
+                let options = options
+                    .with("contextual", "b_only")
+                    .with("rank_q", 6)
+                    .with("rank_k", groups)
+                    .with("rank_v", groups);
                 let layer = LAYER.layer(&SHAPE, &options, weights).unwrap();
                 let want = forward(&*plain, &x, &[21]);
                 assert_close(&forward(&*layer, &x, &[21]), &want);
@@ -903,7 +949,8 @@ mod tests {
         // Heads of 4 rotated and 4 plain features, latent width 5, the rotated key shared by all heads.
         let (h, latent) = (6, 5);
         let x = random("x", 19, 20);
-        let (down, up, rotated) = (random("down", latent, 20), random("up", h * 4, latent), random("rotated", 4, 20));
+        let (down, up, rotated) =
+            (random("down", latent, 20), random("up", h * 4, latent), random("rotated", 4, 20));
         let w_q = random("q", h * 8, 20);
         let up_down = matmul(up.as_ref(), down.as_ref());
         let mut b_k = Mat::zeros((h + 1) * 8, 20);
@@ -931,7 +978,11 @@ mod tests {
         let layer = LAYER.layer(&SHAPE, &options, weights).unwrap();
         // Latent attention as it is written: c = down·x, keys [rope(rotated·x), up·c], values up·c.
         let ws = Workspace::single().unwrap();
-        let table = Table::<f32>::new(&Rope { dim: 4, base: 1e4, layout: Layout::Half, scaling: Scaling::None }, 19, Angles::Single);
+        let table = Table::<f32>::new(
+            &Rope { dim: 4, base: 1e4, layout: Layout::Half, scaling: Scaling::None },
+            19,
+            Angles::Single,
+        );
         let c = matmul_nt(x.as_ref(), down.as_ref());
         let (uc, kr, mut q) = (
             matmul_nt(c.as_ref(), up.as_ref()),
@@ -945,8 +996,19 @@ mod tests {
             table.rotate_tokens_in_place(0, k.data_mut(), 1, 8);
             let v = Mat::from_fn(19, 4, |n, e| uc[(n, i * 4 + e)]);
             let q = Mat::from_fn(19, 8, |n, e| q[(n, i * 8 + e)]);
-            let o = attend(q.as_ref(), k.as_ref(), v.as_ref(), 1.0 / 8f32.sqrt(), None, Band::causal(0), ws.context()).0;
-            o.chunks_exact(4).enumerate().for_each(|(n, o)| heads.row_mut(n)[i * 4..i * 4 + 4].copy_from_slice(o));
+            let o = attend(
+                q.as_ref(),
+                k.as_ref(),
+                v.as_ref(),
+                1.0 / 8f32.sqrt(),
+                None,
+                Band::causal(0),
+                ws.context(),
+            )
+            .0;
+            o.chunks_exact(4)
+                .enumerate()
+                .for_each(|(n, o)| heads.row_mut(n)[i * 4..i * 4 + 4].copy_from_slice(o));
         }
         let want = matmul_nt(heads.as_ref(), random("o", 20, 24).as_ref());
         assert_close(&forward(&*layer, &x, &[19]), want.data());
@@ -959,7 +1021,13 @@ mod tests {
         let x = random("x", 15, 20);
         let specs = (LAYER.weights)(&SHAPE, &Options::new()).unwrap();
         let scaled = specs.iter().map(|w| {
-            let c = if w.name.starts_with('a') { 4.0 } else if w.name.starts_with('b') { 0.25 } else { 1.0 };
+            let c = if w.name.starts_with('a') {
+                4.0
+            } else if w.name.starts_with('b') {
+                0.25
+            } else {
+                1.0
+            };
             let m = random(w.name, w.n_out, w.n_in);
             (w.name, Mat::from_fn(w.n_out, w.n_in, |i, j| c * m[(i, j)]))
         });
@@ -1023,7 +1091,8 @@ mod tests {
         for t in 0..5 {
             let (a, b) = of(&q, 0, t..t + 1);
             let load = |r: Range<usize>| (view(leak(of(&k, 1, r.clone())), 1), view(leak(of(&v, 2, r)), 2));
-            let got = attend_factors(&sizes, &Query::Factors { a: &a, b: &b, rank: 3 }, t + 1, &load, ws.context());
+            let got =
+                attend_factors(&sizes, &Query::Factors { a: &a, b: &b, rank: 3 }, t + 1, &load, ws.context());
             let want = &o[t * 12..(t + 1) * 12];
             assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-13), "{got:?} {want:?}");
         }
@@ -1047,14 +1116,22 @@ mod tests {
             let parameters: usize = specs.iter().map(|w| w.n_out * w.n_in).sum();
             (parameters, (LAYER.cache_elements)(&s, &options).unwrap())
         };
-        let ranks = |q: usize, k: usize, v: usize| Options::new().with("rank_q", q).with("rank_k", k).with("rank_v", v);
+        let ranks = |q: usize, k: usize, v: usize| {
+            Options::new().with("rank_q", q).with("rank_k", k).with("rank_v", v)
+        };
         let (d, h, dh) = (2048, 32, 128);
         assert_eq!(count(ranks(6, 1, 1)), (d * 8 * (h + dh) + d * h * dh, 320));
         assert_eq!(count(ranks(6, 2, 2)), (d * 10 * (h + dh) + d * h * dh, 640));
         assert_eq!((2 * h * dh) as f64 / 320.0, 25.6);
         assert_eq!(count(ranks(6, 2, 2).with("kv_only", true)), (d * 4 * (h + dh) + 2 * d * h * dh, 640));
-        assert_eq!(count(ranks(6, 2, 2).with("contextual", "b_only")), (10 * (d * dh + h) + d * h * dh, 4 * dh));
-        assert_eq!(count(ranks(6, 2, 2).with("contextual", "a_only")), (10 * (d * h + dh) + d * h * dh, 4 * h));
+        assert_eq!(
+            count(ranks(6, 2, 2).with("contextual", "b_only")),
+            (10 * (d * dh + h) + d * h * dh, 4 * dh)
+        );
+        assert_eq!(
+            count(ranks(6, 2, 2).with("contextual", "a_only")),
+            (10 * (d * h + dh) + d * h * dh, 4 * h)
+        );
         let third = ranks(6, 2, 2).with("order", 3).with("d_b", 16);
         assert_eq!(count(third).1, 4 * (h + 16 + 8));
         // T6 medium: 47 heads of 64 at rank 2, against 16 heads of equal parameter count.
@@ -1067,7 +1144,11 @@ mod tests {
         // Multiply-adds for each cached token at d 2048, 32 heads of 64, without the head factors' own.
         let s = LayerShape { d_model: 64, n_heads: 32, n_kv_heads: 32, d: 64, d_v: 64 };
         let work = |q: usize, k: usize, v: usize| {
-            let layer = random_layer(&LAYER, &s, &Options::new().with("rank_q", q).with("rank_k", k).with("rank_v", v));
+            let layer = random_layer(
+                &LAYER,
+                &s,
+                &Options::new().with("rank_q", q).with("rank_k", k).with("rank_v", v),
+            );
             let at = |m| layer.cost(Mask::Causal, m, 1).unwrap().run_flops;
             (at(1001) - at(1000)) / 2 - 32 * k as u64
         };

@@ -109,7 +109,14 @@ pub fn mean_core<T: Real>(cores: &[T], rank: usize) -> Vec<T> {
 }
 
 /// $T_r = \sum_{jm} K_{jr} V_{mr} W_O[jN + m]$ over the rows of `k` and `v`; `o` is $N \times N \times D$.
-pub fn contract<T: Real>(k: MatRef<'_, T>, v: MatRef<'_, T>, o: &[T], n: usize, d: usize, cx: Context<'_>) -> Vec<T> {
+pub fn contract<T: Real>(
+    k: MatRef<'_, T>,
+    v: MatRef<'_, T>,
+    o: &[T],
+    n: usize,
+    d: usize,
+    cx: Context<'_>,
+) -> Vec<T> {
     let rank = k.cols();
     // Sums over fixed runs of j, added in order, whatever the number of threads.
     const RUN: usize = 8;
@@ -162,7 +169,15 @@ fn answer<T: Real>(q: &[T], core: &[T], t: &[T], out: &mut [T]) {
 }
 
 /// Adds the terms of token `i`, the last row of `k` and `v`, to `t`: those with $j = i$ or $m = i$.
-pub fn extend<T: Real>(t: &mut [T], k: MatRef<'_, T>, v: MatRef<'_, T>, o: &[T], n: usize, d: usize, cx: Context<'_>) {
+pub fn extend<T: Real>(
+    t: &mut [T],
+    k: MatRef<'_, T>,
+    v: MatRef<'_, T>,
+    o: &[T],
+    n: usize,
+    d: usize,
+    cx: Context<'_>,
+) {
     let Some(i) = k.rows().checked_sub(1) else { return };
     let mut u = vec![T::ZERO; t.len()];
     let row = MatRef::new(&o[i * n * d..(i * n + i + 1) * d], i + 1, d);
@@ -206,7 +221,10 @@ impl Layer for Tensorized {
         let cache: &mut Cache = own(cache, LAYER.id)?;
         let (first, tokens) = (cache.len(), x.rows());
         if first + tokens > n {
-            return refuse(LAYER.id, format!("{} tokens, and the output weights are for {n}", first + tokens));
+            return refuse(
+                LAYER.id,
+                format!("{} tokens, and the output weights are for {n}", first + tokens),
+            );
         }
         ws.install(|cx| {
             let q = project(&*self.q, x, cx);
@@ -220,7 +238,8 @@ impl Layer for Tensorized {
             cache.summed = first + tokens;
             for (i, out) in out.chunks_exact_mut(d).enumerate() {
                 let seen = first + i + 1;
-                let (k, v) = (MatRef::new(&cache.k[..seen * r], seen, r), MatRef::new(&cache.v[..seen * r], seen, r));
+                let (k, v) =
+                    (MatRef::new(&cache.k[..seen * r], seen, r), MatRef::new(&cache.v[..seen * r], seen, r));
                 extend(&mut cache.t, k, v, &self.o, n, d, cx);
                 answer(&q[i * r..(i + 1) * r], &self.core, &cache.t, out);
             }
@@ -249,7 +268,9 @@ impl Layer for Tensorized {
         let projections = 6 * n * d * r;
         let work = match mask {
             Mask::None => 2 * n * n * r * d + 4 * n * r * d,
-            Mask::Causal => (cached as u64..cached as u64 + n).map(|i| 2 * (2 * i + 1) * r * d + 4 * r * d).sum(),
+            Mask::Causal => {
+                (cached as u64..cached as u64 + n).map(|i| 2 * (2 * i + 1) * r * d + 4 * r * d).sum()
+            }
         };
         let total = (cached + tokens) as u64;
         let read = if mask == Mask::None { n * n } else { total * total - (cached as u64).pow(2) };
@@ -291,7 +312,9 @@ impl LayerCache for Cache {
 #[cfg(test)]
 mod tests {
     use super::super::common::third::tests::{assert_close, assert_known, fill};
-    use super::super::testing::{self, check_causal, forward, forward_all, random, random_layer, random_weights};
+    use super::super::testing::{
+        self, check_causal, forward, forward_all, random, random_layer, random_weights,
+    };
     use super::*;
     use crate::{Mat, Options};
 
@@ -315,7 +338,8 @@ mod tests {
             let seen = if causal { i + 1 } else { n };
             for j in 0..seen {
                 for m in 0..seen {
-                    let a: f64 = (0..core.len()).map(|r| core[r] * x[0][(i, r)] * x[1][(j, r)] * x[2][(m, r)]).sum();
+                    let a: f64 =
+                        (0..core.len()).map(|r| core[r] * x[0][(i, r)] * x[1][(j, r)] * x[2][(m, r)]).sum();
                     (0..o.cols()).for_each(|c| out[(i, c)] += a * o[(j * n + m, c)]);
                 }
             }
@@ -345,9 +369,19 @@ mod tests {
         let ws = Workspace::single().unwrap();
         let all = attend_all(x.map(Mat::as_ref), &core, o.data(), 5, 6, ws.context());
         let all = Mat::from_vec(all, 5, 6);
-        assert_known(&all, &[-0.231127512090, -0.081052551639, -0.242483008205, -0.212248686560], &[], -1.594947105422);
+        assert_known(
+            &all,
+            &[-0.231127512090, -0.081052551639, -0.242483008205, -0.212248686560],
+            &[],
+            -1.594947105422,
+        );
         let masked = causal(x, &core, &o);
-        assert_known(&masked, &[-0.053555982082, -0.011144207612, -0.035022235374, -0.065310627966], &[], -1.159728426722);
+        assert_known(
+            &masked,
+            &[-0.053555982082, -0.011144207612, -0.035022235374, -0.065310627966],
+            &[],
+            -1.159728426722,
+        );
         assert_close(&all, &explicit(x, &core, &o, false), 1e-15 * 16.0);
         assert_close(&masked, &explicit(x, &core, &o, true), 1e-15 * 16.0);
     }
@@ -389,7 +423,14 @@ mod tests {
         let o = fill(49, 2, 4, 1.0);
         let ws = Workspace::single().unwrap();
         let run = |q: &Mat<f64>| {
-            attend_all([q.as_ref(), x[1].as_ref(), x[2].as_ref()], &[0.5, 0.2, 0.3], o.data(), 7, 2, ws.context())
+            attend_all(
+                [q.as_ref(), x[1].as_ref(), x[2].as_ref()],
+                &[0.5, 0.2, 0.3],
+                o.data(),
+                7,
+                2,
+                ws.context(),
+            )
         };
         let (p, q) = (fill(7, 3, 8, 1.0), &x[0]);
         let sum = Mat::from_fn(7, 3, |i, j| p[(i, j)] + 3.0 * q[(i, j)]);

@@ -98,7 +98,11 @@ pub(crate) fn check_causal(kind: &LayerKind, shape: &LayerShape, options: &Optio
         y.row_mut(t).fill(f32::NAN);
         let other = forward(&*layer, &y, &[n]);
         let kept = t * shape.d_model;
-        assert!(whole[..kept].iter().zip(&other[..kept]).all(|(a, b)| a.to_bits() == b.to_bits()), "{}: leak from {t}", kind.id);
+        assert!(
+            whole[..kept].iter().zip(&other[..kept]).all(|(a, b)| a.to_bits() == b.to_bits()),
+            "{}: leak from {t}",
+            kind.id
+        );
         assert!(other[kept..kept + shape.d_model].iter().any(|x| x.is_nan()), "{}: {t} sees itself", kind.id);
     }
 

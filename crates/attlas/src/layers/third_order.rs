@@ -44,7 +44,9 @@ pub static LAYER: LayerKind = LayerKind {
     params: Params::SPECS,
     weights: |shape, options| Ok(weight_specs(shape, &Params::from_options(options)?)),
     cache_elements: |shape, options| cache_elements(shape, &Params::from_options(options)?),
-    build: |shape, options, weights| Ok(Box::new(ThirdOrder::new(*shape, Params::from_options(options)?, weights)?)),
+    build: |shape, options, weights| {
+        Ok(Box::new(ThirdOrder::new(*shape, Params::from_options(options)?, weights)?))
+    },
 };
 
 crate::choices! {
@@ -147,7 +149,11 @@ impl ThirdOrder {
                     return refuse(LAYER.id, "the polynomial method is for the trilinear form");
                 }
                 if !params.degree.is_multiple_of(2) {
-                    return Err(Error::param("degree", params.degree, "an even number: odd ones can be negative"));
+                    return Err(Error::param(
+                        "degree",
+                        params.degree,
+                        "an even number: odd ones can be negative",
+                    ));
                 }
                 let c = match params.basis {
                     Basis::Taylor => taylor(params.degree),
@@ -166,10 +172,21 @@ impl ThirdOrder {
     /// Projections of new tokens: queries, and keys and values of both sides (the second `None` where tied).
     fn project(&self, x: MatRef<'_, f32>, cx: Context<'_>) -> Projected {
         let second = self.second.as_ref().map(|(k, v)| (project(&**k, x, cx), project(&**v, x, cx)));
-        Projected { q: project(&*self.q, x, cx), first: (project(&*self.k1, x, cx), project(&*self.v1, x, cx)), second }
+        Projected {
+            q: project(&*self.q, x, cx),
+            first: (project(&*self.k1, x, cx), project(&*self.v1, x, cx)),
+            second,
+        }
     }
 
-    fn attend(&self, cache: &Exact, q: &[f32], tokens: usize, band: Band, cx: Context<'_>) -> (Vec<Vec<f32>>, u64) {
+    fn attend(
+        &self,
+        cache: &Exact,
+        q: &[f32],
+        tokens: usize,
+        band: Band,
+        cx: Context<'_>,
+    ) -> (Vec<Vec<f32>>, u64) {
         let s = &self.shape;
         let form = if self.params.form == Score::Strassen { Form::Strassen } else { Form::Trilinear };
         let parts: Vec<(Vec<f32>, u64)> = (0..s.n_heads)
@@ -237,7 +254,10 @@ impl ThirdOrder {
             for h in g * group..(g + 1) * group {
                 n.see_queries(head_of(&y.q, tokens, s.n_heads, s.d, h));
             }
-            n.see_keys(head_of(&y.first.0, tokens, s.n_kv_heads, s.d, g), head_of(k2, tokens, s.n_kv_heads, s.d, g));
+            n.see_keys(
+                head_of(&y.first.0, tokens, s.n_kv_heads, s.d, g),
+                head_of(k2, tokens, s.n_kv_heads, s.d, g),
+            );
             largest = largest.max(self.scale * n.bound());
             norms.push(n);
         }
@@ -290,7 +310,11 @@ impl Layer for ThirdOrder {
         let s = &self.shape;
         match &self.monomials {
             None => Box::new(Exact::new(s, self.params.tied)),
-            Some(m) => Box::new(Sums { states: vec![State::new(m.rank(), s.d_v); s.n_kv_heads], len: 0, lost: false }),
+            Some(m) => Box::new(Sums {
+                states: vec![State::new(m.rank(), s.d_v); s.n_kv_heads],
+                len: 0,
+                lost: false,
+            }),
         }
     }
 
@@ -308,7 +332,10 @@ impl Layer for ThirdOrder {
         if let Some(m) = &self.monomials {
             let cache: &mut Sums = own(cache, LAYER.id)?;
             if cache.lost {
-                return refuse(LAYER.id, "tokens cannot be taken back from the sums of the polynomial method");
+                return refuse(
+                    LAYER.id,
+                    "tokens cannot be taken back from the sums of the polynomial method",
+                );
             }
             return ws.install(|cx| {
                 let y = self.project(x, cx);
@@ -522,7 +549,9 @@ impl Monomials {
                 let found = rank.map_or("more than can be counted".into(), |r| r.to_string());
                 return refuse(
                     LAYER.id,
-                    format!("{found} monomials of degree {g} in {d} variables, more than {MAX_RANK}; use narrower heads or a lower degree"),
+                    format!(
+                        "{found} monomials of degree {g} in {d} variables, more than {MAX_RANK}; use narrower heads or a lower degree"
+                    ),
                 );
             }
         }
@@ -690,7 +719,9 @@ impl Norms {
 #[cfg(test)]
 mod tests {
     use super::super::common::third::tests as pairs;
-    use super::super::testing::{assert_close, check_causal, forward, forward_all, random, random_layer, random_weights};
+    use super::super::testing::{
+        assert_close, check_causal, forward, forward_all, random, random_layer, random_weights,
+    };
     use super::*;
     use crate::Options;
 
@@ -743,7 +774,14 @@ mod tests {
     fn the_polynomial_method_has_the_known_errors() {
         let x = pairs::known_inputs(6, 4, 1.0);
         let exact = pairs::run(&pairs::pairwise(&x, 0.5)).0;
-        let known = [(1, 5, 5.582e-3), (2, 15, 7.421e-4), (3, 35, 1.304e-4), (4, 70, 1.631e-5), (6, 210, 1.577e-7), (8, 495, 8.761e-10)];
+        let known = [
+            (1, 5, 5.582e-3),
+            (2, 15, 7.421e-4),
+            (3, 35, 1.304e-4),
+            (4, 70, 1.631e-5),
+            (6, 210, 1.577e-7),
+            (8, 495, 8.761e-10),
+        ];
         for (g, rank, want) in known {
             assert_eq!(Monomials::new(4, &taylor(g), 0.5).unwrap().rank(), rank);
             let got = polynomial(&x, &taylor(g), 0.5, false);
@@ -758,12 +796,17 @@ mod tests {
         let p = Pairwise { band1: Band::causal(0), band2: Band::causal(0), ..pairs::pairwise(&x, 0.5) };
         let exact = pairs::run(&p).0;
         pairs::assert_close(&polynomial(&x, &taylor(12), 0.5, true), &exact, 1e-11);
-        // At the same degree the interpolant is nearer than Taylor's polynomial.
-        let distance = |c: &[f64]| {
-            let got = polynomial(&x, c, 0.5, true);
-            got.data().iter().zip(exact.data()).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+        // Both polynomials stay within the bound that their error on the weights gives.
+        let logit = |i: usize, j: usize, k: usize| {
+            (0..3).map(|l| 0.5 * x[0][(i, l)] * x[1][(j, l)] * x[2][(k, l)]).sum::<f64>()
         };
-        assert!(distance(&chebyshev(4, 0.7)) < distance(&taylor(4)));
+        let z = (0..729).map(|n| logit(n / 81, n / 9 % 9, n % 9).abs()).fold(0.0, f64::max);
+        let value = 0.8 * 0.8;
+        for (c, eps) in
+            [(taylor(4), taylor_error(z, 4)), (chebyshev(4, z), relative_error(&chebyshev(4, z), z))]
+        {
+            pairs::assert_close(&polynomial(&x, &c, 0.5, true), &exact, 2.0 * eps / (1.0 - eps) * value);
+        }
     }
 
     #[test]
@@ -784,7 +827,8 @@ mod tests {
         let mut layer = random_layer(&LAYER, &SHAPE, &options.clone().with("scale", 30.0));
         let x = random("x", 5, 20);
         let mut cache = layer.new_cache();
-        let error = layer.forward(x.as_ref(), &mut *cache, &mut [0.0; 100], &mut Workspace::single().unwrap());
+        let error =
+            layer.forward(x.as_ref(), &mut *cache, &mut [0.0; 100], &mut Workspace::single().unwrap());
         assert!(error.unwrap_err().to_string().contains("logits may reach"));
         assert_eq!(cache.len(), 0);
         layer = random_layer(&LAYER, &SHAPE, &options.clone().with("scale", 0.05));
@@ -800,7 +844,10 @@ mod tests {
     #[test]
     fn ranks_are_the_binomials_of_the_page() {
         let rank = |d, g| Monomials::new(d, &taylor(g), 1.0).unwrap().rank();
-        assert_eq!([rank(8, 2), rank(8, 4), rank(8, 6), rank(16, 2), rank(16, 4)], [45, 495, 3003, 153, 4845]);
+        assert_eq!(
+            [rank(8, 2), rank(8, 4), rank(8, 6), rank(16, 2), rank(16, 4)],
+            [45, 495, 3003, 153, 4845]
+        );
         assert_eq!([rank(32, 2), rank(32, 3), rank(64, 2)], [561, 6545, 2145]);
     }
 }

@@ -107,7 +107,10 @@ impl TwoSimplicial {
             return Err(Error::shape("head width", "a multiple of 3 for determinants", shape.d));
         }
         if params.rope && params.form == Score::Trilinear {
-            return refuse(LAYER.id, "the trilinear form is not invariant under rotations: rope needs form = determinant");
+            return refuse(
+                LAYER.id,
+                "the trilinear form is not invariant under rotations: rope needs form = determinant",
+            );
         }
         let mut take = |name| take(&mut weights, name);
         let (k, v) = ([take("k1")?, take("k2")?], [take("v1")?, take("v2")?]);
@@ -151,7 +154,12 @@ impl Layer for TwoSimplicial {
 
     fn new_cache(&self) -> Box<dyn LayerCache> {
         let s = &self.shape;
-        let side = |w| Window { k: HeadRows::new(s.n_kv_heads, s.d), v: HeadRows::new(s.n_kv_heads, s.d_v), start: 0, w };
+        let side = |w| Window {
+            k: HeadRows::new(s.n_kv_heads, s.d),
+            v: HeadRows::new(s.n_kv_heads, s.d_v),
+            start: 0,
+            w,
+        };
         Box::new(Cache { sides: self.windows().map(side), len: 0 })
     }
 
@@ -188,7 +196,8 @@ impl Layer for TwoSimplicial {
                 Band { lower: Some(shift + 1 - side.w as isize), upper: Some(shift) }
             };
             let scale = self.params.scale.unwrap_or(1.0 / (s.d as f64).sqrt());
-            let form = if self.params.form == Score::Determinant { Form::Determinant } else { Form::Trilinear };
+            let form =
+                if self.params.form == Score::Determinant { Form::Determinant } else { Form::Trilinear };
             let parts: Vec<(Vec<f32>, u64)> = (0..s.n_heads)
                 .into_par_iter()
                 .map(|h| {
@@ -227,8 +236,8 @@ impl Layer for TwoSimplicial {
         let pairs: u64 = (cached + 1..=cached + tokens)
             .map(|n| self.windows().map(|w| n.min(w) as u64).iter().product::<u64>())
             .sum();
-        let run_flops = 2 * (tokens * self.parameters()) as u64
-            + 2 * pairs * (s.n_heads * (s.d + s.d_v)) as u64;
+        let run_flops =
+            2 * (tokens * self.parameters()) as u64 + 2 * pairs * (s.n_heads * (s.d + s.d_v)) as u64;
         let held: usize = self.windows().iter().map(|&w| w.min(cached + tokens)).sum();
         let bytes = 4 * (held * s.n_kv_heads * (s.d + s.d_v) + 2 * tokens * s.d_model) as u64;
         Some(Cost { setup_flops: 0, run_flops, bytes })
@@ -317,7 +326,8 @@ pub fn gram<T: Real>(
     ws: &Workspace,
 ) -> Result<Mat<T>> {
     let (m, h) = (u.rows(), u.cols());
-    let fits = [p.cols(), l1.cols(), l2.cols()].iter().all(|&c| c == p.cols()) && l1.rows() == m && l2.rows() == m;
+    let fits =
+        [p.cols(), l1.cols(), l2.cols()].iter().all(|&c| c == p.cols()) && l1.rows() == m && l2.rows() == m;
     if !fits || b.len() != h * h * h {
         return Err(Error::shape(
             "two-simplicial operands",
@@ -364,7 +374,9 @@ pub fn gram<T: Real>(
 mod tests {
     use super::super::common::fold::attend;
     use super::super::common::third::tests as pairs;
-    use super::super::testing::{assert_close, check_causal, dense, forward, random, random_layer, random_weights};
+    use super::super::testing::{
+        assert_close, check_causal, dense, forward, random, random_layer, random_weights,
+    };
     use super::super::third_order;
     use super::*;
     use crate::Options;
@@ -451,7 +463,9 @@ mod tests {
         let longer = Mat::from_fn(21, 20, |i, j| if i < 13 { 0.1 } else { x[(i - 13, j)] });
         let (short, long) = (forward(&*layer, &x, &[8]), forward(&*layer, &longer, &[21]));
         assert_close(&long[(13 + 3) * 20..], &short[3 * 20..]);
-        assert!(TwoSimplicial::new(SHAPE, Params { rope: true, ..Params::default() }, Weights::new()).is_err());
+        assert!(
+            TwoSimplicial::new(SHAPE, Params { rope: true, ..Params::default() }, Weights::new()).is_err()
+        );
     }
 
     #[test]

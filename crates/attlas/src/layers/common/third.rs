@@ -129,8 +129,14 @@ impl<T: Real> Pairwise<'_, T> {
     pub fn run(&self, out: &mut [T], lse: &mut [T], cx: Context<'_>) {
         let (rows, d, d_v) = (self.q.rows(), self.q.cols(), self.v1.cols());
         assert!(self.k1.cols() == d && self.k2.cols() == d, "queries and keys of different width");
-        assert!(self.v1.rows() == self.k1.rows() && self.v2.rows() == self.k2.rows(), "as many values as keys");
-        assert!(self.v2.cols() == d_v && out.len() == rows * d_v && lse.len() == rows, "outputs of another size");
+        assert!(
+            self.v1.rows() == self.k1.rows() && self.v2.rows() == self.k2.rows(),
+            "as many values as keys"
+        );
+        assert!(
+            self.v2.cols() == d_v && out.len() == rows * d_v && lse.len() == rows,
+            "outputs of another size"
+        );
         assert!(self.form != Form::Determinant || d.is_multiple_of(3), "determinants need chunks of three");
         if rows == 0 {
             return;
@@ -149,18 +155,21 @@ impl<T: Real> Pairwise<'_, T> {
             }
             return;
         }
-        out.par_chunks_mut(ROWS * d_v).zip(lse.par_chunks_mut(ROWS)).enumerate().for_each(|(b, (out, lse))| {
-            let sums = side.block(b * ROWS..b * ROWS + lse.len(), cx);
-            for ((sum, out), lse) in sums.iter().zip(out.chunks_exact_mut(d_v)).zip(lse) {
-                sum.write(out, lse);
-            }
-        });
+        out.par_chunks_mut(ROWS * d_v).zip(lse.par_chunks_mut(ROWS)).enumerate().for_each(
+            |(b, (out, lse))| {
+                let sums = side.block(b * ROWS..b * ROWS + lse.len(), cx);
+                for ((sum, out), lse) in sums.iter().zip(out.chunks_exact_mut(d_v)).zip(lse) {
+                    sum.write(out, lse);
+                }
+            },
+        );
     }
 
     /// Pairs that are scored.
     pub fn pairs(&self) -> u64 {
         let seen = |i: usize| {
-            self.band1.range(i, self.k1.rows()).len() as u64 * self.band2.range(i, self.k2.rows()).len() as u64
+            self.band1.range(i, self.k1.rows()).len() as u64
+                * self.band2.range(i, self.k2.rows()).len() as u64
         };
         (0..self.q.rows()).map(seen).sum()
     }
@@ -245,8 +254,7 @@ impl<'a, T: Real> Side<'a, T> {
             for (i, a) in (from..to).zip(a.chunks_exact_mut(d)) {
                 self.query(i, j, a);
             }
-            let keys =
-                self.inner.range(from, n_inner).start..self.inner.range(to - 1, n_inner).end;
+            let keys = self.inner.range(from, n_inner).start..self.inner.range(to - 1, n_inner).end;
             let keys = keys.start..keys.end.max(keys.start);
             let (u, lse) = attend(
                 MatRef::new(a, to - from, d),
@@ -421,7 +429,13 @@ pub(crate) mod tests {
     #[test]
     fn blocks_equal_the_explicit_formula_for_every_form_and_band() {
         for (rows, n1, n2) in [(3, 11, 7), (9, 5, 13), (100, 20, 20), (7, 300, 2), (1, 1, 1), (8, 0, 4)] {
-            let x = [fill(rows, 6, 1, 2.0), fill(n1, 6, 2, 2.0), fill(n2, 6, 3, 2.0), fill(n1, 5, 4, 1.0), fill(n2, 5, 5, 1.0)];
+            let x = [
+                fill(rows, 6, 1, 2.0),
+                fill(n1, 6, 2, 2.0),
+                fill(n2, 6, 3, 2.0),
+                fill(n1, 5, 4, 1.0),
+                fill(n2, 5, 5, 1.0),
+            ];
             for form in [Form::Trilinear, Form::Determinant, Form::Strassen] {
                 for (b1, b2) in [
                     (Band::ALL, Band::ALL),
@@ -442,17 +456,18 @@ pub(crate) mod tests {
 
     #[test]
     fn ones_as_second_keys_and_values_leave_ordinary_attention() {
-        let x = [fill(40, 5, 1, 2.0), fill(40, 5, 2, 2.0), fill(40, 5, 3, 0.0), fill(40, 3, 4, 1.0), fill(40, 3, 5, 0.0)];
+        let x = [
+            fill(40, 5, 1, 2.0),
+            fill(40, 5, 2, 2.0),
+            fill(40, 5, 3, 0.0),
+            fill(40, 3, 4, 1.0),
+            fill(40, 3, 5, 0.0),
+        ];
         let ones = |w| Mat::from_fn(40, w, |_, _| 1.0);
         let (k2, v2) = (ones(5), ones(3));
         for band in [Band::ALL, Band::causal(0)] {
-            let p = Pairwise {
-                k2: k2.as_ref(),
-                v2: v2.as_ref(),
-                band1: band,
-                band2: band,
-                ..pairwise(&x, 0.6)
-            };
+            let p =
+                Pairwise { k2: k2.as_ref(), v2: v2.as_ref(), band1: band, band2: band, ..pairwise(&x, 0.6) };
             let ws = Workspace::single().unwrap();
             let plain = attend(p.q, p.k1, p.v1, 0.6, None, band, ws.context()).0;
             assert_close(&run(&p).0, &Mat::from_vec(plain, 40, 3), 1e-14 * 10.0);
@@ -503,18 +518,26 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn a_constant_on_all_logits_of_a_row_changes_nothing() {
+        let x = known_inputs(15, 4, 1.0);
+        let wide = |m: &Mat<f64>, last: f64| Mat::from_fn(15, 5, |i, j| if j < 4 { m[(i, j)] } else { last });
+        let (q, k1, k2) = (wide(&x[0], 37.0), wide(&x[1], 1.0), wide(&x[2], 1.0));
+        let p = pairwise(&x, 0.5);
+        let shifted = Pairwise { q: q.as_ref(), k1: k1.as_ref(), k2: k2.as_ref(), ..p };
+        let (a, b) = (run(&p), run(&shifted));
+        assert_close(&a.0, &b.0, 64.0 * f64::EPSILON * 37.0);
+        assert!(a.1.iter().zip(&b.1).all(|(a, b)| (b - a - 18.5).abs() < 1e-13));
+    }
+
+    #[test]
     fn determinants_vanish_for_parallel_keys_and_keep_under_common_rotations() {
         let x = known_inputs(12, 3, 1.0);
         let parallel = Mat::from_fn(12, 3, |_, j| 3.0 * x[1][(0, j)]);
         let one = fill(12, 3, 4, 1.0);
         let p = Pairwise { form: Form::Determinant, ..pairwise(&x, 2.0) };
         // One first key, all second keys parallel to it: all logits 0, so the log-sum-exp counts pairs.
-        let flat = Pairwise {
-            k1: p.k1.sub_rows(0..1),
-            v1: one.as_ref().sub_rows(0..1),
-            k2: parallel.as_ref(),
-            ..p
-        };
+        let flat =
+            Pairwise { k1: p.k1.sub_rows(0..1), v1: one.as_ref().sub_rows(0..1), k2: parallel.as_ref(), ..p };
         assert!(run(&flat).1.iter().all(|l| (l - 12f64.ln()).abs() < 1e-14));
         let (c, s) = (0.8, 0.6);
         let turn = |m: &Mat<f64>| {
