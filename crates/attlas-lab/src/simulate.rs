@@ -907,7 +907,9 @@ mod tests {
                     .run(1)
                     .unwrap();
                 assert_eq!(run.third_order.errors, 0, "n = {n}, M = {m}");
-                assert!(run.third_order.least_yes.is_none_or(|y| y >= 0.9999), "{run:?}");
+                // The construction promises 1e-3; more tokens sharpen it, because its factor grows with their number.
+                let slack = if n == 1 { LEAK } else { 1e-4 };
+                assert!(run.third_order.least_yes.is_none_or(|y| y >= 1.0 - slack), "{run:?}");
                 assert!(run.third_order.most_no.is_none_or(|y| y <= 7e-4), "{run:?}");
                 let two = Matching { n, modulus: Some(m), count: 140, task: Task::Match2, single, seed: 3 }
                     .run(1)
