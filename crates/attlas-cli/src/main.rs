@@ -9,9 +9,10 @@ mod args;
 mod bench;
 mod compare;
 mod progress;
+mod simulate;
 
 use args::{Cli, Command, CompareArgs, MethodsArgs};
-use attlas_lab::atlas::{Atlas, MethodEntry};
+use attlas_lab::atlas::{Atlas, ConversionEntry, LayerEntry, MethodEntry};
 use attlas_lab::select;
 use clap::Parser;
 use std::io::Write;
@@ -34,6 +35,7 @@ fn main() -> ExitCode {
         Some(Command::Methods(a)) => methods(a, &cli.common),
         Some(Command::Compare(a)) => compare::run(a, &cli.common),
         Some(Command::Bench(a)) => bench::run(a, &cli.common),
+        Some(Command::Simulate(a)) => simulate::run(a, &cli.common),
         None => compare::run(&CompareArgs::first_look(&cli.common), &cli.common),
     };
     outcome.unwrap_or_else(|error| {
@@ -81,15 +83,30 @@ fn next_step(error: &attlas_lab::Error) -> &'static str {
     }
 }
 
+/// Shows a method, or a layer or conversion where no method has that id.
+fn describe(id: &str, common: &args::Common) -> Outcome {
+    use attlas::registry;
+    let method = registry::method(id);
+    match (method, registry::layer(id), registry::conversion(id)) {
+        (Ok(m), _, _) if common.json => print_json(&MethodEntry::new(m)),
+        (Ok(m), _, _) => print(&MethodEntry::new(m).text()),
+        (Err(_), Ok(l), _) if common.json => print_json(&LayerEntry::new(l)),
+        (Err(_), Ok(l), c) => {
+            print(&LayerEntry::new(l).text());
+            if let Ok(c) = c {
+                print(&format!("\nconversion {}", ConversionEntry::new(c).text()));
+            }
+        }
+        (Err(_), Err(_), Ok(c)) if common.json => print_json(&ConversionEntry::new(c)),
+        (Err(_), Err(_), Ok(c)) => print(&ConversionEntry::new(c).text()),
+        (Err(e), Err(_), Err(_)) => return Err(e.into()),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
 fn methods(args: &MethodsArgs, common: &args::Common) -> Outcome {
     if let Some(id) = &args.id {
-        let entry = MethodEntry::new(attlas::registry::method(id)?);
-        if common.json {
-            print_json(&entry)
-        } else {
-            print(&entry.text())
-        }
-        return Ok(ExitCode::SUCCESS);
+        return describe(id, common);
     }
     let atlas = Atlas::new(args.family.as_deref().map(select::family).transpose()?);
     if common.json {
@@ -100,7 +117,7 @@ fn methods(args: &MethodsArgs, common: &args::Common) -> Outcome {
         print(&atlas.markdown());
     } else {
         print(&atlas.text());
-        note(common, "`attlas methods ID` shows a method with its parameters.");
+        note(common, "`attlas methods ID` shows a method, layer or conversion with its parameters.");
     }
     Ok(ExitCode::SUCCESS)
 }

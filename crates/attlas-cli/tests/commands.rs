@@ -291,3 +291,53 @@ fn an_interrupt_prints_what_is_finished() {
     let rows = json["rows"].as_array().unwrap().len();
     assert!(json["interrupted"] == true && (2..800).contains(&rows), "{rows} rows");
 }
+
+#[test]
+fn layers_and_conversions_are_shown_whole() {
+    let layer = attlas(&["methods", "third_order"]);
+    assert!(layer.status == 0 && layer.out.contains("degree = 4"), "{}", layer.out);
+    let both = attlas(&["methods", "collaborative"]);
+    assert!(
+        both.out.contains("temperature") && both.out.contains("conversion collaborative"),
+        "{}",
+        both.out
+    );
+    assert_eq!(attlas(&["methods", "trawl", "--json"]).json()["to"], "grouped_query");
+    assert_eq!(attlas(&["methods", "nonsense"]).status, 2);
+}
+
+#[test]
+fn simulate_particles_finds_clusters_and_draws_them() {
+    let folder = Folder::new("particles");
+    let args = ["simulate", "particles", "--json", "--seed", "3", "--svg", "p.svg", "--t-end", "2"];
+    let first = attlas_in(&folder, &args);
+    let json = first.json();
+    assert_eq!(json["cluster"].as_array().unwrap().len(), 20);
+    assert!(json["hull"].as_array().unwrap().len() > 10 && json["energy"].is_null());
+    let svg = std::fs::read_to_string(folder.0.join("p.svg")).unwrap();
+    assert!(svg.starts_with("<svg") && svg.contains("clusters"));
+    assert_eq!(attlas_in(&folder, &args).out, first.out, "the same seed gives the same run");
+    let other = attlas(&["simulate", "particles", "--json", "--seed", "4", "--t-end", "2"]);
+    assert!(other.out != first.out);
+    let text = attlas(&["simulate", "particles", "--model", "sphere", "--n", "8", "--causal"]);
+    assert!(text.status == 0 && text.out.contains("energy") && text.out.contains("8"), "{}", text.out);
+    assert_eq!(attlas(&["simulate", "particles", "--dt", "0"]).status, 2);
+}
+
+#[test]
+fn simulate_match3_shows_what_pairs_cannot_do() {
+    let json = attlas(&["simulate", "match3", "--count", "20", "--json"]).json();
+    assert_eq!((&json["third_order"]["errors"], &json["labels"]), (&Value::from(0), &Value::from(320)));
+    assert!(json["pairwise"]["accuracy"].as_f64().unwrap() < 0.8);
+    let two =
+        attlas(&["simulate", "match3", "--task", "match2", "--modulus", "16", "--count", "20", "--json"])
+            .json();
+    assert_eq!(two["pairwise"]["errors"], 0);
+    let text = attlas(&["simulate", "match3", "--n", "8", "--count", "5", "--single"]);
+    assert!(
+        text.status == 0 && text.out.contains("third order") && text.out.contains("100.00 %"),
+        "{}",
+        text.out
+    );
+    assert_eq!(attlas(&["simulate", "match3", "--modulus", "1"]).status, 2);
+}

@@ -236,28 +236,71 @@ impl Atlas {
                     let _ = write!(out, "\nDoes not keep {}: {}.\n", law(e), e.reason);
                 }
                 if !m.params.is_empty() {
-                    let mut table = Table::new(&["<parameter", "<default", "<accepted", "<meaning"]);
-                    for p in &m.params {
-                        let name = format!("`{}`", p.name);
-                        table.push(vec![name, p.default.to_string(), p.accepted.clone(), p.doc.clone()]);
-                    }
-                    let _ = write!(out, "\n{}", table.markdown());
+                    let _ = write!(out, "\n{}", param_table(&m.params).markdown());
                 }
             }
         }
-        for (title, entries) in [
-            ("Layers", self.layers.iter().map(|l| (l.id, l.title, l.reference)).collect::<Vec<_>>()),
-            ("Conversions", self.conversions.iter().map(|c| (c.id, c.title, c.reference)).collect()),
-        ] {
-            if !entries.is_empty() {
-                let mut table = Table::new(&["<id", "<title", "<reference"]);
-                entries
-                    .iter()
-                    .for_each(|(id, t, r)| table.push(vec![format!("`{id}`"), t.to_string(), r.to_string()]));
-                let _ = write!(out, "\n## {title}\n\n{}", table.markdown());
+        let mut section = |title: &str, entries: Vec<Described<'_>>| {
+            if entries.is_empty() {
+                return;
             }
-        }
+            let mut table = Table::new(&["<id", "<title", "<reference"]);
+            for e in &entries {
+                table.push(vec![format!("`{}`", e.id), e.title.into(), e.reference.into()]);
+            }
+            let _ = write!(out, "\n## {title}\n\n{}", table.markdown());
+            for e in entries {
+                let kind = title.trim_end_matches('s').to_lowercase();
+                let _ = write!(out, "\n### {kind} {}\n\n{}. {}.{}\n", e.id, e.title, e.reference, e.more);
+                if !e.params.is_empty() {
+                    let _ = write!(out, "\n{}", param_table(e.params).markdown());
+                }
+            }
+        };
+        section("Layers", self.layers.iter().map(LayerEntry::described).collect());
+        section("Conversions", self.conversions.iter().map(ConversionEntry::described).collect());
         out
+    }
+}
+
+fn param_table(params: &[ParamEntry]) -> Table {
+    let mut table = Table::new(&["<parameter", "<default", "<accepted", "<meaning"]);
+    for p in params {
+        let name = format!("`{}`", p.name);
+        table.push(vec![name, p.default.to_string(), p.accepted.clone(), p.doc.clone()]);
+    }
+    table
+}
+
+fn param_text(params: &[ParamEntry]) -> String {
+    let mut out = String::from("\nparameters\n");
+    if params.is_empty() {
+        out += "  none\n";
+    }
+    for p in params {
+        out += &wrapped(&format!("{} = {} ({})", p.name, p.default, p.accepted), 2, 6);
+        out += &wrapped(&p.doc, 6, 6);
+    }
+    out
+}
+
+/// What pages say of a layer or a conversion.
+struct Described<'a> {
+    id: &'a str,
+    title: &'a str,
+    reference: &'a str,
+    more: String,
+    params: &'a [ParamEntry],
+}
+
+impl Described<'_> {
+    fn text(&self) -> String {
+        let mut out = format!("{}: {}\n", self.id, self.title);
+        out += &wrapped(&format!("reference {}", self.reference), 2, 4);
+        if !self.more.is_empty() {
+            out += &wrapped(&self.more, 2, 4);
+        }
+        out + &param_text(self.params)
     }
 }
 
@@ -373,15 +416,7 @@ impl MethodEntry {
         for e in &c.except {
             out += &wrapped(&format!("does not keep {}: {}", law(e), e.reason), 2, 4);
         }
-        out += "\nparameters\n";
-        if self.params.is_empty() {
-            out += "  none\n";
-        }
-        for p in &self.params {
-            out += &wrapped(&format!("{} = {} ({})", p.name, p.default, p.accepted), 2, 6);
-            out += &wrapped(&p.doc, 6, 6);
-        }
-        out
+        out + &param_text(&self.params)
     }
 }
 
@@ -414,13 +449,35 @@ fn wrapped(text: &str, first: usize, rest: usize) -> String {
 }
 
 impl LayerEntry {
-    fn new(l: &'static LayerKind) -> Self {
+    /// What the registry says of `l`.
+    pub fn new(l: &'static LayerKind) -> Self {
         Self { id: l.id, title: l.title, reference: l.reference, params: params(l.params) }
+    }
+
+    fn described(&self) -> Described<'_> {
+        let Self { id, title, reference, params } = self;
+        Described { id, title, reference, more: String::new(), params }
+    }
+
+    /// Everything about the layer, fit for 80 columns.
+    pub fn text(&self) -> String {
+        self.described().text()
     }
 }
 
 impl ConversionEntry {
-    fn new(c: &'static Conversion) -> Self {
+    fn described(&self) -> Described<'_> {
+        let Self { id, title, reference, from, to, params } = self;
+        Described { id, title, reference, more: format!(" From `{from}` to `{to}`."), params }
+    }
+
+    /// Everything about the conversion, fit for 80 columns.
+    pub fn text(&self) -> String {
+        self.described().text()
+    }
+
+    /// What the registry says of `c`.
+    pub fn new(c: &'static Conversion) -> Self {
         let Conversion { id, title, reference, params: p, from, to } = *c;
         Self { id, title, reference, from, to, params: params(p) }
     }
@@ -442,6 +499,23 @@ mod tests {
             for line in text.lines().chain(page.lines()) {
                 assert!(line.chars().count() < 80 || line.contains(m.title), "{line}");
             }
+        }
+    }
+
+    #[test]
+    fn every_layer_and_conversion_is_on_every_page() {
+        let atlas = Atlas::new(None);
+        let (text, markdown) = (atlas.text(), atlas.markdown());
+        let check = |kind: &str, id: &str, page: String, params: &[ParamSpec]| {
+            assert!(text.contains(id) && markdown.contains(&format!("### {kind} {id}\n")), "{id}");
+            assert!(params.iter().all(|p| page.contains(p.name)), "{page}");
+            assert!(page.lines().skip(1).all(|l| l.chars().count() < 80), "{page}");
+        };
+        for l in registry::LAYERS {
+            check("layer", l.id, LayerEntry::new(l).text(), l.params);
+        }
+        for c in registry::CONVERSIONS {
+            check("conversion", c.id, ConversionEntry::new(c).text(), c.params);
         }
     }
 

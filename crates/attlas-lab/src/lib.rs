@@ -17,6 +17,7 @@ pub mod html;
 pub mod machine;
 mod run;
 pub mod select;
+pub mod simulate;
 pub mod source;
 pub mod stats;
 pub mod synthetic;

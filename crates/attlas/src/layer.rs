@@ -2,7 +2,7 @@
 
 use crate::params::ParamSpec;
 use crate::workspace::Context;
-use crate::{Error, MatRef, Options, Result, RunInfo, Workspace};
+use crate::{Cost, Error, Mask, MatRef, Options, Result, RunInfo, Workspace};
 use attlas_num::Mat;
 use attlas_num::kernels::{Op, gemm};
 use rayon::prelude::*;
@@ -166,6 +166,21 @@ pub trait Layer: Debug + Send + Sync {
         out: &mut [f32],
         ws: &mut Workspace,
     ) -> Result<RunInfo>;
+
+    /// Outputs (`n × d_model`) of a whole sequence `x` (`n × d_model`) without a mask: every token sees every
+    /// other. Layers that have only a causal form refuse; those that have none refuse [`forward`](Self::forward).
+    fn forward_all(&self, _x: MatRef<'_, f32>, _out: &mut [f32], _ws: &mut Workspace) -> Result<RunInfo> {
+        Err(Error::Unsupported {
+            method: "this layer".into(),
+            reasons: vec!["it is offered in its causal form only".into()],
+        })
+    }
+
+    /// Work of `tokens` new tokens after `cached` earlier ones, projections included; `None` where it is not
+    /// counted. Without a mask there are no earlier tokens.
+    fn cost(&self, _mask: Mask, _cached: usize, _tokens: usize) -> Option<Cost> {
+        None
+    }
 }
 
 /// What a layer remembers of the tokens it has seen.

@@ -130,7 +130,7 @@ pub struct ParamSpec {
     pub name: &'static str,
     /// Its documentation.
     pub doc: &'static str,
-    /// "integer", "number", "boolean" or "choice".
+    /// "integer", "number", "boolean", "choice" or "sizes".
     pub kind: &'static str,
     /// Its default.
     pub default: fn() -> Value,
@@ -142,7 +142,7 @@ pub struct ParamSpec {
 pub trait ParamValue: Sized + Clone {
     /// What its range is given in.
     type Bound: PartialOrd + Display + Copy;
-    /// "integer", "number", "boolean" or "choice".
+    /// "integer", "number", "boolean", "choice" or "sizes".
     const KIND: &'static str;
     /// Reads an untyped value; `None` if it is not of this type.
     fn from_value(value: &Value) -> Option<Self>;
@@ -225,6 +225,36 @@ impl ParamValue for bool {
     }
     fn accepted(_: Option<&RangeInclusive<u8>>) -> String {
         "true or false".into()
+    }
+}
+
+/// Sizes of the modes of a tensor or grid, spelt `3x4x5`; a single size is a plain number.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Sizes(pub Vec<usize>);
+
+impl Sizes {
+    /// Product of the sizes, or `None` where it overflows.
+    pub fn product(&self) -> Option<usize> {
+        self.0.iter().try_fold(1usize, |a, &b| a.checked_mul(b))
+    }
+}
+
+impl ParamValue for Sizes {
+    type Bound = usize;
+    const KIND: &'static str = "sizes";
+    fn from_value(value: &Value) -> Option<Self> {
+        let sizes: Option<Vec<usize>> = value.to_string().split('x').map(|part| part.parse().ok()).collect();
+        sizes.map(Self)
+    }
+    fn to_value(&self) -> Value {
+        let words: Vec<String> = self.0.iter().map(usize::to_string).collect();
+        Value::Text(words.join("x"))
+    }
+    fn within(&self, range: &RangeInclusive<usize>) -> bool {
+        self.0.iter().all(|n| range.contains(n))
+    }
+    fn accepted(range: Option<&RangeInclusive<usize>>) -> String {
+        format!("sizes such as 16x32, each {}", usize::accepted(range))
     }
 }
 
@@ -451,6 +481,18 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn sizes_are_read_and_written_with_crosses() {
+        assert_eq!(Sizes::from_value(&Value::from("3x4x5")), Some(Sizes(vec![3, 4, 5])));
+        assert_eq!(Sizes::from_value(&Value::from("7")), Some(Sizes(vec![7])));
+        for bad in ["", "3x", "axb", "3.5", "-1x2"] {
+            assert_eq!(Sizes::from_value(&Value::from(bad)), None, "{bad}");
+        }
+        assert_eq!(Sizes(vec![3, 4]).to_value(), Value::Text("3x4".into()));
+        assert_eq!((Sizes(vec![3, 4]).product(), Sizes(vec![usize::MAX, 2]).product()), (Some(12), None));
+        assert!(Sizes(vec![1, 2]).within(&(1..=2)) && !Sizes(vec![0, 2]).within(&(1..=2)));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use crate::layer::{Conversion, LayerKind};
 use crate::methods::{clustering, exact, kernel, low_rank};
 use crate::{Error, Method, Result};
+use crate::{conversions, layers};
 
 /// Every method, in the order of the survey.
 pub static METHODS: &[&Method] = &[
@@ -39,10 +40,28 @@ pub static METHODS: &[&Method] = &[
 ];
 
 /// Every layer.
-pub static LAYERS: &[&LayerKind] = &[&crate::layers::grouped_query::LAYER];
+pub static LAYERS: &[&LayerKind] = &[
+    &layers::grouped_query::LAYER,
+    &layers::tensor_product::LAYER,
+    &layers::collaborative::LAYER,
+    &layers::tensorized::LAYER,
+    &layers::third_order::LAYER,
+    &layers::two_simplicial::LAYER,
+    &layers::mode_wise::LAYER,
+    &layers::higher_order::LAYER,
+    &layers::axial::LAYER,
+    &layers::teaformer::LAYER,
+];
 
 /// Every conversion of a layer's weights into another form.
-pub static CONVERSIONS: &[&Conversion] = &[];
+pub static CONVERSIONS: &[&Conversion] = &[
+    &conversions::collaborative::CONVERSION,
+    &conversions::svd::CONVERSION,
+    &conversions::shared_factor::CONVERSION,
+    &conversions::tucker::CONVERSION,
+    &conversions::trawl::CONVERSION,
+    &conversions::tensor_product::CONVERSION,
+];
 
 /// The method called `id`, or an error that lists all of them.
 pub fn method(id: &str) -> Result<&'static Method> {
@@ -85,6 +104,29 @@ mod tests {
             matches!(method("nonsense"), Err(Error::UnknownId { known, .. }) if known.len() == METHODS.len())
         );
         assert!(layer("grouped_query").is_ok() && conversion("nonsense").is_err());
+    }
+
+    #[test]
+    fn every_file_under_layers_and_conversions_is_listed() {
+        let ids = |folder: &str| -> Vec<String> {
+            let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src").join(folder);
+            let names =
+                std::fs::read_dir(root).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+            let others = ["mod", "common", "testing"];
+            names
+                .map(|n| n.trim_end_matches(".rs").to_string())
+                .filter(|n| !others.contains(&n.as_str()))
+                .collect()
+        };
+        for id in ids("layers") {
+            assert_eq!(layer(&id).unwrap().id, id);
+        }
+        for id in ids("conversions") {
+            assert_eq!(conversion(&id).unwrap().id, id);
+        }
+        for c in CONVERSIONS {
+            assert!(layer(c.from).is_ok() && layer(c.to).is_ok(), "{}: {} to {}", c.id, c.from, c.to);
+        }
     }
 
     #[test]

@@ -1,0 +1,142 @@
+//! `attlas simulate`.
+
+use crate::args::{Common, MatchArgs, ModelName, ParticlesArgs, SimulateArgs, Simulation, TaskName};
+use crate::{Outcome, note, print, print_json};
+use attlas_lab::simulate::{Matching, Model, Particles, ParticlesRun, Scheme, Score, Task};
+use attlas_lab::table::{Table, number};
+use attlas_lab::trace;
+use std::process::ExitCode;
+
+pub(crate) fn run(args: &SimulateArgs, common: &Common) -> Outcome {
+    match &args.what {
+        Simulation::Particles(a) => particles(a, common),
+        Simulation::Match3(a) => matching(a, common),
+    }
+}
+
+fn form(table: &Table, common: &Common) -> String {
+    if common.csv {
+        table.csv()
+    } else if common.md {
+        table.markdown()
+    } else {
+        table.text()
+    }
+}
+
+fn particles(args: &ParticlesArgs, common: &Common) -> Outcome {
+    let model = match args.model {
+        ModelName::Free => Model::Free,
+        ModelName::Rescaled => Model::Rescaled,
+        ModelName::Sphere => Model::Sphere,
+    };
+    let (n, d) = match model {
+        Model::Sphere => (64, 3),
+        _ => (20, 2),
+    };
+    let mut system = Particles::new(model, args.n.unwrap_or(n), args.d.unwrap_or(d), common.seed);
+    system.beta = args.beta;
+    system.causal = args.causal;
+    system.t_end = args.t_end.unwrap_or(system.t_end);
+    system.dt = args.dt;
+    system.scheme = if args.euler { Scheme::Euler } else { Scheme::Rk4 };
+    let run = if args.refine { system.run_converged()? } else { system.run()? };
+    if let Some(path) = &args.svg {
+        trace::write_file(path, run.svg().as_bytes())?;
+        note(common, &format!("wrote {}", path.display()));
+    }
+    if common.json {
+        print_json(&run);
+        return Ok(ExitCode::SUCCESS);
+    }
+    if !common.csv {
+        print(&format!("{}\n\n", headline(&run).join("\n")));
+    }
+    let mut table = Table::new(&["cluster", "particles", "<centre"]);
+    for (c, (size, centre)) in run.cluster_sizes.iter().zip(&run.centres).enumerate() {
+        let shown: Vec<String> = centre.iter().take(4).map(|x| format!("{x:.3}")).collect();
+        let more = if centre.len() > 4 { ", …" } else { "" };
+        table.push(vec![c.to_string(), size.to_string(), format!("({}{more})", shown.join(", "))]);
+    }
+    print(&form(&table, common));
+    Ok(ExitCode::SUCCESS)
+}
+
+fn headline(run: &ParticlesRun) -> Vec<String> {
+    let last = |series: &[f64]| series.last().copied().unwrap_or(0.0);
+    let mut lines = vec![
+        format!("{} particles in {} dimensions, t = {:.3}", run.n, run.d, run.t),
+        format!(
+            "{} clusters; attention of rank {}, at most {} from a matrix of zeros and ones",
+            run.cluster_sizes.len(),
+            run.rank,
+            number(run.boolean_gap)
+        ),
+        format!("diameter {} -> {}", number(run.diameter[0]), number(last(&run.diameter))),
+    ];
+    if let Some(hull) = &run.hull {
+        let what = if run.d == 1 { "length" } else { "area" };
+        lines.push(format!("{what} of the convex hull {} -> {}", number(hull[0]), number(last(hull))));
+    }
+    if let Some(energy) = &run.energy {
+        lines.push(format!("energy {:.6} -> {:.6}", energy[0], last(energy)));
+    }
+    lines
+}
+
+fn matching(args: &MatchArgs, common: &Common) -> Outcome {
+    let run = Matching {
+        n: args.n,
+        modulus: args.modulus,
+        count: args.count,
+        task: match args.task {
+            TaskName::Match2 => Task::Match2,
+            TaskName::Match3 => Task::Match3,
+        },
+        single: args.single,
+        seed: common.seed,
+    }
+    .run(common.threads)?;
+    if common.json {
+        print_json(&run);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let name = match run.task {
+        Task::Match2 => "match2: x_i + x_j = 0",
+        Task::Match3 => "match3: x_i + x_j + x_k = 0",
+    };
+    if !common.csv {
+        print(&format!(
+            "{name} (mod {}), {} tokens a sequence, {} labels, {:.1} % with a match\n\n",
+            run.modulus,
+            run.n,
+            run.labels,
+            100.0 * run.positive
+        ));
+    }
+    let mut table = Table::new(&["<head", "width", "right", "errors", "least yes", "most no"]);
+    let mut line = |name: &str, width: &str, s: &Score| {
+        let shown = |x: Option<f64>| x.map_or("-".into(), |x| format!("{x:.6}"));
+        table.push(vec![
+            name.into(),
+            width.into(),
+            format!("{:.2} %", 100.0 * s.accuracy),
+            s.errors.to_string(),
+            shown(s.least_yes),
+            shown(s.most_no),
+        ]);
+    };
+    line("third order", "5", &run.third_order);
+    line("pairwise", "3", &run.pairwise);
+    table.push(vec![
+        "majority".into(),
+        "-".into(),
+        format!("{:.2} %", 100.0 * run.majority),
+        "-".into(),
+        "-".into(),
+        "-".into(),
+    ]);
+    print(&form(&table, common));
+    note(common, "\nweights are written by hand: this shows what a head can represent, not what it learns");
+    Ok(ExitCode::SUCCESS)
+}

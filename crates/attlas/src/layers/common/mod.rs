@@ -1,0 +1,141 @@
+//! Pieces that several layers need; no layer lives here.
+
+pub(crate) mod fold;
+pub(crate) mod rows;
+pub mod third;
+
+use crate::layer::{LayerCache, Linear, WeightSpec, Weights};
+use crate::workspace::Context;
+use crate::{Error, MatRef, Problem, Result, Schedule};
+use attlas_num::rope::{Angles, Layout, Rope, Scaling, Table};
+use attlas_num::{Mat, Scratch};
+use std::sync::{Arc, RwLock};
+
+crate::choices! {
+    /// Where the two halves of a rotated pair lie.
+    pub enum Pairs {
+        /// No rotation.
+        None = "none",
+        /// `x[l]` and `x[l + d/2]`, as in Hugging Face checkpoints.
+        Half = "half",
+        /// `x[2l]` and `x[2l + 1]`, as in Meta's, DeepSeek's and GGUF checkpoints.
+        Interleaved = "interleaved",
+    }
+}
+
+/// A weight that must be there.
+pub(crate) fn needed(name: &'static str, n_out: usize, n_in: usize) -> WeightSpec {
+    WeightSpec { name, n_out, n_in, optional: false }
+}
+
+/// A weight that may be missing.
+pub(crate) fn optional(name: &'static str, n_out: usize, n_in: usize) -> WeightSpec {
+    WeightSpec { name, n_out, n_in, optional: true }
+}
+
+/// Takes a weight out of the list.
+pub(crate) fn take(weights: &mut Weights, name: &str) -> Result<Box<dyn Linear>> {
+    weights.remove(name).ok_or_else(|| Error::shape("weight", name, "none of that name"))
+}
+
+/// Runs `work` outside a caller's workspace, for the few weights that are read once when a layer is made.
+fn at_load<R>(work: impl FnOnce(Context<'_>) -> R) -> R {
+    let scratch = Scratch::new();
+    work(Context { schedule: Schedule { threads: 1, ..Schedule::default() }, scratch: &scratch })
+}
+
+/// The numbers of a weight that depends on no token: a map from the single number 1.
+pub(crate) fn constant(w: &dyn Linear) -> Vec<f32> {
+    let mut out = vec![0.0; w.n_out()];
+    at_load(|cx| w.apply(MatRef::new(&[1.0], 1, 1), &mut out, cx));
+    out
+}
+
+/// The matrix of a map, `n_out × n_in`, without its bias.
+pub(crate) fn matrix(w: &dyn Linear) -> Mat<f32> {
+    let (n_out, n_in) = (w.n_out(), w.n_in());
+    let mut columns = vec![0.0; n_in * n_out];
+    let mut bias = vec![0.0; n_out];
+    at_load(|cx| {
+        w.apply(Mat::<f32>::identity(n_in).as_ref(), &mut columns, cx);
+        w.apply(MatRef::new(&vec![0.0; n_in], 1, n_in), &mut bias, cx);
+    });
+    Mat::from_fn(n_out, n_in, |o, i| columns[i * n_out + o] - bias[o])
+}
+
+/// The image of the rows of `x`, contiguous.
+pub(crate) fn project(w: &dyn Linear, x: MatRef<'_, f32>, cx: Context<'_>) -> Vec<f32> {
+    let mut out = vec![0.0; x.rows() * w.n_out()];
+    w.apply(x, &mut out, cx);
+    out
+}
+
+/// Checks the widths of hidden states.
+pub(crate) fn check_io(x: MatRef<'_, f32>, out: &[f32], d_model: usize) -> Result<()> {
+    if x.cols() == d_model && out.len() == x.rows() * d_model {
+        return Ok(());
+    }
+    let found = format!("{} × {} in, {} elements out", x.rows(), x.cols(), out.len());
+    Err(Error::shape("hidden states", format!("{d_model} columns in and out"), found))
+}
+
+/// The cache as the type that layer `id` makes.
+pub(crate) fn own<'a, C: LayerCache>(cache: &'a mut dyn LayerCache, id: &str) -> Result<&'a mut C> {
+    cache
+        .as_any_mut()
+        .downcast_mut::<C>()
+        .ok_or_else(|| Error::shape("cache", format!("one made by {id}"), "another layer's"))
+}
+
+/// A refusal with one reason.
+pub(crate) fn refuse<T>(id: &str, reason: impl Into<String>) -> Result<T> {
+    Err(Error::Unsupported { method: id.into(), reasons: vec![reason.into()] })
+}
+
+/// Checks heads and widths of a layer.
+pub(crate) fn check_shape(s: &crate::layer::LayerShape) -> Result<()> {
+    Problem { d_v: s.d_v, ..Problem::new(s.n_heads, 1, s.d).with_kv_heads(s.n_kv_heads) }.validate()
+}
+
+/// Rotary positions with a table that grows by doubling.
+#[derive(Debug)]
+pub(crate) struct Rotary {
+    rope: Rope,
+    table: RwLock<Option<Arc<Table<f32>>>>,
+}
+
+impl Rotary {
+    /// Rotation of the first `dim` features, or none.
+    pub(crate) fn new(pairs: Pairs, dim: usize, base: f64) -> Result<Option<Self>> {
+        let layout = match pairs {
+            Pairs::None => return Ok(None),
+            Pairs::Half => Layout::Half,
+            Pairs::Interleaved => Layout::Interleaved,
+        };
+        if !dim.is_multiple_of(2) {
+            return Err(Error::shape("rotated width", "an even number for rotary positions", dim));
+        }
+        let rope = Rope { dim, base, layout, scaling: Scaling::None };
+        Ok(Some(Self { rope, table: RwLock::new(None) }))
+    }
+
+    /// A table for at least `positions` positions.
+    pub(crate) fn table(&self, positions: usize) -> Arc<Table<f32>> {
+        let ready = self.table.read().unwrap_or_else(|e| e.into_inner()).clone();
+        match ready {
+            Some(table) if table.positions() >= positions => table,
+            _ => {
+                let table =
+                    Arc::new(Table::new(&self.rope, positions.next_power_of_two().max(256), Angles::Single));
+                *self.table.write().unwrap_or_else(|e| e.into_inner()) = Some(table.clone());
+                table
+            }
+        }
+    }
+
+    /// Rotates `[tokens, heads, width]` in place, the first token standing at `first`.
+    pub(crate) fn rotate(&self, first: usize, x: &mut [f32], heads: usize, width: usize) {
+        let tokens = x.len() / (heads * width).max(1);
+        self.table(first + tokens).rotate_tokens_in_place(first, x, heads, width);
+    }
+}
