@@ -24,6 +24,7 @@
 #![forbid(unsafe_code)]
 
 pub mod cache;
+pub mod diagnostics;
 mod error;
 pub mod group;
 pub mod layer;
