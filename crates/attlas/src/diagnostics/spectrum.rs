@@ -71,7 +71,8 @@ impl Spectrum {
         let variance_rank = match reached {
             _ if complete => AtLeast { value: variance_rank(&values, settings.share), open: false },
             Some(i) => AtLeast { value: i + 1, open: false },
-            None => AtLeast { value: values.len(), open: top > 0.0 },
+            None if top == 0.0 => AtLeast { value: 0, open: false },
+            None => AtLeast { value: values.len(), open: true },
         };
         let above = eps_rank(&values, settings.eps);
         Self {

@@ -34,8 +34,8 @@
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::{
-    CodeIndex, FirstKeys, Join, Meeting, Round, always_support, attend_round, exact_group, exact_rows,
-    exact_scratch_bytes, round_scratch_len,
+    ALWAYS_LEAKS, CodeIndex, FirstKeys, Join, Meeting, Round, always_leaks, attend_round, exact_group,
+    exact_rows, exact_scratch_bytes, round_scratch_len,
 };
 use crate::params::Indices;
 use crate::workspace::Context;
@@ -70,7 +70,7 @@ pub static METHOD: Method = Method {
         &[("rounds", "2"), ("block", "8"), ("min_len", "16"), ("sinks", "1"), ("always", "40+70-71")],
     ],
     supports: |p, options| match Params::from_options(options) {
-        Ok(params) => always_support(p, params.sinks, &params.always),
+        Ok(params) => Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS),
         Err(_) => Support::yes(),
     },
     calibrate: None,

@@ -5,7 +5,7 @@
 
 use crate::group::Group;
 use crate::params::Indices;
-use crate::{Mask, Problem, Real, Result, RunInfo, Support};
+use crate::{Mask, Problem, Real, Result, RunInfo};
 
 /// The keys before all others: the first `sinks` and those of `always`, of `n_k` keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,13 +60,14 @@ impl FirstKeys {
     }
 }
 
-/// Refuses a list that a causal mask cannot honour.
-pub fn always_support(p: &Problem, sinks: usize, always: &Indices) -> Support {
+/// Why [`always_leaks`] refuses.
+pub const ALWAYS_LEAKS: &str =
+    "with a causal mask, keys that every query sees must be the first ones; use sinks instead of always";
+
+/// Whether a list names keys that a causal mask hides from some queries.
+pub fn always_leaks(p: &Problem, sinks: usize, always: &Indices) -> bool {
     let beginning = FirstKeys::new(sinks, always, p.n_k).is_none_or(|first| first.is_beginning());
-    Support::unless(
-        p.mask == Mask::Causal && !beginning,
-        "with a causal mask, keys that every query sees must be the first ones: use sinks",
-    )
+    p.mask == Mask::Causal && !beginning
 }
 
 #[cfg(test)]

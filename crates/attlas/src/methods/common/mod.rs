@@ -19,7 +19,7 @@ mod sorted_blocks;
 mod subset;
 mod tile;
 
-pub use always::{FirstKeys, always_support};
+pub use always::{ALWAYS_LEAKS, FirstKeys, always_leaks};
 pub use causal::{causal_pairs, causal_parts, causal_scratch_bytes, causalize};
 pub use columns::{Columns, divide_by, relative_squares};
 pub use exact_rows::{

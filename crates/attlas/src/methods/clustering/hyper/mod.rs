@@ -53,9 +53,9 @@ mod theory;
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::{
-    Assign, FirstKeys, SortedBlocks, UniformSamples, always_support, attend_blocks, blocks_scratch_bytes,
-    causal_pairs, causal_scratch_bytes, causalize, exact_group, exact_scratch_bytes, sinks_scratch_bytes,
-    with_sinks,
+    ALWAYS_LEAKS, Assign, FirstKeys, SortedBlocks, UniformSamples, always_leaks, attend_blocks,
+    blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, exact_group, exact_scratch_bytes,
+    sinks_scratch_bytes, with_sinks,
 };
 use crate::params::Indices;
 use crate::{Error, Mask, Options, Problem, Real, Result};
@@ -101,7 +101,7 @@ pub static METHOD: Method = Method {
 
 fn supports(p: &Problem, options: &Options) -> Support {
     let params = Params::from_options(options).unwrap_or_default();
-    always_support(p, params.sinks, &params.always).and_unless(
+    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS).and_unless(
         params.variant == Variant::Theory && p.mask == Mask::Causal,
         "variant = theory takes a maximum over all rows, which would let later tokens be felt: use \
          variant = practical for causal problems",

@@ -48,9 +48,9 @@
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::{
-    Assign, Columns, FirstKeys, SortedBlocks, always_support, attend_blocks, blocks_scratch_bytes,
-    causal_pairs, causal_scratch_bytes, causalize, divide_by, exact_group, exact_rows, exact_scratch_bytes,
-    relative_squares, sinks_scratch_bytes, with_sinks,
+    ALWAYS_LEAKS, Assign, Columns, FirstKeys, SortedBlocks, always_leaks, attend_blocks,
+    blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, divide_by, exact_group, exact_rows,
+    exact_scratch_bytes, relative_squares, sinks_scratch_bytes, with_sinks,
 };
 use crate::params::Indices;
 use crate::workspace::Context;
@@ -108,17 +108,17 @@ pub static METHOD: Method = Method {
 fn supports(p: &Problem, options: &Options) -> Support {
     let params = Params::from_options(options).unwrap_or_default();
     let causal = p.mask == Mask::Causal;
-    always_support(p, params.sinks, &params.always)
-    .and_unless(
-        causal && params.p_mode == Probabilities::Kde,
-        "p_mode = kde chooses columns by all queries, which would let later tokens be felt: use value_mix, public \
-         or uniform for causal problems",
-    )
-    .and_unless(
-        causal && params.z_mode == Normaliser::Kde,
-        "z_mode = kde estimates the rows together, which would let later tokens be felt: use z_mode = self_norm for \
-         causal problems",
-    )
+    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
+        .and_unless(
+            causal && params.p_mode == Probabilities::Kde,
+            "p_mode = kde chooses columns by all queries, which would let later tokens be felt: use value_mix, public \
+             or uniform for causal problems",
+        )
+        .and_unless(
+            causal && params.z_mode == Normaliser::Kde,
+            "z_mode = kde estimates the rows together, which would let later tokens be felt: use z_mode = self_norm for \
+             causal problems",
+        )
 }
 
 crate::choices! {

@@ -47,7 +47,9 @@ mod state;
 
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::{FirstKeys, always_support, exact_group, exact_rows, exact_scratch_bytes};
+use crate::methods::common::{
+    ALWAYS_LEAKS, FirstKeys, always_leaks, exact_group, exact_rows, exact_scratch_bytes,
+};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
@@ -100,18 +102,18 @@ pub static METHOD: Method = Method {
     supports: |p, options| match Params::from_options(options) {
         Ok(params) => {
             let dim = params.rope_dim.unwrap_or(p.d);
-            always_support(p, params.sinks, &params.always)
-            .and_unless(
-                params.rope_base.is_some() && !params.always.is_empty(),
-                "keys are turned back by their place, which a list of keys would change; set always = none",
-            )
-            .and_unless(
-                params.rope_base.is_some() && (dim > p.d || !dim.is_multiple_of(2)),
-                format!(
-                    "rope_dim = {dim} rotates whole pairs of the {} features; give an even number up to it",
-                    p.d
-                ),
-            )
+            Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
+                .and_unless(
+                    params.rope_base.is_some() && !params.always.is_empty(),
+                    "keys are turned back by their place, which a list of keys would change; set always = none",
+                )
+                .and_unless(
+                    params.rope_base.is_some() && (dim > p.d || !dim.is_multiple_of(2)),
+                    format!(
+                        "rope_dim = {dim} rotates whole pairs of the {} features; give an even number up to it",
+                        p.d
+                    ),
+                )
         }
         Err(_) => Support::yes(),
     },

@@ -41,9 +41,9 @@
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::{
-    Assign, FirstKeys, SortedBlocks, UniformSamples, always_support, attend_blocks, blocks_scratch_bytes,
-    causal_pairs, causal_scratch_bytes, causalize, exact_group, exact_scratch_bytes, sinks_scratch_bytes,
-    top_indices, with_sinks,
+    ALWAYS_LEAKS, Assign, FirstKeys, SortedBlocks, UniformSamples, always_leaks, attend_blocks,
+    blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, exact_group, exact_scratch_bytes,
+    sinks_scratch_bytes, top_indices, with_sinks,
 };
 use crate::params::Indices;
 use crate::{Mask, MatRef, Problem, Real, Result};
@@ -87,7 +87,7 @@ pub static METHOD: Method = Method {
         &[("keys", "30"), ("block", "30"), ("n_min", "5"), ("score", "norm2"), ("select", "drawn")],
     ],
     supports: |p, options| match Params::from_options(options) {
-        Ok(params) => always_support(p, params.sinks, &params.always),
+        Ok(params) => Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS),
         Err(_) => Support::yes(),
     },
     calibrate: None,

@@ -37,7 +37,7 @@ mod buckets;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support};
 use crate::methods::common::{
-    FirstKeys, Join, Round, always_support, attend_round, attend_subset, exact_group, exact_rows,
+    ALWAYS_LEAKS, FirstKeys, Join, Round, always_leaks, attend_round, attend_subset, exact_group, exact_rows,
     exact_scratch_bytes, round_scratch_len,
 };
 use crate::params::Indices;
@@ -143,23 +143,23 @@ crate::params! {
 
 fn supports(p: &Problem, params: &Params) -> Support {
     let (causal, shared) = (p.mask == Mask::Causal, params.keys == Keys::Shared);
-    always_support(p, params.sinks, &params.always)
-    .and_unless(
-        shared && p.n_heads != p.n_kv_heads,
-        "keys = shared needs a key head for every query head: a query is its own key",
-    )
-    .and_unless(
-        shared && (p.n_q > p.n_k || !causal && p.n_q != p.n_k),
-        "keys = shared needs as many keys as queries, or more with a causal mask",
-    )
-    .and_unless(
-        shared && (params.sinks > 0 || !params.always.is_empty()),
-        "keys = shared has no sinks: every token is hashed; set sinks = 0 and always = none",
-    )
-    .and_unless(
-        causal && params.wrap,
-        "wrap looks into a chunk of other buckets, which depends on later tokens; set wrap = false for a causal mask",
-    )
+    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
+        .and_unless(
+            shared && p.n_heads != p.n_kv_heads,
+            "keys = shared needs a key head for every query head: a query is its own key",
+        )
+        .and_unless(
+            shared && (p.n_q > p.n_k || !causal && p.n_q != p.n_k),
+            "keys = shared needs as many keys as queries, or more with a causal mask",
+        )
+        .and_unless(
+            shared && (params.sinks > 0 || !params.always.is_empty()),
+            "keys = shared has no sinks: every token is hashed; set sinks = 0 and always = none",
+        )
+        .and_unless(
+            causal && params.wrap,
+            "wrap looks into a chunk of other buckets, which depends on later tokens; set wrap = false for a causal mask",
+        )
 }
 
 /// The plan: rounds, chunks and merging.

@@ -36,8 +36,8 @@ use crate::method::{
     Budget, Calibration, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support,
 };
 use crate::methods::common::{
-    Fallback, FirstKeys, Join, Round, always_support, attend_round, attend_subset, exact_group, exact_rows,
-    exact_scratch_bytes, round_scratch_len,
+    ALWAYS_LEAKS, Fallback, FirstKeys, Join, Round, always_leaks, attend_round, attend_subset, exact_group,
+    exact_rows, exact_scratch_bytes, round_scratch_len,
 };
 use crate::params::Indices;
 use crate::workspace::Context;
@@ -168,27 +168,27 @@ crate::params! {
 fn supports(p: &Problem, params: &Params) -> Support {
     let causal = p.mask == Mask::Causal;
     let Params { assignment, fallback, .. } = params;
-    always_support(p, params.sinks, &params.always)
-    .and_unless(
-        causal && *assignment == Some(Assignment::TopW),
-        "top_w over a sequence depends on later tokens; use assignment = nearest_recent for a causal mask",
-    )
-    .and_unless(
-        !causal && *assignment == Some(Assignment::NearestRecent),
-        "nearest_recent needs a causal mask; use assignment = top_w",
-    )
-    .and_unless(
-        causal && *fallback == Some(Unrouted::NearestCentroid),
-        "with a causal mask a query is at its best centroid already; use fallback = self_key, sink_window or zero",
-    )
-    .and_unless(
-        !causal && matches!(fallback, Some(Unrouted::SelfKey | Unrouted::SinkWindow)),
-        "self_key and sink_window need a causal mask; use fallback = nearest_centroid or zero",
-    )
-    .and_unless(
-        params.merge == Merge::Mean && (params.sinks > 0 || !params.always.is_empty()),
-        "an average over groups cannot be merged with sinks; use merge = union, or sinks = 0 and always = none",
-    )
+    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
+        .and_unless(
+            causal && *assignment == Some(Assignment::TopW),
+            "top_w over a sequence depends on later tokens; use assignment = nearest_recent for a causal mask",
+        )
+        .and_unless(
+            !causal && *assignment == Some(Assignment::NearestRecent),
+            "nearest_recent needs a causal mask; use assignment = top_w",
+        )
+        .and_unless(
+            causal && *fallback == Some(Unrouted::NearestCentroid),
+            "with a causal mask a query is at its best centroid already; use fallback = self_key, sink_window or zero",
+        )
+        .and_unless(
+            !causal && matches!(fallback, Some(Unrouted::SelfKey | Unrouted::SinkWindow)),
+            "self_key and sink_window need a causal mask; use fallback = nearest_centroid or zero",
+        )
+        .and_unless(
+            params.merge == Merge::Mean && (params.sinks > 0 || !params.always.is_empty()),
+            "an average over groups cannot be merged with sinks; use merge = union, or sinks = 0 and always = none",
+        )
 }
 
 /// The plan: parameters, and centroids where a calibration gave them.
