@@ -150,6 +150,12 @@ pub(crate) struct CompareArgs {
     /// One line for each head instead of one for each method.
     #[arg(long)]
     pub(crate) each_head: bool,
+    /// Use what methods learnt before, from a file of calibrations, instead of learning from the inputs.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) calibration: Option<PathBuf>,
+    /// Also write what methods learnt to a file of calibrations.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) save_calibration: Option<PathBuf>,
     /// Also write a self-contained page with the table and a plot of error against time.
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,

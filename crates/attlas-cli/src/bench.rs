@@ -101,7 +101,8 @@ fn notes(b: &Bench, common: &Common) {
     note(
         common,
         "\n+-: half the range of the runs; share: F of the multiply-add peak, B of the read\n\
-         bandwidth, the larger; faster: exact over set-up and run in the same rounds;\n\
+         bandwidth, the larger; faster: exact over set-up and run in the same rounds, or\n\
+         exact where the settings covered all keys (left out of the fitted growth);\n\
          scratch: most scratch in use; memory: most allocated, the output apart",
     );
 }

@@ -4,9 +4,9 @@ use crate::args::{Common, CompareArgs, MethodChoice};
 use crate::progress::Progress;
 use crate::{ALLOCATOR, Outcome, STOP, note, print, print_json};
 use attlas::Mask;
-use attlas_lab::compare::{Comparison, Settings, compare};
+use attlas_lab::compare::{Comparison, Settings, compare_with};
 use attlas_lab::table::{bytes, number, seconds};
-use attlas_lab::{Error, Meter, Source, html, trace};
+use attlas_lab::{Calibrations, Error, Meter, Source, html, trace};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
@@ -32,6 +32,8 @@ impl CompareArgs {
             time_limit: Some(FIRST_LOOK_SECONDS),
             budget: None,
             each_head: false,
+            calibration: None,
+            save_calibration: None,
             html: None,
             svg: None,
         }
@@ -81,18 +83,24 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         meter: meter(),
         ..Settings::default()
     };
+    let given = args.calibration.as_deref().map(Calibrations::read).transpose()?.unwrap_or_default();
     catch_interrupts(common);
     let progress = Progress::new(common);
-    let result = compare(
+    let result = compare_with(
         &workload,
         &selection,
         &settings,
+        &given,
         &mut |step| progress.at(step.done, step.total, step.method),
         &STOP,
     );
     progress.end();
     let result = result?;
     show(&result, args, common);
+    if let Some(path) = &args.save_calibration {
+        result.learnt.write(path)?;
+        note(common, &format!("wrote {}", path.display()));
+    }
     if let Some(path) = &args.html {
         trace::write_file(path, html::comparison(&result).as_bytes())?;
         note(common, &format!("wrote {}", path.display()));

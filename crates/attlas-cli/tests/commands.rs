@@ -341,3 +341,33 @@ fn simulate_match3_shows_what_pairs_cannot_do() {
     );
     assert_eq!(attlas(&["simulate", "match3", "--modulus", "1"]).status, 2);
 }
+
+#[test]
+fn what_was_learnt_is_saved_used_again_and_refused_for_other_shapes() {
+    let folder = Folder::new("calibration");
+    let compare = |source: &str, more: &[&str]| {
+        let args = ["compare", source, "--methods", "loki", "--set", "loki.min_len=0", "--json", "--quiet"];
+        attlas_in(&folder, &[&args[..], more].concat())
+    };
+    let source = "synthetic:clustered,n=200,d=8,heads=2,kv_heads=2";
+    let first = compare(source, &["--save-calibration", "learnt.json"]).json();
+    let file: Value =
+        serde_json::from_str(&std::fs::read_to_string(folder.0.join("learnt.json")).unwrap()).unwrap();
+    let heads: Vec<u64> =
+        file["entries"].as_array().unwrap().iter().map(|e| e["kv_head"].as_u64().unwrap()).collect();
+    assert_eq!(heads, [0, 1]);
+    let again = compare(source, &["--calibration", "learnt.json"]).json();
+    let errors = |x: &Value| -> Vec<Value> {
+        x["rows"].as_array().unwrap().iter().map(|r| r["rel_fro"]["mean"].clone()).collect()
+    };
+    assert_eq!(errors(&first), errors(&again));
+    for other in [
+        "synthetic:clustered,n=200,d=9,heads=2,kv_heads=2",
+        "synthetic:clustered,n=200,d=8,heads=6,kv_heads=3",
+    ] {
+        let refused = compare(other, &["--calibration", "learnt.json"]);
+        assert_eq!(refused.status, 2, "{}", refused.err);
+        assert!(refused.err.contains("calibration for loki"), "{}", refused.err);
+    }
+    assert_eq!(compare(source, &["--calibration", "missing.json"]).status, 2);
+}

@@ -7,8 +7,9 @@
 //! does not is timed on a single query over all keys. Figures: median and range of the runs, counted operations
 //! as a share of the measured multiply-add peak, bytes as a share of the measured read bandwidth, the length at
 //! which a method overtakes exact attention, interpolated in logarithms, and the exponent of a power law fitted
-//! to its times.
+//! to its times, at the lengths where its settings did not cover everything and make it exact attention.
 
+use crate::compare::status_name;
 use crate::machine::Machine;
 use crate::run::{Meter, execute, timed};
 use crate::select::{Chosen, baseline};
@@ -16,8 +17,8 @@ use crate::stats::{Spread, log_slope, median};
 use crate::{Error, Result};
 use attlas::method::{Needs, Stream};
 use attlas::{
-    Calibration, DType, Inputs, Mask, Options, Out, Plan, Problem, Qkv, Schedule, TensorMut, TensorRef,
-    Workspace,
+    Calibration, DType, Inputs, Mask, Options, Out, Plan, Problem, Qkv, Schedule, Status, TensorMut,
+    TensorRef, Workspace,
 };
 use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
@@ -192,6 +193,8 @@ pub struct Row {
     pub peak_bytes: usize,
     /// `run`, `stream` (decoding with state) or `one_query` (a single query over all keys).
     pub mode: &'static str,
+    /// `complete`; `exact` where the settings covered everything; `stopped_early`.
+    pub status: &'static str,
     /// Figures of other programs for the same shape.
     pub peers: Vec<PeerRatio>,
 }
@@ -214,7 +217,8 @@ pub struct Growth {
     pub method: &'static str,
     /// Width of heads.
     pub d: usize,
-    /// Exponent of the length in the time, fitted to all lengths measured.
+    /// Exponent of the length in the time, fitted to the lengths at which the method was not exact attention by its
+    /// settings, or to all lengths where those are fewer than two.
     pub exponent: Option<f64>,
     /// Exponent as published.
     pub claimed: f64,
@@ -453,6 +457,7 @@ struct Live<'a> {
     runs: Vec<f64>,
     warm_seconds: f64,
     cost: Option<attlas::Cost>,
+    status: Status,
     scratch_bytes: usize,
     peak_bytes: usize,
 }
@@ -482,6 +487,7 @@ impl<'a> Live<'a> {
             runs: Vec::new(),
             warm_seconds: 0.0,
             cost: None,
+            status: Status::Complete,
             scratch_bytes: 0,
             peak_bytes: 0,
         };
@@ -533,13 +539,13 @@ impl<'a> Live<'a> {
                 stream.push(&token.into(), ws)?;
                 stream.attend(&token.into(), &mut out.into(), ws)
             });
-            done?;
+            self.status = done?.status;
             return Ok((0.0, seconds));
         }
         let (plan, setup) = timed(|| self.plan(&p));
         let plan = plan?;
         let (info, run) = timed(|| execute(&*plan, x, &mut self.output, None, ws));
-        info?;
+        self.status = info?.status;
         self.cost = Some(plan.cost());
         Ok((setup, run))
     }
@@ -630,6 +636,7 @@ impl<'a> Live<'a> {
                 (true, Some(_)) => "stream",
                 (true, None) => "one_query",
             },
+            status: status_name(self.status),
             peers: peers.collect(),
         })
     }
@@ -659,7 +666,10 @@ fn growth(result: &Bench, subjects: &[Chosen]) -> Vec<Growth> {
             if rows.is_empty() {
                 continue;
             }
-            let times: Vec<(f64, f64)> = rows.iter().map(|r| (r.n as f64, r.total())).collect();
+            let own: Vec<&Row> =
+                rows.iter().copied().filter(|r| r.status != status_name(Status::Exact)).collect();
+            let fitted = if own.len() < 2 { &rows } else { &own };
+            let times: Vec<(f64, f64)> = fitted.iter().map(|r| (r.n as f64, r.total())).collect();
             let gains: Vec<(usize, f64)> = rows.iter().filter_map(|r| Some((r.n, r.speedup?))).collect();
             out.push(Growth {
                 method: subject.method.id,

@@ -7,6 +7,7 @@
 //! timed between them. Set-up is planning, run is executing; what a plan does with the keys before its first row
 //! is part of the run, and `counted_setup_share` says how much of the counted work that is.
 
+use crate::calibration::Calibrations;
 use crate::certify::{Certificate, Evidence, certify, sample_rows};
 use crate::run::{Meter, execute, timed};
 use crate::select::{Chosen, baseline};
@@ -89,6 +90,9 @@ pub struct Comparison {
     pub skipped: Vec<Skipped>,
     /// The caller asked to stop before everything was measured.
     pub interrupted: bool,
+    /// What methods learnt, to be saved.
+    #[serde(skip)]
+    pub learnt: Calibrations,
 }
 
 /// Exact attention on the same inputs.
@@ -248,6 +252,18 @@ pub fn compare(
     watch: &mut dyn FnMut(Step<'_>),
     stop: &AtomicBool,
 ) -> Result<Comparison> {
+    compare_with(workload, selection, settings, &Calibrations::default(), watch, stop)
+}
+
+/// The same with calibrations from before; methods that have none there learn from the inputs.
+pub fn compare_with(
+    workload: &Workload,
+    selection: &[Chosen],
+    settings: &Settings,
+    given: &Calibrations,
+    watch: &mut dyn FnMut(Step<'_>),
+    stop: &AtomicBool,
+) -> Result<Comparison> {
     let mask = settings.mask.unwrap_or(workload.mask);
     let mut ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let exact = baseline()?;
@@ -266,6 +282,7 @@ pub fn compare(
         refused: Vec::new(),
         skipped: Vec::new(),
         interrupted: false,
+        learnt: Calibrations::default(),
     };
 
     // Refusals and bad parameters come before any work.
@@ -274,7 +291,7 @@ pub fn compare(
         let problem = layer.group_problem(mask);
         let mut able = Vec::new();
         for chosen in selection {
-            match refusal(chosen, &problem, settings.seed)? {
+            match refusal(chosen, &problem, settings.seed, given)? {
                 None => able.push(chosen),
                 Some(reasons) => {
                     result.refused.push(Refused { method: chosen.method.id, layer: layer.layer, reasons })
@@ -291,7 +308,7 @@ pub fn compare(
     'all: for (layer, able) in workload.layers.iter().zip(&runnable) {
         for g in 0..groups(layer) {
             watch(Step { done, total, method: exact.id });
-            let mut bench = Group::new(layer, g, mask, settings, &mut ws)?;
+            let mut bench = Group::new(layer, g, mask, settings, given, &mut ws)?;
             done += 1;
             result.rows.extend(bench.mean_of_values());
             for chosen in able {
@@ -308,7 +325,7 @@ pub fn compare(
                         heads: bench.heads().collect(),
                         reason: "the time limit was reached".into(),
                     }),
-                    share => result.rows.extend(bench.measure(chosen, share, &mut ws)?),
+                    share => result.rows.extend(bench.measure(chosen, share, &mut result.learnt, &mut ws)?),
                 }
                 done += 1;
             }
@@ -322,9 +339,14 @@ pub fn compare(
 }
 
 /// Reasons why a method cannot do a problem; other errors, such as a bad parameter, are the caller's.
-fn refusal(chosen: &Chosen, problem: &Problem, seed: u64) -> Result<Option<Vec<String>>> {
+fn refusal(
+    chosen: &Chosen,
+    problem: &Problem,
+    seed: u64,
+    given: &Calibrations,
+) -> Result<Option<Vec<String>>> {
     let options = chosen.options_for(seed);
-    if chosen.method.claims.needs == Needs::Calibration {
+    if chosen.method.claims.needs == Needs::Calibration || given.has(chosen.method.id) {
         let support = (chosen.method.supports)(problem, &options);
         return Ok((!support.is_yes()).then_some(support.reasons));
     }
@@ -366,6 +388,8 @@ const REPEAT_SECONDS: f64 = 0.5;
 /// One key head with its query heads, its exact output, and the exact times measured so far.
 struct Group<'a> {
     settings: &'a Settings,
+    given: &'a Calibrations,
+    kv_head: usize,
     layer: Option<usize>,
     first_head: usize,
     problem: Problem,
@@ -386,6 +410,7 @@ impl<'a> Group<'a> {
         g: usize,
         mask: Mask,
         settings: &'a Settings,
+        given: &'a Calibrations,
         ws: &mut Workspace,
     ) -> Result<Self> {
         let problem = layer.group_problem(mask);
@@ -411,6 +436,8 @@ impl<'a> Group<'a> {
         let values = layer.v[g * problem.n_k * problem.d_v..][..problem.n_k * problem.d_v].to_vec();
         let mut group = Self {
             settings,
+            given,
+            kv_head: g,
             layer: layer.layer,
             first_head,
             problem,
@@ -444,11 +471,20 @@ impl<'a> Group<'a> {
         Ok(seconds)
     }
 
-    fn measure(&mut self, chosen: &Chosen, share: Option<f64>, ws: &mut Workspace) -> Result<Vec<Row>> {
+    fn measure(
+        &mut self,
+        chosen: &Chosen,
+        share: Option<f64>,
+        learnt: &mut Calibrations,
+        ws: &mut Workspace,
+    ) -> Result<Vec<Row>> {
         let begun = Instant::now();
         let p = self.problem;
         let seed = self.settings.seed;
         let (calibration, calibrate_seconds) = self.calibrate(chosen)?;
+        if let (Some(calibration), Some(_)) = (&calibration, calibrate_seconds) {
+            learnt.insert(self.layer, self.kv_head, calibration.clone());
+        }
         let plan_for = |seed: u64| {
             let options = chosen.options_for(seed);
             let (plan, seconds) = timed(|| chosen.method.plan_with(&p, &options, calibration.as_ref()));
@@ -512,8 +548,12 @@ impl<'a> Group<'a> {
         Ok(rows)
     }
 
-    /// Learns from the first quarter of the tokens, where the method has to learn.
+    /// What was learnt before, or else from the first quarter of the tokens, where the method has to learn; with the
+    /// seconds that learning took.
     fn calibrate(&self, chosen: &Chosen) -> Result<(Option<Calibration>, Option<f64>)> {
+        if let Some(known) = self.given.find(chosen.method.id, self.layer, self.kv_head)? {
+            return Ok((Some(known.clone()), None));
+        }
         let (Needs::Calibration, Some(learn)) = (chosen.method.claims.needs, chosen.method.calibrate) else {
             return Ok((None, None));
         };
@@ -666,7 +706,8 @@ fn visible(p: &Problem, i: usize) -> usize {
     }
 }
 
-fn status_name(status: Status) -> &'static str {
+/// How a run ended, as it stands in records.
+pub(crate) fn status_name(status: Status) -> &'static str {
     match status {
         Status::Complete => "complete",
         Status::Exact => "exact",

@@ -10,6 +10,7 @@
 
 pub mod atlas;
 pub mod bench;
+pub mod calibration;
 pub mod certify;
 pub mod compare;
 mod error;
@@ -24,6 +25,7 @@ pub mod synthetic;
 pub mod table;
 pub mod trace;
 
+pub use calibration::Calibrations;
 pub use error::{Error, Result};
 pub use run::Meter;
 pub use source::{LayerData, Source, Workload};

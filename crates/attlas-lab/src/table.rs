@@ -344,7 +344,10 @@ impl Bench {
                 seconds(run.median),
                 percent((run.max - run.min) / 2.0 / run.median),
                 share,
-                r.speedup.map_or("-".into(), times),
+                match r.status {
+                    "exact" => "exact".into(),
+                    _ => r.speedup.map_or("-".into(), times),
+                },
                 bytes(r.scratch_bytes),
                 bytes(r.peak_bytes),
             ];

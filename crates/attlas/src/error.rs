@@ -71,6 +71,14 @@ pub enum Error {
         /// What was given.
         found: String,
     },
+    /// A computation that has no answer for these numbers.
+    #[error("{what}: {reason}")]
+    Numerical {
+        /// What was being computed or looked at.
+        what: &'static str,
+        /// Why there is no answer.
+        reason: String,
+    },
     /// The threads could not be started.
     #[error("could not start {threads} threads: {reason}")]
     Threads {

@@ -25,6 +25,7 @@
 
 pub mod cache;
 pub mod conversions;
+pub mod diagnostics;
 mod error;
 pub mod group;
 pub mod layer;

@@ -188,6 +188,18 @@ mod tests {
     }
 
     #[test]
+    fn every_bucket_is_equally_likely_over_directions() {
+        let rounds = 20_000;
+        let x = gaussian::<f64>(2, 1, 6);
+        for factors in [&[10][..], &[4, 2]] {
+            let hash = CrossPolytope::<f64>::with_factors(StreamKey::new(12), 6, factors, rounds).unwrap();
+            let mut seen = vec![0; hash.buckets()];
+            (0..rounds).for_each(|r| seen[hash.codes(x.as_ref(), r)[0] as usize] += 1);
+            seen.iter().for_each(|&s| assert_frequency(s, rounds, 1.0 / hash.buckets() as f64));
+        }
+    }
+
+    #[test]
     fn bucket_counts_factor_as_in_trax() {
         assert_eq!(factor_buckets(0), [2]);
         assert_eq!(factor_buckets(7), [8]);

@@ -142,6 +142,34 @@ mod tests {
     }
 
     #[test]
+    fn every_bucket_is_equally_likely_over_directions() {
+        // The signs of independent Gaussian projections of one point are independent fair coins.
+        let (bits, rounds) = (3, 20_000);
+        let hash = SignHash::<f64>::new(StreamKey::new(21), 5, bits, rounds).unwrap();
+        let x = gaussian::<f64>(2, 1, 5);
+        let mut seen = [0; 8];
+        (0..rounds).for_each(|r| seen[hash.codes(x.as_ref(), r)[0] as usize] += 1);
+        seen.iter().for_each(|&s| assert_frequency(s, rounds, 1.0 / 8.0));
+    }
+
+    #[test]
+    fn only_the_inverse_gray_order_keeps_neighbours_one_bit_apart() {
+        // Mean and largest distance of neighbouring buckets of seven bits, in three orders of the codes.
+        let apart = |rank: fn(u32) -> u32| {
+            let mut by_rank = vec![0; 128];
+            (0..128u32).for_each(|code| by_rank[rank(code) as usize] = code);
+            let steps: Vec<u32> =
+                (0..128).map(|r| (by_rank[r] ^ by_rank[(r + 1) % 128]).count_ones()).collect();
+            let mean = f64::from(steps[..127].iter().sum::<u32>()) / 127.0;
+            (mean, steps[..127].iter().copied().max().unwrap())
+        };
+        assert_eq!(apart(gray_rank), (1.0, 1));
+        let (forward, plain) = (apart(gray_code), apart(|code| code));
+        assert!((forward.0 - 1.31).abs() < 0.03 && forward.1 == 4, "{forward:?}");
+        assert!((plain.0 - 1.95).abs() < 0.03 && plain.1 == 7, "{plain:?}");
+    }
+
+    #[test]
     fn ranks_of_three_bit_codes_are_the_known_ones() {
         let ranks: Vec<u32> = (0..8).map(gray_rank).collect();
         assert_eq!(ranks, [0, 1, 3, 2, 7, 6, 4, 5]);

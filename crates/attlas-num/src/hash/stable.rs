@@ -186,6 +186,25 @@ mod tests {
     }
 
     #[test]
+    fn bucket_numbers_have_the_law_of_a_shifted_gaussian() {
+        // ⌊(g + b)/r⌋ = j with g ~ N(0, |x|²) and b uniform: the mean over b of a Gaussian interval.
+        let (rounds, width, length) = (20_000, 1.5, 2.0f64);
+        let hash = PStable::<f64>::new(StreamKey::new(13), 4, width, 1, rounds).unwrap();
+        let x = Mat::from_vec(vec![0.6 * length, 0.0, -0.8 * length, 0.0], 1, 4);
+        let numbers: Vec<i64> = (0..rounds).map(|r| hash.bucket_numbers(x.as_ref(), r)[(0, 0)]).collect();
+        let below = |t: f64| 0.5 * libm::erfc(-t / length / 2f64.sqrt());
+        for j in -3..=3 {
+            let steps = 2000;
+            let mass = |i: usize| {
+                let b = (i as f64 + 0.5) / steps as f64 * width;
+                below((j + 1) as f64 * width - b) - below(j as f64 * width - b)
+            };
+            let law = (0..steps).map(mass).sum::<f64>() / steps as f64;
+            assert_frequency(numbers.iter().filter(|n| **n == j).count(), rounds, law);
+        }
+    }
+
+    #[test]
     fn codes_are_equal_exactly_where_tuples_are() {
         let x = gaussian::<f64>(1, 400, 3);
         let hash = PStable::<f64>::new(StreamKey::new(2), 3, 2.0, 2, 2).unwrap();

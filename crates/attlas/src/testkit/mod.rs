@@ -5,12 +5,13 @@
 //! outputs and scratch memory full of NaN. Checks panic with the method, the setting, the shape and the first
 //! difference.
 
+pub mod adversarial;
 mod checks;
 pub mod golden;
 pub mod heads;
 #[cfg(test)]
 mod liars;
-mod workloads;
+pub mod workloads;
 
 pub use checks::check_method;
 

@@ -1,15 +1,85 @@
-//! Synthetic inputs with structure: what the figures of accuracy are stated on.
+//! Synthetic inputs with structure: what the figures of accuracy of the clustering methods are stated on, and how
+//! such a figure is measured.
 
-use super::Case;
-use crate::Problem;
+use super::{Case, run_method};
+use crate::{Method, Options, Problem, metrics, registry};
 use attlas_num::rng::StreamKey;
+
+/// The problem that the figures are stated for: one head, 2048 tokens of width 64, no mask.
+pub fn stated() -> Problem {
+    Problem::new(1, 2048, 64)
+}
+
+/// [`Case::gaussian`] of the [`stated`] problem: diffuse attention, of use for speed but not for quality.
+pub fn diffuse(seed: u64) -> Case {
+    Case::gaussian(stated(), seed)
+}
+
+/// [`Case::clustered`] of the [`stated`] problem.
+pub fn clustered(seed: u64) -> Case {
+    Case::clustered(stated(), seed)
+}
+
+/// [`Case::with_heavy_sinks`] of the [`stated`] problem.
+pub fn sinks(seed: u64) -> Case {
+    Case::with_heavy_sinks(stated(), seed)
+}
+
+/// How close a method came to exact attention.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Quality {
+    /// Relative Frobenius error of the outputs.
+    pub error: f64,
+    /// Mean over rows of $e^{\hat\ell - \ell}$: the share of the normaliser that was found; NaN where the method has no
+    /// log-sum-exp.
+    pub mass: f64,
+}
+
+/// Error and mass of a method, averaged over cases from `make(seed)` for the seeds `0..seeds`, which also seed the method
+/// where it draws numbers.
+pub fn measure(method: &Method, options: &Options, make: impl Fn(u64) -> Case, seeds: u64) -> Quality {
+    let exact = registry::method("exact").unwrap_or_else(|e| panic!("{e}"));
+    let seeded = method.params.iter().any(|p| p.name == "seed");
+    let mut mean = Quality { error: 0.0, mass: 0.0 };
+    for seed in 0..seeds {
+        let case = make(seed);
+        let (want, want_lse) = run_method(exact, &Options::new(), &case);
+        let options = if seeded { options.clone().with("seed", seed) } else { options.clone() };
+        let (got, lse) = run_method(method, &options, &case);
+        let mass = lse.iter().zip(&want_lse).map(|(a, b)| (a - b).exp()).sum::<f64>() / lse.len() as f64;
+        mean.error += metrics::relative_frobenius(&got, &want) / seeds as f64;
+        mean.mass += mass / seeds as f64;
+    }
+    mean
+}
+
+/// Panics unless `got` is within `share` of `want`.
+#[track_caller]
+pub fn assert_within(got: f64, want: f64, share: f64, what: &str) {
+    assert!((got / want - 1.0).abs() <= share, "{what}: {got}, expected {want} ± {} %", 100.0 * share);
+}
+
+/// Inputs around centres, with what they were made from.
+#[derive(Clone, Debug)]
+pub struct Clustered {
+    /// The inputs.
+    pub case: Case,
+    /// Centres of queries and keys of the last key head, row after row.
+    pub centres: Vec<f64>,
+}
 
 impl Case {
     /// Queries, keys and values around 64 random centres each: $q = \mu_{c'} + \xi/2$, $k = \mu_c + \xi/2$,
     /// $v = \nu_c + \xi/2$ with $\mu, \nu, \xi$ standard normal and $c, c'$ uniform. With $n = 2048$ and $d = 64$,
     /// the 64 largest keys of a row hold 94 % of its mass.
     pub fn clustered(problem: Problem, seed: u64) -> Self {
+        Self::clustered_with(problem, seed, 0.5).case
+    }
+
+    /// The same with noise of size `noise` on queries and keys; that of the values stays.
+    pub fn clustered_with(problem: Problem, seed: u64, noise: f64) -> Clustered {
         const CENTRES: usize = 64;
+        let mut last = Vec::new();
         let mut case = Self::gaussian(problem, seed);
         let p = &case.problem;
         let key = StreamKey::new(seed).named("clustered");
@@ -20,15 +90,16 @@ impl Case {
             let group = p.group_size();
             for row in 0..group * p.n_q {
                 let start = ((b * p.n_heads + kv * group) * p.n_q + row) * p.d;
-                around(&mut case.q[start..start + p.d], &mu, rng.below(CENTRES));
+                around(&mut case.q[start..start + p.d], &mu, rng.below(CENTRES), noise);
             }
             for row in 0..p.n_k {
                 let (c, place) = (rng.below(CENTRES), (b * p.n_kv_heads + kv) * p.n_k + row);
-                around(&mut case.k[place * p.d..(place + 1) * p.d], &mu, c);
-                around(&mut case.v[place * p.d_v..(place + 1) * p.d_v], &nu, c);
+                around(&mut case.k[place * p.d..(place + 1) * p.d], &mu, c, noise);
+                around(&mut case.v[place * p.d_v..(place + 1) * p.d_v], &nu, c, 0.5);
             }
+            last = mu;
         }
-        case
+        Clustered { case, centres: last }
     }
 
     /// Standard normal inputs, except that the first four keys lie along a direction $u$ that every query has
@@ -53,7 +124,7 @@ impl Case {
     }
 }
 
-fn around(row: &mut [f64], centres: &[f64], c: usize) {
+fn around(row: &mut [f64], centres: &[f64], c: usize, noise: f64) {
     let d = row.len();
-    row.iter_mut().zip(&centres[c * d..(c + 1) * d]).for_each(|(x, m)| *x = m + 0.5 * *x);
+    row.iter_mut().zip(&centres[c * d..(c + 1) * d]).for_each(|(x, m)| *x = m + noise * *x);
 }

@@ -34,9 +34,10 @@
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::{
-    CodeIndex, Join, Meeting, Round, attend_round, exact_group, exact_rows, exact_scratch_bytes,
-    round_scratch_len,
+    ALWAYS_LEAKS, CodeIndex, FirstKeys, Join, Meeting, Round, always_leaks, attend_round, exact_group,
+    exact_rows, exact_scratch_bytes, round_scratch_len,
 };
+use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{DType, Mask, MatRef, Problem, Real, Result};
 use attlas_num::cluster::{Balanced, SortKey, order_by};
@@ -66,8 +67,12 @@ pub static METHOD: Method = Method {
     probes: &[
         &[("rounds", "3"), ("block", "9"), ("min_len", "16")],
         &[("rounds", "2"), ("block", "8"), ("merge", "multiset"), ("min_len", "24"), ("sinks", "3")],
+        &[("rounds", "2"), ("block", "8"), ("min_len", "16"), ("sinks", "1"), ("always", "40+70-71")],
     ],
-    supports: |_, _| Support::yes(),
+    supports: |p, options| match Params::from_options(options) {
+        Ok(params) => Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS),
+        Err(_) => Support::yes(),
+    },
     calibrate: None,
     build: |p, options, _| Ok(Smyrf::new(Params::from_options(options)?).boxed(p)),
 };
@@ -93,6 +98,9 @@ crate::params! {
         merge: Merge = Merge::Union;
         /// Keys at the start that every query sees exactly, outside the runs.
         sinks: usize = 0, in 0..=1 << 30;
+        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
+        /// none. With a causal mask only the first keys.
+        always: Indices = Indices::none(), in 0..=1 << 30;
         /// Causal problems: lengths from which on sequences are not halved further but attended exactly.
         min_len: usize = 1024, in 1..=1 << 30;
         /// Stream the lines are drawn from.
@@ -115,10 +123,19 @@ impl Smyrf {
     fn runs(&self, keys: usize) -> usize {
         keys.div_ceil(self.params.block)
     }
+
+    /// The same with the first keys as sinks.
+    fn with_first(&self, first: &FirstKeys) -> Self {
+        let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
+        Self { params }
+    }
 }
 
 impl GroupPlan for Smyrf {
     fn cost(&self, p: &Problem) -> Cost {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
+            return self.with_first(&first).cost(p);
+        }
         let Params { rounds, block, sinks, min_len, .. } = self.params;
         let (heads, groups) = ((p.batch * p.n_heads) as u64, (p.batch * p.n_kv_heads) as u64);
         let pool = p.n_k.saturating_sub(sinks);
@@ -142,6 +159,10 @@ impl GroupPlan for Smyrf {
     }
 
     fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
+            return self.with_first(&first).scratch_bytes(p, threads, size)
+                + FirstKeys::scratch_bytes(p, size);
+        }
         let run = self.params.block.min(p.n_k) + 1;
         let projections = (2 * p.n_q + 2 * p.n_k) * (self.params.rounds + 1);
         let parts = p.n_q * (p.d_v + 1);
@@ -156,6 +177,9 @@ impl GroupPlan for Smyrf {
         let short = g.mask == Mask::Causal && pool <= self.params.min_len;
         if one_run || short || g.n_q() == 0 {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
+        }
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, g.n_k()) {
+            return first.run(&mut g, |g| self.with_first(&first).run(g));
         }
         let key = g.index.stream_key(self.params.seed).named("smyrf");
         let lines = LiftedLines::new(key, g.k.cols(), self.params.rounds);
@@ -467,7 +491,7 @@ impl<T: Real> Runs<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::methods::common::workloads::{assert_within, clustered, measure};
+    use crate::testkit::workloads::{assert_within, clustered, measure};
     use crate::testkit::{Case, assert_rows_close, check_method, reference, reference_masked, run_method};
     use crate::{Mat, Options, Workspace};
     use attlas_num::rng::StreamKey;
@@ -643,9 +667,9 @@ mod tests {
         for (h, c, merge, error, mass) in
             [(4, 64, "multiset", 0.206, 0.39), (4, 64, "union", 0.200, 0.33), (8, 128, "union", 0.072, 0.78)]
         {
-            let (e, m) = measure(&METHOD, &options(h, c, merge), clustered, 3);
-            assert_within(e, error, 0.15, &format!("error, {h} × {c} {merge}"));
-            assert_within(m, mass, 0.15, &format!("mass, {h} × {c} {merge}"));
+            let q = measure(&METHOD, &options(h, c, merge), clustered, 3);
+            assert_within(q.error, error, 0.15, &format!("error, {h} × {c} {merge}"));
+            assert_within(q.mass, mass, 0.15, &format!("mass, {h} × {c} {merge}"));
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Pieces that several methods need; no method lives here.
 
+mod always;
 mod causal;
 mod columns;
 pub mod coreset;
@@ -17,9 +18,8 @@ mod sinks;
 mod sorted_blocks;
 mod subset;
 mod tile;
-#[cfg(test)]
-pub mod workloads;
 
+pub use always::{ALWAYS_LEAKS, FirstKeys, always_leaks};
 pub use causal::{causal_pairs, causal_parts, causal_scratch_bytes, causalize};
 pub use columns::{Columns, divide_by, relative_squares};
 pub use exact_rows::{

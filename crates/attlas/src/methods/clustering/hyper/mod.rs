@@ -53,9 +53,11 @@ mod theory;
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::{
-    Assign, SortedBlocks, UniformSamples, attend_blocks, blocks_scratch_bytes, causal_pairs,
-    causal_scratch_bytes, causalize, exact_group, exact_scratch_bytes, sinks_scratch_bytes, with_sinks,
+    ALWAYS_LEAKS, Assign, FirstKeys, SortedBlocks, UniformSamples, always_leaks, attend_blocks,
+    blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, exact_group, exact_scratch_bytes,
+    sinks_scratch_bytes, with_sinks,
 };
+use crate::params::Indices;
 use crate::{Error, Mask, Options, Problem, Real, Result};
 use std::ops::Range;
 
@@ -90,6 +92,7 @@ pub static METHOD: Method = Method {
         ],
         &[("block", "16"), ("samples", "0"), ("n_min", "5"), ("hashes", "0")],
         &[("block", "8"), ("samples", "24"), ("n_min", "8"), ("variant", "theory"), ("sinks", "1")],
+        &[("block", "8"), ("samples", "8"), ("n_min", "8"), ("sinks", "2"), ("always", "30+90")],
     ],
     supports,
     calibrate: None,
@@ -97,9 +100,9 @@ pub static METHOD: Method = Method {
 };
 
 fn supports(p: &Problem, options: &Options) -> Support {
-    let theory = Params::from_options(options).is_ok_and(|x| x.variant == Variant::Theory);
-    Support::unless(
-        theory && p.mask == Mask::Causal,
+    let params = Params::from_options(options).unwrap_or_default();
+    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS).and_unless(
+        params.variant == Variant::Theory && p.mask == Mask::Causal,
         "variant = theory takes a maximum over all rows, which would let later tokens be felt: use \
          variant = practical for causal problems",
     )
@@ -138,6 +141,9 @@ crate::params! {
         n_min: usize = 4096, in 0..=1 << 30;
         /// Keys at the start that every query sees exactly and that are not hashed or sampled.
         sinks: usize = 0, in 0..=1 << 30;
+        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
+        /// none. With a causal mask only the first keys.
+        always: Indices = Indices::none(), in 0..=1 << 30;
         /// Whether a key can be drawn more than once; the theory variant always draws independently.
         sampling: Sampling = Sampling::WithoutReplacement;
         /// practical or theory; the latter without a mask only.
@@ -221,10 +227,19 @@ impl Hyper {
         }
         Ok(info)
     }
+
+    /// The same with the first keys as sinks.
+    fn with_first(&self, first: &FirstKeys) -> Self {
+        let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
+        Self { params }
+    }
 }
 
 impl GroupPlan for Hyper {
     fn cost(&self, p: &Problem) -> Cost {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
+            return self.with_first(&first).cost(p);
+        }
         let (d, d_v) = (p.d as u64, p.d_v as u64);
         let rows = (p.batch * p.n_heads * p.n_q) as u64;
         let keys = (p.batch * p.n_kv_heads * p.n_k) as u64;
@@ -241,6 +256,10 @@ impl GroupPlan for Hyper {
     }
 
     fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
+            return self.with_first(&first).scratch_bytes(p, threads, size)
+                + FirstKeys::scratch_bytes(p, size);
+        }
         let Params { block, samples, n_min, .. } = self.params;
         let causal = if p.mask == Mask::Causal { causal_scratch_bytes(p, n_min, size) } else { 0 };
         let theory = if self.params.variant == Variant::Theory {
@@ -259,6 +278,9 @@ impl GroupPlan for Hyper {
         let Params { n_min, sinks, .. } = self.params;
         if self.covers(group.n_q(), group.n_k()) {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut group)? });
+        }
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, group.n_k()) {
+            return first.run(&mut group, |g| self.with_first(&first).run(g));
         }
         with_sinks(&mut group, sinks, |rest| match rest.mask {
             Mask::None => {

@@ -48,10 +48,11 @@
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::{
-    Assign, Columns, SortedBlocks, attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes,
-    causalize, divide_by, exact_group, exact_rows, exact_scratch_bytes, relative_squares,
-    sinks_scratch_bytes, with_sinks,
+    ALWAYS_LEAKS, Assign, Columns, FirstKeys, SortedBlocks, always_leaks, attend_blocks,
+    blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, divide_by, exact_group, exact_rows,
+    exact_scratch_bytes, relative_squares, sinks_scratch_bytes, with_sinks,
 };
+use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Options, Problem, Real, Result};
 use attlas_num::Mat;
@@ -85,6 +86,7 @@ pub static METHOD: Method = Method {
     probes: &[
         &[("block", "8"), ("samples", "24"), ("n_min", "8")],
         &[("block", "7"), ("samples", "20"), ("n_min", "1"), ("p_mode", "uniform"), ("sinks", "3")],
+        &[("block", "7"), ("samples", "20"), ("n_min", "1"), ("always", "11-12+50")],
         &[("block", "8"), ("samples", "20"), ("n_min", "9"), ("p_mode", "public")],
         &[("block", "8"), ("samples", "20"), ("p_mode", "kde"), ("kde", "weighted")],
         &[("block", "8"), ("samples", "24"), ("z_mode", "kde"), ("p_mode", "kde")],
@@ -106,16 +108,17 @@ pub static METHOD: Method = Method {
 fn supports(p: &Problem, options: &Options) -> Support {
     let params = Params::from_options(options).unwrap_or_default();
     let causal = p.mask == Mask::Causal;
-    Support::unless(
-        causal && params.p_mode == Probabilities::Kde,
-        "p_mode = kde chooses columns by all queries, which would let later tokens be felt: use value_mix, public \
-         or uniform for causal problems",
-    )
-    .and_unless(
-        causal && params.z_mode == Normaliser::Kde,
-        "z_mode = kde estimates the rows together, which would let later tokens be felt: use z_mode = self_norm for \
-         causal problems",
-    )
+    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
+        .and_unless(
+            causal && params.p_mode == Probabilities::Kde,
+            "p_mode = kde chooses columns by all queries, which would let later tokens be felt: use value_mix, public \
+             or uniform for causal problems",
+        )
+        .and_unless(
+            causal && params.z_mode == Normaliser::Kde,
+            "z_mode = kde estimates the rows together, which would let later tokens be felt: use z_mode = self_norm for \
+             causal problems",
+        )
 }
 
 crate::choices! {
@@ -169,6 +172,9 @@ crate::params! {
         n_min: usize = 1024, in 0..=1 << 30;
         /// Keys at the start that every query sees exactly and that are not hashed or sampled.
         sinks: usize = 0, in 0..=1 << 30;
+        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
+        /// none. With a causal mask only the first keys.
+        always: Indices = Indices::none(), in 0..=1 << 30;
         /// Where normalisers come from: self_norm, or kde (the theory, without the block).
         z_mode: Normaliser = Normaliser::SelfNorm;
         /// By what columns are drawn.
@@ -372,6 +378,12 @@ impl KdeFormer {
         })?;
         Ok(RunInfo::visited((group.n_q() * m) as u64))
     }
+
+    /// The same with the first keys as sinks.
+    fn with_first(&self, first: &FirstKeys) -> Self {
+        let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
+        Self { params }
+    }
 }
 
 /// Query rows of one task of the theory.
@@ -426,6 +438,9 @@ fn scaled<'a, T: Real>(x: MatRef<'_, T>, factor: T, cx: Context<'a>) -> attlas_n
 
 impl GroupPlan for KdeFormer {
     fn cost(&self, p: &Problem) -> Cost {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
+            return self.with_first(&first).cost(p);
+        }
         let Params { block, samples, hashes, n_min, sinks, .. } = self.params;
         let (d, d_v, heads) = (p.d as u64, p.d_v as u64, (p.batch * p.n_heads) as u64);
         let (rows, keys) = (heads * p.n_q as u64, (p.batch * p.n_kv_heads * p.n_k) as u64);
@@ -459,6 +474,10 @@ impl GroupPlan for KdeFormer {
     }
 
     fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
+            return self.with_first(&first).scratch_bytes(p, threads, size)
+                + FirstKeys::scratch_bytes(p, size);
+        }
         let Params { block, samples, n_min, .. } = self.params;
         let samples = samples.min(p.n_k);
         let causal = if p.mask == Mask::Causal { causal_scratch_bytes(p, n_min, size) } else { 0 };
@@ -478,6 +497,9 @@ impl GroupPlan for KdeFormer {
         let Params { n_min, sinks, .. } = self.params;
         if self.covers(group.n_q(), group.n_k(), group.mask) {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut group)? });
+        }
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, group.n_k()) {
+            return first.run(&mut group, |g| self.with_first(&first).run(g));
         }
         with_sinks(&mut group, sinks, |rest| match rest.mask {
             Mask::None => {

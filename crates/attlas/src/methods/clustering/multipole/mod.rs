@@ -47,7 +47,10 @@ mod state;
 
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::{exact_group, exact_rows, exact_scratch_bytes};
+use crate::methods::common::{
+    ALWAYS_LEAKS, FirstKeys, always_leaks, exact_group, exact_rows, exact_scratch_bytes,
+};
+use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::{Band, axpy, dot, matvec, merge_lse, softmax_in_place};
@@ -93,18 +96,24 @@ pub static METHOD: Method = Method {
             ("interval", "8"),
             ("window", "16"),
         ],
+        &[("ratio", "0.25"), ("budget", "12"), ("interval", "8"), ("window", "32"), ("always", "30+77")],
         &[("rope_base", "500"), ("rope_dim", "4"), ("budget", "0"), ("interval", "8"), ("window", "4096")],
     ],
     supports: |p, options| match Params::from_options(options) {
         Ok(params) => {
             let dim = params.rope_dim.unwrap_or(p.d);
-            Support::unless(
-                params.rope_base.is_some() && (dim > p.d || !dim.is_multiple_of(2)),
-                format!(
-                    "rope_dim = {dim} rotates whole pairs of the {} features; give an even number up to it",
-                    p.d
-                ),
-            )
+            Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
+                .and_unless(
+                    params.rope_base.is_some() && !params.always.is_empty(),
+                    "keys are turned back by their place, which a list of keys would change; set always = none",
+                )
+                .and_unless(
+                    params.rope_base.is_some() && (dim > p.d || !dim.is_multiple_of(2)),
+                    format!(
+                        "rope_dim = {dim} rotates whole pairs of the {} features; give an even number up to it",
+                        p.d
+                    ),
+                )
         }
         Err(_) => Support::yes(),
     },
@@ -141,6 +150,9 @@ crate::params! {
         budget: usize = 128, in 0..=1 << 30;
         /// Keys at the start that are always attended exactly.
         sinks: usize = 10, in 0..=1 << 30;
+        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
+        /// none. With a causal mask only the first keys.
+        always: Indices = Indices::none(), in 0..=1 << 30;
         /// Tokens after which clusters are updated; the recent buffer holds one to two times as many.
         interval: usize = 128, in 1..=1 << 30;
         /// Keys that are clustered together; at least twice the interval.
@@ -202,6 +214,12 @@ impl Multipole {
         let Params { rope_base, rope_dim, rope_layout, .. } = self.params;
         rope_base.map(|base| Turn::new(base, rope_dim.unwrap_or(d), rope_layout == RopeLayout::Half))
     }
+
+    /// The same with the first keys as sinks.
+    fn with_first(&self, first: &FirstKeys) -> Self {
+        let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
+        Self { params }
+    }
 }
 
 /// Clusters that one task scores or sums; fixed, so that threads cannot change a bit.
@@ -211,6 +229,9 @@ const POSITIONS: usize = 16;
 
 impl GroupPlan for Multipole {
     fn cost(&self, p: &Problem) -> Cost {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
+            return self.with_first(&first).cost(p);
+        }
         let Params { ratio, budget, sinks, interval, window, iters, update_iters, .. } = self.params;
         let (n, d, d_v) = (p.n_k as f64, p.d as f64, p.d_v as f64);
         let pairs = p.visible_pairs() as f64;
@@ -230,6 +251,10 @@ impl GroupPlan for Multipole {
     }
 
     fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
+            return self.with_first(&first).scratch_bytes(p, threads, size)
+                + FirstKeys::scratch_bytes(p, size);
+        }
         let Params { sinks, interval, budget, .. } = self.params;
         let near = (sinks + 2 * interval + budget).min(p.n_k) * (p.d + p.d_v);
         let heads = p.group_size();
@@ -241,6 +266,9 @@ impl GroupPlan for Multipole {
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
         if self.params.budget >= g.n_k() || g.n_q() == 0 {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
+        }
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, g.n_k()) {
+            return first.run(&mut g, |g| self.with_first(&first).run(g));
         }
         let (n_k, n_q, d, d_v, heads, cx) = (g.n_k(), g.n_q(), g.k.cols(), g.d_v(), g.q.heads(), g.cx);
         let turn = self.turn(d);
@@ -303,6 +331,9 @@ impl GroupPlan for Multipole {
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, usize::MAX) {
+            return self.with_first(&first).stream(p, index);
+        }
         let key = index.stream_key(self.params.seed).named("multipole");
         Some(Box::new(Decoder {
             plan: self.clone(),

@@ -1,5 +1,5 @@
 use super::*;
-use crate::methods::common::workloads::{assert_within, clustered, diffuse, measure, sinks};
+use crate::testkit::workloads::{assert_within, clustered, diffuse, measure, sinks};
 use crate::testkit::{Case, assert_rows_close, check_method, reference, run_method, run_with};
 use crate::{DType, Options, Out, Qkv, TensorMut, TensorRef, Workspace};
 use attlas_num::rng::StreamKey;
@@ -299,9 +299,9 @@ fn the_workloads_give_the_reference_figures() {
         ("drop", clustered, 128, 0.088, 0.945),
     ];
     for (far, make, budget, error, mass) in rows {
-        let (e, m) = measure(&METHOD, &base.clone().with("far", far).with("budget", budget), make, 2);
-        assert_within(e, error, 0.15, &format!("error, {far} {budget}, expected {error}"));
-        assert_within(m, mass, 0.15, &format!("mass, {far} {budget}, expected {mass}"));
+        let q = measure(&METHOD, &base.clone().with("far", far).with("budget", budget), make, 2);
+        assert_within(q.error, error, 0.15, &format!("error, {far} {budget}, expected {error}"));
+        assert_within(q.mass, mass, 0.15, &format!("mass, {far} {budget}, expected {mass}"));
     }
 }
 

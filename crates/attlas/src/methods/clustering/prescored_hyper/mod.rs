@@ -41,10 +41,11 @@
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::{
-    Assign, SortedBlocks, UniformSamples, attend_blocks, blocks_scratch_bytes, causal_pairs,
-    causal_scratch_bytes, causalize, exact_group, exact_scratch_bytes, sinks_scratch_bytes, top_indices,
-    with_sinks,
+    ALWAYS_LEAKS, Assign, FirstKeys, SortedBlocks, UniformSamples, always_leaks, attend_blocks,
+    blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, exact_group, exact_scratch_bytes,
+    sinks_scratch_bytes, top_indices, with_sinks,
 };
+use crate::params::Indices;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::cluster::{self, Init, Metric, kmeans};
 use attlas_num::hash::sample::Reservoir;
@@ -82,9 +83,13 @@ pub static METHOD: Method = Method {
             ("residual", "all_keys"),
             ("residual_samples", "16"),
         ],
+        &[("keys", "30"), ("block", "8"), ("n_min", "9"), ("always", "5+60")],
         &[("keys", "30"), ("block", "30"), ("n_min", "5"), ("score", "norm2"), ("select", "drawn")],
     ],
-    supports: |_, _| Support::yes(),
+    supports: |p, options| match Params::from_options(options) {
+        Ok(params) => Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS),
+        Err(_) => Support::yes(),
+    },
     calibrate: None,
     build: |p, options, _| Ok(PrescoredHyper::new(Params::from_options(options)?)?.boxed(p)),
 };
@@ -164,6 +169,9 @@ crate::params! {
         n_min: usize = 4096, in 0..=1 << 30;
         /// Keys at the start that every query sees exactly and that are not scored.
         sinks: usize = 0, in 0..=1 << 30;
+        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
+        /// none. With a causal mask only the first keys.
+        always: Indices = Indices::none(), in 0..=1 << 30;
         /// Stream of clusterings, directions and samples.
         seed: u64 = 0, in 0..=u64::MAX;
     }
@@ -298,6 +306,12 @@ impl PrescoredHyper {
         })?;
         Ok(RunInfo { rank: Some(count), ..info })
     }
+
+    /// The same with the first keys as sinks.
+    fn with_first(&self, first: &FirstKeys) -> Self {
+        let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
+        Self { params }
+    }
 }
 
 /// The numbers of `0..n` outside `kept`, at the places `chosen` of their increasing order.
@@ -314,6 +328,9 @@ fn squared_norms<T: Real>(k: MatRef<'_, T>) -> Vec<f64> {
 
 impl GroupPlan for PrescoredHyper {
     fn cost(&self, p: &Problem) -> Cost {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
+            return self.with_first(&first).cost(p);
+        }
         let Params { block, n_min, sinks, hashes, keys, .. } = self.params;
         let (d, d_v, heads) = (p.d as u64, p.d_v as u64, (p.batch * p.n_heads) as u64);
         let (rows, all) = (heads * p.n_q as u64, (p.batch * p.n_kv_heads * p.n_k) as u64);
@@ -346,6 +363,10 @@ impl GroupPlan for PrescoredHyper {
     }
 
     fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
+            return self.with_first(&first).scratch_bytes(p, threads, size)
+                + FirstKeys::scratch_bytes(p, size);
+        }
         let Params { block, n_min, .. } = self.params;
         let causal = if p.mask == Mask::Causal { causal_scratch_bytes(p, n_min, size) } else { 0 };
         exact_scratch_bytes(p, threads, size)
@@ -358,6 +379,9 @@ impl GroupPlan for PrescoredHyper {
         let Params { n_min, sinks, .. } = self.params;
         if self.covers(group.n_q(), group.n_k()) {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut group)? });
+        }
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, group.n_k()) {
+            return first.run(&mut group, |g| self.with_first(&first).run(g));
         }
         with_sinks(&mut group, sinks, |rest| match rest.mask {
             Mask::None => {

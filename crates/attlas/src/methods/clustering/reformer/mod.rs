@@ -37,8 +37,10 @@ mod buckets;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support};
 use crate::methods::common::{
-    Join, Round, attend_round, attend_subset, exact_group, exact_rows, exact_scratch_bytes, round_scratch_len,
+    ALWAYS_LEAKS, FirstKeys, Join, Round, always_leaks, attend_round, attend_subset, exact_group, exact_rows,
+    exact_scratch_bytes, round_scratch_len,
 };
+use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::hash::{CrossPolytope, Lsh};
@@ -68,6 +70,7 @@ pub static METHOD: Method = Method {
     params: Params::SPECS,
     probes: &[
         &[("rounds", "3"), ("block", "7"), ("sinks", "2")],
+        &[("rounds", "2"), ("block", "7"), ("always", "20+33")],
         &[("rounds", "2"), ("block", "8"), ("merge", "multiset"), ("window", "3")],
         &[("rounds", "2"), ("block", "9"), ("after", "1"), ("before", "2"), ("across_buckets", "false")],
         &[("keys", "shared"), ("rounds", "3"), ("block", "8"), ("window", "0")],
@@ -130,6 +133,9 @@ crate::params! {
         window: Option<usize> = None, in 0..=1 << 30;
         /// Keys at the start that every query sees exactly, outside the chunks; separate keys only.
         sinks: usize = 0, in 0..=1 << 30;
+        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
+        /// none. With a causal mask only the first keys.
+        always: Indices = Indices::none(), in 0..=1 << 30;
         /// Stream the hash functions are drawn from.
         seed: u64 = 0, in 0..=u64::MAX;
     }
@@ -137,19 +143,23 @@ crate::params! {
 
 fn supports(p: &Problem, params: &Params) -> Support {
     let (causal, shared) = (p.mask == Mask::Causal, params.keys == Keys::Shared);
-    Support::unless(
-        shared && p.n_heads != p.n_kv_heads,
-        "keys = shared needs a key head for every query head: a query is its own key",
-    )
-    .and_unless(
-        shared && (p.n_q > p.n_k || !causal && p.n_q != p.n_k),
-        "keys = shared needs as many keys as queries, or more with a causal mask",
-    )
-    .and_unless(shared && params.sinks > 0, "keys = shared has no sinks: every token is hashed; set sinks = 0")
-    .and_unless(
-        causal && params.wrap,
-        "wrap looks into a chunk of other buckets, which depends on later tokens; set wrap = false for a causal mask",
-    )
+    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
+        .and_unless(
+            shared && p.n_heads != p.n_kv_heads,
+            "keys = shared needs a key head for every query head: a query is its own key",
+        )
+        .and_unless(
+            shared && (p.n_q > p.n_k || !causal && p.n_q != p.n_k),
+            "keys = shared needs as many keys as queries, or more with a causal mask",
+        )
+        .and_unless(
+            shared && (params.sinks > 0 || !params.always.is_empty()),
+            "keys = shared has no sinks: every token is hashed; set sinks = 0 and always = none",
+        )
+        .and_unless(
+            causal && params.wrap,
+            "wrap looks into a chunk of other buckets, which depends on later tokens; set wrap = false for a causal mask",
+        )
 }
 
 /// The plan: rounds, chunks and merging.
@@ -190,6 +200,12 @@ impl Reformer {
     fn scale<T: Real>(&self, scale: T) -> T {
         if self.shared() { T::from_f64(self.params.logit_scale) } else { scale }
     }
+
+    /// The same with the first keys as sinks.
+    fn with_first(&self, first: &FirstKeys) -> Self {
+        let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
+        Self { params }
+    }
 }
 
 /// Rows of the window that one task takes.
@@ -197,6 +213,9 @@ const WINDOW_ROWS: usize = 192;
 
 impl GroupPlan for Reformer {
     fn cost(&self, p: &Problem) -> Cost {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
+            return self.with_first(&first).cost(p);
+        }
         let Params { rounds, block, before, after, sinks, .. } = self.params;
         let (heads, groups) = ((p.batch * p.n_heads * p.n_q) as u64, (p.batch * p.n_kv_heads * p.n_k) as u64);
         let hash: CrossPolytope<f64> = CrossPolytope::new(
@@ -218,6 +237,10 @@ impl GroupPlan for Reformer {
     }
 
     fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
+            return self.with_first(&first).scratch_bytes(p, threads, size)
+                + FirstKeys::scratch_bytes(p, size);
+        }
         let Params { block, before, after, .. } = self.params;
         let met = (1 + before + after).saturating_mul(block.min(p.n_k) + 1).min(p.n_k + block);
         let unit = if self.shared() { p.n_k * p.d } else { 0 };
@@ -240,6 +263,9 @@ impl GroupPlan for Reformer {
         let sinks = sinks.min(g.n_k());
         if !self.shared() && g.n_k() - sinks <= block || g.n_q() == 0 || g.n_k() == 0 {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
+        }
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, g.n_k()) {
+            return first.run(&mut g, |g| self.with_first(&first).run(g));
         }
         let (n_k, d, cx) = (g.n_k(), g.k.cols(), g.cx);
         let mut unit = cx.scratch.take::<T>(if self.shared() { n_k * d } else { 0 });
@@ -301,6 +327,9 @@ impl GroupPlan for Reformer {
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, usize::MAX) {
+            return self.with_first(&first).stream(p, index);
+        }
         let hash = self.hash(index, p.d, p.n_k);
         let (rounds, count) = hash.as_ref().map_or((1, 1), |h: &CrossPolytope<T>| (h.rounds(), h.buckets()));
         Some(Box::new(Lists {

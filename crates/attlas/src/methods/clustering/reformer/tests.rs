@@ -1,6 +1,6 @@
 use super::*;
 use crate::Options;
-use crate::methods::common::workloads::{assert_within, clustered};
+use crate::testkit::workloads::{assert_within, clustered};
 use crate::testkit::{Case, assert_rows_close, check_method, reference, reference_weights, run_method};
 use attlas_num::cluster::{Balanced, order_by};
 

@@ -36,9 +36,10 @@ use crate::method::{
     Budget, Calibration, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support,
 };
 use crate::methods::common::{
-    Fallback, Join, Round, attend_round, attend_subset, exact_group, exact_rows, exact_scratch_bytes,
-    round_scratch_len,
+    ALWAYS_LEAKS, Fallback, FirstKeys, Join, Round, always_leaks, attend_round, attend_subset, exact_group,
+    exact_rows, exact_scratch_bytes, round_scratch_len,
 };
+use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Inputs, Mask, Mat, MatRef, Problem, Qkv, Real, Result};
 use attlas_num::cluster::kmeans::assign_into;
@@ -71,6 +72,7 @@ pub static METHOD: Method = Method {
     params: Params::SPECS,
     probes: &[
         &[("clusters", "7"), ("window", "12"), ("prefix", "20"), ("sinks", "2"), ("samples", "50")],
+        &[("clusters", "7"), ("window", "12"), ("sinks", "1"), ("always", "44+80")],
         &[("clusters", "6"), ("window", "15"), ("merge", "mean"), ("fallback", "zero"), ("prefix", "9")],
         &[("clusters", "9"), ("window", "9"), ("merge", "multiset"), ("assignment", "top_w")],
         &[("clusters", "9"), ("window", "4"), ("fallback", "sink_window"), ("prefix", "5"), ("iters", "2")],
@@ -148,6 +150,9 @@ crate::params! {
         fallback: Option<Unrouted> = None;
         /// Keys at the start that every query sees exactly, outside the groups; not with merge = mean.
         sinks: usize = 0, in 0..=1 << 30;
+        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
+        /// none. With a causal mask only the first keys.
+        always: Indices = Indices::none(), in 0..=1 << 30;
         /// Causal problems without a calibration: tokens that attend exactly and whose keys give the centroids; auto
         /// for the larger of a group and four tokens per centroid.
         prefix: Option<usize> = None, in 1..=1 << 30;
@@ -163,26 +168,27 @@ crate::params! {
 fn supports(p: &Problem, params: &Params) -> Support {
     let causal = p.mask == Mask::Causal;
     let Params { assignment, fallback, .. } = params;
-    Support::unless(
-        causal && *assignment == Some(Assignment::TopW),
-        "top_w over a sequence depends on later tokens; use assignment = nearest_recent for a causal mask",
-    )
-    .and_unless(
-        !causal && *assignment == Some(Assignment::NearestRecent),
-        "nearest_recent needs a causal mask; use assignment = top_w",
-    )
-    .and_unless(
-        causal && *fallback == Some(Unrouted::NearestCentroid),
-        "with a causal mask a query is at its best centroid already; use fallback = self_key, sink_window or zero",
-    )
-    .and_unless(
-        !causal && matches!(fallback, Some(Unrouted::SelfKey | Unrouted::SinkWindow)),
-        "self_key and sink_window need a causal mask; use fallback = nearest_centroid or zero",
-    )
-    .and_unless(
-        params.merge == Merge::Mean && params.sinks > 0,
-        "an average over groups cannot be merged with sinks; use merge = union or sinks = 0",
-    )
+    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
+        .and_unless(
+            causal && *assignment == Some(Assignment::TopW),
+            "top_w over a sequence depends on later tokens; use assignment = nearest_recent for a causal mask",
+        )
+        .and_unless(
+            !causal && *assignment == Some(Assignment::NearestRecent),
+            "nearest_recent needs a causal mask; use assignment = top_w",
+        )
+        .and_unless(
+            causal && *fallback == Some(Unrouted::NearestCentroid),
+            "with a causal mask a query is at its best centroid already; use fallback = self_key, sink_window or zero",
+        )
+        .and_unless(
+            !causal && matches!(fallback, Some(Unrouted::SelfKey | Unrouted::SinkWindow)),
+            "self_key and sink_window need a causal mask; use fallback = nearest_centroid or zero",
+        )
+        .and_unless(
+            params.merge == Merge::Mean && (params.sinks > 0 || !params.always.is_empty()),
+            "an average over groups cannot be merged with sinks; use merge = union, or sinks = 0 and always = none",
+        )
 }
 
 /// The plan: parameters, and centroids where a calibration gave them.
@@ -248,6 +254,12 @@ impl Routing {
     fn join(&self) -> Join {
         if self.params.merge == Merge::Mean { Join::Mean } else { Join::LogSumExp }
     }
+
+    /// The same with the first keys as sinks.
+    fn with_first(&self, first: &FirstKeys) -> Self {
+        let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
+        Self { params, given: self.given.clone() }
+    }
 }
 
 /// Rows per centroid that k-means sees where nothing else is asked for: more move the centroids very little.
@@ -286,6 +298,9 @@ const ROWS: usize = 512;
 
 impl GroupPlan for Routing {
     fn cost(&self, p: &Problem) -> Cost {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
+            return self.with_first(&first).cost(p);
+        }
         let Sizes { clusters, window, prefix } = self.sizes(p.n_k, 0);
         let heads = (p.batch * p.n_heads) as u64;
         let tokens = heads * p.n_q as u64 + (p.batch * p.n_kv_heads * p.n_k) as u64;
@@ -308,6 +323,10 @@ impl GroupPlan for Routing {
     }
 
     fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
+            return self.with_first(&first).scratch_bytes(p, threads, size)
+                + FirstKeys::scratch_bytes(p, size);
+        }
         let Sizes { clusters, window, .. } = self.sizes(p.n_k, 0);
         let w = window.min(p.n_k.max(p.n_q));
         let slots = (clusters * w.min(p.n_q)).max(p.n_q);
@@ -323,6 +342,9 @@ impl GroupPlan for Routing {
         let covered = sizes.window >= g.n_k().max(g.n_q()) || causal && sizes.prefix >= g.n_k();
         if g.n_k() == 0 || g.n_q() == 0 || self.raw() && covered {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
+        }
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, g.n_k()) {
+            return first.run(&mut g, |g| self.with_first(&first).run(g));
         }
         let (n_q, n_k, d, heads, cx) = (g.n_q(), g.n_k(), g.k.cols(), g.q.heads(), g.cx);
         // Layer-normed queries, head after head, then keys.
@@ -344,6 +366,9 @@ impl GroupPlan for Routing {
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, usize::MAX) {
+            return self.with_first(&first).stream(p, index);
+        }
         let sizes = self.sizes(p.n_k, index.kv_head);
         Some(Box::new(Lists {
             plan: self.clone(),

@@ -1,6 +1,6 @@
 use super::*;
 use crate::Options;
-use crate::methods::common::workloads::{assert_within, clustered, clustered_with, measure};
+use crate::testkit::workloads::{Clustered, assert_within, clustered, measure, stated};
 use crate::testkit::{
     Case, How, assert_rows_close, check_method, reference, reference_masked, reference_weights, run_method,
     run_with,
@@ -201,7 +201,7 @@ fn planted_clusters_are_found_around_their_centres() {
     for (scale, want) in [(0.125, 0.947), (0.5, 1.0)] {
         let mut mass = 0.0;
         for seed in 0..seeds {
-            let (case, centres, _) = clustered_with(seed, 0.05);
+            let Clustered { case, centres } = Case::clustered_with(stated(), seed, 0.05);
             let mut centroids = Mat::from_vec(centres, 64, 64);
             for c in 0..64 {
                 layer_norm(centroids.row_mut(c));
@@ -223,7 +223,7 @@ fn clustered_tokens_give_the_errors_of_an_independent_prototype() {
     // A prototype in NumPy, five seeds: 0.100 for the multiset, 0.166 for the mean, 0.3 % of the queries in no group.
     let options = Options::new().with("clusters", 45).with("window", 92);
     for (merge, want) in [("multiset", 0.100), ("mean", 0.166)] {
-        let (error, _) = measure(&METHOD, &options.clone().with("merge", merge), clustered, 4);
+        let error = measure(&METHOD, &options.clone().with("merge", merge), clustered, 4).error;
         assert_within(error, want, 0.2, merge);
     }
 }
@@ -249,7 +249,7 @@ fn layer_normed_logits_ignore_length_and_mean() {
 
 #[test]
 fn a_calibration_gives_the_centroids_of_its_samples() {
-    let (case, ..) = clustered_with(13, 0.05);
+    let case = Case::clustered_with(stated(), 13, 0.05).case;
     let p = case.problem;
     let view = |x| TensorRef::bhnd(x, [1, 1, 2048, 64]).unwrap();
     let x = Qkv::new(view(&case.q), view(&case.k), view(&case.v));

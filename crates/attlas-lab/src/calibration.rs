@@ -1,0 +1,150 @@
+//! What methods learnt, as a plain file.
+//!
+//! A method that learns from data does so once for every layer and key head. A file of calibrations is JSON:
+//!
+//! ```json
+//! {"format": "attlas calibrations", "version": 1,
+//!  "entries": [{"layer": 0, "kv_head": 0,
+//!               "calibration": {"method": "loki", "n_kv_heads": 1, "n_heads": 3, "d": 64, "d_v": 64,
+//!                               "matrices": {"basis.0": {"rows": 64, "cols": 64, "data": [0.1]}}}}]}
+//! ```
+//!
+//! `layer` is `null` for inputs that name no layer. Numbers are written with all their digits, so a calibration that was
+//! read gives the bits of the one that was written. One made by another method or for other shapes is refused when a
+//! plan is made with it.
+
+use crate::trace::write_file;
+use crate::{Error, Result};
+use attlas::Calibration;
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+const FORMAT: &str = "attlas calibrations";
+const VERSION: u32 = 1;
+
+/// Calibrations by layer, key head and method.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Calibrations {
+    format: String,
+    version: u32,
+    entries: Vec<Entry>,
+}
+
+/// One calibration and what it was made for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Entry {
+    /// Layer, where the inputs named one.
+    pub layer: Option<usize>,
+    /// Key head within the layer.
+    pub kv_head: usize,
+    /// What was learnt.
+    pub calibration: Calibration,
+}
+
+impl Default for Calibrations {
+    fn default() -> Self {
+        Self { format: FORMAT.into(), version: VERSION, entries: Vec::new() }
+    }
+}
+
+impl Calibrations {
+    /// Adds one.
+    pub fn insert(&mut self, layer: Option<usize>, kv_head: usize, calibration: Calibration) {
+        self.entries.push(Entry { layer, kv_head, calibration });
+    }
+
+    /// All of them, as they were added.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// Whether any is of this method.
+    pub fn has(&self, method: &str) -> bool {
+        self.entries.iter().any(|e| e.calibration.method == method)
+    }
+
+    /// The one of a method for a key head of a layer; an error where the method has others only.
+    pub fn find(&self, method: &str, layer: Option<usize>, kv_head: usize) -> Result<Option<&Calibration>> {
+        let wanted = |e: &&Entry| e.calibration.method == method && (e.layer, e.kv_head) == (layer, kv_head);
+        match self.entries.iter().find(wanted) {
+            Some(entry) => Ok(Some(&entry.calibration)),
+            None if self.has(method) => {
+                let layer = layer.map_or(String::new(), |l| format!("layer {l}, "));
+                Err(Error::Attlas(attlas::Error::Calibration {
+                    method: method.into(),
+                    expected: format!("one for {layer}key head {kv_head}"),
+                    found: format!("{} for others", self.entries.len()),
+                }))
+            }
+            None => Ok(None),
+        }
+    }
+
+    /// Writes a file, under a temporary name first.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let text = serde_json::to_string(self).map_err(|e| Error::writing(path, e.into()))?;
+        write_file(path, text.as_bytes())
+    }
+
+    /// Reads a file.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path).map_err(|e| Error::reading(path, e))?;
+        let malformed = |reason: String| Error::Malformed { path: path.into(), format: FORMAT, reason };
+        let read: Self = serde_json::from_str(&text).map_err(|e| malformed(e.to_string()))?;
+        if (read.format.as_str(), read.version) != (FORMAT, VERSION) {
+            let found = format!("{} of version {}", read.format, read.version);
+            return Err(malformed(format!("expected {FORMAT} of version {VERSION}, found {found}")));
+        }
+        Ok(read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use attlas::{Inputs, Options, Problem, Qkv, TensorRef, registry};
+
+    fn learnt(problem: &Problem) -> Calibration {
+        let n = problem.n_k;
+        let data: Vec<f64> = (0..2 * n * problem.d).map(|i| (0.37 * i as f64).sin() / 3.0).collect();
+        let view = |h: usize| TensorRef::bhnd(&data[..h * n * problem.d], [1, h, n, problem.d]).unwrap();
+        let x = Qkv::new(view(problem.n_heads), view(problem.n_kv_heads), view(problem.n_kv_heads));
+        let loki = registry::method("loki").unwrap();
+        (loki.calibrate.unwrap())(problem, &Options::new(), &[Inputs::F64(x)]).unwrap()
+    }
+
+    #[test]
+    fn a_file_gives_back_the_bits_and_refuses_other_shapes() {
+        let problem = Problem::new(2, 100, 8).with_kv_heads(1);
+        let mut all = Calibrations::default();
+        all.insert(Some(3), 1, learnt(&problem));
+        let path = std::env::temp_dir().join(format!("attlas-calibration-{}.json", std::process::id()));
+        all.write(&path).unwrap();
+        let again = Calibrations::read(&path).unwrap();
+        assert_eq!(again, all);
+        let found = again.find("loki", Some(3), 1).unwrap().unwrap();
+        let loki = registry::method("loki").unwrap();
+        assert!(loki.plan_with(&problem, &Options::new(), Some(found)).is_ok());
+        for other in [Problem::new(2, 100, 9).with_kv_heads(1), Problem::new(2, 100, 8)] {
+            let refused = loki.plan_with(&other, &Options::new(), Some(found));
+            assert!(matches!(refused, Err(attlas::Error::Calibration { .. })));
+        }
+        let other = registry::method("routing").unwrap();
+        assert!(other.plan_with(&problem, &Options::new(), Some(found)).is_err());
+        assert!(
+            again.find("loki", Some(4), 1).is_err() && again.find("routing", Some(4), 1).unwrap().is_none()
+        );
+
+        for broken in [
+            "",
+            "{}",
+            "[1]",
+            &std::fs::read_to_string(&path).unwrap().replace("\"version\":1", "\"version\":9"),
+        ] {
+            std::fs::write(&path, broken).unwrap();
+            assert!(matches!(Calibrations::read(&path), Err(Error::Malformed { .. })), "{broken:.40}");
+        }
+        std::fs::remove_file(&path).unwrap();
+        assert!(matches!(Calibrations::read(&path), Err(Error::Io { .. })));
+    }
+}

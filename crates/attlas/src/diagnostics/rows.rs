@@ -1,0 +1,356 @@
+//! Figures of the rows of the weights, from blocks of rows that are dropped at once.
+
+use super::{Head, HeadReport, Settings, norm};
+use crate::workspace::Context;
+use crate::{Mask, Workspace};
+use attlas_num::Mat;
+use attlas_num::kernels::{Op, exp_in_place, gemm};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Shares of the row maximum below which weights are counted.
+const THRESHOLDS: [f64; 3] = [1e-1, 1e-2, 1e-3];
+/// Masses whose least number of keys is found.
+const MASSES: [f64; 3] = [0.9, 0.95, 0.99];
+/// Parts that rows are split into for sums over columns; fixed, so that threads cannot change a bit.
+const PARTS: usize = 32;
+/// Rows whose logits are held at one time.
+const TILE_ROWS: usize = 16;
+/// Steps per unit of logit in which the largest weights of a row are found.
+const BUCKETS_PER_UNIT: f64 = 8.0;
+/// Buckets; weights below $e^{-64}$ of the largest share the last one.
+const BUCKETS: usize = 512;
+
+/// How the weights of a head are spread.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct WeightProfile {
+    /// Rows that see at least one key.
+    pub rows: usize,
+    /// Shares of the visible weights that are less than 1e-1, 1e-2 and 1e-3 of their row's largest.
+    pub below: [(f64, f64); 3],
+    /// Least number of keys whose weights reach 0.9, 0.95 and 0.99 of a row.
+    pub keys_for_mass: [MassKeys; 3],
+    /// Entropies of the rows in nats.
+    pub entropy: Summary,
+    /// Mean weight of each key over the rows that see it; NaN (`null` in JSON) where no row does.
+    pub mean_weight: Vec<f64>,
+    /// Keys whose mean weight exceeds the threshold, largest first.
+    pub sinks: Vec<Sink>,
+    /// $P_{ij} / \max_j P_{ij}$ of the first rows and keys.
+    pub leading: HeatMap,
+    /// Mass that the rows of a part of the sequence put on the keys of another: rows sum to one.
+    pub map: HeatMap,
+    /// Log-sum-exp of the rows.
+    #[serde(skip)]
+    pub lse: Vec<f64>,
+    /// The largest logit.
+    pub max_logit: f64,
+    /// $\|A\|_F^2$ divided by $e^{2 \max S}$.
+    pub(super) scores_energy: f64,
+    /// $\|P\|_F^2$.
+    pub(super) weights_energy: f64,
+}
+
+/// Keys that hold a mass, over the rows.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub struct MassKeys {
+    /// The mass.
+    pub mass: f64,
+    /// How many keys hold it.
+    pub keys: Summary,
+}
+
+/// Mean and quantiles over rows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct Summary {
+    /// Mean.
+    pub mean: f64,
+    /// Median.
+    pub median: f64,
+    /// Nearest-rank 95 % quantile.
+    pub p95: f64,
+}
+
+impl Summary {
+    fn of(mut values: Vec<f64>) -> Self {
+        if values.is_empty() {
+            return Self::default();
+        }
+        let mean = values.iter().sum::<f64>() / values.len() as f64;
+        values.sort_by(f64::total_cmp);
+        let quantile = |p: f64| values[((p * values.len() as f64).ceil() as usize).max(1) - 1];
+        Self { mean, median: quantile(0.5), p95: quantile(0.95) }
+    }
+}
+
+/// A key that rows look at whatever they ask (gu2025).
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub struct Sink {
+    /// Its place.
+    pub key: usize,
+    /// Mean weight over the rows that see it.
+    pub weight: f64,
+    /// Length of the key over the median length of keys.
+    pub key_norm: f64,
+    /// Length of its value over the median length of values.
+    pub value_norm: f64,
+}
+
+/// A small matrix to be drawn.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct HeatMap {
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// Entries, row after row.
+    pub data: Vec<f64>,
+}
+
+/// Share of the heads that have a sink at key `key`.
+pub fn sink_share(heads: &[HeadReport], key: usize) -> f64 {
+    let with = heads.iter().filter(|h| h.weights.sinks.iter().any(|s| s.key == key)).count();
+    with as f64 / heads.len().max(1) as f64
+}
+
+/// Sparsity, mass, entropy and sinks of the weights. Holds $O(n)$ numbers, beside blocks of a few rows.
+pub fn weight_profile(head: &Head, settings: &Settings, ws: &Workspace) -> WeightProfile {
+    let (n_q, n_k) = (head.q.rows(), head.k.rows());
+    let map = |n: usize| settings.cells.min(n);
+    let (map_rows, map_cols) = (map(n_q), map(n_k));
+    let leading = (settings.block.min(n_q), settings.block.min(n_k));
+    let parts = ws.install(|cx| {
+        (0..PARTS)
+            .into_par_iter()
+            .with_max_len(1)
+            .map(|part| {
+                let rows = part * n_q / PARTS..(part + 1) * n_q / PARTS;
+                Part::new(head, rows, (map_rows, map_cols), leading, cx)
+            })
+            .collect::<Vec<Part>>()
+    });
+
+    let mut columns = vec![0.0; n_k];
+    let mut map = vec![0.0; map_rows * map_cols];
+    let mut block = vec![0.0; leading.0 * leading.1];
+    let (mut below, mut visible) = ([0u64; 3], 0u64);
+    let mut rows: Vec<RowFigures> = Vec::with_capacity(n_q);
+    for part in parts {
+        let add = |sum: &mut [f64], more: &[f64]| sum.iter_mut().zip(more).for_each(|(s, x)| *s += x);
+        add(&mut columns, &part.columns);
+        add(&mut map, &part.map);
+        add(&mut block, &part.leading);
+        below.iter_mut().zip(part.below).for_each(|(b, x)| *b += x);
+        visible += part.visible;
+        rows.extend(part.rows);
+    }
+    let seen: Vec<&RowFigures> = rows.iter().filter(|r| r.lse > f64::NEG_INFINITY).collect();
+    let max_logit = seen.iter().map(|r| r.max).fold(f64::NEG_INFINITY, f64::max);
+    let over_rows = |f: &dyn Fn(&RowFigures) -> f64| Summary::of(seen.iter().map(|r| f(r)).collect());
+    for (a, row) in map.chunks_mut(map_cols.max(1)).enumerate() {
+        // A cell's sum over the rows that see something, divided by their number.
+        let range = a * n_q / map_rows..(a + 1) * n_q / map_rows;
+        let live = rows[range].iter().filter(|r| r.lse > f64::NEG_INFINITY).count();
+        row.iter_mut().for_each(|x| *x /= live.max(1) as f64);
+    }
+
+    let observers: Vec<usize> = (0..n_k).map(|j| n_q - first_observer(head, j)).collect();
+    let mean_weight: Vec<f64> = columns.iter().zip(&observers).map(|(c, &n)| c / n as f64).collect();
+    let norms = |x: attlas_num::MatRef<'_, f64>| x.iter_rows().map(norm).collect::<Vec<f64>>();
+    let (key_norms, value_norms) = (norms(head.k()), norms(head.v()));
+    let (key_median, value_median) = (median(&key_norms), median(&value_norms));
+    let mut sinks: Vec<Sink> = (0..n_k)
+        .filter(|&j| observers[j] >= settings.min_rows && mean_weight[j] > settings.sink)
+        .map(|j| Sink {
+            key: j,
+            weight: mean_weight[j],
+            key_norm: ratio(key_norms[j], key_median),
+            value_norm: ratio(value_norms[j], value_median),
+        })
+        .collect();
+    sinks.sort_by(|a, b| b.weight.total_cmp(&a.weight).then(a.key.cmp(&b.key)));
+
+    WeightProfile {
+        rows: seen.len(),
+        below: [0, 1, 2].map(|t| (THRESHOLDS[t], below[t] as f64 / visible.max(1) as f64)),
+        keys_for_mass: [0, 1, 2]
+            .map(|m| MassKeys { mass: MASSES[m], keys: over_rows(&|r: &RowFigures| r.keys[m] as f64) }),
+        entropy: over_rows(&|r: &RowFigures| r.entropy),
+        mean_weight,
+        sinks,
+        leading: HeatMap { rows: leading.0, cols: leading.1, data: block },
+        map: HeatMap { rows: map_rows, cols: map_cols, data: map },
+        scores_energy: seen.iter().map(|r| r.squares * (2.0 * (r.max - max_logit)).exp()).sum(),
+        weights_energy: seen.iter().map(|r| r.squares * (2.0 * (r.max - r.lse)).exp()).sum(),
+        lse: rows.iter().map(|r| r.lse).collect(),
+        max_logit,
+    }
+}
+
+/// The first row that sees key `j`; all rows where none does.
+fn first_observer(head: &Head, j: usize) -> usize {
+    match head.mask {
+        Mask::None => 0,
+        Mask::Causal => usize::try_from(j as isize - head.offset()).unwrap_or(0).min(head.q.rows()),
+    }
+}
+
+fn ratio(a: f64, b: f64) -> f64 {
+    if a == b { 1.0 } else { a / b }
+}
+
+fn median(values: &[f64]) -> f64 {
+    Summary::of(values.to_vec()).median
+}
+
+/// What is kept of one row.
+struct RowFigures {
+    max: f64,
+    lse: f64,
+    /// $\sum_j e^{2(s_j - \max s)}$.
+    squares: f64,
+    entropy: f64,
+    keys: [usize; 3],
+}
+
+/// What is kept of some consecutive rows.
+struct Part {
+    rows: Vec<RowFigures>,
+    columns: Vec<f64>,
+    map: Vec<f64>,
+    leading: Vec<f64>,
+    below: [u64; 3],
+    visible: u64,
+}
+
+impl Part {
+    fn new(
+        head: &Head,
+        rows: Range<usize>,
+        (map_rows, map_cols): (usize, usize),
+        leading: (usize, usize),
+        cx: Context<'_>,
+    ) -> Self {
+        let (n_q, n_k) = (head.q.rows(), head.k.rows());
+        let mut part = Part {
+            rows: Vec::with_capacity(rows.len()),
+            columns: vec![0.0; n_k],
+            map: vec![0.0; map_rows * map_cols],
+            leading: vec![0.0; leading.0 * leading.1],
+            below: [0; 3],
+            visible: 0,
+        };
+        let mut logits = Mat::zeros(TILE_ROWS.min(rows.len()), n_k);
+        let mut weights = vec![0.0; n_k];
+        let mut order = Order::default();
+        for first in rows.clone().step_by(TILE_ROWS) {
+            let q = head.q().sub_rows(first..(first + TILE_ROWS).min(rows.end));
+            gemm(
+                cx.schedule.isa,
+                head.scale,
+                Op::N(q),
+                Op::T(head.k()),
+                0.0,
+                &mut logits.data_mut()[..q.rows() * n_k],
+                n_k,
+                cx.scratch,
+            );
+            for i in first..first + q.rows() {
+                let seen = head.band().range(i, n_k).end;
+                let s = &logits.row(i - first)[..seen];
+                let w = &mut weights[..seen];
+                let figures = part.row(s, w, &mut order);
+                if figures.lse > f64::NEG_INFINITY {
+                    let place = map_row(i, n_q, map_rows) * map_cols;
+                    let relative = (figures.max - figures.lse).exp();
+                    for (j, w) in w.iter().enumerate() {
+                        part.columns[j] += relative * w;
+                    }
+                    for b in 0..map_cols {
+                        let range = b * n_k / map_cols..((b + 1) * n_k / map_cols).min(seen);
+                        if range.start < range.end {
+                            part.map[place + b] += relative * w[range].iter().sum::<f64>();
+                        }
+                    }
+                    if i < leading.0 {
+                        let cols = leading.1.min(seen);
+                        part.leading[i * leading.1..][..cols].copy_from_slice(&w[..cols]);
+                    }
+                }
+                part.rows.push(figures);
+            }
+        }
+        part
+    }
+
+    /// Figures of a row with logits `s`; leaves $e^{s - \max s}$ in `w`.
+    fn row(&mut self, s: &[f64], w: &mut [f64], order: &mut Order) -> RowFigures {
+        let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        if max == f64::NEG_INFINITY {
+            return RowFigures { max, lse: max, squares: 0.0, entropy: 0.0, keys: [0; 3] };
+        }
+        w.iter_mut().zip(s).for_each(|(w, s)| *w = s - max);
+        exp_in_place(w);
+        let sum: f64 = w.iter().sum();
+        self.visible += s.len() as u64;
+        for (t, threshold) in THRESHOLDS.iter().enumerate() {
+            self.below[t] += w.iter().filter(|w| **w < *threshold).count() as u64;
+        }
+        // H = ln Z − Σ p (s − max), with Z the sum relative to the largest.
+        let spread: f64 = w.iter().zip(s).map(|(w, s)| w * (max - s)).sum();
+        RowFigures {
+            max,
+            lse: max + sum.ln(),
+            squares: w.iter().map(|w| w * w).sum(),
+            entropy: sum.ln() + spread / sum,
+            keys: MASSES.map(|mass| order.least_keys(max, s, w, mass * sum)),
+        }
+    }
+}
+
+/// The cell of the map that holds row `i`: the inverse of the ranges `a·n/cells..(a+1)·n/cells`.
+fn map_row(i: usize, n: usize, cells: usize) -> usize {
+    ((i + 1) * cells - 1) / n
+}
+
+/// Memory for finding the largest weights of a row without sorting it.
+#[derive(Default)]
+struct Order {
+    mass: Vec<f64>,
+    count: Vec<usize>,
+    crossing: Vec<f64>,
+}
+
+impl Order {
+    /// Least number of weights `w = e^{s − max}` whose sum reaches `wanted`: whole buckets of equal logits first, then
+    /// the members of the one in which the sum is reached, sorted.
+    fn least_keys(&mut self, max: f64, s: &[f64], w: &[f64], wanted: f64) -> usize {
+        let bucket = |s: f64| (((max - s) * BUCKETS_PER_UNIT) as usize).min(BUCKETS - 1);
+        self.mass.clear();
+        self.mass.resize(BUCKETS, 0.0);
+        self.count.clear();
+        self.count.resize(BUCKETS, 0);
+        for (&s, &w) in s.iter().zip(w) {
+            let b = bucket(s);
+            self.mass[b] += w;
+            self.count[b] += 1;
+        }
+        let (mut sum, mut keys, mut b) = (0.0, 0, 0);
+        while b + 1 < BUCKETS && sum + self.mass[b] < wanted {
+            sum += self.mass[b];
+            keys += self.count[b];
+            b += 1;
+        }
+        self.crossing.clear();
+        self.crossing.extend(s.iter().zip(w).filter(|(s, _)| bucket(**s) == b).map(|(_, w)| *w));
+        self.crossing.sort_by(|a, b| b.total_cmp(a));
+        for w in &self.crossing {
+            if sum >= wanted {
+                break;
+            }
+            sum += w;
+            keys += 1;
+        }
+        keys
+    }
+}
