@@ -5,21 +5,25 @@
 
 pub mod checkpoint;
 pub mod config;
+pub mod decoder;
 pub mod error;
 pub mod gguf;
 pub mod linear;
 pub mod model;
 pub mod ops;
 pub mod perplexity;
+pub mod recipe;
 pub mod sample;
 pub mod tensor;
 pub mod tokenizer;
 pub mod weights;
 
 pub use config::{Architecture, ModelConfig};
+pub use decoder::{Decoder, Rows};
 pub use error::{Error, Result};
 pub use linear::Linear;
 pub use model::Model;
+pub use recipe::Recipe;
 pub use tensor::Tensor;
 pub use tokenizer::Tokenizer;
 pub use weights::Weights;
