@@ -9,9 +9,9 @@ use attlas_lab::table::{Table, bytes, number, seconds};
 use attlas_lab::text::{Text, open_model};
 use attlas_lab::trace::{Elements, write_as};
 use attlas_lab::{Error, extract, generate, perplexity};
-use attlas_model::Model;
 use attlas_model::perplexity::Protocol;
 use attlas_model::sample::Sampling;
+use attlas_model::{ChatTemplate, Message, Model};
 use std::io::{Read, Write};
 use std::path::Path;
 use std::process::ExitCode;
@@ -249,6 +249,7 @@ fn read_prompt(path: &Path) -> Result<String, Error> {
 
 /// A message as the model's own template lays it out.
 fn chat_prompt(model: &Model, system: Option<&str>, user: &str) -> Result<String, Error> {
-    let _ = (model, system, user);
-    Err(Error::argument("--chat", "a model whose chat template can be read", "none"))
+    let mut messages: Vec<Message> = system.map(|s| Message::new("system", s)).into_iter().collect();
+    messages.push(Message::user(user));
+    Ok(ChatTemplate::of(model)?.render(&messages, true)?)
 }

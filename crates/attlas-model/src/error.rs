@@ -119,6 +119,17 @@ pub enum Error {
         /// The longest context of the model.
         context: usize,
     },
+    /// A chat template that is missing, malformed, or that refuses the messages.
+    #[error("chat template: {0}")]
+    ChatTemplate(String),
+    /// A model that cannot be downloaded.
+    #[error("hf:{repository}: {reason}")]
+    Download {
+        /// Owner and name.
+        repository: String,
+        /// What went wrong, or what to do.
+        reason: String,
+    },
     /// The tokeniser cannot be built or cannot read a text.
     #[error("tokeniser: {0}")]
     Tokenizer(String),

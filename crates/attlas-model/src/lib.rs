@@ -3,11 +3,14 @@
 //! [`Model::open`] reads a GGUF file or a Hugging Face folder of the Llama and BERT families. Every file is
 //! treated as hostile: a header that lies is an [`Error`], never a panic or a huge allocation.
 
+pub mod bert;
+pub mod chat;
 pub mod checkpoint;
 pub mod config;
 pub mod decoder;
 pub mod error;
 pub mod gguf;
+pub mod hub;
 pub mod linear;
 pub mod model;
 pub mod ops;
@@ -18,6 +21,8 @@ pub mod tensor;
 pub mod tokenizer;
 pub mod weights;
 
+pub use bert::Encoder;
+pub use chat::{ChatTemplate, Message};
 pub use config::{Architecture, ModelConfig};
 pub use decoder::{Decoder, Rows};
 pub use error::{Error, Result};
