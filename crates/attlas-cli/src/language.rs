@@ -7,7 +7,7 @@ use crate::{Outcome, STOP, note, print, print_json};
 use attlas_lab::perplexity::Record;
 use attlas_lab::table::{Table, bytes, number, seconds};
 use attlas_lab::text::{Text, open_model};
-use attlas_lab::trace::{Elements, write_as};
+use attlas_lab::trace::{Elements, check_name, write_as};
 use attlas_lab::{Error, extract, generate, perplexity};
 use attlas_model::perplexity::Protocol;
 use attlas_model::sample::Sampling;
@@ -20,6 +20,12 @@ use std::process::ExitCode;
 const CONTEXT: usize = 2048;
 
 pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {
+    let elements = match args.dtype {
+        ElementType::F32 => Elements::F32,
+        ElementType::F16 => Elements::F16,
+        ElementType::Bf16 => Elements::Bf16,
+    };
+    check_name(&args.out, elements)?;
     catch_interrupts(common);
     let model = open_model(&args.model)?;
     let text = Text::read(&args.text, &model, args.tokens)?;
@@ -37,11 +43,6 @@ pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {
     progress.end();
     let name = args.model.file_name().unwrap_or(args.model.as_os_str());
     extracted.workload.metadata.insert("model".into(), name.to_string_lossy().into_owned());
-    let elements = match args.dtype {
-        ElementType::F32 => Elements::F32,
-        ElementType::F16 => Elements::F16,
-        ElementType::Bf16 => Elements::Bf16,
-    };
     write_as(&extracted.workload, &extracted.extra, elements, &args.out)?;
     let layers = &extracted.workload.layers;
     let p = layers.first().map(|l| l.problem).ok_or_else(|| Error::argument("--layers", "one or more", "none"))?;
@@ -66,7 +67,7 @@ pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {
         });
         print_json(&record);
     } else {
-        print_pairs(&rows.map(|(k, v)| (k, v)), common);
+        print_pairs(&rows, common);
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -1,12 +1,14 @@
-//! Queries, keys and values of a model reading a text.
+//! Queries, keys and values of a model reading a text: causal models as they go, encoders in one piece, with the
+//! tokens they expect around a text.
 
 use crate::source::{LayerData, Workload};
 use crate::text::Text;
 use crate::{Error, Result};
-use attlas::{Mask, Problem, Schedule};
+use attlas::{Mask, Options, Problem, Schedule, TensorRef, Workspace, registry};
+use attlas_model::bert::Batch;
 use attlas_model::decoder::Observer;
 use attlas_model::recipe::Numbers;
-use attlas_model::{Decoder, Model, Recipe, Rows};
+use attlas_model::{Decoder, Encoder, Model, Recipe, Rows};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -65,14 +67,17 @@ pub fn extract(
     };
     let heads = Heads::choose(settings.heads.as_ref(), c.n_heads, c.n_kv_heads)?;
     let mut tokens = text.tokens.clone();
-    if settings.bos {
+    let encoder = c.architecture.is_encoder();
+    if encoder {
+        // What the model expects around a text, such as [CLS] and [SEP].
+        if let [before, .., after] = model.tokenizer.encode("", true)?[..] {
+            tokens.insert(0, before);
+            tokens.push(after);
+        }
+    } else if settings.bos {
         tokens.insert(0, bos(model)?);
     }
-    let mut decoder = Decoder::new(
-        model.clone(),
-        &Recipe::default(),
-        Schedule { threads: settings.threads, ..Schedule::default() },
-    )?;
+    let schedule = Schedule { threads: settings.threads, ..Schedule::default() };
     let n = tokens.len();
     let take = |heads: &[usize]| vec![0.0f32; heads.len() * n * c.head_dim];
     let collected = layers
@@ -91,7 +96,12 @@ pub fn extract(
         .collect();
     let mut collector =
         Collector { layers: collected, heads: &heads, d: c.head_dim, n, sizes: (c.n_heads, c.n_kv_heads), done: 0, progress, stop };
-    decoder.forward_observed(&tokens, Rows::None, &mut Vec::new(), &mut collector)?;
+    if encoder {
+        encode(model, &tokens, Workspace::new(schedule)?, &mut collector)?;
+    } else {
+        let mut decoder = Decoder::new(model.clone(), &Recipe::default(), schedule)?;
+        decoder.forward_observed(&tokens, Rows::None, &mut Vec::new(), &mut collector)?;
+    }
 
     let problem = Problem::new(heads.query.len(), n, c.head_dim).with_kv_heads(heads.key.len());
     let mut extra = Vec::new();
@@ -108,11 +118,31 @@ pub fn extract(
     }
     let workload = Workload {
         source: text.source.clone(),
-        mask: Mask::Causal,
+        mask: if encoder { Mask::None } else { Mask::Causal },
         metadata: metadata(model, text, n, settings, &heads),
         layers: data,
     };
     Ok(Extracted { workload, extra })
+}
+
+/// Runs an encoder and shows every layer to `collector`.
+fn encode(model: &Model, tokens: &[u32], mut ws: Workspace, collector: &mut Collector<'_>) -> Result<()> {
+    let encoder = Encoder::new(model)?;
+    let batch = Batch::new(&[tokens])?;
+    let plans = encoder.plans(&batch, registry::baseline(), &Options::new())?;
+    encoder.forward(&batch, &plans, &mut ws, |layer, x| {
+        let rows = |x: &TensorRef<'_, f32>| -> Vec<f32> {
+            let tokens = (0..x.dims()[2]).flat_map(|i| (0..x.dims()[1]).map(move |h| (h, i)));
+            tokens.flat_map(|(h, i)| x.head(0, h).row(i).to_vec()).collect()
+        };
+        let (q, k, v) = (rows(&x.q), rows(&x.k), rows(&x.v));
+        collector.before_rotation(layer, 0, &q, &k);
+        collector.projected(layer, 0, &q, &k, &v);
+        if layer < collector.layers() {
+            collector.attended(layer, 0, &q);
+        }
+    })?;
+    Ok(())
 }
 
 /// The token that begins a text; an error if the model has none.

@@ -7,9 +7,10 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Opens a GGUF file or a Hugging Face folder.
+/// Opens a GGUF file, a Hugging Face folder, or a model on the hub by its name (see [`attlas_model::hub`]).
 pub fn open_model(path: &Path) -> Result<Arc<Model>> {
-    Ok(Arc::new(Model::open(path)?))
+    let located = path.to_str().map(attlas_model::hub::locate).transpose()?;
+    Ok(Arc::new(Model::open(located.as_deref().unwrap_or(path))?))
 }
 
 /// A text as a model sees it.

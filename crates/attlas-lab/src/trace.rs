@@ -311,14 +311,26 @@ pub fn write(workload: &Workload, path: &Path) -> Result<()> {
 pub fn write_as(workload: &Workload, extra: &[Extra], elements: Elements, path: &Path) -> Result<()> {
     let all: Vec<Named<'_>> =
         tensors(workload).chain(extra.iter().map(|e| (e.name.clone(), e.shape, &e.data[..]))).collect();
-    let numpy = elements != Elements::F32;
-    match path.extension().and_then(|e| e.to_str()).unwrap_or_default() {
-        "safetensors" => write_safetensors(workload, &all, elements, path),
-        "npz" | "npy" if numpy => {
-            Err(Error::argument("element type", "f32 for NumPy files", format!("{elements:?}").to_lowercase()))
-        }
+    check_name(path, elements)?;
+    match extension(path) {
         "npz" => write_npz(&all, path),
         "npy" => write_npy(&all, path),
+        _ => write_safetensors(workload, &all, elements, path),
+    }
+}
+
+fn extension(path: &Path) -> &str {
+    path.extension().and_then(|e| e.to_str()).unwrap_or_default()
+}
+
+/// Whether a trace with these elements can be written under that name; worth asking before work is done.
+pub fn check_name(path: &Path, elements: Elements) -> Result<()> {
+    match extension(path) {
+        "safetensors" => Ok(()),
+        "npz" | "npy" if elements == Elements::F32 => Ok(()),
+        "npz" | "npy" => {
+            Err(Error::argument("--dtype", "f32 for NumPy files", format!("{elements:?}").to_lowercase()))
+        }
         other => Err(Error::argument("--out", "a name in .safetensors, .npz or .npy", format!("'.{other}'"))),
     }
 }
@@ -443,6 +455,42 @@ mod tests {
         assert_eq!((&back.layers[0].q, &back.layers[0].v), (&w.layers[0].q, &w.layers[0].v));
         assert_eq!(back.metadata["model"], "a test");
         assert_eq!(std::fs::read_dir(&folder.0).unwrap().count(), 1, "a temporary file was left");
+    }
+
+    #[test]
+    fn every_format_comes_back_as_it_was_written_up_to_its_rounding() {
+        let folder = Folder::new("formats");
+        let w = sample();
+        let x = &w.layers[0];
+        let extra = Extra { name: "layer3.k_pre".into(), shape: [2, 20, 4], data: x.k.clone() };
+        for (name, elements, unit) in [
+            ("t.safetensors", Elements::F16, 2f32.powi(-11)),
+            ("b.safetensors", Elements::Bf16, 2f32.powi(-8)),
+            ("t.npz", Elements::F32, 0.0),
+        ] {
+            let path = folder.file(name);
+            write_as(&w, std::slice::from_ref(&extra), elements, &path).unwrap();
+            let back = read_one(&path).unwrap();
+            assert_eq!(back.layers[0].layer, Some(3));
+            for (a, b) in x.q.iter().chain(&x.v).zip(back.layers[0].q.iter().chain(&back.layers[0].v)) {
+                assert!((a - b).abs() <= unit * a.abs(), "{name}: {a} {b}");
+            }
+        }
+        let one = LayerData {
+            problem: Problem::new(1, 20, 4),
+            q: x.q[..80].to_vec(),
+            k: x.k[..80].to_vec(),
+            v: x.v[..80].to_vec(),
+            ..x.clone()
+        };
+        let single = Workload { layers: vec![one], ..w.clone() };
+        write(&single, &folder.file("one.npy")).unwrap();
+        let back = read_one(&folder.file("one.npy")).unwrap();
+        assert_eq!((&back.layers[0].k, &back.layers[0].v), (&single.layers[0].k, &single.layers[0].v));
+        assert!(write(&w, &folder.file("many.npy")).is_err(), "several heads in one .npy");
+        assert!(write_as(&w, &[], Elements::F16, &folder.file("half.npz")).is_err());
+        assert!(write(&w, &folder.file("trace.txt")).is_err());
+        assert!(!folder.file("trace.txt").exists());
     }
 
     #[test]

@@ -93,6 +93,16 @@ mod tests {
     }
 
     #[test]
+    fn a_sliding_window_is_exact_attention_where_it_covers_everything() {
+        use crate::testkit::{Case, run_method};
+        let case = Case::gaussian(crate::Problem::new(2, 30, 8).causal(), 1);
+        let run = |(method, options): (&Method, Options)| run_method(method, &options, &case).0;
+        assert_eq!(run(sliding_window(30)), run((baseline(), Options::new())));
+        let narrow = run(sliding_window(1));
+        assert_eq!(narrow, case.v, "a window of one is the query's own value");
+    }
+
+    #[test]
     fn every_file_under_methods_is_listed() {
         let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/methods");
         for family in std::fs::read_dir(root).unwrap().map(|e| e.unwrap()) {
