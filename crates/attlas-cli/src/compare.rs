@@ -141,7 +141,13 @@ fn load(args: &CompareArgs, common: &Common) -> Result<attlas_lab::Workload, Err
         ..extract::Settings::default()
     };
     let progress = Progress::new(common);
-    let extracted = extract::extract(&model, &text, &settings, &mut |done, total| progress.at(done, total, "reading"), &STOP);
+    let extracted = extract::extract(
+        &model,
+        &text,
+        &settings,
+        &mut |done, total| progress.at(done, total, "reading"),
+        &STOP,
+    );
     progress.end();
     let mut workload = extracted?.workload;
     workload.source = format!("{} reading {}", path.display(), text.source);

@@ -37,20 +37,31 @@ pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {
         threads: common.threads,
     };
     let progress = Progress::new(common);
-    let mut extracted =
-        extract::extract(&model, &text, &settings, &mut |done, total| progress.at(done, total, "reading"), &STOP)
-            .inspect_err(|_| progress.end())?;
+    let mut extracted = extract::extract(
+        &model,
+        &text,
+        &settings,
+        &mut |done, total| progress.at(done, total, "reading"),
+        &STOP,
+    )
+    .inspect_err(|_| progress.end())?;
     progress.end();
     let name = args.model.file_name().unwrap_or(args.model.as_os_str());
     extracted.workload.metadata.insert("model".into(), name.to_string_lossy().into_owned());
     write_as(&extracted.workload, &extracted.extra, elements, &args.out)?;
     let layers = &extracted.workload.layers;
-    let p = layers.first().map(|l| l.problem).ok_or_else(|| Error::argument("--layers", "one or more", "none"))?;
+    let p = layers
+        .first()
+        .map(|l| l.problem)
+        .ok_or_else(|| Error::argument("--layers", "one or more", "none"))?;
     let size = std::fs::metadata(&args.out).map_err(|e| Error::reading(&args.out, e))?.len();
     let rows = [
         ("out", args.out.display().to_string()),
         ("tokens", p.n_q.to_string()),
-        ("layers", layers.iter().filter_map(|l| l.layer).collect::<attlas_model::recipe::Numbers>().to_string()),
+        (
+            "layers",
+            layers.iter().filter_map(|l| l.layer).collect::<attlas_model::recipe::Numbers>().to_string(),
+        ),
         ("heads", format!("{} query, {} key, width {}", p.n_heads, p.n_kv_heads, p.d)),
         ("bytes", size.to_string()),
     ];
@@ -105,7 +116,9 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
     if args.stride.is_some() && args.protocol != ProtocolName::Strided {
         return Err(Error::argument("--stride", "the protocol strided", "another one"));
     }
-    if !args.bos && model.tokenizer.encode("", true)?.first().is_some_and(|id| Some(*id) == model.tokenizer.bos()) {
+    if !args.bos
+        && model.tokenizer.encode("", true)?.first().is_some_and(|id| Some(*id) == model.tokenizer.bos())
+    {
         note(common, "note: this model was made to see a token at the beginning of a text; --bos adds it");
     }
     let settings = perplexity::Settings { protocol, bos: args.bos, recipe, threads: common.threads };
@@ -154,7 +167,10 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
     if let Some(x) = &r.against_exact {
         let quantile = |q: Option<f64>| q.map_or("-".into(), number);
         rows.extend([
-            ("exact perplexity", format!("{}, increase {:+.2} %", fixed(x.exact_ppl), 100.0 * x.ppl_increase)),
+            (
+                "exact perplexity",
+                format!("{}, increase {:+.2} %", fixed(x.exact_ppl), 100.0 * x.ppl_increase),
+            ),
             (
                 "KL to exact",
                 format!(
@@ -170,7 +186,11 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
             ("same top token", format!("{:.2} %", 100.0 * x.same_top)),
             (
                 "change of p",
-                format!("mean {:+.3} %, root mean square {:.3} %", 100.0 * x.delta_p_mean, 100.0 * x.delta_p_rms),
+                format!(
+                    "mean {:+.3} %, root mean square {:.3} %",
+                    100.0 * x.delta_p_mean,
+                    100.0 * x.delta_p_rms
+                ),
             ),
             ("scores computed", format!("{:.1} % of exact attention's", 100.0 * x.keys_share)),
             ("time", format!("{}, exact {}", seconds(r.seconds), seconds(x.exact_seconds))),

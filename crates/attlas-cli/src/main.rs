@@ -78,11 +78,15 @@ fn next_step(error: &attlas_lab::Error) -> &'static str {
     match error {
         E::Model(M::Attention(inner)) => next_step_of_library(inner),
         E::Attlas(inner) => next_step_of_library(inner),
-        E::Model(M::ContextTooShort { .. }) => "read fewer tokens with --tokens, or in windows with --context",
+        E::Model(M::ContextTooShort { .. }) => {
+            "read fewer tokens with --tokens, or in windows with --context"
+        }
         E::Model(M::Recipe(_)) => "docs/json.md shows a recipe",
         E::Model(M::ChatTemplate(_)) => "leave --chat away to continue a plain text",
         E::Model(M::Io { .. }) => "check the path and its permissions",
-        E::Model(_) => "a model is a GGUF file, or a folder with config.json, *.safetensors and tokenizer.json",
+        E::Model(_) => {
+            "a model is a GGUF file, or a folder with config.json, *.safetensors and tokenizer.json"
+        }
         E::Io { .. } => "check the path and its permissions",
         E::Malformed { .. } => "write the file again: it was cut short or is of another kind",
         E::MissingTensor { .. } | E::TensorShape { .. } => {

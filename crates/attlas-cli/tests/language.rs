@@ -61,8 +61,19 @@ fn alice() -> String {
 fn perplexity_tells_the_protocol_and_compares_a_method_with_exact_attention() {
     let (model, text) = (model(), alice());
     let x = json(&[
-        "perplexity", &model, "--text", &text, "--tokens", "96", "--context", "64", "--method", "sink_window",
-        "--set", "window=16", "--json",
+        "perplexity",
+        &model,
+        "--text",
+        &text,
+        "--tokens",
+        "96",
+        "--context",
+        "64",
+        "--method",
+        "sink_window",
+        "--set",
+        "window=16",
+        "--json",
     ]);
     assert_eq!((&x["tokens"], &x["scored"], &x["windows"]), (&96.into(), &94.into(), &2.into()));
     assert_eq!((&x["protocol"], &x["context"], &x["stride"]), (&"strided".into(), &64.into(), &64.into()));
@@ -72,8 +83,19 @@ fn perplexity_tells_the_protocol_and_compares_a_method_with_exact_attention() {
     assert!(number("exact_ppl") > 1.0 && number("kl_mean") > 0.0 && number("kl_q99") >= number("kl_median"));
     assert!(number("same_top") > 0.3 && number("same_top") < 1.0);
     assert!(number("keys_share") < 1.0);
-    let (status, out, _) =
-        attlas(&["perplexity", &model, "--text", &text, "--tokens", "40", "--bos", "--protocol", "windows", "--context", "20"]);
+    let (status, out, _) = attlas(&[
+        "perplexity",
+        &model,
+        "--text",
+        &text,
+        "--tokens",
+        "40",
+        "--bos",
+        "--protocol",
+        "windows",
+        "--context",
+        "20",
+    ]);
     assert_eq!(status, 0);
     assert!(out.contains("windows, window 20, stride 20, with BOS; 2 windows, 36 tokens scored"), "{out}");
     assert!(out.contains("attention   exact"), "{out}");
@@ -85,7 +107,8 @@ fn a_budget_of_all_keys_does_not_diverge() {
     let recipe = folder.file("recipe.toml");
     let text = "version = 1\n[[rule]]\nlayers = \"0-14\"\nmethod = \"top_k\"\nparams = { keys = 4096 }\n";
     std::fs::write(&recipe, text).unwrap();
-    let x = json(&["perplexity", &model(), "--text", &alice(), "--tokens", "64", "--recipe", &recipe, "--json"]);
+    let x =
+        json(&["perplexity", &model(), "--text", &alice(), "--tokens", "64", "--recipe", &recipe, "--json"]);
     assert_eq!((&x["attention"], &x["same_top"]), (&"recipe".into(), &1.0.into()));
     assert!(x["kl_mean"].as_f64().unwrap() < 1e-6, "{x}");
 }
@@ -100,10 +123,14 @@ fn generating_is_greedy_by_default_and_reproducible_by_seed() {
     assert!(x["text"].as_str().unwrap().starts_with(" Paris."));
     assert_eq!(x["ended"], "max_tokens");
     assert!(x["tokens_per_second"].as_f64().unwrap() > 0.0);
-    let drawn = |seed: &str| json(&[&prompt[..], &["--temperature", "1.5", "--top-k", "50", "--seed", seed]].concat())["ids"].clone();
+    let drawn = |seed: &str| {
+        json(&[&prompt[..], &["--temperature", "1.5", "--top-k", "50", "--seed", seed]].concat())["ids"]
+            .clone()
+    };
     assert_eq!(drawn("1"), drawn("1"));
     assert_ne!(drawn("1"), drawn("2"));
-    let (status, out, err) = attlas(&["generate", &model, "--prompt", "The capital of France is", "--stop", "\n"]);
+    let (status, out, err) =
+        attlas(&["generate", &model, "--prompt", "The capital of France is", "--stop", "\n"]);
     assert_eq!((status, out.as_str()), (0, " Paris.\n"));
     assert!(err.contains("tokens/s"), "{err}");
 }
@@ -111,7 +138,16 @@ fn generating_is_greedy_by_default_and_reproducible_by_seed() {
 #[test]
 fn a_chat_is_laid_out_by_the_models_template_and_ends_by_itself() {
     let x = json(&[
-        "generate", &model(), "--chat", "--system", "You are brief.", "--prompt", "Say hello.", "--max-tokens", "40", "--json",
+        "generate",
+        &model(),
+        "--chat",
+        "--system",
+        "You are brief.",
+        "--prompt",
+        "Say hello.",
+        "--max-tokens",
+        "40",
+        "--json",
     ]);
     let ids: Vec<u64> = x["prompt_ids"].as_array().unwrap().iter().map(|v| v.as_u64().unwrap()).collect();
     assert_eq!(ids.iter().filter(|&&id| id == 1).count(), 3, "three turns begin: {ids:?}");
@@ -125,8 +161,20 @@ fn what_is_extracted_can_be_compared_in_every_format() {
     let (model, text) = (model(), alice());
     let trace = folder.file("t.safetensors");
     let x = json(&[
-        "extract", &model, "--text", &text, "--tokens", "48", "--layers", "1,3", "--heads", "3-5", "--pre-rope", "--out",
-        &trace, "--json",
+        "extract",
+        &model,
+        "--text",
+        &text,
+        "--tokens",
+        "48",
+        "--layers",
+        "1,3",
+        "--heads",
+        "3-5",
+        "--pre-rope",
+        "--out",
+        &trace,
+        "--json",
     ]);
     assert_eq!((&x["tokens"], &x["heads"], &x["kv_heads"]), (&48.into(), &3.into(), &1.into()));
     assert_eq!(x["layers"], serde_json::json!([1, 3]));
@@ -135,13 +183,30 @@ fn what_is_extracted_can_be_compared_in_every_format() {
     assert_eq!((&y["mask"], &y["metadata"]["tokens"]), (&"causal".into(), &"48".into()));
     assert_eq!(y["rows"].as_array().unwrap().iter().filter(|r| r["method"] == "sink_window").count(), 6);
     let direct = json(&[
-        "compare", &model, "--text", &text, "--tokens", "48", "--layers", "1,3", "--heads", "3-5", "--methods",
-        "sink_window", "--set", "sink_window.window=8", "--json",
+        "compare",
+        &model,
+        "--text",
+        &text,
+        "--tokens",
+        "48",
+        "--layers",
+        "1,3",
+        "--heads",
+        "3-5",
+        "--methods",
+        "sink_window",
+        "--set",
+        "sink_window.window=8",
+        "--json",
     ]);
-    let error = |x: &Value| x["summary"].as_array().unwrap().last().unwrap()["rel_fro"]["mean"].as_f64().unwrap();
+    let error =
+        |x: &Value| x["summary"].as_array().unwrap().last().unwrap()["rel_fro"]["mean"].as_f64().unwrap();
     assert_eq!(error(&y), error(&direct), "a file in single precision loses nothing");
     let head = folder.file("h.npy");
-    json(&["extract", &model, "--text", &text, "--tokens", "20", "--layers", "0", "--heads", "8", "--out", &head, "--json"]);
+    json(&[
+        "extract", &model, "--text", &text, "--tokens", "20", "--layers", "0", "--heads", "8", "--out",
+        &head, "--json",
+    ]);
     let one = json(&["compare", &head, "--methods", "sink_window", "--json"]);
     assert_eq!(one["exact"]["heads"].as_array().unwrap().len(), 1);
     let left: Vec<_> = std::fs::read_dir(&folder.0).unwrap().map(|e| e.unwrap().file_name()).collect();
@@ -152,7 +217,17 @@ fn what_is_extracted_can_be_compared_in_every_format() {
 fn an_encoder_is_extracted_without_a_mask() {
     let folder = Folder::new("encoder");
     let trace = folder.file("t.npz");
-    let args = ["extract", &minilm().display().to_string(), "--text", &alice(), "--tokens", "30", "--out", &trace, "--json"];
+    let args = [
+        "extract",
+        &minilm().display().to_string(),
+        "--text",
+        &alice(),
+        "--tokens",
+        "30",
+        "--out",
+        &trace,
+        "--json",
+    ];
     let x = json(&args);
     assert_eq!((&x["tokens"], &x["heads"], &x["d"]), (&32.into(), &12.into(), &32.into()));
     assert_eq!(x["layers"].as_array().unwrap().len(), 6);
@@ -179,8 +254,14 @@ fn mistakes_are_named_with_a_way_out() {
     refused(&["generate", &model, "--prompt", "a", "--top-p", "2"], "top_p");
     refused(&["generate", &minilm().display().to_string(), "--prompt", "a"], "encoder");
     refused(&["extract", &model, "--text", &text, "--out", "t.txt"], ".safetensors, .npz or .npy");
-    refused(&["extract", &model, "--text", &text, "--tokens", "8", "--layers", "30", "--out", &out], "0 to 29");
-    refused(&["extract", &model, "--text", &text, "--tokens", "8", "--heads", "0,1,3", "--out", &out], "key head");
+    refused(
+        &["extract", &model, "--text", &text, "--tokens", "8", "--layers", "30", "--out", &out],
+        "0 to 29",
+    );
+    refused(
+        &["extract", &model, "--text", &text, "--tokens", "8", "--heads", "0,1,3", "--out", &out],
+        "key head",
+    );
     refused(&["compare", &model], "--text");
     assert!(!std::path::Path::new(&out).exists());
 }

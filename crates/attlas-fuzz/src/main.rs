@@ -149,8 +149,10 @@ fn main() -> std::process::ExitCode {
     let args = Args::parse();
     // Panics are reported with their input below; those of a dependency that the library turns into errors are fine.
     std::panic::set_hook(Box::new(|_| ()));
-    let chosen: Vec<&Target> =
-        TARGETS.iter().filter(|t| args.targets.is_empty() || args.targets.iter().any(|n| n == t.name)).collect();
+    let chosen: Vec<&Target> = TARGETS
+        .iter()
+        .filter(|t| args.targets.is_empty() || args.targets.iter().any(|n| n == t.name))
+        .collect();
     if chosen.is_empty() || args.replay.is_some() && chosen.len() != 1 {
         eprintln!("targets are {}", TARGETS.map(|t| t.name).join(", "));
         return 2.into();
@@ -196,7 +198,8 @@ mod tests {
     fn every_target_has_a_corpus_of_which_something_is_read() {
         for target in &TARGETS {
             let files = corpus(target).unwrap();
-            let read = files.iter().filter(|f| run(target, f).is_ok_and(|outcome| outcome.is_empty())).count();
+            let read =
+                files.iter().filter(|f| run(target, f).is_ok_and(|outcome| outcome.is_empty())).count();
             assert!(read > 0, "{}: {read} of {} files are read", target.name, files.len());
         }
     }

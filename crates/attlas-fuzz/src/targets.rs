@@ -159,7 +159,8 @@ const FILES: [&str; 7] = [
 const MARK: &[u8] = b"\n=== ";
 
 fn split(bytes: &[u8]) -> Vec<(&[u8], &[u8])> {
-    let mut starts: Vec<usize> = bytes.windows(MARK.len()).enumerate().filter(|(_, w)| *w == MARK).map(|(i, _)| i).collect();
+    let mut starts: Vec<usize> =
+        bytes.windows(MARK.len()).enumerate().filter(|(_, w)| *w == MARK).map(|(i, _)| i).collect();
     starts.push(bytes.len());
     starts
         .windows(2)

@@ -94,8 +94,16 @@ pub fn extract(
             (l, layer)
         })
         .collect();
-    let mut collector =
-        Collector { layers: collected, heads: &heads, d: c.head_dim, n, sizes: (c.n_heads, c.n_kv_heads), done: 0, progress, stop };
+    let mut collector = Collector {
+        layers: collected,
+        heads: &heads,
+        d: c.head_dim,
+        n,
+        sizes: (c.n_heads, c.n_kv_heads),
+        done: 0,
+        progress,
+        stop,
+    };
     if encoder {
         encode(model, &tokens, Workspace::new(schedule)?, &mut collector)?;
     } else {
@@ -180,7 +188,10 @@ fn metadata(
     .collect();
     if let Some(rope) = &c.rope {
         let layout = format!("{:?}", rope.layout).to_ascii_lowercase();
-        out.insert("rope".into(), format!("base {}, dim {}, {layout}, {:?}", rope.base, rope.dim, rope.scaling));
+        out.insert(
+            "rope".into(),
+            format!("base {}, dim {}, {layout}, {:?}", rope.base, rope.dim, rope.scaling),
+        );
     }
     out
 }
@@ -202,11 +213,11 @@ impl Heads {
         let query: Vec<usize> = wanted.iter().collect();
         let mut key: Vec<usize> = query.iter().map(|h| h / size).collect();
         key.dedup();
-        let uneven = key
-            .iter()
-            .any(|g| query.iter().filter(|h| *h / size == *g).count() * key.len() != query.len());
+        let uneven =
+            key.iter().any(|g| query.iter().filter(|h| *h / size == *g).count() * key.len() != query.len());
         if query.is_empty() || uneven {
-            let expected = format!("as many of every key head; each has {size} query heads, such as 0-{}", size - 1);
+            let expected =
+                format!("as many of every key head; each has {size} query heads, such as 0-{}", size - 1);
             return Err(Error::argument("heads", expected, wanted));
         }
         Ok(Self { query, key })
@@ -237,7 +248,8 @@ struct Collector<'a> {
 fn gather(x: &[f32], n_heads: usize, heads: &[usize], d: usize, first: usize, n: usize, out: &mut [f32]) {
     for (out, &h) in out.chunks_exact_mut(n * d).zip(heads) {
         let rows = out[first * d..].chunks_exact_mut(d);
-        rows.zip(x.chunks_exact(n_heads * d)).for_each(|(row, token)| row.copy_from_slice(&token[h * d..][..d]));
+        rows.zip(x.chunks_exact(n_heads * d))
+            .for_each(|(row, token)| row.copy_from_slice(&token[h * d..][..d]));
     }
 }
 

@@ -4,7 +4,8 @@
 pub fn sha256(bytes: &[u8]) -> String {
     let primes = first_primes::<64>();
     let constants = primes.map(|p| fraction_bits(f64::from(p).cbrt(), p, 3));
-    let mut state: [u32; 8] = std::array::from_fn(|i| fraction_bits(f64::from(primes[i]).sqrt(), primes[i], 2));
+    let mut state: [u32; 8] =
+        std::array::from_fn(|i| fraction_bits(f64::from(primes[i]).sqrt(), primes[i], 2));
     let mut blocks = bytes.chunks_exact(64);
     blocks.by_ref().for_each(|block| compress(&mut state, block, &constants));
     let mut tail = blocks.remainder().to_vec();
@@ -50,8 +51,7 @@ fn compress(state: &mut [u32; 8], block: &[u8], constants: &[u32; 64]) {
     for t in 0..64 {
         let s1 = e.rotate_right(6) ^ e.rotate_right(11) ^ e.rotate_right(25);
         let choose = (e & f) ^ (!e & g);
-        let first =
-            h.wrapping_add(s1).wrapping_add(choose).wrapping_add(constants[t]).wrapping_add(w[t]);
+        let first = h.wrapping_add(s1).wrapping_add(choose).wrapping_add(constants[t]).wrapping_add(w[t]);
         let s0 = a.rotate_right(2) ^ a.rotate_right(13) ^ a.rotate_right(22);
         let majority = (a & b) ^ (a & c) ^ (b & c);
         (h, g, f, e) = (g, f, e, d.wrapping_add(first));

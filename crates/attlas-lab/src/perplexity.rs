@@ -128,7 +128,8 @@ pub fn perplexity(
         tokens.clear();
         let replace = matches!(settings.protocol, Protocol::SecondHalf { .. });
         tokens.extend(bos);
-        tokens.extend_from_slice(&text.tokens[window.tokens.clone()][usize::from(replace && bos.is_some())..]);
+        tokens
+            .extend_from_slice(&text.tokens[window.tokens.clone()][usize::from(replace && bos.is_some())..]);
         let targets = &text.tokens[window.targets.clone()];
         // Row of the state that predicts the first target.
         let first = window.targets.start - window.tokens.start - 1 + usize::from(bos.is_some() && !replace);

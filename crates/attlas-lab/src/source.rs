@@ -36,7 +36,10 @@ impl FromStr for Source {
             Some(spec) => Ok(Source::Synthetic(spec.parse()?)),
             None if text == "synthetic" => Ok(Source::Synthetic(Synthetic::default())),
             None if text == "demo" => Ok(Source::Demo),
-            None if text.ends_with(".gguf") || text.starts_with("hf:") || Path::new(text).join("config.json").is_file() => {
+            None if text.ends_with(".gguf")
+                || text.starts_with("hf:")
+                || Path::new(text).join("config.json").is_file() =>
+            {
                 Ok(Source::Model(text.into()))
             }
             None => Ok(Source::Files(text.split(',').map(PathBuf::from).collect())),

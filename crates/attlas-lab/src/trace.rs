@@ -359,7 +359,11 @@ fn write_safetensors(workload: &Workload, all: &[Named<'_>], elements: Elements,
 }
 
 /// One array in NumPy's format.
-fn npy_into(shape: &[u64], data: impl Iterator<Item = f32>, out: &mut impl std::io::Write) -> std::io::Result<()> {
+fn npy_into(
+    shape: &[u64],
+    data: impl Iterator<Item = f32>,
+    out: &mut impl std::io::Write,
+) -> std::io::Result<()> {
     use npyz::WriterBuilder;
     let mut writer = npyz::WriteOptions::new().default_dtype().shape(shape).writer(out).begin_nd()?;
     writer.extend(data)?;
@@ -381,7 +385,11 @@ fn write_npz(all: &[Named<'_>], path: &Path) -> Result<()> {
 
 fn write_npy(all: &[Named<'_>], path: &Path) -> Result<()> {
     let [q, k, v] = all else {
-        return Err(Error::argument("--out", "a single layer in a .npy file; use .npz or .safetensors", "several"));
+        return Err(Error::argument(
+            "--out",
+            "a single layer in a .npy file; use .npz or .safetensors",
+            "several",
+        ));
     };
     if [q, k, v].iter().any(|(_, shape, _)| shape[0] != 1 || *shape != q.1) {
         let found = format!("{} query heads, {} key heads", q.1[0], k.1[0]);

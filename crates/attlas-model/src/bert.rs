@@ -128,7 +128,8 @@ impl<'a> Encoder<'a> {
         let (rows, d, width) = (batch.ids.len(), c.hidden, c.n_heads * c.head_dim);
         let mut x = vec![0.0; rows * d];
         self.embed_tokens(batch, &mut x)?;
-        let (mut q, mut k, mut v) = (vec![0.0; rows * width], vec![0.0; rows * width], vec![0.0; rows * width]);
+        let (mut q, mut k, mut v) =
+            (vec![0.0; rows * width], vec![0.0; rows * width], vec![0.0; rows * width]);
         let mut heads = vec![0.0; rows * width];
         let mut inner = vec![0.0; rows * c.intermediate];
         let mut sum = vec![0.0; rows * d];

@@ -101,7 +101,8 @@ impl Decoder {
     pub fn on(model: Arc<Model>, recipe: &Recipe, threads: &Workspace) -> Result<Self> {
         let c = &model.config;
         if !matches!(model.weights, Weights::Decoder(_)) {
-            let what = format!("generating text with a {} model, which is an encoder,", c.architecture.name());
+            let what =
+                format!("generating text with a {} model, which is an encoder,", c.architecture.name());
             return Err(Error::Unsupported { what });
         }
         let parts = recipe.resolve(c)?;
@@ -396,7 +397,8 @@ impl State {
         let mut jobs: [(&Linear, &mut [f32]); 3] =
             [(&layer.q, &mut *q), (&layer.k, &mut *k), (&layer.v, &mut *v)];
         apply_all(&mut jobs, matrix(normed, d), &self.scratch);
-        for (x, norm, heads) in [(&mut *q, &layer.q_norm, c.n_heads), (&mut *k, &layer.k_norm, c.n_kv_heads)] {
+        for (x, norm, heads) in [(&mut *q, &layer.q_norm, c.n_heads), (&mut *k, &layer.k_norm, c.n_kv_heads)]
+        {
             if let Some(norm) = norm {
                 by_rows(x, heads * dh, |_, rows| ops::rms_norm_in_place(rows, norm, c.norm_eps));
             }

@@ -123,7 +123,9 @@ impl Numbers {
     /// An error that says what there is if one of them is not below `n`.
     pub fn check(&self, what: &str, n: usize) -> Result<()> {
         match self.0.last() {
-            Some(&last) if last >= n => Err(Error::invalid(what, last, format!("0 to {}", n.saturating_sub(1)))),
+            Some(&last) if last >= n => {
+                Err(Error::invalid(what, last, format!("0 to {}", n.saturating_sub(1))))
+            }
             _ => Ok(()),
         }
     }
@@ -143,7 +145,8 @@ impl std::str::FromStr for Numbers {
         let mut numbers = BTreeSet::new();
         for part in text.split(',') {
             let (first, last) = part.split_once('-').unwrap_or((part, part));
-            let number = |t: &str| t.trim().parse::<usize>().ok().filter(|&n| n < MAX_NUMBER).ok_or_else(wrong);
+            let number =
+                |t: &str| t.trim().parse::<usize>().ok().filter(|&n| n < MAX_NUMBER).ok_or_else(wrong);
             let (first, last) = (number(first)?, number(last)?);
             if first > last {
                 return Err(wrong());
@@ -163,10 +166,8 @@ impl std::fmt::Display for Numbers {
                 _ => spans.push((n, n)),
             }
         }
-        let words: Vec<String> = spans
-            .into_iter()
-            .map(|(a, b)| if a == b { a.to_string() } else { format!("{a}-{b}") })
-            .collect();
+        let words: Vec<String> =
+            spans.into_iter().map(|(a, b)| if a == b { a.to_string() } else { format!("{a}-{b}") }).collect();
         f.write_str(&words.join(","))
     }
 }
@@ -264,7 +265,9 @@ impl Recipe {
                 let group = head / config.group();
                 match runs.last_mut() {
                     // Runs of equal choices inside a key head; whole key heads are joined below.
-                    Some(run) if run.groups.start == group && run.is(method, options) => run.heads.end = head + 1,
+                    Some(run) if run.groups.start == group && run.is(method, options) => {
+                        run.heads.end = head + 1
+                    }
                     _ => runs.push(Part {
                         method,
                         options: options.clone(),
@@ -415,14 +418,17 @@ mod tests {
 
     #[test]
     fn mistakes_are_named() {
-        let refused = |text: &str| Recipe::from_toml(text).and_then(|r| r.resolve(&config())).unwrap_err().to_string();
+        let refused =
+            |text: &str| Recipe::from_toml(text).and_then(|r| r.resolve(&config())).unwrap_err().to_string();
         assert!(refused("version = 2").contains("version"));
         assert!(refused("version = 1\nmethods = 3").contains("methods"));
         assert!(refused("version = 1\n[default]\nmethod = \"nonsense\"").contains("nonsense"));
         assert!(refused("version = 1\n[[rule]]\nlayers = \"4\"\nmethod = \"exact\"").contains("0 to 3"));
         assert!(refused("version = 1\n[[rule]]\nheads = \"9\"\nmethod = \"exact\"").contains("0 to 5"));
         assert!(refused("version = 1\n[[rule]]\nheads = \"3-1\"\nmethod = \"exact\"").contains("0-3,7"));
-        assert!(refused("version = 1\n[[rule]]\nheads = \"0-99999999999\"\nmethod = \"exact\"").contains("0-3,7"));
+        assert!(
+            refused("version = 1\n[[rule]]\nheads = \"0-99999999999\"\nmethod = \"exact\"").contains("0-3,7")
+        );
         assert!(
             refused("version = 1\n[default]\nmethod = \"top_k\"\nparams = { keys = 0 }").contains("keys")
         );

@@ -184,7 +184,10 @@ fn a_recipe_by_head_with_the_same_method_everywhere_changes_nothing_but_rounding
         measured: None,
     };
     // A budget of all keys is exact attention; three different budgets split every key head.
-    let recipe = Recipe { rules: vec![rule("0,4,8", 80), rule("1-2,5", 90)], ..Recipe::uniform(&exact, Options::new()) };
+    let recipe = Recipe {
+        rules: vec![rule("0,4,8", 80), rule("1-2,5", 90)],
+        ..Recipe::uniform(&exact, Options::new())
+    };
     assert!(largest_difference(&whole, &logits_after(&recipe, &tokens, &[80])) < 1e-3);
     assert!(largest_difference(&whole, &logits_after(&recipe, &tokens, &[79, 1])) < 1e-3, "exact decoding");
 }
@@ -250,14 +253,8 @@ impl Observer for Recompute {
 #[test]
 fn attention_recomputed_from_what_is_observed_reproduces_the_heads() {
     let (n, layer) = (40, 3);
-    let mut seen = Recompute {
-        layer,
-        q: Vec::new(),
-        k: Vec::new(),
-        v: Vec::new(),
-        q_pre: Vec::new(),
-        o: Vec::new(),
-    };
+    let mut seen =
+        Recompute { layer, q: Vec::new(), k: Vec::new(), v: Vec::new(), q_pre: Vec::new(), o: Vec::new() };
     let mut decoder = decoder(&Recipe::default());
     decoder.forward_observed(&alice_tokens(n), Rows::None, &mut Vec::new(), &mut seen).unwrap();
     assert_eq!(decoder.len(), 0, "an observer that ends early leaves the cache as it was");
@@ -278,8 +275,11 @@ fn attention_recomputed_from_what_is_observed_reproduces_the_heads() {
             let total: f64 = weights.iter().sum();
             let o = at(&seen.o, i, h);
             for c in 0..64 {
-                let want: f64 =
-                    weights.iter().enumerate().map(|(j, w)| w / total * f64::from(key(&seen.v, j, h / 3)[c])).sum();
+                let want: f64 = weights
+                    .iter()
+                    .enumerate()
+                    .map(|(j, w)| w / total * f64::from(key(&seen.v, j, h / 3)[c]))
+                    .sum();
                 assert!((f64::from(o[c]) - want).abs() < 1e-5, "token {i}, head {h}: {} {want}", o[c]);
             }
         }

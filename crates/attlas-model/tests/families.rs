@@ -5,8 +5,8 @@ mod common;
 
 use attlas::Schedule;
 use attlas_model::{Decoder, Linear, Model, Recipe, Rows, Weights};
-use attlas_num::rope::Layout;
 use attlas_num::rng::StreamKey;
+use attlas_num::rope::Layout;
 use common::*;
 use std::sync::Arc;
 
@@ -127,7 +127,8 @@ fn reference(model: &Model, tokens: &[u32]) -> Vec<Vec<f64>> {
                 })
                 .collect()
         };
-        let normed: Vec<Vec<f64>> = x.iter().map(|x| rms_norm(x, &layer.attention_norm, c.norm_eps)).collect();
+        let normed: Vec<Vec<f64>> =
+            x.iter().map(|x| rms_norm(x, &layer.attention_norm, c.norm_eps)).collect();
         let each = |i: usize, linear: &Linear| apply(linear, &normed[i]);
         let q: Vec<_> = (0..x.len()).map(|i| heads(each(i, &layer.q), &layer.q_norm, Some(i))).collect();
         let k: Vec<_> = (0..x.len()).map(|i| heads(each(i, &layer.k), &layer.k_norm, Some(i))).collect();
@@ -144,9 +145,10 @@ fn reference(model: &Model, tokens: &[u32]) -> Vec<Vec<f64>> {
                     })
                     .collect();
                 let total: f64 = weights.iter().sum();
-                joined.extend((0..DH).map(|c| {
-                    (first..=i).zip(&weights).map(|(j, w)| w / total * v[j][g][c]).sum::<f64>()
-                }));
+                joined
+                    .extend((0..DH).map(|c| {
+                        (first..=i).zip(&weights).map(|(j, w)| w / total * v[j][g][c]).sum::<f64>()
+                    }));
             }
             x[i].iter_mut().zip(apply(&layer.o, &joined)).for_each(|(x, y)| *x += y);
         }
