@@ -160,7 +160,7 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
                 r.scored
             ),
         ),
-        ("attention", r.attention.clone()),
+        ("attention", format!("{} {}", r.attention, r.params).trim_end().to_string()),
         ("perplexity", format!("{} +- {}", fixed(r.ppl), fixed(r.ppl_se))),
         ("nll", format!("{} +- {} nats a token", fixed(r.nll), fixed(r.nll_se))),
     ];

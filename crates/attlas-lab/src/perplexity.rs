@@ -7,7 +7,7 @@ use crate::extract::bos;
 use crate::run::timed;
 use crate::text::Text;
 use crate::{Error, Result};
-use attlas::{Schedule, Workspace};
+use attlas::{Options, Schedule, Workspace};
 use attlas_model::decoder::{LOGIT_ROWS, Observer};
 use attlas_model::perplexity::{Divergence, Perplexity, Protocol, Window, nll};
 use attlas_model::{Decoder, Model, Recipe, Rows};
@@ -52,6 +52,8 @@ pub struct Record {
     pub windows: usize,
     /// What attended: `exact`, the id of a method, or `recipe`.
     pub attention: String,
+    /// What was set of a single method.
+    pub params: Options,
     /// Mean negative log-likelihood, in nats.
     pub nll: f64,
     /// Its standard error, as if tokens were independent.
@@ -195,13 +197,8 @@ pub fn perplexity(
         stride,
         bos: bos.is_some(),
         windows: finished,
-        attention: if is_exact {
-            recipe.default.method
-        } else if recipe.rules.is_empty() {
-            recipe.default.method
-        } else {
-            "recipe".into()
-        },
+        attention: if recipe.rules.is_empty() { recipe.default.method } else { "recipe".into() },
+        params: recipe.default.params,
         nll: subject.sum.nll().mean(),
         nll_se: subject.sum.nll().standard_error(),
         ppl: subject.sum.perplexity(),

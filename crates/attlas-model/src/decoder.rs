@@ -8,9 +8,9 @@
 //!
 //! What attends in which head is a [`Recipe`]. Several new tokens are planned as one causal problem over
 //! everything cached. A single new token goes through the method's stream where it has one, and is answered
-//! by exact attention over the cache where it has none. Where every method allows it
-//! ([`Part::chunks`]), prompts are cut into chunks of [`CHUNK`] tokens, which bounds memory; otherwise the
-//! whole prompt is one problem.
+//! by exact attention over the cache where it has none. Where exact attention attends everywhere, prompts are cut
+//! into chunks of [`CHUNK`] tokens, which bounds memory; to other methods a prompt is one problem, because what
+//! they do with a row may depend on how many tokens there are.
 
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
@@ -101,8 +101,7 @@ impl Decoder {
     pub fn on(model: Arc<Model>, recipe: &Recipe, threads: &Workspace) -> Result<Self> {
         let c = &model.config;
         if !matches!(model.weights, Weights::Decoder(_)) {
-            let what =
-                format!("generating text with a {} model, which is an encoder,", c.architecture.name());
+            let what = format!("predicting tokens with a {} model, which is an encoder,", c.architecture.name());
             return Err(Error::Unsupported { what });
         }
         let parts = recipe.resolve(c)?;
@@ -187,6 +186,9 @@ impl Decoder {
         let chunk = if state.layers.iter().all(LayerState::chunks) { CHUNK } else { tokens.len().max(1) };
         let result = self.threads.install(|_| {
             state.lengthen_table(c, total);
+            if tokens.len() > 1 {
+                state.layers.iter_mut().for_each(|l| l.cache.reserve(total));
+            }
             let parts = tokens.chunks(chunk);
             let last = parts.len().saturating_sub(1);
             for (i, part) in parts.enumerate() {
@@ -477,7 +479,7 @@ impl LayerState {
     }
 
     fn chunks(&self) -> bool {
-        self.parts.iter().all(Part::chunks)
+        self.parts.iter().all(Part::is_baseline)
     }
 
     fn truncate(&mut self, len: usize) {
@@ -525,7 +527,8 @@ impl LayerState {
         let decodes = n == 1 && n_k > 1;
         if decodes && !part.is_baseline() {
             if self.streams[i].is_none() {
-                let plan = part.method.plan(&problem, &part.options)?;
+                // Planned as the prompt would be.
+                let plan = part.method.plan(&problem.with_lens(n_k, n_k), &part.options)?;
                 self.streams[i] = plan.stream(DType::F32);
             }
             if let Some(stream) = &mut self.streams[i] {

@@ -304,14 +304,6 @@ impl Part {
     pub fn is_baseline(&self) -> bool {
         std::ptr::eq(self.method, registry::baseline())
     }
-
-    /// Whether a prompt may be run in chunks: every row must depend on its own query and the keys it sees
-    /// alone, whatever else is in the problem.
-    pub fn chunks(&self) -> bool {
-        use attlas::method::Law;
-        let c = &self.method.claims;
-        c.decode && c.deterministic && c.keeps(Law::DecodeIsPrefill) && c.keeps(Law::QueriesAlone)
-    }
 }
 
 fn join_whole_groups(runs: Vec<Part>, size: usize) -> Vec<Part> {
