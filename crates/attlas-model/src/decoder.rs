@@ -101,7 +101,8 @@ impl Decoder {
     pub fn on(model: Arc<Model>, recipe: &Recipe, threads: &Workspace) -> Result<Self> {
         let c = &model.config;
         if !matches!(model.weights, Weights::Decoder(_)) {
-            let what = format!("predicting tokens with a {} model, which is an encoder,", c.architecture.name());
+            let what =
+                format!("predicting tokens with a {} model, which is an encoder,", c.architecture.name());
             return Err(Error::Unsupported { what });
         }
         let parts = recipe.resolve(c)?;

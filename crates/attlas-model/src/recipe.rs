@@ -200,7 +200,7 @@ impl Default for Choice {
 impl Default for Recipe {
     /// Exact attention everywhere.
     fn default() -> Self {
-        Self::uniform(&registry::baseline().id, Options::new())
+        Self::uniform(registry::baseline().id, Options::new())
     }
 }
 
