@@ -8,6 +8,7 @@
 mod args;
 mod bench;
 mod compare;
+mod language;
 mod progress;
 mod simulate;
 
@@ -36,9 +37,16 @@ fn main() -> ExitCode {
         Some(Command::Compare(a)) => compare::run(a, &cli.common),
         Some(Command::Bench(a)) => bench::run(a, &cli.common),
         Some(Command::Simulate(a)) => simulate::run(a, &cli.common),
+        Some(Command::Extract(a)) => language::extract(a, &cli.common),
+        Some(Command::Perplexity(a)) => language::perplexity(a, &cli.common),
+        Some(Command::Generate(a)) => language::generate(a, &cli.common),
         None => compare::run(&CompareArgs::first_look(&cli.common), &cli.common),
     };
     outcome.unwrap_or_else(|error| {
+        if matches!(error, attlas_lab::Error::Model(attlas_model::Error::Interrupted)) {
+            eprintln!("interrupted: nothing was finished");
+            return ExitCode::from(130);
+        }
         eprintln!("error: {error}");
         eprintln!("{}", next_step(&error));
         ExitCode::from(2)
@@ -68,10 +76,18 @@ fn note(common: &args::Common, text: &str) {
 /// What to do about an error.
 fn next_step(error: &attlas_lab::Error) -> &'static str {
     use attlas_lab::Error as E;
+    use attlas_model::Error as M;
     match error {
-        E::Attlas(attlas::Error::UnknownId { .. }) => "run `attlas methods` to see what each one is",
-        E::Attlas(attlas::Error::UnknownParam { .. } | attlas::Error::InvalidParam { .. }) => {
-            "run `attlas methods ID` to see every parameter with its range"
+        E::Model(M::Attention(inner)) => next_step_of_library(inner),
+        E::Attlas(inner) => next_step_of_library(inner),
+        E::Model(M::ContextTooShort { .. }) => {
+            "read fewer tokens with --tokens, or in windows with --context"
+        }
+        E::Model(M::Recipe(_)) => "docs/json.md shows a recipe",
+        E::Model(M::ChatTemplate(_)) => "leave --chat away to continue a plain text",
+        E::Model(M::Io { .. }) => "check the path and its permissions",
+        E::Model(_) => {
+            "a model is a GGUF file, or a folder with config.json, *.safetensors and tokenizer.json"
         }
         E::Io { .. } => "check the path and its permissions",
         E::Malformed { .. } => "write the file again: it was cut short or is of another kind",
@@ -102,6 +118,16 @@ fn describe(id: &str, common: &args::Common) -> Outcome {
         (Err(e), Err(_), Err(_)) => return Err(e.into()),
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn next_step_of_library(error: &attlas::Error) -> &'static str {
+    match error {
+        attlas::Error::UnknownId { .. } => "run `attlas methods` to see what each one is",
+        attlas::Error::UnknownParam { .. } | attlas::Error::InvalidParam { .. } => {
+            "run `attlas methods ID` to see every parameter with its range"
+        }
+        _ => "run `attlas help` for examples of every command",
+    }
 }
 
 fn methods(args: &MethodsArgs, common: &args::Common) -> Outcome {

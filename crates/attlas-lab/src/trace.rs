@@ -9,6 +9,7 @@
 //!
 //! Every number is checked to be finite when it is read.
 
+use crate::extract::Extra;
 use crate::source::{LayerData, Workload};
 use crate::{Error, Result};
 use attlas::{Mask, Problem};
@@ -50,7 +51,8 @@ pub fn read(paths: &[PathBuf]) -> Result<Workload> {
             let names: Vec<String> = paths.iter().map(|p| p.display().to_string()).collect();
             return Err(Error::argument(
                 "source",
-                "synthetic:KIND,n=…,d=…, a trace (.safetensors, .npz or .npy), or q.npy,k.npy,v.npy",
+                "demo, synthetic:KIND,n=…,d=…, a trace (.safetensors, .npz or .npy), q.npy,k.npy,v.npy, or a \
+                 model (.gguf or a folder) with --text",
                 format!("'{}'", names.join(",")),
             ));
         }
@@ -62,16 +64,25 @@ fn bytes_of(path: &Path) -> Result<Vec<u8>> {
     std::fs::read(path).map_err(|e| Error::reading(path, e))
 }
 
+/// Reads the bytes of a safetensors trace; `path` names them in errors.
+pub fn read_bytes(bytes: &[u8], path: &Path) -> Result<Workload> {
+    let (arrays, metadata) = parse_safetensors(path, bytes)?;
+    assemble(path, arrays, metadata)
+}
+
 fn read_safetensors(path: &Path) -> Result<(Arrays, BTreeMap<String, String>)> {
-    let bytes = bytes_of(path)?;
+    parse_safetensors(path, &bytes_of(path)?)
+}
+
+fn parse_safetensors(path: &Path, bytes: &[u8]) -> Result<(Arrays, BTreeMap<String, String>)> {
     let malformed = |e: safetensors::SafeTensorError| Error::Malformed {
         path: path.into(),
         format: "safetensors",
         reason: e.to_string(),
     };
-    let (_, header) = SafeTensors::read_metadata(&bytes).map_err(malformed)?;
+    let (_, header) = SafeTensors::read_metadata(bytes).map_err(malformed)?;
     let metadata = header.metadata().clone().unwrap_or_default().into_iter().collect();
-    let file = SafeTensors::deserialize(&bytes).map_err(malformed)?;
+    let file = SafeTensors::deserialize(bytes).map_err(malformed)?;
     let mut arrays = Arrays::new();
     for (name, view) in file.iter() {
         if layer_of(name).is_some() {
@@ -243,27 +254,99 @@ fn assemble(path: &Path, mut arrays: Arrays, metadata: BTreeMap<String, String>)
     Ok(Workload { source: path.display().to_string(), mask, metadata, layers })
 }
 
-/// Writes a workload as a safetensors trace, under a temporary name first, so that an interrupted write leaves
-/// no half file.
-pub fn write(workload: &Workload, path: &Path) -> Result<()> {
-    let mut tensors: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
-    for (i, x) in workload.layers.iter().enumerate() {
+/// Element type of a trace that is written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Elements {
+    /// Single precision.
+    #[default]
+    F32,
+    /// IEEE half precision: 11 significant bits; numbers from 65520 on do not fit.
+    F16,
+    /// The upper half of a single: 8 significant bits.
+    Bf16,
+}
+
+impl Elements {
+    fn bytes(self, x: &[f32]) -> Vec<u8> {
+        match self {
+            Self::F32 => x.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            Self::F16 => x.iter().flat_map(|&v| half::f16::from_f32(v).to_le_bytes()).collect(),
+            Self::Bf16 => x.iter().flat_map(|&v| half::bf16::from_f32(v).to_le_bytes()).collect(),
+        }
+    }
+
+    fn dtype(self) -> Dtype {
+        match self {
+            Self::F32 => Dtype::F32,
+            Self::F16 => Dtype::F16,
+            Self::Bf16 => Dtype::BF16,
+        }
+    }
+}
+
+/// A tensor by name: shape and elements.
+type Named<'a> = (String, [usize; 3], &'a [f32]);
+
+/// The tensors of a workload in the order in which they are written.
+fn tensors(workload: &Workload) -> impl Iterator<Item = Named<'_>> {
+    workload.layers.iter().enumerate().flat_map(|(i, x)| {
         let l = x.layer.unwrap_or(i);
         let p = &x.problem;
-        let bytes = |x: &[f32]| x.iter().flat_map(|v| v.to_le_bytes()).collect();
-        tensors.push((format!("layer{l}.q"), vec![p.n_heads, p.n_q, p.d], bytes(&x.q)));
-        tensors.push((format!("layer{l}.k"), vec![p.n_kv_heads, p.n_k, p.d], bytes(&x.k)));
-        tensors.push((format!("layer{l}.v"), vec![p.n_kv_heads, p.n_k, p.d_v], bytes(&x.v)));
+        [
+            (format!("layer{l}.q"), [p.n_heads, p.n_q, p.d], &x.q[..]),
+            (format!("layer{l}.k"), [p.n_kv_heads, p.n_k, p.d], &x.k[..]),
+            (format!("layer{l}.v"), [p.n_kv_heads, p.n_k, p.d_v], &x.v[..]),
+        ]
+    })
+}
+
+/// Writes a workload as a trace in single precision; see [`write_as`].
+pub fn write(workload: &Workload, path: &Path) -> Result<()> {
+    write_as(workload, &[], Elements::F32, path)
+}
+
+/// Writes a workload and what stands beside it as a trace, in the format that the name ends in: `.safetensors`,
+/// `.npz`, or `.npy` for a single head, stacked as `[3, n, d]`. NumPy files hold single precision. The file is
+/// written under a temporary name first, so that an interrupted write leaves no half file.
+pub fn write_as(workload: &Workload, extra: &[Extra], elements: Elements, path: &Path) -> Result<()> {
+    let all: Vec<Named<'_>> =
+        tensors(workload).chain(extra.iter().map(|e| (e.name.clone(), e.shape, &e.data[..]))).collect();
+    check_name(path, elements)?;
+    match extension(path) {
+        "npz" => write_npz(&all, path),
+        "npy" => write_npy(&all, path),
+        _ => write_safetensors(workload, &all, elements, path),
     }
+}
+
+fn extension(path: &Path) -> &str {
+    path.extension().and_then(|e| e.to_str()).unwrap_or_default()
+}
+
+/// Whether a trace with these elements can be written under that name; worth asking before work is done.
+pub fn check_name(path: &Path, elements: Elements) -> Result<()> {
+    match extension(path) {
+        "safetensors" => Ok(()),
+        "npz" | "npy" if elements == Elements::F32 => Ok(()),
+        "npz" | "npy" => {
+            Err(Error::argument("--dtype", "f32 for NumPy files", format!("{elements:?}").to_lowercase()))
+        }
+        other => Err(Error::argument("--out", "a name in .safetensors, .npz or .npy", format!("'.{other}'"))),
+    }
+}
+
+fn write_safetensors(workload: &Workload, all: &[Named<'_>], elements: Elements, path: &Path) -> Result<()> {
     let invalid = |e: safetensors::SafeTensorError| Error::Malformed {
         path: path.into(),
         format: "safetensors",
         reason: e.to_string(),
     };
-    let views: Result<Vec<(&str, TensorView<'_>)>> = tensors
+    let bytes: Vec<Vec<u8>> = all.iter().map(|(_, _, data)| elements.bytes(data)).collect();
+    let views: Result<Vec<(&str, TensorView<'_>)>> = all
         .iter()
-        .map(|(name, shape, data)| {
-            Ok((name.as_str(), TensorView::new(Dtype::F32, shape.clone(), data).map_err(invalid)?))
+        .zip(&bytes)
+        .map(|((name, shape, _), data)| {
+            Ok((name.as_str(), TensorView::new(elements.dtype(), shape.to_vec(), data).map_err(invalid)?))
         })
         .collect();
     let mut metadata = workload.metadata.clone();
@@ -272,6 +355,49 @@ pub fn write(workload: &Workload, path: &Path) -> Result<()> {
         metadata.insert("scale".into(), x.problem.scale.to_string());
     }
     let bytes = safetensors::serialize(views?, Some(metadata.into_iter().collect())).map_err(invalid)?;
+    write_file(path, &bytes)
+}
+
+/// One array in NumPy's format.
+fn npy_into(
+    shape: &[u64],
+    data: impl Iterator<Item = f32>,
+    out: &mut impl std::io::Write,
+) -> std::io::Result<()> {
+    use npyz::WriterBuilder;
+    let mut writer = npyz::WriteOptions::new().default_dtype().shape(shape).writer(out).begin_nd()?;
+    writer.extend(data)?;
+    writer.finish()
+}
+
+fn write_npz(all: &[Named<'_>], path: &Path) -> Result<()> {
+    let failed = |e: &dyn std::fmt::Display| Error::writing(path, std::io::Error::other(e.to_string()));
+    let mut archive = zip::ZipWriter::new(std::io::Cursor::new(Vec::new()));
+    let options = zip::write::SimpleFileOptions::default()
+        .compression_method(zip::CompressionMethod::Stored)
+        .large_file(true);
+    for (name, shape, data) in all {
+        archive.start_file(format!("{name}.npy"), options).map_err(|e| failed(&e))?;
+        npy_into(&shape.map(|n| n as u64), data.iter().copied(), &mut archive).map_err(|e| failed(&e))?;
+    }
+    write_file(path, archive.finish().map_err(|e| failed(&e))?.get_ref())
+}
+
+fn write_npy(all: &[Named<'_>], path: &Path) -> Result<()> {
+    let [q, k, v] = all else {
+        return Err(Error::argument(
+            "--out",
+            "a single layer in a .npy file; use .npz or .safetensors",
+            "several",
+        ));
+    };
+    if [q, k, v].iter().any(|(_, shape, _)| shape[0] != 1 || *shape != q.1) {
+        let found = format!("{} query heads, {} key heads", q.1[0], k.1[0]);
+        return Err(Error::argument("--out", "a single head in a .npy file; use --heads or .npz", found));
+    }
+    let mut bytes = Vec::new();
+    let data = [q, k, v].into_iter().flat_map(|(_, _, data)| data.iter().copied());
+    npy_into(&[3, q.1[1] as u64, q.1[2] as u64], data, &mut bytes).map_err(|e| Error::writing(path, e))?;
     write_file(path, &bytes)
 }
 
@@ -337,6 +463,42 @@ mod tests {
         assert_eq!((&back.layers[0].q, &back.layers[0].v), (&w.layers[0].q, &w.layers[0].v));
         assert_eq!(back.metadata["model"], "a test");
         assert_eq!(std::fs::read_dir(&folder.0).unwrap().count(), 1, "a temporary file was left");
+    }
+
+    #[test]
+    fn every_format_comes_back_as_it_was_written_up_to_its_rounding() {
+        let folder = Folder::new("formats");
+        let w = sample();
+        let x = &w.layers[0];
+        let extra = Extra { name: "layer3.k_pre".into(), shape: [2, 20, 4], data: x.k.clone() };
+        for (name, elements, unit) in [
+            ("t.safetensors", Elements::F16, 2f32.powi(-11)),
+            ("b.safetensors", Elements::Bf16, 2f32.powi(-8)),
+            ("t.npz", Elements::F32, 0.0),
+        ] {
+            let path = folder.file(name);
+            write_as(&w, std::slice::from_ref(&extra), elements, &path).unwrap();
+            let back = read_one(&path).unwrap();
+            assert_eq!(back.layers[0].layer, Some(3));
+            for (a, b) in x.q.iter().chain(&x.v).zip(back.layers[0].q.iter().chain(&back.layers[0].v)) {
+                assert!((a - b).abs() <= unit * a.abs(), "{name}: {a} {b}");
+            }
+        }
+        let one = LayerData {
+            problem: Problem::new(1, 20, 4),
+            q: x.q[..80].to_vec(),
+            k: x.k[..80].to_vec(),
+            v: x.v[..80].to_vec(),
+            ..x.clone()
+        };
+        let single = Workload { layers: vec![one], ..w.clone() };
+        write(&single, &folder.file("one.npy")).unwrap();
+        let back = read_one(&folder.file("one.npy")).unwrap();
+        assert_eq!((&back.layers[0].k, &back.layers[0].v), (&single.layers[0].k, &single.layers[0].v));
+        assert!(write(&w, &folder.file("many.npy")).is_err(), "several heads in one .npy");
+        assert!(write_as(&w, &[], Elements::F16, &folder.file("half.npz")).is_err());
+        assert!(write(&w, &folder.file("trace.txt")).is_err());
+        assert!(!folder.file("trace.txt").exists());
     }
 
     #[test]

@@ -102,6 +102,34 @@ pub enum Error {
     /// Malformed safetensors.
     #[error("malformed safetensors: {0}")]
     Safetensors(#[from] safetensors::SafeTensorError),
+    /// A method that cannot attend as asked, with its reasons.
+    #[error(transparent)]
+    Attention(#[from] attlas::Error),
+    /// Malformed recipe.
+    #[error("malformed recipe: {0}")]
+    Recipe(String),
+    /// Whoever was watching asked to stop.
+    #[error("interrupted")]
+    Interrupted,
+    /// More tokens than the model was made for.
+    #[error("{tokens} tokens do not fit into the context of {context}")]
+    ContextTooShort {
+        /// Tokens that were to be held at once.
+        tokens: usize,
+        /// The longest context of the model.
+        context: usize,
+    },
+    /// A chat template that is missing, malformed, or that refuses the messages.
+    #[error("chat template: {0}")]
+    ChatTemplate(String),
+    /// A model that cannot be downloaded.
+    #[error("hf:{repository}: {reason}")]
+    Download {
+        /// Owner and name.
+        repository: String,
+        /// What went wrong, or what to do.
+        reason: String,
+    },
     /// The tokeniser cannot be built or cannot read a text.
     #[error("tokeniser: {0}")]
     Tokenizer(String),

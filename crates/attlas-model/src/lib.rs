@@ -3,23 +3,32 @@
 //! [`Model::open`] reads a GGUF file or a Hugging Face folder of the Llama and BERT families. Every file is
 //! treated as hostile: a header that lies is an [`Error`], never a panic or a huge allocation.
 
+pub mod bert;
+pub mod chat;
 pub mod checkpoint;
 pub mod config;
+pub mod decoder;
 pub mod error;
 pub mod gguf;
+pub mod hub;
 pub mod linear;
 pub mod model;
 pub mod ops;
 pub mod perplexity;
+pub mod recipe;
 pub mod sample;
 pub mod tensor;
 pub mod tokenizer;
 pub mod weights;
 
+pub use bert::Encoder;
+pub use chat::{ChatTemplate, Message};
 pub use config::{Architecture, ModelConfig};
+pub use decoder::{Decoder, Rows};
 pub use error::{Error, Result};
 pub use linear::Linear;
 pub use model::Model;
+pub use recipe::Recipe;
 pub use tensor::Tensor;
 pub use tokenizer::Tokenizer;
 pub use weights::Weights;

@@ -81,22 +81,25 @@ impl Model {
         let weights =
             Weights::collect(&config, &tensors, Naming::HuggingFace).map_err(|e| e.in_file(folder))?;
         let path = folder.join("tokenizer.json");
-        let tokenizer = Tokenizer::from_json(&read_file(&path)?).map_err(|e| e.in_file(&path))?;
-        Ok(Self { config, weights, tokenizer, chat_template: chat_template(folder)? })
+        let mut tokenizer = Tokenizer::from_json(&read_file(&path)?).map_err(|e| e.in_file(&path))?;
+        let path = folder.join("tokenizer_config.json");
+        let settings = if path.is_file() { read_file(&path)? } else { b"null".to_vec() };
+        let settings = serde_json::from_slice(&settings).map_err(|e| Error::from(e).in_file(&path))?;
+        tokenizer.name_special_tokens(&settings);
+        Ok(Self { config, weights, tokenizer, chat_template: chat_template(folder, &settings)? })
     }
 }
 
-/// Newer folders keep the template in a file of its own.
-fn chat_template(folder: &Path) -> Result<Option<String>> {
+/// Newer folders keep the template in a file of its own; some have several, of which one is the default.
+fn chat_template(folder: &Path, settings: &serde_json::Value) -> Result<Option<String>> {
     let path = folder.join("chat_template.jinja");
     if path.is_file() {
         return Ok(Some(String::from_utf8_lossy(&read_file(&path)?).into_owned()));
     }
-    let path = folder.join("tokenizer_config.json");
-    if !path.is_file() {
-        return Ok(None);
-    }
-    let json: serde_json::Value =
-        serde_json::from_slice(&read_file(&path)?).map_err(|e| Error::from(e).in_file(&path))?;
-    Ok(json.get("chat_template").and_then(|t| t.as_str()).map(str::to_owned))
+    let value = &settings["chat_template"];
+    let default = || {
+        let mut named = value.as_array()?.iter();
+        named.find(|t| t["name"] == "default")?["template"].as_str()
+    };
+    Ok(value.as_str().or_else(default).map(str::to_owned))
 }

@@ -51,7 +51,9 @@ impl<T: Real> KvCache<T> {
                 return Err(Error::shape(what, format!("{want:?}"), format!("{dims:?}")));
             }
         }
-        self.reserve(self.len + tokens);
+        if self.len + tokens > self.capacity {
+            self.grow((self.len + tokens).max(2 * self.capacity).max(64));
+        }
         for (store, x, width) in [(&mut self.k, k, self.d), (&mut self.v, v, self.d_v)] {
             for b in 0..self.batch {
                 for h in 0..self.n_kv_heads {
@@ -85,11 +87,14 @@ impl<T: Real> KvCache<T> {
         TensorRef::new(data, dims, [self.n_kv_heads * self.capacity * width, self.capacity * width, width])
     }
 
-    fn reserve(&mut self, tokens: usize) {
-        if tokens <= self.capacity {
-            return;
+    /// Makes room for `tokens` tokens in all, so that appending up to there moves nothing.
+    pub fn reserve(&mut self, tokens: usize) {
+        if tokens > self.capacity {
+            self.grow(tokens);
         }
-        let capacity = tokens.max(2 * self.capacity).max(64);
+    }
+
+    fn grow(&mut self, capacity: usize) {
         let heads = self.batch * self.n_kv_heads;
         for (store, width) in [(&mut self.k, self.d), (&mut self.v, self.d_v)] {
             let mut grown = vec![T::ZERO; heads * capacity * width];

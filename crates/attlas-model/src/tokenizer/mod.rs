@@ -64,6 +64,18 @@ impl Tokenizer {
         })
     }
 
+    /// Takes the tokens that begin and end a text from a `tokenizer_config.json`, where it names them.
+    pub fn name_special_tokens(&mut self, settings: &serde_json::Value) {
+        let Kind::HuggingFace(inner) = &*self.kind else { return };
+        let id = |key: &str| {
+            let value = &settings[key];
+            let token = value.as_str().or_else(|| value["content"].as_str())?;
+            inner.token_to_id(token)
+        };
+        self.bos = id("bos_token").or(self.bos);
+        self.eos = id("eos_token").or(self.eos);
+    }
+
     /// The tokens of a text. `special` adds what the model expects around a text, such as a token for its
     /// beginning; special tokens written out in the text are recognised either way.
     ///

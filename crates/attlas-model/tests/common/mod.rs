@@ -60,6 +60,17 @@ pub fn golden(name: &str) -> serde_json::Value {
     serde_json::from_slice(&std::fs::read(&path).expect(name)).expect(name)
 }
 
+/// The numbers of an array in a golden file: little-endian, single precision, hexadecimal.
+pub fn numbers(value: &serde_json::Value) -> Vec<f32> {
+    let digits = value.as_str().expect("hexadecimal digits").as_bytes();
+    let words = digits.chunks_exact(8).map(|w| {
+        let word =
+            u32::from_str_radix(std::str::from_utf8(w).expect("ASCII"), 16).expect("hexadecimal digits");
+        f32::from_bits(word.swap_bytes())
+    });
+    words.collect()
+}
+
 /// Writes GGUF files.
 #[derive(Clone, Default)]
 pub struct Writer {

@@ -1,0 +1,267 @@
+//! `extract`, `perplexity` and `generate` on real models: outputs, errors and exit statuses.
+
+#[path = "../../attlas-model/tests/common/mod.rs"]
+mod models;
+
+use models::{minilm, repository, smollm2};
+use serde_json::Value;
+use std::path::PathBuf;
+use std::process::Command;
+
+/// A folder of its own for each test, removed at the end.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("attlas-language-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn file(&self, name: &str) -> String {
+        self.0.join(name).display().to_string()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Runs a command: status, standard output, standard error.
+fn attlas(args: &[&str]) -> (i32, String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_attlas")).args(args).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code().unwrap_or(-1), text(output.stdout), text(output.stderr))
+}
+
+fn json(args: &[&str]) -> Value {
+    let (status, out, err) = attlas(args);
+    assert_eq!(status, 0, "{err}");
+    serde_json::from_str(&out).unwrap()
+}
+
+fn refused(args: &[&str], expected: &str) {
+    let (status, out, err) = attlas(args);
+    assert_eq!((status, out.as_str()), (2, ""), "{err}");
+    assert!(err.starts_with("error: ") && err.contains(expected), "{err}");
+    assert_eq!(err.lines().count(), 2, "an error and what to do next: {err}");
+}
+
+fn model() -> String {
+    smollm2().display().to_string()
+}
+
+fn alice() -> String {
+    repository().join("data/alice29.txt").display().to_string()
+}
+
+#[test]
+fn perplexity_tells_the_protocol_and_compares_a_method_with_exact_attention() {
+    let (model, text) = (model(), alice());
+    let x = json(&[
+        "perplexity",
+        &model,
+        "--text",
+        &text,
+        "--tokens",
+        "96",
+        "--context",
+        "64",
+        "--method",
+        "sink_window",
+        "--set",
+        "window=16",
+        "--json",
+    ]);
+    assert_eq!((&x["tokens"], &x["scored"], &x["windows"]), (&96.into(), &94.into(), &2.into()));
+    assert_eq!((&x["protocol"], &x["context"], &x["stride"]), (&"strided".into(), &64.into(), &64.into()));
+    assert_eq!((&x["bos"], &x["attention"]), (&false.into(), &"sink_window".into()));
+    let number = |key: &str| x[key].as_f64().unwrap_or_else(|| panic!("{key}: {x}"));
+    assert!((number("ppl") / number("nll").exp() - 1.0).abs() < 1e-12);
+    assert!(number("exact_ppl") > 1.0 && number("kl_mean") > 0.0 && number("kl_q99") >= number("kl_median"));
+    assert!(number("same_top") > 0.3 && number("same_top") < 1.0);
+    assert!(number("keys_share") < 1.0);
+    let (status, out, _) = attlas(&[
+        "perplexity",
+        &model,
+        "--text",
+        &text,
+        "--tokens",
+        "40",
+        "--bos",
+        "--protocol",
+        "windows",
+        "--context",
+        "20",
+    ]);
+    assert_eq!(status, 0);
+    assert!(out.contains("windows, window 20, stride 20, with BOS; 2 windows, 36 tokens scored"), "{out}");
+    assert!(out.contains("attention   exact"), "{out}");
+}
+
+#[test]
+fn a_budget_of_all_keys_does_not_diverge() {
+    let folder = Folder::new("recipe");
+    let recipe = folder.file("recipe.toml");
+    let text = "version = 1\n[[rule]]\nlayers = \"0-14\"\nmethod = \"top_k\"\nparams = { keys = 4096 }\n";
+    std::fs::write(&recipe, text).unwrap();
+    let x =
+        json(&["perplexity", &model(), "--text", &alice(), "--tokens", "64", "--recipe", &recipe, "--json"]);
+    assert_eq!((&x["attention"], &x["same_top"]), (&"recipe".into(), &1.0.into()));
+    assert!(x["kl_mean"].as_f64().unwrap() < 1e-6, "{x}");
+}
+
+#[test]
+fn generating_is_greedy_by_default_and_reproducible_by_seed() {
+    let model = model();
+    let prompt = ["generate", &model, "--prompt", "The capital of France is", "--json", "--max-tokens", "8"];
+    let x = json(&prompt);
+    assert_eq!(x["prompt_ids"], serde_json::json!([504, 3575, 282, 4649, 314]));
+    assert_eq!(x["ids"], serde_json::json!([7042, 30, 198, 198, 504, 2988, 314, 42]));
+    assert!(x["text"].as_str().unwrap().starts_with(" Paris."));
+    assert_eq!(x["ended"], "max_tokens");
+    assert!(x["tokens_per_second"].as_f64().unwrap() > 0.0);
+    let drawn = |seed: &str| {
+        json(&[&prompt[..], &["--temperature", "1.5", "--top-k", "50", "--seed", seed]].concat())["ids"]
+            .clone()
+    };
+    assert_eq!(drawn("1"), drawn("1"));
+    assert_ne!(drawn("1"), drawn("2"));
+    let (status, out, err) =
+        attlas(&["generate", &model, "--prompt", "The capital of France is", "--stop", "\n"]);
+    assert_eq!((status, out.as_str()), (0, " Paris.\n"));
+    assert!(err.contains("tokens/s"), "{err}");
+}
+
+#[test]
+fn a_chat_is_laid_out_by_the_models_template_and_ends_by_itself() {
+    let x = json(&[
+        "generate",
+        &model(),
+        "--chat",
+        "--system",
+        "You are brief.",
+        "--prompt",
+        "Say hello.",
+        "--max-tokens",
+        "40",
+        "--json",
+    ]);
+    let ids: Vec<u64> = x["prompt_ids"].as_array().unwrap().iter().map(|v| v.as_u64().unwrap()).collect();
+    assert_eq!(ids.iter().filter(|&&id| id == 1).count(), 3, "three turns begin: {ids:?}");
+    assert_eq!(ids[0], 1);
+    assert!(!x["text"].as_str().unwrap().is_empty());
+}
+
+#[test]
+fn what_is_extracted_can_be_compared_in_every_format() {
+    let folder = Folder::new("extract");
+    let (model, text) = (model(), alice());
+    let trace = folder.file("t.safetensors");
+    let x = json(&[
+        "extract",
+        &model,
+        "--text",
+        &text,
+        "--tokens",
+        "48",
+        "--layers",
+        "1,3",
+        "--heads",
+        "3-5",
+        "--pre-rope",
+        "--out",
+        &trace,
+        "--json",
+    ]);
+    assert_eq!((&x["tokens"], &x["heads"], &x["kv_heads"]), (&48.into(), &3.into(), &1.into()));
+    assert_eq!(x["layers"], serde_json::json!([1, 3]));
+    assert_eq!(x["metadata"]["heads"], "3-5");
+    let y = json(&["compare", &trace, "--methods", "sink_window", "--set", "sink_window.window=8", "--json"]);
+    assert_eq!((&y["mask"], &y["metadata"]["tokens"]), (&"causal".into(), &"48".into()));
+    assert_eq!(y["rows"].as_array().unwrap().iter().filter(|r| r["method"] == "sink_window").count(), 6);
+    let direct = json(&[
+        "compare",
+        &model,
+        "--text",
+        &text,
+        "--tokens",
+        "48",
+        "--layers",
+        "1,3",
+        "--heads",
+        "3-5",
+        "--methods",
+        "sink_window",
+        "--set",
+        "sink_window.window=8",
+        "--json",
+    ]);
+    let error =
+        |x: &Value| x["summary"].as_array().unwrap().last().unwrap()["rel_fro"]["mean"].as_f64().unwrap();
+    assert_eq!(error(&y), error(&direct), "a file in single precision loses nothing");
+    let head = folder.file("h.npy");
+    json(&[
+        "extract", &model, "--text", &text, "--tokens", "20", "--layers", "0", "--heads", "8", "--out",
+        &head, "--json",
+    ]);
+    let one = json(&["compare", &head, "--methods", "sink_window", "--json"]);
+    assert_eq!(one["exact"]["heads"].as_array().unwrap().len(), 1);
+    let left: Vec<_> = std::fs::read_dir(&folder.0).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(left.len(), 2, "no temporary file is left: {left:?}");
+}
+
+#[test]
+fn an_encoder_is_extracted_without_a_mask() {
+    let folder = Folder::new("encoder");
+    let trace = folder.file("t.npz");
+    let args = [
+        "extract",
+        &minilm().display().to_string(),
+        "--text",
+        &alice(),
+        "--tokens",
+        "30",
+        "--out",
+        &trace,
+        "--json",
+    ];
+    let x = json(&args);
+    assert_eq!((&x["tokens"], &x["heads"], &x["d"]), (&32.into(), &12.into(), &32.into()));
+    assert_eq!(x["layers"].as_array().unwrap().len(), 6);
+}
+
+#[test]
+fn mistakes_are_named_with_a_way_out() {
+    let folder = Folder::new("mistakes");
+    let (model, text) = (model(), alice());
+    let out = folder.file("t.safetensors");
+    let empty = folder.file("empty.txt");
+    std::fs::write(&empty, "").unwrap();
+    refused(&["perplexity", "nowhere.gguf", "--text", &text], "nowhere.gguf");
+    refused(&["perplexity", &text, "--text", &text], "alice29.txt");
+    refused(&["perplexity", &model, "--text", "nowhere.txt"], "nowhere.txt");
+    refused(&["perplexity", &model, "--text", &empty], "at least one token");
+    refused(&["perplexity", &model, "--text", &text, "--context", "9000"], "at most 8192");
+    refused(&["perplexity", &model, "--text", &text, "--method", "nonsense"], "nonsense");
+    refused(&["perplexity", &model, "--text", &text, "--method", "top_k", "--set", "nonsense=1"], "keys");
+    let bidirectional = attlas::registry::METHODS.iter().find(|m| !m.claims.causal).unwrap();
+    refused(&["perplexity", &model, "--text", &text, "--method", bidirectional.id], bidirectional.id);
+    refused(&["generate", &model, "--prompt", ""], "at least one token");
+    refused(&["generate", &model, "--prompt-file", &text], "context of 8192");
+    refused(&["generate", &model, "--prompt", "a", "--top-p", "2"], "top_p");
+    refused(&["generate", &minilm().display().to_string(), "--prompt", "a"], "encoder");
+    refused(&["extract", &model, "--text", &text, "--out", "t.txt"], ".safetensors, .npz or .npy");
+    refused(
+        &["extract", &model, "--text", &text, "--tokens", "8", "--layers", "30", "--out", &out],
+        "0 to 29",
+    );
+    refused(
+        &["extract", &model, "--text", &text, "--tokens", "8", "--heads", "0,1,3", "--out", &out],
+        "key head",
+    );
+    refused(&["compare", &model], "--text");
+    assert!(!std::path::Path::new(&out).exists());
+}

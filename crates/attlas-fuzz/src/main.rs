@@ -1,0 +1,226 @@
+//! Mutated files against every parser: nothing may panic, hang or set aside more memory than the file is worth.
+//!
+//! For each target the files of `corpus/<target>` are run as they are, then mutated, one to six changes at a time,
+//! until the time is over. An input whose outcome is new (an error that reads differently, numbers left out) joins
+//! the inputs that are mutated further: that takes the place of coverage, and needs no instrumented build. The
+//! sequence depends on the seed alone, so `--seed` and `--runs` repeat it.
+//!
+//! A failure leaves its input in `--out` and ends with status 1; `--replay FILE` runs it again.
+
+#![forbid(unsafe_code)]
+
+mod mutate;
+mod targets;
+
+use attlas_num::rng::{Rng, StreamKey};
+use clap::Parser;
+use peak_alloc::PeakAlloc;
+use std::collections::BTreeSet;
+use std::panic::AssertUnwindSafe;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use targets::{TARGETS, Target};
+
+#[global_allocator]
+static MEMORY: PeakAlloc = PeakAlloc;
+
+/// What any input may cost, whatever it holds: caches of regular expressions and thread pools are in it.
+const FREE_BYTES: usize = 32 << 20;
+/// What each byte of an input may cost beyond that.
+const BYTES_PER_BYTE: usize = 256;
+/// One input that takes longer hangs, on any machine.
+const LONGEST: Duration = Duration::from_secs(20);
+/// Inputs are kept shorter than this.
+const MAX_LEN: usize = 1 << 16;
+
+#[derive(Parser)]
+#[command(about = "Runs mutated files against every parser")]
+struct Args {
+    /// Targets to run; all of them where none is named.
+    targets: Vec<String>,
+    /// Seconds for each target.
+    #[arg(long, default_value_t = 5.0)]
+    seconds: f64,
+    /// Most inputs for each target.
+    #[arg(long, default_value_t = u64::MAX)]
+    runs: u64,
+    /// Seed of the mutations.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Where an input that failed is left.
+    #[arg(long, default_value = "target/fuzz")]
+    out: PathBuf,
+    /// Runs this one file against the one target named.
+    #[arg(long)]
+    replay: Option<PathBuf>,
+    /// Writes every input to `--out` before it is run, to catch one that ends the process.
+    #[arg(long)]
+    trace: bool,
+}
+
+/// Why an input fails.
+#[derive(Debug)]
+enum Failure {
+    Panic(String),
+    Memory { bytes: usize, allowed: usize },
+    Slow(Duration),
+}
+
+/// Runs one input; the outcome is the error's text, or nothing where it was read.
+fn run(target: &Target, input: &[u8]) -> Result<String, Failure> {
+    let before = MEMORY.current_usage();
+    MEMORY.reset_peak_usage();
+    let start = Instant::now();
+    let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| (target.run)(input)));
+    let (seconds, bytes) = (start.elapsed(), MEMORY.peak_usage().saturating_sub(before));
+    let allowed = FREE_BYTES + BYTES_PER_BYTE * input.len();
+    match outcome {
+        Err(panic) => Err(Failure::Panic(
+            (panic.downcast_ref::<String>().cloned())
+                .or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()))
+                .unwrap_or_default(),
+        )),
+        Ok(_) if bytes > allowed => Err(Failure::Memory { bytes, allowed }),
+        Ok(_) if seconds > LONGEST => Err(Failure::Slow(seconds)),
+        Ok(outcome) => Ok(outcome.err().unwrap_or_default()),
+    }
+}
+
+/// An outcome without its numbers and names, so that two of a kind look alike.
+fn kind(outcome: &str) -> String {
+    let mut words: Vec<&str> = outcome
+        .split(|c: char| !c.is_ascii_alphabetic())
+        .filter(|w| w.len() > 2 && w.chars().all(|c| c.is_ascii_lowercase()))
+        .collect();
+    words.truncate(8);
+    words.join(" ")
+}
+
+/// The committed files of a target, in order of name.
+fn corpus(target: &Target) -> std::io::Result<Vec<Vec<u8>>> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target.name);
+    let mut paths: Vec<PathBuf> =
+        std::fs::read_dir(folder)?.map(|e| e.map(|e| e.path())).collect::<std::io::Result<_>>()?;
+    paths.sort();
+    paths.iter().map(std::fs::read).collect()
+}
+
+/// What a target saw.
+#[derive(Debug, Default)]
+struct Tally {
+    runs: u64,
+    read: u64,
+    kinds: BTreeSet<String>,
+}
+
+/// Runs the corpus and its mutations; an input that fails comes back with its failure.
+fn fuzz(target: &Target, args: &Args) -> Result<Tally, (Vec<u8>, Failure)> {
+    let mut pool = corpus(target).unwrap_or_default();
+    let seeds = pool.len();
+    let mut rng: Rng = StreamKey::new(args.seed).named(target.name).rng();
+    let mut tally = Tally::default();
+    let end = Instant::now() + Duration::from_secs_f64(args.seconds.clamp(0.0, 1e6));
+    while tally.runs < args.runs.max(seeds as u64) {
+        let mutated = tally.runs as usize >= seeds;
+        if mutated && (Instant::now() > end || pool.is_empty()) {
+            break;
+        }
+        let input = if mutated {
+            let mut input = mutate::mutated(&pool, &mut rng);
+            input.truncate(MAX_LEN);
+            input
+        } else {
+            pool[tally.runs as usize].clone()
+        };
+        if args.trace {
+            let _ = std::fs::write(args.out.join(format!("{}.current", target.name)), &input);
+        }
+        let outcome = run(target, &input).map_err(|failure| (input.clone(), failure))?;
+        tally.runs += 1;
+        tally.read += u64::from(outcome.is_empty());
+        if tally.kinds.insert(kind(&outcome)) && mutated {
+            pool.push(input);
+        }
+    }
+    Ok(tally)
+}
+
+fn main() -> std::process::ExitCode {
+    let args = Args::parse();
+    // Panics are reported with their input below; those of a dependency that the library turns into errors are fine.
+    std::panic::set_hook(Box::new(|_| ()));
+    let chosen: Vec<&Target> = TARGETS
+        .iter()
+        .filter(|t| args.targets.is_empty() || args.targets.iter().any(|n| n == t.name))
+        .collect();
+    if chosen.is_empty() || args.replay.is_some() && chosen.len() != 1 {
+        eprintln!("targets are {}", TARGETS.map(|t| t.name).join(", "));
+        return 2.into();
+    }
+    if let Err(error) = std::fs::create_dir_all(&args.out) {
+        eprintln!("{}: {error}", args.out.display());
+        return 2.into();
+    }
+    if let Some(path) = &args.replay {
+        let Ok(input) = std::fs::read(path) else {
+            eprintln!("{} cannot be read", path.display());
+            return 2.into();
+        };
+        let outcome = run(chosen[0], &input);
+        println!("{outcome:?}");
+        return u8::from(outcome.is_err()).into();
+    }
+    for target in chosen {
+        match fuzz(target, &args) {
+            Ok(tally) => println!(
+                "{:<18} {:>9} inputs, {:>8} read, {:>4} kinds of error",
+                target.name,
+                tally.runs,
+                tally.read,
+                tally.kinds.iter().filter(|k| !k.is_empty()).count()
+            ),
+            Err((input, failure)) => {
+                let path = args.out.join(format!("{}.failed", target.name));
+                let _ = std::fs::write(&path, input);
+                println!("{:<18} {failure:?}; input in {}", target.name, path.display());
+                return 1.into();
+            }
+        }
+    }
+    0.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_target_has_a_corpus_of_which_something_is_read() {
+        for target in &TARGETS {
+            let files = corpus(target).unwrap();
+            let read =
+                files.iter().filter(|f| run(target, f).is_ok_and(|outcome| outcome.is_empty())).count();
+            assert!(read > 0, "{}: {read} of {} files are read", target.name, files.len());
+        }
+    }
+
+    #[test]
+    fn a_target_that_panics_or_hoards_is_caught() {
+        let panics = Target { name: "panics", run: |_| panic!("at the bytes") };
+        assert!(matches!(run(&panics, b""), Err(Failure::Panic(reason)) if reason == "at the bytes"));
+        let hoards = Target {
+            name: "hoards",
+            run: |_| {
+                std::hint::black_box(vec![1u8; FREE_BYTES + (1 << 20)]);
+                Ok(())
+            },
+        };
+        assert!(matches!(run(&hoards, b"x"), Err(Failure::Memory { .. })));
+    }
+
+    #[test]
+    fn outcomes_that_differ_in_numbers_are_of_one_kind() {
+        assert_eq!(kind("the tensor a.b has shape [3]"), kind("the tensor c has shape [4, 5]"));
+        assert_ne!(kind("the file ends at byte 4"), kind("the magic is 3"));
+    }
+}

@@ -1,0 +1,173 @@
+//! What is fuzzed: every function that reads a file of somebody else's, and the use of what it returned.
+
+use attlas_model::checkpoint::{Tensors, shard_names};
+use attlas_model::gguf::Gguf;
+use attlas_model::tensor::Source;
+use attlas_model::{ChatTemplate, Message, Model, ModelConfig, Tokenizer, Weights};
+use attlas_num::{MatRef, Scratch};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A parser and what follows it.
+#[derive(Debug)]
+pub(crate) struct Target {
+    /// Its name, and that of its corpus.
+    pub(crate) name: &'static str,
+    /// Reads an input and uses what was read; the error's text where it was refused.
+    pub(crate) run: fn(&[u8]) -> Result<(), String>,
+}
+
+/// All of them.
+pub(crate) static TARGETS: [Target; 10] = [
+    Target { name: "gguf", run: gguf },
+    Target { name: "gguf_vocabulary", run: gguf_vocabulary },
+    Target { name: "safetensors", run: safetensors },
+    Target { name: "config", run: config },
+    Target { name: "folder", run: folder },
+    Target { name: "tokenizer", run: tokenizer },
+    Target { name: "chat_template", run: chat_template },
+    Target { name: "trace_safetensors", run: |bytes| trace(bytes, "safetensors") },
+    Target { name: "trace_npy", run: |bytes| trace(bytes, "npy") },
+    Target { name: "trace_npz", run: |bytes| trace(bytes, "npz") },
+];
+
+fn text(error: impl std::fmt::Display) -> String {
+    let text = error.to_string();
+    assert!(!text.is_empty(), "an error that says nothing");
+    text
+}
+
+fn use_tokenizer(tokenizer: &Tokenizer) {
+    let ids = tokenizer.encode("ab a <s>c\u{e9} [X] 12", true).unwrap_or_default();
+    let _ = tokenizer.decode(&ids, false);
+    let _ = tokenizer.decode(&[0, 5, u32::MAX], true);
+    let _ = (tokenizer.token(3), tokenizer.vocab_size());
+}
+
+fn use_model(model: &Model) {
+    use_tokenizer(&model.tokenizer);
+    if let Ok(template) = ChatTemplate::of(model) {
+        let _ = template.render(&[Message::user("a")], true);
+    }
+    if let Some(rope) = &model.config.rope {
+        assert!(rope.frequencies(10).iter().all(|f| f.is_finite()));
+    }
+    let Weights::Decoder(w) = &model.weights else { return };
+    let mut row = vec![0.0; model.config.hidden];
+    w.embedding.row_into(0, &mut row);
+    if let Some(layer) = w.layers.first() {
+        let mut out = vec![0.0; layer.q.outputs()];
+        layer.q.apply(MatRef::new(&row, 1, row.len()), &mut out, &Scratch::new());
+    }
+}
+
+fn gguf(bytes: &[u8]) -> Result<(), String> {
+    use_model(&Model::from_gguf_bytes(bytes.to_vec()).map_err(text)?);
+    Ok(())
+}
+
+fn gguf_vocabulary(bytes: &[u8]) -> Result<(), String> {
+    use_tokenizer(&Tokenizer::from_gguf(&Gguf::parse(bytes).map_err(text)?).map_err(text)?);
+    Ok(())
+}
+
+fn safetensors(bytes: &[u8]) -> Result<(), String> {
+    let tensors = Tensors::from_safetensors(&Arc::new(Source::Owned(bytes.to_vec()))).map_err(text)?;
+    tensors.names().filter_map(|name| tensors.get(name)).for_each(|t| drop(t.to_f32()));
+    Ok(())
+}
+
+fn config(bytes: &[u8]) -> Result<(), String> {
+    let index = shard_names(bytes);
+    let mut config = match (ModelConfig::from_json(bytes), index) {
+        (Ok(config), _) => config,
+        (Err(_), Ok(names)) => {
+            assert!(names.iter().all(|n| !n.contains(['/', '\\'])));
+            return Ok(());
+        }
+        (Err(error), Err(_)) => return Err(text(error)),
+    };
+    let _ = config.set_eos_from_json(bytes);
+    assert_eq!(config.windows.len(), config.n_layers);
+    if let Some(rope) = &config.rope {
+        assert!(rope.frequencies(100).iter().all(|f| f.is_finite()));
+    }
+    Ok(())
+}
+
+fn tokenizer(bytes: &[u8]) -> Result<(), String> {
+    use_tokenizer(&Tokenizer::from_json(bytes).map_err(text)?);
+    Ok(())
+}
+
+fn chat_template(bytes: &[u8]) -> Result<(), String> {
+    let source = String::from_utf8_lossy(bytes);
+    let template = ChatTemplate::new(&source, "<s>", "</s>").map_err(text)?;
+    let turns = [Message::new("system", "s"), Message::user("u"), Message::new("assistant", "a")];
+    template.render(&turns, true).map_err(text)?;
+    Ok(())
+}
+
+/// A folder of this process for files that are only read by path.
+fn scratch(name: &str) -> PathBuf {
+    let path = std::env::temp_dir().join(format!("attlas-fuzz-{}", std::process::id())).join(name);
+    std::fs::create_dir_all(&path).expect("a scratch folder");
+    path
+}
+
+fn trace(bytes: &[u8], extension: &str) -> Result<(), String> {
+    let path = scratch("trace").join(format!("input.{extension}"));
+    std::fs::write(&path, bytes).expect("a scratch file");
+    let workload = attlas_lab::trace::read(&[path]).map_err(text)?;
+    for x in &workload.layers {
+        let p = &x.problem;
+        assert_eq!(x.q.len(), p.n_heads * p.n_q * p.d);
+        assert_eq!(x.k.len(), p.n_kv_heads * p.n_k * p.d);
+        assert_eq!(x.v.len(), p.n_kv_heads * p.n_k * p.d_v);
+        assert!(x.q.iter().chain(&x.k).chain(&x.v).all(|v| v.is_finite()));
+    }
+    Ok(())
+}
+
+/// A folder in one input: each file after a line `=== name`.
+fn folder(bytes: &[u8]) -> Result<(), String> {
+    let folder = scratch("folder");
+    let parts = split(bytes);
+    for name in FILES {
+        let path = folder.join(name);
+        match parts.iter().find(|(n, _)| *n == name.as_bytes()) {
+            Some((_, content)) => std::fs::write(&path, content).expect("a scratch file"),
+            None => drop(std::fs::remove_file(&path)),
+        }
+    }
+    let model = Model::open(Path::new(&folder)).map_err(text)?;
+    use_model(&model);
+    Ok(())
+}
+
+/// What a folder may hold.
+const FILES: [&str; 7] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "one.safetensors",
+];
+
+const MARK: &[u8] = b"\n=== ";
+
+fn split(bytes: &[u8]) -> Vec<(&[u8], &[u8])> {
+    let mut starts: Vec<usize> =
+        bytes.windows(MARK.len()).enumerate().filter(|(_, w)| *w == MARK).map(|(i, _)| i).collect();
+    starts.push(bytes.len());
+    starts
+        .windows(2)
+        .filter_map(|pair| {
+            let part = &bytes[pair[0] + MARK.len()..pair[1]];
+            let line = part.iter().position(|b| *b == b'\n')?;
+            Some((&part[..line], &part[line + 1..]))
+        })
+        .collect()
+}

@@ -1,0 +1,40 @@
+//! Queries, keys and values of a real model, embedded, so that everything runs without a download.
+//!
+//! SmolLM2-135M-Instruct (30 layers, 9 query heads over 3 key heads, width 64) reading the first 2048 tokens
+//! of *Alice's Adventures in Wonderland*: of four layers with contrasting attention, one key head and the three
+//! query heads that share it, keys after rotation. `scripts/make-demo` wrote the file; numbers are rounded to half
+//! precision (11 significant bits, a relative error of at most $2^{-11}$), which moves attention outputs by about as
+//! much. Licences of model and text: `data/LICENSE-demo.md`.
+
+use crate::source::Workload;
+use crate::{Result, trace};
+use std::path::Path;
+
+static TRACE: &[u8] = include_bytes!("../data/demo.safetensors");
+
+/// The embedded trace.
+pub fn load() -> Result<Workload> {
+    trace::read_bytes(TRACE, Path::new("demo"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use attlas::Mask;
+
+    #[test]
+    fn the_demo_is_a_real_trace_within_its_size() {
+        assert!(TRACE.len() <= 6 << 20, "{} bytes", TRACE.len());
+        let demo = load().unwrap();
+        assert_eq!(demo.mask, Mask::Causal);
+        assert!(demo.layers.len() >= 3);
+        for layer in &demo.layers {
+            let p = &layer.problem;
+            assert_eq!((p.n_heads, p.n_kv_heads, p.n_q, p.n_k, p.d, p.d_v), (3, 1, 2048, 2048, 64, 64));
+            assert_eq!(p.scale, 0.125);
+        }
+        assert!(demo.metadata["model"].contains("SmolLM2-135M-Instruct"));
+        assert_eq!(demo.metadata["tokens"], "2048");
+        assert_eq!(demo.metadata["text_sha256"].len(), 64);
+    }
+}
