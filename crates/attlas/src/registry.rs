@@ -2,9 +2,8 @@
 
 use crate::layer::{Conversion, LayerKind};
 use crate::methods::{clustering, exact, kernel, low_rank};
-use crate::{Error, Method, Result};
-use crate::{conversions, layers};
 use crate::{Error, Method, Options, Result};
+use crate::{conversions, layers};
 
 /// Every method, in the order of the survey.
 pub static METHODS: &[&Method] = &[
@@ -69,16 +68,6 @@ pub fn method(id: &str) -> Result<&'static Method> {
     find("method", METHODS, id, |m| m.id)
 }
 
-/// Exact attention: what every method is measured against, and what stands in where one has no form.
-pub fn baseline() -> &'static Method {
-    &exact::exact::METHOD
-}
-
-/// Exact attention in which each query sees its own and the `window - 1` keys before it, with its settings.
-pub fn sliding_window(window: usize) -> (&'static Method, Options) {
-    (&exact::sink_window::METHOD, Options::new().with("sinks", 0usize).with("window", window.max(1)))
-}
-
 /// The layer called `id`, or an error that lists all of them.
 pub fn layer(id: &str) -> Result<&'static LayerKind> {
     find("layer", LAYERS, id, |l| l.id)
@@ -100,6 +89,16 @@ fn find<T>(
         id: id.into(),
         known: list.iter().map(|x| name(x).to_string()).collect(),
     })
+}
+
+/// Exact attention: what every method is measured against, and what stands in where one has no form.
+pub fn baseline() -> &'static Method {
+    &exact::exact::METHOD
+}
+
+/// Exact attention in which each query sees its own and the `window - 1` keys before it, with its settings.
+pub fn sliding_window(window: usize) -> (&'static Method, Options) {
+    (&exact::sink_window::METHOD, Options::new().with("sinks", 0usize).with("window", window.max(1)))
 }
 
 #[cfg(test)]
@@ -134,15 +133,10 @@ mod tests {
         }
         for id in ids("conversions") {
             assert_eq!(conversion(&id).unwrap().id, id);
+        }
         for c in CONVERSIONS {
             assert!(layer(c.from).is_ok() && layer(c.to).is_ok(), "{}: {} to {}", c.id, c.from, c.to);
-    fn a_sliding_window_is_exact_attention_where_it_covers_everything() {
-        use crate::testkit::{Case, run_method};
-        let case = Case::gaussian(crate::Problem::new(2, 30, 8).causal(), 1);
-        let run = |(method, options): (&Method, Options)| run_method(method, &options, &case).0;
-        assert_eq!(run(sliding_window(30)), run((baseline(), Options::new())));
-        let narrow = run(sliding_window(1));
-        assert_eq!(narrow, case.v, "a window of one is the query's own value");
+        }
     }
 
     #[test]
@@ -167,5 +161,15 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn a_sliding_window_is_exact_attention_where_it_covers_everything() {
+        use crate::testkit::{Case, run_method};
+        let case = Case::gaussian(crate::Problem::new(2, 30, 8).causal(), 1);
+        let run = |(method, options): (&Method, Options)| run_method(method, &options, &case).0;
+        assert_eq!(run(sliding_window(30)), run((baseline(), Options::new())));
+        let narrow = run(sliding_window(1));
+        assert_eq!(narrow, case.v, "a window of one is the query's own value");
     }
 }

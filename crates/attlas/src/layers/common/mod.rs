@@ -41,7 +41,7 @@ pub(crate) fn take(weights: &mut Weights, name: &str) -> Result<Box<dyn Linear>>
 /// Runs `work` outside a caller's workspace, for the few weights that are read once when a layer is made.
 fn at_load<R>(work: impl FnOnce(Context<'_>) -> R) -> R {
     let scratch = Scratch::new();
-    work(Context { schedule: Schedule { threads: 1, ..Schedule::default() }, scratch: &scratch })
+    work(Context { schedule: Schedule { threads: 1, ..Schedule::default() }, scratch: &scratch, groups: 1 })
 }
 
 /// The numbers of a weight that depends on no token: a map from the single number 1.
