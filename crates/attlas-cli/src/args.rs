@@ -3,7 +3,9 @@
 use attlas_lab::Source;
 use attlas_lab::select::Choice;
 use attlas_lab::source::parse_count;
-use clap::{Args, Parser, Subcommand};
+use attlas_lab::text::Attention;
+use attlas_model::recipe::Numbers;
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
 /// An atlas of fast attention: methods of all families, measured side by side.
@@ -17,7 +19,9 @@ Examples:\n  \
 attlas                                     see how methods compare\n  \
 attlas methods hyper                       everything about one method\n  \
 attlas compare synthetic:needle,n=4k       on other inputs\n  \
-attlas bench --methods sink_window --n 1k,4k,16k --causal\n\n\
+attlas bench --methods sink_window --n 1k,4k,16k --causal\n  \
+attlas perplexity model.gguf --text book.txt --method sink_window\n  \
+attlas generate model.gguf --prompt \"The capital of France is\"\n\n\
 Results go to standard output, progress and notes to standard error.\n\
 Exit status: 0 done, 1 over the stated budget, 2 error, 130 interrupted."
 )]
@@ -68,6 +72,7 @@ attlas methods --md > docs/methods.md")]
     #[command(after_help = "Examples:\n  \
 attlas compare\n  \
 attlas compare synthetic:heavy_hitters,n=4k,d=128,heads=8,kv_heads=2 --causal\n  \
+attlas compare model.gguf --text book.txt --layers 5,20\n  \
 attlas compare trace.safetensors --methods sink_window,top_k --set top_k.keys=128\n  \
 attlas compare q.npy,k.npy,v.npy --family low_rank --seeds 10 --json\n  \
 attlas compare --budget 0.05 --html report.html")]
@@ -79,6 +84,160 @@ attlas bench --methods sink_window,top_k --n 1k,4k,16k --d 64,128 --causal\n  \
 attlas bench --methods exact --n 32k --d 128 --heads 32 --kv-heads 8 --decode\n  \
 attlas bench --methods exact --n 1k,4k --peer-json torch.json --md")]
     Bench(BenchArgs),
+    /// Write the queries, keys and values of a model reading a text.
+    #[command(after_help = "Examples:\n  \
+attlas extract model.gguf --text book.txt --tokens 2048 --out trace.safetensors\n  \
+attlas extract ./Llama-3.2-1B --text - --layers 0-3,15 --pre-rope --out trace.npz < book.txt\n  \
+attlas extract model.gguf --text book.txt --layers 5 --heads 0 --out head.npy\n  \
+attlas compare trace.safetensors")]
+    Extract(ExtractArgs),
+    /// Measure how well a model predicts a text, with exact attention or beside it.
+    #[command(after_help = "Examples:\n  \
+attlas perplexity model.gguf --text book.txt --tokens 8192 --context 2048\n  \
+attlas perplexity model.gguf --text book.txt --stride 512 --bos\n  \
+attlas perplexity model.gguf --text book.txt --method sink_window --set window=256\n  \
+attlas perplexity model.gguf --text book.txt --recipe recipe.toml --json\n\n\
+Protocols: strided scores every token once, with the context its first window gives it; llamacpp\n\
+scores the second half of windows without overlap; windows scores all but the first token of windows\n\
+without overlap and drops the rest. Numbers of different protocols cannot be compared.")]
+    Perplexity(PerplexityArgs),
+    /// Continue a text.
+    #[command(after_help = "Examples:\n  \
+attlas generate model.gguf --prompt \"The capital of France is\" --max-tokens 20\n  \
+attlas generate model.gguf --chat --prompt \"Name three rivers.\" --temperature 0.7 --top-p 0.9\n  \
+attlas generate model.gguf --prompt-file long.txt --method sink_window --set window=1024")]
+    Generate(GenerateArgs),
+}
+
+/// What attends in a model.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct AttentionChoice {
+    /// Which method attends in which head: a TOML file.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["method", "set"])]
+    pub(crate) recipe: Option<PathBuf>,
+    /// One method for all heads, by id; exact attention by default.
+    #[arg(long, value_name = "ID")]
+    pub(crate) method: Option<String>,
+    /// Set a parameter of that method; may be repeated.
+    #[arg(long, value_name = "PARAM=VALUE")]
+    pub(crate) set: Vec<String>,
+}
+
+impl AttentionChoice {
+    pub(crate) fn attention(&self) -> Attention {
+        Attention { recipe: self.recipe.clone(), method: self.method.clone(), set: self.set.clone() }
+    }
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ExtractArgs {
+    /// A GGUF file, or a folder with config.json, safetensors and tokenizer.json.
+    #[arg(value_name = "MODEL")]
+    pub(crate) model: PathBuf,
+    /// The text to read; - is standard input.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: PathBuf,
+    /// Where to write: .safetensors, .npz, or .npy for a single head.
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) out: PathBuf,
+    /// Read this many tokens at most.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) tokens: Option<usize>,
+    /// Layers, such as 0-3,7; all by default.
+    #[arg(long, value_name = "L,…")]
+    pub(crate) layers: Option<Numbers>,
+    /// Query heads, such as 0-2; all by default. Of each key head as many as of every other.
+    #[arg(long, value_name = "H,…")]
+    pub(crate) heads: Option<Numbers>,
+    /// Also queries and keys before rotation, as layer{l}.q_pre and layer{l}.k_pre.
+    #[arg(long)]
+    pub(crate) pre_rope: bool,
+    /// Begin with the token for the beginning of a text.
+    #[arg(long)]
+    pub(crate) bos: bool,
+    /// Element type in a safetensors file.
+    #[arg(long, value_enum, default_value_t = ElementType::F32)]
+    pub(crate) dtype: ElementType,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ElementType {
+    F32,
+    F16,
+    Bf16,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct PerplexityArgs {
+    /// A GGUF file, or a folder with config.json, safetensors and tokenizer.json.
+    #[arg(value_name = "MODEL")]
+    pub(crate) model: PathBuf,
+    /// The text to predict; - is standard input.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: PathBuf,
+    /// Read this many tokens at most.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) tokens: Option<usize>,
+    /// Tokens of a window; by default 2048, or the model's context where that is shorter.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) context: Option<usize>,
+    /// Tokens from the start of a window to the next; as many as a window has by default.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) stride: Option<usize>,
+    /// Which tokens are scored.
+    #[arg(long, value_enum, default_value_t = ProtocolName::Strided)]
+    pub(crate) protocol: ProtocolName,
+    /// Begin every window with the token for the beginning of a text.
+    #[arg(long)]
+    pub(crate) bos: bool,
+    #[command(flatten)]
+    pub(crate) attention: AttentionChoice,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ProtocolName {
+    Strided,
+    Llamacpp,
+    Windows,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct GenerateArgs {
+    /// A GGUF file, or a folder with config.json, safetensors and tokenizer.json.
+    #[arg(value_name = "MODEL")]
+    pub(crate) model: PathBuf,
+    /// The text to continue.
+    #[arg(long, short, value_name = "TEXT", required_unless_present = "prompt_file")]
+    pub(crate) prompt: Option<String>,
+    /// A file with the text to continue; - is standard input.
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    pub(crate) prompt_file: Option<PathBuf>,
+    /// The prompt is a message: use the model's chat template.
+    #[arg(long)]
+    pub(crate) chat: bool,
+    /// What the model is told before the message.
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    pub(crate) system: Option<String>,
+    /// Add this many tokens at most.
+    #[arg(long, short = 'n', default_value_t = 128, value_name = "N")]
+    pub(crate) max_tokens: usize,
+    /// Divides the logits; 0 always takes the likeliest token.
+    #[arg(long, default_value_t = 0.0, value_name = "T")]
+    pub(crate) temperature: f64,
+    /// Choose among this many tokens at most.
+    #[arg(long, value_name = "N")]
+    pub(crate) top_k: Option<usize>,
+    /// Choose among the likeliest tokens that have this probability together.
+    #[arg(long, value_name = "P")]
+    pub(crate) top_p: Option<f64>,
+    /// End before this text; may be repeated.
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) stop: Vec<String>,
+    /// Go on after a token that ends the text.
+    #[arg(long)]
+    pub(crate) ignore_eos: bool,
+    #[command(flatten)]
+    pub(crate) attention: AttentionChoice,
 }
 
 /// Which methods, with which settings.
@@ -112,16 +271,25 @@ pub(crate) struct MethodsArgs {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct CompareArgs {
-    /// Inputs: synthetic:KIND,n=…,d=…,heads=…,kv_heads=…,seed=… with KIND gaussian, clustered,
-    /// heavy_hitters, low_rank, smooth or needle; a trace (.safetensors, .npz, .npy); or
-    /// q.npy,k.npy,v.npy.
+    /// Inputs: demo (a real model reading a text, embedded); synthetic:KIND,n=…,d=…,heads=…,
+    /// kv_heads=…,seed=… with KIND gaussian, clustered, heavy_hitters, low_rank, smooth or needle; a
+    /// trace (.safetensors, .npz, .npy); q.npy,k.npy,v.npy; or a model (.gguf or a folder) with --text.
     #[arg(value_name = "SOURCE", default_value_t = Source::default())]
     pub(crate) source: Source,
     #[command(flatten)]
     pub(crate) methods: MethodChoice,
-    /// Layers of a trace, by number; all by default.
-    #[arg(long, value_delimiter = ',', value_name = "L,…")]
-    pub(crate) layers: Vec<usize>,
+    /// Layers of a trace or model, such as 0-3,7; all by default.
+    #[arg(long, value_name = "L,…")]
+    pub(crate) layers: Option<Numbers>,
+    /// The text that a model reads; - is standard input.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: Option<PathBuf>,
+    /// Tokens of it that are read.
+    #[arg(long, default_value = "2048", value_name = "N", value_parser = count, requires = "text")]
+    pub(crate) tokens: usize,
+    /// Query heads of the model, such as 0-2; all by default.
+    #[arg(long, value_name = "H,…", requires = "text")]
+    pub(crate) heads: Option<Numbers>,
     /// With a causal mask; the source decides by default (traces are causal, synthetic ones not).
     #[arg(long, conflicts_with = "no_mask")]
     pub(crate) causal: bool,

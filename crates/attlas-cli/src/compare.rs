@@ -6,7 +6,8 @@ use crate::{ALLOCATOR, Outcome, STOP, note, print, print_json};
 use attlas::Mask;
 use attlas_lab::compare::{Comparison, Settings, compare};
 use attlas_lab::table::{bytes, number, seconds};
-use attlas_lab::{Error, Meter, Source, html, trace};
+use attlas_lab::text::{Text, open_model};
+use attlas_lab::{Error, Meter, Source, extract, html, trace};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
@@ -24,7 +25,10 @@ impl CompareArgs {
         Self {
             source: Source::default(),
             methods: MethodChoice::default(),
-            layers: Vec::new(),
+            layers: None,
+            text: None,
+            tokens: 2048,
+            heads: None,
             causal: false,
             no_mask: false,
             seeds: 5,
@@ -63,10 +67,8 @@ pub(crate) fn catch_interrupts(common: &Common) {
 
 pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
     let selection = args.methods.choice().resolve()?;
-    let mut workload = args.source.load()?;
-    if !args.layers.is_empty() {
-        workload.keep_layers(&args.layers)?;
-    }
+    catch_interrupts(common);
+    let workload = load(args, common)?;
     let settings = Settings {
         mask: match (args.causal, args.no_mask) {
             (true, _) => Some(Mask::Causal),
@@ -81,7 +83,6 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         meter: meter(),
         ..Settings::default()
     };
-    catch_interrupts(common);
     let progress = Progress::new(common);
     let result = compare(
         &workload,
@@ -117,6 +118,34 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         Some(budget) => Ok(judge(&result, budget, common)),
         None => Ok(ExitCode::SUCCESS),
     }
+}
+
+/// Reads the inputs, from a model where the source is one.
+fn load(args: &CompareArgs, common: &Common) -> Result<attlas_lab::Workload, Error> {
+    let (Source::Model(path), Some(text)) = (&args.source, &args.text) else {
+        if args.text.is_some() {
+            return Err(Error::argument("--text", "a model as the source", &args.source));
+        }
+        let mut workload = args.source.load()?;
+        if let Some(layers) = &args.layers {
+            workload.keep_layers(&layers.iter().collect::<Vec<_>>())?;
+        }
+        return Ok(workload);
+    };
+    let model = open_model(path)?;
+    let text = Text::read(text, &model, Some(args.tokens))?;
+    let settings = extract::Settings {
+        layers: args.layers.clone(),
+        heads: args.heads.clone(),
+        threads: common.threads,
+        ..extract::Settings::default()
+    };
+    let progress = Progress::new(common);
+    let extracted = extract::extract(&model, &text, &settings, &mut |done, total| progress.at(done, total, "reading"), &STOP);
+    progress.end();
+    let mut workload = extracted?.workload;
+    workload.source = format!("{} reading {}", path.display(), text.source);
+    Ok(workload)
 }
 
 /// Whether a method stays within the error that is accepted.

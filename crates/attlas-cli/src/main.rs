@@ -8,6 +8,7 @@
 mod args;
 mod bench;
 mod compare;
+mod language;
 mod progress;
 
 use args::{Cli, Command, CompareArgs, MethodsArgs};
@@ -34,9 +35,16 @@ fn main() -> ExitCode {
         Some(Command::Methods(a)) => methods(a, &cli.common),
         Some(Command::Compare(a)) => compare::run(a, &cli.common),
         Some(Command::Bench(a)) => bench::run(a, &cli.common),
+        Some(Command::Extract(a)) => language::extract(a, &cli.common),
+        Some(Command::Perplexity(a)) => language::perplexity(a, &cli.common),
+        Some(Command::Generate(a)) => language::generate(a, &cli.common),
         None => compare::run(&CompareArgs::first_look(&cli.common), &cli.common),
     };
     outcome.unwrap_or_else(|error| {
+        if matches!(error, attlas_lab::Error::Model(attlas_model::Error::Interrupted)) {
+            eprintln!("interrupted: nothing was finished");
+            return ExitCode::from(130);
+        }
         eprintln!("error: {error}");
         eprintln!("{}", next_step(&error));
         ExitCode::from(2)
@@ -66,17 +74,30 @@ fn note(common: &args::Common, text: &str) {
 /// What to do about an error.
 fn next_step(error: &attlas_lab::Error) -> &'static str {
     use attlas_lab::Error as E;
+    use attlas_model::Error as M;
     match error {
-        E::Attlas(attlas::Error::UnknownId { .. }) => "run `attlas methods` to see what each one is",
-        E::Attlas(attlas::Error::UnknownParam { .. } | attlas::Error::InvalidParam { .. }) => {
-            "run `attlas methods ID` to see every parameter with its range"
-        }
+        E::Model(M::Attention(inner)) => next_step_of_library(inner),
+        E::Attlas(inner) => next_step_of_library(inner),
+        E::Model(M::ContextTooShort { .. }) => "read fewer tokens with --tokens, or in windows with --context",
+        E::Model(M::Recipe(_)) => "docs/json.md shows a recipe",
+        E::Model(M::Io { .. }) => "check the path and its permissions",
+        E::Model(_) => "a model is a GGUF file, or a folder with config.json, *.safetensors and tokenizer.json",
         E::Io { .. } => "check the path and its permissions",
         E::Malformed { .. } => "write the file again: it was cut short or is of another kind",
         E::MissingTensor { .. } | E::TensorShape { .. } => {
             "a trace holds layer{l}.q, layer{l}.k and layer{l}.v of shape [heads, n, d]; see docs/json.md"
         }
         E::NonFinite { .. } => "remove rows that are not finite before writing the trace",
+        _ => "run `attlas help` for examples of every command",
+    }
+}
+
+fn next_step_of_library(error: &attlas::Error) -> &'static str {
+    match error {
+        attlas::Error::UnknownId { .. } => "run `attlas methods` to see what each one is",
+        attlas::Error::UnknownParam { .. } | attlas::Error::InvalidParam { .. } => {
+            "run `attlas methods ID` to see every parameter with its range"
+        }
         _ => "run `attlas help` for examples of every command",
     }
 }

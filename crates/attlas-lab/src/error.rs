@@ -12,6 +12,9 @@ pub enum Error {
     /// The library refused.
     #[error(transparent)]
     Attlas(#[from] attlas::Error),
+    /// A model could not be read or run.
+    #[error(transparent)]
+    Model(#[from] attlas_model::Error),
     /// A setting or argument that is not understood.
     #[error("{what}: expected {expected}, found {found}")]
     Argument {

@@ -2,7 +2,8 @@
 //!
 //! A [`Source`] names inputs and loads them, a [`Selection`](select::Selection) names methods with their
 //! settings, [`mod@compare`] measures errors and times on those inputs, [`mod@bench`] measures how times grow with
-//! the length beside what the [`machine`] can do, and [`atlas`] describes everything the registry holds. Results
+//! the length beside what the [`machine`] can do, and [`atlas`] describes everything the registry holds.
+//! [`mod@extract`], [`mod@perplexity`] and [`mod@generate`] run a pretrained model over a text. Results
 //! are plain records that serialise; [`table`] lays them out for people. This is the one crate that reads the
 //! clock.
 
@@ -12,15 +13,22 @@ pub mod atlas;
 pub mod bench;
 pub mod certify;
 pub mod compare;
+pub mod demo;
 mod error;
+pub mod extract;
+pub mod generate;
+pub mod hash;
 pub mod html;
 pub mod machine;
+mod npy;
+pub mod perplexity;
 mod run;
 pub mod select;
 pub mod source;
 pub mod stats;
 pub mod synthetic;
 pub mod table;
+pub mod text;
 pub mod trace;
 
 pub use error::{Error, Result};

@@ -5,23 +5,26 @@ use crate::{Error, Result, trace};
 use attlas::{Inputs, Mask, Problem, Qkv, TensorRef};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 /// A name for inputs, as it stands on a command line.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Source {
+    /// Queries, keys and values of a real model that are part of this crate; see [`mod@crate::demo`].
+    Demo,
     /// Drawn from a random model of attention.
     Synthetic(Synthetic),
     /// Read from one trace, or from three `.npy` files of queries, keys and values.
     Files(Vec<PathBuf>),
+    /// Taken from a model, a GGUF file or a Hugging Face folder, while it reads a text.
+    Model(PathBuf),
 }
 
 impl Default for Source {
-    /// Two heads of clustered attention over 2048 tokens.
     fn default() -> Self {
-        Source::Synthetic(Synthetic { heads: 2, kv_heads: 2, ..Synthetic::default() })
+        Source::Demo
     }
 }
 
@@ -32,6 +35,13 @@ impl FromStr for Source {
         match text.strip_prefix("synthetic:") {
             Some(spec) => Ok(Source::Synthetic(spec.parse()?)),
             None if text == "synthetic" => Ok(Source::Synthetic(Synthetic::default())),
+            None if text == "demo" => Ok(Source::Demo),
+            None if text.starts_with("hf:")
+                || text.ends_with(".gguf")
+                || Path::new(text).join("config.json").is_file() =>
+            {
+                Ok(Source::Model(text.into()))
+            }
             None => Ok(Source::Files(text.split(',').map(PathBuf::from).collect())),
         }
     }
@@ -40,6 +50,8 @@ impl FromStr for Source {
 impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Source::Demo => f.write_str("demo"),
+            Source::Model(path) => path.display().fmt(f),
             Source::Synthetic(s) => write!(f, "synthetic:{s}"),
             Source::Files(paths) => {
                 let names: Vec<String> = paths.iter().map(|p| p.display().to_string()).collect();
@@ -50,9 +62,14 @@ impl fmt::Display for Source {
 }
 
 impl Source {
-    /// Draws or reads the inputs.
+    /// Draws or reads the inputs. A model needs a text: see [`extract`](crate::extract::extract).
     pub fn load(&self) -> Result<Workload> {
         let mut workload = match self {
+            Source::Demo => crate::demo::load()?,
+            Source::Model(path) => {
+                let expected = "--text with a file for the model to read";
+                return Err(Error::argument(path.display(), expected, "none"));
+            }
             Source::Synthetic(s) => s.generate()?,
             Source::Files(paths) => trace::read(paths)?,
         };
@@ -166,7 +183,9 @@ mod tests {
     fn sources_print_as_they_are_read() {
         for text in [
             "synthetic:needle,n=100,d=16,heads=4,kv_heads=2,seed=7",
+            "demo",
             "trace.safetensors",
+            "model.gguf",
             "q.npy,k.npy,v.npy",
         ] {
             assert_eq!(text.parse::<Source>().unwrap().to_string(), text);

@@ -9,6 +9,8 @@
 //!
 //! Every number is checked to be finite when it is read.
 
+use crate::extract::Extra;
+use crate::npy::{self, Npy};
 use crate::source::{LayerData, Workload};
 use crate::{Error, Result};
 use attlas::{Mask, Problem};
@@ -50,7 +52,8 @@ pub fn read(paths: &[PathBuf]) -> Result<Workload> {
             let names: Vec<String> = paths.iter().map(|p| p.display().to_string()).collect();
             return Err(Error::argument(
                 "source",
-                "synthetic:KIND,n=…,d=…, a trace (.safetensors, .npz or .npy), or q.npy,k.npy,v.npy",
+                "demo, synthetic:KIND,n=…,d=…, a trace (.safetensors, .npz or .npy), q.npy,k.npy,v.npy, or a \
+                 model (.gguf or a folder) with --text",
                 format!("'{}'", names.join(",")),
             ));
         }
@@ -62,16 +65,25 @@ fn bytes_of(path: &Path) -> Result<Vec<u8>> {
     std::fs::read(path).map_err(|e| Error::reading(path, e))
 }
 
+/// Reads the bytes of a safetensors trace; `path` names them in errors.
+pub fn read_bytes(bytes: &[u8], path: &Path) -> Result<Workload> {
+    let (arrays, metadata) = parse_safetensors(path, bytes)?;
+    assemble(path, arrays, metadata)
+}
+
 fn read_safetensors(path: &Path) -> Result<(Arrays, BTreeMap<String, String>)> {
-    let bytes = bytes_of(path)?;
+    parse_safetensors(path, &bytes_of(path)?)
+}
+
+fn parse_safetensors(path: &Path, bytes: &[u8]) -> Result<(Arrays, BTreeMap<String, String>)> {
     let malformed = |e: safetensors::SafeTensorError| Error::Malformed {
         path: path.into(),
         format: "safetensors",
         reason: e.to_string(),
     };
-    let (_, header) = SafeTensors::read_metadata(&bytes).map_err(malformed)?;
+    let (_, header) = SafeTensors::read_metadata(bytes).map_err(malformed)?;
     let metadata = header.metadata().clone().unwrap_or_default().into_iter().collect();
-    let file = SafeTensors::deserialize(&bytes).map_err(malformed)?;
+    let file = SafeTensors::deserialize(bytes).map_err(malformed)?;
     let mut arrays = Arrays::new();
     for (name, view) in file.iter() {
         if layer_of(name).is_some() {
@@ -111,9 +123,11 @@ fn read_npz(path: &Path) -> Result<Arrays> {
     }
     let mut arrays = Arrays::new();
     for name in names.iter().filter(|n| layer_of(n).is_some()) {
-        let member = file.by_name(&format!("{name}.npy")).map_err(|e| malformed(e.to_string()))?;
-        let array = npyz::NpyFile::new(member).map_err(|e| malformed(format!("{name}: {e}")))?;
-        arrays.insert(name.clone(), from_npy(path, name, "npz", array)?);
+        let mut member = file.by_name(&format!("{name}.npy")).map_err(|e| malformed(e.to_string()))?;
+        let mut bytes = Vec::new();
+        member.read_to_end(&mut bytes).map_err(|e| malformed(format!("{name}: {e}")))?;
+        let Npy { shape, data } = npy::parse(&bytes).map_err(|e| malformed(format!("{name}: {e}")))?;
+        arrays.insert(name.clone(), Array { shape, data });
     }
     if arrays.is_empty() {
         return Err(missing(path, "arrays q, k and v, or layer{l}.q and so on", names));
@@ -122,30 +136,9 @@ fn read_npz(path: &Path) -> Result<Arrays> {
 }
 
 fn read_npy(path: &Path) -> Result<Array> {
-    let bytes = bytes_of(path)?;
-    let npy = npyz::NpyFile::new(&bytes[..]).map_err(|e| Error::Malformed {
-        path: path.into(),
-        format: "npy",
-        reason: e.to_string(),
-    })?;
-    from_npy(path, "array", "npy", npy)
-}
-
-fn from_npy<R: Read>(path: &Path, name: &str, format: &'static str, npy: npyz::NpyFile<R>) -> Result<Array> {
-    let malformed =
-        |e: std::io::Error| Error::Malformed { path: path.into(), format, reason: format!("{name}: {e}") };
-    let dims: Vec<usize> = npy.shape().iter().map(|&n| n as usize).collect();
-    if npy.order() != npyz::Order::C && dims.len() > 1 {
-        return Err(shape(path, name, "rows stored one after another (C order)", "Fortran order"));
-    }
-    let text = npy.dtype().descr();
-    // Elements are little- or big-endian floats of 4 or 8 bytes.
-    let data: Vec<f32> = match text.trim_matches(['\'', '"']).trim_start_matches(['<', '>', '=', '|']) {
-        "f4" => npy.into_vec::<f32>().map_err(malformed)?,
-        "f8" => npy.into_vec::<f64>().map_err(malformed)?.into_iter().map(|x| x as f32).collect(),
-        _ => return Err(shape(path, name, "elements in f4 or f8", text)),
-    };
-    Ok(Array { shape: dims, data })
+    let malformed = |reason| Error::Malformed { path: path.into(), format: "npy", reason };
+    let Npy { shape, data } = npy::parse(&bytes_of(path)?).map_err(malformed)?;
+    Ok(Array { shape, data })
 }
 
 /// Splits an array that stacks queries, keys and values.
@@ -243,27 +236,89 @@ fn assemble(path: &Path, mut arrays: Arrays, metadata: BTreeMap<String, String>)
     Ok(Workload { source: path.display().to_string(), mask, metadata, layers })
 }
 
-/// Writes a workload as a safetensors trace, under a temporary name first, so that an interrupted write leaves
-/// no half file.
-pub fn write(workload: &Workload, path: &Path) -> Result<()> {
-    let mut tensors: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
-    for (i, x) in workload.layers.iter().enumerate() {
+/// Element type of a trace that is written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Elements {
+    /// Single precision.
+    #[default]
+    F32,
+    /// IEEE half precision: 11 significant bits; numbers from 65520 on do not fit.
+    F16,
+    /// The upper half of a single: 8 significant bits.
+    Bf16,
+}
+
+impl Elements {
+    fn bytes(self, x: &[f32]) -> Vec<u8> {
+        match self {
+            Self::F32 => x.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            Self::F16 => x.iter().flat_map(|&v| half::f16::from_f32(v).to_le_bytes()).collect(),
+            Self::Bf16 => x.iter().flat_map(|&v| half::bf16::from_f32(v).to_le_bytes()).collect(),
+        }
+    }
+
+    fn dtype(self) -> Dtype {
+        match self {
+            Self::F32 => Dtype::F32,
+            Self::F16 => Dtype::F16,
+            Self::Bf16 => Dtype::BF16,
+        }
+    }
+}
+
+/// A tensor by name: shape and elements.
+type Named<'a> = (String, [usize; 3], &'a [f32]);
+
+/// The tensors of a workload in the order in which they are written.
+fn tensors(workload: &Workload) -> impl Iterator<Item = Named<'_>> {
+    workload.layers.iter().enumerate().flat_map(|(i, x)| {
         let l = x.layer.unwrap_or(i);
         let p = &x.problem;
-        let bytes = |x: &[f32]| x.iter().flat_map(|v| v.to_le_bytes()).collect();
-        tensors.push((format!("layer{l}.q"), vec![p.n_heads, p.n_q, p.d], bytes(&x.q)));
-        tensors.push((format!("layer{l}.k"), vec![p.n_kv_heads, p.n_k, p.d], bytes(&x.k)));
-        tensors.push((format!("layer{l}.v"), vec![p.n_kv_heads, p.n_k, p.d_v], bytes(&x.v)));
+        [
+            (format!("layer{l}.q"), [p.n_heads, p.n_q, p.d], &x.q[..]),
+            (format!("layer{l}.k"), [p.n_kv_heads, p.n_k, p.d], &x.k[..]),
+            (format!("layer{l}.v"), [p.n_kv_heads, p.n_k, p.d_v], &x.v[..]),
+        ]
+    })
+}
+
+/// Writes a workload as a trace in single precision; see [`write_as`].
+pub fn write(workload: &Workload, path: &Path) -> Result<()> {
+    write_as(workload, &[], Elements::F32, path)
+}
+
+/// Writes a workload and what stands beside it as a trace, in the format that the name ends in: `.safetensors`,
+/// `.npz`, or `.npy` for a single head, stacked as `[3, n, d]`. NumPy files hold single precision. The file is
+/// written under a temporary name first, so that an interrupted write leaves no half file.
+pub fn write_as(workload: &Workload, extra: &[Extra], elements: Elements, path: &Path) -> Result<()> {
+    let all: Vec<Named<'_>> =
+        tensors(workload).chain(extra.iter().map(|e| (e.name.clone(), e.shape, &e.data[..]))).collect();
+    let numpy = elements != Elements::F32;
+    match path.extension().and_then(|e| e.to_str()).unwrap_or_default() {
+        "safetensors" => write_safetensors(workload, &all, elements, path),
+        "npz" | "npy" if numpy => Err(Error::argument(
+            "element type",
+            "f32 for NumPy files",
+            format!("{elements:?}").to_lowercase(),
+        )),
+        "npz" => write_npz(&all, path),
+        "npy" => write_npy(&all, path),
+        other => Err(Error::argument("--out", "a name in .safetensors, .npz or .npy", format!("'.{other}'"))),
     }
+}
+
+fn write_safetensors(workload: &Workload, all: &[Named<'_>], elements: Elements, path: &Path) -> Result<()> {
     let invalid = |e: safetensors::SafeTensorError| Error::Malformed {
         path: path.into(),
         format: "safetensors",
         reason: e.to_string(),
     };
-    let views: Result<Vec<(&str, TensorView<'_>)>> = tensors
+    let bytes: Vec<Vec<u8>> = all.iter().map(|(_, _, data)| elements.bytes(data)).collect();
+    let views: Result<Vec<(&str, TensorView<'_>)>> = all
         .iter()
-        .map(|(name, shape, data)| {
-            Ok((name.as_str(), TensorView::new(Dtype::F32, shape.clone(), data).map_err(invalid)?))
+        .zip(&bytes)
+        .map(|((name, shape, _), data)| {
+            Ok((name.as_str(), TensorView::new(elements.dtype(), shape.to_vec(), data).map_err(invalid)?))
         })
         .collect();
     let mut metadata = workload.metadata.clone();
@@ -272,6 +327,49 @@ pub fn write(workload: &Workload, path: &Path) -> Result<()> {
         metadata.insert("scale".into(), x.problem.scale.to_string());
     }
     let bytes = safetensors::serialize(views?, Some(metadata.into_iter().collect())).map_err(invalid)?;
+    write_file(path, &bytes)
+}
+
+/// One array in NumPy's format.
+fn npy_into(
+    shape: &[u64],
+    data: impl Iterator<Item = f32>,
+    out: &mut impl std::io::Write,
+) -> std::io::Result<()> {
+    use npyz::WriterBuilder;
+    let mut writer = npyz::WriteOptions::new().default_dtype().shape(shape).writer(out).begin_nd()?;
+    writer.extend(data)?;
+    writer.finish()
+}
+
+fn write_npz(all: &[Named<'_>], path: &Path) -> Result<()> {
+    let failed = |e: &dyn std::fmt::Display| Error::writing(path, std::io::Error::other(e.to_string()));
+    let mut archive = zip::ZipWriter::new(std::io::Cursor::new(Vec::new()));
+    let options = zip::write::SimpleFileOptions::default()
+        .compression_method(zip::CompressionMethod::Stored)
+        .large_file(true);
+    for (name, shape, data) in all {
+        archive.start_file(format!("{name}.npy"), options).map_err(|e| failed(&e))?;
+        npy_into(&shape.map(|n| n as u64), data.iter().copied(), &mut archive).map_err(|e| failed(&e))?;
+    }
+    write_file(path, archive.finish().map_err(|e| failed(&e))?.get_ref())
+}
+
+fn write_npy(all: &[Named<'_>], path: &Path) -> Result<()> {
+    let [q, k, v] = all else {
+        return Err(Error::argument(
+            "--out",
+            "a single layer in a .npy file; use .npz or .safetensors",
+            "several",
+        ));
+    };
+    if [q, k, v].iter().any(|(_, shape, _)| shape[0] != 1 || *shape != q.1) {
+        let found = format!("{} query heads, {} key heads", q.1[0], k.1[0]);
+        return Err(Error::argument("--out", "a single head in a .npy file; use --heads or .npz", found));
+    }
+    let mut bytes = Vec::new();
+    let data = [q, k, v].into_iter().flat_map(|(_, _, data)| data.iter().copied());
+    npy_into(&[3, q.1[1] as u64, q.1[2] as u64], data, &mut bytes).map_err(|e| Error::writing(path, e))?;
     write_file(path, &bytes)
 }
 

@@ -6,7 +6,7 @@
 //! $x \leftarrow \operatorname{LN}(x + W_2 \operatorname{gelu}(W_1 x + b_1) + b_2)$. The embedding of a text is the mean of
 //! its last hidden states, scaled to length one.
 //!
-//! Reference: Devlin et al. 2019 (BERT); Reimers and Gurevych 2019 (mean pooling).
+//! References: devlin2019; reimers2019 (mean pooling).
 
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
@@ -128,7 +128,8 @@ impl<'a> Encoder<'a> {
         let (rows, d, width) = (batch.ids.len(), c.hidden, c.n_heads * c.head_dim);
         let mut x = vec![0.0; rows * d];
         self.embed_tokens(batch, &mut x)?;
-        let (mut q, mut k, mut v) = (vec![0.0; rows * width], vec![0.0; rows * width], vec![0.0; rows * width]);
+        let (mut q, mut k, mut v) =
+            (vec![0.0; rows * width], vec![0.0; rows * width], vec![0.0; rows * width]);
         let mut heads = vec![0.0; rows * width];
         let mut inner = vec![0.0; rows * c.intermediate];
         let mut sum = vec![0.0; rows * d];

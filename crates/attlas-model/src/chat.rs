@@ -67,10 +67,9 @@ impl ChatTemplate {
 
     /// The template of a model; an error if it has none.
     pub fn of(model: &Model) -> Result<Self> {
-        let source = model
-            .chat_template
-            .as_deref()
-            .ok_or_else(|| Error::ChatTemplate("the model has none, so that it takes plain text only".into()))?;
+        let source = model.chat_template.as_deref().ok_or_else(|| {
+            Error::ChatTemplate("the model has none, so that it takes plain text only".into())
+        })?;
         let token = |id: Option<u32>| id.and_then(|id| model.tokenizer.token(id)).unwrap_or_default();
         Self::new(source, &token(model.tokenizer.bos()), &token(model.tokenizer.eos()))
     }
@@ -80,11 +79,12 @@ impl ChatTemplate {
     /// recognised as such by the tokeniser, too.
     pub fn render(&self, messages: &[Message], answer: bool) -> Result<String> {
         let template = self.environment.get_template(NAME).map_err(failed)?;
+        let turn = |m: &Message| context! { role => m.role.as_str(), content => m.content.as_str() };
         let values = context! {
-            messages => messages,
+            messages => messages.iter().map(turn).collect::<Vec<_>>(),
             add_generation_prompt => answer,
-            bos_token => self.bos,
-            eos_token => self.eos,
+            bos_token => self.bos.as_str(),
+            eos_token => self.eos.as_str(),
         };
         template.render(values).map_err(failed)
     }
@@ -133,7 +133,8 @@ mod tests {
             let rendered = ChatTemplate::new(source, "", "").and_then(|t| t.render(&[], true));
             assert!(matches!(rendered, Err(Error::ChatTemplate(_))), "{source}");
         }
-        let long = "{% for a in range(9999) %}{% for b in range(9999) %}{% set c = a %}{% endfor %}{% endfor %}";
+        let long =
+            "{% for a in range(9999) %}{% for b in range(9999) %}{% set c = a %}{% endfor %}{% endfor %}";
         let error = ChatTemplate::new(long, "", "").unwrap().render(&[], true).unwrap_err();
         assert!(matches!(error, Error::ChatTemplate(_)), "{error}");
     }

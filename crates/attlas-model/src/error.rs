@@ -105,6 +105,12 @@ pub enum Error {
     /// A method that cannot attend as asked, with its reasons.
     #[error(transparent)]
     Attention(#[from] attlas::Error),
+    /// Malformed recipe.
+    #[error("malformed recipe: {0}")]
+    Recipe(String),
+    /// Whoever was watching asked to stop.
+    #[error("interrupted")]
+    Interrupted,
     /// More tokens than the model was made for.
     #[error("{tokens} tokens do not fit into the context of {context}")]
     ContextTooShort {

@@ -29,7 +29,11 @@ impl Name {
         Some(if parts.len() >= 2 && parts.iter().all(sound) && gguf {
             Ok(Self { repository: parts[..2].join("/"), file })
         } else {
-            Err(Error::invalid("a model on the hub", format!("{text:?}"), "hf:owner/name or hf:owner/name/file.gguf"))
+            Err(Error::invalid(
+                "a model on the hub",
+                format!("{text:?}"),
+                "hf:owner/name or hf:owner/name/file.gguf",
+            ))
         })
     }
 }
@@ -108,7 +112,9 @@ mod tests {
         let name = |text: &str| Name::parse(text).unwrap().unwrap();
         assert_eq!(name("hf:a/b-1.5"), Name { repository: "a/b-1.5".into(), file: None });
         assert_eq!(name("hf:a/b/q/x.GGUF").file.as_deref(), Some("q/x.GGUF"));
-        for bad in ["hf:", "hf:a", "hf:a/", "hf:/b", "hf:a/../b", "hf:a/b/x.bin", "hf:a/b/", "hf:a b/c", "hf:../.."] {
+        for bad in
+            ["hf:", "hf:a", "hf:a/", "hf:/b", "hf:a/../b", "hf:a/b/x.bin", "hf:a/b/", "hf:a b/c", "hf:../.."]
+        {
             assert!(Name::parse(bad).unwrap().is_err(), "{bad}");
         }
         assert!(Name::parse("models/x.gguf").is_none());

@@ -75,7 +75,10 @@ fn queries_keys_and_values_equal_those_of_transformers() {
                 let got = tensor.head(0, head);
                 for (i, row) in want.chunks_exact(got.cols()).enumerate() {
                     for (g, w) in got.row(i).iter().zip(row) {
-                        assert!((g - w).abs() < 1e-5 * size, "layer {layer} {part} head {head} row {i}: {g} {w}");
+                        assert!(
+                            (g - w).abs() < 1e-5 * size,
+                            "layer {layer} {part} head {head} row {i}: {g} {w}"
+                        );
                         checked += 1;
                     }
                 }

@@ -2,7 +2,7 @@
 
 use crate::layer::{Conversion, LayerKind};
 use crate::methods::{clustering, exact, kernel, low_rank};
-use crate::{Error, Method, Result};
+use crate::{Error, Method, Options, Result};
 
 /// Every method, in the order of the survey.
 pub static METHODS: &[&Method] = &[
@@ -42,6 +42,16 @@ pub static CONVERSIONS: &[&Conversion] = &[];
 /// The method called `id`, or an error that lists all of them.
 pub fn method(id: &str) -> Result<&'static Method> {
     find("method", METHODS, id, |m| m.id)
+}
+
+/// Exact attention: what every method is measured against, and what stands in where one has no form.
+pub fn baseline() -> &'static Method {
+    &exact::exact::METHOD
+}
+
+/// Exact attention in which each query sees its own and the `window - 1` keys before it, with its settings.
+pub fn sliding_window(window: usize) -> (&'static Method, Options) {
+    (&exact::sink_window::METHOD, Options::new().with("sinks", 0usize).with("window", window.max(1)))
 }
 
 /// The layer called `id`, or an error that lists all of them.

@@ -3,6 +3,7 @@
 use crate::{Error, Result};
 use attlas_num::Scratch;
 use attlas_num::kernels::Isa;
+use std::sync::Arc;
 
 /// What changes speed and must not move results past rounding.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,7 +28,7 @@ impl Default for Schedule {
 #[derive(Debug)]
 pub struct Workspace {
     schedule: Schedule,
-    pool: rayon::ThreadPool,
+    pool: Arc<rayon::ThreadPool>,
     scratch: Scratch,
 }
 
@@ -49,7 +50,15 @@ impl Workspace {
             .thread_name(|i| format!("attlas-{i}"))
             .build()
             .map_err(|e| Error::Threads { threads: schedule.threads, reason: e.to_string() })?;
-        Ok(Self { schedule: Schedule { threads: pool.current_num_threads(), ..schedule }, pool, scratch })
+        let schedule = Schedule { threads: pool.current_num_threads(), ..schedule };
+        Ok(Self { schedule, pool: Arc::new(pool), scratch })
+    }
+
+    /// A workspace with scratch memory of its own on the same threads. Code that runs on them can hand it to
+    /// a plan, which then starts at once instead of waking the threads again.
+    #[must_use]
+    pub fn sibling(&self) -> Self {
+        Self { schedule: self.schedule, pool: self.pool.clone(), scratch: Scratch::new() }
     }
 
     /// What this workspace runs with; `threads` is the number really started.

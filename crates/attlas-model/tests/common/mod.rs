@@ -64,7 +64,8 @@ pub fn golden(name: &str) -> serde_json::Value {
 pub fn numbers(value: &serde_json::Value) -> Vec<f32> {
     let digits = value.as_str().expect("hexadecimal digits").as_bytes();
     let words = digits.chunks_exact(8).map(|w| {
-        let word = u32::from_str_radix(std::str::from_utf8(w).expect("ASCII"), 16).expect("hexadecimal digits");
+        let word =
+            u32::from_str_radix(std::str::from_utf8(w).expect("ASCII"), 16).expect("hexadecimal digits");
         f32::from_bits(word.swap_bytes())
     });
     words.collect()

@@ -1,0 +1,275 @@
+//! `attlas extract`, `attlas perplexity` and `attlas generate`.
+
+use crate::args::{Common, ElementType, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName};
+use crate::compare::catch_interrupts;
+use crate::progress::Progress;
+use crate::{Outcome, STOP, note, print, print_json};
+use attlas_lab::perplexity::Record;
+use attlas_lab::table::{Table, bytes, number, seconds};
+use attlas_lab::text::{Text, open_model};
+use attlas_lab::trace::{Elements, write_as};
+use attlas_lab::{Error, extract, generate, perplexity};
+use attlas_model::perplexity::Protocol;
+use attlas_model::sample::Sampling;
+use attlas_model::{ChatTemplate, Message, Model};
+use std::io::{Read, Write};
+use std::path::Path;
+use std::process::ExitCode;
+
+/// Tokens of a window where nothing is said.
+const CONTEXT: usize = 2048;
+
+pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {
+    catch_interrupts(common);
+    let model = open_model(&args.model)?;
+    let text = Text::read(&args.text, &model, args.tokens)?;
+    let settings = extract::Settings {
+        layers: args.layers.clone(),
+        heads: args.heads.clone(),
+        before_rotation: args.pre_rope,
+        bos: args.bos,
+        threads: common.threads,
+    };
+    let progress = Progress::new(common);
+    let mut extracted = extract::extract(
+        &model,
+        &text,
+        &settings,
+        &mut |done, total| progress.at(done, total, "reading"),
+        &STOP,
+    )
+    .inspect_err(|_| progress.end())?;
+    progress.end();
+    let name = args.model.file_name().unwrap_or(args.model.as_os_str());
+    extracted.workload.metadata.insert("model".into(), name.to_string_lossy().into_owned());
+    let elements = match args.dtype {
+        ElementType::F32 => Elements::F32,
+        ElementType::F16 => Elements::F16,
+        ElementType::Bf16 => Elements::Bf16,
+    };
+    write_as(&extracted.workload, &extracted.extra, elements, &args.out)?;
+    let layers = &extracted.workload.layers;
+    let p = layers
+        .first()
+        .map(|l| l.problem)
+        .ok_or_else(|| Error::argument("--layers", "one or more", "none"))?;
+    let size = std::fs::metadata(&args.out).map_err(|e| Error::reading(&args.out, e))?.len();
+    let rows = [
+        ("out", args.out.display().to_string()),
+        ("tokens", p.n_q.to_string()),
+        (
+            "layers",
+            layers.iter().filter_map(|l| l.layer).collect::<attlas_model::recipe::Numbers>().to_string(),
+        ),
+        ("heads", format!("{} query, {} key, width {}", p.n_heads, p.n_kv_heads, p.d)),
+        ("bytes", size.to_string()),
+    ];
+    if common.json {
+        let record = serde_json::json!({
+            "out": args.out.display().to_string(),
+            "bytes": size,
+            "tokens": p.n_q,
+            "layers": layers.iter().map(|l| l.layer).collect::<Vec<_>>(),
+            "heads": p.n_heads,
+            "kv_heads": p.n_kv_heads,
+            "d": p.d,
+            "metadata": extracted.workload.metadata,
+        });
+        print_json(&record);
+    } else {
+        print_pairs(&rows.map(|(k, v)| (k, v)), common);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Names and values as two columns.
+fn print_pairs(rows: &[(&'static str, String)], common: &Common) {
+    let mut table = Table::new(&["<what", "<value"]);
+    rows.iter().for_each(|(k, v)| table.push(vec![(*k).to_string(), v.clone()]));
+    if common.csv {
+        print(&table.csv());
+    } else if common.md {
+        print(&table.markdown());
+    } else {
+        let width = rows.iter().map(|(k, _)| k.len()).max().unwrap_or(0);
+        rows.iter().for_each(|(k, v)| print(&format!("{k:width$}  {v}\n")));
+    }
+}
+
+pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
+    let recipe = args.attention.attention().resolve()?;
+    catch_interrupts(common);
+    let model = open_model(&args.model)?;
+    let text = Text::read(&args.text, &model, args.tokens)?;
+    let longest = model.config.max_positions;
+    let window = args.context.unwrap_or_else(|| longest.min(CONTEXT));
+    if window > longest {
+        let expected = format!("at most {longest}, the context of the model");
+        return Err(Error::argument("--context", expected, window));
+    }
+    let protocol = match args.protocol {
+        ProtocolName::Strided => Protocol::Strided { window, stride: args.stride.unwrap_or(window) },
+        ProtocolName::Llamacpp => Protocol::SecondHalf { window },
+        ProtocolName::Windows => Protocol::Disjoint { window },
+    };
+    if args.stride.is_some() && args.protocol != ProtocolName::Strided {
+        return Err(Error::argument("--stride", "the protocol strided", "another one"));
+    }
+    if !args.bos
+        && model.tokenizer.encode("", true)?.first().is_some_and(|id| Some(*id) == model.tokenizer.bos())
+    {
+        note(common, "note: this model was made to see a token at the beginning of a text; --bos adds it");
+    }
+    let settings = perplexity::Settings { protocol, bos: args.bos, recipe, threads: common.threads };
+    let progress = Progress::new(common);
+    let record = perplexity::perplexity(
+        &model,
+        &text,
+        &settings,
+        &mut |done, total, ppl| progress.at(done, total, &format!("perplexity {ppl:.3}")),
+        &STOP,
+    );
+    progress.end();
+    let record = record?;
+    if common.json {
+        print_json(&record);
+    } else {
+        print_pairs(&rows(&record), common);
+    }
+    if record.interrupted {
+        eprintln!("interrupted: the figures are those of the finished windows");
+        return Ok(ExitCode::from(130));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn rows(r: &Record) -> Vec<(&'static str, String)> {
+    let fixed = |x: f64| format!("{x:.4}");
+    let mut rows = vec![
+        ("text", format!("{}, {} tokens", r.text, r.tokens)),
+        (
+            "protocol",
+            format!(
+                "{}, window {}, stride {}, {} BOS; {} windows, {} tokens scored",
+                r.protocol,
+                r.context,
+                r.stride,
+                if r.bos { "with" } else { "no" },
+                r.windows,
+                r.scored
+            ),
+        ),
+        ("attention", r.attention.clone()),
+        ("perplexity", format!("{} +- {}", fixed(r.ppl), fixed(r.ppl_se))),
+        ("nll", format!("{} +- {} nats a token", fixed(r.nll), fixed(r.nll_se))),
+    ];
+    if let Some(x) = &r.against_exact {
+        let quantile = |q: Option<f64>| q.map_or("-".into(), number);
+        rows.extend([
+            (
+                "exact perplexity",
+                format!("{}, increase {:+.2} %", fixed(x.exact_ppl), 100.0 * x.ppl_increase),
+            ),
+            (
+                "KL to exact",
+                format!(
+                    "{} +- {} nats; median {}, 90 % {}, 99 % {}, most {}",
+                    number(x.kl_mean),
+                    number(x.kl_se),
+                    quantile(x.kl_median),
+                    quantile(x.kl_q90),
+                    quantile(x.kl_q99),
+                    quantile(x.kl_max)
+                ),
+            ),
+            ("same top token", format!("{:.2} %", 100.0 * x.same_top)),
+            (
+                "change of p",
+                format!(
+                    "mean {:+.3} %, root mean square {:.3} %",
+                    100.0 * x.delta_p_mean,
+                    100.0 * x.delta_p_rms
+                ),
+            ),
+            ("scores computed", format!("{:.1} % of exact attention's", 100.0 * x.keys_share)),
+            ("time", format!("{}, exact {}", seconds(r.seconds), seconds(x.exact_seconds))),
+        ]);
+    } else {
+        rows.push(("time", seconds(r.seconds)));
+    }
+    rows.push(("speed", format!("{} tokens/s, logits included", number(r.tokens_per_second))));
+    rows
+}
+
+pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
+    let recipe = args.attention.attention().resolve()?;
+    catch_interrupts(common);
+    let model = open_model(&args.model)?;
+    let prompt = match (&args.prompt, &args.prompt_file) {
+        (Some(text), _) => text.clone(),
+        (None, Some(path)) => read_prompt(path)?,
+        (None, None) => return Err(Error::argument("--prompt", "a text", "none")),
+    };
+    let ids = if args.chat {
+        let rendered = chat_prompt(&model, args.system.as_deref(), &prompt)?;
+        model.tokenizer.encode(&rendered, false)?
+    } else {
+        model.tokenizer.encode(&prompt, true)?
+    };
+    let settings = generate::Settings {
+        max_tokens: args.max_tokens,
+        sampling: Sampling {
+            temperature: args.temperature,
+            top_k: args.top_k,
+            top_p: args.top_p,
+            seed: common.seed,
+        },
+        stop: args.stop.clone(),
+        ignore_eos: args.ignore_eos,
+        recipe,
+        threads: common.threads,
+    };
+    let live = !common.json;
+    let mut show = |piece: &str| {
+        if live {
+            print(piece);
+            let _ = std::io::stdout().flush();
+        }
+    };
+    let result = generate::generate(&model, &ids, &settings, &mut show, &STOP)?;
+    if common.json {
+        print_json(&result);
+    } else {
+        print("\n");
+        let rate = result.tokens_per_second.map_or("-".into(), number);
+        note(
+            common,
+            &format!(
+                "{} tokens after a prompt of {}: {rate} tokens/s, prompt {} tokens/s, cache {}",
+                result.ids.len(),
+                result.prompt_ids.len(),
+                number(result.prompt_tokens_per_second),
+                bytes(result.cache_bytes)
+            ),
+        );
+    }
+    Ok(ExitCode::from(if result.ended == generate::Ended::Interrupted { 130 } else { 0 }))
+}
+
+fn read_prompt(path: &Path) -> Result<String, Error> {
+    let mut text = String::new();
+    let read = if path == Path::new("-") {
+        std::io::stdin().read_to_string(&mut text)
+    } else {
+        std::fs::File::open(path).and_then(|mut f| f.read_to_string(&mut text))
+    };
+    read.map_err(|e| Error::reading(path, e))?;
+    Ok(text)
+}
+
+/// A message as the model's own template lays it out.
+fn chat_prompt(model: &Model, system: Option<&str>, user: &str) -> Result<String, Error> {
+    let mut messages: Vec<Message> = system.map(|text| Message::new("system", text)).into_iter().collect();
+    messages.push(Message::user(user));
+    Ok(ChatTemplate::of(model)?.render(&messages, true)?)
+}

@@ -1,0 +1,225 @@
+//! Continuing a text, token by token.
+
+use crate::run::timed;
+use crate::{Error, Result};
+use attlas::Schedule;
+use attlas_model::decoder::Observer;
+use attlas_model::sample::{Sampler, Sampling};
+use attlas_model::{Decoder, Model, Recipe, Rows};
+use serde::Serialize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// How a text is continued.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Most tokens to add.
+    pub max_tokens: usize,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// Texts that end the answer, and are left out of it.
+    pub stop: Vec<String>,
+    /// Go on after a token that ends a text.
+    pub ignore_eos: bool,
+    /// What attends; exact attention where absent.
+    pub recipe: Option<Recipe>,
+    /// Threads; 0 takes as many as the machine offers.
+    pub threads: usize,
+}
+
+/// What was generated.
+#[derive(Clone, Debug, Serialize)]
+pub struct Generated {
+    /// Tokens of the prompt.
+    pub prompt_ids: Vec<u32>,
+    /// Tokens that were added, without the one that ended the text.
+    pub ids: Vec<u32>,
+    /// Their text.
+    pub text: String,
+    /// Why it ended.
+    pub ended: Ended,
+    /// Tokens of the prompt run in a second.
+    pub prompt_tokens_per_second: f64,
+    /// Tokens added in a second, the prompt's time left out; `null` where fewer than two were added.
+    pub tokens_per_second: Option<f64>,
+    /// Seconds in all.
+    pub seconds: f64,
+    /// Bytes of the cache and of the states of streams at the end.
+    pub cache_bytes: usize,
+}
+
+/// Why a text ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ended {
+    /// As many tokens as were asked for.
+    MaxTokens,
+    /// The model ended it.
+    EndOfText,
+    /// A stop text appeared.
+    StopText,
+    /// The context of the model is full.
+    ContextFull,
+    /// It was interrupted.
+    Interrupted,
+}
+
+struct Stopper<'a>(&'a AtomicBool);
+
+impl Observer for Stopper<'_> {
+    fn interrupted(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Continues `prompt_ids`. `show` is given the text as it grows, in pieces that are whole characters; text that may
+/// be the beginning of a stop text is held back until that is settled.
+pub fn generate(
+    model: &Arc<Model>,
+    prompt_ids: &[u32],
+    settings: &Settings,
+    show: &mut dyn FnMut(&str),
+    stop: &AtomicBool,
+) -> Result<Generated> {
+    if prompt_ids.is_empty() {
+        return Err(Error::argument("the prompt", "at least one token", "none"));
+    }
+    if settings.stop.iter().any(String::is_empty) {
+        return Err(Error::argument("a stop text", "at least one character", "none"));
+    }
+    let recipe = settings.recipe.clone().unwrap_or_default();
+    let schedule = Schedule { threads: settings.threads, ..Schedule::default() };
+    let mut decoder = Decoder::new(model.clone(), &recipe, schedule)?;
+    let mut sampler = Sampler::new(settings.sampling)?;
+    let mut ends = model.config.eos.clone();
+    ends.extend(model.tokenizer.eos());
+
+    let (mut hidden, mut logits) = (Vec::new(), vec![0.0; model.config.vocab]);
+    let (first, prompt_seconds) = timed(|| {
+        decoder.forward_observed(prompt_ids, Rows::Last, &mut hidden, &mut Stopper(stop))?;
+        decoder.logits_into(&hidden, &mut logits);
+        Ok::<(), attlas_model::Error>(())
+    });
+    first?;
+    let mut ids = Vec::new();
+    let mut text = Shown::default();
+    let (ended, seconds) = timed(|| -> Result<Ended> {
+        loop {
+            if ids.len() >= settings.max_tokens {
+                return Ok(Ended::MaxTokens);
+            }
+            if stop.load(Ordering::Relaxed) {
+                return Ok(Ended::Interrupted);
+            }
+            let id = sampler.sample(&logits)?;
+            if !settings.ignore_eos && ends.contains(&id) {
+                return Ok(Ended::EndOfText);
+            }
+            ids.push(id);
+            let whole = model.tokenizer.decode(&ids, true)?;
+            if text.grow(whole, &settings.stop, show) {
+                return Ok(Ended::StopText);
+            }
+            if ids.len() >= settings.max_tokens {
+                return Ok(Ended::MaxTokens);
+            }
+            if decoder.len() + 1 > model.config.max_positions {
+                return Ok(Ended::ContextFull);
+            }
+            decoder.next_logits(&[id], &mut logits)?;
+        }
+    });
+    let ended = ended?;
+    text.finish(show);
+    // The first token comes from the prompt's own pass.
+    let steps = ids.len().saturating_sub(1);
+    Ok(Generated {
+        prompt_ids: prompt_ids.to_vec(),
+        text: text.all,
+        ended,
+        prompt_tokens_per_second: prompt_ids.len() as f64 / prompt_seconds,
+        tokens_per_second: (steps > 0).then(|| steps as f64 / seconds),
+        seconds: prompt_seconds + seconds,
+        cache_bytes: decoder.cache_bytes(),
+        ids,
+    })
+}
+
+/// Text of which a part has been shown.
+#[derive(Default)]
+struct Shown {
+    all: String,
+    shown: usize,
+}
+
+impl Shown {
+    /// Takes the whole text so far; true if a stop text ended it.
+    fn grow(&mut self, whole: String, stops: &[String], show: &mut dyn FnMut(&str)) -> bool {
+        self.all = whole;
+        let found = stops.iter().filter_map(|s| self.all.find(s.as_str())).min();
+        if let Some(end) = found {
+            self.all.truncate(end);
+            return true;
+        }
+        // An unfinished character is decoded as U+FFFD; a suffix may become a stop text.
+        let mut end = self.all.trim_end_matches('\u{FFFD}').len();
+        for stop in stops {
+            let held = (1..stop.len())
+                .rev()
+                .filter(|&n| stop.is_char_boundary(n))
+                .find(|&n| self.all[..end].ends_with(&stop[..n]));
+            end -= held.unwrap_or(0);
+        }
+        self.show_to(end, show);
+        false
+    }
+
+    fn show_to(&mut self, end: usize, show: &mut dyn FnMut(&str)) {
+        if end > self.shown && self.all.is_char_boundary(self.shown) {
+            show(&self.all[self.shown..end]);
+            self.shown = end;
+        }
+    }
+
+    fn finish(&mut self, show: &mut dyn FnMut(&str)) {
+        self.show_to(self.all.len(), show);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(pieces: &[&str], stops: &[&str]) -> (String, String, bool) {
+        let stops: Vec<String> = stops.iter().map(|s| s.to_string()).collect();
+        let (mut text, mut out, mut whole) = (Shown::default(), String::new(), String::new());
+        let mut ended = false;
+        for piece in pieces {
+            whole.push_str(piece);
+            ended = text.grow(whole.clone(), &stops, &mut |s| out.push_str(s));
+            if ended {
+                break;
+            }
+        }
+        text.finish(&mut |s| out.push_str(s));
+        (out, text.all, ended)
+    }
+
+    #[test]
+    fn a_stop_text_is_never_shown_even_in_pieces() {
+        let (out, all, ended) = run(&["Hel", "lo E", "N", "D more"], &["END"]);
+        assert_eq!((out.as_str(), all.as_str(), ended), ("Hello ", "Hello ", true));
+        let (out, _, ended) = run(&["an EN", "trance"], &["END", "EE"]);
+        assert_eq!((out.as_str(), ended), ("an ENtrance", false));
+    }
+
+    #[test]
+    fn unfinished_characters_wait() {
+        let mut text = Shown::default();
+        let mut out = Vec::new();
+        for whole in ["a\u{FFFD}", "aé", "aéb"] {
+            text.grow(whole.into(), &[], &mut |s| out.push(s.to_string()));
+        }
+        assert_eq!(out, ["a", "é", "b"]);
+    }
+}

@@ -1,0 +1,283 @@
+//! How well a model predicts a text, and what another attention does to that.
+//!
+//! With a recipe the model runs twice over every window, once with exact attention, and the two predictions are
+//! compared token by token as they are made; no logits are kept.
+
+use crate::extract::bos;
+use crate::run::timed;
+use crate::text::Text;
+use crate::{Error, Result};
+use attlas::{Schedule, Workspace};
+use attlas_model::decoder::{LOGIT_ROWS, Observer};
+use attlas_model::perplexity::{Divergence, Perplexity, Protocol, Window, nll};
+use attlas_model::{Decoder, Model, Recipe, Rows};
+use serde::Serialize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// How a text is cut and run.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Which tokens are scored, in which windows.
+    pub protocol: Protocol,
+    /// Put the token for the beginning of a text at the start of every window. With [`Protocol::SecondHalf`]
+    /// it replaces the first token; otherwise a window holds one token of the text less.
+    pub bos: bool,
+    /// What attends; exact attention where absent.
+    pub recipe: Option<Recipe>,
+    /// Threads; 0 takes as many as the machine offers.
+    pub threads: usize,
+}
+
+/// What was measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct Record {
+    /// The text.
+    pub text: String,
+    /// SHA-256 of the text's file.
+    pub text_sha256: String,
+    /// Tokens of the text that were read.
+    pub tokens: usize,
+    /// Tokens that were scored.
+    pub scored: u64,
+    /// `strided`, `llamacpp` or `windows`.
+    pub protocol: &'static str,
+    /// Tokens of a window.
+    pub context: usize,
+    /// Tokens from the start of a window to the start of the next.
+    pub stride: usize,
+    /// Whether every window began with the token for the beginning of a text.
+    pub bos: bool,
+    /// Windows that were run.
+    pub windows: usize,
+    /// What attended: `exact`, the id of a method, or `recipe`.
+    pub attention: String,
+    /// Mean negative log-likelihood, in nats.
+    pub nll: f64,
+    /// Its standard error, as if tokens were independent.
+    pub nll_se: f64,
+    /// Perplexity: $e$ to the power of `nll`.
+    pub ppl: f64,
+    /// Its standard error.
+    pub ppl_se: f64,
+    /// Seconds of running the model over all windows, logits included.
+    pub seconds: f64,
+    /// Tokens run in a second.
+    pub tokens_per_second: f64,
+    /// The model with exact attention beside it, where something else attended.
+    #[serde(flatten)]
+    pub against_exact: Option<AgainstExact>,
+    /// Whether it was ended early; the figures are then those of the finished windows.
+    pub interrupted: bool,
+}
+
+/// How far a model with other attention is from itself.
+#[derive(Clone, Debug, Serialize)]
+pub struct AgainstExact {
+    /// Mean negative log-likelihood with exact attention.
+    pub exact_nll: f64,
+    /// Perplexity with exact attention.
+    pub exact_ppl: f64,
+    /// Relative increase of the perplexity.
+    pub ppl_increase: f64,
+    /// Mean Kullback–Leibler divergence from exact attention's prediction, in nats.
+    pub kl_mean: f64,
+    /// Its standard error.
+    pub kl_se: f64,
+    /// Median of the divergence over tokens.
+    pub kl_median: Option<f64>,
+    /// Its 90 % quantile.
+    pub kl_q90: Option<f64>,
+    /// Its 99 % quantile.
+    pub kl_q99: Option<f64>,
+    /// Its largest value.
+    pub kl_max: Option<f64>,
+    /// Share of tokens for which both find the same one likeliest.
+    pub same_top: f64,
+    /// Mean change of the right token's probability.
+    pub delta_p_mean: f64,
+    /// Root mean square of that change.
+    pub delta_p_rms: f64,
+    /// Seconds of the model with exact attention.
+    pub exact_seconds: f64,
+    /// Share of the scores of exact attention that were computed.
+    pub keys_share: f64,
+}
+
+/// Runs the model over the text. `progress` is told tokens done, tokens in all, and the perplexity so far.
+pub fn perplexity(
+    model: &Arc<Model>,
+    text: &Text,
+    settings: &Settings,
+    progress: &mut dyn FnMut(usize, usize, f64),
+    stop: &AtomicBool,
+) -> Result<Record> {
+    let n = text.tokens.len();
+    let bos = if settings.bos { Some(bos(model)?) } else { None };
+    let (windows, name, context, stride) = windows(settings.protocol, n, bos.is_some())?;
+    let threads = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
+    let recipe = settings.recipe.clone().unwrap_or_default();
+    let is_exact = settings.recipe.as_ref().is_none_or(|r| *r == Recipe::default());
+    let mut subject = Runner::new(model, &recipe, &threads)?;
+    let mut exact = if is_exact { None } else { Some(Runner::new(model, &Recipe::default(), &threads)?) };
+    let mut divergence = Divergence::default();
+    let total: usize = windows.iter().map(|w| w.tokens.len()).sum();
+    let (mut done, mut finished, mut run, mut interrupted) = (0, 0, 0, false);
+    let mut tokens = Vec::new();
+    for window in &windows {
+        tokens.clear();
+        let replace = matches!(settings.protocol, Protocol::SecondHalf { .. });
+        tokens.extend(bos);
+        tokens.extend_from_slice(&text.tokens[window.tokens.clone()][usize::from(replace && bos.is_some())..]);
+        let targets = &text.tokens[window.targets.clone()];
+        // Row of the state that predicts the first target.
+        let first = window.targets.start - window.tokens.start - 1 + usize::from(bos.is_some() && !replace);
+        let outcome = (|| {
+            subject.run(&tokens, stop)?;
+            if let Some(exact) = &mut exact {
+                exact.run(&tokens, stop)?;
+            }
+            Ok(())
+        })();
+        match outcome {
+            Err(attlas_model::Error::Interrupted) => {
+                interrupted = true;
+                break;
+            }
+            other => other?,
+        }
+        for (i, targets) in targets.chunks(LOGIT_ROWS).enumerate() {
+            let rows = first + i * LOGIT_ROWS;
+            subject.score(rows, targets);
+            if let Some(exact) = &mut exact {
+                exact.score(rows, targets);
+                let vocab = model.config.vocab;
+                let pairs = exact.logits.chunks(vocab).zip(subject.logits.chunks(vocab));
+                pairs.zip(targets).for_each(|((p, q), &t)| divergence.push(p, q, t));
+            }
+        }
+        done += window.tokens.len();
+        run += tokens.len();
+        finished += 1;
+        progress(done, total, subject.sum.perplexity());
+        if stop.load(Ordering::Relaxed) && finished < windows.len() {
+            interrupted = true;
+            break;
+        }
+    }
+    if finished == 0 {
+        return Err(Error::Model(attlas_model::Error::Interrupted));
+    }
+    let against_exact = exact.map(|exact| AgainstExact {
+        exact_nll: exact.sum.nll().mean(),
+        exact_ppl: exact.sum.perplexity(),
+        ppl_increase: subject.sum.perplexity() / exact.sum.perplexity() - 1.0,
+        kl_mean: divergence.kl().mean(),
+        kl_se: divergence.kl().standard_error(),
+        kl_median: divergence.kl_quantile(0.5),
+        kl_q90: divergence.kl_quantile(0.9),
+        kl_q99: divergence.kl_quantile(0.99),
+        kl_max: divergence.kl_quantile(1.0),
+        same_top: divergence.same_top(),
+        delta_p_mean: divergence.delta_p().mean(),
+        delta_p_rms: divergence.delta_p().root_mean_square(),
+        exact_seconds: exact.seconds,
+        keys_share: subject.keys as f64 / (exact.keys as f64).max(1.0),
+    });
+    Ok(Record {
+        text: text.source.clone(),
+        text_sha256: text.sha256.clone(),
+        tokens: n,
+        scored: subject.sum.count(),
+        protocol: name,
+        context,
+        stride,
+        bos: bos.is_some(),
+        windows: finished,
+        attention: if is_exact {
+            recipe.default.method
+        } else if recipe.rules.is_empty() {
+            recipe.default.method
+        } else {
+            "recipe".into()
+        },
+        nll: subject.sum.nll().mean(),
+        nll_se: subject.sum.nll().standard_error(),
+        ppl: subject.sum.perplexity(),
+        ppl_se: subject.sum.standard_error(),
+        seconds: subject.seconds,
+        tokens_per_second: run as f64 / subject.seconds,
+        against_exact,
+        interrupted,
+    })
+}
+
+/// The windows, the protocol's name, and the sizes that are reported.
+fn windows(protocol: Protocol, n: usize, bos: bool) -> Result<(Vec<Window>, &'static str, usize, usize)> {
+    // A token at the start takes the place of one of the text.
+    let less = usize::from(bos);
+    let (name, context, stride, cut) = match protocol {
+        Protocol::Strided { window, stride } => {
+            let inside = window.saturating_sub(less);
+            ("strided", window, stride, Protocol::Strided { window: inside, stride: stride.min(inside) })
+        }
+        Protocol::SecondHalf { window } => ("llamacpp", window, window, protocol),
+        Protocol::Disjoint { window } => {
+            ("windows", window, window, Protocol::Disjoint { window: window.saturating_sub(less) })
+        }
+    };
+    Ok((cut.windows(n)?, name, context, stride))
+}
+
+/// A model under the clock.
+struct Runner {
+    decoder: Decoder,
+    hidden: Vec<f32>,
+    logits: Vec<f32>,
+    sum: Perplexity,
+    seconds: f64,
+    keys: u64,
+}
+
+struct Stopper<'a>(&'a AtomicBool);
+
+impl Observer for Stopper<'_> {
+    fn interrupted(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Runner {
+    fn new(model: &Arc<Model>, recipe: &Recipe, threads: &Workspace) -> Result<Self> {
+        let decoder = Decoder::on(model.clone(), recipe, threads)?;
+        Ok(Self {
+            decoder,
+            hidden: Vec::new(),
+            logits: Vec::new(),
+            sum: Perplexity::default(),
+            seconds: 0.0,
+            keys: 0,
+        })
+    }
+
+    fn run(&mut self, tokens: &[u32], stop: &AtomicBool) -> attlas_model::Result<()> {
+        self.decoder.reset();
+        let Self { decoder, hidden, .. } = self;
+        let (result, seconds) =
+            timed(|| decoder.forward_observed(tokens, Rows::All, hidden, &mut Stopper(stop)));
+        self.seconds += seconds;
+        self.keys += self.decoder.info().keys_visited;
+        result
+    }
+
+    /// Scores `targets`, the first of which is predicted by row `first`.
+    fn score(&mut self, first: usize, targets: &[u32]) {
+        let (d, vocab) = (self.decoder.model().config.hidden, self.decoder.model().config.vocab);
+        self.logits.resize(targets.len() * vocab, 0.0);
+        let rows = &self.hidden[first * d..][..targets.len() * d];
+        let ((), seconds) = timed(|| self.decoder.logits_into(rows, &mut self.logits));
+        self.seconds += seconds;
+        let sum = &mut self.sum;
+        self.logits.chunks(vocab).zip(targets).for_each(|(logits, &t)| sum.push(nll(logits, t)));
+    }
+}

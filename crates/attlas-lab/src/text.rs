@@ -1,0 +1,95 @@
+//! A model and a text that it reads.
+
+use crate::hash::sha256;
+use crate::{Error, Result};
+use attlas_model::{Model, Recipe, hub};
+use std::io::Read;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Opens a GGUF file, a Hugging Face folder, or a model of the hub named `hf:owner/name`.
+pub fn open_model(path: &Path) -> Result<Arc<Model>> {
+    let path = match path.to_str() {
+        Some(argument) => hub::locate(argument)?,
+        None => path.to_path_buf(),
+    };
+    Ok(Arc::new(Model::open(&path)?))
+}
+
+/// A text as a model sees it.
+#[derive(Clone, Debug)]
+pub struct Text {
+    /// Where it came from.
+    pub source: String,
+    /// SHA-256 of its bytes.
+    pub sha256: String,
+    /// Its tokens, without any that a tokeniser puts around a text.
+    pub tokens: Vec<u32>,
+}
+
+impl Text {
+    /// Reads the file at `path`, or standard input for `-`, and keeps its first `limit` tokens. A text
+    /// without a token, and bytes that are no UTF-8, are errors.
+    pub fn read(path: &Path, model: &Model, limit: Option<usize>) -> Result<Self> {
+        let mut bytes = Vec::new();
+        if path == Path::new("-") {
+            std::io::stdin().read_to_end(&mut bytes).map_err(|e| Error::reading(path, e))?;
+        } else {
+            bytes = std::fs::read(path).map_err(|e| Error::reading(path, e))?;
+        }
+        let text = std::str::from_utf8(&bytes).map_err(|e| Error::Malformed {
+            path: path.into(),
+            format: "UTF-8 text",
+            reason: e.to_string(),
+        })?;
+        let mut tokens = model.tokenizer.encode(text, false)?;
+        tokens.truncate(limit.unwrap_or(usize::MAX));
+        if tokens.is_empty() {
+            return Err(Error::argument(path.display(), "a text of at least one token", "none"));
+        }
+        Ok(Self { source: path.display().to_string(), sha256: sha256(&bytes), tokens })
+    }
+}
+
+/// What attends in a model, as it is said on a command line.
+#[derive(Clone, Debug, Default)]
+pub struct Attention {
+    /// A recipe.
+    pub recipe: Option<std::path::PathBuf>,
+    /// One method for every head, instead.
+    pub method: Option<String>,
+    /// Settings `param=value` or `id.param=value` of that method.
+    pub set: Vec<String>,
+}
+
+impl Attention {
+    /// The recipe, or `None` for exact attention everywhere.
+    pub fn resolve(&self) -> Result<Option<Recipe>> {
+        if let Some(path) = &self.recipe {
+            return Ok(Some(Recipe::open(path)?));
+        }
+        let Some(id) = &self.method else {
+            return match self.set.first() {
+                Some(set) => Err(Error::argument("--set", "a --method that it belongs to", set)),
+                None => Ok(None),
+            };
+        };
+        let method = attlas::registry::method(id)?;
+        let mut options = attlas::Options::new();
+        for text in &self.set {
+            let (name, value) = text.split_once('=').ok_or_else(|| {
+                Error::argument("--set", "parameter=value, such as window=256", format!("'{text}'"))
+            })?;
+            let name = name.strip_prefix(method.id).and_then(|n| n.strip_prefix('.')).unwrap_or(name);
+            if !method.params.iter().any(|p| p.name == name) {
+                return Err(attlas::Error::UnknownParam {
+                    name: format!("{name} of {id}"),
+                    accepted: method.params.iter().map(|p| p.name.to_string()).collect(),
+                }
+                .into());
+            }
+            options.set(name, value);
+        }
+        Ok(Some(Recipe::uniform(method.id, options)))
+    }
+}

@@ -1,0 +1,546 @@
+//! Running a causal language model: prompts in chunks, then token by token, with any method attending.
+//!
+//! For every layer, with $x$ the residual stream and $\operatorname{norm}$ the root-mean-square norm:
+//! $a = \operatorname{norm}(x)$; $q, k, v$ from $a$, queries and keys rotated by position; keys and values join
+//! the cache; the layer's method attends; $x \leftarrow x + W_O\,o$;
+//! $x \leftarrow x + W_{down}(\operatorname{silu}(W_{gate}\,m) \odot W_{up}\,m)$ with $m = \operatorname{norm}(x)$.
+//! Weights stay as they are stored; buffers are reused from call to call.
+//!
+//! What attends in which head is a [`Recipe`]. Several new tokens are planned as one causal problem over
+//! everything cached. A single new token goes through the method's stream where it has one, and is answered
+//! by exact attention over the cache where it has none. Where every method allows it
+//! ([`Part::chunks`]), prompts are cut into chunks of [`CHUNK`] tokens, which bounds memory; otherwise the
+//! whole prompt is one problem.
+
+use crate::config::ModelConfig;
+use crate::error::{Error, Result};
+use crate::linear::{Linear, apply_all};
+use crate::model::Model;
+use crate::ops;
+use crate::recipe::{Part, Recipe};
+use crate::weights::{DecoderLayer, DecoderWeights, Weights};
+use attlas::cache::KvCache;
+use attlas::{
+    DType, MatRef, Options, Out, Problem, Qkv, RunInfo, Schedule, Stream, TensorMut, TensorRef, Workspace,
+    registry,
+};
+use attlas_num::Scratch;
+use attlas_num::rope::{Angles, Table};
+use rayon::prelude::*;
+use std::sync::Arc;
+
+/// Tokens that pass through the linear layers together.
+pub const CHUNK: usize = 512;
+
+/// Rows for which logits are computed together, where many are wanted.
+pub const LOGIT_ROWS: usize = 64;
+
+/// Which of the new tokens' final hidden states are wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rows {
+    /// Of every one.
+    All,
+    /// Of the last one.
+    Last,
+    /// Of none: nothing after the last observed layer is computed.
+    None,
+}
+
+/// Looks at what goes through a model.
+pub trait Observer: Send {
+    /// Layers from this one on are of no interest, and are not run when no hidden states are wanted.
+    fn layers(&self) -> usize {
+        usize::MAX
+    }
+
+    /// Asked before every layer; the pass ends with [`Error::Interrupted`] if so.
+    fn interrupted(&self) -> bool {
+        false
+    }
+
+    /// Queries and keys of a layer before they are rotated, `[tokens, heads, head_dim]`, for the tokens from
+    /// `first` on.
+    fn before_rotation(&mut self, layer: usize, first: usize, q: &[f32], k: &[f32]) {
+        let _ = (layer, first, q, k);
+    }
+
+    /// Queries, keys and values as they attend, for the tokens from `first` on.
+    fn projected(&mut self, layer: usize, first: usize, q: &[f32], k: &[f32], v: &[f32]) {
+        let _ = (layer, first, q, k, v);
+    }
+
+    /// What the heads gave, before the output projection.
+    fn attended(&mut self, layer: usize, first: usize, o: &[f32]) {
+        let _ = (layer, first, o);
+    }
+}
+
+/// Looks at nothing.
+#[derive(Clone, Copy, Debug)]
+pub struct Blind;
+
+impl Observer for Blind {}
+
+/// A causal language model with its cache.
+#[derive(Debug)]
+pub struct Decoder {
+    model: Arc<Model>,
+    /// The threads everything runs on.
+    threads: Workspace,
+    state: State,
+}
+
+impl Decoder {
+    /// A model with an empty cache whose heads attend as `recipe` says. An error if the model is an encoder
+    /// or a method cannot attend causally.
+    pub fn new(model: Arc<Model>, recipe: &Recipe, schedule: Schedule) -> Result<Self> {
+        Self::on(model, recipe, &Workspace::new(schedule)?)
+    }
+
+    /// The same on the threads of a workspace.
+    pub fn on(model: Arc<Model>, recipe: &Recipe, threads: &Workspace) -> Result<Self> {
+        let c = &model.config;
+        if !matches!(model.weights, Weights::Decoder(_)) {
+            let what = format!("generating text with a {} model, which is an encoder,", c.architecture.name());
+            return Err(Error::Unsupported { what });
+        }
+        let parts = recipe.resolve(c)?;
+        let layers = parts.into_iter().enumerate().map(|(i, parts)| LayerState::new(i, parts, c)).collect();
+        let state = State {
+            layers,
+            len: 0,
+            table: None,
+            inner: threads.sibling(),
+            scratch: Scratch::new(),
+            buffers: Buffers::default(),
+            info: RunInfo::default(),
+        };
+        Ok(Self { model, threads: threads.sibling(), state })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// Tokens held.
+    pub fn len(&self) -> usize {
+        self.state.len
+    }
+
+    /// No token is held.
+    pub fn is_empty(&self) -> bool {
+        self.state.len == 0
+    }
+
+    /// Bytes of cached keys and values and of the states of streams.
+    pub fn cache_bytes(&self) -> usize {
+        self.state.layers.iter().map(LayerState::bytes).sum()
+    }
+
+    /// What attention has counted since the last [`reset`](Self::reset).
+    pub fn info(&self) -> &RunInfo {
+        &self.state.info
+    }
+
+    /// Forgets every token.
+    pub fn reset(&mut self) {
+        self.truncate(0);
+        self.state.info = RunInfo::default();
+    }
+
+    /// Forgets all but the first `len` tokens; does nothing if there are fewer.
+    pub fn truncate(&mut self, len: usize) {
+        self.state.truncate(len);
+    }
+
+    /// Takes new tokens. `hidden` becomes the normalised final hidden states of the rows wanted, one after
+    /// another. On an error nothing has been taken.
+    pub fn forward(&mut self, tokens: &[u32], rows: Rows, hidden: &mut Vec<f32>) -> Result<()> {
+        self.forward_observed(tokens, rows, hidden, &mut Blind)
+    }
+
+    /// The same, seen by `observer`. Where it ends before the last layer and no rows are wanted, the tokens
+    /// are not kept.
+    pub fn forward_observed(
+        &mut self,
+        tokens: &[u32],
+        rows: Rows,
+        hidden: &mut Vec<f32>,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        hidden.clear();
+        let c = &self.model.config;
+        let Weights::Decoder(weights) = &self.model.weights else {
+            unreachable!("checked when the decoder was made")
+        };
+        let first = self.state.len;
+        let total = first.saturating_add(tokens.len());
+        if total > c.max_positions {
+            return Err(Error::ContextTooShort { tokens: total, context: c.max_positions });
+        }
+        if let Some(id) = tokens.iter().find(|id| **id as usize >= c.vocab) {
+            return Err(Error::invalid("a token id", id, format!("below {}", c.vocab)));
+        }
+        let state = &mut self.state;
+        let chunk = if state.layers.iter().all(LayerState::chunks) { CHUNK } else { tokens.len().max(1) };
+        let result = self.threads.install(|_| {
+            state.lengthen_table(c, total);
+            let parts = tokens.chunks(chunk);
+            let last = parts.len().saturating_sub(1);
+            for (i, part) in parts.enumerate() {
+                let rows = if rows == Rows::Last && i < last { Rows::None } else { rows };
+                state.run(c, weights, part, rows, hidden, observer)?;
+            }
+            Ok(())
+        });
+        let partial = rows == Rows::None && observer.layers() < c.n_layers;
+        if result.is_err() || partial {
+            state.truncate(first);
+        }
+        if result.is_err() {
+            hidden.clear();
+        }
+        result
+    }
+
+    /// The logits of normalised hidden states: `logits` is as many rows of the vocabulary's size as `hidden`
+    /// has rows of the model's width. Panics if the lengths do not belong together.
+    pub fn logits_into(&self, hidden: &[f32], logits: &mut [f32]) {
+        let c = &self.model.config;
+        let Weights::Decoder(weights) = &self.model.weights else {
+            unreachable!("checked when the decoder was made")
+        };
+        let x = MatRef::new(hidden, hidden.len() / c.hidden, c.hidden);
+        self.threads.install(|cx| weights.output.apply(x, logits, cx.scratch));
+    }
+
+    /// The logits after the last token given.
+    pub fn next_logits(&mut self, tokens: &[u32], logits: &mut Vec<f32>) -> Result<()> {
+        let mut hidden = std::mem::take(&mut self.state.buffers.last);
+        let result = self.forward(tokens, Rows::Last, &mut hidden);
+        if result.is_ok() {
+            logits.resize(hidden.len() / self.model.config.hidden * self.model.config.vocab, 0.0);
+            self.logits_into(&hidden, logits);
+        }
+        self.state.buffers.last = hidden;
+        result
+    }
+}
+
+/// Everything that changes from token to token.
+#[derive(Debug)]
+struct State {
+    layers: Vec<LayerState>,
+    len: usize,
+    table: Option<Table<f32>>,
+    /// What plans are run in, on the threads this already runs on.
+    inner: Workspace,
+    scratch: Scratch,
+    buffers: Buffers,
+    info: RunInfo,
+}
+
+/// Reused from call to call; resized to what a call needs.
+#[derive(Debug, Default)]
+struct Buffers {
+    x: Vec<f32>,
+    q: Vec<f32>,
+    heads: Vec<f32>,
+    normed: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    gate: Vec<f32>,
+    up: Vec<f32>,
+    sum: Vec<f32>,
+    last: Vec<f32>,
+}
+
+/// The first `len` elements, made if need be.
+fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if buffer.len() < len {
+        buffer.resize(len, 0.0);
+    }
+    &mut buffer[..len]
+}
+
+/// Runs `work` on blocks of rows of `width`, in parallel where there are many.
+fn by_rows(x: &mut [f32], width: usize, work: impl Fn(usize, &mut [f32]) + Sync + Send) {
+    const ROWS: usize = 32;
+    if x.len() <= ROWS * width {
+        work(0, x);
+    } else {
+        x.par_chunks_mut(ROWS * width).enumerate().for_each(|(i, rows)| work(i * ROWS, rows));
+    }
+}
+
+fn matrix(x: &[f32], width: usize) -> MatRef<'_, f32> {
+    MatRef::new(x, x.len() / width.max(1), width)
+}
+
+impl State {
+    fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+        self.layers.iter_mut().for_each(|l| l.truncate(len));
+    }
+
+    /// Sines and cosines for `n` positions; grows by doubling, never past what the model was made for.
+    fn lengthen_table(&mut self, c: &ModelConfig, n: usize) {
+        let Some(rope) = &c.rope else { return };
+        if self.table.as_ref().is_none_or(|t| t.positions() < n) {
+            let positions = n.next_power_of_two().max(1024).min(c.max_positions);
+            self.table = Some(Table::new(rope, positions, Angles::Single));
+        }
+    }
+
+    fn run(
+        &mut self,
+        c: &ModelConfig,
+        weights: &DecoderWeights,
+        tokens: &[u32],
+        rows: Rows,
+        hidden: &mut Vec<f32>,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let (n, d, q_width) = (tokens.len(), c.hidden, c.n_heads * c.head_dim);
+        let mut buffers = std::mem::take(&mut self.buffers);
+        let x = sized(&mut buffers.x, n * d);
+        ops::embed_into(&weights.embedding, tokens, x)?;
+        let wanted = if rows == Rows::None { observer.layers() } else { usize::MAX };
+        let mut result = Ok(());
+        for (l, layer) in weights.layers.iter().enumerate().take(wanted) {
+            if observer.interrupted() {
+                result = Err(Error::Interrupted);
+                break;
+            }
+            let q = sized(&mut buffers.q, n * q_width);
+            for (i, x) in x.chunks(CHUNK * d).enumerate() {
+                let (start, len) = (i * CHUNK, x.len() / d);
+                let q = &mut q[start * q_width..][..len * q_width];
+                let rest = Projections {
+                    normed: sized(&mut buffers.normed, len * d),
+                    k: sized(&mut buffers.k, len * c.n_kv_heads * c.head_dim),
+                    v: sized(&mut buffers.v, len * c.n_kv_heads * c.head_dim),
+                };
+                result = self.project(c, layer, l, self.len + start, x, q, rest, observer);
+                if result.is_err() {
+                    break;
+                }
+            }
+            if result.is_err() {
+                break;
+            }
+            let heads = sized(&mut buffers.heads, n * q_width);
+            result = self.attend(c, l, n, q, heads);
+            if result.is_err() {
+                break;
+            }
+            observer.attended(l, self.len, heads);
+            if rows == Rows::None && l + 1 == wanted.min(weights.layers.len()) {
+                break;
+            }
+            for (x, heads) in x.chunks_mut(CHUNK * d).zip(heads.chunks(CHUNK * q_width)) {
+                let len = x.len() / d;
+                let sum = sized(&mut buffers.sum, len * d);
+                layer.o.apply(matrix(heads, q_width), sum, &self.scratch);
+                let normed = sized(&mut buffers.normed, len * d);
+                add_and_norm(x, sum, &layer.ffn_norm, c.norm_eps, normed);
+                let gate = sized(&mut buffers.gate, len * c.intermediate);
+                let up = sized(&mut buffers.up, len * c.intermediate);
+                apply_all(
+                    &mut [(&layer.gate, &mut *gate), (&layer.up, &mut *up)],
+                    matrix(normed, d),
+                    &self.scratch,
+                );
+                by_rows(gate, c.intermediate, |first, rows| {
+                    ops::swiglu_in_place(rows, &up[first * c.intermediate..][..rows.len()]);
+                });
+                layer.down.apply(matrix(gate, c.intermediate), sum, &self.scratch);
+                by_rows(x, d, |first, rows| ops::add_in_place(rows, &sum[first * d..][..rows.len()]));
+            }
+        }
+        if result.is_ok() {
+            let start = match rows {
+                Rows::All => 0,
+                Rows::Last => n.saturating_sub(1),
+                Rows::None => n,
+            };
+            let before = hidden.len();
+            hidden.extend_from_slice(&x[start * d..]);
+            by_rows(&mut hidden[before..], d, |_, rows| {
+                ops::rms_norm_in_place(rows, &weights.final_norm, c.norm_eps);
+            });
+            self.len += n;
+        }
+        self.buffers = buffers;
+        result
+    }
+
+    /// Queries, keys and values of consecutive tokens; keys and values join the cache.
+    fn project(
+        &mut self,
+        c: &ModelConfig,
+        layer: &DecoderLayer,
+        l: usize,
+        first: usize,
+        x: &[f32],
+        q: &mut [f32],
+        buffers: Projections<'_>,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let (d, dh, n) = (c.hidden, c.head_dim, x.len() / c.hidden);
+        let Projections { normed, k, v } = buffers;
+        by_rows(normed, d, |first, rows| {
+            ops::rms_norm_into(&x[first * d..][..rows.len()], &layer.attention_norm, c.norm_eps, rows);
+        });
+        let mut jobs: [(&Linear, &mut [f32]); 3] =
+            [(&layer.q, &mut *q), (&layer.k, &mut *k), (&layer.v, &mut *v)];
+        apply_all(&mut jobs, matrix(normed, d), &self.scratch);
+        for (x, norm, heads) in [(&mut *q, &layer.q_norm, c.n_heads), (&mut *k, &layer.k_norm, c.n_kv_heads)] {
+            if let Some(norm) = norm {
+                by_rows(x, heads * dh, |_, rows| ops::rms_norm_in_place(rows, norm, c.norm_eps));
+            }
+        }
+        observer.before_rotation(l, first, q, k);
+        if let Some(table) = &self.table {
+            for (x, heads) in [(&mut *q, c.n_heads), (&mut *k, c.n_kv_heads)] {
+                by_rows(x, heads * dh, |i, rows| table.rotate_tokens_in_place(first + i, rows, heads, dh));
+            }
+        }
+        observer.projected(l, first, q, k, v);
+        let dims = [1, c.n_kv_heads, n, dh];
+        self.layers[l].cache.append(TensorRef::bnhd(k, dims)?, TensorRef::bnhd(v, dims)?)?;
+        Ok(())
+    }
+
+    /// Attends in layer `l` with the queries of the last `n` tokens.
+    fn attend(&mut self, c: &ModelConfig, l: usize, n: usize, q: &[f32], out: &mut [f32]) -> Result<()> {
+        let layer = &mut self.layers[l];
+        let q = TensorRef::bnhd(q, [1, c.n_heads, n, c.head_dim])?;
+        for i in 0..layer.parts.len() {
+            let info = layer.attend(i, c, q, out, &mut self.inner)?;
+            self.info = std::mem::take(&mut self.info).merge(info);
+        }
+        Ok(())
+    }
+}
+
+struct Projections<'a> {
+    normed: &'a mut [f32],
+    k: &'a mut [f32],
+    v: &'a mut [f32],
+}
+
+/// `x ← x + y`, and `normed` the norm of the result.
+fn add_and_norm(x: &mut [f32], y: &[f32], weight: &[f32], eps: f64, normed: &mut [f32]) {
+    let d = weight.len();
+    let block = |x: &mut [f32], y: &[f32], normed: &mut [f32]| {
+        ops::add_in_place(x, y);
+        ops::rms_norm_into(x, weight, eps, normed);
+    };
+    let size = 32 * d;
+    if x.len() <= size {
+        block(x, y, normed);
+    } else {
+        x.par_chunks_mut(size)
+            .zip(y.par_chunks(size).zip(normed.par_chunks_mut(size)))
+            .for_each(|(x, (y, normed))| block(x, y, normed));
+    }
+}
+
+/// What one layer remembers, and what attends in it.
+#[derive(Debug)]
+struct LayerState {
+    index: usize,
+    window: Option<usize>,
+    parts: Vec<Part>,
+    /// For each part that decodes by a stream, the stream, once it was needed.
+    streams: Vec<Option<Box<dyn Stream>>>,
+    cache: KvCache<f32>,
+}
+
+impl LayerState {
+    fn new(index: usize, parts: Vec<Part>, c: &ModelConfig) -> Self {
+        Self {
+            index,
+            window: c.windows.get(index).copied().flatten(),
+            streams: parts.iter().map(|_| None).collect(),
+            parts,
+            cache: KvCache::new(1, c.n_kv_heads, c.head_dim, c.head_dim, 0),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        self.cache.bytes() + self.streams.iter().flatten().map(|s| s.state_bytes()).sum::<usize>()
+    }
+
+    fn chunks(&self) -> bool {
+        self.parts.iter().all(Part::chunks)
+    }
+
+    fn truncate(&mut self, len: usize) {
+        if len < self.cache.len() {
+            self.cache.truncate(len);
+            // Streams cannot go back; they are filled again from the cache.
+            self.streams.fill_with(|| None);
+        }
+    }
+
+    /// Part `i` attends with queries `[1, heads, n, head_dim]` of the last tokens; writes its heads of `out`.
+    fn attend(
+        &mut self,
+        i: usize,
+        c: &ModelConfig,
+        q: TensorRef<'_, f32>,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        let part = &self.parts[i];
+        let (n, n_k, dh) = (q.dims()[2], self.cache.len(), c.head_dim);
+        let problem = Problem::new(part.heads.len(), n, dh).with_kv_heads(part.groups.len()).causal();
+        let q = q.heads(part.heads.clone());
+        let strides = [0, dh, c.n_heads * dh];
+        let out = TensorMut::new(&mut out[part.heads.start * dh..], [1, part.heads.len(), n, dh], strides)?;
+        let mut out = Out::new(out).into();
+        let keys = self.cache.keys()?.heads(part.groups.clone());
+        let values = self.cache.values()?.heads(part.groups.clone());
+
+        // Keys that the first of the queries no longer sees are left out.
+        let window = self.window.filter(|&w| n_k > w);
+        if window.is_some() && !part.is_baseline() {
+            let reasons = vec![format!(
+                "layer {} sees the last {} tokens only, and {n_k} are held",
+                self.index,
+                window.unwrap_or_default()
+            )];
+            return Err(attlas::Error::Unsupported { method: part.method.id.into(), reasons }.into());
+        }
+        let oldest = window.map_or(0, |w| (n_k - n + 1).saturating_sub(w));
+        let (keys, values) = (keys.rows(oldest..n_k), values.rows(oldest..n_k));
+        let problem = problem.with_lens(n, n_k - oldest);
+        let inputs = Qkv::new(q, keys, values).into();
+
+        let decodes = n == 1 && n_k > 1;
+        if decodes && !part.is_baseline() {
+            if self.streams[i].is_none() {
+                let plan = part.method.plan(&problem, &part.options)?;
+                self.streams[i] = plan.stream(DType::F32);
+            }
+            if let Some(stream) = &mut self.streams[i] {
+                let missing = stream.len()..n_k;
+                let new = Qkv::new(q, keys.rows(missing.clone()), values.rows(missing)).into();
+                stream.push(&new, ws)?;
+                return Ok(stream.attend(&inputs, &mut out, ws)?);
+            }
+        }
+        let plan = match window {
+            Some(w) if n > 1 => {
+                let (method, options) = registry::sliding_window(w);
+                method.plan(&problem, &options)?
+            }
+            _ if decodes && !part.is_baseline() => registry::baseline().plan(&problem, &Options::new())?,
+            _ => part.method.plan(&problem, &part.options)?,
+        };
+        Ok(plan.execute(&inputs, &mut out, ws)?)
+    }
+}
