@@ -2,7 +2,7 @@
 
 use crate::hash::sha256;
 use crate::{Error, Result};
-use attlas_model::{Model, Recipe, hub};
+use attlas_model::{Model, Recipe};
 use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
