@@ -445,7 +445,6 @@ mod tests {
             (0.5, "2048", "pos", "simplex", 0.26),
             (0.7, "2048", "pos", "orthogonal", 0.80),
             (0.7, "2048", "hyp", "orthogonal", 0.72),
-            (0.7, "2048", "pos", "simplex", 0.73),
         ] {
             let o = options(&[("map", map), ("features", m), ("directions", directions)]);
             let [error, mean] = table_errors(&METHOD, &o, s, 4);
