@@ -424,6 +424,18 @@ pub enum Guard {
     Clamp(f64),
     /// Rows below this share of $D^+$ become zero.
     Zero(f64),
+    /// Rows below this share of $D^+$ are computed again with the kernel itself; streams keep keys and values for it.
+    Exact(f64, PowerKernel),
+}
+
+impl Guard {
+    /// The kernel that guarded rows are computed with.
+    fn kernel(self) -> Option<PowerKernel> {
+        match self {
+            Guard::Exact(_, kernel) => Some(kernel),
+            _ => None,
+        }
+    }
 }
 
 /// Attention through a state of sketches, causally with an exact or sketched block around each query.
@@ -462,6 +474,9 @@ struct Near<'a, T> {
 
 /// Places for the rows of one block of queries.
 struct Target<'a, T> {
+    head: usize,
+    /// Number of the first row.
+    first: usize,
     q: MatRef<'a, T>,
     /// Key position of the first row.
     position: usize,
@@ -538,7 +553,7 @@ impl<T: Real> SketchAttention<'_, T> {
     }
 
     /// The outputs of some rows: the state, and `near` keys of which row `i` sees the first `seen(i)`. Returns the
-    /// number of guarded rows.
+    /// guarded rows.
     fn attend(
         &self,
         q: MatRef<'_, T>,
@@ -546,7 +561,7 @@ impl<T: Real> SketchAttention<'_, T> {
         near: Option<(Near<'_, T>, &dyn Fn(usize) -> usize)>,
         out: &mut [T],
         cx: Context<'_>,
-    ) -> u64 {
+    ) -> Vec<usize> {
         let (rows, r, m, d_v) = (q.rows(), self.map.width(), self.features(), out.len() / q.rows().max(1));
         let (cols, scratch, isa) = (d_v + 2, cx.scratch, cx.schedule.isa);
         let mut prepared = scratch.take::<T>(rows * q.cols());
@@ -582,13 +597,15 @@ impl<T: Real> SketchAttention<'_, T> {
                 None => self.near_sketched(&short, near, seen, &mut near_sums, &mut near_logs, &logs, cx),
             }
         }
-        let mut guarded = 0;
+        let mut guarded = Vec::new();
         for (i, out) in out.chunks_exact_mut(d_v).enumerate() {
             let row = &mut far[i * cols..(i + 1) * cols];
             let mut log = if state.log > f64::NEG_INFINITY { state.log + logs[i] } else { f64::NEG_INFINITY };
             merge_rows(row, &mut log, &near_sums[i * cols..(i + 1) * cols], near_logs[i]);
             let (magnitude, row) = (row[cols - 1], &mut row[..cols - 1]);
-            guarded += u64::from(self.guard_row(row, magnitude));
+            if self.guard_row(row, magnitude) {
+                guarded.push(i);
+            }
             finish_row(row, log, self.c0, out);
         }
         guarded
@@ -602,7 +619,7 @@ impl<T: Real> SketchAttention<'_, T> {
         let den = row.len() - 1;
         let share = match self.guard {
             Guard::Strict => 1e-3,
-            Guard::Clamp(share) | Guard::Zero(share) => share,
+            Guard::Clamp(share) | Guard::Zero(share) | Guard::Exact(share, _) => share,
         };
         let floor = T::from_f64(share) * magnitude;
         if row[den] > floor || row[den].is_nan() || magnitude == T::ZERO {
@@ -611,7 +628,7 @@ impl<T: Real> SketchAttention<'_, T> {
         match self.guard {
             Guard::Strict => {}
             Guard::Clamp(_) => row[den] = floor,
-            Guard::Zero(_) => row.fill(T::ZERO),
+            Guard::Zero(_) | Guard::Exact(..) => row.fill(T::ZERO),
         }
         true
     }
@@ -736,9 +753,14 @@ impl<T: Real> SketchAttention<'_, T> {
         rest.chunks_exact(len).zip(&logs[1..]).for_each(|(s, &log)| Self::combine(&mut state, s, log));
         let state = &state;
         let rows = (g.n_q() * g.q.heads()) as u64;
-        let guarded = g.par_row_blocks(ROWS, |block| Ok(self.attend(block.q, state, None, block.out, cx)))?;
+        let guarded = g.par_row_blocks(ROWS, |block| {
+            let rows = self.attend(block.q, state, None, block.out, cx);
+            Ok(rows.into_iter().map(|i| (block.head, block.first + i)).collect::<Vec<_>>())
+        })?;
+        let guarded = guarded.concat();
+        self.mend(g, k, &guarded);
         let visited = rows * self.features() as u64;
-        Ok(RunInfo { keys_visited: visited, fallback_rows: guarded.into_iter().sum(), ..RunInfo::default() })
+        Ok(RunInfo { keys_visited: visited, fallback_rows: guarded.len() as u64, ..RunInfo::default() })
     }
 
     fn run_causal(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>) -> Result<RunInfo> {
@@ -785,25 +807,28 @@ impl<T: Real> SketchAttention<'_, T> {
                 let row = position - first + blind;
                 let (own, tail) = std::mem::take(&mut rest).split_at_mut(rows * d_v);
                 rest = tail;
-                targets[piece].push(Target { q: q.sub_rows(row..row + rows), position, out: own });
+                let q = q.sub_rows(row..row + rows);
+                targets[piece].push(Target { head: h, first: row, q, position, out: own });
                 position += rows;
             }
         }
         let work: Vec<_> = sums.chunks_exact_mut(len).zip(logs).zip(targets).enumerate().collect();
-        let guarded: u64 = work
+        let guarded: Vec<Vec<(usize, usize)>> = work
             .into_par_iter()
             .with_max_len(1)
             .filter(|(_, (_, targets))| !targets.is_empty())
             .map(|(i, ((sums, log), targets))| {
                 self.run_piece(keys_of(i), k, v, State { sums, log }, targets, cx)
             })
-            .sum();
+            .collect();
+        let guarded = guarded.concat();
+        self.mend(g, k, &guarded);
         let rows = ((n_q - blind) * heads) as u64;
         let visited = rows * (self.features() + self.block.min(n_k) / 2) as u64;
         Ok(RunInfo {
             keys_visited: visited,
             empty_rows: (blind * heads) as u64,
-            fallback_rows: guarded,
+            fallback_rows: guarded.len() as u64,
             ..RunInfo::default()
         })
     }
@@ -816,14 +841,14 @@ impl<T: Real> SketchAttention<'_, T> {
         mut state: State<'_, T>,
         mut targets: Vec<Target<'_, T>>,
         cx: Context<'_>,
-    ) -> u64 {
+    ) -> Vec<(usize, usize)> {
         let d_v = v.cols();
         let (longest, r) = (self.block.min(keys.len()), self.map.width());
         let mut augmented = cx.scratch.take::<T>(longest * (d_v + 1));
         let sketched = if self.near.is_none() { longest } else { 0 };
         let mut short = cx.scratch.take::<T>(sketched * r);
         let mut logs = cx.scratch.take::<f64>(sketched);
-        let mut guarded = 0;
+        let mut guarded = Vec::new();
         for start in keys.clone().step_by(self.block) {
             let end = (start + self.block).min(keys.end);
             let (k_own, v_own) = (k.sub_rows(start..end), v.sub_rows(start..end));
@@ -845,7 +870,9 @@ impl<T: Real> SketchAttention<'_, T> {
                     // Keys behind the last row of the tile are not read at all.
                     let near = Near { tile: whole.sub(0..row + rows - start), short: &short, logs: &logs };
                     let seen = |i: usize| row - start + i + 1;
-                    guarded += self.attend(q, &state, Some((near, &seen)), out, cx);
+                    let rows_guarded = self.attend(q, &state, Some((near, &seen)), out, cx);
+                    let first = target.first + from;
+                    guarded.extend(rows_guarded.into_iter().map(|i| (target.head, first + i)));
                     row += rows;
                 }
             }
@@ -854,6 +881,50 @@ impl<T: Real> SketchAttention<'_, T> {
             }
         }
         guarded
+    }
+
+    /// Computes guarded rows again, where the guard asks for it.
+    fn mend(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>, rows: &[(usize, usize)]) {
+        let Some(kernel) = self.guard.kernel() else { return };
+        let (n_q, d_v, v, cx) = (g.n_q(), g.d_v(), g.v, g.cx);
+        let mended: Vec<Vec<T>> = rows
+            .par_iter()
+            .map(|&(head, row)| {
+                let (seen, q) = (g.visible(row), g.q.head(head).sub_rows(row..row + 1));
+                self.exact_row(kernel, q, k.sub_rows(0..seen), v.sub_rows(0..seen), cx)
+            })
+            .collect();
+        for (&(head, row), mended) in rows.iter().zip(&mended) {
+            let at = (head * n_q + row) * d_v;
+            g.out[at..at + d_v].copy_from_slice(mended);
+        }
+    }
+
+    /// One row over prepared keys with the kernel itself.
+    fn exact_row(
+        &self,
+        kernel: PowerKernel,
+        q: MatRef<'_, T>,
+        k: MatRef<'_, T>,
+        v: MatRef<'_, T>,
+        cx: Context<'_>,
+    ) -> Vec<T> {
+        let cols = v.cols() + 1;
+        let mut prepared = cx.scratch.take::<T>(q.cols());
+        self.prepare.apply_into(q, &mut prepared);
+        let q = MatRef::new(&prepared, 1, q.cols());
+        let (mut acc, mut top, mut out) = (vec![T::ZERO; cols], [T::ZERO], vec![T::ZERO; cols - 1]);
+        let mut augmented = cx.scratch.take::<T>(TILE.min(k.rows()) * cols);
+        for start in (0..k.rows()).step_by(TILE) {
+            let keys = start..(start + TILE).min(k.rows());
+            let (k, v) = (k.sub_rows(keys.clone()), v.sub_rows(keys));
+            let values = &mut augmented[..v.rows() * cols];
+            let spoiled = augment_into(v, values);
+            let tile = KeyTile { k, v, augmented: MatRef::new(values, v.rows(), cols), spoiled: &spoiled };
+            kernel.add_tile(q, tile, |_| 0..k.rows(), &mut acc, &mut top, cx);
+        }
+        finish_row(&acc, kernel.log_scale(&acc, top[0]), self.c0, &mut out);
+        out
     }
 
     /// Upper bound on the scratch of [`run`](Self::run).
@@ -872,7 +943,9 @@ impl<T: Real> SketchAttention<'_, T> {
         };
         let per_row = 4 * (p.d_v + 2) + 2 * p.d + 10 * width + m + 2 * block + 8;
         let per_block = p.d_v + 2 * p.d + 10 * width + 8;
-        let per_thread = (ROWS * per_row + block * per_block) * size.max(8) + 2 * GEMM_SCRATCH_BYTES + 4096;
+        let mended = p.d + TILE * (p.d_v + 2);
+        let per_thread =
+            (ROWS * per_row + block * per_block + mended) * size.max(8) + 2 * GEMM_SCRATCH_BYTES + 4096;
         pieces * m * (p.d_v + 2) * size + 256 + threads * per_thread
     }
 }
@@ -909,6 +982,8 @@ pub struct SketchStream<T: Real, M> {
     log: f64,
     k: Vec<T>,
     v: Vec<T>,
+    /// All keys and values, where rows may have to be computed again.
+    kept: [Vec<T>; 2],
 }
 
 impl<T: Real, M: HalfSketch<T>> SketchStream<T, M> {
@@ -916,8 +991,8 @@ impl<T: Real, M: HalfSketch<T>> SketchStream<T, M> {
     pub fn new(like: &SketchAttention<'_, T>, map: M, d: usize, d_v: usize) -> Self {
         let sums = vec![T::ZERO; like.state_len(d_v)];
         let SketchAttention { form, near, c0, block, prepare, guard, .. } = *like;
-        let (k, v) = (Vec::new(), Vec::new());
-        Self { map, form, near, c0, block, prepare, guard, d, d_v, sums, log: f64::NEG_INFINITY, k, v }
+        let (log, [k, v], kept) = (f64::NEG_INFINITY, [Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
+        Self { map, form, near, c0, block, prepare, guard, d, d_v, sums, log, k, v, kept }
     }
 }
 
@@ -947,6 +1022,10 @@ impl<T: Real, M: HalfSketch<T> + 'static> GroupStream<T> for SketchStream<T, M> 
             self.k.resize(start + self.d, T::ZERO);
             self.prepare.apply_into(MatRef::new(k, 1, self.d), &mut self.k[start..]);
             self.v.extend_from_slice(v);
+            if self.guard.kernel().is_some() {
+                self.kept[0].extend_from_slice(&self.k[start..]);
+                self.kept[1].extend_from_slice(v);
+            }
         }
         Ok(())
     }
@@ -987,11 +1066,21 @@ impl<T: Real, M: HalfSketch<T> + 'static> GroupStream<T> for SketchStream<T, M> 
         let near = Near { tile, short: &short, logs: &logs };
         let state = State { sums: &mut self.sums, log: self.log };
         let guarded = like.attend(q, &state, Some((near, &|_| n)), out, cx);
+        if let Some(kernel) = self.guard.kernel() {
+            let all = self.kept[1].len() / self.d_v;
+            let k = MatRef::new(&self.kept[0], all, self.d);
+            let v = MatRef::new(&self.kept[1], all, self.d_v);
+            for &i in &guarded {
+                let row = like.exact_row(kernel, q.sub_rows(i..i + 1), k, v, cx);
+                out[i * self.d_v..(i + 1) * self.d_v].copy_from_slice(&row);
+            }
+        }
         let visited = (q.rows() * (like.features() + n)) as u64;
-        Ok(RunInfo { keys_visited: visited, fallback_rows: guarded, ..RunInfo::default() })
+        Ok(RunInfo { keys_visited: visited, fallback_rows: guarded.len() as u64, ..RunInfo::default() })
     }
 
     fn state_bytes(&self) -> usize {
-        (self.sums.len() + self.k.len() + self.v.len()) * size_of::<T>()
+        let kept: usize = self.kept.iter().map(Vec::len).sum();
+        (self.sums.len() + self.k.len() + self.v.len() + kept) * size_of::<T>()
     }
 }

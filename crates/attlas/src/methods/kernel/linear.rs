@@ -72,7 +72,13 @@ pub static METHOD: Method = Method {
         &[("map", "identity")],
         &[("den_eps", "0.5")],
     ],
-    supports: |_, _| Support::yes(),
+    supports: |_, options| match Params::from_options(options) {
+        Ok(params) => Support::unless(
+            params.denominator == DenominatorPolicy::ExactRow,
+            "the features are the kernel itself, so there is no exact row to fall back to: use clamp, zero_row or strict",
+        ),
+        Err(_) => Support::yes(),
+    },
     calibrate: None,
     build: |p, options, _| Ok(Linear::new(Coordinates { params: Params::from_options(options)? }).boxed(p)),
 };
@@ -214,6 +220,26 @@ mod tests {
         let x = Case { problem: p, q, k: vec![0.0, 0.0, 1.0, 0.0], v: vec![2.0, 5.0], single: false };
         let (o, _) = run_method(&METHOD, &Options::new(), &x);
         assert_rows_close(&o, &[2.0, 27.5 / 7.0], 1e-15, "two tokens");
+    }
+
+    #[test]
+    fn inner_products_that_cancel_are_counted_and_treated() {
+        // Keys come in pairs of opposite signs: every denominator without a mask is zero.
+        let p = Problem { d_v: 2, ..Problem::new(1, 20, 4) };
+        let mut x = Case::gaussian(p, 4);
+        for j in (0..20).step_by(2) {
+            let row: Vec<f64> = x.k[4 * j..4 * j + 4].iter().map(|k| -k).collect();
+            x.k[4 * j + 4..4 * j + 8].copy_from_slice(&row);
+        }
+        for policy in ["strict", "clamp", "zero_row"] {
+            let o = Options::new().with("map", "identity").with("denominator", policy);
+            let ran = run(&METHOD, &o, &x);
+            assert_eq!(ran.info.fallback_rows, 20, "{policy}");
+            assert!(ran.o.iter().all(|v| v.is_finite()), "{policy}");
+            assert!(policy != "zero_row" || ran.o.iter().all(|&v| v == 0.0));
+        }
+        // Softmax would be another kernel.
+        assert!(METHOD.plan(&p, &Options::new().with("denominator", "exact_row")).is_err());
     }
 
     #[test]

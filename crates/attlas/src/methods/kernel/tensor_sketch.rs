@@ -25,7 +25,7 @@
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Support};
 use crate::methods::common::poly_state::{
-    Form, Guard, HalfSketch, Prepare, Signed, SketchAttention, SketchStream,
+    Form, Guard, HalfSketch, PowerKernel, Prepare, Signed, SketchAttention, SketchStream,
 };
 use crate::workspace::Context;
 use crate::{Error, MatRef, Problem, Real, Result};
@@ -53,6 +53,7 @@ pub static METHOD: Method = Method {
     params: Params::SPECS,
     probes: &[
         &[("degree", "2"), ("features", "24"), ("block", "16")],
+        &[("degree", "2"), ("features", "5"), ("block", "16"), ("guard", "exact_row")],
         &[("degree", "4"), ("nonneg", "self_tensor"), ("features", "7"), ("c", "0.5"), ("block", "13")],
         &[
             ("degree", "4"),
@@ -110,6 +111,8 @@ crate::choices! {
         Strict = "strict",
         /// A normaliser raised to the tolerance.
         Clamp = "clamp",
+        /// Attention with the kernel itself; streams keep keys and values for it. Even degrees only.
+        ExactRow = "exact_row",
         /// Zero.
         Zero = "zero",
     }
@@ -141,6 +144,13 @@ impl TensorSketch {
                 "degree",
                 params.degree,
                 "an even number: half of the power is squared",
+            ));
+        }
+        if params.guard == Policy::ExactRow && !params.degree.is_multiple_of(2) {
+            return Err(Error::param(
+                "guard",
+                "exact_row",
+                "another policy: odd powers have either sign too",
             ));
         }
         let auto = if squared { (8 * p.d).min(64) } else { 8 * p.d };
@@ -175,6 +185,11 @@ impl TensorSketch {
             guard: match self.params.guard {
                 Policy::Strict => Guard::Strict,
                 Policy::Clamp => Guard::Clamp(self.params.tol),
+                Policy::ExactRow => {
+                    let power = self.params.degree as f64;
+                    let kernel = PowerKernel { scale: self.scale, shift: self.params.c, power };
+                    Guard::Exact(self.params.tol, kernel)
+                }
                 Policy::Zero => Guard::Zero(self.params.tol),
             },
         }
@@ -184,9 +199,12 @@ impl TensorSketch {
     /// bias of the squared sketch relative to the kernel; and the size that `target_error` would take.
     fn figures<T: Real>(&self, g: &Group<'_, T>) -> BTreeMap<&'static str, f64> {
         let held = self.form.features(self.spec.r) * (g.d_v() + 2) + self.params.block * (self.d + g.d_v());
-        let bytes = ("decode_bytes", (held * size_of::<T>()) as f64);
+        let mut figures = BTreeMap::new();
+        if self.params.guard != Policy::ExactRow {
+            figures.insert("decode_bytes", (held * size_of::<T>()) as f64);
+        }
         if g.n_q() == 0 || g.n_k() == 0 {
-            return [bytes].into();
+            return figures;
         }
         let root = self.scale.sqrt();
         let wide = |row: &[T]| -> Vec<f64> { row.iter().map(|x| root * x.to_f64()).collect() };
@@ -200,10 +218,9 @@ impl TensorSketch {
         let relative = |r: usize| pairs.iter().map(|pair| pair.variance(degree, r)).sum::<f64>() / exact;
         let own = relative(r);
         if !own.is_finite() {
-            return [bytes].into();
+            return figures;
         }
-        let mut figures =
-            BTreeMap::from([bytes, ("features", r as f64), ("predicted_rel_sd", own.max(0.0).sqrt())]);
+        figures.extend([("features", r as f64), ("predicted_rel_sd", own.max(0.0).sqrt())]);
         if self.form == Form::Squared {
             figures.insert("self_tensoring_bias", own);
         }
@@ -408,6 +425,36 @@ mod tests {
         let zeros = zero.o.chunks(8).filter(|row| row.iter().all(|&x| x == 0.0)).count();
         assert_eq!(zeros as u64, zero.info.fallback_rows);
         assert!(strict.info.figures["predicted_rel_sd"] > 0.5);
+    }
+
+    #[test]
+    fn vanishing_rows_can_be_computed_with_the_kernel_itself() {
+        let base = Problem { d_v: 3, ..Problem::new(2, 70, 8).with_kv_heads(1) };
+        for p in [base, base.causal()] {
+            let x = Case::gaussian(p, 7);
+            let run = |guard: &str| {
+                let options =
+                    Options::new().with("features", 5usize).with("guard", guard).with("block", 16usize);
+                let plan = METHOD.plan(&p, &options).unwrap();
+                run_with(&*plan, &x, How { lse: false, ..How::default() }).unwrap()
+            };
+            let (zero, mended) = (run("zero"), run("exact_row"));
+            let polynomial = crate::registry::method("polynomial").unwrap();
+            let exact = run_method(polynomial, &Options::new().with("degree", 2usize), &x).0;
+            let mut seen = 0;
+            for ((zero, mended), exact) in zero.o.chunks(3).zip(mended.o.chunks(3)).zip(exact.chunks(3)) {
+                if zero == [0.0; 3] {
+                    seen += 1;
+                    assert_rows_close(mended, exact, 1e-11, "a row computed again");
+                } else {
+                    assert_eq!(zero, mended);
+                }
+            }
+            assert!(seen > 0 && seen < 140, "{seen}");
+            assert_eq!((zero.info.fallback_rows, mended.info.fallback_rows), (seen, seen));
+        }
+        let odd = Options::new().with("degree", 3usize).with("guard", "exact_row");
+        assert!(METHOD.plan(&base, &odd).is_err());
     }
 
     #[test]
