@@ -88,7 +88,7 @@ pub struct Exception {
 pub struct ParamEntry {
     /// Its name.
     pub name: &'static str,
-    /// `integer`, `number`, `boolean` or `choice`.
+    /// `integer`, `number`, `boolean`, `choice` or `list`.
     pub kind: &'static str,
     /// Its default.
     pub default: Value,

