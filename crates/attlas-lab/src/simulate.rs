@@ -249,7 +249,7 @@ impl Particles {
                 break;
             }
             x = next;
-            if (s + 1) % every == 0 || s + 1 == steps {
+            if (s + 1).is_multiple_of(every) || s + 1 == steps {
                 times.push((s + 1) as f64 * dt);
                 path.push(x.clone());
             }
@@ -662,7 +662,7 @@ impl Matching {
                 format!("{} and {}", self.n, self.count),
             ));
         }
-        if modulus < 2 || modulus > 1 << 40 {
+        if !(2..=1 << 40).contains(&modulus) {
             return Err(Error::argument("modulus", "2 to 2^40: with 1 every token has a match", modulus));
         }
         let ws = Workspace::new(attlas::Schedule { threads, ..attlas::Schedule::default() })?;
@@ -891,7 +891,7 @@ mod tests {
         assert_eq!(labels(&[1, 1, 1, 4, 6], 10, Task::Match2), [false, false, false, true, true]);
         let x = [3u64, 17, 8, 1, 30, 22];
         for m in [2, 7, 31] {
-            let slow = |i: usize| x.iter().any(|a| x.iter().any(|b| (x[i] + a + b) % m == 0));
+            let slow = |i: usize| x.iter().any(|a| x.iter().any(|b| (x[i] + a + b).is_multiple_of(m)));
             assert_eq!(labels(&x, m, Task::Match3), (0..6).map(slow).collect::<Vec<_>>());
         }
     }

@@ -9,8 +9,8 @@
 //! positions about a fixed axis of every chunk make it depend on relative positions; the trilinear form has no such
 //! property and takes none. `k2_bias` and `v2_bias` are added to second keys and values.
 //!
-//! [`gram`] is the older form over a few virtual tokens: $\langle a, b, c\rangle = \lVert (a \cdot b) c - (a \cdot c) b
-//! + (b \cdot c) a \rVert$, values $B(u_j \otimes u_k)$.
+//! [`gram`] is the older form over a few virtual tokens, with values $B(u_j \otimes u_k)$ and the score
+//! $\langle a, b, c\rangle = \lVert (a \cdot b) c - (a \cdot c) b + (b \cdot c) a \rVert$.
 //!
 //! **Reference.** clift2020 ([`gram`]; its denominator runs over the same pairs as the numerator), roy2025, which
 //! trains the trilinear form and offers the determinant as its rotary variant.
