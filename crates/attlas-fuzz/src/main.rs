@@ -18,6 +18,7 @@ use peak_alloc::PeakAlloc;
 use std::collections::BTreeSet;
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 use targets::{TARGETS, Target};
 
@@ -64,6 +65,16 @@ enum Failure {
     Panic(String),
     Memory { bytes: usize, allowed: usize },
     Slow(Duration),
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Panic(reason) => write!(f, "panicked: {reason}"),
+            Self::Memory { bytes, allowed } => write!(f, "held {bytes} bytes, {allowed} are allowed"),
+            Self::Slow(time) => write!(f, "took {:.1} s", time.as_secs_f64()),
+        }
+    }
 }
 
 /// Runs one input; the outcome is the error's text, or nothing where it was read.
@@ -145,7 +156,7 @@ fn fuzz(target: &Target, args: &Args) -> Result<Tally, (Vec<u8>, Failure)> {
     Ok(tally)
 }
 
-fn main() -> std::process::ExitCode {
+fn main() -> ExitCode {
     let args = Args::parse();
     // Panics are reported with their input below; those of a dependency that the library turns into errors are fine.
     std::panic::set_hook(Box::new(|_| ()));
@@ -154,21 +165,28 @@ fn main() -> std::process::ExitCode {
         .filter(|t| args.targets.is_empty() || args.targets.iter().any(|n| n == t.name))
         .collect();
     if chosen.is_empty() || args.replay.is_some() && chosen.len() != 1 {
-        eprintln!("targets are {}", TARGETS.map(|t| t.name).join(", "));
-        return 2.into();
+        eprintln!("targets are {}", TARGETS.each_ref().map(|t| t.name).join(", "));
+        return ExitCode::from(2);
     }
     if let Err(error) = std::fs::create_dir_all(&args.out) {
         eprintln!("{}: {error}", args.out.display());
-        return 2.into();
+        return ExitCode::from(2);
     }
     if let Some(path) = &args.replay {
         let Ok(input) = std::fs::read(path) else {
             eprintln!("{} cannot be read", path.display());
-            return 2.into();
+            return ExitCode::from(2);
         };
-        let outcome = run(chosen[0], &input);
-        println!("{outcome:?}");
-        return u8::from(outcome.is_err()).into();
+        return match run(chosen[0], &input) {
+            Ok(outcome) => {
+                println!("{}", if outcome.is_empty() { "read" } else { &outcome });
+                ExitCode::SUCCESS
+            }
+            Err(failure) => {
+                println!("{failure}");
+                ExitCode::from(1)
+            }
+        };
     }
     for target in chosen {
         match fuzz(target, &args) {
@@ -182,12 +200,12 @@ fn main() -> std::process::ExitCode {
             Err((input, failure)) => {
                 let path = args.out.join(format!("{}.failed", target.name));
                 let _ = std::fs::write(&path, input);
-                println!("{:<18} {failure:?}; input in {}", target.name, path.display());
-                return 1.into();
+                println!("{:<18} {failure}; input in {}", target.name, path.display());
+                return ExitCode::from(1);
             }
         }
     }
-    0.into()
+    ExitCode::SUCCESS
 }
 
 #[cfg(test)]

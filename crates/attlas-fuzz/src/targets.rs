@@ -1,10 +1,10 @@
 //! What is fuzzed: every function that reads a file of somebody else's, and the use of what it returned.
 
+use attlas::Workspace;
 use attlas_model::checkpoint::{Tensors, shard_names};
 use attlas_model::gguf::Gguf;
 use attlas_model::tensor::Source;
-use attlas_model::{ChatTemplate, Message, Model, ModelConfig, Tokenizer, Weights};
-use attlas_num::{MatRef, Scratch};
+use attlas_model::{ChatTemplate, Decoder, Message, Model, ModelConfig, Recipe, Tokenizer, Weights};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ pub(crate) struct Target {
 }
 
 /// All of them.
-pub(crate) static TARGETS: [Target; 10] = [
+pub(crate) static TARGETS: [Target; 11] = [
     Target { name: "gguf", run: gguf },
     Target { name: "gguf_vocabulary", run: gguf_vocabulary },
     Target { name: "safetensors", run: safetensors },
@@ -26,6 +26,7 @@ pub(crate) static TARGETS: [Target; 10] = [
     Target { name: "folder", run: folder },
     Target { name: "tokenizer", run: tokenizer },
     Target { name: "chat_template", run: chat_template },
+    Target { name: "recipe", run: recipe },
     Target { name: "trace_safetensors", run: |bytes| trace(bytes, "safetensors") },
     Target { name: "trace_npy", run: |bytes| trace(bytes, "npy") },
     Target { name: "trace_npz", run: |bytes| trace(bytes, "npz") },
@@ -52,13 +53,20 @@ fn use_model(model: &Model) {
     if let Some(rope) = &model.config.rope {
         assert!(rope.frequencies(10).iter().all(|f| f.is_finite()));
     }
-    let Weights::Decoder(w) = &model.weights else { return };
-    let mut row = vec![0.0; model.config.hidden];
-    w.embedding.row_into(0, &mut row);
-    if let Some(layer) = w.layers.first() {
-        let mut out = vec![0.0; layer.q.outputs()];
-        layer.q.apply(MatRef::new(&row, 1, row.len()), &mut out, &Scratch::new());
+    if let Weights::Decoder(_) = &model.weights {
+        let mut logits = Vec::new();
+        let outcome = THREADS.with(|threads| {
+            let mut decoder = Decoder::on(Arc::new(model.clone()), &Recipe::default(), threads)?;
+            decoder.next_logits(&[1, 0, 2], &mut logits)?;
+            decoder.next_logits(&[1], &mut logits)
+        });
+        assert!(outcome.is_err() || logits.len() == model.config.vocab);
     }
+}
+
+thread_local! {
+    /// One thread, started once.
+    static THREADS: Workspace = Workspace::single().expect("a thread");
 }
 
 fn gguf(bytes: &[u8]) -> Result<(), String> {
@@ -107,6 +115,21 @@ fn chat_template(bytes: &[u8]) -> Result<(), String> {
     template.render(&turns, true).map_err(text)?;
     Ok(())
 }
+
+fn recipe(bytes: &[u8]) -> Result<(), String> {
+    let recipe = Recipe::from_toml(&String::from_utf8_lossy(bytes)).map_err(text)?;
+    let again = Recipe::from_toml(&recipe.to_toml().map_err(text)?).map_err(text)?;
+    assert_eq!(again.rules.len(), recipe.rules.len());
+    let config = ModelConfig::from_json(CONFIG).map_err(text)?;
+    recipe.resolve(&config).map_err(text)?;
+    Ok(())
+}
+
+/// The model that recipes are resolved for.
+const CONFIG: &[u8] =
+    br#"{"model_type": "llama", "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "vocab_size": 4,
+    "max_position_embeddings": 64}"#;
 
 /// A folder of this process for files that are only read by path.
 fn scratch(name: &str) -> PathBuf {

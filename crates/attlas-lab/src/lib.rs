@@ -20,6 +20,7 @@ pub mod generate;
 pub mod hash;
 pub mod html;
 pub mod machine;
+mod npy;
 pub mod perplexity;
 mod run;
 pub mod select;

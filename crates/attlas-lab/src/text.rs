@@ -2,15 +2,18 @@
 
 use crate::hash::sha256;
 use crate::{Error, Result};
-use attlas_model::{Model, Recipe};
+use attlas_model::{Model, Recipe, hub};
 use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Opens a GGUF file, a Hugging Face folder, or a model on the hub by its name (see [`attlas_model::hub`]).
+/// Opens a GGUF file, a Hugging Face folder, or a model of the hub named `hf:owner/name`.
 pub fn open_model(path: &Path) -> Result<Arc<Model>> {
-    let located = path.to_str().map(attlas_model::hub::locate).transpose()?;
-    Ok(Arc::new(Model::open(located.as_deref().unwrap_or(path))?))
+    let path = match path.to_str() {
+        Some(argument) => hub::locate(argument)?,
+        None => path.to_path_buf(),
+    };
+    Ok(Arc::new(Model::open(&path)?))
 }
 
 /// A text as a model sees it.

@@ -10,6 +10,7 @@
 //! Every number is checked to be finite when it is read.
 
 use crate::extract::Extra;
+use crate::npy::{self, Npy};
 use crate::source::{LayerData, Workload};
 use crate::{Error, Result};
 use attlas::{Mask, Problem};
@@ -122,9 +123,11 @@ fn read_npz(path: &Path) -> Result<Arrays> {
     }
     let mut arrays = Arrays::new();
     for name in names.iter().filter(|n| layer_of(n).is_some()) {
-        let member = file.by_name(&format!("{name}.npy")).map_err(|e| malformed(e.to_string()))?;
-        let array = npyz::NpyFile::new(member).map_err(|e| malformed(format!("{name}: {e}")))?;
-        arrays.insert(name.clone(), from_npy(path, name, "npz", array)?);
+        let mut member = file.by_name(&format!("{name}.npy")).map_err(|e| malformed(e.to_string()))?;
+        let mut bytes = Vec::new();
+        member.read_to_end(&mut bytes).map_err(|e| malformed(format!("{name}: {e}")))?;
+        let Npy { shape, data } = npy::parse(&bytes).map_err(|e| malformed(format!("{name}: {e}")))?;
+        arrays.insert(name.clone(), Array { shape, data });
     }
     if arrays.is_empty() {
         return Err(missing(path, "arrays q, k and v, or layer{l}.q and so on", names));
@@ -133,30 +136,9 @@ fn read_npz(path: &Path) -> Result<Arrays> {
 }
 
 fn read_npy(path: &Path) -> Result<Array> {
-    let bytes = bytes_of(path)?;
-    let npy = npyz::NpyFile::new(&bytes[..]).map_err(|e| Error::Malformed {
-        path: path.into(),
-        format: "npy",
-        reason: e.to_string(),
-    })?;
-    from_npy(path, "array", "npy", npy)
-}
-
-fn from_npy<R: Read>(path: &Path, name: &str, format: &'static str, npy: npyz::NpyFile<R>) -> Result<Array> {
-    let malformed =
-        |e: std::io::Error| Error::Malformed { path: path.into(), format, reason: format!("{name}: {e}") };
-    let dims: Vec<usize> = npy.shape().iter().map(|&n| n as usize).collect();
-    if npy.order() != npyz::Order::C && dims.len() > 1 {
-        return Err(shape(path, name, "rows stored one after another (C order)", "Fortran order"));
-    }
-    let text = npy.dtype().descr();
-    // Elements are little- or big-endian floats of 4 or 8 bytes.
-    let data: Vec<f32> = match text.trim_matches(['\'', '"']).trim_start_matches(['<', '>', '=', '|']) {
-        "f4" => npy.into_vec::<f32>().map_err(malformed)?,
-        "f8" => npy.into_vec::<f64>().map_err(malformed)?.into_iter().map(|x| x as f32).collect(),
-        _ => return Err(shape(path, name, "elements in f4 or f8", text)),
-    };
-    Ok(Array { shape: dims, data })
+    let malformed = |reason| Error::Malformed { path: path.into(), format: "npy", reason };
+    let Npy { shape, data } = npy::parse(&bytes_of(path)?).map_err(malformed)?;
+    Ok(Array { shape, data })
 }
 
 /// Splits an array that stacks queries, keys and values.

@@ -6,7 +6,7 @@
 //! $x \leftarrow \operatorname{LN}(x + W_2 \operatorname{gelu}(W_1 x + b_1) + b_2)$. The embedding of a text is the mean of
 //! its last hidden states, scaled to length one.
 //!
-//! Reference: Devlin et al. 2019 (BERT); Reimers and Gurevych 2019 (mean pooling).
+//! References: devlin2019; reimers2019 (mean pooling).
 
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};

@@ -79,11 +79,12 @@ impl ChatTemplate {
     /// recognised as such by the tokeniser, too.
     pub fn render(&self, messages: &[Message], answer: bool) -> Result<String> {
         let template = self.environment.get_template(NAME).map_err(failed)?;
+        let turn = |m: &Message| context! { role => m.role.as_str(), content => m.content.as_str() };
         let values = context! {
-            messages => messages,
+            messages => messages.iter().map(turn).collect::<Vec<_>>(),
             add_generation_prompt => answer,
-            bos_token => self.bos,
-            eos_token => self.eos,
+            bos_token => self.bos.as_str(),
+            eos_token => self.eos.as_str(),
         };
         template.render(values).map_err(failed)
     }

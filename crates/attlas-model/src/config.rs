@@ -87,6 +87,8 @@ pub struct ModelConfig {
 
 /// Sizes above this are refused: products of any three still fit in 64 bits.
 const MAX_SIZE: usize = 1 << 21;
+/// More layers than this are refused before anything is set aside for each of them.
+const MAX_LAYERS: usize = 1 << 12;
 
 impl ModelConfig {
     /// From the metadata of a GGUF file.
@@ -152,7 +154,7 @@ impl ModelConfig {
             max_positions: need("context_length")?,
             norm_eps: gguf.number(&eps_key)?.ok_or_else(|| missing(&eps_key))?,
             rope,
-            windows: vec![window; n_layers.min(MAX_SIZE)],
+            windows: vec![window; n_layers.min(MAX_LAYERS)],
             tied: false,
             token_types: if architecture.is_encoder() {
                 gguf.integer("tokenizer.ggml.token_type_count")?.unwrap_or(2)
@@ -202,7 +204,7 @@ impl ModelConfig {
             max_positions,
             norm_eps: keys.number(eps_key)?.ok_or_else(|| Error::MissingKey { key: eps_key.into() })?,
             rope,
-            windows: json_windows(&keys, architecture, n_layers.min(MAX_SIZE))?,
+            windows: json_windows(&keys, architecture, n_layers.min(MAX_LAYERS))?,
             tied: keys.boolean("tie_word_embeddings")?.unwrap_or(false),
             token_types: if architecture.is_encoder() {
                 keys.integer("type_vocab_size")?.unwrap_or(2)
@@ -241,7 +243,11 @@ impl ModelConfig {
             ("the context length", self.max_positions),
         ];
         for (what, size) in sizes {
-            let limit = if what == "the context length" { 1 << 32 } else { MAX_SIZE };
+            let limit = match what {
+                "the context length" => 1 << 32,
+                "the number of layers" => MAX_LAYERS,
+                _ => MAX_SIZE,
+            };
             if size == 0 || size > limit {
                 return Err(Error::invalid(what, size, format!("1 to {limit}")));
             }
