@@ -9,10 +9,11 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 /// A name for inputs, as it stands on a command line.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Source {
     /// Queries, keys and values of a real model that are part of this crate; see [`mod@crate::demo`].
+    #[default]
     Demo,
     /// Drawn from a random model of attention.
     Synthetic(Synthetic),
@@ -20,12 +21,6 @@ pub enum Source {
     Files(Vec<PathBuf>),
     /// Taken from a model, a GGUF file or a Hugging Face folder, while it reads a text.
     Model(PathBuf),
-}
-
-impl Default for Source {
-    fn default() -> Self {
-        Source::Demo
-    }
 }
 
 impl FromStr for Source {
