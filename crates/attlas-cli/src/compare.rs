@@ -197,9 +197,17 @@ fn show(result: &Comparison, args: &CompareArgs, common: &Common) {
         let text = if common.md { features.markdown() } else { features.text() };
         print(&format!("\nfeatures, predicted for a typical kernel entry of the worst head:\n\n{text}"));
     }
+    // One line for all layers that a method refuses for the same reasons.
+    let mut told: Vec<(&str, &Vec<String>)> = Vec::new();
     for r in &result.refused {
-        let layer = r.layer.map_or(String::new(), |l| format!(" on layer {l}"));
-        note(common, &format!("{} refused{layer}: {}", r.method, r.reasons.join("; ")));
+        if told.contains(&(r.method, &r.reasons)) {
+            continue;
+        }
+        told.push((r.method, &r.reasons));
+        let same = result.refused.iter().filter(|o| (o.method, &o.reasons) == (r.method, &r.reasons));
+        let layers: Vec<String> = same.filter_map(|o| o.layer).map(|l| l.to_string()).collect();
+        let on = if layers.is_empty() { String::new() } else { format!(" on layers {}", layers.join(", ")) };
+        note(common, &format!("{} refused{on}: {}", r.method, r.reasons.join("; ")));
     }
     if !result.skipped.is_empty() {
         let mut ids: Vec<&str> = result.skipped.iter().map(|s| s.method).collect();

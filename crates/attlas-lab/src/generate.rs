@@ -91,6 +91,8 @@ pub fn generate(
     let schedule = Schedule { threads: settings.threads, ..Schedule::default() };
     let mut decoder = Decoder::new(model.clone(), &recipe, schedule)?;
     let mut sampler = Sampler::new(settings.sampling)?;
+    // Growing later would copy the cache.
+    decoder.reserve(prompt_ids.len().saturating_add(settings.max_tokens.min(1024)));
     let mut ends = model.config.eos.clone();
     ends.extend(model.tokenizer.eos());
 

@@ -144,6 +144,13 @@ impl Decoder {
         &self.state.info
     }
 
+    /// Makes room for `tokens` tokens in all, or for the longest context where that is less, so that taking them
+    /// moves nothing.
+    pub fn reserve(&mut self, tokens: usize) {
+        let tokens = tokens.min(self.model.config.max_positions);
+        self.state.layers.iter_mut().for_each(|l| l.cache.reserve(tokens));
+    }
+
     /// Forgets every token.
     pub fn reset(&mut self) {
         self.truncate(0);
