@@ -202,19 +202,17 @@ impl Comparison {
         table
     }
 
-    /// One line for each method and head, smallest error first within a head.
+    /// One line for each method and head, smallest error first within a head. A head of a layer reads `layer/head`.
     pub fn head_table(&self) -> Table {
-        let mut table = Table::new(&[
-            "layer", "head", "<method", "error", "lo", "hi", "sure", "run", "faster", "keys", "<status",
-        ]);
+        let mut table =
+            Table::new(&["head", "<method", "error", "lo", "hi", "sure", "run", "faster", "keys", "<status"]);
         let mut lines: Vec<_> = self.rows.iter().collect();
         lines.sort_by(|a, b| {
             (a.layer, a.head).cmp(&(b.layer, b.head)).then(a.rel_fro.mean.total_cmp(&b.rel_fro.mean))
         });
         for r in lines {
             table.push(vec![
-                r.layer.map_or("-".into(), |l| l.to_string()),
-                r.head.to_string(),
+                r.layer.map_or(r.head.to_string(), |l| format!("{l}/{}", r.head)),
                 r.method.into(),
                 number(r.rel_fro.mean),
                 number(r.rel_fro.lo),
