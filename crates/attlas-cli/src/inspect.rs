@@ -34,6 +34,9 @@ pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
         inspect(&workload, &settings, &mut |done, total, what| progress.at(done, total, what), &STOP);
     progress.end();
     let result = result?;
+    if let (true, Some(head)) = (result.heads.is_empty(), result.skipped.first()) {
+        return Err(Error::argument("source", "at least one head of finite numbers", head.line()));
+    }
     show(&result, common);
     if let Some(path) = &args.html {
         trace::write_file(path, result.page().as_bytes())?;
@@ -49,9 +52,6 @@ pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
     if result.interrupted {
         eprintln!("interrupted: what was finished is printed");
         return Ok(ExitCode::from(130));
-    }
-    if let (true, Some(head)) = (result.heads.is_empty(), result.skipped.first()) {
-        return Err(Error::argument("source", "at least one head of finite numbers", head.line()));
     }
     Ok(ExitCode::SUCCESS)
 }
