@@ -4,6 +4,7 @@ use attlas_lab::Source;
 use attlas_lab::select::Choice;
 use attlas_lab::source::parse_count;
 use attlas_lab::text::Attention;
+use attlas_lab::tune::Shard;
 use attlas_model::recipe::Numbers;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
@@ -19,8 +20,10 @@ Examples:\n  \
 attlas                                     see how methods compare\n  \
 attlas methods hyper                       everything about one method\n  \
 attlas compare synthetic:needle,n=4k       on other inputs\n  \
+attlas inspect --html inside.html          what real heads look like\n  \
 attlas bench --methods sink_window --n 1k,4k,16k --causal\n  \
 attlas perplexity model.gguf --text book.txt --method sink_window\n  \
+attlas tune model.gguf --text book.txt --max-ppl-increase 1% --out recipe.toml\n  \
 attlas generate model.gguf --prompt \"The capital of France is\"\n\n\
 Results go to standard output, progress and notes to standard error.\n\
 Exit status: 0 done, 1 over the stated budget, 2 error, 130 interrupted."
@@ -68,6 +71,13 @@ attlas methods top_k\n  \
 attlas methods --family kernel --json\n  \
 attlas methods --md > docs/methods.md")]
     Methods(MethodsArgs),
+    /// Look inside heads: sparsity patterns, attention sinks, singular values, ranks, entropy.
+    #[command(after_help = "Examples:\n  \
+attlas inspect\n  \
+attlas inspect trace.safetensors --layers 0-3 --heads 0 --html inside.html\n  \
+attlas inspect model.gguf --text book.txt --tokens 2048 --layers 5,20 --svg heads.svg\n  \
+attlas inspect synthetic:low_rank,n=8k --rank 128 --json")]
+    Inspect(InspectArgs),
     /// Measure errors and times of methods on given inputs, beside exact attention.
     #[command(after_help = "Examples:\n  \
 attlas compare\n  \
@@ -77,6 +87,12 @@ attlas compare trace.safetensors --methods sink_window,top_k --set top_k.keys=12
 attlas compare q.npy,k.npy,v.npy --family low_rank --seeds 10 --json\n  \
 attlas compare --budget 0.05 --html report.html")]
     Compare(CompareArgs),
+    /// Write one page about a model's attention: structure, spectra, methods, recipe; no network needed.
+    #[command(after_help = "Examples:\n  \
+attlas report --out report.html\n  \
+attlas report model.gguf --text book.txt --layers 5,20 --recipe recipe.toml --out report.html\n  \
+attlas report trace.safetensors --methods sink_window,hyper --time-limit 60 --out report.html")]
+    Report(ReportArgs),
     /// Measure how times grow with the length, beside what this machine can do.
     #[command(after_help = "Examples:\n  \
 attlas bench\n  \
@@ -98,6 +114,18 @@ attlas extract ./Llama-3.2-1B --text - --layers 0-3,15 --pre-rope --out trace.np
 attlas extract model.gguf --text book.txt --layers 5 --heads 0 --out head.npy\n  \
 attlas compare trace.safetensors")]
     Extract(ExtractArgs),
+    /// Choose a method for every head of a model within an error budget, and write the recipe.
+    #[command(after_help = "Examples:\n  \
+attlas tune model.gguf --text book.txt --max-error 0.02 --out recipe.toml\n  \
+attlas tune model.gguf --text book.txt --tokens 8192 --max-ppl-increase 1% --effort quick --out recipe.toml\n  \
+attlas tune model.gguf --text book.txt --max-kl 0.01 --methods sink_window,hyper --out recipe.toml\n  \
+attlas tune model.gguf --text book.txt --max-kl 0.01 --out recipe.toml --state part0.jsonl --shard 0/4\n  \
+attlas tune model.gguf --text book.txt --max-kl 0.01 --out recipe.toml --merge part0.jsonl,part1.jsonl\n  \
+attlas perplexity model.gguf --text other.txt --recipe recipe.toml\n\n\
+The cheapest method by measured time whose error on the text stays within the target; then the model is\n\
+checked on text that was not used, and the target halved until the budget holds. Measurements are kept:\n\
+the same command goes on where it was interrupted.")]
+    Tune(TuneArgs),
     /// Measure how well a model predicts a text, with exact attention or beside it.
     #[command(after_help = "Examples:\n  \
 attlas perplexity model.gguf --text book.txt --tokens 8192 --context 2048\n  \
@@ -172,6 +200,62 @@ pub(crate) enum ElementType {
     F32,
     F16,
     Bf16,
+}
+
+#[derive(Args, Clone, Debug)]
+#[command(group = clap::ArgGroup::new("budget").required(true).multiple(true))]
+pub(crate) struct TuneArgs {
+    /// A GGUF file, or a folder with config.json, safetensors and tokenizer.json.
+    #[arg(value_name = "MODEL")]
+    pub(crate) model: PathBuf,
+    /// The text to tune on, and where no other is given, to check on what follows.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: PathBuf,
+    /// Where to write the recipe.
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) out: PathBuf,
+    /// Largest relative error of a head's output.
+    #[arg(long, value_name = "ERROR", value_parser = positive, group = "budget")]
+    pub(crate) max_error: Option<f64>,
+    /// Largest mean divergence of predictions from exact attention's, in nats.
+    #[arg(long, value_name = "NATS", value_parser = positive, group = "budget")]
+    pub(crate) max_kl: Option<f64>,
+    /// Largest increase of the perplexity, such as 1% or 0.01.
+    #[arg(long, value_name = "SHARE", value_parser = share, group = "budget")]
+    pub(crate) max_ppl_increase: Option<f64>,
+    /// Tokens to tune on, and of a window of the check; by default 2048, or half the text.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) tokens: Option<usize>,
+    /// Another text to check on.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) check_text: Option<PathBuf>,
+    /// Tokens to check on; as many as are tuned on by default.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) check_tokens: Option<usize>,
+    #[command(flatten)]
+    pub(crate) methods: MethodChoice,
+    /// Layers that may be changed, such as 0-3,7; all by default.
+    #[arg(long, value_name = "L,…")]
+    pub(crate) layers: Option<Numbers>,
+    /// How much is tried.
+    #[arg(long, value_enum, default_value_t = EffortName::Normal)]
+    pub(crate) effort: EffortName,
+    /// Where measurements are kept; the name of the recipe with .jsonl added by default.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) state: Option<PathBuf>,
+    /// Measure part I of N alone, counted from 0, and write no recipe.
+    #[arg(long, value_name = "I/N")]
+    pub(crate) shard: Option<Shard>,
+    /// Take over the measurements in these files.
+    #[arg(long, value_delimiter = ',', value_name = "FILE,…")]
+    pub(crate) merge: Vec<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum EffortName {
+    Quick,
+    Normal,
+    Thorough,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -277,6 +361,45 @@ pub(crate) struct MethodsArgs {
 }
 
 #[derive(Args, Clone, Debug)]
+pub(crate) struct InspectArgs {
+    /// Inputs: demo, synthetic:KIND,n=…,d=…, a trace, q.npy,k.npy,v.npy, or a model with --text (see
+    /// `attlas help compare`). Heads with numbers that are not finite are named and left out.
+    #[arg(value_name = "SOURCE", default_value_t = Source::default())]
+    pub(crate) source: Source,
+    /// Layers of a trace or model, such as 0-3,7; all by default.
+    #[arg(long, value_name = "L,…")]
+    pub(crate) layers: Option<Numbers>,
+    /// Query heads, such as 0-2; all by default.
+    #[arg(long, value_name = "H,…")]
+    pub(crate) heads: Option<Numbers>,
+    /// The text that a model reads; - is standard input.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: Option<PathBuf>,
+    /// Tokens of it that are read.
+    #[arg(long, default_value = "2048", value_name = "N", value_parser = count, requires = "text")]
+    pub(crate) tokens: usize,
+    /// With a causal mask; the source decides by default (traces are causal, synthetic ones not).
+    #[arg(long, conflicts_with = "no_mask")]
+    pub(crate) causal: bool,
+    /// Without a mask.
+    #[arg(long)]
+    pub(crate) no_mask: bool,
+    /// Longest sequence of which all singular values are computed, from a dense matrix; of longer ones the
+    /// leading ones are, without storing a matrix.
+    #[arg(long, default_value = "1024", value_name = "N", value_parser = count)]
+    pub(crate) max_n: usize,
+    /// How many are computed above that length.
+    #[arg(long, default_value = "256", value_name = "N", value_parser = count)]
+    pub(crate) rank: usize,
+    /// Also write a self-contained page with maps over layers and heads, patterns and spectra.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) html: Option<PathBuf>,
+    /// Also write patterns and spectra as a picture.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+}
+
+#[derive(Args, Clone, Debug)]
 pub(crate) struct CompareArgs {
     /// Inputs: demo (a real model reading a text, embedded); synthetic:KIND,n=…,d=…,heads=…,
     /// kv_heads=…,seed=… with KIND gaussian, clustered, heavy_hitters, low_rank, smooth or needle; a
@@ -330,6 +453,43 @@ pub(crate) struct CompareArgs {
     /// Also write the plot of error against time as a picture.
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ReportArgs {
+    /// Inputs: demo, synthetic:KIND,n=…,d=…, a trace, q.npy,k.npy,v.npy, or a model with --text (see
+    /// `attlas help compare`).
+    #[arg(value_name = "SOURCE", default_value_t = Source::default())]
+    pub(crate) source: Source,
+    /// Where to write the page.
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) out: PathBuf,
+    /// Show this recipe, too.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) recipe: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) methods: MethodChoice,
+    /// Layers of a trace or model, such as 0-3,7; all by default.
+    #[arg(long, value_name = "L,…")]
+    pub(crate) layers: Option<Numbers>,
+    /// The text that a model reads; - is standard input.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: Option<PathBuf>,
+    /// Tokens of it that are read.
+    #[arg(long, default_value = "2048", value_name = "N", value_parser = count, requires = "text")]
+    pub(crate) tokens: usize,
+    /// Seeds for methods that draw random numbers.
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) seeds: u32,
+    /// Begin no new comparison after this many seconds of comparing.
+    #[arg(long, value_name = "SECONDS", value_parser = positive)]
+    pub(crate) time_limit: Option<f64>,
+    /// Longest sequence of which all singular values are computed, from a dense matrix.
+    #[arg(long, default_value = "1024", value_name = "N", value_parser = count)]
+    pub(crate) max_n: usize,
+    /// How many are computed above that length.
+    #[arg(long, default_value = "64", value_name = "N", value_parser = count)]
+    pub(crate) rank: usize,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -465,6 +625,15 @@ fn positive(text: &str) -> Result<f64, String> {
         Ok(x) if x.is_finite() && x > 0.0 => Ok(x),
         _ => Err("expected a positive number".into()),
     }
+}
+
+/// A share, as a number or in percent.
+fn share(text: &str) -> Result<f64, String> {
+    match text.strip_suffix('%') {
+        Some(percent) => positive(percent.trim()).map(|x| x / 100.0),
+        None => positive(text),
+    }
+    .map_err(|_| "expected a positive share such as 1% or 0.01".into())
 }
 
 fn count(text: &str) -> Result<usize, String> {

@@ -7,7 +7,9 @@ use attlas::Mask;
 use attlas_lab::compare::{Comparison, Settings, compare_with};
 use attlas_lab::table::{bytes, number, seconds};
 use attlas_lab::text::{Text, open_model};
-use attlas_lab::{Calibrations, Error, Meter, Source, extract, html, trace};
+use attlas_lab::{Calibrations, Error, Meter, Source, Workload, extract, html, trace};
+use attlas_model::recipe::Numbers;
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
@@ -129,7 +131,7 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
 }
 
 /// Reads the inputs, from a model where the source is one.
-fn load(args: &CompareArgs, common: &Common) -> Result<attlas_lab::Workload, Error> {
+fn load(args: &CompareArgs, common: &Common) -> Result<Workload, Error> {
     let (Source::Model(path), Some(text)) = (&args.source, &args.text) else {
         if args.text.is_some() {
             return Err(Error::argument("--text", "a model as the source", &args.source));
@@ -140,14 +142,22 @@ fn load(args: &CompareArgs, common: &Common) -> Result<attlas_lab::Workload, Err
         }
         return Ok(workload);
     };
+    load_model(path, text, args.tokens, args.layers.clone(), args.heads.clone(), common)
+}
+
+/// Queries, keys and values of a model that reads the first `tokens` of a text.
+pub(crate) fn load_model(
+    path: &Path,
+    text: &Path,
+    tokens: usize,
+    layers: Option<Numbers>,
+    heads: Option<Numbers>,
+    common: &Common,
+) -> Result<Workload, Error> {
     let model = open_model(path)?;
-    let text = Text::read(text, &model, Some(args.tokens))?;
-    let settings = extract::Settings {
-        layers: args.layers.clone(),
-        heads: args.heads.clone(),
-        threads: common.threads,
-        ..extract::Settings::default()
-    };
+    let text = Text::read(text, &model, Some(tokens))?;
+    let settings =
+        extract::Settings { layers, heads, threads: common.threads, ..extract::Settings::default() };
     let progress = Progress::new(common);
     let extracted = extract::extract(
         &model,

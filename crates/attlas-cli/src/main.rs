@@ -8,9 +8,12 @@
 mod args;
 mod bench;
 mod compare;
+mod inspect;
 mod language;
 mod progress;
+mod report;
 mod simulate;
+mod tune;
 
 use args::{Cli, Command, CompareArgs, MethodsArgs};
 use attlas_lab::atlas::{Atlas, ConversionEntry, LayerEntry, MethodEntry};
@@ -34,10 +37,13 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let outcome = match &cli.command {
         Some(Command::Methods(a)) => methods(a, &cli.common),
+        Some(Command::Inspect(a)) => inspect::run(a, &cli.common),
         Some(Command::Compare(a)) => compare::run(a, &cli.common),
+        Some(Command::Report(a)) => report::run(a, &cli.common),
         Some(Command::Bench(a)) => bench::run(a, &cli.common),
         Some(Command::Simulate(a)) => simulate::run(a, &cli.common),
         Some(Command::Extract(a)) => language::extract(a, &cli.common),
+        Some(Command::Tune(a)) => tune::run(a, &cli.common),
         Some(Command::Perplexity(a)) => language::perplexity(a, &cli.common),
         Some(Command::Generate(a)) => language::generate(a, &cli.common),
         None => compare::run(&CompareArgs::first_look(&cli.common), &cli.common),

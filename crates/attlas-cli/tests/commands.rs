@@ -256,7 +256,7 @@ fn bench_prints_the_machine_first_and_every_share() {
 
 #[test]
 fn help_has_examples_for_every_command() {
-    for command in ["methods", "compare", "bench"] {
+    for command in ["methods", "inspect", "compare", "report", "bench", "tune"] {
         let ran = attlas(&["help", command]);
         assert!(ran.status == 0 && ran.out.contains("Examples:\n  attlas "), "{command}");
     }
@@ -370,4 +370,92 @@ fn what_was_learnt_is_saved_used_again_and_refused_for_other_shapes() {
         assert!(refused.err.contains("calibration for loki"), "{}", refused.err);
     }
     assert_eq!(compare(source, &["--calibration", "missing.json"]).status, 2);
+}
+
+#[test]
+fn inspect_shows_every_head_in_every_form() {
+    let folder = Folder::new("inspect");
+    let source = "synthetic:low_rank,n=90,d=8,heads=3";
+    let ran = attlas_in(&folder, &["inspect", source, "--svg", "h.svg", "--html", "h.html"]);
+    assert_eq!(ran.status, 0, "{}", ran.err);
+    assert!(ran.out.lines().all(|l| l.chars().count() <= 80), "{}", ran.out);
+    assert!(ran.err.contains("entropy: of rows"), "{}", ran.err);
+    let read = |name: &str| std::fs::read_to_string(folder.0.join(name)).unwrap();
+    assert!(read("h.svg").starts_with("<svg") && read("h.html").ends_with("</html>\n"));
+    assert_eq!(std::fs::read_dir(&folder.0).unwrap().count(), 2, "no temporary file is left");
+    let json = attlas(&["inspect", source, "--heads", "1-2", "--json"]).json();
+    let heads = json["heads"].as_array().unwrap();
+    assert_eq!(heads.iter().map(|h| h["head"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2]);
+    for h in heads {
+        for name in ["q", "k", "v", "qk", "scores", "weights"] {
+            let s = &h["spectra"][name];
+            assert!(s["values"][0].as_f64().unwrap() > 0.0 && s["variance_rank"]["value"].is_u64(), "{name}");
+            assert!(s["stable_rank"].as_f64().unwrap() >= 1.0 - 1e-9, "{name}");
+        }
+        assert_eq!(h["weights"]["map"]["data"].as_array().unwrap().len(), 64 * 64);
+        assert!(h["weights"]["entropy"]["mean"].as_f64().unwrap() > 0.0);
+    }
+    assert_eq!(heads[0]["spectra"]["weights"]["complete"], true);
+    let free = attlas(&["inspect", source, "--heads", "1", "--max-n", "50", "--rank", "9", "--json"]).json();
+    assert_eq!(free["heads"][0]["spectra"]["weights"]["values"].as_array().unwrap().len(), 9);
+    assert_eq!(attlas(&["inspect", source, "--csv"]).out.lines().count(), 4);
+    let beyond = attlas(&["inspect", source, "--heads", "3"]);
+    assert!(beyond.status == 2 && beyond.err.contains("0 to 2"), "{}", beyond.err);
+    assert_eq!(attlas(&["inspect", "none.npz"]).status, 2);
+}
+
+/// Writes single-precision numbers in NumPy's format, version 1.
+fn npy(path: &std::path::Path, shape: [usize; 3], data: &[f32]) {
+    let [h, n, d] = shape;
+    let mut header = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({h}, {n}, {d}), }}");
+    header += &" ".repeat(63 - (10 + header.len()) % 64);
+    header.push('\n');
+    let mut bytes = b"\x93NUMPY\x01\x00".to_vec();
+    bytes.extend((header.len() as u16).to_le_bytes());
+    bytes.extend(header.as_bytes());
+    bytes.extend(data.iter().flat_map(|x| x.to_le_bytes()));
+    std::fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_head_with_nan_is_named_and_left_out() {
+    let folder = Folder::new("nan");
+    let shape = [2, 20, 4];
+    let mut q: Vec<f32> = (0..160).map(|i| (i as f32 * 0.7).sin()).collect();
+    for name in ["k", "v"] {
+        npy(&folder.0.join(format!("{name}.npy")), shape, &q);
+    }
+    q[100] = f32::NAN;
+    npy(&folder.0.join("q.npy"), shape, &q);
+    let ran = attlas_in(&folder, &["inspect", "q.npy,k.npy,v.npy", "--json", "--quiet"]);
+    let json = ran.json();
+    assert_eq!((json["heads"].as_array().unwrap().len(), &json["skipped"][0]["head"]), (1, &Value::from(1)));
+    assert!(ran.err.contains("head 1 left out: ") && ran.err.contains("queries"), "{}", ran.err);
+    let compared = attlas_in(&folder, &["compare", "q.npy,k.npy,v.npy"]);
+    assert!(compared.status == 2 && compared.err.contains("expected finite numbers"), "{}", compared.err);
+    npy(&folder.0.join("q.npy"), shape, &[f32::NAN; 160]);
+    assert_eq!(attlas_in(&folder, &["inspect", "q.npy,k.npy,v.npy"]).status, 2, "nothing is left");
+}
+
+#[test]
+fn a_report_is_one_page_that_says_how_to_make_it_again() {
+    let folder = Folder::new("report");
+    std::fs::write(
+        folder.0.join("r.toml"),
+        "version = 1\n[[rule]]\nlayers = \"1\"\nheads = \"0-1\"\nmethod = \"sink_window\"\n",
+    )
+    .unwrap();
+    let args =
+        ["report", SMALL, "--methods", "top_k,linear", "--recipe", "r.toml", "--out", "r.html", "--json"];
+    let json = attlas_in(&folder, &args).json();
+    assert_eq!((&json["out"], &json["heads"]), (&"r.html".into(), &2.into()));
+    let page = std::fs::read_to_string(folder.0.join("r.html")).unwrap();
+    assert_eq!(page.len() as u64, json["bytes"].as_u64().unwrap());
+    assert!(page.contains(&format!("report {SMALL} --methods top_k,linear --recipe r.toml --out r.html")));
+    assert!(
+        page.contains("id=\"recipe\"") && page.contains("data-filter=\"kernel\"") && !page.contains("http")
+    );
+    let lost = attlas_in(&folder, &["report", SMALL, "--methods", "top_k", "--out", "no/such/r.html"]);
+    assert!(lost.status == 2 && lost.err.contains("writing failed"), "{}", lost.err);
+    assert_eq!(attlas(&["report", SMALL]).status, 2, "--out is needed");
 }

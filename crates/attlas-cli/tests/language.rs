@@ -265,3 +265,121 @@ fn mistakes_are_named_with_a_way_out() {
     refused(&["compare", &model], "--text");
     assert!(!std::path::Path::new(&out).exists());
 }
+
+#[test]
+fn tuning_writes_a_recipe_within_its_budget_and_goes_on_where_it_was() {
+    let folder = Folder::new("tune");
+    let (model, text, out) = (model(), alice(), folder.file("recipe.toml"));
+    let common =
+        ["tune", &model, "--text", &text, "--tokens", "256", "--check-tokens", "64", "--layers", "3,4"];
+    let few = ["--methods", "sink_window,top_k", "--effort", "quick", "--out", &out, "--json"];
+    let tune = |more: &[&str]| attlas(&[&common[..], &few[..], more].concat());
+    let (status, json_text, err) = tune(&["--max-error", "0.5"]);
+    assert_eq!(status, 0, "{err}");
+    let x: Value = serde_json::from_str(&json_text).unwrap();
+    let picks = x["picks"].as_array().unwrap();
+    assert_eq!(picks.len(), 2 * 3);
+    assert!(picks.iter().all(|p| p["error"].as_f64().unwrap() <= 0.5 && p["cost"].as_f64().unwrap() <= 1.0));
+    // Which method is faster is for the machine to say; what is written runs, and no other layer is changed.
+    let run = json(&["perplexity", &model, "--text", &text, "--tokens", "64", "--recipe", &out, "--json"]);
+    assert!(run["ppl"].as_f64().unwrap() > 1.0);
+    let recipe = std::fs::read_to_string(&out).unwrap();
+    assert!(
+        recipe.contains("[evidence]") && recipe.contains("text_sha256") && recipe.contains("tokens = 256")
+    );
+    assert!(!recipe.contains("layers = \"5\""));
+
+    let (status, again, err) = tune(&["--max-error", "0.5"]);
+    assert!(status == 0 && err.contains("measurements are known"), "{err}");
+    let again: Value = serde_json::from_str(&again).unwrap();
+    assert_eq!(again["measurements"], x["measurements"], "nothing is measured twice");
+    let (status, _, err) = tune(&["--max-error", "0.5", "--seed", "9"]);
+    assert!(status == 2 && err.contains("measurements on something else"), "{err}");
+
+    // A budget that nothing but exact attention keeps is kept.
+    let (status, tight, err) = tune(&["--max-kl", "1e-12"]);
+    assert_eq!(status, 0, "{err}");
+    let tight: Value = serde_json::from_str(&tight).unwrap();
+    let last = tight["rounds"].as_array().unwrap().last().unwrap();
+    assert!(last["holds"] == true || tight["note"].is_string(), "{tight}");
+    for p in tight["picks"].as_array().unwrap() {
+        assert!(p["method"] == "exact" || last["check"]["kl_mean"].as_f64().unwrap() <= 1e-12, "{p}");
+    }
+}
+
+#[test]
+fn parts_of_a_search_are_merged() {
+    let folder = Folder::new("shards");
+    let (model, text, out) = (model(), alice(), folder.file("recipe.toml"));
+    let parts = [folder.file("0.jsonl"), folder.file("1.jsonl")];
+    let args = [
+        "tune",
+        &model,
+        "--text",
+        &text,
+        "--tokens",
+        "128",
+        "--check-tokens",
+        "32",
+        "--layers",
+        "3",
+        "--methods",
+        "sink_window",
+        "--effort",
+        "quick",
+        "--max-error",
+        "0.3",
+        "--out",
+        &out,
+        "--json",
+    ];
+    for (i, part) in parts.iter().enumerate() {
+        let shard = format!("{i}/2");
+        let x = json(&[&args[..], &["--shard", &shard, "--state", part]].concat());
+        assert!(x["recipe"].is_null() && x["measurements"].as_u64().unwrap() > 0);
+    }
+    assert!(!std::path::Path::new(&out).exists());
+    let x = json(&[&args[..], &["--merge", &parts.join(",")]].concat());
+    assert_eq!(x["picks"].as_array().unwrap().len(), 3);
+    assert!(std::path::Path::new(&out).exists());
+}
+
+#[test]
+fn tuning_refuses_what_it_cannot_do() {
+    let folder = Folder::new("tune-mistakes");
+    let (model, text, out) = (model(), alice(), folder.file("r.toml"));
+    let short = folder.file("short.txt");
+    std::fs::write(&short, "Alice was beginning to get very tired.").unwrap();
+    let base = ["tune", &model, "--out", &out, "--text"];
+    let with = |more: &[&'static str], text: &str| {
+        let args: Vec<&str> = base.iter().copied().chain([text]).chain(more.iter().copied()).collect();
+        attlas(&args)
+    };
+    assert_eq!(with(&[], &text).0, 2, "a budget is needed");
+    let (status, _, err) = with(&["--max-error", "0.1"], &short);
+    assert!(status == 2 && err.contains("not used for tuning"), "{err}");
+    let (status, _, err) = with(&["--max-error", "0.1", "--tokens", "9000"], &text);
+    assert!(status == 2 && err.contains("at most 8192"), "{err}");
+    let (status, _, err) = with(&["--max-error", "0.1", "--layers", "30", "--tokens", "32"], &text);
+    assert!(status == 2 && err.contains("0 to 29"), "{err}");
+    assert_eq!(with(&["--max-error", "0.1", "--shard", "2/2"], &text).0, 2);
+    assert_eq!(with(&["--max-ppl-increase", "-1%"], &text).0, 2);
+    refused(
+        &[
+            "tune",
+            &model,
+            "--text",
+            &text,
+            "--max-kl",
+            "1",
+            "--tokens",
+            "32",
+            "--layers",
+            "0",
+            "--out",
+            "no/such/r.toml",
+        ],
+        "writing failed",
+    );
+    assert!(!std::path::Path::new(&out).exists());
+}

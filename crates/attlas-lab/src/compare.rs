@@ -38,6 +38,8 @@ pub struct Settings {
     pub certify_rows: usize,
     /// Probability with which each certificate holds.
     pub confidence: f64,
+    /// Most timed runs of a method that draws nothing.
+    pub runs: usize,
     /// Seconds after which nothing new is begun; every method gets an equal share of what is left.
     pub time_limit: Option<f64>,
     /// Who counts allocated bytes.
@@ -53,6 +55,7 @@ impl Default for Settings {
             threads: 0,
             certify_rows: 256,
             confidence: 0.95,
+            runs: 5,
             time_limit: None,
             meter: Meter::NONE,
         }
@@ -381,12 +384,11 @@ impl Clock {
     }
 }
 
-/// Most timed runs of one method on one group, and the seconds after which a run that need not be is not repeated.
-const RUNS: usize = 5;
+/// Seconds after which a run that need not be is not repeated.
 const REPEAT_SECONDS: f64 = 0.5;
 
 /// One key head with its query heads, its exact output, and the exact times measured so far.
-struct Group<'a> {
+pub(crate) struct Group<'a> {
     settings: &'a Settings,
     given: &'a Calibrations,
     kv_head: usize,
@@ -405,7 +407,7 @@ struct Group<'a> {
 }
 
 impl<'a> Group<'a> {
-    fn new(
+    pub(crate) fn new(
         layer: &'a LayerData,
         g: usize,
         mask: Mask,
@@ -471,7 +473,7 @@ impl<'a> Group<'a> {
         Ok(seconds)
     }
 
-    fn measure(
+    pub(crate) fn measure(
         &mut self,
         chosen: &Chosen,
         share: Option<f64>,
@@ -507,7 +509,7 @@ impl<'a> Group<'a> {
         // The warm-up stands in for the times until a warm run is there.
         let (mut setups, mut runs, mut exacts) = (Vec::new(), Vec::new(), Vec::new());
         let random = chosen.has_free_seed();
-        let wanted = if random { self.settings.seeds.max(2) } else { RUNS + 1 };
+        let wanted = if random { self.settings.seeds.max(2) } else { self.settings.runs.max(1) + 1 };
         for s in 1..wanted {
             let spent = begun.elapsed().as_secs_f64();
             let enough = !random && !runs.is_empty() && spent > REPEAT_SECONDS;

@@ -1,22 +1,12 @@
 //! A comparison as one self-contained page: a plot of error against time, and the table. No script, no network.
 
 use crate::compare::{Comparison, Summary};
-use crate::table::{number, seconds};
+use crate::table::{Table, number, seconds};
 use std::fmt::Write;
 
 /// The page.
 pub fn comparison(c: &Comparison) -> String {
-    let mut rows = String::new();
-    for line in c.table().markdown().lines() {
-        // The table's own Markdown form is the source of its cells: titles, a rule, then rows.
-        if line.starts_with("| ---") {
-            continue;
-        }
-        let tag = if rows.is_empty() { "th" } else { "td" };
-        let cells = line.trim_start_matches("| ").trim_end_matches(" |").split(" | ");
-        let cells: String = cells.map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect();
-        let _ = writeln!(rows, "<tr>{cells}</tr>");
-    }
+    let rows = table_rows(&c.table());
     let refused: String = c
         .refused
         .iter()
@@ -43,7 +33,23 @@ pub fn comparison(c: &Comparison) -> String {
     )
 }
 
-const STYLE: &str = ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;\
+/// The rows of a table, titles first.
+pub(crate) fn table_rows(table: &Table) -> String {
+    let mut rows = String::new();
+    for line in table.markdown().lines() {
+        // The table's own Markdown form is the source of its cells: titles, a rule, then rows.
+        if line.starts_with("| ---") {
+            continue;
+        }
+        let tag = if rows.is_empty() { "th" } else { "td" };
+        let cells = line.trim_start_matches("| ").trim_end_matches(" |").split(" | ");
+        let cells: String = cells.map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect();
+        let _ = writeln!(rows, "<tr>{cells}</tr>");
+    }
+    rows
+}
+
+pub(crate) const STYLE: &str = ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;\
 padding:0 1rem}svg{width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:currentColor}table{border-collapse:\
 collapse;font-variant-numeric:tabular-nums}th,td{padding:.15rem .6rem;text-align:right;border-bottom:1px solid #8884}\
 th:first-child,td:first-child{text-align:left}";
@@ -80,7 +86,7 @@ impl Axis {
 }
 
 /// Error against time for every method with a finite error above zero.
-fn plot(c: &Comparison) -> String {
+pub(crate) fn plot(c: &Comparison) -> String {
     let time = |s: &Summary| s.setup_seconds + s.run_seconds;
     let mut points: Vec<&Summary> = c
         .summary
@@ -138,7 +144,7 @@ fn plot(c: &Comparison) -> String {
     }
     let _ = write!(
         svg,
-        "<polyline points=\"{}\" fill=\"none\" stroke=\"#c60\" stroke-width=\"1.5\"/>",
+        "<polyline class=\"front\" points=\"{}\" fill=\"none\" stroke=\"#c60\" stroke-width=\"1.5\"/>",
         front.join(" ")
     );
     let mut labels = Labels::default();
@@ -152,9 +158,11 @@ fn plot(c: &Comparison) -> String {
         let (tx, ty) = labels.place(px, py, s.method.len());
         let _ = write!(
             svg,
-            "<line x1=\"{px:.1}\" y1=\"{lo:.1}\" x2=\"{px:.1}\" y2=\"{hi:.1}\" stroke=\"{fill}\"/>\
+            "<g class=\"point\" tabindex=\"0\" data-family=\"{family}\" data-x=\"{px:.1}\" data-y=\"{py:.1}\">\
+             <line x1=\"{px:.1}\" y1=\"{lo:.1}\" x2=\"{px:.1}\" y2=\"{hi:.1}\" stroke=\"{fill}\"/>\
              <circle cx=\"{px:.1}\" cy=\"{py:.1}\" r=\"4\" fill=\"{fill}\"><title>{name}: {error}, {time}</title></circle>\
-             <text x=\"{tx:.1}\" y=\"{ty:.1}\">{name}</text>",
+             <text x=\"{tx:.1}\" y=\"{ty:.1}\">{name}</text></g>",
+            family = s.family,
             name = escape(s.method),
             error = number(s.rel_fro.mean),
             time = seconds(time(s)),
@@ -190,9 +198,10 @@ pub fn picture(c: &Comparison) -> String {
 }
 
 /// One colour for each family; told apart in print and by the colour-blind (Okabe and Ito's palette).
-fn colour(family: &str) -> &'static str {
+pub(crate) fn colour(family: &str) -> &'static str {
     match family {
-        "exact" => "#000000",
+        // Black on white, white where the page is dark.
+        "exact" => "currentColor",
         "clustering" => "#0072b2",
         "low_rank" => "#009e73",
         "kernel" => "#d55e00",
@@ -228,7 +237,7 @@ impl Labels {
     }
 }
 
-fn escape(text: &str) -> String {
+pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 

@@ -3,7 +3,8 @@
 //! A [`Source`] names inputs and loads them, a [`Selection`](select::Selection) names methods with their
 //! settings, [`mod@compare`] measures errors and times on those inputs, [`mod@bench`] measures how times grow with
 //! the length beside what the [`machine`] can do, and [`atlas`] describes everything the registry holds.
-//! [`mod@extract`], [`mod@perplexity`] and [`mod@generate`] run a pretrained model over a text. Results
+//! [`mod@extract`], [`mod@perplexity`] and [`mod@generate`] run a pretrained model over a text, [`mod@inspect`] looks
+//! inside heads, [`mod@tune`] chooses a method for each, and [`report`] puts it on one page. Results
 //! are plain records that serialise; [`table`] lays them out for people. This is the one crate that reads the
 //! clock.
 
@@ -17,12 +18,15 @@ pub mod compare;
 pub mod demo;
 mod error;
 pub mod extract;
+mod figures;
 pub mod generate;
 pub mod hash;
 pub mod html;
+pub mod inspect;
 pub mod machine;
 mod npy;
 pub mod perplexity;
+pub mod report;
 mod run;
 pub mod select;
 pub mod simulate;
@@ -32,6 +36,7 @@ pub mod synthetic;
 pub mod table;
 pub mod text;
 pub mod trace;
+pub mod tune;
 
 pub use calibration::Calibrations;
 pub use error::{Error, Result};

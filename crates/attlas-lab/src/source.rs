@@ -59,6 +59,15 @@ impl fmt::Display for Source {
 impl Source {
     /// Draws or reads the inputs. A model needs a text: see [`extract`](crate::extract::extract).
     pub fn load(&self) -> Result<Workload> {
+        self.load_with(trace::read)
+    }
+
+    /// The same for a caller that checks numbers itself: files may hold some that are not finite.
+    pub fn load_as_it_is(&self) -> Result<Workload> {
+        self.load_with(trace::read_as_it_is)
+    }
+
+    fn load_with(&self, read: fn(&[PathBuf]) -> Result<Workload>) -> Result<Workload> {
         let mut workload = match self {
             Source::Demo => crate::demo::load()?,
             Source::Model(path) => {
@@ -66,7 +75,7 @@ impl Source {
                 return Err(Error::argument(path.display(), expected, "none"));
             }
             Source::Synthetic(s) => s.generate()?,
-            Source::Files(paths) => trace::read(paths)?,
+            Source::Files(paths) => read(paths)?,
         };
         workload.source = self.to_string();
         Ok(workload)

@@ -29,8 +29,24 @@ struct Array {
     data: Vec<f32>,
 }
 
-/// Reads one trace, or three `.npy` files of queries, keys and values.
+/// Reads one trace, or three `.npy` files of queries, keys and values. A number that is not finite is an error.
 pub fn read(paths: &[PathBuf]) -> Result<Workload> {
+    read_with(paths, Numbers::Finite)
+}
+
+/// The same, with numbers kept as they are; heads that hold one which is not finite are for the caller to find.
+pub fn read_as_it_is(paths: &[PathBuf]) -> Result<Workload> {
+    read_with(paths, Numbers::Any)
+}
+
+/// Which numbers a trace may hold.
+#[derive(Clone, Copy, PartialEq)]
+enum Numbers {
+    Finite,
+    Any,
+}
+
+fn read_with(paths: &[PathBuf], numbers: Numbers) -> Result<Workload> {
     let kind = |p: &Path| p.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
     let mut metadata = BTreeMap::new();
     let (path, arrays) = match paths {
@@ -58,7 +74,7 @@ pub fn read(paths: &[PathBuf]) -> Result<Workload> {
             ));
         }
     };
-    assemble(path, arrays, metadata)
+    assemble(path, arrays, metadata, numbers)
 }
 
 fn bytes_of(path: &Path) -> Result<Vec<u8>> {
@@ -68,7 +84,7 @@ fn bytes_of(path: &Path) -> Result<Vec<u8>> {
 /// Reads the bytes of a safetensors trace; `path` names them in errors.
 pub fn read_bytes(bytes: &[u8], path: &Path) -> Result<Workload> {
     let (arrays, metadata) = parse_safetensors(path, bytes)?;
-    assemble(path, arrays, metadata)
+    assemble(path, arrays, metadata, Numbers::Finite)
 }
 
 fn read_safetensors(path: &Path) -> Result<(Arrays, BTreeMap<String, String>)> {
@@ -181,7 +197,12 @@ fn shape(path: &Path, tensor: &str, expected: impl ToString, found: impl ToStrin
     }
 }
 
-fn assemble(path: &Path, mut arrays: Arrays, metadata: BTreeMap<String, String>) -> Result<Workload> {
+fn assemble(
+    path: &Path,
+    mut arrays: Arrays,
+    metadata: BTreeMap<String, String>,
+    accept: Numbers,
+) -> Result<Workload> {
     let names: Vec<String> = arrays.keys().cloned().collect();
     let wrong = |what: &str, expected: &str, found: &str| {
         Error::argument(format!("{}: metadata {what}", path.display()), expected, format!("'{found}'"))
@@ -206,7 +227,8 @@ fn assemble(path: &Path, mut arrays: Arrays, metadata: BTreeMap<String, String>)
         let mut take = |part: &str| -> Result<(String, [usize; 3], Vec<f32>)> {
             let name = layer.map_or(part.to_string(), |l| format!("layer{l}.{part}"));
             let array = arrays.remove(&name).ok_or_else(|| missing(path, &name, names.clone()))?;
-            if let Some(index) = array.data.iter().position(|x| !x.is_finite()) {
+            let wrong = array.data.iter().position(|x| !x.is_finite());
+            if let Some(index) = wrong.filter(|_| accept == Numbers::Finite) {
                 let value = f64::from(array.data[index]);
                 return Err(Error::NonFinite { path: path.into(), tensor: name, index, value });
             }

@@ -21,9 +21,10 @@
 
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
+use attlas::params::Value;
 use attlas::{Method, Options, Problem, registry};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
 
@@ -42,6 +43,9 @@ pub struct Recipe {
     /// The model it was made for, in words.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
+    /// What was measured when it was made: names and numbers, for people.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub evidence: BTreeMap<String, Value>,
     /// What attends where no rule says otherwise.
     #[serde(default)]
     pub default: Choice,
@@ -208,7 +212,14 @@ impl Recipe {
     /// The same method everywhere.
     pub fn uniform(method: &str, params: Options) -> Self {
         let default = Choice { method: method.into(), params };
-        Self { version: VERSION, producer: None, model: None, default, rules: Vec::new() }
+        Self {
+            version: VERSION,
+            producer: None,
+            model: None,
+            evidence: BTreeMap::new(),
+            default,
+            rules: Vec::new(),
+        }
     }
 
     /// Reads a recipe.
@@ -360,6 +371,10 @@ mod tests {
     const EXAMPLE: &str = r#"
         version = 1
         producer = "a test"
+        [evidence]
+        text = "a book"
+        tokens = 2048
+        kl_mean = 0.25
         [default]
         method = "exact"
         [[rule]]

@@ -1,0 +1,275 @@
+//! Pictures that several pages share: small matrices as images, figures over layers and heads, spectra. Everything is
+//! text that can stand inside a page or an SVG file; images are PNG in `data:` addresses, so that nothing is loaded.
+
+use crate::html::escape;
+use attlas::diagnostics::{HeatMap, Spectra, Spectrum};
+use std::fmt::Write;
+
+/// Colours of an image.
+const SHADES: usize = 64;
+/// Decades below the largest entry at which a matrix is drawn as nothing.
+const DECADES: f64 = 4.0;
+
+/// The colour of `t` in 0..=1: viridis, between five of its points; ordered in brightness, so that it prints.
+fn shade(t: f64) -> [u8; 3] {
+    const POINTS: [[f64; 3]; 5] = [
+        [68.0, 1.0, 84.0],
+        [59.0, 82.0, 139.0],
+        [33.0, 145.0, 140.0],
+        [94.0, 201.0, 98.0],
+        [253.0, 231.0, 37.0],
+    ];
+    let at = t.clamp(0.0, 1.0) * 4.0;
+    let i = (at as usize).min(3);
+    let w = at - i as f64;
+    [0, 1, 2].map(|c| ((1.0 - w) * POINTS[i][c] + w * POINTS[i + 1][c]).round() as u8)
+}
+
+/// The same as an HTML colour.
+pub(crate) fn shade_name(t: f64) -> String {
+    let [r, g, b] = shade(t);
+    format!("#{r:02x}{g:02x}{b:02x}")
+}
+
+/// A matrix as an SVG image of the given square, on a logarithmic scale of four decades.
+pub(crate) fn heat_image(map: &HeatMap, x: f64, y: f64, side: f64, title: &str) -> String {
+    let largest = map.data.iter().copied().filter(|v| v.is_finite()).fold(0.0, f64::max);
+    let level = |v: f64| {
+        if v > 0.0 && largest > 0.0 { 1.0 + (v / largest).log10() / DECADES } else { 0.0 }
+    };
+    let pixels: Vec<u8> =
+        map.data.iter().map(|&v| (level(v).clamp(0.0, 1.0) * (SHADES - 1) as f64).round() as u8).collect();
+    format!(
+        "<image x=\"{x:.1}\" y=\"{y:.1}\" width=\"{side:.1}\" height=\"{side:.1}\" preserveAspectRatio=\"none\" \
+         style=\"image-rendering:pixelated\" href=\"data:image/png;base64,{}\"><title>{}</title></image>",
+        base64(&png(map.cols, map.rows, &pixels)),
+        escape(title)
+    )
+}
+
+/// A PNG of indexed colours. The pixels are stored without compression: they are few.
+fn png(width: usize, height: usize, pixels: &[u8]) -> Vec<u8> {
+    let mut out = vec![0x89, b'P', b'N', b'G', 13, 10, 26, 10];
+    let mut chunk = |kind: &[u8; 4], data: &[u8]| {
+        out.extend((data.len() as u32).to_be_bytes());
+        let body: Vec<u8> = kind.iter().chain(data).copied().collect();
+        out.extend(&body);
+        out.extend(crc32(&body).to_be_bytes());
+    };
+    let mut header = Vec::new();
+    header.extend((width as u32).to_be_bytes());
+    header.extend((height as u32).to_be_bytes());
+    header.extend([8, 3, 0, 0, 0]);
+    chunk(b"IHDR", &header);
+    let palette: Vec<u8> = (0..SHADES).flat_map(|i| shade(i as f64 / (SHADES - 1) as f64)).collect();
+    chunk(b"PLTE", &palette);
+    let rows: Vec<u8> =
+        pixels.chunks(width.max(1)).flat_map(|row| std::iter::once(0).chain(row.iter().copied())).collect();
+    let mut data = vec![0x78, 0x01];
+    let blocks = rows.chunks(0xffff).count();
+    for (i, block) in rows.chunks(0xffff).enumerate() {
+        let len = block.len() as u16;
+        data.push(u8::from(i + 1 == blocks));
+        data.extend(len.to_le_bytes());
+        data.extend((!len).to_le_bytes());
+        data.extend(block);
+    }
+    data.extend(adler32(&rows).to_be_bytes());
+    chunk(b"IDAT", &data);
+    chunk(b"IEND", &[]);
+    out
+}
+
+fn crc32(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0u32, |crc, b| {
+        (0..8).fold(crc ^ u32::from(*b), |c, _| if c & 1 == 1 { (c >> 1) ^ 0xedb8_8320 } else { c >> 1 })
+    })
+}
+
+fn adler32(bytes: &[u8]) -> u32 {
+    let (a, b) = bytes.iter().fold((1u32, 0u32), |(a, b), x| {
+        let a = (a + u32::from(*x)) % 65521;
+        (a, (a + b) % 65521)
+    });
+    b << 16 | a
+}
+
+fn base64(bytes: &[u8]) -> String {
+    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut out = String::with_capacity(bytes.len().div_ceil(3) * 4);
+    for part in bytes.chunks(3) {
+        let word = (0..3).fold(0u32, |w, i| w << 8 | u32::from(part.get(i).copied().unwrap_or(0)));
+        for i in 0..4 {
+            let letter = char::from(LETTERS[(word >> (18 - 6 * i)) as usize & 63]);
+            out.push(if i <= part.len() { letter } else { '=' });
+        }
+    }
+    out
+}
+
+/// One figure of one head.
+pub(crate) struct Cell {
+    /// Row of the map.
+    pub(crate) layer: usize,
+    /// Column of the map.
+    pub(crate) head: usize,
+    /// What is drawn.
+    pub(crate) value: f64,
+    /// What is told.
+    pub(crate) label: String,
+}
+
+/// A figure over layers (down) and heads (across), each cell with its value as a tooltip; small maps also show it.
+pub(crate) fn layer_map(title: &str, cells: &[Cell]) -> String {
+    let finite = || cells.iter().map(|c| c.value).filter(|v| v.is_finite());
+    let (lo, hi) = (finite().fold(f64::INFINITY, f64::min), finite().fold(f64::NEG_INFINITY, f64::max));
+    let level = |v: f64| if hi > lo { (v - lo) / (hi - lo) } else { 0.5 };
+    grid(title, cells, |c| shade_name(level(c.value)), |c| if level(c.value) > 0.6 { "#000" } else { "#fff" })
+}
+
+/// A table of coloured cells over layers and heads.
+pub(crate) fn grid(
+    title: &str,
+    cells: &[Cell],
+    fill: impl Fn(&Cell) -> String,
+    ink: impl Fn(&Cell) -> &'static str,
+) -> String {
+    let mut layers: Vec<usize> = cells.iter().map(|c| c.layer).collect();
+    let mut heads: Vec<usize> = cells.iter().map(|c| c.head).collect();
+    for x in [&mut layers, &mut heads] {
+        x.sort_unstable();
+        x.dedup();
+    }
+    let labelled = cells.len() <= 60;
+    let (width, height) = if labelled { (46.0, 24.0) } else { (20.0, 14.0) };
+    let (left, top) = (34.0, 20.0);
+    let (w, h) = (left + width * heads.len() as f64 + 4.0, top + height * layers.len() as f64 + 4.0);
+    let mut svg = format!(
+        "<svg class=\"map\" viewBox=\"0 0 {w} {h}\" style=\"max-width:{w}px\" role=\"img\" aria-label=\"{}\">",
+        escape(title)
+    );
+    for (i, l) in layers.iter().enumerate() {
+        let y = top + height * (i as f64 + 0.5) + 4.0;
+        let _ = write!(svg, "<text x=\"{:.0}\" y=\"{y:.1}\" text-anchor=\"end\">{l}</text>", left - 5.0);
+    }
+    for (i, head) in heads.iter().enumerate() {
+        let x = left + width * (i as f64 + 0.5);
+        let _ = write!(svg, "<text x=\"{x:.1}\" y=\"{:.0}\" text-anchor=\"middle\">{head}</text>", top - 6.0);
+    }
+    for c in cells {
+        let at = |all: &[usize], n: usize| all.iter().position(|x| *x == n).unwrap_or(0) as f64;
+        let (x, y) = (left + width * at(&heads, c.head), top + height * at(&layers, c.layer));
+        let _ = write!(
+            svg,
+            "<g tabindex=\"0\"><rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" fill=\"{}\"/>\
+             <title>layer {}, head {}: {}</title>",
+            width - 1.0,
+            height - 1.0,
+            fill(c),
+            c.layer,
+            c.head,
+            escape(&c.label)
+        );
+        if labelled && c.label.chars().count() <= 7 {
+            let _ = write!(
+                svg,
+                "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" style=\"fill:{}\">{}</text>",
+                x + width / 2.0,
+                y + height / 2.0 + 4.0,
+                ink(c),
+                escape(&c.label)
+            );
+        }
+        svg += "</g>";
+    }
+    svg + "</svg>"
+}
+
+/// The spectra of a head in the order in which they are drawn, with their names and colours.
+pub(crate) fn named_spectra(s: &Spectra) -> [(&'static str, &'static str, &Spectrum); 6] {
+    [
+        ("Q", "#0072b2", &s.q),
+        ("K", "#56b4e9", &s.k),
+        ("V", "#009e73", &s.v),
+        ("QKᵀ", "#e69f00", &s.qk),
+        ("A", "#d55e00", &s.scores),
+        ("Z⁻¹A", "#cc79a7", &s.weights),
+    ]
+}
+
+/// Singular values over the largest one against their number, both axes logarithmic, in a box.
+pub(crate) fn spectra_lines(s: &Spectra, x: f64, y: f64, width: f64, height: f64) -> String {
+    const LOWEST: f64 = -6.0;
+    let longest = named_spectra(s).iter().map(|n| n.2.values.len()).max().unwrap_or(1).max(2) as f64;
+    let at_x = |i: usize| x + width * ((i + 1) as f64).ln() / longest.ln();
+    let at_y = |r: f64| y + height * (r.log10() / LOWEST).clamp(0.0, 1.0);
+    let mut svg = format!(
+        "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\" fill=\"none\" stroke=\"#8888\"/>"
+    );
+    for decade in [-2, -4] {
+        let py = at_y(10f64.powi(decade));
+        let _ = write!(
+            svg,
+            "<line x1=\"{x:.1}\" x2=\"{:.1}\" y1=\"{py:.1}\" y2=\"{py:.1}\" stroke=\"#8884\"/>\
+             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">1e{decade}</text>",
+            x + width,
+            x - 3.0,
+            py + 4.0
+        );
+    }
+    for (number, (name, colour, spectrum)) in named_spectra(s).into_iter().enumerate() {
+        let first = spectrum.values.first().copied().filter(|v| *v > 0.0).unwrap_or(1.0);
+        let mut points = String::new();
+        let mut next = 0;
+        for (i, value) in spectrum.values.iter().enumerate() {
+            // Steps of an eighth are finer than the line is wide.
+            if i >= next && *value > 0.0 {
+                let _ = write!(points, "{:.1},{:.1} ", at_x(i), at_y(value / first));
+                next = i + 1 + i / 8;
+            }
+        }
+        let _ = write!(
+            svg,
+            "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.5\"><title>{name}</title></polyline>\
+             <text x=\"{:.1}\" y=\"{:.1}\" style=\"fill:{colour}\">{name}</text>",
+            points.trim_end(),
+            x + width + 4.0,
+            y + 10.0 + 14.0 * number as f64
+        );
+    }
+    svg
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn base64_and_checksums_match_published_values() {
+        // RFC 4648, section 10; RFC 1950 and ISO 3309 by their usual examples.
+        for (plain, coded) in
+            [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foobar", "Zm9vYmFy")]
+        {
+            assert_eq!(base64(plain.as_bytes()), coded);
+        }
+        assert_eq!(crc32(b"123456789"), 0xcbf4_3926);
+        assert_eq!(adler32(b"Wikipedia"), 0x11e6_0398);
+    }
+
+    #[test]
+    fn an_image_holds_its_pixels_row_after_row() {
+        let bytes = png(3, 2, &[1, 2, 3, 4, 5, 6]);
+        assert_eq!(&bytes[16..24], [0, 0, 0, 3, 0, 0, 0, 2]);
+        let wanted = [0, 1, 2, 3, 0, 4, 5, 6];
+        assert!(bytes.windows(wanted.len()).any(|w| w == wanted));
+        assert!(bytes.ends_with(&[b'I', b'E', b'N', b'D', 0xae, 0x42, 0x60, 0x82]));
+    }
+
+    #[test]
+    fn colours_run_from_dark_to_bright() {
+        assert_eq!((shade_name(0.0), shade_name(1.0)), ("#440154".into(), "#fde725".into()));
+        let light = |t: f64| shade(t).iter().map(|c| u32::from(*c)).sum::<u32>();
+        assert!((0..10).all(|i| light(i as f64 / 10.0) < light((i + 1) as f64 / 10.0)));
+        assert_eq!(shade(f64::NAN.max(0.0)), shade(0.0));
+    }
+}

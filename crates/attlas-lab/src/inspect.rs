@@ -1,0 +1,483 @@
+//! What the heads of a layer look like: patterns, sinks, spectra, ranks, entropies.
+//!
+//! Every query head is looked at alone by [`attlas::diagnostics`], which stores no matrix of the size of the scores
+//! above a length. A head whose numbers are not finite, or that cannot be decomposed, is named and left out; the others
+//! are still reported.
+
+use crate::figures::{Cell, heat_image, layer_map, named_spectra, spectra_lines};
+use crate::html::{STYLE, escape, table_rows};
+use crate::run::timed;
+use crate::source::Workload;
+use crate::table::{Table, number, percent, raw, seconds};
+use crate::{Error, Result};
+use attlas::diagnostics::{self, AtLeast, Head, HeadReport};
+use attlas::{Mask, Schedule, Workspace};
+use attlas_model::recipe::Numbers;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// What is looked at, and how.
+#[derive(Clone, Debug, Default)]
+pub struct Settings {
+    /// Mask; the workload's own where absent.
+    pub mask: Option<Mask>,
+    /// Query heads, counted from 0; all where absent.
+    pub heads: Option<Numbers>,
+    /// Threads; 0 for all.
+    pub threads: usize,
+    /// Thresholds and sizes.
+    pub figures: diagnostics::Settings,
+}
+
+/// Everything that was found.
+#[derive(Clone, Debug, Serialize)]
+pub struct Inspection {
+    /// What the inputs were loaded from.
+    pub source: String,
+    /// What the source says of itself.
+    pub metadata: BTreeMap<String, String>,
+    /// Mask of every head.
+    pub mask: Mask,
+    /// Threads used.
+    pub threads: usize,
+    /// Thresholds and sizes.
+    pub settings: diagnostics::Settings,
+    /// Share of the heads that have a sink at their first key.
+    pub first_key_sinks: f64,
+    /// One for each head.
+    pub heads: Vec<Inspected>,
+    /// Heads that were left out.
+    pub skipped: Vec<SkippedHead>,
+    /// The caller asked to stop before every head was looked at.
+    pub interrupted: bool,
+}
+
+/// One head.
+#[derive(Clone, Debug, Serialize)]
+pub struct Inspected {
+    /// Layer, where the source has layers.
+    pub layer: Option<usize>,
+    /// Query head.
+    pub head: usize,
+    /// Key head that it shares.
+    pub kv_head: usize,
+    /// Seconds it took.
+    pub seconds: f64,
+    /// What was found.
+    #[serde(flatten)]
+    pub report: HeadReport,
+}
+
+/// A head that could not be looked at.
+#[derive(Clone, Debug, Serialize)]
+pub struct SkippedHead {
+    /// Layer, where the source has layers.
+    pub layer: Option<usize>,
+    /// Query head.
+    pub head: usize,
+    /// Why.
+    pub reason: String,
+}
+
+/// Looks at every chosen head. Calls `watch` with heads done, heads in all and a name before each, and stops early, with
+/// what is finished, once `stop` is set.
+pub fn inspect(
+    workload: &Workload,
+    settings: &Settings,
+    watch: &mut dyn FnMut(usize, usize, &str),
+    stop: &AtomicBool,
+) -> Result<Inspection> {
+    let ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
+    let mask = settings.mask.unwrap_or(workload.mask);
+    let mut result = Inspection {
+        source: workload.source.clone(),
+        metadata: workload.metadata.clone(),
+        mask,
+        threads: ws.schedule().threads,
+        settings: settings.figures.clone(),
+        first_key_sinks: 0.0,
+        heads: Vec::new(),
+        skipped: Vec::new(),
+        interrupted: false,
+    };
+    let mut work = Vec::new();
+    for layer in &workload.layers {
+        if let Some(heads) = &settings.heads {
+            heads.check("a head", layer.problem.n_heads)?;
+        }
+        let wanted = |h: &usize| settings.heads.as_ref().is_none_or(|heads| heads.contains(*h));
+        work.extend((0..layer.problem.n_heads).filter(wanted).map(|h| (layer, h)));
+    }
+    if work.is_empty() {
+        return Err(Error::argument("heads", "at least one", "none"));
+    }
+    let total = work.len();
+    for (done, (layer, head)) in work.into_iter().enumerate() {
+        if stop.load(Ordering::Relaxed) {
+            result.interrupted = true;
+            break;
+        }
+        let number = layer.layer;
+        watch(done, total, &number.map_or(format!("head {head}"), |l| format!("layer {l}, head {head}")));
+        let size = layer.problem.group_size();
+        let kv_head = head / size;
+        let x = layer.group(kv_head)?;
+        let (report, seconds) = timed(|| {
+            let q = x.q.head(0, head % size);
+            let head = Head::new(q, x.k.head(0, 0), x.v.head(0, 0), layer.problem.scale, mask)?;
+            diagnostics::inspect(&head, &settings.figures, &ws)
+        });
+        match report {
+            Ok(report) => {
+                result.heads.push(Inspected { layer: number, head, kv_head, seconds, report });
+            }
+            Err(e) => result.skipped.push(SkippedHead { layer: number, head, reason: e.to_string() }),
+        }
+    }
+    let with = result.heads.iter().filter(|h| h.report.weights.sinks.iter().any(|s| s.key == 0)).count();
+    result.first_key_sinks = with as f64 / result.heads.len().max(1) as f64;
+    Ok(result)
+}
+
+/// A rank as it is read: `>` where only that much is known.
+fn rank(r: AtLeast) -> String {
+    format!("{}{}", if r.open { ">" } else { "" }, r.value)
+}
+
+/// Share of weights below a hundredth of their row's largest.
+fn sparsity(r: &HeadReport) -> f64 {
+    r.weights.below[1].1
+}
+
+/// Mean number of keys that hold nine tenths of a row.
+fn keys_for_most(r: &HeadReport) -> f64 {
+    r.weights.keys_for_mass[0].keys.mean
+}
+
+impl Inspection {
+    /// One line for each head.
+    pub fn table(&self) -> Table {
+        let mut table = Table::new(&[
+            "layer", "head", "Q", "K", "V", "QK", "A", "P", "stable", "keys", "entropy", "sparse", "<sink",
+        ]);
+        for h in &self.heads {
+            let r = &h.report;
+            let mut row = vec![h.layer.map_or("-".into(), |l| l.to_string()), h.head.to_string()];
+            row.extend(named_spectra(&r.spectra).map(|(_, _, s)| rank(s.variance_rank)));
+            row.extend([
+                number(r.spectra.weights.stable_rank),
+                number(keys_for_most(r)),
+                number(r.weights.entropy.mean),
+                percent(sparsity(r)),
+                r.weights.sinks.first().map_or("-".into(), |s| format!("{}:{}", s.key, percent(s.weight))),
+            ]);
+            table.push(row);
+        }
+        table
+    }
+
+    /// The same with all digits and more columns.
+    pub fn csv_table(&self) -> Table {
+        let mut table = Table::new(&[
+            "layer",
+            "head",
+            "kv_head",
+            "n_q",
+            "n_k",
+            "d",
+            "rank_q",
+            "rank_k",
+            "rank_v",
+            "rank_qk",
+            "rank_scores",
+            "rank_weights",
+            "rank_weights_is_lower_bound",
+            "stable_rank_scores",
+            "stable_rank_weights",
+            "keys_90",
+            "keys_95",
+            "keys_99",
+            "entropy",
+            "below_1e-1",
+            "below_1e-2",
+            "below_1e-3",
+            "sink_key",
+            "sink_weight",
+            "sink_key_norm",
+            "sink_value_norm",
+            "seconds",
+        ]);
+        for h in &self.heads {
+            let r = &h.report;
+            let mut row = vec![
+                h.layer.map_or(String::new(), |l| l.to_string()),
+                h.head.to_string(),
+                h.kv_head.to_string(),
+                r.n_q.to_string(),
+                r.n_k.to_string(),
+                r.d.to_string(),
+            ];
+            row.extend(named_spectra(&r.spectra).map(|(_, _, s)| s.variance_rank.value.to_string()));
+            row.push(r.spectra.weights.variance_rank.open.to_string());
+            row.extend([r.spectra.scores.stable_rank, r.spectra.weights.stable_rank].map(raw));
+            row.extend(r.weights.keys_for_mass.map(|m| raw(m.keys.mean)));
+            row.push(raw(r.weights.entropy.mean));
+            row.extend(r.weights.below.map(|b| raw(b.1)));
+            let sink = r.weights.sinks.first();
+            row.push(sink.map_or(String::new(), |s| s.key.to_string()));
+            row.extend(sink.map_or([f64::NAN; 3], |s| [s.weight, s.key_norm, s.value_norm]).map(raw));
+            row.push(raw(h.seconds));
+            table.push(row);
+        }
+        table
+    }
+
+    /// What the columns mean.
+    pub fn legend(&self) -> String {
+        let s = &self.settings;
+        format!(
+            "Q to P: singular values that hold {} of the sum of squares, of Q, K, V, QK^T, A = exp(scores) and P = A\n\
+             with rows that sum to one; > where only leading ones were computed; stable: squared Frobenius over\n\
+             squared spectral norm of P; keys: that hold 90% of a row, mean; entropy: of rows, nats, mean; sparse:\n\
+             weights below 1% of their row's largest; sink: key with a mean weight above {}, with that weight",
+            percent(s.share),
+            s.sink
+        )
+    }
+
+    /// Figures over layers and heads, each with its name.
+    pub(crate) fn maps(&self) -> Vec<(&'static str, String)> {
+        let figures: [(&'static str, fn(&HeadReport) -> f64, fn(f64) -> String); 6] = [
+            ("rank of Z⁻¹A at 90 %", |r| r.spectra.weights.variance_rank.value as f64, number),
+            ("stable rank of Z⁻¹A", |r| r.spectra.weights.stable_rank, number),
+            ("keys that hold 90 % of a row", keys_for_most, number),
+            ("entropy of rows, nats", |r| r.weights.entropy.mean, number),
+            ("weights below 1 % of their row's largest", sparsity, percent),
+            (
+                "mean weight of the first key",
+                |r| r.weights.mean_weight.first().copied().unwrap_or(0.0),
+                percent,
+            ),
+        ];
+        let cells = |value: fn(&HeadReport) -> f64, show: fn(f64) -> String| -> Vec<Cell> {
+            self.heads
+                .iter()
+                .map(|h| Cell {
+                    layer: h.layer.unwrap_or(0),
+                    head: h.head,
+                    value: value(&h.report),
+                    label: show(value(&h.report)),
+                })
+                .collect()
+        };
+        figures.into_iter().map(|(name, value, show)| (name, layer_map(name, &cells(value, show)))).collect()
+    }
+
+    /// Patterns and spectra of every head as a picture that stands for itself.
+    pub fn picture(&self) -> String {
+        let height = PANEL_HEIGHT * self.heads.len() as f64 + 8.0;
+        let mut svg = format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {PANEL_WIDTH} {height}\" color=\"#222\">\
+             <style>text{{font:11px system-ui,sans-serif;fill:#222}}</style>\
+             <rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>"
+        );
+        for (i, head) in self.heads.iter().enumerate() {
+            svg += &head.panel(PANEL_HEIGHT * i as f64);
+        }
+        svg + "</svg>\n"
+    }
+
+    /// Sections for each layer with the panels of its heads, folded away where they are many.
+    pub(crate) fn sections(&self) -> String {
+        let mut out = String::new();
+        let open = if self.heads.len() <= 16 { " open" } else { "" };
+        for part in self.heads.chunk_by(|a, b| a.layer == b.layer) {
+            let name = part[0].layer.map_or("heads".into(), |l| format!("layer {l}"));
+            let _ = write!(out, "<details{open}><summary>{name}</summary>");
+            for h in part {
+                let _ = write!(
+                    out,
+                    "<svg viewBox=\"0 0 {PANEL_WIDTH} {PANEL_HEIGHT}\" role=\"img\" aria-label=\"{}\">{}</svg>",
+                    h.name(),
+                    h.panel(0.0)
+                );
+            }
+            out += "</details>\n";
+        }
+        out
+    }
+
+    /// Heads that were left out, as a list; empty where none was.
+    pub(crate) fn skipped_list(&self) -> String {
+        if self.skipped.is_empty() {
+            return String::new();
+        }
+        let items: String = self
+            .skipped
+            .iter()
+            .map(|s| format!("<li>{}: {}</li>", place(s.layer, s.head), escape(&s.reason)))
+            .collect();
+        format!("<h2>Left out</h2><ul>{items}</ul>\n")
+    }
+
+    /// The whole as one page that loads nothing.
+    pub fn page(&self) -> String {
+        let maps: String = self
+            .maps()
+            .into_iter()
+            .map(|(name, svg)| format!("<figure><figcaption>{name}</figcaption>{svg}</figure>"))
+            .collect();
+        format!(
+            "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+             <meta name=\"viewport\" content=\"width=device-width\">\n<title>attlas: inside {source}</title>\n\
+             <style>{STYLE}{MAP_STYLE}</style></head><body>\n<h1>Inside the heads</h1>\n\
+             <p>{source}; mask {mask}, {heads} heads. {sinks} of them have a sink at their first key.</p>\n\
+             <h2>Layers and heads</h2><div class=\"maps\">{maps}</div>\n<h2>Figures</h2>\n<table>\n{rows}</table>\n\
+             <p>{legend}</p>\n{skipped}<h2>Patterns and spectra</h2>\n<p>{caption}</p>\n{sections}</body></html>\n",
+            source = escape(&self.source),
+            mask = self.mask,
+            heads = self.heads.len(),
+            sinks = percent(self.first_key_sinks),
+            rows = table_rows(&self.table()),
+            legend = escape(&self.legend()),
+            skipped = self.skipped_list(),
+            caption = CAPTION,
+            sections = self.sections(),
+        )
+    }
+}
+
+/// What the panels show.
+pub(crate) const CAPTION: &str = "Left: the first rows and keys of Z⁻¹A, each row over its largest weight. Middle: all of \
+it, averaged over blocks. Both on a logarithmic scale of four decades. Right: singular values over the largest one, \
+against their number, both axes logarithmic.";
+
+pub(crate) const MAP_STYLE: &str = ".maps{display:flex;flex-wrap:wrap;gap:1rem}figure{margin:0;flex:1 1 16rem}\
+svg.map{display:block}g:focus{outline:none}g:focus rect{stroke:currentColor;stroke-width:2}table{display:block;\
+overflow-x:auto}@media print{details::details-content{content-visibility:visible}}";
+
+const PANEL_WIDTH: f64 = 720.0;
+const PANEL_HEIGHT: f64 = 190.0;
+
+fn place(layer: Option<usize>, head: usize) -> String {
+    layer.map_or(format!("head {head}"), |l| format!("layer {l}, head {head}"))
+}
+
+impl SkippedHead {
+    /// The head and the reason, in one line.
+    pub fn line(&self) -> String {
+        format!("{} left out: {}", place(self.layer, self.head), self.reason)
+    }
+}
+
+impl Inspected {
+    fn name(&self) -> String {
+        place(self.layer, self.head)
+    }
+
+    /// Leading block, whole and spectra side by side, from `top` downwards.
+    fn panel(&self, top: f64) -> String {
+        let r = &self.report;
+        let w = &r.weights;
+        let (y, side) = (top + 24.0, 160.0);
+        let captions = [
+            (8.0, format!("{}: first {} tokens", self.name(), w.leading.cols)),
+            (190.0, format!("all {} tokens", r.n_k)),
+            (
+                400.0,
+                format!(
+                    "rank {} of Z⁻¹A, {} keys for 90 %, {}",
+                    rank(r.spectra.weights.variance_rank),
+                    number(keys_for_most(r)),
+                    seconds(self.seconds)
+                ),
+            ),
+        ];
+        let mut svg = String::new();
+        for (x, caption) in captions {
+            let _ = write!(svg, "<text x=\"{x}\" y=\"{:.1}\">{}</text>", top + 17.0, escape(&caption));
+        }
+        svg += &heat_image(&w.leading, 8.0, y, side, "first rows and keys");
+        svg += &heat_image(&w.map, 190.0, y, side, "all rows and keys");
+        svg + &spectra_lines(&r.spectra, 400.0, y, 270.0, side)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn look(source: &str, settings: &Settings) -> Result<Inspection> {
+        let workload = source.parse::<crate::Source>()?.load()?;
+        inspect(&workload, settings, &mut |_, _, _| (), &AtomicBool::new(false))
+    }
+
+    const SMALL: &str = "synthetic:clustered,n=80,d=8,heads=4,kv_heads=2";
+
+    #[test]
+    fn every_chosen_head_is_looked_at_with_its_own_key_head() {
+        let all = look(SMALL, &Settings::default()).unwrap();
+        let places: Vec<_> = all.heads.iter().map(|h| (h.head, h.kv_head)).collect();
+        assert_eq!(places, [(0, 0), (1, 0), (2, 1), (3, 1)]);
+        let settings = Settings { heads: Some("3".parse().unwrap()), ..Settings::default() };
+        let one = look(SMALL, &settings).unwrap();
+        assert_eq!(one.heads.len(), 1);
+        assert_eq!(one.heads[0].report, all.heads[3].report);
+        assert!(all.heads[0].report != all.heads[3].report);
+        let beyond = Settings { heads: Some("4".parse().unwrap()), ..Settings::default() };
+        assert!(look(SMALL, &beyond).unwrap_err().to_string().contains("0 to 3"));
+    }
+
+    #[test]
+    fn a_head_that_is_not_finite_is_named_and_the_others_are_reported() {
+        let mut workload = SMALL.parse::<crate::Source>().unwrap().load().unwrap();
+        let p = workload.layers[0].problem;
+        workload.layers[0].q[p.n_q * p.d + 3] = f32::NAN;
+        workload.layers[0].v[p.n_k * p.d_v] = f32::INFINITY;
+        let found =
+            inspect(&workload, &Settings::default(), &mut |_, _, _| (), &AtomicBool::new(false)).unwrap();
+        assert_eq!(found.heads.iter().map(|h| h.head).collect::<Vec<_>>(), [0]);
+        assert_eq!(found.skipped.iter().map(|s| s.head).collect::<Vec<_>>(), [1, 2, 3]);
+        assert!(found.skipped[0].line().contains("queries") && found.skipped[1].line().contains("values"));
+        assert!(found.page().contains("<h2>Left out</h2>"));
+    }
+
+    #[test]
+    fn above_the_limit_leading_values_agree_with_the_dense_ones() {
+        let figures = |dense_limit| diagnostics::Settings { dense_limit, rank: 12, ..Default::default() };
+        let with = |limit| Settings { figures: figures(limit), ..Settings::default() };
+        let source = "synthetic:low_rank,n=120,d=8";
+        let (dense, free) = (look(source, &with(120)).unwrap(), look(source, &with(60)).unwrap());
+        let (a, b) = (&dense.heads[0].report.spectra.weights, &free.heads[0].report.spectra.weights);
+        assert!(a.complete && !b.complete && b.values.len() == 12);
+        assert!((a.values[0] / b.values[0] - 1.0).abs() < 1e-6, "{} {}", a.values[0], b.values[0]);
+    }
+
+    #[test]
+    fn pages_and_pictures_show_every_head_and_load_nothing() {
+        let found = look(SMALL, &Settings::default()).unwrap();
+        let (page, picture) = (found.page(), found.picture());
+        assert_eq!(page.matches("data:image/png").count(), 8);
+        assert_eq!(picture.matches("<polyline").count(), 6 * 4);
+        assert!(page.ends_with("</html>\n") && picture.ends_with("</svg>\n"));
+        assert!(!page.contains("http") && !page.contains("NaN"), "a page loads nothing");
+        assert!(!picture.replacen("http://www.w3.org", "", 1).contains("http"));
+        assert!(found.table().text().lines().all(|l| l.chars().count() <= 80));
+        assert_eq!(found.csv_table().csv().lines().count(), 5);
+    }
+
+    #[test]
+    fn a_stop_keeps_what_is_finished() {
+        let workload = SMALL.parse::<crate::Source>().unwrap().load().unwrap();
+        let stop = AtomicBool::new(false);
+        let mut watch = |done: usize, _: usize, _: &str| {
+            if done == 1 {
+                stop.store(true, Ordering::Relaxed)
+            }
+        };
+        let found = inspect(&workload, &Settings::default(), &mut watch, &stop).unwrap();
+        assert!(found.interrupted && found.heads.len() == 2);
+    }
+}
