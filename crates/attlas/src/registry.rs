@@ -42,6 +42,7 @@ pub static METHODS: &[&Method] = &[
 /// Every layer.
 pub static LAYERS: &[&LayerKind] = &[
     &layers::grouped_query::LAYER,
+    &layers::latent::LAYER,
     &layers::tensor_product::LAYER,
     &layers::collaborative::LAYER,
     &layers::tensorized::LAYER,
@@ -61,6 +62,7 @@ pub static CONVERSIONS: &[&Conversion] = &[
     &conversions::tucker::CONVERSION,
     &conversions::trawl::CONVERSION,
     &conversions::tensor_product::CONVERSION,
+    &conversions::mla::CONVERSION,
 ];
 
 /// The method called `id`, or an error that lists all of them.

@@ -2,6 +2,7 @@
 
 pub mod collaborative;
 pub mod common;
+pub mod mla;
 pub mod shared_factor;
 pub mod svd;
 pub mod tensor_product;

@@ -1,10 +1,12 @@
 //! The layers: hidden states → hidden states, one file each.
 
 pub mod axial;
+pub mod cache_size;
 pub mod collaborative;
 pub mod common;
 pub mod grouped_query;
 pub mod higher_order;
+pub mod latent;
 pub mod mode_wise;
 pub mod teaformer;
 pub mod tensor_product;

@@ -115,8 +115,12 @@ impl Rotary {
         if !dim.is_multiple_of(2) {
             return Err(Error::shape("rotated width", "an even number for rotary positions", dim));
         }
-        let rope = Rope { dim, base, layout, scaling: Scaling::None };
-        Ok(Some(Self { rope, table: RwLock::new(None) }))
+        Ok(Some(Self::from_rope(Rope { dim, base, layout, scaling: Scaling::None })))
+    }
+
+    /// Any rotation; its width is even.
+    pub(crate) fn from_rope(rope: Rope) -> Self {
+        Self { rope, table: RwLock::new(None) }
     }
 
     /// A table for at least `positions` positions.
