@@ -1,7 +1,6 @@
 //! The layers: hidden states → hidden states, one file each.
 
 pub mod axial;
-pub mod cache_size;
 pub mod collaborative;
 pub mod common;
 pub mod grouped_query;

@@ -1,5 +1,6 @@
 //! Pieces that several layers need; no layer lives here.
 
+pub mod cache_size;
 pub(crate) mod fold;
 pub(crate) mod rows;
 pub mod third;
