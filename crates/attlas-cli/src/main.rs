@@ -89,7 +89,7 @@ fn next_step(error: &attlas_lab::Error) -> &'static str {
         E::Model(M::ContextTooShort { .. }) => {
             "read fewer tokens with --tokens, or in windows with --context"
         }
-        E::Model(M::Recipe(_)) => "docs/json.md shows a recipe",
+        E::Model(M::Recipe(_)) => "docs/recipe.md shows a recipe",
         E::Model(M::ChatTemplate(_)) => "leave --chat away to continue a plain text",
         E::Model(M::Io { .. }) => "check the path and its permissions",
         E::Model(_) => {
