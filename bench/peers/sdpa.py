@@ -8,7 +8,7 @@ the repetitions. Flops are counted as 4 H N^2 d, half of that when causal.
     bench/peers/sdpa.py --quick         fewer repetitions
     bench/peers/sdpa.py --out FILE.md   also writes the table with machine and versions
 """
-import argparse, json, os, pathlib, platform, statistics, subprocess, sys, time
+import argparse, importlib.util, json, os, pathlib, platform, statistics, subprocess, sys, time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 VENV = ROOT / ".cache" / "peers"
@@ -16,15 +16,17 @@ VENV = ROOT / ".cache" / "peers"
 PAUSE = 0.3
 
 
-def ensure_torch():
-    """Runs this script again inside an environment that has torch."""
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        python = VENV / "bin" / "python"
+def ensure(venv, *packages):
+    """Runs this script again inside an environment that has the packages."""
+    modules = {p: {"llama-cpp-python": "llama_cpp"}.get(p, p.replace("-", "_")) for p in packages}
+    missing = [p for p, module in modules.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        python = venv / "bin" / "python"
+        if pathlib.Path(sys.prefix) == venv:
+            sys.exit(f"installed, yet not found: {', '.join(missing)}")
         if not python.exists():
-            subprocess.check_call([sys.executable, "-m", "venv", str(VENV)])
-            subprocess.check_call([str(python), "-m", "pip", "install", "-q", "torch", "numpy"])
+            subprocess.check_call([sys.executable, "-m", "venv", str(venv)])
+        subprocess.check_call([str(python), "-m", "pip", "install", "-q", *packages])
         os.execv(str(python), [str(python), *sys.argv])
 
 
@@ -70,7 +72,7 @@ def main():
     parser.add_argument("--threads", default="1,2", help="thread counts, comma separated")
     parser.add_argument("--out", help="write the table to this Markdown file")
     args = parser.parse_args()
-    ensure_torch()
+    ensure(VENV, "torch", "numpy")
     import torch
     import torch.nn.functional as F
 
@@ -161,7 +163,7 @@ def main():
     for threads in threads_list:
         for d in [64, 128]:
             request = dict(kind="attend", threads=threads, heads=4, n=4096, d=d, causal=False)
-            low = dict(request, precision="bf16")
+            low = dict(request, set=dict(precision="bf16"))
             single, bf16 = [], []
             for _ in range(repeats):
                 single.append(attlas.ask(**request)["seconds"])

@@ -98,7 +98,8 @@ attlas report trace.safetensors --methods sink_window,hyper --time-limit 60 --ou
 attlas bench\n  \
 attlas bench --methods sink_window,top_k --n 1k,4k,16k --d 64,128 --causal\n  \
 attlas bench --methods exact --n 32k --d 128 --heads 32 --kv-heads 8 --decode\n  \
-attlas bench --methods exact --n 1k,4k --peer-json torch.json --md")]
+attlas bench --methods exact --n 1k,4k --peer-json torch.json --md\n  \
+attlas bench --suite headline --md > headline.md")]
     Bench(BenchArgs),
     /// Small simulations: attention as a system of particles, and a task about triples.
     #[command(after_help = "Examples:\n  \
@@ -496,6 +497,11 @@ pub(crate) struct ReportArgs {
 pub(crate) struct BenchArgs {
     #[command(flatten)]
     pub(crate) methods: MethodChoice,
+    /// A fixed set of measurements in place of the options: `headline` times every method at the
+    /// setting its paper is known for, how it grows and what threads bring (several minutes).
+    #[arg(long, value_enum, value_name = "NAME",
+          conflicts_with_all = ["methods", "family", "set", "n", "d", "heads", "kv_heads", "causal", "decode", "peer_json"])]
+    pub(crate) suite: Option<Suite>,
     /// Lengths; k stands for 1024.
     #[arg(long, value_delimiter = ',', default_value = "1k,2k,4k,8k", value_name = "N,…", value_parser = count)]
     pub(crate) n: Vec<usize>,
@@ -523,6 +529,12 @@ pub(crate) struct BenchArgs {
     /// Figures measured by another program, merged where the shapes agree (docs/json.md).
     #[arg(long, value_name = "FILE")]
     pub(crate) peer_json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+pub(crate) enum Suite {
+    /// Every paper's claim beside exact attention on this machine.
+    Headline,
 }
 
 #[derive(Args, Clone, Debug)]
