@@ -14,6 +14,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 VENV = ROOT / ".cache" / "peers"
 # OpenMP runtimes let idle threads spin for up to 0.2 s.
 PAUSE = 0.3
+# Seconds of runs before the one that counts.
+WAKE = 0.05
 
 
 def ensure(venv, *packages):
@@ -49,12 +51,15 @@ class Attlas:
 
 def interleave(torch_run, attlas_run, repeats):
     """Medians of alternating runs. The other side's threads spin for a while after their work: they get time to
-    go to sleep; then one run that is not counted wakes this side's."""
+    go to sleep; then runs that are not counted wake this side's and bring memory back to its speed."""
     ours, theirs = [], []
     for _ in range(repeats):
         for run, seconds in [(torch_run, theirs), (attlas_run, ours)]:
             time.sleep(PAUSE)
+            woken = time.perf_counter() + WAKE
             run()
+            while time.perf_counter() < woken:
+                run()
             seconds.append(run())
     return statistics.median(ours), statistics.median(theirs)
 

@@ -1,7 +1,8 @@
 //! The attlas side of `bench/peers/*.py`: reads one JSON request a line, runs it once, answers with seconds.
 
 use attlas::{
-    Inputs, Method, Options, Out, Plan, Problem, Qkv, Schedule, TensorMut, TensorRef, Workspace, metrics, registry,
+    Inputs, Method, Options, Out, Plan, Problem, Qkv, Schedule, TensorMut, TensorRef, Workspace, metrics,
+    registry,
 };
 use attlas_num::rng::StreamKey;
 use serde_json::{Value, json};

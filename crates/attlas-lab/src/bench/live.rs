@@ -79,7 +79,12 @@ pub(super) struct Live<'a> {
 
 impl<'a> Live<'a> {
     /// Plans and runs once.
-    pub(super) fn new(subject: &'a Chosen, data: &Data, settings: &Settings, ws: &mut Workspace) -> Result<Self> {
+    pub(super) fn new(
+        subject: &'a Chosen,
+        data: &Data,
+        settings: &Settings,
+        ws: &mut Workspace,
+    ) -> Result<Self> {
         let p = data.problem;
         let options = subject.options_for(settings.seed);
         let calibration = match (subject.method.claims.needs, subject.method.calibrate) {
@@ -144,15 +149,20 @@ impl<'a> Live<'a> {
     }
 
     /// Seconds of set-up (0 for a stream) and of one run.
-    fn once(&mut self, data: &Data, ws: &mut Workspace) -> Result<(f64, f64)> {
+    pub(super) fn once(&mut self, data: &Data, ws: &mut Workspace) -> Result<(f64, f64)> {
         let p = data.problem;
         let x = data.inputs()?;
         if let Some(stream) = &mut self.stream {
             let token = Qkv::new(x.q, x.k.rows(0..1), x.v.rows(0..1));
             let out = Out::new(TensorMut::bhnd(&mut self.output, [1, p.n_heads, 1, p.d_v])?);
+            // As a model does it: one visit to the threads for a token, not one for each call.
+            let mut inside = ws.sibling();
+            let mut out = out.into();
             let (done, seconds) = timed(|| {
-                stream.push(&token.into(), ws)?;
-                stream.attend(&token.into(), &mut out.into(), ws)
+                ws.install(|_| {
+                    stream.push(&token.into(), &mut inside)?;
+                    stream.attend(&token.into(), &mut out, &mut inside)
+                })
             });
             self.status = done?.status;
             return Ok((0.0, seconds));
@@ -207,7 +217,8 @@ impl<'a> Live<'a> {
         let p = &data.problem;
         let (setup_seconds, run_seconds) = (Spread::new(&self.setups)?, Spread::new(&self.runs)?);
         let total = self.total();
-        let exact_seconds = beside.map(|exact| if settings.decode { exact.run() } else { exact.setup() + exact.run() });
+        let exact_seconds =
+            beside.map(|exact| if settings.decode { exact.run() } else { exact.setup() + exact.run() });
         let judged = beside.filter(|_| settings.kind != Kind::Gaussian && !settings.decode);
         let elements = p.n_heads * p.n_q * (p.d + p.d_v) + p.n_kv_heads * p.n_k * (p.d + p.d_v);
         let bytes = match &self.stream {

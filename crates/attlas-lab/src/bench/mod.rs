@@ -455,7 +455,11 @@ fn growth(result: &Bench, subjects: &[Chosen]) -> Vec<Growth> {
                 d,
                 exponent: log_slope(&times),
                 claimed: subject.method.claims.exponent,
-                crossover: if i == 0 && rows[0].speedup == Some(1.0) { Crossover::Unknown } else { crossover(&gains) },
+                crossover: if i == 0 && rows[0].speedup == Some(1.0) {
+                    Crossover::Unknown
+                } else {
+                    crossover(&gains)
+                },
             });
         }
     }

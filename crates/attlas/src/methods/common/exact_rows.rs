@@ -3,7 +3,7 @@
 use crate::group::Group;
 use crate::workspace::Context;
 use crate::{Result, RunInfo};
-use attlas_num::kernels::{Attend, Band, Precision, merge_lse};
+use attlas_num::kernels::{Attend, Band, Precision, merge_lse, prefetch};
 use attlas_num::{MatRef, Real};
 use rayon::prelude::*;
 
@@ -16,6 +16,11 @@ const KERNEL_SCRATCH_BYTES: usize = 1 << 20;
 /// Keys of one piece when a single query per head is split over keys. Fixed, so that the number of threads
 /// cannot change a bit.
 const KEYS_PER_PIECE: usize = 4096;
+
+/// Keys of one piece when chosen keys are gathered: keys and values stay in the second-level cache.
+const GATHER_PIECE: usize = 512;
+/// Rows at the start of the next run of neighbours for which memory is asked early; the hardware foresees the others.
+const PREFETCHED_ROWS: usize = 16;
 
 /// Exact attention of a group, in parallel over query blocks, or over keys when each head has one query.
 ///
@@ -72,6 +77,76 @@ pub fn exact_few_rows<T: Real>(
     lse: &mut [T],
 ) {
     exact_split_keys(q, k, v, scale, Precision::Full, cx, out, lse);
+}
+
+/// Exact attention of a few rows over the keys named by `index`, without a mask: pieces of fixed length are gathered and
+/// attended in parallel and merged in order, so that the number of threads cannot change a bit.
+#[allow(clippy::too_many_arguments)]
+pub fn exact_chosen_keys<T: Real>(
+    q: MatRef<'_, T>,
+    k: MatRef<'_, T>,
+    v: MatRef<'_, T>,
+    index: &[u32],
+    scale: T,
+    cx: Context<'_>,
+    out: &mut [T],
+    lse: &mut [T],
+) {
+    let (rows, d, d_v) = (q.rows(), k.cols(), v.cols());
+    let run = |index: &[u32], out: &mut [T], lse: &mut [T]| {
+        let mut near_k = cx.scratch.take::<T>(index.len() * d);
+        let mut near_v = cx.scratch.take::<T>(index.len() * d_v);
+        let mut done = 0;
+        let mut runs = index.chunk_by(|a, b| b.wrapping_sub(*a) == 1).peekable();
+        while let Some(run) = runs.next() {
+            if let Some(next) = runs.peek() {
+                next.iter().take(PREFETCHED_ROWS).for_each(|&j| {
+                    prefetch(k.row(j as usize));
+                    prefetch(v.row(j as usize));
+                });
+            }
+            for &j in run {
+                near_k[done * d..(done + 1) * d].copy_from_slice(k.row(j as usize));
+                near_v[done * d_v..(done + 1) * d_v].copy_from_slice(v.row(j as usize));
+                done += 1;
+            }
+        }
+        let (k, v) = (MatRef::new(&near_k, index.len(), d), MatRef::new(&near_v, index.len(), d_v));
+        let job = attend(q, k, v, None, scale, Band::ALL, Precision::Full, cx);
+        Attend { decode: true, ..job }.run(cx.scratch, out, lse);
+    };
+    if index.len() <= GATHER_PIECE {
+        return run(index, out, lse);
+    }
+    let pieces = index.len().div_ceil(GATHER_PIECE);
+    let mut part_out = cx.scratch.take::<T>(pieces * rows * d_v);
+    let mut part_lse = cx.scratch.take::<T>(pieces * rows);
+    part_out
+        .par_chunks_mut(rows * d_v)
+        .zip(part_lse.par_chunks_mut(rows))
+        .zip(index.par_chunks(GATHER_PIECE))
+        .with_max_len(1)
+        .for_each(|((out, lse), index)| run(index, out, lse));
+    merge_parts(&part_out, &part_lse, out, lse);
+}
+
+/// Merges the rows of several parts, in order.
+fn merge_parts<T: Real>(part_out: &[T], part_lse: &[T], out: &mut [T], lse: &mut [T]) {
+    let (rows, d_v) = (lse.len(), out.len() / lse.len().max(1));
+    out.copy_from_slice(&part_out[..rows * d_v]);
+    lse.copy_from_slice(&part_lse[..rows]);
+    for (o, l) in part_out.chunks_exact(rows * d_v).zip(part_lse.chunks_exact(rows)).skip(1) {
+        for h in 0..rows {
+            merge_lse(&mut out[h * d_v..(h + 1) * d_v], &mut lse[h], &o[h * d_v..(h + 1) * d_v], l[h]);
+        }
+    }
+}
+
+/// Upper bound on the scratch of [`exact_chosen_keys`] over `n` keys for elements of `size` bytes.
+pub fn chosen_keys_scratch_bytes(p: &crate::Problem, n: usize, threads: usize, size: usize) -> usize {
+    let piece = n.min(GATHER_PIECE) * (p.d + p.d_v) * size + 128;
+    let parts = n.div_ceil(GATHER_PIECE) * p.group_size() * (p.d_v + 1) * size + 128;
+    threads * (KERNEL_SCRATCH_BYTES + piece + parts)
 }
 
 /// Upper bound on the scratch of [`exact_few_rows`] for elements of `size` bytes.
@@ -157,11 +232,5 @@ fn exact_split_keys<T: Real>(
             let start = piece * KEYS_PER_PIECE;
             run(start..(start + KEYS_PER_PIECE).min(k.rows()), out, lse);
         });
-    out.copy_from_slice(&part_out[..heads * d_v]);
-    lse.copy_from_slice(&part_lse[..heads]);
-    for (o, l) in part_out.chunks_exact(heads * d_v).zip(part_lse.chunks_exact(heads)).skip(1) {
-        for h in 0..heads {
-            merge_lse(&mut out[h * d_v..(h + 1) * d_v], &mut lse[h], &o[h * d_v..(h + 1) * d_v], l[h]);
-        }
-    }
+    merge_parts(&part_out, &part_lse, out, lse);
 }
