@@ -478,7 +478,7 @@ impl ConversionEntry {
 
     /// What the registry says of `c`.
     pub fn new(c: &'static Conversion) -> Self {
-        let Conversion { id, title, reference, params: p, from, to } = *c;
+        let Conversion { id, title, reference, params: p, from, to, .. } = *c;
         Self { id, title, reference, from, to, params: params(p) }
     }
 }

@@ -6,9 +6,11 @@
 pub mod bert;
 pub mod chat;
 pub mod checkpoint;
+pub mod compress;
 pub mod config;
 pub mod decoder;
 pub mod error;
+pub mod factored;
 pub mod gguf;
 pub mod hub;
 pub mod linear;

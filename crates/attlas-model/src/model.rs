@@ -1,6 +1,6 @@
 //! A model opened from disk: description, weights and tokeniser together.
 
-use crate::checkpoint::{Tensors, open_gguf, open_safetensors, read_file};
+use crate::checkpoint::{Tensors, open_gguf, read_file};
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
@@ -72,12 +72,13 @@ impl Model {
 
     fn open_folder(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
-        let mut config = ModelConfig::from_json(&read_file(&path)?).map_err(|e| e.in_file(&path))?;
+        let text = read_file(&path)?;
+        let mut config = ModelConfig::from_json(&text).map_err(|e| e.in_file(&path))?;
         let path = folder.join("generation_config.json");
         if path.is_file() {
             config.set_eos_from_json(&read_file(&path)?).map_err(|e| e.in_file(&path))?;
         }
-        let tensors = open_safetensors(folder)?;
+        let tensors = crate::checkpoint::open_folder(folder, &text)?;
         let weights =
             Weights::collect(&config, &tensors, Naming::HuggingFace).map_err(|e| e.in_file(folder))?;
         let path = folder.join("tokenizer.json");

@@ -3,6 +3,7 @@
 use crate::checkpoint::Tensors;
 use crate::config::{Architecture, ModelConfig};
 use crate::error::{Error, Result};
+use crate::factored::Attention;
 use crate::linear::Linear;
 use crate::tensor::Tensor;
 
@@ -98,6 +99,8 @@ pub struct EncoderLayer {
     pub down: Linear,
     /// Norm after the feed-forward layer.
     pub output_norm: LayerNorm,
+    /// Attention of another kind, where the checkpoint has it; the maps above are its own then, as far as it has them.
+    pub attention: Option<Attention>,
 }
 
 /// Weight and bias of a layer norm.
@@ -157,6 +160,14 @@ impl Finder<'_> {
 
     /// `name.weight` and, if the file has it, `name.bias`.
     fn linear(&self, name: &str, outputs: usize, inputs: usize) -> Result<Linear> {
+        let full = format!("{}{name}", self.prefix);
+        if let Some(map) = self.tensors.map(&full) {
+            let (found, expected) = (vec![map.outputs(), map.inputs()], vec![outputs, inputs]);
+            if found != expected {
+                return Err(Error::Shape { name: full, found, expected });
+            }
+            return Ok(map.clone());
+        }
         let weight = self.tensor(&format!("{name}.weight"), &[outputs, inputs])?;
         let bias = self.optional(&format!("{name}.bias"), &[outputs])?.map(|b| b.to_f32());
         Linear::new(weight, bias).ok_or_else(|| Error::MissingTensor { name: name.to_owned() })
@@ -179,21 +190,21 @@ impl Finder<'_> {
 }
 
 /// The names of a decoder's tensors; those of a layer follow its prefix.
-struct DecoderNames {
-    embedding: &'static str,
-    final_norm: &'static str,
-    layer: fn(usize) -> String,
-    attention_norm: &'static str,
-    q: &'static str,
-    k: &'static str,
-    v: &'static str,
-    o: &'static str,
-    q_norm: &'static str,
-    k_norm: &'static str,
-    ffn_norm: &'static str,
-    gate: &'static str,
-    up: &'static str,
-    down: &'static str,
+pub(crate) struct DecoderNames {
+    pub(crate) embedding: &'static str,
+    pub(crate) final_norm: &'static str,
+    pub(crate) layer: fn(usize) -> String,
+    pub(crate) attention_norm: &'static str,
+    pub(crate) q: &'static str,
+    pub(crate) k: &'static str,
+    pub(crate) v: &'static str,
+    pub(crate) o: &'static str,
+    pub(crate) q_norm: &'static str,
+    pub(crate) k_norm: &'static str,
+    pub(crate) ffn_norm: &'static str,
+    pub(crate) gate: &'static str,
+    pub(crate) up: &'static str,
+    pub(crate) down: &'static str,
 }
 
 const GGUF_DECODER: DecoderNames = DecoderNames {
@@ -213,7 +224,7 @@ const GGUF_DECODER: DecoderNames = DecoderNames {
     down: "ffn_down",
 };
 
-const HF_DECODER: DecoderNames = DecoderNames {
+pub(crate) const HF_DECODER: DecoderNames = DecoderNames {
     embedding: "embed_tokens.weight",
     final_norm: "norm.weight",
     layer: |i| format!("layers.{i}"),
@@ -279,20 +290,20 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
 }
 
 /// The names of an encoder's tensors; those of a layer follow its prefix.
-struct EncoderNames {
-    word: &'static str,
-    position: &'static str,
-    kind: &'static str,
-    embedding_norm: &'static str,
-    layer: fn(usize) -> String,
-    q: &'static str,
-    k: &'static str,
-    v: &'static str,
-    o: &'static str,
-    attention_norm: &'static str,
-    up: &'static str,
-    down: &'static str,
-    output_norm: &'static str,
+pub(crate) struct EncoderNames {
+    pub(crate) word: &'static str,
+    pub(crate) position: &'static str,
+    pub(crate) kind: &'static str,
+    pub(crate) embedding_norm: &'static str,
+    pub(crate) layer: fn(usize) -> String,
+    pub(crate) q: &'static str,
+    pub(crate) k: &'static str,
+    pub(crate) v: &'static str,
+    pub(crate) o: &'static str,
+    pub(crate) attention_norm: &'static str,
+    pub(crate) up: &'static str,
+    pub(crate) down: &'static str,
+    pub(crate) output_norm: &'static str,
 }
 
 const GGUF_ENCODER: EncoderNames = EncoderNames {
@@ -311,7 +322,7 @@ const GGUF_ENCODER: EncoderNames = EncoderNames {
     output_norm: "layer_output_norm",
 };
 
-const HF_ENCODER: EncoderNames = EncoderNames {
+pub(crate) const HF_ENCODER: EncoderNames = EncoderNames {
     word: "embeddings.word_embeddings.weight",
     position: "embeddings.position_embeddings.weight",
     kind: "embeddings.token_type_embeddings.weight",
@@ -334,11 +345,20 @@ fn encoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Encod
     for i in 0..c.n_layers {
         let layer = (names.layer)(i);
         let name = |part: &str| format!("{layer}.{part}");
+        let attention = finder.tensors.attention(i).cloned();
+        let [q, k, v, o] = match &attention {
+            Some(a) => [a.part(&["q"])?, a.part(&["k", "b_k"])?, a.part(&["v", "b_v"])?, a.part(&["o"])?],
+            None => {
+                let qkv = |part: &str| finder.biased(&name(part), width, d);
+                [qkv(names.q)?, qkv(names.k)?, qkv(names.v)?, finder.biased(&name(names.o), d, width)?]
+            }
+        };
         layers.push(EncoderLayer {
-            q: finder.biased(&name(names.q), width, d)?,
-            k: finder.biased(&name(names.k), width, d)?,
-            v: finder.biased(&name(names.v), width, d)?,
-            o: finder.biased(&name(names.o), d, width)?,
+            q,
+            k,
+            v,
+            o,
+            attention,
             attention_norm: finder.layer_norm(&name(names.attention_norm), d)?,
             up: finder.biased(&name(names.up), c.intermediate, d)?,
             down: finder.biased(&name(names.down), d, c.intermediate)?,

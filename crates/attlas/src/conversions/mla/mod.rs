@@ -46,6 +46,7 @@ pub static CONVERSION: Conversion = Conversion {
     params: Params::SPECS,
     from: "grouped_query",
     to: "latent",
+    run: None,
 };
 
 crate::choices! {
