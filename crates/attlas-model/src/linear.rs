@@ -48,6 +48,24 @@ impl Linear {
     }
 }
 
+impl attlas::layer::Linear for Linear {
+    fn n_out(&self) -> usize {
+        self.outputs()
+    }
+
+    fn n_in(&self) -> usize {
+        self.inputs()
+    }
+
+    fn apply(&self, x: MatRef<'_, f32>, out: &mut [f32], cx: attlas::Context<'_>) {
+        apply_all(&mut [(self, out)], x, cx.scratch);
+    }
+
+    fn parameters(&self) -> usize {
+        self.outputs() * self.inputs() + self.bias.as_ref().map_or(0, Vec::len)
+    }
+}
+
 /// Applies several layers to the same input in one parallel pass.
 pub fn apply_all(layers: &mut [(&Linear, &mut [f32])], x: MatRef<'_, f32>, scratch: &Scratch) {
     let mut jobs: Vec<Job<'_>> =
