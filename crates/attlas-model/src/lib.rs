@@ -8,6 +8,7 @@ pub mod chat;
 pub mod checkpoint;
 pub mod compress;
 pub mod config;
+pub mod convert;
 pub mod decoder;
 pub mod error;
 pub mod factored;
@@ -25,7 +26,7 @@ pub mod weights;
 
 pub use bert::Encoder;
 pub use chat::{ChatTemplate, Message};
-pub use config::{Architecture, ModelConfig};
+pub use config::{Architecture, LatentConfig, ModelConfig};
 pub use decoder::{Decoder, Rows};
 pub use error::{Error, Result};
 pub use linear::Linear;

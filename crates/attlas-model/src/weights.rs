@@ -6,6 +6,11 @@ use crate::error::{Error, Result};
 use crate::factored::Attention;
 use crate::linear::Linear;
 use crate::tensor::Tensor;
+use attlas::Mat;
+use attlas::layer::{Dense, LayerShape};
+use attlas::layers::latent::{self, Latent};
+use attlas_num::rope::Scaling;
+use std::sync::Arc;
 
 /// Whose tensor names a checkpoint uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,11 +48,11 @@ pub struct DecoderWeights {
 pub struct DecoderLayer {
     /// Norm before attention.
     pub attention_norm: Vec<f32>,
-    /// Queries: `n_heads · head_dim` outputs.
+    /// Queries: `n_heads · head_dim` outputs. With a latent of queries, from that.
     pub q: Linear,
-    /// Keys: `n_kv_heads · head_dim` outputs.
+    /// Keys: `n_kv_heads · head_dim` outputs. In latent attention, the latent and the shared key.
     pub k: Linear,
-    /// Values: `n_kv_heads · head_dim` outputs.
+    /// Values: `n_kv_heads · head_dim` outputs. In latent attention, keys and values from the latent.
     pub v: Linear,
     /// From concatenated heads back to the residual stream.
     pub o: Linear,
@@ -55,6 +60,8 @@ pub struct DecoderLayer {
     pub q_norm: Option<Vec<f32>>,
     /// Norm of each key head, where the family has one.
     pub k_norm: Option<Vec<f32>>,
+    /// Latent attention made of the maps above, where the family has it.
+    pub latent: Option<Arc<Latent>>,
     /// Norm before the feed-forward layer.
     pub ffn_norm: Vec<f32>,
     /// Gate of the feed-forward layer.
@@ -263,14 +270,25 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
                 Ok(None)
             }
         };
+        let ([q, k, v, o], latent) = match c.latent {
+            Some(_) => {
+                let (maps, latent) = latent_attention(c, finder, &layer)?;
+                (maps, Some(Arc::new(latent)))
+            }
+            None => {
+                let o = finder.linear(&name(names.o), d, q_width)?;
+                ([qkv(names.q, q_width)?, qkv(names.k, kv_width)?, qkv(names.v, kv_width)?, o], None)
+            }
+        };
         layers.push(DecoderLayer {
             attention_norm: finder.vector(&name(names.attention_norm), d)?,
-            q: qkv(names.q, q_width)?,
-            k: qkv(names.k, kv_width)?,
-            v: qkv(names.v, kv_width)?,
-            o: finder.linear(&name(names.o), d, q_width)?,
+            q,
+            k,
+            v,
+            o,
             q_norm: head_norm(names.q_norm)?,
             k_norm: head_norm(names.k_norm)?,
+            latent,
             ffn_norm: finder.vector(&name(names.ffn_norm), d)?,
             gate: finder.linear(&name(names.gate), c.intermediate, d)?,
             up: finder.linear(&name(names.up), c.intermediate, d)?,
@@ -287,6 +305,54 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
     let output = Linear::new(output.unwrap_or_else(|| embedding.clone()), None)
         .ok_or_else(|| Error::MissingTensor { name: "lm_head.weight".into() })?;
     Ok(DecoderWeights { final_norm: finder.vector(names.final_norm, d)?, embedding, layers, output })
+}
+
+/// The maps of latent attention, those to queries, to latent and shared key, to keys and values, and of the output; and
+/// the layer they make. Latents are normalised with an epsilon of their own.
+fn latent_attention(c: &ModelConfig, finder: &Finder<'_>, layer: &str) -> Result<([Linear; 4], Latent)> {
+    let (Some(l), Some(rope)) = (c.latent, &c.rope) else { unreachable!("read from the same configuration") };
+    let name = |part: &str| format!("{layer}.self_attn.{part}");
+    let norm = |part: &str, width: usize| {
+        let weight = finder.vector(&name(&format!("{part}.weight")), width)?;
+        Ok::<_, Error>(Dense::new(Mat::from_vec(weight, width, 1)))
+    };
+    let queries = c.n_heads * c.head_dim;
+    let mut weights = attlas::layer::Weights::new();
+    let q = match l.rank_q {
+        None => finder.linear(&name("q_proj"), queries, c.hidden)?,
+        Some(rank) => {
+            let q_a = finder.linear(&name("q_a_proj"), rank, c.hidden)?;
+            weights.insert("q_a".into(), Box::new(q_a));
+            weights.insert("q_a_norm".into(), Box::new(norm("q_a_layernorm", rank)?));
+            finder.linear(&name("q_b_proj"), queries, rank)?
+        }
+    };
+    let kv_a = finder.linear(&name("kv_a_proj_with_mqa"), l.rank + rope.dim, c.hidden)?;
+    let kv_b = finder.linear(&name("kv_b_proj"), c.n_heads * (l.nope + l.v_dim), l.rank)?;
+    let o = finder.linear(&name("o_proj"), c.hidden, c.n_heads * l.v_dim)?;
+    let query_name = if l.rank_q.is_some() { "q_b" } else { "q" };
+    for (name, map) in [(query_name, &q), ("kv_a", &kv_a), ("kv_b", &kv_b), ("o", &o)] {
+        weights.insert(name.into(), Box::new(map.clone()));
+    }
+    weights.insert("kv_a_norm".into(), Box::new(norm("kv_a_layernorm", l.rank)?));
+    let shape = LayerShape {
+        d_model: c.hidden,
+        n_heads: c.n_heads,
+        n_kv_heads: c.n_heads,
+        d: c.head_dim,
+        d_v: l.v_dim,
+    };
+    let scale_factor = if let Scaling::Yarn(yarn) = &rope.scaling { yarn.softmax_factor() } else { 1.0 };
+    let params = latent::Params {
+        rank: l.rank,
+        rank_q: l.rank_q,
+        rope_dim: rope.dim,
+        rope_base: rope.base,
+        scale_factor,
+        ..latent::Params::default()
+    };
+    let layer = Latent::new(shape, params, Some(rope.clone()), weights)?;
+    Ok(([q, kv_a, kv_b, o], layer))
 }
 
 /// The names of an encoder's tensors; those of a layer follow its prefix.
