@@ -8,6 +8,7 @@
 mod args;
 mod bench;
 mod compare;
+mod compress;
 mod inspect;
 mod language;
 mod progress;
@@ -44,6 +45,7 @@ fn main() -> ExitCode {
         Some(Command::Simulate(a)) => simulate::run(a, &cli.common),
         Some(Command::Extract(a)) => language::extract(a, &cli.common),
         Some(Command::Tune(a)) => tune::run(a, &cli.common),
+        Some(Command::Compress(a)) => compress::run(a, &cli.common),
         Some(Command::Perplexity(a)) => language::perplexity(a, &cli.common),
         Some(Command::Generate(a)) => language::generate(a, &cli.common),
         None => compare::run(&CompareArgs::first_look(&cli.common), &cli.common),

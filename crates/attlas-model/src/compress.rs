@@ -293,7 +293,7 @@ impl<'a> Contents<'a> {
 
     /// The name under which shared numbers are written, and whether this is the first time.
     fn share(&mut self, address: usize) -> (String, bool) {
-        let next = format!("attlas.shared.{}", self.shared.len());
+        let next = format!("attlas.factor.{}", self.shared.len());
         let name = self.shared.entry(address).or_insert_with(|| next.clone()).clone();
         let first = name == next;
         (name, first)
@@ -562,51 +562,39 @@ fn windows_json(c: &ModelConfig, json: &mut Json) -> Result<()> {
     Ok(())
 }
 
-/// Operations of one token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Flops {
-    /// Of all linear maps, the one to logits included.
-    pub linear: u64,
-    /// Of attention itself over the tokens it sees.
-    pub attention: u64,
-}
-
 /// Operations that the model spends on a token that sees `context` tokens, itself included: one multiply-add is two.
 /// Maps that begin with the same factor compute it once, as they do when they run.
-pub fn flops_per_token(model: &Model, context: usize) -> Flops {
+pub fn flops_per_token(model: &Model, context: usize) -> u64 {
     let c = &model.config;
+    let context = context.max(1);
     let scores = |seen: usize| 4 * (c.n_heads * c.head_dim * seen) as u64;
-    let mut out = Flops { linear: 0, attention: 0 };
-    let mut whole = |layer: &dyn attlas::layer::Layer, mask: Mask| {
-        let cost = layer.cost(mask, context.saturating_sub(1), 1);
-        out.attention += cost.map_or(0, |cost| cost.run_flops);
-    };
+    let mut total = 0;
     match &model.weights {
         Weights::Decoder(w) => {
             for (i, l) in w.layers.iter().enumerate() {
-                match &l.attention {
-                    Some(a) => whole(&*a.layer, Mask::Causal),
+                total += match l.whole() {
+                    Some(a) => a.cost(Mask::Causal, context - 1, 1).map_or(0, |cost| cost.run_flops),
                     None => {
-                        out.linear += flops(&[&l.q, &l.k, &l.v]) + flops(&[&l.o]);
-                        out.attention += scores(c.windows[i].unwrap_or(context).min(context));
+                        let seen = c.windows.get(i).copied().flatten().unwrap_or(context).min(context);
+                        flops(&[&l.q, &l.k, &l.v]) + flops(&[&l.o]) + scores(seen)
                     }
-                }
-                out.linear += flops(&[&l.gate, &l.up]) + flops(&[&l.down]);
+                };
+                total += flops(&[&l.gate, &l.up]) + flops(&[&l.down]);
             }
-            out.linear += flops(&[&w.output]);
+            total += flops(&[&w.output]);
         }
         Weights::Encoder(w) => {
             for l in &w.layers {
-                match &l.attention {
-                    Some(a) => whole(&*a.layer, Mask::None),
-                    None => {
-                        out.linear += flops(&[&l.q, &l.k, &l.v]) + flops(&[&l.o]);
-                        out.attention += scores(context);
+                total += match &l.attention {
+                    Some(a) => {
+                        let whole = a.layer.cost(Mask::None, 0, context);
+                        whole.map_or(0, |cost| cost.run_flops / context as u64)
                     }
-                }
-                out.linear += flops(&[&l.up]) + flops(&[&l.down]);
+                    None => flops(&[&l.q, &l.k, &l.v]) + flops(&[&l.o]) + scores(context),
+                };
+                total += flops(&[&l.up]) + flops(&[&l.down]);
             }
         }
     }
-    out
+    total
 }

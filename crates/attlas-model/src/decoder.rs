@@ -12,7 +12,8 @@
 //! into chunks of [`CHUNK`] tokens, which bounds memory; to other methods a prompt is one problem, because what
 //! they do with a row may depend on how many tokens there are.
 //!
-//! Layers with latent attention attend as a whole, exactly, over a cache of latents; observers do not see inside them.
+//! Layers with latent attention, and those whose attention a checkpoint says is another layer, attend as a whole,
+//! exactly, over a cache of their own; observers do not see inside them.
 
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
@@ -23,7 +24,6 @@ use crate::recipe::{Part, Recipe};
 use crate::weights::{DecoderLayer, DecoderWeights, Weights};
 use attlas::cache::KvCache;
 use attlas::layer::{Layer, LayerCache};
-use attlas::layers::latent::Latent;
 use attlas::{
     DType, MatRef, Options, Out, Problem, Qkv, RunInfo, Schedule, Stream, TensorMut, TensorRef, Workspace,
     registry,
@@ -110,17 +110,17 @@ impl Decoder {
             return Err(Error::Unsupported { what });
         }
         let parts = recipe.resolve(c)?;
-        if c.latent.is_some()
+        if model.weights.has_other_attention()
             && let Some(part) = parts.iter().flatten().find(|p| !p.is_baseline())
         {
-            let reasons = vec!["latent attention attends exactly: its heads share one latent".to_owned()];
+            let reasons = vec!["the model's attention layers attend exactly, as a whole".to_owned()];
             return Err(attlas::Error::Unsupported { method: part.method.id.into(), reasons }.into());
         }
         let mut layers: Vec<LayerState> =
             parts.into_iter().enumerate().map(|(i, parts)| LayerState::new(i, parts, c)).collect();
         if let Weights::Decoder(weights) = &model.weights {
             for (state, layer) in layers.iter_mut().zip(&weights.layers) {
-                state.latents = layer.latent.as_ref().map(|l| l.new_cache());
+                state.latents = layer.whole().map(|l| l.new_cache());
             }
         }
         let state = State {
@@ -341,7 +341,7 @@ impl State {
                 result = Err(Error::Interrupted);
                 break;
             }
-            if layer.latent.is_none() {
+            if layer.whole().is_none() {
                 let q = sized(&mut buffers.q, n * q_width);
                 for (i, x) in x.chunks(CHUNK * d).enumerate() {
                     let (start, len) = (i * CHUNK, x.len() / d);
@@ -373,12 +373,12 @@ impl State {
                 let len = x.len() / d;
                 let sum = sized(&mut buffers.sum, len * d);
                 let normed = sized(&mut buffers.normed, len * d);
-                if let Some(latent) = &layer.latent {
+                if let Some(whole) = layer.whole() {
                     by_rows(normed, d, |first, rows| {
                         let x = &x[first * d..][..rows.len()];
                         ops::rms_norm_into(x, &layer.attention_norm, c.norm_eps, rows);
                     });
-                    result = self.attend_latent(l, latent, matrix(normed, d), sum);
+                    result = self.attend_whole(l, whole, matrix(normed, d), sum);
                     if result.is_err() {
                         break;
                     }
@@ -470,16 +470,16 @@ impl State {
         Ok(())
     }
 
-    /// The output of latent attention in layer `l`, whose cache takes the tokens of `x`.
-    fn attend_latent(
+    /// The output of layer `l`, which attends as a whole and whose cache takes the tokens of `x`.
+    fn attend_whole(
         &mut self,
         l: usize,
-        latent: &Latent,
+        whole: &dyn Layer,
         x: MatRef<'_, f32>,
         out: &mut [f32],
     ) -> Result<()> {
         let Some(cache) = &mut self.layers[l].latents else { unreachable!("made with the layer") };
-        let info = latent.forward(x, &mut **cache, out, &mut self.inner)?;
+        let info = whole.forward(x, &mut **cache, out, &mut self.inner)?;
         self.info = std::mem::take(&mut self.info).merge(info);
         Ok(())
     }
@@ -517,7 +517,7 @@ struct LayerState {
     /// For each part that decodes by a stream, the stream, once it was needed.
     streams: Vec<Option<Box<dyn Stream>>>,
     cache: KvCache<f32>,
-    /// The cache of a layer with latent attention, which uses none of the others.
+    /// The cache of a layer that attends as a whole, which uses none of the others.
     latents: Option<Box<dyn LayerCache>>,
 }
 

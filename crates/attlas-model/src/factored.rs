@@ -156,10 +156,13 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// The map that plays a part, under the first of these names that it has.
-    pub(crate) fn part(&self, names: &[&str]) -> Result<Linear> {
-        let found = names.iter().find_map(|n| self.maps.get(*n));
-        found.cloned().ok_or_else(|| Error::MissingTensor { name: names.join(" or ") })
+    /// The maps that stand for queries, keys, values and output.
+    pub(crate) fn projections(&self) -> Result<[Linear; 4]> {
+        let part = |names: &[&str]| {
+            let found = names.iter().find_map(|n| self.maps.get(*n));
+            found.cloned().ok_or_else(|| Error::MissingTensor { name: names.join(" or ") })
+        };
+        Ok([part(&["q"])?, part(&["k", "b_k"])?, part(&["v", "b_v"])?, part(&["o"])?])
     }
 }
 

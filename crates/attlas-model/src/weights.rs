@@ -7,7 +7,7 @@ use crate::factored::Attention;
 use crate::linear::Linear;
 use crate::tensor::Tensor;
 use attlas::Mat;
-use attlas::layer::{Dense, LayerShape};
+use attlas::layer::{Dense, Layer, LayerShape};
 use attlas::layers::latent::{self, Latent};
 use attlas_num::rope::Scaling;
 use std::sync::Arc;
@@ -62,6 +62,8 @@ pub struct DecoderLayer {
     pub k_norm: Option<Vec<f32>>,
     /// Latent attention made of the maps above, where the family has it.
     pub latent: Option<Arc<Latent>>,
+    /// Attention of another kind, where the checkpoint has it; the maps above are its own then, as far as it has them.
+    pub attention: Option<Attention>,
     /// Norm before the feed-forward layer.
     pub ffn_norm: Vec<f32>,
     /// Gate of the feed-forward layer.
@@ -70,6 +72,14 @@ pub struct DecoderLayer {
     pub up: Linear,
     /// Back to the residual stream.
     pub down: Linear,
+}
+
+impl DecoderLayer {
+    /// The layer that attends as a whole, where attention is not made of methods.
+    pub fn whole(&self) -> Option<&dyn Layer> {
+        let latent = self.latent.as_deref().map(|l| l as &dyn Layer);
+        latent.or_else(|| self.attention.as_ref().map(|a| &*a.layer))
+    }
 }
 
 /// The weights of an encoder.
@@ -127,6 +137,16 @@ impl Weights {
             Ok(Self::Encoder(encoder(config, &finder, naming)?))
         } else {
             Ok(Self::Decoder(decoder(config, &finder, naming)?))
+        }
+    }
+}
+
+impl Weights {
+    /// Whether a layer attends in another way than by the heads that the configuration describes.
+    pub fn has_other_attention(&self) -> bool {
+        match self {
+            Self::Decoder(w) => w.layers.iter().any(|l| l.whole().is_some()),
+            Self::Encoder(w) => w.layers.iter().any(|l| l.attention.is_some()),
         }
     }
 }
@@ -270,12 +290,14 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
                 Ok(None)
             }
         };
-        let ([q, k, v, o], latent) = match c.latent {
-            Some(_) => {
+        let attention = finder.tensors.attention(i).cloned();
+        let ([q, k, v, o], latent) = match (&attention, c.latent) {
+            (Some(a), _) => (a.projections()?, None),
+            (None, Some(_)) => {
                 let (maps, latent) = latent_attention(c, finder, &layer)?;
                 (maps, Some(Arc::new(latent)))
             }
-            None => {
+            (None, None) => {
                 let o = finder.linear(&name(names.o), d, q_width)?;
                 ([qkv(names.q, q_width)?, qkv(names.k, kv_width)?, qkv(names.v, kv_width)?, o], None)
             }
@@ -289,6 +311,7 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
             q_norm: head_norm(names.q_norm)?,
             k_norm: head_norm(names.k_norm)?,
             latent,
+            attention,
             ffn_norm: finder.vector(&name(names.ffn_norm), d)?,
             gate: finder.linear(&name(names.gate), c.intermediate, d)?,
             up: finder.linear(&name(names.up), c.intermediate, d)?,
