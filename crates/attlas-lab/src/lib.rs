@@ -29,6 +29,7 @@ pub mod perplexity;
 pub mod report;
 mod run;
 pub mod select;
+pub mod self_check;
 pub mod simulate;
 pub mod source;
 pub mod stats;
