@@ -20,6 +20,7 @@ pub mod ops;
 pub mod perplexity;
 pub mod recipe;
 pub mod sample;
+pub mod save;
 pub mod tensor;
 pub mod tokenizer;
 pub mod weights;
