@@ -234,7 +234,11 @@ impl Texts {
             if text.tokens.len() < 2 {
                 return Err(Error::argument("--text", "two tokens or more", text.tokens.len()));
             }
-            return Ok(Self { source: text.source, sha256: text.sha256, content: Content::Tokens(text.tokens) });
+            return Ok(Self {
+                source: text.source,
+                sha256: text.sha256,
+                content: Content::Tokens(text.tokens),
+            });
         }
         let whole = Text::read(&settings.text, model, None)?;
         let all = std::fs::read_to_string(&settings.text).map_err(|e| Error::reading(&settings.text, e))?;
@@ -371,7 +375,12 @@ impl Record {
     pub fn table(&self) -> Table {
         let mut table = Table::new(&["<figure", "before", "after", "after/before"]);
         let mut line = |name: &str, a: String, b: String, ratio: f64| {
-            table.push(vec![name.into(), a, b, if ratio.is_finite() { format!("{ratio:.3}") } else { "-".into() }]);
+            table.push(vec![
+                name.into(),
+                a,
+                b,
+                if ratio.is_finite() { format!("{ratio:.3}") } else { "-".into() },
+            ]);
         };
         if let Some(q) = &self.quality {
             let shown = |p: f64, se: f64| format!("{p:.3} +- {se:.3}");
@@ -399,7 +408,10 @@ impl Record {
         if let (Some(x), Some(y)) = (a.cache_bytes_per_token, b.cache_bytes_per_token) {
             line("cache a token", bytes(x), bytes(y), ratio(x, y));
         }
-        let times = [("prefill", a.prefill_seconds, b.prefill_seconds), ("decode", a.decode_seconds, b.decode_seconds)];
+        let times = [
+            ("prefill", a.prefill_seconds, b.prefill_seconds),
+            ("decode", a.decode_seconds, b.decode_seconds),
+        ];
         for (name, x, y) in times {
             if let (Some(x), Some(y)) = (x, y) {
                 line(name, seconds(x), seconds(y), y / x);
@@ -420,8 +432,10 @@ impl Record {
             r if r <= 0.95 => format!("{name} got faster, by {:.0} %", 100.0 * (1.0 / r - 1.0)),
             _ => format!("{name} takes as long as before"),
         };
-        let parts: Vec<String> =
-            [("prefill", prefill), ("decode", decode)].into_iter().filter_map(|(n, r)| Some(said(n, r?))).collect();
+        let parts: Vec<String> = [("prefill", prefill), ("decode", decode)]
+            .into_iter()
+            .filter_map(|(n, r)| Some(said(n, r?)))
+            .collect();
         if parts.is_empty() { "no times were measured".into() } else { parts.join("; ") }
     }
 }

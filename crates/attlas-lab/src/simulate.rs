@@ -595,10 +595,16 @@ fn head_constants(n: usize, modulus: u64) -> (f64, f64) {
 /// The logit of a pair is $C \cos(2\pi(x_i + x_j + x_k)/M)$, written as a trilinear form in four features; a blank pair
 /// with value 0 stands between the best wrong sum and a match.
 pub fn third_order_head<T: Real>(x: &[u64], modulus: u64, ws: &Workspace) -> Vec<f64> {
+    rounded_head::<T>(x, modulus, |entry| entry, ws)
+}
+
+/// The same with every entry of queries and keys rounded.
+fn rounded_head<T: Real>(x: &[u64], modulus: u64, round: fn(f64) -> f64, ws: &Workspace) -> Vec<f64> {
     let (c, tau) = head_constants(x.len(), modulus);
     let angle = |x: u64| (std::f64::consts::TAU * (x % modulus) as f64 / modulus as f64).sin_cos();
     let rows = |f: &dyn Fn(f64, f64) -> [f64; 5], blank: bool| {
-        let mut data: Vec<T> = x.iter().flat_map(|&x| f(angle(x).0, angle(x).1)).map(T::from_f64).collect();
+        let entries = x.iter().flat_map(|&x| f(angle(x).0, angle(x).1));
+        let mut data: Vec<T> = entries.map(|entry| T::from_f64(round(entry))).collect();
         if blank {
             data.extend([0.0, 0.0, 0.0, 0.0, 1.0].map(T::from_f64));
         }
@@ -930,5 +936,22 @@ mod tests {
                 .run(1)
                 .is_err()
         );
+    }
+
+    #[test]
+    fn half_precision_inputs_are_enough_up_to_a_modulus_of_96_and_not_at_128() {
+        let ws = Workspace::single().unwrap();
+        let errors = |modulus: u64| {
+            let mut wrong = 0;
+            for s in 0..60 {
+                let mut rng = StreamKey::new(5).named("half").with(s).rng();
+                let x: Vec<u64> = (0..16).map(|_| rng.below(modulus as usize) as u64).collect();
+                let out = rounded_head::<f32>(&x, modulus, |e| half::f16::from_f64(e).to_f64(), &ws);
+                wrong += Score::new(&labels(&x, modulus, Task::Match3), &out).errors;
+            }
+            wrong
+        };
+        assert_eq!([16, 64, 96].map(errors), [0, 0, 0]);
+        assert!(errors(128) > 0, "its factor is about 20 000");
     }
 }

@@ -104,12 +104,6 @@ impl Linear {
         self.bias.as_deref()
     }
 
-    /// The same map with another bias; `None` if it has another length than the outputs.
-    pub(crate) fn with_bias(self, bias: Option<Vec<f32>>) -> Option<Self> {
-        let fits = bias.as_ref().is_none_or(|b| b.len() == self.outputs());
-        fits.then_some(Self { bias, ..self })
-    }
-
     /// Applies the layer to every row of `x`; `out` is `x.rows() × outputs`, contiguous. Panics if the
     /// shapes do not belong together.
     ///

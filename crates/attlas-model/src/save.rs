@@ -19,6 +19,8 @@ use std::path::{Path, PathBuf};
 enum Values<'a> {
     /// As it is stored where the format has a place for that; quantised blocks in single precision.
     Stored(&'a Tensor),
+    /// The same, but quantised blocks as the bytes they are.
+    Blocks(&'a Tensor),
     /// Single precision.
     Dense(Cow<'a, [f32]>),
 }
@@ -35,6 +37,17 @@ impl<'a> NamedTensor<'a> {
     /// A tensor of a model, copied as it is; quantised blocks become single precision.
     pub fn stored(name: impl Into<String>, tensor: &'a Tensor) -> Self {
         Self { name: name.into(), shape: tensor.shape().to_vec(), values: Values::Stored(tensor) }
+    }
+
+    /// A tensor of a model, copied as it is; quantised blocks become bytes of shape `[rows, bytes of a row]`, which other
+    /// programs do not understand.
+    pub fn blocks(name: impl Into<String>, tensor: &'a Tensor) -> Self {
+        if matches!(tensor.format(), Format::F32 | Format::F16 | Format::BF16) {
+            return Self::stored(name, tensor);
+        }
+        let rows = tensor.rows();
+        let shape = vec![rows, tensor.bytes().len() / rows.max(1)];
+        Self { name: name.into(), shape, values: Values::Blocks(tensor) }
     }
 
     /// Numbers in single precision. Panics if there are not as many as the shape says.
@@ -59,6 +72,7 @@ impl<'a> NamedTensor<'a> {
         match &self.values {
             Values::Stored(t) if t.format() == Format::F16 => ("F16", 2),
             Values::Stored(t) if t.format() == Format::BF16 => ("BF16", 2),
+            Values::Blocks(_) => ("U8", 1),
             _ => ("F32", 4),
         }
     }
@@ -79,6 +93,7 @@ impl<'a> NamedTensor<'a> {
                     write_numbers(out, &row)
                 })
             }
+            Values::Blocks(t) => out.write_all(t.bytes()),
             Values::Dense(values) => write_numbers(out, values),
         }
     }
@@ -267,6 +282,7 @@ mod tests {
             NamedTensor::stored("a", &stored),
             NamedTensor::stored("b", &quantised),
             NamedTensor::dense("c", vec![2, 1], vec![3.0, 4.0]),
+            NamedTensor::blocks("d", &quantised),
         ];
         folder.tensors("model.safetensors", &list).unwrap();
         folder.file("note", b"text").unwrap();
@@ -275,7 +291,9 @@ mod tests {
         assert!(!part(&path).exists());
         assert_eq!(std::fs::read(path.join("note")).unwrap(), b"text");
         let bytes = std::fs::read(path.join("model.safetensors")).unwrap();
-        assert!(safetensors::SafeTensors::deserialize(&bytes).is_ok());
+        let raw = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(raw.tensor("d").unwrap().data(), quantised.bytes());
+        assert_eq!(raw.tensor("d").unwrap().shape(), [1, 34]);
         let read = Tensors::from_safetensors(&Arc::new(Source::Owned(bytes))).unwrap();
         assert_eq!(read.len(), 3);
         let a = read.get("a").unwrap();

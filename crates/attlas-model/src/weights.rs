@@ -436,7 +436,7 @@ fn encoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Encod
         let name = |part: &str| format!("{layer}.{part}");
         let attention = finder.tensors.attention(i).cloned();
         let [q, k, v, o] = match &attention {
-            Some(a) => [a.part(&["q"])?, a.part(&["k", "b_k"])?, a.part(&["v", "b_v"])?, a.part(&["o"])?],
+            Some(a) => a.projections()?,
             None => {
                 let qkv = |part: &str| finder.biased(&name(part), width, d);
                 [qkv(names.q)?, qkv(names.k)?, qkv(names.v)?, finder.biased(&name(names.o), d, width)?]
