@@ -21,6 +21,10 @@ pub(crate) fn run(args: &CompressArgs, common: &Common) -> Outcome {
     let progress = Progress::new(common);
     let record = measure(&settings, &|what, done, all| progress.at(done, all, what), &STOP);
     progress.end();
+    if matches!(record, Err(Error::Model(attlas_model::Error::Interrupted))) && args.out.exists() {
+        eprintln!("interrupted: {} is written and whole, but was not measured", args.out.display());
+        return Ok(ExitCode::from(130));
+    }
     let record = record?;
     show(&record, common);
     Ok(ExitCode::SUCCESS)

@@ -18,7 +18,7 @@ use attlas_model::{Decoder, Encoder, Model, Recipe, Rows};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What to do.
 #[derive(Clone, Debug)]
@@ -150,6 +150,9 @@ pub fn run(
         )
     });
     let compressed = compressed?;
+    if stop.load(Ordering::Relaxed) {
+        return Err(attlas_model::Error::Interrupted.into());
+    }
     compressed.write(&settings.out, settings.elements)?;
     let losses = compressed.rewritten.losses.iter();
     let losses = losses

@@ -34,15 +34,11 @@ struct Matrices<'a> {
 impl<'a> Matrices<'a> {
     /// An error if the model is already in factored form.
     fn new(model: &'a Model) -> Result<Self> {
-        let matrices = Self { model };
-        let slots = (0..model.config.n_layers).flat_map(|l| Role::ALL.map(|role| Slot { layer: l, role }));
-        let factored = slots.filter_map(|s| matrices.linear(s)).any(Linear::is_product);
-        if factored || model.weights.has_other_attention() {
-            return Err(Error::Unsupported {
-                what: "compressing a model that is already in another form".into(),
-            });
+        if model.weights.has_products() || model.weights.has_other_attention() {
+            let what = "compressing a model that is already in another form".into();
+            return Err(Error::Unsupported { what });
         }
-        Ok(matrices)
+        Ok(Self { model })
     }
 
     fn linear(&self, slot: Slot) -> Option<&'a Linear> {

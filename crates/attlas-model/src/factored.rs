@@ -48,6 +48,9 @@ use std::sync::Arc;
 /// What this version writes, and the only one it reads.
 pub const VERSION: u32 = 1;
 
+/// More slices, or mixtures on one another, than this are refused.
+const MAX_SLICES: usize = 1 << 10;
+
 /// The section `attlas` of a configuration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -216,7 +219,7 @@ impl Section {
             tensors.add(name.clone(), tensor)?;
         }
         let mut maps = HashMap::new();
-        let mut reader = Reader { tensors: &tensors, matrices: HashMap::new() };
+        let mut reader = Reader { tensors: &tensors, matrices: HashMap::new(), cores: HashMap::new() };
         for (name, parts) in &self.maps {
             maps.insert(name.clone(), reader.map(name, parts)?);
         }
@@ -233,6 +236,8 @@ impl Section {
 struct Reader<'a> {
     tensors: &'a Tensors,
     matrices: HashMap<(String, bool), Tensor>,
+    /// The numbers of stacks that are mixed.
+    cores: HashMap<String, Vec<Mat<f32>>>,
 }
 
 impl Reader<'_> {
@@ -247,10 +252,7 @@ impl Reader<'_> {
 
     fn map(&mut self, name: &str, parts: &[Part]) -> Result<Linear> {
         let factors = parts.iter().map(|p| self.factor(p)).collect::<Result<Vec<Factor>>>()?;
-        let bias = match self.tensors.get(&format!("{name}.bias")) {
-            Some(b) => Some(b.to_f32()),
-            None => None,
-        };
+        let bias = self.tensors.get(&format!("{name}.bias")).map(Tensor::to_f32);
         Linear::product(factors, bias).ok_or_else(|| {
             Error::invalid(
                 format!("the map {name}"),
@@ -261,6 +263,11 @@ impl Reader<'_> {
     }
 
     fn factor(&mut self, part: &Part) -> Result<Factor> {
+        if let Part::Matrix { slices, .. } | Part::Mixture { slices, .. } = part
+            && *slices > MAX_SLICES
+        {
+            return Err(Error::invalid("the slices of a factor", slices, format!("at most {MAX_SLICES}")));
+        }
         match part {
             Part::Diagonal { diagonal, row } => {
                 let table = self.tensor(diagonal, 2)?;
@@ -286,7 +293,7 @@ impl Reader<'_> {
                 let (stack, weights) = (self.tensor(cores, 3)?, self.tensor(mixture, 2)?);
                 let (count, height, width) = (stack.shape()[0], stack.shape()[1], stack.shape()[2]);
                 let bad = rows.iter().any(|&r| r >= weights.rows());
-                if weights.cols() != count || bad || rows.is_empty() || rows.len() > 1 << 16 {
+                if weights.cols() != count || bad || rows.is_empty() || rows.len() > MAX_SLICES {
                     let found = format!("rows {rows:?} of a matrix {:?}", weights.shape());
                     return Err(Error::invalid(
                         format!("a mixture of {cores}"),
@@ -294,14 +301,20 @@ impl Reader<'_> {
                         format!("{count} columns"),
                     ));
                 }
-                let numbers = stack.to_f32();
-                let size = (height * width).max(1);
-                let list: Vec<Mat<f32>> =
-                    numbers.chunks_exact(size).map(|x| Mat::from_vec(x.to_vec(), height, width)).collect();
+                let format = stack.format();
                 let weights = Mat::from_vec(weights.to_f32(), weights.rows(), count);
-                let mixed = attlas::conversions::common::product::mix(&list, &weights, rows);
+                let list = match self.cores.get(cores) {
+                    Some(list) => list,
+                    None => {
+                        let numbers = stack.to_f32();
+                        let slice = |x: &[f32]| Mat::from_vec(x.to_vec(), height, width);
+                        let list = numbers.chunks_exact((height * width).max(1)).map(slice).collect();
+                        self.cores.entry(cores.clone()).or_insert(list)
+                    }
+                };
+                let mixed = attlas::conversions::common::product::mix(list, &weights, rows);
                 let mixed = if *transposed { mixed.transpose() } else { mixed };
-                let tensor = narrowed(mixed.data(), vec![mixed.rows(), mixed.cols()], stack.format());
+                let tensor = narrowed(mixed.data(), vec![mixed.rows(), mixed.cols()], format);
                 Ok(Factor::Matrix(tensor, *slices))
             }
         }
@@ -330,6 +343,13 @@ fn narrowed(values: &[f32], shape: Vec<usize>, format: Format) -> Tensor {
 impl Replaced {
     fn build(&self, tensors: &Tensors, maps: &HashMap<String, Linear>) -> Result<Attention> {
         let kind = attlas::registry::layer(&self.layer)?;
+        // Only what a conversion makes: other layers were never meant to be read from a file.
+        let mut made = attlas::registry::CONVERSIONS.iter().filter(|c| c.run.is_some() && c.to != c.from);
+        if !made.any(|c| c.to == kind.id) {
+            return Err(Error::Unsupported {
+                what: format!("the attention layer {} in a checkpoint", kind.id),
+            });
+        }
         let [d_model, n_heads, n_kv_heads, d, d_v] = self.shape;
         if self.shape.iter().any(|&n| n == 0 || n > 1 << 21) {
             let found = format!("{:?}", self.shape);

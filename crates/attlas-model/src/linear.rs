@@ -196,7 +196,7 @@ fn apply_products(maps: Vec<(&[Factor], &mut [f32])>, x: &[f32], rows: usize, sc
         products(Isa::best(), MatRef::new(x, rows, width), &mut plain, scratch);
     }
     for ((_, group), buffer) in groups.into_iter().zip(&buffers) {
-        if !buffer.is_empty() || !group[0].0.is_empty() {
+        if !group[0].0.is_empty() {
             apply_products(group, buffer, rows, scratch);
         }
     }

@@ -149,6 +149,19 @@ impl Weights {
             Self::Encoder(w) => w.layers.iter().any(|l| l.attention.is_some()),
         }
     }
+
+    /// Whether a map of a layer is a product of factors.
+    pub fn has_products(&self) -> bool {
+        match self {
+            Self::Decoder(w) => w.layers.iter().any(|l| {
+                [&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down].into_iter().any(Linear::is_product)
+            }),
+            Self::Encoder(w) => w
+                .layers
+                .iter()
+                .any(|l| [&l.q, &l.k, &l.v, &l.o, &l.up, &l.down].into_iter().any(Linear::is_product)),
+        }
+    }
 }
 
 /// What stands before every name: checkpoints of the bare body leave it out.
