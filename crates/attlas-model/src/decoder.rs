@@ -12,7 +12,7 @@
 //! into chunks of [`CHUNK`] tokens, which bounds memory; to other methods a prompt is one problem, because what
 //! they do with a row may depend on how many tokens there are.
 //!
-//! Layers with latent attention attend as a whole, exactly, over a cache of latents; observers do not see inside them.
+//! Layers with latent attention attend as a whole, exactly, over a cache of latents; observers see what enters them.
 
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
@@ -60,6 +60,11 @@ pub trait Observer: Send {
     /// Asked before every layer; the pass ends with [`Error::Interrupted`] if so.
     fn interrupted(&self) -> bool {
         false
+    }
+
+    /// Normalised hidden states that enter a layer's attention, for the tokens from `first` on.
+    fn entering(&mut self, layer: usize, first: usize, x: &[f32]) {
+        let _ = (layer, first, x);
     }
 
     /// Queries and keys of a layer before they are rotated, `[tokens, heads, head_dim]`, for the tokens from
@@ -120,7 +125,7 @@ impl Decoder {
             parts.into_iter().enumerate().map(|(i, parts)| LayerState::new(i, parts, c)).collect();
         if let Weights::Decoder(weights) = &model.weights {
             for (state, layer) in layers.iter_mut().zip(&weights.layers) {
-                state.latents = layer.latent.as_ref().map(|l| l.new_cache());
+                state.latents = layer.latent.as_ref().map(|l| l.layer().new_cache());
             }
         }
         let state = State {
@@ -378,7 +383,8 @@ impl State {
                         let x = &x[first * d..][..rows.len()];
                         ops::rms_norm_into(x, &layer.attention_norm, c.norm_eps, rows);
                     });
-                    result = self.attend_latent(l, latent, matrix(normed, d), sum);
+                    observer.entering(l, self.len + i * CHUNK, normed);
+                    result = self.attend_latent(l, latent.layer(), matrix(normed, d), sum);
                     if result.is_err() {
                         break;
                     }
@@ -438,6 +444,7 @@ impl State {
         by_rows(normed, d, |first, rows| {
             ops::rms_norm_into(&x[first * d..][..rows.len()], &layer.attention_norm, c.norm_eps, rows);
         });
+        observer.entering(l, first, normed);
         let mut jobs: [(&Linear, &mut [f32]); 3] =
             [(&layer.q, &mut *q), (&layer.k, &mut *k), (&layer.v, &mut *v)];
         apply_all(&mut jobs, matrix(normed, d), &self.scratch);
