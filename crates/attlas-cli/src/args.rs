@@ -239,7 +239,7 @@ pub(crate) struct ConvertArgs {
     #[arg(long, value_enum, value_name = "STAGE")]
     pub(crate) until: Option<StageName>,
     /// Stages whose loss is measured besides the last; all by default.
-    #[arg(long, value_enum, value_delimiter = ',', num_args = 0.., value_name = "STAGE,…")]
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "STAGE,…")]
     pub(crate) stages: Option<Vec<StageName>>,
     /// Calibrate on this many tokens; 8192 by default, or three quarters of a shorter text.
     #[arg(long, value_name = "N", value_parser = count)]

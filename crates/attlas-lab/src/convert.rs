@@ -274,7 +274,9 @@ impl Converter {
         again: Option<&[Calibration]>,
         neutral: bool,
     ) -> Result<Latents> {
-        Ok(attlas_model::convert::convert(&self.model, params, stage, &self.first, again, neutral)?)
+        let convert =
+            || attlas_model::convert::convert(&self.model, params, stage, &self.first, again, neutral);
+        Ok(self.threads.install(|_| convert())?)
     }
 }
 

@@ -4,7 +4,7 @@
 //! second moments layer by layer, and puts the new layers in place of the old ones. A converted model runs like any
 //! other, at every stage, so that what a stage costs can be measured in perplexity. [`write`] gives a folder that the
 //! DeepSeek-V3 class of transformers loads without code of its own; that class always normalises latents, hence the
-//! norms that do nothing ([`Converted::with_neutral_norms`](mla::Converted::with_neutral_norms)).
+//! norms that do nothing ([`Converted::with_neutral_norms`]).
 
 use crate::config::{Architecture, LatentConfig, ModelConfig};
 use crate::decoder::{CHUNK, Decoder, Observer, Rows};
@@ -14,12 +14,13 @@ use crate::model::Model;
 use crate::recipe::Recipe;
 use crate::save::{Folder, NamedTensor};
 use crate::tensor::Tensor;
-use crate::weights::{DecoderWeights, LatentAttention, LatentMaps, Weights};
-use attlas::conversions::mla::{self, Calibration, Figures, Params, Stage};
+use crate::weights::{DecoderLayer, DecoderWeights, LatentAttention, LatentMaps, Weights};
+use attlas::conversions::mla::{self, Calibration, Converted, Figures, Params, Stage};
 use attlas::layer::{Dense, LayerShape};
 use attlas::{Mat, MatRef, Workspace};
 use attlas_num::Scratch;
 use attlas_num::rope::{Rope, Scaling};
+use rayon::prelude::*;
 use serde_json::json;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -176,7 +177,7 @@ pub struct Latents {
 }
 
 /// The model with every layer converted as far as `stage`; `again` as in [`mla::convert`]. `neutral` adds norms that do
-/// nothing, which [`write`] needs.
+/// nothing, which [`write`] needs. Layers are converted side by side on the current rayon pool.
 pub fn convert(
     model: &Model,
     params: &Params,
@@ -192,51 +193,60 @@ pub fn convert(
             return Err(Error::invalid("the number of calibrated layers", found, c.n_layers.to_string()));
         }
     }
-    let mut figures = Vec::with_capacity(c.n_layers);
-    let mut config = None;
-    let mut new = weights.clone();
-    for (l, layer) in new.layers.iter_mut().enumerate() {
+    let one = |(l, layer): (usize, &DecoderLayer)| {
         let [q, k, v, o] = [&layer.q, &layer.k, &layer.v, &layer.o].map(dense);
         let source = mla::Source { shape: layer_shape(c), q: &q, k: &k, v: &v, o: &o, rope: c.rope.as_ref() };
         let second = again.map(|a| &a[l]);
-        let mut converted = mla::convert(&source, params, stage, &calibration[l], second)?;
-        if neutral {
-            converted = converted.with_neutral_norms();
-        }
-        let (q_a, q_a_norm) = match &converted.q_a {
-            Some((map, norm)) => (Some(stored(map)?), norm.clone()),
-            None => (None, None),
-        };
-        let maps = LatentMaps {
-            q_a,
-            q_a_norm,
-            q: stored(&converted.q)?,
-            kv_a: stored(&converted.kv_a)?,
-            kv_a_norm: converted.kv_a_norm.clone(),
-            kv_b: stored(&Dense::new(converted.kv_b))?,
-            o: layer.o.clone(),
-        };
-        config.get_or_insert_with(|| ModelConfig {
-            architecture: Architecture::DeepseekV3,
-            n_kv_heads: c.n_heads,
-            head_dim: converted.shape.d,
-            latent: Some(LatentConfig {
-                rank: converted.params.rank,
-                rank_q: converted.params.rank_q,
-                nope: converted.shape.d - converted.params.rope_dim,
-                v_dim: converted.shape.d_v,
-            }),
-            rope: converted.rope.clone(),
-            ..c.clone()
-        });
-        [layer.q, layer.k, layer.v] = [&maps.q, &maps.kv_a, &maps.kv_b].map(Clone::clone);
-        let latent = LatentAttention::new(converted.shape, converted.params, converted.rope, maps)?;
-        layer.latent = Some(Arc::new(latent));
-        figures.push(converted.figures);
-    }
+        let converted = mla::convert(&source, params, stage, &calibration[l], second)?;
+        let converted = if neutral { converted.with_neutral_norms() } else { converted };
+        let figures = converted.figures;
+        let config = latent_config(c, &converted);
+        Ok((with_latents(layer, converted)?, config, figures))
+    };
+    let converted: Vec<_> = weights.layers.par_iter().enumerate().map(one).collect::<Result<_>>()?;
+    let config = converted.first().map(|(_, config, _)| config.clone());
     let config = config.ok_or_else(|| Error::invalid("the number of layers", 0, "at least 1"))?;
-    let model = Model { config, weights: Weights::Decoder(new), ..model.clone() };
-    Ok(Latents { model, figures })
+    let figures = converted.iter().map(|(_, _, figures)| *figures).collect();
+    let layers = converted.into_iter().map(|(layer, _, _)| layer).collect();
+    let weights = Weights::Decoder(DecoderWeights { layers, ..weights.clone() });
+    Ok(Latents { model: Model { config, weights, ..model.clone() }, figures })
+}
+
+/// The model's configuration with layers such as this one.
+fn latent_config(c: &ModelConfig, converted: &Converted) -> ModelConfig {
+    ModelConfig {
+        architecture: Architecture::DeepseekV3,
+        n_kv_heads: c.n_heads,
+        head_dim: converted.shape.d,
+        latent: Some(LatentConfig {
+            rank: converted.params.rank,
+            rank_q: converted.params.rank_q,
+            nope: converted.shape.d - converted.params.rope_dim,
+            v_dim: converted.shape.d_v,
+        }),
+        rope: converted.rope.clone(),
+        ..c.clone()
+    }
+}
+
+/// The layer with its attention converted.
+fn with_latents(layer: &DecoderLayer, converted: Converted) -> Result<DecoderLayer> {
+    let (q_a, q_a_norm) = match converted.q_a {
+        Some((map, norm)) => (Some(stored(&map)?), norm),
+        None => (None, None),
+    };
+    let maps = LatentMaps {
+        q_a,
+        q_a_norm,
+        q: stored(&converted.q)?,
+        kv_a: stored(&converted.kv_a)?,
+        kv_a_norm: converted.kv_a_norm,
+        kv_b: stored(&Dense::new(converted.kv_b))?,
+        o: layer.o.clone(),
+    };
+    let [q, k, v] = [&maps.q, &maps.kv_a, &maps.kv_b].map(Clone::clone);
+    let latent = LatentAttention::new(converted.shape, converted.params, converted.rope, maps)?;
+    Ok(DecoderLayer { q, k, v, latent: Some(Arc::new(latent)), ..layer.clone() })
 }
 
 /// The map in single precision.
