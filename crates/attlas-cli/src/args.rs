@@ -1,5 +1,6 @@
 //! What can be said on the command line.
 
+use attlas::conversions::mla::Stage;
 use attlas_lab::Source;
 use attlas_lab::select::Choice;
 use attlas_lab::source::parse_count;
@@ -25,6 +26,7 @@ attlas bench --methods sink_window --n 1k,4k,16k --causal\n  \
 attlas perplexity model.gguf --text book.txt --method sink_window\n  \
 attlas tune model.gguf --text book.txt --max-ppl-increase 1% --out recipe.toml\n  \
 attlas compress model.gguf --with svd --rank 384 --matrices ffn --text book.txt --out smaller\n  \
+attlas convert model.gguf --to mla --text book.txt --out converted\n  \
 attlas generate model.gguf --prompt \"The capital of France is\"\n\n\
 Results go to standard output, progress and notes to standard error.\n\
 Exit status: 0 done, 1 over the stated budget, 2 error, 130 interrupted."
@@ -143,6 +145,20 @@ The folder is written, opened again and run on its factors; perplexity, divergen
 operations and times of both models are printed. Trained weights are not low rank: without training\n\
 afterwards most settings lose much. Nothing is overwritten. docs/compress.md describes the format.")]
     Compress(CompressArgs),
+    /// Turn a model's attention into another kind, measure what each step costs, and write a checkpoint.
+    #[command(after_help = "Examples:\n  \
+attlas convert model.gguf --to mla --text book.txt --out converted\n  \
+attlas convert model.gguf --to mla --text book.txt --rank 192 --rope-dim 32 --out converted\n  \
+attlas convert ./Llama-3.2-1B --to mla --text book.txt --recipe published --fold search --out converted\n  \
+attlas convert model.gguf --to mla --text book.txt --until partial_rope --out partial\n  \
+attlas generate converted --prompt \"The capital of France is\"\n\n\
+Grouped-query attention becomes latent attention (TransMLA). Stages: merged (one latent for all key\n\
+heads), rotated (a basis that rotary positions do not notice), partial_rope (only the shared key is\n\
+rotated), balanced, low_rank, low_rank_queries. The first text tokens calibrate, the following ones\n\
+check. The folder is in the DeepSeek-V3 format; transformers loads it without code of its own. Beside\n\
+the weights it holds conversion.json, what was measured, and check.json, logits to compare with.\n\
+Nothing is overwritten, and an interrupted command leaves nothing. docs/latent.md says more.")]
+    Convert(ConvertArgs),
     /// Measure how well a model predicts a text, with exact attention or beside it.
     #[command(after_help = "Examples:\n  \
 attlas perplexity model.gguf --text book.txt --tokens 8192 --context 2048\n  \
@@ -214,6 +230,101 @@ pub(crate) enum FactorType {
     Bf16,
     /// 8 bits and a scale for every 32 numbers, where rows allow it.
     Q8,
+}
+
+/// What a model can be converted to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Target {
+    /// Latent attention.
+    Mla,
+}
+
+/// How a model is converted to latent attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RecipeName {
+    /// Complex basis, errors measured where they act.
+    Improved,
+    /// Real basis, errors of activations, calibrated twice.
+    Published,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub(crate) enum StageName {
+    Merged,
+    Rotated,
+    PartialRope,
+    Balanced,
+    LowRank,
+    LowRankQueries,
+}
+
+impl StageName {
+    pub(crate) fn stage(self) -> Stage {
+        match self {
+            Self::Merged => Stage::Merged,
+            Self::Rotated => Stage::Rotated,
+            Self::PartialRope => Stage::PartialRope,
+            Self::Balanced => Stage::Balanced,
+            Self::LowRank => Stage::LowRank,
+            Self::LowRankQueries => Stage::LowRankQueries,
+        }
+    }
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ConvertArgs {
+    /// A GGUF file, or a folder with config.json, safetensors and tokenizer.json.
+    #[arg(value_name = "MODEL")]
+    pub(crate) model: PathBuf,
+    /// What to.
+    #[arg(long, value_enum)]
+    pub(crate) to: Target,
+    /// The folder to write; nothing may be there.
+    #[arg(long, short, value_name = "FOLDER")]
+    pub(crate) out: PathBuf,
+    /// The text to calibrate on, and to check on what follows; - is standard input.
+    #[arg(long, value_name = "FILE", visible_alias = "calibration")]
+    pub(crate) text: PathBuf,
+    /// Width of the latent.
+    #[arg(long, value_name = "R", value_parser = count)]
+    pub(crate) rank: Option<usize>,
+    /// Width of the shared rotated key; divides the head width.
+    #[arg(long, value_name = "D", value_parser = count)]
+    pub(crate) rope_dim: Option<usize>,
+    /// Width of a latent of queries; none by default.
+    #[arg(long, value_name = "R", value_parser = count)]
+    pub(crate) rank_q: Option<usize>,
+    /// Neighbouring frequencies that are mixed, or `search`.
+    #[arg(long, value_name = "F")]
+    pub(crate) fold: Option<String>,
+    /// Defaults of basis, metric and calibration.
+    #[arg(long, value_enum, default_value_t = RecipeName::Improved)]
+    pub(crate) recipe: RecipeName,
+    /// Set any parameter of the conversion (`attlas methods mla`); may be repeated.
+    #[arg(long, value_name = "PARAM=VALUE")]
+    pub(crate) set: Vec<String>,
+    /// Calibrate the low rank on the partly rotated model.
+    #[arg(long)]
+    pub(crate) recalibrate: bool,
+    /// Write the model at this stage instead of the last.
+    #[arg(long, value_enum, value_name = "STAGE")]
+    pub(crate) until: Option<StageName>,
+    /// Stages whose loss is measured besides the last; all by default.
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "STAGE,…")]
+    pub(crate) stages: Option<Vec<StageName>>,
+    /// Calibrate on this many tokens; 8192 by default, or three quarters of a shorter text.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) tokens: Option<usize>,
+    /// Check on this text instead of what follows the calibration tokens.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) check_text: Option<PathBuf>,
+    /// Check on this many tokens; 2048 by default.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) check_tokens: Option<usize>,
+    /// Tokens of a window of the check.
+    #[arg(long, default_value = "512", value_name = "N", value_parser = count)]
+    pub(crate) context: usize,
 }
 
 /// What attends in a model.

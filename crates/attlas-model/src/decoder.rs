@@ -13,7 +13,7 @@
 //! they do with a row may depend on how many tokens there are.
 //!
 //! Layers with latent attention, and those whose attention a checkpoint says is another layer, attend as a whole,
-//! exactly, over a cache of their own; observers do not see inside them.
+//! exactly, over a cache of their own; observers see what enters them.
 
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
@@ -60,6 +60,11 @@ pub trait Observer: Send {
     /// Asked before every layer; the pass ends with [`Error::Interrupted`] if so.
     fn interrupted(&self) -> bool {
         false
+    }
+
+    /// Normalised hidden states that enter a layer's attention, for the tokens from `first` on.
+    fn entering(&mut self, layer: usize, first: usize, x: &[f32]) {
+        let _ = (layer, first, x);
     }
 
     /// Queries and keys of a layer before they are rotated, `[tokens, heads, head_dim]`, for the tokens from
@@ -378,6 +383,7 @@ impl State {
                         let x = &x[first * d..][..rows.len()];
                         ops::rms_norm_into(x, &layer.attention_norm, c.norm_eps, rows);
                     });
+                    observer.entering(l, self.len + i * CHUNK, normed);
                     result = self.attend_whole(l, whole, matrix(normed, d), sum);
                     if result.is_err() {
                         break;
@@ -438,6 +444,7 @@ impl State {
         by_rows(normed, d, |first, rows| {
             ops::rms_norm_into(&x[first * d..][..rows.len()], &layer.attention_norm, c.norm_eps, rows);
         });
+        observer.entering(l, first, normed);
         let mut jobs: [(&Linear, &mut [f32]); 3] =
             [(&layer.q, &mut *q), (&layer.k, &mut *k), (&layer.v, &mut *v)];
         apply_all(&mut jobs, matrix(normed, d), &self.scratch);

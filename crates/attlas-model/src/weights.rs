@@ -9,7 +9,7 @@ use crate::tensor::Tensor;
 use attlas::Mat;
 use attlas::layer::{Dense, Layer, LayerShape};
 use attlas::layers::latent::{self, Latent};
-use attlas_num::rope::Scaling;
+use attlas_num::rope::{Rope, Scaling};
 use std::sync::Arc;
 
 /// Whose tensor names a checkpoint uses.
@@ -61,7 +61,7 @@ pub struct DecoderLayer {
     /// Norm of each key head, where the family has one.
     pub k_norm: Option<Vec<f32>>,
     /// Latent attention made of the maps above, where the family has it.
-    pub latent: Option<Arc<Latent>>,
+    pub latent: Option<Arc<LatentAttention>>,
     /// Attention of another kind, where the checkpoint has it; the maps above are its own then, as far as it has them.
     pub attention: Option<Attention>,
     /// Norm before the feed-forward layer.
@@ -77,7 +77,7 @@ pub struct DecoderLayer {
 impl DecoderLayer {
     /// The layer that attends as a whole, where attention is not made of methods.
     pub fn whole(&self) -> Option<&dyn Layer> {
-        let latent = self.latent.as_deref().map(|l| l as &dyn Layer);
+        let latent = self.latent.as_deref().map(|l| l.layer() as &dyn Layer);
         latent.or_else(|| self.attention.as_ref().map(|a| &*a.layer))
     }
 }
@@ -307,8 +307,9 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
         let ([q, k, v, o], latent) = match (&attention, c.latent) {
             (Some(a), _) => (a.projections()?, None),
             (None, Some(_)) => {
-                let (maps, latent) = latent_attention(c, finder, &layer)?;
-                (maps, Some(Arc::new(latent)))
+                let latent = latent_attention(c, finder, &layer)?;
+                let m = latent.maps();
+                ([&m.q, &m.kv_a, &m.kv_b, &m.o].map(Clone::clone), Some(Arc::new(latent)))
             }
             (None, None) => {
                 let o = finder.linear(&name(names.o), d, q_width)?;
@@ -343,34 +344,91 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
     Ok(DecoderWeights { final_norm: finder.vector(names.final_norm, d)?, embedding, layers, output })
 }
 
-/// The maps of latent attention, those to queries, to latent and shared key, to keys and values, and of the output; and
-/// the layer they make. Latents are normalised with an epsilon of their own.
-fn latent_attention(c: &ModelConfig, finder: &Finder<'_>, layer: &str) -> Result<([Linear; 4], Latent)> {
+/// Latent attention with the maps it is made of.
+#[derive(Debug)]
+pub struct LatentAttention {
+    layer: Latent,
+    maps: LatentMaps,
+}
+
+/// The maps of latent attention and the weights of its norms.
+#[derive(Clone, Debug)]
+pub struct LatentMaps {
+    /// To the latent of queries, where there is one.
+    pub q_a: Option<Linear>,
+    /// Norm of that latent.
+    pub q_a_norm: Option<Vec<f32>>,
+    /// To queries, from hidden states or from their latent.
+    pub q: Linear,
+    /// To latent and shared key.
+    pub kv_a: Linear,
+    /// Norm of the latent.
+    pub kv_a_norm: Option<Vec<f32>>,
+    /// To keys and values of the heads.
+    pub kv_b: Linear,
+    /// From concatenated heads back to the residual stream.
+    pub o: Linear,
+}
+
+impl LatentAttention {
+    /// The layer that the maps make; an error if their shapes do not belong together.
+    pub fn new(
+        shape: LayerShape,
+        params: latent::Params,
+        rope: Option<Rope>,
+        maps: LatentMaps,
+    ) -> Result<Self> {
+        let mut weights = attlas::layer::Weights::new();
+        let query = if maps.q_a.is_some() { "q_b" } else { "q" };
+        for (name, map) in [(query, &maps.q), ("kv_a", &maps.kv_a), ("kv_b", &maps.kv_b), ("o", &maps.o)] {
+            weights.insert(name.into(), Box::new(map.clone()));
+        }
+        if let Some(q_a) = &maps.q_a {
+            weights.insert("q_a".into(), Box::new(q_a.clone()));
+        }
+        for (name, norm) in [("q_a_norm", &maps.q_a_norm), ("kv_a_norm", &maps.kv_a_norm)] {
+            if let Some(norm) = norm {
+                let column = Dense::new(Mat::from_vec(norm.clone(), norm.len(), 1));
+                weights.insert(name.into(), Box::new(column));
+            }
+        }
+        Ok(Self { layer: Latent::new(shape, params, rope, weights)?, maps })
+    }
+
+    /// The layer.
+    pub fn layer(&self) -> &Latent {
+        &self.layer
+    }
+
+    /// The maps.
+    pub fn maps(&self) -> &LatentMaps {
+        &self.maps
+    }
+}
+
+/// Latent attention of a layer. Latents are normalised with an epsilon of their own.
+fn latent_attention(c: &ModelConfig, finder: &Finder<'_>, layer: &str) -> Result<LatentAttention> {
     let (Some(l), Some(rope)) = (c.latent, &c.rope) else { unreachable!("read from the same configuration") };
     let name = |part: &str| format!("{layer}.self_attn.{part}");
-    let norm = |part: &str, width: usize| {
-        let weight = finder.vector(&name(&format!("{part}.weight")), width)?;
-        Ok::<_, Error>(Dense::new(Mat::from_vec(weight, width, 1)))
-    };
+    let norm = |part: &str, width: usize| finder.vector(&name(&format!("{part}.weight")), width);
     let queries = c.n_heads * c.head_dim;
-    let mut weights = attlas::layer::Weights::new();
-    let q = match l.rank_q {
-        None => finder.linear(&name("q_proj"), queries, c.hidden)?,
-        Some(rank) => {
-            let q_a = finder.linear(&name("q_a_proj"), rank, c.hidden)?;
-            weights.insert("q_a".into(), Box::new(q_a));
-            weights.insert("q_a_norm".into(), Box::new(norm("q_a_layernorm", rank)?));
-            finder.linear(&name("q_b_proj"), queries, rank)?
-        }
+    let (q_a, q_a_norm, q) = match l.rank_q {
+        None => (None, None, finder.linear(&name("q_proj"), queries, c.hidden)?),
+        Some(rank) => (
+            Some(finder.linear(&name("q_a_proj"), rank, c.hidden)?),
+            Some(norm("q_a_layernorm", rank)?),
+            finder.linear(&name("q_b_proj"), queries, rank)?,
+        ),
     };
-    let kv_a = finder.linear(&name("kv_a_proj_with_mqa"), l.rank + rope.dim, c.hidden)?;
-    let kv_b = finder.linear(&name("kv_b_proj"), c.n_heads * (l.nope + l.v_dim), l.rank)?;
-    let o = finder.linear(&name("o_proj"), c.hidden, c.n_heads * l.v_dim)?;
-    let query_name = if l.rank_q.is_some() { "q_b" } else { "q" };
-    for (name, map) in [(query_name, &q), ("kv_a", &kv_a), ("kv_b", &kv_b), ("o", &o)] {
-        weights.insert(name.into(), Box::new(map.clone()));
-    }
-    weights.insert("kv_a_norm".into(), Box::new(norm("kv_a_layernorm", l.rank)?));
+    let maps = LatentMaps {
+        q_a,
+        q_a_norm,
+        q,
+        kv_a: finder.linear(&name("kv_a_proj_with_mqa"), l.rank + rope.dim, c.hidden)?,
+        kv_a_norm: Some(norm("kv_a_layernorm", l.rank)?),
+        kv_b: finder.linear(&name("kv_b_proj"), c.n_heads * (l.nope + l.v_dim), l.rank)?,
+        o: finder.linear(&name("o_proj"), c.hidden, c.n_heads * l.v_dim)?,
+    };
     let shape = LayerShape {
         d_model: c.hidden,
         n_heads: c.n_heads,
@@ -387,8 +445,7 @@ fn latent_attention(c: &ModelConfig, finder: &Finder<'_>, layer: &str) -> Result
         scale_factor,
         ..latent::Params::default()
     };
-    let layer = Latent::new(shape, params, Some(rope.clone()), weights)?;
-    Ok(([q, kv_a, kv_b, o], layer))
+    LatentAttention::new(shape, params, Some(rope.clone()), maps)
 }
 
 /// The names of an encoder's tensors; those of a layer follow its prefix.
