@@ -1,5 +1,6 @@
 //! What can be said on the command line.
 
+use attlas::conversions::mla::Stage;
 use attlas_lab::Source;
 use attlas_lab::select::Choice;
 use attlas_lab::source::parse_count;
@@ -24,6 +25,8 @@ attlas inspect --html inside.html          what real heads look like\n  \
 attlas bench --methods sink_window --n 1k,4k,16k --causal\n  \
 attlas perplexity model.gguf --text book.txt --method sink_window\n  \
 attlas tune model.gguf --text book.txt --max-ppl-increase 1% --out recipe.toml\n  \
+attlas compress model.gguf --with svd --rank 384 --matrices ffn --text book.txt --out smaller\n  \
+attlas convert model.gguf --to mla --text book.txt --out converted\n  \
 attlas generate model.gguf --prompt \"The capital of France is\"\n\n\
 Results go to standard output, progress and notes to standard error.\n\
 Exit status: 0 done, 1 over the stated budget, 2 error, 130 interrupted."
@@ -127,6 +130,36 @@ The cheapest method by measured time whose error on the text stays within the ta
 checked on text that was not used, and the target halved until the budget holds. Measurements are kept:\n\
 the same command goes on where it was interrupted.")]
     Tune(TuneArgs),
+    /// Put a model's matrices into factored form, measure what that costs, and write a checkpoint.
+    #[command(after_help = "Examples:\n  \
+attlas compress model.gguf --with svd --rank 384 --matrices ffn --text book.txt --out smaller\n  \
+attlas compress model.gguf --with svd --max-weight-error 0.1 --text book.txt --out smaller\n  \
+attlas compress model.gguf --with tucker --rank 256 --set layer_rank=48 --text book.txt --out smaller\n  \
+attlas compress model.gguf --with trawl --rank 400 --layers 28,29 --set keep_factors=true --text book.txt --out smaller\n  \
+attlas compress model.gguf --with tensor_product --rank 2 --layers 0-3 --text book.txt --out smaller\n  \
+attlas compress ./all-MiniLM-L6-v2 --with collaborative --rank 192 --text book.txt --out smaller\n  \
+attlas generate smaller --prompt \"The capital of France is\"\n\n\
+Conversions: svd (every matrix on its own), shared_factor and tucker (bases that all layers share), trawl\n\
+(a few layers, by default the last), tensor_product (a cache of key and value factors), collaborative (heads\n\
+that share queries and keys; not with rotary positions). `attlas methods ID` shows their parameters.\n\
+The folder is written, opened again and run on its factors; perplexity, divergence, parameters, bytes,\n\
+operations and times of both models are printed. Trained weights are not low rank: without training\n\
+afterwards most settings lose much. Nothing is overwritten. docs/compress.md describes the format.")]
+    Compress(CompressArgs),
+    /// Turn a model's attention into another kind, measure what each step costs, and write a checkpoint.
+    #[command(after_help = "Examples:\n  \
+attlas convert model.gguf --to mla --text book.txt --out converted\n  \
+attlas convert model.gguf --to mla --text book.txt --rank 192 --rope-dim 32 --out converted\n  \
+attlas convert ./Llama-3.2-1B --to mla --text book.txt --recipe published --fold search --out converted\n  \
+attlas convert model.gguf --to mla --text book.txt --until partial_rope --out partial\n  \
+attlas generate converted --prompt \"The capital of France is\"\n\n\
+Grouped-query attention becomes latent attention (TransMLA). Stages: merged (one latent for all key\n\
+heads), rotated (a basis that rotary positions do not notice), partial_rope (only the shared key is\n\
+rotated), balanced, low_rank, low_rank_queries. The first text tokens calibrate, the following ones\n\
+check. The folder is in the DeepSeek-V3 format; transformers loads it without code of its own. Beside\n\
+the weights it holds conversion.json, what was measured, and check.json, logits to compare with.\n\
+Nothing is overwritten, and an interrupted command leaves nothing. docs/latent.md says more.")]
+    Convert(ConvertArgs),
     /// Measure how well a model predicts a text, with exact attention or beside it.
     #[command(after_help = "Examples:\n  \
 attlas perplexity model.gguf --text book.txt --tokens 8192 --context 2048\n  \
@@ -143,6 +176,156 @@ attlas generate model.gguf --prompt \"The capital of France is\" --max-tokens 20
 attlas generate model.gguf --chat --prompt \"Name three rivers.\" --temperature 0.7 --top-p 0.9\n  \
 attlas generate model.gguf --prompt-file long.txt --method sink_window --set window=1024")]
     Generate(GenerateArgs),
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CompressArgs {
+    /// A GGUF file, or a folder with config.json, safetensors and tokenizer.json.
+    #[arg(value_name = "MODEL")]
+    pub(crate) model: PathBuf,
+    /// The conversion, by id.
+    #[arg(long, value_name = "ID")]
+    pub(crate) with: String,
+    /// The folder to write; nothing may be there.
+    #[arg(long, short, value_name = "FOLDER")]
+    pub(crate) out: PathBuf,
+    /// The text that both models read.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: PathBuf,
+    /// Rank; the same as --set rank=R, or all ranks of the conversion.
+    #[arg(long, value_name = "R", value_parser = count)]
+    pub(crate) rank: Option<usize>,
+    /// Instead of a rank, the largest relative error of weights; the same as --set rel_error=E.
+    #[arg(long, value_name = "E", value_parser = positive, conflicts_with = "rank")]
+    pub(crate) max_weight_error: Option<f64>,
+    /// Set any parameter of the conversion; may be repeated.
+    #[arg(long, value_name = "PARAM=VALUE")]
+    pub(crate) set: Vec<String>,
+    /// Layers, such as 0-3,7; all by default, the last for trawl.
+    #[arg(long, value_name = "L,…")]
+    pub(crate) layers: Option<Numbers>,
+    /// Matrices: q, k, v, o, gate, up, down, or attention, ffn, all.
+    #[arg(long, value_name = "M,…")]
+    pub(crate) matrices: Option<String>,
+    /// Element type of factors; what is left alone stays as it is.
+    #[arg(long, value_enum, default_value_t = FactorType::F16)]
+    pub(crate) dtype: FactorType,
+    /// Read this many tokens at most; paragraphs for an encoder.
+    #[arg(long, default_value = "2048", value_name = "N", value_parser = count)]
+    pub(crate) tokens: usize,
+    /// Tokens of a window.
+    #[arg(long, default_value = "512", value_name = "N", value_parser = count)]
+    pub(crate) context: usize,
+    /// Times that each time is measured; 0 measures none.
+    #[arg(long, default_value_t = 5, value_name = "N")]
+    pub(crate) repeats: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FactorType {
+    /// Single precision.
+    F32,
+    /// Half precision.
+    F16,
+    /// The upper half of a single.
+    Bf16,
+    /// 8 bits and a scale for every 32 numbers, where rows allow it.
+    Q8,
+}
+
+/// What a model can be converted to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Target {
+    /// Latent attention.
+    Mla,
+}
+
+/// How a model is converted to latent attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RecipeName {
+    /// Complex basis, errors measured where they act.
+    Improved,
+    /// Real basis, errors of activations, calibrated twice.
+    Published,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub(crate) enum StageName {
+    Merged,
+    Rotated,
+    PartialRope,
+    Balanced,
+    LowRank,
+    LowRankQueries,
+}
+
+impl StageName {
+    pub(crate) fn stage(self) -> Stage {
+        match self {
+            Self::Merged => Stage::Merged,
+            Self::Rotated => Stage::Rotated,
+            Self::PartialRope => Stage::PartialRope,
+            Self::Balanced => Stage::Balanced,
+            Self::LowRank => Stage::LowRank,
+            Self::LowRankQueries => Stage::LowRankQueries,
+        }
+    }
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ConvertArgs {
+    /// A GGUF file, or a folder with config.json, safetensors and tokenizer.json.
+    #[arg(value_name = "MODEL")]
+    pub(crate) model: PathBuf,
+    /// What to.
+    #[arg(long, value_enum)]
+    pub(crate) to: Target,
+    /// The folder to write; nothing may be there.
+    #[arg(long, short, value_name = "FOLDER")]
+    pub(crate) out: PathBuf,
+    /// The text to calibrate on, and to check on what follows; - is standard input.
+    #[arg(long, value_name = "FILE", visible_alias = "calibration")]
+    pub(crate) text: PathBuf,
+    /// Width of the latent.
+    #[arg(long, value_name = "R", value_parser = count)]
+    pub(crate) rank: Option<usize>,
+    /// Width of the shared rotated key; divides the head width.
+    #[arg(long, value_name = "D", value_parser = count)]
+    pub(crate) rope_dim: Option<usize>,
+    /// Width of a latent of queries; none by default.
+    #[arg(long, value_name = "R", value_parser = count)]
+    pub(crate) rank_q: Option<usize>,
+    /// Neighbouring frequencies that are mixed, or `search`.
+    #[arg(long, value_name = "F")]
+    pub(crate) fold: Option<String>,
+    /// Defaults of basis, metric and calibration.
+    #[arg(long, value_enum, default_value_t = RecipeName::Improved)]
+    pub(crate) recipe: RecipeName,
+    /// Set any parameter of the conversion (`attlas methods mla`); may be repeated.
+    #[arg(long, value_name = "PARAM=VALUE")]
+    pub(crate) set: Vec<String>,
+    /// Calibrate the low rank on the partly rotated model.
+    #[arg(long)]
+    pub(crate) recalibrate: bool,
+    /// Write the model at this stage instead of the last.
+    #[arg(long, value_enum, value_name = "STAGE")]
+    pub(crate) until: Option<StageName>,
+    /// Stages whose loss is measured besides the last; all by default.
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "STAGE,…")]
+    pub(crate) stages: Option<Vec<StageName>>,
+    /// Calibrate on this many tokens; 8192 by default, or three quarters of a shorter text.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) tokens: Option<usize>,
+    /// Check on this text instead of what follows the calibration tokens.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) check_text: Option<PathBuf>,
+    /// Check on this many tokens; 2048 by default.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) check_tokens: Option<usize>,
+    /// Tokens of a window of the check.
+    #[arg(long, default_value = "512", value_name = "N", value_parser = count)]
+    pub(crate) context: usize,
 }
 
 /// What attends in a model.

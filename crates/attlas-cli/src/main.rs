@@ -8,6 +8,8 @@
 mod args;
 mod bench;
 mod compare;
+mod compress;
+mod convert;
 mod inspect;
 mod language;
 mod progress;
@@ -44,6 +46,8 @@ fn main() -> ExitCode {
         Some(Command::Simulate(a)) => simulate::run(a, &cli.common),
         Some(Command::Extract(a)) => language::extract(a, &cli.common),
         Some(Command::Tune(a)) => tune::run(a, &cli.common),
+        Some(Command::Compress(a)) => compress::run(a, &cli.common),
+        Some(Command::Convert(a)) => convert::run(a, &cli.common),
         Some(Command::Perplexity(a)) => language::perplexity(a, &cli.common),
         Some(Command::Generate(a)) => language::generate(a, &cli.common),
         None => compare::run(&CompareArgs::first_look(&cli.common), &cli.common),
@@ -92,6 +96,8 @@ fn next_step(error: &attlas_lab::Error) -> &'static str {
         E::Model(M::Recipe(_)) => "docs/recipe.md shows a recipe",
         E::Model(M::ChatTemplate(_)) => "leave --chat away to continue a plain text",
         E::Model(M::Io { .. }) => "check the path and its permissions",
+        E::Model(M::Exists { .. }) => "name another folder, or move what is there out of the way",
+        E::Model(M::Unsupported { .. }) => "docs/architecture.md lists what is read, run and written",
         E::Model(_) => {
             "a model is a GGUF file, or a folder with config.json, *.safetensors and tokenizer.json"
         }

@@ -64,6 +64,13 @@ fn methods_lists_the_whole_registry() {
     for m in registry::METHODS {
         assert!(text.out.contains(m.id), "{}", m.id);
     }
+    let caches = &json["cache_sizes"];
+    assert_eq!(caches.as_array().map(Vec::len), Some(6));
+    assert_eq!(
+        caches[4]["numbers"],
+        serde_json::json!([["Llama-2-7B", 576], ["Llama-3-8B", 576], ["SmolLM2-135M", 192]])
+    );
+    assert!(text.out.contains("MLA    r + d_R"));
     let csv = attlas(&["methods", "--csv"]);
     assert_eq!(csv.out.lines().count(), 1 + registry::METHODS.len());
     let family = attlas(&["methods", "--family", "exact", "--json"]).json();

@@ -1,7 +1,8 @@
 //! The atlas: what the registry holds, as records and as pages.
 
 use crate::table::Table;
-use attlas::layer::{Conversion, LayerKind};
+use attlas::layer::{Conversion, LayerKind, LayerShape};
+use attlas::layers::common::cache_size;
 use attlas::method::{Budget, Family, Needs};
 use attlas::params::{ParamSpec, Value};
 use attlas::{Method, registry};
@@ -17,6 +18,36 @@ pub struct Atlas {
     pub layers: Vec<LayerEntry>,
     /// Conversions of weights.
     pub conversions: Vec<ConversionEntry>,
+    /// What ways of attending keep of a token.
+    pub cache_sizes: Vec<CacheEntry>,
+}
+
+/// What a way of attending keeps of a token in one layer.
+#[derive(Clone, Debug, Serialize)]
+pub struct CacheEntry {
+    /// The name it goes by.
+    pub scheme: &'static str,
+    /// Numbers, as a formula.
+    pub formula: &'static str,
+    /// Numbers in the shapes of known models, by name.
+    pub numbers: Vec<(&'static str, usize)>,
+}
+
+/// Shapes that cache sizes are told for, with the rank of the latent.
+const SHAPES: [(&str, LayerShape, usize); 3] = [
+    ("Llama-2-7B", LayerShape { d_model: 4096, n_heads: 32, n_kv_heads: 32, d: 128, d_v: 128 }, 512),
+    ("Llama-3-8B", LayerShape { d_model: 4096, n_heads: 32, n_kv_heads: 8, d: 128, d_v: 128 }, 512),
+    ("SmolLM2-135M", LayerShape { d_model: 576, n_heads: 9, n_kv_heads: 3, d: 64, d_v: 64 }, 128),
+];
+
+fn cache_sizes() -> Vec<CacheEntry> {
+    let tables = SHAPES.map(|(name, shape, rank)| (name, cache_size::table(&shape, rank, 64, 2, 2)));
+    let entry = |i: usize| {
+        let scheme = tables[0].1[i].0;
+        let numbers = tables.iter().map(|(name, table)| (*name, table[i].1)).collect();
+        CacheEntry { scheme: scheme.name(), formula: scheme.formula(), numbers }
+    };
+    (0..tables[0].1.len()).map(entry).collect()
 }
 
 /// A method.
@@ -141,6 +172,7 @@ impl Atlas {
                 .filter(|_| whole)
                 .map(|c| ConversionEntry::new(c))
                 .collect(),
+            cache_sizes: if whole { cache_sizes() } else { Vec::new() },
         }
     }
 
@@ -158,6 +190,19 @@ impl Atlas {
         ]);
         for m in &self.methods {
             table.push(m.line());
+        }
+        table
+    }
+
+    /// Numbers cached for a token in one layer.
+    fn cache_table(&self) -> Table {
+        let mut titles = vec!["<scheme", "<numbers"];
+        titles.extend(SHAPES.map(|(name, _, _)| name));
+        let mut table = Table::new(&titles);
+        for e in &self.cache_sizes {
+            let mut row = vec![e.scheme.to_owned(), e.formula.to_owned()];
+            row.extend(e.numbers.iter().map(|(_, n)| n.to_string()));
+            table.push(row);
         }
         table
     }
@@ -197,6 +242,9 @@ impl Atlas {
                 lines.iter().for_each(|(id, title)| table.push(vec![id.to_string(), shorten(title, 58)]));
                 let _ = writeln!(out, "{title}\n{}", indent(&table.text()));
             }
+        }
+        if !self.cache_sizes.is_empty() {
+            let _ = writeln!(out, "{CACHE_TITLE}\n{}", indent(&self.cache_table().text()));
         }
         out
     }
@@ -259,9 +307,20 @@ impl Atlas {
         };
         section("Layers", self.layers.iter().map(LayerEntry::described).collect());
         section("Conversions", self.conversions.iter().map(ConversionEntry::described).collect());
+        if !self.cache_sizes.is_empty() {
+            let _ = write!(
+                out,
+                "\n## Cache sizes\n\nThe {CACHE_TITLE}, with $D$ the model's width, $H$ query heads, $G$ key heads of width \
+                 $d$,\nlatent rank $r$ (512, or 128 for SmolLM2), rotated width $d_R = 64$, factors $R_K = R_V = 2$. Values count as \
+                 wide as keys.\nMHA in the shape of a model with groups is that model without them.\n\n{}",
+                self.cache_table().markdown()
+            );
+        }
         out
     }
 }
+
+const CACHE_TITLE: &str = "numbers that a layer caches for a token";
 
 fn param_table(params: &[ParamEntry]) -> Table {
     let mut table = Table::new(&["<parameter", "<default", "<accepted", "<meaning"]);
@@ -478,7 +537,7 @@ impl ConversionEntry {
 
     /// What the registry says of `c`.
     pub fn new(c: &'static Conversion) -> Self {
-        let Conversion { id, title, reference, params: p, from, to } = *c;
+        let Conversion { id, title, reference, params: p, from, to, .. } = *c;
         Self { id, title, reference, from, to, params: params(p) }
     }
 }

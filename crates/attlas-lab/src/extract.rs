@@ -58,6 +58,10 @@ pub fn extract(
     stop: &AtomicBool,
 ) -> Result<Extracted> {
     let c = &model.config;
+    if model.weights.has_other_attention() {
+        let what = "extracting queries, keys and values of layers that attend as a whole".into();
+        return Err(attlas_model::Error::Unsupported { what }.into());
+    }
     let layers: Vec<usize> = match &settings.layers {
         Some(layers) => {
             layers.check("a layer", c.n_layers)?;

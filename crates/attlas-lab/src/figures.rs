@@ -240,6 +240,114 @@ pub(crate) fn spectra_lines(s: &Spectra, x: f64, y: f64, width: f64, height: f64
     svg
 }
 
+/// A line of a figure.
+#[derive(Clone, Debug)]
+pub struct Line {
+    /// What it is.
+    pub name: String,
+    /// Points, in order.
+    pub points: Vec<(f64, f64)>,
+    /// Drawn with dashes.
+    pub dashed: bool,
+}
+
+/// Lines over a plain axis, with a logarithmic one upwards and a level drawn across, as an SVG file.
+pub fn lines(title: &str, axes: [&str; 2], level: (&str, f64), lines: &[Line]) -> String {
+    const COLOURS: [&str; 6] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
+    let (left, top, width, height) = (64.0, 34.0, 430.0, 280.0);
+    let all = || lines.iter().flat_map(|l| &l.points);
+    let fold = |values: &dyn Fn() -> Vec<f64>| {
+        let v = values();
+        (v.iter().copied().fold(f64::INFINITY, f64::min), v.iter().copied().fold(0.0, f64::max))
+    };
+    let (x_lo, x_hi) = fold(&|| all().map(|p| p.0).collect());
+    let (y_lo, y_hi) = fold(&|| all().map(|p| p.1).chain([level.1]).collect());
+    let (y_lo, y_hi) = (y_lo * 0.93, y_hi * 1.07);
+    let at_x = |x: f64| left + width * (x - x_lo) / (x_hi - x_lo).max(f64::MIN_POSITIVE);
+    let at_y = |y: f64| top + height * (1.0 - (y / y_lo).ln() / (y_hi / y_lo).ln());
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 720 360\" font-family=\"sans-serif\" font-size=\"12\" \
+         role=\"img\" aria-label=\"{0}\">\n<rect width=\"720\" height=\"360\" fill=\"#fff\"/>\n\
+         <text x=\"{left}\" y=\"20\" font-size=\"14\">{0}</text>\n\
+         <rect x=\"{left}\" y=\"{top}\" width=\"{width}\" height=\"{height}\" fill=\"none\" stroke=\"#888\"/>\n",
+        escape(title)
+    );
+    let tick = |value: f64, end: &str, x: f64, y: f64| {
+        format!("<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{end}\" fill=\"#444\">{value}</text>\n")
+    };
+    let mut places: Vec<f64> = all().map(|p| p.0).collect();
+    places.sort_by(f64::total_cmp);
+    places.dedup();
+    let mut last = f64::NEG_INFINITY;
+    for x in places {
+        // Labels that would touch are left out.
+        if at_x(x) - last > 30.0 {
+            svg += &tick(x, "middle", at_x(x), top + height + 16.0);
+            last = at_x(x);
+        }
+    }
+    let decade = 10f64.powf(y_lo.log10().floor());
+    for y in (0..3).flat_map(|k| [1.0, 2.0, 3.0, 5.0, 7.0].map(|m| m * decade * 10f64.powi(k))) {
+        if (y_lo..=y_hi).contains(&y) {
+            let py = at_y(y);
+            let _ = writeln!(
+                svg,
+                "<line x1=\"{left}\" x2=\"{:.1}\" y1=\"{py:.1}\" y2=\"{py:.1}\" stroke=\"#ddd\"/>",
+                left + width
+            );
+            svg += &tick(y, "end", left - 6.0, py + 4.0);
+        }
+    }
+    let py = at_y(level.1);
+    let _ = write!(
+        svg,
+        "<line x1=\"{left}\" x2=\"{0:.1}\" y1=\"{py:.1}\" y2=\"{py:.1}\" stroke=\"#000\" stroke-dasharray=\"2 3\"/>\n\
+         <text x=\"{1:.1}\" y=\"{2:.1}\">{3}</text>\n\
+         <text x=\"{4:.1}\" y=\"{5:.1}\" text-anchor=\"middle\">{6}</text>\n\
+         <text transform=\"translate(16 {7:.1}) rotate(-90)\" text-anchor=\"middle\">{8}</text>\n",
+        left + width,
+        left + width + 8.0,
+        py + 4.0,
+        escape(level.0),
+        left + width / 2.0,
+        top + height + 36.0,
+        escape(axes[0]),
+        top + height / 2.0,
+        escape(axes[1])
+    );
+    for (i, line) in lines.iter().enumerate() {
+        let colour = COLOURS[i % COLOURS.len()];
+        let dash = if line.dashed { " stroke-dasharray=\"6 4\"" } else { "" };
+        let points: Vec<String> =
+            line.points.iter().map(|p| format!("{:.1},{:.1}", at_x(p.0), at_y(p.1))).collect();
+        let _ = writeln!(
+            svg,
+            "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"{dash}/>",
+            points.join(" ")
+        );
+        for p in &line.points {
+            let _ = writeln!(
+                svg,
+                "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"3\" fill=\"{colour}\"><title>{}: {}, {:.2}</title></circle>",
+                at_x(p.0),
+                at_y(p.1),
+                escape(&line.name),
+                p.0,
+                p.1
+            );
+        }
+        let _ = writeln!(
+            svg,
+            "<text x=\"{:.1}\" y=\"{:.1}\" fill=\"{colour}\">{}{}</text>",
+            left + width + 8.0,
+            top + 12.0 + 18.0 * i as f64,
+            if line.dashed { "- - " } else { "" },
+            escape(&line.name)
+        );
+    }
+    svg + "</svg>\n"
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -263,6 +371,23 @@ mod tests {
         let wanted = [0, 1, 2, 3, 0, 4, 5, 6];
         assert!(bytes.windows(wanted.len()).any(|w| w == wanted));
         assert!(bytes.ends_with(&[b'I', b'E', b'N', b'D', 0xae, 0x42, 0x60, 0x82]));
+    }
+
+    #[test]
+    fn lines_lie_inside_their_frame_and_name_themselves() {
+        let line = |name: &str, dashed| Line {
+            name: name.into(),
+            points: vec![(64.0, 90.0), (384.0, 30.0)],
+            dashed,
+        };
+        let svg = lines("a < b", ["x", "y"], ("before", 27.0), &[line("one", false), line("two", true)]);
+        assert!(svg.contains("a &lt; b") && svg.contains(">one<") && svg.contains("- - two"));
+        // From the left edge near the top to the right edge.
+        let points = svg.split("points=\"").nth(1).unwrap().split('"').next().unwrap();
+        let numbers: Vec<f64> = points.split([',', ' ']).map(|n| n.parse().unwrap()).collect();
+        assert_eq!((numbers[0], numbers[2]), (64.0, 494.0));
+        assert!(numbers[1] > 34.0 && numbers[1] < 60.0 && numbers[3] > numbers[1] && numbers[3] < 314.0);
+        assert_eq!(svg.matches("<circle").count(), 4);
     }
 
     #[test]

@@ -115,7 +115,8 @@ impl<'a> Encoder<'a> {
     }
 
     /// The final hidden states of `batch`. `plans` holds one plan for each layer, of
-    /// [`problem`](Self::problem). `look` sees the queries, keys and values of each layer before they attend.
+    /// [`problem`](Self::problem). `look` sees the queries, keys and values of each layer before they attend. Layers whose
+    /// attention is of another kind attend by themselves, unseen, and leave their plan alone.
     pub fn forward(
         &self,
         batch: &Batch,
@@ -136,18 +137,27 @@ impl<'a> Encoder<'a> {
         let dims = [batch.texts(), c.n_heads, batch.n, c.head_dim];
         let mut info = RunInfo::default();
         for (l, (layer, plan)) in self.weights.layers.iter().zip(plans).enumerate() {
+            if let Some(attention) = &layer.attention {
+                // Texts one by one, without their padding.
+                for (text, &len) in batch.lens().iter().enumerate() {
+                    let rows = text * batch.n * d..(text * batch.n + len) * d;
+                    let x = MatRef::new(&x[rows.clone()], len, d);
+                    info = info.merge(attention.layer.forward_all(x, &mut sum[rows], ws)?);
+                }
+            } else {
+                ws.install(|ctx| {
+                    let mut jobs: [(&Linear, &mut [f32]); 3] =
+                        [(&layer.q, &mut q), (&layer.k, &mut k), (&layer.v, &mut v)];
+                    apply_all(&mut jobs, MatRef::new(&x, rows, d), ctx.scratch);
+                });
+                let view = |data| TensorRef::bnhd(data, dims);
+                let inputs = Qkv { q: view(&q)?, k: view(&k)?, v: view(&v)?, key_lens: batch.key_lens() };
+                look(l, &inputs);
+                let out = Out::new(TensorMut::bnhd(&mut heads, dims)?);
+                info = info.merge(plan.execute(&Inputs::F32(inputs), &mut out.into(), ws)?);
+                ws.install(|ctx| layer.o.apply(MatRef::new(&heads, rows, width), &mut sum, ctx.scratch));
+            }
             ws.install(|ctx| {
-                let mut jobs: [(&Linear, &mut [f32]); 3] =
-                    [(&layer.q, &mut q), (&layer.k, &mut k), (&layer.v, &mut v)];
-                apply_all(&mut jobs, MatRef::new(&x, rows, d), ctx.scratch);
-            });
-            let view = |data| TensorRef::bnhd(data, dims);
-            let inputs = Qkv { q: view(&q)?, k: view(&k)?, v: view(&v)?, key_lens: batch.key_lens() };
-            look(l, &inputs);
-            let out = Out::new(TensorMut::bnhd(&mut heads, dims)?);
-            info = info.merge(plan.execute(&Inputs::F32(inputs), &mut out.into(), ws)?);
-            ws.install(|ctx| {
-                layer.o.apply(MatRef::new(&heads, rows, width), &mut sum, ctx.scratch);
                 add_and_norm(&mut x, &sum, &layer.attention_norm, c.norm_eps);
                 layer.up.apply(MatRef::new(&x, rows, d), &mut inner, ctx.scratch);
                 inner.par_chunks_mut(c.intermediate).for_each(ops::gelu_in_place);

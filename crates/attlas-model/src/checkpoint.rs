@@ -1,13 +1,15 @@
 //! The named tensors of a model and where its settings come from: a GGUF file, or a Hugging Face folder.
 
 use crate::error::{Error, Result};
+use crate::factored::{Attention, Section};
 use crate::gguf::{Gguf, split_names};
+use crate::linear::Linear;
 use crate::tensor::{Source, Tensor};
 use attlas_num::kernels::quant::Format;
 use safetensors::tensor::Metadata;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value as Json;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -15,12 +17,40 @@ use std::sync::Arc;
 #[derive(Clone, Debug, Default)]
 pub struct Tensors {
     by_name: HashMap<String, Tensor>,
+    /// Maps that are products, by name, where the checkpoint has any.
+    maps: HashMap<String, Linear>,
+    /// Attention of another kind, by layer.
+    attention: BTreeMap<usize, Attention>,
 }
 
 impl Tensors {
     /// The tensor of that name.
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.by_name.get(name)
+    }
+
+    /// The map of that name, where it is a product.
+    pub fn map(&self, name: &str) -> Option<&Linear> {
+        self.maps.get(name)
+    }
+
+    /// The attention of a layer, where it is of another kind than the model's.
+    pub fn attention(&self, layer: usize) -> Option<&Attention> {
+        self.attention.get(&layer)
+    }
+
+    pub(crate) fn set_factored(
+        &mut self,
+        maps: HashMap<String, Linear>,
+        attention: BTreeMap<usize, Attention>,
+    ) {
+        (self.maps, self.attention) = (maps, attention);
+    }
+
+    /// Numbers and bytes of all tensors together.
+    pub fn size(&self) -> (usize, usize) {
+        let sum = |f: fn(&Tensor) -> usize| self.by_name.values().map(f).sum();
+        (sum(|t| t.rows() * t.cols()), sum(|t| t.bytes().len()))
     }
 
     /// Number of tensors.
@@ -108,7 +138,7 @@ impl Tensors {
         Ok(())
     }
 
-    fn add(&mut self, name: String, tensor: Tensor) -> Result<()> {
+    pub(crate) fn add(&mut self, name: String, tensor: Tensor) -> Result<()> {
         if self.by_name.contains_key(&name) {
             return Err(Error::invalid("a tensor name", format!("{name:?} twice"), "distinct names"));
         }
@@ -172,6 +202,23 @@ pub fn open_safetensors(folder: &Path) -> Result<Tensors> {
         tensors.add_safetensors(&source).map_err(|e| e.in_file(&file))?;
     }
     Ok(tensors)
+}
+
+/// Opens the weights of a Hugging Face folder whose `config.json` reads so, in factored form where it says so.
+pub(crate) fn open_folder(folder: &Path, config: &[u8]) -> Result<Tensors> {
+    match Section::of_config(config).map_err(|e| e.in_file(&folder.join("config.json")))? {
+        Some(section) => section.open(folder),
+        None => open_safetensors(folder),
+    }
+}
+
+/// Numbers and bytes of all tensors of a GGUF file or a Hugging Face folder.
+pub fn size(path: &Path) -> Result<(usize, usize)> {
+    let config = path.join("config.json");
+    if config.is_file() {
+        return Ok(open_folder(path, &read_file(&config)?)?.size());
+    }
+    Ok(open_gguf(path)?.1.size())
 }
 
 /// The files that an index of shards names, sorted. Names that leave the folder are refused.

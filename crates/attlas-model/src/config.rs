@@ -18,11 +18,23 @@ pub enum Architecture {
     Qwen3,
     /// Encoders with learned positions.
     Bert,
+    /// Latent attention; layers without experts only.
+    DeepseekV2,
+    /// Latent attention; layers without experts only.
+    DeepseekV3,
 }
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 5] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3, Self::Bert];
+    pub const ALL: [Architecture; 7] = [
+        Self::Llama,
+        Self::Mistral,
+        Self::Qwen2,
+        Self::Qwen3,
+        Self::Bert,
+        Self::DeepseekV2,
+        Self::DeepseekV3,
+    ];
 
     /// Its name in `config.json` and in GGUF files.
     pub fn name(self) -> &'static str {
@@ -32,6 +44,8 @@ impl Architecture {
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
             Self::Bert => "bert",
+            Self::DeepseekV2 => "deepseek_v2",
+            Self::DeepseekV3 => "deepseek_v3",
         }
     }
 
@@ -47,6 +61,24 @@ impl Architecture {
     pub fn is_encoder(self) -> bool {
         self == Self::Bert
     }
+
+    /// Whether its layers attend through a latent.
+    pub fn is_latent(self) -> bool {
+        matches!(self, Self::DeepseekV2 | Self::DeepseekV3)
+    }
+}
+
+/// Sizes of latent attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LatentConfig {
+    /// Width of the latent of keys and values.
+    pub rank: usize,
+    /// Width of the latent of queries, where there is one.
+    pub rank_q: Option<usize>,
+    /// Features of a head that are not rotated; the rotated ones follow them.
+    pub nope: usize,
+    /// Width of a head's values.
+    pub v_dim: usize,
 }
 
 /// The description of a model.
@@ -64,8 +96,10 @@ pub struct ModelConfig {
     pub n_heads: usize,
     /// Key and value heads; divides `n_heads`.
     pub n_kv_heads: usize,
-    /// Width of a head.
+    /// Width of a head: of its queries and keys.
     pub head_dim: usize,
+    /// Sizes of latent attention, where the family has it.
+    pub latent: Option<LatentConfig>,
     /// Number of tokens known.
     pub vocab: usize,
     /// Longest context the model was made for.
@@ -96,6 +130,9 @@ impl ModelConfig {
         let missing = |key: &str| Error::MissingKey { key: key.to_owned() };
         let name = gguf.text("general.architecture")?.ok_or_else(|| missing("general.architecture"))?;
         let architecture = Architecture::find(name)?;
+        if architecture.is_latent() {
+            return Err(Error::Unsupported { what: "latent attention in a GGUF file".into() });
+        }
         let key = |suffix: &str| format!("{name}.{suffix}");
         let need = |suffix: &str| gguf.integer(&key(suffix))?.ok_or_else(|| missing(&key(suffix)));
 
@@ -150,6 +187,7 @@ impl ModelConfig {
             n_heads,
             n_kv_heads,
             head_dim,
+            latent: None,
             vocab,
             max_positions: need("context_length")?,
             norm_eps: gguf.number(&eps_key)?.ok_or_else(|| missing(&eps_key))?,
@@ -176,9 +214,15 @@ impl ModelConfig {
         let hidden = keys.need("hidden_size")?;
         let n_heads = keys.need("num_attention_heads")?;
         let n_layers = keys.need("num_hidden_layers")?;
-        let head_dim = match keys.integer("head_dim")? {
-            Some(d) => d,
-            None => divide(hidden, n_heads)?,
+        let latent = if architecture.is_latent() { Some(json_latent(&keys, n_layers)?) } else { None };
+        let rotated = keys.integer("qk_rope_head_dim")?.filter(|_| latent.is_some());
+        let head_dim = match (latent, rotated, keys.integer("head_dim")?) {
+            (Some(l), rotated, _) => {
+                let missing = || Error::MissingKey { key: "qk_rope_head_dim".into() };
+                l.nope.saturating_add(rotated.ok_or_else(missing)?)
+            }
+            (None, _, Some(d)) => d,
+            (None, _, None) => divide(hidden, n_heads)?,
         };
         let max_positions = keys.need("max_position_embeddings")?;
         let activation = keys.text("hidden_act")?;
@@ -189,8 +233,16 @@ impl ModelConfig {
         if let Some(kind) = keys.text("position_embedding_type")?.filter(|&k| k != "absolute") {
             return Err(Error::Unsupported { what: format!("position_embedding_type {kind:?}") });
         }
-        let rope =
-            if architecture.is_encoder() { None } else { Some(json_rope(&keys, head_dim, max_positions)?) };
+        let mut rope = if architecture.is_encoder() {
+            None
+        } else {
+            Some(json_rope(&keys, rotated.unwrap_or(head_dim), max_positions)?)
+        };
+        if let Some(rope) = rope.as_mut().filter(|_| latent.is_some())
+            && keys.boolean("rope_interleave")?.unwrap_or(true)
+        {
+            rope.layout = Layout::Interleaved;
+        }
         let eps_key = if architecture.is_encoder() { "layer_norm_eps" } else { "rms_norm_eps" };
         let config = Self {
             architecture,
@@ -200,6 +252,7 @@ impl ModelConfig {
             n_heads,
             n_kv_heads: keys.integer("num_key_value_heads")?.unwrap_or(n_heads),
             head_dim,
+            latent,
             vocab: keys.need("vocab_size")?,
             max_positions,
             norm_eps: keys.number(eps_key)?.ok_or_else(|| Error::MissingKey { key: eps_key.into() })?,
@@ -250,6 +303,22 @@ impl ModelConfig {
             };
             if size == 0 || size > limit {
                 return Err(Error::invalid(what, size, format!("1 to {limit}")));
+            }
+        }
+        if let Some(l) = &self.latent {
+            let sizes = [
+                ("the rank of the latent", l.rank),
+                ("the rank of the queries", l.rank_q.unwrap_or(1)),
+                ("the width of values", l.v_dim),
+            ];
+            for (what, size) in sizes {
+                if size == 0 || size > MAX_SIZE {
+                    return Err(Error::invalid(what, size, format!("1 to {MAX_SIZE}")));
+                }
+            }
+            if self.n_kv_heads != self.n_heads {
+                let expected = format!("{}, as latent attention has no groups", self.n_heads);
+                return Err(Error::invalid("the number of key heads", self.n_kv_heads, expected));
             }
         }
         if !self.n_heads.is_multiple_of(self.n_kv_heads) {
@@ -452,6 +521,22 @@ fn json_rope(keys: &Keys<'_>, head_dim: usize, max_positions: usize) -> Result<R
     Ok(Rope { dim: (head_dim as f64 * partial) as usize, base, layout: Layout::Half, scaling })
 }
 
+/// Sizes of latent attention; layers with experts are refused.
+fn json_latent(keys: &Keys<'_>, n_layers: usize) -> Result<LatentConfig> {
+    let experts = keys.integer("n_routed_experts")?.unwrap_or(0);
+    // Earlier files leave it out where every layer has experts.
+    let dense = keys.integer("first_k_dense_replace")?.unwrap_or(0);
+    if experts > 0 && dense < n_layers {
+        return Err(Error::Unsupported { what: "a mixture of experts".into() });
+    }
+    Ok(LatentConfig {
+        rank: keys.need("kv_lora_rank")?,
+        rank_q: keys.integer("q_lora_rank")?,
+        nope: keys.need("qk_nope_head_dim")?,
+        v_dim: keys.need("v_head_dim")?,
+    })
+}
+
 /// Which layers look through a window.
 fn json_windows(keys: &Keys<'_>, architecture: Architecture, n_layers: usize) -> Result<Vec<Option<usize>>> {
     let width = keys.integer("sliding_window")?.filter(|&w| w > 0);
@@ -459,7 +544,9 @@ fn json_windows(keys: &Keys<'_>, architecture: Architecture, n_layers: usize) ->
         Architecture::Mistral => true,
         // These have a width even where it is switched off.
         Architecture::Qwen2 | Architecture::Qwen3 => keys.boolean("use_sliding_window")?.unwrap_or(false),
-        Architecture::Llama | Architecture::Bert => false,
+        Architecture::Llama | Architecture::Bert | Architecture::DeepseekV2 | Architecture::DeepseekV3 => {
+            false
+        }
     };
     let Some(width) = width.filter(|_| used) else { return Ok(vec![None; n_layers]) };
     if let Some(types) = keys.get("layer_types").and_then(Json::as_array) {

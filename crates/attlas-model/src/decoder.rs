@@ -11,6 +11,9 @@
 //! by exact attention over the cache where it has none. Where exact attention attends everywhere, prompts are cut
 //! into chunks of [`CHUNK`] tokens, which bounds memory; to other methods a prompt is one problem, because what
 //! they do with a row may depend on how many tokens there are.
+//!
+//! Layers with latent attention, and those whose attention a checkpoint says is another layer, attend as a whole,
+//! exactly, over a cache of their own; observers see what enters them.
 
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
@@ -20,6 +23,7 @@ use crate::ops;
 use crate::recipe::{Part, Recipe};
 use crate::weights::{DecoderLayer, DecoderWeights, Weights};
 use attlas::cache::KvCache;
+use attlas::layer::{Layer, LayerCache};
 use attlas::{
     DType, MatRef, Options, Out, Problem, Qkv, RunInfo, Schedule, Stream, TensorMut, TensorRef, Workspace,
     registry,
@@ -56,6 +60,11 @@ pub trait Observer: Send {
     /// Asked before every layer; the pass ends with [`Error::Interrupted`] if so.
     fn interrupted(&self) -> bool {
         false
+    }
+
+    /// Normalised hidden states that enter a layer's attention, for the tokens from `first` on.
+    fn entering(&mut self, layer: usize, first: usize, x: &[f32]) {
+        let _ = (layer, first, x);
     }
 
     /// Queries and keys of a layer before they are rotated, `[tokens, heads, head_dim]`, for the tokens from
@@ -106,7 +115,19 @@ impl Decoder {
             return Err(Error::Unsupported { what });
         }
         let parts = recipe.resolve(c)?;
-        let layers = parts.into_iter().enumerate().map(|(i, parts)| LayerState::new(i, parts, c)).collect();
+        if model.weights.has_other_attention()
+            && let Some(part) = parts.iter().flatten().find(|p| !p.is_baseline())
+        {
+            let reasons = vec!["the model's attention layers attend exactly, as a whole".to_owned()];
+            return Err(attlas::Error::Unsupported { method: part.method.id.into(), reasons }.into());
+        }
+        let mut layers: Vec<LayerState> =
+            parts.into_iter().enumerate().map(|(i, parts)| LayerState::new(i, parts, c)).collect();
+        if let Weights::Decoder(weights) = &model.weights {
+            for (state, layer) in layers.iter_mut().zip(&weights.layers) {
+                state.latents = layer.whole().map(|l| l.new_cache());
+            }
+        }
         let state = State {
             layers,
             len: 0,
@@ -195,7 +216,8 @@ impl Decoder {
         let result = self.threads.install(|_| {
             state.lengthen_table(c, total);
             if tokens.len() > 1 {
-                state.layers.iter_mut().for_each(|l| l.cache.reserve(total));
+                let own = state.layers.iter_mut().filter(|l| l.latents.is_none());
+                own.for_each(|l| l.cache.reserve(total));
             }
             let parts = tokens.chunks(chunk);
             let last = parts.len().saturating_sub(1);
@@ -324,37 +346,52 @@ impl State {
                 result = Err(Error::Interrupted);
                 break;
             }
-            let q = sized(&mut buffers.q, n * q_width);
-            for (i, x) in x.chunks(CHUNK * d).enumerate() {
-                let (start, len) = (i * CHUNK, x.len() / d);
-                let q = &mut q[start * q_width..][..len * q_width];
-                let rest = Projections {
-                    normed: sized(&mut buffers.normed, len * d),
-                    k: sized(&mut buffers.k, len * c.n_kv_heads * c.head_dim),
-                    v: sized(&mut buffers.v, len * c.n_kv_heads * c.head_dim),
-                };
-                result = self.project(c, layer, l, self.len + start, x, q, rest, observer);
+            if layer.whole().is_none() {
+                let q = sized(&mut buffers.q, n * q_width);
+                for (i, x) in x.chunks(CHUNK * d).enumerate() {
+                    let (start, len) = (i * CHUNK, x.len() / d);
+                    let q = &mut q[start * q_width..][..len * q_width];
+                    let rest = Projections {
+                        normed: sized(&mut buffers.normed, len * d),
+                        k: sized(&mut buffers.k, len * c.n_kv_heads * c.head_dim),
+                        v: sized(&mut buffers.v, len * c.n_kv_heads * c.head_dim),
+                    };
+                    result = self.project(c, layer, l, self.len + start, x, q, rest, observer);
+                    if result.is_err() {
+                        break;
+                    }
+                }
                 if result.is_err() {
                     break;
                 }
+                let heads = sized(&mut buffers.heads, n * q_width);
+                result = self.attend(c, l, n, q, heads);
+                if result.is_err() {
+                    break;
+                }
+                observer.attended(l, self.len, heads);
+                if rows == Rows::None && l + 1 == wanted.min(weights.layers.len()) {
+                    break;
+                }
             }
-            if result.is_err() {
-                break;
-            }
-            let heads = sized(&mut buffers.heads, n * q_width);
-            result = self.attend(c, l, n, q, heads);
-            if result.is_err() {
-                break;
-            }
-            observer.attended(l, self.len, heads);
-            if rows == Rows::None && l + 1 == wanted.min(weights.layers.len()) {
-                break;
-            }
-            for (x, heads) in x.chunks_mut(CHUNK * d).zip(heads.chunks(CHUNK * q_width)) {
+            for (i, x) in x.chunks_mut(CHUNK * d).enumerate() {
                 let len = x.len() / d;
                 let sum = sized(&mut buffers.sum, len * d);
-                layer.o.apply(matrix(heads, q_width), sum, &self.scratch);
                 let normed = sized(&mut buffers.normed, len * d);
+                if let Some(whole) = layer.whole() {
+                    by_rows(normed, d, |first, rows| {
+                        let x = &x[first * d..][..rows.len()];
+                        ops::rms_norm_into(x, &layer.attention_norm, c.norm_eps, rows);
+                    });
+                    observer.entering(l, self.len + i * CHUNK, normed);
+                    result = self.attend_whole(l, whole, matrix(normed, d), sum);
+                    if result.is_err() {
+                        break;
+                    }
+                } else {
+                    let heads = &buffers.heads[i * CHUNK * q_width..][..len * q_width];
+                    layer.o.apply(matrix(heads, q_width), sum, &self.scratch);
+                }
                 add_and_norm(x, sum, &layer.ffn_norm, c.norm_eps, normed);
                 let gate = sized(&mut buffers.gate, len * c.intermediate);
                 let up = sized(&mut buffers.up, len * c.intermediate);
@@ -368,6 +405,9 @@ impl State {
                 });
                 layer.down.apply(matrix(gate, c.intermediate), sum, &self.scratch);
                 by_rows(x, d, |first, rows| ops::add_in_place(rows, &sum[first * d..][..rows.len()]));
+            }
+            if result.is_err() {
+                break;
             }
         }
         if result.is_ok() {
@@ -404,6 +444,7 @@ impl State {
         by_rows(normed, d, |first, rows| {
             ops::rms_norm_into(&x[first * d..][..rows.len()], &layer.attention_norm, c.norm_eps, rows);
         });
+        observer.entering(l, first, normed);
         let mut jobs: [(&Linear, &mut [f32]); 3] =
             [(&layer.q, &mut *q), (&layer.k, &mut *k), (&layer.v, &mut *v)];
         apply_all(&mut jobs, matrix(normed, d), &self.scratch);
@@ -433,6 +474,20 @@ impl State {
             let info = layer.attend(i, c, q, out, &mut self.inner)?;
             self.info = std::mem::take(&mut self.info).merge(info);
         }
+        Ok(())
+    }
+
+    /// The output of layer `l`, which attends as a whole and whose cache takes the tokens of `x`.
+    fn attend_whole(
+        &mut self,
+        l: usize,
+        whole: &dyn Layer,
+        x: MatRef<'_, f32>,
+        out: &mut [f32],
+    ) -> Result<()> {
+        let Some(cache) = &mut self.layers[l].latents else { unreachable!("made with the layer") };
+        let info = whole.forward(x, &mut **cache, out, &mut self.inner)?;
+        self.info = std::mem::take(&mut self.info).merge(info);
         Ok(())
     }
 }
@@ -469,6 +524,8 @@ struct LayerState {
     /// For each part that decodes by a stream, the stream, once it was needed.
     streams: Vec<Option<Box<dyn Stream>>>,
     cache: KvCache<f32>,
+    /// The cache of a layer that attends as a whole, which uses none of the others.
+    latents: Option<Box<dyn LayerCache>>,
 }
 
 impl LayerState {
@@ -479,11 +536,13 @@ impl LayerState {
             streams: parts.iter().map(|_| None).collect(),
             parts,
             cache: KvCache::new(1, c.n_kv_heads, c.head_dim, c.head_dim, 0),
+            latents: None,
         }
     }
 
     fn bytes(&self) -> usize {
-        self.cache.bytes() + self.streams.iter().flatten().map(|s| s.state_bytes()).sum::<usize>()
+        let latents = self.latents.as_ref().map_or(0, |c| c.bytes());
+        latents + self.cache.bytes() + self.streams.iter().flatten().map(|s| s.state_bytes()).sum::<usize>()
     }
 
     fn chunks(&self) -> bool {
@@ -491,6 +550,7 @@ impl LayerState {
     }
 
     fn truncate(&mut self, len: usize) {
+        self.latents.iter_mut().for_each(|c| c.truncate(len));
         if len < self.cache.len() {
             self.cache.truncate(len);
             // Streams cannot go back; they are filled again from the cache.

@@ -14,6 +14,12 @@ pub enum Error {
         /// What the system said.
         source: std::io::Error,
     },
+    /// Something stands where a folder was to be written.
+    #[error("{}: it exists already, and nothing is overwritten", path.display())]
+    Exists {
+        /// The file or folder.
+        path: PathBuf,
+    },
     /// An error in one file of several.
     #[error("{}: {source}", path.display())]
     InFile {

@@ -6,9 +6,12 @@
 pub mod bert;
 pub mod chat;
 pub mod checkpoint;
+pub mod compress;
 pub mod config;
+pub mod convert;
 pub mod decoder;
 pub mod error;
+pub mod factored;
 pub mod gguf;
 pub mod hub;
 pub mod linear;
@@ -17,13 +20,14 @@ pub mod ops;
 pub mod perplexity;
 pub mod recipe;
 pub mod sample;
+pub mod save;
 pub mod tensor;
 pub mod tokenizer;
 pub mod weights;
 
 pub use bert::Encoder;
 pub use chat::{ChatTemplate, Message};
-pub use config::{Architecture, ModelConfig};
+pub use config::{Architecture, LatentConfig, ModelConfig};
 pub use decoder::{Decoder, Rows};
 pub use error::{Error, Result};
 pub use linear::Linear;

@@ -1,6 +1,6 @@
 //! A model opened from disk: description, weights and tokeniser together.
 
-use crate::checkpoint::{Tensors, open_gguf, open_safetensors, read_file};
+use crate::checkpoint::{Tensors, open_gguf, read_file};
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
 use crate::gguf::Gguf;
@@ -8,7 +8,7 @@ use crate::tensor::Source;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{Naming, Weights};
 use attlas_num::rope::Scaling;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// A model ready to run.
@@ -22,6 +22,8 @@ pub struct Model {
     pub tokenizer: Tokenizer,
     /// How conversations are laid out: a Jinja template, if the model has one.
     pub chat_template: Option<String>,
+    /// The Hugging Face folder that it was opened from, if it was one.
+    pub folder: Option<PathBuf>,
 }
 
 impl Model {
@@ -66,18 +68,20 @@ impl Model {
             weights: Weights::collect(&config, tensors, Naming::Gguf)?,
             tokenizer: Tokenizer::from_gguf(gguf)?,
             chat_template: gguf.text("tokenizer.chat_template")?.map(str::to_owned),
+            folder: None,
             config,
         })
     }
 
     fn open_folder(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
-        let mut config = ModelConfig::from_json(&read_file(&path)?).map_err(|e| e.in_file(&path))?;
+        let text = read_file(&path)?;
+        let mut config = ModelConfig::from_json(&text).map_err(|e| e.in_file(&path))?;
         let path = folder.join("generation_config.json");
         if path.is_file() {
             config.set_eos_from_json(&read_file(&path)?).map_err(|e| e.in_file(&path))?;
         }
-        let tensors = open_safetensors(folder)?;
+        let tensors = crate::checkpoint::open_folder(folder, &text)?;
         let weights =
             Weights::collect(&config, &tensors, Naming::HuggingFace).map_err(|e| e.in_file(folder))?;
         let path = folder.join("tokenizer.json");
@@ -86,7 +90,8 @@ impl Model {
         let settings = if path.is_file() { read_file(&path)? } else { b"null".to_vec() };
         let settings = serde_json::from_slice(&settings).map_err(|e| Error::from(e).in_file(&path))?;
         tokenizer.name_special_tokens(&settings);
-        Ok(Self { config, weights, tokenizer, chat_template: chat_template(folder, &settings)? })
+        let chat_template = chat_template(folder, &settings)?;
+        Ok(Self { config, weights, tokenizer, chat_template, folder: Some(folder.to_path_buf()) })
     }
 }
 

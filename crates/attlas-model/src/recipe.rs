@@ -357,6 +357,7 @@ mod tests {
             n_heads: 6,
             n_kv_heads: 2,
             head_dim: 16,
+            latent: None,
             vocab: 10,
             max_positions: 100,
             norm_eps: 1e-5,

@@ -3,8 +3,14 @@
 use crate::checkpoint::Tensors;
 use crate::config::{Architecture, ModelConfig};
 use crate::error::{Error, Result};
+use crate::factored::Attention;
 use crate::linear::Linear;
 use crate::tensor::Tensor;
+use attlas::Mat;
+use attlas::layer::{Dense, Layer, LayerShape};
+use attlas::layers::latent::{self, Latent};
+use attlas_num::rope::{Rope, Scaling};
+use std::sync::Arc;
 
 /// Whose tensor names a checkpoint uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,11 +48,11 @@ pub struct DecoderWeights {
 pub struct DecoderLayer {
     /// Norm before attention.
     pub attention_norm: Vec<f32>,
-    /// Queries: `n_heads · head_dim` outputs.
+    /// Queries: `n_heads · head_dim` outputs. With a latent of queries, from that.
     pub q: Linear,
-    /// Keys: `n_kv_heads · head_dim` outputs.
+    /// Keys: `n_kv_heads · head_dim` outputs. In latent attention, the latent and the shared key.
     pub k: Linear,
-    /// Values: `n_kv_heads · head_dim` outputs.
+    /// Values: `n_kv_heads · head_dim` outputs. In latent attention, keys and values from the latent.
     pub v: Linear,
     /// From concatenated heads back to the residual stream.
     pub o: Linear,
@@ -54,6 +60,10 @@ pub struct DecoderLayer {
     pub q_norm: Option<Vec<f32>>,
     /// Norm of each key head, where the family has one.
     pub k_norm: Option<Vec<f32>>,
+    /// Latent attention made of the maps above, where the family has it.
+    pub latent: Option<Arc<LatentAttention>>,
+    /// Attention of another kind, where the checkpoint has it; the maps above are its own then, as far as it has them.
+    pub attention: Option<Attention>,
     /// Norm before the feed-forward layer.
     pub ffn_norm: Vec<f32>,
     /// Gate of the feed-forward layer.
@@ -62,6 +72,14 @@ pub struct DecoderLayer {
     pub up: Linear,
     /// Back to the residual stream.
     pub down: Linear,
+}
+
+impl DecoderLayer {
+    /// The layer that attends as a whole, where attention is not made of methods.
+    pub fn whole(&self) -> Option<&dyn Layer> {
+        let latent = self.latent.as_deref().map(|l| l.layer() as &dyn Layer);
+        latent.or_else(|| self.attention.as_ref().map(|a| &*a.layer))
+    }
 }
 
 /// The weights of an encoder.
@@ -98,6 +116,8 @@ pub struct EncoderLayer {
     pub down: Linear,
     /// Norm after the feed-forward layer.
     pub output_norm: LayerNorm,
+    /// Attention of another kind, where the checkpoint has it; the maps above are its own then, as far as it has them.
+    pub attention: Option<Attention>,
 }
 
 /// Weight and bias of a layer norm.
@@ -117,6 +137,29 @@ impl Weights {
             Ok(Self::Encoder(encoder(config, &finder, naming)?))
         } else {
             Ok(Self::Decoder(decoder(config, &finder, naming)?))
+        }
+    }
+}
+
+impl Weights {
+    /// Whether a layer attends in another way than by the heads that the configuration describes.
+    pub fn has_other_attention(&self) -> bool {
+        match self {
+            Self::Decoder(w) => w.layers.iter().any(|l| l.whole().is_some()),
+            Self::Encoder(w) => w.layers.iter().any(|l| l.attention.is_some()),
+        }
+    }
+
+    /// Whether a map of a layer is a product of factors.
+    pub fn has_products(&self) -> bool {
+        match self {
+            Self::Decoder(w) => w.layers.iter().any(|l| {
+                [&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down].into_iter().any(Linear::is_product)
+            }),
+            Self::Encoder(w) => w
+                .layers
+                .iter()
+                .any(|l| [&l.q, &l.k, &l.v, &l.o, &l.up, &l.down].into_iter().any(Linear::is_product)),
         }
     }
 }
@@ -157,6 +200,14 @@ impl Finder<'_> {
 
     /// `name.weight` and, if the file has it, `name.bias`.
     fn linear(&self, name: &str, outputs: usize, inputs: usize) -> Result<Linear> {
+        let full = format!("{}{name}", self.prefix);
+        if let Some(map) = self.tensors.map(&full) {
+            let (found, expected) = (vec![map.outputs(), map.inputs()], vec![outputs, inputs]);
+            if found != expected {
+                return Err(Error::Shape { name: full, found, expected });
+            }
+            return Ok(map.clone());
+        }
         let weight = self.tensor(&format!("{name}.weight"), &[outputs, inputs])?;
         let bias = self.optional(&format!("{name}.bias"), &[outputs])?.map(|b| b.to_f32());
         Linear::new(weight, bias).ok_or_else(|| Error::MissingTensor { name: name.to_owned() })
@@ -179,21 +230,21 @@ impl Finder<'_> {
 }
 
 /// The names of a decoder's tensors; those of a layer follow its prefix.
-struct DecoderNames {
-    embedding: &'static str,
-    final_norm: &'static str,
-    layer: fn(usize) -> String,
-    attention_norm: &'static str,
-    q: &'static str,
-    k: &'static str,
-    v: &'static str,
-    o: &'static str,
-    q_norm: &'static str,
-    k_norm: &'static str,
-    ffn_norm: &'static str,
-    gate: &'static str,
-    up: &'static str,
-    down: &'static str,
+pub(crate) struct DecoderNames {
+    pub(crate) embedding: &'static str,
+    pub(crate) final_norm: &'static str,
+    pub(crate) layer: fn(usize) -> String,
+    pub(crate) attention_norm: &'static str,
+    pub(crate) q: &'static str,
+    pub(crate) k: &'static str,
+    pub(crate) v: &'static str,
+    pub(crate) o: &'static str,
+    pub(crate) q_norm: &'static str,
+    pub(crate) k_norm: &'static str,
+    pub(crate) ffn_norm: &'static str,
+    pub(crate) gate: &'static str,
+    pub(crate) up: &'static str,
+    pub(crate) down: &'static str,
 }
 
 const GGUF_DECODER: DecoderNames = DecoderNames {
@@ -213,7 +264,7 @@ const GGUF_DECODER: DecoderNames = DecoderNames {
     down: "ffn_down",
 };
 
-const HF_DECODER: DecoderNames = DecoderNames {
+pub(crate) const HF_DECODER: DecoderNames = DecoderNames {
     embedding: "embed_tokens.weight",
     final_norm: "norm.weight",
     layer: |i| format!("layers.{i}"),
@@ -252,14 +303,29 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
                 Ok(None)
             }
         };
+        let attention = finder.tensors.attention(i).cloned();
+        let ([q, k, v, o], latent) = match (&attention, c.latent) {
+            (Some(a), _) => (a.projections()?, None),
+            (None, Some(_)) => {
+                let latent = latent_attention(c, finder, &layer)?;
+                let m = latent.maps();
+                ([&m.q, &m.kv_a, &m.kv_b, &m.o].map(Clone::clone), Some(Arc::new(latent)))
+            }
+            (None, None) => {
+                let o = finder.linear(&name(names.o), d, q_width)?;
+                ([qkv(names.q, q_width)?, qkv(names.k, kv_width)?, qkv(names.v, kv_width)?, o], None)
+            }
+        };
         layers.push(DecoderLayer {
             attention_norm: finder.vector(&name(names.attention_norm), d)?,
-            q: qkv(names.q, q_width)?,
-            k: qkv(names.k, kv_width)?,
-            v: qkv(names.v, kv_width)?,
-            o: finder.linear(&name(names.o), d, q_width)?,
+            q,
+            k,
+            v,
+            o,
             q_norm: head_norm(names.q_norm)?,
             k_norm: head_norm(names.k_norm)?,
+            latent,
+            attention,
             ffn_norm: finder.vector(&name(names.ffn_norm), d)?,
             gate: finder.linear(&name(names.gate), c.intermediate, d)?,
             up: finder.linear(&name(names.up), c.intermediate, d)?,
@@ -278,21 +344,125 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
     Ok(DecoderWeights { final_norm: finder.vector(names.final_norm, d)?, embedding, layers, output })
 }
 
+/// Latent attention with the maps it is made of.
+#[derive(Debug)]
+pub struct LatentAttention {
+    layer: Latent,
+    maps: LatentMaps,
+}
+
+/// The maps of latent attention and the weights of its norms.
+#[derive(Clone, Debug)]
+pub struct LatentMaps {
+    /// To the latent of queries, where there is one.
+    pub q_a: Option<Linear>,
+    /// Norm of that latent.
+    pub q_a_norm: Option<Vec<f32>>,
+    /// To queries, from hidden states or from their latent.
+    pub q: Linear,
+    /// To latent and shared key.
+    pub kv_a: Linear,
+    /// Norm of the latent.
+    pub kv_a_norm: Option<Vec<f32>>,
+    /// To keys and values of the heads.
+    pub kv_b: Linear,
+    /// From concatenated heads back to the residual stream.
+    pub o: Linear,
+}
+
+impl LatentAttention {
+    /// The layer that the maps make; an error if their shapes do not belong together.
+    pub fn new(
+        shape: LayerShape,
+        params: latent::Params,
+        rope: Option<Rope>,
+        maps: LatentMaps,
+    ) -> Result<Self> {
+        let mut weights = attlas::layer::Weights::new();
+        let query = if maps.q_a.is_some() { "q_b" } else { "q" };
+        for (name, map) in [(query, &maps.q), ("kv_a", &maps.kv_a), ("kv_b", &maps.kv_b), ("o", &maps.o)] {
+            weights.insert(name.into(), Box::new(map.clone()));
+        }
+        if let Some(q_a) = &maps.q_a {
+            weights.insert("q_a".into(), Box::new(q_a.clone()));
+        }
+        for (name, norm) in [("q_a_norm", &maps.q_a_norm), ("kv_a_norm", &maps.kv_a_norm)] {
+            if let Some(norm) = norm {
+                let column = Dense::new(Mat::from_vec(norm.clone(), norm.len(), 1));
+                weights.insert(name.into(), Box::new(column));
+            }
+        }
+        Ok(Self { layer: Latent::new(shape, params, rope, weights)?, maps })
+    }
+
+    /// The layer.
+    pub fn layer(&self) -> &Latent {
+        &self.layer
+    }
+
+    /// The maps.
+    pub fn maps(&self) -> &LatentMaps {
+        &self.maps
+    }
+}
+
+/// Latent attention of a layer. Latents are normalised with an epsilon of their own.
+fn latent_attention(c: &ModelConfig, finder: &Finder<'_>, layer: &str) -> Result<LatentAttention> {
+    let (Some(l), Some(rope)) = (c.latent, &c.rope) else { unreachable!("read from the same configuration") };
+    let name = |part: &str| format!("{layer}.self_attn.{part}");
+    let norm = |part: &str, width: usize| finder.vector(&name(&format!("{part}.weight")), width);
+    let queries = c.n_heads * c.head_dim;
+    let (q_a, q_a_norm, q) = match l.rank_q {
+        None => (None, None, finder.linear(&name("q_proj"), queries, c.hidden)?),
+        Some(rank) => (
+            Some(finder.linear(&name("q_a_proj"), rank, c.hidden)?),
+            Some(norm("q_a_layernorm", rank)?),
+            finder.linear(&name("q_b_proj"), queries, rank)?,
+        ),
+    };
+    let maps = LatentMaps {
+        q_a,
+        q_a_norm,
+        q,
+        kv_a: finder.linear(&name("kv_a_proj_with_mqa"), l.rank + rope.dim, c.hidden)?,
+        kv_a_norm: Some(norm("kv_a_layernorm", l.rank)?),
+        kv_b: finder.linear(&name("kv_b_proj"), c.n_heads * (l.nope + l.v_dim), l.rank)?,
+        o: finder.linear(&name("o_proj"), c.hidden, c.n_heads * l.v_dim)?,
+    };
+    let shape = LayerShape {
+        d_model: c.hidden,
+        n_heads: c.n_heads,
+        n_kv_heads: c.n_heads,
+        d: c.head_dim,
+        d_v: l.v_dim,
+    };
+    let scale_factor = if let Scaling::Yarn(yarn) = &rope.scaling { yarn.softmax_factor() } else { 1.0 };
+    let params = latent::Params {
+        rank: l.rank,
+        rank_q: l.rank_q,
+        rope_dim: rope.dim,
+        rope_base: rope.base,
+        scale_factor,
+        ..latent::Params::default()
+    };
+    LatentAttention::new(shape, params, Some(rope.clone()), maps)
+}
+
 /// The names of an encoder's tensors; those of a layer follow its prefix.
-struct EncoderNames {
-    word: &'static str,
-    position: &'static str,
-    kind: &'static str,
-    embedding_norm: &'static str,
-    layer: fn(usize) -> String,
-    q: &'static str,
-    k: &'static str,
-    v: &'static str,
-    o: &'static str,
-    attention_norm: &'static str,
-    up: &'static str,
-    down: &'static str,
-    output_norm: &'static str,
+pub(crate) struct EncoderNames {
+    pub(crate) word: &'static str,
+    pub(crate) position: &'static str,
+    pub(crate) kind: &'static str,
+    pub(crate) embedding_norm: &'static str,
+    pub(crate) layer: fn(usize) -> String,
+    pub(crate) q: &'static str,
+    pub(crate) k: &'static str,
+    pub(crate) v: &'static str,
+    pub(crate) o: &'static str,
+    pub(crate) attention_norm: &'static str,
+    pub(crate) up: &'static str,
+    pub(crate) down: &'static str,
+    pub(crate) output_norm: &'static str,
 }
 
 const GGUF_ENCODER: EncoderNames = EncoderNames {
@@ -311,7 +481,7 @@ const GGUF_ENCODER: EncoderNames = EncoderNames {
     output_norm: "layer_output_norm",
 };
 
-const HF_ENCODER: EncoderNames = EncoderNames {
+pub(crate) const HF_ENCODER: EncoderNames = EncoderNames {
     word: "embeddings.word_embeddings.weight",
     position: "embeddings.position_embeddings.weight",
     kind: "embeddings.token_type_embeddings.weight",
@@ -334,11 +504,20 @@ fn encoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Encod
     for i in 0..c.n_layers {
         let layer = (names.layer)(i);
         let name = |part: &str| format!("{layer}.{part}");
+        let attention = finder.tensors.attention(i).cloned();
+        let [q, k, v, o] = match &attention {
+            Some(a) => a.projections()?,
+            None => {
+                let qkv = |part: &str| finder.biased(&name(part), width, d);
+                [qkv(names.q)?, qkv(names.k)?, qkv(names.v)?, finder.biased(&name(names.o), d, width)?]
+            }
+        };
         layers.push(EncoderLayer {
-            q: finder.biased(&name(names.q), width, d)?,
-            k: finder.biased(&name(names.k), width, d)?,
-            v: finder.biased(&name(names.v), width, d)?,
-            o: finder.biased(&name(names.o), d, width)?,
+            q,
+            k,
+            v,
+            o,
+            attention,
             attention_norm: finder.layer_norm(&name(names.attention_norm), d)?,
             up: finder.biased(&name(names.up), c.intermediate, d)?,
             down: finder.biased(&name(names.down), d, c.intermediate)?,

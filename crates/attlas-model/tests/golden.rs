@@ -2,6 +2,7 @@
 
 mod common;
 
+use attlas_model::Tokenizer;
 use attlas_model::tokenizer::SentencePiece;
 use attlas_num::kernels::quant::{Format, Isa, dequantise_into};
 use common::golden;
@@ -42,6 +43,7 @@ fn sentencepiece_gives_the_tokens_of_the_reference_and_decodes_them() {
     let scores = list("scores").iter().map(|s| s.as_f64().unwrap() as f32).collect();
     let types: Vec<i64> = list("types").iter().map(|t| t.as_i64().unwrap()).collect();
     let sp = SentencePiece::new(tokens, scores, &types, 0, true);
+    let written = Tokenizer::from_json(&serde_json::to_vec(&sp.to_json()).unwrap()).unwrap();
     for entry in list("texts") {
         let text = entry["text"].as_str().unwrap();
         let want: Vec<u32> =
@@ -49,6 +51,8 @@ fn sentencepiece_gives_the_tokens_of_the_reference_and_decodes_them() {
         let got = sp.encode(text);
         assert_eq!(got, want, "{text:?}");
         assert_eq!(sp.decode(&got, true), text);
+        assert_eq!(written.encode(text, false).unwrap(), want, "{text:?} by the written file");
+        assert_eq!(written.decode(&got, true).unwrap(), text);
     }
 }
 

@@ -157,6 +157,29 @@ fn minilm_tokenises_without_its_baked_in_padding() {
 }
 
 #[test]
+fn a_written_tokenizer_makes_the_tokens_of_the_gguf_file() {
+    let model = Model::open(&smollm2()).unwrap();
+    let path = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("written-tokenizer");
+    let _ = std::fs::remove_dir_all(&path);
+    let folder = attlas_model::save::Folder::create(&path).unwrap();
+    folder.tokenizer(&model).unwrap();
+    folder.finish().unwrap();
+    let written = Tokenizer::from_json(&std::fs::read(path.join("tokenizer.json")).unwrap()).unwrap();
+    for text in ["naïve café — 北京 🙂 <|im_start|>user\n 2024", &alice()[..20_000]] {
+        let ids = model.tokenizer.encode(text, true).unwrap();
+        assert_eq!(written.encode(text, true).unwrap(), ids);
+        assert_eq!(written.decode(&ids, false).unwrap(), text);
+    }
+    let settings: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(path.join("tokenizer_config.json")).unwrap()).unwrap();
+    assert_eq!(
+        (&settings["bos_token"], &settings["eos_token"]),
+        (&"<|im_start|>".into(), &"<|im_end|>".into())
+    );
+    assert!(settings["chat_template"].as_str().is_some_and(|t| t.contains("SmolLM")));
+}
+
+#[test]
 fn word_pieces_from_gguf_metadata_equal_those_of_the_folder() {
     let vocab = std::fs::read_to_string(minilm().join("vocab.txt")).unwrap();
     // llama.cpp's converter: continuations lose their marks, word starts get one.
@@ -190,8 +213,10 @@ fn word_pieces_from_gguf_metadata_equal_those_of_the_folder() {
         .bytes();
     let ours = Tokenizer::from_gguf(&attlas_model::gguf::Gguf::parse(&bytes).unwrap()).unwrap();
     let theirs = Model::open(&minilm()).unwrap().tokenizer;
+    let written = Tokenizer::from_json(&ours.to_json().unwrap()).unwrap();
     for text in ["This is an example sentence", "Café naïve: 北京, don't! xyzzyqwrt ⟦", &alice()[..5000]]
     {
         assert_eq!(ours.encode(text, true).unwrap(), theirs.encode(text, true).unwrap());
+        assert_eq!(written.encode(text, true).unwrap(), theirs.encode(text, true).unwrap());
     }
 }

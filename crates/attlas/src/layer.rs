@@ -1,5 +1,6 @@
 //! Layers: hidden states in, hidden states out, with weights and a cache of their own.
 
+use crate::conversions::common::network::{Request, Rewritten};
 use crate::params::ParamSpec;
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, MatRef, Options, Result, RunInfo, Workspace};
@@ -214,4 +215,6 @@ pub struct Conversion {
     pub from: &'static str,
     /// Id of the layer it ends in.
     pub to: &'static str,
+    /// Applies it to a whole network; `None` where it needs more than weights.
+    pub run: Option<fn(&Request<'_>) -> Result<Rewritten>>,
 }

@@ -15,6 +15,7 @@ mod sentencepiece;
 pub use sentencepiece::SentencePiece;
 
 use crate::error::{Error, Result};
+use serde_json::json;
 use std::sync::Arc;
 
 /// A tokeniser. Cloning it copies no vocabulary.
@@ -62,6 +63,46 @@ impl Tokenizer {
             bos: None,
             eos: None,
         })
+    }
+
+    /// As a `tokenizer.json` that makes the same tokens.
+    pub fn to_json(&self) -> Result<Vec<u8>> {
+        let mut json = match &*self.kind {
+            Kind::HuggingFace(inner) => serde_json::from_str(&inner.to_string(false).map_err(failed)?)?,
+            Kind::SentencePiece(inner) => inner.to_json(),
+        };
+        if let Some(processor) = self.post_processor() {
+            json["post_processor"] = processor;
+        }
+        Ok(serde_json::to_vec(&json)?)
+    }
+
+    /// What puts the tokens around a text that this tokeniser puts there by itself.
+    fn post_processor(&self) -> Option<serde_json::Value> {
+        let token = |id: Option<u32>| id.and_then(|id| Some((id, self.token(id)?)));
+        let (bos, eos) = (token(self.add_bos), token(self.add_eos));
+        let known: serde_json::Map<String, serde_json::Value> = [&bos, &eos]
+            .into_iter()
+            .flatten()
+            .map(|(id, text)| (text.clone(), json!({"id": text, "ids": [id], "tokens": [text]})))
+            .collect();
+        if known.is_empty() {
+            return None;
+        }
+        let around = |name: &str| {
+            let special = |t: &Option<(u32, String)>| {
+                t.as_ref().map(|(_, text)| json!({"SpecialToken": {"id": text, "type_id": 0}}))
+            };
+            let text = json!({"Sequence": {"id": name, "type_id": 0}});
+            special(&bos).into_iter().chain([text]).chain(special(&eos)).collect::<Vec<_>>()
+        };
+        let pair = [around("A"), around("B")].concat();
+        Some(json!({
+            "type": "TemplateProcessing",
+            "single": around("A"),
+            "pair": pair,
+            "special_tokens": known,
+        }))
     }
 
     /// Takes the tokens that begin and end a text from a `tokenizer_config.json`, where it names them.

@@ -7,8 +7,9 @@
 //! Reference: Kudo and Richardson 2018.
 
 use super::gguf::token_type;
+use serde_json::json;
 use std::cmp::Ordering;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::{BinaryHeap, HashMap, HashSet};
 
 /// A vocabulary with scores.
 #[derive(Debug)]
@@ -104,6 +105,67 @@ impl SentencePiece {
         }
         let control = types.iter().map(|&k| k == token_type::CONTROL).collect();
         Self { tokens, scores, ids, bytes, literal, control, unknown, space_prefix }
+    }
+
+    /// As a `tokenizer.json` without special tokens around a text: every way to cut a token into two tokens is a merge, those of high scores
+    /// first, which merges the same pairs as long as scores differ.
+    pub fn to_json(&self) -> serde_json::Value {
+        let plain = |id: usize| self.ids.get(&self.tokens[id]) == Some(&(id as u32));
+        let mut merges: Vec<(f32, u32, u32)> = Vec::new();
+        for (token, &id) in &self.ids {
+            for (at, _) in token.char_indices().skip(1) {
+                let (left, right) = token.split_at(at);
+                if let (Some(&l), Some(&r)) = (self.ids.get(left), self.ids.get(right)) {
+                    merges.push((self.scores[id as usize], l, r));
+                }
+            }
+        }
+        merges.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+        let spelled = |id: u32| self.tokens[id as usize].as_str();
+        let merges: Vec<[&str; 2]> = merges.iter().map(|&(_, l, r)| [spelled(l), spelled(r)]).collect();
+        let bytes: HashSet<u32> = self.bytes.iter().copied().flatten().collect();
+        let added: Vec<serde_json::Value> = (0..self.tokens.len())
+            .filter(|&id| (!plain(id) && !bytes.contains(&(id as u32))) || id as u32 == self.unknown)
+            .map(|id| {
+                json!({"id": id, "content": self.tokens[id], "single_word": false, "lstrip": false, "rstrip": false,
+                       "normalized": false, "special": self.control[id] || id as u32 == self.unknown})
+            })
+            .collect();
+        let vocab: serde_json::Map<String, serde_json::Value> =
+            self.tokens.iter().enumerate().map(|(id, t)| (t.clone(), id.into())).collect();
+        let mut normalizers =
+            vec![json!({"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"})];
+        let mut decoders = vec![
+            json!({"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "}),
+            json!({"type": "ByteFallback"}),
+            json!({"type": "Fuse"}),
+        ];
+        if self.space_prefix {
+            normalizers.insert(0, json!({"type": "Prepend", "prepend": "\u{2581}"}));
+            decoders.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
+        }
+        json!({
+            "version": "1.0",
+            "truncation": null,
+            "padding": null,
+            "added_tokens": added,
+            "normalizer": {"type": "Sequence", "normalizers": normalizers},
+            "pre_tokenizer": null,
+            "post_processor": null,
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": {
+                "type": "BPE",
+                "dropout": null,
+                "unk_token": spelled(self.unknown),
+                "continuing_subword_prefix": null,
+                "end_of_word_suffix": null,
+                "fuse_unk": true,
+                "byte_fallback": bytes.len() == 256,
+                "ignore_merges": false,
+                "vocab": vocab,
+                "merges": merges,
+            },
+        })
     }
 
     /// Number of tokens.

@@ -1,20 +1,25 @@
 //! One pair of factors shared by all blocks of a network.
 //!
-//! **Idea.** Stack all $m$ square blocks of the network and give them one common input basis and one common output basis;
+//! **Idea.** Stack all $m$ blocks of the network and give them one common input basis and one common output basis;
 //! each block keeps a small core.
 //!
 //! **Math.** $X_i \approx B G_i C^\top$ with orthonormal $B, C \in \mathbb{R}^{d \times R}$ and $G_i = B^\top X_i C$: the
 //! partial Tucker decomposition of the stack on its last two modes (the paper calls it a tensor train).
 //!
-//! **Reference.** ren2022 (its variant III). Blocks are those of [`common::stack`](super::common::stack).
+//! **Reference.** ren2022 (its variant III). Blocks are those of [`common::stack`](super::common::stack): where matrices
+//! have different shapes there are several stacks, each with bases of its own.
 //!
-//! **Cost.** $2dR + mR^2$ numbers; $2(2dR + R^2)$ operations a token and block, less where $xB$ serves several blocks.
+//! **Cost.** $2dR + mR^2$ numbers a stack; $2(2dR + R^2)$ operations a token and block, less where $xB$ serves several
+//! blocks.
 //!
 //! **Guarantees.** $R = d$ reproduces every block; at equal $R$ the error is between those of `svd` and `tucker`.
 //!
 //! **When to use.** Before distillation. After training alone it destroys a model: one basis serves all layers and roles.
 
-use super::common::{Chain, refused};
+use super::common::network::{Loss, Request, Rewritten};
+use super::common::product::{Values, parameters};
+use super::common::refused;
+use super::common::stack::{Stack, stacks};
 use crate::layer::Conversion;
 use crate::{Error, Mat, Result};
 use attlas_num::tensor::{Tensor, tucker};
@@ -28,13 +33,16 @@ pub static CONVERSION: Conversion = Conversion {
     params: Params::SPECS,
     from: "grouped_query",
     to: "grouped_query",
+    run: Some(run),
 };
 
 crate::params! {
     /// Parameters of [`factor`].
     pub struct Params {
-        /// Width R of both bases.
+        /// Width R of both bases, lowered to the sides of blocks where it is more.
         rank: usize = 64, in 1..=1 << 16;
+        /// Instead of a rank: the smallest widths that promise at most this relative error of the stack.
+        rel_error: Option<f64> = None, in 0.0..=1.0;
         /// Most sweeps of the alternating improvement.
         iters: usize = 50, in 1..=10_000;
         /// Stop when the norm of the cores changes by less, relatively.
@@ -45,12 +53,12 @@ crate::params! {
 /// Blocks with shared bases.
 #[derive(Clone, Debug)]
 pub struct Shared {
-    /// Rows of blocks, `d × R`.
+    /// Rows of blocks, `rows × R`.
     pub b: Arc<Mat<f32>>,
-    /// Columns of blocks, `d × R`.
+    /// Columns of blocks, `columns × R`.
     pub c: Arc<Mat<f32>>,
-    /// One core for each block, `R × R`.
-    pub cores: Vec<Arc<Mat<f32>>>,
+    /// One core for each block.
+    pub cores: Vec<Mat<f32>>,
     /// Relative Frobenius error over the whole stack.
     pub rel_error: f64,
 }
@@ -64,22 +72,16 @@ impl Shared {
 
     /// Block `i`, dense.
     pub fn block(&self, i: usize) -> Mat<f32> {
-        let bg = attlas_num::linalg::matmul(self.b.as_ref().as_ref(), self.cores[i].as_ref().as_ref());
+        let bg = attlas_num::linalg::matmul(self.b.as_ref().as_ref(), self.cores[i].as_ref());
         attlas_num::linalg::matmul_nt(bg.as_ref(), self.c.as_ref().as_ref())
-    }
-
-    /// Block `i` as the map $x \mapsto x X_i$, on the factors.
-    pub fn map(&self, i: usize) -> Chain {
-        let transposed = |m: &Mat<f32>| Arc::new(m.transpose());
-        Chain { factors: vec![transposed(&self.b), transposed(&self.cores[i]), self.c.clone()], bias: None }
     }
 }
 
-/// Shared bases for the blocks, all `d × d`.
+/// Shared bases for the blocks, all of one shape.
 pub fn factor(blocks: &[Mat<f32>], params: &Params) -> Result<Shared> {
     params.validate()?;
-    let d = check(blocks, params.rank)?;
-    let stack = Tensor::stack(blocks).map_err(|e| refused(CONVERSION.id, e))?.cast::<f64>();
+    let (rows, cols) = check(blocks)?;
+    let stack = Tensor::stack(blocks).map_err(|e| refused(CONVERSION.id, e))?;
     let options = tucker::Options {
         method: tucker::Method::Hooi,
         iters: params.iters,
@@ -87,67 +89,120 @@ pub fn factor(blocks: &[Mat<f32>], params: &Params) -> Result<Shared> {
         modes: Some(vec![1, 2]),
         ..Default::default()
     };
-    let ranks = tucker::Ranks::Given(vec![blocks.len(), params.rank, params.rank]);
-    let fit = tucker::decompose(&stack, &ranks, &options).map_err(|e| refused(CONVERSION.id, e))?;
-    let basis = |m: usize| {
-        Arc::new(fit.tucker.factors[m].as_ref().map_or_else(|| Mat::identity(d), Mat::cast::<f32>))
+    let ranks = match params.rel_error {
+        Some(e) => tucker::Ranks::RelError(e),
+        None => tucker::Ranks::Given(vec![blocks.len(), params.rank.min(rows), params.rank.min(cols)]),
     };
-    Ok(Shared { b: basis(1), c: basis(2), cores: slices(&fit.tucker.core), rel_error: fit.rel_error })
+    let fit = tucker::decompose(&stack, &ranks, &options).map_err(|e| refused(CONVERSION.id, e))?;
+    let basis =
+        |m: usize, n: usize| Arc::new(fit.tucker.factors[m].clone().unwrap_or_else(|| Mat::identity(n)));
+    Ok(Shared {
+        b: basis(1, rows),
+        c: basis(2, cols),
+        cores: slices(&fit.tucker.core),
+        rel_error: fit.rel_error,
+    })
+}
+
+/// Shared bases for the matrices asked for, all of them by default, stack by stack.
+fn run(request: &Request<'_>) -> Result<Rewritten> {
+    let params = Params::from_options(request.options)?;
+    each_stack(request, |stack, blocks, out| {
+        let shared = factor(&blocks, &params)?;
+        for (member, range) in stack.numbered() {
+            let cores: Vec<f32> = range.flat_map(|i| shared.cores[i].data()).copied().collect();
+            let width = shared.c.cols();
+            let core = Mat::from_vec(cores, member.slices * shared.b.cols(), width);
+            let product = member.product(&shared.b, Values::Matrix(Arc::new(core)), &shared.c);
+            out.maps.insert(member.slot, product);
+        }
+        Ok((shared.b.cols().max(shared.c.cols()), shared.rel_error))
+    })
+}
+
+/// Decomposes the stacks of a request one after another; `work` adds maps and gives rank and error.
+pub(super) fn each_stack(
+    request: &Request<'_>,
+    mut work: impl FnMut(&Stack, Vec<Mat<f32>>, &mut Rewritten) -> Result<(usize, f64)>,
+) -> Result<Rewritten> {
+    let slots = request.slots(&request.layers_or(|n| (0..n).collect())?, |_| true)?;
+    let stacks = stacks(request.network, &slots, true)?;
+    let mut out = Rewritten::default();
+    for (i, stack) in stacks.iter().enumerate() {
+        let (rank, rel_error) = work(stack, stack.blocks(request.network)?, &mut out)?;
+        let products = stack.members.iter().filter_map(|m| out.maps.get(&m.slot));
+        let after = parameters(products);
+        out.losses.push(Loss {
+            what: format!("{} blocks of {}", stack.len(), stack.name),
+            rank,
+            rel_error,
+            before: stack.numbers(),
+            after,
+        });
+        (request.progress)(i + 1, stacks.len());
+    }
+    Ok(out)
 }
 
 /// The matrices of a stack.
-pub(super) fn slices(t: &Tensor<f64>) -> Vec<Arc<Mat<f32>>> {
+pub(super) fn slices(t: &Tensor<f32>) -> Vec<Mat<f32>> {
     let (rows, cols) = (t.shape()[1], t.shape()[2]);
-    let cut = |x: &[f64]| Arc::new(Mat::from_vec(x.iter().map(|&x| x as f32).collect(), rows, cols));
-    t.data().chunks_exact((rows * cols).max(1)).map(cut).collect()
+    t.data().chunks_exact((rows * cols).max(1)).map(|x| Mat::from_vec(x.to_vec(), rows, cols)).collect()
 }
 
-/// The width of the blocks, all square and of one width, at least as wide as the rank.
-pub(super) fn check(blocks: &[Mat<f32>], rank: usize) -> Result<usize> {
-    let d = blocks.first().map_or(0, Mat::rows);
-    if d == 0 || blocks.iter().any(|b| (b.rows(), b.cols()) != (d, d)) {
-        return Err(Error::shape("blocks", "at least one, all square and of one width", blocks.len()));
+/// Rows and columns of the blocks, all of one shape.
+pub(super) fn check(blocks: &[Mat<f32>]) -> Result<(usize, usize)> {
+    let (rows, cols) = blocks.first().map_or((0, 0), |b| (b.rows(), b.cols()));
+    if rows == 0 || cols == 0 || blocks.iter().any(|b| (b.rows(), b.cols()) != (rows, cols)) {
+        return Err(Error::shape("blocks", "at least one, all of one shape", blocks.len()));
     }
-    if rank > d {
-        return Err(Error::param("rank", rank, format!("at most the width of the blocks, {d}")));
-    }
-    Ok(d)
+    Ok((rows, cols))
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::common::{Scope, relative_error, stack, tests::layer};
+pub(super) mod tests {
+    use super::super::common::network::Network;
+    use super::super::common::relative_error;
+    use super::super::common::tests::{Toy, request};
     use super::super::svd;
     use super::*;
-    use crate::Workspace;
-    use crate::layer::Linear;
-    use crate::layers::testing::{assert_close, random};
+    use crate::Options;
+    use crate::layers::testing::assert_close;
+
+    fn at(rank: usize) -> Params {
+        Params { rank, ..Params::default() }
+    }
+
+    /// The blocks of a network of square matrices.
+    pub(in super::super) fn blocks(layers: usize) -> Vec<Mat<f32>> {
+        let (toy, options) = (Toy { layers, ..Toy::default() }, Options::new());
+        let slots = request(&toy, &options).slots(&(0..layers).collect::<Vec<_>>(), |_| true).unwrap();
+        stacks(&toy, &slots, true).unwrap()[0].blocks(&toy).unwrap()
+    }
 
     #[test]
-    fn full_rank_reproduces_every_block_and_maps_act_like_them() {
-        let blocks = stack(&[layer("a", 6)], Scope::All).unwrap();
-        let shared = factor(&blocks, &Params { rank: 6, ..Params::default() }).unwrap();
+    fn full_rank_reproduces_every_block() {
+        let blocks = blocks(1);
+        let shared = factor(&blocks, &at(8)).unwrap();
         assert!(shared.rel_error < 1e-12);
-        let x = random("x", 4, 6);
-        let ws = Workspace::single().unwrap();
         for (i, block) in blocks.iter().enumerate() {
             assert_close(shared.block(i).data(), block.data());
-            let mut out = vec![0.0; 24];
-            shared.map(i).apply(x.as_ref(), &mut out, ws.context());
-            assert_close(&out, attlas_num::linalg::matmul(x.as_ref(), block.as_ref()).data());
         }
-        assert_eq!(shared.parameters(), 2 * 36 + 8 * 36);
+        assert_eq!(shared.parameters(), 2 * 64 + 8 * 64);
     }
 
     #[test]
     fn each_matrix_alone_does_better_at_equal_rank() {
-        let blocks = stack(&[layer("a", 6), layer("b", 6)], Scope::All).unwrap();
+        let blocks = blocks(2);
         let norm: f64 = blocks.iter().map(|b| b.frobenius().powi(2)).sum();
-        for rank in 1..6 {
-            let shared = factor(&blocks, &Params { rank, ..Params::default() }).unwrap();
+        for rank in 1..8 {
+            let shared = factor(&blocks, &at(rank)).unwrap();
             let alone: f64 = blocks
                 .iter()
-                .map(|b| (svd::factor(b, &svd::Params { rank }).unwrap().rel_error * b.frobenius()).powi(2))
+                .map(|b| {
+                    let params = svd::Params { rank, ..Default::default() };
+                    (svd::factor(b, &params).unwrap().rel_error * b.frobenius()).powi(2)
+                })
                 .sum();
             assert!((alone / norm).sqrt() <= shared.rel_error + 1e-9);
             let worst: f64 = blocks
@@ -157,16 +212,35 @@ mod tests {
                 .sum();
             assert!(((worst / norm).sqrt() - shared.rel_error).abs() < 1e-5);
         }
+        let target = factor(&blocks, &Params { rel_error: Some(0.5), ..Params::default() }).unwrap();
+        assert!(target.rel_error <= 0.5 && target.b.cols() < 8);
     }
 
     #[test]
     fn counts_are_those_of_the_page() {
         let count = |m: usize, d: usize, r: usize| 2 * d * r + m * r * r;
         assert_eq!((count(144, 768, 64), count(144, 768, 384)), (688_128, 21_823_488));
-        let blocks = stack(&[layer("a", 5)], Scope::Ffn).unwrap();
-        let shared = factor(&blocks, &Params { rank: 3, ..Params::default() }).unwrap();
-        assert_eq!(shared.parameters(), count(4, 5, 3));
-        assert!(factor(&blocks, &Params { rank: 6, ..Params::default() }).is_err());
+        let blocks = blocks(1);
+        let shared = factor(&blocks, &at(3)).unwrap();
+        assert_eq!(shared.parameters(), count(8, 8, 3));
+        assert_eq!(factor(&blocks, &at(9)).unwrap().b.cols(), 8, "lowered to the width of the blocks");
         assert!(factor(&[], &Params::default()).is_err());
+    }
+
+    #[test]
+    fn a_network_of_any_shape_is_reproduced_at_full_rank_and_counted() {
+        for toy in [Toy::default(), Toy { kv_heads: 2, ffn: 12, gated: true, ..Toy::default() }] {
+            let full = Options::new().with("rank", 12);
+            for (slot, map) in &run(&request(&toy, &full)).unwrap().maps {
+                assert!(relative_error(&toy.map(*slot).unwrap().weight, &map.dense()) < 1e-5, "{slot}");
+            }
+            let small = Options::new().with("rank", 3);
+            let small = run(&request(&toy, &small)).unwrap();
+            let stored: usize = small.losses.iter().map(|l| l.after).sum();
+            assert_eq!(stored, parameters(small.maps.values()), "bases belong to one stack each");
+            let square = small.losses.iter().find(|l| l.what.contains('q')).unwrap();
+            let m = if toy.gated { 4 } else { 16 };
+            assert_eq!(square.after, 2 * 8 * 3 + m * 9);
+        }
     }
 }

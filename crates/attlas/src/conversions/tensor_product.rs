@@ -17,10 +17,12 @@
 //!
 //! **When to use.** The exact form, to run a model in this layer; the lossy one as a diagnosis.
 
+use super::common::network::{Attention, Loss, Request, Rewritten, Role, Slot, Weight, new_weight};
 use super::common::refused;
-use crate::layer::{Conversion, LayerShape};
-use crate::{Error, Mat, Result};
+use crate::layer::{Conversion, Dense, LayerShape};
+use crate::{Error, Mat, Options, Result};
 use attlas_num::linalg::{Triangle, cholesky, solve_triangular_in_place, svd};
+use attlas_num::rope::{Layout, Scaling};
 
 /// Registry entry.
 pub static CONVERSION: Conversion = Conversion {
@@ -30,6 +32,7 @@ pub static CONVERSION: Conversion = Conversion {
     params: Params::SPECS,
     from: "grouped_query",
     to: "tensor_product",
+    run: Some(run),
 };
 
 crate::params! {
@@ -70,6 +73,77 @@ pub fn convert(
         factors(shape, k, shape.d, rank(params.rank_k), gram)?,
         factors(shape, v, shape.d_v, rank(params.rank_v), gram)?,
     ))
+}
+
+/// Attention of the layers asked for, all of them by default. Biases of keys and values are one more input, always 1.
+fn run(request: &Request<'_>) -> Result<Rewritten> {
+    let params = Params::from_options(request.options)?;
+    request.whole_attention(CONVERSION.id)?;
+    let network = request.network;
+    let mut reasons: Vec<String> =
+        network.obstacles().into_iter().map(|what| format!("the layer has no place for {what}")).collect();
+    let mut options = Options::new().with("contextual", "b_only").with("kv_only", true);
+    match network.rope() {
+        None => options.set("rope", "none"),
+        Some(rope) => {
+            if rope.scaling != Scaling::None {
+                reasons.push("the layer rotates without a context extension".into());
+            }
+            let pairs = if rope.layout == Layout::Half { "half" } else { "interleaved" };
+            options = options.with("rope", pairs).with("rope_base", rope.base).with("rope_dim", rope.dim);
+        }
+    }
+    if !reasons.is_empty() {
+        return Err(Error::Unsupported { method: CONVERSION.id.into(), reasons });
+    }
+    let layers = request.layers_or(|n| (0..n).collect())?;
+    let shape = network.shape();
+    let mut out = Rewritten::default();
+    for (i, &layer) in layers.iter().enumerate() {
+        let map = |role| network.map(Slot { layer, role });
+        let (k, v) = (map(Role::Key)?, map(Role::Value)?);
+        let biased = [&k, &v].map(|w| w.bias.is_some());
+        let inputs = shape.d_model + usize::from(biased[0] || biased[1]);
+        let wider = |w: &Dense| {
+            Mat::from_fn(w.weight.rows(), inputs, |o, j| match &w.bias {
+                _ if j < shape.d_model => w.weight[(o, j)],
+                Some(bias) => bias[o],
+                None => 0.0,
+            })
+        };
+        let (fk, fv) =
+            convert(&LayerShape { d_model: inputs, ..shape }, &params, &wider(&k), &wider(&v), None)?;
+        let mut weights = std::collections::BTreeMap::from([
+            ("q", Weight::Kept(Role::Query)),
+            ("o", Weight::Kept(Role::Output)),
+        ]);
+        let options = options.clone().with("rank_k", fk.rank).with("rank_v", fv.rank);
+        let sides = [("k", "a_k", "b_k", fk, &k), ("v", "a_v", "b_v", fv, &v)];
+        for (side, a_name, b_name, f, before) in sides {
+            let b = Dense {
+                weight: Mat::from_fn(f.b.rows(), shape.d_model, |o, j| f.b[(o, j)]),
+                bias: before
+                    .bias
+                    .as_ref()
+                    .map(|_| (0..f.b.rows()).map(|o| f.b[(o, shape.d_model)]).collect()),
+            };
+            let bias = |b: &Dense| b.bias.as_ref().map_or(0, Vec::len);
+            out.losses.push(Loss {
+                what: format!("layer {layer} {side}"),
+                rank: f.rank,
+                rel_error: f.rel_error,
+                before: before.weight.data().len() + bias(before),
+                after: f.a.data().len() + b.weight.data().len() + bias(&b),
+            });
+            weights.insert(a_name, new_weight(f.a));
+            weights.insert(b_name, Weight::New(b));
+        }
+        // Ranks take the place of groups.
+        let shape = LayerShape { n_kv_heads: shape.n_heads, ..shape };
+        out.attention.insert(layer, Attention { shape, options, weights });
+        (request.progress)(i + 1, layers.len());
+    }
+    Ok(out)
 }
 
 fn factors(
@@ -186,6 +260,48 @@ mod tests {
         let same = layer(fk, fv);
         assert_close(&forward(&*same, &x, &[25]), &forward(&*plain, &x, &[25]));
         assert_eq!(same.cache_elements(), plain.cache_elements());
+    }
+
+    #[test]
+    fn a_network_keeps_its_attention_in_the_exact_form_biases_included() {
+        use super::super::common::network::Network;
+        use super::super::common::tests::{Toy, request};
+        use crate::layer::Linear;
+        let rope =
+            attlas_num::rope::Rope { dim: 2, base: 100.0, layout: Layout::Half, scaling: Scaling::None };
+        let toy = Toy { kv_heads: 2, biased: true, rope: Some(rope.clone()), ..Toy::default() };
+        let dense = |role| toy.map(Slot { layer: 0, role }).unwrap();
+        let of = |list: Vec<(&str, Dense)>| {
+            let boxed = |(n, d): (&str, Dense)| (n.to_string(), Box::new(d) as Box<dyn Linear>);
+            list.into_iter().map(boxed).collect::<crate::layer::Weights>()
+        };
+        let roles = [("q", Role::Query), ("k", Role::Key), ("v", Role::Value), ("o", Role::Output)];
+        let plain = of(roles.map(|(n, r)| (n, dense(r))).to_vec());
+        let plain = grouped_query::LAYER
+            .layer(&toy.shape(), &Options::new().with("rope_base", 100.0), plain)
+            .unwrap();
+        let x = random("x", 12, 8);
+        let want = forward(&*plain, &x, &[12]);
+        let all = run(&request(&toy, &Options::new())).unwrap();
+        assert_eq!(all.rel_error(), 0.0);
+        let attention = &all.attention[&0];
+        let weights = attention.weights.iter().map(|(name, w)| {
+            (
+                *name,
+                match w {
+                    Weight::Kept(role) => dense(*role),
+                    Weight::New(dense) => dense.clone(),
+                },
+            )
+        });
+        let layer =
+            tensor_product::LAYER.layer(&attention.shape, &attention.options, of(weights.collect())).unwrap();
+        assert_close(&forward(&*layer, &x, &[12]), &want);
+        let extended = Toy {
+            rope: Some(attlas_num::rope::Rope { scaling: Scaling::Linear { factor: 2.0 }, ..rope }),
+            ..toy
+        };
+        assert!(run(&request(&extended, &Options::new())).is_err());
     }
 
     #[test]

@@ -1,26 +1,32 @@
 //! TRAWL: weights replaced by their low-rank reconstruction, to remove noise.
 //!
 //! **Idea.** Stack the feed-forward matrices (or the attention matrices) of some layers, decompose the stack at low rank
-//! and write the reconstruction back.
+//! and write the reconstruction back, or keep the factors.
 //!
 //! **Math.** Feed-forward: $W_{in}$ and $W_{out}^\top$, both $d \times f$, of $k$ layers make a $2k \times d \times f$
-//! tensor; attention: $W_Q, W_K, W_V, W_O$ make a $4k \times d \times d$ one. CP of rank $R$, or Tucker of ranks (all, $R$,
-//! $R$).
+//! tensor ($3k$ with a gate); attention: $W_Q, W_K, W_V, W_O$ make a $4k \times d \times d$ one, and with grouped-query
+//! attention $W_Q, W_O$ and $W_K, W_V$ one each. CP of rank $R$, or Tucker of ranks (all, $R$, $R$).
 //!
 //! **Reference.** luo2025. The published gains come mostly from the feed-forward weights of the last layers, and the rank
 //! was chosen on the metric that is reported.
 //!
-//! **Cost.** Dense weights are written back, so a model costs what it did.
+//! **Cost.** Dense weights are written back, so a model costs what it did. With `keep_factors` and CP a $d \times f$ matrix
+//! costs $2R(d + f)$ operations a token instead of $2df$, and both bases are stored once for the stack.
 //!
 //! **Guarantees.** Full rank changes nothing; equal matrices in a stack need the rank of one. Tested here.
 //!
 //! **When to use.** As a post-training experiment with a validation metric at hand: sweep layers from the last, keep a
 //! change only where the metric does not fall.
 
-use super::common::{LayerMatrices, refused};
+use super::common::network::{Loss, Request, Rewritten, Role};
+use super::common::product::{Factor, Product, Values, parameters};
+use super::common::refused;
+use super::common::stack::{Member, Stack, stacks};
+use super::shared_factor::{self, check};
 use crate::layer::Conversion;
-use crate::{Error, Mat, Result};
-use attlas_num::tensor::{Tensor, cp, tucker};
+use crate::{Mat, Result};
+use attlas_num::tensor::{Tensor, cp};
+use std::sync::Arc;
 
 /// Registry entry.
 pub static CONVERSION: Conversion = Conversion {
@@ -30,6 +36,7 @@ pub static CONVERSION: Conversion = Conversion {
     params: Params::SPECS,
     from: "grouped_query",
     to: "grouped_query",
+    run: Some(run),
 };
 
 crate::choices! {
@@ -39,6 +46,18 @@ crate::choices! {
         Ffn = "ffn",
         /// The attention matrices.
         Attention = "attention",
+    }
+}
+
+crate::choices! {
+    /// Which layers are stacked together.
+    pub enum Span {
+        /// Each layer on its own.
+        Single = "single",
+        /// Runs of consecutive layers.
+        Segment = "segment",
+        /// All layers asked for.
+        All = "all",
     }
 }
 
@@ -53,14 +72,18 @@ crate::choices! {
 }
 
 crate::params! {
-    /// Parameters of [`denoise`].
+    /// Parameters of [`factor`].
     pub struct Params {
-        /// Which matrices are stacked.
+        /// Which matrices are stacked, where none are named.
         target: Target = Target::Ffn;
+        /// Which layers are stacked together.
+        span: Span = Span::Single;
         /// The decomposition.
         format: Format = Format::Cp;
         /// Terms of the sum, or vectors of each basis.
         rank: usize = 32, in 1..=1 << 16;
+        /// Keep the factors instead of writing dense weights back.
+        keep_factors: bool = false;
         /// Most sweeps.
         iters: usize = 100, in 1..=10_000;
         /// Stop when the relative error changes by less.
@@ -70,107 +93,168 @@ crate::params! {
     }
 }
 
-/// Replaces the weights of `layers`, stacked together, by their reconstruction; gives the relative error of the stack.
-pub fn denoise(layers: &mut [LayerMatrices], params: &Params) -> Result<f64> {
+/// A stack of blocks with bases in common: block $i$ is $B G_i C^\top$.
+#[derive(Clone, Debug)]
+pub struct Factored {
+    /// Rows of blocks, `rows × R`.
+    pub b: Arc<Mat<f32>>,
+    /// Columns of blocks, `columns × R`.
+    pub c: Arc<Mat<f32>>,
+    /// What stands between them, block by block: diagonals for CP, matrices for Tucker.
+    pub cores: Vec<Values>,
+    /// Relative Frobenius error over the whole stack.
+    pub rel_error: f64,
+}
+
+impl Factored {
+    /// Vectors of the larger basis.
+    pub fn rank(&self) -> usize {
+        self.b.cols().max(self.c.cols())
+    }
+
+    /// Block `i` as part of a map.
+    pub fn product(&self, member: &Member, i: usize) -> Product {
+        member.product(&self.b, self.cores[i].clone(), &self.c)
+    }
+}
+
+/// The decomposition of blocks, all of one shape.
+pub fn factor(blocks: &[Mat<f32>], params: &Params) -> Result<Factored> {
     params.validate()?;
-    let matrices: Vec<Mat<f32>> = layers
-        .iter()
-        .flat_map(|l| match params.target {
-            Target::Ffn => vec![l.ffn_in.transpose(), l.ffn_out.clone()],
-            Target::Attention => l.attention.to_vec(),
-        })
-        .collect();
-    if matrices.is_empty() {
-        return Err(Error::shape("layers", "at least one", 0));
+    check(blocks)?;
+    if params.format == Format::Tucker {
+        let (iters, tol) = (params.iters, params.tol);
+        let of = shared_factor::Params { rank: params.rank, iters, tol, ..Default::default() };
+        let shared = shared_factor::factor(blocks, &of)?;
+        let cores = shared.cores.into_iter().map(|g| Values::Matrix(Arc::new(g))).collect();
+        return Ok(Factored { b: shared.b, c: shared.c, cores, rel_error: shared.rel_error });
     }
-    let stack = Tensor::stack(&matrices).map_err(|e| refused(CONVERSION.id, e))?.cast::<f64>();
-    let (rebuilt, error) = match params.format {
-        Format::Cp => {
-            let options = cp::Options {
-                iters: params.iters,
-                tol: Some(params.tol),
-                seed: params.seed,
-                ..Default::default()
-            };
-            let fit = cp::decompose(&stack, params.rank, &options).map_err(|e| refused(CONVERSION.id, e))?;
-            (fit.cp.reconstruct(), fit.rel_error)
-        }
-        Format::Tucker => {
-            let options = tucker::Options {
-                method: tucker::Method::Hooi,
-                iters: params.iters,
-                tol: params.tol,
-                modes: Some(vec![1, 2]),
-                ..Default::default()
-            };
-            let (rows, cols) = (stack.shape()[1], stack.shape()[2]);
-            let ranks = vec![matrices.len(), params.rank.min(rows), params.rank.min(cols)];
-            let fit = tucker::decompose(&stack, &tucker::Ranks::Given(ranks), &options);
-            let fit = fit.map_err(|e| refused(CONVERSION.id, e))?;
-            (fit.tucker.reconstruct(), fit.rel_error)
-        }
-    };
-    let rebuilt = rebuilt.map_err(|e| refused(CONVERSION.id, e))?;
-    let (rows, cols) = (stack.shape()[1], stack.shape()[2]);
-    let mut parts = rebuilt.data().chunks_exact((rows * cols).max(1));
-    let mut next = || {
-        let part = parts.next().unwrap_or_else(|| unreachable!("as many matrices as were stacked"));
-        Mat::from_vec(part.iter().map(|&x| x as f32).collect(), rows, cols)
-    };
-    for layer in layers {
-        match params.target {
-            Target::Ffn => {
-                layer.ffn_in = next().transpose();
-                layer.ffn_out = next();
-            }
-            Target::Attention => layer.attention.iter_mut().for_each(|w| *w = next()),
-        }
+    let stack = Tensor::stack(blocks).map_err(|e| refused(CONVERSION.id, e))?.cast::<f64>();
+    let options =
+        cp::Options { iters: params.iters, tol: Some(params.tol), seed: params.seed, ..Default::default() };
+    let fit = cp::decompose(&stack, params.rank, &options).map_err(|e| refused(CONVERSION.id, e))?;
+    let balanced = fit.cp.absorb_weights().cast::<f32>();
+    let [table, b, c] = [0, 1, 2].map(|m: usize| Arc::new(balanced.factors[m].clone()));
+    let cores = (0..blocks.len()).map(|row| Values::Diagonal { table: table.clone(), row }).collect();
+    Ok(Factored { b, c, cores, rel_error: fit.rel_error })
+}
+
+/// The matrices asked for, by default the feed-forward ones of the last layer.
+fn run(request: &Request<'_>) -> Result<Rewritten> {
+    let params = Params::from_options(request.options)?;
+    let layers = request.layers_or(|n| n.checked_sub(1).into_iter().collect())?;
+    let chosen = |r: Role| r.in_attention() == (params.target == Target::Attention);
+    let mut list: Vec<Stack> = Vec::new();
+    for layers in spans(&layers, params.span) {
+        list.extend(stacks(request.network, &request.slots(layers, chosen)?, false)?);
     }
-    Ok(error)
+    let mut out = Rewritten::default();
+    for (i, stack) in list.iter().enumerate() {
+        let fit = factor(&stack.blocks(request.network)?, &params)?;
+        let mut products = Vec::new();
+        for (block, member) in stack.members.iter().enumerate() {
+            let product = fit.product(member, block);
+            products.push(if params.keep_factors {
+                product
+            } else {
+                Product { factors: vec![Factor::matrix(product.dense())] }
+            });
+        }
+        out.losses.push(Loss {
+            what: format!("{} of {}", stack.name, layer_names(stack)),
+            rank: fit.rank(),
+            rel_error: fit.rel_error,
+            before: stack.numbers(),
+            after: parameters(&products),
+        });
+        out.maps.extend(stack.members.iter().map(|m| m.slot).zip(products));
+        (request.progress)(i + 1, list.len());
+    }
+    Ok(out)
+}
+
+/// The layers that are stacked together.
+fn spans(layers: &[usize], span: Span) -> Vec<&[usize]> {
+    match span {
+        Span::Single => layers.chunks(1).collect(),
+        Span::Segment => layers.chunk_by(|a, b| a + 1 == *b).collect(),
+        Span::All => vec![layers],
+    }
+}
+
+fn layer_names(stack: &Stack) -> String {
+    let first = stack.members.iter().map(|m| m.slot.layer).min().unwrap_or(0);
+    let last = stack.members.iter().map(|m| m.slot.layer).max().unwrap_or(0);
+    if first == last { format!("layer {first}") } else { format!("layers {first} to {last}") }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::common::{relative_error, tests::layer};
+    use super::super::common::network::Network;
+    use super::super::common::relative_error;
+    use super::super::common::tests::{Toy, request};
     use super::*;
+    use crate::Options;
     use crate::layers::testing::random;
     use attlas_num::linalg::matmul;
 
     #[test]
-    fn full_rank_changes_nothing_but_the_chosen_weights() {
-        let original = [layer("a", 4), layer("b", 4)];
-        for target in [Target::Ffn, Target::Attention] {
-            let mut layers = original.clone();
-            let params = Params { target, format: Format::Tucker, rank: 8, ..Params::default() };
-            assert!(denoise(&mut layers, &params).unwrap() < 1e-9);
-            for (a, b) in layers.iter().zip(&original) {
-                assert!(
-                    relative_error(&b.ffn_in, &a.ffn_in) < 1e-6
-                        && relative_error(&b.ffn_out, &a.ffn_out) < 1e-6
-                );
-                (0..4).for_each(|i| assert!(relative_error(&b.attention[i], &a.attention[i]) < 1e-6));
+    fn full_rank_changes_nothing() {
+        for toy in [Toy::default(), Toy { kv_heads: 2, ffn: 12, gated: true, ..Toy::default() }] {
+            for (target, count) in [("ffn", if toy.gated { 3 } else { 2 }), ("attention", 4)] {
+                for keep in [false, true] {
+                    let options = Options::new()
+                        .with("target", target)
+                        .with("format", "tucker")
+                        .with("rank", 64)
+                        .with("keep_factors", keep);
+                    let all = run(&Request { layers: Some(&[0, 1]), ..request(&toy, &options) }).unwrap();
+                    assert_eq!(all.maps.len(), 2 * count);
+                    for (slot, map) in &all.maps {
+                        let w = toy.map(*slot).unwrap().weight;
+                        assert!(relative_error(&w, &map.dense()) < 1e-5, "{slot}");
+                        assert_eq!(map.factors.len(), if keep { 3 } else { 1 });
+                    }
+                }
             }
         }
-        let mut layers = original.clone();
-        let error = denoise(&mut layers, &Params { rank: 2, ..Params::default() }).unwrap();
-        assert!(
-            error > 0.1
-                && layers[0].attention == original[0].attention
-                && layers[0].ffn_in != original[0].ffn_in
-        );
+    }
+
+    #[test]
+    fn the_last_feed_forward_layer_is_the_default_and_factors_are_what_is_written_back() {
+        let toy = Toy::default();
+        let written = run(&request(&toy, &Options::new().with("rank", 2))).unwrap();
+        assert!(written.maps.keys().all(|s| s.layer == 1 && !s.role.in_attention()));
+        assert!(written.losses[0].rel_error > 0.1);
+        let kept = Options::new().with("rank", 2).with("keep_factors", true);
+        let kept = run(&request(&toy, &kept)).unwrap();
+        for (slot, map) in &kept.maps {
+            assert!(relative_error(&written.maps[slot].dense(), &map.dense()) < 1e-6);
+        }
+        // One basis for the rows, one for the columns, a diagonal for each of the two matrices.
+        assert_eq!(parameters(kept.maps.values()), 2 * (8 + 16) + 2 * 2);
+    }
+
+    #[test]
+    fn spans_say_which_layers_are_stacked_together() {
+        let layers = [0, 1, 2, 5];
+        assert_eq!(spans(&layers, Span::Single).len(), 4);
+        assert_eq!(spans(&layers, Span::Segment), [&[0, 1, 2][..], &[5]]);
+        assert_eq!(spans(&layers, Span::All), [&layers[..]]);
+        let (toy, options) = (Toy::default(), Options::new().with("rank", 2).with("span", "all"));
+        let all = run(&Request { layers: Some(&[0, 1]), ..request(&toy, &options) }).unwrap();
+        assert_eq!((all.losses.len(), all.losses[0].what.as_str()), (1, "up+down of layers 0 to 1"));
     }
 
     #[test]
     fn equal_matrices_need_the_rank_of_one() {
         let w = matmul(random("left", 8, 2).as_ref(), random("right", 2, 4).as_ref());
-        let mut equal = layer("a", 4);
-        equal.ffn_in = w.clone();
-        equal.ffn_out = w.transpose();
-        let mut layers = [equal.clone(), equal];
         let params = Params { rank: 2, iters: 2000, tol: 1e-12, ..Params::default() };
-        let error = denoise(&mut layers, &params).unwrap();
-        assert!(error < 1e-5, "{error}");
-        assert!(relative_error(&w, &layers[1].ffn_in) < 1e-5);
-        assert!(denoise(&mut [], &params).is_err());
+        let fit = factor(&vec![w.clone(); 4], &params).unwrap();
+        assert!(fit.rel_error < 1e-5, "{}", fit.rel_error);
+        let slot = super::super::common::network::Slot { layer: 0, role: Role::Up };
+        let member = Member { slot, turned: true, slices: 1 };
+        assert!(relative_error(&w, &fit.product(&member, 3).dense()) < 1e-5);
+        assert!(factor(&[], &params).is_err());
     }
 }

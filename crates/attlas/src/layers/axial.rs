@@ -21,7 +21,7 @@
 //! **When to use.** Images, videos and other grids.
 
 use super::common::fold::Along;
-use super::common::rows::{HeadRows, interleave};
+use super::common::rows::{HeadRows, KeyValues, interleave};
 use super::common::{check_io, check_shape, needed, own, project, refuse, take};
 use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
 use crate::params::Sizes;
@@ -198,7 +198,7 @@ impl Layer for Axial {
     }
 
     fn new_cache(&self) -> Box<dyn LayerCache> {
-        Box::new(Cache(self.empty()))
+        Box::new(KeyValues(self.empty()))
     }
 
     /// Every axis is causal: a token sees the positions that no index places after it.
@@ -210,7 +210,7 @@ impl Layer for Axial {
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
         check_io(x, out, self.shape.d_model)?;
-        let cache: &mut Cache = own(cache, LAYER.id)?;
+        let cache: &mut KeyValues = own(cache, LAYER.id)?;
         let (total, room) = (cache.len() + x.rows(), self.params.dims.0.iter().product::<usize>());
         if total > room {
             return refuse(LAYER.id, format!("{total} tokens do not fit into a grid of {room}"));
@@ -247,31 +247,6 @@ impl Layer for Axial {
         let flops = 2 * (tokens * self.parameters()) as u64 + 2 * pairs * (s.n_heads * (s.d + s.d_v)) as u64;
         let bytes = 4 * ((cached + tokens) * self.cache_elements() + 2 * tokens * s.d_model) as u64;
         Some(Cost { setup_flops: 0, run_flops: flops, bytes })
-    }
-}
-
-/// Keys and values of every axis.
-#[derive(Debug)]
-struct Cache(Vec<(HeadRows, HeadRows)>);
-
-impl LayerCache for Cache {
-    fn len(&self) -> usize {
-        self.0.first().map_or(0, |(k, _)| k.len())
-    }
-
-    fn truncate(&mut self, len: usize) {
-        for (k, v) in &mut self.0 {
-            k.truncate(len);
-            v.truncate(len);
-        }
-    }
-
-    fn bytes(&self) -> usize {
-        self.0.iter().map(|(k, v)| k.bytes() + v.bytes()).sum()
-    }
-
-    fn as_any_mut(&mut self) -> &mut dyn std::any::Any {
-        self
     }
 }
 

@@ -21,7 +21,7 @@
 //! **When to use.** Series of matrices or tensors (sensors × quantities × places).
 
 use super::common::fold::attend;
-use super::common::rows::{HeadRows, head_of, interleave};
+use super::common::rows::{HeadRows, KeyValues, head_of, interleave};
 use super::common::{check_io, check_shape, matrix, needed, own, take};
 use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
 use crate::params::Sizes;
@@ -272,7 +272,7 @@ impl Layer for Teaformer {
     }
 
     fn new_cache(&self) -> Box<dyn LayerCache> {
-        Box::new(Cache(self.empty()))
+        Box::new(KeyValues(self.empty()))
     }
 
     fn forward(
@@ -283,7 +283,7 @@ impl Layer for Teaformer {
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
         check_io(x, out, self.shape.d_model)?;
-        let cache: &mut Cache = own(cache, LAYER.id)?;
+        let cache: &mut KeyValues = own(cache, LAYER.id)?;
         let first = cache.len();
         ws.install(|cx| self.run(x, &mut cache.0, true, out, cx));
         let heads = self.shape.n_heads * self.params.views;
@@ -310,31 +310,6 @@ impl Layer for Teaformer {
         let work = tokens as u64 * step + 2 * problem.visible_pairs() * (s.d + s.d_v) as u64;
         let bytes = 4 * ((cached + tokens) * self.cache_elements() + 2 * tokens * s.d_model) as u64;
         Some(Cost { setup_flops: 0, run_flops: p.views as u64 * work, bytes })
-    }
-}
-
-/// Keys and values of every view.
-#[derive(Debug)]
-struct Cache(Vec<(HeadRows, HeadRows)>);
-
-impl LayerCache for Cache {
-    fn len(&self) -> usize {
-        self.0.first().map_or(0, |(k, _)| k.len())
-    }
-
-    fn truncate(&mut self, len: usize) {
-        for (k, v) in &mut self.0 {
-            k.truncate(len);
-            v.truncate(len);
-        }
-    }
-
-    fn bytes(&self) -> usize {
-        self.0.iter().map(|(k, v)| k.bytes() + v.bytes()).sum()
-    }
-
-    fn as_any_mut(&mut self) -> &mut dyn std::any::Any {
-        self
     }
 }
 

@@ -11,7 +11,7 @@
 //! of scores, and $P_V^2 = \sum_h W_{O,h}^\top W_{O,h}$ by groups, which measures those of values after the output
 //! projection; `activation` takes the identity. $\alpha$ is the ratio of the mean column norms of the two parts.
 //! Queries of head $h$ become $\gamma[q_h; T_h^{R\top} q_h]$, $\gamma = \sqrt{(d + d_R)/d}$, because the latent layer
-//! divides scores by $\sqrt{d + d_R}$.
+//! divides scores by $\sqrt{d + d_R}$; their latent is that of $q - b$, and the bias $b$ stays whole.
 //!
 //! **Reference.** meng2025transmla; the complex basis and the functional metric are this project's. Errata of the
 //! survey's appendix are followed: rotations of column vectors, mixtures over folded frequencies with their cross terms,
@@ -46,6 +46,7 @@ pub static CONVERSION: Conversion = Conversion {
     params: Params::SPECS,
     from: "grouped_query",
     to: "latent",
+    run: None,
 };
 
 crate::choices! {
@@ -155,6 +156,8 @@ pub struct Calibration {
     heads: Vec<Mat<f64>>,
     /// Of all query heads together, where they were asked for.
     q: Option<Mat<f64>>,
+    /// Sum of all query heads.
+    q_sum: Vec<f64>,
     tokens: usize,
     /// Longest vector of keys and values, and of queries, of a token.
     longest: [f64; 2],
@@ -169,6 +172,7 @@ impl Calibration {
             kv: Mat::zeros(kv, kv),
             heads: vec![Mat::zeros(shape.d, shape.d); shape.n_heads],
             q: between_queries.then(|| Mat::zeros(q, q)),
+            q_sum: vec![0.0; q],
             tokens: 0,
             longest: [0.0; 2],
         }
@@ -198,6 +202,7 @@ impl Calibration {
             f64::from(if j < wk { k[i * wk + j] } else { v[i * wv + j - wk] })
         });
         for i in 0..n {
+            self.q_sum.iter_mut().zip(queries.row(i)).for_each(|(s, x)| *s += x);
             for (longest, row) in self.longest.iter_mut().zip([both.row(i), queries.row(i)]) {
                 *longest = longest.max(row.iter().map(|x| x * x).sum::<f64>().sqrt());
             }
@@ -284,7 +289,8 @@ impl Converted {
     /// The same layer with norms that do nothing, for programs that always apply them: each latent gets one more
     /// coordinate that is a large constant $\beta$, so that its root mean square hardly moves, and the norm's weight
     /// undoes it. The norm multiplies by $(1 + \lVert c \rVert^2/\beta^2)^{-1/2}$, at most $5 \cdot 10^{-7}$ from 1 on
-    /// calibration tokens.
+    /// calibration tokens. Where queries have a latent and a bias, the constant becomes 1 and carries the bias, for
+    /// programs that know none behind the latent.
     #[must_use]
     pub fn with_neutral_norms(mut self) -> Self {
         let neutral = |map: &Dense, rank: usize, longest: f64| {
@@ -311,9 +317,13 @@ impl Converted {
             self.params.rank += 1;
         }
         if let (Some((a, None)), Some(rank)) = (&self.q_a, self.params.rank_q) {
-            let (a, norm) = neutral(a, rank, self.longest[1]);
-            self.q_a = Some((a, Some(norm)));
+            let (a, mut norm) = neutral(a, rank, self.longest[1]);
             self.q.weight = widen(&self.q.weight);
+            if let Some(bias) = self.q.bias.take() {
+                norm[rank] = (1.0 / ((rank + 1) as f64).sqrt()) as f32;
+                bias.iter().enumerate().for_each(|(i, &b)| self.q.weight[(i, rank)] = b);
+            }
+            self.q_a = Some((a, Some(norm)));
             self.params.rank_q = Some(rank + 1);
         }
         self
@@ -380,6 +390,24 @@ struct Plan {
     rank: usize,
 }
 
+impl Params {
+    /// With every width that was left open set as it will be used; an error if a layer of this shape and rotation
+    /// cannot be converted so, which is cheap to know before calibrating.
+    pub fn resolved(&self, shape: &LayerShape, rope: Option<&Rope>) -> Result<Self> {
+        self.validate()?;
+        let plan = Plan::sizes(shape, rope, self)?;
+        let Widths { d, fold, collapse, .. } = plan.widths;
+        rope.map_or(Ok(()), |rope| narrow_rope(rope, collapse).map(|_| ()))?;
+        let rotated = rope.map(|_| (d / collapse, fold));
+        Ok(Self {
+            rope_dim: rotated.map(|r| r.0),
+            fold: rotated.map(|r| r.1),
+            rank: Some(plan.rank),
+            ..self.clone()
+        })
+    }
+}
+
 impl Plan {
     fn new(source: &Source<'_>, p: &Params) -> Result<Self> {
         let s = source.shape;
@@ -395,8 +423,12 @@ impl Plan {
                 return Err(Error::shape("weight", format!("{name} of {n_out} × {n_in}"), found));
             }
         }
-        crate::layers::common::check_shape(&s)?;
-        let rotated = match source.rope {
+        Self::sizes(&s, source.rope, p)
+    }
+
+    fn sizes(s: &LayerShape, rope: Option<&Rope>, p: &Params) -> Result<Self> {
+        crate::layers::common::check_shape(s)?;
+        let rotated = match rope {
             None => 0,
             Some(rope) if rope.dim != s.d => {
                 return Err(refused(
@@ -625,6 +657,24 @@ fn roots(a: &Mat<f64>) -> Result<(Mat<f64>, Mat<f64>)> {
     Ok((power(&|r| r), power(&|r| 1.0 / r)))
 }
 
+/// Second moments of queries less their bias, which stays whole behind the latent: $\sum (q-b)(q-b)^\top$, and a
+/// billionth of $W W^\top$, so that directions which no token has shown are kept where there is room for them.
+fn query_moments(gram: &Mat<f64>, calibration: &Calibration, q: &Dense) -> Mat<f64> {
+    let (n, sum) = (calibration.tokens as f64, &calibration.q_sum);
+    let b = |i: usize| q.bias.as_ref().map_or(0.0, |b| f64::from(b[i]));
+    let weight = q.weight.cast::<f64>();
+    let mut moments = attlas_num::linalg::matmul_nt(weight.as_ref(), weight.as_ref());
+    let trace = |a: &Mat<f64>| (0..a.rows()).map(|i| a[(i, i)]).sum::<f64>();
+    let small = 1e-9 * trace(gram) / trace(&moments).max(f64::MIN_POSITIVE);
+    for i in 0..gram.rows() {
+        for j in 0..gram.cols() {
+            let shifted = gram[(i, j)] - sum[i] * b(j) - b(i) * sum[j] + n * b(i) * b(j);
+            moments[(i, j)] = shifted + small * moments[(i, j)];
+        }
+    }
+    moments
+}
+
 /// Weight and bias, the latter as one more column.
 fn affine(map: &Dense) -> Mat<f64> {
     let n_in = map.n_in();
@@ -705,6 +755,7 @@ fn assemble(
                 "rank_q needs a calibration with moments between query heads",
             ));
         };
+        let gram = query_moments(gram, calibration, source.q);
         let eigen = symmetric_eigen(gram.as_ref()).map_err(|e| refused(CONVERSION.id, e))?;
         query_error = lost(&eigen.values, rq);
         let wide = source.q.weight.cast::<f64>();
@@ -729,6 +780,7 @@ fn assemble(
         }
     }
     let norm = cut.down.frobenius();
+    let query_bias = source.q.bias.iter().flatten().map(|&b| f64::from(b).powi(2)).sum::<f64>().sqrt();
     Ok(Converted {
         shape: LayerShape { n_kv_heads: s.n_heads, d: nope + dr, ..s },
         params: latent::Params {
@@ -746,6 +798,6 @@ fn assemble(
         kv_b,
         o: source.o.clone(),
         figures: Figures { kept_energy, alpha: cut.alpha, rel_error: cut.rel_error, query_error },
-        longest: [norm * calibration.longest[0], calibration.longest[1]],
+        longest: [norm * calibration.longest[0], calibration.longest[1] + query_bias],
     })
 }

@@ -310,17 +310,19 @@ fn without_the_factor_of_the_scale_outputs_are_wrong() {
 
 #[test]
 fn a_latent_of_queries_is_exact_at_full_rank_and_loses_what_it_says() {
-    let model = Model::new(SHAPE, Some(rope(Layout::Half)), false);
-    let of = |rank_q| {
-        let params = Params { rank_q: Some(rank_q), ..Params::default() };
-        model.convert(&params, Stage::LowRankQueries)
-    };
-    let x = model.hidden("text", 40);
-    let want = forward(&model.convert(&Params::default(), Stage::LowRank).layer().unwrap(), &x, &[40]);
-    // 30 inputs: the queries have no larger rank.
-    assert_close(&forward(&of(30).layer().unwrap(), &x, &[40]), &want);
-    let (some, fewer) = (of(20).figures.query_error, of(10).figures.query_error);
-    assert!(fewer > some && some > 0.0);
+    for biased in [false, true] {
+        let model = Model::new(SHAPE, Some(rope(Layout::Half)), biased);
+        let of = |rank_q| {
+            let params = Params { rank_q: Some(rank_q), ..Params::default() };
+            model.convert(&params, Stage::LowRankQueries)
+        };
+        let x = model.hidden("text", 40);
+        let want = forward(&model.convert(&Params::default(), Stage::LowRank).layer().unwrap(), &x, &[40]);
+        // 30 inputs: the queries have no larger rank, a bias apart, which the latent does not hold.
+        assert_close(&forward(&of(30).layer().unwrap(), &x, &[40]), &want);
+        let (some, fewer) = (of(20).figures.query_error, of(10).figures.query_error);
+        assert!(fewer > some && some > 0.0);
+    }
 }
 
 #[test]
@@ -330,6 +332,8 @@ fn neutral_norms_change_nothing() {
         for stage in [Stage::PartialRope, Stage::LowRank, Stage::LowRankQueries] {
             let plain = model.convert(&params, stage);
             let normed = plain.clone().with_neutral_norms();
+            // What stands behind a latent has no bias left.
+            assert!(normed.q_a.is_none() || normed.q.bias.is_none());
             assert_eq!(normed.params.rank, plain.params.rank + 1);
             let x = model.hidden("text", 40);
             let want = forward(&plain.layer().unwrap(), &x, &[40]);
@@ -375,6 +379,18 @@ fn calibrating_again_changes_the_low_rank_alone() {
 }
 
 #[test]
+fn resolved_parameters_are_those_that_are_used() {
+    let model = &both_layouts()[0];
+    let open = Params { rank_q: Some(20), ..Params::default() };
+    let resolved = open.resolved(&SHAPE, model.rope.as_ref()).unwrap();
+    assert_eq!((resolved.rope_dim, resolved.fold, resolved.rank), (Some(8), Some(2), Some(31)));
+    let [a, b] = [&open, &resolved].map(|p| model.convert(p, Stage::LowRankQueries));
+    assert_eq!((a.kv_a.weight, a.params), (b.kv_a.weight, b.params));
+    let unrotated = open.resolved(&SHAPE, None).unwrap();
+    assert_eq!((unrotated.rope_dim, unrotated.rank), (None, Some(39)));
+}
+
+#[test]
 fn what_cannot_be_converted_is_refused_with_its_name() {
     let model = &both_layouts()[0];
     let x = model.hidden("calibration", 200);
@@ -382,6 +398,8 @@ fn what_cannot_be_converted_is_refused_with_its_name() {
     let refused = |params: Params, word: &str| {
         let error = convert(&model.source(), &params, Stage::LowRankQueries, &calibration, None).unwrap_err();
         assert!(error.to_string().contains(word), "{error}");
+        let early = params.resolved(&SHAPE, model.rope.as_ref()).unwrap_err();
+        assert_eq!(early.to_string(), error.to_string());
     };
     let d = Params::default;
     refused(Params { rope_dim: Some(6), ..d() }, "rope_dim");

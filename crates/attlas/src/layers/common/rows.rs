@@ -1,5 +1,6 @@
 //! Rows of every head, appended token by token: what most caches are made of.
 
+use crate::layer::LayerCache;
 use attlas_num::MatRef;
 
 /// One growing matrix per head; a head's tokens are contiguous.
@@ -57,6 +58,31 @@ impl HeadRows {
 
     pub(crate) fn width(&self) -> usize {
         self.width
+    }
+}
+
+/// Keys and values of several attentions over the same tokens, such as one an axis.
+#[derive(Debug)]
+pub(crate) struct KeyValues(pub(crate) Vec<(HeadRows, HeadRows)>);
+
+impl LayerCache for KeyValues {
+    fn len(&self) -> usize {
+        self.0.first().map_or(0, |(k, _)| k.len())
+    }
+
+    fn truncate(&mut self, len: usize) {
+        for (k, v) in &mut self.0 {
+            k.truncate(len);
+            v.truncate(len);
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        self.0.iter().map(|(k, v)| k.bytes() + v.bytes()).sum()
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn std::any::Any {
+        self
     }
 }
 

@@ -1,0 +1,106 @@
+//! `attlas compress`.
+
+use crate::args::{Common, CompressArgs, FactorType};
+use crate::compare::catch_interrupts;
+use crate::progress::Progress;
+use crate::{Outcome, STOP, note, print, print_json};
+use attlas::conversions::common::network::Role;
+use attlas::{Options, registry};
+use attlas_lab::Error;
+use attlas_lab::compress::{Record, Settings, run as measure};
+use attlas_lab::table::{Table, number};
+use attlas_model::compress::Elements;
+use std::process::ExitCode;
+
+/// Lines of losses that are shown to people.
+const SHOWN: usize = 12;
+
+pub(crate) fn run(args: &CompressArgs, common: &Common) -> Outcome {
+    let settings = settings(args, common)?;
+    catch_interrupts(common);
+    let progress = Progress::new(common);
+    let record = measure(&settings, &|what, done, all| progress.at(done, all, what), &STOP);
+    progress.end();
+    if matches!(record, Err(Error::Model(attlas_model::Error::Interrupted))) && args.out.exists() {
+        eprintln!("interrupted: {} is written and whole, but was not measured", args.out.display());
+        return Ok(ExitCode::from(130));
+    }
+    let record = record?;
+    show(&record, common);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn settings(args: &CompressArgs, common: &Common) -> Result<Settings, Error> {
+    let conversion = registry::conversion(&args.with)?;
+    if conversion.run.is_none() {
+        let able: Vec<&str> =
+            registry::CONVERSIONS.iter().filter(|c| c.run.is_some()).map(|c| c.id).collect();
+        return Err(Error::argument("--with", format!("one of {}", able.join(", ")), conversion.id));
+    }
+    let mut options = Options::new();
+    if let Some(rank) = args.rank {
+        let ranks = conversion.params.iter().filter(|p| p.name == "rank" || p.name.starts_with("rank_"));
+        ranks.for_each(|p| options.set(p.name, rank));
+    }
+    if let Some(error) = args.max_weight_error {
+        options.set("rel_error", error);
+    }
+    if common.seed != 0 && conversion.params.iter().any(|p| p.name == "seed") {
+        options.set("seed", common.seed);
+    }
+    for text in &args.set {
+        let (name, value) = text.split_once('=').ok_or_else(|| {
+            Error::argument("--set", "parameter=value, such as layer_rank=48", format!("'{text}'"))
+        })?;
+        options.set(name, value);
+    }
+    Ok(Settings {
+        model: args.model.clone(),
+        conversion,
+        options,
+        layers: args.layers.as_ref().map(|l| l.iter().collect()),
+        roles: args.matrices.as_deref().map(Role::parse_list).transpose()?,
+        elements: match args.dtype {
+            FactorType::F32 => Elements::F32,
+            FactorType::F16 => Elements::F16,
+            FactorType::Bf16 => Elements::Bf16,
+            FactorType::Q8 => Elements::Q8,
+        },
+        out: args.out.clone(),
+        text: args.text.clone(),
+        tokens: args.tokens,
+        window: args.context,
+        repeats: args.repeats,
+        threads: common.threads,
+    })
+}
+
+fn show(r: &Record, common: &Common) {
+    if common.json {
+        return print_json(r);
+    }
+    let table = r.table();
+    if common.csv {
+        return print(&table.csv());
+    }
+    let form = |t: &Table| if common.md { t.markdown() } else { t.text() };
+    let params = if r.params.is_empty() { "defaults".to_owned() } else { r.params.to_string() };
+    let read = match (&r.quality, &r.embeddings) {
+        (Some(q), _) => format!("{} tokens of {} in windows of {}", q.scored, r.text, q.window),
+        (None, Some(e)) => format!("{} paragraphs of {}", e.texts, r.text),
+        (None, None) => r.text.clone(),
+    };
+    print(&format!("{} with {} ({params}), measured on {read}\n\n{}\n", r.model, r.conversion, form(&table)));
+    let mut losses = Table::new(&["<weights", "rank", "error", "numbers", "kept"]);
+    let share = |a: usize, b: usize| format!("{:.1} %", 100.0 * b as f64 / a.max(1) as f64);
+    for l in r.losses.iter().take(SHOWN) {
+        let cells = [l.what.clone(), l.rank.to_string(), number(l.rel_error), l.after.to_string()];
+        losses.push(cells.into_iter().chain([share(l.before, l.after)]).collect());
+    }
+    print(&form(&losses));
+    if r.losses.len() > SHOWN {
+        print(&format!("and {} more; --json has all\n", r.losses.len() - SHOWN));
+    }
+    print(&format!("\nrelative error of the weights {}; {}\n", number(r.rel_error), r.verdict()));
+    note(common, &format!("wrote {}; `attlas generate {}` runs it on its factors", r.out, r.out));
+}

@@ -1,0 +1,150 @@
+//! `attlas convert`.
+
+use crate::args::{Common, ConvertArgs, RecipeName, StageName, Target};
+use crate::compare::catch_interrupts;
+use crate::progress::Progress;
+use crate::{Outcome, STOP, note, print, print_json};
+use attlas::Options;
+use attlas::conversions::mla::{Params, Stage};
+use attlas_lab::Error;
+use attlas_lab::convert::{FEWEST, Origin, Record, Settings, convert, model_files};
+use attlas_lab::table::{bytes, number};
+use attlas_lab::text::{Text, open_model};
+use attlas_model::Model;
+use attlas_model::save::Folder;
+use std::process::ExitCode;
+
+/// Tokens that are calibrated on where nothing is said.
+const TOKENS: usize = 8192;
+/// Tokens that are checked on where nothing is said.
+const CHECK_TOKENS: usize = 2048;
+
+pub(crate) fn run(args: &ConvertArgs, common: &Common) -> Outcome {
+    let Target::Mla = args.to;
+    // What can be known to fail is known before a model is opened.
+    Folder::check(&args.out)?;
+    let (params, search_fold) = params(args)?;
+    catch_interrupts(common);
+    let model = open_model(&args.model)?;
+    // Refuse before reading a long text, too.
+    attlas_model::convert::check(&model, &params)?;
+    let (text, check) = texts(args, &model)?;
+    let settings = Settings {
+        params,
+        until: args.until.map_or(Stage::LowRankQueries, StageName::stage),
+        measured: match &args.stages {
+            Some(list) => list.iter().map(|s| s.stage()).collect(),
+            None => Stage::ALL.to_vec(),
+        },
+        recalibrate: args.recalibrate || args.recipe == RecipeName::Published,
+        search_fold,
+        calibration_window: 256,
+        check_window: args.context,
+        threads: common.threads,
+    };
+    let origin = Origin {
+        model: args.model.file_name().unwrap_or(args.model.as_os_str()).to_string_lossy().into_owned(),
+        model_sha256: if args.model.exists() { model_files(&args.model)? } else { Vec::new() },
+        text: text.source.clone(),
+        text_sha256: text.sha256.clone(),
+        check_text: check.source.clone(),
+    };
+    let progress = Progress::new(common);
+    let record = convert(
+        &model,
+        &text.tokens,
+        &check.tokens,
+        &settings,
+        origin,
+        &args.out,
+        &mut |what, done, all| progress.at(done, all, what),
+        &STOP,
+    );
+    progress.end();
+    let record = record?;
+    show(&record, args, common);
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The parameters of the conversion, and whether the fold is searched for.
+fn params(args: &ConvertArgs) -> Result<(Params, bool), Error> {
+    let mut options = match args.recipe {
+        RecipeName::Improved => Options::new(),
+        RecipeName::Published => Options::new().with("rotate", "real").with("pca", "activation"),
+    };
+    for (name, value) in [("rank", args.rank), ("rank_q", args.rank_q), ("rope_dim", args.rope_dim)] {
+        if let Some(value) = value {
+            options.set(name, value);
+        }
+    }
+    let search = args.fold.as_deref() == Some("search");
+    if let Some(fold) = args.fold.as_deref().filter(|_| !search) {
+        options.set("fold", fold);
+    }
+    for text in &args.set {
+        let (name, value) = text.split_once('=').ok_or_else(|| {
+            Error::argument("--set", "parameter=value, such as balance=0.5", format!("'{text}'"))
+        })?;
+        options.set(name, value);
+    }
+    Ok((Params::from_options(&options)?, search))
+}
+
+/// The text to calibrate on, and the one to check on: another, or what follows.
+fn texts(args: &ConvertArgs, model: &Model) -> Result<(Text, Text), Error> {
+    let mut text = Text::read(&args.text, model, None)?;
+    let all = text.tokens.len();
+    let share = if args.check_text.is_some() { all } else { all / 4 * 3 };
+    let n = args.tokens.unwrap_or(TOKENS.min(share));
+    let mut check = match &args.check_text {
+        Some(path) => Text::read(path, model, None)?,
+        None => {
+            let tokens = text.tokens[n.min(all)..].to_vec();
+            Text { source: format!("{} after its first {n} tokens", text.source), tokens, ..text.clone() }
+        }
+    };
+    if n > all || check.tokens.len() < FEWEST {
+        let expected = format!(
+            "{n} tokens to calibrate on and {FEWEST} or more after them to check on, or --check-text"
+        );
+        return Err(Error::argument("--text", expected, format!("{all} tokens")));
+    }
+    text.tokens.truncate(n);
+    check.tokens.truncate(args.check_tokens.unwrap_or(CHECK_TOKENS));
+    Ok((text, check))
+}
+
+fn show(r: &Record, args: &ConvertArgs, common: &Common) {
+    if common.json {
+        return print_json(r);
+    }
+    if common.csv {
+        return print(&r.table().csv());
+    }
+    let q = &r.written;
+    let heading = format!(
+        "{} to mla ({}), calibrated on {} tokens of {}, checked on {} of {}",
+        r.origin.model, r.params, r.calibration_tokens, r.origin.text, q.scored, r.origin.check_text
+    );
+    let table = if common.md { r.table().markdown() } else { r.table().text() };
+    print(&format!("{heading}\n\n{table}\n"));
+    if !r.fold_search.is_empty() {
+        let tried: Vec<String> = r.fold_search.iter().map(|(f, ppl)| format!("{f}: {ppl:.3}")).collect();
+        print(&format!("folds tried, with their perplexities: {}\n", tried.join(", ")));
+    }
+    print(&format!(
+        "perplexity {:.3} -> {:.3} ({:+.2} %), KL {} nats, largest difference of a logit {}\n\
+         cache {} -> {} a token ({:.1} %)\n\
+         the written folder differs from the model in memory by at most {} in a logit\n",
+        q.ppl_before,
+        q.ppl_after,
+        100.0 * (q.ppl_after / q.ppl_before - 1.0),
+        number(q.kl_mean),
+        number(q.max_logit_diff),
+        bytes(r.cache_bytes_before),
+        bytes(r.cache_bytes_after),
+        100.0 * r.cache_bytes_after as f64 / r.cache_bytes_before.max(1) as f64,
+        number(r.written_diff),
+    ));
+    note(common, &format!("wrote {}; transformers loads it as it is", args.out.display()));
+}

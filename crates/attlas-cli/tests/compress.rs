@@ -1,0 +1,194 @@
+//! `compress` on real models: what is printed, what is written, what is refused.
+
+#[path = "../../attlas-model/tests/common/mod.rs"]
+mod models;
+
+use models::{minilm, repository, smollm2};
+use serde_json::Value;
+use std::path::PathBuf;
+use std::process::Command;
+
+/// A folder of its own for each test, removed at the end.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("attlas-compress-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn file(&self, name: &str) -> String {
+        self.0.join(name).display().to_string()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Runs a command: status, standard output, standard error.
+fn attlas(args: &[&str]) -> (i32, String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_attlas")).args(args).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code().unwrap_or(-1), text(output.stdout), text(output.stderr))
+}
+
+fn json(args: &[&str]) -> Value {
+    let (status, out, err) = attlas(args);
+    assert_eq!(status, 0, "{err}");
+    serde_json::from_str(&out).unwrap()
+}
+
+fn model() -> String {
+    smollm2().display().to_string()
+}
+
+fn alice() -> String {
+    repository().join("data/alice29.txt").display().to_string()
+}
+
+#[test]
+fn a_model_is_written_measured_and_runs_from_what_was_written() {
+    let folder = Folder::new("svd");
+    let (model, text, out) = (model(), alice(), folder.file("smaller"));
+    let common = ["--text", &text, "--tokens", "130", "--context", "64", "--repeats", "0"];
+    let args = [
+        &["compress", &model, "--with", "svd", "--rank", "64", "--layers", "3", "--matrices", "k,v"][..],
+        &common,
+    ]
+    .concat();
+    let record = json(&[&args[..], &["--out", &out, "--json"]].concat());
+    assert_eq!((record["conversion"].as_str(), record["params"]["rank"].as_u64()), (Some("svd"), Some(64)));
+    let losses = record["losses"].as_array().unwrap();
+    assert_eq!((losses.len(), losses[0]["what"].as_str()), (2, Some("layer 3 k")));
+    let figure = |side: &str, name: &str| record[side][name].as_u64().unwrap();
+    let removed = 2 * (192 * 576 - 64 * (192 + 576));
+    assert_eq!(figure("before", "parameters") - figure("after", "parameters"), removed);
+    assert_eq!(figure("before", "flops_per_token") - figure("after", "flops_per_token"), 2 * removed);
+    let quality = &record["quality"];
+    assert_eq!(quality["scored"], 126);
+    assert!(quality["kl_mean"].as_f64().unwrap() > 0.0);
+    let after = quality["ppl_after"].as_f64().unwrap();
+    assert!(record["after"]["prefill_seconds"].is_null());
+
+    // The written folder gives the same figure by itself, and continues texts.
+    let again = json(&[
+        "perplexity",
+        &out,
+        "--text",
+        &text,
+        "--tokens",
+        "130",
+        "--context",
+        "64",
+        "--protocol",
+        "windows",
+        "--json",
+    ]);
+    assert!((again["ppl"].as_f64().unwrap() / after - 1.0).abs() < 1e-6, "{again}");
+    let said = json(&["generate", &out, "--prompt", "The capital of France is", "-n", "3", "--json"]);
+    assert_eq!(
+        said["prompt_ids"],
+        serde_json::json!([504, 3575, 282, 4649, 314]),
+        "the tokeniser came along"
+    );
+    assert_eq!(said["ids"].as_array().unwrap().len(), 3);
+
+    // Nothing is overwritten.
+    let (status, shown, err) = attlas(&[&args[..], &["--out", &out]].concat());
+    assert_eq!((status, shown.as_str()), (2, ""), "{err}");
+    assert!(err.contains("exists already"), "{err}");
+}
+
+#[test]
+fn people_get_tables_and_a_word_about_speed() {
+    let folder = Folder::new("people");
+    let (model, text, out) = (model(), alice(), folder.file("smaller"));
+    let (status, shown, err) = attlas(&[
+        "compress",
+        &model,
+        "--with",
+        "tensor_product",
+        "--rank",
+        "2",
+        "--layers",
+        "0",
+        "--text",
+        &text,
+        "--tokens",
+        "40",
+        "--context",
+        "40",
+        "--repeats",
+        "1",
+        "--out",
+        &out,
+    ]);
+    assert_eq!(status, 0, "{err}");
+    for words in [
+        "perplexity",
+        "parameters",
+        "bytes",
+        "flops a token",
+        "cache a token",
+        "prefill",
+        "decode",
+        "layer 0 k",
+    ] {
+        assert!(shown.contains(words), "{words} in {shown}");
+    }
+    assert!(shown.lines().all(|l| l.chars().count() <= 100), "{shown}");
+    assert!(err.contains("wrote"), "{err}");
+}
+
+#[test]
+fn an_encoder_is_compared_by_its_embeddings() {
+    let folder = Folder::new("encoder");
+    let (model, text, out) = (minilm().display().to_string(), alice(), folder.file("smaller"));
+    let record = json(&[
+        "compress",
+        &model,
+        "--with",
+        "collaborative",
+        "--rank",
+        "384",
+        "--dtype",
+        "f32",
+        "--text",
+        &text,
+        "--tokens",
+        "4",
+        "--repeats",
+        "0",
+        "--out",
+        &out,
+        "--json",
+    ]);
+    assert!(record["embeddings"]["cosine_min"].as_f64().unwrap() > 1.0 - 1e-5, "{record}");
+    assert!(record["quality"].is_null());
+}
+
+#[test]
+fn requests_that_make_no_sense_are_refused_in_two_lines_and_leave_nothing() {
+    let folder = Folder::new("refused");
+    let (model, text, out) = (model(), alice(), folder.file("smaller"));
+    let refused = |more: &[&str], expected: &str| {
+        let args = [&["compress", &model, "--text", &text, "--out", &out], more].concat();
+        let (status, shown, err) = attlas(&args);
+        assert_eq!((status, shown.as_str()), (2, ""), "{err}");
+        assert!(err.starts_with("error: ") && err.contains(expected), "{err}");
+        assert_eq!(err.lines().count(), 2, "an error and what to do next: {err}");
+        assert_eq!(std::fs::read_dir(&folder.0).unwrap().count(), 0);
+    };
+    refused(&["--with", "nonsense"], "shared_factor");
+    refused(&["--with", "mla"], "one of");
+    refused(&["--with", "collaborative"], "rotary positions");
+    refused(&["--with", "svd", "--set", "ranks=3"], "rank");
+    refused(&["--with", "svd", "--set", "rank"], "parameter=value");
+    refused(&["--with", "svd", "--matrices", "w"], "attention, ffn or all");
+    refused(&["--with", "svd", "--layers", "30"], "0 to 29");
+    refused(&["--with", "trawl", "--max-weight-error", "0.1"], "rel_error");
+}

@@ -1,0 +1,259 @@
+//! `convert`: what is written, what is printed, and everything that is refused before anything is written.
+
+#[path = "../../attlas-model/tests/common/mod.rs"]
+mod models;
+
+use attlas_model::save::{Folder as Saved, NamedTensor};
+use models::{minilm, repository, smollm2};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::process::Command;
+
+/// A folder of its own for each test, removed at the end.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("attlas-convert-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn file(&self, name: &str) -> String {
+        self.0.join(name).display().to_string()
+    }
+
+    /// A model with four query heads, two key heads and one layer, whose tokens are letters.
+    fn model(&self, family: &str) -> String {
+        let path = self.0.join(family);
+        let folder = Saved::create(&path).unwrap();
+        let config = json!({"model_type": family, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "vocab_size": 26,
+            "max_position_embeddings": 64, "tie_word_embeddings": true});
+        folder.json("config.json", &config).unwrap();
+        let letters: serde_json::Map<String, Value> =
+            ('a'..='z').enumerate().map(|(i, c)| (c.to_string(), i.into())).collect();
+        let tokenizer = json!({"version": "1.0", "added_tokens": [], "normalizer": null, "post_processor": null,
+            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": false},
+            "decoder": null, "model": {"type": "WordLevel", "vocab": letters, "unk_token": "a"}});
+        folder.json("tokenizer.json", &tokenizer).unwrap();
+        let tensor = |name: &str, shape: &[usize]| {
+            let mut x = name.len() as u32;
+            let mut next = || {
+                x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (x >> 8) as f32 / (1 << 23) as f32 - 1.0
+            };
+            let n = shape.iter().product::<usize>();
+            let values: Vec<f32> = (0..n).map(|_| next() + f32::from(u8::from(shape.len() == 1))).collect();
+            NamedTensor::dense(name, shape.to_vec(), values)
+        };
+        let layer = |part: &str, shape: &[usize]| tensor(&format!("model.layers.0.{part}.weight"), shape);
+        let list = [
+            tensor("model.embed_tokens.weight", &[26, 16]),
+            tensor("model.norm.weight", &[16]),
+            layer("input_layernorm", &[16]),
+            layer("post_attention_layernorm", &[16]),
+            layer("self_attn.q_proj", &[32, 16]),
+            layer("self_attn.k_proj", &[16, 16]),
+            layer("self_attn.v_proj", &[16, 16]),
+            layer("self_attn.o_proj", &[16, 32]),
+            layer("self_attn.q_norm", &[8]),
+            layer("self_attn.k_norm", &[8]),
+            layer("mlp.gate_proj", &[16, 16]),
+            layer("mlp.up_proj", &[16, 16]),
+            layer("mlp.down_proj", &[16, 16]),
+        ];
+        folder.tensors("model.safetensors", &list).unwrap();
+        folder.finish().unwrap();
+        path.display().to_string()
+    }
+
+    /// A text of letters.
+    fn text(&self, letters: usize) -> String {
+        let path = self.0.join(format!("{letters}.txt"));
+        let text: String = (0..letters).map(|i| char::from(b'a' + (i * i % 26 + i / 7) as u8 % 26)).collect();
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Runs `attlas convert … --to mla`: status, standard output, standard error.
+fn convert(args: &[&str]) -> (i32, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_attlas"));
+    let output = command.arg("convert").args(["--to", "mla"]).args(args).output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code().unwrap_or(-1), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn a_small_model_is_converted_stage_by_stage() {
+    let folder = Folder::new("small");
+    let (model, text, out) = (folder.model("llama"), folder.text(400), folder.file("out"));
+    let args = [&model, "--text", &text, "--out", &out, "--rank", "10", "--rank-q", "12", "--rope-dim", "4"];
+    let (status, table, err) = convert(&args);
+    assert_eq!(status, 0, "{err}");
+    for word in
+        ["merged", "rotated", "partial_rope", "balanced", "low_rank", "low_rank_queries", "as written"]
+    {
+        assert!(table.lines().any(|l| l.starts_with(word)), "{word} in {table}");
+    }
+    // 32 numbers of 4 bytes; a latent of 10, its constant, and 4 rotated ones.
+    assert!(table.contains("cache 128B -> 60B a token (46.9 %)"), "{table}");
+    let record: Value =
+        serde_json::from_slice(&std::fs::read(folder.0.join("out/conversion.json")).unwrap()).unwrap();
+    assert_eq!((&record["params"]["rank"], &record["params"]["fold"]), (&json!(10), &json!(2)));
+    assert_eq!(record["model_sha256"].as_array().map(Vec::len), Some(2));
+    let stages = record["stages"].as_array().unwrap();
+    assert_eq!(stages.len(), 6);
+    let diff = |i: usize| stages[i]["max_logit_diff"].as_f64().unwrap();
+    assert!(diff(0) < 1e-4, "one latent for all is exact: {}", diff(0));
+    assert!(diff(2) > 1e-3 && (diff(3) - diff(2)).abs() < 1e-3, "balancing costs nothing");
+    assert!(stages.iter().all(|s| s["ppl_after"].as_f64().unwrap().is_finite()));
+    assert_eq!(stages[4]["cache_numbers"], json!(14));
+    // Norms that do nothing: what is written gives the logits of the model in memory.
+    assert!(record["written_diff"].as_f64().unwrap() < 1e-4);
+    let proof: Value =
+        serde_json::from_slice(&std::fs::read(folder.0.join("out/check.json")).unwrap()).unwrap();
+    assert_eq!(proof["logits"][0].as_str().map(str::len), Some(26 * 8));
+
+    // What was written runs, and is not converted twice.
+    let (status, _, err) = convert(&[&out, "--text", &text, "--out", &folder.file("twice")]);
+    assert_eq!(status, 2);
+    assert!(err.contains("latent attention already"), "{err}");
+    assert!(!folder.0.join("twice").exists());
+}
+
+#[test]
+fn stages_recipes_and_folds_can_be_chosen() {
+    let folder = Folder::new("chosen");
+    let (model, text) = (folder.model("llama"), folder.text(400));
+    let record = |out: &str, more: &[&str]| -> Value {
+        let out = folder.file(out);
+        let args = [&[&model[..], "--text", &text, "--out", &out, "--json", "--quiet"], more].concat();
+        let (status, json, err) = convert(&args);
+        assert_eq!((status, err.as_str()), (0, ""));
+        serde_json::from_str(&json).unwrap()
+    };
+    let partial = record("partial", &["--until", "partial_rope", "--stages", "merged", "--fold", "search"]);
+    let names: Vec<&str> =
+        partial["stages"].as_array().unwrap().iter().map(|s| s["stage"].as_str().unwrap()).collect();
+    assert_eq!(names, ["merged", "partial_rope"]);
+    let tried = partial["fold_search"].as_array().unwrap();
+    assert!(tried.len() >= 2 && tried[0][0] == json!(1));
+    let best = tried.iter().min_by(|a, b| a[1].as_f64().unwrap().total_cmp(&b[1].as_f64().unwrap())).unwrap();
+    assert_eq!(partial["params"]["fold"], best[0]);
+    let published = record("published", &["--recipe", "published", "--rank", "8", "--stages", "low_rank"]);
+    assert_eq!(
+        (&published["params"]["rotate"], &published["params"]["pca"]),
+        (&json!("real"), &json!("activation"))
+    );
+    assert_eq!(published["recalibrated"], json!(true));
+    let ours = record("ours", &["--rank", "8", "--set", "balance=0.5", "--stages", "low_rank"]);
+    assert_eq!((&ours["params"]["rotate"], &ours["params"]["balance"]), (&json!("complex"), &json!(0.5)));
+    assert_eq!(ours["stages"].as_array().map(Vec::len), Some(1));
+    assert!(ours["stages"][0]["kept_energy"].as_f64() >= published["stages"][0]["kept_energy"].as_f64());
+}
+
+#[test]
+fn what_cannot_be_done_is_said_and_nothing_is_written() {
+    let folder = Folder::new("refused");
+    let (model, text, out) = (folder.model("llama"), folder.text(400), folder.file("out"));
+    let refused = |args: &[&str], word: &str| {
+        let (status, output, err) = convert(args);
+        assert_eq!((status, output.as_str()), (2, ""), "{err}");
+        assert!(err.starts_with("error: ") && err.contains(word), "{word}: {err}");
+        assert_eq!(err.lines().count(), 2, "an error and what to do next: {err}");
+        assert!(!folder.0.join("out").exists() && !folder.0.join("out.part").exists());
+    };
+    let with = |more: &[&'static str]| -> Vec<String> {
+        let fixed = [&model[..], "--text", &text, "--out", &out].map(str::to_owned);
+        fixed.into_iter().chain(more.iter().map(|s| (*s).to_owned())).collect()
+    };
+    let check = |more: &[&'static str], word: &str| {
+        let args = with(more);
+        refused(&args.iter().map(String::as_str).collect::<Vec<_>>(), word);
+    };
+    check(&["--rank", "25"], "at most 24");
+    check(&["--rope-dim", "16"], "an even divisor of 8");
+    check(&["--rope-dim", "3"], "an even divisor of 8");
+    check(&["--rank-q", "17"], "at most 16");
+    check(&["--fold", "3"], "fold");
+    check(&["--fold", "many"], "fold");
+    check(&["--set", "rank"], "parameter=value");
+    check(&["--set", "ranks=3"], "ranks");
+    check(&["--set", "pca=best"], "functional");
+    check(&["--tokens", "400"], "16 or more after them");
+    check(&["--tokens", "20"], "32 tokens or more");
+    check(&["--until", "rotated"], "rotated");
+    let short = folder.text(10);
+    refused(&[&model, "--text", &short, "--out", &out], "--check-text");
+    refused(&[&model, "--text", &folder.file("none.txt"), "--out", &out], "none.txt");
+    refused(&[&folder.file("none.gguf"), "--text", &text, "--out", &out], "none.gguf");
+    let qwen3 = folder.model("qwen3");
+    refused(&[&qwen3, "--text", &text, "--out", &out], "norms of query and key heads");
+    refused(&[&minilm().display().to_string(), "--text", &text, "--out", &out], "an encoder");
+    refused(&[&model, "--text", &text, "--out", &folder.file("no/such/place")], "no/such");
+    // What is there stays there.
+    std::fs::create_dir(folder.0.join("taken")).unwrap();
+    std::fs::write(folder.0.join("taken/mine"), "1").unwrap();
+    refused(&[&model, "--text", &text, "--out", &folder.file("taken")], "exists already");
+    refused(&[&model, "--text", &text, "--out", &text], "exists already");
+    assert_eq!(std::fs::read(folder.0.join("taken/mine")).unwrap(), b"1");
+}
+
+#[test]
+fn smollm2_becomes_a_folder_that_predicts_as_its_record_says() {
+    let folder = Folder::new("smollm2");
+    let (model, out) = (smollm2().display().to_string(), folder.file("out"));
+    let text = repository().join("data/alice29.txt").display().to_string();
+    let args = [
+        &model[..],
+        "--text",
+        &text,
+        "--out",
+        &out,
+        "--rank",
+        "192",
+        "--tokens",
+        "400",
+        "--check-tokens",
+        "128",
+        "--context",
+        "64",
+        "--stages",
+        "merged",
+        "--json",
+        "--quiet",
+    ];
+    let (status, json_text, err) = convert(&args);
+    assert_eq!(status, 0, "{err}");
+    let record: Value = serde_json::from_str(&json_text).unwrap();
+    let number = |path: &str| record.pointer(path).and_then(Value::as_f64).unwrap();
+    // 30 layers of 2 · 3 · 64 numbers, and of a latent of 192, its constant and 64 rotated ones.
+    assert_eq!((number("/cache_bytes_before"), number("/cache_bytes_after")), (46_080.0, 30_840.0));
+    assert!(number("/stages/0/max_logit_diff") < 2e-2, "merged: {}", number("/stages/0/max_logit_diff"));
+    assert!(number("/stages/0/kl_mean") < 1e-5);
+    let (before, after) = (number("/written/ppl_before"), number("/written/ppl_after"));
+    assert!(after > before && after < 4.0 * before, "{before} {after}");
+    assert!(number("/written_diff") < 1e-2);
+    // The same text through `perplexity`.
+    let rest = folder.file("rest.txt");
+    let opened = attlas_model::Model::open(&folder.0.join("out")).unwrap();
+    let whole = std::fs::read_to_string(&text).unwrap();
+    let tokens = opened.tokenizer.encode(&whole, false).unwrap();
+    std::fs::write(&rest, opened.tokenizer.decode(&tokens[400..528], false).unwrap()).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_attlas"));
+    let output = command
+        .args(["perplexity", &out, "--text", &rest, "--protocol", "windows", "--context", "64", "--json"])
+        .output()
+        .unwrap();
+    let measured: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(measured["tokens"], json!(128));
+    assert!((measured["ppl"].as_f64().unwrap() / after - 1.0).abs() < 1e-4);
+}

@@ -1,0 +1,464 @@
+//! A grouped-query model turned into one with latent attention, with its own proof: what every stage costs, measured on
+//! text that was not calibrated on, and a folder that was opened again before it was called finished.
+//!
+//! The mathematics is in [`attlas::conversions::mla`], the model in [`attlas_model::convert`]. Besides the checkpoint a
+//! folder holds `conversion.json`, the [`Record`], and `check.json`, some logits of the written model, so that another
+//! program can be compared with this one without running it.
+
+use crate::self_check::{Quality, SelfCheck};
+use crate::table::{Table, number};
+use crate::{Error, Result};
+use attlas::conversions::mla::{Calibration, Figures, Params, Stage};
+use attlas::params::ParamValue;
+use attlas::{Options, Schedule, Workspace};
+use attlas_model::convert::{Latents, calibrate, check, layer_shape, write};
+use attlas_model::save::Folder;
+use attlas_model::{Decoder, Model, Recipe, Rows};
+use serde::Serialize;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Fewest tokens that anything is checked on.
+pub const FEWEST: usize = 16;
+/// Positions and tokens of which logits are written down.
+const PROOF: [usize; 2] = [48, 256];
+
+/// How a model is converted.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Widths and metrics.
+    pub params: Params,
+    /// Where to stop; [`Stage::LowRankQueries`] is everything that the parameters ask for.
+    pub until: Stage,
+    /// Stages whose loss is measured; the last one always is.
+    pub measured: Vec<Stage>,
+    /// Take the moments for the low rank from the model at [`Stage::PartialRope`], as the method's authors do.
+    pub recalibrate: bool,
+    /// Choose the fold by perplexity on the last calibration tokens.
+    pub search_fold: bool,
+    /// Tokens of a calibration sequence.
+    pub calibration_window: usize,
+    /// Tokens of a window of the check.
+    pub check_window: usize,
+    /// Threads; 0 takes as many as the machine offers.
+    pub threads: usize,
+}
+
+/// Where a model and its texts came from, for the record.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Origin {
+    /// File or folder of the model.
+    pub model: String,
+    /// SHA-256 of each of its files.
+    pub model_sha256: Vec<(String, String)>,
+    /// The calibration text.
+    pub text: String,
+    /// SHA-256 of its file.
+    pub text_sha256: String,
+    /// The text of the check.
+    pub check_text: String,
+}
+
+/// What a stage costs.
+#[derive(Clone, Debug, Serialize)]
+pub struct StageRecord {
+    /// Its name.
+    pub stage: &'static str,
+    /// Numbers that a layer caches for a token.
+    pub cache_numbers: usize,
+    /// Share of the keys' energy that is still rotated, mean over layers.
+    pub kept_energy: f64,
+    /// Relative error of the low rank in its own metric, mean over layers.
+    pub rel_error: f64,
+    /// Relative error of the latent of queries, mean over layers.
+    pub query_error: f64,
+    /// Beside the model it started from.
+    #[serde(flatten)]
+    pub quality: Quality,
+}
+
+/// What a layer kept and lost in the last stage.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct LayerRecord {
+    /// Share of the keys' energy that is still rotated.
+    pub kept_energy: f64,
+    /// What keys were divided by before the low rank.
+    pub alpha: f64,
+    /// Relative error of the low rank.
+    pub rel_error: f64,
+    /// Relative error of the latent of queries.
+    pub query_error: f64,
+}
+
+impl From<&Figures> for LayerRecord {
+    fn from(f: &Figures) -> Self {
+        let Figures { kept_energy, alpha, rel_error, query_error } = *f;
+        Self { kept_energy, alpha, rel_error, query_error }
+    }
+}
+
+/// A conversion with everything that was measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct Record {
+    /// What wrote it.
+    pub producer: String,
+    /// The conversion's id.
+    pub conversion: &'static str,
+    /// Model and texts.
+    #[serde(flatten)]
+    pub origin: Origin,
+    /// Parameters as they were used.
+    pub params: Options,
+    /// Whether the low rank was calibrated on its own.
+    pub recalibrated: bool,
+    /// Folds that were tried, with their perplexities.
+    pub fold_search: Vec<(usize, f64)>,
+    /// Tokens that were calibrated on.
+    pub calibration_tokens: usize,
+    /// One after another.
+    pub stages: Vec<StageRecord>,
+    /// The folder's model, opened again, beside the model it was made from.
+    pub written: Quality,
+    /// Largest difference of its logits from those of the model in memory, which has no norms of latents.
+    pub written_diff: f64,
+    /// Every layer in the last stage.
+    pub layers: Vec<LayerRecord>,
+    /// Bytes that a token takes in the cache of all layers, before.
+    pub cache_bytes_before: usize,
+    /// The same after, with the latent's constant coordinate.
+    pub cache_bytes_after: usize,
+}
+
+impl Record {
+    /// The stages with what each lost.
+    pub fn table(&self) -> Table {
+        let mut table = Table::new(&[
+            "<stage",
+            "cache",
+            "rotated",
+            "error",
+            "perplexity",
+            "+-",
+            "nll",
+            "KL",
+            "99 %",
+            "same top",
+            "max logit",
+        ]);
+        let line = |name: &str, cache: String, rotated: String, error: String, q: &Quality| {
+            let quantile = |q: Option<f64>| q.map_or("-".into(), number);
+            vec![
+                name.into(),
+                cache,
+                rotated,
+                error,
+                format!("{:.3}", q.ppl_after),
+                format!("{:.3}", q.ppl_after_se),
+                format!("{:+.4}", q.nll_increase),
+                number(q.kl_mean),
+                quantile(q.kl_q99),
+                format!("{:.1}%", 100.0 * q.same_top),
+                number(q.max_logit_diff),
+            ]
+        };
+        let q = &self.written;
+        table.push(vec![
+            "before".into(),
+            String::new(),
+            String::new(),
+            String::new(),
+            format!("{:.3}", q.ppl_before),
+            format!("{:.3}", q.ppl_before_se),
+        ]);
+        for s in &self.stages {
+            let error = if s.query_error > 0.0 { s.query_error } else { s.rel_error };
+            table.push(line(
+                s.stage,
+                s.cache_numbers.to_string(),
+                format!("{:.3}", s.kept_energy),
+                number(error),
+                &s.quality,
+            ));
+        }
+        table.push(line("as written", String::new(), String::new(), String::new(), q));
+        table
+    }
+}
+
+/// Some logits of a model.
+#[derive(Clone, Debug, Serialize)]
+struct Proof {
+    /// What was read.
+    tokens: Vec<u32>,
+    /// Tokens whose logits follow.
+    ids: Vec<usize>,
+    /// One row for every position: little-endian single precision in hexadecimal digits.
+    logits: Vec<String>,
+    #[serde(skip)]
+    values: Vec<f32>,
+}
+
+impl Proof {
+    fn new(model: &Arc<Model>, tokens: &[u32], threads: &Workspace) -> Result<Self> {
+        let tokens = tokens[..tokens.len().min(PROOF[0])].to_vec();
+        let mut decoder = Decoder::on(model.clone(), &Recipe::default(), threads)?;
+        let mut hidden = Vec::new();
+        decoder.forward(&tokens, Rows::All, &mut hidden)?;
+        let vocab = model.config.vocab;
+        let mut all = vec![0.0; tokens.len() * vocab];
+        decoder.logits_into(&hidden, &mut all);
+        let n = PROOF[1].min(vocab);
+        let ids: Vec<usize> = (0..n).map(|i| i * vocab / n).collect();
+        let values: Vec<f32> = all.chunks(vocab).flat_map(|row| ids.iter().map(|&i| row[i])).collect();
+        let hex = |row: &[f32]| {
+            row.iter().flat_map(|x| x.to_le_bytes()).map(|b| format!("{b:02x}")).collect::<String>()
+        };
+        Ok(Self { tokens, logits: values.chunks(n).map(hex).collect(), ids, values })
+    }
+
+    fn diff(&self, other: &Self) -> f64 {
+        let gap = |(a, b): (&f32, &f32)| f64::from(a - b).abs();
+        self.values.iter().zip(&other.values).map(gap).fold(0.0, f64::max)
+    }
+}
+
+/// What a conversion is made of: the model, the moments of its layers, and the model at the stage where moments are
+/// taken again.
+#[derive(Debug)]
+pub struct Converter {
+    model: Arc<Model>,
+    threads: Workspace,
+    first: Vec<Calibration>,
+    window: usize,
+}
+
+impl Converter {
+    /// Calibrates on `tokens`. `progress` is told tokens done and tokens in all.
+    pub fn new(
+        model: &Arc<Model>,
+        tokens: &[u32],
+        window: usize,
+        threads: Workspace,
+        progress: &mut dyn FnMut(usize, usize),
+        stop: &AtomicBool,
+    ) -> Result<Self> {
+        let shape = layer_shape(&model.config);
+        let features = shape.n_kv_heads * (shape.d + shape.d_v);
+        if tokens.len() < features {
+            let expected = format!("{features} tokens or more, one for each feature of keys and values");
+            return Err(Error::argument("the calibration text", expected, tokens.len()));
+        }
+        let first = calibrate(model, model, tokens, window, true, &threads, progress, stop)?;
+        Ok(Self { model: model.clone(), threads, first, window })
+    }
+
+    /// The moments of the model with these parameters at [`Stage::PartialRope`].
+    pub fn again(
+        &self,
+        params: &Params,
+        tokens: &[u32],
+        progress: &mut dyn FnMut(usize, usize),
+        stop: &AtomicBool,
+    ) -> Result<Vec<Calibration>> {
+        let partial = Arc::new(self.convert(params, Stage::PartialRope, None, false)?.model);
+        let Self { model, threads, window, .. } = self;
+        Ok(calibrate(model, &partial, tokens, *window, true, threads, progress, stop)?)
+    }
+
+    /// The model as far as `stage`; see [`attlas_model::convert::convert`].
+    pub fn convert(
+        &self,
+        params: &Params,
+        stage: Stage,
+        again: Option<&[Calibration]>,
+        neutral: bool,
+    ) -> Result<Latents> {
+        let convert =
+            || attlas_model::convert::convert(&self.model, params, stage, &self.first, again, neutral);
+        Ok(self.threads.install(|_| convert())?)
+    }
+}
+
+/// Converts `model`, measures every stage, and writes a folder at `out`, which appears when it is complete. Progress is
+/// told what is being done, how much of it, and how much there is.
+pub fn convert(
+    model: &Arc<Model>,
+    calibration: &[u32],
+    checked: &[u32],
+    settings: &Settings,
+    origin: Origin,
+    out: &Path,
+    progress: &mut dyn FnMut(&str, usize, usize),
+    stop: &AtomicBool,
+) -> Result<Record> {
+    Folder::check(out)?;
+    let mut params = check(model, &settings.params)?;
+    if checked.len() < FEWEST {
+        return Err(Error::argument(
+            "the text of the check",
+            format!("{FEWEST} tokens or more"),
+            checked.len(),
+        ));
+    }
+    let schedule = Schedule { threads: settings.threads, ..Schedule::default() };
+    let threads = Workspace::new(schedule)?;
+    let window = settings.calibration_window;
+    let mut told = |done: usize, all: usize| progress("calibrating", done, all);
+    let converter = Converter::new(model, calibration, window, threads.sibling(), &mut told, stop)?;
+    let mut fold_search = Vec::new();
+    if settings.search_fold {
+        let tail = &calibration[calibration.len().saturating_sub(2048)..];
+        let window = settings.check_window;
+        let mut told = |done: usize, all: usize| progress("searching the fold", done, all);
+        fold_search = search_fold(&converter, &params, tail, window, &mut told, stop)?;
+        let best = fold_search.iter().min_by(|a, b| a.1.total_cmp(&b.1));
+        params.fold = best.map(|(fold, _)| *fold);
+    }
+    let mut told = |done: usize, all: usize| progress("before", done, all);
+    let mut reference = SelfCheck::new(model, checked, settings.check_window, &threads, &mut told, stop)?;
+
+    let wanted = |stage: &Stage| {
+        *stage <= settings.until && (*stage < Stage::LowRankQueries || params.rank_q.is_some())
+    };
+    let stages: Vec<Stage> = Stage::ALL.into_iter().filter(wanted).collect();
+    let last = *stages.last().unwrap_or(&Stage::Merged);
+    let mut again = None;
+    let mut records = Vec::new();
+    let mut final_model = None;
+    for stage in stages {
+        if stage > Stage::PartialRope && settings.recalibrate && again.is_none() {
+            let mut told = |done: usize, all: usize| progress("calibrating again", done, all);
+            again = Some(converter.again(&params, calibration, &mut told, stop)?);
+        }
+        if stage != last && !settings.measured.contains(&stage) {
+            continue;
+        }
+        progress(&format!("converting, {}", stage.name()), 0, 1);
+        let latents = converter.convert(&params, stage, again.as_deref(), false)?;
+        let converted = Arc::new(latents.model);
+        let mut told = |done: usize, all: usize| progress(stage.name(), done, all);
+        let quality = reference.against(&converted, &threads, &mut told, stop)?;
+        records.push(stage_record(stage, &converted, &latents.figures, quality));
+        if stage == last {
+            final_model = Some(Proof::new(&converted, checked, &threads)?);
+        }
+    }
+
+    progress("writing", 0, 1);
+    let latents = converter.convert(&params, last, again.as_deref(), true)?;
+    let folder = Folder::create(out)?;
+    write(&latents.model, &folder)?;
+    let reopened = Arc::new(Model::open(folder.path())?);
+    let mut told = |done: usize, all: usize| progress("as written", done, all);
+    let written = reference.against(&reopened, &threads, &mut told, stop)?;
+    let proof = Proof::new(&reopened, checked, &threads)?;
+    let probe = &checked[..FEWEST];
+    let record = Record {
+        producer: format!("attlas {}", env!("CARGO_PKG_VERSION")),
+        conversion: attlas::conversions::mla::CONVERSION.id,
+        origin,
+        params: used(&params),
+        recalibrated: again.is_some(),
+        fold_search,
+        calibration_tokens: calibration.len(),
+        stages: records,
+        written,
+        written_diff: final_model.map_or(f64::NAN, |p| p.diff(&proof)),
+        layers: latents.figures.iter().map(LayerRecord::from).collect(),
+        cache_bytes_before: cache_bytes(model, probe, &threads)?,
+        cache_bytes_after: cache_bytes(&reopened, probe, &threads)?,
+    };
+    drop(reopened);
+    folder.json("conversion.json", &record)?;
+    folder.json("check.json", &proof)?;
+    if stop.load(Ordering::Relaxed) {
+        return Err(attlas_model::Error::Interrupted.into());
+    }
+    folder.finish()?;
+    Ok(record)
+}
+
+fn stage_record(stage: Stage, model: &Model, figures: &[Figures], quality: Quality) -> StageRecord {
+    let mean = |f: &dyn Fn(&Figures) -> f64| figures.iter().map(f).sum::<f64>() / figures.len().max(1) as f64;
+    let rope = model.config.rope.as_ref().map_or(0, |r| r.dim);
+    StageRecord {
+        stage: stage.name(),
+        cache_numbers: model.config.latent.map_or(0, |l| l.rank) + rope,
+        kept_energy: mean(&|f| f.kept_energy),
+        rel_error: mean(&|f| f.rel_error),
+        query_error: mean(&|f| f.query_error),
+        quality,
+    }
+}
+
+/// Doubles the fold while the perplexity of the model at [`Stage::PartialRope`] falls.
+fn search_fold(
+    converter: &Converter,
+    params: &Params,
+    tokens: &[u32],
+    window: usize,
+    progress: &mut dyn FnMut(usize, usize),
+    stop: &AtomicBool,
+) -> Result<Vec<(usize, f64)>> {
+    let Some(rope) = &converter.model.config.rope else { return Ok(Vec::new()) };
+    let collapse = rope.dim / params.rope_dim.unwrap_or(rope.dim.min(64)).max(1);
+    let mut found: Vec<(usize, f64)> = Vec::new();
+    let mut fold = collapse.max(1);
+    while (rope.dim / 2).is_multiple_of(fold) {
+        let params = Params { fold: Some(fold), ..params.clone() };
+        let model = Arc::new(converter.convert(&params, Stage::PartialRope, None, false)?.model);
+        let read = SelfCheck::new(&model, tokens, window, &converter.threads, progress, stop)?;
+        let (ppl, _) = read.perplexity();
+        let worse = found.last().is_some_and(|(_, before)| ppl >= *before);
+        found.push((fold, ppl));
+        if worse {
+            break;
+        }
+        fold *= 2;
+    }
+    Ok(found)
+}
+
+/// The parameters for the record.
+fn used(p: &Params) -> Options {
+    let mut options = Options::new();
+    for (name, size) in [("rope_dim", p.rope_dim), ("fold", p.fold), ("rank", p.rank), ("rank_q", p.rank_q)] {
+        if let Some(size) = size {
+            options.set(name, size);
+        }
+    }
+    options.set("balance", p.balance);
+    options.set("rotate", p.rotate.to_value());
+    options.set("pca", p.pca.to_value());
+    options
+}
+
+/// Bytes that a token takes in the cache of all layers.
+fn cache_bytes(model: &Arc<Model>, tokens: &[u32], threads: &Workspace) -> Result<usize> {
+    let mut decoder = Decoder::on(model.clone(), &Recipe::default(), threads)?;
+    decoder.forward(tokens, Rows::None, &mut Vec::new())?;
+    Ok(decoder.cache_bytes() / tokens.len().max(1))
+}
+
+/// Names and SHA-256 of the files of a model: the file itself, or what a folder has of configuration and weights.
+pub fn model_files(path: &Path) -> Result<Vec<(String, String)>> {
+    let mut files = Vec::new();
+    if path.is_dir() {
+        for entry in std::fs::read_dir(path).map_err(|e| Error::reading(path, e))? {
+            let file = entry.map_err(|e| Error::reading(path, e))?.path();
+            let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if name == "config.json" || name.ends_with(".safetensors") {
+                files.push((name, file));
+            }
+        }
+        files.sort();
+    } else {
+        files.push((path.file_name().unwrap_or_default().to_string_lossy().into_owned(), path.to_path_buf()));
+    }
+    let hashed = |(name, file): (String, std::path::PathBuf)| {
+        let source = attlas_model::tensor::Source::open(&file)?;
+        Ok((name, crate::hash::sha256(source.bytes())))
+    };
+    files.into_iter().map(hashed).collect()
+}

@@ -1,0 +1,405 @@
+//! A grouped-query model as one with latent attention: calibration on text, every layer converted, a checkpoint written.
+//!
+//! The mathematics is that of [`attlas::conversions::mla`]; this module runs a model over calibration text, collects
+//! second moments layer by layer, and puts the new layers in place of the old ones. A converted model runs like any
+//! other, at every stage, so that what a stage costs can be measured in perplexity. [`write`] gives a folder that the
+//! DeepSeek-V3 class of transformers loads without code of its own; that class always normalises latents, hence the
+//! norms that do nothing ([`Converted::with_neutral_norms`]).
+
+use crate::config::{Architecture, LatentConfig, ModelConfig};
+use crate::decoder::{CHUNK, Decoder, Observer, Rows};
+use crate::error::{Error, Result};
+use crate::linear::{Linear, apply_all};
+use crate::model::Model;
+use crate::recipe::Recipe;
+use crate::save::{Folder, NamedTensor};
+use crate::tensor::Tensor;
+use crate::weights::{DecoderLayer, DecoderWeights, LatentAttention, LatentMaps, Weights};
+use attlas::conversions::mla::{self, Calibration, Converted, Figures, Params, Stage};
+use attlas::layer::{Dense, LayerShape};
+use attlas::{Mat, MatRef, Workspace};
+use attlas_num::Scratch;
+use attlas_num::rope::{Rope, Scaling};
+use rayon::prelude::*;
+use serde_json::json;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The decoder's weights, if its layers can be converted: grouped-query attention over all tokens without norms between
+/// projections and rotation.
+fn convertible(model: &Model) -> Result<&DecoderWeights> {
+    let c = &model.config;
+    let refuse =
+        |what: &str| Err(Error::Unsupported { what: format!("converting {what} to latent attention") });
+    let Weights::Decoder(weights) = &model.weights else {
+        return refuse("an encoder");
+    };
+    if c.latent.is_some() {
+        return refuse("a model that has latent attention already");
+    }
+    if model.weights.has_products() || model.weights.has_other_attention() {
+        return refuse("a model in factored form");
+    }
+    if weights.layers.iter().any(|l| l.q_norm.is_some() || l.k_norm.is_some()) {
+        return refuse("a model with norms of query and key heads, through which no rotation passes,");
+    }
+    if c.windows.iter().any(Option::is_some) {
+        return refuse("a model with sliding windows");
+    }
+    Ok(weights)
+}
+
+/// Sizes of the attention layers of a model that has not been converted.
+pub fn layer_shape(c: &ModelConfig) -> LayerShape {
+    LayerShape {
+        d_model: c.hidden,
+        n_heads: c.n_heads,
+        n_kv_heads: c.n_kv_heads,
+        d: c.head_dim,
+        d_v: c.head_dim,
+    }
+}
+
+/// The parameters for this model, widths that were left open set; an error if it cannot be converted with them.
+///
+/// The stock class has no bias for queries but one that a latent carries, so models with such biases get a latent of
+/// queries of full width.
+pub fn check(model: &Model, params: &Params) -> Result<Params> {
+    let weights = convertible(model)?;
+    let shape = layer_shape(&model.config);
+    let mut params = params.clone();
+    if params.rank_q.is_none() && weights.layers.iter().any(|l| l.q.bias().is_some()) {
+        params.rank_q = Some((shape.n_heads * shape.d).min(shape.d_model));
+    }
+    Ok(params.resolved(&shape, model.config.rope.as_ref())?)
+}
+
+/// Collects moments of every layer.
+struct Collector<'a> {
+    layers: Vec<Calibration>,
+    /// Projections to apply to what enters a layer, where the model that runs has others.
+    source: Option<(&'a DecoderWeights, Scratch)>,
+    /// Queries, keys and values of the layer at hand, before rotation.
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    failed: Option<attlas::Error>,
+    stop: &'a AtomicBool,
+}
+
+impl Collector<'_> {
+    fn add(&mut self, layer: usize) {
+        if let Err(e) = self.layers[layer].add(&self.q, &self.k, &self.v) {
+            self.failed = Some(e);
+        }
+    }
+}
+
+impl Observer for Collector<'_> {
+    fn interrupted(&self) -> bool {
+        self.failed.is_some() || self.stop.load(Ordering::Relaxed)
+    }
+
+    fn entering(&mut self, layer: usize, _: usize, x: &[f32]) {
+        let Some((source, scratch)) = &self.source else { return };
+        let own = &source.layers[layer];
+        let x = MatRef::new(x, x.len() / own.q.inputs(), own.q.inputs());
+        for (out, map) in [(&mut self.q, &own.q), (&mut self.k, &own.k), (&mut self.v, &own.v)] {
+            out.resize(x.rows() * map.outputs(), 0.0);
+        }
+        let mut jobs: [(&Linear, &mut [f32]); 3] =
+            [(&own.q, &mut self.q), (&own.k, &mut self.k), (&own.v, &mut self.v)];
+        apply_all(&mut jobs, x, scratch);
+        self.add(layer);
+    }
+
+    fn before_rotation(&mut self, _: usize, _: usize, q: &[f32], k: &[f32]) {
+        self.q.clear();
+        self.q.extend_from_slice(q);
+        self.k.clear();
+        self.k.extend_from_slice(k);
+    }
+
+    fn projected(&mut self, layer: usize, _: usize, _: &[f32], _: &[f32], v: &[f32]) {
+        if self.source.is_none() {
+            self.v.clear();
+            self.v.extend_from_slice(v);
+            self.add(layer);
+        }
+    }
+}
+
+/// Moments of queries, keys and values of every layer of `model` over `tokens`, run as sequences of `window` tokens; the
+/// last may be shorter. Those between query heads are kept if `between_queries`. `hidden_of` is another model of the
+/// same sizes that runs instead and whose hidden states enter the projections: the model at [`Stage::PartialRope`],
+/// where moments are taken again for the low rank. `progress` is told how many tokens of how many are done.
+pub fn calibrate(
+    model: &Model,
+    hidden_of: &Arc<Model>,
+    tokens: &[u32],
+    window: usize,
+    between_queries: bool,
+    threads: &Workspace,
+    progress: &mut dyn FnMut(usize, usize),
+    stop: &AtomicBool,
+) -> Result<Vec<Calibration>> {
+    let weights = convertible(model)?;
+    let c = &model.config;
+    let window = window.clamp(1, c.max_positions.min(CHUNK));
+    let mut decoder = Decoder::on(hidden_of.clone(), &Recipe::default(), threads)?;
+    let another = hidden_of.config.latent.is_some();
+    let mut collector = Collector {
+        layers: vec![Calibration::new(layer_shape(c), between_queries); c.n_layers],
+        source: another.then(|| (weights, Scratch::new())),
+        q: Vec::new(),
+        k: Vec::new(),
+        v: Vec::new(),
+        failed: None,
+        stop,
+    };
+    let mut hidden = Vec::new();
+    for (i, part) in tokens.chunks(window).enumerate() {
+        decoder.reset();
+        let run = decoder.forward_observed(part, Rows::None, &mut hidden, &mut collector);
+        if let Some(e) = collector.failed.take() {
+            return Err(e.into());
+        }
+        run?;
+        progress((i * window + part.len()).min(tokens.len()), tokens.len());
+    }
+    Ok(collector.layers)
+}
+
+/// A model with latent attention and what its layers kept and lost.
+#[derive(Clone, Debug)]
+pub struct Latents {
+    /// The model, ready to run.
+    pub model: Model,
+    /// Of every layer.
+    pub figures: Vec<Figures>,
+}
+
+/// The model with every layer converted as far as `stage`; `again` as in [`mla::convert`]. `neutral` adds norms that do
+/// nothing, which [`write`] needs. Layers are converted side by side on the current rayon pool.
+pub fn convert(
+    model: &Model,
+    params: &Params,
+    stage: Stage,
+    calibration: &[Calibration],
+    again: Option<&[Calibration]>,
+    neutral: bool,
+) -> Result<Latents> {
+    let weights = convertible(model)?;
+    let c = &model.config;
+    for found in [calibration.len(), again.map_or(c.n_layers, <[_]>::len)] {
+        if found != c.n_layers {
+            return Err(Error::invalid("the number of calibrated layers", found, c.n_layers.to_string()));
+        }
+    }
+    let one = |(l, layer): (usize, &DecoderLayer)| {
+        let [q, k, v, o] = [&layer.q, &layer.k, &layer.v, &layer.o].map(dense);
+        let source = mla::Source { shape: layer_shape(c), q: &q, k: &k, v: &v, o: &o, rope: c.rope.as_ref() };
+        let second = again.map(|a| &a[l]);
+        let converted = mla::convert(&source, params, stage, &calibration[l], second)?;
+        let converted = if neutral { converted.with_neutral_norms() } else { converted };
+        let figures = converted.figures;
+        let config = latent_config(c, &converted);
+        Ok((with_latents(layer, converted)?, config, figures))
+    };
+    let converted: Vec<_> = weights.layers.par_iter().enumerate().map(one).collect::<Result<_>>()?;
+    let config = converted.first().map(|(_, config, _)| config.clone());
+    let config = config.ok_or_else(|| Error::invalid("the number of layers", 0, "at least 1"))?;
+    let figures = converted.iter().map(|(_, _, figures)| *figures).collect();
+    let layers = converted.into_iter().map(|(layer, _, _)| layer).collect();
+    let weights = Weights::Decoder(DecoderWeights { layers, ..weights.clone() });
+    Ok(Latents { model: Model { config, weights, ..model.clone() }, figures })
+}
+
+/// The model's configuration with layers such as this one.
+fn latent_config(c: &ModelConfig, converted: &Converted) -> ModelConfig {
+    ModelConfig {
+        architecture: Architecture::DeepseekV3,
+        n_kv_heads: c.n_heads,
+        head_dim: converted.shape.d,
+        latent: Some(LatentConfig {
+            rank: converted.params.rank,
+            rank_q: converted.params.rank_q,
+            nope: converted.shape.d - converted.params.rope_dim,
+            v_dim: converted.shape.d_v,
+        }),
+        rope: converted.rope.clone(),
+        ..c.clone()
+    }
+}
+
+/// The layer with its attention converted.
+fn with_latents(layer: &DecoderLayer, converted: Converted) -> Result<DecoderLayer> {
+    let (q_a, q_a_norm) = match converted.q_a {
+        Some((map, norm)) => (Some(stored(&map)?), norm),
+        None => (None, None),
+    };
+    let maps = LatentMaps {
+        q_a,
+        q_a_norm,
+        q: stored(&converted.q)?,
+        kv_a: stored(&converted.kv_a)?,
+        kv_a_norm: converted.kv_a_norm,
+        kv_b: stored(&Dense::new(converted.kv_b))?,
+        o: layer.o.clone(),
+    };
+    let [q, k, v] = [&maps.q, &maps.kv_a, &maps.kv_b].map(Clone::clone);
+    let latent = LatentAttention::new(converted.shape, converted.params, converted.rope, maps)?;
+    Ok(DecoderLayer { q, k, v, latent: Some(Arc::new(latent)), ..layer.clone() })
+}
+
+/// The map in single precision.
+fn dense(map: &Linear) -> Dense {
+    let weight = Mat::from_vec(map.weight().to_f32(), map.outputs(), map.inputs());
+    Dense { weight, bias: map.bias().map(<[f32]>::to_vec) }
+}
+
+fn stored(map: &Dense) -> Result<Linear> {
+    let shape = vec![map.weight.rows(), map.weight.cols()];
+    Tensor::from_f32(map.weight.data(), shape)
+        .and_then(|weight| Linear::new(weight, map.bias.clone()))
+        .ok_or_else(|| Error::invalid("a converted weight", "another shape", "a matrix"))
+}
+
+/// Writes `config.json`, `model.safetensors` and the tokeniser of a model with latent attention, in the form of
+/// DeepSeek-V3. Its layers must have norms of their latents: [`convert`] with `neutral`.
+pub fn write(model: &Model, folder: &Folder) -> Result<()> {
+    let config = config_json(model)?;
+    folder.json("config.json", &config)?;
+    folder.tokenizer(model)?;
+    folder.tensors("model.safetensors", &tensors(model)?)
+}
+
+fn refuse<T>(what: &str) -> Result<T> {
+    Err(Error::Unsupported { what: format!("writing {what} in the DeepSeek format") })
+}
+
+fn is_tied(w: &DecoderWeights) -> bool {
+    w.output.weight().bytes().as_ptr() == w.embedding.bytes().as_ptr()
+}
+
+fn tensors(model: &Model) -> Result<Vec<NamedTensor<'_>>> {
+    let Weights::Decoder(weights) = &model.weights else { return refuse("an encoder") };
+    let vector =
+        |name: String, values: &'_ [f32]| NamedTensor::dense(name, vec![values.len()], values.to_vec());
+    let mut list = vec![
+        NamedTensor::stored("model.embed_tokens.weight", &weights.embedding),
+        vector("model.norm.weight".into(), &weights.final_norm),
+    ];
+    if !is_tied(weights) {
+        list.push(NamedTensor::stored("lm_head.weight", weights.output.weight()));
+    }
+    for (l, layer) in weights.layers.iter().enumerate() {
+        let name = |part: &str| format!("model.layers.{l}.{part}");
+        let Some(latent) = &layer.latent else { return refuse("layers without latents") };
+        let maps = latent.maps();
+        list.push(vector(name("input_layernorm.weight"), &layer.attention_norm));
+        list.push(vector(name("post_attention_layernorm.weight"), &layer.ffn_norm));
+        for (part, map) in [("gate", &layer.gate), ("up", &layer.up), ("down", &layer.down)] {
+            list.push(NamedTensor::stored(name(&format!("mlp.{part}_proj.weight")), map.weight()));
+        }
+        let query = if maps.q_a.is_some() { "q_b_proj" } else { "q_proj" };
+        // Whether the class has a bias there.
+        let attention = [
+            (query, Some(&maps.q), false),
+            ("q_a_proj", maps.q_a.as_ref(), true),
+            ("kv_a_proj_with_mqa", Some(&maps.kv_a), true),
+            ("kv_b_proj", Some(&maps.kv_b), false),
+            ("o_proj", Some(&maps.o), true),
+        ];
+        for (part, map, biased) in attention {
+            let Some(map) = map else { continue };
+            list.push(NamedTensor::stored(name(&format!("self_attn.{part}.weight")), map.weight()));
+            if biased {
+                let bias = map.bias().map_or_else(|| vec![0.0; map.outputs()], <[f32]>::to_vec);
+                list.push(vector(name(&format!("self_attn.{part}.bias")), &bias));
+            } else if map.bias().is_some() {
+                return refuse("a bias of queries without a latent that carries it");
+            }
+        }
+        let Some(norm) = &maps.kv_a_norm else { return refuse("layers without norms of their latents") };
+        list.push(vector(name("self_attn.kv_a_layernorm.weight"), norm));
+        match (&maps.q_a, &maps.q_a_norm) {
+            (Some(_), Some(norm)) => list.push(vector(name("self_attn.q_a_layernorm.weight"), norm)),
+            (Some(_), None) => return refuse("layers without norms of their latents"),
+            (None, _) => {}
+        }
+    }
+    Ok(list)
+}
+
+/// The configuration; an error if the stock class has no place for something.
+fn config_json(model: &Model) -> Result<serde_json::Value> {
+    let c = &model.config;
+    let Weights::Decoder(weights) = &model.weights else { return refuse("an encoder") };
+    let (Some(l), Some(rope)) = (c.latent, &c.rope) else {
+        return refuse("a model without latents or without rotary positions");
+    };
+    if l.nope == 0 {
+        return refuse("a model all of whose features are rotated");
+    }
+    let scaling = scaling_json(rope)?;
+    let mut parameters = scaling.clone().unwrap_or_else(|| json!({"rope_type": "default"}));
+    parameters["rope_theta"] = rope.base.into();
+    Ok(json!({
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "dtype": "float32",
+        "hidden_act": "silu",
+        "hidden_size": c.hidden,
+        "intermediate_size": c.intermediate,
+        "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads,
+        "num_key_value_heads": c.n_heads,
+        "kv_lora_rank": l.rank,
+        "q_lora_rank": l.rank_q,
+        "qk_nope_head_dim": l.nope,
+        "qk_rope_head_dim": rope.dim,
+        "qk_head_dim": c.head_dim,
+        "head_dim": rope.dim,
+        "v_head_dim": l.v_dim,
+        "attention_bias": true,
+        "rope_interleave": true,
+        // Read by earlier and by later versions of transformers.
+        "rope_theta": rope.base,
+        "rope_scaling": scaling,
+        "rope_parameters": parameters,
+        "first_k_dense_replace": c.n_layers,
+        "max_position_embeddings": c.max_positions,
+        "rms_norm_eps": c.norm_eps,
+        "tie_word_embeddings": is_tied(weights),
+        "vocab_size": c.vocab,
+        "bos_token_id": model.tokenizer.bos(),
+        "eos_token_id": if c.eos.len() == 1 { json!(c.eos[0]) } else { json!(c.eos) },
+    }))
+}
+
+/// The context extension in the terms of `config.json`, where there is one.
+fn scaling_json(rope: &Rope) -> Result<Option<serde_json::Value>> {
+    let llama3 = |factor: f64, low: f64, high: f64, original: f64| {
+        Ok(Some(json!({"rope_type": "llama3", "factor": factor, "low_freq_factor": low,
+            "high_freq_factor": high, "original_max_position_embeddings": original as u64})))
+    };
+    match &rope.scaling {
+        Scaling::None => Ok(None),
+        Scaling::Linear { factor } => Ok(Some(json!({"rope_type": "linear", "factor": factor}))),
+        Scaling::Llama3 { factor, low_freq, high_freq, original } => {
+            llama3(*factor, *low_freq, *high_freq, *original)
+        }
+        Scaling::Divisors(divisors) => {
+            // GGUF files of Llama 3 hold the divisors instead of the rule; its other constants never varied.
+            let factor = divisors.iter().copied().fold(1.0, f64::max).round();
+            let rule = Scaling::Llama3 { factor, low_freq: 1.0, high_freq: 4.0, original: 8192.0 };
+            let (own, theirs) = (rope.frequencies(1), Rope { scaling: rule, ..rope.clone() }.frequencies(1));
+            if own.iter().zip(&theirs).all(|(a, b)| (a / b - 1.0).abs() < 1e-5) {
+                return llama3(factor, 1.0, 4.0, 8192.0);
+            }
+            refuse("rotary frequencies that no rule gives")
+        }
+        _ => refuse("this context extension"),
+    }
+}

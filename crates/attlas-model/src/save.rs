@@ -1,0 +1,337 @@
+//! Checkpoint folders that appear whole or not at all.
+//!
+//! A [`Folder`] is written beside its place, as `NAME.part`, and moved there when everything is in it. One that is
+//! dropped before that takes what was begun with it, and a place where something is already is refused. Tensors are
+//! written row by row: no second copy of a model is held.
+
+use crate::error::{Error, Result};
+use crate::model::Model;
+use crate::tensor::Tensor;
+use attlas_num::kernels::quant::Format;
+use serde_json::json;
+use std::borrow::Cow;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// What a tensor is written from.
+#[derive(Clone, Debug)]
+enum Values<'a> {
+    /// As it is stored where the format has a place for that; quantised blocks in single precision.
+    Stored(&'a Tensor),
+    /// The same, but quantised blocks as the bytes they are.
+    Blocks(&'a Tensor),
+    /// Single precision.
+    Dense(Cow<'a, [f32]>),
+}
+
+/// A tensor to write.
+#[derive(Clone, Debug)]
+pub struct NamedTensor<'a> {
+    name: String,
+    shape: Vec<usize>,
+    values: Values<'a>,
+}
+
+impl<'a> NamedTensor<'a> {
+    /// A tensor of a model, copied as it is; quantised blocks become single precision.
+    pub fn stored(name: impl Into<String>, tensor: &'a Tensor) -> Self {
+        Self { name: name.into(), shape: tensor.shape().to_vec(), values: Values::Stored(tensor) }
+    }
+
+    /// A tensor of a model, copied as it is; quantised blocks become bytes of shape `[rows, bytes of a row]`, which other
+    /// programs do not understand.
+    pub fn blocks(name: impl Into<String>, tensor: &'a Tensor) -> Self {
+        if matches!(tensor.format(), Format::F32 | Format::F16 | Format::BF16) {
+            return Self::stored(name, tensor);
+        }
+        let rows = tensor.rows();
+        let shape = vec![rows, tensor.bytes().len() / rows.max(1)];
+        Self { name: name.into(), shape, values: Values::Blocks(tensor) }
+    }
+
+    /// Numbers in single precision. Panics if there are not as many as the shape says.
+    pub fn dense(name: impl Into<String>, shape: Vec<usize>, values: impl Into<Cow<'a, [f32]>>) -> Self {
+        let values = values.into();
+        assert_eq!(values.len(), shape.iter().product::<usize>(), "the shape of a tensor to write");
+        Self { name: name.into(), shape, values: Values::Dense(values) }
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its dimensions, outermost first.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// The element type in the file and its bytes.
+    fn element(&self) -> (&'static str, usize) {
+        match &self.values {
+            Values::Stored(t) if t.format() == Format::F16 => ("F16", 2),
+            Values::Stored(t) if t.format() == Format::BF16 => ("BF16", 2),
+            Values::Blocks(_) => ("U8", 1),
+            _ => ("F32", 4),
+        }
+    }
+
+    fn len_bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.element().1
+    }
+
+    fn write(&self, out: &mut impl Write) -> std::io::Result<()> {
+        match &self.values {
+            Values::Stored(t) if matches!(t.format(), Format::F32 | Format::F16 | Format::BF16) => {
+                out.write_all(t.bytes())
+            }
+            Values::Stored(t) => {
+                let mut row = vec![0.0; t.cols()];
+                (0..t.rows()).try_for_each(|i| {
+                    t.row_into(i, &mut row);
+                    write_numbers(out, &row)
+                })
+            }
+            Values::Blocks(t) => out.write_all(t.bytes()),
+            Values::Dense(values) => write_numbers(out, values),
+        }
+    }
+}
+
+fn write_numbers(out: &mut impl Write, values: &[f32]) -> std::io::Result<()> {
+    values.iter().try_for_each(|x| out.write_all(&x.to_le_bytes()))
+}
+
+/// A folder that is being written.
+#[derive(Debug)]
+pub struct Folder {
+    path: PathBuf,
+    /// Where it is written; `None` once it has been moved.
+    part: Option<PathBuf>,
+}
+
+impl Folder {
+    /// Begins a folder that shall stand at `path`, where nothing may be yet.
+    pub fn create(path: &Path) -> Result<Self> {
+        Self::check(path)?;
+        let mut name = path.file_name().unwrap_or_default().to_os_string();
+        name.push(".part");
+        let part = path.with_file_name(name);
+        std::fs::create_dir(&part).map_err(|source| match source.kind() {
+            std::io::ErrorKind::AlreadyExists => Error::Exists { path: part.clone() },
+            _ => Error::Io { path: part.clone(), source },
+        })?;
+        Ok(Self { path: path.to_path_buf(), part: Some(part) })
+    }
+
+    /// An error if [`create`](Self::create) would refuse `path`: what takes long is better begun after asking.
+    pub fn check(path: &Path) -> Result<()> {
+        if path.file_name().is_none() {
+            let found = format!("{:?}", path.display().to_string());
+            return Err(Error::invalid("the output folder", found, "the name of a new folder"));
+        }
+        // A link that leads nowhere is something, too.
+        if path.symlink_metadata().is_ok() {
+            return Err(Error::Exists { path: path.to_path_buf() });
+        }
+        let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        if parent.is_dir() {
+            return Ok(());
+        }
+        Err(Error::Io { path: parent.to_path_buf(), source: std::io::ErrorKind::NotFound.into() })
+    }
+
+    /// Where the files are until they are moved.
+    pub fn path(&self) -> &Path {
+        self.part.as_ref().unwrap_or(&self.path)
+    }
+
+    fn place(&self, name: &str) -> PathBuf {
+        self.path().join(name)
+    }
+
+    /// Writes a small file.
+    pub fn file(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let path = self.place(name);
+        std::fs::write(&path, bytes).map_err(|source| Error::Io { path, source })
+    }
+
+    /// Writes a JSON file, indented.
+    pub fn json(&self, name: &str, value: &impl serde::Serialize) -> Result<()> {
+        let mut text = serde_json::to_string_pretty(value)?;
+        text.push('\n');
+        self.file(name, text.as_bytes())
+    }
+
+    /// Writes a safetensors file. Names must differ.
+    pub fn tensors(&self, name: &str, tensors: &[NamedTensor<'_>]) -> Result<()> {
+        let mut order: Vec<&NamedTensor<'_>> = tensors.iter().collect();
+        // Wide elements first, so that all are aligned; by name among equals, so that the file is reproducible.
+        order.sort_by_key(|t| (std::cmp::Reverse(t.element().1), t.name()));
+        let mut header = serde_json::Map::new();
+        header.insert("__metadata__".into(), json!({"format": "pt"}));
+        let mut end = 0;
+        for t in &order {
+            let start = end;
+            end += t.len_bytes();
+            let entry = json!({"dtype": t.element().0, "shape": t.shape, "data_offsets": [start, end]});
+            if header.insert(t.name.clone(), entry).is_some() {
+                return Err(Error::invalid("a tensor name", format!("{:?} twice", t.name), "distinct names"));
+            }
+        }
+        let mut header = serde_json::to_vec(&header)?;
+        header.resize(header.len().next_multiple_of(8), b' ');
+        let path = self.place(name);
+        let write = || {
+            let mut out = BufWriter::with_capacity(1 << 20, File::create(&path)?);
+            out.write_all(&(header.len() as u64).to_le_bytes())?;
+            out.write_all(&header)?;
+            order.iter().try_for_each(|t| t.write(&mut out))?;
+            out.flush()
+        };
+        write().map_err(|source| Error::Io { path: path.clone(), source })
+    }
+
+    /// Writes what a text is tokenised with: the files of the folder the model was opened from, or a `tokenizer.json`
+    /// and a `tokenizer_config.json` made of what a GGUF file carries.
+    pub fn tokenizer(&self, model: &Model) -> Result<()> {
+        const FILES: [&str; 5] = [
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "chat_template.jinja",
+            "generation_config.json",
+        ];
+        if let Some(folder) = &model.folder {
+            for name in FILES {
+                let from = folder.join(name);
+                if from.is_file() {
+                    let bytes = crate::checkpoint::read_file(&from)?;
+                    self.file(name, &bytes)?;
+                }
+            }
+            return Ok(());
+        }
+        let t = &model.tokenizer;
+        self.file("tokenizer.json", &t.to_json()?)?;
+        let token = |id: Option<u32>| id.and_then(|id| t.token(id));
+        let settings = json!({
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": token(t.bos()),
+            "eos_token": token(t.eos()),
+            "chat_template": model.chat_template,
+            "clean_up_tokenization_spaces": false,
+            "model_max_length": model.config.max_positions,
+        });
+        self.json("tokenizer_config.json", &settings)
+    }
+
+    /// Moves the folder to its place; it is complete then.
+    pub fn finish(mut self) -> Result<()> {
+        Self::check(&self.path)?;
+        let Some(part) = self.part.take() else { return Ok(()) };
+        std::fs::rename(&part, &self.path).map_err(|source| {
+            let path = self.path.clone();
+            self.part = Some(part);
+            Error::Io { path, source }
+        })
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        if let Some(part) = &self.part {
+            // There is nobody left to tell.
+            let _ = std::fs::remove_dir_all(part);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::Tensors;
+    use crate::tensor::Source;
+    use std::sync::Arc;
+
+    /// A path in the system's folder for such things, at which nothing is.
+    fn place(name: &str) -> PathBuf {
+        let path = std::env::temp_dir().join(format!("attlas-save-{}-{name}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        path
+    }
+
+    fn part(path: &Path) -> PathBuf {
+        path.with_file_name(format!("{}.part", path.file_name().unwrap().to_string_lossy()))
+    }
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        let path = place("read");
+        let half: Vec<u8> =
+            [1.0f32, -2.5].iter().flat_map(|&x| half::bf16::from_f32(x).to_le_bytes()).collect();
+        let stored = Tensor::new(Arc::new(Source::Owned(half)), 0..4, Format::BF16, vec![2]).unwrap();
+        // One block of 32 values: 0.5 · q.
+        let mut block = half::f16::from_f32(0.5).to_le_bytes().to_vec();
+        block.extend((0..32).map(|i| (i as i8 - 16) as u8));
+        let quantised =
+            Tensor::new(Arc::new(Source::Owned(block)), 0..34, Format::Q8_0, vec![1, 32]).unwrap();
+        let folder = Folder::create(&path).unwrap();
+        let list = [
+            NamedTensor::stored("a", &stored),
+            NamedTensor::stored("b", &quantised),
+            NamedTensor::dense("c", vec![2, 1], vec![3.0, 4.0]),
+            NamedTensor::blocks("d", &quantised),
+        ];
+        folder.tensors("model.safetensors", &list).unwrap();
+        folder.file("note", b"text").unwrap();
+        assert!(!path.exists() && part(&path).is_dir());
+        folder.finish().unwrap();
+        assert!(!part(&path).exists());
+        assert_eq!(std::fs::read(path.join("note")).unwrap(), b"text");
+        let bytes = std::fs::read(path.join("model.safetensors")).unwrap();
+        let raw = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(raw.tensor("d").unwrap().data(), quantised.bytes());
+        assert_eq!(raw.tensor("d").unwrap().shape(), [1, 34]);
+        let read = Tensors::from_safetensors(&Arc::new(Source::Owned(bytes))).unwrap();
+        assert_eq!(read.len(), 3);
+        let a = read.get("a").unwrap();
+        assert_eq!((a.format(), a.to_f32()), (Format::BF16, vec![1.0, -2.5]));
+        assert_eq!(read.get("b").unwrap().to_f32(), quantised.to_f32());
+        assert_eq!(read.get("c").unwrap().shape(), [2, 1]);
+        std::fs::remove_dir_all(&path).unwrap();
+    }
+
+    #[test]
+    fn a_folder_that_is_not_finished_leaves_nothing() {
+        let path = place("unfinished");
+        let folder = Folder::create(&path).unwrap();
+        folder.file("x", b"1").unwrap();
+        assert!(matches!(Folder::create(&path), Err(Error::Exists { .. })), "two writers of one place");
+        let twice =
+            [NamedTensor::dense("a", vec![1], vec![0.0]), NamedTensor::dense("a", vec![1], vec![0.0])];
+        assert!(folder.tensors("model.safetensors", &twice).is_err());
+        drop(folder);
+        assert!(!path.exists() && !part(&path).exists());
+    }
+
+    #[test]
+    fn nothing_is_overwritten() {
+        let path = place("taken");
+        std::fs::create_dir(&path).unwrap();
+        std::fs::write(path.join("mine"), "1").unwrap();
+        assert!(matches!(Folder::create(&path), Err(Error::Exists { .. })));
+        assert!(matches!(Folder::create(&path.join("mine")), Err(Error::Exists { .. })));
+        assert!(matches!(Folder::create(&path.join("no/deeper")), Err(Error::Io { .. })));
+        assert!(matches!(Folder::create(&path.join("..")), Err(Error::Invalid { .. })));
+        // Somebody was faster.
+        let late = place("late");
+        let folder = Folder::create(&late).unwrap();
+        std::fs::create_dir(&late).unwrap();
+        assert!(folder.finish().is_err());
+        assert!(late.is_dir() && !part(&late).exists());
+        std::fs::remove_dir(&late).unwrap();
+        std::fs::remove_dir_all(&path).unwrap();
+    }
+}

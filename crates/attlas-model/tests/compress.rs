@@ -1,0 +1,384 @@
+//! Models in factored form: written, opened again, and run on their factors.
+
+mod common;
+
+use attlas::conversions::common::network::Role;
+use attlas::{Options, Schedule, Workspace, registry};
+use attlas_model::bert::Batch;
+use attlas_model::checkpoint;
+use attlas_model::compress::{Elements, compress, flops_per_token};
+use attlas_model::save::{Folder, NamedTensor};
+use attlas_model::{Decoder, Encoder, Error, Model, Recipe, Rows, Weights};
+use common::{alice, minilm, smollm2, tiny_llama};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A path at which nothing is.
+fn place(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("compress-{name}"));
+    let _ = std::fs::remove_dir_all(&path);
+    path
+}
+
+/// A grouped-query model of two layers with widths that do not divide one another.
+fn small(name: &str) -> Model {
+    let path = place(name);
+    let folder = Folder::create(&path).unwrap();
+    let config = json!({"model_type": "qwen2", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "vocab_size": 11,
+        "max_position_embeddings": 64, "tie_word_embeddings": true, "rope_theta": 1000.0});
+    folder.json("config.json", &config).unwrap();
+    let words = json!({"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null,
+        "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}});
+    folder.json("tokenizer.json", &words).unwrap();
+    let mut list = Vec::new();
+    let mut add = |name: String, shape: Vec<usize>| {
+        let n = shape.iter().product::<usize>();
+        let start = name.bytes().map(usize::from).sum::<usize>();
+        let value = |i: usize| ((i * 7919 + start * 31) % 101) as f32 / 101.0 - 0.5;
+        list.push(NamedTensor::dense(name, shape, (0..n).map(value).collect::<Vec<f32>>()));
+    };
+    add("model.embed_tokens.weight".into(), vec![11, 16]);
+    add("model.norm.weight".into(), vec![16]);
+    for l in 0..2 {
+        for norm in ["input_layernorm", "post_attention_layernorm"] {
+            add(format!("model.layers.{l}.{norm}.weight"), vec![16]);
+        }
+        for (part, n_out, n_in) in [
+            ("self_attn.q_proj", 16, 16),
+            ("self_attn.k_proj", 8, 16),
+            ("self_attn.v_proj", 8, 16),
+            ("self_attn.o_proj", 16, 16),
+            ("mlp.gate_proj", 24, 16),
+            ("mlp.up_proj", 24, 16),
+            ("mlp.down_proj", 16, 24),
+        ] {
+            add(format!("model.layers.{l}.{part}.weight"), vec![n_out, n_in]);
+        }
+        for (part, n) in [("q", 16), ("k", 8), ("v", 8)] {
+            add(format!("model.layers.{l}.self_attn.{part}_proj.bias"), vec![n]);
+        }
+    }
+    folder.tensors("model.safetensors", &list).unwrap();
+    folder.finish().unwrap();
+    Model::open(&path).unwrap()
+}
+
+fn threads() -> Workspace {
+    Workspace::new(Schedule { threads: 2, ..Schedule::default() }).unwrap()
+}
+
+/// Logits of all tokens, in one piece and in two of which the second is decoded token by token.
+fn logits(model: &Arc<Model>, tokens: &[u32], split: usize) -> Vec<f32> {
+    let mut decoder = Decoder::on(model.clone(), &Recipe::default(), &threads()).unwrap();
+    let (mut all, mut hidden) = (Vec::new(), Vec::new());
+    decoder.forward(&tokens[..split], Rows::All, &mut hidden).unwrap();
+    all.extend_from_slice(&hidden);
+    for t in &tokens[split..] {
+        decoder.forward(&[*t], Rows::All, &mut hidden).unwrap();
+        all.extend_from_slice(&hidden);
+    }
+    let mut out = vec![0.0; tokens.len() * model.config.vocab];
+    decoder.logits_into(&all, &mut out);
+    out
+}
+
+fn worst(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    let size = a.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max) / size
+}
+
+/// Converts the matrices given, writes and opens again.
+fn through(
+    model: &Model,
+    id: &str,
+    options: &Options,
+    roles: &str,
+    name: &str,
+    elements: Elements,
+) -> Result<Arc<Model>, Error> {
+    let conversion = registry::conversion(id)?;
+    let roles = Role::parse_list(roles)?;
+    let path = place(name);
+    compress(model, conversion, options, None, Some(&roles), &|_, _| ())?.write(&path, elements)?;
+    Ok(Arc::new(Model::open(&path)?))
+}
+
+#[test]
+fn what_loses_nothing_predicts_the_same_at_once_and_token_by_token() {
+    let folder = small("exact-source");
+    // Queries and keys of this one are stored with rotated pairs beside one another, and some blocks are quantised.
+    let gguf = Model::from_gguf_bytes(tiny_llama().bytes()).unwrap();
+    let set = Options::new;
+    for (which, model) in [("folder", Arc::new(folder)), ("gguf", Arc::new(gguf))] {
+        let n = model.config.n_layers;
+        let kept = set().with("rank", 64).with("format", "tucker").with("keep_factors", true);
+        let cases = [
+            ("svd", "all", set().with("rank", 64)),
+            ("svd", "q,down", set().with("rel_error", 0.0)),
+            ("shared_factor", "all", set().with("rank", 64)),
+            ("tucker", "attention", set().with("rank", 64).with("layer_rank", 2 * n)),
+            ("tucker", "ffn", set().with("rank", 64).with("layer_rank", 3 * n)),
+            ("trawl", "ffn", set().with("rank", 64).with("format", "tucker")),
+            ("trawl", "all", kept.with("span", "all")),
+            ("tensor_product", "attention", set()),
+        ];
+        let tokens: Vec<u32> = (0..23).map(|i| i * i % model.config.vocab as u32).collect();
+        let want = logits(&model, &tokens, 23);
+        for (i, (id, roles, options)) in cases.iter().enumerate() {
+            let after =
+                through(&model, id, options, roles, &format!("exact-{which}-{i}"), Elements::F32).unwrap();
+            let got = logits(&after, &tokens, 23);
+            // Some hundred products of single precision, each a sum of at most 64 terms.
+            assert!(worst(&want, &got) < 2e-4, "{which} {id} {roles}: {}", worst(&want, &got));
+            let stepwise = logits(&after, &tokens, 9);
+            assert!(worst(&got, &stepwise) < 1e-4, "{which} {id}: {}", worst(&got, &stepwise));
+        }
+    }
+}
+
+#[test]
+fn a_lossy_form_runs_as_its_dense_weights_would() {
+    let model = Arc::new(small("lossy-source"));
+    let tokens: Vec<u32> = (0..19).map(|i| i * i % 11).collect();
+    let base = Options::new().with("rank", 8).with("span", "all");
+    let kept = base.clone().with("keep_factors", true);
+    let dense = through(&model, "trawl", &base, "ffn", "lossy-dense", Elements::F32).unwrap();
+    let factors = through(&model, "trawl", &kept, "ffn", "lossy-factors", Elements::F32).unwrap();
+    let (a, b) = (logits(&dense, &tokens, 19), logits(&factors, &tokens, 19));
+    assert!(worst(&a, &b) < 1e-4, "{}", worst(&a, &b));
+    assert!(worst(&a, &logits(&model, &tokens, 19)) > 1e-2, "the last layers were changed");
+    let (Weights::Decoder(d), Weights::Decoder(f)) = (&dense.weights, &factors.weights) else { panic!() };
+    assert!(!d.layers[1].gate.is_product() && f.layers[1].gate.is_product());
+    // Eight terms: gate and up share what acts first.
+    let saved = flops_per_token(&dense, 19) - flops_per_token(&factors, 19);
+    let (full, thin) = (2 * 3 * 16 * 24, 2 * (8 * 16 + 2 * 8 * 24 + 8 * (24 + 16)) + 3 * 8);
+    assert_eq!(saved, full - thin);
+}
+
+#[test]
+fn fewer_terms_of_keys_shrink_the_cache_as_the_layer_says() {
+    let model = Arc::new(small("cache-source"));
+    let tokens: Vec<u32> = (0..19).map(|i| i * i % 11).collect();
+    let one = Options::new().with("rank_k", 1).with("rank_v", 1);
+    let after = through(&model, "tensor_product", &one, "attention", "cache", Elements::F32).unwrap();
+    let bytes = |m: &Arc<Model>| {
+        let mut decoder = Decoder::on(m.clone(), &Recipe::default(), &threads()).unwrap();
+        decoder.forward(&tokens, Rows::None, &mut Vec::new()).unwrap();
+        decoder.cache_bytes()
+    };
+    // Keys and values of one head instead of two.
+    assert_eq!((bytes(&model), bytes(&after)), (2 * 19 * 2 * 2 * 4 * 4, 2 * 19 * 2 * 4 * 4));
+    let mut decoder = Decoder::on(after.clone(), &Recipe::default(), &threads()).unwrap();
+    let (mut hidden, mut again) = (Vec::new(), Vec::new());
+    decoder.forward(&tokens, Rows::All, &mut hidden).unwrap();
+    decoder.truncate(7);
+    decoder.forward(&tokens[7..], Rows::All, &mut again).unwrap();
+    assert!(worst(&hidden[7 * 16..], &again) < 1e-5, "a cache that is cut short goes on as before");
+    let recipe = Recipe::uniform("sink_window", Options::new());
+    assert!(Decoder::on(after, &recipe, &threads()).is_err(), "other methods have no place in such a layer");
+}
+
+#[test]
+fn what_is_left_alone_is_stored_as_it_was() {
+    let model = Model::from_gguf_bytes(tiny_llama().bytes()).unwrap();
+    let options = Options::new().with("rank", 4);
+    let after = through(&model, "svd", &options, "k", "alone", Elements::F16).unwrap();
+    let (Weights::Decoder(a), Weights::Decoder(b)) = (&model.weights, &after.weights) else { panic!() };
+    let (a, b) = (&a.layers[0], &b.layers[0]);
+    assert_eq!(a.down.weight().bytes(), b.down.weight().bytes(), "quantised blocks are kept");
+    assert_eq!(a.down.weight().format(), b.down.weight().format());
+    assert_ne!(a.q.weight().bytes(), b.q.weight().bytes(), "rows are in the order of Hugging Face");
+    assert_eq!(a.q.weight().bytes().len(), b.q.weight().bytes().len());
+    assert!(b.k.is_product() && !b.q.is_product());
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("compress-alone");
+    let (parameters, bytes) = checkpoint::size(&path).unwrap();
+    let embedding = 8 * 32;
+    let rest = 32 * 32 + 16 * 32 + 32 * 32 + 3 * 32 * 64 + 3 * 32;
+    assert_eq!(parameters, embedding + rest + 4 * (16 + 32));
+    // Blocks of 32 numbers in 20 bytes; single precision elsewhere; half precision for the factors.
+    let quantised = (32 * 32 + 32 * 64) / 32 * 20;
+    let single = 4 * (embedding + 16 * 32 + 32 * 32 + 2 * 32 * 64 + 3 * 32);
+    assert_eq!(bytes, quantised + single + 2 * 4 * (16 + 32));
+}
+
+#[test]
+fn element_types_round_as_they_should() {
+    // Rows of 32 numbers, as blocks of 8 bits need them.
+    let model = Arc::new(Model::from_gguf_bytes(tiny_llama().bytes()).unwrap());
+    let tokens: Vec<u32> = (0..19).map(|i| i * i % 8).collect();
+    let want = logits(&model, &tokens, 19);
+    let options = Options::new().with("rank", 32);
+    let mut last = 0.0;
+    for (name, elements, limit) in [
+        ("f32", Elements::F32, 1e-4),
+        ("f16", Elements::F16, 1e-2),
+        ("q8", Elements::Q8, 1e-1),
+        ("bf16", Elements::Bf16, 1e-1),
+    ] {
+        let after = through(&model, "svd", &options, "all", &format!("types-{name}"), elements).unwrap();
+        let off = worst(&want, &logits(&after, &tokens, 19));
+        assert!(off < limit, "{name}: {off}");
+        if name != "q8" {
+            assert!(off > last, "{name}: {off} after {last}");
+            last = off;
+        }
+    }
+}
+
+#[test]
+fn requests_that_make_no_sense_are_refused_and_leave_nothing() {
+    let model = small("refused-source");
+    let refuse = |id: &str, options: Options, roles: &str, words: &str| {
+        let error = through(&model, id, &options, roles, "refused", Elements::F32).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+        assert!(!Path::new(env!("CARGO_TARGET_TMPDIR")).join("compress-refused").exists());
+    };
+    refuse("collaborative", Options::new(), "attention", "rotary positions");
+    refuse("collaborative", Options::new(), "attention", "keys of its own");
+    refuse("tensor_product", Options::new(), "q", "as a whole");
+    refuse("mla", Options::new(), "all", "mla");
+    refuse("svd", Options::new().with("rank", 0), "all", "rank");
+    refuse("svd", Options::new().with("order", 3), "all", "order");
+    refuse("tucker", Options::new().with("layer_rank", 9), "ffn", "number of blocks, 6");
+    refuse("svd", Options::new(), "z", "attention, ffn or all");
+    let svd = registry::conversion("svd").unwrap();
+    let error = compress(&model, svd, &Options::new(), Some(&[2]), None, &|_, _| ()).unwrap_err();
+    assert!(error.to_string().contains("0 to 1"), "{error}");
+
+    let options = Options::new().with("rank", 4);
+    let first = through(&model, "svd", &options, "k", "refused-twice", Elements::F32).unwrap();
+    let again = compress(&first, svd, &options, None, None, &|_, _| ()).unwrap_err();
+    assert!(again.to_string().contains("already in another form"), "{again}");
+    let there = compress(&model, svd, &options, None, None, &|_, _| ()).unwrap();
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("compress-refused-twice");
+    assert!(matches!(there.write(&path, Elements::F32), Err(Error::Exists { .. })));
+    assert!(Model::open(&path).is_ok(), "what was there is still there");
+}
+
+#[test]
+fn a_section_that_lies_is_an_error() {
+    let model = small("lies-source");
+    let options = Options::new().with("rank", 4).with("layer_rank", 3);
+    through(&model, "tucker", &options, "attention", "lies", Elements::F32).unwrap();
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("compress-lies");
+    let good: Value = serde_json::from_slice(&std::fs::read(path.join("config.json")).unwrap()).unwrap();
+    let open = |change: &dyn Fn(&mut Value)| {
+        let mut config = good.clone();
+        change(&mut config["attlas"]);
+        std::fs::write(path.join("config.json"), config.to_string()).unwrap();
+        Model::open(&path).map(|_| ()).unwrap_err().to_string()
+    };
+    let cases: Vec<(&str, Box<dyn Fn(&mut Value)>)> = vec![
+        ("version", Box::new(|s| s["version"] = 2.into())),
+        ("more", Box::new(|s| s["more"] = 1.into())),
+        ("none", Box::new(|s| s["maps"][MAP][0]["tensor"] = "none".into())),
+        ("dimensions", Box::new(|s| s["maps"][MAP][0]["tensor"] = "attlas.factor.1".into())),
+        ("do not fit", Box::new(|s| s["maps"][MAP][0]["transposed"] = false.into())),
+        ("do not fit", Box::new(|s| s["maps"][MAP][0]["slices"] = 0.into())),
+        ("slices", Box::new(|s| s["maps"][MAP][0]["slices"] = u64::MAX.into())),
+        ("mixture", Box::new(|s| s["maps"][MAP][1]["rows"] = json!([99]))),
+        ("mixture", Box::new(|s| s["maps"][MAP][1]["rows"] = json!([]))),
+        ("do not fit", Box::new(|s| s["maps"][MAP] = json!([]))),
+        ("row", Box::new(|s| s["maps"][MAP] = json!([{"diagonal": "attlas.factor.2", "row": 99}]))),
+        ("Q4_1", Box::new(|s| s["stored"] = json!({"model.norm.weight": {"format": "Q4_1", "shape": [16]}}))),
+        ("Q9", Box::new(|s| s["stored"] = json!({"model.norm.weight": {"format": "Q9", "shape": [16]}}))),
+        ("nonsense", Box::new(|s| s["attention"] = layer("nonsense", 16))),
+        ("not supported", Box::new(|s| s["attention"] = layer("third_order", 16))),
+        ("sizes from 1", Box::new(|s| s["attention"] = layer("collaborative", 0))),
+        ("weight", Box::new(|s| s["attention"] = layer("tensor_product", 16))),
+    ];
+    for (words, change) in &cases {
+        let error = open(&**change);
+        assert!(error.contains(words), "{words}: {error}");
+    }
+}
+
+const MAP: &str = "model.layers.0.self_attn.q_proj";
+
+/// A first layer without weights.
+fn layer(id: &str, width: usize) -> Value {
+    json!({"0": {"layer": id, "shape": [width, 4, 4, 4, 4], "weights": {}}})
+}
+
+/// The cosines between embeddings of 40 paragraphs by two encoders: mean and least.
+fn cosines(a: &Model, b: &Model) -> (f64, f64) {
+    let text = alice();
+    let paragraphs = text.split("\n\n").map(|p| p.split_whitespace().collect::<Vec<_>>().join(" "));
+    let ids: Vec<Vec<u32>> = paragraphs
+        .filter(|p| p.len() > 200)
+        .take(40)
+        .map(|p| {
+            let mut ids = a.tokenizer.encode(&p, true).unwrap();
+            if ids.len() > 128 {
+                let last = ids[ids.len() - 1];
+                ids.truncate(127);
+                ids.push(last);
+            }
+            ids
+        })
+        .collect();
+    let batch = Batch::new(&ids).unwrap();
+    let mut ws = threads();
+    let mut embed = |m: &Model| {
+        Encoder::new(m).unwrap().embed(&batch, registry::baseline(), &Options::new(), &mut ws).unwrap()
+    };
+    let (a, b) = (embed(a), embed(b));
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();
+    let all: Vec<f64> = a.iter().zip(&b).map(|(a, b)| dot(a, b)).collect();
+    (all.iter().sum::<f64>() / all.len() as f64, all.iter().copied().fold(f64::INFINITY, f64::min))
+}
+
+#[test]
+fn an_encoder_in_collaborative_form_keeps_its_embeddings_as_the_page_says() {
+    let model = Model::open(&minilm()).unwrap();
+    let full = Options::new().with("rank", 384);
+    let exact = through(&model, "collaborative", &full, "attention", "minilm-exact", Elements::F32).unwrap();
+    let (mean, least) = cosines(&model, &exact);
+    assert!(least > 1.0 - 1e-5, "{mean} {least}");
+
+    let half = Options::new().with("rank", 192).with("iters", 30).with("tol", 0.0);
+    let conversion = registry::conversion("collaborative").unwrap();
+    let halved = compress(&model, conversion, &half, None, None, &|_, _| ()).unwrap();
+    for (loss, want) in halved.rewritten.losses.iter().zip([0.267, 0.420, 0.440, 0.468, 0.393, 0.487]) {
+        assert!((loss.rel_error - want).abs() < 5e-3, "{}: {}", loss.what, loss.rel_error);
+    }
+    let path = place("minilm-half");
+    halved.write(&path, Elements::F32).unwrap();
+    let (mean, least) = cosines(&model, &Model::open(&path).unwrap());
+    assert!((mean - 0.917).abs() < 5e-3 && (least - 0.874).abs() < 2e-2, "{mean} {least}");
+}
+
+#[test]
+fn key_heads_of_a_real_model_share_as_little_as_the_page_says() {
+    let model = Model::open(&smollm2()).unwrap();
+    let conversion = registry::conversion("tensor_product").unwrap();
+    for (rank, mean, range) in [(1usize, 0.76, 0.695..0.815), (2, 0.51, 0.395..0.575)] {
+        let options = Options::new().with("rank_k", rank).with("rank_v", rank);
+        let fitted = compress(&model, conversion, &options, None, None, &|_, _| ()).unwrap();
+        let errors: Vec<f64> = fitted.rewritten.losses.iter().map(|l| l.rel_error).collect();
+        assert_eq!(errors.len(), 60);
+        let found = errors.iter().sum::<f64>() / 60.0;
+        assert!((found - mean).abs() < 5e-3, "rank {rank}: {found}");
+        assert!(errors.iter().all(|e| range.contains(e)), "rank {rank}: {errors:?}");
+    }
+}
+
+#[test]
+fn the_blocks_of_an_encoder_have_the_errors_of_the_page() {
+    let model = Model::open(&minilm()).unwrap();
+    let options = Options::new().with("rank", 192).with("iters", 4).with("tol", 0.0);
+    let conversion = registry::conversion("shared_factor").unwrap();
+    let shared = compress(&model, conversion, &options, None, None, &|_, _| ()).unwrap();
+    let loss = &shared.rewritten.losses[0];
+    assert!(loss.what.starts_with("72 blocks") && shared.rewritten.losses.len() == 1);
+    assert_eq!(loss.after, 2 * 384 * 192 + 72 * 192 * 192);
+    assert!((loss.rel_error - 0.760).abs() < 1e-3, "{}", loss.rel_error);
+    let path = place("minilm-shared");
+    shared.write(&path, Elements::F32).unwrap();
+    let (mean, _) = cosines(&model, &Model::open(&path).unwrap());
+    assert!((mean - 0.140).abs() < 2e-2, "{mean}");
+}
