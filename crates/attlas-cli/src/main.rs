@@ -8,6 +8,7 @@
 mod args;
 mod bench;
 mod compare;
+mod inputs;
 mod inspect;
 mod language;
 mod progress;
