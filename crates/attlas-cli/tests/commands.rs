@@ -459,9 +459,7 @@ fn a_report_is_one_page_that_says_how_to_make_it_again() {
     let page = std::fs::read_to_string(folder.0.join("r.html")).unwrap();
     assert_eq!(page.len() as u64, json["bytes"].as_u64().unwrap());
     assert!(page.contains(&format!("report {SMALL} --methods top_k,linear --recipe r.toml --out r.html")));
-    assert!(
-        page.contains("id=\"recipe\"") && page.contains("data-filter=\"kernel\"")
-    );
+    assert!(page.contains("id=\"recipe\"") && page.contains("data-filter=\"kernel\""));
     let lost = attlas_in(&folder, &["report", SMALL, "--methods", "top_k", "--out", "no/such/r.html"]);
     assert!(lost.status == 2 && lost.err.contains("writing failed"), "{}", lost.err);
     assert_eq!(attlas(&["report", SMALL]).status, 2, "--out is needed");
@@ -469,7 +467,14 @@ fn a_report_is_one_page_that_says_how_to_make_it_again() {
 
 #[test]
 fn budgets_are_matched_and_the_front_is_marked() {
-    let args = ["compare", "synthetic:clustered,n=256,d=8", "--methods", "sink_window,performer", "--match", "keys=32"];
+    let args = [
+        "compare",
+        "synthetic:clustered,n=256,d=8",
+        "--methods",
+        "sink_window,performer",
+        "--match",
+        "keys=32",
+    ];
     let json = attlas(&[&args[..], &["--json", "--causal"]].concat()).json();
     let matched = json["matched"]["methods"].as_array().unwrap();
     let window = matched.iter().find(|m| m["method"] == "sink_window").unwrap();

@@ -427,8 +427,23 @@ fn an_interrupted_search_keeps_what_is_measured_and_goes_on() {
     let folder = Folder::new("interrupted");
     let (model, text, out) = (model(), alice(), folder.file("recipe.toml"));
     let args = [
-        "tune", &model, "--text", &text, "--tokens", "512", "--check-tokens", "32", "--layers", "0-9",
-        "--max-error", "0.3", "--methods", "sink_window,top_k,hyper", "--out", &out, "--progress",
+        "tune",
+        &model,
+        "--text",
+        &text,
+        "--tokens",
+        "512",
+        "--check-tokens",
+        "32",
+        "--layers",
+        "0-9",
+        "--max-error",
+        "0.3",
+        "--methods",
+        "sink_window,top_k,hyper",
+        "--out",
+        &out,
+        "--progress",
     ];
     let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_attlas"))
         .args(args)

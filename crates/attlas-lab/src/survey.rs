@@ -86,7 +86,8 @@ fn spectra(found: &Inspection, which: std::ops::Range<usize>) -> String {
         let _ = write!(body, "<text x=\"4\" y=\"{:.1}\">{}</text>", y + HEIGHT / 2.0, layer_name(part));
         for (column, matrix) in which.clone().enumerate() {
             let x = left + column as f64 * (WIDTH + GAP);
-            let lines: Vec<&Spectrum> = part.iter().map(|h| named_spectra(&h.report.spectra)[matrix].2).collect();
+            let lines: Vec<&Spectrum> =
+                part.iter().map(|h| named_spectra(&h.report.spectra)[matrix].2).collect();
             let (name, colour, _) = named_spectra(&part[0].report.spectra)[matrix];
             body += &axes(&lines, name, x, y, WIDTH, HEIGHT);
             for s in &lines {
@@ -167,9 +168,13 @@ mod tests {
             "synthetic:clustered,n=60,d=8,heads=3".parse::<crate::Source>().unwrap().load().unwrap();
         workload.layers.push(workload.layers[0].clone());
         workload.layers.iter_mut().enumerate().for_each(|(i, l)| l.layer = Some(4 * i));
-        let found =
-            crate::inspect::inspect(&workload, &Default::default(), &mut |_, _, _| (), &AtomicBool::new(false))
-                .unwrap();
+        let found = crate::inspect::inspect(
+            &workload,
+            &Default::default(),
+            &mut |_, _, _| (),
+            &AtomicBool::new(false),
+        )
+        .unwrap();
         let count = |figure: Figure, what: &str| figure.draw(&found).matches(what).count();
         assert_eq!((count(Figure::Patterns, "<image"), count(Figure::Patterns, "layer 4<")), (6, 1));
         for figure in [Figure::Inputs, Figure::Scores] {

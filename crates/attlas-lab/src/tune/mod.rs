@@ -59,7 +59,7 @@ const CLOSE: f64 = 1.5;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Effort {
-    /// Two budgets of each method, one run of each; methods chosen by two key heads.
+    /// Three budgets of each method, one run of each; methods chosen by two key heads.
     Quick,
     /// Four budgets, up to three runs; methods chosen by four key heads.
     #[default]
@@ -72,7 +72,7 @@ impl Effort {
     /// Budgets as halvings of the number of keys, from the smallest.
     fn halvings(self) -> &'static [u32] {
         match self {
-            Self::Quick => &[4, 2],
+            Self::Quick => &[5, 3, 2],
             Self::Normal => &[5, 4, 3, 2],
             Self::Thorough => &[6, 5, 4, 3, 2, 1],
         }

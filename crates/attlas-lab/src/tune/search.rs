@@ -14,8 +14,8 @@ use attlas::{Mask, Method, Options, Problem, Schedule, Workspace, registry};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// The setting with which exact attention rounds its inputs and is faster where the processor has the instructions.
-const FASTER_EXACT: (&str, &str) = ("precision", "bf16");
+/// The setting with which methods round their inputs, which is faster where the processor has the instructions.
+const ROUNDED: (&str, &str) = ("precision", "bf16");
 /// A method that is further off than this on every screened key head, whatever its budget, is of no use.
 const USELESS: f64 = 0.9;
 
@@ -58,15 +58,21 @@ fn is_baseline(chosen: &Chosen) -> bool {
     std::ptr::eq(chosen.method, registry::baseline()) && chosen.options.is_empty()
 }
 
+/// A method as it is chosen, after itself with rounded inputs where it has that and nothing was said about it.
+fn variants(chosen: &Chosen) -> Vec<Chosen> {
+    let (name, value) = ROUNDED;
+    let rounds = chosen.options.get(name).is_none() && chosen.method.params.iter().any(|p| p.name == name);
+    let rounded = rounds
+        .then(|| Chosen { options: chosen.options.clone().with(name, value), ..chosen.clone() });
+    rounded.into_iter().chain([chosen.clone()]).collect()
+}
+
 /// The budgets of a method that it accepts for a problem; empty where it cannot do it.
 pub(super) fn ladder(chosen: &Chosen, problem: &Problem, effort: Effort, seed: u64) -> Ladder {
     let method = chosen.method;
     let base = chosen.options_for(seed);
     if is_baseline(chosen) {
-        let (name, value) = FASTER_EXACT;
-        let options = Options::new().with(name, value);
-        let there = method.plan(problem, &options).is_ok();
-        return there.then_some(Candidate { method, options }).into_iter().collect();
+        return Vec::new();
     }
     let names = crate::budget::params(chosen);
     let mut steps: Vec<Options> = Vec::new();
@@ -133,6 +139,7 @@ impl<'a> Search<'a> {
             let ladders = settings.selection.iter().filter(able).filter(|c| !is_baseline(c)).cloned();
             std::iter::once(own)
                 .chain(ladders)
+                .flat_map(|c| variants(&c))
                 .map(|c| ladder(&c, &problem, settings.effort, settings.seed))
                 .filter(|l| !l.is_empty())
                 .collect()
@@ -381,9 +388,10 @@ mod tests {
         assert!(ladder_of("hyper", &s).iter().all(|c| c.options.get("seed") == Some(&7u64.into())));
         let exact = Choice { methods: vec!["exact".into()], ..Choice::default() }.resolve().unwrap();
         let problem = workload().layers[0].group_problem(Mask::Causal);
-        let rounded: Vec<String> =
-            ladder(&exact[0], &problem, Effort::Quick, 0).iter().map(Candidate::name).collect();
-        assert_eq!(rounded, ["exact precision=bf16"], "plain exact attention is always there");
+        let ladders: Vec<Ladder> =
+            variants(&exact[0]).iter().map(|c| ladder(c, &problem, Effort::Quick, 0)).collect();
+        assert_eq!(ladders[0][0].name(), "exact precision=bf16");
+        assert!(ladders[0].len() == 1 && ladders[1].is_empty(), "plain exact attention is always there");
     }
 
     #[test]
