@@ -112,7 +112,7 @@ fn unknown_names_list_what_is_accepted_and_exit_2() {
         assert_eq!((ran.status, ran.out.as_str(), ran.err), (2, "", wanted), "{args:?}");
     }
     let ran = attlas(&["compare", SMALL, "--set", "sink_window.sink=2"]);
-    let wanted = "error: there is no parameter sink of sink_window; accepted are sinks, window\n\
+    let wanted = "error: there is no parameter sink of sink_window; accepted are sinks, window, precision\n\
                   run `attlas methods ID` to see every parameter with its range\n";
     assert_eq!((ran.status, ran.err.as_str()), (2, wanted));
     let ran = attlas(&["compare", SMALL, "--set", "top_k.keys=0"]);

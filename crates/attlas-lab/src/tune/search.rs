@@ -327,11 +327,13 @@ mod tests {
 
     fn settings(methods: &[&str], max_error: f64) -> Settings {
         let methods: Vec<String> = methods.iter().map(|m| m.to_string()).collect();
+        // What a test makes up is of one precision.
+        let set = methods.iter().filter(|m| *m == "sink_window").map(|m| format!("{m}.precision=full")).collect();
         Settings {
             max_error: Some(max_error),
             max_kl: None,
             max_ppl_increase: None,
-            selection: Choice { methods, ..Choice::default() }.resolve().unwrap(),
+            selection: Choice { methods, set, ..Choice::default() }.resolve().unwrap(),
             layers: None,
             effort: Effort::Thorough,
             shard: None,
@@ -399,7 +401,10 @@ mod tests {
         let s = settings(&["sink_window", "top_k"], 0.1);
         let (windows, tops) = (ladder_of("sink_window", &s), ladder_of("top_k", &s));
         let mut state = State::open(None, "k").unwrap();
+        let (name, value) = ROUNDED;
+        let rounded = Candidate { method: registry::baseline(), options: Options::new().with(name, value) };
         for g in 0..2 {
+            state.push(made_up(g, &rounded, 0.0, 1.0)).unwrap();
             for (i, c) in windows.iter().enumerate() {
                 state.push(made_up(g, c, 0.4 / f64::from(1 << i), 0.1 + 0.1 * i as f64)).unwrap();
             }
