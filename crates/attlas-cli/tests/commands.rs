@@ -481,8 +481,8 @@ fn budgets_are_matched_and_the_front_is_marked() {
     let spent = window["spent"].as_f64().unwrap();
     assert!(window["within"] == true && spent <= 32.0 && spent > 24.0, "{window}");
     assert_eq!(json["rows"][1]["params"]["window"], window["value"], "{json}");
-    let features = matched.iter().find(|m| m["method"] == "performer").unwrap();
-    assert!(features["value"].is_null());
+    let linear = matched.iter().find(|m| m["method"] == "linear").unwrap();
+    assert!(linear["value"].is_null(), "it has no budget: {linear}");
     assert!(json["summary"].as_array().unwrap().iter().any(|s| s["front"] == true));
     let text = attlas(&args);
     assert!(text.out.contains("at most 32 scores a query") && text.out.contains("defaults"), "{}", text.out);

@@ -117,7 +117,8 @@ pub struct Matched {
 }
 
 /// Sets the budget of every method to the largest value that stays within `budget`. A method that is over it even at
-/// its smallest keeps that, and one without a budget, or that spends nothing of this kind, keeps its defaults.
+/// its smallest keeps that, and one without a budget, or that spends nothing of this kind, keeps its defaults. Methods
+/// with feature maps count the features of a query as its scores.
 pub fn equalise(
     workload: &Workload,
     selection: &[Chosen],
@@ -237,7 +238,7 @@ mod tests {
     #[test]
     fn methods_with_the_same_keys_compute_about_as_many_scores() {
         let workload = "synthetic:clustered,n=512,d=8".parse::<crate::Source>().unwrap().load().unwrap();
-        let methods = ["sink_window", "top_k", "performer"].map(String::from).to_vec();
+        let methods = ["sink_window", "top_k", "linear"].map(String::from).to_vec();
         let selection = Choice { methods, ..Choice::default() }.resolve().unwrap();
         let mut ws = Workspace::new(Schedule { threads: 1, ..Schedule::default() }).unwrap();
         let (chosen, report) = equalise(
@@ -255,8 +256,8 @@ mod tests {
         // `top_k` scores every key to find the largest, so the least it can spend is over the budget.
         let top = report.iter().find(|m| m.method == "top_k").unwrap();
         assert!(!top.within && top.value == Some(16), "{top:?}");
-        let features = report.iter().find(|m| m.method == "performer").unwrap();
-        assert!(features.value.is_none(), "features compute no scores: {features:?}");
+        let linear = report.iter().find(|m| m.method == "linear").unwrap();
+        assert!(linear.value.is_none() && linear.params.is_empty(), "it has no budget: {linear:?}");
         let set = chosen.iter().find(|c| c.method.id == "sink_window").unwrap();
         assert_eq!(set.options.get("window").map(ToString::to_string), window.value.map(|v| v.to_string()));
     }
