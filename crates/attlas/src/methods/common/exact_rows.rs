@@ -7,6 +7,26 @@ use attlas_num::kernels::{Attend, Band, Precision, merge_lse, prefetch};
 use attlas_num::{MatRef, Real};
 use rayon::prelude::*;
 
+crate::choices! {
+    /// Precision of the operands of both products.
+    pub enum Operands {
+        /// As given.
+        Full = "full",
+        /// Rounded to bfloat16; single-precision inputs only, double precision ignores it.
+        Bf16 = "bf16",
+    }
+}
+
+impl Operands {
+    /// What the kernel is told.
+    pub fn precision(self) -> Precision {
+        match self {
+            Operands::Full => Precision::Full,
+            Operands::Bf16 => Precision::Bf16,
+        }
+    }
+}
+
 /// Query rows that one task takes when the schedule does not say: enough to repay the packing of keys.
 const BLOCK_ROWS: usize = 192;
 
@@ -63,6 +83,22 @@ pub fn exact_rows<T: Real>(
     lse: &mut [T],
 ) {
     attend(q, k, v, bias, scale, band, Precision::Full, cx).run(cx.scratch, out, lse);
+}
+
+/// The same without a bias in a given precision.
+#[allow(clippy::too_many_arguments)]
+pub fn exact_rows_with<T: Real>(
+    q: MatRef<'_, T>,
+    k: MatRef<'_, T>,
+    v: MatRef<'_, T>,
+    scale: T,
+    band: Band,
+    precision: Precision,
+    cx: Context<'_>,
+    out: &mut [T],
+    lse: &mut [T],
+) {
+    attend(q, k, v, None, scale, band, precision, cx).run(cx.scratch, out, lse);
 }
 
 /// Exact attention of a few rows over many keys without a mask: pieces of keys in parallel, of fixed length, so
