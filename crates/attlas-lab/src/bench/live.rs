@@ -67,6 +67,8 @@ pub(super) struct Live<'a> {
     options: Options,
     calibration: Option<Calibration>,
     stream: Option<Box<dyn Stream>>,
+    /// What a stream works with while it is on the threads already.
+    inside: Workspace,
     output: Vec<f32>,
     setups: Vec<f64>,
     runs: Vec<f64>,
@@ -102,6 +104,7 @@ impl<'a> Live<'a> {
             options,
             calibration,
             stream: None,
+            inside: ws.sibling(),
             output: vec![0.0; p.n_heads * p.n_q * p.d_v],
             setups: Vec::new(),
             runs: Vec::new(),
@@ -121,7 +124,7 @@ impl<'a> Live<'a> {
         });
         let (setup, run) = warm?;
         live.warm_seconds = setup + run;
-        live.scratch_bytes = ws.scratch().peak_bytes();
+        live.scratch_bytes = ws.scratch().peak_bytes().max(live.inside.scratch().peak_bytes());
         live.peak_bytes = peak.max(live.scratch_bytes);
         Ok(live)
     }
@@ -156,12 +159,12 @@ impl<'a> Live<'a> {
             let token = Qkv::new(x.q, x.k.rows(0..1), x.v.rows(0..1));
             let out = Out::new(TensorMut::bhnd(&mut self.output, [1, p.n_heads, 1, p.d_v])?);
             // As a model does it: one visit to the threads for a token, not one for each call.
-            let mut inside = ws.sibling();
+            let inside = &mut self.inside;
             let mut out = out.into();
             let (done, seconds) = timed(|| {
                 ws.install(|_| {
-                    stream.push(&token.into(), &mut inside)?;
-                    stream.attend(&token.into(), &mut out, &mut inside)
+                    stream.push(&token.into(), inside)?;
+                    stream.attend(&token.into(), &mut out, inside)
                 })
             });
             self.status = done?.status;

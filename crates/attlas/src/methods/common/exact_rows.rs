@@ -37,10 +37,11 @@ const KERNEL_SCRATCH_BYTES: usize = 1 << 20;
 /// cannot change a bit.
 const KEYS_PER_PIECE: usize = 4096;
 
-/// Keys of one piece when chosen keys are gathered: keys and values stay in the second-level cache.
-const GATHER_PIECE: usize = 512;
-/// Rows at the start of the next run of neighbours for which memory is asked early; the hardware foresees the others.
-const PREFETCHED_ROWS: usize = 16;
+/// Chosen keys that one task attends to, and those of them that are gathered at a time: they stay in the first cache.
+const GATHER_PIECE: usize = 1024;
+const GATHERED: usize = 64;
+/// How many rows ahead memory is asked for.
+const GATHER_AHEAD: usize = 8;
 
 /// Exact attention of a group, in parallel over query blocks, or over keys when each head has one query.
 ///
@@ -130,26 +131,29 @@ pub fn exact_chosen_keys<T: Real>(
 ) {
     let (rows, d, d_v) = (q.rows(), k.cols(), v.cols());
     let run = |index: &[u32], out: &mut [T], lse: &mut [T]| {
-        let mut near_k = cx.scratch.take::<T>(index.len() * d);
-        let mut near_v = cx.scratch.take::<T>(index.len() * d_v);
-        let mut done = 0;
-        let mut runs = index.chunk_by(|a, b| b.wrapping_sub(*a) == 1).peekable();
-        while let Some(run) = runs.next() {
-            if let Some(next) = runs.peek() {
-                next.iter().take(PREFETCHED_ROWS).for_each(|&j| {
-                    prefetch(k.row(j as usize));
-                    prefetch(v.row(j as usize));
-                });
+        let mut near_k = cx.scratch.take::<T>(index.len().min(GATHERED) * d);
+        let mut near_v = cx.scratch.take::<T>(index.len().min(GATHERED) * d_v);
+        let mut part = cx.scratch.take::<T>(rows * d_v);
+        let mut part_lse = cx.scratch.take::<T>(rows);
+        out.fill(T::ZERO);
+        lse.fill(T::NEG_INFINITY);
+        for (t, some) in index.chunks(GATHERED).enumerate() {
+            for (i, &j) in some.iter().enumerate() {
+                if let Some(&ahead) = index.get(t * GATHERED + i + GATHER_AHEAD) {
+                    prefetch(k.row(ahead as usize));
+                    prefetch(v.row(ahead as usize));
+                }
+                near_k[i * d..(i + 1) * d].copy_from_slice(k.row(j as usize));
+                near_v[i * d_v..(i + 1) * d_v].copy_from_slice(v.row(j as usize));
             }
-            for &j in run {
-                near_k[done * d..(done + 1) * d].copy_from_slice(k.row(j as usize));
-                near_v[done * d_v..(done + 1) * d_v].copy_from_slice(v.row(j as usize));
-                done += 1;
+            let keys = MatRef::new(&near_k[..some.len() * d], some.len(), d);
+            let values = MatRef::new(&near_v[..some.len() * d_v], some.len(), d_v);
+            let job = attend(q, keys, values, None, scale, Band::ALL, Precision::Full, cx);
+            Attend { decode: true, ..job }.run(cx.scratch, &mut part, &mut part_lse);
+            for (h, (out, part)) in out.chunks_exact_mut(d_v).zip(part.chunks_exact(d_v)).enumerate() {
+                merge_lse(out, &mut lse[h], part, part_lse[h]);
             }
         }
-        let (k, v) = (MatRef::new(&near_k, index.len(), d), MatRef::new(&near_v, index.len(), d_v));
-        let job = attend(q, k, v, None, scale, Band::ALL, Precision::Full, cx);
-        Attend { decode: true, ..job }.run(cx.scratch, out, lse);
     };
     if index.len() <= GATHER_PIECE {
         return run(index, out, lse);
@@ -180,7 +184,7 @@ fn merge_parts<T: Real>(part_out: &[T], part_lse: &[T], out: &mut [T], lse: &mut
 
 /// Upper bound on the scratch of [`exact_chosen_keys`] over `n` keys for elements of `size` bytes.
 pub fn chosen_keys_scratch_bytes(p: &crate::Problem, n: usize, threads: usize, size: usize) -> usize {
-    let piece = n.min(GATHER_PIECE) * (p.d + p.d_v) * size + 128;
+    let piece = (n.min(GATHERED) * (p.d + p.d_v) + p.group_size() * (p.d_v + 1)) * size + 256;
     let parts = n.div_ceil(GATHER_PIECE) * p.group_size() * (p.d_v + 1) * size + 128;
     threads * (KERNEL_SCRATCH_BYTES + piece + parts)
 }

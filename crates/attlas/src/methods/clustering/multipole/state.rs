@@ -198,11 +198,9 @@ impl<T: Real> State<T> {
                 order.iter().flat_map(|&j| &x[j as usize * width..][..width]).copied().collect();
             x[first * width..][..rows.len()].copy_from_slice(&rows);
         }
-        let mut next = first as u32;
-        for place in self.fine.members[new].iter_mut().flatten() {
-            *place = next;
-            next += 1;
-        }
+        (first as u32..)
+            .zip(self.fine.members[new].iter_mut().flatten())
+            .for_each(|(next, place)| *place = next);
     }
 
     /// Closes the open block, which is `len` keys long.
