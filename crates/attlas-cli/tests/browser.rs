@@ -117,7 +117,7 @@ fn a_report_works_in_a_browser() {
             "--seeds",
             "2",
         ])
-        .args(["--set", "hyper.block=8", "--recipe"])
+        .args(["--set", "hyper.block=8", "--set", "hyper.n_min=32", "--recipe"])
         .arg(file("recipe.toml"))
         .arg("--out")
         .arg(file("report.html"))

@@ -478,7 +478,7 @@ fn budgets_are_matched_and_the_front_is_marked() {
         "compare",
         "synthetic:clustered,n=256,d=8",
         "--methods",
-        "sink_window,performer",
+        "sink_window,linear",
         "--match",
         "keys=32",
     ];

@@ -140,7 +140,8 @@ fn people_get_tables_and_a_word_about_speed() {
     ] {
         assert!(shown.contains(words), "{words} in {shown}");
     }
-    assert!(shown.lines().all(|l| l.chars().count() <= 100), "{shown}");
+    // The heading names files, however long their paths are.
+    assert!(shown.lines().skip(1).all(|l| l.chars().count() <= 100), "{shown}");
     assert!(err.contains("wrote"), "{err}");
 }
 
