@@ -12,51 +12,36 @@ after a prompt of 1024, so that nobody's sampler is timed.
 
 llama-cpp-python has no wheel for every platform; pip then compiles it, which takes a C++ compiler and several minutes.
 """
-import argparse, json, os, pathlib, platform, statistics, subprocess, sys, time
+import argparse, json, os, pathlib, statistics, subprocess, time
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from sdpa import PAUSE, ROOT, cpu_model, ensure
+
 VENV = ROOT / ".cache" / "peers-model"
 MODELS = pathlib.Path(os.environ.get("ATTLAS_MODELS", ROOT / ".models"))
 GGUF = MODELS / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 CASES = ["prefill:512", "prefill:2048", "prefill:8000", "decode:1024"]
-SIDES = ["attlas", "transformers", "llama"]
+SIDES = ["attlas", "attlas-bf16", "transformers", "llama"]
 STEPS = 64
-PAUSE = 0.2
 # What the project asks of itself, by case and peer.
 WANTED = {("prefill:2048", "transformers"): 1.25, ("prefill:2048", "llama"): 2.0, ("prefill:8000", "llama"): 2.5, ("decode:1024", "llama"): 1.0}
 
 
-def ensure_peers():
-    """Runs this script again inside an environment that has the peers."""
-    try:
-        import gguf, llama_cpp, torch, transformers  # noqa: F401
-    except ImportError:
-        python = VENV / "bin" / "python"
-        if not python.exists():
-            subprocess.check_call([sys.executable, "-m", "venv", str(VENV)])
-        if pathlib.Path(sys.prefix) == VENV:
-            raise
-        packages = ["torch", "transformers", "accelerate", "gguf", "sentencepiece", "numpy", "llama-cpp-python"]
-        subprocess.check_call([str(python), "-m", "pip", "install", "-q", *packages])
-        os.execv(str(python), [str(python), *sys.argv])
-
-
 class Attlas:
-    def __init__(self, threads):
+    def __init__(self, threads, precision="full"):
         target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
         binary = os.environ.get("ATTLAS_PEER_MODEL")
         if not binary:
             command = ["cargo", "build", "--release", "-q", "-p", "attlas-lab", "--example", "peer_model"]
             subprocess.check_call(command, cwd=ROOT)
             binary = str(target / "release" / "examples" / "peer_model")
-        self.threads = threads
+        self.threads, self.precision = threads, precision
         self.process = subprocess.Popen([binary, str(GGUF)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def version(self):
         return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
 
     def run(self, prompt, steps):
-        self.process.stdin.write(json.dumps(dict(threads=self.threads, prompt=prompt, steps=steps)) + "\n")
+        self.process.stdin.write(json.dumps(dict(threads=self.threads, precision=self.precision, prompt=prompt, steps=steps)) + "\n")
         self.process.stdin.flush()
         answer = json.loads(self.process.stdout.readline())
         return answer["prefill"], answer["decode"]
@@ -111,7 +96,7 @@ class Llama:
         return prefill, time.perf_counter() - start
 
 
-MAKE = {"attlas": Attlas, "transformers": Transformers, "llama": Llama}
+MAKE = {"attlas": Attlas, "attlas-bf16": lambda threads: Attlas(threads, "bf16"), "transformers": Transformers, "llama": Llama}
 
 
 def tokens():
@@ -120,13 +105,6 @@ def tokens():
 
     vocabulary = llama_cpp.Llama(str(GGUF), vocab_only=True, verbose=False)
     return vocabulary.tokenize((ROOT / "data" / "alice29.txt").read_bytes(), add_bos=False, special=False)
-
-
-def cpu_model():
-    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 def measure(cases, names, threads, repeats):
@@ -154,9 +132,11 @@ def table(records):
     lines += [
         f"CPU {records[-1]['cpu']}; " + "; ".join(f"{side} {version}" for side, version in last.items())
         + f"; median of {repeats:.0f} alternating runs.",
-        "Command: `bench/peers/model.py`. Tokens per second; ratios are attlas over the peer.", "",
-        "| threads | case | attlas | transformers f32 | llama.cpp | over transformers | over llama.cpp | wanted |",
-        "|---|---|---|---|---|---|---|---|",
+        "Command: `bench/peers/model.py`. Tokens per second; ratios are attlas over the peer.",
+        "`bf16` is attlas with `--method exact --set precision=bf16`: operands of attention in 16 bits, sums in f32, as",
+        "llama.cpp keeps its keys and values in f16.", "",
+        "| threads | case | attlas | attlas bf16 | transformers f32 | llama.cpp | over transformers | over llama.cpp | bf16 over llama.cpp | wanted |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for threads in sorted({r["threads"] for r in records}):
         for case in CASES:
@@ -168,11 +148,11 @@ def table(records):
             if not rates:
                 continue
             cell = lambda side: f"{rates[side]:.1f}" if side in rates else "-"
-            ratio = lambda side: f"{rates['attlas'] / rates[side]:.2f}" if side in rates and "attlas" in rates else "-"
+            ratio = lambda side, ours="attlas": f"{rates[ours] / rates[side]:.2f}" if side in rates and ours in rates else "-"
             wanted = ", ".join(f"{w} × {side}" for (c, side), w in WANTED.items() if c == case) or "-"
             lines.append(
-                f"| {threads} | {case.replace(':', ' ')} | {cell('attlas')} | {cell('transformers')} | {cell('llama')} "
-                f"| {ratio('transformers')} | {ratio('llama')} | {wanted} |"
+                f"| {threads} | {case.replace(':', ' ')} | {cell('attlas')} | {cell('attlas-bf16')} | {cell('transformers')} | {cell('llama')} "
+                f"| {ratio('transformers')} | {ratio('llama')} | {ratio('llama', 'attlas-bf16')} | {wanted} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -190,7 +170,7 @@ def main():
     if args.records and pathlib.Path(args.records).exists():
         records = [json.loads(line) for line in pathlib.Path(args.records).read_text().splitlines()]
     if args.cases != "none":
-        ensure_peers()
+        ensure(VENV, "torch", "transformers", "accelerate", "gguf", "sentencepiece", "numpy", "llama-cpp-python")
         for record in measure(args.cases.split(","), args.sides.split(","), args.threads, args.repeats):
             records.append(record)
             if args.records:

@@ -8,23 +8,27 @@ the repetitions. Flops are counted as 4 H N^2 d, half of that when causal.
     bench/peers/sdpa.py --quick         fewer repetitions
     bench/peers/sdpa.py --out FILE.md   also writes the table with machine and versions
 """
-import argparse, json, os, pathlib, platform, statistics, subprocess, sys, time
+import argparse, importlib.util, json, os, pathlib, platform, statistics, subprocess, sys, time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 VENV = ROOT / ".cache" / "peers"
 # OpenMP runtimes let idle threads spin for up to 0.2 s.
 PAUSE = 0.3
+# Seconds of runs before the one that counts.
+WAKE = 0.05
 
 
-def ensure_torch():
-    """Runs this script again inside an environment that has torch."""
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        python = VENV / "bin" / "python"
+def ensure(venv, *packages):
+    """Runs this script again inside an environment that has the packages."""
+    modules = {p: {"llama-cpp-python": "llama_cpp"}.get(p, p.replace("-", "_")) for p in packages}
+    missing = [p for p, module in modules.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        python = venv / "bin" / "python"
+        if pathlib.Path(sys.prefix) == venv:
+            sys.exit(f"installed, yet not found: {', '.join(missing)}")
         if not python.exists():
-            subprocess.check_call([sys.executable, "-m", "venv", str(VENV)])
-            subprocess.check_call([str(python), "-m", "pip", "install", "-q", "torch", "numpy"])
+            subprocess.check_call([sys.executable, "-m", "venv", str(venv)])
+        subprocess.check_call([str(python), "-m", "pip", "install", "-q", *packages])
         os.execv(str(python), [str(python), *sys.argv])
 
 
@@ -47,12 +51,15 @@ class Attlas:
 
 def interleave(torch_run, attlas_run, repeats):
     """Medians of alternating runs. The other side's threads spin for a while after their work: they get time to
-    go to sleep; then one run that is not counted wakes this side's."""
+    go to sleep; then runs that are not counted wake this side's and bring memory back to its speed."""
     ours, theirs = [], []
     for _ in range(repeats):
         for run, seconds in [(torch_run, theirs), (attlas_run, ours)]:
             time.sleep(PAUSE)
+            woken = time.perf_counter() + WAKE
             run()
+            while time.perf_counter() < woken:
+                run()
             seconds.append(run())
     return statistics.median(ours), statistics.median(theirs)
 
@@ -70,7 +77,7 @@ def main():
     parser.add_argument("--threads", default="1,2", help="thread counts, comma separated")
     parser.add_argument("--out", help="write the table to this Markdown file")
     args = parser.parse_args()
-    ensure_torch()
+    ensure(VENV, "torch", "numpy")
     import torch
     import torch.nn.functional as F
 
@@ -161,7 +168,7 @@ def main():
     for threads in threads_list:
         for d in [64, 128]:
             request = dict(kind="attend", threads=threads, heads=4, n=4096, d=d, causal=False)
-            low = dict(request, precision="bf16")
+            low = dict(request, set=dict(precision="bf16"))
             single, bf16 = [], []
             for _ in range(repeats):
                 single.append(attlas.ask(**request)["seconds"])

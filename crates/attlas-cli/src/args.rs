@@ -1,7 +1,9 @@
 //! What can be said on the command line.
 
 use attlas::conversions::mla::Stage;
+use attlas::{Mask, diagnostics};
 use attlas_lab::Source;
+use attlas_lab::budget::Budget;
 use attlas_lab::select::Choice;
 use attlas_lab::source::parse_count;
 use attlas_lab::text::Attention;
@@ -79,6 +81,7 @@ attlas methods --md > docs/methods.md")]
 attlas inspect\n  \
 attlas inspect trace.safetensors --layers 0-3 --heads 0 --html inside.html\n  \
 attlas inspect model.gguf --text book.txt --tokens 2048 --layers 5,20 --svg heads.svg\n  \
+attlas inspect model.gguf --text book.txt --layers 5,20 --svg spectra.svg --figure scores\n  \
 attlas inspect synthetic:low_rank,n=8k --rank 128 --json")]
     Inspect(InspectArgs),
     /// Measure errors and times of methods on given inputs, beside exact attention.
@@ -88,6 +91,7 @@ attlas compare synthetic:heavy_hitters,n=4k,d=128,heads=8,kv_heads=2 --causal\n 
 attlas compare model.gguf --text book.txt --layers 5,20\n  \
 attlas compare trace.safetensors --methods sink_window,top_k --set top_k.keys=128\n  \
 attlas compare q.npy,k.npy,v.npy --family low_rank --seeds 10 --json\n  \
+attlas compare --match keys=256 --methods hyper,reformer,sink_window\n  \
 attlas compare --budget 0.05 --html report.html")]
     Compare(CompareArgs),
     /// Write one page about a model's attention: structure, spectra, methods, recipe; no network needed.
@@ -101,7 +105,8 @@ attlas report trace.safetensors --methods sink_window,hyper --time-limit 60 --ou
 attlas bench\n  \
 attlas bench --methods sink_window,top_k --n 1k,4k,16k --d 64,128 --causal\n  \
 attlas bench --methods exact --n 32k --d 128 --heads 32 --kv-heads 8 --decode\n  \
-attlas bench --methods exact --n 1k,4k --peer-json torch.json --md")]
+attlas bench --methods exact --n 1k,4k --peer-json torch.json --md\n  \
+attlas bench --suite headline --md > headline.md")]
     Bench(BenchArgs),
     /// Small simulations: attention as a system of particles, and a task about triples.
     #[command(after_help = "Examples:\n  \
@@ -272,6 +277,47 @@ impl StageName {
     }
 }
 
+/// Where queries, keys and values come from.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Inputs {
+    /// Inputs: demo (a real model reading a text, embedded); synthetic:KIND,n=…,d=…,heads=…,
+    /// kv_heads=…,seed=… with KIND gaussian, clustered, heavy_hitters, low_rank, smooth or needle; a
+    /// trace (.safetensors, .npz, .npy); q.npy,k.npy,v.npy; or a model (.gguf or a folder) with --text.
+    #[arg(value_name = "SOURCE", default_value_t = Source::default())]
+    pub(crate) source: Source,
+    /// Layers of a trace or model, such as 0-3,7; all by default.
+    #[arg(long, value_name = "L,…")]
+    pub(crate) layers: Option<Numbers>,
+    /// The text that a model reads; - is standard input.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: Option<PathBuf>,
+    /// Tokens of it that are read.
+    #[arg(long, default_value = "2048", value_name = "N", value_parser = count, requires = "text")]
+    pub(crate) tokens: usize,
+}
+
+/// Which keys a query sees.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct MaskChoice {
+    /// With a causal mask; the source decides by default (traces are causal, synthetic ones not).
+    #[arg(long, conflicts_with = "no_mask")]
+    causal: bool,
+    /// Without a mask.
+    #[arg(long)]
+    no_mask: bool,
+}
+
+impl MaskChoice {
+    /// The mask, or `None` where the source decides.
+    pub(crate) fn mask(self) -> Option<Mask> {
+        match (self.causal, self.no_mask) {
+            (true, _) => Some(Mask::Causal),
+            (_, true) => Some(Mask::None),
+            _ => None,
+        }
+    }
+}
+
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ConvertArgs {
     /// A GGUF file, or a folder with config.json, safetensors and tokenizer.json.
@@ -327,6 +373,62 @@ pub(crate) struct ConvertArgs {
     pub(crate) context: usize,
 }
 
+/// How much of the spectra is computed.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct SpectraSize {
+    /// Longest sequence of which all singular values are computed, from a dense matrix; of longer ones the
+    /// leading ones are, without storing a matrix.
+    #[arg(long, default_value = "1024", value_name = "N", value_parser = count)]
+    max_n: usize,
+    /// How many are computed above that length.
+    #[arg(long, default_value = "128", value_name = "N", value_parser = count)]
+    rank: usize,
+}
+
+impl SpectraSize {
+    pub(crate) fn figures(self, common: &Common) -> diagnostics::Settings {
+        diagnostics::Settings {
+            dense_limit: self.max_n,
+            rank: self.rank,
+            seed: common.seed,
+            ..diagnostics::Settings::default()
+        }
+    }
+}
+
+/// Pictures beside the table.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Pictures {
+    /// Also write a self-contained page with the table and the figures.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) html: Option<PathBuf>,
+    /// Also write the figures as a picture.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+}
+
+/// A pretrained model.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ModelChoice {
+    /// A GGUF file, or a folder with config.json, safetensors and tokenizer.json.
+    #[arg(id = "model", value_name = "MODEL")]
+    pub(crate) path: PathBuf,
+}
+
+/// A text that a model reads.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct TextChoice {
+    /// The text to read; - is standard input.
+    #[arg(id = "text", long = "text", value_name = "FILE")]
+    pub(crate) path: PathBuf,
+    /// Read this many tokens at most.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) tokens: Option<usize>,
+    /// Begin with the token for the beginning of a text; every window does.
+    #[arg(long)]
+    pub(crate) bos: bool,
+}
+
 /// What attends in a model.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct AttentionChoice {
@@ -349,18 +451,13 @@ impl AttentionChoice {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ExtractArgs {
-    /// A GGUF file, or a folder with config.json, safetensors and tokenizer.json.
-    #[arg(value_name = "MODEL")]
-    pub(crate) model: PathBuf,
-    /// The text to read; - is standard input.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) text: PathBuf,
+    #[command(flatten)]
+    pub(crate) model: ModelChoice,
+    #[command(flatten)]
+    pub(crate) text: TextChoice,
     /// Where to write: .safetensors, .npz, or .npy for a single head.
     #[arg(long, short, value_name = "FILE")]
     pub(crate) out: PathBuf,
-    /// Read this many tokens at most.
-    #[arg(long, value_name = "N", value_parser = count)]
-    pub(crate) tokens: Option<usize>,
     /// Layers, such as 0-3,7; all by default.
     #[arg(long, value_name = "L,…")]
     pub(crate) layers: Option<Numbers>,
@@ -370,9 +467,6 @@ pub(crate) struct ExtractArgs {
     /// Also queries and keys before rotation, as layer{l}.q_pre and layer{l}.k_pre.
     #[arg(long)]
     pub(crate) pre_rope: bool,
-    /// Begin with the token for the beginning of a text.
-    #[arg(long)]
-    pub(crate) bos: bool,
     /// Element type in a safetensors file.
     #[arg(long, value_enum, default_value_t = ElementType::F32)]
     pub(crate) dtype: ElementType,
@@ -388,9 +482,8 @@ pub(crate) enum ElementType {
 #[derive(Args, Clone, Debug)]
 #[command(group = clap::ArgGroup::new("budget").required(true).multiple(true))]
 pub(crate) struct TuneArgs {
-    /// A GGUF file, or a folder with config.json, safetensors and tokenizer.json.
-    #[arg(value_name = "MODEL")]
-    pub(crate) model: PathBuf,
+    #[command(flatten)]
+    pub(crate) model: ModelChoice,
     /// The text to tune on, and where no other is given, to check on what follows.
     #[arg(long, value_name = "FILE")]
     pub(crate) text: PathBuf,
@@ -443,15 +536,10 @@ pub(crate) enum EffortName {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct PerplexityArgs {
-    /// A GGUF file, or a folder with config.json, safetensors and tokenizer.json.
-    #[arg(value_name = "MODEL")]
-    pub(crate) model: PathBuf,
-    /// The text to predict; - is standard input.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) text: PathBuf,
-    /// Read this many tokens at most.
-    #[arg(long, value_name = "N", value_parser = count)]
-    pub(crate) tokens: Option<usize>,
+    #[command(flatten)]
+    pub(crate) model: ModelChoice,
+    #[command(flatten)]
+    pub(crate) text: TextChoice,
     /// Tokens of a window; by default 2048, or the model's context where that is shorter.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) context: Option<usize>,
@@ -461,9 +549,6 @@ pub(crate) struct PerplexityArgs {
     /// Which tokens are scored.
     #[arg(long, value_enum, default_value_t = ProtocolName::Strided)]
     pub(crate) protocol: ProtocolName,
-    /// Begin every window with the token for the beginning of a text.
-    #[arg(long)]
-    pub(crate) bos: bool,
     #[command(flatten)]
     pub(crate) attention: AttentionChoice,
 }
@@ -477,9 +562,8 @@ pub(crate) enum ProtocolName {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct GenerateArgs {
-    /// A GGUF file, or a folder with config.json, safetensors and tokenizer.json.
-    #[arg(value_name = "MODEL")]
-    pub(crate) model: PathBuf,
+    #[command(flatten)]
+    pub(crate) model: ModelChoice,
     /// The text to continue.
     #[arg(long, short, value_name = "TEXT", required_unless_present = "prompt_file")]
     pub(crate) prompt: Option<String>,
@@ -545,70 +629,46 @@ pub(crate) struct MethodsArgs {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct InspectArgs {
-    /// Inputs: demo, synthetic:KIND,n=…,d=…, a trace, q.npy,k.npy,v.npy, or a model with --text (see
-    /// `attlas help compare`). Heads with numbers that are not finite are named and left out.
-    #[arg(value_name = "SOURCE", default_value_t = Source::default())]
-    pub(crate) source: Source,
-    /// Layers of a trace or model, such as 0-3,7; all by default.
-    #[arg(long, value_name = "L,…")]
-    pub(crate) layers: Option<Numbers>,
-    /// Query heads, such as 0-2; all by default.
+    #[command(flatten)]
+    pub(crate) inputs: Inputs,
+    /// Query heads, such as 0-2; all by default. Heads with numbers that are not finite are named and
+    /// left out.
     #[arg(long, value_name = "H,…")]
     pub(crate) heads: Option<Numbers>,
-    /// The text that a model reads; - is standard input.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) text: Option<PathBuf>,
-    /// Tokens of it that are read.
-    #[arg(long, default_value = "2048", value_name = "N", value_parser = count, requires = "text")]
-    pub(crate) tokens: usize,
-    /// With a causal mask; the source decides by default (traces are causal, synthetic ones not).
-    #[arg(long, conflicts_with = "no_mask")]
-    pub(crate) causal: bool,
-    /// Without a mask.
-    #[arg(long)]
-    pub(crate) no_mask: bool,
-    /// Longest sequence of which all singular values are computed, from a dense matrix; of longer ones the
-    /// leading ones are, without storing a matrix.
-    #[arg(long, default_value = "1024", value_name = "N", value_parser = count)]
-    pub(crate) max_n: usize,
-    /// How many are computed above that length.
-    #[arg(long, default_value = "256", value_name = "N", value_parser = count)]
-    pub(crate) rank: usize,
-    /// Also write a self-contained page with maps over layers and heads, patterns and spectra.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) html: Option<PathBuf>,
-    /// Also write patterns and spectra as a picture.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) svg: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) mask: MaskChoice,
+    #[command(flatten)]
+    pub(crate) spectra: SpectraSize,
+    #[command(flatten)]
+    pub(crate) pictures: Pictures,
+    /// What --svg shows: all of each head, or one of the survey's figures over layers.
+    #[arg(long, value_enum, default_value_t = FigureName::Heads, requires = "svg")]
+    pub(crate) figure: FigureName,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FigureName {
+    /// Patterns and spectra of each head.
+    Heads,
+    /// The first tokens' weights of every head.
+    Patterns,
+    /// Singular values of Q, K and V.
+    Inputs,
+    /// Singular values of QK^T, A and Z^-1 A.
+    Scores,
 }
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct CompareArgs {
-    /// Inputs: demo (a real model reading a text, embedded); synthetic:KIND,n=…,d=…,heads=…,
-    /// kv_heads=…,seed=… with KIND gaussian, clustered, heavy_hitters, low_rank, smooth or needle; a
-    /// trace (.safetensors, .npz, .npy); q.npy,k.npy,v.npy; or a model (.gguf or a folder) with --text.
-    #[arg(value_name = "SOURCE", default_value_t = Source::default())]
-    pub(crate) source: Source,
+    #[command(flatten)]
+    pub(crate) inputs: Inputs,
     #[command(flatten)]
     pub(crate) methods: MethodChoice,
-    /// Layers of a trace or model, such as 0-3,7; all by default.
-    #[arg(long, value_name = "L,…")]
-    pub(crate) layers: Option<Numbers>,
-    /// The text that a model reads; - is standard input.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) text: Option<PathBuf>,
-    /// Tokens of it that are read.
-    #[arg(long, default_value = "2048", value_name = "N", value_parser = count, requires = "text")]
-    pub(crate) tokens: usize,
     /// Query heads of the model, such as 0-2; all by default.
     #[arg(long, value_name = "H,…", requires = "text")]
     pub(crate) heads: Option<Numbers>,
-    /// With a causal mask; the source decides by default (traces are causal, synthetic ones not).
-    #[arg(long, conflicts_with = "no_mask")]
-    pub(crate) causal: bool,
-    /// Without a mask.
-    #[arg(long)]
-    pub(crate) no_mask: bool,
+    #[command(flatten)]
+    pub(crate) mask: MaskChoice,
     /// Seeds for methods that draw random numbers.
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) seeds: u32,
@@ -618,6 +678,10 @@ pub(crate) struct CompareArgs {
     /// Begin nothing new after this many seconds.
     #[arg(long, value_name = "SECONDS", value_parser = positive)]
     pub(crate) time_limit: Option<f64>,
+    /// Give every method the same budget, whatever its parameter is called: keys=N scores a query,
+    /// time=P% of exact attention's seconds, or memory=SIZE beyond inputs and output (such as 8M).
+    #[arg(long = "match", value_name = "WHAT=AMOUNT")]
+    pub(crate) matched: Option<Budget>,
     /// Largest mean relative error accepted: exit with 1 if no method stays within it.
     #[arg(long, value_name = "ERROR", value_parser = positive)]
     pub(crate) budget: Option<f64>,
@@ -630,20 +694,14 @@ pub(crate) struct CompareArgs {
     /// Also write what methods learnt to a file of calibrations.
     #[arg(long, value_name = "FILE")]
     pub(crate) save_calibration: Option<PathBuf>,
-    /// Also write a self-contained page with the table and a plot of error against time.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) html: Option<PathBuf>,
-    /// Also write the plot of error against time as a picture.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) svg: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) pictures: Pictures,
 }
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ReportArgs {
-    /// Inputs: demo, synthetic:KIND,n=…,d=…, a trace, q.npy,k.npy,v.npy, or a model with --text (see
-    /// `attlas help compare`).
-    #[arg(value_name = "SOURCE", default_value_t = Source::default())]
-    pub(crate) source: Source,
+    #[command(flatten)]
+    pub(crate) inputs: Inputs,
     /// Where to write the page.
     #[arg(long, short, value_name = "FILE")]
     pub(crate) out: PathBuf,
@@ -652,33 +710,25 @@ pub(crate) struct ReportArgs {
     pub(crate) recipe: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) methods: MethodChoice,
-    /// Layers of a trace or model, such as 0-3,7; all by default.
-    #[arg(long, value_name = "L,…")]
-    pub(crate) layers: Option<Numbers>,
-    /// The text that a model reads; - is standard input.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) text: Option<PathBuf>,
-    /// Tokens of it that are read.
-    #[arg(long, default_value = "2048", value_name = "N", value_parser = count, requires = "text")]
-    pub(crate) tokens: usize,
     /// Seeds for methods that draw random numbers.
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) seeds: u32,
     /// Begin no new comparison after this many seconds of comparing.
     #[arg(long, value_name = "SECONDS", value_parser = positive)]
     pub(crate) time_limit: Option<f64>,
-    /// Longest sequence of which all singular values are computed, from a dense matrix.
-    #[arg(long, default_value = "1024", value_name = "N", value_parser = count)]
-    pub(crate) max_n: usize,
-    /// How many are computed above that length.
-    #[arg(long, default_value = "64", value_name = "N", value_parser = count)]
-    pub(crate) rank: usize,
+    #[command(flatten)]
+    pub(crate) spectra: SpectraSize,
 }
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct BenchArgs {
     #[command(flatten)]
     pub(crate) methods: MethodChoice,
+    /// A fixed set of measurements in place of the options: `headline` times every method at the
+    /// setting its paper is known for, how it grows and what threads bring (several minutes).
+    #[arg(long, value_enum, value_name = "NAME",
+          conflicts_with_all = ["methods", "family", "set", "n", "d", "heads", "kv_heads", "causal", "decode", "peer_json"])]
+    pub(crate) suite: Option<Suite>,
     /// Lengths; k stands for 1024.
     #[arg(long, value_delimiter = ',', default_value = "1k,2k,4k,8k", value_name = "N,…", value_parser = count)]
     pub(crate) n: Vec<usize>,
@@ -706,6 +756,12 @@ pub(crate) struct BenchArgs {
     /// Figures measured by another program, merged where the shapes agree (docs/json.md).
     #[arg(long, value_name = "FILE")]
     pub(crate) peer_json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+pub(crate) enum Suite {
+    /// Every paper's claim beside exact attention on this machine.
+    Headline,
 }
 
 #[derive(Args, Clone, Debug)]

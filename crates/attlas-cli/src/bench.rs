@@ -1,15 +1,20 @@
 //! `attlas bench`.
 
-use crate::args::{BenchArgs, Common};
+use crate::args::{BenchArgs, Common, Suite};
 use crate::compare::{catch_interrupts, meter};
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas::Mask;
+use attlas_lab::bench::headline::{CLAIMS, THREADS_LENGTH, headline};
 use attlas_lab::bench::{Bench, Crossover, Settings, bench, read_peer};
+use attlas_lab::machine::Machine;
 use attlas_lab::table::{Table, number};
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &BenchArgs, common: &Common) -> Outcome {
+    if let Some(Suite::Headline) = args.suite {
+        return suite(args, common);
+    }
     let selection = args.methods.choice().resolve()?;
     let settings = Settings {
         lengths: args.n.clone(),
@@ -55,8 +60,19 @@ pub(crate) fn run(args: &BenchArgs, common: &Common) -> Outcome {
 }
 
 fn heading(b: &Bench) -> Vec<String> {
-    let m = &b.machine;
-    vec![
+    let [machine, ceiling] = ceilings(&b.machine);
+    let shape = format!(
+        "{}mask {}, {} query heads, {} key heads",
+        if b.decode { "one token at a time, " } else { "" },
+        b.mask,
+        b.heads,
+        b.kv_heads
+    );
+    vec![machine, ceiling, shape]
+}
+
+fn ceilings(m: &Machine) -> [String; 2] {
+    [
         format!("{} ({}), {} threads, {}", m.cpu, m.platform, m.threads, m.isa),
         format!(
             "ceiling: {} multiply-add, {} GB/s read, {} GB/s copy",
@@ -64,14 +80,51 @@ fn heading(b: &Bench) -> Vec<String> {
             number(m.read_gbs),
             number(m.copy_gbs)
         ),
-        format!(
-            "{}mask {}, {} query heads, {} key heads",
-            if b.decode { "one token at a time, " } else { "" },
-            b.mask,
-            b.heads,
-            b.kv_heads
-        ),
     ]
+}
+
+fn suite(args: &BenchArgs, common: &Common) -> Outcome {
+    let settings = Settings {
+        runs: args.runs as usize,
+        max_seconds: args.max_seconds,
+        seed: common.seed,
+        threads: common.threads,
+        meter: meter(),
+        ..Settings::default()
+    };
+    catch_interrupts(common);
+    let progress = Progress::new(common);
+    let result = headline(
+        &settings,
+        &mut |s| progress.at(s.done, s.total, &format!("{} n = {}", s.method, s.n)),
+        &STOP,
+    );
+    progress.end();
+    let result = result?;
+    if common.json {
+        print_json(&result);
+    } else if common.csv {
+        print(&result.speedup_table().csv());
+    } else {
+        let form = |t: &Table| if common.md { t.markdown() } else { t.text() };
+        let end = if common.md { "  \n" } else { "\n" };
+        let held = result.speedups.iter().filter(|s| s.holds).count();
+        print(&format!("{}\n\n{}", ceilings(&result.machine).join(end), form(&result.speedup_table())));
+        print(&format!("\n{held} of {} claims hold here.\n\n{}", CLAIMS.len(), form(&result.growth_table())));
+        print(&format!("\nAt {THREADS_LENGTH} tokens:\n\n{}", form(&result.thread_table())));
+        result.notes.iter().for_each(|n| note(common, n));
+        note(
+            common,
+            "\nfaster: exact over set-up and run in the same rounds, over one token where decoding;\n\
+             share: F of the multiply-add peak, B of the read bandwidth, the larger; memory: most\n\
+             allocated, the output apart; below: less than asked for",
+        );
+    }
+    if result.interrupted {
+        eprintln!("interrupted: what was finished is printed");
+        return Ok(ExitCode::from(130));
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn growth(b: &Bench) -> Table {

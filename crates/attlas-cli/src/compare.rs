@@ -1,20 +1,21 @@
 //! `attlas compare`.
 
-use crate::args::{Common, CompareArgs, MethodChoice};
+use crate::args::{Cli, Command, Common, CompareArgs};
+use crate::inputs::{Numerals, load};
 use crate::progress::Progress;
 use crate::{ALLOCATOR, Outcome, STOP, note, print, print_json};
-use attlas::Mask;
-use attlas_lab::compare::{Comparison, Settings, compare_with};
+use attlas::{Schedule, Workspace};
+use attlas_lab::budget::{Budget, equalise};
+use attlas_lab::compare::{Comparison, Matching, Settings, compare_with};
+use attlas_lab::select::Selection;
 use attlas_lab::table::{bytes, number, seconds};
-use attlas_lab::text::{Text, open_model};
-use attlas_lab::{Calibrations, Error, Meter, Source, Workload, extract, html, trace};
-use attlas_model::recipe::Numbers;
-use std::path::Path;
+use attlas_lab::{Calibrations, Error, Meter, Workload, html, trace};
+use clap::Parser;
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
 /// Seconds that the first look may take.
-const FIRST_LOOK_SECONDS: f64 = 18.0;
+const FIRST_LOOK_SECONDS: &str = "18";
 
 impl CompareArgs {
     /// What runs when nothing is said.
@@ -24,24 +25,10 @@ impl CompareArgs {
             "No command given: comparing all methods on the default source, for at most 20 seconds.",
         );
         note(common, "`attlas help` shows what else there is.");
-        Self {
-            source: Source::default(),
-            methods: MethodChoice::default(),
-            layers: None,
-            text: None,
-            tokens: 2048,
-            heads: None,
-            causal: false,
-            no_mask: false,
-            seeds: 5,
-            certify_rows: 256,
-            time_limit: Some(FIRST_LOOK_SECONDS),
-            budget: None,
-            each_head: false,
-            calibration: None,
-            save_calibration: None,
-            html: None,
-            svg: None,
+        let words = ["attlas", "compare", "--time-limit", FIRST_LOOK_SECONDS];
+        match Cli::try_parse_from(words).map(|cli| cli.command) {
+            Ok(Some(Command::Compare(args))) => args,
+            _ => unreachable!("the words above are a comparison"),
         }
     }
 }
@@ -72,13 +59,9 @@ pub(crate) fn catch_interrupts(common: &Common) {
 pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
     let selection = args.methods.choice().resolve()?;
     catch_interrupts(common);
-    let workload = load(args, common)?;
+    let workload = load(&args.inputs, args.heads.as_ref(), Numerals::Finite, common)?;
     let settings = Settings {
-        mask: match (args.causal, args.no_mask) {
-            (true, _) => Some(Mask::Causal),
-            (_, true) => Some(Mask::None),
-            _ => None,
-        },
+        mask: args.mask.mask(),
         seeds: args.seeds as usize,
         seed: common.seed,
         threads: common.threads,
@@ -88,6 +71,10 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         ..Settings::default()
     };
     let given = args.calibration.as_deref().map(Calibrations::read).transpose()?.unwrap_or_default();
+    let (selection, matched) = match args.matched {
+        Some(budget) => equal_budgets(&workload, selection, budget, &settings, common)?,
+        None => (selection, None),
+    };
     let progress = Progress::new(common);
     let result = compare_with(
         &workload,
@@ -98,17 +85,17 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         &STOP,
     );
     progress.end();
-    let result = result?;
+    let result = Comparison { matched, ..result? };
     show(&result, args, common);
     if let Some(path) = &args.save_calibration {
         result.learnt.write(path)?;
         note(common, &format!("wrote {}", path.display()));
     }
-    if let Some(path) = &args.html {
+    if let Some(path) = &args.pictures.html {
         trace::write_file(path, html::comparison(&result).as_bytes())?;
         note(common, &format!("wrote {}", path.display()));
     }
-    if let Some(path) = &args.svg {
+    if let Some(path) = &args.pictures.svg {
         trace::write_file(path, html::picture(&result).as_bytes())?;
         note(common, &format!("wrote {}", path.display()));
     }
@@ -130,46 +117,28 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
     }
 }
 
-/// Reads the inputs, from a model where the source is one.
-fn load(args: &CompareArgs, common: &Common) -> Result<Workload, Error> {
-    let (Source::Model(path), Some(text)) = (&args.source, &args.text) else {
-        if args.text.is_some() {
-            return Err(Error::argument("--text", "a model as the source", &args.source));
-        }
-        let mut workload = args.source.load()?;
-        if let Some(layers) = &args.layers {
-            workload.keep_layers(&layers.iter().collect::<Vec<_>>())?;
-        }
-        return Ok(workload);
-    };
-    load_model(path, text, args.tokens, args.layers.clone(), args.heads.clone(), common)
-}
-
-/// Queries, keys and values of a model that reads the first `tokens` of a text.
-pub(crate) fn load_model(
-    path: &Path,
-    text: &Path,
-    tokens: usize,
-    layers: Option<Numbers>,
-    heads: Option<Numbers>,
+/// Settings with which all methods spend the same, and what they are.
+fn equal_budgets(
+    workload: &Workload,
+    selection: Selection,
+    budget: Budget,
+    settings: &Settings,
     common: &Common,
-) -> Result<Workload, Error> {
-    let model = open_model(path)?;
-    let text = Text::read(text, &model, Some(tokens))?;
-    let settings =
-        extract::Settings { layers, heads, threads: common.threads, ..extract::Settings::default() };
+) -> Result<(Selection, Option<Matching>), Error> {
+    let mut ws = Workspace::new(Schedule { threads: common.threads, ..Schedule::default() })?;
     let progress = Progress::new(common);
-    let extracted = extract::extract(
-        &model,
-        &text,
-        &settings,
-        &mut |done, total| progress.at(done, total, "reading"),
+    let found = equalise(
+        workload,
+        &selection,
+        budget,
+        settings,
+        &mut |done, total, method| progress.at(done, total, &format!("budget of {method}")),
         &STOP,
+        &mut ws,
     );
     progress.end();
-    let mut workload = extracted?.workload;
-    workload.source = format!("{} reading {}", path.display(), text.source);
-    Ok(workload)
+    let (selection, methods) = found?;
+    Ok((selection, Some(Matching { budget, methods })))
 }
 
 /// Whether a method stays within the error that is accepted.
@@ -206,6 +175,11 @@ fn show(result: &Comparison, args: &CompareArgs, common: &Common) {
     if !features.is_empty() {
         let text = if common.md { features.markdown() } else { features.text() };
         print(&format!("\nfeatures, predicted for a typical kernel entry of the worst head:\n\n{text}"));
+    }
+    if let Some(matching) = &result.matched {
+        let text = matching.table();
+        let text = if common.md { text.markdown() } else { text.text() };
+        print(&format!("\nat most {}, set on one key head:\n\n{text}", matching.budget));
     }
     // One line for all layers that a method refuses for the same reasons.
     let mut told: Vec<(&str, &Vec<String>)> = Vec::new();

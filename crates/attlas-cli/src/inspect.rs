@@ -1,33 +1,24 @@
 //! `attlas inspect`.
 
-use crate::args::{Common, InspectArgs};
-use crate::compare::{catch_interrupts, load_model};
+use crate::args::{Common, FigureName, InspectArgs};
+use crate::compare::catch_interrupts;
+use crate::inputs::{Numerals, load};
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
-use attlas::Mask;
-use attlas::diagnostics;
 use attlas_lab::inspect::{Inspection, Settings, inspect};
+use attlas_lab::survey::Figure;
 use attlas_lab::table::percent;
-use attlas_lab::{Error, Source, Workload, trace};
+use attlas_lab::{Error, trace};
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
     catch_interrupts(common);
-    let workload = load(args, common)?;
+    let workload = load(&args.inputs, None, Numerals::AsTheyAre, common)?;
     let settings = Settings {
-        mask: match (args.causal, args.no_mask) {
-            (true, _) => Some(Mask::Causal),
-            (_, true) => Some(Mask::None),
-            _ => None,
-        },
+        mask: args.mask.mask(),
         heads: args.heads.clone(),
         threads: common.threads,
-        figures: diagnostics::Settings {
-            dense_limit: args.max_n,
-            rank: args.rank,
-            seed: common.seed,
-            ..diagnostics::Settings::default()
-        },
+        figures: args.spectra.figures(common),
     };
     let progress = Progress::new(common);
     let result =
@@ -38,12 +29,18 @@ pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
         return Err(Error::argument("source", "at least one head of finite numbers", head.line()));
     }
     show(&result, common);
-    if let Some(path) = &args.html {
+    if let Some(path) = &args.pictures.html {
         trace::write_file(path, result.page().as_bytes())?;
         note(common, &format!("wrote {}", path.display()));
     }
-    if let Some(path) = &args.svg {
-        trace::write_file(path, result.picture().as_bytes())?;
+    if let Some(path) = &args.pictures.svg {
+        let figure = match args.figure {
+            FigureName::Heads => Figure::Heads,
+            FigureName::Patterns => Figure::Patterns,
+            FigureName::Inputs => Figure::Inputs,
+            FigureName::Scores => Figure::Scores,
+        };
+        trace::write_file(path, figure.draw(&result).as_bytes())?;
         note(common, &format!("wrote {}", path.display()));
     }
     for head in &result.skipped {
@@ -54,22 +51,6 @@ pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
         return Ok(ExitCode::from(130));
     }
     Ok(ExitCode::SUCCESS)
-}
-
-fn load(args: &InspectArgs, common: &Common) -> Result<Workload, Error> {
-    match (&args.source, &args.text) {
-        (Source::Model(path), Some(text)) => {
-            load_model(path, text, args.tokens, args.layers.clone(), None, common)
-        }
-        (source, Some(_)) => Err(Error::argument("--text", "a model as the source", source)),
-        (source, None) => {
-            let mut workload = source.load_as_it_is()?;
-            if let Some(layers) = &args.layers {
-                workload.keep_layers(&layers.iter().collect::<Vec<_>>())?;
-            }
-            Ok(workload)
-        }
-    }
 }
 
 fn show(result: &Inspection, common: &Common) {
@@ -87,10 +68,12 @@ fn show(result: &Inspection, common: &Common) {
         if heads == 1 { "" } else { "s" },
         percent(result.first_key_sinks)
     );
+    let masses = "mass of a row that its largest weights hold, mean";
     if common.md {
-        print(&format!("{}\n\n{}", heading.replace('\n', "  \n"), result.table().markdown()));
+        let (figures, mass) = (result.table().markdown(), result.mass_table().markdown());
+        print(&format!("{}\n\n{figures}\n{masses}\n\n{mass}", heading.replace('\n', "  \n")));
     } else {
-        print(&format!("{heading}\n\n{}", result.table().text()));
+        print(&format!("{heading}\n\n{}\n{masses}\n\n{}", result.table().text(), result.mass_table().text()));
     }
     note(common, "");
     note(common, &result.legend());

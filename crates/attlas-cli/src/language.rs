@@ -6,7 +6,7 @@ use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas_lab::perplexity::Record;
 use attlas_lab::table::{Table, bytes, number, seconds};
-use attlas_lab::text::{Text, open_model};
+use attlas_lab::text::{Text, check_recipe, open_model};
 use attlas_lab::trace::{Elements, check_name, write_as};
 use attlas_lab::{Error, extract, generate, perplexity};
 use attlas_model::perplexity::Protocol;
@@ -27,13 +27,13 @@ pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {
     };
     check_name(&args.out, elements)?;
     catch_interrupts(common);
-    let model = open_model(&args.model)?;
-    let text = Text::read(&args.text, &model, args.tokens)?;
+    let model = open_model(&args.model.path)?;
+    let text = Text::read(&args.text.path, &model, args.text.tokens)?;
     let settings = extract::Settings {
         layers: args.layers.clone(),
         heads: args.heads.clone(),
         before_rotation: args.pre_rope,
-        bos: args.bos,
+        bos: args.text.bos,
         threads: common.threads,
     };
     let progress = Progress::new(common);
@@ -46,7 +46,7 @@ pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {
     )
     .inspect_err(|_| progress.end())?;
     progress.end();
-    let name = args.model.file_name().unwrap_or(args.model.as_os_str());
+    let name = args.model.path.file_name().unwrap_or(args.model.path.as_os_str());
     extracted.workload.metadata.insert("model".into(), name.to_string_lossy().into_owned());
     write_as(&extracted.workload, &extracted.extra, elements, &args.out)?;
     let layers = &extracted.workload.layers;
@@ -100,8 +100,9 @@ fn print_pairs(rows: &[(&'static str, String)], common: &Common) {
 pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
     let recipe = args.attention.attention().resolve()?;
     catch_interrupts(common);
-    let model = open_model(&args.model)?;
-    let text = Text::read(&args.text, &model, args.tokens)?;
+    let model = open_model(&args.model.path)?;
+    recipe.as_ref().map_or(Ok(()), |r| check_recipe(r, &model))?;
+    let text = Text::read(&args.text.path, &model, args.text.tokens)?;
     let longest = model.config.max_positions;
     let window = args.context.unwrap_or_else(|| longest.min(CONTEXT));
     if window > longest {
@@ -116,12 +117,12 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
     if args.stride.is_some() && args.protocol != ProtocolName::Strided {
         return Err(Error::argument("--stride", "the protocol strided", "another one"));
     }
-    if !args.bos
+    if !args.text.bos
         && model.tokenizer.encode("", true)?.first().is_some_and(|id| Some(*id) == model.tokenizer.bos())
     {
         note(common, "note: this model was made to see a token at the beginning of a text; --bos adds it");
     }
-    let settings = perplexity::Settings { protocol, bos: args.bos, recipe, threads: common.threads };
+    let settings = perplexity::Settings { protocol, bos: args.text.bos, recipe, threads: common.threads };
     let progress = Progress::new(common);
     let record = perplexity::perplexity(
         &model,
@@ -205,7 +206,8 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
 pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
     let recipe = args.attention.attention().resolve()?;
     catch_interrupts(common);
-    let model = open_model(&args.model)?;
+    let model = open_model(&args.model.path)?;
+    recipe.as_ref().map_or(Ok(()), |r| check_recipe(r, &model))?;
     let prompt = match (&args.prompt, &args.prompt_file) {
         (Some(text), _) => text.clone(),
         (None, Some(path)) => read_prompt(path)?,

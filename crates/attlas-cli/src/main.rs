@@ -10,6 +10,7 @@ mod bench;
 mod compare;
 mod compress;
 mod convert;
+mod inputs;
 mod inspect;
 mod language;
 mod progress;

@@ -1,29 +1,25 @@
 //! `attlas report`.
 
 use crate::args::{Common, ReportArgs};
-use crate::compare::{catch_interrupts, load_model, meter};
+use crate::compare::{catch_interrupts, meter};
+use crate::inputs::{Numerals, load};
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
-use attlas::diagnostics;
 use attlas_lab::compare::compare;
 use attlas_lab::report::Report;
-use attlas_lab::{Error, Source, Workload, compare as comparing, inspect, trace};
+use attlas_lab::{compare as comparing, inspect, trace};
 use attlas_model::Recipe;
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &ReportArgs, common: &Common) -> Outcome {
     let selection = args.methods.choice().resolve()?;
     let recipe = args.recipe.as_deref().map(Recipe::open).transpose()?;
+    trace::check_writable(&args.out)?;
     catch_interrupts(common);
-    let workload = load(args, common)?;
+    let workload = load(&args.inputs, None, Numerals::Finite, common)?;
     let looking = inspect::Settings {
         threads: common.threads,
-        figures: diagnostics::Settings {
-            dense_limit: args.max_n,
-            rank: args.rank,
-            seed: common.seed,
-            ..diagnostics::Settings::default()
-        },
+        figures: args.spectra.figures(common),
         ..inspect::Settings::default()
     };
     let progress = Progress::new(common);
@@ -54,7 +50,7 @@ pub(crate) fn run(args: &ReportArgs, common: &Common) -> Outcome {
         return Ok(ExitCode::from(130));
     }
     let name = args.recipe.as_ref().map(|p| p.display().to_string()).unwrap_or_default();
-    let commands = [std::env::args().map(|a| quoted(&a)).collect::<Vec<_>>().join(" ")];
+    let commands = commands(recipe.as_ref());
     let report = Report {
         inspection: &inspection,
         comparison: &comparison,
@@ -77,6 +73,18 @@ pub(crate) fn run(args: &ReportArgs, common: &Common) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
+/// This command, and the one that made the recipe.
+fn commands(recipe: Option<&Recipe>) -> Vec<String> {
+    let made = recipe.and_then(|r| r.evidence.get("command")).map(ToString::to_string);
+    made.into_iter().chain([command_line()]).collect()
+}
+
+/// The words this process was started with, as a shell reads them back.
+pub(crate) fn command_line() -> String {
+    let words = std::env::args().skip(1).map(|a| quoted(&a));
+    std::iter::once("attlas".to_string()).chain(words).collect::<Vec<_>>().join(" ")
+}
+
 /// A word as a shell reads it back.
 fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,%@+".contains(c);
@@ -84,22 +92,6 @@ fn quoted(word: &str) -> String {
         word.into()
     } else {
         format!("'{}'", word.replace('\'', "'\\''"))
-    }
-}
-
-fn load(args: &ReportArgs, common: &Common) -> Result<Workload, Error> {
-    match (&args.source, &args.text) {
-        (Source::Model(path), Some(text)) => {
-            load_model(path, text, args.tokens, args.layers.clone(), None, common)
-        }
-        (source, Some(_)) => Err(Error::argument("--text", "a model as the source", source)),
-        (source, None) => {
-            let mut workload = source.load()?;
-            if let Some(layers) = &args.layers {
-                workload.keep_layers(&layers.iter().collect::<Vec<_>>())?;
-            }
-            Ok(workload)
-        }
     }
 }
 

@@ -3,6 +3,7 @@
 use crate::args::{Common, EffortName, TuneArgs};
 use crate::compare::catch_interrupts;
 use crate::progress::Progress;
+use crate::report::command_line;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas_lab::table::{number, percent};
 use attlas_lab::text::{Text, open_model};
@@ -32,10 +33,18 @@ pub(crate) fn run(args: &TuneArgs, common: &Common) -> Outcome {
         shard: args.shard,
         seed: common.seed,
         threads: common.threads,
-        model: args.model.file_name().unwrap_or(args.model.as_os_str()).to_string_lossy().into_owned(),
+        model: args
+            .model
+            .path
+            .file_name()
+            .unwrap_or(args.model.path.as_os_str())
+            .to_string_lossy()
+            .into_owned(),
+        command: Some(command_line()),
     };
+    trace::check_writable(&args.out)?;
     catch_interrupts(common);
-    let model = open_model(&args.model)?;
+    let model = open_model(&args.model.path)?;
     let (text, check) = texts(args, &model)?;
     let progress = Progress::new(common);
     let extracted = extract_layers(
@@ -139,7 +148,7 @@ fn show(tuned: &Tuned, common: &Common) {
     }
     if let Some(why) = &tuned.note {
         print(&format!("\nexact attention everywhere: {why}\n"));
-    } else if let Some(round) = tuned.rounds.last() {
+    } else if let Some(round) = tuned.chosen.map(|i| &tuned.rounds[i]) {
         note(
             common,
             &format!(

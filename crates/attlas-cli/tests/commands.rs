@@ -119,7 +119,7 @@ fn unknown_names_list_what_is_accepted_and_exit_2() {
         assert_eq!((ran.status, ran.out.as_str(), ran.err), (2, "", wanted), "{args:?}");
     }
     let ran = attlas(&["compare", SMALL, "--set", "sink_window.sink=2"]);
-    let wanted = "error: there is no parameter sink of sink_window; accepted are sinks, window\n\
+    let wanted = "error: there is no parameter sink of sink_window; accepted are sinks, window, precision\n\
                   run `attlas methods ID` to see every parameter with its range\n";
     assert_eq!((ran.status, ran.err.as_str()), (2, wanted));
     let ran = attlas(&["compare", SMALL, "--set", "top_k.keys=0"]);
@@ -442,6 +442,13 @@ fn a_head_with_nan_is_named_and_left_out() {
     assert!(compared.status == 2 && compared.err.contains("expected finite numbers"), "{}", compared.err);
     npy(&folder.0.join("q.npy"), shape, &[f32::NAN; 160]);
     assert_eq!(attlas_in(&folder, &["inspect", "q.npy,k.npy,v.npy"]).status, 2, "nothing is left");
+    // Values of other lengths than their keys.
+    npy(&folder.0.join("q.npy"), shape, &[0.5; 160]);
+    npy(&folder.0.join("v.npy"), [2, 10, 4], &[0.5; 80]);
+    for command in ["inspect", "compare"] {
+        let ran = attlas_in(&folder, &[command, "q.npy,k.npy,v.npy"]);
+        assert!(ran.status == 2 && ran.err.contains("20") && ran.err.contains("10"), "{}", ran.err);
+    }
 }
 
 #[test]
@@ -459,10 +466,33 @@ fn a_report_is_one_page_that_says_how_to_make_it_again() {
     let page = std::fs::read_to_string(folder.0.join("r.html")).unwrap();
     assert_eq!(page.len() as u64, json["bytes"].as_u64().unwrap());
     assert!(page.contains(&format!("report {SMALL} --methods top_k,linear --recipe r.toml --out r.html")));
-    assert!(
-        page.contains("id=\"recipe\"") && page.contains("data-filter=\"kernel\"") && !page.contains("http")
-    );
+    assert!(page.contains("id=\"recipe\"") && page.contains("data-filter=\"kernel\""));
     let lost = attlas_in(&folder, &["report", SMALL, "--methods", "top_k", "--out", "no/such/r.html"]);
     assert!(lost.status == 2 && lost.err.contains("writing failed"), "{}", lost.err);
     assert_eq!(attlas(&["report", SMALL]).status, 2, "--out is needed");
+}
+
+#[test]
+fn budgets_are_matched_and_the_front_is_marked() {
+    let args = [
+        "compare",
+        "synthetic:clustered,n=256,d=8",
+        "--methods",
+        "sink_window,performer",
+        "--match",
+        "keys=32",
+    ];
+    let json = attlas(&[&args[..], &["--json", "--causal"]].concat()).json();
+    let matched = json["matched"]["methods"].as_array().unwrap();
+    let window = matched.iter().find(|m| m["method"] == "sink_window").unwrap();
+    let spent = window["spent"].as_f64().unwrap();
+    assert!(window["within"] == true && spent <= 32.0 && spent > 24.0, "{window}");
+    assert_eq!(json["rows"][1]["params"]["window"], window["value"], "{json}");
+    let linear = matched.iter().find(|m| m["method"] == "linear").unwrap();
+    assert!(linear["value"].is_null(), "it has no budget: {linear}");
+    assert!(json["summary"].as_array().unwrap().iter().any(|s| s["front"] == true));
+    let text = attlas(&args);
+    assert!(text.out.contains("at most 32 scores a query") && text.out.contains("defaults"), "{}", text.out);
+    let bad = attlas(&["compare", "--match", "keys=none"]);
+    assert!(bad.status == 2 && bad.err.contains("keys=256"), "{}", bad.err);
 }

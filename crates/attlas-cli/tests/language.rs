@@ -5,6 +5,7 @@ mod models;
 
 use models::{minilm, repository, smollm2};
 use serde_json::Value;
+use std::io::BufRead;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -382,4 +383,93 @@ fn tuning_refuses_what_it_cannot_do() {
         "writing failed",
     );
     assert!(!std::path::Path::new(&out).exists());
+}
+
+#[test]
+fn a_recipe_for_another_model_or_with_unknown_names_is_refused() {
+    let folder = Folder::new("recipes");
+    let (model, text) = (model(), alice());
+    let try_one = |name: &str, toml: &str, expected: &str| {
+        let path = folder.file(name);
+        std::fs::write(&path, format!("version = 1\n{toml}")).unwrap();
+        refused(&["perplexity", &model, "--text", &text, "--tokens", "32", "--recipe", &path], expected);
+        refused(&["generate", &model, "--prompt", "a", "--max-tokens", "1", "--recipe", &path], expected);
+    };
+    try_one("id.toml", "[[rule]]\nmethod = \"hyperattention\"\n", "hyper");
+    try_one("param.toml", "[[rule]]\nmethod = \"hyper\"\nparams = { sample = 3 }\n", "samples");
+    try_one("layer.toml", "[[rule]]\nlayers = \"30\"\nmethod = \"hyper\"\n", "0 to 29");
+    try_one("head.toml", "[[rule]]\nheads = \"9\"\nmethod = \"hyper\"\n", "0 to 8");
+    try_one(
+        "model.toml",
+        "model = \"Llama\"\n[evidence]\nmodel_shape = \"16 layers, 32 heads, 8 key heads, width 64, 128256 tokens known\"\n",
+        "one for Llama of 16 layers",
+    );
+    try_one("cut.toml", "[[rule]\n", "recipe");
+}
+
+#[test]
+fn an_output_that_cannot_be_written_is_told_before_the_work() {
+    let folder = Folder::new("unwritable");
+    let (model, text) = (model(), alice());
+    // A file where a folder should be: root may write into a folder without permissions.
+    let blocked = folder.file("blocked");
+    std::fs::write(&blocked, "x").unwrap();
+    let out = format!("{blocked}/r.toml");
+    let begun = std::time::Instant::now();
+    refused(&["tune", &model, "--text", &text, "--max-error", "0.1", "--out", &out], "r.toml");
+    assert!(begun.elapsed().as_secs() < 60, "before the model reads");
+    refused(&["report", "--out", &out], "r.toml");
+    assert_eq!(std::fs::read_to_string(&blocked).unwrap(), "x");
+}
+
+#[test]
+fn an_interrupted_search_keeps_what_is_measured_and_goes_on() {
+    let folder = Folder::new("interrupted");
+    let (model, text, out) = (model(), alice(), folder.file("recipe.toml"));
+    let args = [
+        "tune",
+        &model,
+        "--text",
+        &text,
+        "--tokens",
+        "512",
+        "--check-tokens",
+        "32",
+        "--layers",
+        "0-9",
+        "--max-error",
+        "0.3",
+        "--methods",
+        "sink_window,top_k,hyper",
+        "--out",
+        &out,
+        "--progress",
+    ];
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_attlas"))
+        .args(args)
+        .stderr(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    // Once the first layer is being measured, as the progress says.
+    let mut lines = std::io::BufReader::new(child.stderr.take().unwrap()).lines();
+    assert!(lines.by_ref().any(|l| l.unwrap().contains("layer 0, key head")));
+    let stopped =
+        std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(stopped.success());
+    let rest: Vec<String> = lines.map(|l| l.unwrap()).collect();
+    let status = child.wait().unwrap().code();
+    let state = folder.file("recipe.toml.jsonl");
+    let kept = std::fs::read_to_string(&state).unwrap();
+    if status == Some(0) {
+        // It was done before the signal came.
+        return;
+    }
+    assert_eq!(status, Some(130), "{rest:?}");
+    assert!(rest.iter().any(|l| l.contains("measurements are kept")), "{rest:?}");
+    assert!(!std::path::Path::new(&out).exists(), "no half of a recipe");
+    assert!(kept.ends_with('\n') && kept.lines().count() > 1, "{kept}");
+    assert!(kept.lines().all(|l| serde_json::from_str::<Value>(l).is_ok()));
+    let left: Vec<_> = std::fs::read_dir(folder.file("")).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(left, ["recipe.toml.jsonl"], "nothing half-written is left");
 }

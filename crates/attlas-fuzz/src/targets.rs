@@ -131,9 +131,25 @@ const CONFIG: &[u8] =
     "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "vocab_size": 4,
     "max_position_embeddings": 64}"#;
 
+/// Removes the files of this process.
+pub(crate) fn tidy() {
+    for name in ["trace", "folder"] {
+        let path = scratch(name);
+        let _ = std::fs::remove_dir_all(path.parent().unwrap_or(&path));
+    }
+}
+
+/// An error's text without the path of the file.
+fn about(path: &Path, error: impl std::fmt::Display) -> String {
+    text(error).replace(&format!("{}", path.display()), "")
+}
+
 /// A folder of this process for files that are only read by path.
 fn scratch(name: &str) -> PathBuf {
-    let path = std::env::temp_dir().join(format!("attlas-fuzz-{}", std::process::id())).join(name);
+    // Files in memory where the system has such a place: thousands are written.
+    let memory = Path::new("/dev/shm");
+    let base = if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() };
+    let path = base.join(format!("attlas-fuzz-{}", std::process::id())).join(name);
     std::fs::create_dir_all(&path).expect("a scratch folder");
     path
 }
@@ -141,7 +157,7 @@ fn scratch(name: &str) -> PathBuf {
 fn trace(bytes: &[u8], extension: &str) -> Result<(), String> {
     let path = scratch("trace").join(format!("input.{extension}"));
     std::fs::write(&path, bytes).expect("a scratch file");
-    let workload = attlas_lab::trace::read(&[path]).map_err(text)?;
+    let workload = attlas_lab::trace::read(std::slice::from_ref(&path)).map_err(|e| about(&path, e))?;
     for x in &workload.layers {
         let p = &x.problem;
         assert_eq!(x.q.len(), p.n_heads * p.n_q * p.d);
@@ -163,7 +179,7 @@ fn folder(bytes: &[u8]) -> Result<(), String> {
             None => drop(std::fs::remove_file(&path)),
         }
     }
-    let model = Model::open(Path::new(&folder)).map_err(text)?;
+    let model = Model::open(&folder).map_err(|e| about(&folder, e))?;
     use_model(&model);
     Ok(())
 }

@@ -1,7 +1,8 @@
 //! The attlas side of `bench/peers/*.py`: reads one JSON request a line, runs it once, answers with seconds.
 
 use attlas::{
-    Inputs, Options, Out, Plan, Problem, Qkv, Schedule, TensorMut, TensorRef, Workspace, metrics, registry,
+    Inputs, Method, Options, Out, Plan, Problem, Qkv, Schedule, TensorMut, TensorRef, Workspace, metrics,
+    registry,
 };
 use attlas_num::rng::StreamKey;
 use serde_json::{Value, json};
@@ -9,8 +10,10 @@ use std::collections::HashMap;
 use std::io::{BufRead, Write};
 use std::time::Instant;
 
-/// A planned problem with its data, kept between requests so that only the run is timed.
+/// A problem with its data, kept between requests; planned once, or again in every run where set-up is timed.
 struct Case {
+    method: &'static Method,
+    options: Options,
     plan: Box<dyn Plan>,
     q: Vec<f32>,
     k: Vec<f32>,
@@ -19,15 +22,18 @@ struct Case {
 }
 
 impl Case {
-    fn new(problem: &Problem, options: &Options) -> attlas::Result<Self> {
+    fn new(id: &str, problem: &Problem, options: Options) -> attlas::Result<Self> {
         let p = problem;
+        let method = registry::method(id)?;
         let fill = |what: &str, n: usize| {
             let mut x = vec![0.0f32; n];
             StreamKey::new(0).named(what).rng().fill_normal(&mut x);
             x
         };
         Ok(Self {
-            plan: registry::method("exact")?.plan(p, options)?,
+            plan: method.plan(p, &options)?,
+            method,
+            options,
             q: fill("q", p.n_heads * p.n_q * p.d),
             k: fill("k", p.n_kv_heads * p.n_k * p.d),
             v: fill("v", p.n_kv_heads * p.n_k * p.d_v),
@@ -35,7 +41,7 @@ impl Case {
         })
     }
 
-    fn run(&mut self, ws: &mut Workspace) -> attlas::Result<f64> {
+    fn run(&mut self, with_setup: bool, ws: &mut Workspace) -> attlas::Result<f64> {
         let p = *self.plan.problem();
         let x = Qkv::new(
             TensorRef::bhnd(&self.q, [1, p.n_heads, p.n_q, p.d])?,
@@ -44,6 +50,9 @@ impl Case {
         );
         let out = Out::new(TensorMut::bhnd(&mut self.o, [1, p.n_heads, p.n_q, p.d_v])?);
         let start = Instant::now();
+        if with_setup {
+            self.plan = self.method.plan(&p, &self.options)?;
+        }
         self.plan.execute(&Inputs::F32(x), &mut out.into(), ws)?;
         Ok(start.elapsed().as_secs_f64())
     }
@@ -64,19 +73,22 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 e.insert(Workspace::new(Schedule { threads, ..Schedule::default() })?)
             }
         };
-        let precision = request["precision"].as_str().unwrap_or("full").to_string();
-        let options = Options::new().with("precision", precision);
+        let id = request["method"].as_str().unwrap_or("exact");
+        let mut options = Options::new();
+        for (name, value) in request["set"].as_object().into_iter().flatten() {
+            options.set(name, value.as_str().map_or_else(|| value.to_string(), str::to_owned));
+        }
         let answer = match request["kind"].as_str().unwrap_or_default() {
             "machine" => {
                 let machine = attlas_lab::machine::Machine::measure(ws, 256 << 20);
                 json!({"fma_gflops": machine.fma_gflops, "read_gbs": machine.read_gbs, "copy_gbs": machine.copy_gbs})
             }
             "bf16_error" => {
-                let mut exact = Case::new(&Problem::new(1, 2048, d), &Options::new())?;
-                let mut low =
-                    Case::new(&Problem::new(1, 2048, d), &Options::new().with("precision", "bf16"))?;
-                exact.run(ws)?;
-                low.run(ws)?;
+                let problem = Problem::new(1, 2048, d);
+                let mut exact = Case::new(id, &problem, Options::new())?;
+                let mut low = Case::new(id, &problem, Options::new().with("precision", "bf16"))?;
+                exact.run(false, ws)?;
+                low.run(false, ws)?;
                 json!({"rel_fro": metrics::Errors::new(&low.o, &exact.o, d, None).rel_fro})
             }
             kind => {
@@ -87,10 +99,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     problem = problem.causal();
                 }
                 if last.as_ref().is_none_or(|(key, _)| *key != line) {
-                    last = Some((line.clone(), Case::new(&problem, &options)?));
+                    last = Some((line.clone(), Case::new(id, &problem, options)?));
                 }
                 let Some((_, case)) = &mut last else { continue };
-                json!({"seconds": case.run(ws)?})
+                json!({"seconds": case.run(request["setup"].as_bool().unwrap_or(false), ws)?})
             }
         };
         println!("{answer}");

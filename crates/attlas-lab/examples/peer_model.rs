@@ -1,6 +1,6 @@
 //! The attlas side of `bench/peers/model.py`: reads one JSON request a line, runs it once, answers with seconds.
 
-use attlas::Schedule;
+use attlas::{Options, Schedule};
 use attlas_lab::text::open_model;
 use attlas_model::{Decoder, Recipe};
 use serde_json::{Value, json};
@@ -21,7 +21,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let (prompt, steps) = (ids("prompt")?, ids("steps")?);
         if last.as_ref().is_none_or(|(t, _)| *t != threads) {
             let schedule = Schedule { threads: threads as usize, ..Schedule::default() };
-            last = Some((threads, Decoder::new(model.clone(), &Recipe::default(), schedule)?));
+            let precision = request["precision"].as_str().unwrap_or("full").to_owned();
+            let recipe = Recipe::uniform("exact", Options::new().with("precision", precision));
+            last = Some((threads, Decoder::new(model.clone(), &recipe, schedule)?));
         }
         let Some((_, decoder)) = &mut last else { continue };
         decoder.reset();

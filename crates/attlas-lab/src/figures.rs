@@ -31,18 +31,23 @@ pub(crate) fn shade_name(t: f64) -> String {
     format!("#{r:02x}{g:02x}{b:02x}")
 }
 
-/// A matrix as an SVG image of the given square, on a logarithmic scale of four decades.
-pub(crate) fn heat_image(map: &HeatMap, x: f64, y: f64, side: f64, title: &str) -> String {
+/// A matrix as the address of a PNG, on a logarithmic scale of four decades.
+pub(crate) fn heat_address(map: &HeatMap) -> String {
     let largest = map.data.iter().copied().filter(|v| v.is_finite()).fold(0.0, f64::max);
     let level = |v: f64| {
         if v > 0.0 && largest > 0.0 { 1.0 + (v / largest).log10() / DECADES } else { 0.0 }
     };
     let pixels: Vec<u8> =
         map.data.iter().map(|&v| (level(v).clamp(0.0, 1.0) * (SHADES - 1) as f64).round() as u8).collect();
+    format!("data:image/png;base64,{}", base64(&png(map.cols, map.rows, &pixels)))
+}
+
+/// The same as an SVG image of the given square.
+pub(crate) fn heat_image(map: &HeatMap, x: f64, y: f64, side: f64, title: &str) -> String {
     format!(
         "<image x=\"{x:.1}\" y=\"{y:.1}\" width=\"{side:.1}\" height=\"{side:.1}\" preserveAspectRatio=\"none\" \
-         style=\"image-rendering:pixelated\" href=\"data:image/png;base64,{}\"><title>{}</title></image>",
-        base64(&png(map.cols, map.rows, &pixels)),
+         style=\"image-rendering:pixelated\" href=\"{}\"><title>{}</title></image>",
+        heat_address(map),
         escape(title)
     )
 }

@@ -86,7 +86,7 @@ impl Axis {
 }
 
 /// Error against time for every method with a finite error above zero.
-pub(crate) fn plot(c: &Comparison) -> String {
+fn plot(c: &Comparison) -> String {
     let time = |s: &Summary| s.setup_seconds + s.run_seconds;
     let mut points: Vec<&Summary> = c
         .summary
@@ -144,7 +144,7 @@ pub(crate) fn plot(c: &Comparison) -> String {
     }
     let _ = write!(
         svg,
-        "<polyline class=\"front\" points=\"{}\" fill=\"none\" stroke=\"#c60\" stroke-width=\"1.5\"/>",
+        "<polyline points=\"{}\" fill=\"none\" stroke=\"#c60\" stroke-width=\"1.5\"/>",
         front.join(" ")
     );
     let mut labels = Labels::default();
@@ -158,11 +158,10 @@ pub(crate) fn plot(c: &Comparison) -> String {
         let (tx, ty) = labels.place(px, py, s.method.len());
         let _ = write!(
             svg,
-            "<g class=\"point\" tabindex=\"0\" data-family=\"{family}\" data-x=\"{px:.1}\" data-y=\"{py:.1}\">\
+            "<g>\
              <line x1=\"{px:.1}\" y1=\"{lo:.1}\" x2=\"{px:.1}\" y2=\"{hi:.1}\" stroke=\"{fill}\"/>\
              <circle cx=\"{px:.1}\" cy=\"{py:.1}\" r=\"4\" fill=\"{fill}\"><title>{name}: {error}, {time}</title></circle>\
              <text x=\"{tx:.1}\" y=\"{ty:.1}\">{name}</text></g>",
-            family = s.family,
             name = escape(s.method),
             error = number(s.rel_fro.mean),
             time = seconds(time(s)),
@@ -198,7 +197,7 @@ pub fn picture(c: &Comparison) -> String {
 }
 
 /// One colour for each family; told apart in print and by the colour-blind (Okabe and Ito's palette).
-pub(crate) fn colour(family: &str) -> &'static str {
+fn colour(family: &str) -> &'static str {
     match family {
         // Black on white, white where the page is dark.
         "exact" => "currentColor",

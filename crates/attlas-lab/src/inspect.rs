@@ -178,6 +178,18 @@ impl Inspection {
         table
     }
 
+    /// Mean mass of a row that its largest weights hold, one line for each head.
+    pub fn mass_table(&self) -> Table {
+        let mut table =
+            Table::new(&["layer", "head", "top 1", "top 4", "top 16", "top 64", "top 256", "top 1024"]);
+        for h in &self.heads {
+            let mut row = vec![h.layer.map_or("-".into(), |l| l.to_string()), h.head.to_string()];
+            row.extend(h.report.weights.mass_of_top.map(|t| percent(t.mass.mean)));
+            table.push(row);
+        }
+        table
+    }
+
     /// The same with all digits and more columns.
     pub fn csv_table(&self) -> Table {
         let mut table = Table::new(&[
@@ -199,6 +211,12 @@ impl Inspection {
             "keys_90",
             "keys_95",
             "keys_99",
+            "mass_of_top_1",
+            "mass_of_top_4",
+            "mass_of_top_16",
+            "mass_of_top_64",
+            "mass_of_top_256",
+            "mass_of_top_1024",
             "entropy",
             "below_1e-1",
             "below_1e-2",
@@ -223,6 +241,7 @@ impl Inspection {
             row.push(r.spectra.weights.variance_rank.open.to_string());
             row.extend([r.spectra.scores.stable_rank, r.spectra.weights.stable_rank].map(raw));
             row.extend(r.weights.keys_for_mass.map(|m| raw(m.keys.mean)));
+            row.extend(r.weights.mass_of_top.map(|t| raw(t.mass.mean)));
             row.push(raw(r.weights.entropy.mean));
             row.extend(r.weights.below.map(|b| raw(b.1)));
             let sink = r.weights.sinks.first();
@@ -248,7 +267,7 @@ impl Inspection {
     }
 
     /// Figures over layers and heads, each with its name.
-    pub(crate) fn maps(&self) -> Vec<(&'static str, String)> {
+    fn maps(&self) -> Vec<(&'static str, String)> {
         let figures: [(&'static str, fn(&HeadReport) -> f64, fn(f64) -> String); 6] = [
             ("rank of Z⁻¹A at 90 %", |r| r.spectra.weights.variance_rank.value as f64, number),
             ("stable rank of Z⁻¹A", |r| r.spectra.weights.stable_rank, number),
@@ -290,7 +309,7 @@ impl Inspection {
     }
 
     /// Sections for each layer with the panels of its heads, folded away where they are many.
-    pub(crate) fn sections(&self) -> String {
+    fn sections(&self) -> String {
         let mut out = String::new();
         let open = if self.heads.len() <= 16 { " open" } else { "" };
         for part in self.heads.chunk_by(|a, b| a.layer == b.layer) {
@@ -335,13 +354,14 @@ impl Inspection {
              <style>{STYLE}{MAP_STYLE}</style></head><body>\n<h1>Inside the heads</h1>\n\
              <p>{source}; mask {mask}, {heads} heads. {sinks} of them have a sink at their first key.</p>\n\
              <h2>Layers and heads</h2><div class=\"maps\">{maps}</div>\n<h2>Figures</h2>\n<table>\n{rows}</table>\n\
-             <p>{legend}</p>\n{skipped}<h2>Patterns and spectra</h2>\n<p>{caption}</p>\n{sections}</body></html>\n",
+             <p>{legend}</p>\n<h2>Mass of the largest weights of a row</h2>\n<table>\n{masses}</table>\n{skipped}<h2>Patterns and spectra</h2>\n<p>{caption}</p>\n{sections}</body></html>\n",
             source = escape(&self.source),
             mask = self.mask,
             heads = self.heads.len(),
             sinks = percent(self.first_key_sinks),
             rows = table_rows(&self.table()),
             legend = escape(&self.legend()),
+            masses = table_rows(&self.mass_table()),
             skipped = self.skipped_list(),
             caption = CAPTION,
             sections = self.sections(),
@@ -350,11 +370,11 @@ impl Inspection {
 }
 
 /// What the panels show.
-pub(crate) const CAPTION: &str = "Left: the first rows and keys of Z⁻¹A, each row over its largest weight. Middle: all of \
+const CAPTION: &str = "Left: the first rows and keys of Z⁻¹A, each row over its largest weight. Middle: all of \
 it, averaged over blocks. Both on a logarithmic scale of four decades. Right: singular values over the largest one, \
 against their number, both axes logarithmic.";
 
-pub(crate) const MAP_STYLE: &str = ".maps{display:flex;flex-wrap:wrap;gap:1rem}figure{margin:0;flex:1 1 16rem}\
+const MAP_STYLE: &str = ".maps{display:flex;flex-wrap:wrap;gap:1rem}figure{margin:0;flex:1 1 16rem}\
 svg.map{display:block}g:focus{outline:none}g:focus rect{stroke:currentColor;stroke-width:2}table{display:block;\
 overflow-x:auto}@media print{details::details-content{content-visibility:visible}}";
 
@@ -373,7 +393,7 @@ impl SkippedHead {
 }
 
 impl Inspected {
-    fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         place(self.layer, self.head)
     }
 

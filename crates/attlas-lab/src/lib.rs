@@ -1,7 +1,7 @@
 //! Workloads, comparisons and benchmarks: the measuring part of attlas.
 //!
 //! A [`Source`] names inputs and loads them, a [`Selection`](select::Selection) names methods with their
-//! settings, [`mod@compare`] measures errors and times on those inputs, [`mod@bench`] measures how times grow with
+//! settings, [`budget`] makes them spend the same, [`mod@compare`] measures errors and times on those inputs, [`mod@bench`] measures how times grow with
 //! the length beside what the [`machine`] can do, and [`atlas`] describes everything the registry holds.
 //! [`mod@extract`], [`mod@perplexity`] and [`mod@generate`] run a pretrained model over a text, [`mod@inspect`] looks
 //! inside heads, [`mod@tune`] chooses a method for each, and [`report`] puts it on one page. Results
@@ -12,6 +12,7 @@
 
 pub mod atlas;
 pub mod bench;
+pub mod budget;
 pub mod calibration;
 pub mod certify;
 pub mod compare;
@@ -35,6 +36,7 @@ pub mod self_check;
 pub mod simulate;
 pub mod source;
 pub mod stats;
+pub mod survey;
 pub mod synthetic;
 pub mod table;
 pub mod text;

@@ -1,7 +1,8 @@
 //! Tables for people, in three forms, and numbers short enough to read.
 
 use crate::bench::Bench;
-use crate::compare::{Comparison, Summary};
+use crate::budget::Budget;
+use crate::compare::{Comparison, Matching, Summary};
 
 /// A table of words.
 #[derive(Clone, Debug, Default)]
@@ -169,6 +170,28 @@ pub fn raw(x: f64) -> String {
     if x.is_finite() { x.to_string() } else { String::new() }
 }
 
+impl Matching {
+    /// One line for each method.
+    pub fn table(&self) -> Table {
+        let mut table = Table::new(&["<method", "<parameter", "value", "spends", "<within"]);
+        for m in &self.methods {
+            let spent = |x: f64| match self.budget {
+                Budget::Keys(_) => number(x),
+                Budget::Time(_) => percent(x),
+                Budget::Memory(_) => bytes(x as usize),
+            };
+            table.push(vec![
+                m.method.into(),
+                if m.params.is_empty() { "defaults".into() } else { m.params.join(", ") },
+                m.value.map_or("-".into(), |v| v.to_string()),
+                m.spent.map_or("-".into(), spent),
+                if m.within || m.value.is_none() { String::new() } else { "over".into() },
+            ]);
+        }
+        table
+    }
+}
+
 impl Comparison {
     /// One line for each method, smallest error first.
     pub fn table(&self) -> Table {
@@ -192,6 +215,7 @@ impl Comparison {
                 bytes(s.peak_bytes),
                 if s.keys_share == 0.0 { "-".into() } else { percent(s.keys_share) },
                 match s.status {
+                    "complete" if s.front => "front".into(),
                     "complete" => "".into(),
                     "stopped_early" => "early".into(),
                     "not_finite" => "NaN".into(),

@@ -2,6 +2,8 @@
 
 use crate::hash::sha256;
 use crate::{Error, Result};
+use attlas::params::Value;
+use attlas_model::config::ModelConfig;
 use attlas_model::{Model, Recipe};
 use std::io::Read;
 use std::path::Path;
@@ -45,6 +47,26 @@ impl Text {
             return Err(Error::argument(path.display(), "a text of at least one token", "none"));
         }
         Ok(Self { source: path.display().to_string(), sha256: sha256(&bytes), tokens })
+    }
+}
+
+/// A model's sizes in one line; recipes carry it, so that one for another model is told apart.
+pub fn shape(c: &ModelConfig) -> String {
+    format!(
+        "{} layers, {} heads, {} key heads, width {}, {} tokens known",
+        c.n_layers, c.n_heads, c.n_kv_heads, c.head_dim, c.vocab
+    )
+}
+
+/// An error if a recipe says that it was made for a model of other sizes.
+pub fn check_recipe(recipe: &Recipe, model: &Model) -> Result<()> {
+    match recipe.evidence.get("model_shape") {
+        Some(Value::Text(made_for)) if *made_for != shape(&model.config) => {
+            let name = recipe.model.as_deref().unwrap_or("another model");
+            let expected = format!("a recipe for a model of {}", shape(&model.config));
+            Err(Error::argument("--recipe", expected, format!("one for {name} of {made_for}")))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -405,14 +405,28 @@ fn write_npy(all: &[Named<'_>], path: &Path) -> Result<()> {
     write_file(path, &bytes)
 }
 
-/// Writes a file under a temporary name and renames it.
+/// Writes a file under a temporary name and renames it; what was written of one that failed is removed.
 pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
+    let temporary = temporary(path);
+    std::fs::write(&temporary, bytes).and_then(|()| std::fs::rename(&temporary, path)).map_err(|e| {
+        let _ = std::fs::remove_file(&temporary);
+        Error::writing(path, e)
+    })
+}
+
+/// Whether a file can be written there, tried with an empty one of another name: for commands that would find out
+/// only after long work.
+pub fn check_writable(path: &Path) -> Result<()> {
+    let temporary = temporary(path);
+    std::fs::write(&temporary, [])
+        .and_then(|()| std::fs::remove_file(&temporary))
+        .map_err(|e| Error::writing(path, e))
+}
+
+fn temporary(path: &Path) -> PathBuf {
     let mut name = path.file_name().unwrap_or_default().to_os_string();
     name.push(".tmp");
-    let temporary = path.with_file_name(name);
-    std::fs::write(&temporary, bytes)
-        .and_then(|()| std::fs::rename(&temporary, path))
-        .map_err(|e| Error::writing(path, e))
+    path.with_file_name(name)
 }
 
 #[cfg(test)]

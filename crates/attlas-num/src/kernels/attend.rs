@@ -57,7 +57,15 @@ impl Band {
 ///
 /// A row that sees no key gives `out = 0` and `lse = −∞`. NaN in a query, or in a key or value it sees,
 /// reaches its output; what a row does not see, by the band or by a bias of −∞, cannot change a bit of its
-/// result, not even by being NaN.
+/// result, not even by being NaN. A logit of +∞ gives NaN. Work outside the band is skipped.
+///
+/// **Which bits.** There are two ways to compute, chosen by `decode`: keys and values read where they are
+/// (decoding), or packed into tiles. The two differ by rounding. Within each, the bits of a row depend on its query,
+/// on the keys, values and biases it sees and their positions in `k`, and on `tile_k`, `isa` and `precision`; not on
+/// the other rows of the call, their number or order, so any split of rows over threads gives the same bits.
+///
+/// **Memory.** Below 1 MiB from the scratch pool for `d + d_v` up to about 5000 `f32`, whatever the number of
+/// rows and keys; beyond that it grows with the width.
 #[derive(Clone, Copy, Debug)]
 pub struct Attend<'a, T> {
     /// Queries, one per row; columns `d`.
@@ -72,7 +80,8 @@ pub struct Attend<'a, T> {
     pub bias: Option<&'a [T]>,
     /// Which keys a row sees.
     pub band: Band,
-    /// Keys per tile; 0 for the default.
+    /// Keys per tile; 0 for the default. Lowered or raised to what the packed tiles allow: whole registers,
+    /// at most 512. The decoding path has a fixed one.
     pub tile_k: usize,
     /// Instruction set; one that the machine lacks is replaced by [`Isa::Scalar`].
     pub isa: Isa,

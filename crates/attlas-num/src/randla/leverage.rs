@@ -7,6 +7,7 @@ use crate::linalg::{
 use crate::randla::gaussian_matrix;
 use crate::rng::StreamKey;
 use crate::{Mat, MatRef, Real};
+use rayon::prelude::*;
 
 /// $\tau_i = a_i^\top (A^\top A)^+ a_i$: in $[0, 1]$, with the rank as their sum, unchanged by $A \to AM$ for
 /// nonsingular $M$.
@@ -21,15 +22,36 @@ pub fn leverage_scores<T: Real>(a: MatRef<'_, T>, rank_tol: f64) -> Result<Vec<f
 pub fn ridge_leverage_scores<T: Real>(a: MatRef<'_, T>, lambda: f64) -> Result<Vec<f64>> {
     check_ridge(lambda)?;
     let (a, scale) = to_scaled(a, "the matrix")?;
-    let mut gram = matmul_tn(a.as_ref(), a.as_ref());
+    let mut gram = gram(a.as_ref());
     (0..gram.rows()).for_each(|i| gram[(i, i)] += lambda / scale / scale);
-    let half = psd_factor(gram.as_ref())?.half_solve(a.transpose().as_ref())?;
+    let factor = psd_factor(gram.as_ref())?;
     let mut scores = vec![0.0; a.rows()];
-    for i in 0..half.rows() {
-        scores.iter_mut().zip(half.row(i)).for_each(|(s, x)| *s += x * x);
-    }
-    scores.iter_mut().for_each(|s| *s = s.clamp(0.0, 1.0));
+    scores.par_chunks_mut(PIECE).enumerate().try_for_each(|(t, scores)| -> Result<()> {
+        let rows = a.as_ref().sub_rows(t * PIECE..t * PIECE + scores.len());
+        let half =
+            factor.half_solve(Mat::from_fn(rows.cols(), rows.rows(), |i, j| rows.at(j, i)).as_ref())?;
+        for i in 0..half.rows() {
+            scores.iter_mut().zip(half.row(i)).for_each(|(s, x)| *s += x * x);
+        }
+        scores.iter_mut().for_each(|s| *s = s.clamp(0.0, 1.0));
+        Ok(())
+    })?;
     Ok(scores)
+}
+
+/// Rows that one task takes. Fixed, so that the number of threads cannot change a bit.
+const PIECE: usize = 1024;
+
+/// $A^\top A$: pieces of rows in parallel, added in order.
+pub(super) fn gram(a: MatRef<'_, f64>) -> Mat<f64> {
+    let piece = |t: usize| {
+        let rows = a.sub_rows(t * PIECE..((t + 1) * PIECE).min(a.rows()));
+        matmul_tn(rows, rows)
+    };
+    let parts: Vec<Mat<f64>> = (0..a.rows().div_ceil(PIECE)).into_par_iter().map(piece).collect();
+    let mut sum = Mat::zeros(a.cols(), a.cols());
+    parts.iter().for_each(|part| axpy(1.0, part.data(), sum.data_mut()));
+    sum
 }
 
 fn check_ridge(lambda: f64) -> Result<()> {

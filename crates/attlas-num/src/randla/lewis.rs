@@ -2,9 +2,10 @@
 
 use crate::kernels::{Isa, Op, gemm};
 use crate::linalg::{LinalgError, Result, Triangle, cholesky, dot, solve_triangular_in_place};
-use crate::randla::leverage_scores;
+use crate::randla::leverage::{gram, leverage_scores};
 use crate::scratch::Scratch;
 use crate::{Mat, MatRef};
+use rayon::prelude::*;
 
 /// When the iteration for [`lewis_weights`] stops, and which directions count.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -103,9 +104,7 @@ pub fn gram_leverage_scores(a: MatRef<'_, f64>, rank_tol: f64) -> Result<Vec<f64
         return leverage_scores(a, rank_tol);
     }
     let (scratch, isa) = (Scratch::new(), Isa::best());
-    let mut gram = Mat::<f64>::zeros(d, d);
-    gemm(isa, 1.0, Op::T(a), Op::N(a), 0.0, gram.data_mut(), d, &scratch);
-    let Ok(factor) = cholesky(gram.as_ref()) else { return leverage_scores(a, rank_tol) };
+    let Ok(factor) = cholesky(gram(a).as_ref()) else { return leverage_scores(a, rank_tol) };
     let diagonal = (0..d).map(|i| factor[(i, i)]);
     let (low, high) = diagonal.fold((f64::INFINITY, 0.0f64), |(a, b), x| (a.min(x), b.max(x)));
     if low < WELL_CONDITIONED * high || !high.is_finite() {
@@ -114,13 +113,13 @@ pub fn gram_leverage_scores(a: MatRef<'_, f64>, rank_tol: f64) -> Result<Vec<f64
     let mut inverse = Mat::<f64>::identity(d);
     solve_triangular_in_place(Triangle::Lower, factor.as_ref(), inverse.data_mut(), d);
     const ROWS: usize = 256;
-    let mut solved = vec![0.0; ROWS.min(n) * d];
-    let mut scores = Vec::with_capacity(n);
-    for start in (0..n).step_by(ROWS) {
-        let rows = a.sub_rows(start..(start + ROWS).min(n));
+    let mut scores = vec![0.0; n];
+    scores.par_chunks_mut(ROWS).enumerate().for_each(|(t, scores)| {
+        let mut solved = scratch.take::<f64>(scores.len() * d);
+        let rows = a.sub_rows(t * ROWS..t * ROWS + scores.len());
         gemm(isa, 1.0, Op::N(rows), Op::T(inverse.as_ref()), 0.0, &mut solved, d, &scratch);
-        scores.extend(solved.chunks_exact(d).take(rows.rows()).map(|r| dot(r, r).clamp(0.0, 1.0)));
-    }
+        scores.iter_mut().zip(solved.chunks_exact(d)).for_each(|(s, r)| *s = dot(r, r).clamp(0.0, 1.0));
+    });
     Ok(scores)
 }
 

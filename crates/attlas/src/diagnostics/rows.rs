@@ -12,6 +12,8 @@ use std::ops::Range;
 const THRESHOLDS: [f64; 3] = [1e-1, 1e-2, 1e-3];
 /// Masses whose least number of keys is found.
 const MASSES: [f64; 3] = [0.9, 0.95, 0.99];
+/// Numbers of keys whose mass is found.
+const TOP_KEYS: [usize; 6] = [1, 4, 16, 64, 256, 1024];
 /// Parts that rows are split into for sums over columns; fixed, so that threads cannot change a bit.
 const PARTS: usize = 32;
 /// Rows whose logits are held at one time.
@@ -30,6 +32,8 @@ pub struct WeightProfile {
     pub below: [(f64, f64); 3],
     /// Least number of keys whose weights reach 0.9, 0.95 and 0.99 of a row.
     pub keys_for_mass: [MassKeys; 3],
+    /// Mass of the 1, 4, 16, 64, 256 and 1024 largest weights of a row.
+    pub mass_of_top: [TopMass; 6],
     /// Entropies of the rows in nats.
     pub entropy: Summary,
     /// Mean weight of each key over the rows that see it; NaN (`null` in JSON) where no row does.
@@ -58,6 +62,15 @@ pub struct MassKeys {
     pub mass: f64,
     /// How many keys hold it.
     pub keys: Summary,
+}
+
+/// Mass of the largest weights, over the rows.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub struct TopMass {
+    /// How many weights; a row that sees fewer keys has all its mass in them.
+    pub keys: usize,
+    /// Their sum.
+    pub mass: Summary,
 }
 
 /// Mean and quantiles over rows.
@@ -175,6 +188,8 @@ pub fn weight_profile(head: &Head, settings: &Settings, ws: &Workspace) -> Weigh
         below: [0, 1, 2].map(|t| (THRESHOLDS[t], below[t] as f64 / visible.max(1) as f64)),
         keys_for_mass: [0, 1, 2]
             .map(|m| MassKeys { mass: MASSES[m], keys: over_rows(&|r: &RowFigures| r.keys[m] as f64) }),
+        mass_of_top: [0, 1, 2, 3, 4, 5]
+            .map(|t| TopMass { keys: TOP_KEYS[t], mass: over_rows(&|r: &RowFigures| r.top[t]) }),
         entropy: over_rows(&|r: &RowFigures| r.entropy),
         mean_weight,
         sinks,
@@ -211,6 +226,7 @@ struct RowFigures {
     squares: f64,
     entropy: f64,
     keys: [usize; 3],
+    top: [f64; 6],
 }
 
 /// What is kept of some consecutive rows.
@@ -287,7 +303,7 @@ impl Part {
     fn row(&mut self, s: &[f64], w: &mut [f64], order: &mut Order) -> RowFigures {
         let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         if max == f64::NEG_INFINITY {
-            return RowFigures { max, lse: max, squares: 0.0, entropy: 0.0, keys: [0; 3] };
+            return RowFigures { max, lse: max, squares: 0.0, entropy: 0.0, keys: [0; 3], top: [0.0; 6] };
         }
         w.iter_mut().zip(s).for_each(|(w, s)| *w = s - max);
         exp_in_place(w);
@@ -296,6 +312,7 @@ impl Part {
         for (t, threshold) in THRESHOLDS.iter().enumerate() {
             self.below[t] += w.iter().filter(|w| **w < *threshold).count() as u64;
         }
+        order.fill(max, s, w);
         // H = ln Z − Σ p (s − max), with Z the sum relative to the largest.
         let spread: f64 = w.iter().zip(s).map(|(w, s)| w * (max - s)).sum();
         RowFigures {
@@ -303,7 +320,8 @@ impl Part {
             lse: max + sum.ln(),
             squares: w.iter().map(|w| w * w).sum(),
             entropy: sum.ln() + spread / sum,
-            keys: MASSES.map(|mass| order.least_keys(max, s, w, mass * sum)),
+            keys: MASSES.map(|mass| order.take(max, s, w, mass * sum, usize::MAX).keys),
+            top: TOP_KEYS.map(|keys| (order.take(max, s, w, f64::INFINITY, keys).mass / sum).min(1.0)),
         }
     }
 }
@@ -321,36 +339,54 @@ struct Order {
     crossing: Vec<f64>,
 }
 
+/// Some of the largest weights of a row.
+struct Taken {
+    keys: usize,
+    mass: f64,
+}
+
+/// The bucket of a logit.
+fn bucket(max: f64, s: f64) -> usize {
+    (((max - s) * BUCKETS_PER_UNIT) as usize).min(BUCKETS - 1)
+}
+
 impl Order {
-    /// Least number of weights `w = e^{s − max}` whose sum reaches `wanted`: whole buckets of equal logits first, then
-    /// the members of the one in which the sum is reached, sorted.
-    fn least_keys(&mut self, max: f64, s: &[f64], w: &[f64], wanted: f64) -> usize {
-        let bucket = |s: f64| (((max - s) * BUCKETS_PER_UNIT) as usize).min(BUCKETS - 1);
+    /// Counts the weights `w = e^{s − max}` of a row in buckets of nearly equal logits.
+    fn fill(&mut self, max: f64, s: &[f64], w: &[f64]) {
         self.mass.clear();
         self.mass.resize(BUCKETS, 0.0);
         self.count.clear();
         self.count.resize(BUCKETS, 0);
         for (&s, &w) in s.iter().zip(w) {
-            let b = bucket(s);
+            let b = bucket(max, s);
             self.mass[b] += w;
             self.count[b] += 1;
         }
-        let (mut sum, mut keys, mut b) = (0.0, 0, 0);
-        while b + 1 < BUCKETS && sum + self.mass[b] < wanted {
-            sum += self.mass[b];
-            keys += self.count[b];
+    }
+
+    /// The largest weights of the row that was filled in, until their sum reaches `mass` or their number `keys`: whole
+    /// buckets first, then the members of the one in which that happens, sorted.
+    fn take(&mut self, max: f64, s: &[f64], w: &[f64], mass: f64, keys: usize) -> Taken {
+        let mut taken = Taken { keys: 0, mass: 0.0 };
+        let mut b = 0;
+        while b + 1 < BUCKETS && taken.mass + self.mass[b] < mass && taken.keys + self.count[b] <= keys {
+            taken.mass += self.mass[b];
+            taken.keys += self.count[b];
             b += 1;
         }
+        if taken.keys == keys {
+            return taken;
+        }
         self.crossing.clear();
-        self.crossing.extend(s.iter().zip(w).filter(|(s, _)| bucket(**s) == b).map(|(_, w)| *w));
+        self.crossing.extend(s.iter().zip(w).filter(|(s, _)| bucket(max, **s) == b).map(|(_, w)| *w));
         self.crossing.sort_by(|a, b| b.total_cmp(a));
         for w in &self.crossing {
-            if sum >= wanted {
+            if taken.mass >= mass || taken.keys == keys {
                 break;
             }
-            sum += w;
-            keys += 1;
+            taken.mass += w;
+            taken.keys += 1;
         }
-        keys
+        taken
     }
 }

@@ -310,6 +310,21 @@ fn row_figures_follow_their_definitions() {
             assert_eq!(mass.keys.median, counts[counts.len().div_ceil(2) - 1]);
             assert_eq!(mass.keys.p95, counts[(0.95 * counts.len() as f64).ceil() as usize - 1]);
         }
+        for top in found.mass_of_top {
+            let mut masses: Vec<f64> = seen
+                .iter()
+                .map(|&i| {
+                    let mut row = p.row(i).to_vec();
+                    row.sort_by(|a, b| b.total_cmp(a));
+                    row.iter().take(top.keys).sum()
+                })
+                .collect();
+            // Both are sums of up to 61 weights that are at most one together.
+            let tol = 64.0 * f64::EPSILON;
+            assert!((top.mass.mean - masses.iter().sum::<f64>() / masses.len() as f64).abs() < tol);
+            masses.sort_by(f64::total_cmp);
+            assert!((top.mass.median - masses[masses.len().div_ceil(2) - 1]).abs() < tol);
+        }
         for (threshold, share) in found.below {
             let (mut below, mut all) = (0, 0);
             for i in 0..n_q {

@@ -4,21 +4,20 @@ use attlas_num::{DType, Real};
 
 /// Bins of the histogram: the top bits of a score, sign and exponent first.
 const BINS: usize = 1 << 12;
+const BIN_SHIFT: u32 = 52;
 
 /// A number that orders as the score does, with 0 and −0 equal and NaN above everything, and its bin.
+///
+/// Without a branch: the signs of scores follow no pattern.
 fn rank_of<T: Real>(score: T) -> (u64, usize) {
-    let (bits, top, shift) = match T::DTYPE {
-        DType::F32 => ((score + T::ZERO).to_bits64() << 32, 1u64 << 63, 52),
-        DType::F64 => ((score + T::ZERO).to_bits64(), 1u64 << 63, 52),
+    let bits = match T::DTYPE {
+        DType::F32 => (score + T::ZERO).to_bits64() << 32,
+        DType::F64 => (score + T::ZERO).to_bits64(),
     };
-    let key = if score.is_nan() {
-        u64::MAX
-    } else if bits & top == 0 {
-        bits | top
-    } else {
-        !bits
-    };
-    (key, (key >> shift) as usize)
+    let negative = (bits as i64 >> 63) as u64;
+    let key = bits ^ (negative | 1 << 63);
+    let key = if score.is_nan() { u64::MAX } else { key };
+    (key, (key >> BIN_SHIFT) as usize)
 }
 
 /// Writes the indices of the `count` largest scores into `index`, in increasing order; ties go to the smaller index.
@@ -43,24 +42,34 @@ pub fn select_top<T: Real>(scores: &[T], count: usize, index: &mut Vec<usize>) {
     }
     // `count − above` scores of the bin at the edge are chosen: all above its key there, and the first of equals.
     let wanted = count - above;
-    let mut keys: Vec<u64> =
-        scores.iter().map(|&s| rank_of(s)).filter(|r| r.1 == edge).map(|r| r.0).collect();
+    let mut keys = vec![0u64; bins[edge] as usize + 1];
+    let mut len = 0;
+    for &s in scores {
+        let (key, bin) = rank_of(s);
+        keys[len] = key;
+        len += usize::from(bin == edge);
+    }
+    keys.truncate(len);
     let (threshold, mut equals) = if wanted == 0 {
-        (u64::MAX, 0)
+        // Everything above the bin, nothing in it.
+        (((edge as u64 + 1) << BIN_SHIFT) - 1, 0)
     } else {
         let (greater, key, _) = keys.select_nth_unstable_by(wanted - 1, |a, b| b.cmp(a));
         let key = *key;
         (key, wanted - greater.iter().filter(|&&g| g > key).count())
     };
+    // Written whether chosen or not: what is chosen follows no pattern that a branch could be predicted by.
+    index.resize(count + 1, 0);
+    let mut len = 0;
     for (i, &s) in scores.iter().enumerate() {
-        let (key, bin) = rank_of(s);
-        if bin > edge || bin == edge && key > threshold {
-            index.push(i);
-        } else if bin == edge && key == threshold && equals > 0 {
-            equals -= 1;
-            index.push(i);
-        }
+        let key = rank_of(s).0;
+        let equal = key == threshold && equals > 0;
+        equals -= usize::from(equal);
+        index[len] = i;
+        len += usize::from(key > threshold || equal);
     }
+    debug_assert_eq!(len, count, "the histogram counts every score once");
+    index.truncate(count);
 }
 
 #[cfg(test)]

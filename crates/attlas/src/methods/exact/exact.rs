@@ -22,7 +22,7 @@
 
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Claims, Cost, Family, Method, RunInfo, Support};
-use crate::methods::common::{exact_group_with, exact_scratch_bytes};
+use crate::methods::common::{Operands, exact_group_with, exact_scratch_bytes};
 use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result};
 use attlas_num::kernels;
@@ -41,21 +41,11 @@ pub static METHOD: Method = Method {
     build: |p, options, _| Ok(Exact::new(Params::from_options(options)?).boxed(p)),
 };
 
-crate::choices! {
-    /// Precision of the operands of both products.
-    pub enum Precision {
-        /// As given.
-        Full = "full",
-        /// Rounded to bfloat16; single-precision inputs only, double precision ignores it.
-        Bf16 = "bf16",
-    }
-}
-
 crate::params! {
     /// Parameters of [`Exact`].
     pub struct Params {
         /// Precision of the operands: full, or bf16 with sums in single precision.
-        precision: Precision = Precision::Full;
+        precision: Operands = Operands::Full;
     }
 }
 
@@ -68,12 +58,7 @@ pub struct Exact {
 impl Exact {
     /// A plan in the precision asked for.
     pub fn new(params: Params) -> Self {
-        Self {
-            precision: match params.precision {
-                Precision::Full => kernels::Precision::Full,
-                Precision::Bf16 => kernels::Precision::Bf16,
-            },
-        }
+        Self { precision: params.precision.precision() }
     }
 }
 

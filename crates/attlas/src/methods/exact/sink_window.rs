@@ -13,16 +13,17 @@
 //! **Cost.** $2 n_q (s + w)(d + d_v)$; scratch as exact attention plus one output block per thread.
 //!
 //! **Guarantees.** Exact when the window, or causally sinks and window together, cover all keys. The error is at
-//! most the lost mass times the range of the values.
+//! most the lost mass times the range of the values. With `precision = bf16` operands are rounded to 8 significant
+//! bits, sums stay in single precision.
 //!
 //! **When to use.** As the yardstick of every method that claims to use the middle of the context.
 
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::{exact_group, exact_rows, exact_scratch_bytes};
+use crate::methods::common::{Operands, exact_group, exact_group_with, exact_rows_with, exact_scratch_bytes};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
-use attlas_num::kernels::{Band, merge_lse};
+use attlas_num::kernels::{Band, Precision, merge_lse};
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -51,6 +52,8 @@ crate::params! {
         sinks: usize = 4, in 0..=1 << 30;
         /// Most recent keys that a query sees, its own included.
         window: usize = 512, in 1..=1 << 30;
+        /// Precision of the operands: full, or bf16 with sums in single precision; decoding is in full precision.
+        precision: Operands = Operands::Full;
     }
 }
 
@@ -71,7 +74,7 @@ impl SinkWindow {
 
     /// Whether every row sees every key it may see.
     fn covers<T: Real>(&self, g: &Group<'_, T>) -> bool {
-        let Params { sinks, window } = self.params;
+        let Params { sinks, window, .. } = self.params;
         window >= g.n_k().max(g.n_q()) || g.mask == Mask::Causal && sinks.saturating_add(window) >= g.n_k()
     }
 }
@@ -90,8 +93,9 @@ impl GroupPlan for SinkWindow {
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
+        let precision = self.params.precision.precision();
         if self.covers(&g) {
-            return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
+            return Ok(RunInfo { status: Status::Exact, ..exact_group_with(&mut g, precision)? });
         }
         let (k, v, scale, cx) = (g.k, g.v, g.scale, g.cx);
         let sinks = self.params.sinks.min(k.rows());
@@ -104,9 +108,17 @@ impl GroupPlan for SinkWindow {
             let shift = sinks as isize;
             let band = Band { lower: Some(p - window + 1 - shift), upper: Some(upper - shift) };
             let (k_near, v_near) = (k.sub_rows(sinks..k.rows()), v.sub_rows(sinks..v.rows()));
-            exact_rows(block.q, k_near, v_near, None, scale, band, cx, block.out, block.lse);
+            exact_rows_with(block.q, k_near, v_near, scale, band, precision, cx, block.out, block.lse);
             let band_sinks = Band { lower: None, upper: causal.then_some(p) };
-            merge_sinks(&mut block, k.sub_rows(0..sinks), v.sub_rows(0..sinks), scale, band_sinks, cx);
+            merge_sinks(
+                &mut block,
+                k.sub_rows(0..sinks),
+                v.sub_rows(0..sinks),
+                scale,
+                band_sinks,
+                precision,
+                cx,
+            );
             let rows = 0..block.lse.len() as isize;
             let clip = |x: isize, n: usize| x.clamp(0, n as isize) as u64;
             Ok(rows
@@ -141,6 +153,7 @@ fn merge_sinks<T: Real>(
     v: MatRef<'_, T>,
     scale: T,
     band: Band,
+    precision: Precision,
     cx: Context<'_>,
 ) {
     if k.rows() == 0 {
@@ -149,7 +162,7 @@ fn merge_sinks<T: Real>(
     let (rows, d_v) = (block.lse.len(), v.cols());
     let mut out = cx.scratch.take::<T>(rows * d_v);
     let mut lse = cx.scratch.take::<T>(rows);
-    exact_rows(block.q, k, v, None, scale, band, cx, &mut out, &mut lse);
+    exact_rows_with(block.q, k, v, scale, band, precision, cx, &mut out, &mut lse);
     for ((o, l), (o2, &l2)) in
         block.out.chunks_exact_mut(d_v).zip(block.lse.iter_mut()).zip(out.chunks_exact(d_v).zip(lse.iter()))
     {
@@ -172,7 +185,7 @@ struct Ring<T> {
 
 impl<T: Real> GroupStream<T> for Ring<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
-        let Params { sinks, window } = self.plan.params;
+        let Params { sinks, window, .. } = self.plan.params;
         for (k, v) in k.iter_rows().zip(v.iter_rows()) {
             let slot = if self.len < sinks { self.len } else { sinks + (self.len - sinks) % window };
             if slot * self.d == self.k.len() {
@@ -213,6 +226,17 @@ mod tests {
     #[test]
     fn honours_the_contract() {
         check_method(&super::METHOD);
+    }
+
+    #[test]
+    fn bf16_stays_within_the_rounding_of_its_operands() {
+        let x = Case::gaussian(Problem::new(2, 257, 64).causal(), 3).cast_f32();
+        let narrow = Options::new().with("window", 40);
+        let full = run_method(&super::METHOD, &narrow, &x).0;
+        let rounded = run_method(&super::METHOD, &narrow.with("precision", "bf16"), &x).0;
+        let error = crate::metrics::relative_frobenius(&rounded, &full);
+        // Each of q, k, p and v carries a relative rounding of at most 2⁻⁹.
+        assert!(error > 1e-5 && error < 0.02, "relative error {error}");
     }
 
     #[test]

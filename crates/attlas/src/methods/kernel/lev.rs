@@ -217,16 +217,15 @@ impl Lev {
         let Params { degree, rank_tol, iters, tol, .. } = self.params;
         let (n, d) = (k.rows(), k.cols());
         let mut wide = cx.scratch.take::<f64>(n * d);
-        let mut spoiled = Vec::new();
-        for (j, (row, out)) in k.iter_rows().zip(wide.chunks_exact_mut(d)).enumerate() {
-            if row.iter().all(|x| x.is_finite()) {
-                out.iter_mut().zip(row).for_each(|(o, x)| *o = x.to_f64());
-            } else {
-                // Kept in any case, so that it is seen; it would spoil all other scores.
-                out.fill(0.0);
-                spoiled.push(j);
-            }
-        }
+        // Keys that are not finite are kept in any case, so that they are seen; they would spoil all other scores.
+        let widen = |(j, out): (usize, &mut [f64])| {
+            let row = k.row(j);
+            let finite = row.iter().all(|x| x.is_finite());
+            out.iter_mut().zip(row).for_each(|(o, x)| *o = if finite { x.to_f64() } else { 0.0 });
+            (!finite).then_some(j)
+        };
+        let spoiled: Vec<usize> =
+            wide.par_chunks_exact_mut(d).enumerate().with_min_len(256).filter_map(widen).collect();
         let options = LewisOptions { iters, tol, rank_tol };
         // A factorisation that fails on finite keys leaves the bound that always holds.
         let weights = lewis_weights(MatRef::new(&wide, n, d), degree, options).unwrap_or_else(|_| {

@@ -48,14 +48,16 @@ mod state;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::{
-    ALWAYS_LEAKS, FirstKeys, always_leaks, exact_group, exact_rows, exact_scratch_bytes,
+    ALWAYS_LEAKS, FirstKeys, always_leaks, chosen_keys_scratch_bytes, exact_chosen_keys, exact_group,
+    exact_scratch_bytes, select_top,
 };
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
-use attlas_num::kernels::{Band, axpy, dot, matvec, merge_lse, softmax_in_place};
+use attlas_num::kernels::{axpy, dot, exp_in_place, matvec, merge_lse, softmax_in_place};
 use rayon::prelude::*;
 use state::{Level, State, Turn};
+use std::borrow::Cow;
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -256,11 +258,13 @@ impl GroupPlan for Multipole {
                 + FirstKeys::scratch_bytes(p, size);
         }
         let Params { sinks, interval, budget, .. } = self.params;
-        let near = (sinks + 2 * interval + budget).min(p.n_k) * (p.d + p.d_v);
+        let near = (sinks + 2 * interval + budget).min(p.n_k);
         let heads = p.group_size();
         let queries = 2 * heads * p.d;
         let staging = p.n_q * heads * (p.d_v + 1) + p.n_k * p.d;
-        (staging + threads * (near + queries + 512) + 512) * size + exact_scratch_bytes(p, threads, size)
+        (staging + threads * (queries + 512) + 512) * size
+            + exact_scratch_bytes(p, threads, size)
+            + chosen_keys_scratch_bytes(p, near, threads, size)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
@@ -435,18 +439,21 @@ impl Multipole {
 
         let sinks = self.params.sinks.min(len);
         let recent = (self.params.sinks + state.clustered()).min(len);
-        let near = (0..sinks).chain(recent.max(sinks)..len).chain(members.iter().map(|&j| j as usize));
-        let count = sinks + len - recent.max(sinks) + members.len();
-        let mut near_k = cx.scratch.take::<T>(count * k.cols());
-        let mut near_v = cx.scratch.take::<T>(count * v.cols());
-        k.gather_into(near.clone(), &mut near_k);
-        v.gather_into(near, &mut near_v);
-        let (near_k, near_v) = (MatRef::new(&near_k, count, k.cols()), MatRef::new(&near_v, count, v.cols()));
-        exact_rows(q, near_k, near_v, None, scale, Band::ALL, cx, out, lse);
-        if self.params.far == Far::Monopole {
-            fields.iter_mut().for_each(|field| field.merge_far(out, lse));
+        members.extend((0..sinks).chain(recent.max(sinks)..len).map(|j| j as u32));
+        // Both parts at once: threads that are awake need not be woken again.
+        let far = || match self.params.far {
+            Far::Monopole => fields.iter_mut().map(Field::far).collect(),
+            Far::Drop => Vec::new(),
+        };
+        let near = || exact_chosen_keys(q, k, v, &members, scale, cx, out, lse);
+        let (far, ()) = rayon::join(far, near);
+        for heads in far {
+            let rows = out.chunks_exact_mut(v.cols()).zip(lse.iter_mut());
+            for ((out, lse), parts) in rows.zip(heads) {
+                parts.iter().for_each(|(o, l)| merge_lse(out, lse, o, *l));
+            }
         }
-        (q.rows() * (count + fields.iter().map(Field::len).sum::<usize>())) as u64
+        (q.rows() * (members.len() + fields.iter().map(Field::len).sum::<usize>())) as u64
     }
 }
 
@@ -499,66 +506,79 @@ impl<'a, T: Real> Field<'a, T> {
         if m == 0 || budget == 0 {
             return Vec::new();
         }
-        let mut scores = vec![0.0f64; m];
-        for logits in self.logits.chunks_exact(m) {
-            let weighted = |(p, s): (usize, &T)| (*s + self.level.log_count(self.cluster(p))).to_f64();
-            let top = logits.iter().enumerate().map(weighted).fold(f64::NEG_INFINITY, f64::max);
-            let total: f64 = logits.iter().enumerate().map(|x| (weighted(x) - top).exp()).sum();
-            let log_total = top + total.ln();
-            scores.iter_mut().zip(logits).for_each(|(sum, s)| *sum += (s.to_f64() - log_total).exp());
-        }
-        let mut order: Vec<u32> = (0..m as u32).collect();
-        let better = |a: &u32, b: &u32| scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b));
-        // Every cluster holds a key, so that no more than `budget` of them fit.
-        if budget < m {
-            order.select_nth_unstable_by(budget, better);
-            order.truncate(budget + 1);
-        }
-        order.sort_unstable_by(better);
-        let (mut keys, mut chosen) = (0, Vec::new());
-        for place in order {
-            let cluster = self.cluster(place as usize);
-            keys += self.level.count(cluster);
-            if keys > budget {
+        let scores = self.scores();
+        let better =
+            |a: &usize, b: &usize| scores[*b].to_f64().total_cmp(&scores[*a].to_f64()).then(a.cmp(b));
+        // As many of the best as should fill the budget, and twice as many until they do.
+        let keys: usize = (0..m).map(|place| self.level.count(self.cluster(place))).sum();
+        let mut best = (budget * m).div_ceil(keys.max(1)) + 16;
+        let mut order = Vec::new();
+        loop {
+            select_top(&scores, best, &mut order);
+            order.sort_unstable_by(better);
+            let mut keys = 0;
+            let fitting = order.iter().position(|&place| {
+                keys += self.level.count(self.cluster(place));
+                keys > budget
+            });
+            if let Some(count) = fitting.or((best >= m).then_some(m)) {
+                order.truncate(count);
                 break;
             }
-            self.taken[place as usize] = true;
-            chosen.push(cluster);
+            best *= 2;
         }
-        chosen
+        // In the order of memory.
+        order.sort_unstable();
+        order.iter().for_each(|&place| self.taken[place] = true);
+        order.iter().map(|&place| self.cluster(place)).collect()
     }
 
-    /// Merges the clusters that were not taken, each as one token; uses up the logits.
-    fn merge_far(&mut self, out: &mut [T], lse: &mut [T]) {
-        let (m, d_v) = (self.len(), self.level.values().cols());
-        if m == 0 {
-            return;
+    /// What clusters are chosen by: the sum over heads of their weight per key. With one head the logit orders alike.
+    fn scores(&self) -> Cow<'_, [T]> {
+        let m = self.len();
+        if self.logits.len() == m {
+            return Cow::Borrowed(&self.logits);
         }
+        let mut scores = vec![T::ZERO; m];
+        let mut weights = vec![T::ZERO; m];
+        for logits in self.logits.chunks_exact(m) {
+            for (place, (w, &s)) in weights.iter_mut().zip(logits).enumerate() {
+                *w = s + self.level.log_count(self.cluster(place));
+            }
+            let log_total = softmax_in_place(&mut weights);
+            weights.iter_mut().zip(logits).for_each(|(w, &s)| *w = s - log_total);
+            exp_in_place(&mut weights);
+            scores.iter_mut().zip(&weights).for_each(|(sum, &w)| *sum += w);
+        }
+        Cow::Owned(scores)
+    }
+
+    /// Attention to the clusters that were not taken, each as one token: for every head, output and log-sum-exp of
+    /// pieces, to be merged. Uses up the logits.
+    fn far(&mut self) -> Vec<Vec<(Vec<T>, T)>> {
         let (level, ids, taken) = (self.level, &self.ids, &self.taken);
         let cluster = |place: usize| ids.as_ref().map_or(place, |ids| ids[place] as usize);
-        for ((logits, out), lse) in self.logits.chunks_exact_mut(m).zip(out.chunks_exact_mut(d_v)).zip(lse) {
-            let sum = |(t, logits): (usize, &mut [T])| {
-                for (place, s) in (t * PIECE..).zip(logits.iter_mut()) {
-                    *s = if taken[place] { T::NEG_INFINITY } else { *s + level.log_count(cluster(place)) };
-                }
-                let log = softmax_in_place(logits);
-                let mut o = vec![T::ZERO; d_v];
-                for (place, &w) in (t * PIECE..).zip(logits.iter()).filter(|(place, _)| !taken[*place]) {
-                    axpy(w, level.values().row(cluster(place)), &mut o);
-                }
-                (o, log)
-            };
-            let parts: Vec<(Vec<T>, T)> = if m > PIECE {
-                logits.par_chunks_mut(PIECE).enumerate().map(sum).collect()
-            } else {
-                logits.chunks_mut(PIECE).enumerate().map(sum).collect()
-            };
-            parts.iter().for_each(|(o, l)| merge_lse(out, lse, o, *l));
-        }
+        let sum = |(t, logits): (usize, &mut [T])| {
+            for (place, s) in (t * PIECE..).zip(logits.iter_mut()) {
+                *s = if taken[place] { T::NEG_INFINITY } else { *s + level.log_count(cluster(place)) };
+            }
+            let log = softmax_in_place(logits);
+            let mut o = vec![T::ZERO; level.values().cols()];
+            for (place, &w) in (t * PIECE..).zip(logits.iter()).filter(|(place, _)| !taken[*place]) {
+                axpy(w, level.values().row(cluster(place)), &mut o);
+            }
+            (o, log)
+        };
+        let m = taken.len();
+        let of_head = |logits: &mut [T]| match m > PIECE {
+            true => logits.par_chunks_mut(PIECE).enumerate().map(sum).collect(),
+            false => logits.chunks_mut(PIECE).enumerate().map(sum).collect(),
+        };
+        self.logits.chunks_exact_mut(m.max(1)).map(of_head).collect()
     }
 }
 
-/// Decoding one group: keys and values as they came, and the clusters.
+/// Decoding one group: keys and values, those of closed blocks cluster after cluster, and the clusters.
 #[derive(Debug)]
 struct Decoder<T> {
     plan: Multipole,
@@ -593,6 +613,10 @@ impl<T: Real> GroupStream<T> for Decoder<T> {
             self.state.prefill(flat, v, target);
         } else {
             self.state.update(flat, v, target);
+        }
+        // While the budget covers all keys, attention is exact bit for bit, which the order of keys would change.
+        if n > self.plan.params.budget {
+            self.state.arrange(&mut self.k, &mut self.v);
         }
         Ok(())
     }

@@ -108,6 +108,8 @@ pub(super) struct State<T> {
     coarse: Option<Level<T>>,
     closed_fine: usize,
     closed_coarse: usize,
+    /// Clusters whose keys lie together in the cache.
+    arranged: usize,
     /// Clusterings made so far: names their random streams.
     made: u64,
 }
@@ -125,6 +127,7 @@ impl<T: Real> State<T> {
             coarse,
             closed_fine: 0,
             closed_coarse: 0,
+            arranged: 0,
             made: 0,
         }
     }
@@ -180,6 +183,24 @@ impl<T: Real> State<T> {
                 self.join(k, v, open);
             }
         }
+    }
+
+    /// Reorders the keys and values of closed blocks so that those of a cluster lie together: they are read by cluster
+    /// from now on, and memory is read in runs.
+    pub(super) fn arrange(&mut self, k: &mut [T], v: &mut [T]) {
+        let (d, d_v) = (self.fine.d, self.fine.d_v);
+        let new = self.arranged..self.closed_fine;
+        self.arranged = self.closed_fine;
+        let order: Vec<u32> = self.fine.members[new.clone()].concat();
+        let Some(first) = order.iter().min().map(|&j| j as usize) else { return };
+        for (x, width) in [(k, d), (v, d_v)] {
+            let rows: Vec<T> =
+                order.iter().flat_map(|&j| &x[j as usize * width..][..width]).copied().collect();
+            x[first * width..][..rows.len()].copy_from_slice(&rows);
+        }
+        (first as u32..)
+            .zip(self.fine.members[new].iter_mut().flatten())
+            .for_each(|(next, place)| *place = next);
     }
 
     /// Closes the open block, which is `len` keys long.
@@ -316,6 +337,7 @@ impl Turn {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Options as Settings;
     use attlas_num::rope::{Angles, Layout, Rope, Scaling, Table};
 
     #[test]
@@ -329,6 +351,38 @@ mod tests {
             table.rotate_in_place(7, &mut to);
             Turn::new(1e4, 6, half).apply(-43.0, &mut from);
             assert!(from.iter().zip(&to).all(|(a, b)| (a - b).abs() < 1e-13), "{layout:?}");
+        }
+    }
+
+    #[test]
+    fn arranged_clusters_hold_the_same_keys_in_runs() {
+        let settings = [("ratio", "0.2"), ("sinks", "3"), ("interval", "4"), ("window", "16")];
+        let settings = settings.iter().fold(Settings::new(), |o, (k, v)| o.with(k, *v));
+        let params = Params::from_options(&settings).unwrap();
+        let mut rng = StreamKey::new(4).rng();
+        let (mut k, mut v) = (vec![0.0f64; 100 * 2], vec![0.0f64; 100 * 3]);
+        rng.fill_normal(&mut k);
+        rng.fill_normal(&mut v);
+        let mut state = State::new(params, 2, 3, StreamKey::new(1));
+        for (first, n) in [(true, 40), (false, 60), (false, 88)] {
+            let (keys, values) = (MatRef::new(&k, 100, 2), MatRef::new(&v, 100, 3));
+            if first {
+                state.prefill(keys, values, n)
+            } else {
+                state.update(keys, values, n)
+            }
+            state.arrange(&mut k, &mut v);
+            assert!(state.arranged > 0 && state.arranged == state.closed_fine);
+            for c in 0..state.fine.len() {
+                let members = state.fine.members(c);
+                assert!(c >= state.arranged || members.windows(2).all(|m| m[1] == m[0] + 1));
+                for (x, width, means) in [(&k, 2, &state.fine.keys), (&v, 3, &state.fine.values)] {
+                    for i in 0..width {
+                        let sum: f64 = members.iter().map(|&j| x[j as usize * width + i]).sum();
+                        assert!((sum / members.len() as f64 - means[c * width + i]).abs() < 1e-13);
+                    }
+                }
+            }
         }
     }
 }

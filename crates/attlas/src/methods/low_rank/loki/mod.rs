@@ -37,7 +37,7 @@ use crate::methods::common::{attend_subset, exact_group, exact_rows, exact_scrat
 use crate::workspace::Context;
 use crate::{Error, Inputs, Mask, MatRef, Options, Problem, Qkv, Real, Result};
 use attlas_num::Mat;
-use attlas_num::kernels::{Band, axpy, dot, matvec, merge_lse, softmax_in_place};
+use attlas_num::kernels::{Band, axpy, dot, matvec, merge_lse, prefetch, softmax_in_place};
 use attlas_num::linalg::{self, Op, matmul, matmul_nt, symmetric_eigen, variance_rank};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -248,7 +248,10 @@ const BLOCK_ROWS: usize = 16;
 /// Keys that one task ranks, and chosen keys that one task attends to, when decoding. Fixed, so that the number of
 /// threads cannot change a bit.
 const RANK_PIECE: usize = 4096;
-const ATTEND_PIECE: usize = 1024;
+const ATTEND_PIECE: usize = 512;
+
+/// Chosen keys ahead of the one at hand whose memory is asked for.
+const AHEAD: usize = 8;
 
 impl Loki {
     /// A plan with the bases of `calibration`.
@@ -447,14 +450,13 @@ impl GroupPlan for Loki {
             len: 0,
             ranked: Vec::new(),
             rest: Vec::new(),
-            v: Vec::new(),
             ranked_index: Vec::new(),
             chosen: Vec::new(),
         }))
     }
 }
 
-/// The cache of one key head: ranking coordinates and the rest of every key, apart from each other, and values.
+/// The cache of one key head: ranking coordinates, and apart from them the rest of every key with its value.
 #[derive(Debug)]
 struct Split<T> {
     plan: Loki,
@@ -467,8 +469,8 @@ struct Split<T> {
     d_v: usize,
     len: usize,
     ranked: Vec<T>,
+    /// What chosen keys are completed by, followed by their values: one run of memory for each.
     rest: Vec<T>,
-    v: Vec<T>,
     ranked_index: Vec<usize>,
     chosen: Vec<usize>,
 }
@@ -495,8 +497,8 @@ impl<T: Real> Split<T> {
         lse: &mut [T],
     ) {
         let (count, d_v) = (heads.len(), self.d_v);
-        let rest = MatRef::new(&self.rest, self.len, q_rest.cols());
-        let v = MatRef::new(&self.v, self.len, d_v);
+        let width = q_rest.cols();
+        let rows = MatRef::new(&self.rest, self.len, width + d_v);
         let pieces = self.chosen.len().div_ceil(ATTEND_PIECE);
         let mut part = cx.scratch.take::<T>(pieces * count * d_v);
         let mut part_lse = cx.scratch.take::<T>(pieces * count);
@@ -508,13 +510,16 @@ impl<T: Real> Split<T> {
                 let mut weights = cx.scratch.take::<T>(chosen.len());
                 for ((o, l), h) in part.chunks_exact_mut(d_v).zip(part_lse).zip(heads.clone()) {
                     let q = q_rest.row(h);
-                    for (w, &j) in weights.iter_mut().zip(chosen) {
+                    for (i, (w, &j)) in weights.iter_mut().zip(chosen).enumerate() {
+                        if let Some(&ahead) = chosen.get(i + AHEAD) {
+                            prefetch(rows.row(ahead));
+                        }
                         let known = if self.q_rest.is_some() { scores[h * self.len + j] } else { T::ZERO };
-                        *w = scale * (known + dot(q, rest.row(j)));
+                        *w = scale * (known + dot(q, &rows.row(j)[..width]));
                     }
                     *l = softmax_in_place(&mut weights);
                     o.fill(T::ZERO);
-                    weights.iter().zip(chosen).for_each(|(&w, &j)| axpy(w, v.row(j), o));
+                    weights.iter().zip(chosen).for_each(|(&w, &j)| axpy(w, &rows.row(j)[width..], o));
                 }
             });
         out.fill(T::ZERO);
@@ -531,11 +536,18 @@ impl<T: Real> Split<T> {
 impl<T: Real> GroupStream<T> for Split<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
         append_product(k, &self.a_k, &mut self.ranked);
-        match &self.k_rest {
-            Some(m) => append_product(k, m, &mut self.rest),
-            None => k.iter_rows().for_each(|row| self.rest.extend_from_slice(row)),
+        let mut completed = Vec::new();
+        let rest = match &self.k_rest {
+            Some(m) => {
+                append_product(k, m, &mut completed);
+                MatRef::new(&completed, k.rows(), m.cols())
+            }
+            None => k,
+        };
+        for (j, v) in v.iter_rows().enumerate() {
+            self.rest.extend_from_slice(rest.row(j));
+            self.rest.extend_from_slice(v);
         }
-        v.iter_rows().for_each(|row| self.v.extend_from_slice(row));
         self.len += k.rows();
         Ok(())
     }
@@ -589,7 +601,7 @@ impl<T: Real> GroupStream<T> for Split<T> {
     }
 
     fn state_bytes(&self) -> usize {
-        (self.ranked.len() + self.rest.len() + self.v.len()) * size_of::<T>()
+        (self.ranked.len() + self.rest.len()) * size_of::<T>()
     }
 }
 

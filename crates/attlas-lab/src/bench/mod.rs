@@ -11,20 +11,20 @@
 
 use crate::compare::status_name;
 use crate::machine::Machine;
-use crate::run::{Meter, execute, timed};
+use crate::run::Meter;
 use crate::select::{Chosen, baseline};
-use crate::stats::{Spread, log_slope, median};
+use crate::stats::{Spread, log_slope};
+use crate::synthetic::Kind;
 use crate::{Error, Result};
-use attlas::method::{Needs, Stream};
-use attlas::{
-    Calibration, DType, Inputs, Mask, Options, Out, Plan, Problem, Qkv, Schedule, Status, TensorMut,
-    TensorRef, Workspace,
-};
-use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
+use attlas::method::Needs;
+use attlas::{Mask, Options, Problem, Schedule, Status, Workspace};
+use live::{Data, Live};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+pub mod headline;
+mod live;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -41,6 +41,10 @@ pub struct Settings {
     pub mask: Mask,
     /// One new token at a time.
     pub decode: bool,
+    /// What the inputs are drawn from.
+    pub kind: Kind,
+    /// Whether exact attention takes part; speed-ups and errors need it.
+    pub beside_exact: bool,
     /// Timed runs of each method at each length.
     pub runs: usize,
     /// A length at which one run is expected to take longer is skipped.
@@ -66,6 +70,8 @@ impl Default for Settings {
             kv_heads: 1,
             mask: Mask::None,
             decode: false,
+            kind: Kind::Gaussian,
+            beside_exact: true,
             runs: 7,
             max_seconds: 60.0,
             seed: 0,
@@ -177,6 +183,9 @@ pub struct Row {
     pub exact_seconds: Option<f64>,
     /// How many times faster than exact attention; set-up counts unless decoding.
     pub speedup: Option<f64>,
+    /// Relative Frobenius error of the last run; none where inputs are Gaussian, whose exact output is nearly zero,
+    /// for decoding, and without exact attention beside.
+    pub error: Option<f64>,
     /// Counted operations of set-up and rows; none for a stream.
     pub flops: Option<u64>,
     /// Billions of counted operations per second of set-up and run.
@@ -271,6 +280,7 @@ pub fn bench(
     let exact = baseline()?;
     let own = |c: &Chosen| c.method.id == exact.id && c.options.is_empty();
     let mut subjects = vec![Chosen { method: exact, options: Options::new(), named: true }];
+    subjects.retain(|_| settings.beside_exact);
     subjects.extend(selection.iter().filter(|c| !own(c)).cloned());
     let mut lengths = settings.lengths.clone();
     lengths.sort_unstable();
@@ -304,7 +314,7 @@ pub fn bench(
                 result.interrupted = true;
                 break;
             }
-            let data = Data::draw(problem(settings, n, d), settings);
+            let data = Data::draw(problem(settings, n, d), settings)?;
             let mut able = Vec::new();
             for (i, subject) in subjects.iter().enumerate() {
                 watch(Step { done, total, method: subject.method.id, n });
@@ -321,7 +331,7 @@ pub fn bench(
                     continue;
                 }
                 if last[i].is_none() && n > 2 * PROBE_LEN {
-                    let probe = Data::draw(problem(settings, PROBE_LEN, d), settings);
+                    let probe = Data::draw(problem(settings, PROBE_LEN, d), settings)?;
                     let mut live = Live::new(subject, &probe, settings, &mut ws)?;
                     live.round(&probe, &mut ws)?;
                     last[i] = Some((PROBE_LEN, live.total()));
@@ -340,7 +350,7 @@ pub fn bench(
                 }
                 able.push(i);
             }
-            for batch in batches(&able, settings.decode) {
+            for batch in batches(&able, settings.decode && settings.beside_exact) {
                 let mut live = Vec::new();
                 for &i in &batch {
                     live.push((i, Live::new(&subjects[i], &data, settings, &mut ws)?));
@@ -354,7 +364,7 @@ pub fn bench(
                     }
                 }
                 let beside =
-                    live.first().filter(|(i, _)| *i == 0).map(|(_, live)| (live.setup(), live.run()));
+                    live.first().filter(|(i, _)| settings.beside_exact && *i == 0).map(|(_, live)| live);
                 for (i, live) in &live {
                     let subject = &subjects[*i];
                     let Some(row) = live.row(subject, &data, settings, &result.machine, beside) else {
@@ -411,237 +421,6 @@ fn refusal(subject: &Chosen, problem: &Problem, settings: &Settings) -> Result<O
     }
 }
 
-/// Standard normal inputs and a place for the output.
-struct Data {
-    problem: Problem,
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
-}
-
-impl Data {
-    fn draw(problem: Problem, settings: &Settings) -> Self {
-        let p = &problem;
-        let fill = |name: &str, heads: usize, rows: usize, cols: usize| {
-            let mut x = vec![0.0f32; heads * rows * cols];
-            x.par_chunks_mut((rows * cols).max(1)).enumerate().for_each(|(h, part)| {
-                let key = StreamKey::new(settings.seed).named("bench").named(name).with(h as u64);
-                key.rng().fill_normal(part);
-            });
-            x
-        };
-        let q = fill("q", p.n_heads, p.n_q, p.d);
-        let k = fill("k", p.n_kv_heads, p.n_k, p.d);
-        let v = fill("v", p.n_kv_heads, p.n_k, p.d_v);
-        Self { problem, q, k, v }
-    }
-
-    fn inputs(&self) -> Result<Qkv<'_, f32>> {
-        let p = &self.problem;
-        Ok(Qkv::new(
-            TensorRef::bhnd(&self.q, [1, p.n_heads, p.n_q, p.d])?,
-            TensorRef::bhnd(&self.k, [1, p.n_kv_heads, p.n_k, p.d])?,
-            TensorRef::bhnd(&self.v, [1, p.n_kv_heads, p.n_k, p.d_v])?,
-        ))
-    }
-}
-
-/// A method that is warm and being timed.
-struct Live<'a> {
-    subject: &'a Chosen,
-    options: Options,
-    calibration: Option<Calibration>,
-    stream: Option<Box<dyn Stream>>,
-    output: Vec<f32>,
-    setups: Vec<f64>,
-    runs: Vec<f64>,
-    warm_seconds: f64,
-    cost: Option<attlas::Cost>,
-    status: Status,
-    scratch_bytes: usize,
-    peak_bytes: usize,
-}
-
-impl<'a> Live<'a> {
-    /// Plans and runs once.
-    fn new(subject: &'a Chosen, data: &Data, settings: &Settings, ws: &mut Workspace) -> Result<Self> {
-        let p = data.problem;
-        let options = subject.options_for(settings.seed);
-        let calibration = match (subject.method.claims.needs, subject.method.calibrate) {
-            (Needs::Calibration, Some(learn)) => {
-                let x = data.inputs()?;
-                let rows = p.n_k.div_ceil(4);
-                let queries = p.n_q.min(rows);
-                let part = Qkv::new(x.q.rows(0..queries), x.k.rows(0..rows), x.v.rows(0..rows));
-                Some(learn(&p.with_lens(queries, rows), &options, &[Inputs::from(part)])?)
-            }
-            _ => None,
-        };
-        let mut live = Self {
-            subject,
-            options,
-            calibration,
-            stream: None,
-            output: vec![0.0; p.n_heads * p.n_q * p.d_v],
-            setups: Vec::new(),
-            runs: Vec::new(),
-            warm_seconds: 0.0,
-            cost: None,
-            status: Status::Complete,
-            scratch_bytes: 0,
-            peak_bytes: 0,
-        };
-        ws.scratch().trim();
-        ws.scratch().reset_peak();
-        let (warm, peak) = settings.meter.watch(|| {
-            if settings.decode && subject.method.claims.decode {
-                live.fill_stream(data, ws)?;
-            }
-            live.once(data, ws)
-        });
-        let (setup, run) = warm?;
-        live.warm_seconds = setup + run;
-        live.scratch_bytes = ws.scratch().peak_bytes();
-        live.peak_bytes = peak.max(live.scratch_bytes);
-        Ok(live)
-    }
-
-    fn plan(&self, problem: &Problem) -> Result<Box<dyn Plan>> {
-        Ok(self.subject.method.plan_with(problem, &self.options, self.calibration.as_ref())?)
-    }
-
-    /// Gives a stream all the tokens; that is its set-up.
-    fn fill_stream(&mut self, data: &Data, ws: &mut Workspace) -> Result<()> {
-        let x = data.inputs()?;
-        let n = data.problem.n_k;
-        let (stream, seconds) = timed(|| -> Result<_> {
-            let Some(mut stream) = self.plan(&data.problem.with_lens(n, n))?.stream(DType::F32) else {
-                return Ok(None);
-            };
-            stream.push(&x.into(), ws)?;
-            Ok(Some(stream))
-        });
-        self.stream = stream?;
-        if self.stream.is_some() {
-            self.setups.push(seconds);
-        }
-        Ok(())
-    }
-
-    /// Seconds of set-up (0 for a stream) and of one run.
-    fn once(&mut self, data: &Data, ws: &mut Workspace) -> Result<(f64, f64)> {
-        let p = data.problem;
-        let x = data.inputs()?;
-        if let Some(stream) = &mut self.stream {
-            let token = Qkv::new(x.q, x.k.rows(0..1), x.v.rows(0..1));
-            let out = Out::new(TensorMut::bhnd(&mut self.output, [1, p.n_heads, 1, p.d_v])?);
-            let (done, seconds) = timed(|| {
-                stream.push(&token.into(), ws)?;
-                stream.attend(&token.into(), &mut out.into(), ws)
-            });
-            self.status = done?.status;
-            return Ok((0.0, seconds));
-        }
-        let (plan, setup) = timed(|| self.plan(&p));
-        let plan = plan?;
-        let (info, run) = timed(|| execute(&*plan, x, &mut self.output, None, ws));
-        self.status = info?.status;
-        self.cost = Some(plan.cost());
-        Ok((setup, run))
-    }
-
-    /// One timed run.
-    fn round(&mut self, data: &Data, ws: &mut Workspace) -> Result<()> {
-        let (setup, run) = self.once(data, ws)?;
-        if self.stream.is_none() {
-            self.setups.push(setup);
-        }
-        self.runs.push(run);
-        Ok(())
-    }
-
-    /// Runs that the time allows: all that are wanted, fewer once a run is long.
-    fn wanted(&self, settings: &Settings) -> usize {
-        if self.warm_seconds <= LONG_RUN_SECONDS {
-            return settings.runs;
-        }
-        ((settings.max_seconds / self.warm_seconds) as usize).clamp(1, settings.runs)
-    }
-
-    fn run(&self) -> f64 {
-        median(&self.runs)
-    }
-
-    fn setup(&self) -> f64 {
-        median(&self.setups)
-    }
-
-    /// What a length costs: set-up counts unless it was a prompt.
-    fn total(&self) -> f64 {
-        if self.stream.is_some() { self.run() } else { self.setup() + self.run() }
-    }
-
-    fn row(
-        &self,
-        subject: &Chosen,
-        data: &Data,
-        settings: &Settings,
-        machine: &Machine,
-        beside: Option<(f64, f64)>,
-    ) -> Option<Row> {
-        let p = &data.problem;
-        let (setup_seconds, run_seconds) = (Spread::new(&self.setups)?, Spread::new(&self.runs)?);
-        let total = self.total();
-        let exact_seconds = beside.map(|(setup, run)| if settings.decode { run } else { setup + run });
-        let elements = p.n_heads * p.n_q * (p.d + p.d_v) + p.n_kv_heads * p.n_k * (p.d + p.d_v);
-        let bytes = match &self.stream {
-            Some(stream) => stream.state_bytes(),
-            None => elements * size_of::<f32>(),
-        } as u64;
-        let flops = self.cost.map(|c| c.flops());
-        let gflops = flops.map(|f| f as f64 / total * 1e-9);
-        let peers = settings.peers.iter().flat_map(|peer| {
-            let fits = |f: &&PeerFigure| {
-                (f.method.as_str(), f.n, f.d, f.heads) == (subject.method.id, p.n_k, p.d, p.n_heads)
-                    && f.kv_heads.unwrap_or(f.heads) == p.n_kv_heads
-                    && f.decode == settings.decode
-                    && (f.decode || f.causal == (p.mask == Mask::Causal))
-                    && f.threads.is_none_or(|t| t == machine.threads)
-            };
-            peer.figures.iter().filter(fits).map(|f| PeerRatio {
-                peer: peer.peer.clone(),
-                seconds: f.seconds,
-                ratio: f.seconds / total,
-            })
-        });
-        Some(Row {
-            method: subject.method.id,
-            family: subject.method.family.name(),
-            params: subject.params(&self.options),
-            n: p.n_k,
-            d: p.d,
-            setup_seconds,
-            run_seconds,
-            exact_seconds,
-            speedup: exact_seconds.map(|e| e / total),
-            flops,
-            gflops,
-            flop_share: gflops.zip(machine.fma_gflops).map(|(g, peak)| g / peak),
-            bytes,
-            read_share: bytes as f64 / total * 1e-9 / machine.read_gbs,
-            scratch_bytes: self.scratch_bytes,
-            peak_bytes: self.peak_bytes,
-            mode: match (settings.decode, &self.stream) {
-                (false, _) => "run",
-                (true, Some(_)) => "stream",
-                (true, None) => "one_query",
-            },
-            status: status_name(self.status),
-            peers: peers.collect(),
-        })
-    }
-}
-
 impl Row {
     /// Seconds that a length costs.
     fn total(&self) -> f64 {
@@ -676,7 +455,11 @@ fn growth(result: &Bench, subjects: &[Chosen]) -> Vec<Growth> {
                 d,
                 exponent: log_slope(&times),
                 claimed: subject.method.claims.exponent,
-                crossover: if i == 0 { Crossover::Unknown } else { crossover(&gains) },
+                crossover: if i == 0 && rows[0].speedup == Some(1.0) {
+                    Crossover::Unknown
+                } else {
+                    crossover(&gains)
+                },
             });
         }
     }

@@ -1,0 +1,65 @@
+//! Reading the inputs that a command names.
+
+use crate::STOP;
+use crate::args::{Common, Inputs};
+use crate::progress::Progress;
+use attlas_lab::text::{Text, open_model};
+use attlas_lab::{Error, Source, Workload, extract};
+use attlas_model::recipe::Numbers;
+use std::path::Path;
+
+/// Whether numbers that are not finite are an error or left to the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Numerals {
+    Finite,
+    AsTheyAre,
+}
+
+/// Draws or reads the inputs, or takes them from a model while it reads a text; of a model the query heads `heads`
+/// alone.
+pub(crate) fn load(
+    inputs: &Inputs,
+    heads: Option<&Numbers>,
+    numbers: Numerals,
+    common: &Common,
+) -> Result<Workload, Error> {
+    let mut workload = match (&inputs.source, &inputs.text) {
+        (Source::Model(path), Some(text)) => return read_by_model(path, text, inputs, heads, common),
+        (source, Some(_)) => return Err(Error::argument("--text", "a model as the source", source)),
+        (source, None) if numbers == Numerals::AsTheyAre => source.load_as_it_is()?,
+        (source, None) => source.load()?,
+    };
+    if let Some(layers) = &inputs.layers {
+        workload.keep_layers(&layers.iter().collect::<Vec<_>>())?;
+    }
+    Ok(workload)
+}
+
+fn read_by_model(
+    path: &Path,
+    text: &Path,
+    inputs: &Inputs,
+    heads: Option<&Numbers>,
+    common: &Common,
+) -> Result<Workload, Error> {
+    let model = open_model(path)?;
+    let text = Text::read(text, &model, Some(inputs.tokens))?;
+    let settings = extract::Settings {
+        layers: inputs.layers.clone(),
+        heads: heads.cloned(),
+        threads: common.threads,
+        ..extract::Settings::default()
+    };
+    let progress = Progress::new(common);
+    let extracted = extract::extract(
+        &model,
+        &text,
+        &settings,
+        &mut |done, total| progress.at(done, total, "reading"),
+        &STOP,
+    );
+    progress.end();
+    let mut workload = extracted?.workload;
+    workload.source = format!("{} reading {}", path.display(), text.source);
+    Ok(workload)
+}

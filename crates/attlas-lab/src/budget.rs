@@ -1,0 +1,264 @@
+//! The parameter that decides what a method costs, and settings at which different methods cost the same.
+//!
+//! Methods call their budgets by different names: keys kept, rank, landmarks, features. [`params`] finds the one
+//! that a method is exact at, or else the first of the shared vocabulary. [`equalise`] then looks for the largest
+//! value of it with which a method stays within a common amount of scores, seconds or bytes, measured on one key
+//! head in the middle of the inputs: doubling from the smallest, then halving the gap in logarithms.
+
+use crate::calibration::Calibrations;
+use crate::compare::{self, Group, Row};
+use crate::select::Chosen;
+use crate::source::{Workload, parse_count};
+use crate::{Error, Result};
+use attlas::Workspace;
+use attlas::method::Budget as Covers;
+use serde::Serialize;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Words for budgets in the shared vocabulary of parameters: more of it is more accurate and takes longer.
+const NAMES: [&str; 10] =
+    ["keys", "window", "block", "samples", "rank", "landmarks", "budget", "features", "rounds", "clusters"];
+/// Ratio of neighbouring values at which a search ends.
+const CLOSE: f64 = 1.1;
+
+/// The free parameters of a method that its cost grows with: those that make it exact when they cover all keys, or
+/// else the first that is called like a budget. Empty where it has none.
+pub fn params(chosen: &Chosen) -> Vec<&'static str> {
+    let method = chosen.method;
+    let free = |name: &str| {
+        NAMES.contains(&name)
+            && chosen.options.get(name).is_none()
+            && method.params.iter().any(|p| p.name == name && p.kind == "integer")
+    };
+    let covers = |b: &Covers| matches!(b, Covers::NumKeys | Covers::NumTokens);
+    let names: Vec<&'static str> =
+        method.claims.exact_at.iter().filter(|(n, b)| covers(b) && free(n)).map(|(n, _)| *n).collect();
+    if names.is_empty() { NAMES.into_iter().find(|n| free(n)).into_iter().collect() } else { names }
+}
+
+/// What every method may spend.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Budget {
+    /// Scores computed for a query, on average.
+    Keys(f64),
+    /// Seconds of set-up and run as a share of exact attention's.
+    Time(f64),
+    /// Bytes beyond inputs and output.
+    Memory(usize),
+}
+
+impl FromStr for Budget {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let (what, amount) = text.split_once('=').unwrap_or((text, ""));
+        let positive = |x: f64| (x.is_finite() && x > 0.0).then_some(x);
+        let budget = match what {
+            "keys" => parse_count(amount).and_then(|n| positive(n as f64)).map(Budget::Keys),
+            "time" => {
+                let (number, unit) = match amount.strip_suffix('%') {
+                    Some(percent) => (percent, 0.01),
+                    None => (amount, 1.0),
+                };
+                number.parse::<f64>().ok().and_then(|x| positive(x * unit)).map(Budget::Time)
+            }
+            "memory" => parse_count(amount).filter(|n| *n > 0).map(Budget::Memory),
+            _ => None,
+        };
+        budget
+            .ok_or_else(|| Error::argument("--match", "keys=256, time=50% or memory=8m", format!("'{text}'")))
+    }
+}
+
+impl fmt::Display for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Budget::Keys(n) => write!(f, "{n} scores a query"),
+            Budget::Time(share) => write!(f, "{:.0}% of exact attention's time", 100.0 * share),
+            Budget::Memory(bytes) => write!(f, "{} beyond inputs and output", crate::table::bytes(*bytes)),
+        }
+    }
+}
+
+impl Budget {
+    /// What a measured head spent, in the budget's unit.
+    fn spent(&self, row: &Row, queries: usize) -> f64 {
+        match self {
+            Budget::Keys(_) => row.keys_visited as f64 / queries.max(1) as f64,
+            Budget::Time(_) => 1.0 / row.speedup,
+            Budget::Memory(_) => row.peak_bytes as f64,
+        }
+    }
+
+    fn amount(&self) -> f64 {
+        match self {
+            Budget::Keys(x) | Budget::Time(x) => *x,
+            Budget::Memory(bytes) => *bytes as f64,
+        }
+    }
+}
+
+/// What one method was given.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Matched {
+    /// Id of the method.
+    pub method: &'static str,
+    /// The parameters that were set, all to the same value; empty where it has no budget.
+    pub params: Vec<&'static str>,
+    /// That value.
+    pub value: Option<usize>,
+    /// What it spent with it, in the budget's unit; none where it could not be run.
+    pub spent: Option<f64>,
+    /// Whether that is within the budget.
+    pub within: bool,
+}
+
+/// Sets the budget of every method to the largest value that stays within `budget`. A method that is over it even at
+/// its smallest keeps that, and one without a budget, or that spends nothing of this kind, keeps its defaults. Methods
+/// with feature maps count the features of a query as its scores.
+pub fn equalise(
+    workload: &Workload,
+    selection: &[Chosen],
+    budget: Budget,
+    settings: &compare::Settings,
+    watch: &mut dyn FnMut(usize, usize, &str),
+    stop: &AtomicBool,
+    ws: &mut Workspace,
+) -> Result<(Vec<Chosen>, Vec<Matched>)> {
+    let layer = &workload.layers[workload.layers.len() / 2];
+    let mask = settings.mask.unwrap_or(workload.mask);
+    let short = compare::Settings { seeds: 1, runs: 1, certify_rows: 1, ..*settings };
+    let given = Calibrations::default();
+    let mut group = Group::new(layer, layer.problem.n_kv_heads / 2, mask, &short, &given, ws)?;
+    let problem = layer.group_problem(mask);
+    let mut chosen = Vec::new();
+    let mut report = Vec::new();
+    for (done, c) in selection.iter().enumerate() {
+        watch(done, selection.len(), c.method.id);
+        let names = params(c);
+        let mut best: Option<(usize, f64)> = None;
+        let mut spend = |value: usize| -> Option<f64> {
+            let options = names.iter().fold(c.options.clone(), |o, name| o.with(name, value));
+            let tried = Chosen { options, ..c.clone() };
+            // A value that the method refuses costs nothing and gives nothing.
+            let rows = group.measure(&tried, None, &mut Calibrations::default(), ws).ok()?;
+            rows.first().map(|row| budget.spent(row, problem.n_q))
+        };
+        if !names.is_empty() && !stop.load(Ordering::Relaxed) {
+            best = largest_within(problem.n_k, budget.amount(), &mut spend, stop);
+        }
+        let useful = best.filter(|(_, spent)| *spent > 0.0);
+        let value = useful.map(|b| b.0);
+        let options = match value {
+            Some(value) => names.iter().fold(c.options.clone(), |o, name| o.with(name, value)),
+            None => c.options.clone(),
+        };
+        report.push(Matched {
+            method: c.method.id,
+            params: if value.is_some() { names } else { Vec::new() },
+            value,
+            spent: useful.map(|b| b.1),
+            within: useful.is_some_and(|b| b.1 <= budget.amount()),
+        });
+        chosen.push(Chosen { options, ..c.clone() });
+    }
+    Ok((chosen, report))
+}
+
+/// The largest value up to `most` whose cost is within `amount`, with that cost; the smallest that can be had where
+/// none is. Costs that are `None` are passed over.
+fn largest_within(
+    most: usize,
+    amount: f64,
+    spend: &mut dyn FnMut(usize) -> Option<f64>,
+    stop: &AtomicBool,
+) -> Option<(usize, f64)> {
+    let mut within: Option<(usize, f64)> = None;
+    let mut over: Option<(usize, f64)> = None;
+    let mut value = 16.min(most.max(1));
+    loop {
+        match spend(value) {
+            Some(cost) if cost > amount => {
+                over = Some((value, cost));
+                break;
+            }
+            Some(cost) => within = Some((value, cost)),
+            None => {}
+        }
+        if value >= most || stop.load(Ordering::Relaxed) {
+            break;
+        }
+        value = (2 * value).min(most);
+    }
+    let (Some(mut low), Some(high)) = (within, over) else { return within.or(over) };
+    let mut high = high.0;
+    while high as f64 > CLOSE * low.0 as f64 && high > low.0 + 1 && !stop.load(Ordering::Relaxed) {
+        let middle = ((low.0 as f64 * high as f64).sqrt() as usize).clamp(low.0 + 1, high - 1);
+        match spend(middle) {
+            Some(cost) if cost <= amount => low = (middle, cost),
+            _ => high = middle,
+        }
+    }
+    Some(low)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::select::Choice;
+    use attlas::{Mask, Schedule};
+
+    #[test]
+    fn budgets_are_read_with_their_units() {
+        assert_eq!("keys=1k".parse::<Budget>().unwrap(), Budget::Keys(1024.0));
+        assert_eq!("time=50%".parse::<Budget>().unwrap(), Budget::Time(0.5));
+        assert_eq!("memory=8m".parse::<Budget>().unwrap(), Budget::Memory(8 << 20));
+        for bad in ["keys", "keys=0", "time=-1", "memory=x", "error=1", ""] {
+            let message = bad.parse::<Budget>().unwrap_err().to_string();
+            assert!(message.contains("keys=256"), "{message}");
+        }
+    }
+
+    #[test]
+    fn the_largest_value_within_an_amount_is_found_up_to_a_tenth() {
+        let go = AtomicBool::new(false);
+        let (value, cost) = largest_within(1 << 20, 5000.0, &mut |v| Some(v as f64 * 3.0), &go).unwrap();
+        assert!(cost <= 5000.0 && (value as f64) * CLOSE > 5000.0 / 3.0 / CLOSE, "{value}");
+        assert_eq!(largest_within(100, 1e9, &mut |v| Some(v as f64), &go), Some((100, 100.0)));
+        assert_eq!(largest_within(100, 1.0, &mut |v| Some(v as f64), &go), Some((16, 16.0)));
+        assert_eq!(largest_within(100, 1.0, &mut |_| None, &go), None);
+        // A method that needs at least 40.
+        let picky = &mut |v: usize| (v >= 40).then_some(v as f64);
+        assert_eq!(largest_within(100, 70.0, picky, &go).unwrap().0, 67);
+    }
+
+    #[test]
+    fn methods_with_the_same_keys_compute_about_as_many_scores() {
+        let workload = "synthetic:clustered,n=512,d=8".parse::<crate::Source>().unwrap().load().unwrap();
+        let methods = ["sink_window", "top_k", "linear"].map(String::from).to_vec();
+        let selection = Choice { methods, ..Choice::default() }.resolve().unwrap();
+        let mut ws = Workspace::new(Schedule { threads: 1, ..Schedule::default() }).unwrap();
+        let (chosen, report) = equalise(
+            &workload,
+            &selection,
+            Budget::Keys(64.0),
+            &compare::Settings { mask: Some(Mask::Causal), threads: 1, ..Default::default() },
+            &mut |_, _, _| (),
+            &AtomicBool::new(false),
+            &mut ws,
+        )
+        .unwrap();
+        let window = report.iter().find(|m| m.method == "sink_window").unwrap();
+        assert!(window.within && window.spent.unwrap() > 64.0 / 1.25, "{window:?}");
+        // `top_k` scores every key to find the largest, so the least it can spend is over the budget.
+        let top = report.iter().find(|m| m.method == "top_k").unwrap();
+        assert!(!top.within && top.value == Some(16), "{top:?}");
+        let linear = report.iter().find(|m| m.method == "linear").unwrap();
+        assert!(linear.value.is_none() && linear.params.is_empty(), "it has no budget: {linear:?}");
+        let set = chosen.iter().find(|c| c.method.id == "sink_window").unwrap();
+        assert_eq!(set.options.get("window").map(ToString::to_string), window.value.map(|v| v.to_string()));
+    }
+}

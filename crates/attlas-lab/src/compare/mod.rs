@@ -1,0 +1,346 @@
+//! Errors and times of methods on given inputs, beside exact attention in the same process.
+//!
+//! The unit of work is one key head with the query heads that share it, so that methods may share what depends
+//! on keys alone; times and counts are then given per query head, as the group's divided by its size. Each method
+//! is planned and run once to warm up; that run gives the first error, the peak memory and the log-sum-exp.
+//! Further runs, one per seed for methods that draw random numbers, give errors and times, and exact attention is
+//! timed between them. Set-up is planning, run is executing; what a plan does with the keys before its first row
+//! is part of the run, and `counted_setup_share` says how much of the counted work that is.
+
+mod group;
+mod records;
+
+pub(crate) use group::Group;
+pub(crate) use records::status_name;
+pub use records::{Baseline, BaselineHead, Comparison, Matching, Refused, Row, Skipped, Summary};
+
+use crate::calibration::Calibrations;
+use crate::run::Meter;
+use crate::select::{Chosen, baseline};
+use crate::source::{LayerData, Workload};
+use crate::{Error, Result};
+use attlas::method::Needs;
+use attlas::{Mask, Problem, Schedule, Workspace};
+use records::summarise;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// How to compare.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Mask; the workload's own where absent.
+    pub mask: Option<Mask>,
+    /// Seeds for methods that draw random numbers.
+    pub seeds: usize,
+    /// The first seed; also seeds the sample of certified rows.
+    pub seed: u64,
+    /// Threads; 0 for all.
+    pub threads: usize,
+    /// Rows of each head that certificates are made from.
+    pub certify_rows: usize,
+    /// Probability with which each certificate holds.
+    pub confidence: f64,
+    /// Most timed runs of a method that draws nothing.
+    pub runs: usize,
+    /// Seconds after which nothing new is begun; every method gets an equal share of what is left.
+    pub time_limit: Option<f64>,
+    /// Who counts allocated bytes.
+    pub meter: Meter,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            mask: None,
+            seeds: 5,
+            seed: 0,
+            threads: 0,
+            certify_rows: 256,
+            confidence: 0.95,
+            runs: 5,
+            time_limit: None,
+            meter: Meter::NONE,
+        }
+    }
+}
+
+/// What is about to be measured.
+#[derive(Clone, Copy, Debug)]
+pub struct Step<'a> {
+    /// Steps done.
+    pub done: usize,
+    /// Steps in all.
+    pub total: usize,
+    /// The method.
+    pub method: &'a str,
+}
+
+/// Measures every method of `selection` on every head. Calls `watch` before each step and stops early, with what
+/// is finished, once `stop` is set.
+pub fn compare(
+    workload: &Workload,
+    selection: &[Chosen],
+    settings: &Settings,
+    watch: &mut dyn FnMut(Step<'_>),
+    stop: &AtomicBool,
+) -> Result<Comparison> {
+    compare_with(workload, selection, settings, &Calibrations::default(), watch, stop)
+}
+
+/// The same with calibrations from before; methods that have none there learn from the inputs.
+pub fn compare_with(
+    workload: &Workload,
+    selection: &[Chosen],
+    settings: &Settings,
+    given: &Calibrations,
+    watch: &mut dyn FnMut(Step<'_>),
+    stop: &AtomicBool,
+) -> Result<Comparison> {
+    let mask = settings.mask.unwrap_or(workload.mask);
+    let mut ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
+    let exact = baseline()?;
+    let mut result = Comparison {
+        source: workload.source.clone(),
+        metadata: workload.metadata.clone(),
+        mask,
+        threads: ws.schedule().threads,
+        isa: ws.schedule().isa.to_string(),
+        seeds: settings.seeds,
+        seed: settings.seed,
+        interval: "95 % Student t interval of the mean over seeds",
+        exact: Baseline { method: exact.id, ..Baseline::default() },
+        rows: Vec::new(),
+        summary: Vec::new(),
+        refused: Vec::new(),
+        skipped: Vec::new(),
+        interrupted: false,
+        matched: None,
+        learnt: Calibrations::default(),
+    };
+
+    // Refusals and bad parameters come before any work.
+    let mut runnable: Vec<Vec<&Chosen>> = Vec::new();
+    for layer in &workload.layers {
+        let problem = layer.group_problem(mask);
+        let mut able = Vec::new();
+        for chosen in selection {
+            match refusal(chosen, &problem, settings.seed, given)? {
+                None => able.push(chosen),
+                Some(reasons) => {
+                    result.refused.push(Refused { method: chosen.method.id, layer: layer.layer, reasons })
+                }
+            }
+        }
+        runnable.push(able);
+    }
+
+    let groups = |layer: &LayerData| layer.problem.n_kv_heads;
+    let total: usize = workload.layers.iter().zip(&runnable).map(|(l, r)| groups(l) * (r.len() + 1)).sum();
+    let clock = Clock { start: Instant::now(), limit: settings.time_limit };
+    let mut done = 0;
+    'all: for (layer, able) in workload.layers.iter().zip(&runnable) {
+        for g in 0..groups(layer) {
+            watch(Step { done, total, method: exact.id });
+            let mut bench = Group::new(layer, g, mask, settings, given, &mut ws)?;
+            done += 1;
+            result.rows.extend(bench.mean_of_values());
+            for chosen in able {
+                if stop.load(Ordering::Relaxed) {
+                    result.interrupted = true;
+                    bench.finish(&mut result.exact);
+                    break 'all;
+                }
+                watch(Step { done, total, method: chosen.method.id });
+                match clock.share(total - done) {
+                    Some(share) if share <= 0.0 => result.skipped.push(Skipped {
+                        method: chosen.method.id,
+                        layer: layer.layer,
+                        heads: bench.heads().collect(),
+                        reason: "the time limit was reached".into(),
+                    }),
+                    share => result.rows.extend(bench.measure(chosen, share, &mut result.learnt, &mut ws)?),
+                }
+                done += 1;
+            }
+            bench.finish(&mut result.exact);
+        }
+    }
+    let b = &mut result.exact;
+    b.gflops = if b.run_seconds > 0.0 { b.flops as f64 / b.run_seconds * 1e-9 } else { 0.0 };
+    result.summary = summarise(&result);
+    Ok(result)
+}
+
+/// Reasons why a method cannot do a problem; other errors, such as a bad parameter, are the caller's.
+fn refusal(
+    chosen: &Chosen,
+    problem: &Problem,
+    seed: u64,
+    given: &Calibrations,
+) -> Result<Option<Vec<String>>> {
+    let options = chosen.options_for(seed);
+    if chosen.method.claims.needs == Needs::Calibration || given.has(chosen.method.id) {
+        let support = (chosen.method.supports)(problem, &options);
+        return Ok((!support.is_yes()).then_some(support.reasons));
+    }
+    match chosen.method.plan(problem, &options) {
+        Ok(_) => Ok(None),
+        Err(attlas::Error::Unsupported { reasons, .. }) => Ok(Some(reasons)),
+        Err(e) => Err(name_method(chosen, e)),
+    }
+}
+
+/// Says which method's parameter it was.
+fn name_method(chosen: &Chosen, error: attlas::Error) -> Error {
+    match error {
+        attlas::Error::InvalidParam { name, value, expected } => {
+            attlas::Error::InvalidParam { name: format!("{}.{name}", chosen.method.id), value, expected }
+                .into()
+        }
+        other => other.into(),
+    }
+}
+
+/// Shares out a time limit.
+struct Clock {
+    start: Instant,
+    limit: Option<f64>,
+}
+
+impl Clock {
+    /// Seconds that each of `left` steps may take.
+    fn share(&self, left: usize) -> Option<f64> {
+        self.limit.map(|limit| (limit - self.start.elapsed().as_secs_f64()) / left.max(1) as f64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::records::mark_front;
+    use super::*;
+    use crate::select::Choice;
+
+    fn run(source: &str, methods: &[&str], set: &[&str], settings: Settings) -> Comparison {
+        let workload = source.parse::<crate::Source>().unwrap().load().unwrap();
+        let owned = |x: &[&str]| x.iter().map(|s| s.to_string()).collect();
+        let selection = Choice { methods: owned(methods), family: None, set: owned(set) }.resolve().unwrap();
+        compare(&workload, &selection, &settings, &mut |_| (), &AtomicBool::new(false)).unwrap()
+    }
+
+    fn error(c: &Comparison, method: &str, head: usize) -> f64 {
+        c.rows.iter().find(|r| r.method == method && r.head == head).unwrap().rel_fro.mean
+    }
+
+    #[test]
+    fn the_oracle_agrees_and_a_full_budget_is_exact() {
+        let settings = Settings { mask: Some(Mask::Causal), threads: 1, ..Settings::default() };
+        let c = run(
+            "synthetic:clustered,n=300,d=16,heads=4,kv_heads=2",
+            &["naive", "top_k"],
+            &["top_k.keys=300"],
+            settings,
+        );
+        for head in 0..4 {
+            // Rounding of single precision: 16 products, 300 terms.
+            assert!(
+                error(&c, "naive", head) < 16.0 * f64::from(f32::EPSILON),
+                "{}",
+                error(&c, "naive", head)
+            );
+            assert_eq!(error(&c, "top_k", head), 0.0);
+            assert!(error(&c, "mean_v", head) > 0.3);
+        }
+        let row = c.rows.iter().find(|r| r.method == "top_k").unwrap();
+        assert_eq!((row.status, row.keys_share), ("exact", 1.0));
+        assert_eq!(c.rows.len(), 3 * 4);
+        assert_eq!(c.summary.iter().map(|s| s.method).collect::<Vec<_>>(), ["mean_v", "naive", "top_k"]);
+        assert_eq!(c.exact.heads.len(), 4);
+        assert_eq!(row.params["keys"], 300);
+    }
+
+    #[test]
+    fn the_mean_of_values_has_the_error_of_the_method_pages() {
+        // 0.81, 0.99 and 1.01 on the clustering page's workloads; 1.00 and 0.82 on those of the low-rank page.
+        for (kind, wanted) in [
+            ("gaussian", 0.83),
+            ("clustered", 0.99),
+            ("heavy_hitters", 1.01),
+            ("low_rank", 1.0),
+            ("smooth", 0.82),
+        ] {
+            let settings = Settings { time_limit: Some(0.0), ..Settings::default() };
+            let c = run(&format!("synthetic:{kind}"), &["sink_window"], &[], settings);
+            let found = error(&c, "mean_v", 0);
+            assert!((found / wanted - 1.0).abs() < 0.1, "{kind}: {found} for {wanted}");
+        }
+    }
+
+    #[test]
+    fn certificates_cover_the_error_they_bound() {
+        let settings = Settings { certify_rows: 200, ..Settings::default() };
+        let c = run(
+            "synthetic:clustered,n=400,d=32,heads=6",
+            &["top_k", "sink_window"],
+            &["sink_window.window=380"],
+            settings,
+        );
+        let certified: Vec<&Row> = c.rows.iter().filter(|r| r.certified.bound.is_some()).collect();
+        assert!(!certified.is_empty());
+        for row in certified {
+            assert!(row.certified.bound.unwrap() >= row.errors.rel_fro, "{} {:?}", row.method, row.certified);
+        }
+        let all = run("synthetic:clustered,n=100,d=8", &["top_k"], &["top_k.keys=9"], Settings::default());
+        assert_eq!(all.rows[1].certified.bound, Some(all.rows[1].certified.estimate));
+        assert!((all.rows[1].certified.estimate / all.rows[1].errors.rel_fro - 1.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn the_front_holds_what_nothing_beats_in_both() {
+        let settings = Settings { threads: 1, ..Settings::default() };
+        let mut c = run("synthetic:gaussian,n=50,d=8", &["top_k", "sink_window", "hyper"], &[], settings);
+        let figures = [(0.5, 0.0), (0.1, 2.0), (0.2, 1.0), (0.2, 3.0)];
+        for (s, (error, time)) in c.summary.iter_mut().zip(figures) {
+            s.rel_fro.mean = error;
+            (s.setup_seconds, s.run_seconds) = (0.0, time);
+        }
+        mark_front(&mut c.summary);
+        // The mean of the values, first, is no method.
+        assert_eq!(c.summary.iter().map(|s| s.front).collect::<Vec<_>>(), [false, true, true, false]);
+    }
+
+    #[test]
+    fn a_spent_time_limit_and_a_stop_leave_what_is_finished() {
+        let settings = Settings { time_limit: Some(0.0), ..Settings::default() };
+        let c = run("synthetic:gaussian,n=50,d=8", &["top_k"], &[], settings);
+        assert_eq!((c.skipped.len(), c.rows.len()), (1, 1));
+        let workload = "synthetic:gaussian,n=50,d=8".parse::<crate::Source>().unwrap().load().unwrap();
+        let selection = Choice::default().resolve().unwrap();
+        let stop = AtomicBool::new(true);
+        let c = compare(&workload, &selection, &Settings::default(), &mut |_| (), &stop).unwrap();
+        assert!(c.interrupted && c.rows.iter().all(|r| r.method == "mean_v"));
+    }
+
+    #[test]
+    fn a_parameter_out_of_range_names_its_method() {
+        let workload = "synthetic:gaussian,n=50,d=8".parse::<crate::Source>().unwrap().load().unwrap();
+        let selection = Choice { set: vec!["top_k.keys=0".into()], ..Choice::default() }.resolve().unwrap();
+        let result =
+            compare(&workload, &selection, &Settings::default(), &mut |_| (), &AtomicBool::new(false));
+        let message = result.unwrap_err().to_string();
+        assert!(message.contains("top_k.keys = 0") && message.contains("from 1 to"), "{message}");
+    }
+
+    #[test]
+    fn results_do_not_depend_on_the_number_of_threads() {
+        let with = |threads| {
+            let c = run(
+                "synthetic:needle,n=200,d=16,heads=2",
+                &["all"],
+                &[],
+                Settings { threads, ..Settings::default() },
+            );
+            c.rows.iter().map(|r| (r.method, r.head, r.rel_fro.mean.to_bits())).collect::<Vec<_>>()
+        };
+        assert_eq!(with(1), with(2));
+    }
+}

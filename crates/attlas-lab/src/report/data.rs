@@ -1,0 +1,138 @@
+//! What the figures of a report are drawn from, as one JSON document inside the page.
+
+use super::Report;
+use super::recipe::RecipeMap;
+use crate::figures::{heat_address, named_spectra};
+use crate::inspect::Inspected;
+use attlas::diagnostics::{HeadReport, Spectrum};
+use serde_json::{Value, json};
+
+/// A figure of a head that is drawn over layers and heads.
+struct Figure {
+    name: &'static str,
+    /// `count`, `number` or `share`, which says how it is written.
+    kind: &'static str,
+    of: fn(&HeadReport) -> f64,
+}
+
+const FIGURES: [Figure; 8] = [
+    Figure {
+        name: "rank of Z⁻¹A at 90 %",
+        kind: "count",
+        of: |r| r.spectra.weights.variance_rank.value as f64,
+    },
+    Figure { name: "stable rank of Z⁻¹A", kind: "number", of: |r| r.spectra.weights.stable_rank },
+    Figure {
+        name: "keys that hold 90 % of a row",
+        kind: "number",
+        of: |r| r.weights.keys_for_mass[0].keys.mean,
+    },
+    Figure {
+        name: "mass of the 64 largest weights",
+        kind: "share",
+        of: |r| r.weights.mass_of_top[3].mass.mean,
+    },
+    Figure { name: "entropy of rows, nats", kind: "number", of: |r| r.weights.entropy.mean },
+    Figure { name: "weights below 1 % of their row's largest", kind: "share", of: |r| r.weights.below[1].1 },
+    Figure {
+        name: "mean weight of the first key",
+        kind: "share",
+        of: |r| r.weights.mean_weight.first().copied().unwrap_or(0.0),
+    },
+    Figure { name: "rank of QKᵀ at 90 %", kind: "count", of: |r| r.spectra.qk.variance_rank.value as f64 },
+];
+
+/// The document.
+pub(super) fn data(report: &Report<'_>, recipe: Option<&RecipeMap>) -> Value {
+    let c = report.comparison;
+    let figures: Vec<Value> = FIGURES.iter().map(|f| json!({ "name": f.name, "kind": f.kind })).collect();
+    let methods: Vec<Value> = c
+        .summary
+        .iter()
+        .map(|s| {
+            json!({
+                "method": s.method,
+                "family": s.family,
+                "error": round(s.rel_fro.mean),
+                "lo": round(s.rel_fro.lo),
+                "hi": round(s.rel_fro.hi),
+                "certified": s.certified.map(round),
+                "seconds": round(s.setup_seconds + s.run_seconds),
+                "setup": round(s.setup_seconds),
+                "speedup": round(s.speedup),
+                "bytes": s.peak_bytes,
+                "keys": round(s.keys_share),
+            })
+        })
+        .collect();
+    json!({
+        "figures": figures,
+        "heads": report.inspection.heads.iter().map(head).collect::<Vec<_>>(),
+        "methods": methods,
+        "exact": { "seconds": round(c.exact.run_seconds), "bytes": c.exact.peak_bytes, "keys": 1.0 },
+        "recipe": recipe.map(RecipeMap::data),
+    })
+}
+
+fn head(h: &Inspected) -> Value {
+    let r = &h.report;
+    let w = &r.weights;
+    let spectra: Vec<Value> = named_spectra(&r.spectra)
+        .iter()
+        .map(|(name, colour, s)| {
+            json!({ "name": name, "colour": colour, "rank": s.variance_rank.value, "open": s.variance_rank.open,
+                "stable": round(s.stable_rank), "points": points(s) })
+        })
+        .collect();
+    json!({
+        "layer": h.layer,
+        "head": h.head,
+        "tokens": r.n_k,
+        "figures": FIGURES.iter().map(|f| round((f.of)(r))).collect::<Vec<_>>(),
+        "spectra": spectra,
+        "mass": w.mass_of_top.iter().map(|t| [t.keys as f64, round(t.mass.mean)]).collect::<Vec<_>>(),
+        "keys": w.keys_for_mass.iter().map(|m| [m.mass, round(m.keys.mean)]).collect::<Vec<_>>(),
+        "sinks": w.sinks.iter().take(4).map(|s| json!({ "key": s.key, "weight": round(s.weight) })).collect::<Vec<_>>(),
+        "leading": { "size": w.leading.cols, "image": heat_address(&w.leading) },
+        "map": { "size": r.n_k, "image": heat_address(&w.map) },
+    })
+}
+
+/// Singular values over the largest one, with their numbers, thinned out evenly in logarithms.
+fn points(s: &Spectrum) -> Vec<[f64; 2]> {
+    let first = s.values.first().copied().filter(|v| *v > 0.0).unwrap_or(1.0);
+    let mut next = 0;
+    let mut out = Vec::new();
+    for (i, value) in s.values.iter().enumerate() {
+        // Steps of a sixth are finer than a line shows.
+        if (i >= next || i + 1 == s.values.len()) && value / first > 1e-8 {
+            out.push([(i + 1) as f64, round(value / first)]);
+            next = i + 1 + i / 6;
+        }
+    }
+    out
+}
+
+/// Four digits: a page shows fewer.
+fn round(x: f64) -> f64 {
+    if x == 0.0 || !x.is_finite() {
+        return x;
+    }
+    let unit = 10f64.powi(3 - x.abs().log10().floor() as i32);
+    let rounded = (x * unit).round() / unit;
+    if rounded.is_finite() { rounded } else { x }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::round;
+
+    #[test]
+    fn numbers_keep_four_digits() {
+        assert_eq!(
+            [12345.6, 0.00123456, -9.99999, 0.0, 1.0].map(round),
+            [12350.0, 0.001235, -10.0, 0.0, 1.0]
+        );
+        assert!(round(f64::NAN).is_nan() && round(1e-310).is_finite());
+    }
+}
