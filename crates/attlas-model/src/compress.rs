@@ -216,7 +216,7 @@ impl Elements {
             Self::F32 | Self::Bf16 => f32::MAX,
             Self::F16 | Self::Q8 => half::f16::MAX.to_f32(),
         };
-        if let Some(bad) = values.iter().find(|x| !(x.abs() <= most)) {
+        if let Some(bad) = values.iter().find(|x| x.is_nan() || x.abs() > most) {
             let expected = format!("at most {most} in magnitude; store factors as f32");
             return Err(Error::invalid(format!("a number of {name}"), bad, expected));
         }

@@ -157,7 +157,7 @@ pub fn apply_all(layers: &mut [(&Linear, &mut [f32])], x: MatRef<'_, f32>, scrat
 }
 
 /// Maps that are left to apply to the same rows, by what acts first.
-fn by_first<'a, T>(maps: Vec<(&'a [Factor], T)>) -> Vec<(&'a Factor, Vec<(&'a [Factor], T)>)> {
+fn by_first<T>(maps: Vec<(&[Factor], T)>) -> Vec<(&Factor, Vec<(&[Factor], T)>)> {
     let mut groups: Vec<(&Factor, Vec<(&[Factor], T)>)> = Vec::new();
     for (factors, out) in maps {
         let Some((first, rest)) = factors.split_first() else { continue };

@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn every_start_lands_below_pruning_at_half_rank() {
+    fn every_start_lands_about_as_low_as_the_pruned_one() {
         let (q, k) = projections();
         let error = |init| {
             let params = Params { rank: Some(6), init, iters: 300, ..Params::default() };
@@ -420,8 +420,8 @@ mod tests {
         };
         let pruned = error(Init::SvdPrune);
         for init in [Init::Hosvd, Init::Random] {
-            // Local minima differ by a few per cent here; a start that stalls would not come near.
-            assert!(error(init) < 1.1 * pruned, "{init:?}: {} against {pruned}", error(init));
+            // Local minima differ by a few per cent; a start that stalls stays near 1.
+            assert!(error(init) < 1.2 * pruned, "{init:?}: {} against {pruned}", error(init));
         }
     }
 

@@ -422,12 +422,11 @@ mod tests {
         let estimates: Vec<f64> = (0..200)
             .map(|seed| {
                 let f = Features::random(5, 1000, 0.5, seed);
-                let mut values = [Of::Query, Of::FirstKey, Of::SecondKey].map(|of| {
+                let [q, a, b] = [Of::Query, Of::FirstKey, Of::SecondKey].map(|of| {
                     let mut phi = vec![f64::NAN; 1000];
                     f.features(of, rows[of as usize], &mut phi);
                     phi
                 });
-                let [q, a, b] = &mut values;
                 (0..1000).map(|n| f.weights[n] * q[n] * a[n] * b[n]).sum()
             })
             .collect();
@@ -463,9 +462,13 @@ mod tests {
     #[test]
     fn a_denominator_that_cancels_is_noticed_and_never_divided_by() {
         let x = pairs::known_inputs(6, 4, 3.0);
-        let (out, least) = run(&x, &Features::random(4, 16, 1.0, 1), false);
-        assert!(least < FLOOR, "sixteen features of large logits cancel: {least}");
-        assert!(out.data().iter().all(|x| x.is_finite()));
+        let mut least: f64 = 1.0;
+        for seed in 0..20 {
+            let (out, left) = run(&x, &Features::random(4, 16, 1.0, seed), false);
+            assert!(out.data().iter().all(|x| x.is_finite()));
+            least = least.min(left);
+        }
+        assert!(least < FLOOR, "sixteen features of large logits cancel for some seed: {least}");
         let even = Features::monomials(4, &taylor(4), 1.0).unwrap();
         assert_eq!(run(&x, &even, false).1, 1.0);
     }
