@@ -113,7 +113,14 @@ impl Run {
         }
         let (found, _) = self.at(&params(complex, 64, 2), Stage::Balanced, range)?;
         let [a, b, c] = self.compare(26.856, found);
-        table.push(vec!["the last but two at full rank 320".into(), String::new(), String::new(), a, b, c]);
+        table.push(vec![
+            "complex, 64 rotated, fold 2, at full rank 320".into(),
+            String::new(),
+            String::new(),
+            a,
+            b,
+            c,
+        ]);
         println!("{}", table.markdown());
         Ok(())
     }
