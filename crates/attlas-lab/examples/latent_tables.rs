@@ -6,6 +6,8 @@
 //!     .models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf .models/lee/lee_background.cor [stages|ranks|sweep] [figure.svg]
 //! ```
 //!
+//! `latent_tables draw lines.txt figure.svg` draws the figure again from what a sweep wrote to standard error.
+//!
 //! Calibration on tokens 0 to 8191 as sequences of 256, once; perplexity in windows of 512 without overlap. Perplexities
 //! that were known beforehand stand beside those measured, and one that is off by more than 1 % makes it fail.
 
@@ -36,6 +38,11 @@ type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
 fn main() -> Outcome<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
+    if let [word, kept, figure] = &args[..]
+        && word == "draw"
+    {
+        return Sweep::read(Path::new(kept))?.show(Some(Path::new(figure)));
+    }
     let [path, text, rest @ ..] = &args[..] else { return Err("a model and a text are missing".into()) };
     let part = rest.first().map_or("all", String::as_str);
     let model = open_model(Path::new(path))?;
@@ -113,7 +120,14 @@ impl Run {
         }
         let (found, _) = self.at(&params(complex, 64, 2), Stage::Balanced, range)?;
         let [a, b, c] = self.compare(26.856, found);
-        table.push(vec!["the last but two at full rank 320".into(), String::new(), String::new(), a, b, c]);
+        table.push(vec![
+            "complex, 64 rotated, fold 2, at full rank 320".into(),
+            String::new(),
+            String::new(),
+            a,
+            b,
+            c,
+        ]);
         println!("{}", table.markdown());
         Ok(())
     }
@@ -188,45 +202,73 @@ impl Run {
 
     /// Perplexity over the kept rank for every rotary width, by both recipes.
     fn sweep(&mut self, figure: Option<&Path>) -> Outcome<()> {
-        let range = 60_000..64_096;
-        let before = self.perplexity(&self.model, range.clone())?;
-        let ranks = [32, 64, 96, 128, 192, 256];
-        let mut table = Table::new(&["<recipe", "rotated", "32", "64", "96", "128", "192", "256", "all"]);
-        table.push(vec![
-            "original".into(),
-            "64 of each head".into(),
-            String::new(),
-            String::new(),
-            String::new(),
-            String::new(),
-            String::new(),
-            String::new(),
-            format!("{before:.2}"),
-        ]);
-        let mut drawn = Vec::new();
-        for (name, rotate, pca) in
-            [("ours", Rotate::Complex, Metric::Functional), ("published", Rotate::Real, Metric::Activation)]
-        {
-            for (rope_dim, fold) in [(64, 2), (32, 2), (16, 4)] {
-                let mut row = vec![name.into(), rope_dim.to_string()];
-                let mut points = Vec::new();
-                for rank in ranks.into_iter().chain([384 - rope_dim]) {
+        let range = 60_000..62_048;
+        let mut found = Sweep { before: self.perplexity(&self.model, range.clone())?, points: Vec::new() };
+        eprintln!("original: {:.3}", found.before);
+        let recipes =
+            [("ours", Rotate::Complex, Metric::Functional), ("published", Rotate::Real, Metric::Activation)];
+        for (rope_dim, fold) in [(64, 2), (32, 2), (16, 4)] {
+            for (name, rotate, pca) in recipes {
+                for rank in [64, 128, 192, 256, 384 - rope_dim] {
                     let p = Params { pca, rank: Some(rank), ..params(rotate, rope_dim, fold) };
-                    let (found, _) = self.at(&p, Stage::LowRank, range.clone())?;
-                    eprintln!("{name}, {rope_dim} rotated, rank {rank}: {found:.3}");
-                    row.push(format!("{found:.2}"));
-                    points.push(((rank + rope_dim) as f64, found));
+                    let (ppl, _) = self.at(&p, Stage::LowRank, range.clone())?;
+                    eprintln!("{name}, {rope_dim} rotated, rank {rank}: {ppl:.3}");
+                    found.points.push((name.to_owned(), rope_dim, rank, ppl));
                 }
-                table.push(row);
-                let name = format!("{name}, {rope_dim} rotated");
-                drawn.push(Line { name, points, dashed: rotate == Rotate::Real });
             }
         }
-        println!("{}", table.markdown());
+        found.show(figure)
+    }
+}
+
+/// Perplexities over ranks.
+struct Sweep {
+    before: f64,
+    /// Recipe, rotated width, rank, perplexity.
+    points: Vec<(String, usize, usize, f64)>,
+}
+
+impl Sweep {
+    /// Reads the lines that a sweep wrote to standard error.
+    fn read(path: &Path) -> Outcome<Self> {
+        let mut sweep = Self { before: f64::NAN, points: Vec::new() };
+        for line in std::fs::read_to_string(path)?.lines() {
+            let Some((what, ppl)) = line.split_once(": ") else { continue };
+            let Ok(ppl) = ppl.parse() else { continue };
+            let parts: Vec<&str> = what.split(", ").collect();
+            match parts[..] {
+                ["original"] => sweep.before = ppl,
+                [name, rotated, rank] => {
+                    let number = |text: &str| text.split(' ').find_map(|word| word.parse::<usize>().ok());
+                    let (Some(rotated), Some(rank)) = (number(rotated), number(rank)) else { continue };
+                    sweep.points.push((name.to_owned(), rotated, rank, ppl));
+                }
+                _ => {}
+            }
+        }
+        Ok(sweep)
+    }
+
+    /// Prints a table, one line for each recipe and width, and draws it.
+    fn show(&self, figure: Option<&Path>) -> Outcome<()> {
+        let mut table = Table::new(&["<recipe", "rotated", "rank 64", "128", "192", "256", "all"]);
+        let mut drawn: Vec<Line> = Vec::new();
+        for points in self.points.chunk_by(|a, b| (&a.0, a.1) == (&b.0, b.1)) {
+            let (name, rotated) = (&points[0].0, points[0].1);
+            let mut row = vec![name.clone(), rotated.to_string()];
+            row.extend(points.iter().map(|p| format!("{:.2}", p.3)));
+            table.push(row);
+            drawn.push(Line {
+                name: format!("{name}, {rotated} rotated"),
+                points: points.iter().map(|p| ((p.2 + p.1) as f64, p.3)).collect(),
+                dashed: name == "published",
+            });
+        }
+        println!("before: {:.2}\n\n{}", self.before, table.markdown());
         if let Some(path) = figure {
             let title = "SmolLM2-135M as latent attention, no training";
             let axes = ["numbers cached a token and layer (384 before)", "perplexity"];
-            std::fs::write(path, lines(title, axes, ("before", before), &drawn))?;
+            std::fs::write(path, lines(title, axes, ("before", self.before), &drawn))?;
         }
         Ok(())
     }

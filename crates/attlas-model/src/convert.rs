@@ -204,7 +204,7 @@ pub fn convert(
         let converted = if neutral { converted.with_neutral_norms() } else { converted };
         let figures = converted.figures;
         let config = latent_config(c, &converted);
-        Ok((with_latents(layer, converted)?, config, figures))
+        Ok::<_, Error>((with_latents(layer, converted)?, config, figures))
     };
     let converted: Vec<_> = weights.layers.par_iter().enumerate().map(one).collect::<Result<_>>()?;
     let config = converted.first().map(|(_, config, _)| config.clone());
