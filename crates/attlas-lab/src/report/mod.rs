@@ -92,9 +92,10 @@ impl Report<'_> {
                         number(s.rel_fro.mean)
                     ),
                 ),
-                None => {
-                    ("none".into(), format!("of the methods is faster within {words} of error at these settings"))
-                }
+                None => (
+                    "none".into(),
+                    format!("of the methods is faster within {words} of error at these settings"),
+                ),
             });
         }
         tiles.push((percent(i.first_key_sinks), "of the heads have a sink at their first key".into()));

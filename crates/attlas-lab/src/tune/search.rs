@@ -62,8 +62,8 @@ fn is_baseline(chosen: &Chosen) -> bool {
 fn variants(chosen: &Chosen) -> Vec<Chosen> {
     let (name, value) = ROUNDED;
     let rounds = chosen.options.get(name).is_none() && chosen.method.params.iter().any(|p| p.name == name);
-    let rounded = rounds
-        .then(|| Chosen { options: chosen.options.clone().with(name, value), ..chosen.clone() });
+    let rounded =
+        rounds.then(|| Chosen { options: chosen.options.clone().with(name, value), ..chosen.clone() });
     rounded.into_iter().chain([chosen.clone()]).collect()
 }
 
@@ -328,7 +328,8 @@ mod tests {
     fn settings(methods: &[&str], max_error: f64) -> Settings {
         let methods: Vec<String> = methods.iter().map(|m| m.to_string()).collect();
         // What a test makes up is of one precision.
-        let set = methods.iter().filter(|m| *m == "sink_window").map(|m| format!("{m}.precision=full")).collect();
+        let set =
+            methods.iter().filter(|m| *m == "sink_window").map(|m| format!("{m}.precision=full")).collect();
         Settings {
             max_error: Some(max_error),
             max_kl: None,

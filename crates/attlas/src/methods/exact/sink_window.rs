@@ -110,7 +110,15 @@ impl GroupPlan for SinkWindow {
             let (k_near, v_near) = (k.sub_rows(sinks..k.rows()), v.sub_rows(sinks..v.rows()));
             exact_rows_with(block.q, k_near, v_near, scale, band, precision, cx, block.out, block.lse);
             let band_sinks = Band { lower: None, upper: causal.then_some(p) };
-            merge_sinks(&mut block, k.sub_rows(0..sinks), v.sub_rows(0..sinks), scale, band_sinks, precision, cx);
+            merge_sinks(
+                &mut block,
+                k.sub_rows(0..sinks),
+                v.sub_rows(0..sinks),
+                scale,
+                band_sinks,
+                precision,
+                cx,
+            );
             let rows = 0..block.lse.len() as isize;
             let clip = |x: isize, n: usize| x.clamp(0, n as isize) as u64;
             Ok(rows
