@@ -474,14 +474,8 @@ fn a_report_is_one_page_that_says_how_to_make_it_again() {
 
 #[test]
 fn budgets_are_matched_and_the_front_is_marked() {
-    let args = [
-        "compare",
-        "synthetic:clustered,n=256,d=8",
-        "--methods",
-        "sink_window,linear",
-        "--match",
-        "keys=32",
-    ];
+    let args =
+        ["compare", "synthetic:clustered,n=256,d=8", "--methods", "sink_window,linear", "--match", "keys=32"];
     let json = attlas(&[&args[..], &["--json", "--causal"]].concat()).json();
     let matched = json["matched"]["methods"].as_array().unwrap();
     let window = matched.iter().find(|m| m["method"] == "sink_window").unwrap();

@@ -22,6 +22,8 @@
   const time = (s) => (s >= 1 ? `${digits(s)} s` : s >= 1e-3 ? `${digits(1e3 * s)} ms` : `${digits(1e6 * s)} µs`);
   const size = (b) => (b >= 2 ** 30 ? `${digits(b / 2 ** 30)} GiB` : b >= 2 ** 20 ? `${digits(b / 2 ** 20)} MiB`
     : b >= 1024 ? `${digits(b / 1024)} KiB` : `${b} B`);
+  // As little as fits into a cell.
+  const brief = { share: (x) => `${Math.round(100 * x)}%`, number: (x) => (x < 0.01 ? "<.01" : String(Number(x.toPrecision(x < 1 ? 2 : 3)))) };
   const shown = { count: digits, number: digits, share: percent };
   const place = (h) => (h.layer === null ? `head ${h.head}` : `layer ${h.layer}, head ${h.head}`);
 
@@ -86,7 +88,7 @@
     box.replaceChildren();
     const cells = data.heads.map((h) => ({ ...h, layer: h.layer ?? 0 }));
     const across = new Set(cells.map((c) => c.head)).size;
-    const least = 48 + across * (cells.length <= 60 ? 40 : 20);
+    const least = 48 + across * (cells.length <= 60 ? 38 : 20);
     box.style.setProperty("--map", `${Math.min(340, Math.max(158, least))}px`);
     const status = find("map-status");
     data.figures.forEach((figure, f) => {
@@ -101,7 +103,7 @@
         Plot.cell(cells, { x: "head", y: "layer", fill: (c) => c.figures[f], tip: true,
           title: (c) => `${place(c)}\n${figure.name}: ${show(c.figures[f])}` }),
       ];
-      if (cells.length <= 60) marks.push(Plot.text(cells, { x: "head", y: "layer", text: (c) => show(c.figures[f]),
+      if (cells.length <= 60) marks.push(Plot.text(cells, { x: "head", y: "layer", text: (c) => (brief[figure.kind] ?? show)(c.figures[f]),
         fill: (c) => (dark(c.figures[f]) ? "#fff" : "#000"), pointerEvents: "none" }));
       const svg = cellPlot(cells, width, { scheme: "viridis", type: "linear", domain: [lo, hi === lo ? lo + 1 : hi] },
         marks);
