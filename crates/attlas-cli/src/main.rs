@@ -84,17 +84,24 @@ fn note(common: &args::Common, text: &str) {
     }
 }
 
+const RECIPE_HELP: &str = "docs/recipe.md shows a recipe";
+
 /// What to do about an error.
 fn next_step(error: &attlas_lab::Error) -> &'static str {
     use attlas_lab::Error as E;
     use attlas_model::Error as M;
+    if let E::Model(M::InFile { source, .. }) = error
+        && matches!(**source, M::Recipe(_))
+    {
+        return RECIPE_HELP;
+    }
     match error {
         E::Model(M::Attention(inner)) => next_step_of_library(inner),
         E::Attlas(inner) => next_step_of_library(inner),
         E::Model(M::ContextTooShort { .. }) => {
             "read fewer tokens with --tokens, or in windows with --context"
         }
-        E::Model(M::Recipe(_)) => "docs/recipe.md shows a recipe",
+        E::Model(M::Recipe(_)) => RECIPE_HELP,
         E::Model(M::ChatTemplate(_)) => "leave --chat away to continue a plain text",
         E::Model(M::Io { .. }) => "check the path and its permissions",
         E::Model(M::Exists { .. }) => "name another folder, or move what is there out of the way",

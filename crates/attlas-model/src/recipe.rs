@@ -224,7 +224,12 @@ impl Recipe {
 
     /// Reads a recipe.
     pub fn from_toml(text: &str) -> Result<Self> {
-        let recipe: Self = toml::from_str(text).map_err(|e| Error::Recipe(e.to_string()))?;
+        let recipe: Self = toml::from_str(text).map_err(|e| {
+            let line =
+                |at: std::ops::Range<usize>| 1 + text[..at.start.min(text.len())].matches('\n').count();
+            let place = e.span().map_or(String::new(), |at| format!("line {}: ", line(at)));
+            Error::Recipe(place + &e.message().replace('\n', ", "))
+        })?;
         if recipe.version != VERSION {
             return Err(Error::invalid("the version of the recipe", recipe.version, VERSION.to_string()));
         }
