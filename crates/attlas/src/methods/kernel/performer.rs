@@ -445,13 +445,18 @@ mod tests {
             (0.5, "2048", "pos", "simplex", 0.26),
             (0.7, "2048", "pos", "orthogonal", 0.80),
             (0.7, "2048", "hyp", "orthogonal", 0.72),
+            (0.7, "2048", "pos", "simplex", 0.73),
+            (1.0, "2048", "pos", "orthogonal", 1.5),
+            (1.0, "2048", "pos", "simplex", 1.5),
         ] {
             let o = options(&[("map", map), ("features", m), ("directions", directions)]);
-            let [error, mean] = table_errors(&METHOD, &o, s, 4);
+            // Large inputs have heavy tails: means of four still differ by more than a tenth, of sixteen no more.
+            let [error, mean] = table_errors(&METHOD, &o, s, if s < 0.7 { 4 } else { 16 });
             // Two printed digits, and the stated spread of a mean of four.
             let off = |found: f64, printed: f64| (found - printed).abs() > 0.1 * printed + 0.005;
             assert!(!off(error, expected), "{s} {m} {map} {directions}: {error}, expected {expected}");
-            let of_mean = [(0.35, 0.47), (0.5, 0.72), (0.7, 0.89)].into_iter().find(|(t, _)| *t == s);
+            let of_mean =
+                [(0.35, 0.47), (0.5, 0.72), (0.7, 0.89), (1.0, 0.97)].into_iter().find(|(t, _)| *t == s);
             assert!(of_mean.is_some_and(|(_, m)| !off(mean, m)), "mean of the values: {mean}");
         }
     }
