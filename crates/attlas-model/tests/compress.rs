@@ -365,7 +365,7 @@ fn key_heads_of_a_real_model_share_as_little_as_the_page_says() {
         // The page gives two digits.
         assert!((found - mean).abs() < 1e-2, "rank {rank}: {found}");
         // One matrix shares more than the page's range, 0.373 at rank 2.
-        let inside = errors.iter().filter(|e| range.contains(e)).count();
+        let inside = errors.iter().filter(|e| range.contains(*e)).count();
         assert!(inside >= 59, "rank {rank}: {errors:?}");
     }
 }
