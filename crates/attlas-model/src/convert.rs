@@ -2,7 +2,7 @@
 //!
 //! The mathematics is that of [`attlas::conversions::mla`]; this module runs a model over calibration text, collects
 //! second moments layer by layer, and puts the new layers in place of the old ones. A converted model runs like any
-//! other, at every stage, so that what a stage costs can be measured in perplexity. [`write`] gives a folder that the
+//! other, at every stage, so that what a stage costs can be measured in perplexity. [`write()`] gives a folder that the
 //! DeepSeek-V3 class of transformers loads without code of its own; that class always normalises latents, hence the
 //! norms that do nothing ([`Converted::with_neutral_norms`]).
 
@@ -180,7 +180,7 @@ pub struct Latents {
 }
 
 /// The model with every layer converted as far as `stage`; `again` as in [`mla::convert`]. `neutral` adds norms that do
-/// nothing, which [`write`] needs. Layers are converted side by side on the current rayon pool.
+/// nothing, which [`write()`] needs. Layers are converted side by side on the current rayon pool.
 pub fn convert(
     model: &Model,
     params: &Params,
