@@ -46,17 +46,28 @@ pub(crate) fn run(args: &BenchArgs, common: &Common) -> Outcome {
     } else if common.csv {
         print(&result.csv_table().csv());
     } else {
-        let form = |t: &Table| if common.md { t.markdown() } else { t.text() };
-        let end = if common.md { "  \n" } else { "\n" };
-        print(&format!("{}\n\n{}", heading(&result).join(end), form(&result.table())));
-        print(&format!("\n{}", form(&growth(&result))));
+        show(common, &heading(&result), &[(String::new(), result.table()), (String::new(), growth(&result))]);
         notes(&result, common);
     }
-    if result.interrupted {
-        eprintln!("interrupted: what was finished is printed");
-        return Ok(ExitCode::from(130));
+    Ok(ending(result.interrupted))
+}
+
+/// Prints lines and then tables, each under a sentence of its own where there is one.
+fn show(common: &Common, heading: &[String], tables: &[(String, Table)]) {
+    print(&(heading.join(if common.md { "  \n" } else { "\n" }) + "\n"));
+    for (above, table) in tables {
+        let form = if common.md { table.markdown() } else { table.text() };
+        let above = if above.is_empty() { String::new() } else { format!("{above}\n\n") };
+        print(&format!("\n{above}{form}"));
     }
-    Ok(ExitCode::SUCCESS)
+}
+
+fn ending(interrupted: bool) -> ExitCode {
+    if interrupted {
+        eprintln!("interrupted: what was finished is printed");
+        return ExitCode::from(130);
+    }
+    ExitCode::SUCCESS
 }
 
 fn heading(b: &Bench) -> Vec<String> {
@@ -106,12 +117,13 @@ fn suite(args: &BenchArgs, common: &Common) -> Outcome {
     } else if common.csv {
         print(&result.speedup_table().csv());
     } else {
-        let form = |t: &Table| if common.md { t.markdown() } else { t.text() };
-        let end = if common.md { "  \n" } else { "\n" };
         let held = result.speedups.iter().filter(|s| s.holds).count();
-        print(&format!("{}\n\n{}", ceilings(&result.machine).join(end), form(&result.speedup_table())));
-        print(&format!("\n{held} of {} claims hold here.\n\n{}", CLAIMS.len(), form(&result.growth_table())));
-        print(&format!("\nAt {THREADS_LENGTH} tokens:\n\n{}", form(&result.thread_table())));
+        let tables = [
+            (String::new(), result.speedup_table()),
+            (format!("{held} of {} claims hold here.", CLAIMS.len()), result.growth_table()),
+            (format!("At {THREADS_LENGTH} tokens:"), result.thread_table()),
+        ];
+        show(common, &ceilings(&result.machine), &tables);
         result.notes.iter().for_each(|n| note(common, n));
         note(
             common,
@@ -120,11 +132,7 @@ fn suite(args: &BenchArgs, common: &Common) -> Outcome {
              allocated, the output apart; below: less than asked for",
         );
     }
-    if result.interrupted {
-        eprintln!("interrupted: what was finished is printed");
-        return Ok(ExitCode::from(130));
-    }
-    Ok(ExitCode::SUCCESS)
+    Ok(ending(result.interrupted))
 }
 
 fn growth(b: &Bench) -> Table {

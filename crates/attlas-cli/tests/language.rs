@@ -1,61 +1,16 @@
 //! `extract`, `perplexity` and `generate` on real models: outputs, errors and exit statuses.
 
-#[path = "../../attlas-model/tests/common/mod.rs"]
-mod models;
+mod support;
 
-use models::{minilm, repository, smollm2};
 use serde_json::Value;
 use std::io::BufRead;
-use std::path::PathBuf;
-use std::process::Command;
-
-/// A folder of its own for each test, removed at the end.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("attlas-language-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    fn file(&self, name: &str) -> String {
-        self.0.join(name).display().to_string()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-/// Runs a command: status, standard output, standard error.
-fn attlas(args: &[&str]) -> (i32, String, String) {
-    let output = Command::new(env!("CARGO_BIN_EXE_attlas")).args(args).output().unwrap();
-    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    (output.status.code().unwrap_or(-1), text(output.stdout), text(output.stderr))
-}
-
-fn json(args: &[&str]) -> Value {
-    let (status, out, err) = attlas(args);
-    assert_eq!(status, 0, "{err}");
-    serde_json::from_str(&out).unwrap()
-}
+use support::{Folder, alice, attlas, json, minilm, model};
 
 fn refused(args: &[&str], expected: &str) {
     let (status, out, err) = attlas(args);
     assert_eq!((status, out.as_str()), (2, ""), "{err}");
     assert!(err.starts_with("error: ") && err.contains(expected), "{err}");
     assert_eq!(err.lines().count(), 2, "an error and what to do next: {err}");
-}
-
-fn model() -> String {
-    smollm2().display().to_string()
-}
-
-fn alice() -> String {
-    repository().join("data/alice29.txt").display().to_string()
 }
 
 #[test]
