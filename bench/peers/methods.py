@@ -102,7 +102,7 @@ def main():
 
     for package, words, theirs, request in peers(torch):
         request = dict(dict(kind="attend", threads=args.threads, heads=HEADS, n=N, d=D, setup=True), **request)
-        ours, other = interleave(timed(theirs), lambda: attlas.ask(**request)["seconds"], args.repeats)
+        ours, other, _ = interleave(timed(theirs), lambda: attlas.ask(**request)["seconds"], args.repeats)
         version = importlib.metadata.version(package)
         say(f"| {package} {version} | {words} | {other * 1e3:.1f} | {ours * 1e3:.1f} | {other / ours:.1f} |")
     if args.out:

@@ -8,7 +8,7 @@ the repetitions. Flops are counted as 4 H N^2 d, half of that when causal.
     bench/peers/sdpa.py --quick         fewer repetitions
     bench/peers/sdpa.py --out FILE.md   also writes the table with machine and versions
 """
-import argparse, importlib.util, json, os, pathlib, platform, statistics, subprocess, sys, time
+import argparse, importlib.util, json, math, os, pathlib, platform, statistics, subprocess, sys, time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 VENV = ROOT / ".cache" / "peers"
@@ -49,10 +49,12 @@ class Attlas:
         return json.loads(self.process.stdout.readline())
 
 
-def interleave(torch_run, attlas_run, repeats):
-    """Medians of alternating runs. The other side's threads spin for a while after their work: they get time to
-    go to sleep; then runs that are not counted wake this side's and bring memory back to its speed."""
-    ours, theirs = [], []
+def interleave(torch_run, attlas_run, repeats, ceiling=None):
+    """Medians of alternating runs: seconds of attlas, seconds of torch, and the work that the machine could have done
+    in the seconds of attlas, from its `ceiling` (work per second), which is measured after each run. The other side's
+    threads spin for a while after their work: they get time to go to sleep; then runs that are not counted wake this
+    side's and bring memory back to its speed."""
+    ours, theirs, possible = [], [], []
     for _ in range(repeats):
         for run, seconds in [(torch_run, theirs), (attlas_run, ours)]:
             time.sleep(PAUSE)
@@ -61,7 +63,9 @@ def interleave(torch_run, attlas_run, repeats):
             while time.perf_counter() < woken:
                 run()
             seconds.append(run())
-    return statistics.median(ours), statistics.median(theirs)
+        if ceiling:
+            possible.append(ceiling() * ours[-1])
+    return statistics.median(ours), statistics.median(theirs), statistics.median(possible or [math.nan])
 
 
 def cpu_model():
@@ -109,7 +113,7 @@ def main():
         machine = attlas.ask(kind="machine", threads=threads)
         say(f"- {threads} thread(s): FMA peak {machine['fma_gflops']:.0f} GF/s, read bandwidth {machine['read_gbs']:.1f} GB/s")
     say()
-    say("The peak is measured again before each row: clocks and neighbours change.")
+    say("Peak and bandwidth are measured again after each run of attlas: clocks and neighbours change. A share is the median over the runs.")
     say()
     say("| threads | shape | d | mask | attlas GF/s | share of peak | torch GF/s | ratio |")
     say("|---|---|---|---|---|---|---|---|")
@@ -122,9 +126,11 @@ def main():
                 for causal in [False, True]:
                     q, k, v = (torch.randn(1, heads, n, d) for _ in range(3))
                     request = dict(kind="attend", threads=threads, heads=heads, n=n, d=d, causal=causal)
-                    peak = attlas.ask(kind="machine", threads=threads)["fma_gflops"]
-                    ours, theirs = interleave(
-                        torch_attend(q, k, v, causal), lambda: attlas.ask(**request)["seconds"], repeats
+                    ours, theirs, possible = interleave(
+                        torch_attend(q, k, v, causal),
+                        lambda: attlas.ask(**request)["seconds"],
+                        repeats,
+                        lambda: attlas.ask(kind="fma_peak", threads=threads)["gflops"],
                     )
                     flops = 4.0 * heads * n * n * d * (0.5 if causal else 1.0)
                     rate, torch_rate = flops / ours / 1e9, flops / theirs / 1e9
@@ -132,7 +138,7 @@ def main():
                     causal_share.setdefault((threads, heads, n, d), {})[causal] = ours
                     mask = "causal" if causal else "none"
                     say(
-                        f"| {threads} | H{heads} N{n} | {d} | {mask} | {rate:.0f} | {rate / peak:.0%} "
+                        f"| {threads} | H{heads} N{n} | {d} | {mask} | {rate:.0f} | {flops / possible / 1e9:.0%} "
                         f"| {torch_rate:.0f} | {theirs / ours:.2f} |"
                     )
     say()
@@ -153,13 +159,15 @@ def main():
         torch.set_num_threads(threads)
         q = torch.randn(1, 32, 1, 128)
         k, v = (torch.randn(1, 8, 32768, 128) for _ in range(2))
-        bandwidth = attlas.ask(kind="machine", threads=threads)["read_gbs"]
         request = dict(kind="decode", threads=threads, heads=32, kv_heads=8, n=32768, d=128)
-        ours, theirs = interleave(
-            torch_attend(q, k, v, False, gqa=True), lambda: attlas.ask(**request)["seconds"], max(repeats, 7)
+        ours, theirs, possible = interleave(
+            torch_attend(q, k, v, False, gqa=True),
+            lambda: attlas.ask(**request)["seconds"],
+            max(repeats, 7),
+            lambda: attlas.ask(kind="read_peak", threads=threads)["gbs"],
         )
         size = 2 * 8 * 32768 * 128 * 4 / 1e9
-        say(f"| {threads} | {size / ours:.1f} | {size / ours / bandwidth:.0%} | {size / theirs:.1f} | {theirs / ours:.2f} |")
+        say(f"| {threads} | {size / ours:.1f} | {size / possible:.0%} | {size / theirs:.1f} | {theirs / ours:.2f} |")
     say()
     say("## bf16 operands, f32 sums, against f32 of attlas")
     say()

@@ -4,11 +4,15 @@ use attlas::{
     Inputs, Method, Options, Out, Plan, Problem, Qkv, Schedule, TensorMut, TensorRef, Workspace, metrics,
     registry,
 };
+use attlas_lab::machine::Machine;
 use attlas_num::rng::StreamKey;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::io::{BufRead, Write};
 use std::time::Instant;
+
+/// Bytes that are read to measure memory: far more than any cache.
+const MEMORY: usize = 256 << 20;
 
 /// A problem with its data, kept between requests; planned once, or again in every run where set-up is timed.
 struct Case {
@@ -80,9 +84,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
         let answer = match request["kind"].as_str().unwrap_or_default() {
             "machine" => {
-                let machine = attlas_lab::machine::Machine::measure(ws, 256 << 20);
+                let machine = Machine::measure(ws, MEMORY);
                 json!({"fma_gflops": machine.fma_gflops, "read_gbs": machine.read_gbs, "copy_gbs": machine.copy_gbs})
             }
+            "fma_peak" => json!({"gflops": Machine::fma_peak(ws)}),
+            "read_peak" => json!({"gbs": Machine::read_peak(ws, MEMORY)}),
             "bf16_error" => {
                 let problem = Problem::new(1, 2048, d);
                 let mut exact = Case::new(id, &problem, Options::new())?;

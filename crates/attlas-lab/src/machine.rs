@@ -36,51 +36,14 @@ impl Machine {
     /// Measures, in about a second. `bytes` of memory are read; far more than any cache is honest.
     pub fn measure(ws: &Workspace, bytes: usize) -> Self {
         let schedule = *ws.schedule();
-        let burst = |iterations: u64| {
-            let (flops, seconds) = timed(|| {
-                ws.install(|_| {
-                    let counts = rayon::broadcast(|_| {
-                        let (flops, value) = kernels::fma_burn::<f32>(schedule.isa, iterations);
-                        black_box(value);
-                        flops
-                    });
-                    counts.into_iter().sum::<u64>()
-                })
-            });
-            (flops as f64, seconds)
-        };
-        let best = |mut rate: Box<dyn FnMut() -> f64 + '_>| (0..BURSTS).map(|_| rate()).fold(0.0, f64::max);
-        let fma = enough_iterations(|iterations| burst(iterations).1).map(|iterations| {
-            best(Box::new(move || {
-                let (flops, seconds) = burst(iterations);
-                flops / seconds
-            }))
-        });
-
+        let fma = Self::fma_peak(ws);
         let len = (bytes / size_of::<f32>()).max(1024);
-        let piece = len.div_ceil(schedule.threads.max(1));
-        let mut source = vec![0.0f32; len];
+        let source = memory(ws, len);
+        let read = read_peak(ws, &source);
         let mut target = vec![0.0f32; len / 2];
-        // Threads write what they will read, so that pages lie near them.
-        ws.install(|_| source.par_chunks_mut(piece).for_each(|part| part.fill(1.0)));
-        let size = (len * size_of::<f32>()) as f64;
-        let floats = best(Box::new(|| {
-            let (sum, seconds) =
-                timed(|| ws.install(|_| source.par_chunks(piece).map(kernels::read_sum).sum::<f32>()));
-            black_box(sum);
-            size / seconds
-        }));
-        let integers = best(Box::new(|| {
-            let (sum, seconds) = timed(|| {
-                ws.install(|_| source.par_chunks(piece).map(sum_of_bits).reduce(|| 0, u32::wrapping_add))
-            });
-            black_box(sum);
-            size / seconds
-        }));
-        let read = floats.max(integers);
         let half = target.len();
-        let piece = half.div_ceil(schedule.threads.max(1));
-        let copy = best(Box::new(|| {
+        let piece = share(ws, half);
+        let copy = best(|| {
             let ((), seconds) = timed(|| {
                 ws.install(|_| {
                     let pairs = target.par_chunks_mut(piece).zip(source[..half].par_chunks(piece));
@@ -89,17 +52,84 @@ impl Machine {
             });
             black_box(&target);
             (2 * half * size_of::<f32>()) as f64 / seconds
-        }));
+        });
         Self {
             cpu: cpu_name(),
             platform: format!("{} {}", std::env::consts::ARCH, std::env::consts::OS),
             threads: schedule.threads,
             isa: schedule.isa.to_string(),
-            fma_gflops: fma.map(|rate| rate * 1e-9),
-            read_gbs: read * 1e-9,
+            fma_gflops: fma,
+            read_gbs: read,
             copy_gbs: copy * 1e-9,
         }
     }
+
+    /// [`Self::fma_gflops`] alone, in about a third of a second: clocks change, so that a figure is best compared
+    /// with the peak of the same moment.
+    pub fn fma_peak(ws: &Workspace) -> Option<f64> {
+        let isa = ws.schedule().isa;
+        let burst = |iterations: u64| {
+            let (flops, seconds) = timed(|| {
+                ws.install(|_| {
+                    let counts = rayon::broadcast(|_| {
+                        let (flops, value) = kernels::fma_burn::<f32>(isa, iterations);
+                        black_box(value);
+                        flops
+                    });
+                    counts.into_iter().sum::<u64>()
+                })
+            });
+            (flops as f64, seconds)
+        };
+        let iterations = enough_iterations(|iterations| burst(iterations).1)?;
+        Some(
+            1e-9 * best(|| {
+                let (flops, seconds) = burst(iterations);
+                flops / seconds
+            }),
+        )
+    }
+
+    /// [`Self::read_gbs`] alone.
+    pub fn read_peak(ws: &Workspace, bytes: usize) -> f64 {
+        read_peak(ws, &memory(ws, (bytes / size_of::<f32>()).max(1024)))
+    }
+}
+
+/// The greatest of several measurements.
+fn best(mut rate: impl FnMut() -> f64) -> f64 {
+    (0..BURSTS).map(|_| rate()).fold(0.0, f64::max)
+}
+
+/// Memory to read, each thread's share of it written by that thread, so that pages lie near it.
+fn memory(ws: &Workspace, len: usize) -> Vec<f32> {
+    let mut source = vec![0.0f32; len];
+    let piece = share(ws, len);
+    ws.install(|_| source.par_chunks_mut(piece).for_each(|part| part.fill(1.0)));
+    source
+}
+
+fn share(ws: &Workspace, len: usize) -> usize {
+    len.div_ceil(ws.schedule().threads.max(1)).max(1)
+}
+
+fn read_peak(ws: &Workspace, source: &[f32]) -> f64 {
+    let piece = share(ws, source.len());
+    let size = size_of_val(source) as f64;
+    let floats = best(|| {
+        let (sum, seconds) =
+            timed(|| ws.install(|_| source.par_chunks(piece).map(kernels::read_sum).sum::<f32>()));
+        black_box(sum);
+        size / seconds
+    });
+    let integers = best(|| {
+        let (sum, seconds) = timed(|| {
+            ws.install(|_| source.par_chunks(piece).map(sum_of_bits).reduce(|| 0, u32::wrapping_add))
+        });
+        black_box(sum);
+        size / seconds
+    });
+    1e-9 * floats.max(integers)
 }
 
 /// Iterations that keep a burst busy for [`BURST_SECONDS`]; none if even an impossible number does not, which shows
