@@ -181,8 +181,9 @@ impl<'a, T: Real> Group<'a, T> {
         RunInfo { empty_rows: self.lse.len() as u64, ..RunInfo::default() }
     }
 
-    /// Runs `work(head, first_row, rows, out, lse)` for blocks of `rows_per_block` rows of each head in
-    /// parallel, later blocks first, since with a causal mask they are the long ones.
+    /// Runs `work` for blocks of `rows_per_block` rows of each head in parallel, later blocks first, since with a
+    /// causal mask they are the long ones: whichever thread is free takes the longest that is left. Results are in
+    /// this order, too.
     pub fn par_row_blocks<R: Send>(
         &mut self,
         rows_per_block: usize,
@@ -204,7 +205,10 @@ impl<'a, T: Real> Group<'a, T> {
             }
         }
         blocks.sort_by_key(|b| std::cmp::Reverse(b.first));
-        blocks.into_par_iter().with_max_len(1).map(work).collect()
+        let mut results: Vec<(usize, Result<R>)> =
+            blocks.into_iter().enumerate().par_bridge().map(|(at, block)| (at, work(block))).collect();
+        results.sort_by_key(|&(at, _)| at);
+        results.into_iter().map(|(_, result)| result).collect()
     }
 }
 

@@ -20,11 +20,12 @@ use std::ops::Range;
 const TILE_MAX: usize = 512;
 /// Distance between rows of logits: odd in cache lines, so that rows do not compete for the same ones.
 const STRIDE: usize = TILE_MAX + 16;
-/// Bytes of packed keys and values per tile, and of packed queries and outputs per block.
+/// Bytes of packed keys and values per tile, and of packed queries and outputs per block: together they stay in a
+/// second-level cache of 1 MiB.
 const TILE_BYTES: usize = 256 << 10;
-const BLOCK_BYTES: usize = 288 << 10;
-/// Most rows in a block.
-const ROWS_MAX: usize = 288;
+const BLOCK_BYTES: usize = 576 << 10;
+/// Most rows in a block: more of them repay the packing of a tile no further.
+const ROWS_MAX: usize = 576;
 
 /// Sizes of tiles and blocks.
 #[derive(Clone, Copy)]

@@ -27,8 +27,8 @@ impl Operands {
     }
 }
 
-/// Query rows that one task takes when the schedule does not say: enough to repay the packing of keys.
-const BLOCK_ROWS: usize = 192;
+/// Most query rows that one task takes when the schedule does not say: what the kernel packs keys for at a time.
+const BLOCK_ROWS: usize = 576;
 
 /// What the kernel takes from scratch on one thread, at most, whatever the sizes.
 const KERNEL_SCRATCH_BYTES: usize = 1 << 20;
@@ -204,10 +204,12 @@ pub fn exact_scratch_bytes(p: &crate::Problem, threads: usize, size: usize) -> u
 
 fn rows_per_task(n_q: usize, heads: usize, cx: Context<'_>) -> usize {
     match cx.schedule.tile_q {
-        // At least eight tasks per thread, so that uneven (causal) rows balance, but never tiny ones.
+        // The same number of tasks for every thread, at least eight, so that uneven (causal) rows balance, but never
+        // tiny ones.
         0 => {
-            let rows = n_q * heads * cx.groups;
-            rows.div_ceil(8 * cx.schedule.threads.max(1)).clamp(48, BLOCK_ROWS).next_multiple_of(12)
+            let (rows, threads) = (n_q * heads * cx.groups, cx.schedule.threads.max(1));
+            let tasks = threads * rows.div_ceil(threads * BLOCK_ROWS).max(8);
+            rows.div_ceil(tasks).max(48).next_multiple_of(12)
         }
         tile => tile,
     }
