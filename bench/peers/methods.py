@@ -29,6 +29,16 @@ def peers(torch):
     rows = torch.randn(1, N, D)
     same = torch.nn.Identity()
 
+    class Given(torch.nn.Module):
+        """In place of a projection: the same output whatever goes in."""
+
+        def __init__(self, output):
+            super().__init__()
+            self.output = output
+
+        def forward(self, _):
+            return self.output
+
     performer = FastAttention(D, nb_features=256).eval()
     yield "performer-pytorch", "256 positive features", lambda: performer(q, k, v), dict(
         method="performer", set=dict(map="pos", features=256))
@@ -39,7 +49,7 @@ def peers(torch):
 
     nystrom = NystromAttention(dim=D, dim_head=D, heads=HEADS, num_landmarks=64, pinv_iterations=6, residual=False).eval()
     qkv = torch.cat([q[:, 0], k[:, 0], v[:, 0]], -1)
-    nystrom.to_qkv, nystrom.to_out = (lambda _: qkv), same
+    nystrom.to_qkv, nystrom.to_out = Given(qkv), same
     yield "nystrom-attention", "64 landmarks, 6 steps", lambda: nystrom(rows), dict(method="nystromformer")
 
     reformer = LSHAttention(bucket_size=64, n_hashes=4, causal=False).eval()
@@ -53,15 +63,15 @@ def peers(torch):
     linformer = LinformerSelfAttention(dim=D, seq_len=N, k=256, heads=HEADS).eval()
     linformer.to_q = linformer.to_k = linformer.to_v = linformer.to_out = same
     yield "linformer", "rank 256, dense projections", lambda: linformer(rows), dict(
-        method="linformer", set=dict(rank=256, source="gaussian"), setup=False)
+        method="linformer", set=dict(rank=256, source="learned"), learn="projections", setup=False)
 
     routing = KmeansAttention(num_clusters=128, window_size=128, num_heads=HEADS, head_dim=D).eval()
     routing(q, k, v)
     yield "routing-transformer", "128 clusters of 128", lambda: routing(q, k, v), dict(
-        method="routing", set=dict(clusters=128, window=128, iters=0, merge="mean"))
+        method="routing", set=dict(clusters=128, window=128, merge="mean"), learn="centroids", setup=False)
 
-    yield "linear-attention-transformer", "softmax of features, d = 64", lambda: linear_attn(q, k, v), dict(
-        method="linear", set=dict(map="elu"))
+    yield "linear-attention-transformer", "softmax of features", lambda: linear_attn(q, k, v), dict(
+        method="linear", set=dict(map="softmax"))
 
 
 def main():

@@ -1,10 +1,12 @@
 //! The attlas side of `bench/peers/*.py`: reads one JSON request a line, runs it once, answers with seconds.
 
+use attlas::methods::low_rank::linformer;
 use attlas::{
-    Inputs, Method, Options, Out, Plan, Problem, Qkv, Schedule, TensorMut, TensorRef, Workspace, metrics,
-    registry,
+    Calibration, Inputs, Method, Options, Out, Plan, Problem, Qkv, Schedule, TensorMut, TensorRef, Workspace,
+    metrics, registry,
 };
 use attlas_lab::machine::Machine;
+use attlas_num::Mat;
 use attlas_num::rng::StreamKey;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -14,10 +16,13 @@ use std::time::Instant;
 /// Bytes that are read to measure memory: far more than any cache.
 const MEMORY: usize = 256 << 20;
 
+type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+
 /// A problem with its data, kept between requests; planned once, or again in every run where set-up is timed.
 struct Case {
     method: &'static Method,
     options: Options,
+    calibration: Option<Calibration>,
     plan: Box<dyn Plan>,
     q: Vec<f32>,
     k: Vec<f32>,
@@ -26,7 +31,8 @@ struct Case {
 }
 
 impl Case {
-    fn new(id: &str, problem: &Problem, options: Options) -> attlas::Result<Self> {
+    /// `learn` says what a trained layer would bring: `centroids` from the data, or a random matrix for `projections`.
+    fn new(id: &str, problem: &Problem, options: Options, learn: &str) -> Outcome<Self> {
         let p = problem;
         let method = registry::method(id)?;
         let fill = |what: &str, n: usize| {
@@ -34,35 +40,68 @@ impl Case {
             StreamKey::new(0).named(what).rng().fill_normal(&mut x);
             x
         };
-        Ok(Self {
-            plan: method.plan(p, &options)?,
+        let mut case = Self {
             method,
             options,
+            calibration: None,
+            plan: registry::method("exact")?.plan(p, &Options::new())?,
             q: fill("q", p.n_heads * p.n_q * p.d),
             k: fill("k", p.n_kv_heads * p.n_k * p.d),
             v: fill("v", p.n_kv_heads * p.n_k * p.d_v),
             o: vec![0.0; p.n_heads * p.n_q * p.d_v],
-        })
+        };
+        case.calibration = match learn {
+            "" => None,
+            "centroids" => {
+                let calibrate = method.calibrate.ok_or_else(|| format!("{id} learns nothing from data"))?;
+                Some(calibrate(p, &case.options, &[Inputs::F32(case.inputs()?)])?)
+            }
+            "projections" => {
+                let rank = case.options.get("rank").and_then(|x| x.to_string().parse().ok()).unwrap_or(256);
+                let random = |what: &str| {
+                    let mut x = vec![0.0; p.n_k * rank];
+                    StreamKey::new(1).named(what).rng().fill_normal(&mut x);
+                    Mat::from_vec(x, p.n_k, rank)
+                };
+                Some(linformer::with_projections(p, &[random("e")], &[random("f")])?)
+            }
+            other => return Err(format!("learn = {other}: expected centroids or projections").into()),
+        };
+        case.plan()?;
+        Ok(case)
     }
 
-    fn run(&mut self, with_setup: bool, ws: &mut Workspace) -> attlas::Result<f64> {
-        let p = *self.plan.problem();
-        let x = Qkv::new(
+    fn plan(&mut self) -> attlas::Result<()> {
+        self.plan =
+            self.method.plan_with(&{ *self.plan.problem() }, &self.options, self.calibration.as_ref())?;
+        Ok(())
+    }
+
+    fn inputs(&self) -> attlas::Result<Qkv<'_, f32>> {
+        let p = self.plan.problem();
+        Ok(Qkv::new(
             TensorRef::bhnd(&self.q, [1, p.n_heads, p.n_q, p.d])?,
             TensorRef::bhnd(&self.k, [1, p.n_kv_heads, p.n_k, p.d])?,
             TensorRef::bhnd(&self.v, [1, p.n_kv_heads, p.n_k, p.d_v])?,
-        );
-        let out = Out::new(TensorMut::bhnd(&mut self.o, [1, p.n_heads, p.n_q, p.d_v])?);
+        ))
+    }
+
+    fn run(&mut self, with_setup: bool, ws: &mut Workspace) -> attlas::Result<f64> {
+        let mut o = std::mem::take(&mut self.o);
         let start = Instant::now();
         if with_setup {
-            self.plan = self.method.plan(&p, &self.options)?;
+            self.plan()?;
         }
-        self.plan.execute(&Inputs::F32(x), &mut out.into(), ws)?;
-        Ok(start.elapsed().as_secs_f64())
+        let p = *self.plan.problem();
+        let out = Out::new(TensorMut::bhnd(&mut o, [1, p.n_heads, p.n_q, p.d_v])?);
+        self.plan.execute(&Inputs::F32(self.inputs()?), &mut out.into(), ws)?;
+        let seconds = start.elapsed().as_secs_f64();
+        self.o = o;
+        Ok(seconds)
     }
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn main() -> Outcome<()> {
     let mut workspaces: HashMap<usize, Workspace> = HashMap::new();
     let mut last: Option<(String, Case)> = None;
     for line in std::io::stdin().lock().lines() {
@@ -91,8 +130,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             "read_peak" => json!({"gbs": Machine::read_peak(ws, MEMORY)}),
             "bf16_error" => {
                 let problem = Problem::new(1, 2048, d);
-                let mut exact = Case::new(id, &problem, Options::new())?;
-                let mut low = Case::new(id, &problem, Options::new().with("precision", "bf16"))?;
+                let mut exact = Case::new(id, &problem, Options::new(), "")?;
+                let mut low = Case::new(id, &problem, Options::new().with("precision", "bf16"), "")?;
                 exact.run(false, ws)?;
                 low.run(false, ws)?;
                 json!({"rel_fro": metrics::Errors::new(&low.o, &exact.o, d, None).rel_fro})
@@ -105,7 +144,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     problem = problem.causal();
                 }
                 if last.as_ref().is_none_or(|(key, _)| *key != line) {
-                    last = Some((line.clone(), Case::new(id, &problem, options)?));
+                    last = Some((
+                        line.clone(),
+                        Case::new(id, &problem, options, request["learn"].as_str().unwrap_or_default())?,
+                    ));
                 }
                 let Some((_, case)) = &mut last else { continue };
                 json!({"seconds": case.run(request["setup"].as_bool().unwrap_or(false), ws)?})
