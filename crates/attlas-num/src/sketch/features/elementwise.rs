@@ -5,6 +5,7 @@
 //! underflows.
 
 use super::{LogFeatures, MapOptions, Side, SignedFeatures, check_call, check_signed_call};
+use crate::kernels::softmax_in_place;
 use crate::mat::{MatRef, Real};
 use crate::sketch::{SketchError, ensure};
 
@@ -55,6 +56,7 @@ impl<T: Real> LogFeatures<T> for ElementwiseFeatures {
     fn log_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T]) {
         check_call(x, self.d, out, self.d);
         let root = T::from_f64(self.options.scale.sqrt());
+        let mut weights = vec![T::ZERO; self.d];
         for (row, out) in x.iter_rows().zip(out.chunks_exact_mut(self.d.max(1))) {
             match self.function {
                 Elementwise::Elu1 => map_row(row, out, |x| {
@@ -76,10 +78,9 @@ impl<T: Real> LogFeatures<T> for ElementwiseFeatures {
                 Elementwise::Softmax => {
                     map_row(row, out, |x| x * root);
                     if side == Side::Query && !self.options.drops(side) {
-                        let top = out.iter().fold(T::NEG_INFINITY, |m, &x| m.max(x));
-                        let sum: f64 = out.iter().map(|&x| (x - top).to_f64().exp()).sum();
-                        let shift = top + T::from_f64(sum.ln());
-                        out.iter_mut().for_each(|x| *x -= shift);
+                        weights.copy_from_slice(out);
+                        let log_sum = softmax_in_place(&mut weights);
+                        out.iter_mut().for_each(|x| *x -= log_sum);
                     }
                 }
             }
