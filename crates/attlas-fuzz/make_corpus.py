@@ -198,6 +198,76 @@ def hf_weights(names=None):
     return {f"model.{k}.weight": ("F32", v, floats(*v)) for k, v in shapes.items()}
 
 
+def factored_folder(section, tensors, config=None):
+    """A folder in factored form: a section of the configuration, and weights of which some are replaced; `None` removes one."""
+    weights = {n: t for n, t in {**hf_weights(), **tensors}.items() if t is not None}
+    config = {**(config or CONFIG), "attlas": {"version": 1, "params": {"rank": 2}, **section}}
+    return folder({"config.json": config, "tokenizer.json": TOKENIZER, "model.safetensors": safetensors(weights)})
+
+
+def matrix(*dims):
+    return "F32", list(dims), floats(*dims)
+
+
+def factored():
+    """One folder for each kind of map and of attention that `attlas compress` writes."""
+    layer = "model.layers.0."
+    q, k, v, o = (f"{layer}self_attn.{x}_proj" for x in "qkvo")
+    gate, up, down = (f"{layer}mlp.{x}_proj" for x in ("gate", "up", "down"))
+    gone = lambda *names: {f"{n}.weight": None for n in names}
+    yield "svd", factored_folder(
+        {"conversion": "svd", "maps": {q: [{"tensor": "attlas.factor.0"}, {"tensor": "attlas.factor.1"}]}},
+        {**gone(q), "attlas.factor.0": ("F16", [2, 8], struct.pack("<16e", *range(16))), "attlas.factor.1": matrix(8, 2), f"{q}.bias": matrix(8)})
+    mixed = lambda *rows: {"cores": "attlas.factor.1", "mixture": "attlas.factor.2", "rows": list(rows)}
+    ends = {"tensor": "attlas.factor.0", "transposed": True}, {"tensor": "attlas.factor.3"}
+    # Two blocks of keys on one another, and values as slices, as wide feed-forward layers have them.
+    yield "tucker", factored_folder(
+        {"conversion": "tucker", "params": {"rank": 2, "layer_rank": 3}, "maps": {
+            q: [ends[0], {**mixed(0), "transposed": True}, {"tensor": "attlas.factor.4"}],
+            up: [ends[0], mixed(1, 2), ends[1]],
+            down: [{"tensor": "attlas.factor.5", "slices": 2}, {**mixed(1, 2), "transposed": True}, {"tensor": "attlas.factor.4"}]}},
+        {**gone(q, up, down), "attlas.factor.0": matrix(8, 2), "attlas.factor.1": matrix(3, 2, 2), "attlas.factor.2": matrix(4, 3),
+         "attlas.factor.3": matrix(4, 4), "attlas.factor.4": matrix(8, 2), "attlas.factor.5": matrix(2, 2)})
+    yield "trawl", factored_folder(
+        {"conversion": "trawl", "params": {"rank": 3, "keep_factors": True}, "maps": {
+            n: [{"tensor": "attlas.factor.0", "transposed": True}, {"diagonal": "attlas.factor.1", "row": row}, {"tensor": "attlas.factor.2"}]
+            for row, n in enumerate((gate, up))}},
+        {**gone(gate, up), "attlas.factor.0": matrix(8, 3), "attlas.factor.1": matrix(3, 3), "attlas.factor.2": matrix(4, 3)})
+    part = lambda name: f"attlas.attention.0.{name}"
+    heads = {"a_k": matrix(2 * 1, 1), "b_k": matrix(4, 8), "a_v": matrix(2 * 1, 1), "b_v": matrix(4, 8)}
+    options = {"contextual": "b_only", "kv_only": True, "rank_k": 1, "rank_v": 1, "rope": "half"}
+    yield "tensor_product", factored_folder(
+        {"conversion": "tensor_product", "attention": {"0": {
+            "layer": "tensor_product", "options": options, "shape": [8, 2, 2, 4, 4], "weights": {"q": q, "o": o, **{n: part(n) for n in heads}}}}},
+        {**gone(k, v), **{f"{part(n)}.weight": t for n, t in heads.items()}})
+    half = struct.pack("<e", 0.25)
+    block = half + bytes(range(32))
+    # Rows of 32 numbers, so that blocks fit.
+    wide = {**CONFIG, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 1, "intermediate_size": 4}
+    shapes = {"model.embed_tokens": [4, 32], "model.norm": [32], f"{layer}input_layernorm": [32], f"{layer}post_attention_layernorm": [32],
+              q: [32, 32], k: [4, 32], v: [4, 32], o: [32, 32], gate: [4, 32], up: [4, 32], down: [32, 4]}
+    blocks = {f"{n}.weight": ("U8", [shapes[n][0], 34], block * shapes[n][0]) for n in (q, o)}
+    yield "stored", factored_folder(
+        {"conversion": "svd", "stored": {n: {"format": "Q8_0", "shape": [32, 32]} for n in blocks},
+         "maps": {k: [{"tensor": "attlas.factor.0"}, {"tensor": "attlas.factor.1"}]}},
+        {**{f"{n}.weight": matrix(*s) for n, s in shapes.items()}, **gone(k), **blocks,
+         "attlas.factor.0": matrix(2, 32), "attlas.factor.1": matrix(4, 2)}, wide)
+    bert = {k: v for k, v in CONFIG.items() if k not in ("num_key_value_heads", "rms_norm_eps", "hidden_act")}
+    bert |= {"model_type": "bert", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "hidden_act": "gelu"}
+    norm = lambda name: {f"{name}.weight": matrix(8), f"{name}.bias": matrix(8)}
+    dense = lambda name, n_out, n_in: {f"{name}.weight": matrix(n_out, n_in), f"{name}.bias": matrix(n_out)}
+    e = "encoder.layer.0."
+    maps = {"q": f"{part('q')}", "k": f"{part('k')}", "mix": part("mix"), "content": part("content"), "v": f"{e}attention.self.value", "o": f"{e}attention.output.dense"}
+    yield "collaborative", factored_folder(
+        {"conversion": "collaborative", "attention": {"0": {
+            "layer": "collaborative", "options": {"rank": 3}, "shape": [8, 2, 2, 4, 4], "weights": maps}}},
+        {**{n: None for n in hf_weights()}, "embeddings.word_embeddings.weight": matrix(4, 8), "embeddings.position_embeddings.weight": matrix(64, 8),
+         "embeddings.token_type_embeddings.weight": matrix(2, 8), **norm("embeddings.LayerNorm"), **norm(f"{e}attention.output.LayerNorm"),
+         **norm(f"{e}output.LayerNorm"), **dense(f"{e}attention.self.value", 8, 8), **dense(f"{e}attention.output.dense", 8, 8),
+         **dense(f"{e}intermediate.dense", 4, 8), **dense(f"{e}output.dense", 8, 4), f"{part('q')}.weight": matrix(3, 8), f"{part('k')}.weight": matrix(3, 8),
+         f"{part('mix')}.weight": matrix(6, 1), f"{part('content')}.weight": matrix(2, 8)}, bert)
+
+
 def main():
     put("gguf", "llama.gguf", decoder("llama", BPE))
     put("gguf", "mistral.gguf", decoder("mistral", {**PIECES, "mistral.attention.sliding_window": 4}))
@@ -227,6 +297,9 @@ def main():
         "tokenizer_config.json": {"bos_token": "a", "eos_token": {"content": "[X]"}, "chat_template": [{"name": "default", "template": "{{ bos_token }}"}]},
         "model.safetensors.index.json": {"weight_map": {n: "one.safetensors" for n in hf_weights()}}, "one.safetensors": weights,
     }))
+
+    for name, content in factored():
+        put("factored", name, content)
 
     for name, tokenizer in [("words", TOKENIZER), ("bytes", BYTE_LEVEL), ("unigram", UNIGRAM)]:
         put("tokenizer", f"{name}.json", json.dumps(tokenizer, ensure_ascii=False))

@@ -7,7 +7,7 @@ use crate::{Outcome, STOP, note, print, print_json};
 use attlas::conversions::common::network::Role;
 use attlas::{Options, registry};
 use attlas_lab::Error;
-use attlas_lab::compress::{Record, Settings, run as measure};
+use attlas_lab::compress::{Accept, Acceptance, Record, Settings, run as measure, set_rank};
 use attlas_lab::table::{Table, number};
 use attlas_model::compress::Elements;
 use std::process::ExitCode;
@@ -21,8 +21,8 @@ pub(crate) fn run(args: &CompressArgs, common: &Common) -> Outcome {
     let progress = Progress::new(common);
     let record = measure(&settings, &|what, done, all| progress.at(done, all, what), &STOP);
     progress.end();
-    if matches!(record, Err(Error::Model(attlas_model::Error::Interrupted))) && args.out.exists() {
-        eprintln!("interrupted: {} is written and whole, but was not measured", args.out.display());
+    if matches!(record, Err(Error::Model(attlas_model::Error::Interrupted))) && args.out.path.exists() {
+        eprintln!("interrupted: {} is written and whole, but was not measured", args.out.path.display());
         return Ok(ExitCode::from(130));
     }
     let record = record?;
@@ -38,9 +38,14 @@ fn settings(args: &CompressArgs, common: &Common) -> Result<Settings, Error> {
         return Err(Error::argument("--with", format!("one of {}", able.join(", ")), conversion.id));
     }
     let mut options = Options::new();
-    if let Some(rank) = args.rank {
-        let ranks = conversion.params.iter().filter(|p| p.name == "rank" || p.name.starts_with("rank_"));
-        ranks.for_each(|p| options.set(p.name, rank));
+    match &args.rank[..] {
+        [] => {}
+        &[rank] => set_rank(conversion, &mut options, rank),
+        _ if args.accept => {}
+        several => {
+            let found = format!("{} of them", several.len());
+            return Err(Error::argument("--rank", "one rank, or --accept to try several", found));
+        }
     }
     if let Some(error) = args.max_weight_error {
         options.set("rel_error", error);
@@ -55,7 +60,7 @@ fn settings(args: &CompressArgs, common: &Common) -> Result<Settings, Error> {
         options.set(name, value);
     }
     Ok(Settings {
-        model: args.model.clone(),
+        model: args.model.path.clone(),
         conversion,
         options,
         layers: args.layers.as_ref().map(|l| l.iter().collect()),
@@ -66,12 +71,16 @@ fn settings(args: &CompressArgs, common: &Common) -> Result<Settings, Error> {
             FactorType::Bf16 => Elements::Bf16,
             FactorType::Q8 => Elements::Q8,
         },
-        out: args.out.clone(),
+        out: args.out.path.clone(),
         text: args.text.clone(),
         tokens: args.tokens,
         window: args.context,
         repeats: args.repeats,
         threads: common.threads,
+        accept: args.accept.then(|| Accept {
+            tokens: args.accept_tokens,
+            ranks: if args.rank.len() > 1 { args.rank.clone() } else { Vec::new() },
+        }),
     })
 }
 
@@ -91,16 +100,38 @@ fn show(r: &Record, common: &Common) {
         (None, None) => r.text.clone(),
     };
     print(&format!("{} with {} ({params}), measured on {read}\n\n{}\n", r.model, r.conversion, form(&table)));
+    if let Some(a) = &r.acceptance {
+        print(&format!("{}\n{}\n", form(&a.table()), outcome(a)));
+    }
     let mut losses = Table::new(&["<weights", "rank", "error", "numbers", "kept"]);
     let share = |a: usize, b: usize| format!("{:.1} %", 100.0 * b as f64 / a.max(1) as f64);
     for l in r.losses.iter().take(SHOWN) {
         let cells = [l.what.clone(), l.rank.to_string(), number(l.rel_error), l.after.to_string()];
         losses.push(cells.into_iter().chain([share(l.before, l.after)]).collect());
     }
-    print(&form(&losses));
+    if !losses.is_empty() {
+        print(&form(&losses));
+    }
     if r.losses.len() > SHOWN {
         print(&format!("and {} more; --json has all\n", r.losses.len() - SHOWN));
     }
     print(&format!("\nrelative error of the weights {}; {}\n", number(r.rel_error), r.verdict()));
     note(common, &format!("wrote {}; `attlas generate {}` runs it on its factors", r.out, r.out));
+}
+
+/// What came of changes that had to prove themselves.
+fn outcome(a: &Acceptance) -> String {
+    let layers = a.layers();
+    let kept = match &layers[..] {
+        [] => "no change was kept: what is written predicts as the model does".to_owned(),
+        list => format!(
+            "kept in {} of the layers tried: {}",
+            list.len(),
+            list.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
+        ),
+    };
+    format!(
+        "{kept}\nperplexity of the {} tokens set aside {:.3} -> {:.3}; what is chosen by a text looks better on it\n",
+        a.scored, a.ppl_before, a.ppl_after
+    )
 }

@@ -22,10 +22,10 @@ const CHECK_TOKENS: usize = 2048;
 pub(crate) fn run(args: &ConvertArgs, common: &Common) -> Outcome {
     let Target::Mla = args.to;
     // What can be known to fail is known before a model is opened.
-    Folder::check(&args.out)?;
+    Folder::check(&args.out.path)?;
     let (params, search_fold) = params(args)?;
     catch_interrupts(common);
-    let model = open_model(&args.model)?;
+    let model = open_model(&args.model.path)?;
     // Refuse before reading a long text, too.
     attlas_model::convert::check(&model, &params)?;
     let (text, check) = texts(args, &model)?;
@@ -43,8 +43,14 @@ pub(crate) fn run(args: &ConvertArgs, common: &Common) -> Outcome {
         threads: common.threads,
     };
     let origin = Origin {
-        model: args.model.file_name().unwrap_or(args.model.as_os_str()).to_string_lossy().into_owned(),
-        model_sha256: if args.model.exists() { model_files(&args.model)? } else { Vec::new() },
+        model: args
+            .model
+            .path
+            .file_name()
+            .unwrap_or(args.model.path.as_os_str())
+            .to_string_lossy()
+            .into_owned(),
+        model_sha256: if args.model.path.exists() { model_files(&args.model.path)? } else { Vec::new() },
         text: text.source.clone(),
         text_sha256: text.sha256.clone(),
         check_text: check.source.clone(),
@@ -56,7 +62,7 @@ pub(crate) fn run(args: &ConvertArgs, common: &Common) -> Outcome {
         &check.tokens,
         &settings,
         origin,
-        &args.out,
+        &args.out.path,
         &mut |what, done, all| progress.at(done, all, what),
         &STOP,
     );
@@ -146,5 +152,5 @@ fn show(r: &Record, args: &ConvertArgs, common: &Common) {
         100.0 * r.cache_bytes_after as f64 / r.cache_bytes_before.max(1) as f64,
         number(r.written_diff),
     ));
-    note(common, &format!("wrote {}; transformers loads it as it is", args.out.display()));
+    note(common, &format!("wrote {}; transformers loads it as it is", args.out.path.display()));
 }

@@ -147,3 +147,55 @@ fn requests_that_make_no_sense_are_refused_in_two_lines_and_leave_nothing() {
     refused(&["--with", "svd", "--layers", "30"], "0 to 29");
     refused(&["--with", "trawl", "--max-weight-error", "0.1"], "rel_error");
 }
+
+#[test]
+fn changes_that_cost_something_on_text_set_aside_are_not_kept() {
+    let folder = Folder::new("accept");
+    let (model, text, out) = (folder.model("llama", 3), folder.text(400), folder.file("smaller"));
+    let args = [
+        &["compress", &model, "--with", "trawl", "--rank", "2,8", "--accept", "--accept-tokens", "200"][..],
+        &["--text", &text, "--tokens", "100", "--context", "50", "--repeats", "0", "--dtype", "f32"],
+    ]
+    .concat();
+    let record = json(&[&args[..], &["--out", &out, "--json"]].concat());
+    let chosen = &record["acceptance"];
+    assert_eq!(chosen["scored"], 196);
+    let trials = chosen["trials"].as_array().unwrap();
+    let order: Vec<(u64, u64)> =
+        trials.iter().map(|t| (t["layer"].as_u64().unwrap(), t["rank"].as_u64().unwrap())).collect();
+    assert_eq!(order, [(2, 2), (2, 8), (1, 2), (1, 8), (0, 2), (0, 8)]);
+    let number = |t: &serde_json::Value, name: &str| t[name].as_f64().unwrap();
+    for t in trials.iter().filter(|t| t["accepted"] == true) {
+        assert!(number(t, "nll_after") <= number(t, "nll_before"), "{t}");
+    }
+    assert!(number(chosen, "ppl_after") <= number(chosen, "ppl_before"));
+    // One stack of three matrices for each layer that was kept, and none for the others.
+    let kept = trials.iter().filter(|t| t["accepted"] == true).count();
+    assert_eq!(record["losses"].as_array().unwrap().len(), kept);
+    assert!(record["params"]["rank"].is_null(), "two were tried");
+
+    // The text set aside through the written folder.
+    let rest = folder.file("rest.txt");
+    std::fs::write(&rest, &std::fs::read_to_string(&text).unwrap()[100..300]).unwrap();
+    let again =
+        json(&["perplexity", &out, "--text", &rest, "--context", "50", "--protocol", "windows", "--json"]);
+    assert!((number(&again, "ppl") / number(chosen, "ppl_after") - 1.0).abs() < 1e-5, "{again}");
+
+    let (status, shown, err) = attlas(&[&args[..], &["--out", &folder.file("shown"), "--progress"]].concat());
+    assert_eq!(status, 0, "{err}");
+    assert!(shown.contains("nll before") && shown.contains("set aside"), "{shown}");
+    assert!(err.contains("trying layer 0"), "{err}");
+
+    let refused = |more: &[&str], expected: &str| {
+        let out = folder.file("refused");
+        let args = [&["compress", &model, "--text", &text, "--out", &out, "--with", "trawl"], more].concat();
+        let (status, _, err) = attlas(&args);
+        assert_eq!(status, 2, "{err}");
+        assert!(err.contains(expected), "{expected}: {err}");
+        assert!(!folder.0.join("refused").exists());
+    };
+    refused(&["--rank", "2,8"], "--accept to try several");
+    refused(&["--accept", "--tokens", "400"], "after those that are measured on");
+    refused(&["--accept", "--tokens", "100", "--layers", "3"], "0 to 2");
+    refused(&["--accept-tokens", "100"], "--accept");
+}

@@ -1,100 +1,19 @@
 //! `convert`: what is written, what is printed, and everything that is refused before anything is written.
 
-#[path = "../../attlas-model/tests/common/mod.rs"]
-mod models;
+mod support;
 
-use attlas_model::save::{Folder as Saved, NamedTensor};
-use models::{minilm, repository, smollm2};
 use serde_json::{Value, json};
-use std::path::PathBuf;
-use std::process::Command;
-
-/// A folder of its own for each test, removed at the end.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("attlas-convert-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    fn file(&self, name: &str) -> String {
-        self.0.join(name).display().to_string()
-    }
-
-    /// A model with four query heads, two key heads and one layer, whose tokens are letters.
-    fn model(&self, family: &str) -> String {
-        let path = self.0.join(family);
-        let folder = Saved::create(&path).unwrap();
-        let config = json!({"model_type": family, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "vocab_size": 26,
-            "max_position_embeddings": 64, "tie_word_embeddings": true});
-        folder.json("config.json", &config).unwrap();
-        let letters: serde_json::Map<String, Value> =
-            ('a'..='z').enumerate().map(|(i, c)| (c.to_string(), i.into())).collect();
-        let tokenizer = json!({"version": "1.0", "added_tokens": [], "normalizer": null, "post_processor": null,
-            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": false},
-            "decoder": null, "model": {"type": "WordLevel", "vocab": letters, "unk_token": "a"}});
-        folder.json("tokenizer.json", &tokenizer).unwrap();
-        let tensor = |name: &str, shape: &[usize]| {
-            let mut x = name.len() as u32;
-            let mut next = || {
-                x = x.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (x >> 8) as f32 / (1 << 23) as f32 - 1.0
-            };
-            let n = shape.iter().product::<usize>();
-            let values: Vec<f32> = (0..n).map(|_| next() + f32::from(u8::from(shape.len() == 1))).collect();
-            NamedTensor::dense(name, shape.to_vec(), values)
-        };
-        let layer = |part: &str, shape: &[usize]| tensor(&format!("model.layers.0.{part}.weight"), shape);
-        let list = [
-            tensor("model.embed_tokens.weight", &[26, 16]),
-            tensor("model.norm.weight", &[16]),
-            layer("input_layernorm", &[16]),
-            layer("post_attention_layernorm", &[16]),
-            layer("self_attn.q_proj", &[32, 16]),
-            layer("self_attn.k_proj", &[16, 16]),
-            layer("self_attn.v_proj", &[16, 16]),
-            layer("self_attn.o_proj", &[16, 32]),
-            layer("self_attn.q_norm", &[8]),
-            layer("self_attn.k_norm", &[8]),
-            layer("mlp.gate_proj", &[16, 16]),
-            layer("mlp.up_proj", &[16, 16]),
-            layer("mlp.down_proj", &[16, 16]),
-        ];
-        folder.tensors("model.safetensors", &list).unwrap();
-        folder.finish().unwrap();
-        path.display().to_string()
-    }
-
-    /// A text of letters.
-    fn text(&self, letters: usize) -> String {
-        let path = self.0.join(format!("{letters}.txt"));
-        let text: String = (0..letters).map(|i| char::from(b'a' + (i * i % 26 + i / 7) as u8 % 26)).collect();
-        std::fs::write(&path, text).unwrap();
-        path.display().to_string()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
+use support::{Folder, alice, attlas, minilm, model};
 
 /// Runs `attlas convert … --to mla`: status, standard output, standard error.
 fn convert(args: &[&str]) -> (i32, String, String) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_attlas"));
-    let output = command.arg("convert").args(["--to", "mla"]).args(args).output().unwrap();
-    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    (output.status.code().unwrap_or(-1), text(output.stdout), text(output.stderr))
+    attlas(&[&["convert", "--to", "mla"], args].concat())
 }
 
 #[test]
 fn a_small_model_is_converted_stage_by_stage() {
     let folder = Folder::new("small");
-    let (model, text, out) = (folder.model("llama"), folder.text(400), folder.file("out"));
+    let (model, text, out) = (folder.model("llama", 1), folder.text(400), folder.file("out"));
     let args = [&model, "--text", &text, "--out", &out, "--rank", "10", "--rank-q", "12", "--rope-dim", "4"];
     let (status, table, err) = convert(&args);
     assert_eq!(status, 0, "{err}");
@@ -132,7 +51,7 @@ fn a_small_model_is_converted_stage_by_stage() {
 #[test]
 fn stages_recipes_and_folds_can_be_chosen() {
     let folder = Folder::new("chosen");
-    let (model, text) = (folder.model("llama"), folder.text(400));
+    let (model, text) = (folder.model("llama", 1), folder.text(400));
     let record = |out: &str, more: &[&str]| -> Value {
         let out = folder.file(out);
         let args = [&[&model[..], "--text", &text, "--out", &out, "--json", "--quiet"], more].concat();
@@ -163,7 +82,7 @@ fn stages_recipes_and_folds_can_be_chosen() {
 #[test]
 fn what_cannot_be_done_is_said_and_nothing_is_written() {
     let folder = Folder::new("refused");
-    let (model, text, out) = (folder.model("llama"), folder.text(400), folder.file("out"));
+    let (model, text, out) = (folder.model("llama", 1), folder.text(400), folder.file("out"));
     let refused = |args: &[&str], word: &str| {
         let (status, output, err) = convert(args);
         assert_eq!((status, output.as_str()), (2, ""), "{err}");
@@ -195,7 +114,7 @@ fn what_cannot_be_done_is_said_and_nothing_is_written() {
     refused(&[&model, "--text", &short, "--out", &out], "--check-text");
     refused(&[&model, "--text", &folder.file("none.txt"), "--out", &out], "none.txt");
     refused(&[&folder.file("none.gguf"), "--text", &text, "--out", &out], "none.gguf");
-    let qwen3 = folder.model("qwen3");
+    let qwen3 = folder.model("qwen3", 1);
     refused(&[&qwen3, "--text", &text, "--out", &out], "norms of query and key heads");
     refused(&[&minilm().display().to_string(), "--text", &text, "--out", &out], "an encoder");
     refused(&[&model, "--text", &text, "--out", &folder.file("no/such/place")], "no/such");
@@ -210,8 +129,7 @@ fn what_cannot_be_done_is_said_and_nothing_is_written() {
 #[test]
 fn smollm2_becomes_a_folder_that_predicts_as_its_record_says() {
     let folder = Folder::new("smollm2");
-    let (model, out) = (smollm2().display().to_string(), folder.file("out"));
-    let text = repository().join("data/alice29.txt").display().to_string();
+    let (model, text, out) = (model(), alice(), folder.file("out"));
     let args = [
         &model[..],
         "--text",
@@ -248,12 +166,17 @@ fn smollm2_becomes_a_folder_that_predicts_as_its_record_says() {
     let whole = std::fs::read_to_string(&text).unwrap();
     let tokens = opened.tokenizer.encode(&whole, false).unwrap();
     std::fs::write(&rest, opened.tokenizer.decode(&tokens[400..528], false).unwrap()).unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_attlas"));
-    let output = command
-        .args(["perplexity", &out, "--text", &rest, "--protocol", "windows", "--context", "64", "--json"])
-        .output()
-        .unwrap();
-    let measured: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let measured = support::json(&[
+        "perplexity",
+        &out,
+        "--text",
+        &rest,
+        "--protocol",
+        "windows",
+        "--context",
+        "64",
+        "--json",
+    ]);
     assert_eq!(measured["tokens"], json!(128));
     assert!((measured["ppl"].as_f64().unwrap() / after - 1.0).abs() < 1e-4);
 }

@@ -1,10 +1,12 @@
 //! What is fuzzed: every function that reads a file of somebody else's, and the use of what it returned.
 
-use attlas::Workspace;
+use attlas::{Options, Workspace, registry};
+use attlas_model::bert::Batch;
 use attlas_model::checkpoint::{Tensors, shard_names};
 use attlas_model::gguf::Gguf;
 use attlas_model::tensor::Source;
-use attlas_model::{ChatTemplate, Decoder, Message, Model, ModelConfig, Recipe, Tokenizer, Weights};
+use attlas_model::{ChatTemplate, Decoder, Encoder, Message, Model, ModelConfig, Recipe, Tokenizer, Weights};
+use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -18,12 +20,13 @@ pub(crate) struct Target {
 }
 
 /// All of them.
-pub(crate) static TARGETS: [Target; 11] = [
+pub(crate) static TARGETS: [Target; 12] = [
     Target { name: "gguf", run: gguf },
     Target { name: "gguf_vocabulary", run: gguf_vocabulary },
     Target { name: "safetensors", run: safetensors },
     Target { name: "config", run: config },
     Target { name: "folder", run: folder },
+    Target { name: "factored", run: folder },
     Target { name: "tokenizer", run: tokenizer },
     Target { name: "chat_template", run: chat_template },
     Target { name: "recipe", run: recipe },
@@ -53,20 +56,29 @@ fn use_model(model: &Model) {
     if let Some(rope) = &model.config.rope {
         assert!(rope.frequencies(10).iter().all(|f| f.is_finite()));
     }
-    if let Weights::Decoder(_) = &model.weights {
-        let mut logits = Vec::new();
-        let outcome = THREADS.with(|threads| {
-            let mut decoder = Decoder::on(Arc::new(model.clone()), &Recipe::default(), threads)?;
-            decoder.next_logits(&[1, 0, 2], &mut logits)?;
-            decoder.next_logits(&[1], &mut logits)
-        });
-        assert!(outcome.is_err() || logits.len() == model.config.vocab);
+    match &model.weights {
+        Weights::Decoder(_) => {
+            let mut logits = Vec::new();
+            let outcome = THREADS.with_borrow(|threads| {
+                let mut decoder = Decoder::on(Arc::new(model.clone()), &Recipe::default(), threads)?;
+                decoder.next_logits(&[1, 0, 2], &mut logits)?;
+                decoder.next_logits(&[1], &mut logits)
+            });
+            assert!(outcome.is_err() || logits.len() == model.config.vocab);
+        }
+        Weights::Encoder(_) => {
+            let outcome = THREADS.with_borrow_mut(|threads| {
+                let batch = Batch::new(&[vec![1, 0, 2]])?;
+                Encoder::new(model)?.embed(&batch, registry::baseline(), &Options::new(), threads)
+            });
+            assert!(outcome.is_err() || outcome.is_ok_and(|e| e[0].len() == model.config.hidden));
+        }
     }
 }
 
 thread_local! {
     /// One thread, started once.
-    static THREADS: Workspace = Workspace::single().expect("a thread");
+    static THREADS: RefCell<Workspace> = RefCell::new(Workspace::single().expect("a thread"));
 }
 
 fn gguf(bytes: &[u8]) -> Result<(), String> {

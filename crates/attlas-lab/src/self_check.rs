@@ -136,6 +136,11 @@ impl<'a> SelfCheck<'a> {
         (sum.perplexity(), sum.standard_error())
     }
 
+    /// Negative log-likelihood of every token that was scored, in order.
+    pub fn into_nll(self) -> Vec<f64> {
+        self.nll
+    }
+
     /// Compares with another model of the same vocabulary.
     pub fn against(
         &mut self,

@@ -218,17 +218,23 @@ impl Section {
                 })?;
             tensors.add(name.clone(), tensor)?;
         }
+        self.attach(&mut tensors)?;
+        Ok(tensors)
+    }
+
+    /// Makes the maps and attention layers of tensors that are all there.
+    pub(crate) fn attach(&self, tensors: &mut Tensors) -> Result<()> {
         let mut maps = HashMap::new();
-        let mut reader = Reader { tensors: &tensors, matrices: HashMap::new(), cores: HashMap::new() };
+        let mut reader = Reader { tensors, matrices: HashMap::new(), cores: HashMap::new() };
         for (name, parts) in &self.maps {
             maps.insert(name.clone(), reader.map(name, parts)?);
         }
         let mut attention = BTreeMap::new();
         for (&layer, replaced) in &self.attention {
-            attention.insert(layer, replaced.build(&tensors, &maps)?);
+            attention.insert(layer, replaced.build(tensors, &maps)?);
         }
         tensors.set_factored(maps, attention);
-        Ok(tensors)
+        Ok(())
     }
 }
 

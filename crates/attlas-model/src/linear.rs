@@ -67,12 +67,16 @@ impl Linear {
     /// no matrix, or the bias has another length than its outputs.
     pub fn product(factors: Vec<Factor>, bias: Option<Vec<f32>>) -> Option<Self> {
         let matrices = factors.iter().all(|f| match f {
-            Factor::Matrix(m, slices) => m.shape().len() == 2 && *slices > 0,
+            // A matrix without columns can claim any number of rows.
+            Factor::Matrix(m, slices) => {
+                let fits = |n: usize| n.checked_mul(*slices).is_some();
+                m.shape().len() == 2 && *slices > 0 && fits(m.rows()) && fits(m.cols())
+            }
             Factor::Diagonal(_) => true,
         });
-        let joined = factors.windows(2).all(|w| w[0].size().0 == w[1].size().1);
+        let joined = || factors.windows(2).all(|w| w[0].size().0 == w[1].size().1);
         let Some(last @ Factor::Matrix(..)) = factors.last() else { return None };
-        let fits = matrices && joined && bias.as_ref().is_none_or(|b| b.len() == last.size().0);
+        let fits = matrices && joined() && bias.as_ref().is_none_or(|b| b.len() == last.size().0);
         fits.then_some(Self { factors, bias })
     }
 
@@ -299,6 +303,11 @@ mod tests {
         assert!(fit(tensor(3, 8, 1), tensor(5, 4, 1)).is_none());
         assert!(Linear::product(vec![], None).is_none());
         assert!(Linear::product(vec![Factor::Diagonal(Arc::new(vec![1.0]))], None).is_none());
+        let wide = Tensor::from_f32(&[], vec![1 << 60, 0]).unwrap();
+        assert!(
+            Linear::product(vec![Factor::Matrix(wide, 16)], None).is_none(),
+            "more rows than can be counted"
+        );
         let cube = Tensor::from_f32(&[0.0; 8], vec![2, 2, 2]).unwrap();
         assert!(Linear::new(cube, None).is_none());
     }

@@ -221,6 +221,17 @@ impl Finder<'_> {
         Ok(layer)
     }
 
+    /// The attention of a layer, where the checkpoint says that it is of another kind.
+    fn attention(&self, layer: usize, width: usize) -> Result<Option<Attention>> {
+        let Some(attention) = self.tensors.attention(layer) else { return Ok(None) };
+        let found = attention.layer.shape().d_model;
+        if found != width {
+            let what = format!("the width of the attention of layer {layer}");
+            return Err(Error::invalid(what, found, width.to_string()));
+        }
+        Ok(Some(attention.clone()))
+    }
+
     fn layer_norm(&self, name: &str, len: usize) -> Result<LayerNorm> {
         Ok(LayerNorm {
             weight: self.vector(&format!("{name}.weight"), len)?,
@@ -303,7 +314,7 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
                 Ok(None)
             }
         };
-        let attention = finder.tensors.attention(i).cloned();
+        let attention = finder.attention(i, d)?;
         let ([q, k, v, o], latent) = match (&attention, c.latent) {
             (Some(a), _) => (a.projections()?, None),
             (None, Some(_)) => {
@@ -504,7 +515,7 @@ fn encoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Encod
     for i in 0..c.n_layers {
         let layer = (names.layer)(i);
         let name = |part: &str| format!("{layer}.{part}");
-        let attention = finder.tensors.attention(i).cloned();
+        let attention = finder.attention(i, d)?;
         let [q, k, v, o] = match &attention {
             Some(a) => a.projections()?,
             None => {

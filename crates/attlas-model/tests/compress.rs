@@ -3,10 +3,10 @@
 mod common;
 
 use attlas::conversions::common::network::Role;
-use attlas::{Options, Schedule, Workspace, registry};
+use attlas::{Mat, MatRef, Options, Schedule, Workspace, registry};
 use attlas_model::bert::Batch;
 use attlas_model::checkpoint;
-use attlas_model::compress::{Elements, compress, flops_per_token};
+use attlas_model::compress::{Compressed, Elements, compress, flops_per_token};
 use attlas_model::save::{Folder, NamedTensor};
 use attlas_model::{Decoder, Encoder, Error, Model, Recipe, Rows, Weights};
 use common::{alice, minilm, smollm2, tiny_llama};
@@ -23,11 +23,17 @@ fn place(name: &str) -> PathBuf {
 
 /// A grouped-query model of two layers with widths that do not divide one another.
 fn small(name: &str) -> Model {
+    small_with(name, Value::Null, &[]).unwrap()
+}
+
+/// The same with a section `attlas` and more tensors of these shapes.
+fn small_with(name: &str, section: Value, more: &[(&str, [usize; 2])]) -> Result<Model, Error> {
     let path = place(name);
     let folder = Folder::create(&path).unwrap();
-    let config = json!({"model_type": "qwen2", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    let mut config = json!({"model_type": "qwen2", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "vocab_size": 11,
         "max_position_embeddings": 64, "tie_word_embeddings": true, "rope_theta": 1000.0});
+    config["attlas"] = section;
     folder.json("config.json", &config).unwrap();
     let words = json!({"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null,
         "post_processor": null, "decoder": null,
@@ -61,9 +67,10 @@ fn small(name: &str) -> Model {
             add(format!("model.layers.{l}.self_attn.{part}_proj.bias"), vec![n]);
         }
     }
+    more.iter().for_each(|(name, shape)| add((*name).to_owned(), shape.to_vec()));
     folder.tensors("model.safetensors", &list).unwrap();
     folder.finish().unwrap();
-    Model::open(&path).unwrap()
+    Model::open(&path)
 }
 
 fn threads() -> Workspace {
@@ -297,6 +304,41 @@ fn a_section_that_lies_is_an_error() {
     }
 }
 
+#[test]
+fn shapes_of_factors_that_lie_are_errors() {
+    let refused = |name: &str, part: &str, content: Value, more: &[(&str, [usize; 2])], words: &str| {
+        let mut section = json!({"version": 1, "conversion": "svd"});
+        section[part] = content;
+        let error = small_with(name, section, more).unwrap_err().to_string();
+        assert!(error.contains(words), "{words}: {error}");
+    };
+    // A layer that fits together but is half as wide as the model.
+    let narrow = [
+        ("x.q.weight", [4, 8]),
+        ("x.k.weight", [4, 8]),
+        ("x.mix.weight", [4, 1]),
+        ("x.v.weight", [8, 8]),
+        ("x.o.weight", [8, 8]),
+    ];
+    let names: serde_json::Map<String, Value> =
+        ["q", "k", "mix", "v", "o"].map(|n| (n.to_owned(), format!("x.{n}").into())).into_iter().collect();
+    let layer = json!({"0": {"layer": "collaborative", "options": {"rank": 4}, "shape": [8, 1, 1, 8, 8], "weights": names}});
+    refused("lies-width", "attention", layer.clone(), &narrow, "width of the attention of layer 0");
+    let mut wide = layer.clone();
+    wide["0"]["shape"][0] = (1 << 21).into();
+    refused("lies-wide", "attention", wide, &narrow, "inputs");
+    let mut ranked = layer;
+    ranked["0"]["options"]["rank"] = 5.into();
+    refused("lies-rank", "attention", ranked, &narrow, "with 5 outputs");
+    // Rows without columns can be as many as a file says.
+    let map = json!({MAP: [{"tensor": "a"}, {"tensor": "b", "slices": 16}, {"tensor": "c"}]});
+    let empty = [("a", [0, 16]), ("b", [1 << 60, 0]), ("c", [16, 0])];
+    refused("lies-empty", "maps", map, &empty, "do not fit");
+    // A map of another size than its place.
+    let map = json!({MAP: [{"tensor": "a"}, {"tensor": "b"}]});
+    refused("lies-size", "maps", map, &[("a", [2, 16]), ("b", [12, 2])], "[12, 16]");
+}
+
 const MAP: &str = "model.layers.0.self_attn.q_proj";
 
 /// A first layer without weights.
@@ -340,16 +382,29 @@ fn an_encoder_in_collaborative_form_keeps_its_embeddings_as_the_page_says() {
     let (mean, least) = cosines(&model, &exact);
     assert!(least > 1.0 - 1e-5, "{mean} {least}");
 
-    let half = Options::new().with("rank", 192).with("iters", 30).with("tol", 0.0);
     let conversion = registry::conversion("collaborative").unwrap();
-    let halved = compress(&model, conversion, &half, None, None, &|_, _| ()).unwrap();
-    for (loss, want) in halved.rewritten.losses.iter().zip([0.267, 0.420, 0.440, 0.468, 0.393, 0.487]) {
-        assert!((loss.rel_error - want).abs() < 5e-3, "{}: {}", loss.what, loss.rel_error);
+    let rows = [
+        (192usize, [0.267, 0.420, 0.440, 0.468, 0.393, 0.487], [(0.917, 0.874), (0.914, 0.846)]),
+        (288, [0.138, 0.245, 0.258, 0.284, 0.233, 0.270], [(0.959, 0.910), (0.957, 0.915)]),
+    ];
+    for (rank, errors, kept) in rows {
+        let options = Options::new().with("rank", rank).with("iters", 30).with("tol", 0.0);
+        let mut fewer = compress(&model, conversion, &options, None, None, &|_, _| ()).unwrap();
+        for (loss, want) in fewer.rewritten.losses.iter().zip(errors) {
+            assert!((loss.rel_error - want).abs() < 5e-3, "{}: {}", loss.what, loss.rel_error);
+        }
+        // With the temperature of the layer it stands for, then with that of the public code.
+        for (temperature, want) in ["original", "from_rank"].into_iter().zip(kept) {
+            for a in fewer.rewritten.attention.values_mut() {
+                a.options.set("temperature", temperature);
+            }
+            let (mean, least) = cosines(&model, &fewer.model(Elements::F32).unwrap());
+            assert!(
+                (mean - want.0).abs() < 5e-3 && (least - want.1).abs() < 2e-2,
+                "{rank} {temperature}: {mean} {least}"
+            );
+        }
     }
-    let path = place("minilm-half");
-    halved.write(&path, Elements::F32).unwrap();
-    let (mean, least) = cosines(&model, &Model::open(&path).unwrap());
-    assert!((mean - 0.917).abs() < 5e-3 && (least - 0.874).abs() < 2e-2, "{mean} {least}");
 }
 
 #[test]
@@ -384,4 +439,68 @@ fn the_blocks_of_an_encoder_have_the_errors_of_the_page() {
     shared.write(&path, Elements::F32).unwrap();
     let (mean, _) = cosines(&model, &Model::open(&path).unwrap());
     assert!((mean - 0.140).abs() < 2e-2, "{mean}");
+
+    // The page stacks blocks of 384 × 384, whose transposes have the same singular values.
+    let Weights::Encoder(w) = &model.weights else { panic!() };
+    let (mut lost, mut whole) = ([0.0; 2], 0.0);
+    for l in &w.layers {
+        for map in [&l.q, &l.k, &l.v, &l.o, &l.up, &l.down] {
+            let m = Mat::from_vec(map.weight().to_f32(), map.outputs(), map.inputs());
+            let m = if m.rows() < m.cols() { m.transpose() } else { m };
+            for block in m.data().chunks_exact(384 * 384) {
+                let sigma = attlas_num::linalg::svd(MatRef::new(block, 384, 384)).unwrap().sigma;
+                let square = |s: &[f64]| s.iter().map(|s| s * s).sum::<f64>();
+                whole += square(&sigma);
+                lost.iter_mut().zip([192, 128]).for_each(|(sum, rank)| *sum += square(&sigma[rank..]));
+            }
+        }
+    }
+    assert!((f64::sqrt(whole) - 199.928).abs() < 1e-3, "{}", f64::sqrt(whole));
+    for (lost, want) in lost.into_iter().zip([0.243, 0.406]) {
+        assert!((f64::sqrt(lost / whole) - want).abs() < 1e-3, "{}", f64::sqrt(lost / whole));
+    }
+}
+
+#[test]
+fn a_model_without_a_folder_is_the_one_that_is_written() {
+    let gguf = Arc::new(Model::from_gguf_bytes(tiny_llama().bytes()).unwrap());
+    let folder = Arc::new(small("memory-source"));
+    let set = Options::new;
+    for (which, model) in [("folder", folder), ("gguf", gguf)] {
+        let cases = [
+            ("svd", "all", set().with("rank", 3)),
+            ("tucker", "attention", set().with("rank", 4).with("layer_rank", 2)),
+            ("trawl", "ffn", set().with("rank", 3).with("keep_factors", true)),
+            ("trawl", "ffn", set().with("rank", 3)),
+            ("tensor_product", "attention", set().with("rank_k", 1).with("rank_v", 1)),
+        ];
+        let tokens: Vec<u32> = (0..17).map(|i| i * i % model.config.vocab as u32).collect();
+        for (i, (id, roles, options)) in cases.iter().enumerate() {
+            let conversion = registry::conversion(id).unwrap();
+            let roles = Role::parse_list(roles).unwrap();
+            let made = compress(&model, conversion, options, None, Some(&roles), &|_, _| ()).unwrap();
+            for elements in [Elements::F32, Elements::F16, Elements::Q8] {
+                let path = place(&format!("memory-{which}-{i}"));
+                made.write(&path, elements).unwrap();
+                let written = logits(&Arc::new(Model::open(&path).unwrap()), &tokens, 17);
+                let memory = logits(&Arc::new(made.model(elements).unwrap()), &tokens, 17);
+                assert_eq!(memory, written, "{which} {id} {elements:?}");
+            }
+        }
+        // Parts of a model that were made one by one are those of the whole.
+        let conversion = registry::conversion("svd").unwrap();
+        let options = set().with("rank", 3);
+        let whole = compress(&model, conversion, &options, None, None, &|_, _| ()).unwrap();
+        let mut parts = Compressed::unchanged(&model, conversion, &options).unwrap();
+        let before = logits(&Arc::new(parts.model(Elements::F32).unwrap()), &tokens, 17);
+        // Features of rotated heads stand in another order, in which they are summed.
+        assert!(worst(&logits(&model, &tokens, 17), &before) < 1e-5, "{which}: nothing is changed");
+        for layer in (0..model.config.n_layers).rev() {
+            let one = compress(&model, conversion, &options, Some(&[layer]), None, &|_, _| ()).unwrap();
+            parts.add(one.rewritten);
+        }
+        let [a, b] =
+            [&whole, &parts].map(|c| logits(&Arc::new(c.model(Elements::F32).unwrap()), &tokens, 17));
+        assert_eq!(a, b, "{which}");
+    }
 }

@@ -50,15 +50,7 @@ impl LayerKind {
     pub fn layer(&self, shape: &LayerShape, options: &Options, weights: Weights) -> Result<Box<dyn Layer>> {
         for spec in (self.weights)(shape, options)? {
             match weights.get(spec.name) {
-                Some(w) if (w.n_out(), w.n_in()) == (spec.n_out, spec.n_in) => {}
-                Some(w) => {
-                    let words = |o: usize, i: usize| format!("{} with {o} outputs and {i} inputs", spec.name);
-                    return Err(Error::shape(
-                        "weight",
-                        words(spec.n_out, spec.n_in),
-                        words(w.n_out(), w.n_in()),
-                    ));
-                }
+                Some(w) => spec.check(&**w)?,
                 None if spec.optional => {}
                 None => return Err(Error::shape("weight", spec.name, "none of that name")),
             }
@@ -78,6 +70,17 @@ pub struct WeightSpec {
     pub n_in: usize,
     /// The layer works without it.
     pub optional: bool,
+}
+
+impl WeightSpec {
+    /// An error if a map has other sizes.
+    pub(crate) fn check(&self, w: &dyn Linear) -> Result<()> {
+        if (w.n_out(), w.n_in()) == (self.n_out, self.n_in) {
+            return Ok(());
+        }
+        let words = |o: usize, i: usize| format!("{} with {o} outputs and {i} inputs", self.name);
+        Err(Error::shape("weight", words(self.n_out, self.n_in), words(w.n_out(), w.n_in())))
+    }
 }
 
 /// A linear map $y = W x + b$ in whatever form its weights are stored.
@@ -184,7 +187,7 @@ pub trait Layer: Debug + Send + Sync {
     }
 }
 
-/// What a layer remembers of the tokens it has seen.
+/// What a layer remembers of the tokens it has seen. The layer that made it knows its type.
 pub trait LayerCache: Debug + Send + Any {
     /// Tokens held.
     fn len(&self) -> usize;
@@ -196,8 +199,6 @@ pub trait LayerCache: Debug + Send + Any {
     fn truncate(&mut self, len: usize);
     /// Bytes of the tokens held.
     fn bytes(&self) -> usize;
-    /// For the layer that made it.
-    fn as_any_mut(&mut self) -> &mut dyn Any;
 }
 
 /// A conversion of a layer's weights into another layer or a factored form: its registry entry.

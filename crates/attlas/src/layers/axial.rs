@@ -22,26 +22,22 @@
 
 use super::common::fold::Along;
 use super::common::rows::{HeadRows, KeyValues, interleave};
-use super::common::{check_io, check_shape, needed, own, project, refuse, take};
-use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
+use super::common::{check_io, check_room, check_shape, layer_kind, own, project, projections, take};
+use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::params::Sizes;
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, MatRef, Result, RunInfo, Workspace};
 
-/// Registry entry.
-pub static LAYER: LayerKind = LayerKind {
-    id: "axial",
-    title: "Axial attention: one axis of a grid at a time",
-    reference: "ho2019",
-    params: Params::SPECS,
-    weights: |shape, options| weight_specs(shape, &Params::from_options(options)?),
-    cache_elements: |shape, options| {
-        Ok(Params::from_options(options)?.dims.0.len() * shape.n_kv_heads * (shape.d + shape.d_v))
-    },
-    build: |shape, options, weights| {
-        Ok(Box::new(Axial::new(*shape, Params::from_options(options)?, weights)?))
-    },
-};
+layer_kind! {
+    /// Registry entry.
+    Axial {
+        id: "axial",
+        title: "Axial attention: one axis of a grid at a time",
+        reference: "ho2019",
+        weights: weight_specs,
+        cache_elements: |s, p| Ok(p.dims.0.len() * s.n_kv_heads * (s.d + s.d_v)),
+    }
+}
 
 crate::choices! {
     /// How the axes are combined.
@@ -88,15 +84,7 @@ fn weight_specs(s: &LayerShape, p: &Params) -> Result<Vec<WeightSpec>> {
             format!("{axes} numbers, one for each axis"),
         ));
     }
-    let axis = |names: &[&'static str; 4]| {
-        [
-            needed(names[0], s.n_heads * s.d, s.d_model),
-            needed(names[1], s.n_kv_heads * s.d, s.d_model),
-            needed(names[2], s.n_kv_heads * s.d_v, s.d_model),
-            needed(names[3], s.d_model, s.n_heads * s.d_v),
-        ]
-    };
-    Ok(NAMES[..axes].iter().flat_map(axis).collect())
+    Ok(NAMES[..axes].iter().flat_map(|names| projections(*names, s)).collect())
 }
 
 /// The layer.
@@ -211,20 +199,14 @@ impl Layer for Axial {
     ) -> Result<RunInfo> {
         check_io(x, out, self.shape.d_model)?;
         let cache: &mut KeyValues = own(cache, LAYER.id)?;
-        let (total, room) = (cache.len() + x.rows(), self.params.dims.0.iter().product::<usize>());
-        if total > room {
-            return refuse(LAYER.id, format!("{total} tokens do not fit into a grid of {room}"));
-        }
+        check_room(LAYER.id, cache.len() + x.rows(), &self.params.dims.0)?;
         let causal = vec![true; self.axes.len()];
         Ok(RunInfo::visited(ws.install(|cx| self.run(x, &mut cache.0, &causal, out, cx))))
     }
 
     fn forward_all(&self, x: MatRef<'_, f32>, out: &mut [f32], ws: &mut Workspace) -> Result<RunInfo> {
         check_io(x, out, self.shape.d_model)?;
-        let (n, room) = (x.rows(), self.params.dims.0.iter().product::<usize>());
-        if n > room {
-            return refuse(LAYER.id, format!("{n} tokens do not fit into a grid of {room}"));
-        }
+        check_room(LAYER.id, x.rows(), &self.params.dims.0)?;
         let causal: Vec<bool> = self
             .params
             .causal

@@ -21,27 +21,25 @@
 
 use super::common::fold::attend;
 use super::common::rows::{HeadRows, interleave};
-use super::common::{check_io, check_shape, constant, needed, optional, own, project, take};
-use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
+use super::common::{
+    check_io, check_own_keys, check_shape, constant, layer_kind, needed, optional, own, project, take,
+};
+use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::workspace::Context;
-use crate::{Cost, Error, Mask, MatRef, Problem, Result, RunInfo, Workspace};
+use crate::{Cost, Mask, MatRef, Problem, Result, RunInfo, Workspace};
 use attlas_num::kernels::Band;
 use rayon::prelude::*;
 
-/// Registry entry.
-pub static LAYER: LayerKind = LayerKind {
-    id: "collaborative",
-    title: "Collaborative multi-head attention: shared query and key features",
-    reference: "cordonnier2020",
-    params: Params::SPECS,
-    weights: |shape, options| weight_specs(shape, &Params::from_options(options)?),
-    cache_elements: |shape, options| {
-        Ok(Params::from_options(options)?.rank(shape) + shape.n_heads + shape.n_heads * shape.d_v)
-    },
-    build: |shape, options, weights| {
-        Ok(Box::new(Collaborative::new(*shape, Params::from_options(options)?, weights)?))
-    },
-};
+layer_kind! {
+    /// Registry entry.
+    Collaborative {
+        id: "collaborative",
+        title: "Collaborative multi-head attention: shared query and key features",
+        reference: "cordonnier2020",
+        weights: weight_specs,
+        cache_elements: |s, p| Ok(p.rank(s) + s.n_heads * (1 + s.d_v)),
+    }
+}
 
 crate::choices! {
     /// Which width divides the logits.
@@ -71,9 +69,7 @@ impl Params {
 
 fn weight_specs(s: &LayerShape, p: &Params) -> Result<Vec<WeightSpec>> {
     check_shape(s)?;
-    if s.n_kv_heads != s.n_heads {
-        return Err(Error::shape("key heads", "as many as query heads", s.n_kv_heads));
-    }
+    check_own_keys(s, "")?;
     let r = p.rank(s);
     Ok(vec![
         needed("q", r, s.d_model),
@@ -242,10 +238,6 @@ impl LayerCache for Cache {
 
     fn bytes(&self) -> usize {
         self.k.bytes() + self.v.bytes() + self.content.bytes()
-    }
-
-    fn as_any_mut(&mut self) -> &mut dyn std::any::Any {
-        self
     }
 }
 

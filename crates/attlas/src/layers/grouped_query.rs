@@ -17,12 +17,14 @@
 //!
 //! **When to use.** It is the layer of Llama, Mistral, Qwen and most models since.
 
+pub use super::common::Pairs;
+
+use super::common::{Rotary, check_io, check_shape, own, projections, take};
 use crate::cache::KvCache;
-use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
+use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, Weights};
 use crate::method::{Method, RunInfo};
 use crate::{Error, MatRef, Options, Out, Problem, Qkv, Result, TensorMut, TensorRef, Workspace, registry};
-use attlas_num::rope::{Angles, Layout, Rope, Scaling, Table};
-use std::sync::{Arc, RwLock};
+use attlas_num::rope::{Layout, Rope, Scaling};
 
 /// Registry entry.
 pub static LAYER: LayerKind = LayerKind {
@@ -30,7 +32,7 @@ pub static LAYER: LayerKind = LayerKind {
     title: "Grouped-query attention (MHA, GQA, MQA) with rotary positions",
     reference: "vaswani2017, shazeer2019, ainslie2023, su2024",
     params: Params::SPECS,
-    weights: |shape, _| Ok(weight_specs(shape)),
+    weights: |shape, _| Ok(projections(["q", "k", "v", "o"], shape).into()),
     cache_elements: |shape, _| Ok(shape.n_kv_heads * (shape.d + shape.d_v)),
     build: |shape, options, weights| {
         let params = Params::from_options(options)?;
@@ -39,18 +41,6 @@ pub static LAYER: LayerKind = LayerKind {
         Ok(Box::new(layer))
     },
 };
-
-crate::choices! {
-    /// Where the two halves of a rotated pair lie in a head.
-    pub enum Pairs {
-        /// No rotation.
-        None = "none",
-        /// `x[l]` and `x[l + d/2]`, as in Hugging Face checkpoints.
-        Half = "half",
-        /// `x[2l]` and `x[2l + 1]`, as in Meta's, DeepSeek's and GGUF checkpoints.
-        Interleaved = "interleaved",
-    }
-}
 
 crate::params! {
     /// Parameters of [`GroupedQuery`].
@@ -76,16 +66,6 @@ impl Params {
     }
 }
 
-fn weight_specs(s: &LayerShape) -> Vec<WeightSpec> {
-    let spec = |name, n_out, n_in| WeightSpec { name, n_out, n_in, optional: false };
-    vec![
-        spec("q", s.n_heads * s.d, s.d_model),
-        spec("k", s.n_kv_heads * s.d, s.d_model),
-        spec("v", s.n_kv_heads * s.d_v, s.d_model),
-        spec("o", s.d_model, s.n_heads * s.d_v),
-    ]
-}
-
 /// The layer: four projections, the rotation, and the method that attends.
 #[derive(Debug)]
 pub struct GroupedQuery {
@@ -94,9 +74,7 @@ pub struct GroupedQuery {
     k: Box<dyn Linear>,
     v: Box<dyn Linear>,
     o: Box<dyn Linear>,
-    rope: Option<Rope>,
-    /// Sines and cosines for the positions met so far; grows by doubling.
-    table: RwLock<Option<Arc<Table<f32>>>>,
+    rotary: Option<Rotary>,
     method: &'static Method,
     options: Options,
 }
@@ -111,29 +89,10 @@ impl GroupedQuery {
         method: &'static Method,
         options: Options,
     ) -> Result<Self> {
-        let mut take = |name: &str| {
-            weights.remove(name).ok_or_else(|| Error::shape("weight", name, "none of that name"))
-        };
+        let mut take = |name| take(&mut weights, name);
         let (q, k, v, o) = (take("q")?, take("k")?, take("v")?, take("o")?);
-        Problem { d_v: shape.d_v, ..Problem::new(shape.n_heads, 1, shape.d).with_kv_heads(shape.n_kv_heads) }
-            .validate()?;
-        Ok(Self { shape, q, k, v, o, rope, table: RwLock::new(None), method, options })
-    }
-
-    /// Rotates `[tokens, heads, d]` in place, the first token standing at `first`.
-    fn rotate(&self, first: usize, tokens: usize, heads: usize, x: &mut [f32]) {
-        let Some(rope) = &self.rope else { return };
-        let needed = first + tokens;
-        let ready = self.table.read().unwrap_or_else(|e| e.into_inner()).clone();
-        let table = match ready {
-            Some(table) if table.positions() >= needed => table,
-            _ => {
-                let table = Arc::new(Table::new(rope, needed.next_power_of_two().max(256), Angles::Single));
-                *self.table.write().unwrap_or_else(|e| e.into_inner()) = Some(table.clone());
-                table
-            }
-        };
-        table.rotate_tokens_in_place(first, x, heads, self.shape.d);
+        check_shape(&shape)?;
+        Ok(Self { shape, q, k, v, o, rotary: rope.map(Rotary::from_rope), method, options })
     }
 }
 
@@ -164,13 +123,8 @@ impl Layer for GroupedQuery {
     ) -> Result<RunInfo> {
         let s = self.shape;
         let tokens = x.rows();
-        if x.cols() != s.d_model || out.len() != tokens * s.d_model {
-            let found = format!("{tokens} × {} in, {} elements out", x.cols(), out.len());
-            return Err(Error::shape("hidden states", format!("{} columns in and out", s.d_model), found));
-        }
-        let Some(Cache(cache)) = cache.as_any_mut().downcast_mut::<Cache>() else {
-            return Err(Error::shape("cache", "one made by grouped_query", "another layer's"));
-        };
+        check_io(x, out, s.d_model)?;
+        let Cache(cache) = own::<Cache>(cache, LAYER.id)?;
         let first = cache.len();
         let p = Problem { d_v: s.d_v, ..Problem::new(s.n_heads, 1, s.d).with_kv_heads(s.n_kv_heads) };
         let problem = p.with_lens(tokens, first + tokens).causal();
@@ -184,8 +138,10 @@ impl Layer for GroupedQuery {
             self.k.apply(x, &mut k, cx);
             self.v.apply(x, &mut v, cx);
         });
-        self.rotate(first, tokens, s.n_heads, &mut q);
-        self.rotate(first, tokens, s.n_kv_heads, &mut k);
+        if let Some(rotary) = &self.rotary {
+            rotary.rotate(first, &mut q, s.n_heads, s.d);
+            rotary.rotate(first, &mut k, s.n_kv_heads, s.d);
+        }
         cache.append(
             TensorRef::bnhd(&k, [1, s.n_kv_heads, tokens, s.d])?,
             TensorRef::bnhd(&v, [1, s.n_kv_heads, tokens, s.d_v])?,
@@ -216,16 +172,12 @@ impl LayerCache for Cache {
     fn bytes(&self) -> usize {
         self.0.bytes()
     }
-
-    fn as_any_mut(&mut self) -> &mut dyn std::any::Any {
-        self
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layer::Dense;
+    use crate::layer::{Dense, WeightSpec};
     use attlas_num::Mat;
     use attlas_num::rng::StreamKey;
 
@@ -241,7 +193,7 @@ mod tests {
             let linear: Box<dyn Linear> = Box::new(Dense::new(random(w.name, w.n_out, w.n_in)));
             (w.name.to_string(), linear)
         };
-        weight_specs(shape).into_iter().map(dense).collect()
+        projections(["q", "k", "v", "o"], shape).into_iter().map(dense).collect()
     }
 
     fn forward(layer: &dyn Layer, x: &Mat<f32>, chunks: &[usize]) -> Vec<f32> {

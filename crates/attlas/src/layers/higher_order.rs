@@ -22,26 +22,27 @@
 //! **When to use.** Tensor-valued inputs whose modes are long.
 
 use super::common::rows::{head_of, interleave};
-use super::common::{Pairs, Rotary, check_io, constant, needed, optional, project, refuse, take};
-use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
+use super::common::{
+    Pairs, Rotary, check_io, check_own_keys, check_shape, constant, layer_kind, needed, optional, project,
+    refuse, take,
+};
+use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::params::Sizes;
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, Mat, MatRef, Real, Result, RunInfo, Workspace};
 use attlas_num::kernels::{Op, gemm, softmax_in_place};
 use rayon::prelude::*;
 
-/// Registry entry.
-pub static LAYER: LayerKind = LayerKind {
-    id: "higher_order",
-    title: "Higher-order transformer attention (HOT): Kronecker-factored over a grid",
-    reference: "omranpour2025",
-    params: Params::SPECS,
-    weights: |shape, options| weight_specs(shape, &Params::from_options(options)?),
-    cache_elements: |_, _| Ok(0),
-    build: |shape, options, weights| {
-        Ok(Box::new(HigherOrder::new(*shape, Params::from_options(options)?, weights)?))
-    },
-};
+layer_kind! {
+    /// Registry entry.
+    HigherOrder {
+        id: "higher_order",
+        title: "Higher-order transformer attention (HOT): Kronecker-factored over a grid",
+        reference: "omranpour2025",
+        weights: weight_specs,
+        cache_elements: |_, _| Ok(0),
+    }
+}
 
 crate::choices! {
     /// How the modes are combined.
@@ -112,14 +113,12 @@ const K_NORM: [&str; 4] = ["k_norm.0", "k_norm.1", "k_norm.2", "k_norm.3"];
 const EPS: f64 = 1e-5;
 
 fn weight_specs(s: &LayerShape, p: &Params) -> Result<Vec<WeightSpec>> {
-    super::common::check_shape(s)?;
+    check_shape(s)?;
     let k = p.dims.0.len();
     if k == 0 || k > Q.len() || p.dims.product().is_none() {
         return Err(Error::param("dims", format!("{:?}", p.dims.0), "one to four sizes"));
     }
-    if s.n_kv_heads != s.n_heads {
-        return Err(Error::shape("key heads", "as many as query heads", s.n_kv_heads));
-    }
+    check_own_keys(s, "")?;
     let mut list = vec![needed("v", s.n_heads * s.d_v, s.d_model), needed("o", s.d_model, s.n_heads * s.d_v)];
     for mode in 0..if p.per_mode_qk { k } else { 1 } {
         list.push(needed(Q[mode], s.n_heads * s.d, s.d_model));
@@ -410,10 +409,6 @@ impl LayerCache for NoCache {
 
     fn bytes(&self) -> usize {
         0
-    }
-
-    fn as_any_mut(&mut self) -> &mut dyn std::any::Any {
-        self
     }
 }
 

@@ -24,29 +24,26 @@
 
 use super::common::fold::Along;
 use super::common::rows::{HeadRows, head_of, interleave};
-use super::common::{Pairs, Rotary, check_io, check_shape, needed, own, project, refuse, take};
-use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
+use super::common::{
+    Pairs, Rotary, check_io, check_room, check_shape, layer_kind, own, project, projections, refuse, take,
+};
+use crate::layer::{Layer, LayerCache, LayerShape, Linear, Weights};
 use crate::params::Sizes;
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, Mat, MatRef, Result, RunInfo, Workspace};
 use attlas_num::kernels::{Op, gemm, softmax_in_place};
 use rayon::prelude::*;
 
-/// Registry entry.
-pub static LAYER: LayerKind = LayerKind {
-    id: "mode_wise",
-    title: "Mode-wise attention on a folded sequence",
-    reference: "feng2024",
-    params: Params::SPECS,
-    weights: |shape, _| Ok(weight_specs(shape)),
-    cache_elements: |shape, options| {
-        let modes = Params::from_options(options)?.modes.map_or(2, |m| m.0.len());
-        Ok(cache_elements(shape, modes))
-    },
-    build: |shape, options, weights| {
-        Ok(Box::new(ModeWise::new(*shape, Params::from_options(options)?, weights)?))
-    },
-};
+layer_kind! {
+    /// Registry entry.
+    ModeWise {
+        id: "mode_wise",
+        title: "Mode-wise attention on a folded sequence",
+        reference: "feng2024",
+        weights: |s, _| Ok(projections(["q", "k", "v", "o"], s).into()),
+        cache_elements: |s, p| Ok(cache_elements(s, p)),
+    }
+}
 
 crate::choices! {
     /// How the tokens of a fibre are scored.
@@ -73,17 +70,15 @@ crate::params! {
     }
 }
 
-fn weight_specs(s: &LayerShape) -> Vec<WeightSpec> {
-    vec![
-        needed("q", s.n_heads * s.d, s.d_model),
-        needed("k", s.n_kv_heads * s.d, s.d_model),
-        needed("v", s.n_kv_heads * s.d_v, s.d_model),
-        needed("o", s.d_model, s.n_heads * s.d_v),
-    ]
+impl Params {
+    /// How many modes a fold has.
+    fn n_modes(&self) -> usize {
+        self.modes.as_ref().map_or(2, |m| m.0.len().max(1))
+    }
 }
 
-fn cache_elements(s: &LayerShape, modes: usize) -> usize {
-    s.n_kv_heads * (s.d + s.d_v) + (modes - 1) * s.n_heads * s.d_v
+fn cache_elements(s: &LayerShape, p: &Params) -> usize {
+    s.n_kv_heads * (s.d + s.d_v) + (p.n_modes() - 1) * s.n_heads * s.d_v
 }
 
 /// Two modes for `n` tokens: the faster one the power of two next to the root.
@@ -259,11 +254,11 @@ impl Layer for ModeWise {
     }
 
     fn cache_elements(&self) -> usize {
-        cache_elements(&self.shape, self.params.modes.as_ref().map_or(2, |m| m.0.len()))
+        cache_elements(&self.shape, &self.params)
     }
 
     fn new_cache(&self) -> Box<dyn LayerCache> {
-        Box::new(Cache::new(&self.shape, self.params.modes.as_ref().map_or(2, |m| m.0.len())))
+        Box::new(Cache::new(&self.shape, self.params.n_modes()))
     }
 
     fn forward(
@@ -283,10 +278,7 @@ impl Layer for ModeWise {
         };
         let cache: &mut Cache = own(cache, LAYER.id)?;
         let (first, tokens) = (cache.k.len(), x.rows());
-        let room: usize = grid.iter().product();
-        if first + tokens > room {
-            return refuse(LAYER.id, format!("{} tokens do not fit into a grid of {room}", first + tokens));
-        }
+        check_room(LAYER.id, first + tokens, grid)?;
         ws.install(|cx| {
             let [q, k, v] = self.project(x, first, cx);
             cache.k.append(&k);
@@ -302,10 +294,8 @@ impl Layer for ModeWise {
         check_io(x, out, s.d_model)?;
         let n = x.rows();
         let grid = self.params.modes.as_ref().map_or_else(|| default_grid(n), |m| m.0.clone());
+        check_room(LAYER.id, n, &grid)?;
         let room: usize = grid.iter().product();
-        if n > room {
-            return refuse(LAYER.id, format!("{n} tokens do not fit into a grid of {room}"));
-        }
         let unfolded = self.params.score == Score::Unfolded;
         if unfolded && n != room {
             return refuse(
@@ -372,10 +362,6 @@ impl LayerCache for Cache {
     fn bytes(&self) -> usize {
         self.v.iter().chain([&self.k]).map(HeadRows::bytes).sum()
     }
-
-    fn as_any_mut(&mut self) -> &mut dyn std::any::Any {
-        self
-    }
 }
 
 #[cfg(test)]
@@ -424,7 +410,7 @@ mod tests {
     /// A layer with one head whose values are the first five of its inputs, and whose output is those numbers.
     fn transparent(options: &Options) -> (Box<dyn Layer>, LayerShape) {
         let s = LayerShape { d_model: 8, n_heads: 1, n_kv_heads: 1, d: 6, d_v: 8 };
-        let mut weights = random_weights(&weight_specs(&s));
+        let mut weights = random_weights(&projections(["q", "k", "v", "o"], &s));
         weights.insert("v".into(), dense(Mat::identity(8)));
         weights.insert("o".into(), dense(Mat::identity(8)));
         (LAYER.layer(&s, options, weights).unwrap(), s)
@@ -515,7 +501,11 @@ mod tests {
         let small = random_layer(&LAYER, &SHAPE, &modes("3x3"));
         assert!(small.forward_all(x.as_ref(), &mut out, &mut ws).is_err());
         assert!((LAYER.weights)(&SHAPE, &Options::new()).is_ok());
-        assert!(LAYER.layer(&SHAPE, &modes("0x4"), random_weights(&weight_specs(&SHAPE))).is_err());
+        assert!(
+            LAYER
+                .layer(&SHAPE, &modes("0x4"), random_weights(&projections(["q", "k", "v", "o"], &SHAPE)))
+                .is_err()
+        );
     }
 
     #[test]

@@ -22,28 +22,24 @@
 
 use super::common::fold::attend;
 use super::common::rows::{HeadRows, KeyValues, head_of, interleave};
-use super::common::{check_io, check_shape, matrix, needed, own, take};
-use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
+use super::common::{check_io, check_shape, layer_kind, matrix, needed, own, take};
+use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::params::Sizes;
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, Mat, MatRef, Problem, Real, Result, RunInfo, Workspace};
 use attlas_num::kernels::{Band, Op, gemm};
 use rayon::prelude::*;
 
-/// Registry entry.
-pub static LAYER: LayerKind = LayerKind {
-    id: "teaformer",
-    title: "TEAFormer: tensor-augmented attention over time",
-    reference: "kong2024",
-    params: Params::SPECS,
-    weights: |shape, options| weight_specs(shape, &Params::from_options(options)?),
-    cache_elements: |shape, options| {
-        Ok(Params::from_options(options)?.views * shape.n_heads * (shape.d + shape.d_v))
-    },
-    build: |shape, options, weights| {
-        Ok(Box::new(Teaformer::new(*shape, Params::from_options(options)?, weights)?))
-    },
-};
+layer_kind! {
+    /// Registry entry.
+    Teaformer {
+        id: "teaformer",
+        title: "TEAFormer: tensor-augmented attention over time",
+        reference: "kong2024",
+        weights: weight_specs,
+        cache_elements: |s, p| Ok(p.views * s.n_heads * (s.d + s.d_v)),
+    }
+}
 
 crate::params! {
     /// Parameters of [`Teaformer`].

@@ -19,25 +19,23 @@
 //!
 //! **When to use.** To reproduce that model. It has no normalisation and does not generalise in length.
 
-use super::common::{check_io, constant, needed, own, project, refuse, take};
-use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
+use super::common::{check_io, constant, layer_kind, needed, own, project, refuse, take};
+use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::workspace::Context;
 use crate::{Cost, Mask, MatRef, Real, Result, RunInfo, Workspace};
 use attlas_num::kernels::{Op, axpy, gemm};
 use rayon::prelude::*;
 
-/// Registry entry.
-pub static LAYER: LayerKind = LayerKind {
-    id: "tensorized",
-    title: "Tensorized transformer attention: single block and multi-linear, with split and concat",
-    reference: "ma2019",
-    params: Params::SPECS,
-    weights: |shape, options| weight_specs(shape, &Params::from_options(options)?),
-    cache_elements: |_, options| Ok(2 * Params::from_options(options)?.rank),
-    build: |shape, options, weights| {
-        Ok(Box::new(Tensorized::new(*shape, Params::from_options(options)?, weights)?))
-    },
-};
+layer_kind! {
+    /// Registry entry.
+    Tensorized {
+        id: "tensorized",
+        title: "Tensorized transformer attention: single block and multi-linear, with split and concat",
+        reference: "ma2019",
+        weights: weight_specs,
+        cache_elements: |_, p| Ok(2 * p.rank),
+    }
+}
 
 crate::params! {
     /// Parameters of [`Tensorized`].
@@ -302,10 +300,6 @@ impl LayerCache for Cache {
 
     fn bytes(&self) -> usize {
         4 * (self.k.len() + self.v.len() + self.t.len())
-    }
-
-    fn as_any_mut(&mut self) -> &mut dyn std::any::Any {
-        self
     }
 }
 

@@ -3,7 +3,6 @@
 use crate::layer::{Dense, Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
 use crate::{Mask, Mat, Options, Schedule, Workspace};
 use attlas_num::rng::StreamKey;
-use std::any::Any;
 
 /// A reproducible normal matrix with entries of standard deviation 0.3.
 pub(crate) fn random(name: &str, rows: usize, cols: usize) -> Mat<f32> {
@@ -69,9 +68,6 @@ impl LayerCache for Foreign {
     fn truncate(&mut self, _: usize) {}
     fn bytes(&self) -> usize {
         0
-    }
-    fn as_any_mut(&mut self) -> &mut dyn Any {
-        self
     }
 }
 

@@ -25,24 +25,22 @@
 
 use super::common::rows::{HeadRows, head_of, interleave};
 use super::common::third::{Form, Pairwise};
-use super::common::{check_io, check_shape, needed, own, project, refuse, take};
-use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
+use super::common::{check_io, check_shape, layer_kind, needed, own, project, projections, refuse, take};
+use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::{Cost, Error, Mask, Mat, MatRef, Real, Result, RunInfo, Workspace};
 use attlas_num::kernels::{Band, Op, dot, gemm, softmax_in_place};
 use rayon::prelude::*;
 
-/// Registry entry.
-pub static LAYER: LayerKind = LayerKind {
-    id: "two_simplicial",
-    title: "Two-simplicial attention over windows of pairs",
-    reference: "clift2020, roy2025",
-    params: Params::SPECS,
-    weights: |shape, _| Ok(weight_specs(shape)),
-    cache_elements: |_, _| Ok(0),
-    build: |shape, options, weights| {
-        Ok(Box::new(TwoSimplicial::new(*shape, Params::from_options(options)?, weights)?))
-    },
-};
+layer_kind! {
+    /// Registry entry.
+    TwoSimplicial {
+        id: "two_simplicial",
+        title: "Two-simplicial attention over windows of pairs",
+        reference: "clift2020, roy2025",
+        weights: |s, _| Ok(weight_specs(s)),
+        cache_elements: |_, _| Ok(0),
+    }
+}
 
 crate::choices! {
     /// How a pair is scored.
@@ -77,14 +75,10 @@ crate::params! {
 }
 
 fn weight_specs(s: &LayerShape) -> Vec<WeightSpec> {
-    vec![
-        needed("q", s.n_heads * s.d, s.d_model),
-        needed("k1", s.n_kv_heads * s.d, s.d_model),
-        needed("k2", s.n_kv_heads * s.d, s.d_model),
-        needed("v1", s.n_kv_heads * s.d_v, s.d_model),
-        needed("v2", s.n_kv_heads * s.d_v, s.d_model),
-        needed("o", s.d_model, s.n_heads * s.d_v),
-    ]
+    let mut list = projections(["q", "k1", "v1", "o"], s).to_vec();
+    list.push(needed("k2", s.n_kv_heads * s.d, s.d_model));
+    list.push(needed("v2", s.n_kv_heads * s.d_v, s.d_model));
+    list
 }
 
 /// The layer.
@@ -298,10 +292,6 @@ impl LayerCache for Cache {
     fn bytes(&self) -> usize {
         let of = |side: &Window, rows: &HeadRows| rows.bytes() * side.w.min(rows.len()) / rows.len().max(1);
         self.sides.iter().map(|side| of(side, &side.k) + of(side, &side.v)).sum()
-    }
-
-    fn as_any_mut(&mut self) -> &mut dyn std::any::Any {
-        self
     }
 }
 

@@ -225,6 +225,13 @@ pub struct Rewritten {
 }
 
 impl Rewritten {
+    /// Takes over what was made of other matrices of the same network.
+    pub fn extend(&mut self, other: Rewritten) {
+        self.maps.extend(other.maps);
+        self.attention.extend(other.attention);
+        self.losses.extend(other.losses);
+    }
+
     /// Root mean square of the relative errors, weighted by the numbers that each stands for.
     pub fn rel_error(&self) -> f64 {
         let total: usize = self.losses.iter().map(|l| l.before).sum();

@@ -1,10 +1,12 @@
 //! Stages against the layer they start from, on small random layers.
 
 use super::*;
-use crate::layer::Layer;
+use crate::layer::{Layer, Linear};
 use crate::layers::grouped_query::GroupedQuery;
+use crate::layers::latent;
 use crate::layers::testing::{assert_close, forward, random};
 use crate::{Options, registry};
+use attlas_num::linalg::matmul;
 
 /// Two query heads a key head.
 const SHAPE: LayerShape = LayerShape { d_model: 30, n_heads: 6, n_kv_heads: 3, d: 8, d_v: 5 };

@@ -5,12 +5,50 @@ pub(crate) mod fold;
 pub(crate) mod rows;
 pub mod third;
 
-use crate::layer::{LayerCache, Linear, WeightSpec, Weights};
+use crate::layer::{LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::workspace::Context;
 use crate::{Error, MatRef, Problem, Result, Schedule};
 use attlas_num::rope::{Angles, Layout, Rope, Scaling, Table};
 use attlas_num::{Mat, Scratch};
+use std::any::Any;
 use std::sync::{Arc, RwLock};
+
+/// The registry entry of a layer made by `new(shape, params, weights)`. Its `Params` are those of the module; `weights`
+/// and `cache_elements` are functions of shape and parameters.
+macro_rules! layer_kind {
+    (
+        $(#[$doc:meta])*
+        $layer:ident {
+            id: $id:literal,
+            title: $title:literal,
+            reference: $reference:literal,
+            weights: $weights:expr,
+            cache_elements: $cache_elements:expr,
+        }
+    ) => {
+        $(#[$doc])*
+        pub static LAYER: $crate::layer::LayerKind = $crate::layer::LayerKind {
+            id: $id,
+            title: $title,
+            reference: $reference,
+            params: Params::SPECS,
+            weights: |shape, options| {
+                type Of = fn(&$crate::layer::LayerShape, &Params) -> $crate::Result<Vec<$crate::layer::WeightSpec>>;
+                let of: Of = $weights;
+                of(shape, &Params::from_options(options)?)
+            },
+            cache_elements: |shape, options| {
+                let of: fn(&$crate::layer::LayerShape, &Params) -> $crate::Result<usize> = $cache_elements;
+                of(shape, &Params::from_options(options)?)
+            },
+            build: |shape, options, weights| {
+                Ok(Box::new($layer::new(*shape, Params::from_options(options)?, weights)?))
+            },
+        };
+    };
+}
+
+pub(crate) use layer_kind;
 
 crate::choices! {
     /// Where the two halves of a rotated pair lie.
@@ -32,6 +70,16 @@ pub(crate) fn needed(name: &'static str, n_out: usize, n_in: usize) -> WeightSpe
 /// A weight that may be missing.
 pub(crate) fn optional(name: &'static str, n_out: usize, n_in: usize) -> WeightSpec {
     WeightSpec { name, n_out, n_in, optional: true }
+}
+
+/// Queries, keys, values and output of grouped-query attention, under these names.
+pub(crate) fn projections([q, k, v, o]: [&'static str; 4], s: &LayerShape) -> [WeightSpec; 4] {
+    [
+        needed(q, s.n_heads * s.d, s.d_model),
+        needed(k, s.n_kv_heads * s.d, s.d_model),
+        needed(v, s.n_kv_heads * s.d_v, s.d_model),
+        needed(o, s.d_model, s.n_heads * s.d_v),
+    ]
 }
 
 /// Takes a weight out of the list.
@@ -56,12 +104,17 @@ pub(crate) fn constant(w: &dyn Linear) -> Vec<f32> {
 pub(crate) fn matrix(w: &dyn Linear) -> Mat<f32> {
     let (n_out, n_in) = (w.n_out(), w.n_in());
     let mut columns = vec![0.0; n_in * n_out];
-    let mut bias = vec![0.0; n_out];
-    at_load(|cx| {
-        w.apply(Mat::<f32>::identity(n_in).as_ref(), &mut columns, cx);
-        w.apply(MatRef::new(&vec![0.0; n_in], 1, n_in), &mut bias, cx);
-    });
+    at_load(|cx| w.apply(Mat::<f32>::identity(n_in).as_ref(), &mut columns, cx));
+    let bias = bias(w);
     Mat::from_fn(n_out, n_in, |o, i| columns[i * n_out + o] - bias[o])
+}
+
+/// What a map adds.
+pub(crate) fn bias(w: &dyn Linear) -> Vec<f32> {
+    let (n_out, n_in) = (w.n_out(), w.n_in());
+    let mut out = vec![0.0; n_out];
+    at_load(|cx| w.apply(MatRef::new(&vec![0.0; n_in], 1, n_in), &mut out, cx));
+    out
 }
 
 /// The image of the rows of `x`, contiguous.
@@ -82,9 +135,8 @@ pub(crate) fn check_io(x: MatRef<'_, f32>, out: &[f32], d_model: usize) -> Resul
 
 /// The cache as the type that layer `id` makes.
 pub(crate) fn own<'a, C: LayerCache>(cache: &'a mut dyn LayerCache, id: &str) -> Result<&'a mut C> {
-    cache
-        .as_any_mut()
-        .downcast_mut::<C>()
+    let any: &mut dyn Any = cache;
+    any.downcast_mut::<C>()
         .ok_or_else(|| Error::shape("cache", format!("one made by {id}"), "another layer's"))
 }
 
@@ -93,8 +145,25 @@ pub(crate) fn refuse<T>(id: &str, reason: impl Into<String>) -> Result<T> {
     Err(Error::Unsupported { method: id.into(), reasons: vec![reason.into()] })
 }
 
+/// Refuses more tokens than a grid has places.
+pub(crate) fn check_room(id: &str, tokens: usize, grid: &[usize]) -> Result<()> {
+    let room: usize = grid.iter().product();
+    if tokens <= room {
+        return Ok(());
+    }
+    refuse(id, format!("{tokens} tokens do not fit into a grid of {room}"))
+}
+
+/// Refuses key heads that query heads share: there the layer has something else in their place.
+pub(crate) fn check_own_keys(s: &LayerShape, instead: &str) -> Result<()> {
+    if s.n_kv_heads == s.n_heads {
+        return Ok(());
+    }
+    Err(Error::shape("key heads", format!("as many as query heads{instead}"), s.n_kv_heads))
+}
+
 /// Checks heads and widths of a layer.
-pub(crate) fn check_shape(s: &crate::layer::LayerShape) -> Result<()> {
+pub(crate) fn check_shape(s: &LayerShape) -> Result<()> {
     Problem { d_v: s.d_v, ..Problem::new(s.n_heads, 1, s.d).with_kv_heads(s.n_kv_heads) }.validate()
 }
 

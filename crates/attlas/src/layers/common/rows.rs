@@ -80,10 +80,6 @@ impl LayerCache for KeyValues {
     fn bytes(&self) -> usize {
         self.0.iter().map(|(k, v)| k.bytes() + v.bytes()).sum()
     }
-
-    fn as_any_mut(&mut self) -> &mut dyn std::any::Any {
-        self
-    }
 }
 
 /// Rows of one head inside `[tokens, heads, width]`.

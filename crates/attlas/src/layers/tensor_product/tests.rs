@@ -6,12 +6,14 @@ use super::super::grouped_query;
 use super::super::testing::{
     assert_close, check_causal, forward, forward_all, random, random_layer, weights_from,
 };
-use super::factors::{BLOCK, CHUNK};
+use super::factors::{BLOCK, CHUNK, Query, Side, Sizes, attend_factors, combine};
 use super::*;
-use crate::Mat;
+use crate::{Mat, Options, Out, Qkv, TensorMut, TensorRef, registry};
 use attlas_num::kernels::Band;
 use attlas_num::linalg::{matmul, matmul_nt};
 use attlas_num::rope::{Angles, Layout, Rope, Scaling, Table};
+use std::borrow::Cow;
+use std::ops::Range;
 
 const SHAPE: LayerShape = LayerShape { d_model: 20, n_heads: 6, n_kv_heads: 6, d: 8, d_v: 4 };
 

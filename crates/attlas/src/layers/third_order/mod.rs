@@ -32,26 +32,24 @@ pub mod features;
 
 use super::common::rows::{HeadRows, head_of, interleave};
 use super::common::third::{Form, Pairwise};
-use super::common::{check_io, check_shape, needed, own, project, refuse, take};
-use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
+use super::common::{check_io, check_shape, layer_kind, needed, own, project, projections, refuse, take};
+use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, MatRef, Result, RunInfo, Workspace};
 use attlas_num::kernels::Band;
 use features::{Features, State, chebyshev, relative_error, taylor, taylor_error};
 use rayon::prelude::*;
 
-/// Registry entry.
-pub static LAYER: LayerKind = LayerKind {
-    id: "third_order",
-    title: "Third-order attention: queries attend to pairs of tokens",
-    reference: "sanford2023, alman2024, liang2024, kozachinskiy2025",
-    params: Params::SPECS,
-    weights: |shape, options| Ok(weight_specs(shape, &Params::from_options(options)?)),
-    cache_elements: |shape, options| cache_elements(shape, &Params::from_options(options)?),
-    build: |shape, options, weights| {
-        Ok(Box::new(ThirdOrder::new(*shape, Params::from_options(options)?, weights)?))
-    },
-};
+layer_kind! {
+    /// Registry entry.
+    ThirdOrder {
+        id: "third_order",
+        title: "Third-order attention: queries attend to pairs of tokens",
+        reference: "sanford2023, alman2024, liang2024, kozachinskiy2025",
+        weights: |s, p| Ok(weight_specs(s, p)),
+        cache_elements: |s, p| Ok(cache_elements(s, p)),
+    }
+}
 
 crate::choices! {
     /// How a pair of keys is scored.
@@ -112,12 +110,7 @@ crate::params! {
 }
 
 fn weight_specs(s: &LayerShape, p: &Params) -> Vec<WeightSpec> {
-    let mut list = vec![
-        needed("q", s.n_heads * s.d, s.d_model),
-        needed("k1", s.n_kv_heads * s.d, s.d_model),
-        needed("v1", s.n_kv_heads * s.d_v, s.d_model),
-        needed("o", s.d_model, s.n_heads * s.d_v),
-    ];
+    let mut list = projections(["q", "k1", "v1", "o"], s).to_vec();
     if !p.tied {
         list.push(needed("k2", s.n_kv_heads * s.d, s.d_model));
         list.push(needed("v2", s.n_kv_heads * s.d_v, s.d_model));
@@ -125,10 +118,10 @@ fn weight_specs(s: &LayerShape, p: &Params) -> Vec<WeightSpec> {
     list
 }
 
-fn cache_elements(s: &LayerShape, p: &Params) -> Result<usize> {
+fn cache_elements(s: &LayerShape, p: &Params) -> usize {
     match p.compute {
-        Compute::Exact => Ok(s.n_kv_heads * (s.d + s.d_v) * if p.tied { 1 } else { 2 }),
-        Compute::Polynomial | Compute::Random => Ok(0),
+        Compute::Exact => s.n_kv_heads * (s.d + s.d_v) * if p.tied { 1 } else { 2 },
+        Compute::Polynomial | Compute::Random => 0,
     }
 }
 
@@ -321,7 +314,7 @@ impl Layer for ThirdOrder {
     }
 
     fn cache_elements(&self) -> usize {
-        cache_elements(&self.shape, &self.params).unwrap_or(0)
+        cache_elements(&self.shape, &self.params)
     }
 
     fn new_cache(&self) -> Box<dyn LayerCache> {
@@ -459,10 +452,6 @@ impl LayerCache for Exact {
         let second = self.second.as_ref().map_or(0, |(k, v)| k.bytes() + v.bytes());
         self.k1.bytes() + self.v1.bytes() + second
     }
-
-    fn as_any_mut(&mut self) -> &mut dyn std::any::Any {
-        self
-    }
 }
 
 /// Sums over features, one state for each key head.
@@ -490,10 +479,6 @@ impl LayerCache for Sums {
 
     fn bytes(&self) -> usize {
         self.states.iter().map(|s| 8 * 2 * (s.sides[0].len())).sum()
-    }
-
-    fn as_any_mut(&mut self) -> &mut dyn std::any::Any {
-        self
     }
 }
 

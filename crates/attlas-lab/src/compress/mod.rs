@@ -3,6 +3,10 @@
 //! The folder is written first and opened again, so that everything measured is measured on what was written. Smaller is
 //! not always faster: times of both models are taken in turn, and the record says which got slower.
 
+mod accept;
+
+pub use accept::{Accept, Acceptance, Trial, set_rank};
+
 use crate::run::timed;
 use crate::self_check::{Quality, SelfCheck};
 use crate::table::{Table, bytes, number, seconds};
@@ -12,7 +16,7 @@ use attlas::conversions::common::network::Role;
 use attlas::layer::Conversion;
 use attlas::{Options, Schedule, Workspace, registry};
 use attlas_model::bert::Batch;
-use attlas_model::compress::{Elements, compress, flops_per_token};
+use attlas_model::compress::{Compressed, Elements, compress, flops_per_token};
 use attlas_model::save::Folder;
 use attlas_model::{Decoder, Encoder, Model, Recipe, Rows};
 use serde::Serialize;
@@ -47,6 +51,8 @@ pub struct Settings {
     pub repeats: usize,
     /// Threads; 0 takes as many as the machine offers.
     pub threads: usize,
+    /// Change one layer at a time and keep what text set aside accepts.
+    pub accept: Option<Accept>,
 }
 
 /// What a model stores and costs.
@@ -111,12 +117,14 @@ pub struct Record {
     pub text_sha256: String,
     /// Tokens of a window.
     pub window: usize,
-    /// Seconds of the conversion itself.
+    /// Seconds of the conversion itself, with all that was tried.
     pub convert_seconds: f64,
     /// Root mean square of the relative errors of weights, by numbers.
     pub rel_error: f64,
     /// What was lost where.
     pub losses: Vec<Loss>,
+    /// What was tried and kept, where changes had to prove themselves.
+    pub acceptance: Option<Acceptance>,
     /// The model.
     pub before: Figures,
     /// What was written.
@@ -139,17 +147,10 @@ pub fn run(
     Folder::check(&settings.out)?;
     let before = open_model(&settings.model)?;
     let texts = Texts::read(settings, &before)?;
-    let (compressed, convert_seconds) = timed(|| {
-        compress(
-            &before,
-            settings.conversion,
-            &settings.options,
-            settings.layers.as_deref(),
-            settings.roles.as_deref(),
-            &|done, all| progress("decomposing", done, all),
-        )
-    });
-    let compressed = compressed?;
+    let threads = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
+    let (converted, convert_seconds) =
+        timed(|| convert(&before, settings, &texts.set_aside, &threads, progress, stop));
+    let (compressed, acceptance) = converted?;
     if stop.load(Ordering::Relaxed) {
         return Err(attlas_model::Error::Interrupted.into());
     }
@@ -166,7 +167,6 @@ pub fn run(
         .collect();
     let rel_error = compressed.rewritten.rel_error();
     let after = Arc::new(Model::open(&settings.out)?);
-    let threads = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let mut figures = [sizes(&before, &settings.model, settings)?, sizes(&after, &settings.out, settings)?];
     let models = [&before, &after];
     let (mut quality, mut embeddings) = (None, None);
@@ -203,6 +203,7 @@ pub fn run(
         convert_seconds,
         rel_error,
         losses,
+        acceptance,
         before,
         after,
         quality,
@@ -211,11 +212,32 @@ pub fn run(
     })
 }
 
+/// Applies the conversion to all that was asked for, or to what text set aside accepts of it.
+fn convert<'a>(
+    model: &'a Arc<Model>,
+    settings: &Settings,
+    set_aside: &[u32],
+    threads: &Workspace,
+    progress: &(dyn Fn(&str, usize, usize) + Sync),
+    stop: &AtomicBool,
+) -> Result<(Compressed<'a>, Option<Acceptance>)> {
+    if let Some(accept) = &settings.accept {
+        let (kept, acceptance) = accept::choose(model, settings, accept, set_aside, threads, progress, stop)?;
+        return Ok((kept, Some(acceptance)));
+    }
+    let Settings { options, layers, roles, .. } = settings;
+    let told = |done: usize, all: usize| progress("decomposing", done, all);
+    let all = compress(model, settings.conversion, options, layers.as_deref(), roles.as_deref(), &told)?;
+    Ok((all, None))
+}
+
 /// What both models read.
 struct Texts {
     source: String,
     sha256: String,
     content: Content,
+    /// The tokens after those, where they decide what is kept.
+    set_aside: Vec<u32>,
 }
 
 enum Content {
@@ -233,15 +255,24 @@ const PARAGRAPH_TOKENS: usize = 128;
 impl Texts {
     fn read(settings: &Settings, model: &Model) -> Result<Self> {
         if !model.config.architecture.is_encoder() {
-            let text = Text::read(&settings.text, model, Some(settings.tokens))?;
+            let more = settings.accept.as_ref().map_or(0, |a| a.tokens);
+            let mut text = Text::read(&settings.text, model, Some(settings.tokens.saturating_add(more)))?;
+            let set_aside = text.tokens.split_off(settings.tokens.min(text.tokens.len()));
             if text.tokens.len() < 2 {
                 return Err(Error::argument("--text", "two tokens or more", text.tokens.len()));
+            }
+            if settings.accept.is_some() {
+                accept::check(Some(&set_aside))?;
             }
             return Ok(Self {
                 source: text.source,
                 sha256: text.sha256,
                 content: Content::Tokens(text.tokens),
+                set_aside,
             });
+        }
+        if settings.accept.is_some() {
+            accept::check(None)?;
         }
         let whole = Text::read(&settings.text, model, None)?;
         let all = std::fs::read_to_string(&settings.text).map_err(|e| Error::reading(&settings.text, e))?;
@@ -262,7 +293,12 @@ impl Texts {
             let expected = format!("a paragraph of more than {PARAGRAPH} characters");
             return Err(Error::argument("--text", expected, "none"));
         }
-        Ok(Self { source: whole.source, sha256: whole.sha256, content: Content::Texts(ids) })
+        Ok(Self {
+            source: whole.source,
+            sha256: whole.sha256,
+            content: Content::Texts(ids),
+            set_aside: Vec::new(),
+        })
     }
 }
 

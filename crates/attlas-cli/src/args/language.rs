@@ -1,0 +1,156 @@
+//! Commands that run a model.
+
+use super::shared::{AttentionChoice, MethodChoice, ModelChoice, TextChoice, count, positive, share};
+use attlas_lab::tune::Shard;
+use attlas_model::recipe::Numbers;
+use clap::{Args, ValueEnum};
+use std::path::PathBuf;
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ExtractArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelChoice,
+    #[command(flatten)]
+    pub(crate) text: TextChoice,
+    /// Where to write: .safetensors, .npz, or .npy for a single head.
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) out: PathBuf,
+    /// Layers, such as 0-3,7; all by default.
+    #[arg(long, value_name = "L,…")]
+    pub(crate) layers: Option<Numbers>,
+    /// Query heads, such as 0-2; all by default. Of each key head as many as of every other.
+    #[arg(long, value_name = "H,…")]
+    pub(crate) heads: Option<Numbers>,
+    /// Also queries and keys before rotation, as layer{l}.q_pre and layer{l}.k_pre.
+    #[arg(long)]
+    pub(crate) pre_rope: bool,
+    /// Element type in a safetensors file.
+    #[arg(long, value_enum, default_value_t = ElementType::F32)]
+    pub(crate) dtype: ElementType,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ElementType {
+    F32,
+    F16,
+    Bf16,
+}
+
+#[derive(Args, Clone, Debug)]
+#[command(group = clap::ArgGroup::new("budget").required(true).multiple(true))]
+pub(crate) struct TuneArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelChoice,
+    /// The text to tune on, and where no other is given, to check on what follows.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: PathBuf,
+    /// Where to write the recipe.
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) out: PathBuf,
+    /// Largest relative error of a head's output.
+    #[arg(long, value_name = "ERROR", value_parser = positive, group = "budget")]
+    pub(crate) max_error: Option<f64>,
+    /// Largest mean divergence of predictions from exact attention's, in nats.
+    #[arg(long, value_name = "NATS", value_parser = positive, group = "budget")]
+    pub(crate) max_kl: Option<f64>,
+    /// Largest increase of the perplexity, such as 1% or 0.01.
+    #[arg(long, value_name = "SHARE", value_parser = share, group = "budget")]
+    pub(crate) max_ppl_increase: Option<f64>,
+    /// Tokens to tune on, and of a window of the check; by default 2048, or half the text.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) tokens: Option<usize>,
+    /// Another text to check on.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) check_text: Option<PathBuf>,
+    /// Tokens to check on; as many as are tuned on by default.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) check_tokens: Option<usize>,
+    #[command(flatten)]
+    pub(crate) methods: MethodChoice,
+    /// Layers that may be changed, such as 0-3,7; all by default.
+    #[arg(long, value_name = "L,…")]
+    pub(crate) layers: Option<Numbers>,
+    /// How much is tried.
+    #[arg(long, value_enum, default_value_t = EffortName::Normal)]
+    pub(crate) effort: EffortName,
+    /// Where measurements are kept; the name of the recipe with .jsonl added by default.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) state: Option<PathBuf>,
+    /// Measure part I of N alone, counted from 0, and write no recipe.
+    #[arg(long, value_name = "I/N")]
+    pub(crate) shard: Option<Shard>,
+    /// Take over the measurements in these files.
+    #[arg(long, value_delimiter = ',', value_name = "FILE,…")]
+    pub(crate) merge: Vec<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum EffortName {
+    Quick,
+    Normal,
+    Thorough,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct PerplexityArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelChoice,
+    #[command(flatten)]
+    pub(crate) text: TextChoice,
+    /// Tokens of a window; by default 2048, or the model's context where that is shorter.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) context: Option<usize>,
+    /// Tokens from the start of a window to the next; as many as a window has by default.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) stride: Option<usize>,
+    /// Which tokens are scored.
+    #[arg(long, value_enum, default_value_t = ProtocolName::Strided)]
+    pub(crate) protocol: ProtocolName,
+    #[command(flatten)]
+    pub(crate) attention: AttentionChoice,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ProtocolName {
+    Strided,
+    Llamacpp,
+    Windows,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct GenerateArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelChoice,
+    /// The text to continue.
+    #[arg(long, short, value_name = "TEXT", required_unless_present = "prompt_file")]
+    pub(crate) prompt: Option<String>,
+    /// A file with the text to continue; - is standard input.
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    pub(crate) prompt_file: Option<PathBuf>,
+    /// The prompt is a message: use the model's chat template.
+    #[arg(long)]
+    pub(crate) chat: bool,
+    /// What the model is told before the message.
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    pub(crate) system: Option<String>,
+    /// Add this many tokens at most.
+    #[arg(long, short = 'n', default_value_t = 128, value_name = "N")]
+    pub(crate) max_tokens: usize,
+    /// Divides the logits; 0 always takes the likeliest token.
+    #[arg(long, default_value_t = 0.0, value_name = "T")]
+    pub(crate) temperature: f64,
+    /// Choose among this many tokens at most.
+    #[arg(long, value_name = "N")]
+    pub(crate) top_k: Option<usize>,
+    /// Choose among the likeliest tokens that have this probability together.
+    #[arg(long, value_name = "P")]
+    pub(crate) top_p: Option<f64>,
+    /// End before this text; may be repeated.
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) stop: Vec<String>,
+    /// Go on after a token that ends the text.
+    #[arg(long)]
+    pub(crate) ignore_eos: bool,
+    #[command(flatten)]
+    pub(crate) attention: AttentionChoice,
+}

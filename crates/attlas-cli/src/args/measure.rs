@@ -1,0 +1,153 @@
+//! Commands that look at attention and measure methods.
+
+use super::shared::{Inputs, MaskChoice, MethodChoice, Pictures, SpectraSize, count, positive};
+use attlas_lab::budget::Budget;
+use attlas_model::recipe::Numbers;
+use clap::{Args, ValueEnum};
+use std::path::PathBuf;
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct MethodsArgs {
+    /// Show this method, layer or conversion whole.
+    pub(crate) id: Option<String>,
+    /// One family alone: exact, clustering, low_rank or kernel.
+    #[arg(long, value_name = "NAME", conflicts_with = "id")]
+    pub(crate) family: Option<String>,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct InspectArgs {
+    #[command(flatten)]
+    pub(crate) inputs: Inputs,
+    /// Query heads, such as 0-2; all by default. Heads with numbers that are not finite are named and
+    /// left out.
+    #[arg(long, value_name = "H,…")]
+    pub(crate) heads: Option<Numbers>,
+    #[command(flatten)]
+    pub(crate) mask: MaskChoice,
+    #[command(flatten)]
+    pub(crate) spectra: SpectraSize,
+    #[command(flatten)]
+    pub(crate) pictures: Pictures,
+    /// What --svg shows: all of each head, or one of the survey's figures over layers.
+    #[arg(long, value_enum, default_value_t = FigureName::Heads, requires = "svg")]
+    pub(crate) figure: FigureName,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FigureName {
+    /// Patterns and spectra of each head.
+    Heads,
+    /// The first tokens' weights of every head.
+    Patterns,
+    /// Singular values of Q, K and V.
+    Inputs,
+    /// Singular values of QK^T, A and Z^-1 A.
+    Scores,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CompareArgs {
+    #[command(flatten)]
+    pub(crate) inputs: Inputs,
+    #[command(flatten)]
+    pub(crate) methods: MethodChoice,
+    /// Query heads of the model, such as 0-2; all by default.
+    #[arg(long, value_name = "H,…", requires = "text")]
+    pub(crate) heads: Option<Numbers>,
+    #[command(flatten)]
+    pub(crate) mask: MaskChoice,
+    /// Seeds for methods that draw random numbers.
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) seeds: u32,
+    /// Rows of each head on which exact attention certifies the error.
+    #[arg(long, default_value_t = 256, value_name = "N")]
+    pub(crate) certify_rows: usize,
+    /// Begin nothing new after this many seconds.
+    #[arg(long, value_name = "SECONDS", value_parser = positive)]
+    pub(crate) time_limit: Option<f64>,
+    /// Give every method the same budget, whatever its parameter is called: keys=N scores a query,
+    /// time=P% of exact attention's seconds, or memory=SIZE beyond inputs and output (such as 8M).
+    #[arg(long = "match", value_name = "WHAT=AMOUNT")]
+    pub(crate) matched: Option<Budget>,
+    /// Largest mean relative error accepted: exit with 1 if no method stays within it.
+    #[arg(long, value_name = "ERROR", value_parser = positive)]
+    pub(crate) budget: Option<f64>,
+    /// One line for each head instead of one for each method.
+    #[arg(long)]
+    pub(crate) each_head: bool,
+    /// Use what methods learnt before, from a file of calibrations, instead of learning from the inputs.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) calibration: Option<PathBuf>,
+    /// Also write what methods learnt to a file of calibrations.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) save_calibration: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) pictures: Pictures,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ReportArgs {
+    #[command(flatten)]
+    pub(crate) inputs: Inputs,
+    /// Where to write the page.
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) out: PathBuf,
+    /// Show this recipe, too.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) recipe: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) methods: MethodChoice,
+    /// Seeds for methods that draw random numbers.
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) seeds: u32,
+    /// Begin no new comparison after this many seconds of comparing.
+    #[arg(long, value_name = "SECONDS", value_parser = positive)]
+    pub(crate) time_limit: Option<f64>,
+    #[command(flatten)]
+    pub(crate) spectra: SpectraSize,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct BenchArgs {
+    #[command(flatten)]
+    pub(crate) methods: MethodChoice,
+    /// A fixed set of measurements in place of the options: `headline` times every method at the
+    /// setting its paper is known for, how it grows and what threads bring (several minutes).
+    #[arg(long, value_enum, value_name = "NAME",
+          conflicts_with_all = ["methods", "family", "set", "n", "d", "heads", "kv_heads", "causal", "decode", "peer_json"])]
+    pub(crate) suite: Option<Suite>,
+    /// Lengths; k stands for 1024.
+    #[arg(long, value_delimiter = ',', default_value = "1k,2k,4k,8k", value_name = "N,…", value_parser = count)]
+    pub(crate) n: Vec<usize>,
+    /// Widths of heads.
+    #[arg(long, value_delimiter = ',', default_value = "64", value_name = "D,…", value_parser = count)]
+    pub(crate) d: Vec<usize>,
+    /// Query heads.
+    #[arg(long, default_value = "1", value_name = "N", value_parser = count)]
+    pub(crate) heads: usize,
+    /// Key heads; as many as query heads by default.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) kv_heads: Option<usize>,
+    /// With a causal mask.
+    #[arg(long)]
+    pub(crate) causal: bool,
+    /// One new token at a time over a cache of N.
+    #[arg(long)]
+    pub(crate) decode: bool,
+    /// Timed runs of each method at each length.
+    #[arg(long, default_value_t = 7, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) runs: u32,
+    /// Skip a length at which one run is expected to take longer.
+    #[arg(long, default_value_t = 60.0, value_name = "SECONDS", value_parser = positive)]
+    pub(crate) max_seconds: f64,
+    /// Figures measured by another program, merged where the shapes agree (docs/json.md).
+    #[arg(long, value_name = "FILE")]
+    pub(crate) peer_json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Suite {
+    /// Every paper's claim beside exact attention on this machine.
+    Headline,
+}

@@ -1,0 +1,160 @@
+//! Commands that make another checkpoint of a model.
+
+use super::shared::{ModelChoice, NewFolder, count, positive};
+use attlas::conversions::mla::Stage;
+use attlas_model::recipe::Numbers;
+use clap::{Args, ValueEnum};
+use std::path::PathBuf;
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CompressArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelChoice,
+    /// The conversion, by id.
+    #[arg(long, value_name = "ID")]
+    pub(crate) with: String,
+    #[command(flatten)]
+    pub(crate) out: NewFolder,
+    /// The text that both models read.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: PathBuf,
+    /// Rank; the same as --set rank=R, or all ranks of the conversion. With --accept several are tried.
+    #[arg(long, value_delimiter = ',', value_name = "R,…", value_parser = count)]
+    pub(crate) rank: Vec<usize>,
+    /// Instead of a rank, the largest relative error of weights; the same as --set rel_error=E.
+    #[arg(long, value_name = "E", value_parser = positive, conflicts_with = "rank")]
+    pub(crate) max_weight_error: Option<f64>,
+    /// Set any parameter of the conversion; may be repeated.
+    #[arg(long, value_name = "PARAM=VALUE")]
+    pub(crate) set: Vec<String>,
+    /// Layers, such as 0-3,7; all by default, the last for trawl without --accept.
+    #[arg(long, value_name = "L,…")]
+    pub(crate) layers: Option<Numbers>,
+    /// Matrices: q, k, v, o, gate, up, down, or attention, ffn, all.
+    #[arg(long, value_name = "M,…")]
+    pub(crate) matrices: Option<String>,
+    /// Change one layer at a time, from the last to the first, and keep a change only where text set aside
+    /// is predicted no worse; of several ranks the best.
+    #[arg(long)]
+    pub(crate) accept: bool,
+    /// Tokens set aside for that, after those of --tokens.
+    #[arg(long, default_value = "1024", value_name = "N", value_parser = count, requires = "accept")]
+    pub(crate) accept_tokens: usize,
+    /// Element type of factors; what is left alone stays as it is.
+    #[arg(long, value_enum, default_value_t = FactorType::F16)]
+    pub(crate) dtype: FactorType,
+    /// Read this many tokens at most; paragraphs for an encoder.
+    #[arg(long, default_value = "2048", value_name = "N", value_parser = count)]
+    pub(crate) tokens: usize,
+    /// Tokens of a window.
+    #[arg(long, default_value = "512", value_name = "N", value_parser = count)]
+    pub(crate) context: usize,
+    /// Times that each time is measured; 0 measures none.
+    #[arg(long, default_value_t = 5, value_name = "N")]
+    pub(crate) repeats: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FactorType {
+    /// Single precision.
+    F32,
+    /// Half precision.
+    F16,
+    /// The upper half of a single.
+    Bf16,
+    /// 8 bits and a scale for every 32 numbers, where rows allow it.
+    Q8,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ConvertArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelChoice,
+    /// What to.
+    #[arg(long, value_enum)]
+    pub(crate) to: Target,
+    #[command(flatten)]
+    pub(crate) out: NewFolder,
+    /// The text to calibrate on, and to check on what follows; - is standard input.
+    #[arg(long, value_name = "FILE", visible_alias = "calibration")]
+    pub(crate) text: PathBuf,
+    /// Width of the latent.
+    #[arg(long, value_name = "R", value_parser = count)]
+    pub(crate) rank: Option<usize>,
+    /// Width of the shared rotated key; divides the head width.
+    #[arg(long, value_name = "D", value_parser = count)]
+    pub(crate) rope_dim: Option<usize>,
+    /// Width of a latent of queries; none by default.
+    #[arg(long, value_name = "R", value_parser = count)]
+    pub(crate) rank_q: Option<usize>,
+    /// Neighbouring frequencies that are mixed, or `search`.
+    #[arg(long, value_name = "F")]
+    pub(crate) fold: Option<String>,
+    /// Defaults of basis, metric and calibration.
+    #[arg(long, value_enum, default_value_t = RecipeName::Improved)]
+    pub(crate) recipe: RecipeName,
+    /// Set any parameter of the conversion (`attlas methods mla`); may be repeated.
+    #[arg(long, value_name = "PARAM=VALUE")]
+    pub(crate) set: Vec<String>,
+    /// Calibrate the low rank on the partly rotated model.
+    #[arg(long)]
+    pub(crate) recalibrate: bool,
+    /// Write the model at this stage instead of the last.
+    #[arg(long, value_enum, value_name = "STAGE")]
+    pub(crate) until: Option<StageName>,
+    /// Stages whose loss is measured besides the last; all by default.
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "STAGE,…")]
+    pub(crate) stages: Option<Vec<StageName>>,
+    /// Calibrate on this many tokens; 8192 by default, or three quarters of a shorter text.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) tokens: Option<usize>,
+    /// Check on this text instead of what follows the calibration tokens.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) check_text: Option<PathBuf>,
+    /// Check on this many tokens; 2048 by default.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) check_tokens: Option<usize>,
+    /// Tokens of a window of the check.
+    #[arg(long, default_value = "512", value_name = "N", value_parser = count)]
+    pub(crate) context: usize,
+}
+
+/// What a model can be converted to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Target {
+    /// Latent attention.
+    Mla,
+}
+
+/// How a model is converted to latent attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RecipeName {
+    /// Complex basis, errors measured where they act.
+    Improved,
+    /// Real basis, errors of activations, calibrated twice.
+    Published,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub(crate) enum StageName {
+    Merged,
+    Rotated,
+    PartialRope,
+    Balanced,
+    LowRank,
+    LowRankQueries,
+}
+
+impl StageName {
+    pub(crate) fn stage(self) -> Stage {
+        match self {
+            Self::Merged => Stage::Merged,
+            Self::Rotated => Stage::Rotated,
+            Self::PartialRope => Stage::PartialRope,
+            Self::Balanced => Stage::Balanced,
+            Self::LowRank => Stage::LowRank,
+            Self::LowRankQueries => Stage::LowRankQueries,
+        }
+    }
+}

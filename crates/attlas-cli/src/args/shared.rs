@@ -1,0 +1,179 @@
+//! Groups of arguments that several commands take, and the forms of numbers.
+
+use super::Common;
+use attlas::{Mask, diagnostics};
+use attlas_lab::Source;
+use attlas_lab::select::Choice;
+use attlas_lab::source::parse_count;
+use attlas_lab::text::Attention;
+use attlas_model::recipe::Numbers;
+use clap::Args;
+use std::path::PathBuf;
+
+/// Where queries, keys and values come from.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Inputs {
+    /// Inputs: demo (a real model reading a text, embedded); synthetic:KIND,n=…,d=…,heads=…,
+    /// kv_heads=…,seed=… with KIND gaussian, clustered, heavy_hitters, low_rank, smooth or needle; a
+    /// trace (.safetensors, .npz, .npy); q.npy,k.npy,v.npy; or a model (.gguf or a folder) with --text.
+    #[arg(value_name = "SOURCE", default_value_t = Source::default())]
+    pub(crate) source: Source,
+    /// Layers of a trace or model, such as 0-3,7; all by default.
+    #[arg(long, value_name = "L,…")]
+    pub(crate) layers: Option<Numbers>,
+    /// The text that a model reads; - is standard input.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: Option<PathBuf>,
+    /// Tokens of it that are read.
+    #[arg(long, default_value = "2048", value_name = "N", value_parser = count, requires = "text")]
+    pub(crate) tokens: usize,
+}
+
+/// Which keys a query sees.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct MaskChoice {
+    /// With a causal mask; the source decides by default (traces are causal, synthetic ones not).
+    #[arg(long, conflicts_with = "no_mask")]
+    causal: bool,
+    /// Without a mask.
+    #[arg(long)]
+    no_mask: bool,
+}
+
+impl MaskChoice {
+    /// The mask, or `None` where the source decides.
+    pub(crate) fn mask(self) -> Option<Mask> {
+        match (self.causal, self.no_mask) {
+            (true, _) => Some(Mask::Causal),
+            (_, true) => Some(Mask::None),
+            _ => None,
+        }
+    }
+}
+
+/// How much of the spectra is computed.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct SpectraSize {
+    /// Longest sequence of which all singular values are computed, from a dense matrix; of longer ones the
+    /// leading ones are, without storing a matrix.
+    #[arg(long, default_value = "1024", value_name = "N", value_parser = count)]
+    max_n: usize,
+    /// How many are computed above that length.
+    #[arg(long, default_value = "128", value_name = "N", value_parser = count)]
+    rank: usize,
+}
+
+impl SpectraSize {
+    pub(crate) fn figures(self, common: &Common) -> diagnostics::Settings {
+        diagnostics::Settings {
+            dense_limit: self.max_n,
+            rank: self.rank,
+            seed: common.seed,
+            ..diagnostics::Settings::default()
+        }
+    }
+}
+
+/// Pictures beside the table.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Pictures {
+    /// Also write a self-contained page with the table and the figures.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) html: Option<PathBuf>,
+    /// Also write the figures as a picture.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+}
+
+/// A pretrained model.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ModelChoice {
+    /// A GGUF file, or a folder with config.json, safetensors and tokenizer.json.
+    #[arg(id = "model", value_name = "MODEL")]
+    pub(crate) path: PathBuf,
+}
+
+/// A folder that does not exist yet.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct NewFolder {
+    /// The folder to write; nothing may be there.
+    #[arg(id = "out", long = "out", short = 'o', value_name = "FOLDER")]
+    pub(crate) path: PathBuf,
+}
+
+/// A text that a model reads.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct TextChoice {
+    /// The text to read; - is standard input.
+    #[arg(id = "text", long = "text", value_name = "FILE")]
+    pub(crate) path: PathBuf,
+    /// Read this many tokens at most.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) tokens: Option<usize>,
+    /// Begin with the token for the beginning of a text; every window does.
+    #[arg(long)]
+    pub(crate) bos: bool,
+}
+
+/// What attends in a model.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct AttentionChoice {
+    /// Which method attends in which head: a TOML file.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["method", "set"])]
+    pub(crate) recipe: Option<PathBuf>,
+    /// One method for all heads, by id; exact attention by default.
+    #[arg(long, value_name = "ID")]
+    pub(crate) method: Option<String>,
+    /// Set a parameter of that method; may be repeated.
+    #[arg(long, value_name = "PARAM=VALUE")]
+    pub(crate) set: Vec<String>,
+}
+
+impl AttentionChoice {
+    pub(crate) fn attention(&self) -> Attention {
+        Attention { recipe: self.recipe.clone(), method: self.method.clone(), set: self.set.clone() }
+    }
+}
+
+/// Which methods, with which settings.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct MethodChoice {
+    /// Methods by id, or `all`; by default all but exact attention and oracles.
+    #[arg(long, value_delimiter = ',', value_name = "ID,…")]
+    pub(crate) methods: Vec<String>,
+    /// One family alone: exact, clustering, low_rank or kernel.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) family: Option<String>,
+    /// Set a parameter of a method; may be repeated.
+    #[arg(long, value_name = "ID.PARAM=VALUE")]
+    pub(crate) set: Vec<String>,
+}
+
+impl MethodChoice {
+    pub(crate) fn choice(&self) -> Choice {
+        Choice { methods: self.methods.clone(), family: self.family.clone(), set: self.set.clone() }
+    }
+}
+
+pub(super) fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(x) if x.is_finite() && x > 0.0 => Ok(x),
+        _ => Err("expected a positive number".into()),
+    }
+}
+
+/// A share, as a number or in percent.
+pub(super) fn share(text: &str) -> Result<f64, String> {
+    match text.strip_suffix('%') {
+        Some(percent) => positive(percent.trim()).map(|x| x / 100.0),
+        None => positive(text),
+    }
+    .map_err(|_| "expected a positive share such as 1% or 0.01".into())
+}
+
+pub(super) fn count(text: &str) -> Result<usize, String> {
+    match parse_count(text) {
+        Some(n) if n > 0 => Ok(n),
+        _ => Err("expected a positive whole number such as 4096 or 4k".into()),
+    }
+}

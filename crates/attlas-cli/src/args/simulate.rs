@@ -1,0 +1,100 @@
+//! Simulations.
+
+use super::shared::{count, positive};
+use clap::{Args, Subcommand, ValueEnum};
+use std::path::PathBuf;
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct SimulateArgs {
+    #[command(subcommand)]
+    pub(crate) what: Simulation,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+pub(crate) enum Simulation {
+    /// Tokens as particles that attend to each other while depth goes by: clusters emerge, and the
+    /// attention matrix tends to zeros and ones of low rank.
+    #[command(after_help = "Examples:\n  \
+attlas simulate particles --seed 3 --svg particles.svg\n  \
+attlas simulate particles --model rescaled --n 40 --d 80 --t-end 11\n  \
+attlas simulate particles --model sphere --causal --t-end 30 --json")]
+    Particles(ParticlesArgs),
+    /// Which tokens have two partners that complete their sum to zero: one head of third-order
+    /// attention knows, one of ordinary attention cannot.
+    #[command(after_help = "Examples:\n  \
+attlas simulate match3\n  \
+attlas simulate match3 --task match2\n  \
+attlas simulate match3 --n 32 --modulus 61 --count 100 --single --json")]
+    Match3(MatchArgs),
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum ModelName {
+    /// In space, growing.
+    Free,
+    /// In space, in the frame that grows with the particles.
+    Rescaled,
+    /// On the unit sphere.
+    Sphere,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ParticlesArgs {
+    /// Where particles live.
+    #[arg(long, value_enum, default_value_t = ModelName::Rescaled)]
+    pub(crate) model: ModelName,
+    /// Particles; 20, or 64 on the sphere, by default.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) n: Option<usize>,
+    /// Dimensions; 2, or 3 on the sphere, by default.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) d: Option<usize>,
+    /// Sharpness of attention on the sphere.
+    #[arg(long, default_value_t = 1.0, value_name = "X", value_parser = positive)]
+    pub(crate) beta: f64,
+    /// A particle sees those before it only.
+    #[arg(long)]
+    pub(crate) causal: bool,
+    /// How long; 6, 15 on the sphere, 2 for the free system, by default.
+    #[arg(long, value_name = "T", value_parser = positive)]
+    pub(crate) t_end: Option<f64>,
+    /// Length of a step.
+    #[arg(long, default_value_t = 0.05, value_name = "T", value_parser = positive)]
+    pub(crate) dt: f64,
+    /// First-order steps instead of fourth-order ones.
+    #[arg(long)]
+    pub(crate) euler: bool,
+    /// Halve the step until the end moves by less than 0.0001.
+    #[arg(long)]
+    pub(crate) refine: bool,
+    /// Also write the paths as a picture.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum TaskName {
+    /// One partner.
+    Match2,
+    /// Two partners.
+    Match3,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct MatchArgs {
+    /// Tokens of a sequence.
+    #[arg(long, default_value = "16", value_name = "N", value_parser = count)]
+    pub(crate) n: usize,
+    /// The modulus; by default about half the tokens have a match.
+    #[arg(long, value_name = "M")]
+    pub(crate) modulus: Option<u64>,
+    /// Sequences.
+    #[arg(long, default_value = "500", value_name = "N", value_parser = count)]
+    pub(crate) count: usize,
+    /// How many partners complete a sum.
+    #[arg(long, value_enum, default_value_t = TaskName::Match3)]
+    pub(crate) task: TaskName,
+    /// Single instead of double precision.
+    #[arg(long)]
+    pub(crate) single: bool,
+}

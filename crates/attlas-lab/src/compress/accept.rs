@@ -1,0 +1,331 @@
+//! Changes that have to prove themselves: one layer at a time, kept only where text set aside is predicted no worse.
+//!
+//! Layers are tried from the last to the first, each at every rank given and on top of what was kept before it. The best
+//! of a layer's trials is kept if the mean negative log-likelihood of the tokens set aside does not rise. Those are not
+//! the tokens that the record measures on: what is chosen by a text looks better on that text than it is. This is how
+//! TRAWL (luo2025) chooses layers and rank, except that its authors report on the metric they choose by.
+
+use super::Settings;
+use crate::self_check::SelfCheck;
+use crate::table::{Table, number};
+use crate::{Error, Result, stats};
+use attlas::layer::Conversion;
+use attlas::{Options, Workspace};
+use attlas_model::Model;
+use attlas_model::compress::{Compressed, compress};
+use attlas_model::perplexity::Mean;
+use serde::Serialize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// What decides.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Accept {
+    /// Tokens set aside, after those that are measured on.
+    pub tokens: usize,
+    /// Ranks that are tried; that of the options alone where there are none.
+    pub ranks: Vec<usize>,
+}
+
+/// A layer changed at a rank.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Trial {
+    /// The layer.
+    pub layer: usize,
+    /// The largest rank that was kept in it.
+    pub rank: usize,
+    /// Relative error of its weights.
+    pub rel_error: f64,
+    /// Mean negative log-likelihood of the tokens set aside with what was kept before, in nats.
+    pub nll_before: f64,
+    /// The same with this change as well.
+    pub nll_after: f64,
+    /// Standard error of the difference over paired tokens.
+    pub change_se: f64,
+    /// The change was kept.
+    pub accepted: bool,
+}
+
+/// What was tried and what of it was kept.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Acceptance {
+    /// Tokens set aside that were scored.
+    pub scored: usize,
+    /// Perplexity of the model on them.
+    pub ppl_before: f64,
+    /// Perplexity with all that was kept.
+    pub ppl_after: f64,
+    /// In the order in which they were made.
+    pub trials: Vec<Trial>,
+}
+
+impl Acceptance {
+    /// Layers of which a change was kept, the last first.
+    pub fn layers(&self) -> Vec<usize> {
+        self.trials.iter().filter(|t| t.accepted).map(|t| t.layer).collect()
+    }
+
+    /// One line a trial.
+    pub fn table(&self) -> Table {
+        let mut table = Table::new(&["layer", "rank", "error", "nll before", "change", "+-", "<kept"]);
+        for t in &self.trials {
+            table.push(vec![
+                t.layer.to_string(),
+                t.rank.to_string(),
+                number(t.rel_error),
+                format!("{:.4}", t.nll_before),
+                format!("{:+.4}", t.nll_after - t.nll_before),
+                format!("{:.4}", t.change_se),
+                if t.accepted { "yes" } else { "no" }.into(),
+            ]);
+        }
+        table
+    }
+}
+
+/// Sets the rank of a conversion: `rank`, or all of its ranks.
+pub fn set_rank(conversion: &Conversion, options: &mut Options, rank: usize) {
+    let ranks = conversion.params.iter().filter(|p| p.name == "rank" || p.name.starts_with("rank_"));
+    ranks.for_each(|p| options.set(p.name, rank));
+}
+
+/// Tries the layers asked for, all where none are named. `progress` is told what is tried, trials done and trials in all.
+pub(super) fn choose<'a>(
+    model: &'a Arc<Model>,
+    settings: &Settings,
+    accept: &Accept,
+    set_aside: &[u32],
+    threads: &Workspace,
+    progress: &(dyn Fn(&str, usize, usize) + Sync),
+    stop: &AtomicBool,
+) -> Result<(Compressed<'a>, Acceptance)> {
+    let (conversion, options) = (settings.conversion, &settings.options);
+    let n = model.config.n_layers;
+    let mut layers = settings.layers.clone().unwrap_or_else(|| (0..n).collect());
+    layers.sort_unstable();
+    layers.dedup();
+    if let Some(unknown) = layers.last().filter(|l| **l >= n) {
+        return Err(attlas::Error::param("layers", unknown, format!("0 to {}", n.saturating_sub(1))).into());
+    }
+    let variants: Vec<Options> = match &accept.ranks[..] {
+        [] => vec![options.clone()],
+        ranks => ranks
+            .iter()
+            .map(|&rank| {
+                let mut variant = options.clone();
+                set_rank(conversion, &mut variant, rank);
+                variant
+            })
+            .collect(),
+    };
+    let score = |model: &Arc<Model>| -> Result<Vec<f64>> {
+        Ok(SelfCheck::new(model, set_aside, settings.window, threads, &mut |_, _| {}, stop)?.into_nll())
+    };
+    let first = score(model)?;
+    let (mut kept, mut nll) = (Compressed::unchanged(model, conversion, options)?, first.clone());
+    let mut trials: Vec<Trial> = Vec::new();
+    for &layer in layers.iter().rev() {
+        let nll_before = stats::mean(&nll);
+        let mut best: Option<(usize, Compressed<'a>, Vec<f64>)> = None;
+        for variant in &variants {
+            progress(&format!("trying layer {layer}"), trials.len(), layers.len() * variants.len());
+            let one =
+                compress(model, conversion, variant, Some(&[layer]), settings.roles.as_deref(), &|_, _| ())?;
+            if stop.load(Ordering::Relaxed) {
+                return Err(attlas_model::Error::Interrupted.into());
+            }
+            let (rel_error, rank) = (one.rewritten.rel_error(), one.rewritten.losses.iter().map(|l| l.rank));
+            let rank = rank.max().unwrap_or(0);
+            let mut with = kept.clone();
+            with.add(one.rewritten);
+            let scores = score(&Arc::new(with.model(settings.elements)?))?;
+            let mut change = Mean::default();
+            scores.iter().zip(&nll).for_each(|(after, before)| change.push(after - before));
+            let nll_after = stats::mean(&scores);
+            // A score that is no number is no better than any other.
+            let bar = best.as_ref().map_or(nll_before, |(_, _, nll)| stats::mean(nll));
+            if nll_after < bar || (best.is_none() && nll_after <= bar) {
+                best = Some((trials.len(), with, scores));
+            }
+            let change_se = change.standard_error();
+            trials.push(Trial { layer, rank, rel_error, nll_before, nll_after, change_se, accepted: false });
+        }
+        if let Some((trial, with, scores)) = best {
+            trials[trial].accepted = true;
+            (kept, nll) = (with, scores);
+        }
+    }
+    let ppl = |nll: &[f64]| stats::mean(nll).exp();
+    let acceptance = Acceptance { scored: nll.len(), ppl_before: ppl(&first), ppl_after: ppl(&nll), trials };
+    Ok((kept, acceptance))
+}
+
+/// An error where there is nothing to predict, or nothing was left to set aside.
+pub(super) fn check(tokens: Option<&[u32]>) -> Result<()> {
+    match tokens {
+        None => Err(Error::argument("--accept", "a model that predicts text", "an encoder")),
+        Some(t) if t.len() < 2 => {
+            let expected = "two tokens or more after those that are measured on (--tokens)";
+            Err(Error::argument("--accept", expected, t.len()))
+        }
+        Some(_) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use attlas::{Schedule, registry};
+    use attlas_model::Weights;
+    use attlas_model::compress::Elements;
+    use attlas_model::save::{Folder, NamedTensor};
+    use serde_json::json;
+    use std::path::PathBuf;
+
+    /// Four layers of random weights.
+    fn model(name: &str) -> Arc<Model> {
+        let path = std::env::temp_dir().join(format!("attlas-accept-{}-{name}", std::process::id()));
+        let folder = Folder::create(&path).unwrap();
+        let config = json!({"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6, "vocab_size": 11,
+            "max_position_embeddings": 64, "tie_word_embeddings": true});
+        folder.json("config.json", &config).unwrap();
+        let words = json!({"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null,
+            "post_processor": null, "decoder": null,
+            "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}});
+        folder.json("tokenizer.json", &words).unwrap();
+        let tensor = |name: String, shape: Vec<usize>| {
+            let start: usize = name.bytes().map(usize::from).sum();
+            let value = |i: usize| ((i * 7919 + start * 31) % 101) as f32 / 50.0 - 1.0;
+            let values: Vec<f32> = (0..shape.iter().product()).map(value).collect();
+            NamedTensor::dense(name, shape, values)
+        };
+        let mut list = vec![
+            tensor("model.embed_tokens.weight".into(), vec![11, 8]),
+            tensor("model.norm.weight".into(), vec![8]),
+        ];
+        for l in 0..4 {
+            for (part, shape) in [
+                ("input_layernorm", vec![8]),
+                ("post_attention_layernorm", vec![8]),
+                ("self_attn.q_proj", vec![8, 8]),
+                ("self_attn.k_proj", vec![4, 8]),
+                ("self_attn.v_proj", vec![4, 8]),
+                ("self_attn.o_proj", vec![8, 8]),
+                ("mlp.gate_proj", vec![12, 8]),
+                ("mlp.up_proj", vec![12, 8]),
+                ("mlp.down_proj", vec![8, 12]),
+            ] {
+                list.push(tensor(format!("model.layers.{l}.{part}.weight"), shape));
+            }
+        }
+        folder.tensors("model.safetensors", &list).unwrap();
+        folder.finish().unwrap();
+        let model = Arc::new(Model::open(&path).unwrap());
+        std::fs::remove_dir_all(&path).unwrap();
+        model
+    }
+
+    fn settings(id: &str, options: Options) -> Settings {
+        Settings {
+            model: PathBuf::new(),
+            conversion: registry::conversion(id).unwrap(),
+            options,
+            layers: None,
+            roles: None,
+            elements: Elements::F32,
+            out: PathBuf::new(),
+            text: PathBuf::new(),
+            tokens: 2,
+            window: 32,
+            repeats: 0,
+            threads: 1,
+            accept: None,
+        }
+    }
+
+    fn tokens() -> Vec<u32> {
+        (0..192).map(|i| i * i * i % 11).collect()
+    }
+
+    fn one_thread() -> Workspace {
+        Workspace::new(Schedule { threads: 1, ..Schedule::default() }).unwrap()
+    }
+
+    #[test]
+    fn a_change_is_kept_exactly_where_the_text_set_aside_is_predicted_no_worse() {
+        let (model, text, threads) = (model("kept"), tokens(), one_thread());
+        let settings = settings("trawl", Options::new().with("iters", 30));
+        let accept = Accept { tokens: 192, ranks: vec![2, 6] };
+        let told = std::sync::Mutex::new(Vec::new());
+        let progress =
+            |what: &str, done: usize, all: usize| told.lock().unwrap().push((what.to_owned(), done, all));
+        let go_on = AtomicBool::new(false);
+        let (kept, chosen) = choose(&model, &settings, &accept, &text, &threads, &progress, &go_on).unwrap();
+
+        assert_eq!(told.lock().unwrap().len(), 8);
+        assert_eq!(told.lock().unwrap()[2], ("trying layer 2".to_owned(), 2, 8));
+        let order: Vec<(usize, usize)> = chosen.trials.iter().map(|t| (t.layer, t.rank)).collect();
+        assert_eq!(order, [(3, 2), (3, 6), (2, 2), (2, 6), (1, 2), (1, 6), (0, 2), (0, 6)]);
+        assert!(chosen.trials.iter().all(|t| t.rel_error > 0.0 && t.change_se > 0.0));
+        let layers = chosen.layers();
+        assert!(!layers.is_empty() && layers.len() < 4, "some are kept and some are not: {chosen:?}");
+
+        // By the definition, layer after layer.
+        let mut now = chosen.trials[0].nll_before;
+        for pair in chosen.trials.chunks(2) {
+            assert!(pair.iter().all(|t| t.nll_before == now));
+            let best = if pair[1].nll_after < pair[0].nll_after { &pair[1] } else { &pair[0] };
+            assert_eq!(pair.iter().any(|t| t.accepted), best.nll_after <= now, "{pair:?}");
+            assert_eq!(pair.iter().filter(|t| t.accepted).count(), usize::from(best.accepted));
+            if best.accepted {
+                now = best.nll_after;
+            }
+        }
+        assert!((now.exp() / chosen.ppl_after - 1.0).abs() < 1e-12 && chosen.ppl_after < chosen.ppl_before);
+
+        // What comes out is the model with those layers changed and no other.
+        let after = Arc::new(kept.model(Elements::F32).unwrap());
+        let again = SelfCheck::new(&after, &text, 32, &threads, &mut |_, _| {}, &go_on).unwrap().into_nll();
+        assert_eq!((again.len(), stats::mean(&again)), (chosen.scored, now));
+        let (Weights::Decoder(a), Weights::Decoder(b)) = (&model.weights, &after.weights) else { panic!() };
+        for (l, (a, b)) in a.layers.iter().zip(&b.layers).enumerate() {
+            let same =
+                |x: &attlas_model::Linear, y: &attlas_model::Linear| x.weight().bytes() == y.weight().bytes();
+            assert_eq!(!same(&a.up, &b.up), layers.contains(&l), "layer {l}");
+            assert!(same(&a.q, &b.q), "attention was not asked for");
+        }
+        assert_eq!(chosen.table().text().lines().count(), 9);
+    }
+
+    #[test]
+    fn what_changes_nothing_is_kept_everywhere_it_rounds_the_right_way() {
+        let (model, text, threads) = (model("nothing"), tokens(), one_thread());
+        let full = Options::new().with("rank", 12).with("format", "tucker");
+        let settings = Settings { layers: Some(vec![2, 0]), ..settings("trawl", full) };
+        let accept = Accept { tokens: 192, ranks: Vec::new() };
+        let go_on = AtomicBool::new(false);
+        let (_, chosen) = choose(&model, &settings, &accept, &text, &threads, &|_, _, _| (), &go_on).unwrap();
+        assert_eq!(chosen.trials.iter().map(|t| t.layer).collect::<Vec<_>>(), [2, 0]);
+        for t in &chosen.trials {
+            // Logits of a few units, sums of at most twelve products in single precision.
+            assert!((t.nll_after - t.nll_before).abs() < 1e-4, "{t:?}");
+            assert_eq!(t.accepted, t.nll_after <= t.nll_before);
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_tried_is_refused() {
+        let (model, text, threads) = (model("refused"), tokens(), one_thread());
+        let accept = Accept { tokens: 192, ranks: Vec::new() };
+        let go_on = AtomicBool::new(false);
+        let beyond = Settings { layers: Some(vec![4]), ..settings("trawl", Options::new()) };
+        let error = choose(&model, &beyond, &accept, &text, &threads, &|_, _, _| (), &go_on).unwrap_err();
+        assert!(error.to_string().contains("0 to 3"), "{error}");
+        let stopped = AtomicBool::new(true);
+        let all = settings("trawl", Options::new());
+        let error = choose(&model, &all, &accept, &text, &threads, &|_, _, _| (), &stopped).unwrap_err();
+        assert!(matches!(error, Error::Model(attlas_model::Error::Interrupted)));
+        assert!(check(None).is_err() && check(Some(&[1])).is_err() && check(Some(&[1, 2])).is_ok());
+    }
+}

@@ -1,0 +1,156 @@
+//! A model as conversions see it.
+
+use crate::error::{Error, Result};
+use crate::linear::Linear;
+use crate::model::Model;
+use crate::tensor::{Source, Tensor};
+use crate::weights::{HF_DECODER, HF_ENCODER, Weights};
+use attlas::Mat;
+use attlas::conversions::common::network::{Network, Role, Slot};
+use attlas::layer::{Dense, LayerShape};
+use attlas_num::rope::{Layout, Rope};
+use std::borrow::Cow;
+use std::sync::Arc;
+
+/// A model as a list of matrices, in the orientation and order of rows of Hugging Face checkpoints.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Matrices<'a> {
+    pub(super) model: &'a Model,
+}
+
+impl<'a> Matrices<'a> {
+    /// An error if the model is already in factored form.
+    pub(super) fn new(model: &'a Model) -> Result<Self> {
+        if model.weights.has_products() || model.weights.has_other_attention() {
+            let what = "compressing a model that is already in another form".into();
+            return Err(Error::Unsupported { what });
+        }
+        Ok(Self { model })
+    }
+
+    fn linear(&self, slot: Slot) -> Option<&'a Linear> {
+        match &self.model.weights {
+            Weights::Decoder(w) => {
+                let l = w.layers.get(slot.layer)?;
+                Some(match slot.role {
+                    Role::Query => &l.q,
+                    Role::Key => &l.k,
+                    Role::Value => &l.v,
+                    Role::Output => &l.o,
+                    Role::Gate => &l.gate,
+                    Role::Up => &l.up,
+                    Role::Down => &l.down,
+                })
+            }
+            Weights::Encoder(w) => {
+                let l = w.layers.get(slot.layer)?;
+                Some(match slot.role {
+                    Role::Query => &l.q,
+                    Role::Key => &l.k,
+                    Role::Value => &l.v,
+                    Role::Output => &l.o,
+                    Role::Gate => return None,
+                    Role::Up => &l.up,
+                    Role::Down => &l.down,
+                })
+            }
+        }
+    }
+
+    /// For each row of the matrix as Hugging Face orders it, which stored row it is; `None` where all are in place.
+    /// llama.cpp puts the halves of a rotated pair beside one another.
+    fn order(&self, slot: Slot) -> Option<Vec<usize>> {
+        let c = &self.model.config;
+        let rope = c.rope.as_ref().filter(|r| r.layout == Layout::Interleaved)?;
+        let heads = match slot.role {
+            Role::Query => c.n_heads,
+            Role::Key => c.n_kv_heads,
+            _ => return None,
+        };
+        let half = rope.dim / 2;
+        let within = move |i: usize| match i {
+            i if i < half => 2 * i,
+            i if i < 2 * half => 2 * (i - half) + 1,
+            i => i,
+        };
+        let d = c.head_dim;
+        Some((0..heads).flat_map(|h| (0..d).map(move |i| h * d + within(i))).collect())
+    }
+
+    /// The stored tensor with its rows in order, and the bias.
+    pub(super) fn stored(&self, slot: Slot) -> Option<(Cow<'a, Tensor>, Option<Vec<f32>>)> {
+        let map = self.linear(slot)?;
+        let Some(order) = self.order(slot) else {
+            return Some((Cow::Borrowed(map.weight()), map.bias().map(<[f32]>::to_vec)));
+        };
+        let weight = map.weight().as_weight();
+        let bytes: Vec<u8> = order.iter().flat_map(|&r| weight.row(r)).copied().collect();
+        let range = 0..bytes.len();
+        let (format, shape) = (map.weight().format(), map.weight().shape().to_vec());
+        let tensor = Tensor::new(Arc::new(Source::Owned(bytes)), range, format, shape)?;
+        Some((Cow::Owned(tensor), map.bias().map(|b| order.iter().map(|&r| b[r]).collect())))
+    }
+
+    /// The name of a map, without `.weight`.
+    pub(super) fn name(&self, slot: Slot) -> String {
+        if self.model.config.architecture.is_encoder() {
+            let n = &HF_ENCODER;
+            let part = [n.q, n.k, n.v, n.o, n.up, n.up, n.down][slot.role as usize];
+            format!("{}.{part}", (n.layer)(slot.layer))
+        } else {
+            let n = &HF_DECODER;
+            let part = [n.q, n.k, n.v, n.o, n.gate, n.up, n.down][slot.role as usize];
+            format!("model.{}.{part}", (n.layer)(slot.layer))
+        }
+    }
+
+    pub(super) fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
+        let all =
+            (0..self.model.config.n_layers).flat_map(|layer| Role::ALL.map(|role| Slot { layer, role }));
+        all.filter(|s| self.linear(*s).is_some())
+    }
+}
+
+impl Network for Matrices<'_> {
+    fn shape(&self) -> LayerShape {
+        let c = &self.model.config;
+        LayerShape {
+            d_model: c.hidden,
+            n_heads: c.n_heads,
+            n_kv_heads: c.n_kv_heads,
+            d: c.head_dim,
+            d_v: c.head_dim,
+        }
+    }
+
+    fn n_layers(&self) -> usize {
+        self.model.config.n_layers
+    }
+
+    fn size(&self, slot: Slot) -> Option<(usize, usize)> {
+        self.linear(slot).map(|l| (l.outputs(), l.inputs()))
+    }
+
+    fn map(&self, slot: Slot) -> attlas::Result<Dense> {
+        let missing = || attlas::Error::UnknownId { kind: "matrix", id: slot.to_string(), known: Vec::new() };
+        let (weight, bias) = self.stored(slot).ok_or_else(missing)?;
+        Ok(Dense { weight: Mat::from_vec(weight.to_f32(), weight.rows(), weight.cols()), bias })
+    }
+
+    fn rope(&self) -> Option<Rope> {
+        self.model.config.rope.clone().map(|rope| Rope { layout: Layout::Half, ..rope })
+    }
+
+    fn obstacles(&self) -> Vec<String> {
+        let mut list = Vec::new();
+        if self.model.config.windows.iter().any(Option::is_some) {
+            list.push("sliding windows".to_owned());
+        }
+        if let Weights::Decoder(w) = &self.model.weights
+            && w.layers.iter().any(|l| l.q_norm.is_some() || l.k_norm.is_some())
+        {
+            list.push("norms of query and key heads".to_owned());
+        }
+        list
+    }
+}
