@@ -1,4 +1,5 @@
 use super::*;
+use crate::Mat;
 use crate::linalg::testing::*;
 use crate::linalg::{matmul, matmul_nt, symmetric_eigen};
 use std::sync::LazyLock;

@@ -3,6 +3,7 @@
 use super::super::golden::{assert_close, floats, golden, mat, sizes};
 use super::super::known::fill;
 use super::super::outer;
+use super::super::small::matmul_tn;
 use super::*;
 
 fn sum(parts: &[Tensor<f64>]) -> Tensor<f64> {

@@ -29,23 +29,27 @@
 //!
 //! **When to use.** Models trained with it, or heads whose queries and keys share clusters.
 
+mod centroids;
+mod decode;
 mod groups;
+#[cfg(test)]
+mod tests;
 
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Budget, Calibration, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support,
 };
 use crate::methods::common::{
-    ALWAYS_LEAKS, Fallback, FirstKeys, Join, Round, always_leaks, attend_round, attend_subset, exact_group,
-    exact_rows, exact_scratch_bytes, round_scratch_len,
+    ALWAYS_LEAKS, Fallback, FirstKeys, Join, Round, always_leaks, attend_round, exact_group, exact_rows,
+    exact_scratch_bytes, round_scratch_len,
 };
 use crate::params::Indices;
-use crate::workspace::Context;
-use crate::{Inputs, Mask, Mat, MatRef, Problem, Qkv, Real, Result};
+use crate::{Mask, Mat, MatRef, Problem, Real, Result};
+use attlas_num::cluster::Metric;
 use attlas_num::cluster::kmeans::assign_into;
-use attlas_num::cluster::{Init, Metric, Options as KmeansOptions, kmeans};
 use attlas_num::kernels::Band;
-use attlas_num::rng::StreamKey;
+use centroids::{ROWS_PER_CENTROID, norm_into};
+use decode::Lists;
 use groups::{BATCH, Recent, Routed, best_members};
 use rayon::prelude::*;
 
@@ -81,7 +85,7 @@ pub static METHOD: Method = Method {
         Ok(params) => supports(p, &params),
         Err(_) => Support::yes(),
     },
-    calibrate: Some(calibrate),
+    calibrate: Some(centroids::calibrate),
     build: |p, options, calibration| {
         Ok(Routing::new(Params::from_options(options)?, p, calibration)?.boxed(p))
     },
@@ -232,7 +236,7 @@ impl Routing {
             return given[index.kv_head].cast();
         }
         let key = index.stream_key(self.params.seed).named("routing");
-        find_centroids(rows, sizes.clusters, &self.params, key)
+        centroids::find_centroids(rows, sizes.clusters, &self.params, key)
     }
 
     fn fallback(&self) -> Fallback {
@@ -260,37 +264,6 @@ impl Routing {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
         Self { params, given: self.given.clone() }
     }
-}
-
-/// Rows per centroid that k-means sees where nothing else is asked for: more move the centroids very little.
-const ROWS_PER_CENTROID: usize = 128;
-
-fn find_centroids<T: Real>(rows: MatRef<'_, T>, clusters: usize, params: &Params, key: StreamKey) -> Mat<T> {
-    let options = KmeansOptions { clusters, iters: params.iters, metric: Metric::Spherical };
-    let most = params.samples.unwrap_or(clusters.saturating_mul(ROWS_PER_CENTROID));
-    if rows.rows() <= most {
-        return kmeans(rows, None, options, Init::Rows, key).centroids;
-    }
-    let mut drawn = Mat::zeros(most, rows.cols());
-    rows.gather_into(key.named("samples").rng().subset(rows.rows(), most), drawn.data_mut());
-    kmeans(drawn.as_ref(), None, options, Init::Rows, key).centroids
-}
-
-/// Subtracts the mean and divides by the standard deviation; a constant row becomes zero.
-fn layer_norm<T: Real>(row: &mut [T]) {
-    let n = row.len() as f64;
-    let mean = row.iter().map(|x| x.to_f64()).sum::<f64>() / n;
-    let variance = row.iter().map(|x| (x.to_f64() - mean).powi(2)).sum::<f64>() / n;
-    let factor = if variance > 0.0 { 1.0 / variance.sqrt() } else { 0.0 };
-    row.iter_mut().for_each(|x| *x = T::from_f64((x.to_f64() - mean) * factor));
-}
-
-fn norm_into<T: Real>(x: MatRef<'_, T>, out: &mut [T]) {
-    let d = x.cols();
-    out.par_chunks_mut(ROWS * d).enumerate().for_each(|(t, out)| {
-        x.gather_into(t * ROWS.., out);
-        out.chunks_exact_mut(d).for_each(layer_norm);
-    });
 }
 
 /// Rows that one task takes.
@@ -369,21 +342,7 @@ impl GroupPlan for Routing {
         if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, usize::MAX) {
             return self.with_first(&first).stream(p, index);
         }
-        let sizes = self.sizes(p.n_k, index.kv_head);
-        Some(Box::new(Lists {
-            plan: self.clone(),
-            // What the plan attends exactly, the stream does too.
-            exact: self.raw() && (sizes.window >= p.n_k || sizes.prefix >= p.n_k),
-            sizes,
-            centroids: None,
-            lists: Vec::new(),
-            k: Vec::new(),
-            v: Vec::new(),
-            normed: Vec::new(),
-            d: p.d,
-            d_v: p.d_v,
-            index,
-        }))
+        Some(Box::new(Lists::new(self, p, index)))
     }
 }
 
@@ -505,152 +464,3 @@ impl Routing {
         Ok(info)
     }
 }
-
-/// Learns unit centroids of every key head from the queries and keys of samples.
-fn calibrate(p: &Problem, options: &crate::Options, samples: &[Inputs<'_>]) -> Result<Calibration> {
-    let params = Params::from_options(options)?;
-    let mut calibration = Calibration::new(METHOD.id, p);
-    for kv_head in 0..p.n_kv_heads {
-        let mut rows: Vec<f64> = Vec::new();
-        for sample in samples {
-            match sample {
-                Inputs::F32(x) => collect_rows(x, p, kv_head, &mut rows),
-                Inputs::F64(x) => collect_rows(x, p, kv_head, &mut rows),
-            }
-        }
-        rows.chunks_exact_mut(p.d).for_each(layer_norm);
-        let rows = MatRef::new(&rows, rows.len() / p.d, p.d);
-        let plan = Routing { params: params.clone(), given: None };
-        let clusters = plan.sizes(p.n_k, kv_head).clusters;
-        let key = GroupIndex { batch: 0, kv_head }.stream_key(params.seed).named("routing calibration");
-        calibration.insert(format!("centroids.{kv_head}"), &find_centroids(rows, clusters, &params, key));
-    }
-    Ok(calibration)
-}
-
-/// Appends the queries and keys of one group.
-fn collect_rows<T: Real>(x: &Qkv<'_, T>, p: &Problem, kv_head: usize, rows: &mut Vec<f64>) {
-    let [batch, ..] = x.q.dims();
-    let size = p.group_size();
-    for b in 0..batch {
-        let queries = (kv_head * size..(kv_head + 1) * size).map(|h| x.q.head(b, h));
-        for matrix in queries.chain([x.k.head(b, kv_head)]) {
-            matrix.iter_rows().for_each(|row| rows.extend(row.iter().map(|v| v.to_f64())));
-        }
-    }
-}
-
-/// Decoding: one list of positions for every centroid, which only grows.
-#[derive(Debug)]
-struct Lists<T> {
-    plan: Routing,
-    sizes: Sizes,
-    exact: bool,
-    centroids: Option<Mat<T>>,
-    lists: Vec<Vec<u32>>,
-    k: Vec<T>,
-    v: Vec<T>,
-    /// Layer-normed keys: those that wait for centroids, or all where logits are taken from them.
-    normed: Vec<T>,
-    d: usize,
-    d_v: usize,
-    index: GroupIndex,
-}
-
-impl<T: Real> Lists<T> {
-    /// Appends layer-normed keys from position `first` on to the lists of their centroids.
-    fn append(&mut self, keys: &[T], first: usize) {
-        let Some(centroids) = &self.centroids else { return };
-        let mut labels = vec![0; keys.len() / self.d];
-        let rows = MatRef::new(keys, labels.len(), self.d);
-        assign_into(rows, centroids.as_ref(), Metric::Spherical, &mut labels);
-        self.lists.resize(centroids.rows(), Vec::new());
-        for (j, &label) in (first..).zip(&labels) {
-            if j >= self.plan.params.sinks {
-                self.lists[label as usize].push(j as u32);
-            }
-        }
-    }
-}
-
-impl<T: Real> GroupStream<T> for Lists<T> {
-    fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
-        let first = self.k.len() / self.d;
-        k.iter_rows().for_each(|row| self.k.extend_from_slice(row));
-        v.iter_rows().for_each(|row| self.v.extend_from_slice(row));
-        if self.exact {
-            return Ok(());
-        }
-        let mut normed = vec![T::ZERO; k.rows() * self.d];
-        norm_into(k, &mut normed);
-        if self.centroids.is_some() {
-            self.append(&normed, first);
-            if !self.plan.raw() {
-                self.normed.extend_from_slice(&normed);
-            }
-            return Ok(());
-        }
-        self.normed.extend_from_slice(&normed);
-        let n = self.normed.len() / self.d;
-        if n >= self.sizes.prefix && n > 0 {
-            let fitted = MatRef::new(&self.normed, n, self.d).sub_rows(0..self.sizes.prefix);
-            self.centroids = Some(self.plan.centroids(fitted, self.sizes, self.index));
-            let waiting = std::mem::take(&mut self.normed);
-            self.append(&waiting, 0);
-            if !self.plan.raw() {
-                self.normed = waiting;
-            }
-        }
-        Ok(())
-    }
-
-    fn attend(
-        &mut self,
-        q: MatRef<'_, T>,
-        scale: T,
-        out: &mut [T],
-        lse: &mut [T],
-        cx: Context<'_>,
-    ) -> Result<RunInfo> {
-        let n = self.k.len() / self.d;
-        let mut norm_q = vec![T::ZERO; q.rows() * self.d];
-        norm_into(q, &mut norm_q);
-        let norm_q = MatRef::new(&norm_q, q.rows(), self.d);
-        let raw = self.plan.raw();
-        let (k, v) = (
-            MatRef::new(if raw { &self.k } else { &self.normed }, n, self.d),
-            MatRef::new(&self.v, n, self.d_v),
-        );
-        let (q, scale) = (if raw { q } else { norm_q }, self.plan.scale(scale));
-        let Some(centroids) = self.centroids.as_ref().filter(|_| n > self.sizes.prefix) else {
-            return exact_group(&mut Group::decode(q, k, v, scale, out, lse, self.index, cx)?);
-        };
-        let mut labels = vec![0; q.rows()];
-        assign_into(norm_q, centroids.as_ref(), Metric::Spherical, &mut labels);
-        let mut info = RunInfo { rank: Some(self.sizes.clusters), ..RunInfo::default() };
-        let sinks = self.plan.params.sinks.min(n);
-        for ((h, &label), (out, lse)) in
-            labels.iter().enumerate().zip(out.chunks_exact_mut(self.d_v).zip(lse))
-        {
-            let list = &self.lists[label as usize];
-            let recent = list[list.len().saturating_sub(self.sizes.window)..].iter().map(|&j| j as usize);
-            let met: Vec<usize> = (0..sinks).chain(recent).collect();
-            *lse = attend_subset(q.row(h), k, v, &met, scale, &mut vec![T::ZERO; met.len()], out);
-            info.keys_visited += met.len() as u64;
-            if *lse == T::NEG_INFINITY {
-                *lse = self.plan.fallback().answer(q.row(h), k, v, n, scale, out);
-                info.fallback_rows += u64::from(*lse != T::NEG_INFINITY);
-                info.empty_rows += u64::from(*lse == T::NEG_INFINITY);
-            }
-        }
-        Ok(info)
-    }
-
-    fn state_bytes(&self) -> usize {
-        let positions: usize = self.lists.iter().map(Vec::len).sum();
-        (self.k.len() + self.v.len() + self.normed.len()) * size_of::<T>() + 4 * positions
-    }
-}
-
-#[cfg(test)]
-mod tests;

@@ -1,3 +1,4 @@
+use super::centroids::{calibrate, layer_norm};
 use super::*;
 use crate::Options;
 use crate::testkit::workloads::{Clustered, assert_within, clustered, measure, stated};
@@ -5,7 +6,8 @@ use crate::testkit::{
     Case, How, assert_rows_close, check_method, reference, reference_masked, reference_weights, run_method,
     run_with,
 };
-use crate::{TensorRef, Workspace};
+use crate::{Inputs, Qkv, TensorRef, Workspace};
+use attlas_num::rng::StreamKey;
 
 #[test]
 fn honours_the_contract() {

@@ -28,17 +28,22 @@
 //!
 //! **When to use.** `pool` where neighbouring keys are alike; `learned` with models trained with it.
 
-use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, RowBlock};
+mod causal;
+mod fit;
+mod projections;
+#[cfg(test)]
+mod tests;
+
+pub use projections::{Sharing, with_projections};
+
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Budget, Calibration, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::pool::{Segments, landmark_weights, log_lens, pool_rows, pool_scratch_bytes};
+use crate::methods::common::pool::{Segments, log_lens, pool_rows, pool_scratch_bytes};
 use crate::methods::common::{exact_group, exact_rows, exact_scratch_bytes};
-use crate::workspace::Context;
-use crate::{Error, Inputs, Mask, MatRef, Options, Problem, Qkv, Real, Result, Workspace};
-use attlas_num::Mat;
-use attlas_num::kernels::{Band, merge_lse};
-use attlas_num::linalg::{self, Op, psd_factor};
-use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
+use crate::{Error, Mask, MatRef, Options, Problem, Real, Result};
+use attlas_num::kernels::Band;
+use causal::Pooled;
+use projections::{CHUNK, Mix, copy_row, gaussian_row, multiply};
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -63,7 +68,7 @@ pub static METHOD: Method = Method {
         &[("rank", "12"), ("source", "gaussian")],
     ],
     supports,
-    calibrate: Some(calibrate),
+    calibrate: Some(fit::calibrate),
     build: |p, options, calibration| {
         Ok(Linformer::new(p, Params::from_options(options)?, calibration)?.boxed(p))
     },
@@ -106,128 +111,6 @@ crate::params! {
     }
 }
 
-/// How trained projections are shared in a model of several layers and heads.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sharing {
-    /// Every head of every layer has its own two matrices.
-    None,
-    /// The heads of a layer share both matrices.
-    Headwise,
-    /// The heads of a layer share one matrix for keys and values.
-    KeyValue,
-    /// One matrix for the whole model.
-    Layerwise,
-}
-
-impl Sharing {
-    /// Matrices that a model of this shape holds.
-    pub fn matrices(self, layers: usize, heads: usize) -> usize {
-        match self {
-            Sharing::None => 2 * layers * heads,
-            Sharing::Headwise => 2 * layers,
-            Sharing::KeyValue => layers,
-            Sharing::Layerwise => 1,
-        }
-    }
-}
-
-/// Trained projections as a calibration for `problem`: one matrix for all key heads or one for each; without `f`
-/// values are mixed as keys are. Matrices may be $k \times n$ or $n \times k$; the longer side is the sequence.
-pub fn with_projections(problem: &Problem, e: &[Mat<f64>], f: &[Mat<f64>]) -> Result<Calibration> {
-    let mut calibration = Calibration::new(METHOD.id, problem);
-    for (name, list) in [("e", e), ("f", f)] {
-        let per_head = list.len() == problem.n_kv_heads && list.len() != 1;
-        if !(per_head || list.len() == 1 || list.is_empty() && name == "f") {
-            return Err(wrong(
-                format!("one matrix {name}, or one for each of {} key heads", problem.n_kv_heads),
-                list.len(),
-            ));
-        }
-        for (g, m) in list.iter().enumerate() {
-            let name = if per_head { format!("{name}.{g}") } else { name.into() };
-            calibration.insert(name, &oriented(m)?);
-        }
-    }
-    Ok(calibration)
-}
-
-fn wrong(expected: impl ToString, found: impl ToString) -> Error {
-    Error::Calibration { method: METHOD.id.into(), expected: expected.to_string(), found: found.to_string() }
-}
-
-/// The matrix with the sequence along its rows' elements: `k × n`, `k ≤ n`.
-fn oriented(m: &Mat<f64>) -> Result<Mat<f64>> {
-    match m.rows().cmp(&m.cols()) {
-        std::cmp::Ordering::Less => Ok(m.clone()),
-        std::cmp::Ordering::Greater => Ok(m.transpose()),
-        std::cmp::Ordering::Equal if *m == m.transpose() => Ok(m.clone()),
-        std::cmp::Ordering::Equal => Err(wrong(
-            "a projection with fewer rows than tokens, or a symmetric one",
-            format!("a square one of {} rows, which may be transposed", m.rows()),
-        )),
-    }
-}
-
-/// Learns $F$ of every key head from inputs of the problem's length.
-fn calibrate(p: &Problem, options: &Options, samples: &[Inputs<'_>]) -> Result<Calibration> {
-    let params = Params::from_options(options)?;
-    if samples.is_empty() || p.n_k == 0 {
-        return Err(wrong("at least one sample with at least one key", "none"));
-    }
-    let mut calibration = Calibration::new(METHOD.id, p);
-    let segments = Segments::new(p.n_k, params.rank);
-    let k = params.rank.min(p.n_k);
-    for kv in 0..p.n_kv_heads {
-        let (mut gram, mut cross) = (Mat::zeros(k, k), Mat::zeros(k, p.n_k));
-        for sample in samples {
-            match sample {
-                Inputs::F32(x) => accumulate(p, x, kv, &segments, &mut gram, &mut cross)?,
-                Inputs::F64(x) => accumulate(p, x, kv, &segments, &mut gram, &mut cross)?,
-            }
-        }
-        let ridge = params.ridge * (0..k).map(|i| gram[(i, i)]).sum::<f64>() / k as f64;
-        (0..k).for_each(|i| gram[(i, i)] += ridge);
-        let fitted = psd_factor(gram.as_ref())
-            .and_then(|f| f.solve(cross.as_ref()))
-            .map_err(|e| wrong("finite samples", e))?;
-        calibration.insert(format!("fitted.{kv}"), &fitted);
-    }
-    Ok(calibration)
-}
-
-/// Adds $S^\top S$ and $S^\top P$ of one sample, a block of rows at a time.
-fn accumulate<T: Real>(
-    p: &Problem,
-    x: &Qkv<'_, T>,
-    kv: usize,
-    segments: &Segments,
-    gram: &mut Mat<f64>,
-    cross: &mut Mat<f64>,
-) -> Result<()> {
-    let [batch, ..] = x.k.dims();
-    x.validate(&Problem { batch, ..*p })?;
-    let ws = Workspace::single()?;
-    let (k, n) = (gram.rows(), p.n_k);
-    let mut pooled = vec![T::ZERO; k * p.d];
-    for b in 0..batch {
-        let keys = x.k.head(b, kv);
-        ws.install(|cx| pool_rows(keys, segments, cx, &mut pooled));
-        let bias: Vec<T> = log_lens(segments);
-        for h in kv * p.group_size()..(kv + 1) * p.group_size() {
-            let q = x.q.head(b, h);
-            for first in (0..p.n_q).step_by(64) {
-                let rows = q.sub_rows(first..(first + 64).min(p.n_q));
-                let scale = T::from_f64(p.scale);
-                let s = landmark_weights(rows, MatRef::new(&pooled, k, p.d), Some(&bias), scale);
-                let exact = landmark_weights(rows, keys, None, scale);
-                linalg::gemm(1.0, Op::T(s.as_ref()), Op::N(s.as_ref()), gram.data_mut(), k, true);
-                linalg::gemm(1.0, Op::T(s.as_ref()), Op::N(exact.as_ref()), cross.data_mut(), n, true);
-            }
-        }
-    }
-    Ok(())
-}
-
 /// The plan: how keys and values are mixed.
 #[derive(Debug)]
 pub struct Linformer {
@@ -236,20 +119,6 @@ pub struct Linformer {
     /// Segment length of the causal form, from the planned number of keys.
     segment_len: usize,
 }
-
-/// Matrices of every key head, or none where they are made on the spot.
-#[derive(Debug)]
-enum Mix {
-    Pool,
-    Gaussian,
-    /// $E$ and $F$ of each key head; a head without its own $F$ uses its $E$.
-    Learned(Vec<(Mat<f64>, Option<Mat<f64>>)>),
-    /// $F$ of each key head.
-    Fitted(Vec<Mat<f64>>),
-}
-
-/// Rows of a projection that one task multiplies.
-const CHUNK: usize = 16;
 
 /// Query rows of one task.
 const BLOCK_ROWS: usize = 256;
@@ -326,186 +195,6 @@ impl Linformer {
         let visited = rows * rank as u64;
         Ok(RunInfo { rank: Some(rank), fallback_rows, ..RunInfo::visited(visited) })
     }
-
-    /// Means of earlier segments, own segment exactly.
-    fn run_causal<T: Real>(&self, g: &mut Group<'_, T>) -> Result<RunInfo> {
-        let (k, v, scale, cx) = (g.k, g.v, g.scale, g.cx);
-        let len = k.rows().div_ceil(self.params.rank).max(1);
-        // Only complete segments are ever seen as a mean.
-        let count = k.rows() / len;
-        let whole = Segments::new(count * len, count);
-        let mut k_mean = cx.scratch.take::<T>(count * k.cols());
-        let mut v_mean = cx.scratch.take::<T>(count * v.cols());
-        pool_rows(k, &whole, cx, &mut k_mean);
-        pool_rows(v, &whole, cx, &mut v_mean);
-        let means = Means {
-            k: MatRef::new(&k_mean, count, k.cols()),
-            v: MatRef::new(&v_mean, count, v.cols()),
-            bias: &vec![T::from_f64((len as f64).ln()); count],
-        };
-        let offset = k.rows() as isize - g.n_q() as isize;
-        let parts = g.par_row_blocks(BLOCK_ROWS, |block| {
-            Ok(causal_block(block, k, v, &means, len, offset, scale, cx))
-        })?;
-        let (visited, empty) = parts.into_iter().fold((0, 0), |(a, b), (x, y)| (a + x, b + y));
-        Ok(RunInfo { rank: Some(count), empty_rows: empty, ..RunInfo::visited(visited) })
-    }
-}
-
-impl Mix {
-    fn learned(p: &Problem, calibration: &Calibration) -> Result<Self> {
-        let find = |name: &str, g: usize| {
-            let own = format!("{name}.{g}");
-            let name = if calibration.matrices.contains_key(&own) { &own } else { name };
-            calibration.matrix(name).and_then(|m| oriented(&m))
-        };
-        let mut heads = Vec::new();
-        for g in 0..p.n_kv_heads {
-            let e = find("e", g)?;
-            let has_f = calibration.matrices.keys().any(|k| k == "f" || k.starts_with("f."));
-            let f = if has_f { Some(find("f", g)?) } else { None };
-            let f_shape = f.as_ref().map_or((e.rows(), e.cols()), |f| (f.rows(), f.cols()));
-            if f_shape != (e.rows(), e.cols()) {
-                return Err(wrong(
-                    format!("f as large as e, {} × {}", e.rows(), e.cols()),
-                    format!("{f_shape:?}"),
-                ));
-            }
-            if p.n_k > e.cols() {
-                return Err(Error::Unsupported {
-                    method: METHOD.id.into(),
-                    reasons: vec![format!(
-                        "the projections were trained for at most {} tokens, there are {} keys",
-                        e.cols(),
-                        p.n_k
-                    )],
-                });
-            }
-            heads.push((e, f));
-        }
-        Ok(Mix::Learned(heads))
-    }
-
-    fn fitted(p: &Problem, calibration: &Calibration) -> Result<Self> {
-        let heads = (0..p.n_kv_heads)
-            .map(|g| {
-                let f = calibration.matrix(&format!("fitted.{g}"))?;
-                if f.cols() == p.n_k && f.rows() <= p.n_k && f.rows() > 0 {
-                    Ok(f)
-                } else {
-                    Err(wrong(format!("a fit for {} keys", p.n_k), format!("one for {}", f.cols())))
-                }
-            })
-            .collect::<Result<_>>()?;
-        Ok(Mix::Fitted(heads))
-    }
-}
-
-fn copy_row<T: Real>(m: &Mat<f64>, r: usize, row: &mut [T]) {
-    row.iter_mut().zip(m.row(r)).for_each(|(x, m)| *x = T::from_f64(*m));
-}
-
-/// Row `r` of a projection with entries $N(0, 1/k)$; a shorter sequence sees the first entries of a longer one.
-fn gaussian_row<T: Real>(key: StreamKey, k: usize, r: usize, row: &mut [T]) {
-    let mut rng = key.with(r as u64).rng();
-    let deviation = 1.0 / (k as f64).sqrt();
-    row.iter_mut().for_each(|x| *x = T::from_f64(deviation * rng.normal()));
-}
-
-/// `out = projection · x`, rows of the projection written on demand by `fill(row, entries)`.
-fn multiply<T: Real>(
-    fill: impl Fn(usize, &mut [T]) + Sync,
-    x: MatRef<'_, T>,
-    cx: Context<'_>,
-    out: &mut [T],
-) {
-    let (n, width) = (x.rows(), x.cols());
-    out.par_chunks_mut(CHUNK * width).with_max_len(1).enumerate().for_each(|(c, out)| {
-        let rows = out.len() / width;
-        let mut e = cx.scratch.take::<T>(rows * n);
-        e.chunks_exact_mut(n).enumerate().for_each(|(r, row)| fill(c * CHUNK + r, row));
-        linalg::gemm(T::ONE, Op::N(MatRef::new(&e, rows, n)), Op::N(x), out, width, false);
-    });
-}
-
-/// Means of complete segments, each standing for as many tokens as its bias says.
-#[derive(Clone, Copy, Debug)]
-struct Means<'a, T> {
-    k: MatRef<'a, T>,
-    v: MatRef<'a, T>,
-    bias: &'a [T],
-}
-
-impl<T: Real> Means<'_, T> {
-    /// Attention of rows to the means in `range`.
-    fn attend(
-        &self,
-        q: MatRef<'_, T>,
-        range: std::ops::Range<usize>,
-        scale: T,
-        cx: Context<'_>,
-        out: &mut [T],
-        lse: &mut [T],
-    ) {
-        let (k, v) = (self.k.sub_rows(range.clone()), self.v.sub_rows(range.clone()));
-        exact_rows(q, k, v, Some(&self.bias[range]), scale, Band::ALL, cx, out, lse);
-    }
-}
-
-/// Rows of one block of the causal form; returns scores computed and rows that see nothing.
-#[allow(clippy::too_many_arguments)]
-fn causal_block<T: Real>(
-    block: RowBlock<'_, T>,
-    k: MatRef<'_, T>,
-    v: MatRef<'_, T>,
-    means: &Means<'_, T>,
-    len: usize,
-    offset: isize,
-    scale: T,
-    cx: Context<'_>,
-) -> (u64, u64) {
-    let (rows, d_v) = (block.lse.len(), v.cols());
-    // Rows before `blind` come before the first key.
-    let blind = usize::try_from(-(block.first as isize + offset)).unwrap_or(0).min(rows);
-    block.out[..blind * d_v].fill(T::ZERO);
-    block.lse[..blind].fill(T::NEG_INFINITY);
-    if blind == rows {
-        return (0, rows as u64);
-    }
-    let position = |row: usize| ((block.first + row) as isize + offset) as usize;
-    // All rows see the means before the first row's segment.
-    let common = position(blind) / len;
-    let seeing = block.q.sub_rows(blind..rows);
-    means.attend(seeing, 0..common, scale, cx, &mut block.out[blind * d_v..], &mut block.lse[blind..]);
-    let mut visited = ((rows - blind) * common) as u64;
-    let mut part = cx.scratch.take::<T>(rows.min(len) * d_v);
-    let mut part_lse = cx.scratch.take::<T>(rows.min(len));
-    let mut row = blind;
-    while row < rows {
-        let segment = position(row) / len;
-        let first_key = segment * len;
-        let end = rows.min(row + first_key + len - position(row));
-        let (part, part_lse) = (&mut part[..(end - row) * d_v], &mut part_lse[..end - row]);
-        let q = block.q.sub_rows(row..end);
-        let mut merge = |part: &[T], part_lse: &[T]| {
-            let out = block.out[row * d_v..end * d_v].chunks_exact_mut(d_v).zip(&mut block.lse[row..end]);
-            for ((o, l), (o2, &l2)) in out.zip(part.chunks_exact(d_v).zip(part_lse)) {
-                merge_lse(o, l, o2, l2);
-            }
-        };
-        if segment > common {
-            means.attend(q, common..segment, scale, cx, part, part_lse);
-            merge(part, part_lse);
-        }
-        let keys = first_key..position(end - 1) + 1;
-        let band = Band::causal((position(row) - first_key) as isize);
-        let (k, v) = (k.sub_rows(keys.clone()), v.sub_rows(keys));
-        exact_rows(q, k, v, None, scale, band, cx, part, part_lse);
-        merge(part, part_lse);
-        visited += (row..end).map(|r| segment - common + position(r) - first_key + 1).sum::<usize>() as u64;
-        row = end;
-    }
-    (visited, blind as u64)
 }
 
 impl GroupPlan for Linformer {
@@ -558,86 +247,3 @@ impl GroupPlan for Linformer {
         offered.then(|| Box::new(Pooled::<T>::new(self.segment_len, p.d, p.d_v)) as Box<dyn GroupStream<T>>)
     }
 }
-
-/// Means of complete segments and the raw tokens of the current one.
-#[derive(Debug)]
-struct Pooled<T> {
-    len: usize,
-    d: usize,
-    d_v: usize,
-    k_mean: Vec<T>,
-    v_mean: Vec<T>,
-    bias: Vec<T>,
-    k: Vec<T>,
-    v: Vec<T>,
-}
-
-impl<T: Real> Pooled<T> {
-    fn new(len: usize, d: usize, d_v: usize) -> Self {
-        let empty = Vec::new;
-        Self { len, d, d_v, k_mean: empty(), v_mean: empty(), bias: empty(), k: empty(), v: empty() }
-    }
-
-    /// Replaces the full current segment by its mean.
-    fn close_segment(&mut self, cx: Context<'_>) {
-        for (raw, means, width) in
-            [(&mut self.k, &mut self.k_mean, self.d), (&mut self.v, &mut self.v_mean, self.d_v)]
-        {
-            let start = means.len();
-            means.resize(start + width, T::ZERO);
-            let rows = MatRef::new(raw, self.len, width);
-            pool_rows(rows, &Segments::new(self.len, 1), cx, &mut means[start..]);
-            raw.clear();
-        }
-        self.bias.push(T::from_f64((self.len as f64).ln()));
-    }
-}
-
-impl<T: Real> GroupStream<T> for Pooled<T> {
-    fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Result<()> {
-        for (k, v) in k.iter_rows().zip(v.iter_rows()) {
-            // Not before the next token: the last one of a segment still sees it as it is.
-            if self.k.len() == self.len * self.d {
-                self.close_segment(cx);
-            }
-            self.k.extend_from_slice(k);
-            self.v.extend_from_slice(v);
-        }
-        Ok(())
-    }
-
-    fn attend(
-        &mut self,
-        q: MatRef<'_, T>,
-        scale: T,
-        out: &mut [T],
-        lse: &mut [T],
-        cx: Context<'_>,
-    ) -> Result<RunInfo> {
-        let (count, raw) = (self.bias.len(), self.k.len() / self.d);
-        let means = Means {
-            k: MatRef::new(&self.k_mean, count, self.d),
-            v: MatRef::new(&self.v_mean, count, self.d_v),
-            bias: &self.bias,
-        };
-        means.attend(q, 0..count, scale, cx, out, lse);
-        let mut part = cx.scratch.take::<T>(out.len());
-        let mut part_lse = cx.scratch.take::<T>(lse.len());
-        let (k, v) = (MatRef::new(&self.k, raw, self.d), MatRef::new(&self.v, raw, self.d_v));
-        exact_rows(q, k, v, None, scale, Band::ALL, cx, &mut part, &mut part_lse);
-        for ((o, l), (o2, &l2)) in
-            out.chunks_exact_mut(self.d_v).zip(lse).zip(part.chunks_exact(self.d_v).zip(part_lse.iter()))
-        {
-            merge_lse(o, l, o2, l2);
-        }
-        Ok(RunInfo::visited((q.rows() * (count + raw)) as u64))
-    }
-
-    fn state_bytes(&self) -> usize {
-        (self.k_mean.len() + self.v_mean.len() + self.bias.len() + self.k.len() + self.v.len())
-            * size_of::<T>()
-    }
-}
-
-#[cfg(test)]
-mod tests;

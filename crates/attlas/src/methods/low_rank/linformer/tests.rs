@@ -5,7 +5,9 @@ use crate::testkit::{
     Case, How, Ran, assert_rows_close, assert_same_bits, check_method, golden, reference, run_method,
     run_with,
 };
-use crate::{TensorRef, metrics};
+use crate::{Qkv, TensorRef, Workspace, metrics};
+use attlas_num::rng::StreamKey;
+use attlas_num::{Mat, linalg};
 
 fn options(pairs: &[(&str, &str)]) -> Options {
     pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))

@@ -1,0 +1,211 @@
+//! What a row of queries gets from a state and from near keys.
+//!
+//! The sum of a row is $\varphi(a)^\top S$ at the scale $e_q + e$, plus that over near keys at a scale of its own, merged at
+//! the larger of the two. Near keys are weighed by the kernel itself, or by the sketched one where that is what is
+//! wanted everywhere. Kernels of either sign may cancel: a normaliser below a share of
+//! $D^+ = \sum_l |\varphi_l(q)| \sum_j |\varphi_l(k_j)|$ is handed to the [`Guard`].
+
+use super::power::{KeyTile, PowerKernel, finish_row};
+use super::state::{State, merge_rows};
+use super::{Form, SketchAttention};
+use crate::workspace::Context;
+use crate::{MatRef, Real};
+use attlas_num::kernels::{self, Op, axpy, exp_in_place, gemm};
+
+/// What a row whose normaliser cannot be trusted gets, where kernels have either sign.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Guard {
+    /// What comes out.
+    Strict,
+    /// The normaliser is raised to this share of $D^+ = \sum_l |\varphi_l(q)| \sum_j |\varphi_l(k_j)|$.
+    Clamp(f64),
+    /// Rows below this share of $D^+$ become zero.
+    Zero(f64),
+    /// Rows below this share of $D^+$ are computed again with the kernel itself; streams keep keys and values for it.
+    Exact(f64, PowerKernel),
+}
+
+impl Guard {
+    /// The kernel that guarded rows are computed with.
+    pub(super) fn kernel(self) -> Option<PowerKernel> {
+        match self {
+            Guard::Exact(_, kernel) => Some(kernel),
+            _ => None,
+        }
+    }
+}
+
+/// Near keys: their sketches and logarithms besides, where the kernel inside a block is sketched.
+#[derive(Clone, Copy)]
+pub(super) struct Near<'a, T> {
+    pub(super) tile: KeyTile<'a, T>,
+    pub(super) short: &'a [T],
+    pub(super) logs: &'a [f64],
+}
+
+impl<T: Real> SketchAttention<'_, T> {
+    /// The outputs of some rows: the state, and `near` keys of which row `i` sees the first `seen(i)`. Returns the
+    /// guarded rows.
+    pub(super) fn attend(
+        &self,
+        q: MatRef<'_, T>,
+        state: &State<'_, T>,
+        near: Option<(Near<'_, T>, &dyn Fn(usize) -> usize)>,
+        out: &mut [T],
+        cx: Context<'_>,
+    ) -> Vec<usize> {
+        let (rows, r, m, d_v) = (q.rows(), self.map.width(), self.features(), out.len() / q.rows().max(1));
+        let (cols, scratch, isa) = (d_v + 2, cx.scratch, cx.schedule.isa);
+        let mut prepared = scratch.take::<T>(rows * q.cols());
+        self.prepare.apply_into(q, &mut prepared);
+        let q = MatRef::new(&prepared, rows, q.cols());
+        let mut short = scratch.take::<T>(rows * r);
+        let mut logs = scratch.take::<f64>(rows);
+        self.map.sketch_into(q, cx, &mut short, &mut logs);
+        let mut far = scratch.take_zeroed::<T>(rows * cols);
+        if state.log > f64::NEG_INFINITY {
+            let mut wide = scratch.take::<T>(rows * m);
+            short.chunks_exact(r).zip(wide.chunks_exact_mut(m)).for_each(|(s, w)| self.form.expand(s, w));
+            let sums = MatRef::new(state.sums, m, cols);
+            let features = MatRef::new(&wide, rows, m);
+            let width = d_v + 1;
+            let narrow = MatRef::with_stride(state.sums, m, width, cols).unwrap_or(sums);
+            gemm(isa, T::ONE, Op::N(features), Op::N(narrow), T::ZERO, &mut far, cols, scratch);
+            if self.form == Form::Direct {
+                for (far, wide) in far.chunks_exact_mut(cols).zip(wide.chunks_exact(m)) {
+                    far[cols - 1] =
+                        wide.iter().enumerate().map(|(l, w)| w.abs() * state.sums[l * cols + cols - 1]).sum();
+                }
+            }
+        }
+        let mut near_sums = scratch.take_zeroed::<T>(rows * cols);
+        let mut near_logs = scratch.take::<f64>(rows);
+        near_logs.fill(f64::NEG_INFINITY);
+        if let Some((near, seen)) = near {
+            match self.near {
+                Some(kernel) => {
+                    self.near_exact(kernel, q, near.tile, seen, &mut near_sums, &mut near_logs, cx)
+                }
+                None => self.near_sketched(&short, near, seen, &mut near_sums, &mut near_logs, &logs, cx),
+            }
+        }
+        let mut guarded = Vec::new();
+        for (i, out) in out.chunks_exact_mut(d_v).enumerate() {
+            let row = &mut far[i * cols..(i + 1) * cols];
+            let mut log = if state.log > f64::NEG_INFINITY { state.log + logs[i] } else { f64::NEG_INFINITY };
+            merge_rows(row, &mut log, &near_sums[i * cols..(i + 1) * cols], near_logs[i]);
+            let (magnitude, row) = (row[cols - 1], &mut row[..cols - 1]);
+            if self.guard_row(row, magnitude) {
+                guarded.push(i);
+            }
+            finish_row(row, log, self.c0, out);
+        }
+        guarded
+    }
+
+    /// Applies the guard; true where it acted.
+    fn guard_row(&self, row: &mut [T], magnitude: T) -> bool {
+        if self.form == Form::Squared {
+            return false;
+        }
+        let den = row.len() - 1;
+        let share = match self.guard {
+            Guard::Strict => 1e-3,
+            Guard::Clamp(share) | Guard::Zero(share) | Guard::Exact(share, _) => share,
+        };
+        let floor = T::from_f64(share) * magnitude;
+        if row[den] > floor || row[den].is_nan() || magnitude == T::ZERO {
+            return false;
+        }
+        match self.guard {
+            Guard::Strict => {}
+            Guard::Clamp(_) => row[den] = floor,
+            Guard::Zero(_) | Guard::Exact(..) => row.fill(T::ZERO),
+        }
+        true
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn near_exact(
+        &self,
+        kernel: PowerKernel,
+        q: MatRef<'_, T>,
+        tile: KeyTile<'_, T>,
+        seen: &dyn Fn(usize) -> usize,
+        sums: &mut [T],
+        logs: &mut [f64],
+        cx: Context<'_>,
+    ) {
+        let (rows, width) = (q.rows(), tile.augmented.cols());
+        let mut acc = cx.scratch.take_zeroed::<T>(rows * width);
+        let mut top = cx.scratch.take_zeroed::<T>(rows);
+        kernel.add_tile(q, tile, |i| 0..seen(i), &mut acc, &mut top, cx);
+        for (i, (acc, sums)) in acc.chunks_exact(width).zip(sums.chunks_exact_mut(width + 1)).enumerate() {
+            sums[..width].copy_from_slice(acc);
+            sums[width] = acc[width - 1];
+            logs[i] = kernel.log_scale(acc, top[i]);
+        }
+    }
+
+    /// The sketched kernel inside a block. The scale of a row is the largest among the keys it sees.
+    #[allow(clippy::too_many_arguments)]
+    fn near_sketched(
+        &self,
+        short: &[T],
+        near: Near<'_, T>,
+        seen: &dyn Fn(usize) -> usize,
+        sums: &mut [T],
+        logs: &mut [f64],
+        own_logs: &[f64],
+        cx: Context<'_>,
+    ) {
+        let Near { tile, short: keys, logs: key_logs } = near;
+        let (rows, r, n, width) = (logs.len(), self.map.width(), tile.k.rows(), tile.augmented.cols());
+        let mut weights = cx.scratch.take::<T>(rows * n);
+        let mut factors = cx.scratch.take::<T>(n);
+        let isa = cx.schedule.isa;
+        let (short, keys) = (MatRef::new(short, rows, r), MatRef::new(&keys[..n * r], n, r));
+        gemm(isa, T::ONE, Op::N(short), Op::T(keys), T::ZERO, &mut weights, n, cx.scratch);
+        let signed = self.form == Form::Direct;
+        let mut bounds = cx.scratch.take::<T>(if signed { rows * n } else { 0 });
+        if signed {
+            let mut positive = cx.scratch.take::<T>((rows + n) * r);
+            let entries = short.data()[..rows * r].iter().chain(&keys.data()[..n * r]);
+            positive.iter_mut().zip(entries).for_each(|(p, x)| *p = x.abs());
+            let (short, keys) = positive.split_at(rows * r);
+            let (short, keys) = (MatRef::new(short, rows, r), MatRef::new(keys, n, r));
+            gemm(isa, T::ONE, Op::N(short), Op::T(keys), T::ZERO, &mut bounds, n, cx.scratch);
+        }
+        for (i, row) in weights.chunks_exact_mut(n).enumerate() {
+            let seen = seen(i);
+            row[seen..].fill(T::ZERO);
+            let row = &mut row[..seen];
+            let log = key_logs[..seen].iter().fold(f64::NEG_INFINITY, |m, &l| m.max(l));
+            if log == f64::NEG_INFINITY {
+                // No key, or none but NaN.
+                logs[i] = if seen > 0 { 0.0 } else { log };
+                continue;
+            }
+            logs[i] = log + own_logs[i];
+            let factors = &mut factors[..seen];
+            factors.iter_mut().zip(key_logs.iter()).for_each(|(f, l)| *f = T::from_f64(l - log));
+            exp_in_place(factors);
+            match self.form {
+                Form::Squared => row.iter_mut().zip(factors.iter()).for_each(|(x, &f)| *x = *x * *x * f),
+                Form::Direct => row.iter_mut().zip(factors.iter()).for_each(|(x, &f)| *x *= f),
+            }
+            if signed {
+                sums[i * (width + 1) + width] = kernels::dot(&bounds[i * n..i * n + seen], factors);
+            }
+        }
+        let weights = MatRef::new(&weights, rows, n);
+        gemm(isa, T::ONE, Op::N(weights), Op::N(tile.augmented), T::ONE, sums, width + 1, cx.scratch);
+        if !tile.spoiled.is_empty() {
+            for (i, sums) in sums.chunks_exact_mut(width + 1).enumerate() {
+                for &j in tile.spoiled.iter().filter(|j| **j < seen(i)) {
+                    axpy(weights.at(i, j), tile.v.row(j), &mut sums[..width - 1]);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! Sums over keys: $S = \sum_j e^{e_j - e} \varphi(b_j) [v_j, 1, \ast]^\top$ with $e = \max_j e_j$ beside it.
+//!
+//! The starred column is $\sum_j e^{e_j - e} |\varphi(b_j)|$, what sums of either sign are compared with; squares leave it
+//! zero. Two states add after both were brought to the larger scale.
+
+use super::{Form, ROWS, SketchAttention};
+use crate::workspace::Context;
+use crate::{MatRef, Real};
+use attlas_num::kernels::{self, Op, axpy, gemm};
+
+/// A state: `features × (d_v + 2)` sums, the last column that of absolute features, and their scale.
+#[derive(Debug)]
+pub(super) struct State<'a, T> {
+    pub(super) sums: &'a mut [T],
+    pub(super) log: f64,
+}
+
+impl<T: Real> SketchAttention<'_, T> {
+    /// Adds keys to a state.
+    pub(super) fn absorb(
+        &self,
+        k: MatRef<'_, T>,
+        v: MatRef<'_, T>,
+        state: &mut State<'_, T>,
+        cx: Context<'_>,
+    ) {
+        let (r, m, d_v) = (self.map.width(), self.features(), v.cols());
+        let cols = d_v + 2;
+        let scratch = cx.scratch;
+        let rows = ROWS.min(k.rows());
+        let mut short = scratch.take::<T>(rows * r);
+        let mut wide = scratch.take::<T>(rows * m);
+        let mut values = scratch.take::<T>(rows * (d_v + 1));
+        let mut logs = scratch.take::<f64>(rows);
+        let mut start = 0;
+        while start < k.rows() {
+            let n = rows.min(k.rows() - start);
+            let (k, v) = (k.sub_rows(start..start + n), v.sub_rows(start..start + n));
+            let (short, wide, logs) = (&mut short[..n * r], &mut wide[..n * m], &mut logs[..n]);
+            self.map.sketch_into(k, cx, short, logs);
+            let log = logs.iter().fold(state.log, |m, &l| m.max(l));
+            if log > state.log && state.log > f64::NEG_INFINITY {
+                kernels::scale(T::from_f64((state.log - log).exp()), state.sums);
+            }
+            state.log = log;
+            for ((short, wide), own) in
+                short.chunks_exact_mut(r).zip(wide.chunks_exact_mut(m)).zip(logs.iter())
+            {
+                self.form.scale_row(short, own - log);
+                self.form.expand(short, wide);
+            }
+            for (row, out) in v.iter_rows().zip(values.chunks_exact_mut(d_v + 1)) {
+                out[..d_v].copy_from_slice(row);
+                out[d_v] = T::ONE;
+            }
+            let (features, values) =
+                (MatRef::new(wide, n, m), MatRef::new(&values[..n * (d_v + 1)], n, d_v + 1));
+            let isa = cx.schedule.isa;
+            gemm(isa, T::ONE, Op::T(features), Op::N(values), T::ONE, state.sums, cols, scratch);
+            if self.form == Form::Direct {
+                for row in features.iter_rows() {
+                    for (sums, x) in state.sums.chunks_exact_mut(cols).zip(row) {
+                        sums[cols - 1] += x.abs();
+                    }
+                }
+            }
+            start += n;
+        }
+    }
+
+    /// `into ← into + from`.
+    pub(super) fn combine(into: &mut State<'_, T>, from: &[T], log: f64) {
+        if log == f64::NEG_INFINITY {
+            return;
+        }
+        let top = into.log.max(log);
+        if into.log > f64::NEG_INFINITY && top > into.log {
+            kernels::scale(T::from_f64((into.log - top).exp()), into.sums);
+        }
+        axpy(T::from_f64((log - top).exp()), from, into.sums);
+        into.log = top;
+    }
+}
+
+/// Adds one row of sums to another, each with its logarithmic scale.
+pub(super) fn merge_rows<T: Real>(row: &mut [T], log: &mut f64, other: &[T], other_log: f64) {
+    if other_log == f64::NEG_INFINITY {
+        return;
+    }
+    let top = log.max(other_log);
+    if *log > f64::NEG_INFINITY {
+        kernels::scale(T::from_f64((*log - top).exp()), row);
+    } else {
+        row.fill(T::ZERO);
+    }
+    axpy(T::from_f64((other_log - top).exp()), other, row);
+    *log = top;
+}

@@ -1,0 +1,134 @@
+//! Token by token: a state of all complete blocks, and the keys of the current one as they are.
+//!
+//! A block enters the state when the next one begins, not before: until then its rows see it as their own, as they do
+//! in a whole group.
+
+use super::power::{KeyTile, PowerKernel, augment_into};
+use super::rows::Near;
+use super::state::State;
+use super::{Form, Guard, HalfSketch, Prepare, SketchAttention};
+use crate::group::GroupStream;
+use crate::workspace::Context;
+use crate::{MatRef, Real, Result, RunInfo};
+
+/// Decoding with a state: keys of the current block are kept as they are and folded into the state when the
+/// next block begins.
+#[derive(Debug)]
+pub struct SketchStream<T: Real, M> {
+    map: M,
+    manner: Manner,
+    d: usize,
+    d_v: usize,
+    sums: Vec<T>,
+    log: f64,
+    k: Vec<T>,
+    v: Vec<T>,
+    /// All keys and values, where rows may have to be computed again.
+    kept: [Vec<T>; 2],
+}
+
+/// All of a [`SketchAttention`] but its map, which the stream owns.
+#[derive(Clone, Copy, Debug)]
+struct Manner {
+    form: Form,
+    near: Option<PowerKernel>,
+    c0: f64,
+    block: usize,
+    prepare: Prepare,
+    guard: Guard,
+}
+
+impl Manner {
+    fn with<'a, T: Real>(&self, map: &'a dyn HalfSketch<T>) -> SketchAttention<'a, T> {
+        let Self { form, near, c0, block, prepare, guard } = *self;
+        SketchAttention { map, form, near, c0, block, prepare, guard }
+    }
+}
+
+impl<T: Real, M: HalfSketch<T> + 'static> SketchStream<T, M> {
+    /// An empty stream of the attention that `like` does, with a map of its own.
+    pub fn new(like: &SketchAttention<'_, T>, map: M, d: usize, d_v: usize) -> Self {
+        let sums = vec![T::ZERO; like.state_len(d_v)];
+        let SketchAttention { form, near, c0, block, prepare, guard, .. } = *like;
+        let manner = Manner { form, near, c0, block, prepare, guard };
+        let (log, [k, v], kept) = (f64::NEG_INFINITY, [Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
+        Self { map, manner, d, d_v, sums, log, k, v, kept }
+    }
+
+    /// Folds the current block into the state.
+    fn close_block(&mut self, cx: Context<'_>) {
+        let n = self.manner.block;
+        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        let mut state = State { sums: &mut self.sums, log: self.log };
+        self.manner.with(&self.map).absorb(k, v, &mut state, cx);
+        self.log = state.log;
+        self.k.clear();
+        self.v.clear();
+    }
+}
+
+impl<T: Real, M: HalfSketch<T> + 'static> GroupStream<T> for SketchStream<T, M> {
+    fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Result<()> {
+        let Manner { block, prepare, guard, .. } = self.manner;
+        for (k, v) in k.iter_rows().zip(v.iter_rows()) {
+            if self.v.len() == block * self.d_v {
+                self.close_block(cx);
+            }
+            let start = self.k.len();
+            self.k.resize(start + self.d, T::ZERO);
+            prepare.apply_into(MatRef::new(k, 1, self.d), &mut self.k[start..]);
+            self.v.extend_from_slice(v);
+            if guard.kernel().is_some() {
+                self.kept[0].extend_from_slice(&self.k[start..]);
+                self.kept[1].extend_from_slice(v);
+            }
+        }
+        Ok(())
+    }
+
+    fn attend(
+        &mut self,
+        q: MatRef<'_, T>,
+        _: T,
+        out: &mut [T],
+        lse: &mut [T],
+        cx: Context<'_>,
+    ) -> Result<RunInfo> {
+        lse.fill(T::NEG_INFINITY);
+        let n = self.v.len() / self.d_v;
+        if n == 0 {
+            out.fill(T::ZERO);
+            return Ok(RunInfo { empty_rows: lse.len() as u64, ..RunInfo::default() });
+        }
+        let like = self.manner.with(&self.map);
+        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        let mut augmented = cx.scratch.take::<T>(n * (self.d_v + 1));
+        let spoiled = augment_into(v, &mut augmented);
+        let tile = KeyTile { k, v, augmented: MatRef::new(&augmented, n, self.d_v + 1), spoiled: &spoiled };
+        let sketched = if like.near.is_none() { n } else { 0 };
+        let mut short = cx.scratch.take::<T>(sketched * like.map.width());
+        let mut logs = cx.scratch.take::<f64>(sketched);
+        if sketched > 0 {
+            like.map.sketch_into(k, cx, &mut short, &mut logs);
+        }
+        let near = Near { tile, short: &short, logs: &logs };
+        let state = State { sums: &mut self.sums, log: self.log };
+        let guarded = like.attend(q, &state, Some((near, &|_| n)), out, cx);
+        if let Some(kernel) = like.guard.kernel() {
+            let all = self.kept[1].len() / self.d_v;
+            let k = MatRef::new(&self.kept[0], all, self.d);
+            let v = MatRef::new(&self.kept[1], all, self.d_v);
+            for &i in &guarded {
+                let row = like.exact_row(kernel, q.sub_rows(i..i + 1), k, v, cx);
+                out[i * self.d_v..(i + 1) * self.d_v].copy_from_slice(&row);
+            }
+        }
+        let visited = (q.rows() * (like.features() + n)) as u64;
+        Ok(RunInfo { keys_visited: visited, fallback_rows: guarded.len() as u64, ..RunInfo::default() })
+    }
+
+    fn state_bytes(&self) -> usize {
+        let kept: usize = self.kept.iter().map(Vec::len).sum();
+        (self.sums.len() + self.k.len() + self.v.len() + kept) * size_of::<T>()
+    }
+}

@@ -1,0 +1,116 @@
+//! Rows do not feel later tokens, and decoding gives the rows of the causal plan.
+
+use super::Subject;
+use crate::method::{Law, Plan};
+use crate::testkit::{Case, Ran, assert_rows_close, assert_same_bits, run_with};
+use crate::{DType, Error, Inputs, Mask, Out, Problem, Qkv, Real, TensorMut, TensorRef, Workspace};
+
+impl Subject {
+    /// Changing token `t` in any way, even to NaN, leaves every row before it bit-identical.
+    pub(super) fn check_causality(&self) {
+        if !self.masks().contains(&Mask::Causal) {
+            let claimed = self.method.claims.causal;
+            let base = self.options.is_empty();
+            assert!(!claimed || !base, "{} claims a causal form and refuses it by default", self.method.id);
+            return;
+        }
+        for (n_q, n_k) in [(97, 97), (50, 97)] {
+            let p = Problem::new(2, 1, 16).with_lens(n_q, n_k).with_kv_heads(1).causal();
+            for single in [false, true] {
+                let case = Case::gaussian(p, 11);
+                let case = if single { case.cast_f32() } else { case };
+                let Some(first) = self.run(&case) else { continue };
+                for t in [0, 48, 49, 64, 80, 96] {
+                    for change in [-3.0, 1e3, f64::NAN, f64::INFINITY] {
+                        self.check_leak(&case, &first, t, change);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Rows that do not see key `t` keep their bits when the token is multiplied by `change`.
+    fn check_leak(&self, case: &Case, first: &Ran, t: usize, change: f64) {
+        let p = &case.problem;
+        let mut changed = case.clone();
+        changed.k[t * p.d..(t + 1) * p.d].iter_mut().for_each(|x| *x *= change);
+        changed.v[t * p.d_v..(t + 1) * p.d_v].iter_mut().for_each(|x| *x *= change);
+        let query = (t + p.n_q).checked_sub(p.n_k);
+        if let Some(i) = query {
+            for h in 0..p.n_heads {
+                let start = (h * p.n_q + i) * p.d;
+                changed.q[start..start + p.d].iter_mut().for_each(|x| *x *= change);
+            }
+        }
+        let Some(plan) = self.plan_for(&changed, &self.options) else { return };
+        let Ok(ran) = run_with(&*plan, &changed, self.how()) else {
+            assert!(!change.is_finite(), "{}", self.name("fails on a finite change", p));
+            return;
+        };
+        let blind = query.unwrap_or(0);
+        for h in 0..p.n_heads {
+            let rows = h * p.n_q * p.d_v..(h * p.n_q + blind) * p.d_v;
+            let what = self.name(&format!("row before token {t} feels it multiplied by {change}"), p);
+            assert_same_bits(&ran.o[rows.clone()], &first.o[rows], &what);
+        }
+    }
+
+    /// Decoding gives the rows of the causal plan.
+    pub(super) fn check_decoding(&self) {
+        let p = Problem { d_v: 6, ..Problem::new(4, 97, 8).with_kv_heads(2).causal() };
+        let case = Case::gaussian(p, 12);
+        if !(self.method.supports)(&p, &self.options).is_yes() {
+            return;
+        }
+        let Some(plan) = self.plan_for(&case, &self.options) else { return };
+        if !self.method.claims.decode {
+            assert!(plan.stream(DType::F64).is_none(), "{}", self.name("streams without claiming it", &p));
+            return;
+        }
+        let want = self.run_plan(&*plan, &case, self.how());
+        self.check_stream::<f64>(&*plan, &case, &want, 1e-10);
+        self.check_stream::<f32>(&*plan, &case, &want, 2e-3);
+    }
+
+    fn check_stream<T: Real>(&self, plan: &dyn Plan, case: &Case, want: &Ran, tolerance: f64)
+    where
+        for<'a> Qkv<'a, T>: Into<Inputs<'a>>,
+        for<'a> Out<'a, T>: Into<crate::Output<'a>>,
+    {
+        let p = case.problem;
+        let name = self.name("stream", &p);
+        let fail = |e: Error| -> ! { panic!("{name}: {e}") };
+        let Some(mut stream) = plan.stream(T::DTYPE) else { panic!("{name}: claimed but not offered") };
+        let mut ws = Workspace::single().unwrap_or_else(|e| fail(e));
+        let load = |x: &[f64]| x.iter().map(|&x| T::from_f64(x)).collect::<Vec<T>>();
+        let (q, k, v) = (load(&case.q), load(&case.k), load(&case.v));
+        let q = TensorRef::bhnd(&q, [1, p.n_heads, p.n_q, p.d]).unwrap_or_else(|e| fail(e));
+        let k = TensorRef::bhnd(&k, [1, p.n_kv_heads, p.n_k, p.d]).unwrap_or_else(|e| fail(e));
+        let v = TensorRef::bhnd(&v, [1, p.n_kv_heads, p.n_k, p.d_v]).unwrap_or_else(|e| fail(e));
+        // A prompt at once, then one token at a time.
+        let prompt = 33;
+        let mut done = 0;
+        while done < p.n_q {
+            let next = if done == 0 { prompt } else { done + 1 };
+            let x = Qkv::new(q.rows(next - 1..next), k.rows(done..next), v.rows(done..next));
+            stream.push(&x.into(), &mut ws).unwrap_or_else(|e| fail(e));
+            let mut o = vec![T::NAN; p.n_heads * p.d_v];
+            let out = Out::new(TensorMut::bhnd(&mut o, [1, p.n_heads, 1, p.d_v]).unwrap_or_else(|e| fail(e)));
+            stream.attend(&x.into(), &mut out.into(), &mut ws).unwrap_or_else(|e| fail(e));
+            assert_eq!(stream.len(), next, "{name}");
+            let got: Vec<f64> = o.into_iter().map(Real::to_f64).collect();
+            assert!(got.iter().all(|x| x.is_finite()), "{name}: not finite after {next} tokens");
+            if self.method.keeps_with(&self.options, Law::DecodeIsPrefill) {
+                let row = |h: usize| &want.o[(h * p.n_q + next - 1) * p.d_v..][..p.d_v];
+                let want: Vec<f64> = (0..p.n_heads).flat_map(row).copied().collect();
+                assert_rows_close(&got, &want, tolerance, &format!("{name} after {next} tokens"));
+            }
+            done = next;
+        }
+        assert!(stream.state_bytes() > 0, "{name}: holds nothing");
+        if let Some(&each) = want.info.figures.get("decode_bytes") {
+            let (held, stated) = (stream.state_bytes() as f64, each * p.n_kv_heads as f64);
+            assert!(held <= stated, "{name}: holds {held} bytes, stated {stated}");
+        }
+    }
+}
