@@ -11,11 +11,17 @@
 use super::{directions, project_tiles, squared_norm};
 use crate::rng::StreamKey;
 use crate::{Mat, MatRef, Real};
+use rayon::prelude::*;
 
 /// Largest Euclidean norm of a row; 0 without rows. Rows holding NaN are passed over.
 pub fn max_norm<T: Real>(x: MatRef<'_, T>) -> f64 {
-    x.iter_rows().map(squared_norm).fold(0.0, f64::max).sqrt()
+    // The largest of numbers does not depend on the order in which they are compared.
+    let rows = (0..x.rows()).into_par_iter().with_min_len(TASK_ROWS);
+    rows.map(|i| squared_norm(x.row(i))).reduce(|| 0.0, f64::max).sqrt()
 }
+
+/// Fewest rows that one task looks at.
+const TASK_ROWS: usize = 1024;
 
 /// The pair of lifts for sets with given largest norms.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -106,16 +106,37 @@ impl<T: Real> Lsh<T> for CrossPolytope<T> {
 
 /// Index of the largest of `[y, −y]`, the first one among equals.
 fn nearest_vertex<T: Real>(y: &[T]) -> usize {
-    let (mut high, mut low) = ((T::NEG_INFINITY, 0), (T::NEG_INFINITY, 0));
-    for (j, &v) in y.iter().enumerate() {
-        if v > high.0 {
-            high = (v, j);
-        }
-        if -v > low.0 {
-            low = (-v, j);
+    let (high, low) = (first_largest(y, T::ONE), first_largest(y, -T::ONE));
+    if low.0 > high.0 { y.len() + low.1 } else { high.1 }
+}
+
+/// The largest `sign · y[j]` and the first place where it stands; −∞ and 0 where nothing compares.
+fn first_largest<T: Real>(y: &[T], sign: T) -> (T, usize) {
+    // Lane by lane, so that the compiler can keep the running largest and its place in vector registers.
+    const LANES: usize = 8;
+    let (chunks, rest) = y.as_chunks::<LANES>();
+    let (mut largest, mut place) = ([T::NEG_INFINITY; LANES], [0u32; LANES]);
+    for (t, y) in (0u32..).zip(chunks) {
+        for l in 0..LANES {
+            let value = sign * y[l];
+            let better = value > largest[l];
+            largest[l] = if better { value } else { largest[l] };
+            place[l] = if better { t } else { place[l] };
         }
     }
-    if low.0 > high.0 { y.len() + low.1 } else { high.1 }
+    let mut best = (T::NEG_INFINITY, 0);
+    for l in 0..LANES {
+        let at = place[l] as usize * LANES + l;
+        if largest[l] > best.0 || largest[l] == best.0 && at < best.1 {
+            best = (largest[l], at);
+        }
+    }
+    for (at, &y) in (chunks.len() * LANES..).zip(rest) {
+        if sign * y > best.0 {
+            best = (sign * y, at);
+        }
+    }
+    best
 }
 
 #[cfg(test)]
@@ -160,6 +181,20 @@ mod tests {
         let pair = pair_at_angle(5, 0.6, 1.0);
         let hits = (0..20_000).filter(|&r| hash.codes(pair.as_ref(), r).windows(2).all(|c| c[0] == c[1]));
         assert_frequency(hits.count(), 20_000, (1.0 - 0.6 / PI).powi(3));
+    }
+
+    #[test]
+    fn the_nearest_vertex_is_the_first_largest_of_both_signs() {
+        for n in 1..40 {
+            let x = gaussian::<f64>(n as u64, 2, n);
+            // Coarse values stand in several places.
+            let coarse: Vec<f64> = x.row(1).iter().map(|v| (2.0 * v).round()).collect();
+            for y in [x.row(0), &coarse, &vec![0.0; n], &vec![f64::NAN; n]] {
+                let both: Vec<f64> = y.iter().copied().chain(y.iter().map(|v| -v)).collect();
+                let first = |best: usize, j: usize| if both[j] > both[best] { j } else { best };
+                assert_eq!(nearest_vertex(y), (0..2 * n).fold(0, first), "{y:?}");
+            }
+        }
     }
 
     #[test]

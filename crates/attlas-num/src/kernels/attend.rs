@@ -113,6 +113,48 @@ impl<T: Real> Attend<'_, T> {
     }
 }
 
+/// Attention of a few rows to some keys, named in the order in which they are to be read: decoding over the best keys of
+/// a cache. Keys and values are read where they lie, the memory of later ones asked for meanwhile.
+///
+/// The rules of [`Attend`] hold for the rows named; the bits of a row depend on its query, on the named keys, values and
+/// biases, on their order and on `isa`. The memory is that of [`Attend`], in the scalar definition one element for each
+/// named key.
+#[derive(Clone, Copy, Debug)]
+pub struct AttendChosen<'a, T> {
+    /// Queries, one per row; columns `d`.
+    pub q: MatRef<'a, T>,
+    /// Keys, `n_k × d`.
+    pub k: MatRef<'a, T>,
+    /// Values, `n_k × d_v`.
+    pub v: MatRef<'a, T>,
+    /// The rows of `k` and `v` that are attended to.
+    pub chosen: &'a [u32],
+    /// Factor of the dot products.
+    pub scale: T,
+    /// Per chosen key, added to its logit; −∞ hides the key.
+    pub bias: Option<&'a [T]>,
+    /// Instruction set; one that the machine lacks is replaced by [`Isa::Scalar`].
+    pub isa: Isa,
+}
+
+impl<T: Real> AttendChosen<'_, T> {
+    /// Computes `out` (`rows × d_v`, contiguous) and `lse` (`rows`, natural logarithm), on this thread.
+    ///
+    /// # Panics
+    ///
+    /// If the shapes do not fit together, or a chosen key does not exist.
+    pub fn run(&self, scratch: &Scratch, out: &mut [T], lse: &mut [T]) {
+        let rows = self.q.rows();
+        assert_eq!(self.q.cols(), self.k.cols(), "queries and keys of different width");
+        assert_eq!(self.v.rows(), self.k.rows(), "as many values as keys");
+        assert_eq!(out.len(), rows * self.v.cols(), "one output row per query");
+        assert_eq!(lse.len(), rows, "one log-sum-exp per query");
+        assert!(self.bias.is_none_or(|b| b.len() == self.chosen.len()), "one bias per chosen key");
+        assert!(self.chosen.iter().all(|&j| (j as usize) < self.k.rows()), "a chosen key does not exist");
+        T::attend_chosen_on(self, scratch, out, lse);
+    }
+}
+
 /// Merges a second partial attention over other keys into the first: outputs `o` and `o2` with
 /// log-sum-exps `lse` and `lse2`. Merging with an empty part (`lse2 = −∞`) changes nothing.
 ///

@@ -1,12 +1,12 @@
 //! Attention of a few rows that all see the same keys, as in decoding: the query heads of a group over one
-//! cache. Every key and value is read once, where it lies, and used for all rows; the time is that of
-//! reading memory.
+//! cache, or over some keys of it named by a list. Every key and value is read once, where it lies, and used for
+//! all rows; the time is that of reading memory.
 //!
 //! Dot products run along the columns, lane by lane, and their lanes are added last; otherwise the steps are
 //! those of the tiled kernel. What a row gets does not depend on the other rows of the call.
 
 use super::Precision;
-use super::attend::Job;
+use super::attend::{AttendChosen, Job};
 use super::simd::{Exponential, Kernel, Simd};
 use crate::mat::{DType, MatRef, Real};
 use crate::scratch::Scratch;
@@ -20,7 +20,9 @@ const CHUNK: usize = 256;
 /// nearly in order.
 const RUN: usize = 16;
 /// How far ahead of the reading memory is asked for. The hardware's own prefetching stops at every page.
-const AHEAD_BYTES: usize = 8192;
+pub(super) const AHEAD_BYTES: usize = 8192;
+/// Fewest and most rows of a list that this is: rows may be wide or narrow.
+const AHEAD_ROWS: (usize, usize) = (4, 64);
 /// Rows and registers of columns of a block of outputs.
 const BLOCK: usize = 4;
 
@@ -28,6 +30,58 @@ const BLOCK: usize = 4;
 pub(super) fn applies<T: Real>(job: &Job<'_, T>) -> bool {
     let (rows, n_k) = (job.q.rows(), job.k.rows());
     job.decode && rows > 0 && rows <= ROWS_MAX && job.band.range(0, n_k) == job.band.range(rows - 1, n_k)
+}
+
+/// The keys of a call in the order of its biases: which row each is, and what to ask for while it is read.
+trait Places: Copy {
+    /// Row of the key at `place`.
+    fn row(self, place: usize) -> usize;
+    /// Where the memory starts that is wanted some time after the key at `place` of `x`.
+    fn ahead<T: Real>(self, x: MatRef<'_, T>, place: usize) -> *const T;
+}
+
+/// Key `j` is row `j`.
+#[derive(Clone, Copy)]
+struct InOrder;
+
+impl Places for InOrder {
+    #[inline(always)]
+    fn row(self, place: usize) -> usize {
+        place
+    }
+    #[inline(always)]
+    fn ahead<T: Real>(self, x: MatRef<'_, T>, place: usize) -> *const T {
+        x.row(place).as_ptr().wrapping_add(AHEAD_BYTES / size_of::<T>())
+    }
+}
+
+/// Keys named one by one.
+#[derive(Clone, Copy)]
+struct Listed<'a>(&'a [u32]);
+
+impl Places for Listed<'_> {
+    #[inline(always)]
+    fn row(self, place: usize) -> usize {
+        self.0[place] as usize
+    }
+    #[inline(always)]
+    fn ahead<T: Real>(self, x: MatRef<'_, T>, place: usize) -> *const T {
+        let (least, most) = AHEAD_ROWS;
+        let rows = (AHEAD_BYTES / (x.cols() * size_of::<T>()).max(1)).clamp(least, most);
+        x.row(self.row((place + rows).min(self.0.len() - 1))).as_ptr()
+    }
+}
+
+/// What is computed, wherever the keys are.
+#[derive(Clone, Copy)]
+struct Few<'a, T> {
+    q: MatRef<'a, T>,
+    k: MatRef<'a, T>,
+    v: MatRef<'a, T>,
+    scale: T,
+    /// By place.
+    bias: Option<&'a [T]>,
+    rounded: bool,
 }
 
 #[inline(always)]
@@ -38,10 +92,43 @@ pub(super) fn attend<S: Simd>(
     out: &mut [S::T],
     lse: &mut [S::T],
 ) {
-    let (rows, d, d_v) = (job.q.rows(), job.q.cols(), job.v.cols());
     let rounded = job.precision == Precision::Bf16 && S::T::DTYPE == DType::F32;
+    let few = Few { q: job.q, k: job.k, v: job.v, scale: job.scale, bias: job.bias, rounded };
+    attend_few(s, few, InOrder, job.band.range(0, job.k.rows()), scratch, out, lse);
+}
+
+#[inline(always)]
+pub(super) fn attend_chosen<S: Simd>(
+    s: S,
+    job: &AttendChosen<'_, S::T>,
+    scratch: &Scratch,
+    out: &mut [S::T],
+    lse: &mut [S::T],
+) {
+    let (rows, d_v) = (job.q.rows(), job.v.cols());
+    for first in (0..rows).step_by(ROWS_MAX) {
+        let some = first..(first + ROWS_MAX).min(rows);
+        let q = job.q.sub_rows(some.clone());
+        let few = Few { q, k: job.k, v: job.v, scale: job.scale, bias: job.bias, rounded: false };
+        let out = &mut out[some.start * d_v..some.end * d_v];
+        attend_few(s, few, Listed(job.chosen), 0..job.chosen.len(), scratch, out, &mut lse[some]);
+    }
+}
+
+/// Attention of at most `ROWS_MAX` rows to the keys at the places `seen`.
+#[inline(always)]
+fn attend_few<S: Simd, P: Places>(
+    s: S,
+    job: Few<'_, S::T>,
+    places: P,
+    seen: Range<usize>,
+    scratch: &Scratch,
+    out: &mut [S::T],
+    lse: &mut [S::T],
+) {
+    let (rows, d, d_v) = (job.q.rows(), job.q.cols(), job.v.cols());
+    let rounded = job.rounded;
     let factor = S::T::from_f64(job.scale.to_f64() * std::f64::consts::LOG2_E);
-    let seen = job.band.range(0, job.k.rows());
 
     // Queries are padded with zeros to whole registers and to whole blocks of rows.
     let (stride, out_stride) = (d.next_multiple_of(S::LANES), d_v.next_multiple_of(S::LANES));
@@ -70,14 +157,15 @@ pub(super) fn attend<S: Simd>(
                 queries: &queries[row * stride..],
                 stride,
                 k: job.k,
+                places,
                 keys: keys.clone(),
                 logits: &mut logits[row * CHUNK..],
                 rounded,
             };
             match rows - row {
-                1 => s.call(Rows::<_, 1, 16>(scores)),
-                2 => s.call(Rows::<_, 2, 8>(scores)),
-                _ => s.call(Rows::<_, 4, 4>(scores)),
+                1 => s.call(Rows::<_, _, 1, 16>(scores)),
+                2 => s.call(Rows::<_, _, 2, 8>(scores)),
+                _ => s.call(Rows::<_, _, 4, 4>(scores)),
             }
             row += BLOCK;
         }
@@ -95,6 +183,7 @@ pub(super) fn attend<S: Simd>(
             s.call(Values {
                 weights: &logits[row * CHUNK..],
                 v: job.v,
+                places,
                 keys: keys.clone(),
                 bias: job.bias,
                 acc: &mut acc[row * out_stride..],
@@ -118,10 +207,11 @@ pub(super) fn attend<S: Simd>(
 }
 
 /// Logits of a block of rows and the keys of a chunk.
-struct Scores<'t, T> {
+struct Scores<'t, T, P> {
     queries: &'t [T],
     stride: usize,
     k: MatRef<'t, T>,
+    places: P,
     keys: Range<usize>,
     /// Rows `CHUNK` apart.
     logits: &'t mut [T],
@@ -129,13 +219,12 @@ struct Scores<'t, T> {
 }
 
 /// [`Scores`] for `R` rows, `K` keys at a time; `R · K = 16`.
-struct Rows<'t, T, const R: usize, const K: usize>(Scores<'t, T>);
+struct Rows<'t, T, P, const R: usize, const K: usize>(Scores<'t, T, P>);
 
-impl<S: Simd, const R: usize, const K: usize> Kernel<S> for Rows<'_, S::T, R, K> {
+impl<S: Simd, P: Places, const R: usize, const K: usize> Kernel<S> for Rows<'_, S::T, P, R, K> {
     #[inline(always)]
     fn run(self, s: S) {
-        let Scores { queries, stride, k, keys, logits, rounded } = self.0;
-        let ahead = AHEAD_BYTES / size_of::<S::T>();
+        let Scores { queries, stride, k, places, keys, logits, rounded } = self.0;
         let d = k.cols();
         assert!(queries.len() >= R * stride && stride >= d && logits.len() >= (R - 1) * CHUNK + keys.len());
         for j in keys.clone().step_by(K) {
@@ -143,13 +232,14 @@ impl<S: Simd, const R: usize, const K: usize> Kernel<S> for Rows<'_, S::T, R, K>
             let mut acc = [s.splat(S::T::ZERO); 16];
             for n in 0..K {
                 // A missing key repeats the last one; its logits are not written.
-                let row = k.row(j + n.min(count - 1));
+                let place = j + n.min(count - 1);
+                let (row, ahead) = (k.row(places.row(place)), places.ahead(k, place));
                 for at in (0..d).step_by(S::LANES) {
                     let part = (d - at).min(S::LANES);
                     // SAFETY: key and query rows hold `at + part` elements, query rows a whole register.
                     unsafe {
                         let p = row.as_ptr().add(at);
-                        s.prefetch(p.wrapping_add(ahead));
+                        s.prefetch(ahead.wrapping_add(at));
                         let mut x = if part == S::LANES { s.load(p) } else { s.load_part(p, part) };
                         if rounded {
                             x = s.round_bf16(x);
@@ -224,10 +314,11 @@ impl<S: Simd> Kernel<S> for Softmax<'_, S> {
 }
 
 /// Adds the weighted values of a chunk to a block of rows.
-struct Values<'t, T> {
+struct Values<'t, T, P> {
     /// Rows `CHUNK` apart.
     weights: &'t [T],
     v: MatRef<'t, T>,
+    places: P,
     keys: Range<usize>,
     bias: Option<&'t [T]>,
     acc: &'t mut [T],
@@ -235,7 +326,7 @@ struct Values<'t, T> {
     rounded: bool,
 }
 
-impl<S: Simd> Kernel<S> for Values<'_, S::T> {
+impl<S: Simd, P: Places> Kernel<S> for Values<'_, S::T, P> {
     #[inline(always)]
     fn run(mut self, s: S) {
         let d_v = self.v.cols();
@@ -258,11 +349,10 @@ impl<S: Simd> Kernel<S> for Values<'_, S::T> {
     }
 }
 
-impl<T: Real> Values<'_, T> {
+impl<T: Real, P: Places> Values<'_, T, P> {
     /// Keys `keys` of the chunk and `C` registers of columns from `col` on, the last with `part` elements.
     #[inline(always)]
     fn columns<S: Simd<T = T>, const C: usize>(&mut self, s: S, keys: Range<usize>, col: usize, part: usize) {
-        let ahead = AHEAD_BYTES / size_of::<T>();
         let acc = self.acc.as_mut_ptr();
         let mut block = [[s.splat(T::ZERO); C]; BLOCK];
         for r in 0..BLOCK {
@@ -276,13 +366,14 @@ impl<T: Real> Values<'_, T> {
             if self.bias.is_some_and(|b| b[j] == T::NEG_INFINITY) {
                 continue;
             }
-            let row = &self.v.row(j)[col..];
+            let row = &self.v.row(self.places.row(j))[col..];
+            let ahead = self.places.ahead(self.v, j).wrapping_add(col);
             let mut x = [s.splat(T::ZERO); C];
             for c in 0..C {
                 // SAFETY: the row goes on for `C − 1` whole registers and `part` elements.
                 unsafe {
                     let p = row.as_ptr().add(c * S::LANES);
-                    s.prefetch(p.wrapping_add(ahead));
+                    s.prefetch(ahead.wrapping_add(c * S::LANES));
                     x[c] = if part == S::LANES { s.load(p) } else { s.load_part(p, part) };
                 }
                 if self.rounded {

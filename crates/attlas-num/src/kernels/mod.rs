@@ -25,7 +25,7 @@ mod x86_avx2;
 #[cfg(target_arch = "x86_64")]
 mod x86_avx512;
 
-pub use attend::{Attend, Band, merge_lse};
+pub use attend::{Attend, AttendChosen, Band, merge_lse};
 pub use isa::{Isa, UnknownIsa};
 
 use crate::mat::{MatRef, Real};
@@ -81,13 +81,19 @@ impl<T: Copy> Op<MatRef<'_, T>> {
 mod dispatch {
     #[cfg(target_arch = "aarch64")]
     use super::aarch64_neon;
-    use super::{Isa, MatRef, Op, Scratch, attend::Job, scalar};
+    use super::{AttendChosen, Isa, MatRef, Op, Scratch, attend::Job, scalar};
     #[cfg(target_arch = "x86_64")]
     use super::{x86_avx2, x86_avx512};
 
     /// One entry per kernel, so that generic code finds the right instruction set for its element type.
     pub trait Kernels: Sized {
         fn attend_on(job: &Job<'_, Self>, scratch: &Scratch, out: &mut [Self], lse: &mut [Self]);
+        fn attend_chosen_on(
+            job: &AttendChosen<'_, Self>,
+            scratch: &Scratch,
+            out: &mut [Self],
+            lse: &mut [Self],
+        );
         #[allow(clippy::too_many_arguments)]
         fn gemm_on(
             isa: Isa,
@@ -138,6 +144,19 @@ mod dispatch {
                         $module,
                         attend(job, scratch, out, lse),
                         scalar::attend(job, scratch, out, lse)
+                    )
+                }
+                fn attend_chosen_on(
+                    job: &AttendChosen<'_, Self>,
+                    scratch: &Scratch,
+                    out: &mut [Self],
+                    lse: &mut [Self],
+                ) {
+                    choose!(
+                        job.isa,
+                        $module,
+                        attend_chosen(job, scratch, out, lse),
+                        scalar::attend_chosen(job, scratch, out, lse)
                     )
                 }
                 fn gemm_on(

@@ -1,7 +1,7 @@
 //! The readable definition of every kernel: plain Rust, one element at a time. The other instruction
 //! sets compute the same values up to rounding.
 
-use super::attend::Job;
+use super::attend::{AttendChosen, Job};
 use super::{Op, Precision};
 use crate::mat::{DType, MatRef, Real};
 use crate::scratch::Scratch;
@@ -116,6 +116,39 @@ pub(super) fn attend<T: Real>(job: &Job<'_, T>, scratch: &Scratch, out: &mut [T]
         *lse = if l == T::ZERO { T::NEG_INFINITY } else { m + l.ln() };
         if l != T::ZERO {
             acc.iter_mut().for_each(|o| *o /= l);
+        }
+    }
+}
+
+/// Softmax of the logits of the chosen keys, in two passes.
+pub(super) fn attend_chosen<T: Real>(
+    job: &AttendChosen<'_, T>,
+    scratch: &Scratch,
+    out: &mut [T],
+    lse: &mut [T],
+) {
+    let d_v = job.v.cols();
+    let mut weights = scratch.take::<T>(job.chosen.len());
+    let is_hidden = |n: usize| job.bias.is_some_and(|b| b[n] == T::NEG_INFINITY);
+    for (i, lse) in lse.iter_mut().enumerate() {
+        let acc = &mut out[i * d_v..(i + 1) * d_v];
+        acc.fill(T::ZERO);
+        for (n, (s, &j)) in weights.iter_mut().zip(job.chosen).enumerate() {
+            let bias = job.bias.map_or(T::ZERO, |b| b[n]);
+            let logit = job.scale * dot(job.q.row(i), job.k.row(j as usize)) + bias;
+            *s = if is_hidden(n) { bias } else { logit };
+        }
+        let m = max(&weights);
+        // Nothing to see, unless what is there is not a number.
+        let l = match m == T::NEG_INFINITY {
+            true => weights.iter().copied().filter(|s| s.is_nan()).sum::<T>() + T::ZERO,
+            false => exp_sum(&mut weights, m),
+        };
+        *lse = if l == T::ZERO { T::NEG_INFINITY } else { m + l.ln() };
+        if l != T::ZERO {
+            for (_, (&p, &j)) in weights.iter().zip(job.chosen).enumerate().filter(|(n, _)| !is_hidden(*n)) {
+                axpy(p / l, job.v.row(j as usize), acc);
+            }
         }
     }
 }

@@ -229,7 +229,7 @@ macro_rules! variant {
     ($name:ident, $t:ty, $token:expr, $rows:literal, $features:literal) => {
         pub(super) mod $name {
             use super::*;
-            use crate::kernels::{Op, attend::Job, decode, product, tiled, vector};
+            use crate::kernels::{AttendChosen, Op, attend::Job, decode, product, tiled, vector};
             use crate::mat::MatRef;
             use crate::scratch::Scratch;
 
@@ -241,6 +241,9 @@ macro_rules! variant {
                         tiled::attend::<_, $rows>(s, job, scratch, out, lse)
                     }
                 }
+                fn attend_chosen(
+                    job: &AttendChosen<'_, $t>, scratch: &Scratch, out: &mut [$t], lse: &mut [$t]
+                ) => |s| decode::attend_chosen(s, job, scratch, out, lse)
                 #[allow(clippy::too_many_arguments)]
                 fn gemm(
                     alpha: $t, a: Op<MatRef<'_, $t>>, b: Op<MatRef<'_, $t>>, beta: $t, c: &mut [$t],

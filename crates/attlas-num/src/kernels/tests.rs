@@ -624,6 +624,71 @@ fn rows_of_a_small_group_do_not_depend_on_each_other() {
 }
 
 #[test]
+fn chosen_keys_are_attended_as_if_they_lay_together() {
+    fn check<T: Real>() {
+        for (isa, rows) in Isa::available().into_iter().flat_map(|isa| [1, 3, 8, 11].map(|r| (isa, r))) {
+            for (count, with_bias) in [(0, false), (1, true), (15, false), (300, true), (300, false)] {
+                // Keys and values are parts of the same wider rows.
+                let (d, d_v, n_k) = (21, 35, 400);
+                let wide = normal::<T>(15, n_k, d + d_v);
+                let view = |from: usize, cols: usize| {
+                    MatRef::with_stride(&wide.data()[from..], n_k, cols, d + d_v).unwrap()
+                };
+                let (k, v) = (view(0, d), view(d, d_v));
+                let chosen: Vec<u32> = (0..count).map(|i| (i * 37 + 5) % 397).collect();
+                let mut case = Case::<T>::new(16, rows, 0, d, d_v);
+                let gather = |x: MatRef<'_, T>| {
+                    Mat::from_fn(chosen.len(), x.cols(), |i, j| x.at(chosen[i] as usize, j))
+                };
+                (case.k, case.v) = (gather(k), gather(v));
+                if with_bias {
+                    let bias = normal::<T>(17, 1, chosen.len());
+                    let hide = |(i, &b): (usize, &T)| if i % 7 == 3 { T::NEG_INFINITY } else { b };
+                    case.bias = Some(bias.data().iter().enumerate().map(hide).collect());
+                }
+                let bias = case.bias.as_deref();
+                let scale = T::from_f64(case.scale);
+                let job = AttendChosen { q: case.q.as_ref(), k, v, chosen: &chosen, scale, bias, isa };
+                let (mut o, mut lse) = (vec![T::NAN; rows * d_v], vec![T::NAN; rows]);
+                job.run(&Scratch::poisoned(), &mut o, &mut lse);
+                if isa != Isa::Scalar && rows <= 8 {
+                    let (want, want_lse) = case.run(isa);
+                    assert_eq!(bits(&o), bits(want.data()), "{isa} {rows} {count}");
+                    assert_eq!(bits(&lse), bits(&want_lse), "{isa} {rows} {count}");
+                    continue;
+                }
+                for (i, (o, lse)) in o.chunks_exact(d_v).zip(&lse).enumerate() {
+                    let (want, want_lse, range, delta) = case.reference(i);
+                    for c in 0..d_v {
+                        let error = (o[c].to_f64() - want[c]).abs();
+                        assert!(error <= range[c] * (delta + 32.0 * T::ROUNDOFF), "{isa} {rows} {count}");
+                    }
+                    let tol = delta + 16.0 * T::ROUNDOFF * (1.0 + want_lse.abs());
+                    assert!(close(*lse, T::from_f64(want_lse), tol), "{isa} {rows} {count}");
+                }
+            }
+        }
+    }
+    check::<f32>();
+    check::<f64>();
+}
+
+#[test]
+fn keys_without_columns_leave_the_logits_to_the_bias() {
+    fn check<T: Real>() {
+        for isa in Isa::available() {
+            let mut case = Case::<T>::new(18, 2, 300, 0, 20);
+            case.bias = Some(normal::<T>(19, 1, 300).into_vec());
+            case.check("no columns");
+            let (o, lse) = case.run(isa);
+            assert!(o.data().iter().chain(&lse).all(|x| x.is_finite()), "{isa}");
+        }
+    }
+    check::<f32>();
+    check::<f64>();
+}
+
+#[test]
 fn what_the_band_hides_cannot_change_a_bit() {
     fn check<T: Real>() {
         for (isa, rows) in Isa::available().into_iter().flat_map(|isa| [(isa, 1), (isa, 6), (isa, 90)]) {

@@ -1,6 +1,7 @@
 //! Kernels on vectors, generic over the instruction set. Sums run in four independent registers, which are
 //! added in a fixed order at the end; the last incomplete register is read with the missing lanes 0.
 
+use super::decode::AHEAD_BYTES;
 use super::simd::Simd;
 use crate::mat::{MatRef, Real};
 
@@ -155,10 +156,11 @@ pub(super) fn exp_sum<S: Simd>(s: S, x: &mut [S::T], shift: S::T) -> S::T {
     total(s, acc)
 }
 
-/// Four rows at a time, so that as many streams are read at once.
+/// Four rows at a time, so that as many streams are read at once, and memory further on asked for meanwhile.
 #[inline(always)]
 pub(super) fn matvec<S: Simd>(s: S, a: MatRef<'_, S::T>, x: &[S::T], out: &mut [S::T]) {
     assert!(a.cols() == x.len() && a.rows() == out.len());
+    let ahead = AHEAD_BYTES / size_of::<S::T>();
     let mut i = 0;
     while i < a.rows() {
         let rows = (a.rows() - i).min(4);
@@ -171,6 +173,7 @@ pub(super) fn matvec<S: Simd>(s: S, a: MatRef<'_, S::T>, x: &[S::T], out: &mut [
             // SAFETY: every row is as long as `x`.
             let v = unsafe { get(s, x, at, count) };
             for r in 0..4 {
+                s.prefetch(row[r].as_ptr().wrapping_add(at + ahead));
                 // SAFETY: as above.
                 acc[r] = s.fma(unsafe { get(s, row[r], at, count) }, v, acc[r]);
             }

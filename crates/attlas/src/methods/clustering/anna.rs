@@ -242,7 +242,7 @@ impl Anna {
         let visible: Vec<usize> = (0..n_q).map(|i| g.visible(i)).collect();
         let mut sums = cx.scratch.take::<T>(n_k * d_v);
         let mut counts = cx.scratch.take_zeroed::<u64>(heads.len() * n_q);
-        g.out.fill(T::ZERO);
+        g.out.par_chunks_mut(ROWS * d_v).for_each(|out| out.fill(T::ZERO));
         let (k, v) = (g.k, g.v);
         for first in (0..self.rounds).step_by(BATCH) {
             let batch = first..(first + BATCH).min(self.rounds);
@@ -271,9 +271,12 @@ impl Anna {
                 }
             }
         }
-        for ((out, lse), &n) in g.out.chunks_exact_mut(d_v).zip(g.lse.iter_mut()).zip(counts.iter()) {
-            *lse = finish(n, out);
-        }
+        let rows = g.out.par_chunks_mut(ROWS * d_v).zip(g.lse.par_chunks_mut(ROWS));
+        rows.zip(counts.par_chunks(ROWS)).for_each(|((out, lse), counts)| {
+            for ((out, lse), &n) in out.chunks_exact_mut(d_v).zip(lse).zip(counts) {
+                *lse = finish(n, out);
+            }
+        });
         (heads.len() * n_q * self.rounds) as u64
     }
 
@@ -341,17 +344,22 @@ struct Table {
     round: usize,
     order: Vec<u32>,
     buckets: ByCode<Range<u32>>,
+    /// First place of every bucket in order, and at the end the number of keys.
+    starts: Vec<u32>,
 }
 
 impl Table {
     fn new<T: Real>(functions: &PStable<T>, k: MatRef<'_, T>, round: usize) -> Self {
         let codes = functions.codes(k, round);
         let order = order_by(&codes);
-        let mut buckets: ByCode<Range<u32>> = HashMap::default();
-        for (place, &j) in (0u32..).zip(&order) {
-            buckets.entry(codes[j as usize]).or_insert(place..place).end = place + 1;
+        let (mut starts, mut end) = (Vec::new(), 0);
+        for bucket in order.chunk_by(|&a, &b| codes[a as usize] == codes[b as usize]) {
+            starts.push(end);
+            end += bucket.len() as u32;
         }
-        Self { round, order, buckets }
+        starts.push(end);
+        let buckets = starts.windows(2).map(|w| (codes[order[w[0] as usize] as usize], w[0]..w[1])).collect();
+        Self { round, order, buckets, starts }
     }
 
     /// The places of the keys below `visible` in the bucket of `code`.
@@ -364,22 +372,31 @@ impl Table {
     /// At every place the sum of the values of its bucket up to there.
     fn running_sums<T: Real>(&self, v: MatRef<'_, T>, sums: &mut [T]) {
         let d_v = v.cols();
-        let mut buckets: Vec<&Range<u32>> = self.buckets.values().collect();
-        buckets.sort_unstable_by_key(|b| b.start);
-        let (mut pieces, mut rest) = (Vec::with_capacity(buckets.len()), sums);
-        for bucket in buckets {
-            let (own, tail) = rest.split_at_mut(bucket.len() * d_v);
-            rest = tail;
-            pieces.push((bucket, own));
+        // Whole buckets in tasks of about as many keys.
+        let (mut pieces, mut rest) = (Vec::new(), sums);
+        let mut first = 0;
+        for (b, &start) in self.starts.iter().enumerate() {
+            let places = (start - self.starts[first]) as usize;
+            if places >= ROWS || b + 1 == self.starts.len() {
+                let (own, tail) = rest.split_at_mut(places * d_v);
+                rest = tail;
+                pieces.push((&self.starts[first..=b], own));
+                first = b;
+            }
         }
-        pieces.into_par_iter().with_min_len(64).for_each(|(bucket, out)| {
-            // In double precision, so that long buckets lose nothing; rounded once where it is stored.
+        pieces.into_par_iter().with_max_len(1).for_each(|(starts, mut out)| {
             let mut sum = vec![0.0; d_v];
-            let keys = &self.order[bucket.start as usize..bucket.end as usize];
-            for (&j, out) in keys.iter().zip(out.chunks_exact_mut(d_v)) {
-                for ((s, &x), o) in sum.iter_mut().zip(v.row(j as usize)).zip(out) {
-                    *s += x.to_f64();
-                    *o = T::from_f64(*s);
+            for bucket in starts.windows(2) {
+                let keys = &self.order[bucket[0] as usize..bucket[1] as usize];
+                let (own, tail) = out.split_at_mut(keys.len() * d_v);
+                out = tail;
+                // In double precision, so that long buckets lose nothing; rounded once where it is stored.
+                sum.fill(0.0);
+                for (&j, out) in keys.iter().zip(own.chunks_exact_mut(d_v)) {
+                    for ((s, &x), o) in sum.iter_mut().zip(v.row(j as usize)).zip(out) {
+                        *s += x.to_f64();
+                        *o = T::from_f64(*s);
+                    }
                 }
             }
         });

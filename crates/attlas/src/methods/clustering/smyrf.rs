@@ -324,12 +324,22 @@ impl<'a, T: Real> KeySide<'a, T> {
         let rounds = lines.rounds();
         let orders: Vec<Vec<u32>> =
             (0..rounds).into_par_iter().map(|r| order_by(&column(&projections, rounds, r))).collect();
+        let of_key: Vec<Vec<u32>> = orders
+            .par_iter()
+            .map(|order| {
+                let mut of_key = vec![0; order.len()];
+                for (c, range) in runs.iter().enumerate() {
+                    order[range].iter().for_each(|&j| of_key[j as usize] = c as u32);
+                }
+                of_key
+            })
+            .collect();
         let mut cells = vec![0; k.rows() * rounds];
-        for (r, order) in orders.iter().enumerate() {
-            for (c, range) in runs.iter().enumerate() {
-                order[range].iter().for_each(|&j| cells[j as usize * rounds + r] = c as u32);
+        cells.par_chunks_mut(PROJECT_ROWS * rounds).enumerate().for_each(|(t, cells)| {
+            for (j, row) in (t * PROJECT_ROWS..).zip(cells.chunks_exact_mut(rounds)) {
+                row.iter_mut().zip(&of_key).for_each(|(cell, of_key)| *cell = of_key[j]);
             }
-        }
+        });
         Self { k, v, lines, lift, runs, orders, cells }
     }
 }
@@ -401,23 +411,23 @@ impl Smyrf {
         let count = keys.runs.blocks();
         let projections = project(keys.lines, keys.lift, Side::Query, q, cx);
         let ranks = like.map(|like| project(keys.lines, keys.lift, Side::Query, like, cx));
-        let blocks: Vec<Vec<u32>> = (0..rounds)
+        let (blocks, in_blocks): (Vec<Vec<u32>>, Vec<Round>) = (0..rounds)
             .into_par_iter()
             .map(|r| {
                 let own = column(&projections, rounds, r);
-                match &ranks {
+                let blocks = match &ranks {
                     None => runs_by_rank(&own, count),
                     Some(ranks) => runs_among(&own, &column(ranks, rounds, r), count),
-                }
+                };
+                let round = Round::from_blocks(&blocks, count);
+                (blocks, round)
             })
-            .collect();
+            .unzip();
         let mut visited = 0;
-        for r in 0..rounds {
-            let round = Round::from_blocks(&blocks[r], count);
+        for (r, round) in in_blocks.iter().enumerate() {
             let union = self.params.merge == Merge::Union;
             let meeting = Runs { keys, blocks: &blocks[..r], union };
-            visited +=
-                attend_round(&meeting, &round, q, keys.k, keys.v, scale, Join::LogSumExp, cx, out, lse);
+            visited += attend_round(&meeting, round, q, keys.k, keys.v, scale, Join::LogSumExp, cx, out, lse);
         }
         visited
     }

@@ -33,7 +33,7 @@
 //! terms. All sums are kept in the log domain; public code exponentiates raw logits. Estimated $\hat z_i$ are at
 //! least the largest exponential sampled, which $z_i$ cannot be below.
 //!
-//! **Cost.** Practical $2(n_q + n_k)\, d\, r + 2 n_q (b + m)(d + d_v)$ and $O(n)$ memory beside the blocks. The
+//! **Cost.** Practical $2(n_q + n_k)\, d\, r + 2 n_q (b + m)(d + d_v)$, memory $n_q (d_v + O(1)) + m (d + d_v)$. The
 //! paper's bound for the theory is $O(\epsilon^{-2} d\, n^{1.173})$ (quoted).
 //!
 //! **Guarantees.** Practical: the normaliser is unbiased, rows are convex combinations of values, the error falls
@@ -45,12 +45,12 @@
 //! without replacement do as well. Heavy keys outside the block dominate the variance: give them by `sinks`.
 //! With a causal mask only what depends on keys alone can choose columns: `kde` modes are refused.
 
-use crate::group::{Group, GroupPlan};
+use crate::group::{Group, GroupPlan, Queries};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::{
-    ALWAYS_LEAKS, Assign, Columns, FirstKeys, SortedBlocks, always_leaks, attend_blocks,
+    ALWAYS_LEAKS, Assign, Columns, FirstKeys, Operands, Row, SortedBlocks, always_leaks, attend_blocks,
     blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, divide_by, exact_group, exact_rows,
-    exact_scratch_bytes, relative_squares, sinks_scratch_bytes, with_sinks,
+    exact_scratch_bytes, sinks_scratch_bytes, with_sinks,
 };
 use crate::params::Indices;
 use crate::workspace::Context;
@@ -58,9 +58,10 @@ use crate::{Mask, MatRef, Options, Problem, Real, Result};
 use attlas_num::Mat;
 use attlas_num::cluster::inverse_order;
 use attlas_num::hash::kde::{Backend, log_exp_sums, log_sum_exp};
-use attlas_num::kernels::Band;
+use attlas_num::kernels::{Attend, Band, merge_lse};
 use attlas_num::randla::operator_norm;
 use attlas_num::rng::StreamKey;
+use rayon::prelude::*;
 use std::ops::Range;
 
 /// Registry entry.
@@ -168,6 +169,9 @@ crate::params! {
         samples: usize = 128, in 0..=1 << 30;
         /// Bits of the hash; 0 keeps the order of tokens.
         hashes: usize = 7, in 0..=31;
+        /// Precision of the products with sampled columns: full, or bf16 with sums in single precision, whose rounding is
+        /// far below the error of sampling.
+        precision: Operands = Operands::Full;
         /// Base of the causal recursion: squares of at most that many rows are exact.
         n_min: usize = 1024, in 0..=1 << 30;
         /// Keys at the start that every query sees exactly and that are not hashed or sampled.
@@ -249,8 +253,12 @@ impl KdeFormer {
         let key = group.index.stream_key(self.params.seed);
         let of_part = key.with(keys.start as u64).with(keys.end as u64);
         if !self.needs_density() {
-            let weights = self.weights(group.v, None, of_part);
-            return self.attend(&mut group, assign, &weights, key, of_part);
+            let (q, k, v) = (group.q, group.k, group.v);
+            let (blocks, drawn) = rayon::join(
+                || self.blocks(q, k, assign, key),
+                || self.columns(&self.weights(v, None, of_part), of_part),
+            );
+            return self.attend(&mut group, &blocks, &drawn);
         }
         // Densities are those of one head's queries, so heads go one by one.
         let (rows, d_v) = (group.n_q(), group.d_v());
@@ -282,7 +290,10 @@ impl KdeFormer {
         });
         let weights = self.weights(group.v, columns.as_deref(), of_part);
         let mut info = match self.params.z_mode {
-            Normaliser::SelfNorm => self.attend(&mut group, assign, &weights, key, of_part)?,
+            Normaliser::SelfNorm => {
+                let blocks = self.blocks(group.q, k, assign, key);
+                self.attend(&mut group, &blocks, &self.columns(&weights, of_part))?
+            }
             Normaliser::Kde => self.divide(&mut group, &weights, &log_z, of_part)?,
         };
         info.keys_visited += (q.rows() * self.params.samples.min(k.rows())) as u64;
@@ -299,7 +310,7 @@ impl KdeFormer {
         match self.params.p_mode {
             Probabilities::Uniform => vec![1.0; v.rows()],
             Probabilities::ValueMix => {
-                let squares = relative_squares(v);
+                let squares = par_relative_squares(v);
                 let total: f64 = squares.iter().sum();
                 squares.iter().map(|s| s / (2.0 * total) + 0.5 / n).collect()
             }
@@ -327,27 +338,128 @@ impl KdeFormer {
         }
     }
 
+    fn blocks<T: Real>(
+        &self,
+        q: Queries<'_, T>,
+        k: MatRef<'_, T>,
+        assign: Assign,
+        key: StreamKey,
+    ) -> SortedBlocks {
+        let Params { block, hashes, .. } = self.params;
+        SortedBlocks::new(q, k, None, block, hashes, assign, key.named("directions"))
+    }
+
+    fn columns(&self, weights: &[f64], key: StreamKey) -> Columns {
+        Columns::draw(weights, self.params.samples, key.named("columns"))
+    }
+
+    /// Blocks whose queries meet the columns outside all of them together: enough rows to repay the packing of keys.
+    fn blocks_together(&self) -> usize {
+        (SHARED_ROWS / self.params.block).max(1)
+    }
+
     /// The practical pipeline: block and samples, normalised together.
+    ///
+    /// Samples are the same for all queries but for those in the own block. Some blocks at a time meet the samples that
+    /// lie in none of them, gathered once; each block meets its own keys and the few samples in its neighbours.
     fn attend<T: Real>(
         &self,
         group: &mut Group<'_, T>,
-        assign: Assign,
-        weights: &[f64],
-        key: StreamKey,
-        of_part: StreamKey,
+        blocks: &SortedBlocks,
+        drawn: &Columns,
     ) -> Result<RunInfo> {
-        let Params { block, samples, hashes, .. } = self.params;
-        let directions = key.named("directions");
-        let blocks = SortedBlocks::new(group.q, group.k, None, block, hashes, assign, directions);
-        let drawn = Columns::draw(weights, samples, of_part.named("columns"));
-        let rank = inverse_order(blocks.keys());
-        attend_blocks(group, &blocks, |c| {
-            let inside = blocks.ranks(c);
-            let far = drawn.index.iter().zip(&drawn.bias);
-            far.filter(|(l, _)| !inside.contains(&(rank[**l] as usize)))
-                .map(|(&l, &b)| (l as u32, T::from_f64(b)))
-                .collect()
-        })
+        let together = self.blocks_together();
+        let sampled = Sampled::<T>::new(drawn, blocks);
+        let near = |c: usize| {
+            let first = c / together * together;
+            let around = sampled.inside(blocks, first..(first + together).min(blocks.blocks()));
+            let own = sampled.inside(blocks, c..c + 1);
+            let beside = (around.start..own.start).chain(own.end..around.end);
+            beside.map(|t| (sampled.keys[t], sampled.bias[t])).collect()
+        };
+        let mut info = attend_blocks(group, blocks, near)?;
+        info.keys_visited += self.attend_sampled(group, blocks, &sampled);
+        Ok(info)
+    }
+
+    /// Joins to every row the samples outside the blocks that its own goes with. Returns the pairs visited.
+    fn attend_sampled<T: Real>(
+        &self,
+        group: &mut Group<'_, T>,
+        blocks: &SortedBlocks,
+        sampled: &Sampled<T>,
+    ) -> u64 {
+        let (q, k, v, scale, cx) = (group.q, group.k, group.v, group.scale, group.cx);
+        let (m, n_q, d, d_v) = (sampled.keys.len(), group.n_q(), k.cols(), v.cols());
+        if m == 0 {
+            return 0;
+        }
+        let index = || sampled.keys.iter().map(|&l| l as usize);
+        let mut keys = cx.scratch.take::<T>(m * d);
+        let mut values = cx.scratch.take::<T>(m * d_v);
+        k.gather_into(index(), &mut keys);
+        v.gather_into(index(), &mut values);
+        let (keys, values) = (MatRef::new(&keys, m, d), MatRef::new(&values, m, d_v));
+
+        // Results in the order of blocks, tasks of some rows of the same blocks.
+        let rows: Vec<Row> = (0..blocks.blocks()).flat_map(|c| blocks.block_rows(c)).copied().collect();
+        let mut parts = cx.scratch.take::<T>(rows.len() * d_v);
+        let mut part_lse = cx.scratch.take::<T>(rows.len());
+        let mut tasks = Vec::new();
+        let (mut parts_left, mut lse_left, mut rows_left) = (&mut parts[..], &mut part_lse[..], &rows[..]);
+        let mut visited = 0;
+        for first in (0..blocks.blocks()).step_by(self.blocks_together()) {
+            let some = first..(first + self.blocks_together()).min(blocks.blocks());
+            let hidden = sampled.inside(blocks, some.clone());
+            let mut left: usize = some.map(|c| blocks.block_rows(c).len()).sum();
+            visited += (left * (m - hidden.len())) as u64;
+            while left > 0 {
+                let count = left.min(SHARED_ROWS);
+                left -= count;
+                let (out, more) = parts_left.split_at_mut(count * d_v);
+                let (lse, more_lse) = lse_left.split_at_mut(count);
+                let (own, more_rows) = rows_left.split_at(count);
+                (parts_left, lse_left, rows_left) = (more, more_lse, more_rows);
+                tasks.push((own, hidden.clone(), out, lse));
+            }
+        }
+        tasks.into_par_iter().with_max_len(1).for_each(|(rows, hidden, out, lse)| {
+            let mut queries = cx.scratch.take::<T>(rows.len() * d);
+            for (r, to) in rows.iter().zip(queries.chunks_exact_mut(d)) {
+                to.copy_from_slice(q.head(r.head as usize).row(r.row as usize));
+            }
+            let mut bias = cx.scratch.take_copy::<T>(&sampled.bias);
+            bias[hidden].fill(T::NEG_INFINITY);
+            let job = Attend {
+                q: MatRef::new(&queries, rows.len(), d),
+                k: keys,
+                v: values,
+                scale,
+                bias: Some(&bias),
+                band: Band::ALL,
+                tile_k: cx.schedule.tile_k,
+                isa: cx.schedule.isa,
+                precision: self.params.precision.precision(),
+                decode: false,
+            };
+            job.run(cx.scratch, out, lse);
+        });
+
+        let mut place = vec![0u32; rows.len()];
+        rows.iter().zip(0..).for_each(|(r, at)| place[r.head as usize * n_q + r.row as usize] = at);
+        let merge = |((out, lse), place): ((&mut [T], &mut [T]), &[u32])| {
+            for ((out, lse), &at) in out.chunks_exact_mut(d_v).zip(lse).zip(place) {
+                let at = at as usize;
+                merge_lse(out, lse, &parts[at * d_v..(at + 1) * d_v], part_lse[at]);
+            }
+        };
+        group
+            .out
+            .par_chunks_mut(SHARED_ROWS * d_v)
+            .zip(group.lse.par_chunks_mut(SHARED_ROWS))
+            .zip(place.par_chunks(SHARED_ROWS))
+            .for_each(merge);
+        visited
     }
 
     /// The theory: sampled columns over the estimated normaliser.
@@ -389,8 +501,66 @@ impl KdeFormer {
 /// Query rows of one task of the theory.
 const TASK_ROWS: usize = 192;
 
+/// Query rows that meet samples together.
+const SHARED_ROWS: usize = 512;
+
+/// Columns that were drawn, each once, in the order of the sorted keys.
+struct Sampled<T> {
+    /// Place of each among the sorted keys.
+    ranks: Vec<u32>,
+    keys: Vec<u32>,
+    /// Bias of its logit; one that was drawn several times counts so often.
+    bias: Vec<T>,
+}
+
+impl<T: Real> Sampled<T> {
+    fn new(drawn: &Columns, blocks: &SortedBlocks) -> Self {
+        let rank = inverse_order(blocks.keys());
+        let mut all: Vec<(u32, f64)> =
+            drawn.index.iter().zip(&drawn.bias).map(|(&l, &bias)| (rank[l], bias)).collect();
+        all.sort_unstable_by_key(|&(rank, _)| rank);
+        let (mut ranks, mut bias) = (Vec::new(), Vec::new());
+        for equal in all.chunk_by(|a, b| a.0 == b.0) {
+            ranks.push(equal[0].0);
+            bias.push(T::from_f64(equal[0].1 + (equal.len() as f64).ln()));
+        }
+        let keys = ranks.iter().map(|&r| blocks.keys()[r as usize]).collect();
+        Self { ranks, keys, bias }
+    }
+
+    /// Those in some consecutive blocks.
+    fn inside(&self, blocks: &SortedBlocks, some: Range<usize>) -> Range<usize> {
+        let (start, end) = (blocks.ranks(some.start).start, blocks.ranks(some.end - 1).end);
+        let before = |rank: usize| self.ranks.partition_point(|&r| (r as usize) < rank);
+        before(start)..before(end)
+    }
+}
+
 /// Relative accuracy of the spectral norms in probabilities, which need no more.
 const NORM_TOL: f64 = 1e-3;
+
+/// Squared norms of rows relative to the largest entry, so that they cannot overflow; NaN where all are zero.
+fn par_relative_squares<T: Real>(x: MatRef<'_, T>) -> Vec<f64> {
+    let mut squares = vec![0.0; x.rows()];
+    let rows = |t: usize, len: usize| x.sub_rows(t * SHARED_ROWS..t * SHARED_ROWS + len);
+    let largest = squares
+        .par_chunks(SHARED_ROWS)
+        .enumerate()
+        .map(|(t, part)| {
+            rows(t, part.len()).iter_rows().fold(0.0, |a: f64, row| {
+                // The largest of f64 numbers that are not NaN, whatever their order.
+                row.iter().fold(a, |a, v| a.max(v.to_f64().abs()))
+            })
+        })
+        .reduce(|| 0.0, f64::max);
+    squares.par_chunks_mut(SHARED_ROWS).enumerate().for_each(|(t, part)| {
+        let rows = rows(t, part.len());
+        for (square, row) in part.iter_mut().zip(rows.iter_rows()) {
+            *square = row.iter().map(|v| (v.to_f64() / largest).powi(2)).sum();
+        }
+    });
+    squares
+}
 
 /// $\ln z_i = \ln \sum_j e^{\beta q_i^\top k_j}$, exact or estimated.
 fn log_row_sums<T: Real>(
@@ -481,6 +651,11 @@ impl GroupPlan for KdeFormer {
         let Params { block, samples, n_min, .. } = self.params;
         let samples = samples.min(p.n_k);
         let causal = if p.mask == Mask::Causal { causal_scratch_bytes(p, n_min, size) } else { 0 };
+        let rows = p.group_size() * p.n_q;
+        let task = rows.min(SHARED_ROWS) * p.d + samples;
+        let shared = (rows * (p.d_v + 1) + samples * (p.d + p.d_v) + threads * task) * size
+            + (rows * (size_of::<Row>() + 4))
+            + (4 + 2 * threads) * 64;
         let density = if self.needs_density() {
             ((p.n_q + p.n_k) * p.d + samples * (p.d + p.d_v)) * size + 4 * 64
         } else {
@@ -490,6 +665,7 @@ impl GroupPlan for KdeFormer {
             + blocks_scratch_bytes(p, block, samples, threads, size)
             + sinks_scratch_bytes(p, threads, size)
             + causal
+            + shared
             + density
     }
 

@@ -206,6 +206,43 @@ fn rows_of_huge_norm_do_not_overflow() {
 }
 
 #[test]
+fn samples_are_met_by_all_rows_but_those_of_their_block() {
+    // Five blocks that go together in twos.
+    let n = 1100;
+    let x = Case::gaussian(Problem::new(2, n, 6).with_kv_heads(1), 11);
+    let p = x.problem;
+    let o = options(&[("block", "256"), ("samples", "300"), ("p_mode", "uniform"), ("hashes", "3")]);
+    let plan = KdeFormer::new(Params::from_options(&o).unwrap()).unwrap();
+    assert_eq!(plan.blocks_together(), 2);
+    let q = crate::TensorRef::bhnd(&x.q, [1, 2, n, 6]).unwrap();
+    let (k, v) = (MatRef::new(&x.k, n, 6), MatRef::new(&x.v, n, 6));
+    let key = crate::group::GroupIndex { batch: 0, kv_head: 0 }.stream_key(0);
+    let blocks = plan.blocks(Queries::new(q), k, Assign::Balanced, key);
+    let drawn = plan.columns(&vec![1.0; n], key.with(0).with(n as u64));
+    let (got, got_lse) = run_method(&METHOD, &o, &x);
+    for c in 0..blocks.blocks() {
+        let own = blocks.block_keys(c);
+        for r in blocks.block_rows(c) {
+            let row = r.head as usize * n + r.row as usize;
+            let q = &x.q[row * 6..(row + 1) * 6];
+            let logit = |j: usize| p.scale * q.iter().zip(k.row(j)).map(|(a, b)| a * b).sum::<f64>();
+            let far = drawn.index.iter().zip(&drawn.bias).filter(|(l, _)| !own.contains(&(**l as u32)));
+            let seen: Vec<(usize, f64)> = own
+                .iter()
+                .map(|&j| (j as usize, logit(j as usize)))
+                .chain(far.map(|(&l, b)| (l, logit(l) + b)))
+                .collect();
+            let z: f64 = seen.iter().map(|(_, s)| s.exp()).sum();
+            assert!((got_lse[row] - z.ln()).abs() < 1e-12, "row {row}");
+            for col in 0..6 {
+                let want: f64 = seen.iter().map(|&(j, s)| s.exp() / z * v.at(j, col)).sum();
+                assert!((got[row * 6 + col] - want).abs() < 1e-12, "row {row}");
+            }
+        }
+    }
+}
+
+#[test]
 fn causal_density_modes_are_refused_with_all_reasons() {
     let p = Problem::new(1, 64, 4).causal();
     let error = METHOD.plan(&p, &options(&[("p_mode", "kde"), ("z_mode", "kde")])).unwrap_err();

@@ -47,17 +47,16 @@ mod state;
 
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::{
-    ALWAYS_LEAKS, FirstKeys, always_leaks, chosen_keys_scratch_bytes, exact_chosen_keys, exact_group,
-    exact_scratch_bytes, select_top,
-};
+use crate::methods::common::{ALWAYS_LEAKS, FirstKeys, always_leaks, exact_group, exact_scratch_bytes};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
-use attlas_num::kernels::{axpy, dot, exp_in_place, matvec, merge_lse, softmax_in_place};
+use attlas_num::cluster::Cut;
+use attlas_num::kernels::{
+    Attend, AttendChosen, Band, Precision, dot, exp_in_place, matvec, merge_lse, softmax_in_place,
+};
 use rayon::prelude::*;
 use state::{Level, State, Turn};
-use std::borrow::Cow;
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -224,8 +223,9 @@ impl Multipole {
     }
 }
 
-/// Clusters that one task scores or sums; fixed, so that threads cannot change a bit.
-const PIECE: usize = 2048;
+/// Clusters that one task scores or sums, and keys that one attends to; fixed, so that threads cannot change a bit.
+const PIECE: usize = 1024;
+const MEMBERS: usize = 512;
 /// Positions that one task takes.
 const POSITIONS: usize = 16;
 
@@ -262,9 +262,9 @@ impl GroupPlan for Multipole {
         let heads = p.group_size();
         let queries = 2 * heads * p.d;
         let staging = p.n_q * heads * (p.d_v + 1) + p.n_k * p.d;
-        (staging + threads * (queries + 512) + 512) * size
-            + exact_scratch_bytes(p, threads, size)
-            + chosen_keys_scratch_bytes(p, near, threads, size)
+        // Results of pieces of keys, and the biases of a piece of clusters.
+        let parts = near.div_ceil(MEMBERS) * heads * (p.d_v + 1) + PIECE;
+        (staging + threads * (queries + parts + 512) + 512) * size + exact_scratch_bytes(p, 2 * threads, size)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
@@ -419,22 +419,18 @@ impl Multipole {
         let Cache { k, v, len, state } = cache;
         let budget = self.params.budget;
         let mut fields = Vec::new();
-        let mut members: Vec<u32> = Vec::new();
         let mut fine = match state.coarse() {
             None => Field::all(state.fine(), scoring, scale),
             Some(coarse) => {
                 let mut field = Field::all(coarse, scoring, scale);
                 let most = (budget as f64 * self.params.coarse_factor) as usize;
-                let mut children: Vec<u32> =
-                    field.take(most).into_iter().flat_map(|c| coarse.members(c).iter().copied()).collect();
+                let mut children: Vec<u32> = field.take(most);
                 children.sort_unstable();
                 fields.push(field);
                 Field::some(state.fine(), children, scoring, scale)
             }
         };
-        for c in fine.take(budget) {
-            members.extend_from_slice(state.fine().members(c));
-        }
+        let mut members = fine.take(budget);
         fields.push(fine);
 
         let sinks = self.params.sinks.min(len);
@@ -442,11 +438,11 @@ impl Multipole {
         members.extend((0..sinks).chain(recent.max(sinks)..len).map(|j| j as u32));
         // Both parts at once: threads that are awake need not be woken again.
         let far = || match self.params.far {
-            Far::Monopole => fields.iter_mut().map(Field::far).collect(),
+            Far::Monopole => fields.iter().map(|field| field.far(cx)).collect(),
             Far::Drop => Vec::new(),
         };
-        let near = || exact_chosen_keys(q, k, v, &members, scale, cx, out, lse);
-        let (far, ()) = rayon::join(far, near);
+        let near = || attend_members(q, k, v, &members, scale, cx, out, lse);
+        let (far, ()): (Vec<Vec<Vec<Part<T>>>>, ()) = rayon::join(far, near);
         for heads in far {
             let rows = out.chunks_exact_mut(v.cols()).zip(lse.iter_mut());
             for ((out, lse), parts) in rows.zip(heads) {
@@ -457,6 +453,49 @@ impl Multipole {
     }
 }
 
+/// Exact attention of a few rows to the keys in `members`: pieces of fixed length, merged in order.
+#[allow(clippy::too_many_arguments)]
+fn attend_members<T: Real>(
+    q: MatRef<'_, T>,
+    k: MatRef<'_, T>,
+    v: MatRef<'_, T>,
+    members: &[u32],
+    scale: T,
+    cx: Context<'_>,
+    out: &mut [T],
+    lse: &mut [T],
+) {
+    let (rows, d_v) = (q.rows(), v.cols());
+    let run = |chosen: &[u32], out: &mut [T], lse: &mut [T]| {
+        let job = AttendChosen { q, k, v, chosen, scale, bias: None, isa: cx.schedule.isa };
+        job.run(cx.scratch, out, lse);
+    };
+    if members.len() <= MEMBERS {
+        return run(members, out, lse);
+    }
+    let pieces = members.len().div_ceil(MEMBERS);
+    let mut parts = cx.scratch.take::<T>(pieces * rows * d_v);
+    let mut part_lse = cx.scratch.take::<T>(pieces * rows);
+    parts
+        .par_chunks_mut(rows * d_v)
+        .zip(part_lse.par_chunks_mut(rows))
+        .zip(members.par_chunks(MEMBERS))
+        .with_max_len(1)
+        .for_each(|((out, lse), chosen)| run(chosen, out, lse));
+    out.fill(T::ZERO);
+    lse.fill(T::NEG_INFINITY);
+    for (parts, part_lse) in parts.chunks_exact(rows * d_v).zip(part_lse.chunks_exact(rows)) {
+        for ((out, lse), (o, &l)) in
+            out.chunks_exact_mut(d_v).zip(lse.iter_mut()).zip(parts.chunks_exact(d_v).zip(part_lse))
+        {
+            merge_lse(out, lse, o, l);
+        }
+    }
+}
+
+/// Output and log-sum-exp over some keys.
+type Part<T> = (Vec<T>, T);
+
 /// Scored clusters of one level.
 struct Field<'a, T> {
     level: &'a Level<T>,
@@ -464,7 +503,11 @@ struct Field<'a, T> {
     ids: Option<Vec<u32>>,
     /// Logits of the centroids, head after head.
     logits: Vec<T>,
-    taken: Vec<bool>,
+    /// What clusters are chosen by: the sum over heads of their weight per key. With one head the logits, which order
+    /// alike.
+    scores: Option<Vec<T>>,
+    /// The clusters that are attended exactly.
+    taken: Option<Cut>,
 }
 
 impl<'a, T: Real> Field<'a, T> {
@@ -476,12 +519,12 @@ impl<'a, T: Real> Field<'a, T> {
                 out.iter_mut().for_each(|x| *x *= scale);
             };
             if level.len() > PIECE {
-                logits.par_chunks_mut(PIECE).enumerate().for_each(score);
+                logits.par_chunks_mut(PIECE).with_max_len(1).enumerate().for_each(score);
             } else {
                 logits.chunks_mut(PIECE).enumerate().for_each(score);
             }
         }
-        Self { level, ids: None, logits, taken: vec![false; level.len()] }
+        Self { level, ids: None, logits, scores: None, taken: None }
     }
 
     fn some(level: &'a Level<T>, ids: Vec<u32>, q: MatRef<'_, T>, scale: T) -> Self {
@@ -489,92 +532,111 @@ impl<'a, T: Real> Field<'a, T> {
         let logits = q
             .iter_rows()
             .flat_map(|q| ids.iter().map(|&c| scale * dot(q, keys.row(c as usize))).collect::<Vec<T>>());
-        Self { level, logits: logits.collect(), taken: vec![false; ids.len()], ids: Some(ids) }
+        Self { level, logits: logits.collect(), ids: Some(ids), scores: None, taken: None }
     }
 
     fn len(&self) -> usize {
-        self.taken.len()
+        self.ids.as_ref().map_or(self.level.len(), Vec::len)
     }
 
     fn cluster(&self, place: usize) -> usize {
         self.ids.as_ref().map_or(place, |ids| ids[place] as usize)
     }
 
-    /// Takes the best clusters while their keys fit into `budget`; returns them.
-    fn take(&mut self, budget: usize) -> Vec<usize> {
-        let m = self.len();
-        if m == 0 || budget == 0 {
-            return Vec::new();
-        }
-        let scores = self.scores();
-        let better =
-            |a: &usize, b: &usize| scores[*b].to_f64().total_cmp(&scores[*a].to_f64()).then(a.cmp(b));
-        // As many of the best as should fill the budget, and twice as many until they do.
-        let keys: usize = (0..m).map(|place| self.level.count(self.cluster(place))).sum();
-        let mut best = (budget * m).div_ceil(keys.max(1)) + 16;
-        let mut order = Vec::new();
-        loop {
-            select_top(&scores, best, &mut order);
-            order.sort_unstable_by(better);
-            let mut keys = 0;
-            let fitting = order.iter().position(|&place| {
-                keys += self.level.count(self.cluster(place));
-                keys > budget
-            });
-            if let Some(count) = fitting.or((best >= m).then_some(m)) {
-                order.truncate(count);
-                break;
-            }
-            best *= 2;
-        }
-        // In the order of memory.
-        order.sort_unstable();
-        order.iter().for_each(|&place| self.taken[place] = true);
-        order.iter().map(|&place| self.cluster(place)).collect()
+    fn scores(&self) -> &[T] {
+        self.scores.as_ref().unwrap_or(&self.logits)
     }
 
-    /// What clusters are chosen by: the sum over heads of their weight per key. With one head the logit orders alike.
-    fn scores(&self) -> Cow<'_, [T]> {
-        let m = self.len();
-        if self.logits.len() == m {
-            return Cow::Borrowed(&self.logits);
+    /// Takes the best clusters while their keys fit into `budget`; returns what they hold, clusters in the order of
+    /// memory.
+    fn take(&mut self, budget: usize) -> Vec<u32> {
+        if self.len() == 0 || budget == 0 {
+            return Vec::new();
         }
+        self.scores = (self.logits.len() > self.len()).then(|| self.sum_of_weights());
+        let cut = Cut::within(self.scores(), |place| self.level.count(self.cluster(place)), budget);
+        self.taken = Some(cut);
+        let mut members = Vec::with_capacity(budget.min(self.level.members_len()));
+        for (place, _) in self.scores().iter().enumerate().filter(|(place, s)| cut.takes(**s, *place)) {
+            members.extend_from_slice(self.level.members(self.cluster(place)));
+        }
+        members
+    }
+
+    fn sum_of_weights(&self) -> Vec<T> {
+        let m = self.len();
         let mut scores = vec![T::ZERO; m];
         let mut weights = vec![T::ZERO; m];
         for logits in self.logits.chunks_exact(m) {
             for (place, (w, &s)) in weights.iter_mut().zip(logits).enumerate() {
-                *w = s + self.level.log_count(self.cluster(place));
+                *w = s + self.level.log_counts()[self.cluster(place)];
             }
             let log_total = softmax_in_place(&mut weights);
             weights.iter_mut().zip(logits).for_each(|(w, &s)| *w = s - log_total);
             exp_in_place(&mut weights);
             scores.iter_mut().zip(&weights).for_each(|(sum, &w)| *sum += w);
         }
-        Cow::Owned(scores)
+        scores
     }
 
     /// Attention to the clusters that were not taken, each as one token: for every head, output and log-sum-exp of
-    /// pieces, to be merged. Uses up the logits.
-    fn far(&mut self) -> Vec<Vec<(Vec<T>, T)>> {
-        let (level, ids, taken) = (self.level, &self.ids, &self.taken);
-        let cluster = |place: usize| ids.as_ref().map_or(place, |ids| ids[place] as usize);
-        let sum = |(t, logits): (usize, &mut [T])| {
-            for (place, s) in (t * PIECE..).zip(logits.iter_mut()) {
-                *s = if taken[place] { T::NEG_INFINITY } else { *s + level.log_count(cluster(place)) };
+    /// pieces, to be merged.
+    fn far(&self, cx: Context<'_>) -> Vec<Vec<Part<T>>> {
+        let m = self.len();
+        let of_piece = |(t, logits): (usize, &[T])| {
+            let places = t * PIECE..t * PIECE + logits.len();
+            let mut bias = cx.scratch.take::<T>(logits.len());
+            match &self.ids {
+                None => bias.copy_from_slice(&self.level.log_counts()[places.clone()]),
+                Some(_) => bias
+                    .iter_mut()
+                    .zip(places.clone())
+                    .for_each(|(b, place)| *b = self.level.log_counts()[self.cluster(place)]),
             }
-            let log = softmax_in_place(logits);
-            let mut o = vec![T::ZERO; level.values().cols()];
-            for (place, &w) in (t * PIECE..).zip(logits.iter()).filter(|(place, _)| !taken[*place]) {
-                axpy(w, level.values().row(cluster(place)), &mut o);
+            bias.iter_mut().zip(logits).for_each(|(b, &s)| *b += s);
+            if let Some(cut) = &self.taken {
+                for ((b, &s), place) in
+                    bias.iter_mut().zip(&self.scores()[places.clone()]).zip(places.clone())
+                {
+                    *b = if cut.takes(s, place) { T::NEG_INFINITY } else { *b };
+                }
             }
-            (o, log)
+            let values = self.level.values();
+            let (mut o, mut lse) = (vec![T::ZERO; values.cols()], [T::NEG_INFINITY]);
+            // The logits are known: keys without columns leave them to the bias.
+            let (q, isa) = (MatRef::new(&[], 1, 0), cx.schedule.isa);
+            match &self.ids {
+                None => {
+                    let v = values.sub_rows(places);
+                    let k = MatRef::new(&[], v.rows(), 0);
+                    let job = Attend {
+                        q,
+                        k,
+                        v,
+                        scale: T::ONE,
+                        bias: Some(&bias),
+                        band: Band::ALL,
+                        tile_k: 0,
+                        isa,
+                        precision: Precision::Full,
+                        decode: true,
+                    };
+                    job.run(cx.scratch, &mut o, &mut lse);
+                }
+                Some(ids) => {
+                    let k = MatRef::new(&[], values.rows(), 0);
+                    let (chosen, bias) = (&ids[places], Some(&bias[..]));
+                    AttendChosen { q, k, v: values, chosen, scale: T::ONE, bias, isa }
+                        .run(cx.scratch, &mut o, &mut lse);
+                }
+            }
+            (o, lse[0])
         };
-        let m = taken.len();
-        let of_head = |logits: &mut [T]| match m > PIECE {
-            true => logits.par_chunks_mut(PIECE).enumerate().map(sum).collect(),
-            false => logits.chunks_mut(PIECE).enumerate().map(sum).collect(),
+        let of_head = |logits: &[T]| match m > PIECE {
+            true => logits.par_chunks(PIECE).with_max_len(1).enumerate().map(of_piece).collect(),
+            false => logits.chunks(PIECE).enumerate().map(of_piece).collect(),
         };
-        self.logits.chunks_exact_mut(m.max(1)).map(of_head).collect()
+        self.logits.chunks_exact(m.max(1)).map(of_head).collect()
     }
 }
 

@@ -2,10 +2,11 @@
 
 use super::Params;
 use attlas_num::cluster::kmeans::label_means;
-use attlas_num::cluster::{Init, Metric, Options, kmeans};
+use attlas_num::cluster::{Init, Metric, Options, kmeans, order_by};
 use attlas_num::kernels::sq_dist;
 use attlas_num::rng::StreamKey;
 use attlas_num::{Mat, MatRef, Real};
+use rayon::prelude::*;
 use std::ops::Range;
 
 /// Clusters of one level: what they hold, how many keys that is, and the means of keys and values.
@@ -15,7 +16,9 @@ pub(super) struct Level<T> {
     values: Vec<T>,
     counts: Vec<usize>,
     log_counts: Vec<T>,
-    members: Vec<Vec<u32>>,
+    /// What cluster `c` holds is `members[starts[c]..starts[c + 1]]`.
+    members: Vec<u32>,
+    starts: Vec<usize>,
     d: usize,
     d_v: usize,
 }
@@ -23,7 +26,8 @@ pub(super) struct Level<T> {
 impl<T: Real> Level<T> {
     fn new(d: usize, d_v: usize) -> Self {
         let (keys, values) = (Vec::new(), Vec::new());
-        Self { keys, values, counts: Vec::new(), log_counts: Vec::new(), members: Vec::new(), d, d_v }
+        let (counts, log_counts) = (Vec::new(), Vec::new());
+        Self { keys, values, counts, log_counts, members: Vec::new(), starts: vec![0], d, d_v }
     }
 
     /// Number of clusters.
@@ -46,14 +50,19 @@ impl<T: Real> Level<T> {
         self.counts[c]
     }
 
-    /// Its natural logarithm.
-    pub(super) fn log_count(&self, c: usize) -> T {
-        self.log_counts[c]
+    /// Natural logarithms of the keys in all clusters.
+    pub(super) fn log_counts(&self) -> &[T] {
+        &self.log_counts
     }
 
     /// Positions of the keys of a cluster, or numbers of the clusters of the level below.
     pub(super) fn members(&self, c: usize) -> &[u32] {
-        &self.members[c]
+        &self.members[self.starts[c]..self.starts[c + 1]]
+    }
+
+    /// How many of those there are in all clusters.
+    pub(super) fn members_len(&self) -> usize {
+        self.members.len()
     }
 
     fn truncate(&mut self, clusters: usize) {
@@ -61,7 +70,8 @@ impl<T: Real> Level<T> {
         self.values.truncate(clusters * self.d_v);
         self.counts.truncate(clusters);
         self.log_counts.truncate(clusters);
-        self.members.truncate(clusters);
+        self.starts.truncate(clusters + 1);
+        self.members.truncate(self.starts[clusters]);
     }
 
     /// Appends the clusters that `labels` make of rows numbered from `first`, row `i` holding `counts(i)` keys.
@@ -77,22 +87,27 @@ impl<T: Real> Level<T> {
         let weights: Vec<f64> = (0..labels.len()).map(|i| counts(i) as f64).collect();
         self.keys.extend_from_slice(label_means(keys, Some(&weights), labels, clusters).0.data());
         self.values.extend_from_slice(label_means(values, Some(&weights), labels, clusters).0.data());
-        let start = self.members.len();
-        self.members.resize(start + clusters, Vec::new());
+        let start = self.counts.len();
         self.counts.resize(start + clusters, 0);
+        let mut held = vec![0; clusters];
         for (i, &label) in labels.iter().enumerate() {
-            self.members[start + label as usize].push((first + i) as u32);
             self.counts[start + label as usize] += counts(i);
+            held[label as usize] += 1;
         }
+        let mut end = self.members.len();
+        self.starts.extend(held.iter().map(|held| {
+            end += held;
+            end
+        }));
+        self.members.extend(order_by(labels).iter().map(|&i| (first + i as usize) as u32));
         let logs = self.counts[start..].iter().map(|&n| T::from_f64((n as f64).ln()));
         self.log_counts.extend(logs);
     }
 
     fn bytes(&self) -> usize {
-        let members: usize = self.members.iter().map(Vec::len).sum();
         (self.keys.len() + self.values.len() + self.log_counts.len()) * size_of::<T>()
-            + 8 * self.counts.len()
-            + 4 * members
+            + 8 * (self.counts.len() + self.starts.len())
+            + 4 * self.members.len()
     }
 }
 
@@ -160,11 +175,25 @@ impl<T: Real> State<T> {
             blocks -= 1;
             rest += window;
         }
-        for b in 0..blocks {
-            self.cluster_anew(k, v, b * window..(b + 1) * window);
-            self.close(window);
+        let blocks: Vec<Range<usize>> = (0..blocks)
+            .map(|b| b * window..(b + 1) * window)
+            .chain((rest > 0).then_some(n - rest..n))
+            .collect();
+        // Blocks know nothing of each other; each has a stream of its own.
+        let labels: Vec<Vec<u32>> = blocks
+            .par_iter()
+            .enumerate()
+            .with_max_len(1)
+            .map(|(b, block)| self.labels(k, block, self.made + 1 + b as u64))
+            .collect();
+        for (block, labels) in blocks.into_iter().zip(labels) {
+            self.made += 1;
+            let open = block.end == n;
+            self.append(k, v, block, &labels);
+            if !open {
+                self.close(window);
+            }
         }
-        self.cluster_anew(k, v, n - rest..n);
         self.clustered = n;
     }
 
@@ -189,18 +218,16 @@ impl<T: Real> State<T> {
     /// from now on, and memory is read in runs.
     pub(super) fn arrange(&mut self, k: &mut [T], v: &mut [T]) {
         let (d, d_v) = (self.fine.d, self.fine.d_v);
-        let new = self.arranged..self.closed_fine;
+        let new = self.fine.starts[self.arranged]..self.fine.starts[self.closed_fine];
         self.arranged = self.closed_fine;
-        let order: Vec<u32> = self.fine.members[new.clone()].concat();
+        let order = &mut self.fine.members[new];
         let Some(first) = order.iter().min().map(|&j| j as usize) else { return };
         for (x, width) in [(k, d), (v, d_v)] {
             let rows: Vec<T> =
                 order.iter().flat_map(|&j| &x[j as usize * width..][..width]).copied().collect();
             x[first * width..][..rows.len()].copy_from_slice(&rows);
         }
-        (first as u32..)
-            .zip(self.fine.members[new].iter_mut().flatten())
-            .for_each(|(next, place)| *place = next);
+        (first as u32..).zip(order).for_each(|(next, place)| *place = next);
     }
 
     /// Closes the open block, which is `len` keys long.
@@ -218,11 +245,6 @@ impl<T: Real> State<T> {
         }
     }
 
-    fn next_key(&mut self) -> StreamKey {
-        self.made += 1;
-        self.key.with(self.made)
-    }
-
     fn rows<'a>(&self, x: MatRef<'a, T>, keys: &Range<usize>) -> MatRef<'a, T> {
         x.sub_rows(self.params.sinks + keys.start..self.params.sinks + keys.end)
     }
@@ -232,18 +254,24 @@ impl<T: Real> State<T> {
         if block.is_empty() {
             return;
         }
+        self.made += 1;
+        let labels = self.labels(k, &block, self.made);
+        self.append(k, v, block, &labels);
+    }
+
+    /// The clusters of the keys of a block, drawn from the stream of clustering number `made`.
+    fn labels(&self, k: MatRef<'_, T>, block: &Range<usize>, made: u64) -> Vec<u32> {
         let clusters = share(block.len(), self.params.ratio);
         let options = Options { clusters, iters: self.params.iters, metric: Metric::Euclidean };
-        let key = self.next_key();
-        let found = kmeans(self.rows(k, &block), None, options, Init::Rows, key);
-        self.append(k, v, block, &found.labels);
+        kmeans(self.rows(k, block), None, options, Init::Rows, self.key.with(made)).labels
     }
 
     /// Lets the last `interval` keys of the open block join its clusters.
     fn join(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, open: Range<usize>) {
         let Params { interval, ratio, update_iters, .. } = self.params;
         let rows = self.rows(k, &open);
-        let key = self.next_key();
+        self.made += 1;
+        let key = self.key.with(self.made);
         let old = self.closed_fine..self.fine.len();
         let mut centroids: Vec<T> = self.fine.keys[old.start * self.fine.d..].to_vec();
         let mut counts: Vec<usize> = self.fine.counts[old].to_vec();

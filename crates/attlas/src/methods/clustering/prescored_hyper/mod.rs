@@ -47,11 +47,13 @@ use crate::methods::common::{
 };
 use crate::params::Indices;
 use crate::{Mask, MatRef, Problem, Real, Result};
+use attlas_num::Mat;
 use attlas_num::cluster::{self, Init, Metric, kmeans};
 use attlas_num::hash::sample::Reservoir;
-use attlas_num::kernels::sq_dist;
-use attlas_num::randla::ridge_leverage_scores;
+use attlas_num::kernels::{axpy, dot, sq_dist};
+use attlas_num::linalg::{matmul_nt, matmul_tn, psd_factor};
 use attlas_num::rng::StreamKey;
+use rayon::prelude::*;
 use std::ops::Range;
 
 /// Registry entry.
@@ -246,14 +248,15 @@ impl PrescoredHyper {
         let metric = match self.params.score {
             Score::Norm2 => return squared_norms(k),
             // Keys that are not finite have no leverage; their norms keep them from being dropped unseen.
-            Score::Leverage => return ridge_leverage_scores(k, 0.0).unwrap_or_else(|_| squared_norms(k)),
+            Score::Leverage => return leverage(k).unwrap_or_else(|| squared_norms(k)),
             Score::KMedianOutlier => Metric::Median,
             Score::KMeansOutlier | Score::KernelKMeans => Metric::Euclidean,
         };
         let options = cluster::Options { clusters: self.clusters(), iters: self.iters(), metric };
         let found = kmeans(k, None, options, Init::Rows, key.named("clusters"));
         let own = |j: usize| found.centroids.row(found.labels[j] as usize);
-        let distance: Vec<f64> = (0..k.rows()).map(|j| sq_dist(k.row(j), own(j)).to_f64().sqrt()).collect();
+        let far = |j: usize| sq_dist(k.row(j), own(j)).to_f64().sqrt();
+        let distance: Vec<f64> = (0..k.rows()).into_par_iter().with_min_len(PIECE).map(far).collect();
         match self.params.score {
             Score::KernelKMeans => {
                 let sigma = 1.3 * distance.iter().sum::<f64>() / distance.len().max(1) as f64;
@@ -323,7 +326,57 @@ fn complement(n: usize, kept: &[u32], chosen: &[usize]) -> Vec<u32> {
 }
 
 fn squared_norms<T: Real>(k: MatRef<'_, T>) -> Vec<f64> {
-    k.iter_rows().map(|row| row.iter().map(|x| x.to_f64() * x.to_f64()).sum()).collect()
+    let mut squares = vec![0.0; k.rows()];
+    squares.par_chunks_mut(PIECE).enumerate().for_each(|(t, squares)| {
+        let rows = k.sub_rows(t * PIECE..t * PIECE + squares.len());
+        for (square, row) in squares.iter_mut().zip(rows.iter_rows()) {
+            *square = row.iter().map(|x| x.to_f64() * x.to_f64()).sum();
+        }
+    });
+    squares
+}
+
+/// Keys that one task takes. Fixed, so that the number of threads cannot change a bit.
+const PIECE: usize = 1024;
+
+/// $k_j^\top (K^\top K)^{-1} k_j$ of every key; `None` where a key is not finite. No copy of all the keys is made.
+fn leverage<T: Real>(k: MatRef<'_, T>) -> Option<Vec<f64>> {
+    let pieces = k.rows().div_ceil(PIECE);
+    let rows = |t: usize| k.sub_rows(t * PIECE..k.rows().min((t + 1) * PIECE));
+    let largest = |t: usize| rows(t).iter_rows().flatten().fold(0.0, |a: f64, x| larger(a, x.to_f64().abs()));
+    let largest = (0..pieces).into_par_iter().map(largest).reduce(|| 0.0, larger);
+    if !largest.is_finite() {
+        return None;
+    }
+    // Leverage is that of any multiple of the keys: one whose squares are in range.
+    let factor = if (1e-100..1e100).contains(&largest) || largest == 0.0 { 1.0 } else { 1.0 / largest };
+    let scaled = |t: usize| {
+        let data = rows(t).iter_rows().flatten().map(|x| factor * x.to_f64()).collect();
+        Mat::from_vec(data, rows(t).rows(), k.cols())
+    };
+    let gram = |t: usize| {
+        let rows = scaled(t);
+        matmul_tn(rows.as_ref(), rows.as_ref())
+    };
+    let parts: Vec<Mat<f64>> = (0..pieces).into_par_iter().map(gram).collect();
+    let mut sum = Mat::zeros(k.cols(), k.cols());
+    parts.iter().for_each(|part| axpy(1.0, part.data(), sum.data_mut()));
+    // |W k|² with W of as many rows as the rank.
+    let whitening =
+        psd_factor(sum.as_ref()).ok()?.half_solve(Mat::<f64>::identity(k.cols()).as_ref()).ok()?;
+    let mut scores = vec![0.0; k.rows()];
+    scores.par_chunks_mut(PIECE).enumerate().for_each(|(t, scores)| {
+        let white = matmul_nt(scaled(t).as_ref(), whitening.as_ref());
+        for (j, score) in scores.iter_mut().enumerate() {
+            *score = dot(white.row(j), white.row(j)).clamp(0.0, 1.0);
+        }
+    });
+    Some(scores)
+}
+
+/// The larger one; NaN if either is.
+fn larger(a: f64, b: f64) -> f64 {
+    if b > a || b.is_nan() { b } else { a }
 }
 
 impl GroupPlan for PrescoredHyper {

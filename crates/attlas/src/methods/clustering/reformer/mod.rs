@@ -292,7 +292,7 @@ impl GroupPlan for Reformer {
         let older: Option<Vec<usize>> = causal.then(|| (0..n_q).map(|i| self.older(g.visible(i))).collect());
         for h in 0..g.q.heads() {
             let q = g.q.head(h);
-            let queries: Vec<QueryRound> = keys
+            let (queries, in_chunks): (Vec<QueryRound>, Vec<Round>) = keys
                 .par_iter()
                 .enumerate()
                 .map(|(r, keys)| {
@@ -301,16 +301,17 @@ impl GroupPlan for Reformer {
                         (Some(_), true) => keys.codes()[n_k - n_q..].to_vec(),
                         (Some(hash), false) => hash.codes(q, r),
                     };
-                    match &older {
+                    let queries = match &older {
                         Some(older) => QueryRound::causal(codes, keys, older, block),
                         None if self.shared() => QueryRound::shared(codes, keys),
                         None => QueryRound::balanced(codes, keys),
-                    }
+                    };
+                    let round = Round::from_blocks(queries.chunks(), keys.chunks());
+                    (queries, round)
                 })
-                .collect();
+                .unzip();
             let rows = h * n_q..(h + 1) * n_q;
-            for r in 0..rounds {
-                let round = Round::from_blocks(queries[r].chunks(), keys[r].chunks());
+            for (r, round) in in_chunks.iter().enumerate() {
                 let meeting = buckets::Sorted {
                     round: r,
                     keys: &keys,
@@ -320,7 +321,7 @@ impl GroupPlan for Reformer {
                 };
                 let out = &mut g.out[rows.start * d_v..rows.end * d_v];
                 let lse = &mut g.lse[rows.clone()];
-                visited += attend_round(&meeting, &round, q, k, g.v, scale, Join::LogSumExp, cx, out, lse);
+                visited += attend_round(&meeting, round, q, k, g.v, scale, Join::LogSumExp, cx, out, lse);
             }
         }
         Ok(self.finish(g, visited))

@@ -37,7 +37,8 @@ use crate::methods::common::{attend_subset, exact_group, exact_rows, exact_scrat
 use crate::workspace::Context;
 use crate::{Error, Inputs, Mask, MatRef, Options, Problem, Qkv, Real, Result};
 use attlas_num::Mat;
-use attlas_num::kernels::{Band, axpy, dot, matvec, merge_lse, prefetch, softmax_in_place};
+use attlas_num::cluster::Cut;
+use attlas_num::kernels::{AttendChosen, Band, matvec, merge_lse};
 use attlas_num::linalg::{self, Op, matmul, matmul_nt, symmetric_eigen, variance_rank};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -245,13 +246,10 @@ struct HeadBasis {
 /// Rows of queries that one task ranks together.
 const BLOCK_ROWS: usize = 16;
 
-/// Keys that one task ranks, and chosen keys that one task attends to, when decoding. Fixed, so that the number of
+/// Keys that one task ranks, and keys whose chosen ones one task attends to, when decoding. Fixed, so that the number of
 /// threads cannot change a bit.
 const RANK_PIECE: usize = 4096;
-const ATTEND_PIECE: usize = 512;
-
-/// Chosen keys ahead of the one at hand whose memory is asked for.
-const AHEAD: usize = 8;
+const ATTEND_PIECE: usize = 2048;
 
 impl Loki {
     /// A plan with the bases of `calibration`.
@@ -302,6 +300,16 @@ impl Loki {
     fn keeps_all(&self, n: usize) -> bool {
         let Params { window, sinks, min_len, .. } = self.params;
         n < min_len || self.budget(n) >= n || window.saturating_add(sinks) >= n
+    }
+
+    /// Which keys `scores` chooses: those of `choose`, by all threads.
+    fn keep<T: Real>(&self, scores: &[T]) -> Kept {
+        let n = scores.len();
+        if self.keeps_all(n) {
+            return Kept { cut: Cut::ALL, head: 0, tail: n };
+        }
+        let cut = Cut::largest(scores, self.budget(n));
+        Kept { cut, head: self.params.sinks, tail: n - self.params.window }
     }
 
     /// The chosen keys of `scores`, in increasing order.
@@ -387,6 +395,22 @@ impl Loki {
     }
 }
 
+/// Which keys are attended to when decoding.
+#[derive(Clone, Copy, Debug)]
+struct Kept {
+    /// By their score.
+    cut: Cut,
+    /// Before this place and from that one on whatever their score.
+    head: usize,
+    tail: usize,
+}
+
+impl Kept {
+    fn has<T: Real>(&self, score: T, j: usize) -> bool {
+        self.cut.takes(score, j) | (j < self.head) | (j >= self.tail)
+    }
+}
+
 /// The larger one; NaN if either is.
 fn larger<T: Real>(a: T, b: T) -> T {
     if b > a || b.is_nan() { b } else { a }
@@ -432,26 +456,22 @@ impl GroupPlan for Loki {
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
         let basis = &self.bases[index.kv_head];
         // Kept keys are completed by the columns behind the ranking ones, or read whole where those are no part of them.
-        let (q_rest, k_rest) = match self.params.basis {
+        let (q_map, k_rest) = match self.params.basis {
             Basis::Pca => {
                 let rest = Mat::from_fn(p.d, p.d - self.rank, |i, j| basis.rotation[(i, self.rank + j)]);
-                (Some(rest.cast()), Some(rest.cast()))
+                (basis.rotation.transpose(), Some(rest.cast()))
             }
-            Basis::QkOptimal => (None, None),
+            Basis::QkOptimal => (basis.a_q.transpose(), None),
         };
         Some(Box::new(Split {
             plan: self.clone(),
-            a_q: basis.a_q.cast(),
+            q_map: q_map.cast(),
             a_k: basis.a_k.cast(),
-            q_rest,
             k_rest,
-            d: p.d,
             d_v: p.d_v,
             len: 0,
             ranked: Vec::new(),
             rest: Vec::new(),
-            ranked_index: Vec::new(),
-            chosen: Vec::new(),
         }))
     }
 }
@@ -460,19 +480,16 @@ impl GroupPlan for Loki {
 #[derive(Debug)]
 struct Split<T> {
     plan: Loki,
-    a_q: Mat<T>,
+    /// What queries are multiplied by: rows that give the ranking coordinates, then those that complete them.
+    q_map: Mat<T>,
     a_k: Mat<T>,
     /// The remaining columns of the rotation; where there are none, keys are held whole beside the ranking columns.
-    q_rest: Option<Mat<T>>,
     k_rest: Option<Mat<T>>,
-    d: usize,
     d_v: usize,
     len: usize,
     ranked: Vec<T>,
     /// What chosen keys are completed by, followed by their values: one run of memory for each.
     rest: Vec<T>,
-    ranked_index: Vec<usize>,
-    chosen: Vec<usize>,
 }
 
 /// Appends the rows of `x · m` to `out`.
@@ -484,52 +501,71 @@ fn append_product<T: Real>(x: MatRef<'_, T>, m: &Mat<T>, out: &mut Vec<T>) {
     }
 }
 
+/// One query of a head: its scores of all keys, and what meets the rest of a key.
+#[derive(Clone, Copy)]
+struct Query<'a, T> {
+    scores: &'a [T],
+    rest: &'a [T],
+}
+
 impl<T: Real> Split<T> {
-    /// Attention of some heads to the chosen keys: pieces in parallel, merged in order.
-    fn attend_chosen(
+    /// Attention of some heads to the keys that `kept` has by the scores `by`: pieces of the cache in parallel, merged in
+    /// order. Returns how many keys that is.
+    #[allow(clippy::too_many_arguments)]
+    fn attend_kept(
         &self,
-        heads: Range<usize>,
-        q_rest: MatRef<'_, T>,
-        scores: &[T],
+        kept: Kept,
+        by: &[T],
+        heads: &[Query<'_, T>],
         scale: T,
         cx: Context<'_>,
         out: &mut [T],
         lse: &mut [T],
-    ) {
-        let (count, d_v) = (heads.len(), self.d_v);
-        let width = q_rest.cols();
-        let rows = MatRef::new(&self.rest, self.len, width + d_v);
-        let pieces = self.chosen.len().div_ceil(ATTEND_PIECE);
-        let mut part = cx.scratch.take::<T>(pieces * count * d_v);
-        let mut part_lse = cx.scratch.take::<T>(pieces * count);
-        part.par_chunks_mut(count * d_v)
-            .zip(part_lse.par_chunks_mut(count))
-            .zip(self.chosen.par_chunks(ATTEND_PIECE))
-            .with_max_len(1)
-            .for_each(|((part, part_lse), chosen)| {
-                let mut weights = cx.scratch.take::<T>(chosen.len());
-                for ((o, l), h) in part.chunks_exact_mut(d_v).zip(part_lse).zip(heads.clone()) {
-                    let q = q_rest.row(h);
-                    for (i, (w, &j)) in weights.iter_mut().zip(chosen).enumerate() {
-                        if let Some(&ahead) = chosen.get(i + AHEAD) {
-                            prefetch(rows.row(ahead));
-                        }
-                        let known = if self.q_rest.is_some() { scores[h * self.len + j] } else { T::ZERO };
-                        *w = scale * (known + dot(q, &rows.row(j)[..width]));
-                    }
-                    *l = softmax_in_place(&mut weights);
-                    o.fill(T::ZERO);
-                    weights.iter().zip(chosen).for_each(|(&w, &j)| axpy(w, &rows.row(j)[width..], o));
-                }
-            });
+    ) -> usize {
+        let (n, d_v, count) = (self.len, self.d_v, heads.len());
         out.fill(T::ZERO);
         lse.fill(T::NEG_INFINITY);
+        let Some(stride) = self.rest.len().checked_div(n) else { return 0 };
+        let (k, v) = self.rest.split_at(stride - d_v);
+        let view = |x, cols| MatRef::with_stride(x, n, cols, stride).expect("rows of the cache are whole");
+        let (k, v) = (view(&self.rest, k.len()), view(v, d_v));
+        // With the ranking coordinates split off, what they contribute to a logit is known.
+        let split = self.k_rest.is_some();
+        let pieces = n.div_ceil(ATTEND_PIECE);
+        let mut part = cx.scratch.take::<T>(pieces * count * d_v);
+        let mut part_lse = cx.scratch.take::<T>(pieces * count);
+        let found = part
+            .par_chunks_mut(count * d_v)
+            .zip(part_lse.par_chunks_mut(count))
+            .enumerate()
+            .with_max_len(1)
+            .map(|(t, (part, part_lse))| {
+                let keys = t * ATTEND_PIECE..n.min((t + 1) * ATTEND_PIECE);
+                let mut chosen = cx.scratch.take::<u32>(keys.len() + 1);
+                let mut found = 0;
+                // Written whether chosen or not: what is follows no pattern that a branch could be predicted by.
+                for (j, &s) in keys.clone().zip(&by[keys]) {
+                    chosen[found] = j as u32;
+                    found += usize::from(kept.has(s, j));
+                }
+                let chosen = &chosen[..found];
+                let mut bias = cx.scratch.take::<T>(if split { found } else { 0 });
+                for ((o, l), head) in part.chunks_exact_mut(d_v).zip(part_lse.chunks_exact_mut(1)).zip(heads)
+                {
+                    bias.iter_mut().zip(chosen).for_each(|(b, &j)| *b = scale * head.scores[j as usize]);
+                    let (q, bias) = (MatRef::new(head.rest, 1, head.rest.len()), split.then_some(&bias[..]));
+                    AttendChosen { q, k, v, chosen, scale, bias, isa: cx.schedule.isa }.run(cx.scratch, o, l);
+                }
+                found
+            })
+            .sum();
         for (part, part_lse) in part.chunks_exact(count * d_v).zip(part_lse.chunks_exact(count)) {
             for i in 0..count {
                 let row = i * d_v..(i + 1) * d_v;
                 merge_lse(&mut out[row.clone()], &mut lse[i], &part[row], part_lse[i]);
             }
         }
+        found
     }
 }
 
@@ -560,37 +596,40 @@ impl<T: Real> GroupStream<T> for Split<T> {
         lse: &mut [T],
         cx: Context<'_>,
     ) -> Result<RunInfo> {
-        let (heads, n, r, d_v) = (q.rows(), self.len, self.a_q.cols(), self.d_v);
-        let (mut q_r, mut q_rest) = (Vec::new(), Vec::new());
-        append_product(q, &self.a_q, &mut q_r);
-        match &self.q_rest {
-            Some(m) => append_product(q, m, &mut q_rest),
-            None => q.iter_rows().for_each(|row| q_rest.extend_from_slice(row)),
-        }
-        let q_rest = MatRef::new(&q_rest, heads, self.q_rest.as_ref().map_or(self.d, |m| m.cols()));
+        let (heads, n, r, d_v) = (q.rows(), self.len, self.a_k.cols(), self.d_v);
+        let width = self.q_map.rows();
+        let mut mapped = cx.scratch.take::<T>(heads * width);
+        q.iter_rows()
+            .zip(mapped.chunks_exact_mut(width))
+            .for_each(|(q, mapped)| matvec(self.q_map.as_ref(), q, mapped));
         let mut scores = cx.scratch.take::<T>(heads * n);
         let keys = MatRef::new(&self.ranked, n, r);
-        for (q, scores) in q_r.chunks_exact(r).zip(scores.chunks_mut(n.max(1))) {
+        for (q, scores) in mapped.chunks_exact(width).zip(scores.chunks_mut(n.max(1))) {
             scores.par_chunks_mut(RANK_PIECE).with_max_len(1).enumerate().for_each(|(piece, out)| {
                 let first = piece * RANK_PIECE;
-                matvec(keys.sub_rows(first..first + out.len()), q, out);
+                matvec(keys.sub_rows(first..first + out.len()), &q[..r], out);
             });
         }
+        let queries: Vec<Query<'_, T>> = (0..heads)
+            .map(|h| {
+                let rest =
+                    if self.k_rest.is_some() { &mapped[h * width + r..(h + 1) * width] } else { q.row(h) };
+                Query { scores: &scores[h * n..(h + 1) * n], rest }
+            })
+            .collect();
         let mut kept = 0;
         if self.plan.params.group_select == GroupSelect::GroupMax && heads > 1 {
-            let mut best = cx.scratch.take_copy::<T>(&scores[..n]);
-            for other in scores.chunks_exact(n.max(1)).skip(1) {
-                best.iter_mut().zip(other).for_each(|(a, &b)| *a = larger(*a, b));
+            let mut best = cx.scratch.take_copy::<T>(queries[0].scores);
+            for other in &queries[1..] {
+                best.iter_mut().zip(other.scores).for_each(|(a, &b)| *a = larger(*a, b));
             }
-            self.plan.choose(&best, &mut self.ranked_index, &mut self.chosen);
-            self.attend_chosen(0..heads, q_rest, &scores, scale, cx, out, lse);
-            kept = self.chosen.len() * heads;
+            kept = heads * self.attend_kept(self.plan.keep(&best), &best, &queries, scale, cx, out, lse);
         } else {
-            for h in 0..heads {
-                self.plan.choose(&scores[h * n..(h + 1) * n], &mut self.ranked_index, &mut self.chosen);
-                let (out, lse) = (&mut out[h * d_v..(h + 1) * d_v], &mut lse[h..h + 1]);
-                self.attend_chosen(h..h + 1, q_rest, &scores, scale, cx, out, lse);
-                kept += self.chosen.len();
+            for (head, (out, lse)) in
+                queries.chunks_exact(1).zip(out.chunks_exact_mut(d_v).zip(lse.chunks_exact_mut(1)))
+            {
+                let by = head[0].scores;
+                kept += self.attend_kept(self.plan.keep(by), by, head, scale, cx, out, lse);
             }
         }
         Ok(RunInfo {

@@ -150,6 +150,30 @@ fn sinks_and_window_are_always_kept() {
 }
 
 #[test]
+fn decoding_keeps_the_keys_that_rows_choose() {
+    let x = Case::gaussian(Problem::new(1, 3000, 4), 15);
+    let calibration = learn(&x, &Options::new());
+    // Scores that repeat, with some that are not numbers.
+    let scores: Vec<f64> =
+        (0..x.k.len()).map(|i| if i % 997 == 3 { f64::NAN } else { (3.0 * x.k[i]).round() }).collect();
+    let (mut ranked, mut chosen) = (Vec::new(), Vec::new());
+    for set in [
+        &[("keys", "700")][..],
+        &[("fraction", "0.3"), ("sinks", "5"), ("window", "40")],
+        &[("fraction", "1")],
+        &[("min_len", "20000")],
+    ] {
+        let plan = Loki::new(&x.problem, Params::from_options(&options(set)).unwrap(), &calibration).unwrap();
+        for n in [1, 100, scores.len()] {
+            plan.choose(&scores[..n], &mut ranked, &mut chosen);
+            let kept = plan.keep(&scores[..n]);
+            let found: Vec<usize> = (0..n).filter(|&j| kept.has(scores[j], j)).collect();
+            assert_eq!(found, chosen, "{set:?}, {n} keys");
+        }
+    }
+}
+
+#[test]
 fn one_choice_per_group_is_the_union_of_its_best_scores() {
     // With equal queries in all heads, choosing together is choosing alone.
     let p = Problem::new(3, 97, 8).with_kv_heads(1);
