@@ -43,7 +43,7 @@ pub fn ridge_leverage_scores<T: Real>(a: MatRef<'_, T>, lambda: f64) -> Result<V
 const PIECE: usize = 1024;
 
 /// $A^\top A$: pieces of rows in parallel, added in order.
-pub(super) fn gram(a: MatRef<'_, f64>) -> Mat<f64> {
+fn gram(a: MatRef<'_, f64>) -> Mat<f64> {
     let piece = |t: usize| {
         let rows = a.sub_rows(t * PIECE..((t + 1) * PIECE).min(a.rows()));
         matmul_tn(rows, rows)

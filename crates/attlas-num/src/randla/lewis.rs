@@ -1,10 +1,14 @@
 //! Lewis weights: what leverage scores are to the Euclidean norm, for every $\ell_p$ norm.
+//!
+//! Every step reads the matrix twice, for $A^\top A$ and for $\|L^{-1} a_j\|^2$ with $LL^\top = A^\top A$, in blocks of rows
+//! that are widened to `f64` where they are used: no second matrix is held. Blocks have a fixed length and their sums are
+//! added in order, so that the number of threads changes no bit.
 
 use crate::kernels::{Isa, Op, gemm};
-use crate::linalg::{LinalgError, Result, Triangle, cholesky, dot, solve_triangular_in_place};
-use crate::randla::leverage::{gram, leverage_scores};
+use crate::linalg::{LinalgError, Result, Triangle, axpy, cholesky, dot, solve_triangular_in_place};
+use crate::randla::leverage::leverage_scores;
 use crate::scratch::Scratch;
-use crate::{Mat, MatRef};
+use crate::{Mat, MatRef, Real};
 use rayon::prelude::*;
 
 /// When the iteration for [`lewis_weights`] stops, and which directions count.
@@ -35,6 +39,8 @@ pub struct LewisWeights {
     pub iterations: usize,
     /// Whether the tolerance was reached.
     pub converged: bool,
+    /// Rows that are not finite; they count as rows of zeros.
+    pub not_finite: Vec<usize>,
 }
 
 impl LewisWeights {
@@ -54,73 +60,190 @@ impl LewisWeights {
 /// $w \leftarrow w^{1-\eta} (\tau_j / w_j^{1-2/p})^{\eta p/2}$ with $\eta = 4/(p+2)$ contracts at the rate $|p-2|/(p+2)$ for every
 /// $p$; the undamped iteration (Cohen and Peng 2015) diverges from $p = 4$ on. The damping is a construction of this
 /// project.
-pub fn lewis_weights(a: MatRef<'_, f64>, p: f64, options: LewisOptions) -> Result<LewisWeights> {
+pub fn lewis_weights<T: Real>(
+    a: MatRef<'_, T>,
+    p: f64,
+    options: LewisOptions,
+    scratch: &Scratch,
+) -> Result<LewisWeights> {
     if !(p >= 1.0 && p.is_finite()) {
         return Err(LinalgError::InvalidParam { name: "p", value: p, expected: "finite, at least 1" });
     }
-    let start = gram_leverage_scores(a, options.rank_tol)?;
+    let Leverage { scores: start, not_finite } =
+        Rows { a, factors: None }.leverage(options.rank_tol, scratch)?;
     if p == 2.0 {
-        return Ok(LewisWeights { weights: start, certificate: 1.0, iterations: 1, converged: true });
+        let done =
+            LewisWeights { weights: start, certificate: 1.0, iterations: 1, converged: true, not_finite };
+        return Ok(done);
     }
     // Rows without leverage are zero, or lie in dropped directions: they have no weight.
-    let live: Vec<usize> = (0..a.rows()).filter(|&j| start[j] > 0.0).collect();
-    if live.is_empty() {
-        return Ok(LewisWeights { weights: start, certificate: 1.0, iterations: 0, converged: true });
+    let live = start.iter().filter(|s| **s > 0.0).count();
+    if live == 0 {
+        let none =
+            LewisWeights { weights: start, certificate: 1.0, iterations: 0, converged: true, not_finite };
+        return Ok(none);
     }
-    let rank: f64 = start.iter().sum();
-    let mut w = vec![rank / live.len() as f64; live.len()];
-    let eta = 4.0 / (p + 2.0);
-    let mut scaled = Mat::<f64>::zeros(live.len(), a.cols());
+    let even = start.iter().sum::<f64>() / live as f64;
+    let mut weights: Vec<f64> = start.iter().map(|s| if *s > 0.0 { even } else { 0.0 }).collect();
+    let mut factors = vec![0.0; a.rows()];
     let mut iterations = 0;
     let (certificate, converged) = loop {
-        for (t, &j) in live.iter().enumerate() {
-            let factor = libm::pow(w[t], 0.5 - 1.0 / p);
-            scaled.row_mut(t).iter_mut().zip(a.row(j)).for_each(|(s, x)| *s = factor * x);
-        }
-        let tau = gram_leverage_scores(scaled.as_ref(), options.rank_tol)?;
-        let ratios = tau.iter().zip(&w).map(|(t, w)| t / w);
-        let certificate = ratios.clone().fold(0.0, f64::max);
-        let gap = ratios.map(|r| libm::log(r.max(f64::MIN_POSITIVE)).abs()).fold(0.0, f64::max);
+        factors.par_chunks_mut(BLOCK).zip(weights.par_chunks(BLOCK)).for_each(|(factors, weights)| {
+            for (f, w) in factors.iter_mut().zip(weights) {
+                *f = if *w > 0.0 { libm::pow(*w, 0.5 - 1.0 / p) } else { 0.0 };
+            }
+        });
+        let tau = Rows { a, factors: Some(&factors) }.leverage(options.rank_tol, scratch)?.scores;
+        let (certificate, gap) = tau
+            .par_chunks(BLOCK)
+            .zip(weights.par_chunks(BLOCK))
+            .map(|(tau, weights)| distance(tau, weights))
+            .reduce(|| (0.0, 0.0), |a, b| (a.0.max(b.0), a.1.max(b.1)));
         if gap < options.tol || iterations == options.iters {
             break (certificate, gap < options.tol);
         }
-        for (w, tau) in w.iter_mut().zip(&tau) {
-            let target = libm::pow(tau / libm::pow(*w, 1.0 - 2.0 / p), 0.5 * p);
-            *w = (libm::pow(*w, 1.0 - eta) * libm::pow(target, eta)).max(1e-200);
-        }
+        weights.par_chunks_mut(BLOCK).zip(tau.par_chunks(BLOCK)).for_each(|(weights, tau)| {
+            weights
+                .iter_mut()
+                .zip(tau)
+                .filter(|(w, _)| **w > 0.0)
+                .for_each(|(w, tau)| *w = damped(*w, *tau, p));
+        });
         iterations += 1;
     };
-    let mut weights = vec![0.0; a.rows()];
-    live.iter().zip(&w).for_each(|(&j, &w)| weights[j] = w);
-    Ok(LewisWeights { weights, certificate, iterations, converged })
+    Ok(LewisWeights { weights, certificate, iterations, converged, not_finite })
 }
 
-/// Leverage scores through the Gram matrix where it is well conditioned, by pivoted QR otherwise.
-pub fn gram_leverage_scores(a: MatRef<'_, f64>, rank_tol: f64) -> Result<Vec<f64>> {
+/// The largest $\tau_j / w_j$ and the largest $|\ln(\tau_j / w_j)|$ of rows with a weight.
+fn distance(tau: &[f64], weights: &[f64]) -> (f64, f64) {
+    let ratios = tau.iter().zip(weights).filter(|(_, w)| **w > 0.0).map(|(t, w)| t / w);
+    ratios.fold((0.0, 0.0), |(largest, gap), r| {
+        (f64::max(largest, r), f64::max(gap, libm::log(r.max(f64::MIN_POSITIVE)).abs()))
+    })
+}
+
+/// One step of the iteration for one weight.
+fn damped(w: f64, tau: f64, p: f64) -> f64 {
+    let eta = 4.0 / (p + 2.0);
+    let target = libm::pow(tau / libm::pow(w, 1.0 - 2.0 / p), 0.5 * p);
+    (libm::pow(w, 1.0 - eta) * libm::pow(target, eta)).max(1e-200)
+}
+
+/// Leverage scores through the Gram matrix where it is well conditioned, by pivoted QR otherwise. Rows that are not
+/// finite count as rows of zeros.
+pub fn gram_leverage_scores<T: Real>(a: MatRef<'_, T>, rank_tol: f64, scratch: &Scratch) -> Result<Vec<f64>> {
+    Ok(Rows { a, factors: None }.leverage(rank_tol, scratch)?.scores)
+}
+
+/// Upper bound on the scratch bytes of [`lewis_weights`] for rows of width `d` with `threads` threads.
+pub fn lewis_scratch_bytes(d: usize, threads: usize) -> usize {
+    // Rows and their solutions, and two packed operands of a product.
+    threads * (2 * BLOCK * d * size_of::<f64>() + (192 << 10) + (512 << 10) + 512)
+}
+
+/// Rows that are widened at one time.
+const BLOCK: usize = 256;
+
+/// Rows whose Gram matrix one task adds up, block by block.
+const SUM_ROWS: usize = 4 * BLOCK;
+
+/// The rows of a matrix in `f64`, each times its factor; rows that are not finite are zeros.
+#[derive(Clone, Copy)]
+struct Rows<'a, T> {
+    a: MatRef<'a, T>,
+    factors: Option<&'a [f64]>,
+}
+
+struct Leverage {
+    scores: Vec<f64>,
+    not_finite: Vec<usize>,
+}
+
+impl<T: Real> Rows<'_, T> {
+    /// Writes as many rows as there is room for, from `first` on; `spoiled` is told those that are not finite.
+    fn write(&self, first: usize, out: &mut [f64], mut spoiled: impl FnMut(usize)) {
+        for (j, out) in (first..).zip(out.chunks_exact_mut(self.a.cols().max(1))) {
+            let (row, factor) = (self.a.row(j), self.factors.map_or(1.0, |f| f[j]));
+            // Without an early end, which would keep it from being vectorised.
+            if row.iter().fold(true, |finite, x| finite & x.is_finite()) {
+                out.iter_mut().zip(row).for_each(|(o, x)| *o = factor * x.to_f64());
+            } else {
+                out.fill(0.0);
+                spoiled(j);
+            }
+        }
+    }
+
+    fn leverage(&self, rank_tol: f64, scratch: &Scratch) -> Result<Leverage> {
+        let (n, d) = (self.a.rows(), self.a.cols());
+        if n >= 2 * d && d > 0 {
+            let (gram, not_finite) = self.gram(scratch);
+            if let Some(inverse) = inverse_factor(&gram) {
+                return Ok(Leverage { scores: self.scores(&inverse, scratch), not_finite });
+            }
+        }
+        let mut not_finite = Vec::new();
+        let mut dense = Mat::<f64>::zeros(n, d);
+        self.write(0, dense.data_mut(), |j| not_finite.push(j));
+        Ok(Leverage { scores: leverage_scores(dense.as_ref(), rank_tol)?, not_finite })
+    }
+
+    /// $A^\top A$, and the rows that are not finite.
+    fn gram(&self, scratch: &Scratch) -> (Mat<f64>, Vec<usize>) {
+        let (n, d) = (self.a.rows(), self.a.cols());
+        let piece = |s: usize| {
+            let (mut sum, mut spoiled) = (Mat::<f64>::zeros(d, d), Vec::new());
+            let mut rows = scratch.take::<f64>(BLOCK * d);
+            for first in (s * SUM_ROWS..((s + 1) * SUM_ROWS).min(n)).step_by(BLOCK) {
+                let len = BLOCK.min(n - first);
+                let rows = &mut rows[..len * d];
+                self.write(first, rows, |j| spoiled.push(j));
+                let rows = MatRef::new(rows, len, d);
+                gemm(Isa::best(), 1.0, Op::T(rows), Op::N(rows), 1.0, sum.data_mut(), d, scratch);
+            }
+            (sum, spoiled)
+        };
+        let count = n.div_ceil(SUM_ROWS);
+        let pieces: Vec<(Mat<f64>, Vec<usize>)> =
+            (0..count).into_par_iter().with_max_len(1).map(piece).collect();
+        let (mut gram, mut spoiled) = (Mat::zeros(d, d), Vec::new());
+        for (sum, own) in pieces {
+            axpy(1.0, sum.data(), gram.data_mut());
+            spoiled.extend(own);
+        }
+        (gram, spoiled)
+    }
+
+    /// $\|L^{-1} a_j\|^2$.
+    fn scores(&self, inverse: &Mat<f64>, scratch: &Scratch) -> Vec<f64> {
+        let d = self.a.cols();
+        let mut scores = vec![0.0; self.a.rows()];
+        scores.par_chunks_mut(BLOCK).with_max_len(1).enumerate().for_each(|(t, scores)| {
+            let mut rows = scratch.take::<f64>(scores.len() * d);
+            let mut solved = scratch.take::<f64>(scores.len() * d);
+            self.write(t * BLOCK, &mut rows, |_| ());
+            let rows = MatRef::new(&rows, scores.len(), d);
+            gemm(Isa::best(), 1.0, Op::N(rows), Op::T(inverse.as_ref()), 0.0, &mut solved, d, scratch);
+            scores.iter_mut().zip(solved.chunks_exact(d)).for_each(|(s, r)| *s = dot(r, r).clamp(0.0, 1.0));
+        });
+        scores
+    }
+}
+
+/// $L^{-1}$ for $LL^\top$ the Gram matrix; `None` where it is not well conditioned.
+fn inverse_factor(gram: &Mat<f64>) -> Option<Mat<f64>> {
     // Errors grow with the square of the condition number: beyond this, QR.
     const WELL_CONDITIONED: f64 = 1e-3;
-    let (n, d) = (a.rows(), a.cols());
-    if n < 2 * d || d == 0 {
-        return leverage_scores(a, rank_tol);
-    }
-    let (scratch, isa) = (Scratch::new(), Isa::best());
-    let Ok(factor) = cholesky(gram(a).as_ref()) else { return leverage_scores(a, rank_tol) };
+    let factor = cholesky(gram.as_ref()).ok()?;
+    let d = factor.rows();
     let diagonal = (0..d).map(|i| factor[(i, i)]);
     let (low, high) = diagonal.fold((f64::INFINITY, 0.0f64), |(a, b), x| (a.min(x), b.max(x)));
     if low < WELL_CONDITIONED * high || !high.is_finite() {
-        return leverage_scores(a, rank_tol);
+        return None;
     }
     let mut inverse = Mat::<f64>::identity(d);
     solve_triangular_in_place(Triangle::Lower, factor.as_ref(), inverse.data_mut(), d);
-    const ROWS: usize = 256;
-    let mut scores = vec![0.0; n];
-    scores.par_chunks_mut(ROWS).enumerate().for_each(|(t, scores)| {
-        let mut solved = scratch.take::<f64>(scores.len() * d);
-        let rows = a.sub_rows(t * ROWS..t * ROWS + scores.len());
-        gemm(isa, 1.0, Op::N(rows), Op::T(inverse.as_ref()), 0.0, &mut solved, d, &scratch);
-        scores.iter_mut().zip(solved.chunks_exact(d)).for_each(|(s, r)| *s = dot(r, r).clamp(0.0, 1.0));
-    });
-    Ok(scores)
+    Some(inverse)
 }
 
 #[cfg(test)]
@@ -128,6 +251,17 @@ mod tests {
     use super::*;
     use crate::linalg::matmul;
     use crate::linalg::testing::gaussian;
+    use std::sync::LazyLock;
+
+    static SCRATCH: LazyLock<Scratch> = LazyLock::new(Scratch::poisoned);
+
+    fn lewis(a: &Mat<f64>, p: f64, options: LewisOptions) -> LewisWeights {
+        lewis_weights(a.as_ref(), p, options, &SCRATCH).unwrap()
+    }
+
+    fn leverage(a: &Mat<f64>) -> Vec<f64> {
+        gram_leverage_scores(a.as_ref(), 1e-10, &SCRATCH).unwrap()
+    }
 
     fn sensitivity_at(a: &Mat<f64>, y: &[f64], p: f64) -> Vec<f64> {
         let powers: Vec<f64> = (0..a.rows()).map(|j| dot(a.row(j), y).abs().powf(p)).collect();
@@ -139,28 +273,23 @@ mod tests {
     fn both_ways_to_leverage_agree() {
         for (n, d) in [(3, 2), (40, 6), (700, 9)] {
             let a = gaussian(n, d, 1);
-            let (fast, slow) = (
-                gram_leverage_scores(a.as_ref(), 1e-10).unwrap(),
-                leverage_scores(a.as_ref(), 1e-10).unwrap(),
-            );
+            let (fast, slow) = (leverage(&a), leverage_scores(a.as_ref(), 1e-10).unwrap());
             assert!(fast.iter().zip(&slow).all(|(x, y)| (x - y).abs() < 1e-11));
         }
         // Two equal columns: the Gram matrix is singular.
         let twin = Mat::from_fn(30, 4, |i, j| gaussian(30, 3, 2)[(i, j.min(2))]);
-        assert!(
-            (gram_leverage_scores(twin.as_ref(), 1e-10).unwrap().iter().sum::<f64>() - 3.0).abs() < 1e-10
-        );
+        assert!((leverage(&twin).iter().sum::<f64>() - 3.0).abs() < 1e-10);
     }
 
     #[test]
     fn known_weights() {
         let a = Mat::from_vec(vec![1.0, 0.0, 0.0, 1.0, 1.0, 1.0], 3, 2);
-        let tau = gram_leverage_scores(a.as_ref(), 1e-10).unwrap();
+        let tau = leverage(&a);
         assert!(tau.iter().all(|t| (t - 2.0 / 3.0).abs() < 1e-14));
         let b = Mat::from_vec(vec![1.0, 0.0, 1.0, 0.0, 0.0, 2.0], 3, 2);
         for p in [1.0, 1.5, 2.0, 3.0, 4.0, 8.0] {
             let options = LewisOptions { iters: 100, tol: 1e-12, ..LewisOptions::default() };
-            let w = lewis_weights(b.as_ref(), p, options).unwrap();
+            let w = lewis(&b, p, options);
             for (w, want) in w.weights.iter().zip([0.5, 0.5, 1.0]) {
                 assert!((w - want).abs() < 1e-9, "p = {p}: {w}");
             }
@@ -174,7 +303,7 @@ mod tests {
         for p in [1.0, 1.5, 3.0, 4.0, 6.0, 8.0] {
             let reach = |iters: usize| {
                 let options = LewisOptions { iters, tol: 0.0, ..LewisOptions::default() };
-                let w = lewis_weights(a.as_ref(), p, options).unwrap();
+                let w = lewis(&a, p, options);
                 (w.certificate.ln(), w)
             };
             let (rate, steps) = ((p - 2.0f64).abs() / (p + 2.0), 12);
@@ -194,7 +323,7 @@ mod tests {
         for p in [2.0, 3.0, 4.0, 8.0] {
             for iters in [0, 1, 2, 60] {
                 let options = LewisOptions { iters, ..LewisOptions::default() };
-                let bounds = lewis_weights(a.as_ref(), p, options).unwrap().sensitivity_bounds(p);
+                let bounds = lewis(&a, p, options).sensitivity_bounds(p);
                 for t in 0..300 {
                     let y = gaussian(1, 4, 100 + t);
                     let at = sensitivity_at(&a, y.row(0), p);
@@ -202,7 +331,7 @@ mod tests {
                 }
             }
         }
-        let bounds = lewis_weights(a.as_ref(), 1.0, LewisOptions::default()).unwrap().sensitivity_bounds(1.0);
+        let bounds = lewis(&a, 1.0, LewisOptions::default()).sensitivity_bounds(1.0);
         for t in 0..300 {
             let at = sensitivity_at(&a, gaussian(1, 4, 100 + t).row(0), 1.0);
             assert!(at.iter().zip(&bounds).all(|(s, b)| *s <= b + 1e-6));
@@ -215,12 +344,43 @@ mod tests {
         a.row_mut(7).fill(0.0);
         let b = matmul(a.as_ref(), gaussian(3, 3, 9).as_ref());
         let options = LewisOptions { iters: 80, tol: 1e-12, ..LewisOptions::default() };
-        let weights = |m: &Mat<f64>| lewis_weights(m.as_ref(), 4.0, options).unwrap().weights;
+        let weights = |m: &Mat<f64>| lewis(m, 4.0, options).weights;
         let (x, y) = (weights(&a), weights(&b));
         assert!(x.iter().zip(&y).all(|(a, b)| (a - b).abs() < 1e-9));
         assert_eq!(x[7], 0.0);
-        let empty = lewis_weights(Mat::<f64>::zeros(4, 2).as_ref(), 4.0, options).unwrap();
+        let empty = lewis(&Mat::zeros(4, 2), 4.0, options);
         assert_eq!((empty.weights, empty.converged), (vec![0.0; 4], true));
-        assert!(lewis_weights(a.as_ref(), 0.5, options).is_err());
+        assert!(lewis_weights(a.as_ref(), 0.5, options, &SCRATCH).is_err());
+    }
+
+    #[test]
+    fn rows_that_are_not_finite_count_as_zeros_and_are_named() {
+        for n in [5, 900] {
+            let mut a = gaussian(n, 4, 7);
+            let mut zeroed = a.clone();
+            for (j, spoil) in [(1, f64::NAN), (3, f64::INFINITY), (n - 1, f64::NEG_INFINITY)] {
+                a.row_mut(j)[j % 4] = spoil;
+                zeroed.row_mut(j).fill(0.0);
+            }
+            for p in [2.0, 3.0] {
+                let (got, want) =
+                    (lewis(&a, p, LewisOptions::default()), lewis(&zeroed, p, LewisOptions::default()));
+                assert_eq!((&got.weights, got.not_finite), (&want.weights, vec![1, 3, n - 1]));
+                assert!(want.not_finite.is_empty());
+            }
+        }
+    }
+
+    #[test]
+    fn threads_change_no_bit_and_single_precision_is_widened() {
+        let a = gaussian(2600, 6, 8).cast::<f32>();
+        let run = |threads: usize, p: f64| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| lewis_weights(a.as_ref(), p, LewisOptions::default(), &SCRATCH).unwrap())
+        };
+        for p in [1.0, 2.0, 4.0] {
+            assert_eq!(run(1, p), run(3, p));
+            assert_eq!(run(1, p), lewis(&a.cast(), p, LewisOptions::default()));
+        }
     }
 }

@@ -14,7 +14,7 @@ mod svd;
 
 pub use interpolative::{ColumnId, Cur, column_id, cur};
 pub use leverage::{fast_leverage_scores, kernel_leverage_scores, leverage_scores, ridge_leverage_scores};
-pub use lewis::{LewisOptions, LewisWeights, gram_leverage_scores, lewis_weights};
+pub use lewis::{LewisOptions, LewisWeights, gram_leverage_scores, lewis_scratch_bytes, lewis_weights};
 pub use nystrom::Nystrom;
 pub use operator::{FnOperator, LinearOperator, NormEstimate, Product, operator_norm};
 pub use rotation::{gaussian_matrix, haar_orthogonal};

@@ -31,7 +31,7 @@ pub trait Target {
         None
     }
 
-    /// The Gram matrix `T₍ₙ₎ T₍ₙ₎ᵀ`, needed by [`Init::Hosvd`] only; without it that start is random.
+    /// The Gram matrix `T₍ₙ₎ T₍ₙ₎ᵀ`, needed by [`Init::Hosvd`](super::Init::Hosvd) only; without it that start is random.
     fn gram(&mut self, _mode: usize) -> Option<Mat<f64>> {
         None
     }

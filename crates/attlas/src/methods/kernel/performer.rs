@@ -447,6 +447,7 @@ mod tests {
             (0.7, "2048", "hyp", "orthogonal", 0.72),
             (0.7, "2048", "pos", "simplex", 0.73),
             (1.0, "2048", "pos", "orthogonal", 1.5),
+            (1.0, "2048", "hyp", "orthogonal", 1.7),
             (1.0, "2048", "pos", "simplex", 1.5),
         ] {
             let o = options(&[("map", map), ("features", m), ("directions", directions)]);

@@ -1,0 +1,148 @@
+//! The set of a growing prefix, for $p = 2$ exactly.
+//!
+//! With $P = (K^\top K + \lambda I)^{-1}$ over the keys so far, the score of a kept key is $\tau_j = k_j^\top P k_j$. A new key $k$,
+//! $u = Pk$, $g = 1 + k^\top u$, changes it by the rank-one formula of Sherman and Morrison: $P \leftarrow P - uu^\top/g$, hence
+//! $\tau_j \leftarrow \tau_j - \langle k_j, u\rangle^2/g$, and $\tau = k^\top u / g$ for the key itself. Scores only fall, so a key below the
+//! threshold can go for good.
+
+use super::Params;
+use super::normaliser::add_outer;
+use crate::Real;
+use attlas_num::Mat;
+use attlas_num::kernels::dot;
+use attlas_num::linalg::inverse;
+
+/// Keys after which the streaming set is recomputed.
+const REFRESH: usize = 4096;
+
+/// The set of a growing prefix.
+#[derive(Clone, Debug)]
+pub(super) struct StreamingSet {
+    d: usize,
+    keys: usize,
+    eps: Option<f64>,
+    degree: f64,
+    /// $(K^\top K + \lambda I)^{-1}$; empty before the first key that is not zero.
+    pub(super) inverse: Vec<f64>,
+    pub(super) gram: Vec<f64>,
+    lambda: f64,
+    seen: usize,
+    since_refresh: usize,
+    pub(super) index: Vec<usize>,
+    pub(super) rows: Vec<f64>,
+    pub(super) scores: Vec<f64>,
+}
+
+/// The ridge, relative to the squared length of the first key.
+pub(super) const RIDGE: f64 = 1e-6;
+
+impl StreamingSet {
+    pub(super) fn new(params: &Params, d: usize) -> Self {
+        Self {
+            d,
+            keys: params.keys,
+            eps: params.eps,
+            degree: params.degree,
+            inverse: Vec::new(),
+            gram: vec![0.0; d * d],
+            lambda: 0.0,
+            seen: 0,
+            since_refresh: 0,
+            index: Vec::new(),
+            rows: Vec::new(),
+            scores: Vec::new(),
+        }
+    }
+
+    /// Kept keys, in increasing order.
+    pub(super) fn indices(&self) -> Vec<usize> {
+        self.index.clone()
+    }
+
+    /// Takes the next key.
+    pub(super) fn push<T: Real>(&mut self, key: &[T]) {
+        let j = self.seen;
+        self.seen += 1;
+        let k: Vec<f64> = key.iter().map(|x| x.to_f64()).collect();
+        let length: f64 = k.iter().map(|x| x * x).sum();
+        if length == 0.0 {
+            return;
+        }
+        if !length.is_finite() {
+            // Nothing can be said of it: it stays, and takes no part in the scores of others.
+            self.keep(j, vec![0.0; self.d], f64::INFINITY);
+            return;
+        }
+        if self.inverse.is_empty() {
+            self.lambda = RIDGE * length;
+            self.inverse = vec![0.0; self.d * self.d];
+            (0..self.d).for_each(|i| self.inverse[i * self.d + i] = 1.0 / self.lambda);
+        }
+        add_outer(&mut self.gram, &k);
+        let u: Vec<f64> = self.inverse.chunks_exact(self.d).map(|row| dot(row, &k)).collect();
+        let g = 1.0 + dot(&k, &u);
+        for (row, score) in self.rows.chunks_exact(self.d).zip(&mut self.scores) {
+            let along = dot(row, &u);
+            *score -= along * along / g;
+        }
+        for (row, a) in self.inverse.chunks_exact_mut(self.d).zip(&u) {
+            row.iter_mut().zip(&u).for_each(|(p, b)| *p -= a * b / g);
+        }
+        let score = dot(&k, &u) / g;
+        self.keep(j, k, score);
+        self.since_refresh += 1;
+        if self.since_refresh == REFRESH {
+            self.refresh();
+        }
+        self.drop_light();
+    }
+
+    fn keep(&mut self, j: usize, row: Vec<f64>, score: f64) {
+        self.index.push(j);
+        self.rows.extend(row);
+        self.scores.push(score);
+    }
+
+    /// Computes the inverse and all scores anew, against the drift of the updates.
+    pub(super) fn refresh(&mut self) {
+        self.since_refresh = 0;
+        let d = self.d;
+        let ridged = Mat::from_fn(d, d, |i, j| self.gram[i * d + j] + if i == j { self.lambda } else { 0.0 });
+        let Ok(inverse) = inverse(ridged.as_ref()) else { return };
+        self.inverse = inverse.into_vec();
+        for (row, score) in self.rows.chunks_exact(d).zip(&mut self.scores).filter(|(_, s)| s.is_finite()) {
+            *score = self.inverse.chunks_exact(d).zip(row).map(|(p, a)| a * dot(p, row)).sum();
+        }
+    }
+
+    /// Drops what is below the threshold, or the smallest scores past the number to keep.
+    fn drop_light(&mut self) {
+        let factor = if self.degree > 2.0 { (self.seen as f64).powf(0.5 * self.degree - 1.0) } else { 1.0 };
+        let power = if self.degree > 2.0 { 0.5 * self.degree } else { 1.0 };
+        let mut t = 0;
+        while t < self.index.len() {
+            let light = match self.eps {
+                Some(eps) => factor * self.scores[t].max(0.0).powf(power) < eps,
+                None => self.index.len() > self.keys && t == self.lightest(),
+            };
+            if light {
+                self.index.remove(t);
+                self.scores.remove(t);
+                self.rows.drain(t * self.d..(t + 1) * self.d);
+            } else {
+                t += 1;
+            }
+        }
+    }
+
+    /// The smallest score, ties to the later key.
+    fn lightest(&self) -> usize {
+        let mut best = 0;
+        for (t, s) in self.scores.iter().enumerate() {
+            if *s <= self.scores[best] {
+                best = t;
+            }
+        }
+        best
+    }
+}

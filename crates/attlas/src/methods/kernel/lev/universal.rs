@@ -1,0 +1,52 @@
+//! The universal set of all keys: bounds on sensitivities, and which keys they keep.
+//!
+//! $\alpha_j = \sup_y |\langle k_j, y\rangle|^p / \sum_l |\langle k_l, y\rangle|^p$ is bounded by $\ell_p$ Lewis weights, for $p = 2$ by the
+//! leverage score itself. Keys with a bound of at least $\varepsilon$ hold every weight of at least $\varepsilon$ of any query; the
+//! `keys` largest bounds are the same with $\varepsilon$ chosen by their number.
+
+use super::{Lev, Params};
+use crate::method::{RunInfo, Status};
+use crate::methods::common::top_indices;
+use crate::workspace::Context;
+use crate::{MatRef, Real};
+use attlas_num::randla::{LewisOptions, LewisWeights, lewis_weights};
+use std::collections::BTreeMap;
+
+impl Lev {
+    /// Kept keys in increasing order, bounds on sensitivities, and what is to be told of a run.
+    pub(super) fn select<T: Real>(
+        &self,
+        k: MatRef<'_, T>,
+        cx: Context<'_>,
+    ) -> (Vec<usize>, Vec<f64>, RunInfo) {
+        let Params { degree, rank_tol, iters, tol, .. } = self.params;
+        let n = k.rows();
+        let options = LewisOptions { iters, tol, rank_tol };
+        // A factorisation that fails on finite keys leaves the bound that always holds.
+        let weights = lewis_weights(k, degree, options, cx.scratch).unwrap_or_else(|_| LewisWeights {
+            weights: vec![1.0; n],
+            certificate: 1.0,
+            iterations: 0,
+            converged: false,
+            not_finite: Vec::new(),
+        });
+        let mut bounds = weights.sensitivity_bounds(degree);
+        // Keys that are not finite are kept in any case, so that they are seen.
+        weights.not_finite.iter().for_each(|&j| bounds[j] = 1.0);
+        let kept = match self.params.eps {
+            Some(eps) => (0..n).filter(|&j| bounds[j] >= eps).collect(),
+            None => top_indices(&bounds, self.params.keys),
+        };
+        let info = RunInfo {
+            rank: Some(kept.len()),
+            iterations: Some(weights.iterations),
+            status: if weights.converged { Status::Complete } else { Status::StoppedEarly },
+            figures: BTreeMap::from([
+                ("sensitivity_sum", bounds.iter().sum()),
+                ("keys_needed", bounds.iter().filter(|&&b| b >= self.params.target_error).count() as f64),
+            ]),
+            ..RunInfo::default()
+        };
+        (kept, bounds, info)
+    }
+}
