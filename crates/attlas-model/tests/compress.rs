@@ -335,7 +335,7 @@ fn shapes_of_factors_that_lie_are_errors() {
     let empty = [("a", [0, 16]), ("b", [1 << 60, 0]), ("c", [16, 0])];
     refused("lies-empty", "maps", map, &empty, "do not fit");
     // A map of another size than its place.
-    let map = json!({MAP: [{"tensor": "a"}, {"tensor": "b"}]});
+    let map = json!({"model.layers.0.self_attn.o_proj": [{"tensor": "a"}, {"tensor": "b"}]});
     refused("lies-size", "maps", map, &[("a", [2, 16]), ("b", [12, 2])], "[12, 16]");
 }
 
