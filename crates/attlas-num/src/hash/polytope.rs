@@ -106,37 +106,16 @@ impl<T: Real> Lsh<T> for CrossPolytope<T> {
 
 /// Index of the largest of `[y, −y]`, the first one among equals.
 fn nearest_vertex<T: Real>(y: &[T]) -> usize {
-    let (high, low) = (first_largest(y, T::ONE), first_largest(y, -T::ONE));
+    let (mut high, mut low) = ((T::NEG_INFINITY, 0), (T::NEG_INFINITY, 0));
+    for (j, &v) in y.iter().enumerate() {
+        if v > high.0 {
+            high = (v, j);
+        }
+        if -v > low.0 {
+            low = (-v, j);
+        }
+    }
     if low.0 > high.0 { y.len() + low.1 } else { high.1 }
-}
-
-/// The largest `sign · y[j]` and the first place where it stands; −∞ and 0 where nothing compares.
-fn first_largest<T: Real>(y: &[T], sign: T) -> (T, usize) {
-    // Lane by lane, so that the compiler can keep the running largest and its place in vector registers.
-    const LANES: usize = 8;
-    let (chunks, rest) = y.as_chunks::<LANES>();
-    let (mut largest, mut place) = ([T::NEG_INFINITY; LANES], [0u32; LANES]);
-    for (t, y) in (0u32..).zip(chunks) {
-        for l in 0..LANES {
-            let value = sign * y[l];
-            let better = value > largest[l];
-            largest[l] = if better { value } else { largest[l] };
-            place[l] = if better { t } else { place[l] };
-        }
-    }
-    let mut best = (T::NEG_INFINITY, 0);
-    for l in 0..LANES {
-        let at = place[l] as usize * LANES + l;
-        if largest[l] > best.0 || largest[l] == best.0 && at < best.1 {
-            best = (largest[l], at);
-        }
-    }
-    for (at, &y) in (chunks.len() * LANES..).zip(rest) {
-        if sign * y > best.0 {
-            best = (sign * y, at);
-        }
-    }
-    best
 }
 
 #[cfg(test)]
