@@ -150,7 +150,7 @@ fn main() -> Outcome<()> {
                     ));
                 }
                 let Some((_, case)) = &mut last else { continue };
-                json!({"seconds": case.run(request["setup"].as_bool().unwrap_or(false), ws)?, "flops": case.plan.cost().flops})
+                json!({"seconds": case.run(request["setup"].as_bool().unwrap_or(false), ws)?, "flops": case.plan.cost().flops()})
             }
         };
         println!("{answer}");

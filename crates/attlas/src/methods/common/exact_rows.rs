@@ -3,7 +3,7 @@
 use crate::group::Group;
 use crate::workspace::Context;
 use crate::{Result, RunInfo};
-use attlas_num::kernels::{Attend, Band, Precision, merge_lse, prefetch};
+use attlas_num::kernels::{Attend, Band, Precision, merge_lse};
 use attlas_num::{MatRef, Real};
 use rayon::prelude::*;
 
@@ -36,12 +36,6 @@ const KERNEL_SCRATCH_BYTES: usize = 1 << 20;
 /// Keys of one piece when a single query per head is split over keys. Fixed, so that the number of threads
 /// cannot change a bit.
 const KEYS_PER_PIECE: usize = 4096;
-
-/// Chosen keys that one task attends to, and those of them that are gathered at a time: they stay in the first cache.
-const GATHER_PIECE: usize = 1024;
-const GATHERED: usize = 64;
-/// How many rows ahead memory is asked for.
-const GATHER_AHEAD: usize = 8;
 
 /// Exact attention of a group, in parallel over query blocks, or over keys when each head has one query.
 ///
@@ -116,60 +110,6 @@ pub fn exact_few_rows<T: Real>(
     exact_split_keys(q, k, v, scale, Precision::Full, cx, out, lse);
 }
 
-/// Exact attention of a few rows over the keys named by `index`, without a mask: pieces of fixed length are gathered and
-/// attended in parallel and merged in order, so that the number of threads cannot change a bit.
-#[allow(clippy::too_many_arguments)]
-pub fn exact_chosen_keys<T: Real>(
-    q: MatRef<'_, T>,
-    k: MatRef<'_, T>,
-    v: MatRef<'_, T>,
-    index: &[u32],
-    scale: T,
-    cx: Context<'_>,
-    out: &mut [T],
-    lse: &mut [T],
-) {
-    let (rows, d, d_v) = (q.rows(), k.cols(), v.cols());
-    let run = |index: &[u32], out: &mut [T], lse: &mut [T]| {
-        let mut near_k = cx.scratch.take::<T>(index.len().min(GATHERED) * d);
-        let mut near_v = cx.scratch.take::<T>(index.len().min(GATHERED) * d_v);
-        let mut part = cx.scratch.take::<T>(rows * d_v);
-        let mut part_lse = cx.scratch.take::<T>(rows);
-        out.fill(T::ZERO);
-        lse.fill(T::NEG_INFINITY);
-        for (t, some) in index.chunks(GATHERED).enumerate() {
-            for (i, &j) in some.iter().enumerate() {
-                if let Some(&ahead) = index.get(t * GATHERED + i + GATHER_AHEAD) {
-                    prefetch(k.row(ahead as usize));
-                    prefetch(v.row(ahead as usize));
-                }
-                near_k[i * d..(i + 1) * d].copy_from_slice(k.row(j as usize));
-                near_v[i * d_v..(i + 1) * d_v].copy_from_slice(v.row(j as usize));
-            }
-            let keys = MatRef::new(&near_k[..some.len() * d], some.len(), d);
-            let values = MatRef::new(&near_v[..some.len() * d_v], some.len(), d_v);
-            let job = attend(q, keys, values, None, scale, Band::ALL, Precision::Full, cx);
-            Attend { decode: true, ..job }.run(cx.scratch, &mut part, &mut part_lse);
-            for (h, (out, part)) in out.chunks_exact_mut(d_v).zip(part.chunks_exact(d_v)).enumerate() {
-                merge_lse(out, &mut lse[h], part, part_lse[h]);
-            }
-        }
-    };
-    if index.len() <= GATHER_PIECE {
-        return run(index, out, lse);
-    }
-    let pieces = index.len().div_ceil(GATHER_PIECE);
-    let mut part_out = cx.scratch.take::<T>(pieces * rows * d_v);
-    let mut part_lse = cx.scratch.take::<T>(pieces * rows);
-    part_out
-        .par_chunks_mut(rows * d_v)
-        .zip(part_lse.par_chunks_mut(rows))
-        .zip(index.par_chunks(GATHER_PIECE))
-        .with_max_len(1)
-        .for_each(|((out, lse), index)| run(index, out, lse));
-    merge_parts(&part_out, &part_lse, out, lse);
-}
-
 /// Merges the rows of several parts, in order.
 fn merge_parts<T: Real>(part_out: &[T], part_lse: &[T], out: &mut [T], lse: &mut [T]) {
     let (rows, d_v) = (lse.len(), out.len() / lse.len().max(1));
@@ -180,13 +120,6 @@ fn merge_parts<T: Real>(part_out: &[T], part_lse: &[T], out: &mut [T], lse: &mut
             merge_lse(&mut out[h * d_v..(h + 1) * d_v], &mut lse[h], &o[h * d_v..(h + 1) * d_v], l[h]);
         }
     }
-}
-
-/// Upper bound on the scratch of [`exact_chosen_keys`] over `n` keys for elements of `size` bytes.
-pub fn chosen_keys_scratch_bytes(p: &crate::Problem, n: usize, threads: usize, size: usize) -> usize {
-    let piece = (n.min(GATHERED) * (p.d + p.d_v) + p.group_size() * (p.d_v + 1)) * size + 256;
-    let parts = n.div_ceil(GATHER_PIECE) * p.group_size() * (p.d_v + 1) * size + 128;
-    threads * (KERNEL_SCRATCH_BYTES + piece + parts)
 }
 
 /// Upper bound on the scratch of [`exact_few_rows`] for elements of `size` bytes.

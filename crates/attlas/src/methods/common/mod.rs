@@ -23,8 +23,8 @@ pub use always::{ALWAYS_LEAKS, FirstKeys, always_leaks};
 pub use causal::{causal_pairs, causal_parts, causal_scratch_bytes, causalize};
 pub use columns::{Columns, divide_by, relative_squares};
 pub use exact_rows::{
-    Operands, chosen_keys_scratch_bytes, exact_chosen_keys, exact_few_rows, exact_group, exact_group_with,
-    exact_rows, exact_rows_with, exact_scratch_bytes, few_rows_scratch_bytes,
+    Operands, exact_few_rows, exact_group, exact_group_with, exact_rows, exact_rows_with,
+    exact_scratch_bytes, few_rows_scratch_bytes,
 };
 pub use fallback::Fallback;
 pub use meeting::{Join, Meeting, Round, attend_round, round_scratch_len};
