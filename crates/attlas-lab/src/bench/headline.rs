@@ -110,7 +110,12 @@ pub const CLAIMS: &[Claim] = &[
     Claim {
         kind: Kind::Clustered,
         error: Some(0.1),
-        ..Claim::of("kdeformer", 32_768, 18.0).with(&[("block", "64"), ("samples", "2112")])
+        ..Claim::of("kdeformer", 32_768, 18.0).with(&[("block", "64"), ("samples", "2240")])
+    },
+    Claim {
+        kind: Kind::Clustered,
+        error: Some(0.1),
+        ..Claim::of("kdeformer", 32_768, 18.0).with(&[("samples", "2240"), ("precision", "bf16")])
     },
     Claim::of("nystromformer", 8192, 12.7),
     Claim::of("linformer", 8192, 5.5).with(&[("rank", "128")]),

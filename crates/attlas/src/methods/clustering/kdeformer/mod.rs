@@ -169,8 +169,8 @@ crate::params! {
         samples: usize = 128, in 0..=1 << 30;
         /// Bits of the hash; 0 keeps the order of tokens.
         hashes: usize = 7, in 0..=31;
-        /// Precision of the products with sampled columns: full, or bf16 with sums in single precision, whose rounding is
-        /// far below the error of sampling.
+        /// Precision of the products with sampled columns where they are 512 or more: full, or bf16 with sums in single
+        /// precision, whose rounding is far below the error of sampling.
         precision: Operands = Operands::Full;
         /// Base of the causal recursion: squares of at most that many rows are exact.
         n_min: usize = 1024, in 0..=1 << 30;
@@ -360,8 +360,9 @@ impl KdeFormer {
 
     /// The practical pipeline: block and samples, normalised together.
     ///
-    /// Samples are the same for all queries but for those in the own block. Some blocks at a time meet the samples that
-    /// lie in none of them, gathered once; each block meets its own keys and the few samples in its neighbours.
+    /// Samples are the same for all queries but for those in the own block. Where there are many, some blocks at a time
+    /// meet those that lie in none of them, gathered once; each block meets its own keys and the few samples in its
+    /// neighbours.
     fn attend<T: Real>(
         &self,
         group: &mut Group<'_, T>,
@@ -370,15 +371,21 @@ impl KdeFormer {
     ) -> Result<RunInfo> {
         let together = self.blocks_together();
         let sampled = Sampled::<T>::new(drawn, blocks);
+        let many = sampled.keys.len() >= SHARED_ROWS;
         let near = |c: usize| {
             let first = c / together * together;
-            let around = sampled.inside(blocks, first..(first + together).min(blocks.blocks()));
+            let around = match many {
+                true => sampled.inside(blocks, first..(first + together).min(blocks.blocks())),
+                false => 0..sampled.keys.len(),
+            };
             let own = sampled.inside(blocks, c..c + 1);
             let beside = (around.start..own.start).chain(own.end..around.end);
             beside.map(|t| (sampled.keys[t], sampled.bias[t])).collect()
         };
         let mut info = attend_blocks(group, blocks, near)?;
-        info.keys_visited += self.attend_sampled(group, blocks, &sampled);
+        if many {
+            info.keys_visited += self.attend_sampled(group, blocks, &sampled);
+        }
         Ok(info)
     }
 
@@ -391,9 +398,6 @@ impl KdeFormer {
     ) -> u64 {
         let (q, k, v, scale, cx) = (group.q, group.k, group.v, group.scale, group.cx);
         let (m, n_q, d, d_v) = (sampled.keys.len(), group.n_q(), k.cols(), v.cols());
-        if m == 0 {
-            return 0;
-        }
         let index = || sampled.keys.iter().map(|&l| l as usize);
         let mut keys = cx.scratch.take::<T>(m * d);
         let mut values = cx.scratch.take::<T>(m * d_v);
@@ -501,7 +505,7 @@ impl KdeFormer {
 /// Query rows of one task of the theory.
 const TASK_ROWS: usize = 192;
 
-/// Query rows that meet samples together.
+/// Query rows that meet samples together, and as many samples as make that worth while.
 const SHARED_ROWS: usize = 512;
 
 /// Columns that were drawn, each once, in the order of the sorted keys.

@@ -207,11 +207,17 @@ fn rows_of_huge_norm_do_not_overflow() {
 
 #[test]
 fn samples_are_met_by_all_rows_but_those_of_their_block() {
-    // Five blocks that go together in twos.
+    // Five blocks that go together in twos, few samples and many.
+    for samples in [100, 900] {
+        samples_are_met_as_defined(samples);
+    }
+}
+
+fn samples_are_met_as_defined(samples: usize) {
     let n = 1100;
     let x = Case::gaussian(Problem::new(2, n, 6).with_kv_heads(1), 11);
     let p = x.problem;
-    let o = options(&[("block", "256"), ("samples", "300"), ("p_mode", "uniform"), ("hashes", "3")]);
+    let o = options(&[("block", "256"), ("p_mode", "uniform"), ("hashes", "3")]).with("samples", samples);
     let plan = KdeFormer::new(Params::from_options(&o).unwrap()).unwrap();
     assert_eq!(plan.blocks_together(), 2);
     let q = crate::TensorRef::bhnd(&x.q, [1, 2, n, 6]).unwrap();
