@@ -12,6 +12,8 @@ use attlas_num::rng::StreamKey;
 use attlas_num::{DType, MatRef, Real};
 use rayon::prelude::*;
 use std::fmt::Debug;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 /// The queries of one group: `heads × n_q` rows.
 #[derive(Clone, Copy, Debug)]
@@ -205,10 +207,27 @@ impl<'a, T: Real> Group<'a, T> {
             }
         }
         blocks.sort_by_key(|b| std::cmp::Reverse(b.first));
-        let mut results: Vec<(usize, Result<R>)> =
-            blocks.into_iter().enumerate().par_bridge().map(|(at, block)| (at, work(block))).collect();
+        let blocks: Vec<Mutex<Option<RowBlock<'_, T>>>> =
+            blocks.into_iter().map(|b| Mutex::new(Some(b))).collect();
+        let next = AtomicUsize::new(0);
+        let take = || {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let block = blocks.get(at)?.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+            Some((at, block))
+        };
+        let of_thread = |_| {
+            let mut results = Vec::new();
+            while let Some((at, block)) = take() {
+                results.push((at, work(block)?));
+            }
+            Ok(results)
+        };
+        let threads = 0..self.cx.schedule.threads.clamp(1, blocks.len());
+        let results: Result<Vec<Vec<(usize, R)>>> =
+            threads.into_par_iter().with_max_len(1).map(of_thread).collect();
+        let mut results: Vec<(usize, R)> = results?.into_iter().flatten().collect();
         results.sort_by_key(|&(at, _)| at);
-        results.into_iter().map(|(_, result)| result).collect()
+        Ok(results.into_iter().map(|(_, result)| result).collect())
     }
 }
 
