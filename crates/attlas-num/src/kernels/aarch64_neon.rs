@@ -3,8 +3,8 @@
 use super::simd::{Kernel, Simd, variant};
 use std::arch::aarch64::*;
 
-variant!(single, f32, Single::new(), 12, "neon");
-variant!(double, f64, Double::new(), 12, "neon");
+variant!(single, f32, Single::new(), 12, 8, "neon");
+variant!(double, f64, Double::new(), 12, 8, "neon");
 
 /// Token for `f32`.
 #[derive(Clone, Copy)]
@@ -101,13 +101,13 @@ macro_rules! arithmetic {
             unsafe { $round(x) }
         }
         #[inline(always)]
-        fn hide_outside(self, x: $v, lo: usize, hi: usize) -> $v {
+        fn inside(self, x: $v, other: $v, lo: usize, hi: usize) -> $v {
             // SAFETY: the token proves that the machine has the instructions; the table holds a register.
             unsafe {
                 let lane = $load($iota.as_ptr());
                 let (lo, hi) = ($splat(lo.min($lanes) as $t), $splat(hi.min($lanes) as $t));
                 let seen = $and($ge(lane, lo), $lt(lane, hi));
-                $select(seen, x, $splat(<$t>::NEG_INFINITY))
+                $select(seen, x, other)
             }
         }
         #[inline(always)]

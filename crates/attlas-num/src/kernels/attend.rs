@@ -38,6 +38,15 @@ impl Band {
         start..end.max(start)
     }
 
+    /// The rows that see key `j`, however many there are; possibly none.
+    pub(super) fn rows(&self, j: usize) -> Range<usize> {
+        let j = isize::try_from(j).unwrap_or(isize::MAX);
+        let clamp = |i: isize| usize::try_from(i).unwrap_or(0);
+        let start = self.upper.map_or(0, |upper| clamp(j.saturating_sub(upper)));
+        let end = self.lower.map_or(usize::MAX, |lower| clamp(j.saturating_sub(lower).saturating_add(1)));
+        start..end.max(start)
+    }
+
     /// The same band for the rows from `i0` on, counted from there.
     #[must_use]
     pub fn from_row(self, i0: usize) -> Self {
@@ -60,7 +69,7 @@ impl Band {
 /// result, not even by being NaN. A logit of +∞ gives NaN. Work outside the band is skipped.
 ///
 /// **Which bits.** There are two ways to compute, chosen by `decode`: keys and values read where they are
-/// (decoding), or packed into tiles. The two differ by rounding. Within each, the bits of a row depend on its query,
+/// (decoding), or tile by tile for many rows at once. The two differ by rounding. Within each, the bits of a row depend on its query,
 /// on the keys, values and biases it sees and their positions in `k`, and on `tile_k`, `isa` and `precision`; not on
 /// the other rows of the call, their number or order, so any split of rows over threads gives the same bits.
 ///
@@ -80,8 +89,8 @@ pub struct Attend<'a, T> {
     pub bias: Option<&'a [T]>,
     /// Which keys a row sees.
     pub band: Band,
-    /// Keys per tile; 0 for the default. Lowered or raised to what the packed tiles allow: whole registers,
-    /// at most 512. The decoding path has a fixed one.
+    /// Keys per tile; 0 for the default. Lowered or raised to what the tiles allow: whole register blocks, at most 512.
+    /// The decoding path has a fixed one.
     pub tile_k: usize,
     /// Instruction set; one that the machine lacks is replaced by [`Isa::Scalar`].
     pub isa: Isa,

@@ -1,7 +1,7 @@
 //! The register block that all dense products share, and the packing that feeds it.
 //!
-//! A block holds `MR` rows by two registers of columns. Its left operand is read one element at a time and
-//! spread over a register, its right operand lies packed as `[depth][2 · LANES]`. Every entry is the sum over
+//! A block holds `MR` rows by `NV` registers of columns. Its left operand is read one element at a time and
+//! spread over a register, its right operand lies packed as `[depth][NV · LANES]`. Every entry is the sum over
 //! `depth` in increasing order, one fused multiply-add per term, wherever in the block it stands: this is
 //! what makes results independent of how rows are grouped. (Where the instruction set multiplies pairs of
 //! bfloat16, a term is a pair; see [`Simd::PAIRS`].)
@@ -9,11 +9,8 @@
 use super::simd::Simd;
 use crate::mat::{MatRef, Real};
 
-/// Columns of a register block, in registers.
-pub(super) const NV: usize = 2;
-
 /// Accumulators of a register block.
-pub(super) type Block<S, const MR: usize> = [[<S as Simd>::V; NV]; MR];
+pub(super) type Block<S, const MR: usize, const NV: usize> = [[<S as Simd>::V; NV]; MR];
 
 /// Adds the product of a left operand at `a` (rows `a_row` apart, steps `a_step` apart) and a packed right
 /// operand at `b` to `acc`.
@@ -23,13 +20,13 @@ pub(super) type Block<S, const MR: usize> = [[<S as Simd>::V; NV]; MR];
 /// `a` must be readable at all `r · a_row + l · a_step` with `r < MR`, `l < depth`, and `b` for
 /// `depth · NV · LANES` elements.
 #[inline(always)]
-pub(super) unsafe fn accumulate<S: Simd, const MR: usize>(
+pub(super) unsafe fn accumulate<S: Simd, const MR: usize, const NV: usize>(
     s: S,
     depth: usize,
     a: *const S::T,
     (a_row, a_step): (usize, usize),
     b: *const S::T,
-    acc: &mut Block<S, MR>,
+    acc: &mut Block<S, MR, NV>,
 ) {
     let (mut a, mut b) = (a, b);
     // Unrolled by four: short enough loops for the branch predictor to learn where they end.
@@ -53,16 +50,19 @@ pub(super) unsafe fn accumulate<S: Simd, const MR: usize>(
 ///
 /// As for [`accumulate`] with `depth = 1`.
 #[inline(always)]
-unsafe fn step<S: Simd, const MR: usize>(
+unsafe fn step<S: Simd, const MR: usize, const NV: usize>(
     s: S,
     a: *const S::T,
     a_row: usize,
     b: *const S::T,
-    acc: &mut Block<S, MR>,
+    acc: &mut Block<S, MR, NV>,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
-        let right = [s.load(b), s.load(b.add(S::LANES))];
+        let mut right = [s.splat(S::T::ZERO); NV];
+        for v in 0..NV {
+            right[v] = s.load(b.add(v * S::LANES));
+        }
         for r in 0..MR {
             let left = s.splat(*a.add(r * a_row));
             for c in 0..NV {
@@ -116,45 +116,49 @@ pub(super) fn pack_rows<S: Simd, const MR: usize>(
     }
 }
 
-/// Packs rows `first..first + rows` of `a` transposed, as `[cols][NV · LANES]`; missing rows are 0.
+/// Packs rows `first..first + rows` of `a` transposed, as `[cols][width]`, whole registers wide; missing rows are 0.
 #[inline(always)]
 pub(super) fn pack_transposed<S: Simd>(
     s: S,
     a: MatRef<'_, S::T>,
     first: usize,
     rows: usize,
+    width: usize,
     dst: &mut [S::T],
 ) {
-    let width = NV * S::LANES;
     let cols = a.cols();
-    assert!(rows <= width && dst.len() == cols * width && first + rows <= a.rows());
-    let mut done = 0;
-    if rows == width {
-        let whole = cols - cols % S::LANES;
+    assert!(
+        rows <= width
+            && width.is_multiple_of(S::LANES)
+            && dst.len() == cols * width
+            && first + rows <= a.rows()
+    );
+    for part in (0..width).step_by(S::LANES) {
+        let live = rows.saturating_sub(part).min(S::LANES);
+        let whole = if live == S::LANES { cols - cols % S::LANES } else { 0 };
         for c in (0..whole).step_by(S::LANES) {
-            for part in 0..NV {
-                // SAFETY: rows `first .. first + width` and columns `c .. c + LANES` exist; the
-                // destination holds `cols` rows of `width`.
-                unsafe {
-                    let src = a.data().as_ptr().add((first + part * S::LANES) * a.stride() + c);
-                    s.transpose(src, a.stride(), dst.as_mut_ptr().add(c * width + part * S::LANES), width);
-                }
+            // SAFETY: `LANES` rows from `first + part` on and columns `c .. c + LANES` exist; the destination holds
+            // `cols` rows of `width`.
+            unsafe {
+                let src = a.data().as_ptr().add((first + part) * a.stride() + c);
+                s.transpose(src, a.stride(), dst.as_mut_ptr().add(c * width + part), width);
             }
         }
-        done = whole;
-    } else {
-        dst.fill(S::T::ZERO);
-    }
-    for r in 0..rows {
-        let row = a.row(first + r);
-        for c in done..cols {
-            dst[c * width + r] = row[c];
+        for r in 0..if whole < cols { live } else { 0 } {
+            let row = a.row(first + part + r);
+            for c in whole..cols {
+                dst[c * width + part + r] = row[c];
+            }
+        }
+        if live < S::LANES {
+            for line in dst.chunks_exact_mut(width) {
+                line[part + live..part + S::LANES].fill(S::T::ZERO);
+            }
         }
     }
 }
 
-/// Packs columns `col..` of the rows `first..first + rows` of `a` as `[rows][NV · LANES]`; missing columns
-/// are 0.
+/// Packs columns `col..` of the rows `first..first + rows` of `a` as `[rows][width]`; missing columns are 0.
 #[inline(always)]
 pub(super) fn pack_columns<S: Simd>(
     s: S,
@@ -162,9 +166,9 @@ pub(super) fn pack_columns<S: Simd>(
     first: usize,
     rows: usize,
     col: usize,
+    width: usize,
     dst: &mut [S::T],
 ) {
-    let width = NV * S::LANES;
     let count = (a.cols() - col).min(width);
     assert!(dst.len() == rows * width && first + rows <= a.rows());
     for (r, dst) in dst.chunks_exact_mut(width).enumerate() {
@@ -172,17 +176,13 @@ pub(super) fn pack_columns<S: Simd>(
     }
 }
 
-/// Copies up to `NV · LANES` elements, followed by zeros.
+/// Copies elements, followed by zeros.
 #[inline(always)]
-pub(super) fn pack_row<S: Simd>(s: S, src: &[S::T], dst: &mut [S::T]) {
-    assert!(dst.len() == NV * S::LANES && src.len() <= dst.len());
-    if src.len() == dst.len() {
-        for part in 0..NV {
-            // SAFETY: source and destination hold `NV` registers.
-            unsafe {
-                let x = s.load(src.as_ptr().add(part * S::LANES));
-                s.store(dst.as_mut_ptr().add(part * S::LANES), x);
-            }
+fn pack_row<S: Simd>(s: S, src: &[S::T], dst: &mut [S::T]) {
+    if src.len() == dst.len() && dst.len().is_multiple_of(S::LANES) {
+        for at in (0..dst.len()).step_by(S::LANES) {
+            // SAFETY: source and destination hold a register from `at` on.
+            unsafe { s.store(dst.as_mut_ptr().add(at), s.load(src.as_ptr().add(at))) };
         }
     } else {
         dst[..src.len()].copy_from_slice(src);

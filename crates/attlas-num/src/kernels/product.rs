@@ -2,10 +2,14 @@
 //! of the left one are packed so that the register block streams through contiguous memory.
 
 use super::Op;
-use super::block::{Block, NV, accumulate, pack_columns, pack_rows, pack_transposed};
+use super::block::{self, accumulate, pack_columns, pack_rows, pack_transposed};
 use super::simd::{Kernel, Simd};
 use crate::mat::{MatRef, Real};
 use crate::scratch::Scratch;
+
+/// Columns of a register block, in registers.
+const NV: usize = 2;
+type Block<S, const MR: usize> = block::Block<S, MR, NV>;
 
 /// Longest inner dimension of one pass, in elements.
 const DEPTH: usize = 256;
@@ -101,7 +105,7 @@ impl<S: Simd, const MR: usize> Kernel<S> for Strip<'_, S::T, MR> {
             let mut acc: Block<S, MR> = [[s.splat(S::T::ZERO); NV]; MR];
             // SAFETY: both panels hold `depth` steps.
             unsafe {
-                accumulate::<S, MR>(s, self.depth, self.left.as_ptr(), (1, MR), right.as_ptr(), &mut acc);
+                accumulate::<S, MR, NV>(s, self.depth, self.left.as_ptr(), (1, MR), right.as_ptr(), &mut acc);
             }
             let live = (self.cols - j).min(width);
             write(s, &acc, self.alpha, self.beta, &mut self.c[j..], self.c_stride, self.rows, live);
@@ -183,11 +187,11 @@ fn pack_left<S: Simd, const MR: usize>(s: S, a: Op<MatRef<'_, S::T>>, l0: usize,
 #[inline(always)]
 fn pack_right<S: Simd>(s: S, b: Op<MatRef<'_, S::T>>, l0: usize, len: usize, j: usize, dst: &mut [S::T]) {
     match b {
-        Op::N(b) => pack_columns(s, b, l0, len, j, dst),
+        Op::N(b) => pack_columns(s, b, l0, len, j, NV * S::LANES, dst),
         Op::T(b) => {
             let part = MatRef::with_stride(&b.data()[l0..], b.rows(), len, b.stride());
             let part = part.expect("columns of a view are inside it");
-            pack_transposed(s, part, j, (b.rows() - j).min(NV * S::LANES), dst);
+            pack_transposed(s, part, j, (b.rows() - j).min(NV * S::LANES), NV * S::LANES, dst);
         }
     }
 }

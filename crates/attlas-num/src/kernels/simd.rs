@@ -20,6 +20,8 @@ pub(super) trait Exponential: Real {
     const MIN_EXPONENT: Self;
     /// $2^n$ is infinite from this integer up, even after halving.
     const MAX_EXPONENT: Self;
+    /// The least finite number.
+    const LOWEST: Self;
 }
 
 impl Exponential for f32 {
@@ -27,6 +29,7 @@ impl Exponential for f32 {
     const LOG2_E: (f32, f32) = (std::f32::consts::LOG2_E, 1.925_963_e-8);
     const MIN_EXPONENT: f32 = -127.0;
     const MAX_EXPONENT: f32 = 128.0;
+    const LOWEST: f32 = f32::MIN;
 }
 
 impl Exponential for f64 {
@@ -46,6 +49,7 @@ impl Exponential for f64 {
     const LOG2_E: (f64, f64) = (std::f64::consts::LOG2_E, 2.035_527_374_093_103_3e-17);
     const MIN_EXPONENT: f64 = -1023.0;
     const MAX_EXPONENT: f64 = 1024.0;
+    const LOWEST: f64 = f64::MIN;
 }
 
 /// A hot loop that is compiled as a function of its own, whatever it is called from: see [`Simd::call`].
@@ -78,8 +82,8 @@ pub(super) trait Simd: Copy {
     fn round(self, x: Self::V) -> Self::V;
     /// $2^n$ for integers from `MIN_EXPONENT`, where it is 0, up to `MAX_EXPONENT`, where it is infinite.
     fn pow2(self, n: Self::V) -> Self::V;
-    /// −∞ in the lanes outside `lo..hi`.
-    fn hide_outside(self, x: Self::V, lo: usize, hi: usize) -> Self::V;
+    /// `x` in the lanes `lo..hi`, `other` in those outside.
+    fn inside(self, x: Self::V, other: Self::V, lo: usize, hi: usize) -> Self::V;
     /// Sum of the lanes.
     fn reduce_add(self, x: Self::V) -> Self::T;
     /// Greatest lane; no lane may be NaN.
@@ -224,9 +228,10 @@ pub(super) fn exp2_fraction<S: Simd>(s: S, r: S::V) -> S::V {
 }
 
 /// Makes the functions of one instruction set for one element type: the generic kernels, compiled with the
-/// named target features and a register block of `$rows` rows.
+/// named target features, a register block of `$rows` rows by two registers in products, and one of `$keys` keys or
+/// columns by three registers of rows in attention.
 macro_rules! variant {
-    ($name:ident, $t:ty, $token:expr, $rows:literal, $features:literal) => {
+    ($name:ident, $t:ty, $token:expr, $rows:literal, $keys:literal, $features:literal) => {
         pub(super) mod $name {
             use super::*;
             use crate::kernels::{AttendChosen, Op, attend::Job, decode, product, tiled, vector};
@@ -238,7 +243,7 @@ macro_rules! variant {
                     if decode::applies(job) {
                         decode::attend(s, job, scratch, out, lse)
                     } else {
-                        tiled::attend::<_, $rows>(s, job, scratch, out, lse)
+                        tiled::attend::<_, $keys>(s, job, scratch, out, lse)
                     }
                 }
                 fn attend_chosen(

@@ -951,6 +951,7 @@ fn band_ranges_are_what_the_definition_says() {
             };
             let range = band.range(i, 9);
             assert!((0..9).all(|j| range.contains(&j) == seen(j)), "{band:?} row {i}");
+            assert!((0..9).all(|j| band.rows(j).contains(&i) == seen(j)), "{band:?} row {i}");
             if i >= 4 {
                 assert_eq!(band.from_row(4).range(i - 4, 9), range);
             }

@@ -107,7 +107,7 @@ pub(super) fn max<S: Simd>(s: S, x: &[S::T]) -> S::T {
     let mut acc = [s.splat(S::T::NEG_INFINITY); 4];
     sweep!(S::LANES, x.len(), |at, count, slot| {
         // SAFETY: `sweep!` stays inside the slice.
-        let value = s.hide_outside(unsafe { get(s, x, at, count) }, 0, count);
+        let value = s.inside(unsafe { get(s, x, at, count) }, s.splat(S::T::NEG_INFINITY), 0, count);
         acc[slot] = s.max(value, acc[slot]);
     });
     s.reduce_max(s.max(s.max(acc[0], acc[1]), s.max(acc[2], acc[3])))
@@ -148,7 +148,7 @@ pub(super) fn exp_sum<S: Simd>(s: S, x: &mut [S::T], shift: S::T) -> S::T {
     sweep!(S::LANES, x.len(), |at, count, slot| {
         // SAFETY: `sweep!` stays inside the slice.
         let value = unsafe { get(s, x, at, count) };
-        let value = s.exp(s.hide_outside(s.sub(value, shift), 0, count));
+        let value = s.exp(s.inside(s.sub(value, shift), s.splat(S::T::NEG_INFINITY), 0, count));
         acc[slot] = s.add(acc[slot], value);
         // SAFETY: as above.
         unsafe { put(s, x, at, count, value) };

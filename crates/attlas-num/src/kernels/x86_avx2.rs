@@ -3,8 +3,8 @@
 use super::simd::{Kernel, Simd, variant};
 use std::arch::x86_64::*;
 
-variant!(single, f32, Single::new(), 6, "avx2,fma");
-variant!(double, f64, Double::new(), 6, "avx2,fma");
+variant!(single, f32, Single::new(), 6, 4, "avx2,fma");
+variant!(double, f64, Double::new(), 6, 4, "avx2,fma");
 
 /// Token for `f32`.
 #[derive(Clone, Copy)]
@@ -105,13 +105,13 @@ macro_rules! arithmetic {
             unsafe { $round::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x) }
         }
         #[inline(always)]
-        fn hide_outside(self, x: $v, lo: usize, hi: usize) -> $v {
+        fn inside(self, x: $v, other: $v, lo: usize, hi: usize) -> $v {
             // SAFETY: the token proves that the machine has the instructions; the table holds a register.
             unsafe {
                 let lane = $load($iota.as_ptr());
                 let (lo, hi) = ($splat(lo.min($lanes) as $t), $splat(hi.min($lanes) as $t));
                 let seen = $and($cmp::<_CMP_GE_OQ>(lane, lo), $cmp::<_CMP_LT_OQ>(lane, hi));
-                $or($and(seen, x), $andnot(seen, $splat(<$t>::NEG_INFINITY)))
+                $or($and(seen, x), $andnot(seen, other))
             }
         }
         #[inline(always)]

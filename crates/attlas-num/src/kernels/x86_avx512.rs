@@ -7,8 +7,8 @@ use crate::scratch::Scratch;
 use std::arch::x86_64::*;
 use std::mem::transmute;
 
-variant!(single, f32, Single::new(), 12, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
-variant!(double, f64, Double::new(), 12, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
+variant!(single, f32, Single::new(), 12, 8, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
+variant!(double, f64, Double::new(), 12, 8, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
 
 /// Token for `f32`.
 #[derive(Clone, Copy)]
@@ -125,10 +125,10 @@ macro_rules! arithmetic {
             }
         }
         #[inline(always)]
-        fn hide_outside(self, x: $v, lo: usize, hi: usize) -> $v {
+        fn inside(self, x: $v, other: $v, lo: usize, hi: usize) -> $v {
             let seen = first(hi.min($lanes)) & !first(lo.min($lanes));
             // SAFETY: the token proves that the machine has the instructions.
-            unsafe { $blend(seen as $mask, $splat(<$t>::NEG_INFINITY), x) }
+            unsafe { $blend(seen as $mask, other, x) }
         }
         #[inline(always)]
         fn reduce_add(self, x: $v) -> $t {
@@ -298,7 +298,7 @@ impl Simd for Single {
 /// The machine must have AVX-512 F, DQ, BW, VL and BF16.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma")]
 unsafe fn attend_pairs(job: &Job<'_, f32>, scratch: &Scratch, out: &mut [f32], lse: &mut [f32]) {
-    tiled::attend::<Pairs, 12>(Pairs(()), job, scratch, out, lse);
+    tiled::attend::<Pairs, 8>(Pairs(()), job, scratch, out, lse);
 }
 
 /// Token for `f32` with products of pairs of bfloat16.

@@ -27,8 +27,10 @@ impl Operands {
     }
 }
 
-/// Most query rows that one task takes when the schedule does not say: what the kernel packs keys for at a time.
+/// Most query rows that one task takes when the schedule does not say: what the kernel takes through the keys at a time.
 const BLOCK_ROWS: usize = 576;
+/// Rows that fill a register on every instruction set.
+const LANES: usize = 16;
 
 /// What the kernel takes from scratch on one thread, at most, whatever the sizes.
 const KERNEL_SCRATCH_BYTES: usize = 1 << 20;
@@ -137,12 +139,15 @@ pub fn exact_scratch_bytes(p: &crate::Problem, threads: usize, size: usize) -> u
 
 fn rows_per_task(n_q: usize, heads: usize, cx: Context<'_>) -> usize {
     match cx.schedule.tile_q {
-        // The same number of tasks for every thread, at least eight, so that uneven (causal) rows balance, but never
-        // tiny ones.
+        // At least eight tasks for every thread, so that uneven (causal) rows balance, but never tiny ones; of the sizes
+        // near that, the one with which all threads finish together.
         0 => {
             let (rows, threads) = (n_q * heads * cx.groups, cx.schedule.threads.max(1));
             let tasks = threads * rows.div_ceil(threads * BLOCK_ROWS).max(8);
-            rows.div_ceil(tasks).max(48).next_multiple_of(12)
+            let most = rows.div_ceil(tasks).max(3 * LANES).next_multiple_of(LANES);
+            let last = |size: usize| (n_q.div_ceil(size) * heads * cx.groups).div_ceil(threads) * size;
+            let sizes = (1..=most / LANES).rev().map(|lanes| lanes * LANES);
+            sizes.take_while(|&size| 2 * size >= most).min_by_key(|&size| last(size)).unwrap_or(most)
         }
         tile => tile,
     }
