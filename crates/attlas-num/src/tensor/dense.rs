@@ -3,6 +3,7 @@
 use super::small::{Op, gemm};
 use super::{Error, Result};
 use crate::{Mat, MatRef, Real};
+use rayon::prelude::*;
 use std::borrow::Cow;
 
 /// The largest number of modes a tensor may have.
@@ -99,6 +100,11 @@ impl<T> Tensor<T> {
         Err(Error::param("mode", mode, format!("below {}, modes count from 0", self.order())))
     }
 }
+
+/// Fibres that one piece of a product along the last mode takes.
+const ROWS: usize = 512;
+/// Rows of the matrix that one piece of a product along the first mode takes.
+const PRODUCT_ROWS: usize = 48;
 
 /// Sizes before, at and after a mode.
 pub(super) fn split(shape: &[usize], mode: usize) -> (usize, usize, usize) {
@@ -208,12 +214,22 @@ impl<T: Real> Tensor<T> {
                 Op::n(m.data(), m.rows(), m.cols())
             }
         };
+        // Pieces depend on sizes alone, and no entry on more than one of them: threads do not change results.
         if s == 1 {
-            gemm(&mut out.buf, Op::n(&self.buf, l, n), op(true), false);
+            let (from, to) = (self.buf.par_chunks(ROWS * n), out.buf.par_chunks_mut(ROWS * j));
+            from.zip(to).for_each(|(from, to)| {
+                gemm(to, Op::n(from, from.len() / n, n), op(true), false);
+            });
+        } else if l == 1 {
+            let m = if transposed { &m.transpose() } else { m };
+            let (rows, to) =
+                (m.data().par_chunks(PRODUCT_ROWS * n), out.buf.par_chunks_mut(PRODUCT_ROWS * s));
+            rows.zip(to).for_each(|(rows, to)| {
+                gemm(to, Op::n(rows, rows.len() / n, n), Op::n(&self.buf, n, s), false);
+            });
         } else {
-            for (from, to) in self.buf.chunks_exact(n * s).zip(out.buf.chunks_exact_mut(j * s)) {
-                gemm(to, op(false), Op::n(from, n, s), false);
-            }
+            let (from, to) = (self.buf.par_chunks_exact(n * s), out.buf.par_chunks_exact_mut(j * s));
+            from.zip(to).for_each(|(from, to)| gemm(to, op(false), Op::n(from, n, s), false));
         }
         Ok(out)
     }
@@ -443,6 +459,25 @@ mod tests {
             assert_close(product.unfold(mode).unwrap().data(), expected.data());
             assert_eq!(t.mode_product_t(&m.transpose(), mode).unwrap().shape(), product.shape());
             assert_close(t.mode_product_t(&m.transpose(), mode).unwrap().data(), product.data());
+        }
+    }
+
+    #[test]
+    fn products_in_several_pieces_are_those_of_the_unfolding_for_any_number_of_threads() {
+        let with = |threads: usize, t: &Tensor<f64>, m: &Mat<f64>, mode: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| t.mode_product_t(m, mode).unwrap())
+        };
+        // More rows than a piece has, along the first and the last mode.
+        for (shape, mode, rank) in [([7, 30, 40], 0, 100), ([30, 40, 5], 2, 3), ([30, 7, 40], 1, 9)] {
+            let t = fill(&shape, 8).unwrap();
+            let m = Mat::from_vec(fill(&[shape[mode], rank], 9).unwrap().into_vec(), shape[mode], rank);
+            let product = with(1, &t, &m, mode);
+            assert_eq!(product, with(3, &t, &m, mode));
+            let want = crate::linalg::matmul_tn(m.as_ref(), t.unfold(mode).unwrap().as_ref());
+            let got = product.unfold(mode).unwrap();
+            let off = got.data().iter().zip(want.data()).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            assert!(off < f64::EPSILON * shape[mode] as f64, "{shape:?}: {off}");
         }
     }
 

@@ -1,14 +1,17 @@
 //! Dense matrix work that the decompositions need: products, a guarded normal-equation solve, and leading
 //! left singular vectors.
 //!
-//! All of it is sequential, so results do not depend on threads. Eigenvalues and singular values come from
-//! faer; where its iteration does not converge, one-sided Jacobi rotations, which always do, take over.
+//! Large sums are cut into a number of parts that depends on sizes alone, and added in their order, so that results
+//! do not depend on threads. Eigenvalues and singular values come from faer; where its iteration does not converge,
+//! one-sided Jacobi rotations, which always do, take over.
 
 use super::Tensor;
 use crate::{DType, Mat, Real};
 use faer::linalg::matmul::matmul as faer_matmul;
+use faer::linalg::matmul::triangular::{self, BlockStructure};
 use faer::linalg::solvers::Solve;
 use faer::{Accum, MatMut, MatRef, Par, Side};
+use rayon::prelude::*;
 
 /// A contiguous row-major operand, `rows × cols` as stored, read transposed if asked.
 #[derive(Clone, Copy)]
@@ -219,18 +222,66 @@ pub(super) fn thin_qr(a: &Mat<f64>) -> (Mat<f64>, Mat<f64>) {
     (owned(qr.compute_thin_Q().as_ref()), owned(qr.thin_R()))
 }
 
+/// Parts of a large Gram matrix; fixed, so that sums do not depend on threads.
+const PARTS: usize = 8;
+/// Multiply-adds below which one part is faster than several.
+const SMALL: usize = 1 << 22;
+
 /// The Gram matrix `T₍ₙ₎ T₍ₙ₎ᵀ`, read from the buffer without unfolding.
 pub(super) fn mode_gram(t: &Tensor<f64>, mode: usize) -> Mat<f64> {
     let (l, i, s) = t.split(mode);
-    let mut gram = Mat::zeros(i, i);
-    if s == 1 {
-        gemm(gram.data_mut(), Op::t(t.data(), l, i), Op::n(t.data(), l, i), false);
-    } else {
-        for slice in t.data().chunks_exact((i * s).max(1)) {
-            gemm(gram.data_mut(), Op::n(slice, i, s), Op::t(slice, i, s), true);
+    if t.data().is_empty() {
+        return Mat::zeros(i, i);
+    }
+    // The unfolding is one matrix, or as many as there are indices before the mode, beside one another.
+    let whole = match (l, s) {
+        (_, 1) => Some(MatRef::from_row_major_slice(t.data(), l, i).transpose()),
+        (1, _) => Some(MatRef::from_row_major_slice(t.data(), i, s)),
+        _ => None,
+    };
+    let units = if whole.is_some() { l * s } else { l };
+    let parts = if i * t.data().len() < SMALL { 1 } else { PARTS.min(units) };
+    let sum = |part: usize| {
+        let range = part * units / parts..(part + 1) * units / parts;
+        let mut gram = Mat::zeros(i, i);
+        match whole {
+            Some(a) => add_gram(&mut gram, a.subcols(range.start, range.len())),
+            None => {
+                for slice in t.data()[range.start * i * s..range.end * i * s].chunks_exact(i * s) {
+                    add_gram(&mut gram, MatRef::from_row_major_slice(slice, i, s));
+                }
+            }
+        }
+        gram
+    };
+    let sums: Vec<Mat<f64>> = (0..parts).into_par_iter().map(sum).collect();
+    let mut sums = sums.into_iter();
+    let mut gram = sums.next().unwrap_or_else(|| Mat::zeros(i, i));
+    for part in sums {
+        gram.data_mut().iter_mut().zip(part.data()).for_each(|(g, p)| *g += p);
+    }
+    for row in 0..i {
+        for col in row + 1..i {
+            gram[(row, col)] = gram[(col, row)];
         }
     }
     gram
+}
+
+/// Adds the lower half of `a aᵀ`.
+fn add_gram(gram: &mut Mat<f64>, a: MatRef<'_, f64>) {
+    let n = gram.rows();
+    triangular::matmul(
+        MatMut::from_row_major_slice_mut(gram.data_mut(), n, n),
+        BlockStructure::TriangularLower,
+        Accum::Add,
+        a,
+        BlockStructure::Rectangular,
+        a.transpose(),
+        BlockStructure::Rectangular,
+        1.0,
+        Par::Seq,
+    );
 }
 
 /// Singular values (largest first, `I_n` of them) and all left singular vectors of the unfolding of `mode`.
@@ -333,6 +384,24 @@ mod tests {
             }
             // Vectors to ε over the smallest relative gap of these spectra, about a twentieth.
             assert!(worst(&u, &u2) < 1e-12);
+        }
+    }
+
+    #[test]
+    fn large_gram_matrices_are_summed_alike_by_any_number_of_threads() {
+        let with = |threads: usize, t: &Tensor<f64>, mode: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| mode_gram(t, mode))
+        };
+        for shape in [[11, 90, 90], [90, 11, 90], [90, 90, 11], [3, 1, 70]] {
+            let t = fill(&shape, 7).unwrap();
+            for mode in 0..3 {
+                let gram = with(1, &t, mode);
+                assert_eq!(gram, with(3, &t, mode), "{shape:?}, mode {mode}");
+                let unfolded = t.unfold_unchecked(mode);
+                let exact = matmul_nt(&unfolded, &unfolded);
+                assert!(worst(&gram, &exact) < f64::EPSILON * unfolded.cols() as f64);
+            }
         }
     }
 

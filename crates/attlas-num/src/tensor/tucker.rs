@@ -160,7 +160,7 @@ pub fn decompose<T: Real>(t: &Tensor<T>, ranks: &Ranks, options: &Options) -> Re
     if options.method == Method::Hooi {
         (history, status) = job.hooi(&working, &mut factors, options)?;
     }
-    let mut core = project(&working, &factors, None)?;
+    let mut core = project(&working, &factors, &[])?;
     let rel_error = job.relative_error(&working, &core, &factors)?;
     if history.is_empty() {
         history.push(rel_error);
@@ -259,12 +259,12 @@ fn zero_fit<T: Real>(shape: &[usize], ranks: &Ranks, modes: &[usize]) -> Result<
 
 type Factors = Vec<Option<Mat<f64>>>;
 
-/// `T ×_m U_mᵀ` over every basis but that of `skip`.
-fn project(t: &Tensor<f64>, factors: &Factors, skip: Option<usize>) -> Result<Tensor<f64>> {
+/// `T ×_m U_mᵀ` over every basis but those of `skip`.
+fn project(t: &Tensor<f64>, factors: &Factors, skip: &[usize]) -> Result<Tensor<f64>> {
     let list: Vec<(usize, &Mat<f64>)> = factors
         .iter()
         .enumerate()
-        .filter(|(m, _)| Some(*m) != skip)
+        .filter(|(m, _)| !skip.contains(m))
         .filter_map(|(m, f)| Some((m, f.as_ref()?)))
         .collect();
     t.mode_products_t(&list)
@@ -331,17 +331,28 @@ impl Job<'_> {
     fn hooi(&self, t: &Tensor<f64>, factors: &mut Factors, options: &Options) -> Result<(Vec<f64>, Status)> {
         let captured = |core: &Tensor<f64>| core.data().iter().map(|x| x * x).sum::<f64>();
         let error = |energy: f64| (1.0 - energy / self.norm_squared).max(0.0).sqrt();
-        let mut core = project(t, factors, None)?;
+        let mut core = project(t, factors, &[])?;
         let mut norm = captured(&core).sqrt();
         let mut history = vec![self.relative_error(t, &core, factors)?];
+        let Some((&last, others)) = self.modes.split_last() else {
+            return Ok((history, Status::Converged));
+        };
+        let improve = |factors: &mut Factors, y: &Tensor<f64>, mode: usize| {
+            let Some(rank) = factors[mode].as_ref().map(Mat::cols) else { return };
+            factors[mode] = Some(leading_columns(&self.vectors_for_rank(y, mode, rank).1, rank));
+        };
         for _ in 0..options.iters {
-            for &mode in &self.modes {
-                let Some(rank) = factors[mode].as_ref().map(Mat::cols) else { continue };
-                let y = project(t, factors, Some(mode))?;
-                let (_, vectors) = self.vectors_for_rank(&y, mode, rank);
-                factors[mode] = Some(leading_columns(&vectors, rank));
+            if !others.is_empty() {
+                // The basis of the last mode changes at the end of a sweep only: its product serves all other modes.
+                let but_last: Vec<usize> = (0..t.order()).filter(|&m| m != last).collect();
+                let shared = project(t, factors, &but_last)?;
+                for &mode in others {
+                    improve(factors, &project(&shared, factors, &[mode, last])?, mode);
+                }
             }
-            core = project(t, factors, None)?;
+            let y = project(t, factors, &[last])?;
+            improve(factors, &y, last);
+            core = project(&y, factors, others)?;
             let next = captured(&core).sqrt();
             let cheap = error(next * next);
             history.push(if cheap < 1e-6 { self.relative_error(t, &core, factors)? } else { cheap });

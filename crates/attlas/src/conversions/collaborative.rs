@@ -60,8 +60,8 @@ crate::params! {
         temperature: layers::collaborative::Temperature = layers::collaborative::Temperature::Original;
         /// Where alternating least squares starts.
         init: Init = Init::SvdPrune;
-        /// Most sweeps.
-        iters: usize = 100, in 1..=100_000;
+        /// Most sweeps. 0 leaves the singular triples that svd_prune starts from as they are, a head each.
+        iters: usize = 100, in 0..=100_000;
         /// Stop when the relative error changes by less.
         tol: f64 = 1e-8, in 0.0..=1.0;
         /// Tikhonov weight.
@@ -146,6 +146,31 @@ pub fn convert(
         (0..h).map(|head| Mat::from_fn(w.cols(), d, |i, e| f64::from(w[(head * d + e, i)]))).collect()
     };
     let mut target = Products { q: heads(&q.weight), k: heads(&k.weight) };
+    let converted = |cp: &cp::Cp<f64>, rel_error, history| {
+        let balanced = cp.absorb_weights();
+        let [m, wq, wk] = [0, 1, 2].map(|i: usize| &balanced.factors[i]);
+        Converted {
+            q: wq.transpose().cast(),
+            k: wk.transpose().cast(),
+            mix: Mat::from_fn(h * rank, 1, |i, _| m[(i / rank, i % rank)] as f32),
+            content: content.clone(),
+            rel_error,
+            history,
+        }
+    };
+    if params.iters == 0 {
+        if params.init != Init::SvdPrune {
+            return Err(Error::param("iters", 0, "at least 1 from any start but svd_prune"));
+        }
+        let mut start = target.prune(rank)?;
+        // Singular values move to the weights, which are shared among the three factors.
+        start.weights = (0..rank).map(|r| (0..h).map(|head| start.factors[0][(head, r)]).sum()).collect();
+        start.factors[0].data_mut().iter_mut().for_each(|m| *m = f64::from(u8::from(*m > 0.0)));
+        let kept: f64 = start.weights.iter().map(|s| s * s).sum();
+        let norm = cp::Target::norm_squared(&target);
+        let rel_error = if norm > 0.0 { (1.0 - kept / norm).max(0.0).sqrt() } else { 0.0 };
+        return Ok(converted(&start, rel_error, Vec::new()));
+    }
     let init = match params.init {
         Init::SvdPrune => cp::Init::Given(target.prune(rank)?),
         Init::Hosvd => cp::Init::Hosvd,
@@ -160,16 +185,7 @@ pub fn convert(
         ..Default::default()
     };
     let fit = cp::decompose_target(&mut target, rank, &options).map_err(|e| refused(CONVERSION.id, e))?;
-    let balanced = fit.cp.absorb_weights();
-    let [m, wq, wk] = [0, 1, 2].map(|i: usize| &balanced.factors[i]);
-    Ok(Converted {
-        q: wq.transpose().cast(),
-        k: wk.transpose().cast(),
-        mix: Mat::from_fn(h * rank, 1, |i, _| m[(i / rank, i % rank)] as f32),
-        content,
-        rel_error: fit.rel_error,
-        history: fit.history,
-    })
+    Ok(converted(&fit.cp, fit.rel_error, fit.history))
 }
 
 /// Attention of the layers asked for, all of them by default.
@@ -409,6 +425,40 @@ mod tests {
             let kept: f64 = start.factors[0].data().iter().map(|s| s * s).sum();
             assert!(error <= (1.0 - kept / norm).max(0.0).sqrt() + 1e-6);
         }
+    }
+
+    #[test]
+    fn without_a_sweep_every_head_keeps_its_largest_triples() {
+        let (q, k) = projections();
+        for rank in [3, 7, 11] {
+            let c =
+                convert(&SHAPE, &Params { rank: Some(rank), iters: 0, ..Params::default() }, &q, &k, None)
+                    .unwrap();
+            assert!(c.history.is_empty());
+            let part = |w: &Mat<f32>, head: usize| Mat::from_fn(4, 14, |e, i| w[(head * 4 + e, i)]);
+            let products: Vec<Mat<f32>> = (0..3)
+                .map(|head| matmul_tn(part(&q.weight, head).as_ref(), part(&k.weight, head).as_ref()))
+                .collect();
+            let mut sigma: Vec<f64> =
+                products.iter().flat_map(|t| svd(t.as_ref()).unwrap().sigma).filter(|s| *s > 1e-5).collect();
+            sigma.sort_by(|a, b| b.total_cmp(a));
+            let square = |s: &[f64]| s.iter().map(|s| s * s).sum::<f64>();
+            let want = (square(&sigma[rank..]) / square(&sigma)).sqrt();
+            assert!((c.rel_error - want).abs() < 1e-5, "rank {rank}: {} against {want}", c.rel_error);
+            // Each feature belongs to one head, and what the layer computes has that error.
+            let mut lost = 0.0;
+            for (head, exact) in products.iter().enumerate() {
+                let mixed = Mat::from_fn(rank, 14, |r, i| c.mix[(head * rank + r, 0)] * c.q[(r, i)]);
+                let model = matmul_tn(mixed.as_ref(), c.k.as_ref());
+                lost +=
+                    exact.data().iter().zip(model.data()).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
+            }
+            assert!(((lost / square(&sigma)).sqrt() - want).abs() < 1e-5);
+            let heads = |r: usize| (0..3).filter(|head| c.mix[(head * rank + r, 0)] != 0.0).count();
+            assert!((0..rank).all(|r| heads(r) == 1));
+        }
+        let random = Params { rank: Some(5), iters: 0, init: Init::Random, ..Params::default() };
+        assert!(convert(&SHAPE, &random, &q, &k, None).is_err());
     }
 
     #[test]

@@ -8,29 +8,37 @@
 //! \operatorname{softmax}(\tilde Q \tilde K^\top / \sqrt d)$. `product`: $\mathcal{O}_h = \mathcal{V}_h \times_1 S_h^{(1)}
 //! \cdots \times_k S_h^{(k)}$, that is $(S_h^{(1)} \otimes \cdots \otimes S_h^{(k)})$ on the row-major vector, per head;
 //! `sum`: $\sum_i \mathcal{V}_h \times_i S_h^{(i)}$, not divided by $k$. `kernel = linear` replaces each $S$ by
-//! $D^{-1} \phi(\tilde Q) \phi(\tilde K)^\top$ with $\phi = \mathrm{elu} + 1$.
+//! $D^{-1} \phi(\tilde Q) \phi(\tilde K)^\top$, where $\phi$ is $\mathrm{elu} + 1$, or the positive random features of the
+//! Performer, $m^{-1/2} \exp(\pm\omega_l^\top x - \|x\|^2/2)$ of $x = d^{-1/4} \tilde q$ and $d^{-1/4} \tilde k$, whose products
+//! estimate $e^{\tilde q^\top \tilde k/\sqrt d}$ without bias; heads share directions, modes do not.
 //!
 //! **Reference.** omranpour2025, with the authors' code's separate projections for each mode, sum pooling and layer
-//! norm. Pooling comes before projection, which is the same and cheaper; a bias counts once for each pooled token.
+//! norm; choromanski2021 for the random features. Whether the first version of the paper shares projections
+//! between modes could not be verified; `per_mode_qk = false` does. Pooling comes before projection, which is the same and
+//! cheaper; a bias counts once for each pooled token.
 //!
-//! **Cost.** $2 N D \sum N_i$ operations to apply, $2 D \sum N_i^2$ for the scores; memory $H \sum N_i^2$. Parameters
-//! $(2k + 2) D^2$, or $4 D^2$ with shared projections.
+//! **Cost.** $2 N D \sum N_i$ operations to apply, $2 D \sum N_i^2$ for the scores; memory $H \sum N_i^2$; with $m$ features
+//! $4 N D m$ a mode. Parameters $(2k + 2) D^2$, or $4 D^2$ with shared projections.
 //!
-//! **Guarantees.** One mode without norm is multi-head attention; rows of a product sum to 1, of a sum to $k$; tested
-//! here. There is no causal form: every pooled matrix has summed over the future of the other modes.
+//! **Guarantees.** One mode without norm is multi-head attention; rows of a product sum to 1, of a sum to $k$; random
+//! features tend to softmax as their number grows; tested here. There is no causal form: every pooled matrix has summed
+//! over the future of the other modes.
 //!
 //! **When to use.** Tensor-valued inputs whose modes are long.
 
 use super::common::rows::{head_of, interleave};
 use super::common::{
-    Pairs, Rotary, check_io, check_own_keys, check_shape, constant, layer_kind, needed, optional, project,
-    refuse, take,
+    NoCache, Pairs, Rotary, check_io, check_own_keys, check_shape, constant, layer_kind, layer_norm, needed,
+    optional, project, refuse, take,
 };
 use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::params::Sizes;
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, Mat, MatRef, Real, Result, RunInfo, Workspace};
-use attlas_num::kernels::{Op, gemm, softmax_in_place};
+use attlas_num::kernels::{Op, exp_in_place, gemm, max, softmax_in_place};
+use attlas_num::rng::StreamKey;
+use attlas_num::sketch::features::{ExpFeatures, Exponent, default_num_features};
+use attlas_num::sketch::{Coupling, LogFeatures, MapOptions, Side, draw_directions};
 use rayon::prelude::*;
 
 layer_kind! {
@@ -79,8 +87,18 @@ crate::choices! {
     pub enum Kernel {
         /// Softmax.
         Softmax = "softmax",
-        /// Features elu + 1, so that no matrix is formed.
+        /// Products of features, so that no matrix is formed.
         Linear = "linear",
+    }
+}
+
+crate::choices! {
+    /// The features of the linear kernel.
+    pub enum Map {
+        /// elu + 1 of every number.
+        Elu = "elu",
+        /// Positive random features of the softmax kernel.
+        Performer = "performer",
     }
 }
 
@@ -99,6 +117,12 @@ crate::params! {
         per_mode_qk: bool = true;
         /// How scores become weights.
         kernel: Kernel = Kernel::Softmax;
+        /// The features of the linear kernel.
+        map: Map = Map::Elu;
+        /// Random features of a token; auto is d ln d, rounded up to a multiple of 8. Rounded up to an even number.
+        features: Option<usize> = None, in 1..=1 << 20;
+        /// Stream of the random features.
+        seed: u64 = 0, in 0..=u64::MAX;
         /// Rotary positions along each mode.
         rope: Pairs = Pairs::None;
         /// Base of the rotation frequencies.
@@ -110,7 +134,6 @@ const Q: [&str; 4] = ["q.0", "q.1", "q.2", "q.3"];
 const K: [&str; 4] = ["k.0", "k.1", "k.2", "k.3"];
 const Q_NORM: [&str; 4] = ["q_norm.0", "q_norm.1", "q_norm.2", "q_norm.3"];
 const K_NORM: [&str; 4] = ["k_norm.0", "k_norm.1", "k_norm.2", "k_norm.3"];
-const EPS: f64 = 1e-5;
 
 fn weight_specs(s: &LayerShape, p: &Params) -> Result<Vec<WeightSpec>> {
     check_shape(s)?;
@@ -150,6 +173,32 @@ pub struct HigherOrder {
     v: Box<dyn Linear>,
     o: Box<dyn Linear>,
     rotary: Option<Rotary>,
+    /// One map for each mode, where features are random.
+    maps: Vec<ExpFeatures<f32>>,
+}
+
+/// Logits are divided by the root of the width of a head.
+fn scale(d: usize) -> f64 {
+    1.0 / (d as f64).sqrt()
+}
+
+/// The random features of one mode.
+fn random_map<T: Real>(
+    d: usize,
+    features: Option<usize>,
+    scale: f64,
+    seed: u64,
+    mode: usize,
+) -> Result<ExpFeatures<T>> {
+    let key = StreamKey::new(seed).named("higher order features").with(mode as u64);
+    let count = features.unwrap_or_else(|| default_num_features(d)).div_ceil(2);
+    let failed = |e: attlas_num::sketch::SketchError| Error::Unsupported {
+        method: LAYER.id.into(),
+        reasons: vec![e.to_string()],
+    };
+    let directions = draw_directions(Coupling::Orthogonal, count, d, key).map_err(failed)?;
+    let options = MapOptions { scale, ..MapOptions::default() };
+    ExpFeatures::new(&Exponent::favor(d), &directions, true, options).map_err(failed)
 }
 
 impl HigherOrder {
@@ -166,7 +215,14 @@ impl HigherOrder {
             })
             .collect::<Result<_>>()?;
         let rotary = Rotary::new(params.rope, shape.d, params.rope_base)?;
-        Ok(Self { shape, modes, v: take(&mut weights, "v")?, o: take(&mut weights, "o")?, rotary, params })
+        let maps = if params.kernel == Kernel::Linear && params.map == Map::Performer {
+            let map = |mode| random_map(shape.d, params.features, scale(shape.d), params.seed, mode);
+            (0..params.dims.0.len()).map(map).collect::<Result<_>>()?
+        } else {
+            Vec::new()
+        };
+        let (v, o) = (take(&mut weights, "v")?, take(&mut weights, "o")?);
+        Ok(Self { shape, modes, v, o, rotary, maps, params })
     }
 
     /// Pooled, projected and normalised queries or keys of a mode, `[N_i, heads, d]`.
@@ -194,19 +250,6 @@ impl HigherOrder {
     }
 }
 
-/// $(x - \mu)/\sqrt{\sigma^2 + \epsilon}$, then gain and shift.
-fn layer_norm(x: &mut [f32], affine: Option<&[f32]>) {
-    let n = x.len().max(1) as f64;
-    let mean = x.iter().map(|&x| f64::from(x)).sum::<f64>() / n;
-    let variance = x.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / n;
-    let inverse = 1.0 / (variance + EPS).sqrt();
-    let d = x.len();
-    for (e, x) in x.iter_mut().enumerate() {
-        let (gain, shift) = affine.map_or((1.0, 0.0), |a| (a[e], a[d + e]));
-        *x = ((f64::from(*x) - mean) * inverse) as f32 * gain + shift;
-    }
-}
-
 /// Means of the rows of a grid over all modes but one: `sizes[mode] × width`.
 pub fn pool_mean<T: Real>(x: MatRef<'_, T>, sizes: &[usize], mode: usize) -> Mat<T> {
     let (size, inner) = (sizes[mode], sizes[mode + 1..].iter().product::<usize>());
@@ -228,17 +271,40 @@ pub enum Action<T> {
     Factored(Mat<T>, Mat<T>),
 }
 
+/// How scores become weights, with what that needs.
+#[derive(Clone, Copy, Debug)]
+pub enum Weighting<'a, T> {
+    /// Softmax.
+    Softmax,
+    /// Features elu + 1.
+    Elu,
+    /// These positive features, which know the scale.
+    Random(&'a ExpFeatures<T>),
+}
+
 impl<T: Real> Action<T> {
-    /// Softmax of `scale · q kᵀ`, or the linear kernel.
-    pub fn new(q: MatRef<'_, T>, k: MatRef<'_, T>, scale: T, linear: bool, cx: Context<'_>) -> Self {
-        if linear {
-            let elu = |x: MatRef<'_, T>| {
-                Mat::from_fn(x.rows(), x.cols(), |i, j| {
-                    let x = x.at(i, j);
-                    if x > T::ZERO { x + T::ONE } else { x.exp() }
-                })
-            };
-            let (mut q, k) = (elu(q), elu(k));
+    /// Softmax of `scale · q kᵀ`, or a linear kernel.
+    pub fn new(
+        q: MatRef<'_, T>,
+        k: MatRef<'_, T>,
+        scale: T,
+        weighting: Weighting<'_, T>,
+        cx: Context<'_>,
+    ) -> Self {
+        let features = match weighting {
+            Weighting::Softmax => None,
+            Weighting::Elu => {
+                let elu = |x: MatRef<'_, T>| {
+                    Mat::from_fn(x.rows(), x.cols(), |i, j| {
+                        let x = x.at(i, j);
+                        if x > T::ZERO { x + T::ONE } else { x.exp() }
+                    })
+                };
+                Some((elu(q), elu(k)))
+            }
+            Weighting::Random(map) => Some(random_features(map, q, k)),
+        };
+        if let Some((mut q, k)) = features {
             let total: Vec<T> = (0..k.cols()).map(|e| (0..k.rows()).map(|i| k[(i, e)]).sum()).collect();
             for i in 0..q.rows() {
                 let sum: T = q.row(i).iter().zip(&total).map(|(&q, &t)| q * t).sum();
@@ -277,6 +343,38 @@ impl<T: Real> Action<T> {
         }
         out
     }
+}
+
+/// Random features of queries and keys, up to a factor for each query.
+///
+/// Feature $l$ of the keys is divided by its largest value over them, and that of the queries multiplied by it; then each
+/// query by its largest feature. So no sum over keys overflows, and no denominator is below 1.
+fn random_features<T: Real>(map: &ExpFeatures<T>, q: MatRef<'_, T>, k: MatRef<'_, T>) -> (Mat<T>, Mat<T>) {
+    let m = map.num_features();
+    // Logarithms of what is below every number of the type still have differences.
+    let bound = T::from_f64(1e37);
+    let logs = |x: MatRef<'_, T>, side| {
+        let mut out = Mat::zeros(x.rows(), m);
+        map.log_features(x, side, out.data_mut());
+        out.data_mut().iter_mut().for_each(|x| *x = if x.is_nan() { *x } else { x.max(-bound).min(bound) });
+        out
+    };
+    let (mut q, mut k) = (logs(q, Side::Query), logs(k, Side::Key));
+    let mut tops = vec![-bound; m];
+    for i in 0..k.rows() {
+        tops.iter_mut().zip(k.row(i)).for_each(|(t, &x)| *t = t.max(x));
+    }
+    for i in 0..k.rows() {
+        k.row_mut(i).iter_mut().zip(&tops).for_each(|(x, &t)| *x -= t);
+    }
+    for i in 0..q.rows() {
+        q.row_mut(i).iter_mut().zip(&tops).for_each(|(x, &t)| *x += t);
+        let top = max(q.row(i));
+        q.row_mut(i).iter_mut().for_each(|x| *x -= top);
+    }
+    exp_in_place(q.data_mut());
+    exp_in_place(k.data_mut());
+    (q, k)
 }
 
 /// Values of one head under all modes.
@@ -344,7 +442,7 @@ impl Layer for HigherOrder {
         }
         ws.install(|cx| {
             let v = project(&*self.v, x, cx);
-            let scale = (1.0 / (s.d as f64).sqrt()) as f32;
+            let scale = scale(s.d) as f32;
             let qk: Vec<(Vec<f32>, Vec<f32>)> = (0..sizes.len())
                 .map(|i| {
                     let mean = pool_mean(x, sizes, i);
@@ -360,9 +458,15 @@ impl Layer for HigherOrder {
                     let actions: Vec<Action<f32>> = qk
                         .iter()
                         .zip(sizes)
-                        .map(|((q, k), &size)| {
+                        .enumerate()
+                        .map(|(mode, ((q, k), &size))| {
                             let of = |x| head_of(x, size, s.n_heads, s.d, h);
-                            Action::new(of(q), of(k), scale, p.kernel == Kernel::Linear, cx)
+                            let weighting = match (p.kernel, self.maps.get(mode)) {
+                                (Kernel::Softmax, _) => Weighting::Softmax,
+                                (Kernel::Linear, None) => Weighting::Elu,
+                                (Kernel::Linear, Some(map)) => Weighting::Random(map),
+                            };
+                            Action::new(of(q), of(k), scale, weighting, cx)
                         })
                         .collect();
                     let v = head_of(&v, n, s.n_heads, s.d_v, h).to_mat();
@@ -382,33 +486,22 @@ impl Layer for HigherOrder {
         }
         let (h, d, d_v, n) = (s.n_heads as u64, s.d as u64, s.d_v as u64, tokens as u64);
         let mut flops = 2 * n * (self.v.parameters() + self.o.parameters()) as u64;
-        for &size in &p.dims.0 {
+        for (mode, &size) in p.dims.0.iter().enumerate() {
             let size = size as u64;
             flops += n * s.d_model as u64 + 4 * size * s.d_model as u64 * h * d;
-            flops += match p.kernel {
-                Kernel::Softmax => 2 * h * (d * size * size + n * size * d_v),
-                Kernel::Linear => 4 * h * n * d * d_v,
+            flops += match (p.kernel, self.maps.get(mode)) {
+                (Kernel::Softmax, _) => 2 * h * (d * size * size + n * size * d_v),
+                (Kernel::Linear, None) => 4 * h * n * d * d_v,
+                (Kernel::Linear, Some(map)) => {
+                    let m = map.num_features() as u64;
+                    // A direction serves two features of a query and of a key.
+                    4 * h * n * m * d_v + 2 * h * size * m * d
+                }
             };
         }
         let squares: usize = p.dims.0.iter().map(|n| n * n).sum();
         let bytes = 4 * (2 * tokens * s.d_model + s.n_heads * squares) as u64;
         Some(Cost { setup_flops: 0, run_flops: flops, bytes })
-    }
-}
-
-/// Of a layer that sees whole grids only.
-#[derive(Debug)]
-struct NoCache;
-
-impl LayerCache for NoCache {
-    fn len(&self) -> usize {
-        0
-    }
-
-    fn truncate(&mut self, _: usize) {}
-
-    fn bytes(&self) -> usize {
-        0
     }
 }
 
@@ -431,7 +524,11 @@ mod tests {
     }
 
     /// The layer of the known answers in double precision, and the actions of its heads.
-    fn known(pool_sum: bool, how: Combine, linear: bool) -> (Mat<f64>, Vec<Vec<Action<f64>>>) {
+    fn known(
+        pool_sum: bool,
+        how: Combine,
+        weighting: [Weighting<'_, f64>; 2],
+    ) -> (Mat<f64>, Vec<Vec<Action<f64>>>) {
         let (sizes, h, d) = ([3, 4], 2, 4);
         let x = fill(12, 8, 30, 1.0);
         let ws = Workspace::single().unwrap();
@@ -449,7 +546,7 @@ mod tests {
                     }
                     let part = |seed| of(&matmul(mean.as_ref(), fill(8, 8, seed, 1.0).as_ref()), head);
                     let (q, k) = (part(31 + 2 * mode as u64), part(32 + 2 * mode as u64));
-                    Action::new(q.as_ref(), k.as_ref(), 0.5, linear, cx)
+                    Action::new(q.as_ref(), k.as_ref(), 0.5, weighting[mode], cx)
                 })
                 .collect();
             let out = combine(&actions, of(&v, head).data(), &sizes, d, how, cx);
@@ -484,15 +581,17 @@ mod tests {
             ),
         ];
         for (sum, how, first, total) in cases {
-            assert_known(&known(sum, how, false).0, &first, &[], total);
+            assert_known(&known(sum, how, [Weighting::Softmax; 2]).0, &first, &[], total);
         }
     }
 
     #[test]
     fn a_product_of_modes_is_a_kronecker_product_and_rows_sum_as_stated() {
         let ws = Workspace::single().unwrap();
-        for linear in [false, true] {
-            for actions in known(true, Combine::Product, linear).1 {
+        let maps = [0, 1].map(|mode| random_map(4, Some(9), 0.5, 3, mode).unwrap());
+        let random = [0, 1].map(|mode: usize| Weighting::Random(&maps[mode]));
+        for weighting in [[Weighting::Softmax; 2], [Weighting::Elu; 2], random] {
+            for actions in known(true, Combine::Product, weighting).1 {
                 let dense: Vec<Mat<f64>> = actions
                     .iter()
                     .map(|a| match a {
@@ -546,8 +645,9 @@ mod tests {
     #[test]
     fn permuting_positions_of_a_mode_permutes_the_output() {
         let x = random("x", 24, 20);
-        for options in [dims("4x6"), dims("4x6").with("combine", "sum"), dims("4x6").with("kernel", "linear")]
-        {
+        let linear = dims("4x6").with("kernel", "linear");
+        let performer = linear.clone().with("map", "performer").with("features", 40);
+        for options in [dims("4x6"), dims("4x6").with("combine", "sum"), linear, performer] {
             let layer = random_layer(&LAYER, &SHAPE, &options);
             let order = [2, 0, 5, 1, 4, 3];
             let permute = |m: &[f32]| -> Vec<f32> {
@@ -555,6 +655,103 @@ mod tests {
             };
             let moved = Mat::from_vec(permute(x.data()), 24, 20);
             assert_close(&forward_all(&*layer, &moved), &permute(&forward_all(&*layer, &x)));
+        }
+    }
+
+    /// The weights that random features give, dense.
+    fn estimate(q: &Mat<f64>, k: &Mat<f64>, features: usize, seed: u64) -> Mat<f64> {
+        let map = random_map(q.cols(), Some(features), 0.5, seed, 0).unwrap();
+        let ws = Workspace::single().unwrap();
+        match Action::new(q.as_ref(), k.as_ref(), 0.5, Weighting::Random(&map), ws.context()) {
+            Action::Factored(q, k) => matmul(q.as_ref(), k.transpose().as_ref()),
+            Action::Dense(_) => panic!("features make no dense matrix"),
+        }
+    }
+
+    fn softmax(q: &Mat<f64>, k: &Mat<f64>) -> Mat<f64> {
+        let ws = Workspace::single().unwrap();
+        match Action::new(q.as_ref(), k.as_ref(), 0.5, Weighting::Softmax, ws.context()) {
+            Action::Dense(s) => s,
+            Action::Factored(..) => panic!("softmax is dense"),
+        }
+    }
+
+    #[test]
+    fn shifted_random_features_are_those_of_the_definition() {
+        let (q, k) = (fill(5, 4, 70, 1.0), fill(7, 4, 71, 1.0));
+        for seed in 0..5 {
+            let map: ExpFeatures<f64> = random_map(4, Some(17), 0.5, seed, 0).unwrap();
+            let phi = |x: &Mat<f64>, side| {
+                let mut logs = Mat::zeros(x.rows(), map.num_features());
+                map.log_features(x.as_ref(), side, logs.data_mut());
+                Mat::from_fn(logs.rows(), logs.cols(), |i, l| logs[(i, l)].exp())
+            };
+            let dense = matmul(phi(&q, Side::Query).as_ref(), phi(&k, Side::Key).transpose().as_ref());
+            let want = Mat::from_fn(5, 7, |i, j| dense[(i, j)] / dense.row(i).iter().sum::<f64>());
+            assert_eq!(map.num_features(), 18);
+            assert_near(&estimate(&q, &k, 17, seed), &want, 64.0 * f64::EPSILON);
+        }
+    }
+
+    #[test]
+    fn random_features_estimate_softmax_over_seeds() {
+        let (q, k) = (fill(6, 4, 72, 1.5), fill(8, 4, 73, 1.5));
+        let exact = softmax(&q, &k);
+        // Squared errors of all entries, one number for each seed.
+        let errors = |features: usize| -> Vec<f64> {
+            let square =
+                |s: &Mat<f64>| s.data().iter().zip(exact.data()).map(|(a, b)| (a - b).powi(2)).sum::<f64>();
+            (0..200).map(|seed| square(&estimate(&q, &k, features, seed))).collect()
+        };
+        let mean = |x: &[f64]| x.iter().sum::<f64>() / x.len() as f64;
+        let error = |x: &[f64]| {
+            let m = mean(x);
+            (x.iter().map(|x| (x - m).powi(2)).sum::<f64>() / (x.len() * (x.len() - 1)) as f64).sqrt()
+        };
+        // Four times the features, a quarter of the squared error; five standard errors of the two means.
+        let (few, many) = (errors(256), errors(1024));
+        let off = mean(&few) - 4.0 * mean(&many);
+        assert!(off.abs() < 5.0 * error(&few).hypot(4.0 * error(&many)), "{} {}", mean(&few), mean(&many));
+        // The mean of a ratio is off by as much as its variance, so by at most the mean squared error here.
+        for i in 0..6 {
+            for j in 0..8 {
+                let all: Vec<f64> = (0..200).map(|seed| estimate(&q, &k, 1024, seed)[(i, j)]).collect();
+                let off = (mean(&all) - exact[(i, j)]).abs();
+                assert!(off < 5.0 * error(&all) + mean(&many), "{i} {j}: {off} of {}", error(&all));
+            }
+        }
+    }
+
+    #[test]
+    fn a_layer_with_many_random_features_is_near_the_softmax_one() {
+        let x = random("x", 24, 20);
+        let exact = forward_all(&*random_layer(&LAYER, &SHAPE, &dims("4x6")), &x);
+        let size = exact.iter().map(|x| f64::from(x * x)).sum::<f64>().sqrt();
+        let off = |features: usize, seed: usize| {
+            let options = dims("4x6")
+                .with("kernel", "linear")
+                .with("map", "performer")
+                .with("features", features)
+                .with("seed", seed);
+            let got = forward_all(&*random_layer(&LAYER, &SHAPE, &options), &x);
+            got.iter().zip(&exact).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt() / size
+        };
+        let mean = |features| (0..8).map(|seed| off(features, seed)).sum::<f64>() / 8.0;
+        let (few, many) = (mean(64), mean(4096));
+        // Eight times less by the law of large numbers, if few features were many.
+        assert!(many < few / 4.0 && many < 0.2, "{few} {many}");
+        assert_ne!(off(64, 0), off(64, 1));
+    }
+
+    #[test]
+    fn keys_of_any_length_give_finite_random_features() {
+        for size in [1.0, 1e3, 1e18] {
+            let (q, k) = (fill(5, 4, 74, size).cast::<f32>(), fill(5, 4, 75, size).cast::<f32>());
+            let map = random_map(4, None, 0.5, 0, 0).unwrap();
+            let ws = Workspace::single().unwrap();
+            let action = Action::new(q.as_ref(), k.as_ref(), 0.5, Weighting::Random(&map), ws.context());
+            let ones = action.apply(&[1.0; 5], &[5], 0, 1, ws.context());
+            assert!(ones.iter().all(|x| (x - 1.0).abs() < 1e-5), "{size}: {ones:?}");
         }
     }
 
@@ -608,6 +805,10 @@ mod tests {
         let (apply, scores) = (2 * 35 * 24 * 12, 2 * 24 * (25 + 49));
         let pooling = 2 * 35 * 24 + 4 * 12 * 24 * 24;
         assert_eq!(flops, (4 * 35 * 24 * 24 + apply + scores + pooling) as u64);
+        let performer = plain.clone().with("kernel", "linear").with("map", "performer").with("features", 9);
+        let flops = random_layer(&LAYER, &s, &performer).cost(Mask::None, 0, 35).unwrap().run_flops;
+        let maps = 2 * 24 * 12 * 10;
+        assert_eq!(flops, (4 * 35 * 24 * 24 + 2 * 4 * 35 * 24 * 10 + maps + pooling) as u64);
         let x = random("x", 35, 24);
         let mut ws = Workspace::single().unwrap();
         let mut out = vec![0.0; 35 * 24];

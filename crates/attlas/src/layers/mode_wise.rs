@@ -11,7 +11,8 @@
 //! $A_1 \otimes \cdots \otimes A_m$.
 //!
 //! **Reference.** feng2024; with per-fibre scores it is axial attention with frozen queries and keys. Which of the two
-//! scores the paper's models use could not be verified.
+//! scores the paper's models use, and with which scale, could not be verified; `fiber` is the default because it alone has
+//! a causal form.
 //!
 //! **Cost.** $4 N d \sum n_i$ operations a head. Decoding keeps the values of every hop but the last:
 //! $d + m\, d_v$ numbers a key head and token for the first hop's, of every query head for later ones.

@@ -167,6 +167,38 @@ pub(crate) fn check_shape(s: &LayerShape) -> Result<()> {
     Problem { d_v: s.d_v, ..Problem::new(s.n_heads, 1, s.d).with_kv_heads(s.n_kv_heads) }.validate()
 }
 
+/// Added to the variance by layer norms.
+const EPS: f64 = 1e-5;
+
+/// $(x - \mu)/\sqrt{\sigma^2 + \epsilon}$, then gain and shift.
+pub(crate) fn layer_norm(x: &mut [f32], affine: Option<&[f32]>) {
+    let n = x.len().max(1) as f64;
+    let mean = x.iter().map(|&x| f64::from(x)).sum::<f64>() / n;
+    let variance = x.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / n;
+    let inverse = 1.0 / (variance + EPS).sqrt();
+    let d = x.len();
+    for (e, x) in x.iter_mut().enumerate() {
+        let (gain, shift) = affine.map_or((1.0, 0.0), |a| (a[e], a[d + e]));
+        *x = ((f64::from(*x) - mean) * inverse) as f32 * gain + shift;
+    }
+}
+
+/// The cache of a layer that sees whole inputs only.
+#[derive(Debug)]
+pub(crate) struct NoCache;
+
+impl LayerCache for NoCache {
+    fn len(&self) -> usize {
+        0
+    }
+
+    fn truncate(&mut self, _: usize) {}
+
+    fn bytes(&self) -> usize {
+        0
+    }
+}
+
 /// Rotary positions with a table that grows by doubling.
 #[derive(Debug)]
 pub(crate) struct Rotary {

@@ -74,8 +74,10 @@ pub struct Sizes<T> {
     pub scale: T,
 }
 
-/// Tokens that are scored together.
-pub(super) const BLOCK: usize = 64;
+/// Tokens that are scored together: enough to pay for laying out the query in every block.
+pub(super) const BLOCK: usize = 256;
+/// Columns that a product computes at once, used or not.
+const TILE: usize = 32;
 /// Tokens of one task; fixed, so that results do not depend on threads.
 pub(super) const CHUNK: usize = 2048;
 
@@ -89,9 +91,10 @@ pub fn attend_factors<'c, T: Real>(
     cx: Context<'_>,
 ) -> Vec<T> {
     let Sizes { heads, d, d_v, .. } = *sizes;
-    // The cheaper of (B_K B_Qᵀ) A_Q and B_K (A_Qᵀ B_Q)ᵀ.
+    // The cheaper of (B_K B_Qᵀ) A_Q and B_K (A_Qᵀ B_Q)ᵀ, as products take them: in whole tiles of columns.
+    let tiles = |n: usize| n.next_multiple_of(TILE);
     let query = match query {
-        Query::Factors { a, b, rank } if rank * (d + heads) >= heads * d => {
+        Query::Factors { a, b, rank } if d * tiles(*rank) + rank * tiles(heads) >= d * tiles(heads) => {
             let side = Side { rank: *rank, a, a_fixed: true, b: Cow::Borrowed(*b) };
             Query::Formed(Cow::Owned(combine(&side, heads, d)))
         }

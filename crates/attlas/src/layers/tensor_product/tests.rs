@@ -259,6 +259,31 @@ fn the_known_answer_in_double_precision() {
 }
 
 #[test]
+fn queries_in_factors_score_as_formed_ones_do() {
+    // So many heads that scores go through the features that heads share.
+    let (heads, d, d_v, n, rank) = (40, 8, 5, BLOCK + 7, 3);
+    let numbers = |name: &str, n: usize| random(name, n, 1).cast::<f64>().into_vec();
+    let (a_k, b_k) = (numbers("a_k", n * rank * heads), numbers("b_k", n * rank * d));
+    let (a_v, b_v) = (numbers("a_v", n * rank * heads), numbers("b_v", n * rank * d_v));
+    let (a, b) = (numbers("a", 2 * heads), numbers("b", 2 * d));
+    let load = |t: Range<usize>| {
+        let cut = |w: usize| t.start * rank * w..t.end * rank * w;
+        let keys = Side { rank, a: &a_k[cut(heads)], a_fixed: false, b: Cow::Borrowed(&b_k[cut(d)]) };
+        let values = Side { rank, a: &a_v[cut(heads)], a_fixed: false, b: Cow::Borrowed(&b_v[cut(d_v)]) };
+        (keys, values)
+    };
+    let sizes = Sizes { heads, d, d_v, scale: 0.4 };
+    let formed = combine(&Side { rank: 2, a: &a, a_fixed: true, b: Cow::Borrowed(&b) }, heads, d);
+    let ws = Workspace::single().unwrap();
+    let by = |query: Query<'_, f64>| attend_factors(&sizes, &query, n, &load, ws.context());
+    let (one, other) =
+        (by(Query::Factors { a: &a, b: &b, rank: 2 }), by(Query::Formed(Cow::Borrowed(&formed))));
+    assert!(one.iter().zip(&other).all(|(a, b)| (a - b).abs() < 64.0 * f64::EPSILON));
+    // The two are different sums.
+    assert_ne!(one, other);
+}
+
+#[test]
 fn long_caches_are_cut_and_merged() {
     let s = LayerShape { d_model: 6, n_heads: 3, n_kv_heads: 3, d: 4, d_v: 4 };
     let n = CHUNK + BLOCK + 5;

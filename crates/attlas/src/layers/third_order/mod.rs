@@ -18,7 +18,8 @@
 //! **Reference.** sanford2023, alman2024 (scale $1/d$ there, 1 in the former), liang2024, kozachinskiy2025.
 //!
 //! **Cost.** Exact: $4 N^3 d$ operations a head (a third of it when causal), a few tiles of memory; a decoding step
-//! over $M$ tokens $4 M^2 d$; the cache holds $2(d + d_v)$ numbers a key head and token. Polynomial: $O(r\, d_v)$ a
+//! over $M$ tokens $4 M^2 d$; the cache holds $2(d + d_v)$ numbers a key head and token. The form `strassen` without a mask
+//! is $2 N^3 (d_v + 1)$, all of it in matrix products. Polynomial: $O(r\, d_v)$ a
 //! token and a state of $2 r (d_v + 1)$ numbers, whatever the length.
 //!
 //! **Guarantees.** With $|z| \le Z$ the polynomial weights are off by at most
@@ -396,6 +397,11 @@ impl Layer for ThirdOrder {
         };
         let heads = s.n_heads as u64;
         let run_flops = match &self.features {
+            // Products of three matrices of scores, which are formed once each.
+            None if self.params.form == Score::Strassen && mask == Mask::None => {
+                let squares = 3 * (tokens as u64).pow(2) * s.d as u64;
+                projections + 2 * heads * (pairs * (s.d_v + 1) as u64 + squares)
+            }
             None => projections + 2 * pairs * heads * (s.d + s.d_v) as u64,
             Some(m) => {
                 let work = match self.params.compute {

@@ -9,11 +9,10 @@
 //! positions about a fixed axis of every chunk make it depend on relative positions; the trilinear form has no such
 //! property and takes none. `k2_bias` and `v2_bias` are added to second keys and values.
 //!
-//! [`gram`] is the older form over a few virtual tokens, with values $B(u_j \otimes u_k)$ and the score
-//! $\langle a, b, c\rangle = \lVert (a \cdot b) c - (a \cdot c) b + (b \cdot c) a \rVert$.
+//! `form = gram` is the older layer over a few virtual tokens, [`gram::Block`].
 //!
-//! **Reference.** clift2020 ([`gram`]; its denominator runs over the same pairs as the numerator), roy2025, which
-//! trains the trilinear form and offers the determinant as its rotary variant.
+//! **Reference.** clift2020 ([`gram`]), roy2025, which trains the trilinear form and offers the determinant as its rotary
+//! variant.
 //!
 //! **Cost.** $4 N w_1 w_2 d$ operations a head, fewer than causal attention above $N = 2 w_1 w_2$; a constant cache of
 //! $(d + d_v)(w_1 + w_2)$ numbers a key head.
@@ -23,24 +22,36 @@
 //!
 //! **When to use.** Where third-order attention is wanted at more than a few hundred tokens.
 
+pub mod gram;
+
 use super::common::rows::{HeadRows, head_of, interleave};
 use super::common::third::{Form, Pairwise};
-use super::common::{check_io, check_shape, layer_kind, needed, own, project, projections, refuse, take};
-use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
-use crate::{Cost, Error, Mask, Mat, MatRef, Real, Result, RunInfo, Workspace};
-use attlas_num::kernels::{Band, Op, dot, gemm, softmax_in_place};
+use super::common::{check_io, check_shape, needed, own, project, projections, refuse, take};
+use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
+use crate::{Cost, Error, Mask, MatRef, Result, RunInfo, Workspace};
+use attlas_num::kernels::Band;
+use gram::Block;
 use rayon::prelude::*;
 
-layer_kind! {
-    /// Registry entry.
-    TwoSimplicial {
-        id: "two_simplicial",
-        title: "Two-simplicial attention over windows of pairs",
-        reference: "clift2020, roy2025",
-        weights: |s, _| Ok(weight_specs(s)),
-        cache_elements: |_, _| Ok(0),
-    }
-}
+/// Registry entry.
+pub static LAYER: LayerKind = LayerKind {
+    id: "two_simplicial",
+    title: "Two-simplicial attention over windows of pairs",
+    reference: "clift2020, roy2025",
+    params: Params::SPECS,
+    weights: |s, options| {
+        let p = Params::from_options(options)?;
+        Ok(if p.form == Score::Gram { gram::weight_specs(s, &p) } else { weight_specs(s) })
+    },
+    cache_elements: |_, _| Ok(0),
+    build: |s, options, weights| {
+        let p = Params::from_options(options)?;
+        Ok(match p.form {
+            Score::Gram => Box::new(Block::new(*s, p, weights)?),
+            Score::Trilinear | Score::Determinant => Box::new(TwoSimplicial::new(*s, p, weights)?),
+        })
+    },
+};
 
 crate::choices! {
     /// How a pair is scored.
@@ -49,19 +60,21 @@ crate::choices! {
         Trilinear = "trilinear",
         /// Determinants of chunks of three features.
         Determinant = "determinant",
+        /// The length of Clift et al., over pairs of virtual tokens.
+        Gram = "gram",
     }
 }
 
 crate::params! {
-    /// Parameters of [`TwoSimplicial`].
+    /// Parameters of [`TwoSimplicial`] and [`Block`].
     pub struct Params {
-        /// How a pair is scored; determinant needs a width divisible by 3.
+        /// How a pair is scored; determinant needs a width divisible by 3, gram has no windows and no causal form.
         form: Score = Score::Trilinear;
         /// Tokens of the first window, the current one included.
         w1: usize = 512, in 1..=1 << 30;
         /// Tokens of the second window, the current one included.
         w2: usize = 32, in 1..=1 << 30;
-        /// Factor of the scores; 1/√d where it is auto.
+        /// Factor of the scores; 1/√d where it is auto. In the gram form, of the ordinary heads, and 1 where it is auto.
         scale: Option<f64> = None, in 1e-12..=1e12;
         /// Added to second keys.
         k2_bias: f64 = 0.0, in -1e6..=1e6;
@@ -71,6 +84,10 @@ crate::params! {
         rope: bool = false;
         /// Base of the rotation frequencies.
         rope_base: f64 = 10_000.0, in 1.0..=1e12;
+        /// Virtual tokens of the gram form: the last rows of its input.
+        virtual_tokens: usize = 2, in 1..=1 << 12;
+        /// Width of the one two-simplicial head of the gram form.
+        width: usize = 48, in 1..=1 << 10;
     }
 }
 
@@ -97,6 +114,9 @@ impl TwoSimplicial {
     pub fn new(shape: LayerShape, params: Params, mut weights: Weights) -> Result<Self> {
         params.validate()?;
         check_shape(&shape)?;
+        if params.form == Score::Gram {
+            return refuse(LAYER.id, "the gram form is another layer, gram::Block");
+        }
         if params.form == Score::Determinant && !shape.d.is_multiple_of(3) {
             return Err(Error::shape("head width", "a multiple of 3 for determinants", shape.d));
         }
@@ -295,81 +315,15 @@ impl LayerCache for Cache {
     }
 }
 
-/// The length $\lVert (a \cdot b) c - (a \cdot c) b + (b \cdot c) a \rVert$ of three vectors, from their inner
-/// products: its square is $|a|^2|b|^2|c|^2$ minus the determinant of their Gram matrix.
-pub fn unsigned_scalar_triple<T: Real>([ab, bc, ac]: [T; 3], [aa, bb, cc]: [T; 3]) -> T {
-    let two = T::ONE + T::ONE;
-    let square = ab * ab * cc + bc * bc * aa + ac * ac * bb - two * ab * ac * bc;
-    square.max(T::ZERO).sqrt()
-}
-
-/// Attention over all pairs of a few (virtual) tokens by the length of Clift et al., without a scale.
-///
-/// `p` are the queries (`n × h`), `l1` and `l2` the keys, `u` the values (`m × h`), and `b` (`h³` numbers,
-/// `b[q, r, s]`, row-major) makes a value of a pair: $\sum_{rs} b_{qrs} u_{jr} u_{ks}$. Gives `n × h`.
-pub fn gram<T: Real>(
-    p: MatRef<'_, T>,
-    l1: MatRef<'_, T>,
-    l2: MatRef<'_, T>,
-    u: MatRef<'_, T>,
-    b: &[T],
-    ws: &Workspace,
-) -> Result<Mat<T>> {
-    let (m, h) = (u.rows(), u.cols());
-    let fits =
-        [p.cols(), l1.cols(), l2.cols()].iter().all(|&c| c == p.cols()) && l1.rows() == m && l2.rows() == m;
-    if !fits || b.len() != h * h * h {
-        return Err(Error::shape(
-            "two-simplicial operands",
-            format!("{m} keys of one width on both sides and {} numbers in b", h * h * h),
-            format!("{} and {} keys, {} numbers", l1.rows(), l2.rows(), b.len()),
-        ));
-    }
-    let cx = ws.context();
-    let product = |x: Op<MatRef<'_, T>>, y: Op<MatRef<'_, T>>| {
-        let mut out = Mat::zeros(x.rows(), y.cols());
-        let cols = y.cols();
-        gemm(cx.schedule.isa, T::ONE, x, y, T::ZERO, out.data_mut(), cols, cx.scratch);
-        out
-    };
-    // B(u_j ⊗ u_k): rows (q, r) times u_k, then times u_j.
-    let half = product(Op::N(MatRef::new(b, h * h, h)), Op::T(u));
-    let mut values = Mat::zeros(m * m, h);
-    for j in 0..m {
-        for k in 0..m {
-            for q in 0..h {
-                let s: T = (0..h).map(|r| half[(q * h + r, k)] * u.at(j, r)).sum();
-                values[(j * m + k, q)] = s;
-            }
-        }
-    }
-    let (pl, pk, lk) =
-        (product(Op::N(p), Op::T(l1)), product(Op::N(p), Op::T(l2)), product(Op::N(l1), Op::T(l2)));
-    let squares = |x: MatRef<'_, T>| x.iter_rows().map(|r| dot(r, r)).collect::<Vec<T>>();
-    let (pp, ll, kk) = (squares(p), squares(l1), squares(l2));
-    let mut weights = Mat::zeros(p.rows(), m * m);
-    for i in 0..p.rows() {
-        for j in 0..m {
-            for k in 0..m {
-                let inner = [pl[(i, j)], lk[(j, k)], pk[(i, k)]];
-                weights[(i, j * m + k)] = unsigned_scalar_triple(inner, [pp[i], ll[j], kk[k]]);
-            }
-        }
-        softmax_in_place(weights.row_mut(i));
-    }
-    Ok(product(Op::N(weights.as_ref()), Op::N(values.as_ref())))
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::common::fold::attend;
-    use super::super::common::third::tests as pairs;
     use super::super::testing::{
         assert_close, check_causal, dense, forward, random, random_layer, random_weights,
     };
     use super::super::third_order;
     use super::*;
-    use crate::Options;
+    use crate::{Mat, Options};
 
     const SHAPE: LayerShape = LayerShape { d_model: 20, n_heads: 4, n_kv_heads: 2, d: 6, d_v: 5 };
 
@@ -456,43 +410,5 @@ mod tests {
         assert!(
             TwoSimplicial::new(SHAPE, Params { rope: true, ..Params::default() }, Weights::new()).is_err()
         );
-    }
-
-    #[test]
-    fn the_gram_form_has_the_known_answers() {
-        let x = pairs::known_inputs(6, 4, 2.0);
-        let b = pairs::fill(16, 4, 6, 1.0);
-        let ws = Workspace::single().unwrap();
-        let [p, l1, l2, u] = [&x[0], &x[1], &x[2], &x[3]].map(Mat::as_ref);
-        let out = gram(p, l1, l2, u, b.data(), &ws).unwrap();
-        let first = [0.210028694333, -3.619572216574, 2.255796926733, -3.124602552474];
-        let last = [0.386181964603, -2.233516610647, 1.964850108263, -2.477016270790];
-        pairs::assert_known(&out, &first, &last, -16.100711177920);
-        let logit = |i: usize, j: usize, k: usize| {
-            let (a, b, c) = (p.row(i), l1.row(j), l2.row(k));
-            unsigned_scalar_triple([dot(a, b), dot(b, c), dot(a, c)], [dot(a, a), dot(b, b), dot(c, c)])
-        };
-        for (k, want) in [15.875720938507, 13.130301137149, 4.045212854188].into_iter().enumerate() {
-            assert!((logit(0, 0, k) - want).abs() < 1e-10);
-        }
-        let sum: f64 = (0..216).map(|n| logit(n / 36, n / 6 % 6, n % 6)).sum();
-        assert!((sum - 2252.1022576442).abs() < 1e-9);
-    }
-
-    #[test]
-    fn the_triple_length_is_symmetric_and_has_its_simple_values() {
-        let triple = |a: [f64; 3], b: [f64; 3], c: [f64; 3]| {
-            unsigned_scalar_triple(
-                [dot(&a, &b), dot(&b, &c), dot(&a, &c)],
-                [dot(&a, &a), dot(&b, &b), dot(&c, &c)],
-            )
-        };
-        let (a, b, c) = ([0.3, -1.0, 0.7], [1.1, 0.2, -0.4], [0.5, 0.6, 0.9]);
-        let t = triple(a, b, c);
-        for other in [triple(b, a, c), triple(c, b, a), triple(a, c, b), triple(b, c, a)] {
-            assert!((t - other).abs() < 1e-14);
-        }
-        assert_eq!(triple([1.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 3.0]), 0.0);
-        assert!((triple([1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [0.0, 3.0, 0.0]) - 6.0).abs() < 1e-14);
     }
 }
