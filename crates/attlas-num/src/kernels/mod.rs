@@ -14,6 +14,7 @@ mod block;
 mod decode;
 
 mod isa;
+mod log;
 mod product;
 pub mod quant;
 mod scalar;
@@ -81,7 +82,7 @@ impl<T: Copy> Op<MatRef<'_, T>> {
 mod dispatch {
     #[cfg(target_arch = "aarch64")]
     use super::aarch64_neon;
-    use super::{AttendChosen, Isa, MatRef, Op, Scratch, attend::Job, scalar};
+    use super::{AttendChosen, Isa, MatRef, Op, Scratch, attend::Job, log, scalar};
     #[cfg(target_arch = "x86_64")]
     use super::{x86_avx2, x86_avx512};
 
@@ -113,6 +114,7 @@ mod dispatch {
         fn max_on(isa: Isa, x: &[Self]) -> Self;
         fn exp_in_place_on(isa: Isa, x: &mut [Self]);
         fn exp_sum_on(isa: Isa, x: &mut [Self], shift: Self) -> Self;
+        fn ln_in_place_on(isa: Isa, x: &mut [Self]);
         fn matvec_on(isa: Isa, a: MatRef<'_, Self>, x: &[Self], out: &mut [Self]);
         fn fma_burn_on(isa: Isa, iterations: u64) -> (u64, Self);
     }
@@ -200,6 +202,9 @@ mod dispatch {
                 fn exp_sum_on(isa: Isa, x: &mut [Self], shift: Self) -> Self {
                     choose!(isa, $module, exp_sum(x, shift), scalar::exp_sum(x, shift))
                 }
+                fn ln_in_place_on(isa: Isa, x: &mut [Self]) {
+                    log::$module(isa, x);
+                }
                 fn matvec_on(isa: Isa, a: MatRef<'_, Self>, x: &[Self], out: &mut [Self]) {
                     choose!(isa, $module, matvec(a, x, out), scalar::matvec(a, x, out))
                 }
@@ -282,6 +287,16 @@ pub fn max<T: Real>(x: &[T]) -> T {
 /// subnormal or less.
 pub fn exp_in_place<T: Real>(x: &mut [T]) {
     T::exp_in_place_on(Isa::best(), x);
+}
+
+/// $x_i \leftarrow e^{x_i - \text{shift}}$; returns the sum.
+pub fn exp_sum<T: Real>(x: &mut [T], shift: T) -> T {
+    T::exp_sum_on(Isa::best(), x, shift)
+}
+
+/// $x_i \leftarrow \ln x_i$, within two units in the last place: −∞ of 0, NaN of negative numbers.
+pub fn ln_in_place<T: Real>(x: &mut [T]) {
+    T::ln_in_place_on(Isa::best(), x);
 }
 
 /// $x_i \leftarrow e^{x_i} / \sum_j e^{x_j}$; returns $\ln \sum_j e^{x_j}$. Entries of −∞ become 0; where

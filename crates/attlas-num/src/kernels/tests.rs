@@ -113,6 +113,37 @@ fn exp_is_within_two_units_in_the_last_place() {
 }
 
 #[test]
+fn ln_is_within_two_units_in_the_last_place_and_the_same_everywhere() {
+    fn check<T: Real>(smallest: f64, largest: f64) {
+        let (low, high) = (smallest.ln(), largest.ln());
+        let steps = 40_000;
+        let spread = (0..=steps).map(|i| (low + (high - low) * i as f64 / steps as f64).exp());
+        let near_one = (0..=steps).map(|i| 0.5 + 1.6 * i as f64 / steps as f64);
+        let x: Vec<T> = spread.chain(near_one).map(T::from_f64).filter(|x| x.is_finite()).collect();
+        let mut first: Option<Vec<T>> = None;
+        for isa in Isa::available() {
+            let mut y = x.clone();
+            T::ln_in_place_on(isa, &mut y);
+            for (x, y) in x.iter().zip(&y) {
+                let want = x.to_f64().ln();
+                // Where the result is near zero the argument is within a rounding error of one, which is exact.
+                let unit = 2.0 * T::ROUNDOFF * want.abs();
+                assert!((y.to_f64() - want).abs() <= 2.0 * unit, "{isa}: ln {x} = {y}");
+            }
+            let same = first.get_or_insert_with(|| y.clone());
+            assert_eq!(bits(same), bits(&y), "{isa}");
+            let mut special = [T::ZERO, -T::ZERO, T::ONE, T::INFINITY, T::NAN, -T::ONE, T::NEG_INFINITY];
+            T::ln_in_place_on(isa, &mut special);
+            assert!(special[..2].iter().all(|&y| y == T::NEG_INFINITY));
+            assert!(special[2] == T::ZERO && special[3] == T::INFINITY);
+            assert!(special[4..].iter().all(|y| y.is_nan()), "{special:?}");
+        }
+    }
+    check::<f32>(1.5e-45, 3.4e38);
+    check::<f64>(1e-307, 1e308);
+}
+
+#[test]
 fn softmax_handles_empty_hidden_and_nan_rows() {
     fn check<T: Real>() {
         assert_eq!(softmax_in_place::<T>(&mut []), T::NEG_INFINITY);

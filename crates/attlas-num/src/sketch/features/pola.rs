@@ -6,6 +6,7 @@
 //! and their sum $\sum_c |q_c||k_c|$.
 
 use super::{LogFeatures, Side, check_call};
+use crate::kernels::ln_in_place;
 use crate::mat::{MatRef, Real};
 use crate::sketch::{SketchError, ensure, ensure_size};
 
@@ -64,12 +65,18 @@ impl<T: Real> LogFeatures<T> for Pola {
     fn log_features(&self, x: MatRef<'_, T>, _: Side, out: &mut [T]) {
         let d = self.powers.len();
         check_call(x, d, out, 2 * d);
+        let narrow = |x: &[f64]| -> Vec<T> { x.iter().map(|&x| T::from_f64(x)).collect() };
+        let (powers, log_divisors) = (narrow(&self.powers), narrow(&self.log_divisors));
         for (row, out) in x.iter_rows().zip(out.chunks_exact_mut((2 * d).max(1))) {
-            for (c, &x) in row.iter().enumerate() {
-                let log = T::from_f64(self.powers[c] * (x.to_f64().abs().ln() - self.log_divisors[c]));
+            let (positive, negative) = out.split_at_mut(d);
+            positive.iter_mut().zip(row).for_each(|(o, x)| *o = x.abs());
+            ln_in_place(positive);
+            let of_both = powers.iter().zip(&log_divisors).zip(positive.iter_mut().zip(negative));
+            for (&x, ((&power, &divisor), (positive, negative))) in row.iter().zip(of_both) {
+                let log = power * (*positive - divisor);
                 // A NaN fails both comparisons and must survive in both halves.
-                out[c] = if x <= T::ZERO { T::NEG_INFINITY } else { log };
-                out[d + c] = if x >= T::ZERO { T::NEG_INFINITY } else { log };
+                *positive = if x <= T::ZERO { T::NEG_INFINITY } else { log };
+                *negative = if x >= T::ZERO { T::NEG_INFINITY } else { log };
             }
         }
     }

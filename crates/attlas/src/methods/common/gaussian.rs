@@ -38,6 +38,26 @@ pub fn half_norms_into<T: Real>(x: MatRef<'_, T>, out: &mut [T]) {
     x.iter_rows().zip(out).for_each(|(x, h)| *h = half * dot(x, x));
 }
 
+/// Rows that one task of [`points_into`] maps.
+const MAPPED_ROWS: usize = 1024;
+
+/// Writes `map` of every row, and half its squared norm, in parallel.
+pub fn points_into<T: Real>(
+    rows: MatRef<'_, T>,
+    map: impl Fn(&[T], &mut [T]) + Sync,
+    x: &mut [T],
+    half_norms: &mut [T],
+) {
+    let d = rows.cols();
+    let pieces = x.par_chunks_mut(MAPPED_ROWS * d).zip(half_norms.par_chunks_mut(MAPPED_ROWS));
+    pieces.with_max_len(1).enumerate().for_each(|(p, (x, half_norms))| {
+        let first = p * MAPPED_ROWS;
+        let from = rows.sub_rows(first..first + half_norms.len());
+        x.chunks_exact_mut(d).zip(from.iter_rows()).for_each(|(x, row)| map(row, x));
+        half_norms_into(MatRef::new(x, half_norms.len(), d), half_norms);
+    });
+}
+
 /// $g(A, B)$, `a.rows × b.rows`.
 pub fn kernel_into<T: Real>(a: Points<'_, T>, b: Points<'_, T>, out: &mut [T], cx: Context<'_>) {
     let width = b.x.rows();

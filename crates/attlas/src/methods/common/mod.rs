@@ -8,6 +8,7 @@ mod exact_rows;
 mod fallback;
 pub mod gaussian;
 pub mod landmarks;
+mod lanes;
 pub mod linear;
 mod meeting;
 pub mod moments;
@@ -27,8 +28,9 @@ pub use exact_rows::{
     exact_scratch_bytes, few_rows_scratch_bytes,
 };
 pub use fallback::Fallback;
+pub use lanes::lane_sum;
 pub use meeting::{Join, Meeting, Round, attend_round, round_scratch_len};
-pub use select::select_top;
+pub use select::{Threshold, select_top};
 pub use sinks::{sinks_scratch_bytes, with_sinks};
 pub use sorted_blocks::{
     Assign, Piece, Place, Row, SortedBlocks, UniformSamples, attend_blocks, blocks_scratch_bytes,

@@ -242,7 +242,7 @@ impl GroupPlan for Polynomial {
         let (k, prepare, cx) = (g.k, self.params.prepare(), g.cx);
         let mut prepared = cx.scratch.take::<T>(if self.params.layer_norm { k.rows() * k.cols() } else { 0 });
         let k = if self.params.layer_norm {
-            prepare.apply_into(k, &mut prepared);
+            prepare.par_apply_into(k, &mut prepared);
             MatRef::new(&prepared, k.rows(), k.cols())
         } else {
             k

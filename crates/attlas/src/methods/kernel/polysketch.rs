@@ -295,7 +295,7 @@ impl GroupPlan for PolySketch {
         let map = self.draw::<T>(g.index)?;
         let (k, cx) = (g.k, g.cx);
         let mut prepared = cx.scratch.take::<T>(k.rows() * k.cols());
-        self.prepare().apply_into(k, &mut prepared);
+        self.prepare().par_apply_into(k, &mut prepared);
         let k = MatRef::new(&prepared, k.rows(), k.cols());
         let figures = self.figures(&g, k);
         let info = self.through(&map).run(&mut g, k)?;

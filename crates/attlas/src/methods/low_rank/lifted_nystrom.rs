@@ -201,20 +201,16 @@ impl LiftedNystrom {
         choose: impl FnOnce(MatRef<'_, T>) -> Option<Vec<usize>>,
     ) -> Option<(Coreset<T>, Option<usize>)> {
         let (n, d) = (k.rows(), k.cols());
-        let mut mean = vec![0.0; d];
-        if self.params.centre {
-            k.iter_rows().for_each(|row| mean.iter_mut().zip(row).for_each(|(m, x)| *m += x.to_f64()));
-            mean.iter_mut().for_each(|m| *m /= n as f64);
-        }
+        let mean = if self.params.centre { mean_of(k) } else { vec![0.0; d] };
         let factor = scale.abs().sqrt() / self.params.tau;
         let mut y = cx.scratch.take::<T>(n * d);
-        for (y, key) in y.chunks_exact_mut(d).zip(k.iter_rows()) {
+        let mut half = cx.scratch.take::<T>(n);
+        let centred = |key: &[T], y: &mut [T]| {
             let centred = key.iter().zip(&mean).map(|(k, m)| T::from_f64((k.to_f64() - m) * factor));
             y.iter_mut().zip(centred).for_each(|(y, c)| *y = c);
-        }
+        };
+        gaussian::points_into(k, centred, &mut y, &mut half);
         let y = MatRef::new(&y[..], n, d);
-        let mut half = cx.scratch.take::<T>(n);
-        gaussian::half_norms_into(y, &mut half);
         let points = Points { x: y, half_norms: &half };
         let landmarks = self.gather(k, y, queries, &mean, scale, &choose(y)?);
         let m = landmarks.keys.len() / d;
@@ -329,6 +325,29 @@ impl LiftedNystrom {
             }
         }
     }
+}
+
+/// Rows whose sum one task takes.
+const SUMMED_ROWS: usize = 2048;
+
+/// The mean of the rows, in `f64`: pieces in parallel, added in order.
+fn mean_of<T: Real>(k: MatRef<'_, T>) -> Vec<f64> {
+    let n = k.rows();
+    let sums: Vec<Vec<f64>> = (0..n.div_ceil(SUMMED_ROWS))
+        .into_par_iter()
+        .with_max_len(1)
+        .map(|p| {
+            let mut sum = vec![0.0; k.cols()];
+            for row in k.sub_rows(p * SUMMED_ROWS..((p + 1) * SUMMED_ROWS).min(n)).iter_rows() {
+                sum.iter_mut().zip(row).for_each(|(m, x)| *m += x.to_f64());
+            }
+            sum
+        })
+        .collect();
+    let mut mean = vec![0.0; k.cols()];
+    sums.iter().for_each(|sum| mean.iter_mut().zip(sum).for_each(|(m, s)| *m += s));
+    mean.iter_mut().for_each(|m| *m /= n as f64);
+    mean
 }
 
 impl CompressKeys for LiftedNystrom {

@@ -125,12 +125,12 @@ impl Skyformer {
     fn choose<T: Real>(
         &self,
         y: MatRef<'_, T>,
-        x: Option<MatRef<'_, T>>,
+        x: Option<Lifted<'_, T>>,
         stream: StreamKey,
         cx: Context<'_>,
     ) -> Option<Vec<usize>> {
         let (n, d, m) = (y.rows(), y.cols(), self.params.landmarks);
-        let n_q = x.map_or(0, |x| x.rows());
+        let n_q = x.map_or(0, |x| x.q.rows());
         if self.params.sampling != Sampling::RpCholesky {
             let replace = self.params.sampling == Sampling::UniformWr;
             let from_q = if n_q == 0 { 0 } else { m / 2 };
@@ -139,8 +139,7 @@ impl Skyformer {
             return Some(of_k.into_iter().chain(of_q.into_iter().map(|i| n + i)).collect());
         }
         let mut all = cx.scratch.take::<T>((n + n_q) * d);
-        let rows = all.chunks_exact_mut(d);
-        rows.zip((0..n + n_q).map(|i| row_of(y, x, i))).for_each(|(dst, row)| dst.copy_from_slice(row));
+        all.chunks_exact_mut(d).enumerate().for_each(|(i, dst)| row_into(y, x, i, dst));
         let kernel = GaussianKernel::new(MatRef::new(&all[..], n + n_q, d));
         let options = rpcholesky::Options::rank(m);
         Some(rp_cholesky(&kernel, None, options, stream.named("pivots"), cx.scratch).ok()?.pivots)
@@ -150,12 +149,13 @@ impl Skyformer {
     fn compress<T: Real>(
         &self,
         y: Points<'_, T>,
-        x: Option<MatRef<'_, T>>,
+        x: Option<Lifted<'_, T>>,
         v: MatRef<'_, T>,
         chosen: &[usize],
         cx: Context<'_>,
     ) -> Option<Compressed<T>> {
-        let landmarks = Mat::from_fn(chosen.len(), y.x.cols(), |s, c| row_of(y.x, x, chosen[s])[c]);
+        let mut landmarks = Mat::zeros(chosen.len(), y.x.cols());
+        chosen.iter().enumerate().for_each(|(s, &i)| row_into(y.x, x, i, landmarks.row_mut(s)));
         let mut half_norms = vec![T::ZERO; chosen.len()];
         gaussian::half_norms_into(landmarks.as_ref(), &mut half_norms);
         let at = Points { x: landmarks.as_ref(), half_norms: &half_norms };
@@ -168,19 +168,24 @@ impl Skyformer {
     }
 }
 
-/// Row `i` of the keys, or behind them of the queries.
-fn row_of<'a, T: Real>(y: MatRef<'a, T>, x: Option<MatRef<'a, T>>, i: usize) -> &'a [T] {
+/// Queries that stand among the keys after multiplication by a factor.
+#[derive(Clone, Copy)]
+struct Lifted<'a, T> {
+    q: MatRef<'a, T>,
+    factor: T,
+}
+
+/// Writes row `i` of the keys, or behind them of the queries.
+fn row_into<T: Real>(y: MatRef<'_, T>, x: Option<Lifted<'_, T>>, i: usize, out: &mut [T]) {
     match x {
-        Some(x) if i >= y.rows() => x.row(i - y.rows()),
-        _ => y.row(i),
+        Some(Lifted { q, factor }) if i >= y.rows() => scale_row(q.row(i - y.rows()), factor, out),
+        _ => out.copy_from_slice(y.row(i)),
     }
 }
 
-/// Rows times a factor.
-fn scale_into<T: Real>(rows: MatRef<'_, T>, factor: T, out: &mut [T]) {
-    for (dst, row) in out.chunks_exact_mut(rows.cols()).zip(rows.iter_rows()) {
-        dst.iter_mut().zip(row).for_each(|(x, &r)| *x = factor * r);
-    }
+/// A row times a factor.
+fn scale_row<T: Real>(row: &[T], factor: T, out: &mut [T]) {
+    out.iter_mut().zip(row).for_each(|(x, &r)| *x = factor * r);
 }
 
 impl GroupPlan for Skyformer {
@@ -211,11 +216,7 @@ impl GroupPlan for Skyformer {
             _ => 0,
         };
         let tile = gaussian::scratch_bytes(m.max(ROWS), p.d_v, size) + ROWS * (p.d + 1) * size + 512;
-        (p.n_k + p.n_q) * (p.d + 1) * size
-            + m * (m + p.d + p.d_v) * size
-            + pivots
-            + (threads + 1) * tile
-            + 1024
+        p.n_k * (p.d + 1) * size + m * (m + p.d + p.d_v) * size + pivots + (threads + 1) * tile + 1024
     }
 
     fn has_lse(&self) -> bool {
@@ -233,9 +234,8 @@ impl GroupPlan for Skyformer {
         let lift = if g.scale < T::ZERO { -root } else { root };
         let mut y = cx.scratch.take::<T>(n * d);
         let mut half = cx.scratch.take::<T>(n);
-        scale_into(g.k, root, &mut y);
+        gaussian::points_into(g.k, |row, y| scale_row(row, root, y), &mut y, &mut half);
         let y = MatRef::new(&y[..], n, d);
-        gaussian::half_norms_into(y, &mut half);
         let keys = Points { x: y, half_norms: &half };
         let stream = g.index.stream_key(self.params.seed).named("landmarks");
 
@@ -243,11 +243,7 @@ impl GroupPlan for Skyformer {
         if !self.covers(n_q, n) {
             let shared = self.params.source == Source::Keys;
             for h in 0..if shared { 1 } else { g.q.heads() } {
-                let mut x = cx.scratch.take::<T>(if shared { 0 } else { n_q * d });
-                let x = (!shared).then(|| {
-                    scale_into(g.q.head(h), lift, &mut x);
-                    MatRef::new(&x[..], n_q, d)
-                });
+                let x = (!shared).then(|| Lifted { q: g.q.head(h), factor: lift });
                 let found = self.choose(y, x, stream, cx).and_then(|s| self.compress(keys, x, v, &s, cx));
                 made.extend(found);
             }
@@ -260,7 +256,7 @@ impl GroupPlan for Skyformer {
             let count = block.lse.len();
             let mut x = cx.scratch.take::<T>(count * d);
             let mut half = cx.scratch.take::<T>(count);
-            scale_into(block.q, lift, &mut x);
+            x.chunks_exact_mut(d).zip(block.q.iter_rows()).for_each(|(x, q)| scale_row(q, lift, x));
             let x = MatRef::new(&x[..], count, d);
             gaussian::half_norms_into(x, &mut half);
             let x = Points { x, half_norms: &half };
@@ -331,7 +327,7 @@ mod tests {
         gaussian::half_norms_into(y, &mut hy);
         let v = MatRef::new(&case.v, p.n_k, p.d_v);
         let keys = Points { x: y, half_norms: &hy };
-        let c = plan.compress(keys, Some(x), v, chosen, ws.context()).unwrap();
+        let c = plan.compress(keys, Some(Lifted { q: x, factor: 1.0 }), v, chosen, ws.context()).unwrap();
         let mut out = vec![f64::NAN; p.n_q * p.d_v];
         let at = Points { x: c.landmarks.as_ref(), half_norms: &c.half_norms };
         let x = Points { x, half_norms: &hx };

@@ -7,6 +7,7 @@
 use super::{METHOD, Params, ROWS, Routing};
 use crate::group::GroupIndex;
 use crate::method::Calibration;
+use crate::methods::common::lane_sum;
 use crate::{Inputs, Mat, MatRef, Options, Problem, Qkv, Real, Result};
 use attlas_num::cluster::{Init, Metric, Options as KmeansOptions, kmeans};
 use attlas_num::rng::StreamKey;
@@ -34,8 +35,8 @@ pub(super) fn find_centroids<T: Real>(
 /// Subtracts the mean and divides by the standard deviation; a constant row becomes zero.
 pub(super) fn layer_norm<T: Real>(row: &mut [T]) {
     let n = row.len() as f64;
-    let mean = row.iter().map(|x| x.to_f64()).sum::<f64>() / n;
-    let variance = row.iter().map(|x| (x.to_f64() - mean).powi(2)).sum::<f64>() / n;
+    let mean = lane_sum(row, |x| x) / n;
+    let variance = lane_sum(row, |x| (x - mean) * (x - mean)) / n;
     let factor = if variance > 0.0 { 1.0 / variance.sqrt() } else { 0.0 };
     row.iter_mut().for_each(|x| *x = T::from_f64((x.to_f64() - mean) * factor));
 }

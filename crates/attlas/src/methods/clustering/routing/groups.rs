@@ -1,9 +1,8 @@
 //! Who meets whom around the centroids.
 
-use crate::methods::common::{CodeIndex, Meeting};
+use crate::methods::common::{CodeIndex, Meeting, top_indices};
 use crate::workspace::Context;
-use crate::{DType, MatRef, Real};
-use attlas_num::cluster::SortKey;
+use crate::{MatRef, Real};
 use attlas_num::kernels::{Op, gemm};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -32,18 +31,7 @@ pub(super) fn best_members<T: Real>(
 /// Places of the `w` largest scores, counted from `first`, in increasing order. NaN counts as largest, so that it is
 /// never dropped silently.
 fn largest<T: Real>(scores: &[T], first: usize, w: usize) -> Vec<u32> {
-    let bits = |s: &T| match T::DTYPE {
-        DType::F32 => u64::from(u32::MAX) - (s.to_f64() as f32).sort_bits(),
-        DType::F64 => !s.to_f64().sort_bits(),
-    };
-    let mut ranked: Vec<(u64, u32)> = scores.iter().map(bits).zip(first as u32..).collect();
-    if w < ranked.len() {
-        ranked.select_nth_unstable(w);
-        ranked.truncate(w);
-    }
-    let mut members: Vec<u32> = ranked.into_iter().map(|(_, i)| i).collect();
-    members.sort_unstable();
-    members
+    top_indices(scores, w).into_iter().map(|i| (first + i) as u32).collect()
 }
 
 /// Centroids whose scores are computed together.

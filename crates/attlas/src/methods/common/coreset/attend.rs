@@ -11,6 +11,7 @@ use crate::workspace::Context;
 use crate::{Problem, Real, Result, RunInfo};
 use attlas_num::MatRef;
 use attlas_num::kernels::{Band, merge_lse};
+use rayon::prelude::*;
 
 crate::choices! {
     /// What a row gets whose denominator has cancelled.
@@ -74,11 +75,23 @@ impl<T: Real> ValueRange<T> {
         Self { low: vec![T::INFINITY; d_v], high: vec![T::NEG_INFINITY; d_v] }
     }
 
-    /// Of all rows.
+    /// Of all rows, in parallel.
     pub fn of(v: MatRef<'_, T>) -> Self {
-        let mut range = Self::empty(v.cols());
-        v.iter_rows().for_each(|row| range.include(row));
-        range
+        let pieces: Vec<Self> = (0..v.rows().div_ceil(RANGE_ROWS))
+            .into_par_iter()
+            .with_max_len(1)
+            .map(|p| {
+                let rows = v.sub_rows(p * RANGE_ROWS..((p + 1) * RANGE_ROWS).min(v.rows()));
+                let mut range = Self::empty(v.cols());
+                rows.iter_rows().for_each(|row| range.include(row));
+                range
+            })
+            .collect();
+        pieces.iter().fold(Self::empty(v.cols()), |mut range, piece| {
+            range.low.iter_mut().zip(&piece.low).for_each(|(a, &b)| *a = if b < *a { b } else { *a });
+            range.high.iter_mut().zip(&piece.high).for_each(|(a, &b)| *a = if b > *a { b } else { *a });
+            range
+        })
     }
 
     /// Widens to hold one more row.
@@ -106,6 +119,9 @@ impl<T: Real> ValueRange<T> {
         }
     }
 }
+
+/// Rows whose range one task finds.
+const RANGE_ROWS: usize = 2048;
 
 /// Query rows of one task.
 pub(super) const ROWS: usize = 192;

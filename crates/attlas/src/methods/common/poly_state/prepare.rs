@@ -2,7 +2,12 @@
 //!
 //! Layer normalisation here has no gain: $\hat x = (x - \bar x) / \sqrt{\frac1d \sum_c (x_c - \bar x)^2 + \varepsilon}$.
 
+use crate::methods::common::lane_sum;
 use crate::{MatRef, Real};
+use rayon::prelude::*;
+
+/// Rows that one task prepares.
+const ROWS_PER_TASK: usize = 1024;
 
 /// What is done to rows of queries and keys before their products are taken.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -14,6 +19,14 @@ pub enum Prepare {
 }
 
 impl Prepare {
+    /// Writes the prepared rows of a long matrix, in parallel.
+    pub fn par_apply_into<T: Real>(self, x: MatRef<'_, T>, out: &mut [T]) {
+        out.par_chunks_mut(ROWS_PER_TASK * x.cols()).enumerate().for_each(|(p, out)| {
+            let first = p * ROWS_PER_TASK;
+            self.apply_into(x.sub_rows(first..first + out.len() / x.cols()), out);
+        });
+    }
+
     /// Writes the prepared rows.
     pub fn apply_into<T: Real>(self, x: MatRef<'_, T>, out: &mut [T]) {
         let d = x.cols();
@@ -28,14 +41,14 @@ impl Prepare {
 
 fn layer_norm_into<T: Real>(row: &[T], eps: f64, out: &mut [T]) {
     let d = row.len() as f64;
-    let mean = row.iter().map(|x| x.to_f64()).sum::<f64>() / d;
+    let mean = lane_sum(row, |x| x) / d;
     // A row so large that its squares overflow is divided by its largest entry first; ε is nothing then.
-    let top = row.iter().fold(0.0f64, |m, x| m.max((x.to_f64() - mean).abs()));
-    let (unit, eps) = if top > 1e150 { (top, 0.0) } else { (1.0, eps) };
-    let variance = row.iter().map(|x| ((x.to_f64() - mean) / unit).powi(2)).sum::<f64>() / d;
+    let top = row.iter().fold(T::ZERO, |m, &x| m.max(x.abs())).to_f64();
+    let (unit, eps) = if top > 1e150 { (1.0 / top, 0.0) } else { (1.0, eps) };
+    let variance = lane_sum(row, |x| ((x - mean) * unit) * ((x - mean) * unit)) / d;
     let inverse = 1.0 / (variance + eps).sqrt();
     for (o, x) in out.iter_mut().zip(row) {
-        let centred = (x.to_f64() - mean) / unit;
+        let centred = (x.to_f64() - mean) * unit;
         *o = T::from_f64(if centred == 0.0 { 0.0 } else { centred * inverse });
     }
 }

@@ -17,7 +17,8 @@
 //! after rotary embedding is decided by the keys given to the calibration; it is always applied to the keys and queries
 //! that attention sees. A fractional `rank` of the authors' code counts one dimension less than `variance` here.
 //!
-//! **Cost.** Per query $2d^2 + 2 n r + O(n) + 2k(d + d_v)$. Decoding holds $KP$ in two arrays, the $r$ ranked columns and
+//! **Cost.** Per query $2d^2 + 2 n r + O(n) + 2k(d + d_v)$ when decoding; the rows of a prompt compute all $2n(d + d_v)$
+//! products in dense tiles and hide what was not chosen, which takes less time than gathering it. Decoding holds $KP$ in two arrays, the $r$ ranked columns and
 //! the rest, so that ranking reads $n r$ numbers and the rest of a key is read only if it is kept; memory is that of the
 //! cache itself, $r$ numbers per token more with `qk_optimal`.
 //!
@@ -28,18 +29,20 @@
 //! **When to use.** Decoding with peaked heads. Flat attention is fatal: a quarter of the keys of an unstructured head
 //! holds little more than half of its mass. Prefill gains little.
 
-use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, RowBlock};
 use crate::method::{
     Budget, Calibration, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support,
 };
 use crate::methods::common::moments::Moments;
-use crate::methods::common::{attend_subset, exact_group, exact_rows, exact_scratch_bytes, select_top};
+use crate::methods::common::{
+    Threshold, attend_subset, exact_group, exact_rows, exact_scratch_bytes, select_top,
+};
 use crate::workspace::Context;
 use crate::{Error, Inputs, Mask, MatRef, Options, Problem, Qkv, Real, Result};
 use attlas_num::Mat;
 use attlas_num::cluster::Cut;
-use attlas_num::kernels::{AttendChosen, Band, matvec, merge_lse};
-use attlas_num::linalg::{self, Op, matmul, matmul_nt, symmetric_eigen, variance_rank};
+use attlas_num::kernels::{self, AttendChosen, Band, Op, matvec, merge_lse};
+use attlas_num::linalg::{self, matmul, matmul_nt, symmetric_eigen, variance_rank};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -243,8 +246,12 @@ struct HeadBasis {
     a_k: Mat<f64>,
 }
 
-/// Rows of queries that one task ranks together.
-const BLOCK_ROWS: usize = 16;
+/// Rows of queries that one task ranks together, and keys that they attend to at a time.
+const BLOCK_ROWS: usize = 48;
+const TILE_KEYS: usize = 512;
+
+/// Keys that one task looks through for values that are not finite.
+const FINITE_PIECE: usize = 2048;
 
 /// Keys that one task ranks, and keys whose chosen ones one task attends to, when decoding. Fixed, so that the number of
 /// threads cannot change a bit.
@@ -343,12 +350,12 @@ impl Loki {
         let mut reduced = cx.scratch.take::<T>(n * r);
         reduced.par_chunks_mut(RANK_PIECE * r).with_max_len(1).enumerate().for_each(|(piece, out)| {
             let rows = k.sub_rows(piece * RANK_PIECE..piece * RANK_PIECE + out.len() / r);
-            linalg::gemm(T::ONE, Op::N(rows), Op::N(a_k.as_ref()), out, r, false);
+            linalg::gemm(T::ONE, linalg::Op::N(rows), linalg::Op::N(a_k.as_ref()), out, r, false);
         });
         let reduced = MatRef::new(&reduced, n, r);
         let visible: Vec<usize> = (0..g.n_q()).map(|i| g.visible(i)).collect();
-        let heads = q.heads();
-        let kept = g.par_row_blocks(BLOCK_ROWS, |block| {
+        let (heads, finite) = (q.heads(), finite_rows(v));
+        let kept = g.par_row_blocks(BLOCK_ROWS, |mut block| {
             let rows = block.lse.len();
             let most = visible[block.first..block.first + rows].iter().copied().max().unwrap_or(0);
             let mut q_r = cx.scratch.take::<T>(rows * r);
@@ -356,27 +363,40 @@ impl Loki {
             let mut weights = cx.scratch.take::<T>(most);
             let voters = self.voters(block.head, heads);
             let mut other = cx.scratch.take::<T>(if voters.len() > 1 { rows * most } else { 0 });
+            let product = |a: Op<MatRef<'_, T>>, b: Op<MatRef<'_, T>>, c: &mut [T], width: usize| {
+                kernels::gemm(cx.schedule.isa, T::ONE, a, b, T::ZERO, c, width, cx.scratch);
+            };
             for (turn, h) in voters.enumerate() {
                 let q = q.head(h).sub_rows(block.first..block.first + rows);
-                linalg::gemm(T::ONE, Op::N(q), Op::N(a_q.as_ref()), &mut q_r, r, false);
+                product(Op::N(q), Op::N(a_q.as_ref()), &mut q_r, r);
                 let scored = if turn == 0 { &mut scores } else { &mut other };
-                let keys = reduced.sub_rows(0..most);
-                linalg::gemm(T::ONE, Op::N(MatRef::new(&q_r, rows, r)), Op::T(keys), scored, most, false);
+                product(Op::N(MatRef::new(&q_r, rows, r)), Op::T(reduced.sub_rows(0..most)), scored, most);
                 if turn > 0 {
                     scores.iter_mut().zip(other.iter()).for_each(|(a, &b)| *a = larger(*a, b));
                 }
             }
-            let (mut ranked, mut chosen) = (Vec::new(), Vec::new());
-            let mut kept = 0;
+            // Zero times a value that is not finite is not zero: rows that see one are computed by themselves.
+            let together = |n: usize| n <= finite && !self.keeps_all(n);
+            let ranked: Vec<Ranked<'_, T>> = (0..rows)
+                .map(|i| {
+                    let scores = &scores[i * most..i * most + visible[block.first + i]];
+                    let cut =
+                        together(scores.len()).then(|| Threshold::of_top(scores, self.budget(scores.len())));
+                    Ranked { scores, cut }
+                })
+                .collect();
+            let mut kept = self.attend_together(&mut block, &ranked, k, v, scale, cx);
+            let (mut order, mut chosen) = (Vec::new(), Vec::new());
             for (i, (out, lse)) in block.out.chunks_exact_mut(d_v).zip(block.lse.iter_mut()).enumerate() {
-                let n = visible[block.first + i];
+                let scores = ranked[i].scores;
+                let n = scores.len();
                 if self.keeps_all(n) {
                     let (k, v) = (k.sub_rows(0..n), v.sub_rows(0..n));
                     let lse = std::slice::from_mut(lse);
                     exact_rows(block.q.sub_rows(i..i + 1), k, v, None, scale, Band::ALL, cx, out, lse);
                     kept += n;
-                } else {
-                    self.choose(&scores[i * most..i * most + n], &mut ranked, &mut chosen);
+                } else if !together(n) {
+                    self.choose(scores, &mut order, &mut chosen);
                     *lse = attend_subset(block.q.row(i), k, v, &chosen, scale, &mut weights, out);
                     kept += chosen.len();
                 }
@@ -393,6 +413,101 @@ impl Loki {
             ..RunInfo::visited(g.visible_pairs())
         })
     }
+}
+
+/// The scores of one row for the keys it sees, and which of them are chosen where the row is not computed by itself.
+struct Ranked<'a, T> {
+    scores: &'a [T],
+    cut: Option<Threshold<T>>,
+}
+
+impl Loki {
+    /// Rows with a cut, over tiles of keys with what they do not choose hidden: more products than the chosen keys
+    /// alone take, but dense ones. Rows without one come out as zeros. Returns the number of keys chosen.
+    fn attend_together<T: Real>(
+        &self,
+        block: &mut RowBlock<'_, T>,
+        ranked: &[Ranked<'_, T>],
+        k: MatRef<'_, T>,
+        v: MatRef<'_, T>,
+        scale: T,
+        cx: Context<'_>,
+    ) -> usize {
+        let (rows, d_v) = (ranked.len(), v.cols());
+        let isa = cx.schedule.isa;
+        let own = ranked.iter().filter(|r| r.cut.is_some());
+        let width = own.map(|r| r.scores.len()).max().unwrap_or(0);
+        let mut logits = cx.scratch.take::<T>(rows * TILE_KEYS.min(width));
+        let (mut top, mut sum) = (vec![T::NEG_INFINITY; rows], vec![T::ZERO; rows]);
+        let mut kept = 0;
+        block.out.fill(T::ZERO);
+        for start in (0..width).step_by(TILE_KEYS) {
+            let len = TILE_KEYS.min(width - start);
+            let logits = &mut logits[..rows * len];
+            let (k, v) = (k.sub_rows(start..start + len), v.sub_rows(start..start + len));
+            kernels::gemm(isa, scale, Op::N(block.q), Op::T(k), T::ZERO, logits, len, cx.scratch);
+            for (i, (row, ranked)) in logits.chunks_exact_mut(len).zip(ranked).enumerate() {
+                let n = ranked.scores.len();
+                let (Some(cut), true) = (&ranked.cut, start < n) else {
+                    row.fill(T::ZERO);
+                    continue;
+                };
+                let (seen, hidden) = row.split_at_mut(len.min(n - start));
+                hidden.fill(T::NEG_INFINITY);
+                // Sinks and the window are kept whatever their scores are.
+                let inside = self.params.sinks.saturating_sub(start).min(seen.len())
+                    ..(n - self.params.window).saturating_sub(start).min(seen.len());
+                kept += seen.len();
+                if !inside.is_empty() {
+                    let scores = &ranked.scores[start..][inside.clone()];
+                    kept -= cut.hide_others(scores, start + inside.start, &mut seen[inside]);
+                }
+                let out = &mut block.out[i * d_v..(i + 1) * d_v];
+                sum[i] = add_weights(row, &mut top[i], sum[i], out);
+            }
+            let weights = Op::N(MatRef::new(&*logits, rows, len));
+            kernels::gemm(isa, T::ONE, weights, Op::N(v), T::ONE, block.out, d_v, cx.scratch);
+        }
+        for (i, out) in block.out.chunks_exact_mut(d_v).enumerate() {
+            let seen = sum[i] != T::ZERO;
+            block.lse[i] = if seen { top[i] + sum[i].ln() } else { T::NEG_INFINITY };
+            if seen {
+                kernels::scale(T::ONE / sum[i], out);
+            }
+        }
+        kept
+    }
+}
+
+/// Turns logits into weights relative to the largest logit so far, to which the sums in `out` are brought. Returns the
+/// sum of all weights so far.
+fn add_weights<T: Real>(row: &mut [T], top: &mut T, mut sum: T, out: &mut [T]) -> T {
+    let largest = kernels::max(row);
+    if largest > *top {
+        if *top > T::NEG_INFINITY {
+            let factor = (*top - largest).exp();
+            kernels::scale(factor, out);
+            sum *= factor;
+        }
+        *top = largest;
+    }
+    // Nothing but −∞ and NaN so far: the one weighs nothing, the other spoils the row.
+    let shift = if *top == T::NEG_INFINITY { T::ZERO } else { *top };
+    sum + kernels::exp_sum(row, shift)
+}
+
+/// How many rows from the first on have finite entries only.
+fn finite_rows<T: Real>(v: MatRef<'_, T>) -> usize {
+    let pieces: Vec<usize> = (0..v.rows().div_ceil(FINITE_PIECE))
+        .into_par_iter()
+        .with_max_len(1)
+        .map(|p| {
+            let rows = v.sub_rows(p * FINITE_PIECE..((p + 1) * FINITE_PIECE).min(v.rows()));
+            rows.iter_rows().take_while(|row| row.iter().fold(true, |ok, x| ok & x.is_finite())).count()
+        })
+        .collect();
+    let whole = pieces.iter().take_while(|&&count| count == FINITE_PIECE).count();
+    whole * FINITE_PIECE + pieces.get(whole).copied().unwrap_or(0)
 }
 
 /// Which keys are attended to when decoding.
@@ -430,13 +545,15 @@ impl GroupPlan for Loki {
         let voters = self.voters(0, p.group_size()).len() as u64;
         Cost {
             setup_flops: 2 * keys * d * r,
-            run_flops: voters * 2 * (rows * d * r + pairs * r) + 2 * kept * width,
+            // Prompts compute the hidden products as well.
+            run_flops: voters * 2 * (rows * d * r + pairs * r)
+                + 2 * width * if p.n_q == 1 { kept } else { pairs },
             bytes: 4 * (pairs * r + kept * width),
         }
     }
 
     fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let block = BLOCK_ROWS * (self.rank + 2 * p.n_k) + p.n_k;
+        let block = BLOCK_ROWS * (self.rank + 2 * p.n_k + TILE_KEYS) + p.n_k;
         let rows = p.n_k * self.rank * size + threads * (block * size + 256);
         exact_scratch_bytes(p, threads, size) + rows + 64
     }
@@ -497,7 +614,7 @@ fn append_product<T: Real>(x: MatRef<'_, T>, m: &Mat<T>, out: &mut Vec<T>) {
     let start = out.len();
     out.resize(start + x.rows() * m.cols(), T::ZERO);
     if m.cols() > 0 {
-        linalg::gemm(T::ONE, Op::N(x), Op::N(m.as_ref()), &mut out[start..], m.cols(), false);
+        linalg::gemm(T::ONE, linalg::Op::N(x), linalg::Op::N(m.as_ref()), &mut out[start..], m.cols(), false);
     }
 }
 
