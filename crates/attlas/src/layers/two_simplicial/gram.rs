@@ -176,11 +176,10 @@ impl Layer for Block {
         }
         let (s, m, h) = (&self.shape, self.virtual_tokens as u64, self.width as u64);
         let (all, n) = (tokens as u64, tokens as u64 - m);
-        let parameters =
-            |list: &[&Box<dyn Linear>]| list.iter().map(|w| w.parameters()).sum::<usize>() as u64;
-        let projections = all * parameters(&[&self.q, &self.k, &self.v, &self.o])
-            + n * parameters(&[&self.p])
-            + m * parameters(&[&self.l[0], &self.l[1], &self.u]);
+        let count = |list: &[&dyn Linear]| list.iter().map(|w| w.parameters()).sum::<usize>() as u64;
+        let projections = all * count(&[&*self.q, &*self.k, &*self.v, &*self.o])
+            + n * count(&[&*self.p])
+            + m * count(&[&*self.l[0], &*self.l[1], &*self.u]);
         let ordinary = 2 * (n * n + m * all) * (s.n_heads * (s.d + s.d_v)) as u64;
         let pairs = 4 * n * m * h + 8 * n * m * m + 2 * n * m * m * h + 2 * m * h * h * h + 2 * m * m * h * h;
         let bytes = 4 * (2 * tokens * s.d_model + self.b.data().len()) as u64;
