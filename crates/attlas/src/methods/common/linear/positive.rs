@@ -106,7 +106,7 @@ impl<T: Real> Positive<T> {
         let finite = |&r: &T| if r == T::NEG_INFINITY { T::ZERO } else { r };
         shift.iter_mut().zip(reference).for_each(|(s, r)| *s = finite(r));
         for row in a.chunks_exact_mut(reference.len()) {
-            row.iter_mut().zip(&*shift).for_each(|(x, &shift)| *x -= shift);
+            axpy(-T::ONE, shift, row);
             exp_in_place(row);
         }
     }
@@ -121,15 +121,13 @@ impl<T: Real> Positive<T> {
     /// Turns log-features of queries into weights of the features, at most 1, with one shift per row.
     fn weigh_queries(&self, w: &mut [T], reference: &[T], shift: &mut [T]) {
         for (row, shift) in w.chunks_exact_mut(reference.len()).zip(shift.iter_mut()) {
-            row.iter_mut().zip(reference).for_each(|(w, &r)| *w += r);
+            axpy(T::ONE, reference, row);
             let top = kernels::max(row);
             *shift = top;
             if top == T::NEG_INFINITY && row.iter().any(|w| w.is_nan()) {
                 *shift = T::NAN;
             }
-            let top = if top == T::NEG_INFINITY { T::ZERO } else { top };
-            row.iter_mut().for_each(|w| *w -= top);
-            exp_in_place(row);
+            kernels::exp_sum(row, if top == T::NEG_INFINITY { T::ZERO } else { top });
         }
     }
 

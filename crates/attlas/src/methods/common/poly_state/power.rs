@@ -138,9 +138,12 @@ impl PowerKernel {
                 row.iter_mut().for_each(|x| *x /= unit);
             }
             raise_in_place(row, self.power);
+            // Beside the product, in which the column of ones would take as long as a register full of columns.
+            acc[cols - 1] += kernels::sum(row);
         }
         let scores_ref = MatRef::new(&scores, rows, n);
-        gemm(isa, T::ONE, Op::N(scores_ref), Op::N(tile.augmented), T::ONE, acc, cols, cx.scratch);
+        let values = first_columns(tile.augmented, cols - 1);
+        gemm(isa, T::ONE, Op::N(scores_ref), Op::N(values), T::ONE, acc, cols, cx.scratch);
         add_spoiled(scores_ref, tile, visible, acc);
     }
 
@@ -213,6 +216,11 @@ impl PowerKernel {
         let per_thread = rows * (p.d + p.d_v + 2 + TILE) * size + GEMM_SCRATCH_BYTES + 1024;
         p.n_k * (p.d_v + 1) * size + threads * per_thread + 256
     }
+}
+
+/// The first columns of a matrix.
+pub(super) fn first_columns<T: Real>(m: MatRef<'_, T>, cols: usize) -> MatRef<'_, T> {
+    MatRef::with_stride(m.data(), m.rows(), cols, m.stride()).unwrap_or(m)
 }
 
 /// Adds the values that are not finite to the rows that see them.

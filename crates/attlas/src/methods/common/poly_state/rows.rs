@@ -5,7 +5,7 @@
 //! wanted everywhere. Kernels of either sign may cancel: a normaliser below a share of
 //! $D^+ = \sum_l |\varphi_l(q)| \sum_j |\varphi_l(k_j)|$ is handed to the [`Guard`].
 
-use super::power::{KeyTile, PowerKernel, finish_row};
+use super::power::{KeyTile, PowerKernel, finish_row, first_columns};
 use super::state::{State, merge_rows};
 use super::{Form, SketchAttention};
 use crate::workspace::Context;
@@ -68,9 +68,22 @@ impl<T: Real> SketchAttention<'_, T> {
             short.chunks_exact(r).zip(wide.chunks_exact_mut(m)).for_each(|(s, w)| self.form.expand(s, w));
             let sums = MatRef::new(state.sums, m, cols);
             let features = MatRef::new(&wide, rows, m);
-            let width = d_v + 1;
-            let narrow = MatRef::with_stride(state.sums, m, width, cols).unwrap_or(sums);
-            gemm(isa, T::ONE, Op::N(features), Op::N(narrow), T::ZERO, &mut far, cols, scratch);
+            gemm(
+                isa,
+                T::ONE,
+                Op::N(features),
+                Op::N(first_columns(sums, d_v)),
+                T::ZERO,
+                &mut far,
+                cols,
+                scratch,
+            );
+            // Beside the product, in which one more column would take as long as a register full of them.
+            let mut ones = scratch.take::<T>(m);
+            ones.iter_mut().enumerate().for_each(|(l, x)| *x = sums.at(l, d_v));
+            for (far, features) in far.chunks_exact_mut(cols).zip(features.iter_rows()) {
+                far[d_v] = kernels::dot(features, &ones);
+            }
             if self.form == Form::Direct {
                 for (far, wide) in far.chunks_exact_mut(cols).zip(wide.chunks_exact(m)) {
                     far[cols - 1] =

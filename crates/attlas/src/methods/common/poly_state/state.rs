@@ -30,7 +30,7 @@ impl<T: Real> SketchAttention<'_, T> {
         let rows = ROWS.min(k.rows());
         let mut short = scratch.take::<T>(rows * r);
         let mut wide = scratch.take::<T>(rows * m);
-        let mut values = scratch.take::<T>(rows * (d_v + 1));
+        let mut ones = scratch.take::<T>(m);
         let mut logs = scratch.take::<f64>(rows);
         let mut start = 0;
         while start < k.rows() {
@@ -49,14 +49,12 @@ impl<T: Real> SketchAttention<'_, T> {
                 self.form.scale_row(short, own - log);
                 self.form.expand(short, wide);
             }
-            for (row, out) in v.iter_rows().zip(values.chunks_exact_mut(d_v + 1)) {
-                out[..d_v].copy_from_slice(row);
-                out[d_v] = T::ONE;
-            }
-            let (features, values) =
-                (MatRef::new(wide, n, m), MatRef::new(&values[..n * (d_v + 1)], n, d_v + 1));
-            let isa = cx.schedule.isa;
-            gemm(isa, T::ONE, Op::T(features), Op::N(values), T::ONE, state.sums, cols, scratch);
+            let features = MatRef::new(wide, n, m);
+            gemm(cx.schedule.isa, T::ONE, Op::T(features), Op::N(v), T::ONE, state.sums, cols, scratch);
+            // Beside the product, in which one more column would take as long as a register full of them.
+            ones.fill(T::ZERO);
+            features.iter_rows().for_each(|row| axpy(T::ONE, row, &mut ones));
+            state.sums.chunks_exact_mut(cols).zip(ones.iter()).for_each(|(sums, &x)| sums[d_v] += x);
             if self.form == Form::Direct {
                 for row in features.iter_rows() {
                     for (sums, x) in state.sums.chunks_exact_mut(cols).zip(row) {
