@@ -138,6 +138,10 @@ pub const GROWTH_LENGTHS: [usize; 4] = [16_384, 32_768, 65_536, 131_072];
 pub const THREADS_LENGTH: usize = 16_384;
 /// Tokens decoded for every run that is asked for.
 const DECODED_TOKENS: usize = 40;
+/// Rounds in which threads are compared for every run that is asked for, as far as they fit into so many seconds: short
+/// runs are the ones that other programs disturb.
+const THREADS_ROUNDS: usize = 9;
+const THREADS_SECONDS: f64 = 0.6;
 /// What a second thread has to bring.
 const THREADS_WANTED: f64 = 1.8;
 /// Growth allowed beyond the published exponent, for caches that no longer hold what they held.
@@ -362,8 +366,12 @@ fn threads(
             Live::new(&chosen, &data, &settings, &mut one)?,
             Live::new(&chosen, &data, &settings, &mut all)?,
         ];
-        let runs = live[0].wanted(&settings);
-        for _ in 0..runs {
+        let more = Settings {
+            runs: THREADS_ROUNDS * settings.runs,
+            max_seconds: settings.max_seconds.min(THREADS_SECONDS),
+            ..settings.clone()
+        };
+        for _ in 0..live[0].wanted(&settings).max(live[0].wanted(&more)) {
             // Threads that slept while the others worked come back in a run that does not count.
             for (live, ws) in live.iter_mut().zip([&mut one, &mut all]) {
                 live.once(&data, ws)?;
