@@ -140,8 +140,8 @@ pub const THREADS_LENGTH: usize = 16_384;
 const DECODED_TOKENS: usize = 40;
 /// Rounds in which threads are compared for every run that is asked for, as far as they fit into so many seconds: short
 /// runs are the ones that other programs disturb.
-const THREADS_ROUNDS: usize = 9;
-const THREADS_SECONDS: f64 = 0.6;
+const THREADS_ROUNDS: usize = 3;
+const THREADS_SECONDS: f64 = 0.3;
 /// What a second thread has to bring.
 const THREADS_WANTED: f64 = 1.8;
 /// Growth allowed beyond the published exponent, for caches that no longer hold what they held.
