@@ -121,7 +121,7 @@ fn suite(args: &BenchArgs, common: &Common) -> Outcome {
         let tables = [
             (String::new(), result.speedup_table()),
             (format!("{held} of {} claims hold here.", CLAIMS.len()), result.growth_table()),
-            (format!("At {THREADS_LENGTH} tokens:"), result.thread_table()),
+            (format!("At {THREADS_LENGTH} tokens, the fastest of several runs:"), result.thread_table()),
         ];
         show(common, &ceilings(&result.machine), &tables);
         result.notes.iter().for_each(|n| note(common, n));

@@ -5,6 +5,7 @@
 
 use crate::problem::Dims;
 use crate::{Error, Real, Result, TensorRef};
+use attlas_num::kernels::pages;
 
 /// Keys and values of every key head, appended token by token or chunk by chunk.
 #[derive(Clone, Debug)]
@@ -23,7 +24,7 @@ impl<T: Real> KvCache<T> {
     /// An empty cache with room for `capacity` tokens.
     pub fn new(batch: usize, n_kv_heads: usize, d: usize, d_v: usize, capacity: usize) -> Self {
         let heads = batch * n_kv_heads;
-        let (k, v) = (vec![T::ZERO; heads * capacity * d], vec![T::ZERO; heads * capacity * d_v]);
+        let (k, v) = (pages::zeros(heads * capacity * d), pages::zeros(heads * capacity * d_v));
         Self { batch, n_kv_heads, d, d_v, len: 0, capacity, k, v }
     }
 
@@ -97,7 +98,7 @@ impl<T: Real> KvCache<T> {
     fn grow(&mut self, capacity: usize) {
         let heads = self.batch * self.n_kv_heads;
         for (store, width) in [(&mut self.k, self.d), (&mut self.v, self.d_v)] {
-            let mut grown = vec![T::ZERO; heads * capacity * width];
+            let mut grown = pages::zeros(heads * capacity * width);
             for h in 0..heads {
                 let old = &store[h * self.capacity * width..][..self.len * width];
                 grown[h * capacity * width..][..old.len()].copy_from_slice(old);

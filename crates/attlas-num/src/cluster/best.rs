@@ -5,20 +5,24 @@
 //! scores. NaN counts as the largest, so that it is never dropped silently; the two zeros are equal.
 //!
 //! What is taken is a [`Cut`]: everything above one score, and of the items of that score those up to one position. A
-//! histogram of the leading bits of the scores, with weights, shows the bin in which the cut lies, histograms of the bits
-//! that follow narrow it down, and only a few items are sorted. Long lists are counted in pieces on rayon's current pool;
-//! weights are whole numbers, so no number of threads moves the cut.
+//! histogram of the leading bits of the scores, with weights ([`Counts`]), shows the bin in which the cut lies; the items
+//! of that bin are halved until few enough are left to be sorted. Long lists are counted in pieces on rayon's current
+//! pool, or by the tasks that compute the scores; weights are whole numbers, so no number of threads moves the cut.
 
 use crate::{DType, Real};
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// Bins of the histogram: the top bits of a score, sign and exponent first.
 const BIN_BITS: u32 = 12;
 const BINS: usize = 1 << BIN_BITS;
 const BIN_SHIFT: u32 = u64::BITS - BIN_BITS;
 
-/// Items at the edge that are few enough to be sorted; more are counted again by the bits that follow.
-const SORTED: usize = 64;
+/// Items at the edge that are few enough to be sorted; more are halved first.
+const SORTED: usize = 32;
+
+/// Scores that are looked through before those found among them are kept.
+const BLOCK: usize = 128;
 
 /// Scores that one task counts.
 const PIECE: usize = 8192;
@@ -43,6 +47,34 @@ impl Cut {
         rank > self.rank || (rank == self.rank) & (position < self.end)
     }
 
+    /// Writes the positions of the items that are taken, of those with these scores from position `first` on, into
+    /// `places`, in order; returns how many there are. The list has to be longer than the scores by one.
+    ///
+    /// # Panics
+    ///
+    /// If the list is too short, or a position does not fit into it.
+    pub fn places<T: Real>(&self, scores: &[T], first: usize, places: &mut [u32]) -> usize {
+        assert!(places.len() > scores.len(), "a list that is longer than the scores");
+        assert!(u32::try_from(first + scores.len()).is_ok(), "positions of 32 bits");
+        let mut len = 0;
+        // Written whether it is taken or not: what is follows no pattern that a branch could be predicted by.
+        let mut write = |i: usize, taken: bool| {
+            places[len] = i as u32;
+            len += usize::from(taken);
+        };
+        let value: T = value_of(self.rank);
+        if value.is_nan() {
+            (first..).zip(scores).for_each(|(i, &s)| write(i, self.takes(s, i)));
+        } else {
+            // A score that is not a number is not below the cut.
+            let below = self.end.saturating_sub(first).min(scores.len());
+            let (before, behind) = scores.split_at(below);
+            (first..).zip(before).for_each(|(i, &s)| write(i, !(s < value)));
+            (first + below..).zip(behind).for_each(|(i, &s)| write(i, !(s <= value)));
+        }
+        len
+    }
+
     /// The `count` largest scores.
     pub fn largest<T: Real>(scores: &[T], count: usize) -> Self {
         if count >= scores.len() { Self::ALL } else { Self::within(scores, |_| 1, count) }
@@ -50,50 +82,92 @@ impl Cut {
 
     /// The best items while their weights stay within `budget`.
     pub fn within<T: Real>(scores: &[T], weight: impl Fn(usize) -> usize + Sync, budget: usize) -> Self {
-        let piece = |t: usize| (t * PIECE..).zip(&scores[t * PIECE..scores.len().min((t + 1) * PIECE)]);
         let count = |t: usize| {
-            let mut bins = vec![0usize; BINS];
-            piece(t).for_each(|(i, &s)| bins[bin_of(rank_of(s))] += weight(i));
-            bins
+            let piece = t * PIECE..scores.len().min((t + 1) * PIECE);
+            Counts::new(&scores[piece.clone()], piece.start, &weight)
         };
         let pieces = scores.len().div_ceil(PIECE);
-        let counted: Vec<Vec<usize>> = match pieces {
+        let counts: Vec<Counts> = match pieces {
             0 | 1 => (0..pieces).map(count).collect(),
             _ => (0..pieces).into_par_iter().with_max_len(1).map(count).collect(),
         };
-        let mut left = budget;
-        let total = |bin: usize| counted.iter().map(|bins| bins[bin]).sum();
-        let Some(edge) = edge_of(total, &mut left) else { return Self::ALL };
+        Self::counted(scores, &counts, weight, budget)
+    }
 
-        let collect = |t: usize| -> Vec<(u64, usize)> {
-            piece(t).map(|(i, &s)| (rank_of(s), i)).filter(|&(rank, _)| bin_of(rank) == edge).collect()
-        };
-        let mut found: Vec<(u64, usize)> = match pieces {
-            0 | 1 => (0..pieces).flat_map(collect).collect(),
-            _ => {
-                let found: Vec<_> = (0..pieces).into_par_iter().with_max_len(1).map(collect).collect();
-                found.concat()
+    /// The same where the items have been counted, piece after piece, with these weights.
+    pub fn counted<T: Real>(
+        scores: &[T],
+        counts: &[Counts],
+        weight: impl Fn(usize) -> usize + Sync,
+        budget: usize,
+    ) -> Self {
+        debug_assert_eq!(counts.iter().map(|c| c.piece.len()).sum::<usize>(), scores.len());
+        let mut left = budget;
+        let total = |bin: usize| counts.iter().map(|c| c.bins[bin]).sum();
+        let Some(edge) = edge_of(total, &mut left) else { return Self::ALL };
+        let collect = |c: &Counts| {
+            let mut found: Vec<(u64, usize)> = Vec::new();
+            let mut places = [0u8; BLOCK];
+            for (first, block) in c.piece.clone().step_by(BLOCK).zip(scores[c.piece.clone()].chunks(BLOCK)) {
+                // Written whether it is found or not: what is follows no pattern that a branch could be predicted by.
+                let mut len = 0;
+                for (place, &s) in (0u8..).zip(block) {
+                    places[len] = place;
+                    len += usize::from(bin_of(rank_of(s)) == edge);
+                }
+                let item = |&place: &u8| (rank_of(block[usize::from(place)]), first + usize::from(place));
+                found.extend(places[..len].iter().map(item));
             }
+            found
         };
-        let mut shift = BIN_SHIFT;
-        while found.len() > SORTED && shift > 0 {
-            shift = shift.saturating_sub(BIN_BITS);
-            let bin = |rank: u64| (rank >> shift) as usize % BINS;
-            let mut bins = vec![0usize; BINS];
-            found.iter().for_each(|&(rank, i)| bins[bin(rank)] += weight(i));
-            let Some(edge) = edge_of(|bin| bins[bin], &mut left) else { return Self::ALL };
-            found.retain(|&(rank, _)| bin(rank) == edge);
+        let found: Vec<Vec<(u64, usize)>> = match counts.len() {
+            0 | 1 => counts.iter().map(collect).collect(),
+            _ => counts.par_iter().with_max_len(1).map(collect).collect(),
+        };
+        let mut found = found.concat();
+        let mut rest = &mut found[..];
+        let best_first = |a: &(u64, usize), b: &(u64, usize)| b.0.cmp(&a.0).then(a.1.cmp(&b.1));
+        while rest.len() > SORTED {
+            let middle = rest.len() / 2;
+            let (better, _, _) = rest.select_nth_unstable_by(middle, best_first);
+            match left.checked_sub(better.iter().map(|&(_, i)| weight(i)).sum()) {
+                Some(less) => {
+                    left = less;
+                    rest = &mut rest[middle..];
+                }
+                None => rest = &mut rest[..middle],
+            }
         }
-        found.sort_unstable_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
-        let over = found.iter().position(|&(_, i)| match left.checked_sub(weight(i)) {
-            Some(rest) => {
-                left = rest;
+        rest.sort_unstable_by(best_first);
+        let over = rest.iter().position(|&(_, i)| match left.checked_sub(weight(i)) {
+            Some(less) => {
+                left = less;
                 false
             }
             None => true,
         });
         // The item that did not fit is the first that is not taken.
-        over.map_or(Self::ALL, |first| Self { rank: found[first].0, end: found[first].1 })
+        over.map_or(Self::ALL, |first| Self { rank: rest[first].0, end: rest[first].1 })
+    }
+}
+
+/// Weights of a piece of the items, by the leading bits of their scores.
+///
+/// A task that computes some of the scores counts them while they are at hand; pieces are of fixed length where the
+/// number of threads must not matter for anything else, the cut does not depend on them.
+#[derive(Clone, Debug)]
+pub struct Counts {
+    piece: Range<usize>,
+    bins: Vec<usize>,
+}
+
+impl Counts {
+    /// Counts the items from position `first` on that have these scores.
+    pub fn new<T: Real>(scores: &[T], first: usize, weight: impl Fn(usize) -> usize) -> Self {
+        let piece = first..first + scores.len();
+        let mut bins = vec![0; BINS];
+        piece.clone().zip(scores).for_each(|(i, &s)| bins[bin_of(rank_of(s))] += weight(i));
+        Self { piece, bins }
     }
 }
 
@@ -120,6 +194,15 @@ fn rank_of<T: Real>(score: T) -> u64 {
     let negative = (bits as i64 >> 63) as u64;
     let rank = bits ^ (negative | 1 << 63);
     if score.is_nan() { u64::MAX } else { rank }
+}
+
+/// The score of this rank: what `rank_of` turns into it. NaN for the ranks of no score.
+fn value_of<T: Real>(rank: u64) -> T {
+    let bits = if rank >> 63 == 1 { rank ^ 1 << 63 } else { !rank };
+    match T::DTYPE {
+        DType::F32 => T::from_f64(f32::from_bits((bits >> 32) as u32).into()),
+        DType::F64 => T::from_f64(f64::from_bits(bits)),
+    }
 }
 
 fn bin_of(rank: u64) -> usize {
@@ -149,8 +232,17 @@ mod tests {
         taken
     }
 
+    /// What is taken, item by item, which the lists of two parts have to agree with.
     fn taken<T: Real>(cut: Cut, scores: &[T]) -> Vec<usize> {
-        (0..scores.len()).filter(|&i| cut.takes(scores[i], i)).collect()
+        let taken: Vec<usize> = (0..scores.len()).filter(|&i| cut.takes(scores[i], i)).collect();
+        let (mut places, mut listed) = (vec![0; scores.len() + 1], Vec::new());
+        let (head, tail) = scores.split_at(scores.len() / 3);
+        for (part, first) in [(head, 0), (tail, head.len())] {
+            let len = cut.places(part, first, &mut places);
+            listed.extend(places[..len].iter().map(|&i| i as usize));
+        }
+        assert_eq!(listed, taken);
+        taken
     }
 
     #[test]
@@ -181,6 +273,13 @@ mod tests {
                     assert_eq!(largest, by_sorting(&narrow, &ones, count), "{what}, single");
                     let within = taken(Cut::within(&scores, |i| weights[i], count), &scores);
                     assert_eq!(within, by_sorting(&scores, &weights, count), "{what}, weighted");
+                    let pieces: Vec<Counts> = scores
+                        .chunks(n / 3 + 1)
+                        .zip((0..).step_by(n / 3 + 1))
+                        .map(|(piece, first)| Counts::new(piece, first, |i| weights[i]))
+                        .collect();
+                    let counted = Cut::counted(&scores, &pieces, |i| weights[i], count);
+                    assert_eq!(counted, Cut::within(&scores, |i| weights[i], count), "{what}, in pieces");
                 }
             }
         }

@@ -4,6 +4,6 @@ pub mod best;
 pub mod buckets;
 pub mod kmeans;
 
-pub use best::Cut;
+pub use best::{Counts, Cut};
 pub use buckets::{Balanced, Membership, RoundTable, SortKey, inverse_order, order_by};
 pub use kmeans::{Clustering, Init, Metric, Options, kmeans};

@@ -21,8 +21,11 @@ const CHUNK: usize = 256;
 const RUN: usize = 16;
 /// How far ahead of the reading memory is asked for. The hardware's own prefetching stops at every page.
 pub(super) const AHEAD_BYTES: usize = 8192;
-/// Fewest and most rows of a list that this is: rows may be wide or narrow.
-const AHEAD_ROWS: (usize, usize) = (4, 64);
+/// The same for the keys and values of a list, and the fewest and most rows that this is: rows may be wide or narrow.
+const LISTED_BYTES: usize = 12 << 10;
+const LISTED_ROWS: (usize, usize) = (4, 64);
+/// What memory is fetched in.
+const LINE_BYTES: usize = 64;
 /// Rows and registers of columns of a block of outputs.
 const BLOCK: usize = 4;
 
@@ -34,10 +37,15 @@ pub(super) fn applies<T: Real>(job: &Job<'_, T>) -> bool {
 
 /// The keys of a call in the order of its biases: which row each is, and what to ask for while it is read.
 trait Places: Copy {
+    /// Whether every row is a place of its own in memory: then a key's value is asked for with the key, and the values
+    /// of a chunk wait in the cache for their weights.
+    const SCATTERED: bool;
     /// Row of the key at `place`.
     fn row(self, place: usize) -> usize;
+    /// How far ahead of the reading memory is asked for, as [`Places::ahead`] takes it.
+    fn distance<T: Real>(k: MatRef<'_, T>, v: MatRef<'_, T>) -> usize;
     /// Where the memory starts that is wanted some time after the key at `place` of `x`.
-    fn ahead<T: Real>(self, x: MatRef<'_, T>, place: usize) -> *const T;
+    fn ahead<T: Real>(self, x: MatRef<'_, T>, place: usize, distance: usize) -> *const T;
 }
 
 /// Key `j` is row `j`.
@@ -45,13 +53,17 @@ trait Places: Copy {
 struct InOrder;
 
 impl Places for InOrder {
+    const SCATTERED: bool = false;
     #[inline(always)]
     fn row(self, place: usize) -> usize {
         place
     }
+    fn distance<T: Real>(_: MatRef<'_, T>, _: MatRef<'_, T>) -> usize {
+        AHEAD_BYTES / size_of::<T>()
+    }
     #[inline(always)]
-    fn ahead<T: Real>(self, x: MatRef<'_, T>, place: usize) -> *const T {
-        x.row(place).as_ptr().wrapping_add(AHEAD_BYTES / size_of::<T>())
+    fn ahead<T: Real>(self, x: MatRef<'_, T>, place: usize, distance: usize) -> *const T {
+        x.row(place).as_ptr().wrapping_add(distance)
     }
 }
 
@@ -60,15 +72,18 @@ impl Places for InOrder {
 struct Listed<'a>(&'a [u32]);
 
 impl Places for Listed<'_> {
+    const SCATTERED: bool = true;
     #[inline(always)]
     fn row(self, place: usize) -> usize {
         self.0[place] as usize
     }
+    fn distance<T: Real>(k: MatRef<'_, T>, v: MatRef<'_, T>) -> usize {
+        let (least, most) = LISTED_ROWS;
+        (LISTED_BYTES / ((k.cols() + v.cols()) * size_of::<T>()).max(1)).clamp(least, most)
+    }
     #[inline(always)]
-    fn ahead<T: Real>(self, x: MatRef<'_, T>, place: usize) -> *const T {
-        let (least, most) = AHEAD_ROWS;
-        let rows = (AHEAD_BYTES / (x.cols() * size_of::<T>()).max(1)).clamp(least, most);
-        x.row(self.row((place + rows).min(self.0.len() - 1))).as_ptr()
+    fn ahead<T: Real>(self, x: MatRef<'_, T>, place: usize, distance: usize) -> *const T {
+        x.row(self.row((place + distance).min(self.0.len() - 1))).as_ptr()
     }
 }
 
@@ -157,6 +172,7 @@ fn attend_few<S: Simd, P: Places>(
                 queries: &queries[row * stride..],
                 stride,
                 k: job.k,
+                v: job.v,
                 places,
                 keys: keys.clone(),
                 logits: &mut logits[row * CHUNK..],
@@ -180,7 +196,7 @@ fn attend_few<S: Simd, P: Places>(
             s.call(Softmax { logits, count: keys.len(), max: &mut max[r], sum: &mut sum[r], acc, rounded });
         }
         for row in (0..rows).step_by(BLOCK) {
-            s.call(Values {
+            let values = Values {
                 weights: &logits[row * CHUNK..],
                 v: job.v,
                 places,
@@ -189,7 +205,12 @@ fn attend_few<S: Simd, P: Places>(
                 acc: &mut acc[row * out_stride..],
                 stride: out_stride,
                 rounded,
-            });
+            };
+            match rows - row {
+                1 => s.call(RowsOf::<_, _, 1>(values)),
+                2 => s.call(RowsOf::<_, _, 2>(values)),
+                _ => s.call(RowsOf::<_, _, BLOCK>(values)),
+            }
         }
     }
 
@@ -211,6 +232,7 @@ struct Scores<'t, T, P> {
     queries: &'t [T],
     stride: usize,
     k: MatRef<'t, T>,
+    v: MatRef<'t, T>,
     places: P,
     keys: Range<usize>,
     /// Rows `CHUNK` apart.
@@ -224,16 +246,18 @@ struct Rows<'t, T, P, const R: usize, const K: usize>(Scores<'t, T, P>);
 impl<S: Simd, P: Places, const R: usize, const K: usize> Kernel<S> for Rows<'_, S::T, P, R, K> {
     #[inline(always)]
     fn run(self, s: S) {
-        let Scores { queries, stride, k, places, keys, logits, rounded } = self.0;
+        let Scores { queries, stride, k, v, places, keys, logits, rounded } = self.0;
         let d = k.cols();
         assert!(queries.len() >= R * stride && stride >= d && logits.len() >= (R - 1) * CHUNK + keys.len());
+        let distance = P::distance(k, v);
         for j in keys.clone().step_by(K) {
             let count = (keys.end - j).min(K);
             let mut acc = [s.splat(S::T::ZERO); 16];
             for n in 0..K {
                 // A missing key repeats the last one; its logits are not written.
                 let place = j + n.min(count - 1);
-                let (row, ahead) = (k.row(places.row(place)), places.ahead(k, place));
+                let (row, ahead) = (k.row(places.row(place)), places.ahead(k, place, distance));
+                let mut dots = [s.splat(S::T::ZERO); R];
                 for at in (0..d).step_by(S::LANES) {
                     let part = (d - at).min(S::LANES);
                     // SAFETY: key and query rows hold `at + part` elements, query rows a whole register.
@@ -245,10 +269,17 @@ impl<S: Simd, P: Places, const R: usize, const K: usize> Kernel<S> for Rows<'_, 
                             x = s.round_bf16(x);
                         }
                         for r in 0..R {
-                            acc[r * K + n] =
-                                s.fma(s.load(queries.as_ptr().add(r * stride + at)), x, acc[r * K + n]);
+                            dots[r] = s.fma(s.load(queries.as_ptr().add(r * stride + at)), x, dots[r]);
                         }
                     }
+                }
+                if P::SCATTERED {
+                    let value = places.ahead(v, place, distance);
+                    let lines = (0..v.cols()).step_by(LINE_BYTES / size_of::<S::T>());
+                    lines.for_each(|at| s.prefetch(value.wrapping_add(at)));
+                }
+                for r in 0..R {
+                    acc[r * K + n] = dots[r];
                 }
             }
             let mut sums = [S::T::ZERO; 16];
@@ -326,22 +357,26 @@ struct Values<'t, T, P> {
     rounded: bool,
 }
 
-impl<S: Simd, P: Places> Kernel<S> for Values<'_, S::T, P> {
+/// [`Values`] for `R` rows, at most `BLOCK`.
+struct RowsOf<'t, T, P, const R: usize>(Values<'t, T, P>);
+
+impl<S: Simd, P: Places, const R: usize> Kernel<S> for RowsOf<'_, S::T, P, R> {
     #[inline(always)]
-    fn run(mut self, s: S) {
-        let d_v = self.v.cols();
-        assert!(self.acc.len() >= BLOCK * self.stride && self.stride >= d_v.next_multiple_of(S::LANES));
-        assert!(self.weights.len() >= BLOCK * CHUNK && self.keys.len() <= CHUNK);
+    fn run(self, s: S) {
+        let mut values = self.0;
+        let d_v = values.v.cols();
+        assert!(values.acc.len() >= R * values.stride && values.stride >= d_v.next_multiple_of(S::LANES));
+        assert!(values.weights.len() >= (R - 1) * CHUNK + values.keys.len() && values.keys.len() <= CHUNK);
         let wide = BLOCK * S::LANES;
-        for first in (0..self.keys.len()).step_by(RUN) {
-            let keys = first..(first + RUN).min(self.keys.len());
+        for first in (0..values.keys.len()).step_by(RUN) {
+            let keys = first..(first + RUN).min(values.keys.len());
             let mut col = 0;
             while col < d_v {
                 if col + wide <= d_v {
-                    self.columns::<S, BLOCK>(s, keys.clone(), col, S::LANES);
+                    values.columns::<S, R, BLOCK>(s, keys.clone(), col, S::LANES);
                     col += wide;
                 } else {
-                    self.columns::<S, 1>(s, keys.clone(), col, (d_v - col).min(S::LANES));
+                    values.columns::<S, R, 1>(s, keys.clone(), col, (d_v - col).min(S::LANES));
                     col += S::LANES;
                 }
             }
@@ -352,10 +387,17 @@ impl<S: Simd, P: Places> Kernel<S> for Values<'_, S::T, P> {
 impl<T: Real, P: Places> Values<'_, T, P> {
     /// Keys `keys` of the chunk and `C` registers of columns from `col` on, the last with `part` elements.
     #[inline(always)]
-    fn columns<S: Simd<T = T>, const C: usize>(&mut self, s: S, keys: Range<usize>, col: usize, part: usize) {
+    fn columns<S: Simd<T = T>, const R: usize, const C: usize>(
+        &mut self,
+        s: S,
+        keys: Range<usize>,
+        col: usize,
+        part: usize,
+    ) {
         let acc = self.acc.as_mut_ptr();
-        let mut block = [[s.splat(T::ZERO); C]; BLOCK];
-        for r in 0..BLOCK {
+        let distance = P::distance(self.v, self.v);
+        let mut block = [[s.splat(T::ZERO); C]; R];
+        for r in 0..R {
             for c in 0..C {
                 // SAFETY: `run` checked that `acc` holds whole registers for all columns of the block.
                 block[r][c] = unsafe { s.load(acc.add(r * self.stride + col + c * S::LANES)) };
@@ -367,27 +409,29 @@ impl<T: Real, P: Places> Values<'_, T, P> {
                 continue;
             }
             let row = &self.v.row(self.places.row(j))[col..];
-            let ahead = self.places.ahead(self.v, j).wrapping_add(col);
             let mut x = [s.splat(T::ZERO); C];
             for c in 0..C {
                 // SAFETY: the row goes on for `C − 1` whole registers and `part` elements.
                 unsafe {
                     let p = row.as_ptr().add(c * S::LANES);
-                    s.prefetch(ahead.wrapping_add(c * S::LANES));
                     x[c] = if part == S::LANES { s.load(p) } else { s.load_part(p, part) };
+                }
+                if !P::SCATTERED {
+                    let ahead = self.places.ahead(self.v, j, distance).wrapping_add(col);
+                    s.prefetch(ahead.wrapping_add(c * S::LANES));
                 }
                 if self.rounded {
                     x[c] = s.round_bf16(x[c]);
                 }
             }
-            for r in 0..BLOCK {
+            for r in 0..R {
                 let weight = s.splat(self.weights[r * CHUNK + n]);
                 for c in 0..C {
                     block[r][c] = s.fma(weight, x[c], block[r][c]);
                 }
             }
         }
-        for r in 0..BLOCK {
+        for r in 0..R {
             for c in 0..C {
                 // SAFETY: as above.
                 unsafe { s.store(acc.add(r * self.stride + col + c * S::LANES), block[r][c]) };

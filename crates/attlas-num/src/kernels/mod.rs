@@ -15,6 +15,7 @@ mod decode;
 
 mod isa;
 mod log;
+pub mod pages;
 mod product;
 pub mod quant;
 mod scalar;

@@ -25,7 +25,7 @@ use crate::method::{Claims, Cost, Family, Method, RunInfo, Support};
 use crate::methods::common::{Operands, exact_group_with, exact_scratch_bytes};
 use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result};
-use attlas_num::kernels;
+use attlas_num::kernels::{self, pages};
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -106,6 +106,8 @@ struct ExactStream<T> {
 
 impl<T: Real> GroupStream<T> for ExactStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
+        pages::reserve(&mut self.k, k.rows() * self.d);
+        pages::reserve(&mut self.v, v.rows() * self.d_v);
         k.iter_rows().for_each(|row| self.k.extend_from_slice(row));
         v.iter_rows().for_each(|row| self.v.extend_from_slice(row));
         Ok(())

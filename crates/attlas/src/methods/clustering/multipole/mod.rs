@@ -51,12 +51,13 @@ use crate::methods::common::{ALWAYS_LEAKS, FirstKeys, always_leaks, exact_group,
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
-use attlas_num::cluster::Cut;
+use attlas_num::cluster::{Counts, Cut};
 use attlas_num::kernels::{
-    Attend, AttendChosen, Band, Precision, dot, exp_in_place, matvec, merge_lse, softmax_in_place,
+    Attend, AttendChosen, Band, Precision, dot, exp_in_place, matvec, merge_lse, pages, softmax_in_place,
 };
 use rayon::prelude::*;
 use state::{Level, State, Turn};
+use std::ops::Range;
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -223,9 +224,11 @@ impl Multipole {
     }
 }
 
-/// Clusters that one task scores or sums, and keys that one attends to; fixed, so that threads cannot change a bit.
-const PIECE: usize = 1024;
-const MEMBERS: usize = 512;
+/// Clusters that one task scores, clusters that one attends to, and keys that it attends to in one go; fixed, so that
+/// threads cannot change a bit.
+const SCORED: usize = 1024;
+const PIECE: usize = 512;
+const MEMBERS: usize = 1024;
 /// Positions that one task takes.
 const POSITIONS: usize = 16;
 
@@ -263,7 +266,7 @@ impl GroupPlan for Multipole {
         let queries = 2 * heads * p.d;
         let staging = p.n_q * heads * (p.d_v + 1) + p.n_k * p.d;
         // Results of pieces of keys, and the biases of a piece of clusters.
-        let parts = near.div_ceil(MEMBERS) * heads * (p.d_v + 1) + PIECE;
+        let parts = 2 * near.div_ceil(MEMBERS) * heads * (p.d_v + 1) + 2 * (PIECE + p.d_v);
         (staging + threads * (queries + parts + 512) + 512) * size + exact_scratch_bytes(p, 2 * threads, size)
     }
 
@@ -343,8 +346,7 @@ impl GroupPlan for Multipole {
             plan: self.clone(),
             turn: self.turn(p.d),
             state: State::new(self.params.clone(), p.d, p.d_v, key),
-            k: Vec::new(),
-            v: Vec::new(),
+            rows: Vec::new(),
             turned: Vec::new(),
             d: p.d,
             d_v: p.d_v,
@@ -418,83 +420,100 @@ impl Multipole {
     ) -> u64 {
         let Cache { k, v, len, state } = cache;
         let budget = self.params.budget;
-        let mut fields = Vec::new();
+        let token = Token { q, k, v, scale, cx };
+        let mut coarse = None;
         let mut fine = match state.coarse() {
             None => Field::all(state.fine(), scoring, scale),
-            Some(coarse) => {
-                let mut field = Field::all(coarse, scoring, scale);
-                let most = (budget as f64 * self.params.coarse_factor) as usize;
-                let mut children: Vec<u32> = field.take(most);
+            Some(level) => {
+                let field = coarse.insert(Field::all(level, scoring, scale));
+                field.take((budget as f64 * self.params.coarse_factor) as usize);
+                let mut children = field.members(&field.taken(0..field.len()));
                 children.sort_unstable();
-                fields.push(field);
                 Field::some(state.fine(), children, scoring, scale)
             }
         };
-        let mut members = fine.take(budget);
-        fields.push(fine);
+        fine.take(budget);
 
         let sinks = self.params.sinks.min(len);
         let recent = (self.params.sinks + state.clustered()).min(len);
-        members.extend((0..sinks).chain(recent.max(sinks)..len).map(|j| j as u32));
-        // Both parts at once: threads that are awake need not be woken again.
-        let far = || match self.params.far {
-            Far::Monopole => fields.iter().map(|field| field.far(cx)).collect(),
-            Far::Drop => Vec::new(),
-        };
-        let near = || attend_members(q, k, v, &members, scale, cx, out, lse);
-        let (far, ()): (Vec<Vec<Vec<Part<T>>>>, ()) = rayon::join(far, near);
-        for heads in far {
-            let rows = out.chunks_exact_mut(v.cols()).zip(lse.iter_mut());
-            for ((out, lse), parts) in rows.zip(heads) {
-                parts.iter().for_each(|(o, l)| merge_lse(out, lse, o, *l));
-            }
-        }
-        (q.rows() * (members.len() + fields.iter().map(Field::len).sum::<usize>())) as u64
+        let always: Vec<u32> = (0..sinks).chain(recent.max(sinks)..len).map(|j| j as u32).collect();
+        let far = self.params.far == Far::Monopole;
+        // All at once: threads that are awake need not be woken again.
+        let ((), parts) = rayon::join(
+            || token.attend(&always, out, lse),
+            || {
+                let coarse = coarse.iter().filter(|_| far).flat_map(|field| field.attend(&token, false, far));
+                fine.attend(&token, true, far).into_iter().chain(coarse).collect::<Vec<Part<T>>>()
+            },
+        );
+        parts.iter().for_each(|part| part.merge_into(out, lse));
+        let keys = always.len() + parts.iter().map(|part| part.keys).sum::<usize>();
+        let clusters = fine.len() + coarse.as_ref().map_or(0, Field::len);
+        (q.rows() * (keys + clusters)) as u64
     }
 }
 
-/// Exact attention of a few rows to the keys in `members`: pieces of fixed length, merged in order.
-#[allow(clippy::too_many_arguments)]
-fn attend_members<T: Real>(
-    q: MatRef<'_, T>,
-    k: MatRef<'_, T>,
-    v: MatRef<'_, T>,
-    members: &[u32],
+/// The query heads of a token and the cache before them.
+#[derive(Clone, Copy)]
+struct Token<'a, T> {
+    q: MatRef<'a, T>,
+    k: MatRef<'a, T>,
+    v: MatRef<'a, T>,
     scale: T,
-    cx: Context<'_>,
-    out: &mut [T],
-    lse: &mut [T],
-) {
-    let (rows, d_v) = (q.rows(), v.cols());
-    let run = |chosen: &[u32], out: &mut [T], lse: &mut [T]| {
-        let job = AttendChosen { q, k, v, chosen, scale, bias: None, isa: cx.schedule.isa };
-        job.run(cx.scratch, out, lse);
-    };
-    if members.len() <= MEMBERS {
-        return run(members, out, lse);
-    }
-    let pieces = members.len().div_ceil(MEMBERS);
-    let mut parts = cx.scratch.take::<T>(pieces * rows * d_v);
-    let mut part_lse = cx.scratch.take::<T>(pieces * rows);
-    parts
-        .par_chunks_mut(rows * d_v)
-        .zip(part_lse.par_chunks_mut(rows))
-        .zip(members.par_chunks(MEMBERS))
-        .with_max_len(1)
-        .for_each(|((out, lse), chosen)| run(chosen, out, lse));
-    out.fill(T::ZERO);
-    lse.fill(T::NEG_INFINITY);
-    for (parts, part_lse) in parts.chunks_exact(rows * d_v).zip(part_lse.chunks_exact(rows)) {
-        for ((out, lse), (o, &l)) in
-            out.chunks_exact_mut(d_v).zip(lse.iter_mut()).zip(parts.chunks_exact(d_v).zip(part_lse))
-        {
-            merge_lse(out, lse, o, l);
+    cx: Context<'a>,
+}
+
+impl<T: Real> Token<'_, T> {
+    /// Exact attention to the keys in `members`: pieces of fixed length, merged in order.
+    fn attend(&self, members: &[u32], out: &mut [T], lse: &mut [T]) {
+        let Self { q, k, v, scale, cx } = *self;
+        let (rows, d_v) = (q.rows(), v.cols());
+        let run = |chosen: &[u32], out: &mut [T], lse: &mut [T]| {
+            let job = AttendChosen { q, k, v, chosen, scale, bias: None, isa: cx.schedule.isa };
+            job.run(cx.scratch, out, lse);
+        };
+        if members.len() <= MEMBERS {
+            return run(members, out, lse);
+        }
+        let pieces = members.len().div_ceil(MEMBERS);
+        let mut parts = cx.scratch.take::<T>(pieces * rows * d_v);
+        let mut part_lse = cx.scratch.take::<T>(pieces * rows);
+        parts
+            .par_chunks_mut(rows * d_v)
+            .zip(part_lse.par_chunks_mut(rows))
+            .zip(members.par_chunks(MEMBERS))
+            .with_max_len(1)
+            .for_each(|((out, lse), chosen)| run(chosen, out, lse));
+        out.fill(T::ZERO);
+        lse.fill(T::NEG_INFINITY);
+        for (part, part_lse) in parts.chunks_exact(rows * d_v).zip(part_lse.chunks_exact(rows)) {
+            merge_rows(out, lse, part, part_lse);
         }
     }
 }
 
-/// Output and log-sum-exp over some keys.
-type Part<T> = (Vec<T>, T);
+/// What every head gets from some keys and clusters.
+struct Part<T> {
+    out: Vec<T>,
+    lse: Vec<T>,
+    /// Keys that were attended to exactly.
+    keys: usize,
+}
+
+impl<T: Real> Part<T> {
+    fn merge_into(&self, out: &mut [T], lse: &mut [T]) {
+        merge_rows(out, lse, &self.out, &self.lse);
+    }
+}
+
+/// Merges the rows of a second partial attention into those of the first.
+fn merge_rows<T: Real>(out: &mut [T], lse: &mut [T], out2: &[T], lse2: &[T]) {
+    let d_v = out.len() / lse.len().max(1);
+    for (h, (lse, &lse2)) in lse.iter_mut().zip(lse2).enumerate() {
+        let row = h * d_v..(h + 1) * d_v;
+        merge_lse(&mut out[row.clone()], lse, &out2[row], lse2);
+    }
+}
 
 /// Scored clusters of one level.
 struct Field<'a, T> {
@@ -503,28 +522,34 @@ struct Field<'a, T> {
     ids: Option<Vec<u32>>,
     /// Logits of the centroids, head after head.
     logits: Vec<T>,
+    /// Keys of the clusters, counted by the logits of the only head.
+    counts: Option<Vec<Counts>>,
     /// What clusters are chosen by: the sum over heads of their weight per key. With one head the logits, which order
     /// alike.
     scores: Option<Vec<T>>,
     /// The clusters that are attended exactly.
-    taken: Option<Cut>,
+    cut: Option<Cut>,
 }
 
 impl<'a, T: Real> Field<'a, T> {
     fn all(level: &'a Level<T>, q: MatRef<'_, T>, scale: T) -> Self {
-        let mut logits = vec![T::ZERO; q.rows() * level.len()];
-        for (q, logits) in q.iter_rows().zip(logits.chunks_exact_mut(level.len().max(1))) {
+        let m = level.len();
+        let mut logits = vec![T::ZERO; q.rows() * m];
+        let alone = q.rows() == 1;
+        let mut counts = None;
+        for (q, logits) in q.iter_rows().zip(logits.chunks_exact_mut(m.max(1))) {
             let score = |(t, out): (usize, &mut [T])| {
-                matvec(level.keys().sub_rows(t * PIECE..t * PIECE + out.len()), q, out);
+                let first = t * SCORED;
+                matvec(level.keys().sub_rows(first..first + out.len()), q, out);
                 out.iter_mut().for_each(|x| *x *= scale);
+                alone.then(|| Counts::new(out, first, |c| level.count(c)))
             };
-            if level.len() > PIECE {
-                logits.par_chunks_mut(PIECE).with_max_len(1).enumerate().for_each(score);
-            } else {
-                logits.chunks_mut(PIECE).enumerate().for_each(score);
-            }
+            counts = match m > SCORED {
+                true => logits.par_chunks_mut(SCORED).with_max_len(1).enumerate().map(score).collect(),
+                false => logits.chunks_mut(SCORED).enumerate().map(score).collect(),
+            };
         }
-        Self { level, ids: None, logits, scores: None, taken: None }
+        Self { level, ids: None, logits, counts, scores: None, cut: None }
     }
 
     fn some(level: &'a Level<T>, ids: Vec<u32>, q: MatRef<'_, T>, scale: T) -> Self {
@@ -532,7 +557,8 @@ impl<'a, T: Real> Field<'a, T> {
         let logits = q
             .iter_rows()
             .flat_map(|q| ids.iter().map(|&c| scale * dot(q, keys.row(c as usize))).collect::<Vec<T>>());
-        Self { level, logits: logits.collect(), ids: Some(ids), scores: None, taken: None }
+        let (logits, counts) = (logits.collect(), None);
+        Self { level, logits, ids: Some(ids), counts, scores: None, cut: None }
     }
 
     fn len(&self) -> usize {
@@ -547,18 +573,33 @@ impl<'a, T: Real> Field<'a, T> {
         self.scores.as_ref().unwrap_or(&self.logits)
     }
 
-    /// Takes the best clusters while their keys fit into `budget`; returns what they hold, clusters in the order of
-    /// memory.
-    fn take(&mut self, budget: usize) -> Vec<u32> {
+    /// Takes the best clusters while their keys fit into `budget`.
+    fn take(&mut self, budget: usize) {
         if self.len() == 0 || budget == 0 {
-            return Vec::new();
+            return;
         }
         self.scores = (self.logits.len() > self.len()).then(|| self.sum_of_weights());
-        let cut = Cut::within(self.scores(), |place| self.level.count(self.cluster(place)), budget);
-        self.taken = Some(cut);
-        let mut members = Vec::with_capacity(budget.min(self.level.members_len()));
-        for (place, _) in self.scores().iter().enumerate().filter(|(place, s)| cut.takes(**s, *place)) {
-            members.extend_from_slice(self.level.members(self.cluster(place)));
+        let keys = |place| self.level.count(self.cluster(place));
+        self.cut = Some(match &self.counts {
+            Some(counts) => Cut::counted(self.scores(), counts, keys, budget),
+            None => Cut::within(self.scores(), keys, budget),
+        });
+    }
+
+    /// The taken ones of these places.
+    fn taken(&self, places: Range<usize>) -> Vec<u32> {
+        let mut taken = vec![0; places.len() + 1];
+        let scores = &self.scores()[places.clone()];
+        let len = self.cut.map_or(0, |cut| cut.places(scores, places.start, &mut taken));
+        taken.truncate(len);
+        taken
+    }
+
+    /// What the clusters at these places hold, clusters in the order of memory.
+    fn members(&self, places: &[u32]) -> Vec<u32> {
+        let mut members = Vec::new();
+        for &place in places {
+            self.level.append_members(self.cluster(place as usize), &mut members);
         }
         members
     }
@@ -579,41 +620,55 @@ impl<'a, T: Real> Field<'a, T> {
         scores
     }
 
-    /// Attention to the clusters that were not taken, each as one token: for every head, output and log-sum-exp of
-    /// pieces, to be merged.
-    fn far(&self, cx: Context<'_>) -> Vec<Vec<Part<T>>> {
-        let m = self.len();
-        let of_piece = |(t, logits): (usize, &[T])| {
-            let places = t * PIECE..t * PIECE + logits.len();
-            let mut bias = cx.scratch.take::<T>(logits.len());
-            match &self.ids {
-                None => bias.copy_from_slice(&self.level.log_counts()[places.clone()]),
-                Some(_) => bias
-                    .iter_mut()
-                    .zip(places.clone())
-                    .for_each(|(b, place)| *b = self.level.log_counts()[self.cluster(place)]),
+    /// Attention of a token, piece after piece of the clusters: exact to the keys of those that were taken (`near`), to
+    /// each of the others as one token (`far`).
+    fn attend(&self, token: &Token<'_, T>, near: bool, far: bool) -> Vec<Part<T>> {
+        let (heads, d_v) = (token.q.rows(), token.v.cols());
+        let of_piece = |t: usize| {
+            let places = t * PIECE..self.len().min((t + 1) * PIECE);
+            let (out, lse) = (vec![T::ZERO; heads * d_v], vec![T::NEG_INFINITY; heads]);
+            let mut part = Part { out, lse, keys: 0 };
+            let taken = self.taken(places.clone());
+            if near {
+                let members = self.members(&taken);
+                token.attend(&members, &mut part.out, &mut part.lse);
+                part.keys = members.len();
             }
-            bias.iter_mut().zip(logits).for_each(|(b, &s)| *b += s);
-            if let Some(cut) = &self.taken {
-                for ((b, &s), place) in
-                    bias.iter_mut().zip(&self.scores()[places.clone()]).zip(places.clone())
-                {
-                    *b = if cut.takes(s, place) { T::NEG_INFINITY } else { *b };
-                }
+            if far {
+                self.add_others(token, places, &taken, &mut part);
             }
+            part
+        };
+        match self.len().div_ceil(PIECE) {
+            pieces @ (0 | 1) => (0..pieces).map(of_piece).collect(),
+            pieces => (0..pieces).into_par_iter().with_max_len(1).map(of_piece).collect(),
+        }
+    }
+
+    /// Adds attention to the clusters at `places` other than `taken`, each as one token.
+    fn add_others(&self, token: &Token<'_, T>, places: Range<usize>, taken: &[u32], part: &mut Part<T>) {
+        let (m, d_v, cx) = (self.len(), token.v.cols(), token.cx);
+        let mut bias = cx.scratch.take::<T>(places.len());
+        let mut o = cx.scratch.take::<T>(d_v);
+        let rows = part.out.chunks_exact_mut(d_v).zip(&mut part.lse);
+        for (logits, (out, lse)) in self.logits.chunks_exact(m).zip(rows) {
+            for ((b, &s), place) in bias.iter_mut().zip(&logits[places.clone()]).zip(places.clone()) {
+                *b = s + self.level.log_counts()[self.cluster(place)];
+            }
+            taken.iter().for_each(|&place| bias[place as usize - places.start] = T::NEG_INFINITY);
             let values = self.level.values();
-            let (mut o, mut lse) = (vec![T::ZERO; values.cols()], [T::NEG_INFINITY]);
+            let mut l = [T::NEG_INFINITY];
             // The logits are known: keys without columns leave them to the bias.
-            let (q, isa) = (MatRef::new(&[], 1, 0), cx.schedule.isa);
+            let (q, isa, scale) = (MatRef::new(&[], 1, 0), cx.schedule.isa, T::ONE);
             match &self.ids {
                 None => {
-                    let v = values.sub_rows(places);
+                    let v = values.sub_rows(places.clone());
                     let k = MatRef::new(&[], v.rows(), 0);
                     let job = Attend {
                         q,
                         k,
                         v,
-                        scale: T::ONE,
+                        scale,
                         bias: Some(&bias),
                         band: Band::ALL,
                         tile_k: 0,
@@ -621,33 +676,28 @@ impl<'a, T: Real> Field<'a, T> {
                         precision: Precision::Full,
                         decode: true,
                     };
-                    job.run(cx.scratch, &mut o, &mut lse);
+                    job.run(cx.scratch, &mut o, &mut l);
                 }
                 Some(ids) => {
                     let k = MatRef::new(&[], values.rows(), 0);
-                    let (chosen, bias) = (&ids[places], Some(&bias[..]));
-                    AttendChosen { q, k, v: values, chosen, scale: T::ONE, bias, isa }
-                        .run(cx.scratch, &mut o, &mut lse);
+                    let (chosen, bias) = (&ids[places.clone()], Some(&bias[..]));
+                    AttendChosen { q, k, v: values, chosen, scale, bias, isa }
+                        .run(cx.scratch, &mut o, &mut l);
                 }
             }
-            (o, lse[0])
-        };
-        let of_head = |logits: &[T]| match m > PIECE {
-            true => logits.par_chunks(PIECE).with_max_len(1).enumerate().map(of_piece).collect(),
-            false => logits.chunks(PIECE).enumerate().map(of_piece).collect(),
-        };
-        self.logits.chunks_exact(m.max(1)).map(of_head).collect()
+            merge_lse(out, lse, &o, l[0]);
+        }
     }
 }
 
-/// Decoding one group: keys and values, those of closed blocks cluster after cluster, and the clusters.
+/// Decoding one group: the cache, closed blocks in the order of their clusters, and the clusters.
 #[derive(Debug)]
 struct Decoder<T> {
     plan: Multipole,
     turn: Option<Turn>,
     state: State<T>,
-    k: Vec<T>,
-    v: Vec<T>,
+    /// Every key with its value behind it, so that a cluster is one run of memory.
+    rows: Vec<T>,
     /// Keys turned back to position 0, where that is asked for.
     turned: Vec<T>,
     d: usize,
@@ -655,22 +705,31 @@ struct Decoder<T> {
     index: GroupIndex,
 }
 
+/// Keys and values of a cache whose rows hold a key and its value.
+fn split<T: Real>(rows: &[T], d: usize, d_v: usize) -> (MatRef<'_, T>, MatRef<'_, T>) {
+    let n = rows.len() / (d + d_v);
+    let values = &rows[if n > 0 { d } else { 0 }..];
+    let view = |x, cols| MatRef::with_stride(x, n, cols, d + d_v).expect("rows of the cache are whole");
+    (view(rows, d), view(values, d_v))
+}
+
 impl<T: Real> GroupStream<T> for Decoder<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
-        let first = self.k.len() / self.d;
+        let first = self.rows.len() / (self.d + self.d_v);
+        pages::reserve(&mut self.rows, k.rows() * (self.d + self.d_v));
         for (j, (k, v)) in (first..).zip(k.iter_rows().zip(v.iter_rows())) {
-            self.k.extend_from_slice(k);
-            self.v.extend_from_slice(v);
+            self.rows.extend_from_slice(k);
+            self.rows.extend_from_slice(v);
             if let Some(turn) = &self.turn {
                 let start = self.turned.len();
                 self.turned.extend_from_slice(k);
                 turn.apply(-(j as f64), &mut self.turned[start..]);
             }
         }
-        let n = self.k.len() / self.d;
-        let flat = MatRef::new(if self.turn.is_some() { &self.turned } else { &self.k }, n, self.d);
-        let v = MatRef::new(&self.v, n, self.d_v);
+        let n = first + k.rows();
         let target = self.plan.clustered(n);
+        let (k, v) = split(&self.rows, self.d, self.d_v);
+        let flat = if self.turn.is_some() { MatRef::new(&self.turned, n, self.d) } else { k };
         if first == 0 {
             self.state.prefill(flat, v, target);
         } else {
@@ -678,7 +737,7 @@ impl<T: Real> GroupStream<T> for Decoder<T> {
         }
         // While the budget covers all keys, attention is exact bit for bit, which the order of keys would change.
         if n > self.plan.params.budget {
-            self.state.arrange(&mut self.k, &mut self.v);
+            self.state.arrange(&mut self.rows);
         }
         Ok(())
     }
@@ -691,8 +750,8 @@ impl<T: Real> GroupStream<T> for Decoder<T> {
         lse: &mut [T],
         cx: Context<'_>,
     ) -> Result<RunInfo> {
-        let n = self.k.len() / self.d;
-        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        let (k, v) = split(&self.rows, self.d, self.d_v);
+        let n = k.rows();
         if self.plan.params.budget >= n {
             return exact_group(&mut Group::decode(q, k, v, scale, out, lse, self.index, cx)?);
         }
@@ -703,7 +762,7 @@ impl<T: Real> GroupStream<T> for Decoder<T> {
     }
 
     fn state_bytes(&self) -> usize {
-        (self.k.len() + self.v.len() + self.turned.len()) * size_of::<T>() + self.state.bytes()
+        (self.rows.len() + self.turned.len()) * size_of::<T>() + self.state.bytes()
     }
 }
 

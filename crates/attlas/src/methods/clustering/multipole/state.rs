@@ -19,6 +19,9 @@ pub(super) struct Level<T> {
     /// What cluster `c` holds is `members[starts[c]..starts[c + 1]]`.
     members: Vec<u32>,
     starts: Vec<usize>,
+    /// The first so many clusters hold consecutive members, one cluster after the other, from `first` on.
+    arranged: usize,
+    first: u32,
     d: usize,
     d_v: usize,
 }
@@ -27,7 +30,8 @@ impl<T: Real> Level<T> {
     fn new(d: usize, d_v: usize) -> Self {
         let (keys, values) = (Vec::new(), Vec::new());
         let (counts, log_counts) = (Vec::new(), Vec::new());
-        Self { keys, values, counts, log_counts, members: Vec::new(), starts: vec![0], d, d_v }
+        let (members, starts) = (Vec::new(), vec![0]);
+        Self { keys, values, counts, log_counts, members, starts, arranged: 0, first: 0, d, d_v }
     }
 
     /// Number of clusters.
@@ -60,9 +64,14 @@ impl<T: Real> Level<T> {
         &self.members[self.starts[c]..self.starts[c + 1]]
     }
 
-    /// How many of those there are in all clusters.
-    pub(super) fn members_len(&self) -> usize {
-        self.members.len()
+    /// Appends the members of a cluster; what is known without the list is not read from it.
+    pub(super) fn append_members(&self, c: usize, to: &mut Vec<u32>) {
+        if c < self.arranged {
+            let place = |c: usize| self.first + self.starts[c] as u32;
+            to.extend(place(c)..place(c + 1));
+        } else {
+            to.extend_from_slice(self.members(c));
+        }
     }
 
     fn truncate(&mut self, clusters: usize) {
@@ -123,8 +132,6 @@ pub(super) struct State<T> {
     coarse: Option<Level<T>>,
     closed_fine: usize,
     closed_coarse: usize,
-    /// Clusters whose keys lie together in the cache.
-    arranged: usize,
     /// Clusterings made so far: names their random streams.
     made: u64,
 }
@@ -142,7 +149,6 @@ impl<T: Real> State<T> {
             coarse,
             closed_fine: 0,
             closed_coarse: 0,
-            arranged: 0,
             made: 0,
         }
     }
@@ -214,20 +220,26 @@ impl<T: Real> State<T> {
         }
     }
 
-    /// Reorders the keys and values of closed blocks so that those of a cluster lie together: they are read by cluster
-    /// from now on, and memory is read in runs.
-    pub(super) fn arrange(&mut self, k: &mut [T], v: &mut [T]) {
-        let (d, d_v) = (self.fine.d, self.fine.d_v);
-        let new = self.fine.starts[self.arranged]..self.fine.starts[self.closed_fine];
-        self.arranged = self.closed_fine;
-        let order = &mut self.fine.members[new];
-        let Some(first) = order.iter().min().map(|&j| j as usize) else { return };
-        for (x, width) in [(k, d), (v, d_v)] {
-            let rows: Vec<T> =
-                order.iter().flat_map(|&j| &x[j as usize * width..][..width]).copied().collect();
-            x[first * width..][..rows.len()].copy_from_slice(&rows);
+    /// Reorders the rows of closed blocks, keys with their values, so that those of a cluster lie together: they are read
+    /// by cluster from now on, and memory is read in runs.
+    pub(super) fn arrange(&mut self, rows: &mut [T]) {
+        let width = self.fine.d + self.fine.d_v;
+        let fine = &mut self.fine;
+        let new = fine.starts[fine.arranged]..fine.starts[self.closed_fine];
+        fine.arranged = self.closed_fine;
+        if new.is_empty() {
+            return;
         }
-        (first as u32..).zip(order).for_each(|(next, place)| *place = next);
+        // Blocks lie one behind the other, and so do the members of their clusters.
+        fine.first = self.params.sinks as u32;
+        let first = self.params.sinks + new.start;
+        let (window, order) = (self.params.window, &mut fine.members[new]);
+        for (first, block) in (first..).step_by(window).zip(order.chunks_mut(window)) {
+            let moved: Vec<T> =
+                block.iter().flat_map(|&j| &rows[j as usize * width..][..width]).copied().collect();
+            rows[first * width..][..moved.len()].copy_from_slice(&moved);
+            (first as u32..).zip(block).for_each(|(next, place)| *place = next);
+        }
     }
 
     /// Closes the open block, which is `len` keys long.
@@ -388,25 +400,28 @@ mod tests {
         let settings = settings.iter().fold(Settings::new(), |o, (k, v)| o.with(k, *v));
         let params = Params::from_options(&settings).unwrap();
         let mut rng = StreamKey::new(4).rng();
-        let (mut k, mut v) = (vec![0.0f64; 100 * 2], vec![0.0f64; 100 * 3]);
-        rng.fill_normal(&mut k);
-        rng.fill_normal(&mut v);
+        let mut rows = vec![0.0f64; 100 * 5];
+        rng.fill_normal(&mut rows);
         let mut state = State::new(params, 2, 3, StreamKey::new(1));
         for (first, n) in [(true, 40), (false, 60), (false, 88)] {
-            let (keys, values) = (MatRef::new(&k, 100, 2), MatRef::new(&v, 100, 3));
+            let view = |from: usize, cols| MatRef::with_stride(&rows[from..], 100, cols, 5).unwrap();
+            let (keys, values) = (view(0, 2), view(2, 3));
             if first {
                 state.prefill(keys, values, n)
             } else {
                 state.update(keys, values, n)
             }
-            state.arrange(&mut k, &mut v);
-            assert!(state.arranged > 0 && state.arranged == state.closed_fine);
+            state.arrange(&mut rows);
+            assert!(state.fine.arranged > 0 && state.fine.arranged == state.closed_fine);
             for c in 0..state.fine.len() {
                 let members = state.fine.members(c);
-                assert!(c >= state.arranged || members.windows(2).all(|m| m[1] == m[0] + 1));
-                for (x, width, means) in [(&k, 2, &state.fine.keys), (&v, 3, &state.fine.values)] {
+                assert!(c >= state.fine.arranged || members.windows(2).all(|m| m[1] == m[0] + 1));
+                let mut appended = vec![7];
+                state.fine.append_members(c, &mut appended);
+                assert_eq!(&appended[1..], members);
+                for (from, width, means) in [(0, 2, &state.fine.keys), (2, 3, &state.fine.values)] {
                     for i in 0..width {
-                        let sum: f64 = members.iter().map(|&j| x[j as usize * width + i]).sum();
+                        let sum: f64 = members.iter().map(|&j| rows[j as usize * 5 + from + i]).sum();
                         assert!((sum / members.len() as f64 - means[c * width + i]).abs() < 1e-13);
                     }
                 }

@@ -40,8 +40,8 @@ use crate::methods::common::{
 use crate::workspace::Context;
 use crate::{Error, Inputs, Mask, MatRef, Options, Problem, Qkv, Real, Result};
 use attlas_num::Mat;
-use attlas_num::cluster::Cut;
-use attlas_num::kernels::{self, AttendChosen, Band, Op, matvec, merge_lse};
+use attlas_num::cluster::{Counts, Cut};
+use attlas_num::kernels::{self, AttendChosen, Band, Op, matvec, merge_lse, pages};
 use attlas_num::linalg::{self, matmul, matmul_nt, symmetric_eigen, variance_rank};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -309,13 +309,16 @@ impl Loki {
         n < min_len || self.budget(n) >= n || window.saturating_add(sinks) >= n
     }
 
-    /// Which keys `scores` chooses: those of `choose`, by all threads.
-    fn keep<T: Real>(&self, scores: &[T]) -> Kept {
+    /// Which keys `scores` chooses: those of `choose`, by all threads. `counts` may be those of the scores.
+    fn keep<T: Real>(&self, scores: &[T], counts: Option<&[Counts]>) -> Kept {
         let n = scores.len();
         if self.keeps_all(n) {
             return Kept { cut: Cut::ALL, head: 0, tail: n };
         }
-        let cut = Cut::largest(scores, self.budget(n));
+        let cut = match counts {
+            Some(counts) => Cut::counted(scores, counts, |_| 1, self.budget(n)),
+            None => Cut::largest(scores, self.budget(n)),
+        };
         Kept { cut, head: self.params.sinks, tail: n - self.params.window }
     }
 
@@ -521,8 +524,17 @@ struct Kept {
 }
 
 impl Kept {
-    fn has<T: Real>(&self, score: T, j: usize) -> bool {
-        self.cut.takes(score, j) | (j < self.head) | (j >= self.tail)
+    /// Lists the places of these keys that are attended to; returns how many. The list is longer than the keys by one.
+    fn places<T: Real>(&self, keys: Range<usize>, scores: &[T], places: &mut [u32]) -> usize {
+        let head = self.head.clamp(keys.start, keys.end);
+        let tail = self.tail.clamp(head, keys.end);
+        let all = |places: &mut [u32], part: Range<usize>| {
+            part.clone().zip(places).for_each(|(j, place)| *place = j as u32);
+            part.len()
+        };
+        let mut len = all(places, keys.start..head);
+        len += self.cut.places(&scores[head - keys.start..tail - keys.start], head, &mut places[len..]);
+        len + all(&mut places[len..], tail..keys.end)
     }
 }
 
@@ -612,6 +624,7 @@ struct Split<T> {
 /// Appends the rows of `x · m` to `out`.
 fn append_product<T: Real>(x: MatRef<'_, T>, m: &Mat<T>, out: &mut Vec<T>) {
     let start = out.len();
+    pages::reserve(out, x.rows() * m.cols());
     out.resize(start + x.rows() * m.cols(), T::ZERO);
     if m.cols() > 0 {
         linalg::gemm(T::ONE, linalg::Op::N(x), linalg::Op::N(m.as_ref()), &mut out[start..], m.cols(), false);
@@ -659,12 +672,7 @@ impl<T: Real> Split<T> {
             .map(|(t, (part, part_lse))| {
                 let keys = t * ATTEND_PIECE..n.min((t + 1) * ATTEND_PIECE);
                 let mut chosen = cx.scratch.take::<u32>(keys.len() + 1);
-                let mut found = 0;
-                // Written whether chosen or not: what is follows no pattern that a branch could be predicted by.
-                for (j, &s) in keys.clone().zip(&by[keys]) {
-                    chosen[found] = j as u32;
-                    found += usize::from(kept.has(s, j));
-                }
+                let found = kept.places(keys.clone(), &by[keys], &mut chosen);
                 let chosen = &chosen[..found];
                 let mut bias = cx.scratch.take::<T>(if split { found } else { 0 });
                 for ((o, l), head) in part.chunks_exact_mut(d_v).zip(part_lse.chunks_exact_mut(1)).zip(heads)
@@ -697,6 +705,7 @@ impl<T: Real> GroupStream<T> for Split<T> {
             }
             None => k,
         };
+        pages::reserve(&mut self.rest, v.rows() * (rest.cols() + self.d_v));
         for (j, v) in v.iter_rows().enumerate() {
             self.rest.extend_from_slice(rest.row(j));
             self.rest.extend_from_slice(v);
@@ -721,12 +730,20 @@ impl<T: Real> GroupStream<T> for Split<T> {
             .for_each(|(q, mapped)| matvec(self.q_map.as_ref(), q, mapped));
         let mut scores = cx.scratch.take::<T>(heads * n);
         let keys = MatRef::new(&self.ranked, n, r);
-        for (q, scores) in mapped.chunks_exact(width).zip(scores.chunks_mut(n.max(1))) {
-            scores.par_chunks_mut(RANK_PIECE).with_max_len(1).enumerate().for_each(|(piece, out)| {
+        // Scores are counted while they are at hand; where heads choose together, the largest are counted later.
+        let together = self.plan.params.group_select == GroupSelect::GroupMax && heads > 1;
+        let counted = !together && !self.plan.keeps_all(n);
+        let rank = |(h, q): (usize, &[T])| -> Vec<Counts> {
+            let scores = &mut scores[h * n..(h + 1) * n];
+            let pieces = scores.par_chunks_mut(RANK_PIECE).with_max_len(1).enumerate();
+            let counts = pieces.filter_map(|(piece, out)| {
                 let first = piece * RANK_PIECE;
                 matvec(keys.sub_rows(first..first + out.len()), &q[..r], out);
+                counted.then(|| Counts::new(out, first, |_| 1))
             });
-        }
+            counts.collect()
+        };
+        let counts: Vec<Vec<Counts>> = mapped.chunks_exact(width).enumerate().map(rank).collect();
         let queries: Vec<Query<'_, T>> = (0..heads)
             .map(|h| {
                 let rest =
@@ -735,18 +752,18 @@ impl<T: Real> GroupStream<T> for Split<T> {
             })
             .collect();
         let mut kept = 0;
-        if self.plan.params.group_select == GroupSelect::GroupMax && heads > 1 {
+        if together {
             let mut best = cx.scratch.take_copy::<T>(queries[0].scores);
             for other in &queries[1..] {
                 best.iter_mut().zip(other.scores).for_each(|(a, &b)| *a = larger(*a, b));
             }
-            kept = heads * self.attend_kept(self.plan.keep(&best), &best, &queries, scale, cx, out, lse);
+            kept =
+                heads * self.attend_kept(self.plan.keep(&best, None), &best, &queries, scale, cx, out, lse);
         } else {
-            for (head, (out, lse)) in
-                queries.chunks_exact(1).zip(out.chunks_exact_mut(d_v).zip(lse.chunks_exact_mut(1)))
-            {
+            let rows = out.chunks_exact_mut(d_v).zip(lse.chunks_exact_mut(1));
+            for ((head, counts), (out, lse)) in queries.chunks_exact(1).zip(&counts).zip(rows) {
                 let by = head[0].scores;
-                kept += self.attend_kept(self.plan.keep(by), by, head, scale, cx, out, lse);
+                kept += self.attend_kept(self.plan.keep(by, Some(counts)), by, head, scale, cx, out, lse);
             }
         }
         Ok(RunInfo {

@@ -166,9 +166,17 @@ fn decoding_keeps_the_keys_that_rows_choose() {
         let plan = Loki::new(&x.problem, Params::from_options(&options(set)).unwrap(), &calibration).unwrap();
         for n in [1, 100, scores.len()] {
             plan.choose(&scores[..n], &mut ranked, &mut chosen);
-            let kept = plan.keep(&scores[..n]);
-            let found: Vec<usize> = (0..n).filter(|&j| kept.has(scores[j], j)).collect();
-            assert_eq!(found, chosen, "{set:?}, {n} keys");
+            let pieces = scores[..n].chunks(64).zip((0..).step_by(64));
+            let counts: Vec<Counts> = pieces.clone().map(|(s, first)| Counts::new(s, first, |_| 1)).collect();
+            for counts in [None, Some(&counts[..])] {
+                let kept = plan.keep(&scores[..n], counts);
+                let (mut found, mut places) = (Vec::new(), vec![0; 65]);
+                for (piece, first) in pieces.clone() {
+                    let len = kept.places(first..first + piece.len(), piece, &mut places);
+                    found.extend(places[..len].iter().map(|&j| j as usize));
+                }
+                assert_eq!(found, chosen, "{set:?}, {n} keys");
+            }
         }
     }
 }
