@@ -427,6 +427,12 @@ impl Row {
         let run = self.run_seconds.median;
         if self.mode == "stream" { run } else { self.setup_seconds.median + run }
     }
+
+    /// The least that a length cost.
+    fn fastest(&self) -> f64 {
+        let run = self.run_seconds.min;
+        if self.mode == "stream" { run } else { self.setup_seconds.min + run }
+    }
 }
 
 fn growth(result: &Bench, subjects: &[Chosen]) -> Vec<Growth> {

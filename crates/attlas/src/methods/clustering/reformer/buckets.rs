@@ -177,7 +177,7 @@ impl Sorted<'_> {
 
 /// What is known of a block of queries.
 pub(super) struct Block {
-    /// Codes of the chunks that the keys were in, for the chunks of all rounds.
+    /// Codes of the chunks that the keys were in, for the chunks that queries may have met before.
     index: Option<CodeIndex>,
     /// Place in the round's order of the first key, where keys are cut per bucket.
     start: usize,
@@ -216,9 +216,11 @@ impl<T: Real> Meeting<T> for Sorted<'_> {
             return None;
         }
         let index = skip.then(|| {
-            let mut index = CodeIndex::new(keys.len() * self.keys.len());
+            // What queries met in earlier rounds are chunks of those rounds, and on a ring their neighbours.
+            let rounds = &self.keys[..if self.params.wrap { self.keys.len() } else { self.round }];
+            let mut index = CodeIndex::new(keys.len() * rounds.len());
             for (place, &j) in keys.iter().enumerate() {
-                for (r, round) in self.keys.iter().enumerate() {
+                for (r, round) in rounds.iter().enumerate() {
                     index.insert(self.code(r, round.of_key[j as usize]), place);
                 }
             }
