@@ -24,7 +24,7 @@ impl<T: Real> KvCache<T> {
     /// An empty cache with room for `capacity` tokens.
     pub fn new(batch: usize, n_kv_heads: usize, d: usize, d_v: usize, capacity: usize) -> Self {
         let heads = batch * n_kv_heads;
-        let (k, v) = (pages::zeros(heads * capacity * d), pages::zeros(heads * capacity * d_v));
+        let (k, v) = (room(heads, capacity * d), room(heads, capacity * d_v));
         Self { batch, n_kv_heads, d, d_v, len: 0, capacity, k, v }
     }
 
@@ -98,7 +98,7 @@ impl<T: Real> KvCache<T> {
     fn grow(&mut self, capacity: usize) {
         let heads = self.batch * self.n_kv_heads;
         for (store, width) in [(&mut self.k, self.d), (&mut self.v, self.d_v)] {
-            let mut grown = pages::zeros(heads * capacity * width);
+            let mut grown = room(heads, capacity * width);
             for h in 0..heads {
                 let old = &store[h * self.capacity * width..][..self.len * width];
                 grown[h * capacity * width..][..old.len()].copy_from_slice(old);
@@ -107,6 +107,15 @@ impl<T: Real> KvCache<T> {
         }
         self.capacity = capacity;
     }
+}
+
+/// Room for so many elements of every head from which on large pages are asked for, in bytes: each head begins a page, and
+/// what is reserved and not yet filled should not take up memory.
+const LARGE: usize = 16 << 20;
+
+fn room<T: Real>(heads: usize, each: usize) -> Vec<T> {
+    let large = each.saturating_mul(size_of::<T>()) >= LARGE;
+    if large { pages::zeros(heads * each) } else { vec![T::ZERO; heads * each] }
 }
 
 #[cfg(test)]
