@@ -66,11 +66,11 @@ impl Cut {
         if value.is_nan() {
             (first..).zip(scores).for_each(|(i, &s)| write(i, self.takes(s, i)));
         } else {
-            // A score that is not a number is not below the cut.
+            // What is not a number comes before all numbers.
             let below = self.end.saturating_sub(first).min(scores.len());
             let (before, behind) = scores.split_at(below);
-            (first..).zip(before).for_each(|(i, &s)| write(i, !(s < value)));
-            (first + below..).zip(behind).for_each(|(i, &s)| write(i, !(s <= value)));
+            (first..).zip(before).for_each(|(i, &s)| write(i, (s >= value) | s.is_nan()));
+            (first + below..).zip(behind).for_each(|(i, &s)| write(i, (s > value) | s.is_nan()));
         }
         len
     }
@@ -120,9 +120,10 @@ impl Cut {
             }
             found
         };
-        let found: Vec<Vec<(u64, usize)>> = match counts.len() {
-            0 | 1 => counts.iter().map(collect).collect(),
-            _ => counts.par_iter().with_max_len(1).map(collect).collect(),
+        // Few scores are looked through sooner than a second thread comes.
+        let found: Vec<Vec<(u64, usize)>> = match scores.len() > 2 * PIECE {
+            true => counts.par_iter().with_max_len(1).map(collect).collect(),
+            false => counts.iter().map(collect).collect(),
         };
         let mut found = found.concat();
         let mut rest = &mut found[..];
