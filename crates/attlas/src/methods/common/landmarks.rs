@@ -16,14 +16,14 @@ use rayon::prelude::*;
 /// Query rows of one task.
 const BLOCK_ROWS: usize = 256;
 
-/// Runs the skeleton on a group. `solve(C, U)` gives $T$, or `None` where $C$ has entries that are not numbers;
-/// `finish(block, T)` may change the rows of a block afterwards.
-pub fn landmark_attention<T: Real>(
+/// Runs the skeleton on a group. `solver(C)` gives what turns $U$ into $T$, or into `None` where $C$ has entries that are
+/// not numbers; it works while $U$ is computed. `finish(block, T)` may change the rows of a block afterwards.
+pub fn landmark_attention<T: Real, S: Send + FnOnce(&Mat<f64>) -> Option<Mat<f64>>>(
     g: &mut Group<'_, T>,
     q_parts: &impl Parts,
     k_parts: &impl Parts,
     bias: Option<&[T]>,
-    solve: impl Fn(&Mat<f64>, &Mat<f64>) -> (Option<Mat<f64>>, RunInfo) + Sync,
+    solver: impl Fn(&Mat<f64>) -> (S, RunInfo) + Sync,
     finish: impl Fn(&mut RowBlock<'_, T>, MatRef<'_, T>) + Sync,
 ) -> Result<RunInfo> {
     let (q, k, v, scale, cx) = (g.q, g.k, g.v, g.scale, g.cx);
@@ -43,11 +43,11 @@ pub fn landmark_attention<T: Real>(
             let q_bar = MatRef::new(&q_bar, m_q, d);
             let mut u = cx.scratch.take::<T>(m_q * d_v);
             let mut lse = cx.scratch.take::<T>(m_q);
-            exact_few_rows(q_bar, k, v, scale, cx, &mut u, &mut lse);
-            let c = landmark_weights(q_bar, k_bar, bias, scale);
-            let u = Mat::from_vec(u.iter().map(|x| x.to_f64()).collect(), m_q, d_v);
-            let (solved, info) = solve(&c, &u);
-            match solved {
+            let ((), (solve, info)) = rayon::join(
+                || exact_few_rows(q_bar, k, v, scale, cx, &mut u, &mut lse),
+                || solver(&landmark_weights(q_bar, k_bar, bias, scale)),
+            );
+            match solve(&Mat::from_vec(u.iter().map(|x| x.to_f64()).collect(), m_q, d_v)) {
                 Some(x) => t.iter_mut().zip(x.data()).for_each(|(t, x)| *t = T::from_f64(*x)),
                 None => t.fill(T::NAN),
             }

@@ -32,7 +32,7 @@ use crate::methods::common::{exact_group, exact_scratch_bytes};
 use crate::{DType, Mask, Problem, Real, Result};
 use attlas_num::Mat;
 use attlas_num::kernels::axpy;
-use attlas_num::linalg::{lu, matmul, pinv};
+use attlas_num::linalg::{Lu, lu, matmul, pinv};
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -193,7 +193,10 @@ impl Csalr {
             parts,
             parts,
             None,
-            |c, u| solve(c, u, T::DTYPE),
+            |c| {
+                let (solver, info) = invert(c, T::DTYPE);
+                (move |u: &Mat<f64>| solver.and_then(|solver| solver.solve(u)), info)
+            },
             |block, t| {
                 for (out, i) in block.out.chunks_exact_mut(d_v).zip(block.first..n) {
                     if self.params.first == First::Member {
@@ -205,29 +208,42 @@ impl Csalr {
     }
 }
 
-/// $(C + I)^{-1} U$; `None` where $C$ is not finite.
-fn solve(c: &Mat<f64>, u: &Mat<f64>, dtype: DType) -> (Option<Mat<f64>>, RunInfo) {
+/// $(C + I)^{-1}$.
+enum Solver {
+    Factors(Lu),
+    Inverse(Mat<f64>),
+}
+
+impl Solver {
+    fn solve(&self, u: &Mat<f64>) -> Option<Mat<f64>> {
+        match self {
+            Self::Factors(factors) => factors.solve(u.as_ref()).ok(),
+            Self::Inverse(inverse) => Some(matmul(inverse.as_ref(), u.as_ref())),
+        }
+    }
+}
+
+/// $(C + I)^{-1}$; `None` where $C$ is not finite.
+fn invert(c: &Mat<f64>, dtype: DType) -> (Option<Solver>, RunInfo) {
     let least = if dtype == DType::F32 { 1e-6 } else { 1e-12 };
     let mut shifted = c.clone();
     (0..c.rows()).for_each(|i| shifted[(i, i)] += 1.0);
     let failed = || (None, RunInfo { status: Status::StoppedEarly, ..RunInfo::default() });
     let Ok(factors) = lu(shifted.as_ref()) else { return failed() };
     let rcond = factors.rcond();
-    if rcond >= least
-        && let Ok(t) = factors.solve(u.as_ref())
-    {
+    if rcond >= least {
         let info = RunInfo {
             rank: Some(c.rows()),
             figures: [("condition", 1.0 / rcond), ("svd_fallback", 0.0)].into(),
             ..RunInfo::default()
         };
-        return (Some(t), info);
+        return (Some(Solver::Factors(factors)), info);
     }
     match pinv(shifted.as_ref(), least) {
         Ok((inverse, rank)) => {
             let info =
                 RunInfo { rank: Some(rank), figures: [("svd_fallback", 1.0)].into(), ..RunInfo::default() };
-            (Some(matmul(inverse.as_ref(), u.as_ref())), info)
+            (Some(Solver::Inverse(inverse)), info)
         }
         Err(_) => failed(),
     }
@@ -391,10 +407,10 @@ mod tests {
         let u = Mat::from_vec(vec![1.0, 2.0], 2, 1);
         for e in [0.3f64, 1e-3, 1e-9] {
             let c = Mat::from_vec(vec![e, 1.0 - e, 1.0 - e, e], 2, 2);
-            let (t, info) = solve(&c, &u, DType::F64);
+            let (solver, info) = invert(&c, DType::F64);
             // cond₁ = cond₂ for this matrix, 1/e.
             assert!((info.figures["condition"] * e - 1.0).abs() < 1e-6, "{info:?}");
-            let t = t.unwrap();
+            let t = solver.unwrap().solve(&u).unwrap();
             assert!(((1.0 + e) * t[(0, 0)] + (1.0 - e) * t[(1, 0)] - 1.0).abs() < 1e-15 / e);
         }
     }
@@ -402,10 +418,10 @@ mod tests {
     #[test]
     fn a_swap_of_two_landmarks_is_solved_by_singular_values() {
         let swap = Mat::from_vec(vec![0.0, 1.0, 1.0, 0.0], 2, 2);
-        let (t, info) = solve(&swap, &Mat::from_vec(vec![1.0, 2.0], 2, 1), DType::F64);
+        let (solver, info) = invert(&swap, DType::F64);
         assert_eq!((info.figures["svd_fallback"], info.rank), (1.0, Some(1)));
         // The least-squares solution of least norm of t₀ + t₁ = 1, t₀ + t₁ = 2.
-        let t = t.unwrap();
+        let t = solver.unwrap().solve(&Mat::from_vec(vec![1.0, 2.0], 2, 1)).unwrap();
         assert!((t[(0, 0)] - 0.75).abs() < 1e-14 && (t[(1, 0)] - 0.75).abs() < 1e-14);
     }
 

@@ -172,7 +172,10 @@ impl Nystromformer {
             &q_parts,
             &k_parts,
             bias.as_deref(),
-            |c, u| self.solve(c, u),
+            |c| {
+                let (inverse, info) = self.invert(c);
+                (move |u: &Mat<f64>| inverse.map(|x| matmul(x.as_ref(), u.as_ref())), info)
+            },
             |block, _| {
                 if let Some(ranges) = &ranges {
                     clip_rows(block.out, ranges);
@@ -181,8 +184,8 @@ impl Nystromformer {
         )
     }
 
-    /// $C^+ U$; `None` where $C$ is not finite.
-    fn solve(&self, c: &Mat<f64>, u: &Mat<f64>) -> (Option<Mat<f64>>, RunInfo) {
+    /// $C^+$; `None` where $C$ is not finite.
+    fn invert(&self, c: &Mat<f64>) -> (Option<Mat<f64>>, RunInfo) {
         let p = &self.params;
         let iteration = match p.pinv {
             Pinv::Razavi => Iteration::Razavi,
@@ -193,7 +196,7 @@ impl Nystromformer {
                 let floor = c.rows() as f64 * f64::ROUNDOFF;
                 if let Ok((inverse, rank)) = pinv(c.as_ref(), p.rcond.max(floor)) {
                     let info = RunInfo { rank: Some(rank), ..RunInfo::default() };
-                    return (Some(matmul(inverse.as_ref(), u.as_ref())), info);
+                    return (Some(inverse), info);
                 }
                 // Entries that are not finite end the iteration as well.
                 Iteration::Hyperpower7
@@ -209,7 +212,7 @@ impl Nystromformer {
                     status,
                     ..RunInfo::default()
                 };
-                (Some(matmul(report.inverse.as_ref(), u.as_ref())), info)
+                (Some(report.inverse), info)
             }
             Err(_) => (None, RunInfo { status: Status::StoppedEarly, ..RunInfo::default() }),
         }
