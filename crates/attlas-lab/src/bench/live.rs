@@ -204,15 +204,15 @@ impl<'a> Live<'a> {
         median(&self.setups)
     }
 
-    /// The least that set-up and run took.
-    pub(super) fn fastest(&self) -> f64 {
-        let least = |times: &[f64]| times.iter().copied().reduce(f64::min).unwrap_or(0.0);
-        least(&self.setups) + least(&self.runs)
-    }
-
     /// What a length costs: set-up counts unless it was a prompt.
     pub(super) fn total(&self) -> f64 {
         if self.stream.is_some() { self.run() } else { self.setup() + self.run() }
+    }
+
+    /// The least that a length cost.
+    pub(super) fn fastest(&self) -> f64 {
+        let least = |times: &[f64]| times.iter().copied().reduce(f64::min).unwrap_or(0.0);
+        least(&self.runs) + if self.stream.is_some() { 0.0 } else { least(&self.setups) }
     }
 
     pub(super) fn row(

@@ -36,7 +36,7 @@ pub fn attend_tile<T: Real>(
     let rows = tile_rows(n);
     let mut logits = cx.scratch.take::<T>(rows.min(q.rows()) * n);
     // Zero times NaN is NaN: such values are added by hand, to the rows that see them.
-    // Without a way out of the loop, which keeps it from being done many values at a time.
+    // A loop without a way out runs over many values at a time.
     let finite = |row: &[T]| row.iter().fold(true, |so_far, x| so_far & x.is_finite());
     let spoilt: Vec<usize> = (0..n).filter(|&j| !finite(v.row(j))).collect();
     let clean = (!spoilt.is_empty()).then(|| {
