@@ -138,10 +138,12 @@ pub const GROWTH_LENGTHS: [usize; 4] = [16_384, 32_768, 65_536, 131_072];
 pub const THREADS_LENGTH: usize = 16_384;
 /// Tokens decoded for every run that is asked for.
 const DECODED_TOKENS: usize = 40;
+/// Runs at each length of the growth for every run that is asked for: the fastest is judged.
+const GROWTH_ROUNDS: usize = 3;
 /// Rounds in which threads are compared for every run that is asked for, as far as they fit into so many seconds: short
 /// runs are the ones that other programs disturb.
-const THREADS_ROUNDS: usize = 3;
-const THREADS_SECONDS: f64 = 0.3;
+const THREADS_ROUNDS: usize = 10;
+const THREADS_SECONDS: f64 = 2.0;
 /// What a second thread has to bring.
 const THREADS_WANTED: f64 = 1.8;
 /// Growth allowed beyond the published exponent, for caches that no longer hold what they held.
@@ -302,7 +304,8 @@ fn growth(
             continue;
         }
         seen.push((claim.method, claim.causal));
-        let settings = Settings { lengths: lengths.to_vec(), beside_exact: false, ..claim.settings(base) };
+        let (lengths, runs) = (lengths.to_vec(), GROWTH_ROUNDS * base.runs);
+        let settings = Settings { lengths, runs, beside_exact: false, ..claim.settings(base) };
         let chosen = claim.chosen()?;
         let claimed = chosen.method.claims.exponent;
         let found = bench(&[chosen], &settings, watch, stop)?;
@@ -367,12 +370,8 @@ fn threads(
             Live::new(&chosen, &data, &settings, &mut one)?,
             Live::new(&chosen, &data, &settings, &mut all)?,
         ];
-        let more = Settings {
-            runs: THREADS_ROUNDS * settings.runs,
-            max_seconds: settings.max_seconds.min(THREADS_SECONDS),
-            ..settings.clone()
-        };
-        for _ in 0..live[0].wanted(&settings).max(live[0].wanted(&more)) {
+        let fitting = THREADS_SECONDS / live.iter().map(Live::warm_seconds).sum::<f64>();
+        for _ in 0..(fitting as usize).clamp(base.runs, THREADS_ROUNDS * base.runs) {
             // Threads that slept while the others worked come back in a run that does not count.
             for (live, ws) in live.iter_mut().zip([&mut one, &mut all]) {
                 live.once(&data, ws)?;

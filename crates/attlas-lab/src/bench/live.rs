@@ -17,6 +17,14 @@ use attlas::{
 use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
 
+/// Runs `work` on all threads of `ws` once every one of them is awake; the result and the seconds from there.
+fn timed_awake<R: Send>(ws: &Workspace, work: impl FnOnce() -> R + Send) -> (R, f64) {
+    ws.install(|_| {
+        rayon::broadcast(|_| ());
+        timed(work)
+    })
+}
+
 /// Inputs of one shape.
 pub(super) struct Data {
     pub(super) problem: Problem,
@@ -67,7 +75,7 @@ pub(super) struct Live<'a> {
     options: Options,
     calibration: Option<Calibration>,
     stream: Option<Box<dyn Stream>>,
-    /// What a stream works with while it is on the threads already.
+    /// What runs work with, which start on threads that are awake.
     inside: Workspace,
     output: Vec<f32>,
     setups: Vec<f64>,
@@ -151,28 +159,26 @@ impl<'a> Live<'a> {
         Ok(())
     }
 
-    /// Seconds of set-up (0 for a stream) and of one run.
+    /// Seconds of set-up (0 for a stream) and of one run. As in a model, whose layers share one visit to the threads, the
+    /// clock starts when all of them are awake; waking one takes as long as some methods need for a token.
     pub(super) fn once(&mut self, data: &Data, ws: &mut Workspace) -> Result<(f64, f64)> {
         let p = data.problem;
         let x = data.inputs()?;
         if let Some(stream) = &mut self.stream {
             let token = Qkv::new(x.q, x.k.rows(0..1), x.v.rows(0..1));
-            let out = Out::new(TensorMut::bhnd(&mut self.output, [1, p.n_heads, 1, p.d_v])?);
-            // As in a model: all layers of a token share one visit to the threads, which is not one layer's time.
+            let mut out = Out::new(TensorMut::bhnd(&mut self.output, [1, p.n_heads, 1, p.d_v])?).into();
             let inside = &mut self.inside;
-            let mut out = out.into();
-            let (done, seconds) = ws.install(|_| {
-                timed(|| {
-                    stream.push(&token.into(), inside)?;
-                    stream.attend(&token.into(), &mut out, inside)
-                })
+            let (done, seconds) = timed_awake(ws, || {
+                stream.push(&token.into(), inside)?;
+                stream.attend(&token.into(), &mut out, inside)
             });
             self.status = done?.status;
             return Ok((0.0, seconds));
         }
         let (plan, setup) = timed(|| self.plan(&p));
         let plan = plan?;
-        let (info, run) = timed(|| execute(&*plan, x, &mut self.output, None, ws));
+        let (output, inside) = (&mut self.output, &mut self.inside);
+        let (info, run) = timed_awake(ws, || execute(&*plan, x, output, None, inside));
         self.status = info?.status;
         self.cost = Some(plan.cost());
         Ok((setup, run))
@@ -194,6 +200,11 @@ impl<'a> Live<'a> {
             return settings.runs;
         }
         ((settings.max_seconds / self.warm_seconds) as usize).clamp(1, settings.runs)
+    }
+
+    /// Seconds of the run that did not count.
+    pub(super) fn warm_seconds(&self) -> f64 {
+        self.warm_seconds
     }
 
     pub(super) fn run(&self) -> f64 {
