@@ -21,8 +21,11 @@ const BIN_SHIFT: u32 = u64::BITS - BIN_BITS;
 /// Items at the edge that are few enough to be sorted; more are halved first.
 const SORTED: usize = 32;
 
-/// Scores that are looked through before those found among them are kept.
-const BLOCK: usize = 128;
+/// Scores whose bins are found before they are counted.
+const COUNTED: usize = 256;
+
+/// Scores of which one look tells whether any may lie in the bin of the cut.
+const BLOCK: usize = 16;
 
 /// Scores that one task counts.
 const PIECE: usize = 8192;
@@ -84,7 +87,7 @@ impl Cut {
     pub fn within<T: Real>(scores: &[T], weight: impl Fn(usize) -> usize + Sync, budget: usize) -> Self {
         let count = |t: usize| {
             let piece = t * PIECE..scores.len().min((t + 1) * PIECE);
-            Counts::new(&scores[piece.clone()], piece.start, &weight)
+            Counts::new(&scores[piece.clone()], piece.start, &weight, budget)
         };
         let pieces = scores.len().div_ceil(PIECE);
         let counts: Vec<Counts> = match pieces {
@@ -94,7 +97,8 @@ impl Cut {
         Self::counted(scores, &counts, weight, budget)
     }
 
-    /// The same where the items have been counted, piece after piece, with these weights.
+    /// The same where the items have been counted, piece after piece, with these weights and this budget or a larger
+    /// one.
     pub fn counted<T: Real>(
         scores: &[T],
         counts: &[Counts],
@@ -103,12 +107,18 @@ impl Cut {
     ) -> Self {
         debug_assert_eq!(counts.iter().map(|c| c.piece.len()).sum::<usize>(), scores.len());
         let mut left = budget;
-        let total = |bin: usize| counts.iter().map(|c| c.bins[bin]).sum();
-        let Some(edge) = edge_of(total, &mut left) else { return Self::ALL };
+        let Some(edge) = edge_of(counts, &mut left) else { return Self::ALL };
+        // Scores of other bins lie below the one or above the other; where a bound is not a number, any may be inside.
+        let (low, high): (T, T) =
+            (value_of(least_of(edge)), value_of(least_of(edge) | !(u64::MAX << BIN_SHIFT)));
         let collect = |c: &Counts| {
             let mut found: Vec<(u64, usize)> = Vec::new();
             let mut places = [0u8; BLOCK];
             for (first, block) in c.piece.clone().step_by(BLOCK).zip(scores[c.piece.clone()].chunks(BLOCK)) {
+                // A loop without a way out runs over many scores at a time.
+                if block.iter().fold(true, |outside, &s| outside & ((s < low) | (s > high))) {
+                    continue;
+                }
                 // Written whether it is found or not: what is follows no pattern that a branch could be predicted by.
                 let mut len = 0;
                 for (place, &s) in (0u8..).zip(block) {
@@ -159,28 +169,58 @@ impl Cut {
 #[derive(Clone, Debug)]
 pub struct Counts {
     piece: Range<usize>,
-    bins: Vec<usize>,
+    /// Bins that hold something and what they hold, from the best down to the one in which the budget ends: few, so that a
+    /// thread that looks for the cut reads little of what others wrote.
+    bins: Vec<(usize, usize)>,
 }
 
 impl Counts {
-    /// Counts the items from position `first` on that have these scores.
-    pub fn new<T: Real>(scores: &[T], first: usize, weight: impl Fn(usize) -> usize) -> Self {
+    /// Counts the items from position `first` on that have these scores, as far as cuts within `budget` go.
+    pub fn new<T: Real>(scores: &[T], first: usize, weight: impl Fn(usize) -> usize, budget: usize) -> Self {
         let piece = first..first + scores.len();
-        let mut bins = vec![0; BINS];
-        piece.clone().zip(scores).for_each(|(i, &s)| bins[bin_of(rank_of(s))] += weight(i));
-        Self { piece, bins }
+        let mut bins = [0; BINS];
+        let mut best = 0;
+        let mut of_block = [0u16; COUNTED];
+        for (start, block) in piece.clone().step_by(COUNTED).zip(scores.chunks(COUNTED)) {
+            // Two loops: the first runs over many scores at a time.
+            of_block.iter_mut().zip(block).for_each(|(bin, &s)| *bin = bin_of(rank_of(s)) as u16);
+            for (i, &bin) in (start..).zip(&of_block[..block.len()]) {
+                bins[usize::from(bin)] += weight(i);
+                best = best.max(bin);
+            }
+        }
+        let mut filled = Vec::with_capacity(COUNTED);
+        let mut left = Some(budget);
+        for (bin, &weight) in
+            bins[..=usize::from(best)].iter().enumerate().rev().filter(|&(_, &weight)| weight > 0)
+        {
+            filled.push((bin, weight));
+            left = left.and_then(|left| left.checked_sub(weight));
+            if left.is_none() {
+                break;
+            }
+        }
+        Self { piece, bins: filled }
     }
 }
 
 /// The first bin from above that does not fit whole; `left` loses the weight of those above it.
-fn edge_of(total: impl Fn(usize) -> usize, left: &mut usize) -> Option<usize> {
-    (0..BINS).rev().find(|&bin| match left.checked_sub(total(bin)) {
-        Some(rest) => {
-            *left = rest;
-            false
+fn edge_of(counts: &[Counts], left: &mut usize) -> Option<usize> {
+    let mut rest: Vec<&[(usize, usize)]> = counts.iter().map(|c| &c.bins[..]).collect();
+    while let Some(best) = rest.iter().filter_map(|bins| bins.first()).map(|&(bin, _)| bin).max() {
+        let mut total = 0;
+        for bins in &mut rest {
+            if let Some((&(_, weight), others)) = bins.split_first().filter(|((bin, _), _)| *bin == best) {
+                total += weight;
+                *bins = others;
+            }
         }
-        None => true,
-    })
+        match left.checked_sub(total) {
+            Some(less) => *left = less,
+            None => return Some(best),
+        }
+    }
+    None
 }
 
 /// A number that orders as the score does, with 0 and −0 equal and NaN above everything.
@@ -208,6 +248,11 @@ fn value_of<T: Real>(rank: u64) -> T {
 
 fn bin_of(rank: u64) -> usize {
     (rank >> BIN_SHIFT) as usize
+}
+
+/// The least rank of a bin.
+fn least_of(bin: usize) -> u64 {
+    (bin as u64) << BIN_SHIFT
 }
 
 #[cfg(test)]
@@ -277,7 +322,7 @@ mod tests {
                     let pieces: Vec<Counts> = scores
                         .chunks(n / 3 + 1)
                         .zip((0..).step_by(n / 3 + 1))
-                        .map(|(piece, first)| Counts::new(piece, first, |i| weights[i]))
+                        .map(|(piece, first)| Counts::new(piece, first, |i| weights[i], count))
                         .collect();
                     let counted = Cut::counted(&scores, &pieces, |i| weights[i], count);
                     assert_eq!(counted, Cut::within(&scores, |i| weights[i], count), "{what}, in pieces");

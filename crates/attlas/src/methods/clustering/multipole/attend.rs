@@ -85,10 +85,11 @@ impl Multipole {
         let token = Token { q, k, v, scale, cx };
         let mut coarse = None;
         let mut fine = match state.coarse() {
-            None => Field::all(state.fine(), scoring, scale),
+            None => Field::all(state.fine(), scoring, scale, budget),
             Some(level) => {
-                let field = coarse.insert(Field::all(level, scoring, scale));
-                field.take((budget as f64 * self.params.coarse_factor) as usize);
+                let budget = (budget as f64 * self.params.coarse_factor) as usize;
+                let field = coarse.insert(Field::all(level, scoring, scale, budget));
+                field.take(budget);
                 let mut children = field.members(&field.taken(0..field.len()));
                 children.sort_unstable();
                 Field::some(state.fine(), children, scoring, scale)
@@ -194,7 +195,8 @@ struct Field<'a, T> {
 }
 
 impl<'a, T: Real> Field<'a, T> {
-    fn all(level: &'a Level<T>, q: MatRef<'_, T>, scale: T) -> Self {
+    /// All of a level, of which clusters with at most `budget` keys will be taken.
+    fn all(level: &'a Level<T>, q: MatRef<'_, T>, scale: T, budget: usize) -> Self {
         let m = level.len();
         let mut logits = vec![T::ZERO; q.rows() * m];
         let alone = q.rows() == 1;
@@ -204,7 +206,7 @@ impl<'a, T: Real> Field<'a, T> {
                 let first = t * SCORED;
                 matvec(level.keys().sub_rows(first..first + out.len()), q, out);
                 out.iter_mut().for_each(|x| *x *= scale);
-                alone.then(|| Counts::new(out, first, |c| level.count(c)))
+                alone.then(|| Counts::new(out, first, |c| level.count(c), budget))
             };
             counts = match m > SCORED {
                 true => logits.par_chunks_mut(SCORED).with_max_len(1).enumerate().map(score).collect(),
@@ -214,6 +216,7 @@ impl<'a, T: Real> Field<'a, T> {
         Self { level, ids: None, logits, counts, scores: None, cut: None }
     }
 
+    /// Those of a level that `ids` names.
     fn some(level: &'a Level<T>, ids: Vec<u32>, q: MatRef<'_, T>, scale: T) -> Self {
         let keys = level.keys();
         let logits = q

@@ -732,14 +732,14 @@ impl<T: Real> GroupStream<T> for Split<T> {
         let keys = MatRef::new(&self.ranked, n, r);
         // Scores are counted while they are at hand; where heads choose together, the largest are counted later.
         let together = self.plan.params.group_select == GroupSelect::GroupMax && heads > 1;
-        let counted = !together && !self.plan.keeps_all(n);
+        let (counted, budget) = (!together && !self.plan.keeps_all(n), self.plan.budget(n));
         let rank = |(h, q): (usize, &[T])| -> Vec<Counts> {
             let scores = &mut scores[h * n..(h + 1) * n];
             let pieces = scores.par_chunks_mut(RANK_PIECE).with_max_len(1).enumerate();
             let counts = pieces.filter_map(|(piece, out)| {
                 let first = piece * RANK_PIECE;
                 matvec(keys.sub_rows(first..first + out.len()), &q[..r], out);
-                counted.then(|| Counts::new(out, first, |_| 1))
+                counted.then(|| Counts::new(out, first, |_| 1, budget))
             });
             counts.collect()
         };

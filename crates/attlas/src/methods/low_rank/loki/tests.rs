@@ -167,7 +167,8 @@ fn decoding_keeps_the_keys_that_rows_choose() {
         for n in [1, 100, scores.len()] {
             plan.choose(&scores[..n], &mut ranked, &mut chosen);
             let pieces = scores[..n].chunks(64).zip((0..).step_by(64));
-            let counts: Vec<Counts> = pieces.clone().map(|(s, first)| Counts::new(s, first, |_| 1)).collect();
+            let count = |(s, first)| Counts::new(s, first, |_| 1, plan.budget(n));
+            let counts: Vec<Counts> = pieces.clone().map(count).collect();
             for counts in [None, Some(&counts[..])] {
                 let kept = plan.keep(&scores[..n], counts);
                 let (mut found, mut places) = (Vec::new(), vec![0; 65]);
