@@ -16,4 +16,4 @@ pub mod tensor;
 pub mod transform;
 
 pub use mat::{DType, Mat, MatRef, Real};
-pub use scratch::Scratch;
+pub use scratch::{Buf, Scratch};

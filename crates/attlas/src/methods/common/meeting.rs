@@ -8,12 +8,14 @@
 use super::{attend_tile, exact_rows, tile_logits_len};
 use crate::workspace::Context;
 use attlas_num::kernels::{Band, merge_lse};
-use attlas_num::{MatRef, Real};
+use attlas_num::{Buf, MatRef, Real};
 use rayon::prelude::*;
 use std::ops::Range;
 
 /// Queries merged by one task.
 const MERGE_ROWS: usize = 512;
+/// Blocks that one task takes, one after the other: what two neighbours both meet is gathered once.
+const TASK_BLOCKS: usize = 4;
 
 /// Queries in the order of their blocks.
 #[derive(Clone, Debug)]
@@ -125,28 +127,32 @@ pub fn attend_round<T: Real, M: Meeting<T>>(
         }
     }
     let visited: u64 = blocks
-        .into_par_iter()
-        .map(|(b, out, lse)| {
-            let queries = round.block(b);
-            let keys = meeting.keys(b);
-            let mut own_q = cx.scratch.take::<T>(queries.len() * d);
-            let mut own_k = cx.scratch.take::<T>(keys.len() * d);
-            let mut own_v = cx.scratch.take::<T>(keys.len() * d_v);
-            q.gather_into(queries.iter().map(|&i| i as usize), &mut own_q);
-            k.gather_into(keys.iter().map(|&j| j as usize), &mut own_k);
-            v.gather_into(keys.iter().map(|&j| j as usize), &mut own_v);
-            let own_q = MatRef::new(&own_q, queries.len(), d);
-            let own_k = MatRef::new(&own_k, keys.len(), d);
-            let own_v = MatRef::new(&own_v, keys.len(), d_v);
-            match meeting.enter(b, &keys) {
-                None => exact_rows(own_q, own_k, own_v, None, scale, Band::ALL, cx, out, lse),
-                Some(block) => {
-                    let see =
-                        |r: usize, logits: &mut [T]| meeting.see(&block, queries[r] as usize, &keys, logits);
-                    attend_tile(own_q, own_k, own_v, scale, cx, see, out, lse);
+        .par_chunks_mut(TASK_BLOCKS)
+        .with_max_len(1)
+        .map(|blocks| {
+            let mut visited = 0;
+            let mut met: Option<Met<'_, T>> = None;
+            for (b, out, lse) in blocks {
+                let queries = round.block(*b);
+                let mut own_q = cx.scratch.take::<T>(queries.len() * d);
+                q.gather_into(queries.iter().map(|&i| i as usize), &mut own_q);
+                let met = met.insert(Met::new(meeting.keys(*b), met.as_ref(), k, v, cx));
+                let keys = &met.keys[..];
+                let own_q = MatRef::new(&own_q, queries.len(), d);
+                let own_k = MatRef::new(&met.k, keys.len(), d);
+                let own_v = MatRef::new(&met.v, keys.len(), d_v);
+                match meeting.enter(*b, keys) {
+                    None => exact_rows(own_q, own_k, own_v, None, scale, Band::ALL, cx, out, lse),
+                    Some(block) => {
+                        let see = |r: usize, logits: &mut [T]| {
+                            meeting.see(&block, queries[r] as usize, keys, logits)
+                        };
+                        attend_tile(own_q, own_k, own_v, scale, cx, see, out, lse);
+                    }
                 }
+                visited += (queries.len() * keys.len()) as u64;
             }
-            (queries.len() * keys.len()) as u64
+            visited
         })
         .sum();
     let (starts, places) = round.places(q.rows());
@@ -168,6 +174,44 @@ pub fn attend_round<T: Real, M: Meeting<T>>(
     visited
 }
 
+/// The keys that a block meets, gathered with their values.
+struct Met<'a, T> {
+    keys: Vec<u32>,
+    k: Buf<'a, T>,
+    v: Buf<'a, T>,
+}
+
+impl<'a, T: Real> Met<'a, T> {
+    /// Gathers `keys`; those at the front that `before` ends with are copied from there, which is near.
+    fn new(
+        keys: Vec<u32>,
+        before: Option<&Self>,
+        k: MatRef<'_, T>,
+        v: MatRef<'_, T>,
+        cx: Context<'a>,
+    ) -> Self {
+        let known = before.map_or(0, |before| overlap(&before.keys, &keys));
+        let gather = |x: MatRef<'_, T>, before: Option<&[T]>| {
+            let mut rows = cx.scratch.take::<T>(keys.len() * x.cols());
+            let (old, new) = rows.split_at_mut(known * x.cols());
+            if let Some(before) = before {
+                old.copy_from_slice(&before[before.len() - old.len()..]);
+            }
+            x.gather_into(keys[known..].iter().map(|&j| j as usize), new);
+            rows
+        };
+        let (k, v) = (gather(k, before.map(|m| &m.k[..])), gather(v, before.map(|m| &m.v[..])));
+        Self { keys, k, v }
+    }
+}
+
+/// How many keys `before` ends and `keys` begins with.
+fn overlap(before: &[u32], keys: &[u32]) -> usize {
+    let start = before.iter().position(|j| keys.first() == Some(j)).unwrap_or(before.len());
+    let shared = &before[start..];
+    if keys.starts_with(shared) { shared.len() } else { 0 }
+}
+
 /// The average of the outputs that saw a key, and the joined log-sum-exp.
 fn mean_into<'a, T: Real>(parts: impl Iterator<Item = (&'a [T], T)>, out: &mut [T], lse: &mut T) {
     out.fill(T::ZERO);
@@ -185,8 +229,9 @@ fn mean_into<'a, T: Real>(parts: impl Iterator<Item = (&'a [T], T)>, out: &mut [
 
 /// Upper bound on the scratch elements of [`attend_round`] for `slots` rows in blocks that meet at most `keys` keys.
 pub fn round_scratch_len(slots: usize, keys: usize, d: usize, d_v: usize, threads: usize) -> usize {
-    // Gathered queries of all blocks together are at most the slots; 64 elements round a buffer up to a line.
-    slots * (d + d_v + 1) + threads * (keys * (d + d_v) + tile_logits_len(keys) + 256) + 256
+    // Gathered queries of all blocks together are at most the slots; a block's keys are gathered while those of the block
+    // before are there; 64 elements round a buffer up to a line.
+    slots * (d + d_v + 1) + threads * (2 * keys * (d + d_v) + tile_logits_len(keys) + 384) + 256
 }
 
 #[cfg(test)]
@@ -202,6 +247,16 @@ mod tests {
         assert_eq!(places, [3, 0, 4, 2, 1]);
         let twice = Round::new(vec![1, 0, 1], vec![0, 2, 3]);
         assert_eq!(twice.places(2), (vec![0, 1, 3], vec![1, 0, 2]));
+    }
+
+    #[test]
+    fn keys_of_the_block_before_are_recognised() {
+        assert_eq!(overlap(&[4, 1, 7, 2], &[7, 2, 9]), 2);
+        assert_eq!(overlap(&[4, 1], &[4, 1]), 2);
+        assert_eq!(overlap(&[4, 1, 7], &[1, 9]), 0);
+        assert_eq!(overlap(&[4, 1, 7], &[1]), 0);
+        assert_eq!(overlap(&[3, 5, 3], &[3, 8]), 0);
+        assert_eq!((overlap(&[], &[1]), overlap(&[1], &[])), (0, 0));
     }
 
     #[test]
