@@ -2,7 +2,8 @@
 
 use crate::run::timed;
 use attlas::Workspace;
-use attlas_num::kernels;
+use attlas_num::kernels::{self, pages};
+use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
 use serde::Serialize;
 use std::hint::black_box;
@@ -24,6 +25,8 @@ pub struct Machine {
     /// Most billions of bytes per second that all threads read from memory, summing as floats or as integers: a
     /// float sum in strict order waits for its additions and not for memory.
     pub read_gbs: f64,
+    /// The same where one run of 8 KiB in sixteen is read, at random: what the clusters of a long cache are read like.
+    pub scattered_gbs: f64,
     /// Most billions of bytes per second that all threads copy in memory; each byte counts twice, read and written.
     pub copy_gbs: f64,
 }
@@ -31,6 +34,9 @@ pub struct Machine {
 /// Seconds of one burst of multiply-adds, and the number of bursts and passes whose best is taken.
 const BURST_SECONDS: f64 = 0.04;
 const BURSTS: usize = 7;
+/// Elements of a run, and runs of which one is read, where runs lie scattered.
+const RUN: usize = 8192 / size_of::<f32>();
+const RUNS: usize = 16;
 
 impl Machine {
     /// Measures, in about a second. `bytes` of memory are read; far more than any cache is honest.
@@ -40,7 +46,8 @@ impl Machine {
         let len = (bytes / size_of::<f32>()).max(1024);
         let source = memory(ws, len);
         let read = read_peak(ws, &source);
-        let mut target = vec![0.0f32; len / 2];
+        let scattered = scattered_peak(ws, &source);
+        let mut target: Vec<f32> = pages::zeros(len / 2);
         let half = target.len();
         let piece = share(ws, half);
         let copy = best(|| {
@@ -60,6 +67,7 @@ impl Machine {
             isa: schedule.isa.to_string(),
             fma_gflops: fma,
             read_gbs: read,
+            scattered_gbs: scattered,
             copy_gbs: copy * 1e-9,
         }
     }
@@ -101,9 +109,10 @@ fn best(mut rate: impl FnMut() -> f64) -> f64 {
     (0..BURSTS).map(|_| rate()).fold(0.0, f64::max)
 }
 
-/// Memory to read, each thread's share of it written by that thread, so that pages lie near it.
+/// Memory to read, in large pages as a long cache, each thread's share of it written by that thread, so that pages lie
+/// near it.
 fn memory(ws: &Workspace, len: usize) -> Vec<f32> {
-    let mut source = vec![0.0f32; len];
+    let mut source: Vec<f32> = pages::zeros(len);
     let piece = share(ws, len);
     ws.install(|_| source.par_chunks_mut(piece).for_each(|part| part.fill(1.0)));
     source
@@ -130,6 +139,25 @@ fn read_peak(ws: &Workspace, source: &[f32]) -> f64 {
         size / seconds
     });
     1e-9 * floats.max(integers)
+}
+
+/// [`Machine::scattered_gbs`]; every pass reads other runs, which no cache holds.
+fn scattered_peak(ws: &Workspace, source: &[f32]) -> f64 {
+    let runs: Vec<&[f32]> = source.chunks_exact(RUN).collect();
+    let mut passes = 0;
+    1e-9 * best(|| {
+        let mut rng = StreamKey::new(passes).named("scattered").rng();
+        passes += 1;
+        let chosen: Vec<&[f32]> = runs.chunks(RUNS).map(|few| few[rng.below(few.len())]).collect();
+        let piece = share(ws, chosen.len());
+        let sum_of = |runs: &[&[f32]]| runs.iter().map(|run| kernels::read_sum(run)).sum::<f32>();
+        let (sum, seconds) = ws.install(|_| {
+            rayon::broadcast(|_| ());
+            timed(|| chosen.par_chunks(piece).map(sum_of).sum::<f32>())
+        });
+        black_box(sum);
+        (chosen.len() * RUN * size_of::<f32>()) as f64 / seconds
+    })
 }
 
 /// Iterations that keep a burst busy for [`BURST_SECONDS`]; none if even an impossible number does not, which shows
@@ -160,7 +188,7 @@ mod tests {
         let m = Machine::measure(&ws, 1 << 20);
         // Two 512-bit multiply-adds in each cycle of a 6 GHz core are 384 billion operations per second.
         assert!(m.fma_gflops.is_none_or(|g| g > 0.0 && g < 400.0), "{m:?}");
-        assert!(m.read_gbs > 0.0 && m.copy_gbs > 0.0, "{m:?}");
+        assert!(m.read_gbs > 0.0 && m.scattered_gbs > 0.0 && m.copy_gbs > 0.0, "{m:?}");
         assert_eq!(m.threads, 1);
     }
 

@@ -408,6 +408,7 @@ impl Bench {
             "peak_bytes",
             "fma_gflops",
             "read_gbs",
+            "scattered_gbs",
             "copy_gbs",
         ]);
         let optional = |x: Option<f64>| x.map_or(String::new(), raw);
@@ -439,6 +440,7 @@ impl Bench {
                 r.peak_bytes.to_string(),
                 optional(self.machine.fma_gflops),
                 raw(self.machine.read_gbs),
+                raw(self.machine.scattered_gbs),
                 raw(self.machine.copy_gbs),
             ]);
         }
