@@ -29,20 +29,25 @@
 //! **When to use.** Decoding with peaked heads. Flat attention is fatal: a quarter of the keys of an unstructured head
 //! holds little more than half of its mass. Prefill gains little.
 
+mod decode;
+mod learn;
+
+pub use learn::Calibrator;
+
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, RowBlock};
 use crate::method::{
     Budget, Calibration, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support,
 };
-use crate::methods::common::moments::Moments;
 use crate::methods::common::{
     Threshold, attend_subset, exact_group, exact_rows, exact_scratch_bytes, select_top,
 };
 use crate::workspace::Context;
-use crate::{Error, Inputs, Mask, MatRef, Options, Problem, Qkv, Real, Result};
+use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::Mat;
-use attlas_num::cluster::{Counts, Cut};
-use attlas_num::kernels::{self, AttendChosen, Band, Op, matvec, merge_lse, pages};
-use attlas_num::linalg::{self, matmul, matmul_nt, symmetric_eigen, variance_rank};
+use attlas_num::kernels::{self, Band, Op};
+use attlas_num::linalg::{self, variance_rank};
+use decode::Split;
+use learn::calibrate;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -126,108 +131,6 @@ fn wrong(expected: impl ToString, found: impl ToString) -> Error {
     Error::Calibration { method: METHOD.id.into(), expected: expected.to_string(), found: found.to_string() }
 }
 
-/// Statistics of queries and keys, gathered from any number of inputs; at least $50 d$ tokens are advised.
-#[derive(Clone, Debug)]
-pub struct Calibrator {
-    problem: Problem,
-    keys: Vec<Moments>,
-    queries: Vec<Moments>,
-}
-
-impl Calibrator {
-    /// Nothing seen yet of the heads and widths of `problem`; its lengths do not matter.
-    pub fn new(problem: &Problem) -> Self {
-        let moments = vec![Moments::new(problem.d); problem.n_kv_heads];
-        Self { problem: *problem, keys: moments.clone(), queries: moments }
-    }
-
-    /// Adds queries and keys of any batch and length.
-    pub fn update(&mut self, inputs: &Inputs<'_>) -> Result<()> {
-        match inputs {
-            Inputs::F32(x) => self.update_typed(x),
-            Inputs::F64(x) => self.update_typed(x),
-        }
-    }
-
-    fn update_typed<T: Real>(&mut self, x: &Qkv<'_, T>) -> Result<()> {
-        let ([batch, _, n_q, _], [_, _, n_k, _]) = (x.q.dims(), x.k.dims());
-        x.validate(&Problem { batch, n_q, n_k, ..self.problem })?;
-        let size = self.problem.group_size();
-        for b in 0..batch {
-            let valid = x.key_lens.map_or(n_k, |lens| lens[b]);
-            for g in 0..self.problem.n_kv_heads {
-                self.keys[g].update(x.k.head(b, g).sub_rows(0..valid));
-                (g * size..(g + 1) * size).for_each(|h| self.queries[g].update(x.q.head(b, h)));
-            }
-        }
-        Ok(())
-    }
-
-    /// Adds what another one for the same problem has seen.
-    pub fn merge(&mut self, other: &Self) {
-        self.keys.iter_mut().zip(&other.keys).for_each(|(a, b)| a.merge(b));
-        self.queries.iter_mut().zip(&other.queries).for_each(|(a, b)| a.merge(b));
-    }
-
-    /// The basis of every key head, `basis.g`, with its eigenvalues `lambda.g`, mean `mean.g` and count `count.g`; for
-    /// `qk_optimal` also `a_q.g` and `a_k.g`.
-    pub fn finish(&self, basis: Basis) -> Result<Calibration> {
-        let mut out = Calibration::new(METHOD.id, &self.problem);
-        for (g, (keys, queries)) in self.keys.iter().zip(&self.queries).enumerate() {
-            let covariance =
-                keys.covariance().ok_or_else(|| wrong("at least two keys per head", keys.count()))?;
-            let eigen = symmetric_eigen(covariance.as_ref()).map_err(|e| wrong("finite keys", e))?;
-            let row = |x: Vec<f64>| Mat::from_vec(x.clone(), 1, x.len());
-            out.insert(format!("basis.{g}"), &eigen.vectors);
-            out.insert(format!("lambda.{g}"), &row(eigen.values.iter().map(|x| x.max(0.0)).collect()));
-            out.insert(format!("mean.{g}"), &row(keys.mean().to_vec()));
-            out.insert(format!("count.{g}"), &row(vec![keys.count() as f64]));
-            if basis == Basis::QkOptimal {
-                let second =
-                    queries.second_moment().ok_or_else(|| wrong("at least one query per head", 0))?;
-                let (a_q, a_k) =
-                    qk_optimal(&second, &covariance).map_err(|e| wrong("finite queries and keys", e))?;
-                out.insert(format!("a_q.{g}"), &a_q);
-                out.insert(format!("a_k.{g}"), &a_k);
-            }
-        }
-        Ok(out)
-    }
-}
-
-fn calibrate(p: &Problem, options: &Options, samples: &[Inputs<'_>]) -> Result<Calibration> {
-    let params = Params::from_options(options)?;
-    let mut calibrator = Calibrator::new(p);
-    samples.iter().try_for_each(|x| calibrator.update(x))?;
-    calibrator.finish(params.basis)
-}
-
-/// All columns of $A_q$ and $A_k$, best first; directions without variance are left out of the inverse roots.
-fn qk_optimal(r_q: &Mat<f64>, r_k: &Mat<f64>) -> linalg::Result<(Mat<f64>, Mat<f64>)> {
-    let roots = |r: &Mat<f64>| -> linalg::Result<(Mat<f64>, Mat<f64>)> {
-        let eigen = symmetric_eigen(r.as_ref())?;
-        let cut = r.rows() as f64 * f64::EPSILON * eigen.values.first().copied().unwrap_or(0.0);
-        let power = |f: fn(f64) -> f64| {
-            let scaled = Mat::from_fn(r.rows(), r.rows(), |i, j| {
-                let value = eigen.values[j];
-                if value > cut { eigen.vectors[(i, j)] * f(value) } else { 0.0 }
-            });
-            matmul_nt(scaled.as_ref(), eigen.vectors.as_ref())
-        };
-        Ok((power(f64::sqrt), power(|x| 1.0 / x.sqrt())))
-    };
-    let ((q_root, q_inverse), (k_root, k_inverse)) = (roots(r_q)?, roots(r_k)?);
-    let svd = linalg::svd(matmul(q_root.as_ref(), k_root.as_ref()).as_ref())?;
-    let times = |inverse: &Mat<f64>, vectors: &Mat<f64>| {
-        let mut a = matmul(inverse.as_ref(), vectors.as_ref());
-        for i in 0..a.rows() {
-            a.row_mut(i).iter_mut().zip(&svd.sigma).for_each(|(x, s)| *x *= s.sqrt());
-        }
-        a
-    };
-    Ok((times(&q_inverse, &svd.u), times(&k_inverse, &svd.v)))
-}
-
 /// The plan: parameters, the number of ranking coordinates and the bases.
 #[derive(Clone, Debug)]
 pub struct Loki {
@@ -250,13 +153,11 @@ struct HeadBasis {
 const BLOCK_ROWS: usize = 48;
 const TILE_KEYS: usize = 512;
 
+/// Keys that one task ranks. Fixed, so that the number of threads cannot change a bit.
+const RANK_PIECE: usize = 4096;
+
 /// Keys that one task looks through for values that are not finite.
 const FINITE_PIECE: usize = 2048;
-
-/// Keys that one task ranks, and keys whose chosen ones one task attends to, when decoding. Fixed, so that the number of
-/// threads cannot change a bit.
-const RANK_PIECE: usize = 4096;
-const ATTEND_PIECE: usize = 2048;
 
 impl Loki {
     /// A plan with the bases of `calibration`.
@@ -307,19 +208,6 @@ impl Loki {
     fn keeps_all(&self, n: usize) -> bool {
         let Params { window, sinks, min_len, .. } = self.params;
         n < min_len || self.budget(n) >= n || window.saturating_add(sinks) >= n
-    }
-
-    /// Which keys `scores` chooses: those of `choose`, by all threads. `counts` may be those of the scores.
-    fn keep<T: Real>(&self, scores: &[T], counts: Option<&[Counts]>) -> Kept {
-        let n = scores.len();
-        if self.keeps_all(n) {
-            return Kept { cut: Cut::ALL, head: 0, tail: n };
-        }
-        let cut = match counts {
-            Some(counts) => Cut::counted(scores, counts, |_| 1, self.budget(n)),
-            None => Cut::largest(scores, self.budget(n)),
-        };
-        Kept { cut, head: self.params.sinks, tail: n - self.params.window }
     }
 
     /// The chosen keys of `scores`, in increasing order.
@@ -513,31 +401,6 @@ fn finite_rows<T: Real>(v: MatRef<'_, T>) -> usize {
     whole * FINITE_PIECE + pieces.get(whole).copied().unwrap_or(0)
 }
 
-/// Which keys are attended to when decoding.
-#[derive(Clone, Copy, Debug)]
-struct Kept {
-    /// By their score.
-    cut: Cut,
-    /// Before this place and from that one on whatever their score.
-    head: usize,
-    tail: usize,
-}
-
-impl Kept {
-    /// Lists the places of these keys that are attended to; returns how many. The list is longer than the keys by one.
-    fn places<T: Real>(&self, keys: Range<usize>, scores: &[T], places: &mut [u32]) -> usize {
-        let head = self.head.clamp(keys.start, keys.end);
-        let tail = self.tail.clamp(head, keys.end);
-        let all = |places: &mut [u32], part: Range<usize>| {
-            part.clone().zip(places).for_each(|(j, place)| *place = j as u32);
-            part.len()
-        };
-        let mut len = all(places, keys.start..head);
-        len += self.cut.places(&scores[head - keys.start..tail - keys.start], head, &mut places[len..]);
-        len + all(&mut places[len..], tail..keys.end)
-    }
-}
-
 /// The larger one; NaN if either is.
 fn larger<T: Real>(a: T, b: T) -> T {
     if b > a || b.is_nan() { b } else { a }
@@ -583,198 +446,7 @@ impl GroupPlan for Loki {
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
-        let basis = &self.bases[index.kv_head];
-        // Kept keys are completed by the columns behind the ranking ones, or read whole where those are no part of them.
-        let (q_map, k_rest) = match self.params.basis {
-            Basis::Pca => {
-                let rest = Mat::from_fn(p.d, p.d - self.rank, |i, j| basis.rotation[(i, self.rank + j)]);
-                (basis.rotation.transpose(), Some(rest.cast()))
-            }
-            Basis::QkOptimal => (basis.a_q.transpose(), None),
-        };
-        Some(Box::new(Split {
-            plan: self.clone(),
-            q_map: q_map.cast(),
-            a_k: basis.a_k.cast(),
-            k_rest,
-            d_v: p.d_v,
-            len: 0,
-            ranked: Vec::new(),
-            rest: Vec::new(),
-        }))
-    }
-}
-
-/// The cache of one key head: ranking coordinates, and apart from them the rest of every key with its value.
-#[derive(Debug)]
-struct Split<T> {
-    plan: Loki,
-    /// What queries are multiplied by: rows that give the ranking coordinates, then those that complete them.
-    q_map: Mat<T>,
-    a_k: Mat<T>,
-    /// The remaining columns of the rotation; where there are none, keys are held whole beside the ranking columns.
-    k_rest: Option<Mat<T>>,
-    d_v: usize,
-    len: usize,
-    ranked: Vec<T>,
-    /// What chosen keys are completed by, followed by their values: one run of memory for each.
-    rest: Vec<T>,
-}
-
-/// Appends the rows of `x · m` to `out`.
-fn append_product<T: Real>(x: MatRef<'_, T>, m: &Mat<T>, out: &mut Vec<T>) {
-    let start = out.len();
-    pages::reserve(out, x.rows() * m.cols());
-    out.resize(start + x.rows() * m.cols(), T::ZERO);
-    if m.cols() > 0 {
-        linalg::gemm(T::ONE, linalg::Op::N(x), linalg::Op::N(m.as_ref()), &mut out[start..], m.cols(), false);
-    }
-}
-
-/// One query of a head: its scores of all keys, and what meets the rest of a key.
-#[derive(Clone, Copy)]
-struct Query<'a, T> {
-    scores: &'a [T],
-    rest: &'a [T],
-}
-
-impl<T: Real> Split<T> {
-    /// Attention of some heads to the keys that `kept` has by the scores `by`: pieces of the cache in parallel, merged in
-    /// order. Returns how many keys that is.
-    #[allow(clippy::too_many_arguments)]
-    fn attend_kept(
-        &self,
-        kept: Kept,
-        by: &[T],
-        heads: &[Query<'_, T>],
-        scale: T,
-        cx: Context<'_>,
-        out: &mut [T],
-        lse: &mut [T],
-    ) -> usize {
-        let (n, d_v, count) = (self.len, self.d_v, heads.len());
-        out.fill(T::ZERO);
-        lse.fill(T::NEG_INFINITY);
-        let Some(stride) = self.rest.len().checked_div(n) else { return 0 };
-        let (k, v) = self.rest.split_at(stride - d_v);
-        let view = |x, cols| MatRef::with_stride(x, n, cols, stride).expect("rows of the cache are whole");
-        let (k, v) = (view(&self.rest, k.len()), view(v, d_v));
-        // With the ranking coordinates split off, what they contribute to a logit is known.
-        let split = self.k_rest.is_some();
-        let pieces = n.div_ceil(ATTEND_PIECE);
-        let mut part = cx.scratch.take::<T>(pieces * count * d_v);
-        let mut part_lse = cx.scratch.take::<T>(pieces * count);
-        let found = part
-            .par_chunks_mut(count * d_v)
-            .zip(part_lse.par_chunks_mut(count))
-            .enumerate()
-            .with_max_len(1)
-            .map(|(t, (part, part_lse))| {
-                let keys = t * ATTEND_PIECE..n.min((t + 1) * ATTEND_PIECE);
-                let mut chosen = cx.scratch.take::<u32>(keys.len() + 1);
-                let found = kept.places(keys.clone(), &by[keys], &mut chosen);
-                let chosen = &chosen[..found];
-                let mut bias = cx.scratch.take::<T>(if split { found } else { 0 });
-                for ((o, l), head) in part.chunks_exact_mut(d_v).zip(part_lse.chunks_exact_mut(1)).zip(heads)
-                {
-                    bias.iter_mut().zip(chosen).for_each(|(b, &j)| *b = scale * head.scores[j as usize]);
-                    let (q, bias) = (MatRef::new(head.rest, 1, head.rest.len()), split.then_some(&bias[..]));
-                    AttendChosen { q, k, v, chosen, scale, bias, isa: cx.schedule.isa }.run(cx.scratch, o, l);
-                }
-                found
-            })
-            .sum();
-        for (part, part_lse) in part.chunks_exact(count * d_v).zip(part_lse.chunks_exact(count)) {
-            for i in 0..count {
-                let row = i * d_v..(i + 1) * d_v;
-                merge_lse(&mut out[row.clone()], &mut lse[i], &part[row], part_lse[i]);
-            }
-        }
-        found
-    }
-}
-
-impl<T: Real> GroupStream<T> for Split<T> {
-    fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
-        append_product(k, &self.a_k, &mut self.ranked);
-        let mut completed = Vec::new();
-        let rest = match &self.k_rest {
-            Some(m) => {
-                append_product(k, m, &mut completed);
-                MatRef::new(&completed, k.rows(), m.cols())
-            }
-            None => k,
-        };
-        pages::reserve(&mut self.rest, v.rows() * (rest.cols() + self.d_v));
-        for (j, v) in v.iter_rows().enumerate() {
-            self.rest.extend_from_slice(rest.row(j));
-            self.rest.extend_from_slice(v);
-        }
-        self.len += k.rows();
-        Ok(())
-    }
-
-    fn attend(
-        &mut self,
-        q: MatRef<'_, T>,
-        scale: T,
-        out: &mut [T],
-        lse: &mut [T],
-        cx: Context<'_>,
-    ) -> Result<RunInfo> {
-        let (heads, n, r, d_v) = (q.rows(), self.len, self.a_k.cols(), self.d_v);
-        let width = self.q_map.rows();
-        let mut mapped = cx.scratch.take::<T>(heads * width);
-        q.iter_rows()
-            .zip(mapped.chunks_exact_mut(width))
-            .for_each(|(q, mapped)| matvec(self.q_map.as_ref(), q, mapped));
-        let mut scores = cx.scratch.take::<T>(heads * n);
-        let keys = MatRef::new(&self.ranked, n, r);
-        // Scores are counted while they are at hand; where heads choose together, the largest are counted later.
-        let together = self.plan.params.group_select == GroupSelect::GroupMax && heads > 1;
-        let (counted, budget) = (!together && !self.plan.keeps_all(n), self.plan.budget(n));
-        let rank = |(h, q): (usize, &[T])| -> Vec<Counts> {
-            let scores = &mut scores[h * n..(h + 1) * n];
-            let pieces = scores.par_chunks_mut(RANK_PIECE).with_max_len(1).enumerate();
-            let counts = pieces.filter_map(|(piece, out)| {
-                let first = piece * RANK_PIECE;
-                matvec(keys.sub_rows(first..first + out.len()), &q[..r], out);
-                counted.then(|| Counts::new(out, first, |_| 1, budget))
-            });
-            counts.collect()
-        };
-        let counts: Vec<Vec<Counts>> = mapped.chunks_exact(width).enumerate().map(rank).collect();
-        let queries: Vec<Query<'_, T>> = (0..heads)
-            .map(|h| {
-                let rest =
-                    if self.k_rest.is_some() { &mapped[h * width + r..(h + 1) * width] } else { q.row(h) };
-                Query { scores: &scores[h * n..(h + 1) * n], rest }
-            })
-            .collect();
-        let mut kept = 0;
-        if together {
-            let mut best = cx.scratch.take_copy::<T>(queries[0].scores);
-            for other in &queries[1..] {
-                best.iter_mut().zip(other.scores).for_each(|(a, &b)| *a = larger(*a, b));
-            }
-            kept =
-                heads * self.attend_kept(self.plan.keep(&best, None), &best, &queries, scale, cx, out, lse);
-        } else {
-            let rows = out.chunks_exact_mut(d_v).zip(lse.chunks_exact_mut(1));
-            for ((head, counts), (out, lse)) in queries.chunks_exact(1).zip(&counts).zip(rows) {
-                let by = head[0].scores;
-                kept += self.attend_kept(self.plan.keep(by, Some(counts)), by, head, scale, cx, out, lse);
-            }
-        }
-        Ok(RunInfo {
-            rank: Some(r),
-            figures: [("kept_keys", kept as f64 / heads.max(1) as f64)].into(),
-            ..RunInfo::visited((heads * n) as u64)
-        })
-    }
-
-    fn state_bytes(&self) -> usize {
-        (self.ranked.len() + self.rest.len()) * size_of::<T>()
+        Some(Box::new(Split::new(self.clone(), p, index)))
     }
 }
 

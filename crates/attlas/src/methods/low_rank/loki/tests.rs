@@ -1,10 +1,15 @@
+use super::learn::qk_optimal;
 use super::*;
+use crate::methods::common::moments::Moments;
 use crate::testkit::heads::{Workload, table};
 use crate::testkit::{
     Case, How, Ran, assert_rows_close, assert_same_bits, check_method, golden, reference, run_method,
     run_with,
 };
-use crate::{TensorRef, Workspace, metrics, registry};
+use crate::{Options, Qkv, TensorRef, Workspace, metrics, registry};
+use attlas_num::Mat;
+use attlas_num::cluster::Counts;
+use attlas_num::linalg::{matmul, matmul_nt, symmetric_eigen};
 
 fn options(pairs: &[(&str, &str)]) -> Options {
     pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))
