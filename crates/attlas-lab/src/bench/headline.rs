@@ -12,8 +12,9 @@ use crate::select::Chosen;
 use crate::stats::log_slope;
 use crate::synthetic::Kind;
 use crate::table::{Table, bytes, number, percent, seconds, times};
-use attlas::{Mask, Options, Schedule, Workspace, registry};
+use attlas::{Mask, Method, Options, Schedule, Workspace, registry};
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A speed-up that is asked for.
@@ -138,12 +139,13 @@ pub const GROWTH_LENGTHS: [usize; 4] = [16_384, 32_768, 65_536, 131_072];
 pub const THREADS_LENGTH: usize = 16_384;
 /// Tokens decoded for every run that is asked for.
 const DECODED_TOKENS: usize = 40;
-/// Runs at each length of the growth for every run that is asked for: the fastest is judged.
-const GROWTH_ROUNDS: usize = 3;
-/// Rounds in which threads are compared for every run that is asked for, as far as they fit into so many seconds: short
-/// runs are the ones that other programs disturb.
-const THREADS_ROUNDS: usize = 10;
-const THREADS_SECONDS: f64 = 2.0;
+/// How often growth and threads go through all methods. Other programs on the machine disturb runs for seconds at a
+/// time; the fastest of runs that lie minutes apart is judged.
+const PASSES: usize = 3;
+/// Rounds in which threads are compared in a pass for every run that is asked for, as far as they fit into so many
+/// seconds: short runs are the ones that are disturbed.
+const THREADS_ROUNDS: usize = 4;
+const THREADS_SECONDS: f64 = 1.0;
 /// What a second thread has to bring.
 const THREADS_WANTED: f64 = 1.8;
 /// Growth allowed beyond the published exponent, for caches that no longer hold what they held.
@@ -298,34 +300,44 @@ fn growth(
     watch: &mut dyn FnMut(Step<'_>),
     stop: &AtomicBool,
 ) -> Result<()> {
-    let mut seen = Vec::new();
+    let mut growing: Vec<&Claim> = Vec::new();
     for claim in claims.iter().filter(|c| !c.decode) {
-        if seen.contains(&(claim.method, claim.causal)) || stop.load(Ordering::Relaxed) {
-            continue;
+        if !growing.iter().any(|c| (c.method, c.causal) == (claim.method, claim.causal)) {
+            growing.push(claim);
         }
-        seen.push((claim.method, claim.causal));
-        let (lengths, runs) = (lengths.to_vec(), GROWTH_ROUNDS * base.runs);
-        let settings = Settings { lengths, runs, beside_exact: false, ..claim.settings(base) };
-        let chosen = claim.chosen()?;
-        let claimed = chosen.method.claims.exponent;
-        let found = bench(&[chosen], &settings, watch, stop)?;
-        result.notes.extend(found.notes);
-        let points = |of: fn(&Row) -> f64| -> Vec<(f64, f64)> {
-            found.rows.iter().map(|r| (r.n as f64, of(r))).collect()
+    }
+    // By claim and length: the fastest run, since whatever else the machine does adds to a time, and the most memory.
+    let mut points = vec![BTreeMap::<usize, (f64, usize)>::new(); growing.len()];
+    for pass in 0..PASSES {
+        for (claim, points) in growing.iter().zip(&mut points) {
+            // Nothing here is compared with the ceilings, which need not be measured well.
+            let (lengths, ceiling_bytes) = (lengths.to_vec(), 1 << 20);
+            let settings = Settings { lengths, ceiling_bytes, beside_exact: false, ..claim.settings(base) };
+            let found = bench(&[claim.chosen()?], &settings, watch, stop)?;
+            result.notes.extend(found.notes.into_iter().filter(|_| pass == 0));
+            for row in &found.rows {
+                let (seconds, bytes) = points.entry(row.n).or_insert((f64::INFINITY, 0));
+                (*seconds, *bytes) = (seconds.min(row.fastest()), row.peak_bytes.max(*bytes));
+            }
+        }
+    }
+    for (claim, points) in growing.iter().zip(&points) {
+        let slope = |of: fn(&(f64, usize)) -> f64| {
+            log_slope(&points.iter().map(|(&n, point)| (n as f64, of(point))).collect::<Vec<_>>())
         };
-        // Whatever else the machine does adds to a time, never takes from it.
-        let (Some(time), Some(longest)) = (log_slope(&points(Row::fastest)), found.rows.last()) else {
+        let (Some(time), Some((_, &(_, peak_bytes)))) = (slope(|p| p.0), points.last_key_value()) else {
             continue;
         };
         // Published exponents just above 1 come from theory; blocks and samples of fixed size are linear.
+        let claimed = claim.chosen()?.method.claims.exponent;
         let wanted = if claimed < 1.4 { 1.0 } else { claimed - 0.05 } + GROWTH_SLACK;
         result.growth.push(Exponent {
             what: claim.name(),
-            mask: settings.mask,
+            mask: claim.settings(base).mask,
             time,
             wanted,
-            memory: log_slope(&points(|r| r.peak_bytes as f64)),
-            peak_bytes: longest.peak_bytes,
+            memory: slope(|p| p.1 as f64),
+            peak_bytes,
             holds: time <= wanted,
         });
     }
@@ -346,45 +358,69 @@ fn threads(
         return Ok(());
     }
     let methods: Vec<_> = registry::METHODS.iter().filter(|m| !m.claims.oracle || m.id == "exact").collect();
-    for (done, method) in methods.iter().enumerate() {
-        if stop.load(Ordering::Relaxed) {
-            return Ok(());
-        }
-        watch(Step { done, total: methods.len(), method: method.id, n });
-        let chosen = Chosen { method, options: Options::new(), named: true };
-        let settings = |mask| Settings { heads: 1, kv_heads: 1, mask, decode: false, ..base.clone() };
-        let mut fitting = None;
-        for mask in [Mask::None, Mask::Causal] {
-            let settings = settings(mask);
-            if refusal(&chosen, &problem(&settings, n, 64), &settings)?.is_none() {
-                fitting = Some(settings);
+    let mut fastest: Vec<Option<[f64; 2]>> = vec![None; methods.len()];
+    for pass in 0..PASSES {
+        for (i, method) in methods.iter().enumerate() {
+            if stop.load(Ordering::Relaxed) {
                 break;
             }
-        }
-        let Some(settings) = fitting else {
-            result.notes.push(format!("{} does not run here without training", method.id));
-            continue;
-        };
-        let data = Data::draw(problem(&settings, n, 64), &settings)?;
-        let mut live = [
-            Live::new(&chosen, &data, &settings, &mut one)?,
-            Live::new(&chosen, &data, &settings, &mut all)?,
-        ];
-        let fitting = THREADS_SECONDS / live.iter().map(Live::warm_seconds).sum::<f64>();
-        for _ in 0..(fitting as usize).clamp(base.runs, THREADS_ROUNDS * base.runs) {
-            // Threads that slept while the others worked come back in a run that does not count.
-            for (live, ws) in live.iter_mut().zip([&mut one, &mut all]) {
-                live.once(&data, ws)?;
-                live.round(&data, ws)?;
+            watch(Step {
+                done: pass * methods.len() + i,
+                total: PASSES * methods.len(),
+                method: method.id,
+                n,
+            });
+            match one_and_all(method, n, base, &mut one, &mut all)? {
+                Some(now) => {
+                    let [a, b] = fastest[i].unwrap_or(now);
+                    fastest[i] = Some([a.min(now[0]), b.min(now[1])]);
+                }
+                None if pass == 0 => {
+                    result.notes.push(format!("{} does not run here without training", method.id));
+                }
+                None => {}
             }
         }
-        // Whatever else the machine does only adds to a time, and meets two threads more often than one.
-        let [one_seconds, all_seconds] = live.map(|l| l.fastest());
+    }
+    for (method, fastest) in methods.iter().zip(fastest) {
+        let Some([one_seconds, all_seconds]) = fastest else { continue };
         let faster = one_seconds / all_seconds;
         let holds = faster >= wanted;
         result.threads.push(Threads { method: method.id, one_seconds, all_seconds, faster, wanted, holds });
     }
     Ok(())
+}
+
+/// The fastest run of a method with the threads of each workspace, in turn; none if it does not run untrained. Whatever
+/// else the machine does only adds to a time, and meets two threads more often than one.
+fn one_and_all(
+    method: &'static Method,
+    n: usize,
+    base: &Settings,
+    one: &mut Workspace,
+    all: &mut Workspace,
+) -> Result<Option<[f64; 2]>> {
+    let chosen = Chosen { method, options: Options::new(), named: true };
+    for mask in [Mask::None, Mask::Causal] {
+        let settings = Settings { heads: 1, kv_heads: 1, mask, decode: false, ..base.clone() };
+        let problem = problem(&settings, n, 64);
+        if refusal(&chosen, &problem, &settings)?.is_some() {
+            continue;
+        }
+        let data = Data::draw(problem, &settings)?;
+        let mut live =
+            [Live::new(&chosen, &data, &settings, one)?, Live::new(&chosen, &data, &settings, all)?];
+        let fitting = THREADS_SECONDS / live.iter().map(Live::warm_seconds).sum::<f64>();
+        for _ in 0..(fitting as usize).clamp(1, THREADS_ROUNDS * base.runs) {
+            // What the caches held of the other workspace's run comes back in a run that does not count.
+            for (live, ws) in live.iter_mut().zip([&mut *one, &mut *all]) {
+                live.once(&data, ws)?;
+                live.round(&data, ws)?;
+            }
+        }
+        return Ok(Some(live.map(|l| l.fastest())));
+    }
+    Ok(None)
 }
 
 impl Headline {
