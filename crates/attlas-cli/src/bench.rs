@@ -86,7 +86,7 @@ fn ceilings(m: &Machine) -> [String; 2] {
     [
         format!("{} ({}), {} threads, {}", m.cpu, m.platform, m.threads, m.isa),
         format!(
-            "ceiling: {} multiply-add, {} GB/s read ({} GB/s in scattered runs), {} GB/s copy",
+            "ceiling: {} multiply-add; {} GB/s read, {} scattered, {} copy",
             m.fma_gflops.map_or("unknown".into(), |g| number(g) + " GF/s"),
             number(m.read_gbs),
             number(m.scattered_gbs),
