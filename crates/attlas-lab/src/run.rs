@@ -35,6 +35,14 @@ pub(crate) fn timed<R>(work: impl FnOnce() -> R) -> (R, f64) {
     (result, start.elapsed().as_secs_f64())
 }
 
+/// Runs `work` on all threads of `ws` once every one of them is awake; the result and the seconds from there.
+pub(crate) fn timed_awake<R: Send>(ws: &Workspace, work: impl FnOnce() -> R + Send) -> (R, f64) {
+    ws.install(|_| {
+        rayon::broadcast(|_| ());
+        timed(work)
+    })
+}
+
 /// Runs a plan on single-precision inputs into contiguous `[heads, n_q, d_v]` rows.
 pub(crate) fn execute(
     plan: &dyn Plan,

@@ -310,6 +310,9 @@ fn growth(
     let mut points = vec![BTreeMap::<usize, (f64, usize)>::new(); growing.len()];
     for pass in 0..PASSES {
         for (claim, points) in growing.iter().zip(&mut points) {
+            if stop.load(Ordering::Relaxed) {
+                break;
+            }
             // Nothing here is compared with the ceilings, which need not be measured well.
             let (lengths, ceiling_bytes) = (lengths.to_vec(), 1 << 20);
             let settings = Settings { lengths, ceiling_bytes, beside_exact: false, ..claim.settings(base) };

@@ -4,7 +4,7 @@ use super::{LONG_RUN_SECONDS, PeerFigure, PeerRatio, Row, Settings};
 use crate::Result;
 use crate::compare::status_name;
 use crate::machine::Machine;
-use crate::run::{execute, timed};
+use crate::run::{execute, timed, timed_awake};
 use crate::select::Chosen;
 use crate::stats::{Spread, median};
 use crate::synthetic::{Kind, Synthetic};
@@ -16,14 +16,6 @@ use attlas::{
 };
 use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
-
-/// Runs `work` on all threads of `ws` once every one of them is awake; the result and the seconds from there.
-fn timed_awake<R: Send>(ws: &Workspace, work: impl FnOnce() -> R + Send) -> (R, f64) {
-    ws.install(|_| {
-        rayon::broadcast(|_| ());
-        timed(work)
-    })
-}
 
 /// Inputs of one shape.
 pub(super) struct Data {
