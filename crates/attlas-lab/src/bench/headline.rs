@@ -139,12 +139,12 @@ pub const GROWTH_LENGTHS: [usize; 4] = [16_384, 32_768, 65_536, 131_072];
 pub const THREADS_LENGTH: usize = 16_384;
 /// Tokens decoded for every run that is asked for.
 const DECODED_TOKENS: usize = 40;
-/// How often growth and threads go through all methods. Other programs on the machine disturb runs for seconds at a
-/// time; the fastest of runs that lie minutes apart is judged.
-const PASSES: usize = 3;
-/// Rounds in which threads are compared in a pass for every run that is asked for, as far as they fit into so many
-/// seconds: short runs are the ones that are disturbed.
-const THREADS_ROUNDS: usize = 4;
+/// Growth and threads go through all methods as often as runs are asked for, with so many runs of each length in a pass.
+/// Other programs on the machine disturb runs for seconds at a time; the fastest of runs that lie minutes apart is judged.
+const RUNS_A_PASS: usize = 3;
+/// Rounds in which threads are compared in a pass, as far as they fit into so many seconds: short runs are the ones that
+/// are disturbed.
+const THREADS_ROUNDS: usize = 12;
 const THREADS_SECONDS: f64 = 0.5;
 /// What a second thread has to bring.
 const THREADS_WANTED: f64 = 1.8;
@@ -308,14 +308,19 @@ fn growth(
     }
     // By claim and length: the fastest run, since whatever else the machine does adds to a time, and the most memory.
     let mut points = vec![BTreeMap::<usize, (f64, usize)>::new(); growing.len()];
-    for pass in 0..PASSES {
+    for pass in 0..base.runs {
         for (claim, points) in growing.iter().zip(&mut points) {
             if stop.load(Ordering::Relaxed) {
                 break;
             }
             // Nothing here is compared with the ceilings, which need not be measured well.
-            let (lengths, ceiling_bytes) = (lengths.to_vec(), 1 << 20);
-            let settings = Settings { lengths, ceiling_bytes, beside_exact: false, ..claim.settings(base) };
+            let settings = Settings {
+                lengths: lengths.to_vec(),
+                runs: RUNS_A_PASS,
+                ceiling_bytes: 1 << 20,
+                beside_exact: false,
+                ..claim.settings(base)
+            };
             let found = bench(&[claim.chosen()?], &settings, watch, stop)?;
             result.notes.extend(found.notes.into_iter().filter(|_| pass == 0));
             for row in &found.rows {
@@ -362,14 +367,14 @@ fn threads(
     }
     let methods: Vec<_> = registry::METHODS.iter().filter(|m| !m.claims.oracle || m.id == "exact").collect();
     let mut fastest: Vec<Option<[f64; 2]>> = vec![None; methods.len()];
-    for pass in 0..PASSES {
+    for pass in 0..base.runs {
         for (i, method) in methods.iter().enumerate() {
             if stop.load(Ordering::Relaxed) {
                 break;
             }
             watch(Step {
                 done: pass * methods.len() + i,
-                total: PASSES * methods.len(),
+                total: base.runs * methods.len(),
                 method: method.id,
                 n,
             });
@@ -414,7 +419,7 @@ fn one_and_all(
         let mut live =
             [Live::new(&chosen, &data, &settings, one)?, Live::new(&chosen, &data, &settings, all)?];
         let fitting = THREADS_SECONDS / live.iter().map(Live::warm_seconds).sum::<f64>();
-        for _ in 0..(fitting as usize).clamp(1, THREADS_ROUNDS * base.runs) {
+        for _ in 0..(fitting as usize).clamp(1, THREADS_ROUNDS) {
             for (live, ws) in live.iter_mut().zip([&mut *one, &mut *all]) {
                 // What caches lost to the other workspace's run comes back in a run that does not count, where that matters.
                 if fitting > 1.0 {

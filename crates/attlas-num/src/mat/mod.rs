@@ -5,7 +5,11 @@
 
 mod real;
 
+use crate::kernels::prefetch;
 pub use real::{DType, Real};
+
+/// How many rows ahead of the one that is copied the memory of a gathered row is asked for.
+const GATHER_AHEAD: usize = 12;
 
 /// A read-only matrix: `rows × cols`, rows `stride` elements apart, columns contiguous.
 #[derive(Clone, Copy, Debug)]
@@ -92,9 +96,18 @@ impl<'a, T: Copy> MatRef<'a, T> {
         Mat { data, rows: self.rows, cols: self.cols }
     }
 
-    /// Copies the rows named by `index` into `out`, one after another.
-    pub fn gather_into(&self, index: impl IntoIterator<Item = usize>, out: &mut [T]) {
+    /// Copies the rows named by `index` into `out`, one after another, and asks for the memory of later ones meanwhile.
+    pub fn gather_into<I>(&self, index: I, out: &mut [T])
+    where
+        T: Real,
+        I: IntoIterator<Item = usize, IntoIter: Clone>,
+    {
+        let index = index.into_iter();
+        let mut later = index.clone().take(out.len() / self.cols.max(1)).skip(GATHER_AHEAD);
         for (dst, i) in out.chunks_exact_mut(self.cols.max(1)).zip(index) {
+            if let Some(later) = later.next() {
+                prefetch(self.row(later));
+            }
             dst.copy_from_slice(self.row(i));
         }
     }
@@ -223,6 +236,23 @@ mod tests {
         assert_eq!(view.sub_rows(1..3).row(1), &[8, 9]);
         assert_eq!(view.to_mat().data(), &[0, 1, 4, 5, 8, 9]);
         assert!(view.as_contiguous().is_none());
+    }
+
+    #[test]
+    fn gathered_rows_come_in_the_order_named() {
+        let m = Mat::from_fn(40, 3, |i, j| (10 * i + j) as f64);
+        for count in [0, 1, 11, 12, 13, 40] {
+            let index = (0..count).map(|t| (7 * t + 5) % 40);
+            let mut out = vec![0.0; 3 * count];
+            m.as_ref().gather_into(index.clone(), &mut out);
+            for (row, i) in out.chunks(3).zip(index) {
+                assert_eq!(row, m.row(i));
+            }
+        }
+        // As many as there is room for, of however many are named.
+        let mut out = vec![0.0; 6];
+        m.as_ref().gather_into(38.., &mut out);
+        assert_eq!(out, [380.0, 381.0, 382.0, 390.0, 391.0, 392.0]);
     }
 
     #[test]

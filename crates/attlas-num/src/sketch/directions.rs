@@ -17,6 +17,7 @@ use super::{SketchError, ensure};
 use crate::mat::Mat;
 use crate::rng::{Rng, StreamKey};
 use crate::transform::walsh_hadamard_in_place;
+use rayon::prelude::*;
 
 /// How directions depend on each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -35,7 +36,7 @@ pub enum Coupling {
 }
 
 /// Draws `m` directions of length `d`, in f64. Block `b` uses the stream `key.with(b)`, so that more
-/// directions of the same key begin with the fewer.
+/// directions of the same key begin with the fewer; blocks are drawn in parallel.
 pub fn draw_directions(
     coupling: Coupling,
     m: usize,
@@ -51,11 +52,11 @@ pub fn draw_directions(
         _ => {}
     }
     let mut out = Mat::zeros(m, d);
-    for (b, rows) in out.data_mut().chunks_mut(d * d).enumerate() {
+    out.data_mut().par_chunks_mut(d * d).with_max_len(1).enumerate().for_each(|(b, rows)| {
         let mut rng = key.with(b as u64).rng();
         if coupling == Coupling::Iid {
             rng.fill_normal(rows);
-            continue;
+            return;
         }
         let block = match coupling {
             Coupling::Simplex => simplex_block(d, &mut rng),
@@ -70,7 +71,7 @@ pub fn draw_directions(
             };
             row.iter_mut().zip(unit).for_each(|(o, u)| *o = length * u);
         }
-    }
+    });
     Ok(out)
 }
 

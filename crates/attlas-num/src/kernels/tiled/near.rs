@@ -61,7 +61,9 @@ pub(super) fn near<'t, S: Simd, const MR: usize>(
     values: &'t mut [S::T],
 ) -> (Rows<'t, S::T>, Rows<'t, S::T>) {
     let (d, d_v) = (job.k.cols(), job.v.cols());
-    let as_it_is = job.bias.is_none() && !rounded;
+    // What a bias hides must not be read; any other bias leaves keys and values as they are.
+    let hides = |b: &[S::T]| b[needed.clone()].contains(&S::T::NEG_INFINITY);
+    let as_it_is = !rounded && !job.bias.is_some_and(hides);
     let keys = if as_it_is && job.k.stride() == d && tile.len().is_multiple_of(MR) {
         Rows { data: &job.k.data()[tile.start * d..tile.end * d], stride: d }
     } else {

@@ -3,6 +3,7 @@
 use crate::kernels::{Isa, Op, exp_in_place, gemm};
 use crate::linalg::dot;
 use crate::{MatRef, Real, Scratch};
+use rayon::prelude::*;
 use std::ops::Range;
 
 /// A positive semidefinite matrix, read by pieces of rows.
@@ -50,7 +51,8 @@ impl<'a, T: Real> GaussianKernel<'a, T> {
     /// The kernel of the rows of `points`.
     pub fn new(points: MatRef<'a, T>) -> Self {
         let half = T::from_f64(0.5);
-        let half_norms = points.iter_rows().map(|x| half * dot(x, x)).collect();
+        let of_row = |i: usize| half * dot(points.row(i), points.row(i));
+        let half_norms = (0..points.rows()).into_par_iter().with_min_len(1024).map(of_row).collect();
         Self { points, half_norms }
     }
 

@@ -65,7 +65,7 @@ impl<'s, T: Real> State<'s, T> {
             }
             let log: Vec<f64> = scale.iter().map(|x| 2.0 * x).collect();
             let top = log.iter().copied().fold(f64::NEG_INFINITY, f64::max).max(-f64::MAX);
-            state.weight = Some(log.iter().map(|x| libm::exp(x - top)).collect());
+            state.weight = Some(log.par_iter().with_min_len(1024).map(|x| libm::exp(x - top)).collect());
             state.log_weight = Some(log);
         }
         state.trace = state.weighted_trace();

@@ -8,11 +8,12 @@
 //! Halves are `⌊n/2⌋` and the rest: nothing is padded. With more keys than rows, the keys before the first
 //! row's position are one more part without a mask; with more rows than keys, the first rows see nothing.
 
-use super::exact_rows;
+use super::{Place, exact_rows, places};
 use crate::group::{Group, GroupIndex, Queries};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, merge_lse};
+use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -20,16 +21,80 @@ use std::ops::Range;
 /// Rows that one task takes, where rows are all that is split.
 const TASK_ROWS: usize = 96;
 
-/// Runs a causal group, giving every part without a mask to `unmasked`, together with the range of the
-/// group's keys that the part consists of: no two parts have the same one, so it names their random streams.
+/// A part of a causal problem in which every row sees every key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Its rows of the group's queries.
+    pub rows: Range<usize>,
+    /// Its keys of the group's; no two parts have the same ones, so they name a part's random streams.
+    pub keys: Range<usize>,
+}
+
+impl Part {
+    /// The whole of a group without a mask.
+    pub fn whole<T: Real>(group: &Group<'_, T>) -> Self {
+        Self { rows: 0..group.n_q(), keys: 0..group.n_k() }
+    }
+
+    /// The random stream of this part.
+    pub fn stream(&self, key: StreamKey) -> StreamKey {
+        key.with(self.keys.start as u64).with(self.keys.end as u64)
+    }
+}
+
+/// The operands of a part, and what has been found for its rows so far, which its results are joined to.
+#[derive(Debug)]
+pub struct Joining<'a, T> {
+    /// Queries of the part.
+    pub q: Queries<'a, T>,
+    /// Its keys.
+    pub k: MatRef<'a, T>,
+    /// Its values.
+    pub v: MatRef<'a, T>,
+    /// Factor of the dot products.
+    pub scale: T,
+    /// Which group it is a part of.
+    pub index: GroupIndex,
+    /// Scratch and schedule.
+    pub cx: Context<'a>,
+    found: Rows<'a, T>,
+}
+
+impl<'a, T: Real> Joining<'a, T> {
+    /// Runs the part as a group without a mask, in memory of its own, and joins what it finds by log-sum-exp.
+    pub fn run(self, work: impl FnOnce(Group<'_, T>) -> Result<RunInfo>) -> Result<RunInfo> {
+        let Self { q, k, v, scale, index, cx, found } = self;
+        let (n, d_v) = (q.n_q(), v.cols());
+        let mut out = cx.scratch.take::<T>(q.heads() * n * d_v);
+        let mut lse = cx.scratch.take::<T>(q.heads() * n);
+        let group = Group { q, k, v, scale, mask: Mask::None, out: &mut out, lse: &mut lse, index, cx };
+        let info = work(group)?;
+        found.into_tasks(d_v).into_par_iter().for_each(|task| {
+            let start = task.head * n + task.first;
+            let more = out[start * d_v..].chunks_exact(d_v).zip(&lse[start..]);
+            for ((o, l), (o2, &l2)) in task.out.chunks_exact_mut(d_v).zip(task.lse.iter_mut()).zip(more) {
+                merge_lse(o, l, o2, l2);
+            }
+        });
+        Ok(info)
+    }
+
+    /// Where the rows stand, those of head 0 first.
+    pub fn into_places(self) -> impl Iterator<Item = Place<'a, T>> {
+        let d_v = self.v.cols();
+        self.found.out.into_iter().zip(self.found.lse).flat_map(move |(out, lse)| places(out, lse, d_v))
+    }
+}
+
+/// Runs a causal group, giving every part without a mask to `unmasked`, which joins its results to those found before.
 ///
 /// Square parts of at most `n_min` rows are exact. Parts run after the halves they join, so those in flight
-/// never share a row: see [`causal_scratch_bytes`]. The order of merging is fixed; bits do not depend on
+/// never share a row. The order of merging is fixed; bits do not depend on
 /// threads if those of `unmasked` do not.
 pub fn causalize<T, F>(group: &mut Group<'_, T>, n_min: usize, unmasked: &F) -> Result<RunInfo>
 where
     T: Real,
-    F: Fn(Group<'_, T>, Range<usize>) -> Result<RunInfo> + Sync,
+    F: Fn(Joining<'_, T>, Part) -> Result<RunInfo> + Sync,
 {
     debug_assert_eq!(group.mask, Mask::Causal);
     let (n_q, n_k) = (group.n_q(), group.n_k());
@@ -56,8 +121,8 @@ where
     Ok(RunInfo { empty_rows: info.empty_rows + empty_rows, ..info })
 }
 
-/// Upper bound on what [`causalize`] itself takes from scratch, beside what the parts and the exact kernel
-/// take, for elements of `size` bytes.
+/// Upper bound on the results of parts that [`Joining::run`] keeps apart, beside what the parts themselves and the exact
+/// kernel take, for elements of `size` bytes.
 pub fn causal_scratch_bytes(p: &Problem, n_min: usize, size: usize) -> usize {
     p.group_size() * p.n_q * (p.d_v + 1) * size + 128 * causal_parts(p, n_min)
 }
@@ -113,7 +178,7 @@ struct Halver<'a, T, F> {
 impl<T, F> Halver<'_, T, F>
 where
     T: Real,
-    F: Fn(Group<'_, T>, Range<usize>) -> Result<RunInfo> + Sync,
+    F: Fn(Joining<'_, T>, Part) -> Result<RunInfo> + Sync,
 {
     /// The keys at the positions of `rows`.
     fn keys(&self, rows: &Range<usize>) -> Range<usize> {
@@ -154,35 +219,24 @@ where
     }
 
     /// Adds the part of `keys`, all of which all of `rows` see.
-    fn part(&self, rows: Range<usize>, keys: Range<usize>, results: Rows<'_, T>) -> Result<RunInfo> {
-        let (heads, n, d_v) = (self.q.heads(), rows.len(), self.v.cols());
-        let mut out = self.cx.scratch.take::<T>(heads * n * d_v);
-        let mut lse = self.cx.scratch.take::<T>(heads * n);
-        let group = Group {
-            q: self.q.rows(rows),
+    fn part(&self, rows: Range<usize>, keys: Range<usize>, found: Rows<'_, T>) -> Result<RunInfo> {
+        let joining = Joining {
+            q: self.q.rows(rows.clone()),
             k: self.k.sub_rows(keys.clone()),
             v: self.v.sub_rows(keys.clone()),
             scale: self.scale,
-            mask: Mask::None,
-            out: &mut out,
-            lse: &mut lse,
             index: self.index,
             cx: self.cx,
+            found,
         };
-        let info = (self.unmasked)(group, keys)?;
-        results.into_tasks(d_v).into_par_iter().for_each(|task| {
-            let start = task.head * n + task.first;
-            let more = out[start * d_v..].chunks_exact(d_v).zip(&lse[start..]);
-            for ((o, l), (o2, &l2)) in task.out.chunks_exact_mut(d_v).zip(task.lse.iter_mut()).zip(more) {
-                merge_lse(o, l, o2, l2);
-            }
-        });
+        let info = (self.unmasked)(joining, Part { rows, keys })?;
         // A row that finds nothing here has found something in its own half.
         Ok(RunInfo { empty_rows: 0, ..info })
     }
 }
 
 /// The places for the results of some consecutive rows, for every head.
+#[derive(Debug)]
 struct Rows<'a, T> {
     out: Vec<&'a mut [T]>,
     lse: Vec<&'a mut [T]>,
@@ -243,11 +297,7 @@ mod tests {
     use std::sync::Mutex;
 
     /// Output, log-sum-exp and the parts that were asked for, in order of their keys.
-    fn run(
-        case: &Case,
-        n_min: usize,
-        threads: usize,
-    ) -> (Vec<f64>, Vec<f64>, Vec<(usize, Range<usize>)>, RunInfo) {
+    fn run(case: &Case, n_min: usize, threads: usize) -> (Vec<f64>, Vec<f64>, Vec<Part>, RunInfo) {
         let p = case.problem;
         let ws = Workspace::new(Schedule { threads, ..Schedule::default() }).unwrap();
         let mut o = vec![f64::NAN; p.n_heads * p.n_q * p.d_v];
@@ -266,13 +316,16 @@ mod tests {
                 index: GroupIndex { batch: 0, kv_head: 0 },
                 cx,
             };
-            causalize(&mut group, n_min, &|mut part: Group<'_, f64>, keys| {
-                parts.lock().unwrap().push((part.n_q(), keys));
-                exact_group(&mut part)
+            causalize(&mut group, n_min, &|joining: Joining<'_, f64>, part| {
+                parts.lock().unwrap().push(part.clone());
+                joining.run(|mut group| {
+                    assert_eq!((group.n_q(), group.n_k()), (part.rows.len(), part.keys.len()));
+                    exact_group(&mut group)
+                })
             })
         });
         let mut parts = parts.into_inner().unwrap();
-        parts.sort_by_key(|(_, keys)| (keys.start, keys.end));
+        parts.sort_by_key(|part| (part.keys.start, part.keys.end));
         (o, lse, parts, info.unwrap())
     }
 
@@ -289,7 +342,7 @@ mod tests {
                 let name = format!("{n_q}×{n_k}, base {n_min}");
                 assert_rows_close(&o, &want, 1e-13, &name);
                 assert_rows_close(&lse, &want_lse, 1e-13, &name);
-                assert!(parts.windows(2).all(|w| w[0].1 != w[1].1), "{name}: {parts:?}");
+                assert!(parts.windows(2).all(|w| w[0].keys != w[1].keys), "{name}: {parts:?}");
                 assert_eq!(info.keys_visited, p.causal().visible_pairs(), "{name}");
                 let per_head = causal_pairs(n_q, n_k, n_min, &|r, k| (r * k) as u64);
                 assert_eq!(2 * per_head, p.causal().visible_pairs(), "{name}");
@@ -303,7 +356,8 @@ mod tests {
     fn parts_are_the_halves_and_the_keys_before_the_first_row() {
         let p = Problem::new(1, 1, 2).with_lens(8, 11).causal();
         let (_, _, parts, _) = run(&Case::gaussian(p, 2), 2, 1);
-        assert_eq!(parts, [(8, 0..3), (2, 3..5), (4, 3..7), (2, 7..9)]);
+        let want = [(0..8, 0..3), (2..4, 3..5), (4..8, 3..7), (6..8, 7..9)];
+        assert_eq!(parts, want.map(|(rows, keys)| Part { rows, keys }));
     }
 
     #[test]

@@ -11,15 +11,17 @@
 //! [`attend_blocks`] attends to the block and to some more keys that are named block by block with a bias on
 //! their logits: samples with their weights. Both together are one call of the exact kernel on gathered rows.
 
-use super::exact_rows;
+use super::{Joining, Part, exact_rows};
 use crate::group::{Group, Queries};
+use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result, RunInfo};
 use attlas_num::cluster::buckets::{Balanced, order_by};
 use attlas_num::hash::sign::gray_rank;
 use attlas_num::hash::{Lsh, SignHash};
-use attlas_num::kernels::Band;
+use attlas_num::kernels::{Band, merge_lse};
 use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
+use std::borrow::Cow;
 use std::ops::Range;
 
 /// Rows that one task hashes.
@@ -46,6 +48,23 @@ pub struct Row {
     pub row: u32,
 }
 
+/// What the rows of a group are sorted by: Gray ranks of their sign hashes.
+#[derive(Debug)]
+pub struct Ranks {
+    /// Of each head.
+    queries: Vec<Vec<u32>>,
+    keys: Vec<u32>,
+}
+
+impl Ranks {
+    /// Ranks of codes of `hashes` bits (at most 31) whose directions are drawn from `key`; all 0 without bits.
+    pub fn new<T: Real>(q: Queries<'_, T>, k: MatRef<'_, T>, hashes: usize, key: StreamKey) -> Self {
+        let hash = SignHash::<T>::new(key, k.cols(), hashes, 1);
+        let queries = (0..q.heads()).into_par_iter().map(|h| ranks(hash.as_ref(), q.head(h))).collect();
+        Self { queries, keys: ranks(hash.as_ref(), k) }
+    }
+}
+
 /// Blocks of sorted queries and keys.
 #[derive(Debug)]
 pub struct SortedBlocks {
@@ -60,39 +79,29 @@ pub struct SortedBlocks {
 }
 
 impl SortedBlocks {
-    /// Sorts by a sign hash of `hashes` bits (at most 31) whose directions are drawn from `key`, and cuts the
-    /// keys, or those of them that `kept` names in increasing order, into blocks of at most `block`. With 0
-    /// bits, rows keep their order.
-    pub fn new<T: Real>(
-        q: Queries<'_, T>,
-        k: MatRef<'_, T>,
-        kept: Option<&[u32]>,
-        block: usize,
-        hashes: usize,
-        assign: Assign,
-        key: StreamKey,
-    ) -> Self {
-        let hash = SignHash::<T>::new(key, k.cols(), hashes, 1);
-        let sorted_keys = || {
-            let mut of_keys = ranks(hash.as_ref(), k);
-            if let Some(kept) = kept {
-                of_keys = kept.iter().map(|&j| of_keys[j as usize]).collect();
-            }
-            (order_by(&of_keys), of_keys)
+    /// Sorts the rows of `part` by their ranks and cuts the keys, or those of them that `kept` names in increasing order,
+    /// counted from the first of the part, into blocks of at most `block`.
+    pub fn new(ranks: &Ranks, part: &Part, kept: Option<&[u32]>, block: usize, assign: Assign) -> Self {
+        let of_keys = &ranks.keys[part.keys.clone()];
+        let of_keys: Cow<'_, [u32]> = match kept {
+            Some(kept) => kept.iter().map(|&j| of_keys[j as usize]).collect(),
+            None => of_keys.into(),
         };
-        let of_queries = || (0..q.heads()).into_par_iter().map(|h| ranks(hash.as_ref(), q.head(h))).collect();
-        let ((order, of_keys), of_queries): (_, Vec<Vec<u32>>) = rayon::join(sorted_keys, of_queries);
-        let cut = Balanced::with_target(order.len(), block);
-        let heads: Vec<(Vec<u32>, Vec<usize>)> = match assign {
-            Assign::Balanced => {
-                of_queries.into_par_iter().map(|ranks| balanced(&ranks, cut.blocks())).collect()
-            }
+        let of_queries = ranks.queries.par_iter().map(|ranks| &ranks[part.rows.clone()]);
+        let cut = Balanced::with_target(of_keys.len(), block);
+        let (order, heads): (Vec<u32>, Vec<(Vec<u32>, Vec<usize>)>) = match assign {
+            Assign::Balanced => rayon::join(
+                || order_by(&of_keys),
+                || of_queries.map(|ranks| balanced(ranks, cut.blocks())).collect(),
+            ),
             Assign::Alone => {
+                let order = order_by(&of_keys);
                 let places = Insertion::new(&order, &of_keys);
-                of_queries.into_par_iter().map(|ranks| places.blocks(&ranks, &cut)).collect()
+                let heads = of_queries.map(|ranks| places.blocks(ranks, &cut)).collect();
+                (order, heads)
             }
         };
-        let (mut rows, mut starts) = (Vec::with_capacity(q.heads() * q.n_q()), vec![0]);
+        let (mut rows, mut starts) = (Vec::with_capacity(heads.len() * part.rows.len()), vec![0]);
         for c in 0..cut.blocks() {
             for ((order, starts), head) in heads.iter().zip(0..) {
                 rows.extend(order[starts[c]..starts[c + 1]].iter().map(|&row| Row { head, row }));
@@ -103,7 +112,7 @@ impl SortedBlocks {
             Some(kept) => order.iter().map(|&i| kept[i as usize]).collect(),
             None => order,
         };
-        Self { rows, starts, n_q: q.n_q(), keys, cut }
+        Self { rows, starts, n_q: part.rows.len(), keys, cut }
     }
 
     /// Number of blocks.
@@ -131,23 +140,17 @@ impl SortedBlocks {
         &self.rows[self.starts[c]..self.starts[c + 1]]
     }
 
-    /// Runs `work` on every block that has queries, in parallel; blocks with many are given in pieces. Results
-    /// come in order of the blocks.
-    pub fn par_blocks<T: Real, R: Send>(
+    /// Runs `work` on every block that has queries, in parallel; blocks with many are given in pieces. `places` are
+    /// those of all rows, head 0 first. Results come in order of the blocks.
+    pub fn par_blocks<'p, T: Real, R: Send>(
         &self,
-        out: &mut [T],
-        lse: &mut [T],
-        d_v: usize,
-        work: impl Fn(Piece<'_, '_, T>) -> Result<R> + Sync + Send,
+        places: impl Iterator<Item = Place<'p, T>>,
+        work: impl Fn(Piece<'_, 'p, T>) -> Result<R> + Sync + Send,
     ) -> Result<Vec<R>> {
         // Handing out each row's place in sorted order lets tasks write to it without a copy in between.
-        let mut by_row: Vec<Option<Place<'_, T>>> = out
-            .chunks_exact_mut(d_v)
-            .zip(lse.iter_mut())
-            .map(|(out, lse)| Some(Place { out, lse }))
-            .collect();
+        let mut by_row: Vec<Option<Place<'p, T>>> = places.map(Some).collect();
         let place = |r: &Row| by_row[r.head as usize * self.n_q + r.row as usize].take();
-        let mut sorted: Vec<Place<'_, T>> = self.rows.iter().filter_map(place).collect();
+        let mut sorted: Vec<Place<'p, T>> = self.rows.iter().filter_map(place).collect();
         let mut pieces = Vec::with_capacity(self.blocks());
         let mut rest = &mut sorted[..];
         for block in 0..self.blocks() {
@@ -236,6 +239,11 @@ pub struct Place<'a, T> {
     pub lse: &'a mut T,
 }
 
+/// The places of some rows.
+pub fn places<'a, T>(out: &'a mut [T], lse: &'a mut [T], d_v: usize) -> impl Iterator<Item = Place<'a, T>> {
+    out.chunks_exact_mut(d_v).zip(lse).map(|(out, lse)| Place { out, lse })
+}
+
 /// Some query rows of one block.
 #[derive(Debug)]
 pub struct Piece<'a, 'p, T> {
@@ -250,12 +258,12 @@ pub struct Piece<'a, 'p, T> {
 impl<T: Real> Piece<'_, '_, T> {
     /// Copies the piece's queries into `out`.
     pub fn gather_queries(&self, q: Queries<'_, T>, out: &mut [T]) {
-        let (mut head, mut rows) = (0, q.head(0));
-        for (r, out) in self.rows.iter().zip(out.chunks_exact_mut(rows.cols())) {
-            if r.head != head {
-                (head, rows) = (r.head, q.head(r.head as usize));
-            }
-            out.copy_from_slice(rows.row(r.row as usize));
+        let mut rest = out;
+        for rows in self.rows.chunk_by(|a, b| a.head == b.head) {
+            let head = q.head(rows[0].head as usize);
+            let (out, tail) = rest.split_at_mut(rows.len() * head.cols());
+            head.gather_into(rows.iter().map(|r| r.row as usize), out);
+            rest = tail;
         }
     }
 }
@@ -267,9 +275,37 @@ pub fn attend_blocks<T: Real>(
     blocks: &SortedBlocks,
     extra: impl Fn(usize) -> Vec<(u32, T)> + Sync + Send,
 ) -> Result<RunInfo> {
-    let (q, k, v, scale, cx) = (group.q, group.k, group.v, group.scale, group.cx);
+    let Group { q, k, v, scale, cx, .. } = *group;
+    attend_at(places(group.out, group.lse, v.cols()), (q, k, v), scale, cx, blocks, extra, |place, o, l| {
+        place.out.copy_from_slice(o);
+        *place.lse = l;
+    })
+}
+
+/// The same for a part of a causal problem, each row joined to what was found for it before.
+pub fn join_blocks<T: Real>(
+    joining: Joining<'_, T>,
+    blocks: &SortedBlocks,
+    extra: impl Fn(usize) -> Vec<(u32, T)> + Sync + Send,
+) -> Result<RunInfo> {
+    let Joining { q, k, v, scale, cx, .. } = joining;
+    attend_at(joining.into_places(), (q, k, v), scale, cx, blocks, extra, |place, o, l| {
+        merge_lse(place.out, place.lse, o, l);
+    })
+}
+
+/// Attends, and gives what each row found to `put` with the row's place.
+fn attend_at<'p, T: Real>(
+    places: impl Iterator<Item = Place<'p, T>>,
+    (q, k, v): (Queries<'_, T>, MatRef<'_, T>, MatRef<'_, T>),
+    scale: T,
+    cx: Context<'_>,
+    blocks: &SortedBlocks,
+    extra: impl Fn(usize) -> Vec<(u32, T)> + Sync + Send,
+    put: impl Fn(&mut Place<'p, T>, &[T], T) + Sync + Send,
+) -> Result<RunInfo> {
     let (d, d_v) = (k.cols(), v.cols());
-    let visited = blocks.par_blocks(group.out, group.lse, d_v, |piece| {
+    let visited = blocks.par_blocks(places, |piece| {
         let (near, extra) = (blocks.block_keys(piece.block), extra(piece.block));
         let (n, rows) = (near.len() + extra.len(), piece.rows.len());
         let index = || near.iter().copied().chain(extra.iter().map(|e| e.0)).map(|j| j as usize);
@@ -289,8 +325,7 @@ pub fn attend_blocks<T: Real>(
         let (keys, values) = (MatRef::new(&keys, n, d), MatRef::new(&values, n, d_v));
         exact_rows(queries, keys, values, bias, scale, Band::ALL, cx, &mut out, &mut lse);
         for (place, (o, &l)) in piece.places.iter_mut().zip(out.chunks_exact(d_v).zip(lse.iter())) {
-            place.out.copy_from_slice(o);
-            *place.lse = l;
+            put(place, o, l);
         }
         Ok((rows * n) as u64)
     })?;
@@ -367,7 +402,8 @@ mod tests {
         let p = case.problem;
         let q = TensorRef::bhnd(&case.q, [1, p.n_heads, p.n_q, p.d]).unwrap();
         let k = MatRef::new(&case.k, p.n_k, p.d);
-        SortedBlocks::new(Queries::new(q), k, None, block, hashes, assign, StreamKey::new(4))
+        let ranks = Ranks::new(Queries::new(q), k, hashes, StreamKey::new(4));
+        SortedBlocks::new(&ranks, &Part { rows: 0..p.n_q, keys: 0..p.n_k }, None, block, assign)
     }
 
     #[test]

@@ -300,9 +300,10 @@ impl Source for Crt {
 
     fn prepare<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Prepared<T>> {
         let Params { directions, antithetic, seed, .. } = self.params;
-        let exponent = self.exponent(shape, data)?;
         let key = shape.index.stream_key(seed).named("directions");
-        let omega = draw_directions(directions.coupling(), self.num_directions(shape.d), shape.d, key)?;
+        let draw = || draw_directions(directions.coupling(), self.num_directions(shape.d), shape.d, key);
+        let (exponent, omega) = rayon::join(|| self.exponent(shape, data), draw);
+        let (exponent, omega) = (exponent?, omega?);
         let options = MapOptions { scale: shape.scale, ..MapOptions::default() };
         let map = ExpFeatures::new(&exponent, &omega, antithetic, options)?;
         let directions = omega.rows();

@@ -53,13 +53,13 @@ mod theory;
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::{
-    ALWAYS_LEAKS, Assign, FirstKeys, SortedBlocks, UniformSamples, always_leaks, attend_blocks,
-    blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, exact_group, exact_scratch_bytes,
-    sinks_scratch_bytes, with_sinks,
+    ALWAYS_LEAKS, Assign, FirstKeys, Joining, Part, Ranks, SortedBlocks, UniformSamples, always_leaks,
+    attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, exact_group,
+    exact_scratch_bytes, join_blocks, sinks_scratch_bytes, with_sinks,
 };
 use crate::params::Indices;
 use crate::{Error, Mask, Options, Problem, Real, Result};
-use std::ops::Range;
+use attlas_num::rng::StreamKey;
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -204,28 +204,38 @@ impl Hyper {
         rest + (p.n_q * self.params.sinks) as u64
     }
 
-    /// Attention without a mask to the keys of `group`, which are `keys` of the whole group.
-    fn part<T: Real>(&self, mut group: Group<'_, T>, keys: Range<usize>, assign: Assign) -> Result<RunInfo> {
-        let Params { block, samples, hashes, seed, .. } = self.params;
+    /// A whole group without a mask.
+    fn whole<T: Real>(&self, group: &mut Group<'_, T>, ranks: &Ranks) -> Result<RunInfo> {
         if self.is_exact(group.n_q(), group.n_k()) {
-            return exact_group(&mut group);
+            return exact_group(group);
         }
-        let key = group.index.stream_key(seed);
-        let blocks =
-            SortedBlocks::new(group.q, group.k, None, block, hashes, assign, key.named("directions"));
-        // Directions are those of the group, samples those of the part.
-        let key = key.with(keys.start as u64).with(keys.end as u64);
+        let part = Part::whole(group);
+        let key = part.stream(group.index.stream_key(self.params.seed));
+        let blocks = SortedBlocks::new(ranks, &part, None, self.params.block, Assign::Balanced);
         if self.params.variant == Variant::Theory {
-            return theory::run(&self.params, &mut group, &blocks, key);
+            return theory::run(&self.params, group, &blocks, key);
         }
+        let drawn = self.samples(group.n_k(), key);
+        let info = attend_blocks(group, &blocks, |c| drawn.outside(&blocks, c))?;
+        Ok(count_dropped(info, &drawn, &blocks))
+    }
+
+    /// A part of a causal problem.
+    fn part<T: Real>(&self, joining: Joining<'_, T>, part: &Part, ranks: &Ranks) -> Result<RunInfo> {
+        if self.is_exact(part.rows.len(), part.keys.len()) {
+            return joining.run(|mut group| exact_group(&mut group));
+        }
+        let blocks = SortedBlocks::new(ranks, part, None, self.params.block, Assign::Alone);
+        let key = part.stream(joining.index.stream_key(self.params.seed));
+        let drawn = self.samples(part.keys.len(), key);
+        let info = join_blocks(joining, &blocks, |c| drawn.outside(&blocks, c))?;
+        Ok(count_dropped(info, &drawn, &blocks))
+    }
+
+    /// The keys drawn for the rows of a part, from its own stream: directions alone are those of the whole group.
+    fn samples(&self, n_k: usize, key: StreamKey) -> UniformSamples {
         let replacement = self.params.sampling == Sampling::WithReplacement;
-        let drawn = UniformSamples::new(group.n_k(), samples, replacement, key.named("samples"));
-        let mut info = attend_blocks(&mut group, &blocks, |c| drawn.outside(&blocks, c))?;
-        let dropped = drawn.dropped_rows(&blocks);
-        if dropped > 0 {
-            info.figures.insert("rows_without_samples", dropped as f64);
-        }
-        Ok(info)
+        UniformSamples::new(n_k, self.params.samples, replacement, key.named("samples"))
     }
 
     /// The same with the first keys as sinks.
@@ -233,6 +243,15 @@ impl Hyper {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
         Self { params }
     }
+}
+
+/// Writes down how many rows had no samples outside their block.
+fn count_dropped(mut info: RunInfo, drawn: &UniformSamples, blocks: &SortedBlocks) -> RunInfo {
+    let dropped = drawn.dropped_rows(blocks);
+    if dropped > 0 {
+        info.figures.insert("rows_without_samples", dropped as f64);
+    }
+    info
 }
 
 impl GroupPlan for Hyper {
@@ -247,7 +266,7 @@ impl GroupPlan for Hyper {
             Mask::None => 1,
             Mask::Causal => (p.n_q / self.params.n_min.max(1)).max(1).ilog2() as u64,
         };
-        let hashed = if self.covers(p.n_q, p.n_k) { 0 } else { levels * (rows + keys) };
+        let hashed = if self.covers(p.n_q, p.n_k) { 0 } else { rows + keys };
         Cost {
             setup_flops: 2 * hashed * d * self.params.hashes as u64,
             run_flops: 2 * (p.batch * p.n_heads) as u64 * self.pairs(p) * (d + d_v),
@@ -282,12 +301,13 @@ impl GroupPlan for Hyper {
         if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, group.n_k()) {
             return first.run(&mut group, |g| self.with_first(&first).run(g));
         }
-        with_sinks(&mut group, sinks, |rest| match rest.mask {
-            Mask::None => {
-                let keys = 0..rest.n_k();
-                self.part(rest.reborrow(), keys, Assign::Balanced)
+        with_sinks(&mut group, sinks, |rest| {
+            let key = rest.index.stream_key(self.params.seed).named("directions");
+            let ranks = Ranks::new(rest.q, rest.k, self.params.hashes, key);
+            match rest.mask {
+                Mask::None => self.whole(rest, &ranks),
+                Mask::Causal => causalize(rest, n_min, &|joining, part| self.part(joining, &part, &ranks)),
             }
-            Mask::Causal => causalize(rest, n_min, &|part, keys| self.part(part, keys, Assign::Alone)),
         })
     }
 }

@@ -5,7 +5,7 @@
 use super::Params;
 use crate::group::Group;
 use crate::methods::common::{
-    Columns, SortedBlocks, UniformSamples, divide_by, exact_rows, relative_squares,
+    Columns, SortedBlocks, UniformSamples, divide_by, exact_rows, places, relative_squares,
 };
 use crate::{MatRef, Problem, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, Op, gemm};
@@ -40,7 +40,7 @@ pub(super) fn run<T: Real>(
     let bias: Vec<T> = columns.bias.iter().map(|&b| T::from_f64(b)).collect();
     let log_weights = T::from_f64(columns.log_total);
 
-    let visited = blocks.par_blocks(group.out, group.lse, d_v, |piece| {
+    let visited = blocks.par_blocks(places(group.out, group.lse, d_v), |piece| {
         let (near, rows) = (blocks.block_keys(piece.block), piece.rows.len());
         let far = uniform.outside::<T>(blocks, piece.block);
         let mut queries = cx.scratch.take::<T>(rows * d);

@@ -48,9 +48,9 @@
 use crate::group::{Group, GroupPlan, Queries};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::{
-    ALWAYS_LEAKS, Assign, Columns, FirstKeys, Operands, Row, SortedBlocks, always_leaks, attend_blocks,
-    blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, divide_by, exact_group, exact_rows,
-    exact_scratch_bytes, sinks_scratch_bytes, with_sinks,
+    ALWAYS_LEAKS, Assign, Columns, FirstKeys, Operands, Part, Ranks, Row, SortedBlocks, always_leaks,
+    attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, divide_by,
+    exact_group, exact_rows, exact_scratch_bytes, sinks_scratch_bytes, with_sinks,
 };
 use crate::params::Indices;
 use crate::workspace::Context;
@@ -245,13 +245,13 @@ impl KdeFormer {
         }
     }
 
-    /// Attention without a mask to the keys of `group`, which are `keys` of the whole group.
-    fn part<T: Real>(&self, mut group: Group<'_, T>, keys: Range<usize>, assign: Assign) -> Result<RunInfo> {
+    /// Attention without a mask in a part of a group.
+    fn part<T: Real>(&self, mut group: Group<'_, T>, part: &Part, assign: Assign) -> Result<RunInfo> {
         if self.is_exact(group.n_k()) {
             return exact_group(&mut group);
         }
         let key = group.index.stream_key(self.params.seed);
-        let of_part = key.with(keys.start as u64).with(keys.end as u64);
+        let of_part = part.stream(key);
         if !self.needs_density() {
             let (q, k, v) = (group.q, group.k, group.v);
             let (blocks, drawn) = rayon::join(
@@ -346,7 +346,8 @@ impl KdeFormer {
         key: StreamKey,
     ) -> SortedBlocks {
         let Params { block, hashes, .. } = self.params;
-        SortedBlocks::new(q, k, None, block, hashes, assign, key.named("directions"))
+        let ranks = Ranks::new(q, k, hashes, key.named("directions"));
+        SortedBlocks::new(&ranks, &Part { rows: 0..q.n_q(), keys: 0..k.rows() }, None, block, assign)
     }
 
     fn columns(&self, weights: &[f64], key: StreamKey) -> Columns {
@@ -683,10 +684,12 @@ impl GroupPlan for KdeFormer {
         }
         with_sinks(&mut group, sinks, |rest| match rest.mask {
             Mask::None => {
-                let keys = 0..rest.n_k();
-                self.part(rest.reborrow(), keys, Assign::Balanced)
+                let whole = Part::whole(rest);
+                self.part(rest.reborrow(), &whole, Assign::Balanced)
             }
-            Mask::Causal => causalize(rest, n_min, &|part, keys| self.part(part, keys, Assign::Alone)),
+            Mask::Causal => causalize(rest, n_min, &|joining, part| {
+                joining.run(|group| self.part(group, &part, Assign::Alone))
+            }),
         })
     }
 }

@@ -41,7 +41,7 @@
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::{
-    ALWAYS_LEAKS, Assign, FirstKeys, SortedBlocks, UniformSamples, always_leaks, attend_blocks,
+    ALWAYS_LEAKS, Assign, FirstKeys, Part, Ranks, SortedBlocks, UniformSamples, always_leaks, attend_blocks,
     blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, exact_group, exact_scratch_bytes,
     sinks_scratch_bytes, top_indices, with_sinks,
 };
@@ -54,7 +54,6 @@ use attlas_num::kernels::{axpy, dot, sq_dist};
 use attlas_num::linalg::{matmul_nt, matmul_tn, psd_factor};
 use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
-use std::ops::Range;
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -272,25 +271,22 @@ impl PrescoredHyper {
         }
     }
 
-    /// Attention without a mask to the keys of `group`, which are `keys` of the whole group.
-    fn part<T: Real>(&self, mut group: Group<'_, T>, keys: Range<usize>, assign: Assign) -> Result<RunInfo> {
-        let Params { block, samples, hashes, residual, residual_samples, seed, .. } = self.params;
+    /// Attention without a mask in a part of a group.
+    fn part<T: Real>(
+        &self,
+        mut group: Group<'_, T>,
+        part: &Part,
+        ranks: &Ranks,
+        assign: Assign,
+    ) -> Result<RunInfo> {
+        let Params { block, samples, residual, residual_samples, seed, .. } = self.params;
         let n_k = group.n_k();
         if self.is_exact(group.n_q(), n_k) {
             return exact_group(&mut group);
         }
-        let key = group.index.stream_key(seed);
-        let of_part = key.with(keys.start as u64).with(keys.end as u64);
+        let of_part = part.stream(group.index.stream_key(seed));
         let kept = self.kept(group.k, of_part);
-        let blocks = SortedBlocks::new(
-            group.q,
-            group.k,
-            kept.as_deref(),
-            block,
-            hashes,
-            assign,
-            key.named("directions"),
-        );
+        let blocks = SortedBlocks::new(ranks, part, kept.as_deref(), block, assign);
         let count = blocks.keys().len();
         let replacement = self.params.sampling == Sampling::WithReplacement;
         let inside = UniformSamples::new(count, samples, replacement, of_part.named("samples"));
@@ -409,7 +405,7 @@ impl GroupPlan for PrescoredHyper {
             _ => 2 * d * (self.clusters() * (self.iters() + 1)) as u64,
         };
         Cost {
-            setup_flops: levels * (2 * (rows + all) * d * hashes as u64 + all * per_key),
+            setup_flops: 2 * (rows + all) * d * hashes as u64 + levels * all * per_key,
             run_flops: 2 * heads * (pairs + (p.n_q * sinks) as u64) * (d + d_v),
             bytes: 4 * levels * (rows + all) * (d + d_v),
         }
@@ -436,12 +432,18 @@ impl GroupPlan for PrescoredHyper {
         if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, group.n_k()) {
             return first.run(&mut group, |g| self.with_first(&first).run(g));
         }
-        with_sinks(&mut group, sinks, |rest| match rest.mask {
-            Mask::None => {
-                let keys = 0..rest.n_k();
-                self.part(rest.reborrow(), keys, Assign::Balanced)
+        with_sinks(&mut group, sinks, |rest| {
+            let key = rest.index.stream_key(self.params.seed).named("directions");
+            let ranks = Ranks::new(rest.q, rest.k, self.params.hashes, key);
+            match rest.mask {
+                Mask::None => {
+                    let whole = Part::whole(rest);
+                    self.part(rest.reborrow(), &whole, &ranks, Assign::Balanced)
+                }
+                Mask::Causal => causalize(rest, n_min, &|joining, part| {
+                    joining.run(|group| self.part(group, &part, &ranks, Assign::Alone))
+                }),
             }
-            Mask::Causal => causalize(rest, n_min, &|part, keys| self.part(part, keys, Assign::Alone)),
         })
     }
 }

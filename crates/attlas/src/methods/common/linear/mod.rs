@@ -25,7 +25,7 @@ mod signed;
 pub(crate) mod testing;
 
 pub use directions::Directions;
-pub use plan::{ErrorModel, Linear, PairVariance, Prepared, Shape, Source, report_features};
+pub use plan::{ErrorModel, Linear, PairVariance, Prepared, Shape, Source, run_predicted};
 pub use positive::{DenominatorEps, Positive};
 pub use signed::{DenominatorPolicy, Signed};
 

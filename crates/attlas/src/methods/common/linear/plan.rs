@@ -1,7 +1,7 @@
 //! The plan of a method that is a feature map: cost, memory, predicted error, decoding.
 
 use super::{Accumulator, CHUNK, LinearStream, run_linear, scratch_bytes};
-use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
 use crate::method::{Cost, RunInfo};
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::sketch::SketchError;
@@ -116,18 +116,24 @@ struct Prediction {
 
 impl ErrorModel {
     /// The prediction for the worst head of a group; `None` where data are not finite.
-    fn predict<T: Real>(&self, g: &Group<'_, T>, target: f64) -> Option<Prediction> {
+    fn predict<T: Real>(
+        &self,
+        q: Queries<'_, T>,
+        k: MatRef<'_, T>,
+        scale: T,
+        target: f64,
+    ) -> Option<Prediction> {
         let mut worst = Prediction { relative_sd: 0.0, needed: 0.0 };
-        let keys = moments_of(g.k)?;
-        for h in 0..g.q.heads() {
-            let moments = || Moments::new(&moments_of(g.q.head(h))?, &keys, g.scale.to_f64()).ok();
+        let keys = moments_of(k)?;
+        for h in 0..q.heads() {
+            let moments = || Moments::new(&moments_of(q.head(h))?, &keys, scale.to_f64()).ok();
             let (diagnostic, directions) = match self {
                 Self::Exponential { exponent, antithetic, directions } => {
                     (Diagnostic::of_exponent(exponent, &moments()?, *antithetic)?, *directions)
                 }
                 Self::Trig { directions } => (Diagnostic::of_trig(&moments()?), *directions),
                 Self::Pairs { variance, directions } => {
-                    (of_pairs(&**variance, *directions, g.q.head(h), g.k, g.scale), *directions)
+                    (of_pairs(&**variance, *directions, q.head(h), k, scale), *directions)
                 }
             };
             worst.relative_sd = worst.relative_sd.max(diagnostic.relative_sd(directions));
@@ -171,22 +177,26 @@ fn of_pairs<T: Real>(
     Diagnostic { log_rel2: logs.sum::<f64>() / (q.len() * k.len()).max(1) as f64 }
 }
 
-/// Writes the number of features into the figures of a run, and where an error can be predicted, that error
-/// (`predicted_rel_sd`, for a typical entry of the worst head) and the features that `target` would take
-/// (`features_needed`).
-pub fn report_features<T: Real>(
-    info: &mut RunInfo,
-    g: &Group<'_, T>,
+/// Runs a group with `run`, and writes the number of features into the figures of the run, and where an error can be
+/// predicted, that error (`predicted_rel_sd`, for a typical entry of the worst head) and the features that `target` would
+/// take (`features_needed`). One thread predicts while the others run.
+pub fn run_predicted<T: Real>(
+    g: &mut Group<'_, T>,
     features: usize,
     model: Option<&ErrorModel>,
     target: f64,
-) {
-    info.rank = Some(features);
+    run: impl FnOnce(&mut Group<'_, T>) -> Result<RunInfo> + Send,
+) -> Result<RunInfo> {
+    let (q, k, scale) = (g.q, g.k, g.scale);
+    let predict = || model.and_then(|m| m.predict(q, k, scale, target));
+    let (prediction, info) = rayon::join(predict, || run(g));
+    let mut info = RunInfo { rank: Some(features), ..info? };
     info.figures.insert("features", features as f64);
-    if let Some(Prediction { relative_sd, needed }) = model.and_then(|m| m.predict(g, target)) {
+    if let Some(Prediction { relative_sd, needed }) = prediction {
         info.figures.insert("predicted_rel_sd", relative_sd);
         info.figures.insert("features_needed", needed * features as f64);
     }
+    Ok(info)
 }
 
 /// Linear attention with the feature maps of `S`.
@@ -234,14 +244,12 @@ impl<S: Source> GroupPlan for Linear<S> {
         let shape = Shape { d: g.k.cols(), d_v: g.d_v(), scale: g.scale.to_f64(), index: g.index };
         let features = self.source.num_features(shape.d);
         let Prepared { acc, error } = self.source.prepare(&shape, Some(&g))?;
-        let mut figures = RunInfo::default();
-        report_features(&mut figures, &g, features, error.as_ref(), self.source.target_error());
-        let mut info = run_linear(&*acc, &mut g)?;
+        let target = self.source.target_error();
+        let mut info = run_predicted(&mut g, features, error.as_ref(), target, |g| run_linear(&*acc, g))?;
         info.keys_visited = ((g.lse.len() as u64) - info.empty_rows) * features as u64;
         if !acc.mends_rows() {
-            figures.figures.insert("decode_bytes", (acc.state_len() * size_of::<T>()) as f64);
+            info.figures.insert("decode_bytes", (acc.state_len() * size_of::<T>()) as f64);
         }
-        let info = info.merge(figures);
         Ok(info)
     }
 

@@ -306,14 +306,14 @@ impl GroupPlan for Scatterbrain {
         let causal = g.mask == Mask::Causal;
         let Estimate { acc, error } = self.estimate((!causal).then_some(g.k), g.d_v(), g.index)?;
         let (n_q, m) = (g.n_q() * g.q.heads(), self.features());
-        let mut info = RunInfo { rank: Some(m), ..RunInfo::default() };
-        linear::report_features(&mut info, &g, m, Some(&error), self.params.target_error);
-        if causal {
-            info.empty_rows = (g.n_q().saturating_sub(g.n_k()) * g.q.heads()) as u64;
-            info.keys_visited = self.run_causal(&mut g, &acc);
-        } else {
-            info.keys_visited = (n_q * m) as u64 + self.run_plain(&mut g, &acc);
-        }
+        let mut info = linear::run_predicted(&mut g, m, Some(&error), self.params.target_error, |g| {
+            Ok(if causal {
+                let empty_rows = (g.n_q().saturating_sub(g.n_k()) * g.q.heads()) as u64;
+                RunInfo { empty_rows, ..RunInfo::visited(self.run_causal(g, &acc)) }
+            } else {
+                RunInfo::visited((n_q * m) as u64 + self.run_plain(g, &acc))
+            })
+        })?;
         let near = self.params.keys.max(1) + self.params.block() - 1;
         let held = self.state_len(g.d_v()).saturating_add(near.saturating_mul(self.d + g.d_v()));
         info.figures.insert("decode_bytes", (held as f64) * size_of::<T>() as f64);

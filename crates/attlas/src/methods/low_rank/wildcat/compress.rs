@@ -6,7 +6,7 @@ use crate::methods::common::coreset::{CompressKeys, Coreset, Size, Values};
 use crate::workspace::Context;
 use crate::{Problem, Real};
 use attlas_num::MatRef;
-use attlas_num::kernels::dot;
+use attlas_num::kernels::{dot, scale};
 use attlas_num::linalg::{self, lambert_w0_exp};
 use attlas_num::randla::rpcholesky::scratch_bytes;
 use attlas_num::randla::{GaussianKernel, PartialCholesky, rp_cholesky};
@@ -60,14 +60,60 @@ pub(super) struct Shared<'a> {
     pub(super) query_norm: f64,
 }
 
+/// Rows that one task goes through, where every row is read once: fixed, so that the number of threads changes nothing.
+const ROWS: usize = 2048;
+
 /// Largest norm of the rows; infinite if one is not finite.
-pub(super) fn largest_norm<'a, T: Real>(rows: impl Iterator<Item = &'a [T]>) -> f64 {
-    let mut largest = 0.0f64;
-    for row in rows {
-        let square = dot(row, row).to_f64();
-        largest = largest.max(if square.is_nan() { f64::INFINITY } else { square });
-    }
-    largest.sqrt()
+pub(super) fn largest_norm<T: Real>(x: MatRef<'_, T>) -> f64 {
+    let of_rows = |rows: MatRef<'_, T>| {
+        rows.iter_rows().fold(0.0f64, |largest, row| {
+            let square = dot(row, row).to_f64();
+            largest.max(if square.is_nan() { f64::INFINITY } else { square })
+        })
+    };
+    in_pieces(x, of_rows).into_iter().fold(0.0, f64::max).sqrt()
+}
+
+/// What `of` says of fixed pieces of the rows, in parallel.
+fn in_pieces<T: Real, R: Send>(x: MatRef<'_, T>, of: impl Fn(MatRef<'_, T>) -> R + Sync) -> Vec<R> {
+    let piece = |p: usize| of(x.sub_rows(p * ROWS..((p + 1) * ROWS).min(x.rows())));
+    (0..x.rows().div_ceil(ROWS)).into_par_iter().with_max_len(1).map(piece).collect()
+}
+
+/// The mean of the rows.
+fn mean_of<T: Real>(x: MatRef<'_, T>) -> Vec<f64> {
+    let sums = in_pieces(x, |rows| {
+        let mut sum = vec![0.0; rows.cols()];
+        rows.iter_rows().for_each(|row| sum.iter_mut().zip(row).for_each(|(m, x)| *m += x.to_f64()));
+        sum
+    });
+    let mut mean = vec![0.0; x.cols()];
+    sums.iter().for_each(|sum| mean.iter_mut().zip(sum).for_each(|(m, s)| *m += s));
+    mean.iter_mut().for_each(|m| *m /= x.rows().max(1) as f64);
+    mean
+}
+
+/// Subtracts `mean` from every key; the largest and the least square of a norm, the largest infinite if one is not
+/// finite.
+fn centre_into<T: Real>(k: MatRef<'_, T>, mean: &[f64], x: &mut [T]) -> (f64, f64) {
+    let d = k.cols();
+    x.par_chunks_mut(ROWS * d)
+        .with_max_len(1)
+        .enumerate()
+        .map(|(p, x)| {
+            let keys = k.sub_rows(p * ROWS..p * ROWS + x.len() / d);
+            let (mut most, mut least) = (0.0f64, f64::INFINITY);
+            for (x, key) in x.chunks_exact_mut(d).zip(keys.iter_rows()) {
+                for (x, (key, mean)) in x.iter_mut().zip(key.iter().zip(mean)) {
+                    *x = T::from_f64(key.to_f64() - mean);
+                }
+                let square = x.iter().map(|x| x.to_f64() * x.to_f64()).sum::<f64>();
+                most = if square.is_nan() { f64::INFINITY } else { most.max(square) };
+                least = least.min(square);
+            }
+            (most, least)
+        })
+        .reduce(|| (0.0, f64::INFINITY), |a, b| (a.0.max(b.0), a.1.min(b.1)))
 }
 
 /// $\tau$ for `n` keys.
@@ -128,12 +174,7 @@ impl Compressor {
 
     /// What is subtracted from every key.
     pub(super) fn mean<T: Real>(&self, k: MatRef<'_, T>) -> Vec<f64> {
-        let mut mean = vec![0.0; k.cols()];
-        if self.params.centre {
-            k.iter_rows().for_each(|row| mean.iter_mut().zip(row).for_each(|(m, x)| *m += x.to_f64()));
-            mean.iter_mut().for_each(|m| *m /= k.rows() as f64);
-        }
-        mean
+        if self.params.centre { mean_of(k) } else { vec![0.0; k.cols()] }
     }
 
     /// Bins one after another: parts of equal length, and the rest as one more.
@@ -180,17 +221,7 @@ impl Compressor {
             return verbatim();
         }
         let mut x = cx.scratch.take::<T>(n * d);
-        let (mut most, mut least) = (0.0f64, f64::INFINITY);
-        for (x, key) in x.chunks_exact_mut(d).zip(k.iter_rows()) {
-            let mut square = 0.0;
-            for (x, (key, mean)) in x.iter_mut().zip(key.iter().zip(shared.mean)) {
-                let centred = key.to_f64() - mean;
-                square += centred * centred;
-                *x = T::from_f64(centred);
-            }
-            most = if square.is_nan() { f64::INFINITY } else { most.max(square) };
-            least = least.min(square);
-        }
+        let (most, least) = centre_into(k, shared.mean, &mut x);
         let key_norm = most.sqrt();
         let query_norm = if shared.query_norm > 0.0 { shared.query_norm } else { key_norm };
         if !(key_norm.is_finite() && query_norm.is_finite()) {
@@ -206,7 +237,7 @@ impl Compressor {
         let spread = beta * (most - least) / (2.0 * wanted * wanted);
         let tau = wanted * (spread / spread_limit::<T>()).max(1.0).sqrt();
         let factor_x = T::from_f64(beta.sqrt() / tau);
-        x.iter_mut().for_each(|x| *x *= factor_x);
+        x.par_chunks_mut(ROWS * d).for_each(|x| scale(factor_x, x));
         let kernel = GaussianKernel::new(MatRef::new(&x, n, d));
         let h = kernel.half_norms();
         let log_scale: Vec<f64> = h.iter().map(|h| h.to_f64()).collect();
@@ -226,8 +257,12 @@ impl Compressor {
         if coreset.is_empty() || !coreset.is_finite() {
             return verbatim();
         }
-        let roots = cholesky.residual.iter().zip(&log_scale).map(|(p, h)| p.sqrt() * (h - top).exp());
-        let log_sum = top + roots.sum::<f64>().ln();
+        let roots = cholesky
+            .residual
+            .par_chunks(ROWS)
+            .zip(log_scale.par_chunks(ROWS))
+            .map(|(p, h)| p.iter().zip(h).map(|(p, h)| p.sqrt() * (h - top).exp()).sum::<f64>());
+        let log_sum = top + roots.collect::<Vec<_>>().iter().sum::<f64>().ln();
         let error = BinError { tau, residual: cholesky.relative_residual, log_sum, key_norm };
         Bin { coreset, error: Some(error) }
     }
@@ -250,9 +285,7 @@ fn sum_at_first<T: Real>(k: MatRef<'_, T>, values: Values<'_, T>) -> Coreset<T> 
 
 /// Norm of the mean of the keys.
 fn mean_norm<T: Real>(k: MatRef<'_, T>) -> f64 {
-    let mut mean = vec![0.0; k.cols()];
-    k.iter_rows().for_each(|row| mean.iter_mut().zip(row).for_each(|(m, x)| *m += x.to_f64()));
-    mean.iter().map(|m| m * m).sum::<f64>().sqrt() / k.rows().max(1) as f64
+    mean_of(k).iter().map(|m| m * m).sum::<f64>().sqrt()
 }
 
 impl CompressKeys for Compressor {

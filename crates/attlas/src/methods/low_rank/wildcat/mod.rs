@@ -251,7 +251,7 @@ impl GroupPlan for Wildcat {
         if g.mask == Mask::Causal {
             return self.causal().run(&mut g, stream);
         }
-        let largest = compress::largest_norm(g.q.iter_rows());
+        let largest = (0..g.q.heads()).map(|h| compress::largest_norm(g.q.head(h))).fold(0.0, f64::max);
         let size = self.compressor.size(g.n_k());
         let made = self.compressor.coreset(&g, size, largest, stream);
         let info = attend_coreset(&mut g, &made.coreset, self.params().finish())?;

@@ -24,6 +24,11 @@ fn run(pairs: &[(&str, &str)], case: &Case) -> Ran {
     run_with(&*plan, case, How::default()).unwrap()
 }
 
+/// Rows of `d` numbers.
+fn rows(x: &[f64], d: usize) -> MatRef<'_, f64> {
+    MatRef::new(x, x.len() / d, d)
+}
+
 /// The keys and values of the only key head.
 fn keys_of(case: &Case) -> (MatRef<'_, f64>, MatRef<'_, f64>) {
     let p = &case.problem;
@@ -36,7 +41,7 @@ fn bins_of(pairs: &[(&str, &str)], case: &Case, v: MatRef<'_, f64>) -> Vec<Bin<f
     let compressor = Compressor { params };
     let (k, _) = keys_of(case);
     let mean = compressor.mean(k);
-    let query_norm = largest_norm(case.q.chunks(case.problem.d));
+    let query_norm = largest_norm(rows(&case.q, case.problem.d));
     let shared = Shared { beta: case.problem.scale, mean: &mean, query_norm };
     let stream = GroupIndex { batch: 0, kv_head: 0 }.stream_key(compressor.params.seed);
     let size = compressor.size(k.rows());
@@ -171,7 +176,7 @@ fn pivots_are_reproduced_and_every_score_keeps_its_certificate() {
         let ran = run(pairs, &case);
         let ranges = value_ranges(&case);
         let e = bins.iter().filter_map(|b| b.error).collect::<Vec<_>>();
-        let largest = largest_norm(case.q.chunks(6));
+        let largest = largest_norm(rows(&case.q, 6));
         let mut worst = 0.0f64;
         for (i, q) in case.q.chunks(6).enumerate() {
             let z: f64 = a[i].iter().sum();
@@ -295,7 +300,7 @@ fn single_precision_follows_double_with_the_same_pivots() {
         let compressor = Compressor { params };
         let (k, v) = keys_of(&case);
         let mean = compressor.mean(k);
-        let query_norm = largest_norm(case.q.chunks(64));
+        let query_norm = largest_norm(rows(&case.q, 64));
         let shared = Shared { beta: case.problem.scale, mean: &mean, query_norm };
         let ws = Workspace::single().unwrap();
         let options = compressor.params.pivots(rank);
@@ -440,7 +445,7 @@ fn wide_spreads_raise_the_temperature_and_stay_finite() {
         let ran = run(&[("rank", "20"), ("tau", "0.5")], &case);
         assert!(ran.o.iter().all(|x| x.is_finite()) && ran.lse.iter().all(|x| x.is_finite()));
         // The largest keys have norm about 40·√8 = 113, so h would spread over thousands.
-        let norm = largest_norm(case.k.chunks(8));
+        let norm = largest_norm(rows(&case.k, 8));
         let limit = if single { 60.0 } else { 600.0 };
         let least = (case.problem.scale * norm * norm / (2.0 * limit)).sqrt();
         let tau = ran.info.figures["tau"];
