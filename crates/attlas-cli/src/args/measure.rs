@@ -135,7 +135,7 @@ pub(crate) struct BenchArgs {
     /// One new token at a time over a cache of N.
     #[arg(long)]
     pub(crate) decode: bool,
-    /// Timed runs of each method at each length.
+    /// Timed runs of each method at each length; of a suite, how often it goes through growth and threads.
     #[arg(long, default_value_t = 7, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) runs: u32,
     /// Skip a length at which one run is expected to take longer.

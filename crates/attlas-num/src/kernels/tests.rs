@@ -820,8 +820,16 @@ fn nan_reaches_the_rows_that_see_it() {
 #[test]
 fn strided_inputs_give_the_bits_of_contiguous_ones() {
     fn check<T: Real>() {
-        for (isa, rows) in Isa::available().into_iter().flat_map(|isa| [(isa, 3), (isa, 25)]) {
-            let case = Case::<T>::new(14, rows, 90, 18, 23);
+        // None, one that hides no key and one that hides a few: they take different ways through the kernel.
+        let shift: Vec<T> = (0..90).map(|j| T::from_f64(f64::from(j % 7) * 0.3 - 1.0)).collect();
+        let hiding: Vec<T> =
+            shift.iter().enumerate().map(|(j, &b)| if j % 11 == 4 { T::NEG_INFINITY } else { b }).collect();
+        let biases = [None, Some(&shift), Some(&hiding)];
+        let jobs = biases.into_iter().flat_map(|bias| [(3, bias), (25, bias)]);
+        for (isa, (rows, bias)) in
+            Isa::available().into_iter().flat_map(|isa| jobs.clone().map(move |job| (isa, job)))
+        {
+            let case = Case::<T> { bias: bias.cloned(), ..Case::new(14, rows, 90, 18, 23) };
             let (o, lse) = case.run(isa);
             let widen = |a: &Mat<T>, by: usize| {
                 Mat::from_fn(a.rows(), a.cols() + by, |i, j| if j < a.cols() { a[(i, j)] } else { T::NAN })
@@ -834,7 +842,7 @@ fn strided_inputs_give_the_bits_of_contiguous_ones() {
                 k: view(&k.data()[..k.data().len() - 1], 90, 18, 19),
                 v: view(&v.data()[..v.data().len() - 30], 90, 23, 53),
                 scale: T::from_f64(case.scale),
-                bias: None,
+                bias: case.bias.as_deref(),
                 band: Band::ALL,
                 tile_k: 0,
                 isa,

@@ -88,9 +88,8 @@ impl<'a, T: Real> Joining<'a, T> {
 
 /// Runs a causal group, giving every part without a mask to `unmasked`, which joins its results to those found before.
 ///
-/// Square parts of at most `n_min` rows are exact. Parts run after the halves they join, so those in flight
-/// never share a row. The order of merging is fixed; bits do not depend on
-/// threads if those of `unmasked` do not.
+/// Square parts of at most `n_min` rows are exact. Parts run after the halves they join, so those in flight never share
+/// a row. The order of merging is fixed; bits do not depend on threads if those of `unmasked` do not.
 pub fn causalize<T, F>(group: &mut Group<'_, T>, n_min: usize, unmasked: &F) -> Result<RunInfo>
 where
     T: Real,

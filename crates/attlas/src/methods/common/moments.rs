@@ -2,6 +2,7 @@
 
 use attlas_num::linalg::{Op, gemm};
 use attlas_num::{Mat, MatRef, Real};
+use rayon::prelude::*;
 
 /// Count, mean and centred scatter of rows, in double precision. Pieces merge in any order (Chan, Golub and LeVeque
 /// 1983): $\delta = \mu_b - \mu_a$, $\mu = \mu_a + \delta n_b / n$, $M = M_a + M_b + \delta\delta^\top n_a n_b / n$.
@@ -10,6 +11,29 @@ pub struct Moments {
     count: usize,
     mean: Vec<f64>,
     scatter: Mat<f64>,
+}
+
+/// Rows whose sum one task takes: fixed, so that the number of threads changes no bit.
+const SUMMED_ROWS: usize = 2048;
+
+/// The mean of the rows, in double precision: pieces in parallel, added in order. Zeros without rows.
+pub fn mean_of<T: Real>(rows: MatRef<'_, T>) -> Vec<f64> {
+    let n = rows.rows();
+    let sums: Vec<Vec<f64>> = (0..n.div_ceil(SUMMED_ROWS))
+        .into_par_iter()
+        .with_max_len(1)
+        .map(|p| {
+            let mut sum = vec![0.0; rows.cols()];
+            for row in rows.sub_rows(p * SUMMED_ROWS..((p + 1) * SUMMED_ROWS).min(n)).iter_rows() {
+                sum.iter_mut().zip(row).for_each(|(m, x)| *m += x.to_f64());
+            }
+            sum
+        })
+        .collect();
+    let mut mean = vec![0.0; rows.cols()];
+    sums.iter().for_each(|sum| mean.iter_mut().zip(sum).for_each(|(m, s)| *m += s));
+    mean.iter_mut().for_each(|m| *m /= n.max(1) as f64);
+    mean
 }
 
 /// Rows that are centred and multiplied at a time.
@@ -83,6 +107,16 @@ impl Moments {
 mod tests {
     use super::*;
     use attlas_num::rng::StreamKey;
+
+    #[test]
+    fn a_mean_takes_every_row_once() {
+        // Sums of small integers are exact, in any number of pieces.
+        for n in [1, 7, SUMMED_ROWS, SUMMED_ROWS + 1, 3 * SUMMED_ROWS + 5] {
+            let x = Mat::from_fn(n, 2, |i, j| if j == 0 { i as f32 } else { 3.0 });
+            assert_eq!(mean_of(x.as_ref()), [(n - 1) as f64 / 2.0, 3.0], "{n} rows");
+        }
+        assert_eq!(mean_of(Mat::<f32>::zeros(0, 3).as_ref()), [0.0; 3]);
+    }
 
     #[test]
     fn pieces_merge_in_any_order() {

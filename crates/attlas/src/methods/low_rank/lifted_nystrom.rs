@@ -33,6 +33,7 @@ use crate::methods::common::coreset::{
     Values, attend_coreset, attend_scratch_bytes,
 };
 use crate::methods::common::gaussian::{self, Points, Sampling, SolverKind, Source};
+use crate::methods::common::moments::mean_of;
 use crate::methods::common::{exact_group, exact_scratch_bytes};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result, TensorRef};
@@ -325,29 +326,6 @@ impl LiftedNystrom {
             }
         }
     }
-}
-
-/// Rows whose sum one task takes.
-const SUMMED_ROWS: usize = 2048;
-
-/// The mean of the rows, in `f64`: pieces in parallel, added in order.
-fn mean_of<T: Real>(k: MatRef<'_, T>) -> Vec<f64> {
-    let n = k.rows();
-    let sums: Vec<Vec<f64>> = (0..n.div_ceil(SUMMED_ROWS))
-        .into_par_iter()
-        .with_max_len(1)
-        .map(|p| {
-            let mut sum = vec![0.0; k.cols()];
-            for row in k.sub_rows(p * SUMMED_ROWS..((p + 1) * SUMMED_ROWS).min(n)).iter_rows() {
-                sum.iter_mut().zip(row).for_each(|(m, x)| *m += x.to_f64());
-            }
-            sum
-        })
-        .collect();
-    let mut mean = vec![0.0; k.cols()];
-    sums.iter().for_each(|sum| mean.iter_mut().zip(sum).for_each(|(m, s)| *m += s));
-    mean.iter_mut().for_each(|m| *m /= n as f64);
-    mean
 }
 
 impl CompressKeys for LiftedNystrom {

@@ -3,6 +3,7 @@
 use super::{Params, Temperature};
 use crate::group::Group;
 use crate::methods::common::coreset::{CompressKeys, Coreset, Size, Values};
+use crate::methods::common::moments::mean_of;
 use crate::workspace::Context;
 use crate::{Problem, Real};
 use attlas_num::MatRef;
@@ -65,32 +66,11 @@ const ROWS: usize = 2048;
 
 /// Largest norm of the rows; infinite if one is not finite.
 pub(super) fn largest_norm<T: Real>(x: MatRef<'_, T>) -> f64 {
-    let of_rows = |rows: MatRef<'_, T>| {
-        rows.iter_rows().fold(0.0f64, |largest, row| {
-            let square = dot(row, row).to_f64();
-            largest.max(if square.is_nan() { f64::INFINITY } else { square })
-        })
+    let square = |i: usize| {
+        let square = dot(x.row(i), x.row(i)).to_f64();
+        if square.is_nan() { f64::INFINITY } else { square }
     };
-    in_pieces(x, of_rows).into_iter().fold(0.0, f64::max).sqrt()
-}
-
-/// What `of` says of fixed pieces of the rows, in parallel.
-fn in_pieces<T: Real, R: Send>(x: MatRef<'_, T>, of: impl Fn(MatRef<'_, T>) -> R + Sync) -> Vec<R> {
-    let piece = |p: usize| of(x.sub_rows(p * ROWS..((p + 1) * ROWS).min(x.rows())));
-    (0..x.rows().div_ceil(ROWS)).into_par_iter().with_max_len(1).map(piece).collect()
-}
-
-/// The mean of the rows.
-fn mean_of<T: Real>(x: MatRef<'_, T>) -> Vec<f64> {
-    let sums = in_pieces(x, |rows| {
-        let mut sum = vec![0.0; rows.cols()];
-        rows.iter_rows().for_each(|row| sum.iter_mut().zip(row).for_each(|(m, x)| *m += x.to_f64()));
-        sum
-    });
-    let mut mean = vec![0.0; x.cols()];
-    sums.iter().for_each(|sum| mean.iter_mut().zip(sum).for_each(|(m, s)| *m += s));
-    mean.iter_mut().for_each(|m| *m /= x.rows().max(1) as f64);
-    mean
+    (0..x.rows()).into_par_iter().with_min_len(ROWS).map(square).reduce(|| 0.0, f64::max).sqrt()
 }
 
 /// Subtracts `mean` from every key; the largest and the least square of a norm, the largest infinite if one is not
