@@ -29,6 +29,7 @@ use attlas::{
     registry,
 };
 use attlas_num::Scratch;
+use attlas_num::kernels::pages;
 use attlas_num::rope::{Angles, Table};
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -291,7 +292,8 @@ struct Buffers {
 
 /// The first `len` elements, made if need be.
 fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
-    if buffer.len() < len {
+    if let Some(more) = len.checked_sub(buffer.len()) {
+        pages::reserve(buffer, more);
         buffer.resize(len, 0.0);
     }
     &mut buffer[..len]

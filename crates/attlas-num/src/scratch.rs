@@ -4,6 +4,7 @@
 //! allocate nothing. Contents of a fresh buffer are unspecified; [`Scratch::poisoned`] fills them with NaN
 //! bit patterns, for tests that look for reads of memory nobody wrote. Buffers start on a cache line.
 
+use crate::kernels::pages;
 use std::ops::{Deref, DerefMut};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -40,13 +41,15 @@ impl Scratch {
     /// A buffer of `len` elements with unspecified contents.
     pub fn take<T: bytemuck::Pod>(&self, len: usize) -> Buf<'_, T> {
         let lines = (len * size_of::<T>()).div_ceil(LINE_BYTES);
-        let mut store = {
+        let mut store: Vec<Line> = {
             let mut free = self.free.lock().unwrap_or_else(|e| e.into_inner());
             // Best fit keeps large buffers for large requests.
             let best =
                 (0..free.len()).filter(|&i| free[i].capacity() >= lines).min_by_key(|&i| free[i].capacity());
             best.map(|i| free.swap_remove(i)).unwrap_or_default()
         };
+        let more = lines.saturating_sub(store.len());
+        pages::reserve(&mut store, more);
         store.resize(lines, Line::default());
         if self.poison.load(Ordering::Relaxed) {
             store.fill(Line([u64::MAX; 8]));

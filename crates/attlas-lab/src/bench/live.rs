@@ -14,6 +14,7 @@ use attlas::{
     Calibration, DType, Inputs, Mask, Options, Out, Plan, Problem, Qkv, Status, TensorMut, TensorRef,
     Workspace,
 };
+use attlas_num::kernels::pages;
 use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
 
@@ -38,7 +39,7 @@ impl Data {
             return Ok(Self { problem, q: tail(&drawn.q), k: drawn.k, v: drawn.v });
         }
         let fill = |name: &str, heads: usize, rows: usize, cols: usize| {
-            let mut x = vec![0.0f32; heads * rows * cols];
+            let mut x = pages::zeros::<f32>(heads * rows * cols);
             x.par_chunks_mut((rows * cols).max(1)).enumerate().for_each(|(h, part)| {
                 let key = StreamKey::new(settings.seed).named("bench").named(name).with(h as u64);
                 key.rng().fill_normal(part);
@@ -105,7 +106,7 @@ impl<'a> Live<'a> {
             calibration,
             stream: None,
             inside: ws.sibling(),
-            output: vec![0.0; p.n_heads * p.n_q * p.d_v],
+            output: pages::zeros(p.n_heads * p.n_q * p.d_v),
             setups: Vec::new(),
             runs: Vec::new(),
             warm_seconds: 0.0,

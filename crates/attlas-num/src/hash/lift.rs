@@ -8,7 +8,7 @@
 //!
 //! Reference: Daras, Kitaev, Odena and Dimakis 2020 (SMYRF), after Neyshabur and Srebro 2015.
 
-use super::{directions, project_tiles, squared_norm};
+use super::{directions, project_columns, squared_norm};
 use crate::rng::StreamKey;
 use crate::{Mat, MatRef, Real};
 use rayon::prelude::*;
@@ -107,8 +107,9 @@ impl<T: Real> LiftedLines<T> {
         assert!(x.rows() == heights.len() && x.rows() == out.len());
         let [key, query] = self.added[round];
         let along = if side == Side::Query { query } else { key };
-        project_tiles(x, self.flat.as_ref().sub_rows(round..round + 1), |i, y| {
-            out[i] = y[0] + along * heights[i];
+        project_columns(x, self.flat.as_ref().sub_rows(round..round + 1), |rows, y| {
+            let lifted = out[rows.clone()].iter_mut().zip(y.row(0)).zip(&heights[rows]);
+            lifted.for_each(|((out, &y), &height)| *out = y + along * height);
         });
     }
 
@@ -120,10 +121,12 @@ impl<T: Real> LiftedLines<T> {
     pub fn project_rounds_into(&self, side: Side, x: MatRef<'_, T>, heights: &[T], out: &mut [T]) {
         let rounds = self.rounds();
         assert!(x.rows() == heights.len() && x.rows() * rounds == out.len());
-        project_tiles(x, self.flat.as_ref(), |i, y| {
+        project_columns(x, self.flat.as_ref(), |rows, y| {
             let added = self.added.iter().map(|&[key, query]| if side == Side::Query { query } else { key });
-            for ((out, &y), along) in out[i * rounds..(i + 1) * rounds].iter_mut().zip(y).zip(added) {
-                *out = y + along * heights[i];
+            for (r, (y, along)) in y.iter_rows().zip(added).enumerate() {
+                for (i, &y) in rows.clone().zip(y) {
+                    out[i * rounds + r] = y + along * heights[i];
+                }
             }
         });
     }

@@ -3,6 +3,7 @@
 use crate::kernels::{Isa, Op, gemm};
 use crate::rng::Rng;
 use crate::{Mat, MatRef, Real, Scratch};
+use std::ops::Range;
 
 /// Independent partial sums of a dot product, so that the compiler can keep them in vector registers.
 const LANES: usize = 8;
@@ -78,15 +79,32 @@ pub(crate) fn project_tiles<T: Real>(x: MatRef<'_, T>, w: MatRef<'_, T>, mut f: 
     for start in (0..x.rows()).step_by(tile_rows) {
         let rows = start..x.rows().min(start + tile_rows);
         let y = &mut tile[..rows.len() * width];
-        project(x.sub_rows(rows.clone()), w, y, &scratch);
+        let x = x.sub_rows(rows.clone());
+        // A row of the result depends on its own row of `x` and on `w` alone, down to the bits.
+        gemm(Isa::best(), T::ONE, Op::N(x), Op::T(w), T::ZERO, y, width, &scratch);
         rows.zip(y.chunks_exact(width)).for_each(|(i, y)| f(i, y));
     }
 }
 
-/// $Y = X W^\top$: the one place where this product is formed. A row of the result depends on its own row of
-/// `x` and on `w` alone, down to the bits.
-fn project<T: Real>(x: MatRef<'_, T>, w: MatRef<'_, T>, y: &mut [T], scratch: &Scratch) {
-    gemm(Isa::best(), T::ONE, Op::N(x), Op::T(w), T::ZERO, y, w.rows(), scratch);
+/// The same for few directions, of which [`project_tiles`] would fill a small part of a register: computes $W X^\top$
+/// and calls `f(rows, y)` with a tile of rows, about which direction `t` says row `t` of `y`.
+pub(crate) fn project_columns<T: Real>(
+    x: MatRef<'_, T>,
+    w: MatRef<'_, T>,
+    mut f: impl FnMut(Range<usize>, MatRef<'_, T>),
+) {
+    assert_eq!(x.cols(), w.cols(), "rows of {} elements, directions of {}", x.cols(), w.cols());
+    let tile_rows = (TILE_LEN / w.rows().max(1)).clamp(1, x.rows().max(1));
+    let mut tile = vec![T::ZERO; tile_rows * w.rows()];
+    let scratch = Scratch::new();
+    for start in (0..x.rows()).step_by(tile_rows) {
+        let rows = start..x.rows().min(start + tile_rows);
+        let y = &mut tile[..rows.len() * w.rows()];
+        let x = x.sub_rows(rows.clone());
+        gemm(Isa::best(), T::ONE, Op::N(w), Op::T(x), T::ZERO, y, rows.len(), &scratch);
+        let y = MatRef::new(y, w.rows(), rows.len());
+        f(rows, y);
+    }
 }
 
 #[cfg(test)]
@@ -123,5 +141,20 @@ mod tests {
         });
         assert_eq!(next, 700);
         project_tiles(gaussian::<f64>(1, 0, 5).as_ref(), w.as_ref(), |_, _| unreachable!());
+    }
+
+    #[test]
+    fn columns_are_the_tiles_transposed() {
+        for (rows, count) in [(700, 40), (20_000, 1), (5000, 7), (3, 5), (9, 0), (0, 4)] {
+            let (x, w) = (gaussian::<f32>(1, rows, 19), gaussian::<f32>(2, count, 19));
+            let mut by_columns = Mat::zeros(rows, count);
+            project_columns(x.as_ref(), w.as_ref(), |at, y| {
+                assert_eq!((y.rows(), y.cols()), (count, at.len()));
+                for i in at.clone() {
+                    (0..count).for_each(|t| by_columns[(i, t)] = y.at(t, i - at.start));
+                }
+            });
+            project_tiles(x.as_ref(), w.as_ref(), |i, y| assert_eq!(by_columns.row(i), y));
+        }
     }
 }

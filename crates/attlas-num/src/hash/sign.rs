@@ -10,7 +10,7 @@
 //! direction, [`gray_code`], gives no such order; public code that sorts by it places codes next to each
 //! other that differ in up to four of seven bits.)
 
-use super::{Lsh, directions, project_tiles};
+use super::{Lsh, directions, project_columns};
 use crate::rng::StreamKey;
 use crate::{Mat, MatRef, Real};
 
@@ -78,8 +78,12 @@ impl<T: Real> Lsh<T> for SignHash<T> {
 
     fn codes_into(&self, x: MatRef<'_, T>, round: usize, out: &mut [u32]) {
         assert_eq!(x.rows(), out.len());
-        project_tiles(x, self.rounds[round].as_ref(), |i, y| {
-            out[i] = y.iter().enumerate().map(|(t, &v)| u32::from(v > T::ZERO) << t).sum();
+        out.fill(0);
+        project_columns(x, self.rounds[round].as_ref(), |rows, y| {
+            for (t, y) in y.iter_rows().enumerate() {
+                let bit = |v: T| u32::from(v > T::ZERO) << t;
+                out[rows.clone()].iter_mut().zip(y).for_each(|(code, &v)| *code |= bit(v));
+            }
         });
     }
 }

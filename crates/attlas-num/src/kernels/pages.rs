@@ -1,24 +1,25 @@
-//! Large pages for memory that is read far and wide, such as the cache of a long context: the processor finds one page
-//! of 2 MiB faster than 512 of 4 KiB, most of all where rows are read here and there.
+//! Large pages for memory that is read far and wide, such as the cache of a long context or the rows that a method
+//! gathers from: the processor finds one page of 2 MiB faster than 512 of 4 KiB, most of all where rows are read here and
+//! there.
 //!
-//! Linux gives large pages to memory that asks for them before it is first written. Elsewhere, and where memory is short,
-//! nothing changes.
+//! Linux gives large pages to memory that asks for them before it is first written, and joins small ones where it is
+//! asked to. Elsewhere, and where memory is short, nothing changes.
 
-use crate::Real;
+use bytemuck::Pod;
 
 /// Memory below this size is left as it is, in bytes: it would be a page or two.
 const LEAST: usize = 4 << 20;
 
 /// So many zeros, in large pages where they are worth it.
-pub fn zeros<T: Real>(len: usize) -> Vec<T> {
+pub fn zeros<T: Pod>(len: usize) -> Vec<T> {
     // Comes from the system untouched where it is large.
-    let mut zeros = vec![T::ZERO; len];
+    let mut zeros = vec![T::zeroed(); len];
     ask(zeros.as_mut_ptr(), len);
     zeros
 }
 
 /// Makes room for `more` elements behind those of `rows`, in large pages where they are worth it; room grows by doubling.
-pub fn reserve<T: Real>(rows: &mut Vec<T>, more: usize) {
+pub fn reserve<T: Pod>(rows: &mut Vec<T>, more: usize) {
     let needed = rows.len().saturating_add(more);
     if needed <= rows.capacity() {
         return;
@@ -34,7 +35,7 @@ pub fn reserve<T: Real>(rows: &mut Vec<T>, more: usize) {
 }
 
 #[cfg(target_os = "linux")]
-fn ask<T: Real>(memory: *mut T, len: usize) {
+fn ask<T: Pod>(memory: *mut T, len: usize) {
     const PAGE: usize = 4096;
     let bytes = len.saturating_mul(size_of::<T>());
     if bytes < LEAST {
@@ -45,11 +46,17 @@ fn ask<T: Real>(memory: *mut T, len: usize) {
     let whole = (bytes - skipped) / PAGE * PAGE;
     // SAFETY: the range lies inside one allocation that the caller holds, and the advice changes neither contents nor
     // addresses; what it returns says only whether it was taken.
-    unsafe { libc::madvise(memory.cast::<u8>().add(skipped).cast(), whole, libc::MADV_HUGEPAGE) };
+    unsafe {
+        let start = memory.cast::<u8>().add(skipped).cast();
+        libc::madvise(start, whole, libc::MADV_HUGEPAGE);
+        // What an allocator hands out again was written before, in small pages: these are joined. Memory that nobody
+        // wrote stays as it is.
+        libc::madvise(start, whole, libc::MADV_COLLAPSE);
+    }
 }
 
 #[cfg(not(target_os = "linux"))]
-fn ask<T: Real>(_: *mut T, _: usize) {}
+fn ask<T: Pod>(_: *mut T, _: usize) {}
 
 #[cfg(test)]
 mod tests {

@@ -334,14 +334,20 @@ impl<'a, T: Real> KeySide<'a, T> {
                 of_key
             })
             .collect();
-        let mut cells = vec![0; k.rows() * rounds];
-        cells.par_chunks_mut(PROJECT_ROWS * rounds).enumerate().for_each(|(t, cells)| {
-            for (j, row) in (t * PROJECT_ROWS..).zip(cells.chunks_exact_mut(rounds)) {
-                row.iter_mut().zip(&of_key).for_each(|(cell, of_key)| *cell = of_key[j]);
-            }
-        });
-        Self { k, v, lines, lift, runs, orders, cells }
+        Self { k, v, lines, lift, runs, orders, cells: by_row(&of_key) }
     }
+}
+
+/// One table of what each round says of `n` rows, `n × rounds`: what is asked of a row lies together.
+fn by_row(rounds: &[Vec<u32>]) -> Vec<u32> {
+    let (n, width) = (rounds.first().map_or(0, Vec::len), rounds.len());
+    let mut table = vec![0; n * width];
+    table.par_chunks_mut(PROJECT_ROWS * width.max(1)).enumerate().for_each(|(t, table)| {
+        for (i, row) in (t * PROJECT_ROWS..).zip(table.chunks_exact_mut(width)) {
+            row.iter_mut().zip(rounds).for_each(|(cell, round)| *cell = round[i]);
+        }
+    });
+    table
 }
 
 /// The projections of one round as numbers of the same order.
@@ -423,10 +429,12 @@ impl Smyrf {
                 (blocks, round)
             })
             .unzip();
+        let cells = by_row(&blocks);
+        drop(blocks);
         let mut visited = 0;
         for (r, round) in in_blocks.iter().enumerate() {
             let union = self.params.merge == Merge::Union;
-            let meeting = Runs { keys, blocks: &blocks[..r], union };
+            let meeting = Runs { keys, cells: &cells, round: r, union };
             visited += attend_round(&meeting, round, q, keys.k, keys.v, scale, Join::LogSumExp, cx, out, lse);
         }
         visited
@@ -459,42 +467,57 @@ fn runs_among<T: SortKey>(x: &[T], like: &[T], count: usize) -> Vec<u32> {
 /// A round: each run of queries meets the run of keys of the same number.
 struct Runs<'a, T> {
     keys: &'a KeySide<'a, T>,
-    /// Runs of the queries in all rounds before this one.
-    blocks: &'a [Vec<u32>],
+    /// Run of every query, `n × rounds`.
+    cells: &'a [u32],
+    round: usize,
     union: bool,
 }
 
+/// Runs of earlier rounds: those that keys of a block were in, and those of each of its queries.
+struct Earlier {
+    of_keys: CodeIndex,
+    /// `queries × rounds before`.
+    of_queries: Vec<u32>,
+}
+
 impl<T: Real> Meeting<T> for Runs<'_, T> {
-    type Block = CodeIndex;
+    type Block = Earlier;
 
     fn keys(&self, b: usize) -> Vec<u32> {
-        self.keys.orders[self.blocks.len()][self.keys.runs.range(b)].to_vec()
+        self.keys.orders[self.round][self.keys.runs.range(b)].to_vec()
     }
 
-    fn enter(&self, _: usize, keys: &[u32]) -> Option<CodeIndex> {
-        let (before, rounds) = (self.blocks.len(), self.keys.lines.rounds());
-        if !self.union || before == 0 {
+    fn enter(&self, _: usize, queries: &[u32], keys: &[u32]) -> Option<Earlier> {
+        if !self.union || self.round == 0 {
             return None;
         }
-        let mut index = CodeIndex::new(before * keys.len());
-        for (place, &j) in keys.iter().enumerate() {
-            let cells = &self.keys.cells[j as usize * rounds..][..before];
-            cells.iter().enumerate().for_each(|(t, &c)| index.insert(self.code(t, c), place));
+        let codes = self.earlier(&self.keys.cells, keys);
+        let mut of_keys = CodeIndex::new(codes.len());
+        for (place, codes) in codes.chunks_exact(self.round).enumerate() {
+            codes.iter().for_each(|&code| of_keys.insert(code, place));
         }
-        Some(index)
+        Some(Earlier { of_keys, of_queries: self.earlier(self.cells, queries) })
     }
 
-    fn see(&self, index: &CodeIndex, query: usize, keys: &[u32], logits: &mut [T]) -> Range<usize> {
-        for (t, cells) in self.blocks.iter().enumerate() {
-            index.for_each(self.code(t, cells[query]), |place| logits[place] = T::NEG_INFINITY);
+    fn see(&self, block: &Earlier, row: usize, keys: &[u32], logits: &mut [T]) -> Range<usize> {
+        for &code in &block.of_queries[row * self.round..(row + 1) * self.round] {
+            block.of_keys.for_each(code, |place| logits[place] = T::NEG_INFINITY);
         }
         0..keys.len()
     }
 }
 
 impl<T: Real> Runs<'_, T> {
-    fn code(&self, round: usize, cell: u32) -> u32 {
-        (round * self.keys.runs.blocks()) as u32 + cell
+    /// Codes of the runs that some rows of a table were in before this round, read one after another: the table is larger
+    /// than the nearest cache, and nothing has to wait for a row of it.
+    fn earlier(&self, table: &[u32], rows: &[u32]) -> Vec<u32> {
+        let (rounds, runs) = (self.keys.lines.rounds(), self.keys.runs.blocks() as u32);
+        let mut codes = Vec::with_capacity(rows.len() * self.round);
+        for &i in rows {
+            let cells = &table[i as usize * rounds..][..self.round];
+            codes.extend(cells.iter().zip(0..).map(|(cell, t)| t * runs + cell));
+        }
+        codes
     }
 }
 

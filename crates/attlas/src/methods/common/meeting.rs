@@ -7,13 +7,15 @@
 
 use super::{attend_tile, exact_rows, tile_logits_len};
 use crate::workspace::Context;
-use attlas_num::kernels::{Band, merge_lse};
+use attlas_num::kernels::{Band, merge_lse, prefetch};
 use attlas_num::{Buf, MatRef, Real};
 use rayon::prelude::*;
 use std::ops::Range;
 
 /// Queries merged by one task.
 const MERGE_ROWS: usize = 512;
+/// How far ahead their rows are asked for.
+const MERGE_AHEAD: usize = 12;
 /// Blocks that one task takes, one after the other: what two neighbours both meet is gathered once.
 const TASK_BLOCKS: usize = 4;
 
@@ -81,11 +83,11 @@ pub trait Meeting<T>: Sync {
     /// The keys that some row of block `b` may see, in the order in which they are gathered.
     fn keys(&self, b: usize) -> Vec<u32>;
 
-    /// Prepares a block; `None` where every row sees every key.
-    fn enter(&self, b: usize, keys: &[u32]) -> Option<Self::Block>;
+    /// Prepares block `b` with its `queries` and the `keys` that they meet; `None` where every row sees every key.
+    fn enter(&self, b: usize, queries: &[u32], keys: &[u32]) -> Option<Self::Block>;
 
-    /// The range of `keys` that `query` sees; logits inside it may be set to −∞.
-    fn see(&self, block: &Self::Block, query: usize, keys: &[u32], logits: &mut [T]) -> Range<usize>;
+    /// The range of `keys` that row `row` of the block sees; logits inside it may be set to −∞.
+    fn see(&self, block: &Self::Block, row: usize, keys: &[u32], logits: &mut [T]) -> Range<usize>;
 }
 
 /// How the rows of a query in several blocks are joined.
@@ -141,12 +143,10 @@ pub fn attend_round<T: Real, M: Meeting<T>>(
                 let own_q = MatRef::new(&own_q, queries.len(), d);
                 let own_k = MatRef::new(&met.k, keys.len(), d);
                 let own_v = MatRef::new(&met.v, keys.len(), d_v);
-                match meeting.enter(*b, keys) {
+                match meeting.enter(*b, queries, keys) {
                     None => exact_rows(own_q, own_k, own_v, None, scale, Band::ALL, cx, out, lse),
                     Some(block) => {
-                        let see = |r: usize, logits: &mut [T]| {
-                            meeting.see(&block, queries[r] as usize, keys, logits)
-                        };
+                        let see = |r: usize, logits: &mut [T]| meeting.see(&block, r, keys, logits);
                         attend_tile(own_q, own_k, own_v, scale, cx, see, out, lse);
                     }
                 }
@@ -159,6 +159,10 @@ pub fn attend_round<T: Real, M: Meeting<T>>(
     out.par_chunks_mut(MERGE_ROWS * d_v).zip(lse.par_chunks_mut(MERGE_ROWS)).enumerate().for_each(
         |(t, (out, lse))| {
             for ((i, out), lse) in (t * MERGE_ROWS..).zip(out.chunks_exact_mut(d_v)).zip(lse) {
+                // Rows of the round lie anywhere: those of later queries are asked for meanwhile.
+                if let Some(&later) = places.get(starts[i] + MERGE_AHEAD) {
+                    prefetch(&rows[later as usize * d_v..(later as usize + 1) * d_v]);
+                }
                 let places = &places[starts[i]..starts[i + 1]];
                 let part = |p: u32| (&rows[p as usize * d_v..(p as usize + 1) * d_v], logs[p as usize]);
                 match join {

@@ -177,12 +177,21 @@ impl Sorted<'_> {
 
 /// What is known of a block of queries.
 pub(super) struct Block {
+    queries: Vec<u32>,
     /// Codes of the chunks that the keys were in, for the chunks that queries may have met before.
     index: Option<CodeIndex>,
+    /// Chunks of the queries in all earlier rounds, one round after another, where there is an index.
+    chunks: Vec<u32>,
     /// Place in the round's order of the first key, where keys are cut per bucket.
     start: usize,
     /// Keys at the front that come from another round.
     foreign: usize,
+}
+
+/// The entries of a table that `rows` names, read one after another: the table is larger than the nearest cache, and
+/// nothing has to wait for one of them.
+fn named(table: &[u32], rows: &[u32]) -> Vec<u32> {
+    rows.iter().map(|&i| table[i as usize]).collect()
 }
 
 impl<T: Real> Meeting<T> for Sorted<'_> {
@@ -209,7 +218,7 @@ impl<T: Real> Meeting<T> for Sorted<'_> {
         met
     }
 
-    fn enter(&self, b: usize, keys: &[u32]) -> Option<Block> {
+    fn enter(&self, b: usize, queries: &[u32], keys: &[u32]) -> Option<Block> {
         let own = &self.keys[self.round];
         let skip = self.params.merge == Merge::Union && self.round > 0;
         if !skip && self.self_key.is_none() && self.params.across_buckets && !own.per_bucket {
@@ -219,13 +228,14 @@ impl<T: Real> Meeting<T> for Sorted<'_> {
             // What queries met in earlier rounds are chunks of those rounds, and on a ring their neighbours.
             let rounds = &self.keys[..if self.params.wrap { self.keys.len() } else { self.round }];
             let mut index = CodeIndex::new(keys.len() * rounds.len());
-            for (place, &j) in keys.iter().enumerate() {
-                for (r, round) in rounds.iter().enumerate() {
-                    index.insert(self.code(r, round.of_key[j as usize]), place);
-                }
+            for (r, round) in rounds.iter().enumerate() {
+                let of_keys = named(&round.of_key, keys);
+                of_keys.iter().enumerate().for_each(|(place, &c)| index.insert(self.code(r, c), place));
             }
             index
         });
+        let earlier = &self.queries[..if skip { self.round } else { 0 }];
+        let chunks = earlier.iter().flat_map(|round| named(&round.chunk, queries)).collect();
         let mut native = 0;
         let mut start = usize::MAX;
         self.for_each_chunk(self.round, b as u32, |r, c| {
@@ -234,11 +244,13 @@ impl<T: Real> Meeting<T> for Sorted<'_> {
                 start = start.min(own.chunks[c as usize].start);
             }
         });
-        Some(Block { index, start, foreign: keys.len().saturating_sub(native) })
+        let foreign = keys.len().saturating_sub(native);
+        Some(Block { queries: queries.to_vec(), index, chunks, start, foreign })
     }
 
-    fn see(&self, block: &Block, query: usize, keys: &[u32], logits: &mut [T]) -> Range<usize> {
+    fn see(&self, block: &Block, row: usize, keys: &[u32], logits: &mut [T]) -> Range<usize> {
         let own = &self.keys[self.round];
+        let query = block.queries[row] as usize;
         if let Some(first) = self.self_key {
             let token = (first + query) as u32;
             keys.iter()
@@ -254,8 +266,8 @@ impl<T: Real> Meeting<T> for Sorted<'_> {
             .for_each(|(_, (_, s))| *s = T::NEG_INFINITY);
         }
         if let Some(index) = &block.index {
-            for (t, round) in self.queries[..self.round].iter().enumerate() {
-                self.for_each_chunk(t, round.chunk[query], |r, c| {
+            for (t, chunks) in block.chunks.chunks_exact(block.queries.len()).enumerate() {
+                self.for_each_chunk(t, chunks[row], |r, c| {
                     index.for_each(self.code(r, c), |place| {
                         let j = keys[place] as usize;
                         if self.params.across_buckets || r == t && self.fits(t, query, j) {

@@ -92,13 +92,14 @@ impl<'a> Routed<'a> {
 }
 
 impl<T: Real> Meeting<T> for Routed<'_> {
-    type Block = (u32, CodeIndex);
+    /// Number of the block, groups that its keys were in before, and its queries.
+    type Block = (u32, CodeIndex, Vec<u32>);
 
     fn keys(&self, b: usize) -> Vec<u32> {
         self.keys[b].clone()
     }
 
-    fn enter(&self, b: usize, keys: &[u32]) -> Option<Self::Block> {
+    fn enter(&self, b: usize, queries: &[u32], keys: &[u32]) -> Option<Self::Block> {
         if !self.union || b == 0 {
             return None;
         }
@@ -107,11 +108,17 @@ impl<T: Real> Meeting<T> for Routed<'_> {
         for (place, j) in keys.iter().enumerate() {
             earlier(j).for_each(|&group| index.insert(group, place));
         }
-        Some((b as u32, index))
+        Some((b as u32, index, queries.to_vec()))
     }
 
-    fn see(&self, (b, index): &Self::Block, query: usize, keys: &[u32], logits: &mut [T]) -> Range<usize> {
-        for &group in self.groups_of_query.of(query).iter().take_while(|g| *g < b) {
+    fn see(
+        &self,
+        (b, index, queries): &Self::Block,
+        row: usize,
+        keys: &[u32],
+        logits: &mut [T],
+    ) -> Range<usize> {
+        for &group in self.groups_of_query.of(queries[row] as usize).iter().take_while(|g| *g < b) {
             index.for_each(group, |place| logits[place] = T::NEG_INFINITY);
         }
         0..keys.len()
@@ -185,7 +192,8 @@ impl RecentQueries<'_> {
 }
 
 impl<T: Real> Meeting<T> for RecentQueries<'_> {
-    type Block = usize;
+    /// Place of the first key in its cluster, and the ranks of the queries.
+    type Block = (usize, Vec<usize>);
 
     fn keys(&self, b: usize) -> Vec<u32> {
         let (cluster, start) = self.span(b);
@@ -194,12 +202,13 @@ impl<T: Real> Meeting<T> for RecentQueries<'_> {
         keys[start..((own + 1) * self.recent.window).min(keys.len())].to_vec()
     }
 
-    fn enter(&self, b: usize, _: &[u32]) -> Option<usize> {
-        Some(self.span(b).1)
+    fn enter(&self, b: usize, queries: &[u32], _: &[u32]) -> Option<Self::Block> {
+        let ranks = queries.iter().map(|&i| self.ranks[i as usize] as usize).collect();
+        Some((self.span(b).1, ranks))
     }
 
-    fn see(&self, start: &usize, query: usize, _: &[u32], _: &mut [T]) -> Range<usize> {
-        let rank = self.ranks[query] as usize;
+    fn see(&self, (start, ranks): &Self::Block, row: usize, _: &[u32], _: &mut [T]) -> Range<usize> {
+        let rank = ranks[row];
         rank.saturating_sub(self.recent.window).max(*start) - start..rank - start
     }
 }
