@@ -35,11 +35,7 @@ impl CompareArgs {
 
 /// The allocator's figures.
 pub(crate) fn meter() -> Meter {
-    Meter {
-        current: || ALLOCATOR.current_usage(),
-        peak: || ALLOCATOR.peak_usage(),
-        reset: || ALLOCATOR.reset_peak_usage(),
-    }
+    Meter { peak: || ALLOCATOR.peak_usage(), reset: || ALLOCATOR.reset_peak_usage() }
 }
 
 /// Makes Ctrl-C end a measurement after the current run. A second one ends the process at once, because a single

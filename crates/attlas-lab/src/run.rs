@@ -7,8 +7,6 @@ use std::time::Instant;
 /// How much memory the process holds, told by whoever owns the allocator. [`Meter::NONE`] knows nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct Meter {
-    /// Bytes allocated now.
-    pub current: fn() -> usize,
     /// Most bytes allocated at one time since the last reset.
     pub peak: fn() -> usize,
     /// Starts a new peak from what is allocated now.
@@ -17,12 +15,13 @@ pub struct Meter {
 
 impl Meter {
     /// Measures nothing.
-    pub const NONE: Meter = Meter { current: || 0, peak: || 0, reset: || {} };
+    pub const NONE: Meter = Meter { peak: || 0, reset: || {} };
 
     /// Runs `work`; the second result is how far allocations rose above where they began.
     pub(crate) fn watch<R>(&self, work: impl FnOnce() -> R) -> (R, usize) {
         (self.reset)();
-        let before = (self.current)();
+        // Where the peak began, not what is allocated a moment later: threads that end may free something in between.
+        let before = (self.peak)();
         let result = work();
         (result, (self.peak)().saturating_sub(before))
     }
