@@ -30,7 +30,7 @@ fn problems() -> impl Strategy<Value = Problem> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(60))]
+    #![proptest_config(ProptestConfig::default())]
 
     #[test]
     fn exact_methods_agree_with_two_passes(problem in problems(), seed in 0..1000u64) {
@@ -69,7 +69,7 @@ proptest! {
 
     #[test]
     fn keys_twice_add_the_logarithm_of_two(problem in problems(), seed in 0..1000u64) {
-        prop_assume!(problem.mask == Mask::None);
+        let problem = Problem { mask: Mask::None, ..problem };
         let case = Case::gaussian(problem, seed);
         let twice = |x: &[f64], width: usize| {
             x.chunks(problem.n_k * width).flat_map(|head| head.repeat(2)).collect::<Vec<f64>>()

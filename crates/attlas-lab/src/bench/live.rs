@@ -33,10 +33,15 @@ impl Data {
             let (kind, heads, kv_heads) = (settings.kind, p.n_heads, p.n_kv_heads);
             let source = Synthetic { kind, n: p.n_k, d: p.d, heads, kv_heads, seed: settings.seed };
             let drawn = source.generate()?.layers.swap_remove(0);
-            let tail = |x: &[f32]| -> Vec<f32> {
-                x.chunks_exact(p.n_k * p.d).flat_map(|head| &head[(p.n_k - p.n_q) * p.d..]).copied().collect()
+            // The last rows of every head.
+            let tail = |x: &[f32], rows: usize, cols: usize| {
+                let mut last = pages::zeros::<f32>(x.len() / p.n_k * rows);
+                let heads = last.chunks_exact_mut(rows * cols).zip(x.chunks_exact(p.n_k * cols));
+                heads.for_each(|(last, head)| last.copy_from_slice(&head[(p.n_k - rows) * cols..]));
+                last
             };
-            return Ok(Self { problem, q: tail(&drawn.q), k: drawn.k, v: drawn.v });
+            let (q, k) = (tail(&drawn.q, p.n_q, p.d), tail(&drawn.k, p.n_k, p.d));
+            return Ok(Self { problem, q, k, v: tail(&drawn.v, p.n_k, p.d_v) });
         }
         let fill = |name: &str, heads: usize, rows: usize, cols: usize| {
             let mut x = pages::zeros::<f32>(heads * rows * cols);

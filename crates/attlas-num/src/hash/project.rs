@@ -67,23 +67,16 @@ pub(crate) fn directions<T: Real>(rng: &mut Rng, count: usize, dim: usize) -> Ma
 
 /// Computes $X W^\top$ in tiles of rows and calls `f(i, y)` with row `i` of the product, in order.
 pub(crate) fn project_tiles<T: Real>(x: MatRef<'_, T>, w: MatRef<'_, T>, mut f: impl FnMut(usize, &[T])) {
-    assert_eq!(x.cols(), w.cols(), "rows of {} elements, directions of {}", x.cols(), w.cols());
     let width = w.rows();
     if width == 0 {
         (0..x.rows()).for_each(|i| f(i, &[]));
         return;
     }
-    let tile_rows = (TILE_LEN / width).clamp(1, x.rows().max(1));
-    let mut tile = vec![T::ZERO; tile_rows * width];
-    let scratch = Scratch::new();
-    for start in (0..x.rows()).step_by(tile_rows) {
-        let rows = start..x.rows().min(start + tile_rows);
-        let y = &mut tile[..rows.len() * width];
-        let x = x.sub_rows(rows.clone());
+    in_tiles(x, w, |rows, x, y, scratch| {
         // A row of the result depends on its own row of `x` and on `w` alone, down to the bits.
-        gemm(Isa::best(), T::ONE, Op::N(x), Op::T(w), T::ZERO, y, width, &scratch);
+        gemm(Isa::best(), T::ONE, Op::N(x), Op::T(w), T::ZERO, y, width, scratch);
         rows.zip(y.chunks_exact(width)).for_each(|(i, y)| f(i, y));
-    }
+    });
 }
 
 /// The same for few directions, of which [`project_tiles`] would fill a small part of a register: computes $W X^\top$
@@ -93,6 +86,20 @@ pub(crate) fn project_columns<T: Real>(
     w: MatRef<'_, T>,
     mut f: impl FnMut(Range<usize>, MatRef<'_, T>),
 ) {
+    in_tiles(x, w, |rows, x, y, scratch| {
+        gemm(Isa::best(), T::ONE, Op::N(w), Op::T(x), T::ZERO, y, rows.len(), scratch);
+        let y = MatRef::new(y, w.rows(), rows.len());
+        f(rows, y);
+    });
+}
+
+/// Calls `f(rows, x, y, scratch)` for one tile of rows of `x` after another, with room `y` for their products with all
+/// rows of `w`.
+fn in_tiles<T: Real>(
+    x: MatRef<'_, T>,
+    w: MatRef<'_, T>,
+    mut f: impl FnMut(Range<usize>, MatRef<'_, T>, &mut [T], &Scratch),
+) {
     assert_eq!(x.cols(), w.cols(), "rows of {} elements, directions of {}", x.cols(), w.cols());
     let tile_rows = (TILE_LEN / w.rows().max(1)).clamp(1, x.rows().max(1));
     let mut tile = vec![T::ZERO; tile_rows * w.rows()];
@@ -100,10 +107,7 @@ pub(crate) fn project_columns<T: Real>(
     for start in (0..x.rows()).step_by(tile_rows) {
         let rows = start..x.rows().min(start + tile_rows);
         let y = &mut tile[..rows.len() * w.rows()];
-        let x = x.sub_rows(rows.clone());
-        gemm(Isa::best(), T::ONE, Op::N(w), Op::T(x), T::ZERO, y, rows.len(), &scratch);
-        let y = MatRef::new(y, w.rows(), rows.len());
-        f(rows, y);
+        f(rows.clone(), x.sub_rows(rows), y, &scratch);
     }
 }
 

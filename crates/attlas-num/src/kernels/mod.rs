@@ -322,6 +322,10 @@ pub fn matvec<T: Real>(rows: MatRef<'_, T>, x: &[T], out: &mut [T]) {
     T::matvec_on(Isa::best(), rows, x, out);
 }
 
+/// How many rows ahead of the one at work memory is best asked for, where rows of some hundred bytes are copied or joined
+/// in no order: what one takes times this is about what memory takes to answer.
+pub const ROWS_AHEAD: usize = 12;
+
 /// Asks for the memory behind `x` before it is read, for rows that are visited in an order no hardware foresees.
 /// Changes nothing but time; does nothing on machines without such an instruction.
 pub fn prefetch<T: Real>(x: &[T]) {

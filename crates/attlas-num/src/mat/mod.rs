@@ -5,11 +5,8 @@
 
 mod real;
 
-use crate::kernels::prefetch;
+use crate::kernels::{ROWS_AHEAD, prefetch};
 pub use real::{DType, Real};
-
-/// How many rows ahead of the one that is copied the memory of a gathered row is asked for.
-const GATHER_AHEAD: usize = 12;
 
 /// A read-only matrix: `rows × cols`, rows `stride` elements apart, columns contiguous.
 #[derive(Clone, Copy, Debug)]
@@ -103,7 +100,7 @@ impl<'a, T: Copy> MatRef<'a, T> {
         I: IntoIterator<Item = usize, IntoIter: Clone>,
     {
         let index = index.into_iter();
-        let mut later = index.clone().take(out.len() / self.cols.max(1)).skip(GATHER_AHEAD);
+        let mut later = index.clone().take(out.len() / self.cols.max(1)).skip(ROWS_AHEAD);
         for (dst, i) in out.chunks_exact_mut(self.cols.max(1)).zip(index) {
             if let Some(later) = later.next() {
                 prefetch(self.row(later));

@@ -40,7 +40,7 @@ mod laws {
     use proptest::prelude::*;
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..Default::default() })]
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
 
         /// Small, empty, flat, sparse and repeated tensors: a finite answer whose error is the stated one, or
         /// an error for parameters out of range.

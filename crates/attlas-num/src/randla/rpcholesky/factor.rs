@@ -85,6 +85,13 @@ impl<T: Real> PartialCholesky<'_, T> {
         Mat::from_fn(k, k, |i, j| if j <= i { self.panels.at(j, self.pivots[i]).to_f64() } else { 0.0 })
     }
 
+    /// Least residual that a pivot had when it was taken, the least square on the diagonal of $L$; infinite without
+    /// pivots.
+    pub fn least_pivot(&self) -> f64 {
+        let taken = self.pivots.iter().enumerate().map(|(t, &s)| self.panels.at(t, s).to_f64().powi(2));
+        taken.fold(f64::INFINITY, f64::min)
+    }
+
     /// $W X$ for the interpolation weights $W = L^{-\top} G$, without forming them: $\hat A = A_{:,S} W$.
     /// `x` is $n \times c$; the result $k \times c$.
     pub fn apply_weights(&self, x: MatRef<'_, T>, scratch: &Scratch) -> Result<Mat<f64>> {

@@ -106,6 +106,8 @@ fn the_factor_is_triangular_on_its_pivots_and_weights_interpolate() {
             assert!(f.pivots[..t].iter().all(|&s| row[s] == 0.0));
         }
         let l = f.lower();
+        let least = (0..12).map(|t| l[(t, t)] * l[(t, t)]).fold(f64::INFINITY, f64::min);
+        assert!(least > 0.0 && f.least_pivot() == least);
         let sub = Mat::from_fn(12, 12, |i, j| a[(f.pivots[i], f.pivots[j])]);
         assert!(distance(&matmul_nt(l.as_ref(), l.as_ref()), &sub) < 1e-12);
         let weights = f.apply_weights(Mat::identity(40).as_ref(), &SCRATCH).unwrap();

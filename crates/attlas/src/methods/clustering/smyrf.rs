@@ -34,8 +34,8 @@
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::methods::common::{
-    ALWAYS_LEAKS, CodeIndex, FirstKeys, Join, Meeting, Round, always_leaks, attend_round, exact_group,
-    exact_rows, exact_scratch_bytes, round_scratch_len,
+    ALWAYS_LEAKS, BlockRow, CodeIndex, FirstKeys, Join, Meeting, Round, always_leaks, attend_round,
+    exact_group, exact_rows, exact_scratch_bytes, round_scratch_len,
 };
 use crate::params::Indices;
 use crate::workspace::Context;
@@ -499,8 +499,8 @@ impl<T: Real> Meeting<T> for Runs<'_, T> {
         Some(Earlier { of_keys, of_queries: self.earlier(self.cells, queries) })
     }
 
-    fn see(&self, block: &Earlier, row: usize, keys: &[u32], logits: &mut [T]) -> Range<usize> {
-        for &code in &block.of_queries[row * self.round..(row + 1) * self.round] {
+    fn see(&self, block: &Earlier, row: BlockRow, keys: &[u32], logits: &mut [T]) -> Range<usize> {
+        for &code in &block.of_queries[row.place * self.round..(row.place + 1) * self.round] {
             block.of_keys.for_each(code, |place| logits[place] = T::NEG_INFINITY);
         }
         0..keys.len()

@@ -7,15 +7,13 @@
 
 use super::{attend_tile, exact_rows, tile_logits_len};
 use crate::workspace::Context;
-use attlas_num::kernels::{Band, merge_lse, prefetch};
+use attlas_num::kernels::{Band, ROWS_AHEAD, merge_lse, prefetch};
 use attlas_num::{Buf, MatRef, Real};
 use rayon::prelude::*;
 use std::ops::Range;
 
 /// Queries merged by one task.
 const MERGE_ROWS: usize = 512;
-/// How far ahead their rows are asked for.
-const MERGE_AHEAD: usize = 12;
 /// Blocks that one task takes, one after the other: what two neighbours both meet is gathered once.
 const TASK_BLOCKS: usize = 4;
 
@@ -75,6 +73,15 @@ impl Round {
     }
 }
 
+/// A row of a block.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockRow {
+    /// Its place in the block.
+    pub place: usize,
+    /// The query that stands there.
+    pub query: usize,
+}
+
 /// What the rows of a block see.
 pub trait Meeting<T>: Sync {
     /// What is prepared once for all rows of a block.
@@ -86,8 +93,8 @@ pub trait Meeting<T>: Sync {
     /// Prepares block `b` with its `queries` and the `keys` that they meet; `None` where every row sees every key.
     fn enter(&self, b: usize, queries: &[u32], keys: &[u32]) -> Option<Self::Block>;
 
-    /// The range of `keys` that row `row` of the block sees; logits inside it may be set to −∞.
-    fn see(&self, block: &Self::Block, row: usize, keys: &[u32], logits: &mut [T]) -> Range<usize>;
+    /// The range of `keys` that a row of the block sees; logits inside it may be set to −∞.
+    fn see(&self, block: &Self::Block, row: BlockRow, keys: &[u32], logits: &mut [T]) -> Range<usize>;
 }
 
 /// How the rows of a query in several blocks are joined.
@@ -146,7 +153,10 @@ pub fn attend_round<T: Real, M: Meeting<T>>(
                 match meeting.enter(*b, queries, keys) {
                     None => exact_rows(own_q, own_k, own_v, None, scale, Band::ALL, cx, out, lse),
                     Some(block) => {
-                        let see = |r: usize, logits: &mut [T]| meeting.see(&block, r, keys, logits);
+                        let see = |place: usize, logits: &mut [T]| {
+                            let row = BlockRow { place, query: queries[place] as usize };
+                            meeting.see(&block, row, keys, logits)
+                        };
                         attend_tile(own_q, own_k, own_v, scale, cx, see, out, lse);
                     }
                 }
@@ -160,7 +170,7 @@ pub fn attend_round<T: Real, M: Meeting<T>>(
         |(t, (out, lse))| {
             for ((i, out), lse) in (t * MERGE_ROWS..).zip(out.chunks_exact_mut(d_v)).zip(lse) {
                 // Rows of the round lie anywhere: those of later queries are asked for meanwhile.
-                if let Some(&later) = places.get(starts[i] + MERGE_AHEAD) {
+                if let Some(&later) = places.get(starts[i] + ROWS_AHEAD) {
                     prefetch(&rows[later as usize * d_v..(later as usize + 1) * d_v]);
                 }
                 let places = &places[starts[i]..starts[i + 1]];

@@ -29,7 +29,7 @@ pub use exact_rows::{
 };
 pub use fallback::Fallback;
 pub use lanes::lane_sum;
-pub use meeting::{Join, Meeting, Round, attend_round, round_scratch_len};
+pub use meeting::{BlockRow, Join, Meeting, Round, attend_round, round_scratch_len};
 pub use select::{Threshold, select_top};
 pub use sinks::{sinks_scratch_bytes, with_sinks};
 pub use sorted_blocks::{

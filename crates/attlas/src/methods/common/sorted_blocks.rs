@@ -18,7 +18,7 @@ use crate::{MatRef, Problem, Real, Result, RunInfo};
 use attlas_num::cluster::buckets::{Balanced, order_by};
 use attlas_num::hash::sign::gray_rank;
 use attlas_num::hash::{Lsh, SignHash};
-use attlas_num::kernels::{Band, merge_lse, prefetch};
+use attlas_num::kernels::{Band, ROWS_AHEAD, merge_lse, prefetch};
 use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
 use std::borrow::Cow;
@@ -26,9 +26,6 @@ use std::ops::Range;
 
 /// Rows that one task hashes.
 const HASH_ROWS: usize = 1024;
-
-/// How many rows ahead of the one that is put into its place the memory of a place is asked for.
-const PUT_AHEAD: usize = 12;
 
 /// Most query rows that one task takes.
 const TASK_ROWS: usize = 512;
@@ -329,7 +326,7 @@ fn attend_at<'p, T: Real>(
         exact_rows(queries, keys, values, bias, scale, Band::ALL, cx, &mut out, &mut lse);
         let mut places = piece.places.iter_mut();
         for (o, &l) in out.chunks_exact(d_v).zip(lse.iter()) {
-            if let Some(later) = places.as_slice().get(PUT_AHEAD) {
+            if let Some(later) = places.as_slice().get(ROWS_AHEAD) {
                 prefetch(later.out);
             }
             if let Some(place) = places.next() {

@@ -2,7 +2,7 @@
 
 use super::{Merge, Params};
 use crate::Real;
-use crate::methods::common::{CodeIndex, Meeting};
+use crate::methods::common::{BlockRow, CodeIndex, Meeting};
 use attlas_num::cluster::{Balanced, order_by};
 use std::ops::Range;
 
@@ -177,11 +177,10 @@ impl Sorted<'_> {
 
 /// What is known of a block of queries.
 pub(super) struct Block {
-    queries: Vec<u32>,
     /// Codes of the chunks that the keys were in, for the chunks that queries may have met before.
     index: Option<CodeIndex>,
-    /// Chunks of the queries in all earlier rounds, one round after another, where there is an index.
-    chunks: Vec<u32>,
+    /// Chunks of the queries in each earlier round, where there is an index.
+    chunks: Vec<Vec<u32>>,
     /// Place in the round's order of the first key, where keys are cut per bucket.
     start: usize,
     /// Keys at the front that come from another round.
@@ -235,7 +234,7 @@ impl<T: Real> Meeting<T> for Sorted<'_> {
             index
         });
         let earlier = &self.queries[..if skip { self.round } else { 0 }];
-        let chunks = earlier.iter().flat_map(|round| named(&round.chunk, queries)).collect();
+        let chunks = earlier.iter().map(|round| named(&round.chunk, queries)).collect();
         let mut native = 0;
         let mut start = usize::MAX;
         self.for_each_chunk(self.round, b as u32, |r, c| {
@@ -245,12 +244,12 @@ impl<T: Real> Meeting<T> for Sorted<'_> {
             }
         });
         let foreign = keys.len().saturating_sub(native);
-        Some(Block { queries: queries.to_vec(), index, chunks, start, foreign })
+        Some(Block { index, chunks, start, foreign })
     }
 
-    fn see(&self, block: &Block, row: usize, keys: &[u32], logits: &mut [T]) -> Range<usize> {
+    fn see(&self, block: &Block, row: BlockRow, keys: &[u32], logits: &mut [T]) -> Range<usize> {
         let own = &self.keys[self.round];
-        let query = block.queries[row] as usize;
+        let query = row.query;
         if let Some(first) = self.self_key {
             let token = (first + query) as u32;
             keys.iter()
@@ -266,8 +265,8 @@ impl<T: Real> Meeting<T> for Sorted<'_> {
             .for_each(|(_, (_, s))| *s = T::NEG_INFINITY);
         }
         if let Some(index) = &block.index {
-            for (t, chunks) in block.chunks.chunks_exact(block.queries.len()).enumerate() {
-                self.for_each_chunk(t, chunks[row], |r, c| {
+            for (t, chunks) in block.chunks.iter().enumerate() {
+                self.for_each_chunk(t, chunks[row.place], |r, c| {
                     index.for_each(self.code(r, c), |place| {
                         let j = keys[place] as usize;
                         if self.params.across_buckets || r == t && self.fits(t, query, j) {

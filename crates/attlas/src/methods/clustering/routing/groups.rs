@@ -1,6 +1,6 @@
 //! Who meets whom around the centroids.
 
-use crate::methods::common::{CodeIndex, Meeting, top_indices};
+use crate::methods::common::{BlockRow, CodeIndex, Meeting, top_indices};
 use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::kernels::{Op, gemm};
@@ -91,35 +91,34 @@ impl<'a> Routed<'a> {
     }
 }
 
+/// A group, and the groups before it that its keys were in.
+pub(super) struct Later {
+    group: u32,
+    of_keys: CodeIndex,
+}
+
 impl<T: Real> Meeting<T> for Routed<'_> {
-    /// Number of the block, groups that its keys were in before, and its queries.
-    type Block = (u32, CodeIndex, Vec<u32>);
+    type Block = Later;
 
     fn keys(&self, b: usize) -> Vec<u32> {
         self.keys[b].clone()
     }
 
-    fn enter(&self, b: usize, queries: &[u32], keys: &[u32]) -> Option<Self::Block> {
+    fn enter(&self, b: usize, _: &[u32], keys: &[u32]) -> Option<Later> {
         if !self.union || b == 0 {
             return None;
         }
         let earlier = |&j: &u32| self.groups_of_key.of(j as usize).iter().take_while(|&&g| g < b as u32);
-        let mut index = CodeIndex::new(keys.iter().map(|j| earlier(j).count()).sum());
+        let mut of_keys = CodeIndex::new(keys.iter().map(|j| earlier(j).count()).sum());
         for (place, j) in keys.iter().enumerate() {
-            earlier(j).for_each(|&group| index.insert(group, place));
+            earlier(j).for_each(|&group| of_keys.insert(group, place));
         }
-        Some((b as u32, index, queries.to_vec()))
+        Some(Later { group: b as u32, of_keys })
     }
 
-    fn see(
-        &self,
-        (b, index, queries): &Self::Block,
-        row: usize,
-        keys: &[u32],
-        logits: &mut [T],
-    ) -> Range<usize> {
-        for &group in self.groups_of_query.of(queries[row] as usize).iter().take_while(|g| *g < b) {
-            index.for_each(group, |place| logits[place] = T::NEG_INFINITY);
+    fn see(&self, block: &Later, row: BlockRow, keys: &[u32], logits: &mut [T]) -> Range<usize> {
+        for &group in self.groups_of_query.of(row.query).iter().take_while(|g| **g < block.group) {
+            block.of_keys.for_each(group, |place| logits[place] = T::NEG_INFINITY);
         }
         0..keys.len()
     }
@@ -191,9 +190,16 @@ impl RecentQueries<'_> {
     }
 }
 
+/// What a block of queries sees of its cluster.
+pub(super) struct Window {
+    /// Rank of the first key that the block meets.
+    start: usize,
+    /// Ranks of the queries.
+    ranks: Vec<usize>,
+}
+
 impl<T: Real> Meeting<T> for RecentQueries<'_> {
-    /// Place of the first key in its cluster, and the ranks of the queries.
-    type Block = (usize, Vec<usize>);
+    type Block = Window;
 
     fn keys(&self, b: usize) -> Vec<u32> {
         let (cluster, start) = self.span(b);
@@ -202,13 +208,13 @@ impl<T: Real> Meeting<T> for RecentQueries<'_> {
         keys[start..((own + 1) * self.recent.window).min(keys.len())].to_vec()
     }
 
-    fn enter(&self, b: usize, queries: &[u32], _: &[u32]) -> Option<Self::Block> {
+    fn enter(&self, b: usize, queries: &[u32], _: &[u32]) -> Option<Window> {
         let ranks = queries.iter().map(|&i| self.ranks[i as usize] as usize).collect();
-        Some((self.span(b).1, ranks))
+        Some(Window { start: self.span(b).1, ranks })
     }
 
-    fn see(&self, (start, ranks): &Self::Block, row: usize, _: &[u32], _: &mut [T]) -> Range<usize> {
-        let rank = ranks[row];
-        rank.saturating_sub(self.recent.window).max(*start) - start..rank - start
+    fn see(&self, block: &Window, row: BlockRow, _: &[u32], _: &mut [T]) -> Range<usize> {
+        let (start, rank) = (block.start, block.ranks[row.place]);
+        rank.saturating_sub(self.recent.window).max(start) - start..rank - start
     }
 }

@@ -45,7 +45,7 @@ pub(super) struct BinError {
     pub(super) tau: f64,
     /// Trace of the residual over the trace of the kernel.
     pub(super) residual: f64,
-    /// $\ln \sum_j \sqrt{p_j} e^{h_j}$.
+    /// $\ln \sum_j \sqrt{p_j} e^{h_j}$, with what rounding may hide of $p_j$ added to it.
     pub(super) log_sum: f64,
     pub(super) key_norm: f64,
 }
@@ -112,6 +112,14 @@ pub(super) fn temperature(rule: Temperature, beta: f64, query_norm: f64, key_nor
 /// Largest spread of $h$ at which $e^{h}$ keeps its digits: beyond, weights underflow.
 pub(super) fn spread_limit<T: Real>() -> f64 {
     if T::ROUNDOFF < 1e-10 { 600.0 } else { 60.0 }
+}
+
+/// What rounding may hide of a residual of $K_0$ at a key with $h$: residuals below eight roundoffs count as zero,
+/// each of `rank` steps rounds once, and so does each of `d` products in an exponent of the size of $h$. (For
+/// $t = \|x_i - x_j\|/\sqrt2$ the terms of the exponent sum to at most $(2\sqrt h + t)^2$, and
+/// $(2\sqrt h + t)^2 e^{-t^2} \le 8h + 1$.)
+pub(super) fn hidden_residual<T: Real>(rank: usize, d: usize, h: f64) -> f64 {
+    T::ROUNDOFF * ((8 + rank) as f64 + (d + 2) as f64 * (8.0 * h + 1.0))
 }
 
 impl Compressor {
@@ -237,12 +245,13 @@ impl Compressor {
         if coreset.is_empty() || !coreset.is_finite() {
             return verbatim();
         }
-        let roots = cholesky
-            .residual
-            .par_chunks(ROWS)
-            .zip(log_scale.par_chunks(ROWS))
-            .map(|(p, h)| p.iter().zip(h).map(|(p, h)| p.sqrt() * (h - top).exp()).sum::<f64>());
-        let log_sum = top + roots.collect::<Vec<_>>().iter().sum::<f64>().ln();
+        let hidden = |h: f64| hidden_residual::<T>(cholesky.rank(), d, h);
+        let roots = cholesky.residual.par_chunks(ROWS).zip(log_scale.par_chunks(ROWS)).map(|(p, h)| {
+            p.iter().zip(h).map(|(p, h)| (p + hidden(*h)).sqrt() * (h - top).exp()).sum::<f64>()
+        });
+        // Weights come from a solve with the factor of the pivots, which rounding moves relative to its least entry.
+        let moved = 1.0 + hidden(top) / cholesky.least_pivot();
+        let log_sum = top + roots.collect::<Vec<_>>().iter().sum::<f64>().ln() + moved.ln();
         let error = BinError { tau, residual: cholesky.relative_residual, log_sum, key_norm };
         Bin { coreset, error: Some(error) }
     }

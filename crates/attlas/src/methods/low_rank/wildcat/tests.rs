@@ -2,6 +2,7 @@ use super::compress::{Bin, Shared, largest_norm, rho, temperature};
 use super::*;
 use crate::methods::common::coreset::{Coreset, Values};
 use crate::metrics::relative_frobenius;
+use crate::testkit::adversarial::Adversary;
 use crate::testkit::heads::Workload;
 use crate::testkit::{
     Case, How, Ran, assert_rows_close, assert_same_bits, check_method, golden, reference, run_method,
@@ -226,6 +227,21 @@ fn the_certificate_says_something_where_keys_are_simple() {
         .map(|(i, (a, b))| (a - b).abs() / ranges[i % 2])
         .fold(0.0, f64::max);
     assert!(certified < 1e-3 && worst <= certified, "{worst} within {certified}");
+}
+
+#[test]
+fn a_certificate_covers_what_rounding_hides_of_the_residual() {
+    // Keys over twelve decades on a line: nine pivots leave no residual that double precision can tell from zero, yet
+    // outputs err by millionths.
+    let p = Problem { scale: 1.0, ..Problem::new(1, 59, 1) };
+    let case = Adversary::Scales.case(p, 433);
+    let ran = run(&[("rank", "9")], &case);
+    let (want, _) = reference(&case);
+    let worst =
+        ran.o.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / value_ranges(&case)[0];
+    let certified = ran.info.figures["certified_error"];
+    assert!(worst > 1e-7 && worst <= certified, "{worst} within {certified}");
+    assert!(certified < 1e-2, "{certified}");
 }
 
 #[test]
