@@ -1,7 +1,8 @@
 //! Running plans under the clock and the memory meter.
 
 use crate::Result;
-use attlas::{Out, Plan, Qkv, RunInfo, TensorMut, Workspace};
+use attlas::{Mat, Out, Plan, Qkv, RunInfo, TensorMut, Workspace};
+use attlas_num::linalg::matmul;
 use std::time::Instant;
 
 /// How much memory the process holds, told by whoever owns the allocator. [`Meter::NONE`] knows nothing.
@@ -17,12 +18,18 @@ impl Meter {
     /// Measures nothing.
     pub const NONE: Meter = Meter { peak: || 0, reset: || {} };
 
-    /// Runs `work`; the second result is how far allocations rose above where they began.
-    pub(crate) fn watch<R>(&self, work: impl FnOnce() -> R) -> (R, usize) {
+    /// Runs `work`, which may use the threads of `ws`; the second result is how far allocations rose above where they
+    /// began.
+    pub(crate) fn watch<R>(&self, ws: &mut Workspace, work: impl FnOnce(&mut Workspace) -> R) -> (R, usize) {
+        // `faer` keeps megabytes for every thread from its first product on: they belong to no method, and are there before.
+        let some = Mat::<f64>::identity(64);
+        let multiply = || drop(matmul(some.as_ref(), some.as_ref()));
+        multiply();
+        ws.install(|_| rayon::broadcast(|_| multiply()));
         (self.reset)();
         // Where the peak began, not what is allocated a moment later: threads that end may free something in between.
         let before = (self.peak)();
-        let result = work();
+        let result = work(ws);
         (result, (self.peak)().saturating_sub(before))
     }
 }

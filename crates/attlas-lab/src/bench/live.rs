@@ -122,7 +122,7 @@ impl<'a> Live<'a> {
         };
         ws.scratch().trim();
         ws.scratch().reset_peak();
-        let (warm, peak) = settings.meter.watch(|| {
+        let (warm, peak) = settings.meter.watch(ws, |ws| {
             if settings.decode && subject.method.claims.decode {
                 live.fill_stream(data, ws)?;
             }

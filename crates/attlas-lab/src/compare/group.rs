@@ -53,7 +53,7 @@ impl<'a> Group<'a> {
         let (mut exact, mut lse) = (vec![f32::NAN; rows * problem.d_v], vec![f32::NAN; rows]);
         ws.scratch().trim();
         let (info, exact_peak) =
-            settings.meter.watch(|| execute(&*exact_plan, x, &mut exact, Some(&mut lse), ws));
+            settings.meter.watch(ws, |ws| execute(&*exact_plan, x, &mut exact, Some(&mut lse), ws));
         info?;
         let first_head = g * problem.n_heads;
         let samples = (0..problem.n_heads)
@@ -127,7 +127,7 @@ impl<'a> Group<'a> {
         let mut lse = chosen.method.claims.lse.then(|| vec![f32::NAN; self.exact_lse.len()]);
         ws.scratch().trim();
         ws.scratch().reset_peak();
-        let (first, peak_bytes) = self.settings.meter.watch(|| -> Result<_> {
+        let (first, peak_bytes) = self.settings.meter.watch(ws, |ws| -> Result<_> {
             let (plan, setup) = plan_for(seed)?;
             let (info, run) = timed(|| execute(&*plan, self.x, &mut output, lse.as_deref_mut(), ws));
             Ok((plan.cost(), info?, setup, run))
