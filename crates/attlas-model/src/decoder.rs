@@ -292,8 +292,8 @@ struct Buffers {
 
 /// The first `len` elements, made if need be.
 fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
-    if let Some(more) = len.checked_sub(buffer.len()) {
-        pages::reserve(buffer, more);
+    if buffer.len() < len {
+        pages::reserve(buffer, len - buffer.len());
         buffer.resize(len, 0.0);
     }
     &mut buffer[..len]

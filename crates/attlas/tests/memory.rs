@@ -31,7 +31,7 @@ fn a_long_head_needs_less_than_its_matrix_of_scores() {
 
 /// Minutes of work: `cargo test --release -p attlas --test memory -- --ignored`.
 #[test]
-#[ignore = "takes minutes; run by hand in release mode"]
+#[ignore = "a minute: cargo test --release -p attlas --all-features --test memory -- --ignored"]
 fn thirty_two_thousand_tokens_need_less_than_two_gibibytes() {
     let (report, peak) = watched(32 << 10, 64, &Settings::default());
     assert_eq!(report.spectra.weights.values.len(), 256);

@@ -249,7 +249,8 @@ impl Compressor {
         let roots = cholesky.residual.par_chunks(ROWS).zip(log_scale.par_chunks(ROWS)).map(|(p, h)| {
             p.iter().zip(h).map(|(p, h)| (p + hidden(*h)).sqrt() * (h - top).exp()).sum::<f64>()
         });
-        // Weights come from a solve with the factor of the pivots, which rounding moves relative to its least entry.
+        // Weights come from a solve with the factor of the pivots, which rounding moves relative to its least singular
+        // value; the least pivot stands for that.
         let moved = 1.0 + hidden(top) / cholesky.least_pivot();
         let log_sum = top + roots.collect::<Vec<_>>().iter().sum::<f64>().ln() + moved.ln();
         let error = BinError { tau, residual: cholesky.relative_residual, log_sum, key_norm };

@@ -26,10 +26,10 @@
 //! $|A_{ij} - \hat A_{ij}| \le e^{\beta\tau^2\|q_i\|^2/2} \sqrt{p_j}\, e^{h_j}$, hence with `centre`
 //! $|o - \hat o|_c \le \mathrm{range}_c \min(1, e^{\beta\tau^2\|q_i\|^2/2} \sum_j \sqrt{p_j}\, e^{h_j} / n)$ on every
 //! input: the largest such factor of a run is reported as `certified_error`, with what rounding may hide of $p$ added
-//! to it: where nothing seems left of a residual it is known to some roundoffs, and a score to their root. It is loose,
-//! by factors of hundreds on structureless data. Quoted: coresets of size $n^{o(1)}$ reach errors
-//! $O(n^{-\sqrt{\log\log n}})$ for bounded $\beta R_Q R_K / \ln n$ (reported as `gamma`). All keys equal: one pivot, the
-//! mean of the values.
+//! to it: where nothing seems left of a residual it is known to some roundoffs, and a score to their root. That part is
+//! an estimate, tested and not proved. The bound is loose, by factors of hundreds on structureless data. Quoted: coresets
+//! of size $n^{o(1)}$ reach errors $O(n^{-\sqrt{\log\log n}})$ for bounded $\beta R_Q R_K / \ln n$ (reported as `gamma`).
+//! All keys equal: one pivot, the mean of the values.
 //!
 //! **When to use.** Unmasked attention over many keys, or as a compressed cache: long prompts, cross-attention.
 //! The published method has no causal prefill; here blocks of queries see their own keys exactly and coresets
