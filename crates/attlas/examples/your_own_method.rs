@@ -3,9 +3,9 @@
 //! Write the numerics of one group of heads, say what you claim, and let the shared checks try to refute it:
 //! `cargo run -p attlas --features testkit --example your_own_method`.
 
+use attlas::engine::{exact_group, exact_rows, exact_scratch_bytes};
 use attlas::group::{Group, GroupPlan};
 use attlas::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use attlas::methods::common::{exact_group, exact_rows, exact_scratch_bytes};
 use attlas::{MatRef, Options, Problem, Real, Result, metrics, testkit};
 use attlas_num::kernels::Band;
 

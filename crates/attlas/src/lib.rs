@@ -26,6 +26,7 @@
 pub mod cache;
 pub mod conversions;
 pub mod diagnostics;
+pub mod engine;
 mod error;
 pub mod group;
 pub mod layer;

@@ -1,9 +1,9 @@
 //! Methods that lie, each in one way: the checks must find every one of them out.
 
 use super::check_method;
+use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Method, RunInfo, Support};
-use crate::methods::common::{exact_group, exact_scratch_bytes};
 use crate::{Mask, Problem, Real, Result};
 
 /// What a liar does to honest exact attention.

@@ -26,9 +26,9 @@
 //!
 //! **When to use.** For models made for it (matching, induction); as softmax attention it is a crude one.
 
+use crate::engine::{Fallback, attend_subset, exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Status, Support};
-use crate::methods::common::{Fallback, attend_subset, exact_group, exact_scratch_bytes};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::cluster::order_by;
@@ -462,8 +462,8 @@ impl<T: Real> GroupStream<T> for Tables<T> {
         lse: &mut [T],
         _: Context<'_>,
     ) -> Result<RunInfo> {
-        let held = self.k.len() / self.d;
-        let (k, v) = (MatRef::new(&self.k, held, self.d), MatRef::new(&self.v, held, self.d_v));
+        let cached = self.k.len() / self.d;
+        let (k, v) = (MatRef::new(&self.k, cached, self.d), MatRef::new(&self.v, cached, self.d_v));
         let codes: Vec<Vec<u64>> = (0..self.plan.rounds).map(|u| self.functions.codes(q, u)).collect();
         let mut info = self.plan.info(0);
         for (h, (out, lse)) in out.chunks_exact_mut(self.d_v).zip(lse).enumerate() {
@@ -484,7 +484,7 @@ impl<T: Real> GroupStream<T> for Tables<T> {
                 info.keys_visited += self.plan.rounds as u64;
             }
             if *lse == T::NEG_INFINITY && self.plan.params.fallback != Fallback::Zero {
-                *lse = self.plan.params.fallback.answer(q.row(h), k, v, held, tau, out);
+                *lse = self.plan.params.fallback.answer(q.row(h), k, v, cached, tau, out);
                 info.fallback_rows += u64::from(*lse != T::NEG_INFINITY);
             }
             info.empty_rows += u64::from(*lse == T::NEG_INFINITY);

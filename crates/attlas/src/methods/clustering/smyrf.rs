@@ -31,12 +31,12 @@
 //! **When to use.** Unmasked attention with clustered keys. The two added coordinates are noise of size $M$, so each
 //! round finds few of the heavy keys when norms are large; no decoding, since one query has no rank.
 
+use crate::engine::{
+    ALWAYS_LEAKS, BlockMask, BlockRow, Buckets, CodeIndex, FirstKeys, Join, always_leaks, attend_buckets,
+    buckets_scratch_len, exact_group, exact_rows, exact_scratch_bytes,
+};
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::{
-    ALWAYS_LEAKS, BlockRow, CodeIndex, FirstKeys, Join, Meeting, Round, always_leaks, attend_round,
-    exact_group, exact_rows, exact_scratch_bytes, round_scratch_len,
-};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{DType, Mask, MatRef, Problem, Real, Result};
@@ -166,7 +166,7 @@ impl GroupPlan for Smyrf {
         let run = self.params.block.min(p.n_k) + 1;
         let projections = (2 * p.n_q + 2 * p.n_k) * (self.params.rounds + 1);
         let parts = p.n_q * (p.d_v + 1);
-        let len = round_scratch_len(p.n_q, run, p.d, p.d_v, threads) + projections + parts + 1024;
+        let len = buckets_scratch_len(p.n_q, run, p.d, p.d_v, threads) + projections + parts + 1024;
         len * size + exact_scratch_bytes(p, threads, size)
     }
 
@@ -417,7 +417,7 @@ impl Smyrf {
         let count = keys.runs.blocks();
         let projections = project(keys.lines, keys.lift, Side::Query, q, cx);
         let ranks = like.map(|like| project(keys.lines, keys.lift, Side::Query, like, cx));
-        let (blocks, in_blocks): (Vec<Vec<u32>>, Vec<Round>) = (0..rounds)
+        let (blocks, in_blocks): (Vec<Vec<u32>>, Vec<Buckets>) = (0..rounds)
             .into_par_iter()
             .map(|r| {
                 let own = column(&projections, rounds, r);
@@ -425,7 +425,7 @@ impl Smyrf {
                     None => runs_by_rank(&own, count),
                     Some(ranks) => runs_among(&own, &column(ranks, rounds, r), count),
                 };
-                let round = Round::from_blocks(&blocks, count);
+                let round = Buckets::from_blocks(&blocks, count);
                 (blocks, round)
             })
             .unzip();
@@ -434,8 +434,9 @@ impl Smyrf {
         let mut visited = 0;
         for (r, round) in in_blocks.iter().enumerate() {
             let union = self.params.merge == Merge::Union;
-            let meeting = Runs { keys, cells: &cells, round: r, union };
-            visited += attend_round(&meeting, round, q, keys.k, keys.v, scale, Join::LogSumExp, cx, out, lse);
+            let block_mask = Runs { keys, cells: &cells, round: r, union };
+            visited +=
+                attend_buckets(&block_mask, round, q, keys.k, keys.v, scale, Join::LogSumExp, cx, out, lse);
         }
         visited
     }
@@ -480,7 +481,7 @@ struct Earlier {
     of_queries: Vec<u32>,
 }
 
-impl<T: Real> Meeting<T> for Runs<'_, T> {
+impl<T: Real> BlockMask<T> for Runs<'_, T> {
     type Block = Earlier;
 
     fn keys(&self, b: usize) -> Vec<u32> {

@@ -20,9 +20,9 @@
 //!
 //! **When to use.** Whenever it is fast enough; everything else is measured against it.
 
+use crate::engine::{Operands, exact_group_with, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Claims, Cost, Family, Method, RunInfo, Support};
-use crate::methods::common::{Operands, exact_group_with, exact_scratch_bytes};
 use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result};
 use attlas_num::kernels::{self, pages};

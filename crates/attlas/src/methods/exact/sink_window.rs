@@ -18,9 +18,9 @@
 //!
 //! **When to use.** As the yardstick of every method that claims to use the middle of the context.
 
+use crate::engine::{Operands, exact_group, exact_group_with, exact_rows_with, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::{Operands, exact_group, exact_group_with, exact_rows_with, exact_scratch_bytes};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::{Band, Precision, merge_lse};

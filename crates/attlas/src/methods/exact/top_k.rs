@@ -17,9 +17,9 @@
 //!
 //! **When to use.** To see how sparse a head really is. It is not faster than exact attention.
 
+use crate::engine::{exact_group, exact_scratch_bytes, top_indices};
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Method, RunInfo, Status, Support};
-use crate::methods::common::{exact_group, exact_scratch_bytes, top_indices};
 use crate::{Problem, Real, Result};
 use attlas_num::kernels::{axpy, matvec, softmax_in_place};
 

@@ -35,9 +35,9 @@
 //! **When to use.** The default among random features, up to $\tau \|q\| \|k\| \approx 4$; `sderf` where the spectrum of
 //! the keys is far from flat. Beyond, no random feature map helps without training.
 
+use crate::engine::linear::{Directions, ErrorModel, Linear, Positive, Prepared, Shape, Source};
 use crate::group::{Group, GroupPlan};
 use crate::method::{Calibration, Claims, Family, Law, Method, Promise, Support, Withdrawn};
-use crate::methods::common::linear::{Directions, ErrorModel, Linear, Positive, Prepared, Shape, Source};
 use crate::{Error, Inputs, Mask, MatRef, Options, Problem, Qkv, Real, Result};
 use attlas_num::Mat;
 use attlas_num::sketch::features::{
@@ -319,10 +319,10 @@ impl Source for Crt {
 mod tests {
     use super::*;
     use crate::TensorRef;
-    use crate::group::GroupIndex;
-    use crate::methods::common::linear::testing::{
+    use crate::engine::linear::testing::{
         PAIR, check_entry, check_generic, check_large, naive_positive, run, scaled_case, table_errors,
     };
+    use crate::group::GroupIndex;
     use crate::testkit::{Case, How, assert_rows_close, assert_same_bits, check_method, run_with};
 
     fn options(pairs: &[(&str, &str)]) -> Options {

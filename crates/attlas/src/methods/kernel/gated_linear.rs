@@ -24,9 +24,9 @@
 //!
 //! **When to use.** Inside layers trained with it.
 
+use crate::engine::poly_state::{GEMM_SCRATCH_BYTES, ROWS};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Claims, Cost, Family, Law, Method, Needs, RunInfo, Support};
-use crate::methods::common::poly_state::{GEMM_SCRATCH_BYTES, ROWS};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::{Op, axpy, gemm};
@@ -286,14 +286,14 @@ impl GroupPlan for GatedLinear {
 
         // Rows stand at key positions; without a mask, rows before the first key belong to the first chunk.
         let early = n_q.saturating_sub(n_k);
-        let blind = if causal { early } else { 0 };
+        let unseen_rows = if causal { early } else { 0 };
         let first = n_k.saturating_sub(n_q);
         let mut jobs: Vec<Vec<Job<'_, T>>> = (0..chunks).map(|_| Vec::new()).collect();
         for (h, out) in g.out.chunks_exact_mut(n_q * d_v).enumerate() {
-            let (zero, mut rest) = out.split_at_mut(blind * d_v);
+            let (zero, mut rest) = out.split_at_mut(unseen_rows * d_v);
             zero.fill(T::ZERO);
             let q = g.q.head(h);
-            let mut row = blind;
+            let mut row = unseen_rows;
             while row < n_q {
                 let position = (row + first).saturating_sub(early);
                 let chunk = position / block;
@@ -329,11 +329,11 @@ impl GroupPlan for GatedLinear {
                 visited
             })
             .sum();
-        let held = len + self.params.block * (k.cols() + d_v);
+        let cached = len + self.params.block * (k.cols() + d_v);
         Ok(RunInfo {
             keys_visited: visited,
-            empty_rows: (blind * heads) as u64,
-            figures: [("decode_bytes", (held * size_of::<T>()) as f64)].into(),
+            empty_rows: (unseen_rows * heads) as u64,
+            figures: [("decode_bytes", (cached * size_of::<T>()) as f64)].into(),
             ..RunInfo::default()
         })
     }

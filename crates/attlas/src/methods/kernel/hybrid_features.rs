@@ -24,12 +24,12 @@
 //! **When to use.** Kernel entries at small norms ($\tau\|q\|\|k\| \lesssim 2$); for normalised rows the sign problem
 //! costs more than the mixture gains.
 
-use crate::group::{Group, GroupPlan};
-use crate::method::{Claims, Family, Law, Method, Promise, Support, Withdrawn};
-use crate::methods::common::linear::{
+use crate::engine::linear::{
     DenominatorPolicy, Directions, ErrorModel, Linear, PairVariance, Positive, Prepared, Shape, Signed,
     Source,
 };
+use crate::group::{Group, GroupPlan};
+use crate::method::{Claims, Family, Law, Method, Promise, Support, Withdrawn};
 use crate::{Error, Mask, Mat, MatRef, Options, Problem, Real, Result};
 use attlas_num::cluster::kmeans::{self, kmeans};
 use attlas_num::rng::StreamKey;
@@ -255,10 +255,10 @@ impl Hybrid {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::group::GroupIndex;
-    use crate::methods::common::linear::testing::{
+    use crate::engine::linear::testing::{
         PAIR, check_entry, check_generic, entry_moments, naive_signed, run,
     };
+    use crate::group::GroupIndex;
     use crate::testkit::{Case, assert_rows_close, check_method, reference};
     use attlas_num::sketch::variance::{
         exp_relative_variance, hybrid_variance, hyp_trig_relative_covariance, trig_relative_variance,

@@ -21,11 +21,11 @@
 //!
 //! **When to use.** Models trained with it. On others it is the floor of the family.
 
-use crate::group::{Group, GroupPlan};
-use crate::method::{Claims, Family, Method, Needs, Promise, Support, Withdrawn};
-use crate::methods::common::linear::{
+use crate::engine::linear::{
     DenominatorEps, DenominatorPolicy, Linear, Positive, Prepared, Shape, Signed, Source,
 };
+use crate::group::{Group, GroupPlan};
+use crate::method::{Claims, Family, Method, Needs, Promise, Support, Withdrawn};
 use crate::{Real, Result};
 use attlas_num::sketch::MapOptions;
 use attlas_num::sketch::features::{Elementwise, ElementwiseFeatures, Identity};
@@ -154,7 +154,7 @@ impl Source for Coordinates {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::methods::common::linear::testing::{check_generic, check_large, naive, run};
+    use crate::engine::linear::testing::{check_generic, check_large, naive, run};
     use crate::testkit::{Case, assert_rows_close, check_method, run_method};
     use crate::{Options, Problem};
 

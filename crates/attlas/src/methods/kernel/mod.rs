@@ -31,18 +31,18 @@ mod tests {
             stated.push(method.id);
             let mut stream = plan.stream(DType::F64).unwrap();
             let mut ws = Workspace::single().unwrap();
-            let mut held = Vec::new();
+            let mut cached = Vec::new();
             for start in (0..2560).step_by(128) {
                 let rows = |x, width| TensorRef::bhnd(x, [1, 1, 2560, width]).unwrap();
                 let k = rows(&x.k, 8).rows(start..start + 128);
                 let v = rows(&x.v, 6).rows(start..start + 128);
                 stream.push(&Qkv::new(k, k, v).into(), &mut ws).unwrap();
-                held.push(stream.state_bytes());
+                cached.push(stream.state_bytes());
             }
-            let most = *held.iter().max().unwrap();
+            let most = *cached.iter().max().unwrap();
             assert!(most as f64 <= bytes, "{}: {most} bytes, stated {bytes}", method.id);
-            // Once the first blocks are full, no more is held.
-            let (early, late) = (held[4..12].iter().max(), held[12..].iter().max());
+            // Once the first blocks are full, no more is cached.
+            let (early, late) = (cached[4..12].iter().max(), cached[12..].iter().max());
             assert_eq!(early, late, "{}", method.id);
         }
         for id in [

@@ -11,7 +11,7 @@
 //! * `relu`: $\max(\omega_l^\top x, 0) + 10^{-3}$, a kernel of its own ("generalised attention").
 //!
 //! $o_i = \varphi(q_i)^\top \sum_j \varphi(k_j) v_j^\top / \varphi(q_i)^\top \sum_j \varphi(k_j)$, summed as in
-//! [`linear`](crate::methods::common::linear), with every constant kept, so that the log-sum-exp estimates the exact
+//! [`linear`](crate::engine::linear), with every constant kept, so that the log-sum-exp estimates the exact
 //! one.
 //!
 //! **Reference.** choromanski2021; directions: yu2016 (orthogonal), reid2023 (simplex). Departures: blocks are
@@ -30,11 +30,11 @@
 //! **When to use.** Small norms ($\tau\|q\|\|k\| \lesssim 2$) or models trained with it; `crt` is the
 //! better default.
 
-use crate::group::{Group, GroupPlan};
-use crate::method::{Claims, Family, Method, Promise, Support, Withdrawn};
-use crate::methods::common::linear::{
+use crate::engine::linear::{
     DenominatorPolicy, Directions, ErrorModel, Linear, Positive, Prepared, Shape, Signed, Source,
 };
+use crate::group::{Group, GroupPlan};
+use crate::method::{Claims, Family, Method, Promise, Support, Withdrawn};
 use crate::{Mask, MatRef, Options, Problem, Real, Result};
 use attlas_num::kernels;
 use attlas_num::sketch::features::{ExpFeatures, Exponent, RandomRelu, Trig, default_num_features};
@@ -284,11 +284,11 @@ impl<T: Real> LogFeatures<T> for Lifted<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::group::GroupIndex;
-    use crate::methods::common::linear::testing::{
+    use crate::engine::linear::testing::{
         PAIR, check_entry, check_generic, check_large, entry_moments, naive, naive_positive, naive_signed,
         run, scaled_case, table_errors,
     };
+    use crate::group::GroupIndex;
     use crate::testkit::{Case, assert_rows_close, check_method, reference, run_method};
     use attlas_num::sketch::variance::{Pair, exp_relative_variance};
 

@@ -22,9 +22,9 @@
 //!
 //! **When to use.** Models trained with it.
 
+use crate::engine::linear::{DenominatorEps, Linear, Positive, Prepared, Shape, Source};
 use crate::group::{Group, GroupPlan};
 use crate::method::{Calibration, Claims, Family, Method, Needs, Support};
-use crate::methods::common::linear::{DenominatorEps, Linear, Positive, Prepared, Shape, Source};
 use crate::{Error, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::Pola;
 use attlas_num::sketch::{LogFeatures, Side};
@@ -143,7 +143,7 @@ impl<T: Real> LogFeatures<T> for Opposite {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::methods::common::linear::testing::run;
+    use crate::engine::linear::testing::run;
     use crate::testkit::{Case, assert_rows_close, check_method};
     use crate::{Mask, Options};
     use attlas_num::Mat;

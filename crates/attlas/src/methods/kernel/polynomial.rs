@@ -21,11 +21,11 @@
 //!
 //! **When to use.** In models trained with it, and as what `polysketch`, `tensor_sketch` and `lev` approximate.
 
-use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Support};
-use crate::methods::common::poly_state::{
+use crate::engine::poly_state::{
     Form, Guard, HalfSketch, PowerKernel, Prepare, Signed, SketchAttention, SketchStream, UnitRows,
 };
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
+use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Support};
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::MapOptions;
@@ -250,8 +250,8 @@ impl GroupPlan for Polynomial {
         match self.map_for(k.rows(), g.mask, k.cols(), g.d_v()) {
             Some(map) => {
                 let through = self.through(map);
-                let held = through.state_len(g.d_v()) + self.params.block * (k.cols() + g.d_v());
-                let figures = [("decode_bytes", (held * size_of::<T>()) as f64)].into();
+                let cached = through.state_len(g.d_v()) + self.params.block * (k.cols() + g.d_v());
+                let figures = [("decode_bytes", (cached * size_of::<T>()) as f64)].into();
                 let info = through.run(&mut g, k)?;
                 // The features are exact: what the guard of sketches counts is no fallback here.
                 Ok(RunInfo { fallback_rows: 0, figures, ..info })
@@ -433,7 +433,7 @@ mod tests {
 
     #[test]
     fn a_power_of_zero_with_the_constant_is_one_over_n_plus_one() {
-        use crate::methods::common::poly_state::{KeyTile, PowerKernel, augment_into, finish_row};
+        use crate::engine::poly_state::{KeyTile, PowerKernel, augment_into, finish_row};
         use crate::{MatRef, Workspace};
         let (k, v) = ([1.0, 2.0, -3.0], [1.0; 3]);
         let mut augmented = [0.0; 6];

@@ -26,11 +26,11 @@
 //!
 //! **When to use.** In models trained with it, at long contexts. It does not approximate softmax.
 
-use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Support};
-use crate::methods::common::poly_state::{
+use crate::engine::poly_state::{
     Form, Guard, HalfSketch, PowerKernel, Prepare, SketchAttention, SketchStream, unit_into,
 };
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
+use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Support};
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::rng::StreamKey;
@@ -470,8 +470,8 @@ mod tests {
         let needed = figures(16)["features_needed"];
         let sd = |r: f64| figures(r as usize)["predicted_rel_sd"];
         assert!(sd(needed) <= 0.3 && sd(needed - 1.0) > 0.3, "{needed}");
-        // The mean of the kernel over seeds has the bias that is told.
-        let told = figures(16)["self_tensoring_bias"];
-        assert!((told.sqrt() - sd(16.0)).abs() < 1e-12);
+        // The mean of the kernel over seeds has the bias that is reported.
+        let reported = figures(16)["self_tensoring_bias"];
+        assert!((reported.sqrt() - sd(16.0)).abs() < 1e-12);
     }
 }

@@ -22,11 +22,11 @@
 //!
 //! **When to use.** Against `polysketch` where $d$ is large and sketches are long: count sketches cost $d$, not $d r$.
 
-use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Support};
-use crate::methods::common::poly_state::{
+use crate::engine::poly_state::{
     Form, Guard, HalfSketch, PowerKernel, Prepare, Signed, SketchAttention, SketchStream,
 };
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
+use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Support};
 use crate::workspace::Context;
 use crate::{Error, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::MapOptions;
@@ -198,10 +198,10 @@ impl TensorSketch {
     /// The standard deviation of the sketch over sampled pairs, relative to its root mean square; squared, that is the
     /// bias of the squared sketch relative to the kernel; and the size that `target_error` would take.
     fn figures<T: Real>(&self, g: &Group<'_, T>) -> BTreeMap<&'static str, f64> {
-        let held = self.form.features(self.spec.r) * (g.d_v() + 2) + self.params.block * (self.d + g.d_v());
+        let cached = self.form.features(self.spec.r) * (g.d_v() + 2) + self.params.block * (self.d + g.d_v());
         let mut figures = BTreeMap::new();
         if self.params.guard != Policy::ExactRow {
-            figures.insert("decode_bytes", (held * size_of::<T>()) as f64);
+            figures.insert("decode_bytes", (cached * size_of::<T>()) as f64);
         }
         if g.n_q() == 0 || g.n_k() == 0 {
             return figures;
@@ -287,8 +287,8 @@ impl GroupPlan for TensorSketch {
 #[cfg(test)]
 mod tests {
     use super::{METHOD, Params, TensorSketch};
+    use crate::engine::poly_state::HalfSketch;
     use crate::group::GroupIndex;
-    use crate::methods::common::poly_state::HalfSketch;
     use crate::testkit::{Case, How, assert_rows_close, check_method, run_method, run_with};
     use crate::{MatRef, Options, Problem, Workspace};
     use attlas_num::sketch::variance::tensor_sketch_variance;

@@ -24,11 +24,11 @@
 //!
 //! **When to use.** As the better-conditioned, less accurate relative of `nystromformer`; images with `pool = windows`.
 
+use crate::engine::landmarks::{landmark_attention, landmark_flops, landmark_scratch_bytes};
+use crate::engine::pool::{Parts, Segments};
+use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::landmarks::{landmark_attention, landmark_flops, landmark_scratch_bytes};
-use crate::methods::common::pool::{Parts, Segments};
-use crate::methods::common::{exact_group, exact_scratch_bytes};
 use crate::{DType, Mask, Problem, Real, Result};
 use attlas_num::Mat;
 use attlas_num::kernels::axpy;

@@ -26,15 +26,15 @@
 //! **When to use.** As the yardstick of landmark methods: uniform landmarks miss isolated keys, which `wildcat` finds.
 //! Raise `tau` for large keys and small queries.
 
-use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::coreset::{
+use crate::engine::coreset::{
     BlockCausal, Cache, CacheMode, CompressKeys, Coreset, CoresetStream, Fallback, Finish, Prefix, Size,
     Values, attend_coreset, attend_scratch_bytes,
 };
-use crate::methods::common::gaussian::{self, Points, Sampling, SolverKind, Source};
-use crate::methods::common::moments::mean_of;
-use crate::methods::common::{exact_group, exact_scratch_bytes};
+use crate::engine::gaussian::{self, Points, Sampling, SolverKind, Source};
+use crate::engine::moments::mean_of;
+use crate::engine::{exact_group, exact_scratch_bytes};
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
+use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result, TensorRef};
 use attlas_num::randla::{GaussianKernel, rp_cholesky, rpcholesky};

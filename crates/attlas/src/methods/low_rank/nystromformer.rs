@@ -27,11 +27,11 @@
 //! **When to use.** Encoders whose queries and keys vary slowly along the sequence, or models trained with it. Not for
 //! data without locality, nor for keys after fast rotations, which averages cancel.
 
+use crate::engine::landmarks::{landmark_attention, landmark_flops, landmark_scratch_bytes};
+use crate::engine::pool::{Segments, clip_rows, column_ranges, log_lens};
+use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Calibration, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::landmarks::{landmark_attention, landmark_flops, landmark_scratch_bytes};
-use crate::methods::common::pool::{Segments, clip_rows, column_ranges, log_lens};
-use crate::methods::common::{exact_group, exact_scratch_bytes};
 use crate::{Error, Mask, Problem, Real, Result};
 use attlas_num::Mat;
 use attlas_num::kernels::axpy;
@@ -315,7 +315,7 @@ mod tests {
 
     #[test]
     fn the_small_matrix_has_its_golden_row() {
-        use crate::methods::common::pool::{landmark_weights, pool_rows};
+        use crate::engine::pool::{landmark_weights, pool_rows};
         let x = golden::inputs();
         let (mut q, mut k) = ([0.0; 12], [0.0; 12]);
         let ws = Workspace::single().unwrap();
@@ -365,7 +365,7 @@ mod tests {
 
     /// Queries that are constant inside each of `m` segments.
     fn stepwise(problem: Problem, m: usize, seed: u64) -> Case {
-        use crate::methods::common::pool::Parts;
+        use crate::engine::pool::Parts;
         let mut x = Case::gaussian(problem, seed);
         let parts = Segments::new(problem.n_q, m);
         for (row, q) in x.q.chunks_exact_mut(problem.d).enumerate() {

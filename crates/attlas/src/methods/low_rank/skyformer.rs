@@ -26,9 +26,9 @@
 //! listing of it among methods that compress trained models holds for `lifted_nystrom` only. The size of outputs
 //! grows with the number of keys. Poor on short sequences.
 
+use crate::engine::gaussian::{self, Points, Sampling, SolverKind, Source};
 use crate::group::{Group, GroupPlan};
 use crate::method::{Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support};
-use crate::methods::common::gaussian::{self, Points, Sampling, SolverKind, Source};
 use crate::workspace::Context;
 use crate::{Mask, Mat, MatRef, Problem, Real, Result};
 use attlas_num::randla::{GaussianKernel, rp_cholesky, rpcholesky};

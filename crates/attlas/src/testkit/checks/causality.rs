@@ -47,9 +47,9 @@ impl Subject {
             assert!(!change.is_finite(), "{}", self.name("fails on a finite change", p));
             return;
         };
-        let blind = query.unwrap_or(0);
+        let earlier = query.unwrap_or(0);
         for h in 0..p.n_heads {
-            let rows = h * p.n_q * p.d_v..(h * p.n_q + blind) * p.d_v;
+            let rows = h * p.n_q * p.d_v..(h * p.n_q + earlier) * p.d_v;
             let what = self.name(&format!("row before token {t} feels it multiplied by {change}"), p);
             assert_same_bits(&ran.o[rows.clone()], &first.o[rows], &what);
         }

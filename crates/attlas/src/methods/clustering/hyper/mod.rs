@@ -50,13 +50,13 @@
 
 mod theory;
 
+use crate::engine::{
+    ALWAYS_LEAKS, Assign, CausalPart, FirstKeys, Ranks, Rectangle, SortedBlocks, UniformSamples,
+    always_leaks, attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize,
+    exact_group, exact_scratch_bytes, join_blocks, sinks_scratch_bytes, with_sinks,
+};
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::{
-    ALWAYS_LEAKS, Assign, FirstKeys, Joining, Part, Ranks, SortedBlocks, UniformSamples, always_leaks,
-    attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, exact_group,
-    exact_scratch_bytes, join_blocks, sinks_scratch_bytes, with_sinks,
-};
 use crate::params::Indices;
 use crate::{Error, Mask, Options, Problem, Real, Result};
 use attlas_num::rng::StreamKey;
@@ -209,7 +209,7 @@ impl Hyper {
         if self.is_exact(group.n_q(), group.n_k()) {
             return exact_group(group);
         }
-        let part = Part::whole(group);
+        let part = Rectangle::whole(group);
         let key = part.stream(group.index.stream_key(self.params.seed));
         let blocks = SortedBlocks::new(ranks, &part, None, self.params.block, Assign::Balanced);
         if self.params.variant == Variant::Theory {
@@ -221,14 +221,19 @@ impl Hyper {
     }
 
     /// A part of a causal problem.
-    fn part<T: Real>(&self, joining: Joining<'_, T>, part: &Part, ranks: &Ranks) -> Result<RunInfo> {
+    fn part<T: Real>(
+        &self,
+        part_rows: CausalPart<'_, T>,
+        part: &Rectangle,
+        ranks: &Ranks,
+    ) -> Result<RunInfo> {
         if self.is_exact(part.rows.len(), part.keys.len()) {
-            return joining.run(|mut group| exact_group(&mut group));
+            return part_rows.run(|mut group| exact_group(&mut group));
         }
         let blocks = SortedBlocks::new(ranks, part, None, self.params.block, Assign::Alone);
-        let key = part.stream(joining.index.stream_key(self.params.seed));
+        let key = part.stream(part_rows.index.stream_key(self.params.seed));
         let drawn = self.samples(part.keys.len(), key);
-        let info = join_blocks(joining, &blocks, |c| drawn.outside(&blocks, c))?;
+        let info = join_blocks(part_rows, &blocks, |c| drawn.outside(&blocks, c))?;
         Ok(count_dropped(info, &drawn, &blocks))
     }
 
@@ -306,7 +311,9 @@ impl GroupPlan for Hyper {
             let ranks = Ranks::new(rest.q, rest.k, self.params.hashes, key);
             match rest.mask {
                 Mask::None => self.whole(rest, &ranks),
-                Mask::Causal => causalize(rest, n_min, &|joining, part| self.part(joining, &part, &ranks)),
+                Mask::Causal => {
+                    causalize(rest, n_min, &|part_rows, part| self.part(part_rows, &part, &ranks))
+                }
             }
         })
     }

@@ -46,7 +46,7 @@ fn samples_of_all_keys_without_replacement_are_exact_for_any_block() {
             let key = group.index.stream_key(3);
             let ranks = Ranks::new(group.q, group.k, 5, key);
             for assign in [Assign::Balanced, Assign::Alone] {
-                let blocks = SortedBlocks::new(&ranks, &Part::whole(&group), None, block, assign);
+                let blocks = SortedBlocks::new(&ranks, &Rectangle::whole(&group), None, block, assign);
                 let all = UniformSamples::new(n_k, n_k, false, key);
                 attend_blocks(&mut group, &blocks, |c| all.outside(&blocks, c)).unwrap();
                 let (want, want_lse) = reference(&x);

@@ -3,10 +3,8 @@
 //! Everything is a value and the logarithm of its scale, so no exponential overflows.
 
 use super::Params;
+use crate::engine::{Columns, SortedBlocks, UniformSamples, divide_by, exact_rows, places, relative_squares};
 use crate::group::Group;
-use crate::methods::common::{
-    Columns, SortedBlocks, UniformSamples, divide_by, exact_rows, places, relative_squares,
-};
 use crate::{MatRef, Problem, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, Op, gemm};
 use attlas_num::rng::StreamKey;

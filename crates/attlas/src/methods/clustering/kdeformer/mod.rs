@@ -45,13 +45,13 @@
 //! without replacement do as well. Heavy keys outside the block dominate the variance: give them by `sinks`.
 //! With a causal mask only what depends on keys alone can choose columns: `kde` modes are refused.
 
-use crate::group::{Group, GroupPlan, Queries};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::{
-    ALWAYS_LEAKS, Assign, Columns, FirstKeys, Operands, Part, Ranks, Row, SortedBlocks, always_leaks,
+use crate::engine::{
+    ALWAYS_LEAKS, Assign, Columns, FirstKeys, Operands, Ranks, Rectangle, Row, SortedBlocks, always_leaks,
     attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, divide_by,
     exact_group, exact_rows, exact_scratch_bytes, sinks_scratch_bytes, with_sinks,
 };
+use crate::group::{Group, GroupPlan, Queries};
+use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Options, Problem, Real, Result};
@@ -246,7 +246,7 @@ impl KdeFormer {
     }
 
     /// Attention without a mask in a part of a group.
-    fn part<T: Real>(&self, mut group: Group<'_, T>, part: &Part, assign: Assign) -> Result<RunInfo> {
+    fn part<T: Real>(&self, mut group: Group<'_, T>, part: &Rectangle, assign: Assign) -> Result<RunInfo> {
         if self.is_exact(group.n_k()) {
             return exact_group(&mut group);
         }
@@ -347,7 +347,7 @@ impl KdeFormer {
     ) -> SortedBlocks {
         let Params { block, hashes, .. } = self.params;
         let ranks = Ranks::new(q, k, hashes, key.named("directions"));
-        SortedBlocks::new(&ranks, &Part { rows: 0..q.n_q(), keys: 0..k.rows() }, None, block, assign)
+        SortedBlocks::new(&ranks, &Rectangle { rows: 0..q.n_q(), keys: 0..k.rows() }, None, block, assign)
     }
 
     fn columns(&self, weights: &[f64], key: StreamKey) -> Columns {
@@ -511,7 +511,7 @@ const SHARED_ROWS: usize = 512;
 
 /// Columns that were drawn, each once, in the order of the sorted keys.
 struct Sampled<T> {
-    /// Place of each among the sorted keys.
+    /// RowSlot of each among the sorted keys.
     ranks: Vec<u32>,
     keys: Vec<u32>,
     /// Bias of its logit; one that was drawn several times counts so often.
@@ -684,11 +684,11 @@ impl GroupPlan for KdeFormer {
         }
         with_sinks(&mut group, sinks, |rest| match rest.mask {
             Mask::None => {
-                let whole = Part::whole(rest);
+                let whole = Rectangle::whole(rest);
                 self.part(rest.reborrow(), &whole, Assign::Balanced)
             }
-            Mask::Causal => causalize(rest, n_min, &|joining, part| {
-                joining.run(|group| self.part(group, &part, Assign::Alone))
+            Mask::Causal => causalize(rest, n_min, &|part_rows, part| {
+                part_rows.run(|group| self.part(group, &part, Assign::Alone))
             }),
         })
     }

@@ -46,9 +46,9 @@
 mod attend;
 mod state;
 
+use crate::engine::{ALWAYS_LEAKS, FirstKeys, always_leaks, exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::{ALWAYS_LEAKS, FirstKeys, always_leaks, exact_group, exact_scratch_bytes};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};

@@ -38,13 +38,13 @@
 //! **When to use.** Where a few keys matter to all queries. On clustered inputs no score beats a random subset
 //! of the same size; report the exact result beside it.
 
+use crate::engine::{
+    ALWAYS_LEAKS, Assign, FirstKeys, Ranks, Rectangle, SortedBlocks, UniformSamples, always_leaks,
+    attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, exact_group,
+    exact_scratch_bytes, sinks_scratch_bytes, top_indices, with_sinks,
+};
 use crate::group::{Group, GroupPlan};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::{
-    ALWAYS_LEAKS, Assign, FirstKeys, Part, Ranks, SortedBlocks, UniformSamples, always_leaks, attend_blocks,
-    blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, exact_group, exact_scratch_bytes,
-    sinks_scratch_bytes, top_indices, with_sinks,
-};
 use crate::params::Indices;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::Mat;
@@ -275,7 +275,7 @@ impl PrescoredHyper {
     fn part<T: Real>(
         &self,
         mut group: Group<'_, T>,
-        part: &Part,
+        part: &Rectangle,
         ranks: &Ranks,
         assign: Assign,
     ) -> Result<RunInfo> {
@@ -437,11 +437,11 @@ impl GroupPlan for PrescoredHyper {
             let ranks = Ranks::new(rest.q, rest.k, self.params.hashes, key);
             match rest.mask {
                 Mask::None => {
-                    let whole = Part::whole(rest);
+                    let whole = Rectangle::whole(rest);
                     self.part(rest.reborrow(), &whole, &ranks, Assign::Balanced)
                 }
-                Mask::Causal => causalize(rest, n_min, &|joining, part| {
-                    joining.run(|group| self.part(group, &part, &ranks, Assign::Alone))
+                Mask::Causal => causalize(rest, n_min, &|part_rows, part| {
+                    part_rows.run(|group| self.part(group, &part, &ranks, Assign::Alone))
                 }),
             }
         })

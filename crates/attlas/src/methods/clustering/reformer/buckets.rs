@@ -2,7 +2,7 @@
 
 use super::{Merge, Params};
 use crate::Real;
-use crate::methods::common::{BlockRow, CodeIndex, Meeting};
+use crate::engine::{BlockMask, BlockRow, CodeIndex};
 use attlas_num::cluster::{Balanced, order_by};
 use std::ops::Range;
 
@@ -181,7 +181,7 @@ pub(super) struct Block {
     index: Option<CodeIndex>,
     /// Chunks of the queries in each earlier round, where there is an index.
     chunks: Vec<Vec<u32>>,
-    /// Place in the round's order of the first key, where keys are cut per bucket.
+    /// RowSlot in the round's order of the first key, where keys are cut per bucket.
     start: usize,
     /// Keys at the front that come from another round.
     foreign: usize,
@@ -193,7 +193,7 @@ fn named(table: &[u32], rows: &[u32]) -> Vec<u32> {
     rows.iter().map(|&i| table[i as usize]).collect()
 }
 
-impl<T: Real> Meeting<T> for Sorted<'_> {
+impl<T: Real> BlockMask<T> for Sorted<'_> {
     type Block = Block;
 
     fn keys(&self, b: usize) -> Vec<u32> {

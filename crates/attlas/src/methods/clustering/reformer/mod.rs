@@ -34,12 +34,12 @@
 
 mod buckets;
 
+use crate::engine::{
+    ALWAYS_LEAKS, Buckets, FirstKeys, Join, always_leaks, attend_buckets, attend_subset, buckets_scratch_len,
+    exact_group, exact_rows, exact_scratch_bytes,
+};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Budget, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support};
-use crate::methods::common::{
-    ALWAYS_LEAKS, FirstKeys, Join, Round, always_leaks, attend_round, attend_subset, exact_group, exact_rows,
-    exact_scratch_bytes, round_scratch_len,
-};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
@@ -244,7 +244,7 @@ impl GroupPlan for Reformer {
         let Params { block, before, after, .. } = self.params;
         let met = (1 + before + after).saturating_mul(block.min(p.n_k) + 1).min(p.n_k + block);
         let unit = if self.shared() { p.n_k * p.d } else { 0 };
-        let len = round_scratch_len(p.n_q, met, p.d, p.d_v, threads)
+        let len = buckets_scratch_len(p.n_q, met, p.d, p.d_v, threads)
             + unit
             + threads * (WINDOW_ROWS * (p.d_v + 1) + 256)
             + 1024;
@@ -292,7 +292,7 @@ impl GroupPlan for Reformer {
         let older: Option<Vec<usize>> = causal.then(|| (0..n_q).map(|i| self.older(g.visible(i))).collect());
         for h in 0..g.q.heads() {
             let q = g.q.head(h);
-            let (queries, in_chunks): (Vec<QueryRound>, Vec<Round>) = keys
+            let (queries, in_chunks): (Vec<QueryRound>, Vec<Buckets>) = keys
                 .par_iter()
                 .enumerate()
                 .map(|(r, keys)| {
@@ -306,13 +306,13 @@ impl GroupPlan for Reformer {
                         None if self.shared() => QueryRound::shared(codes, keys),
                         None => QueryRound::balanced(codes, keys),
                     };
-                    let round = Round::from_blocks(queries.chunks(), keys.chunks());
+                    let round = Buckets::from_blocks(queries.chunks(), keys.chunks());
                     (queries, round)
                 })
                 .unzip();
             let rows = h * n_q..(h + 1) * n_q;
             for (r, round) in in_chunks.iter().enumerate() {
-                let meeting = buckets::Sorted {
+                let block_mask = buckets::Sorted {
                     round: r,
                     keys: &keys,
                     queries: &queries,
@@ -321,7 +321,8 @@ impl GroupPlan for Reformer {
                 };
                 let out = &mut g.out[rows.start * d_v..rows.end * d_v];
                 let lse = &mut g.lse[rows.clone()];
-                visited += attend_round(&meeting, round, q, k, g.v, scale, Join::LogSumExp, cx, out, lse);
+                visited +=
+                    attend_buckets(&block_mask, round, q, k, g.v, scale, Join::LogSumExp, cx, out, lse);
             }
         }
         Ok(self.finish(g, visited))

@@ -5,9 +5,9 @@
 //! where there are many.
 
 use super::{METHOD, Params, ROWS, Routing};
+use crate::engine::lane_sum;
 use crate::group::GroupIndex;
 use crate::method::Calibration;
-use crate::methods::common::lane_sum;
 use crate::{Inputs, Mat, MatRef, Options, Problem, Qkv, Real, Result};
 use attlas_num::cluster::{Init, Metric, Options as KmeansOptions, kmeans};
 use attlas_num::rng::StreamKey;

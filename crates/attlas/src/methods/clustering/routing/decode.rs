@@ -5,8 +5,8 @@
 
 use super::centroids::norm_into;
 use super::{Routing, Sizes};
+use crate::engine::{attend_subset, exact_group};
 use crate::group::{Group, GroupIndex, GroupStream};
-use crate::methods::common::{attend_subset, exact_group};
 use crate::workspace::Context;
 use crate::{Mat, MatRef, Problem, Real, Result, RunInfo};
 use attlas_num::cluster::Metric;

@@ -1,6 +1,6 @@
 //! Who meets whom around the centroids.
 
-use crate::methods::common::{BlockRow, CodeIndex, Meeting, top_indices};
+use crate::engine::{BlockMask, BlockRow, CodeIndex, top_indices};
 use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::kernels::{Op, gemm};
@@ -97,7 +97,7 @@ pub(super) struct Later {
     of_keys: CodeIndex,
 }
 
-impl<T: Real> Meeting<T> for Routed<'_> {
+impl<T: Real> BlockMask<T> for Routed<'_> {
     type Block = Later;
 
     fn keys(&self, b: usize) -> Vec<u32> {
@@ -198,7 +198,7 @@ pub(super) struct Window {
     ranks: Vec<usize>,
 }
 
-impl<T: Real> Meeting<T> for RecentQueries<'_> {
+impl<T: Real> BlockMask<T> for RecentQueries<'_> {
     type Block = Window;
 
     fn keys(&self, b: usize) -> Vec<u32> {

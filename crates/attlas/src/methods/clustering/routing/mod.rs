@@ -35,13 +35,13 @@ mod groups;
 #[cfg(test)]
 mod tests;
 
+use crate::engine::{
+    ALWAYS_LEAKS, Buckets, Fallback, FirstKeys, Join, always_leaks, attend_buckets, buckets_scratch_len,
+    exact_group, exact_rows, exact_scratch_bytes,
+};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Budget, Calibration, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support,
-};
-use crate::methods::common::{
-    ALWAYS_LEAKS, Fallback, FirstKeys, Join, Round, always_leaks, attend_round, exact_group, exact_rows,
-    exact_scratch_bytes, round_scratch_len,
 };
 use crate::params::Indices;
 use crate::{Mask, Mat, MatRef, Problem, Real, Result};
@@ -305,7 +305,7 @@ impl GroupPlan for Routing {
         let slots = (clusters * w.min(p.n_q)).max(p.n_q);
         let tokens = p.group_size() * p.n_q + p.n_k;
         let scores = threads * (BATCH * p.n_k.max(p.n_q) + 64);
-        let len = round_scratch_len(slots, 2 * w, p.d, p.d_v, threads) + tokens * p.d + scores + 1024;
+        let len = buckets_scratch_len(slots, 2 * w, p.d, p.d_v, threads) + tokens * p.d + scores + 1024;
         len * size + exact_scratch_bytes(p, threads, size)
     }
 
@@ -391,11 +391,11 @@ impl Routing {
             info.keys_visited += self.start(g, q, k, h, sinks);
             let queries = best_members(norm_q, 0, centroids.as_ref(), w, cx);
             let routed = Routed::new(&queries, &keys, n_q, n_k, self.params.merge == Merge::Union);
-            let round = Round::new(queries.concat(), (0..=queries.len()).map(|c| c * w).collect());
+            let round = Buckets::new(queries.concat(), (0..=queries.len()).map(|c| c * w).collect());
             let rows = h * n_q..(h + 1) * n_q;
             let (out, lse) = (&mut g.out[rows.start * d_v..rows.end * d_v], &mut g.lse[rows]);
             let scale = self.scale(g.scale);
-            info.keys_visited += attend_round(&routed, &round, q, k, g.v, scale, self.join(), cx, out, lse);
+            info.keys_visited += attend_buckets(&routed, &round, q, k, g.v, scale, self.join(), cx, out, lse);
             let lost: Vec<u32> = routed.unrouted();
             if lost.is_empty() || self.params.fallback == Some(Unrouted::Zero) {
                 continue;
@@ -404,10 +404,10 @@ impl Routing {
             assign_into(norm_q, centroids.as_ref(), Metric::Spherical, &mut labels);
             let mut blocks = vec![u32::MAX; n_q];
             lost.iter().for_each(|&i| blocks[i as usize] = labels[i as usize]);
-            let round = Round::from_blocks(&blocks, keys.len());
+            let round = Buckets::from_blocks(&blocks, keys.len());
             let alone = Routed::new(&[], &keys, n_q, n_k, false);
             let join = Join::LogSumExp;
-            info.keys_visited += attend_round(&alone, &round, q, k, g.v, scale, join, cx, out, lse);
+            info.keys_visited += attend_buckets(&alone, &round, q, k, g.v, scale, join, cx, out, lse);
             info.fallback_rows += lost.len() as u64;
         }
         info
@@ -439,11 +439,11 @@ impl Routing {
             let mut labels = vec![0; n_q];
             assign_into(norm_q, centroids.as_ref(), Metric::Spherical, &mut labels);
             let queries = recent.place(&labels, &visible, exact);
-            let round = Round::from_blocks(&queries.blocks, recent.blocks());
+            let round = Buckets::from_blocks(&queries.blocks, recent.blocks());
             let rows = h * n_q..(h + 1) * n_q;
             let (out, lse) = (&mut g.out[rows.start * d_v..rows.end * d_v], &mut g.lse[rows]);
             let join = Join::LogSumExp;
-            info.keys_visited += attend_round(&queries, &round, q, k, g.v, scale, join, cx, out, lse);
+            info.keys_visited += attend_buckets(&queries, &round, q, k, g.v, scale, join, cx, out, lse);
             let band = Band::causal(n_k as isize - n_q as isize);
             out[..exact * d_v]
                 .par_chunks_mut(ROWS * d_v)

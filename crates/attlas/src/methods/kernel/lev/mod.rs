@@ -37,10 +37,10 @@ mod streaming;
 mod tests;
 mod universal;
 
+use crate::engine::exact_scratch_bytes;
+use crate::engine::poly_state::{GEMM_SCRATCH_BYTES, PowerKernel};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Claims, Cost, Family, Law, Method, Needs, RunInfo, Support};
-use crate::methods::common::exact_scratch_bytes;
-use crate::methods::common::poly_state::{GEMM_SCRATCH_BYTES, PowerKernel};
 use crate::{Mask, Problem, Real, Result};
 use attlas_num::kernels::dot;
 use attlas_num::randla::lewis_scratch_bytes;
@@ -234,10 +234,10 @@ impl GroupPlan for Lev {
             Mask::None => self.run_all(&mut g)?,
             Mask::Causal => self.run_causal(&mut g)?,
         };
-        if let Some(held) = self.most_held(d) {
+        if let Some(cached) = self.most_held(d) {
             let near = self.params.window.max(1) - 1 + self.params.block;
-            let rows = (held + near) * (d + d_v) * size_of::<T>();
-            info.figures.insert("decode_bytes", (rows + (3 * d + held + 1) * d * size_of::<f64>()) as f64);
+            let rows = (cached + near) * (d + d_v) * size_of::<T>();
+            info.figures.insert("decode_bytes", (rows + (3 * d + cached + 1) * d * size_of::<f64>()) as f64);
         }
         Ok(info)
     }
@@ -315,11 +315,11 @@ impl Lev {
         let most = before.iter().map(|(kept, _)| kept.len()).max();
         // Rows of blocks of queries cross blocks of positions: one row block per block of positions and head.
         let mut jobs = Vec::new();
-        let blind = n_q.saturating_sub(n_k);
+        let unseen_rows = n_q.saturating_sub(n_k);
         for (h, out) in g.out.chunks_exact_mut(n_q * d_v).enumerate() {
-            let (zero, mut rest) = out.split_at_mut(blind * d_v);
+            let (zero, mut rest) = out.split_at_mut(unseen_rows * d_v);
             zero.fill(T::ZERO);
-            let mut row = blind;
+            let mut row = unseen_rows;
             while row < n_q {
                 let position = (row as isize + offset) as usize;
                 let rows = (block - position % block).min(n_q - row);
@@ -348,7 +348,7 @@ impl Lev {
                 (q.rows() * (kept.len + end - low)) as u64
             })
             .sum();
-        let empty = (blind * g.q.heads()) as u64;
+        let empty = (unseen_rows * g.q.heads()) as u64;
         Ok(RunInfo { keys_visited: visited, empty_rows: empty, rank: most, ..RunInfo::default() })
     }
 }

@@ -5,8 +5,8 @@
 //! the two parts are ordinary attention, merged by log-sum-exp.
 
 use super::{Lev, Weights};
-use crate::methods::common::exact_rows;
-use crate::methods::common::poly_state::{KeyTile, augment_into};
+use crate::engine::exact_rows;
+use crate::engine::poly_state::{KeyTile, augment_into};
 use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::kernels::{Band, merge_lse};

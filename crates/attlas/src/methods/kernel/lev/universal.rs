@@ -5,15 +5,15 @@
 //! `keys` largest bounds are the same with $\varepsilon$ chosen by their number.
 
 use super::{Lev, Params};
+use crate::engine::top_indices;
 use crate::method::{RunInfo, Status};
-use crate::methods::common::top_indices;
 use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::randla::{LewisOptions, LewisWeights, lewis_weights};
 use std::collections::BTreeMap;
 
 impl Lev {
-    /// Kept keys in increasing order, bounds on sensitivities, and what is to be told of a run.
+    /// Kept keys in increasing order, bounds on sensitivities, and the figures a run reports.
     pub(super) fn select<T: Real>(
         &self,
         k: MatRef<'_, T>,

@@ -4,11 +4,9 @@
 //! is taken out, and no scale depends on a later token. Near and far merge by log-sum-exp.
 
 use super::Scatterbrain;
+use crate::engine::exact_rows;
+use crate::engine::linear::{Accumulator, Outcome, Piece, Positive, causal_piece, causal_pieces, sub_block};
 use crate::group::{Group, RowBlock};
-use crate::methods::common::exact_rows;
-use crate::methods::common::linear::{
-    Accumulator, Outcome, Piece, Positive, causal_piece, causal_pieces, sub_block,
-};
 use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::kernels::{Band, merge_lse};
@@ -24,21 +22,21 @@ impl Scatterbrain {
         let near_from = |start| self.params.near_from(start);
         let visited = causal_pieces(acc, g, piece, near_from, |state, piece| {
             let Piece { tokens, first, mut rows } = piece;
-            let (mut held, mut visited) = (near_from(tokens.start), 0);
+            let (mut cached, mut visited) = (near_from(tokens.start), 0);
             for start in tokens.clone().step_by(block) {
                 let end = (start + block).min(tokens.end);
                 if end <= first {
                     continue;
                 }
                 let (low, from) = (near_from(start), start.max(first));
-                absorb(acc, state, k.sub_rows(held..low), v.sub_rows(held..low), cx);
-                held = low;
+                absorb(acc, state, k.sub_rows(cached..low), v.sub_rows(cached..low), cx);
+                cached = low;
                 let near = (k.sub_rows(low..end), v.sub_rows(low..end));
                 for head in &mut rows {
                     let rows = sub_block(head, from - first..end - first);
                     let band = Band::causal((from - low) as isize);
                     visited += (rows.lse.len() * (self.features() + end - low)) as u64;
-                    attend_near(acc, state, held, near, scale, band, rows, cx);
+                    attend_near(acc, state, cached, near, scale, band, rows, cx);
                 }
             }
             visited
@@ -61,12 +59,12 @@ pub(super) fn absorb<T: Real>(
     }
 }
 
-/// Rows over near keys exactly, and over the `held` keys of a state by their features.
+/// Rows over near keys exactly, and over the `cached` keys of a state by their features.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn attend_near<T: Real>(
     acc: &Positive<T>,
     state: &[T],
-    held: usize,
+    cached: usize,
     (k, v): (MatRef<'_, T>, MatRef<'_, T>),
     scale: T,
     band: Band,
@@ -74,14 +72,14 @@ pub(super) fn attend_near<T: Real>(
     cx: Context<'_>,
 ) {
     exact_rows(rows.q, k, v, None, scale, band, cx, rows.out, rows.lse);
-    if held == 0 {
+    if cached == 0 {
         return;
     }
     let d_v = v.cols();
     let mut out = cx.scratch.take::<T>(rows.out.len());
     let mut lse = cx.scratch.take::<T>(rows.lse.len());
     let far = RowBlock { out: &mut out, lse: &mut lse, ..rows };
-    acc.read(state, held, far, cx, &mut Outcome::default());
+    acc.read(state, cached, far, cx, &mut Outcome::default());
     for ((near, near_lse), (far, far_lse)) in
         rows.out.chunks_exact_mut(d_v).zip(rows.lse).zip(out.chunks_exact(d_v).zip(lse.iter()))
     {

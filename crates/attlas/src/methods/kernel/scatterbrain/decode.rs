@@ -4,8 +4,8 @@
 
 use super::Scatterbrain;
 use super::causal::{absorb, attend_near};
+use crate::engine::linear::{Accumulator, Positive};
 use crate::group::{GroupStream, RowBlock};
-use crate::methods::common::linear::{Accumulator, Positive};
 use crate::workspace::Context;
 use crate::{MatRef, Real, Result, RunInfo};
 use attlas_num::kernels::Band;
@@ -16,7 +16,7 @@ pub(super) struct Decoder<T> {
     plan: Scatterbrain,
     acc: Positive<T>,
     state: Vec<T>,
-    held: usize,
+    cached: usize,
     k: Vec<T>,
     v: Vec<T>,
     d_v: usize,
@@ -27,7 +27,7 @@ impl<T: Real> Decoder<T> {
     pub(super) fn new(plan: &Scatterbrain, acc: Positive<T>, d_v: usize) -> Self {
         let mut state = vec![T::ZERO; acc.state_len()];
         acc.clear(&mut state);
-        Self { plan: plan.clone(), acc, state, held: 0, k: Vec::new(), v: Vec::new(), d_v }
+        Self { plan: plan.clone(), acc, state, cached: 0, k: Vec::new(), v: Vec::new(), d_v }
     }
 }
 
@@ -35,15 +35,15 @@ impl<T: Real> GroupStream<T> for Decoder<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Result<()> {
         let (d, d_v) = (self.plan.d, self.d_v);
         for (k, v) in k.iter_rows().zip(v.iter_rows()) {
-            let len = self.held + self.v.len() / d_v;
+            let len = self.cached + self.v.len() / d_v;
             if len.is_multiple_of(self.plan.params.block()) {
-                let old = self.plan.params.near_from(len) - self.held;
+                let old = self.plan.params.near_from(len) - self.cached;
                 let (old_k, old_v) =
                     (MatRef::new(&self.k[..old * d], old, d), MatRef::new(&self.v[..old * d_v], old, d_v));
                 absorb(&self.acc, &mut self.state, old_k, old_v, cx);
                 self.k.drain(..old * d);
                 self.v.drain(..old * d_v);
-                self.held += old;
+                self.cached += old;
             }
             self.k.extend_from_slice(k);
             self.v.extend_from_slice(v);
@@ -62,7 +62,7 @@ impl<T: Real> GroupStream<T> for Decoder<T> {
         let n = self.v.len() / self.d_v;
         let near = (MatRef::new(&self.k, n, self.plan.d), MatRef::new(&self.v, n, self.d_v));
         let rows = RowBlock { head: 0, first: 0, q, out, lse };
-        attend_near(&self.acc, &self.state, self.held, near, scale, Band::ALL, rows, cx);
+        attend_near(&self.acc, &self.state, self.cached, near, scale, Band::ALL, rows, cx);
         Ok(RunInfo::visited((q.rows() * (n + self.plan.features())) as u64))
     }
 

@@ -11,7 +11,7 @@
 //! difference of, it is cancellation and dropped; otherwise $R_i$ is kept inside $\rho_i$ times the hull of the values.
 //! Supports:
 //! * `lsh`: `rounds` of projections of lifted queries and keys on one line, sorted and cut into clusters of `keys` keys,
-//!   cluster $t$ of the queries meeting cluster $t$ of the keys; pairs that meet again count once;
+//!   cluster $t$ of the queries block_mask cluster $t$ of the keys; pairs that meet again count once;
 //! * `window`: the `keys` nearest keys to either side;
 //! * `top_k`: the `keys` largest scores, found by computing all of them: quadratic, for comparison.
 //!
@@ -39,12 +39,12 @@ mod support;
 #[cfg(test)]
 mod tests;
 
+use crate::engine::linear::{self, Directions, ErrorModel, Positive};
+use crate::engine::{exact_group, exact_scratch_bytes, tile_logits_len};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Status, Support, Withdrawn,
 };
-use crate::methods::common::linear::{self, Directions, ErrorModel, Positive};
-use crate::methods::common::{exact_group, exact_scratch_bytes, tile_logits_len};
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::{ExpFeatures, Exponent, optimal_a};
 use attlas_num::sketch::{MapOptions, draw_directions};
@@ -315,8 +315,8 @@ impl GroupPlan for Scatterbrain {
             })
         })?;
         let near = self.params.keys.max(1) + self.params.block() - 1;
-        let held = self.state_len(g.d_v()).saturating_add(near.saturating_mul(self.d + g.d_v()));
-        info.figures.insert("decode_bytes", (held as f64) * size_of::<T>() as f64);
+        let cached = self.state_len(g.d_v()).saturating_add(near.saturating_mul(self.d + g.d_v()));
+        info.figures.insert("decode_bytes", (cached as f64) * size_of::<T>() as f64);
         Ok(info)
     }
 

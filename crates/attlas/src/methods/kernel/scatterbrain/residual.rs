@@ -5,11 +5,11 @@
 //! tile by tile; at the end $R_i / \rho_i$, kept in the hull of the values, is merged at the logarithmic scale of
 //! $\rho_i$, or dropped where $\rho_i$ is no more than cancellation.
 
-use super::support::{Round, See};
+use super::support::{Buckets, See};
 use super::{ROWS, Scatterbrain};
+use crate::engine::attend_tile;
+use crate::engine::linear::{Accumulator, Positive, whole_state};
 use crate::group::Group;
-use crate::methods::common::attend_tile;
-use crate::methods::common::linear::{Accumulator, Positive, whole_state};
 use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::hash::lift::max_norm;
@@ -44,9 +44,9 @@ impl Scatterbrain {
                 });
             out.fill(T::ZERO);
             lse.fill(T::NEG_INFINITY);
-            let held = Held { acc, state, q, k, v, scale: g.scale, cx };
+            let cached = Held { acc, state, q, k, v, scale: g.scale, cx };
             for round in self.rounds(q, k, key_norm, g.index, cx) {
-                visited += held.exchange(&round, out, lse, &mut residual);
+                visited += cached.exchange(&round, out, lse, &mut residual);
             }
             out.par_chunks_mut(ROWS * d_v)
                 .zip(lse.par_chunks_mut(ROWS))
@@ -117,7 +117,7 @@ struct Held<'a, T> {
 impl<T: Real> Held<'_, T> {
     /// Takes the estimate on a round's pairs out of `residual` (rows of `[num, den]`) and merges the exact scores into
     /// `out` and `lse`. Returns the number of pairs.
-    fn exchange(&self, round: &Round, out: &mut [T], lse: &mut [T], residual: &mut [T]) -> u64 {
+    fn exchange(&self, round: &Buckets, out: &mut [T], lse: &mut [T], residual: &mut [T]) -> u64 {
         let (cx, d_v, n) = (self.cx, self.v.cols(), round.rows.len());
         let mut exact = cx.scratch.take::<T>(n * d_v);
         let mut logs = cx.scratch.take::<T>(n);

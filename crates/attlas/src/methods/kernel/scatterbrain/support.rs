@@ -6,8 +6,8 @@
 //! is put in and what is taken out agree.
 
 use super::{ROWS, Scatterbrain, Sparse};
+use crate::engine::select_top;
 use crate::group::GroupIndex;
-use crate::methods::common::select_top;
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Real};
 use attlas_num::cluster::buckets::{Balanced, Membership, RoundTable, order_by};
@@ -25,22 +25,22 @@ impl Scatterbrain {
         key_norm: f64,
         index: GroupIndex,
         cx: Context<'_>,
-    ) -> Vec<Round> {
+    ) -> Vec<Buckets> {
         match self.params.sparse(Mask::None) {
             _ if self.params.keys == 0 => Vec::new(),
-            Sparse::Window => vec![Round::window(q.rows(), k.rows(), self.params.keys)],
-            Sparse::TopK => vec![Round::largest(q, k, self.params.keys, cx)],
+            Sparse::Window => vec![Buckets::window(q.rows(), k.rows(), self.params.keys)],
+            Sparse::TopK => vec![Buckets::largest(q, k, self.params.keys, cx)],
             Sparse::Lsh | Sparse::Auto => {
                 let key = index.stream_key(self.params.seed).named("hashes");
                 let lines = LiftedLines::<T>::new(key, self.d, self.params.rounds);
-                Round::clusters(q, k, Lift::from_max_norms(max_norm(q), key_norm), &lines, self.params.keys)
+                Buckets::clusters(q, k, Lift::from_max_norms(max_norm(q), key_norm), &lines, self.params.keys)
             }
         }
     }
 }
 
 /// A part of the support in which every row stands at most once: tiles of rows that meet lists of keys.
-pub(super) struct Round {
+pub(super) struct Buckets {
     pub(super) rows: Vec<u32>,
     pub(super) keys: Vec<u32>,
     /// Which rows and which keys a tile has.
@@ -86,7 +86,7 @@ fn in_steps(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     range.clone().step_by(ROWS).map(move |start| start..(start + ROWS).min(range.end))
 }
 
-impl Round {
+impl Buckets {
     fn window(n_q: usize, n_k: usize, reach: usize) -> Self {
         let (reach, offset) = (reach.min(n_q + n_k) as isize, n_k as isize - n_q as isize);
         let clip = |x: isize| x.clamp(0, n_k as isize) as usize;

@@ -1,7 +1,7 @@
 use super::residual::Hull;
 use super::*;
 use crate::Options;
-use crate::methods::common::linear::testing::{naive, naive_positive, run, scaled_case};
+use crate::engine::linear::testing::{naive, naive_positive, run, scaled_case};
 use crate::testkit::{Case, assert_rows_close, check_method, reference, run_method};
 use attlas_num::hash::lift::max_norm;
 use attlas_num::sketch::Coupling;

@@ -5,9 +5,9 @@
 //! log-sum-exp. No mean that it sees holds a later token.
 
 use super::{BLOCK_ROWS, Linformer};
+use crate::engine::exact_rows;
+use crate::engine::pool::{Segments, pool_rows};
 use crate::group::{Group, GroupStream, RowBlock};
-use crate::methods::common::exact_rows;
-use crate::methods::common::pool::{Segments, pool_rows};
 use crate::workspace::Context;
 use crate::{MatRef, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, merge_lse};
@@ -76,22 +76,29 @@ fn causal_block<T: Real>(
     cx: Context<'_>,
 ) -> (u64, u64) {
     let (rows, d_v) = (block.lse.len(), v.cols());
-    // Rows before `blind` come before the first key.
-    let blind = usize::try_from(-(block.first as isize + offset)).unwrap_or(0).min(rows);
-    block.out[..blind * d_v].fill(T::ZERO);
-    block.lse[..blind].fill(T::NEG_INFINITY);
-    if blind == rows {
+    // Rows before `unseen_rows` come before the first key.
+    let unseen_rows = usize::try_from(-(block.first as isize + offset)).unwrap_or(0).min(rows);
+    block.out[..unseen_rows * d_v].fill(T::ZERO);
+    block.lse[..unseen_rows].fill(T::NEG_INFINITY);
+    if unseen_rows == rows {
         return (0, rows as u64);
     }
     let position = |row: usize| ((block.first + row) as isize + offset) as usize;
     // All rows see the means before the first row's segment.
-    let common = position(blind) / len;
-    let seeing = block.q.sub_rows(blind..rows);
-    means.attend(seeing, 0..common, scale, cx, &mut block.out[blind * d_v..], &mut block.lse[blind..]);
-    let mut visited = ((rows - blind) * common) as u64;
+    let common = position(unseen_rows) / len;
+    let seeing = block.q.sub_rows(unseen_rows..rows);
+    means.attend(
+        seeing,
+        0..common,
+        scale,
+        cx,
+        &mut block.out[unseen_rows * d_v..],
+        &mut block.lse[unseen_rows..],
+    );
+    let mut visited = ((rows - unseen_rows) * common) as u64;
     let mut part = cx.scratch.take::<T>(rows.min(len) * d_v);
     let mut part_lse = cx.scratch.take::<T>(rows.min(len));
-    let mut row = blind;
+    let mut row = unseen_rows;
     while row < rows {
         let segment = position(row) / len;
         let first_key = segment * len;
@@ -116,7 +123,7 @@ fn causal_block<T: Real>(
         visited += (row..end).map(|r| segment - common + position(r) - first_key + 1).sum::<usize>() as u64;
         row = end;
     }
-    (visited, blind as u64)
+    (visited, unseen_rows as u64)
 }
 
 /// Means of complete segments and the raw tokens of the current one.

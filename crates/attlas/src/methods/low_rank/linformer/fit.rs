@@ -6,8 +6,8 @@
 
 use super::projections::wrong;
 use super::{METHOD, Params};
+use crate::engine::pool::{Segments, landmark_weights, log_lens, pool_rows};
 use crate::method::Calibration;
-use crate::methods::common::pool::{Segments, landmark_weights, log_lens, pool_rows};
 use crate::{Inputs, MatRef, Options, Problem, Qkv, Real, Result, Workspace};
 use attlas_num::Mat;
 use attlas_num::linalg::{self, Op, psd_factor};

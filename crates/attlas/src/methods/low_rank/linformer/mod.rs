@@ -36,10 +36,10 @@ mod tests;
 
 pub use projections::{Sharing, with_projections};
 
+use crate::engine::pool::{Segments, log_lens, pool_rows, pool_scratch_bytes};
+use crate::engine::{exact_group, exact_rows, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Budget, Calibration, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::pool::{Segments, log_lens, pool_rows, pool_scratch_bytes};
-use crate::methods::common::{exact_group, exact_rows, exact_scratch_bytes};
 use crate::{Error, Mask, MatRef, Options, Problem, Real, Result};
 use attlas_num::kernels::Band;
 use causal::Pooled;

@@ -1,5 +1,5 @@
 use super::*;
-use crate::methods::common::pool::Parts;
+use crate::engine::pool::Parts;
 use crate::testkit::heads::{Workload, table};
 use crate::testkit::{
     Case, How, Ran, assert_rows_close, assert_same_bits, check_method, golden, reference, run_method,

@@ -1,8 +1,8 @@
 //! Bases learnt from queries and keys.
 
 use super::{Basis, METHOD, Params, wrong};
+use crate::engine::moments::Moments;
 use crate::method::Calibration;
-use crate::methods::common::moments::Moments;
 use crate::{Inputs, Options, Problem, Qkv, Real, Result};
 use attlas_num::Mat;
 use attlas_num::linalg::{self, matmul, matmul_nt, symmetric_eigen};

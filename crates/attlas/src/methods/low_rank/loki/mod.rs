@@ -34,12 +34,10 @@ mod learn;
 
 pub use learn::Calibrator;
 
+use crate::engine::{Threshold, attend_subset, exact_group, exact_rows, exact_scratch_bytes, select_top};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, RowBlock};
 use crate::method::{
     Budget, Calibration, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support,
-};
-use crate::methods::common::{
-    Threshold, attend_subset, exact_group, exact_rows, exact_scratch_bytes, select_top,
 };
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};

@@ -1,6 +1,6 @@
 use super::learn::qk_optimal;
 use super::*;
-use crate::methods::common::moments::Moments;
+use crate::engine::moments::Moments;
 use crate::testkit::heads::{Workload, table};
 use crate::testkit::{
     Case, How, Ran, assert_rows_close, assert_same_bits, check_method, golden, reference, run_method,

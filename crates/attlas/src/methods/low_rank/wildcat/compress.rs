@@ -1,9 +1,9 @@
 //! The coreset itself: temperature, pivots, weights, certificate.
 
 use super::{Params, Temperature};
+use crate::engine::coreset::{CompressKeys, Coreset, Size, Values};
+use crate::engine::moments::mean_of;
 use crate::group::Group;
-use crate::methods::common::coreset::{CompressKeys, Coreset, Size, Values};
-use crate::methods::common::moments::mean_of;
 use crate::workspace::Context;
 use crate::{Problem, Real};
 use attlas_num::MatRef;

@@ -37,13 +37,13 @@
 
 mod compress;
 
-use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::methods::common::coreset::{
+use crate::engine::coreset::{
     BlockCausal, Cache, CacheMode, CompressKeys, CoresetStream, Fallback, Finish, Prefix, attend_coreset,
     attend_scratch_bytes,
 };
-use crate::methods::common::{exact_group, exact_scratch_bytes};
+use crate::engine::{exact_group, exact_scratch_bytes};
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
+use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
 use crate::{Mask, Problem, Real, Result};
 use attlas_num::randla::rpcholesky;
 pub use compress::Compressor;

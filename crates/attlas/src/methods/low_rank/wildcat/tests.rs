@@ -1,6 +1,6 @@
 use super::compress::{Bin, Shared, largest_norm, rho, temperature};
 use super::*;
-use crate::methods::common::coreset::{Coreset, Values};
+use crate::engine::coreset::{Coreset, Values};
 use crate::metrics::relative_frobenius;
 use crate::testkit::adversarial::Adversary;
 use crate::testkit::heads::Workload;

@@ -1,9 +1,9 @@
 //! Blocks of queries that meet lists of keys: the common core of the methods that sort, hash or route.
 //!
-//! A [`Round`] puts queries into blocks; a [`Meeting`] says which keys a block meets and what each of its rows sees
+//! A [`Buckets`] puts queries into blocks; a [`BlockMask`] says which keys a block meets and what each of its rows sees
 //! of them. Blocks run in parallel, each on keys and queries gathered into contiguous scratch, and leave their rows
-//! in the order of the round; then every query merges its rows into what it had. A query may stand in several
-//! blocks of a round, or in none.
+//! in the order of the buckets; then every query merges its rows into what it had. A query may stand in several
+//! blocks of a buckets, or in none.
 
 use super::{attend_tile, exact_rows, tile_logits_len};
 use crate::workspace::Context;
@@ -19,12 +19,12 @@ const TASK_BLOCKS: usize = 4;
 
 /// Queries in the order of their blocks.
 #[derive(Clone, Debug)]
-pub struct Round {
+pub struct Buckets {
     order: Vec<u32>,
     starts: Vec<usize>,
 }
 
-impl Round {
+impl Buckets {
     /// Block `b` holds the queries `order[starts[b]..starts[b + 1]]`.
     pub fn new(order: Vec<u32>, starts: Vec<usize>) -> Self {
         debug_assert_eq!(starts.last(), Some(&order.len()));
@@ -83,7 +83,7 @@ pub struct BlockRow {
 }
 
 /// What the rows of a block see.
-pub trait Meeting<T>: Sync {
+pub trait BlockMask<T>: Sync {
     /// What is prepared once for all rows of a block.
     type Block;
 
@@ -106,12 +106,12 @@ pub enum Join {
     Mean,
 }
 
-/// Runs a round over the rows `q` and joins it into `out` (`n_q × d_v`) and `lse`. Returns the number of pairs of a
+/// Runs a buckets over the rows `q` and joins it into `out` (`n_q × d_v`) and `lse`. Returns the number of pairs of a
 /// query and a key whose logit was computed.
 #[allow(clippy::too_many_arguments)]
-pub fn attend_round<T: Real, M: Meeting<T>>(
-    meeting: &M,
-    round: &Round,
+pub fn attend_buckets<T: Real, M: BlockMask<T>>(
+    block_mask: &M,
+    buckets: &Buckets,
     q: MatRef<'_, T>,
     k: MatRef<'_, T>,
     v: MatRef<'_, T>,
@@ -121,13 +121,13 @@ pub fn attend_round<T: Real, M: Meeting<T>>(
     out: &mut [T],
     lse: &mut [T],
 ) -> u64 {
-    let (d, d_v, n) = (q.cols(), v.cols(), round.order.len());
+    let (d, d_v, n) = (q.cols(), v.cols(), buckets.order.len());
     let mut rows = cx.scratch.take::<T>(n * d_v);
     let mut logs = cx.scratch.take::<T>(n);
-    let mut blocks = Vec::with_capacity(round.blocks());
+    let mut blocks = Vec::with_capacity(buckets.blocks());
     let (mut rest_rows, mut rest_logs) = (&mut rows[..], &mut logs[..]);
-    for b in 0..round.blocks() {
-        let len = round.range(b).len();
+    for b in 0..buckets.blocks() {
+        let len = buckets.range(b).len();
         let (own_rows, tail_rows) = rest_rows.split_at_mut(len * d_v);
         let (own_logs, tail_logs) = rest_logs.split_at_mut(len);
         (rest_rows, rest_logs) = (tail_rows, tail_logs);
@@ -140,22 +140,22 @@ pub fn attend_round<T: Real, M: Meeting<T>>(
         .with_max_len(1)
         .map(|blocks| {
             let mut visited = 0;
-            let mut met: Option<Met<'_, T>> = None;
+            let mut met: Option<Gathered<'_, T>> = None;
             for (b, out, lse) in blocks {
-                let queries = round.block(*b);
+                let queries = buckets.block(*b);
                 let mut own_q = cx.scratch.take::<T>(queries.len() * d);
                 q.gather_into(queries.iter().map(|&i| i as usize), &mut own_q);
-                let met = met.insert(Met::new(meeting.keys(*b), met.as_ref(), k, v, cx));
+                let met = met.insert(Gathered::new(block_mask.keys(*b), met.as_ref(), k, v, cx));
                 let keys = &met.keys[..];
                 let own_q = MatRef::new(&own_q, queries.len(), d);
                 let own_k = MatRef::new(&met.k, keys.len(), d);
                 let own_v = MatRef::new(&met.v, keys.len(), d_v);
-                match meeting.enter(*b, queries, keys) {
+                match block_mask.enter(*b, queries, keys) {
                     None => exact_rows(own_q, own_k, own_v, None, scale, Band::ALL, cx, out, lse),
                     Some(block) => {
                         let see = |place: usize, logits: &mut [T]| {
                             let row = BlockRow { place, query: queries[place] as usize };
-                            meeting.see(&block, row, keys, logits)
+                            block_mask.see(&block, row, keys, logits)
                         };
                         attend_tile(own_q, own_k, own_v, scale, cx, see, out, lse);
                     }
@@ -165,11 +165,11 @@ pub fn attend_round<T: Real, M: Meeting<T>>(
             visited
         })
         .sum();
-    let (starts, places) = round.places(q.rows());
+    let (starts, places) = buckets.places(q.rows());
     out.par_chunks_mut(MERGE_ROWS * d_v).zip(lse.par_chunks_mut(MERGE_ROWS)).enumerate().for_each(
         |(t, (out, lse))| {
             for ((i, out), lse) in (t * MERGE_ROWS..).zip(out.chunks_exact_mut(d_v)).zip(lse) {
-                // Rows of the round lie anywhere: those of later queries are asked for meanwhile.
+                // Rows of the buckets lie anywhere: those of later queries are asked for meanwhile.
                 if let Some(&later) = places.get(starts[i] + ROWS_AHEAD) {
                     prefetch(&rows[later as usize * d_v..(later as usize + 1) * d_v]);
                 }
@@ -189,13 +189,13 @@ pub fn attend_round<T: Real, M: Meeting<T>>(
 }
 
 /// The keys that a block meets, gathered with their values.
-struct Met<'a, T> {
+struct Gathered<'a, T> {
     keys: Vec<u32>,
     k: Buf<'a, T>,
     v: Buf<'a, T>,
 }
 
-impl<'a, T: Real> Met<'a, T> {
+impl<'a, T: Real> Gathered<'a, T> {
     /// Gathers `keys`; those at the front that `before` ends with are copied from there, which is near.
     fn new(
         keys: Vec<u32>,
@@ -241,10 +241,10 @@ fn mean_into<'a, T: Real>(parts: impl Iterator<Item = (&'a [T], T)>, out: &mut [
     }
 }
 
-/// Upper bound on the scratch elements of [`attend_round`] for `slots` rows in blocks that meet at most `keys` keys.
-pub fn round_scratch_len(slots: usize, keys: usize, d: usize, d_v: usize, threads: usize) -> usize {
+/// Upper bound on the scratch elements of [`attend_buckets`] for `slots` rows in blocks that meet at most `keys` keys.
+pub fn buckets_scratch_len(slots: usize, keys: usize, d: usize, d_v: usize, threads: usize) -> usize {
     // Gathered queries of all blocks together are at most the slots; a block's keys are gathered while those of the block
-    // before are there; 64 elements round a buffer up to a line.
+    // before are there; 64 elements buckets a buffer up to a line.
     slots * (d + d_v + 1) + threads * (2 * keys * (d + d_v) + tile_logits_len(keys) + 384) + 256
 }
 
@@ -254,12 +254,15 @@ mod tests {
 
     #[test]
     fn queries_find_their_places_again() {
-        let round = Round::from_blocks(&[2, 0, 9, 2, 1, 0], 3);
-        assert_eq!((round.block(0), round.block(1), round.block(2)), (&[1, 5][..], &[4][..], &[0, 3][..]));
-        let (starts, places) = round.places(6);
+        let buckets = Buckets::from_blocks(&[2, 0, 9, 2, 1, 0], 3);
+        assert_eq!(
+            (buckets.block(0), buckets.block(1), buckets.block(2)),
+            (&[1, 5][..], &[4][..], &[0, 3][..])
+        );
+        let (starts, places) = buckets.places(6);
         assert_eq!(starts, [0, 1, 2, 2, 3, 4, 5]);
         assert_eq!(places, [3, 0, 4, 2, 1]);
-        let twice = Round::new(vec![1, 0, 1], vec![0, 2, 3]);
+        let twice = Buckets::new(vec![1, 0, 1], vec![0, 2, 3]);
         assert_eq!(twice.places(2), (vec![0, 1, 3], vec![1, 0, 2]));
     }
 

@@ -120,7 +120,7 @@ impl<T: Real> Coreset<T> {
         self.keys.iter().chain(&self.values).all(|x| x.is_finite())
     }
 
-    /// Bytes held.
+    /// Bytes cached.
     pub fn bytes(&self) -> usize {
         (self.keys.len() + self.values.len()) * size_of::<T>()
     }

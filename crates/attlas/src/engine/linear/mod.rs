@@ -29,8 +29,8 @@ pub use plan::{ErrorModel, Linear, PairVariance, Prepared, Shape, Source, run_pr
 pub use positive::{DenominatorEps, Positive};
 pub use signed::{DenominatorPolicy, Signed};
 
+use crate::engine::exact_rows;
 use crate::group::{Group, GroupStream, RowBlock};
-use crate::methods::common::exact_rows;
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, Op, gemm};
@@ -86,8 +86,8 @@ pub trait Accumulator<T: Real>: Debug + Send + Sync {
         outcome: &mut Outcome,
     );
 
-    /// Whether doubtful rows are to be computed again by exact attention.
-    fn mends_rows(&self) -> bool {
+    /// Whether unstable rows are to be computed again by exact attention.
+    fn recomputes_rows(&self) -> bool {
         false
     }
 }
@@ -96,7 +96,7 @@ pub trait Accumulator<T: Real>: Debug + Send + Sync {
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
     /// Rows whose denominator vanished or cannot be trusted: head and row.
-    pub doubtful: Vec<(usize, usize)>,
+    pub unstable: Vec<(usize, usize)>,
 }
 
 /// Runs an accumulator over a group that has keys and queries.
@@ -105,10 +105,10 @@ fn run_linear<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Result
         Mask::None => (run_plain(acc, g)?, 0),
         Mask::Causal => (run_causal(acc, g), g.n_q().saturating_sub(g.n_k()) * g.q.heads()),
     };
-    if acc.mends_rows() {
-        mend_rows(g, &outcome.doubtful);
+    if acc.recomputes_rows() {
+        mend_rows(g, &outcome.unstable);
     }
-    let fallback_rows = outcome.doubtful.len() as u64;
+    let fallback_rows = outcome.unstable.len() as u64;
     Ok(RunInfo { empty_rows: empty as u64, fallback_rows, ..RunInfo::default() })
 }
 
@@ -119,9 +119,9 @@ fn run_plain<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Result<
     let parts = g.par_row_blocks(ROWS, |rows| {
         let mut outcome = Outcome::default();
         acc.read(state, n_k, rows, cx, &mut outcome);
-        Ok(outcome.doubtful)
+        Ok(outcome.unstable)
     })?;
-    Ok(Outcome { doubtful: parts.concat() })
+    Ok(Outcome { unstable: parts.concat() })
 }
 
 /// The state of all keys, which is the first of those that are returned: pieces in parallel, combined in order.
@@ -169,9 +169,9 @@ fn run_causal<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Outcom
         g,
         causal_piece(k.rows()),
         |start| start,
-        |state, piece| run_piece(acc, state, piece, k, v, cx).doubtful,
+        |state, piece| run_piece(acc, state, piece, k, v, cx).unstable,
     );
-    Outcome { doubtful: parts.concat() }
+    Outcome { unstable: parts.concat() }
 }
 
 /// Some tokens of a causal group and the rows that stand at them, those of each head together.
@@ -186,26 +186,26 @@ pub struct Piece<'a, T> {
 }
 
 /// Cuts a causal group into pieces of `piece` tokens and runs `work` on each in parallel, with a state of its own
-/// that holds the keys before `held(start)`, where `start` is the piece's first token and `held(start) ≤ start` does
+/// that holds the keys before `cached(start)`, where `start` is the piece's first token and `cached(start) ≤ start` does
 /// not fall. Rows that see no key are written here.
 pub fn causal_pieces<T: Real, R: Send>(
     acc: &dyn Accumulator<T>,
     g: &mut Group<'_, T>,
     piece: usize,
-    held: impl Fn(usize) -> usize + Sync,
+    cached: impl Fn(usize) -> usize + Sync,
     work: impl Fn(&mut [T], Piece<'_, T>) -> R + Sync,
 ) -> Vec<R> {
     let (k, v, n_q, n_k, d_v, cx) = (g.k, g.v, g.n_q(), g.n_k(), g.d_v(), g.cx);
     let (len, pieces) = (acc.state_len(), n_k.div_ceil(piece));
     let tokens = |p: usize| p * piece..((p + 1) * piece).min(n_k);
     // The first token that has a query, and the first query that sees a token.
-    let (first, blind) = (n_k.saturating_sub(n_q), n_q.saturating_sub(n_k));
+    let (first, unseen_rows) = (n_k.saturating_sub(n_q), n_q.saturating_sub(n_k));
 
     // Slot p holds the keys that piece p has more than the one before, then all of them.
     let mut states = cx.scratch.take::<T>(pieces * len);
     states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(p, state)| {
-        let before = if p == 0 { 0 } else { held((p - 1) * piece) };
-        absorb_range(acc, state, k, v, before..held(p * piece), cx);
+        let before = if p == 0 { 0 } else { cached((p - 1) * piece) };
+        absorb_range(acc, state, k, v, before..cached(p * piece), cx);
     });
     for p in 1..pieces {
         let (before, state) = states[(p - 1) * len..].split_at_mut(len);
@@ -222,7 +222,7 @@ pub fn causal_pieces<T: Real, R: Send>(
             done += count;
             (done - count, o, l)
         };
-        let (_, o, l) = take(blind);
+        let (_, o, l) = take(unseen_rows);
         o.fill(T::ZERO);
         l.fill(T::NEG_INFINITY);
         for (p, rows) in rows.iter_mut().enumerate() {
@@ -287,9 +287,9 @@ pub fn sub_block<'b, T: Real>(block: &'b mut RowBlock<'_, T>, rows: Range<usize>
 }
 
 /// Exact attention for single rows.
-fn mend_rows<T: Real>(g: &mut Group<'_, T>, doubtful: &[(usize, usize)]) {
+fn mend_rows<T: Real>(g: &mut Group<'_, T>, unstable: &[(usize, usize)]) {
     let (k, v, scale, cx, n_q, d_v) = (g.k, g.v, g.scale, g.cx, g.n_q(), g.d_v());
-    let mended: Vec<(Vec<T>, [T; 1])> = doubtful
+    let mended: Vec<(Vec<T>, [T; 1])> = unstable
         .par_iter()
         .map(|&(head, row)| {
             let (q, seen) = (g.q.head(head).sub_rows(row..row + 1), g.visible(row));
@@ -299,7 +299,7 @@ fn mend_rows<T: Real>(g: &mut Group<'_, T>, doubtful: &[(usize, usize)]) {
             (out, lse)
         })
         .collect();
-    for (&(head, row), (out, lse)) in doubtful.iter().zip(&mended) {
+    for (&(head, row), (out, lse)) in unstable.iter().zip(&mended) {
         let at = head * n_q + row;
         g.out[at * d_v..(at + 1) * d_v].copy_from_slice(out);
         g.lse[at] = lse[0];
@@ -314,7 +314,7 @@ pub fn scratch_bytes(p: &Problem, features: usize, threads: usize, size: usize) 
     };
     let state = features * (p.d_v + 3) + 2;
     let buffers = (BLOCK + 8) * features + CHUNK * CHUNK + 4 * BLOCK;
-    let rows = 4 * crate::methods::common::exact_scratch_bytes(p, 1, size);
+    let rows = 4 * crate::engine::exact_scratch_bytes(p, 1, size);
     pieces.max(1) * state * size + 64 + threads * (buffers * size + PRODUCT_BYTES + rows)
 }
 
@@ -344,7 +344,7 @@ fn headroom<T: Real>() -> T {
     T::from_f64(if T::DTYPE == attlas_num::DType::F32 { 30.0 } else { 300.0 })
 }
 
-/// Decoding: one state, whatever the number of tokens. Keys and values are kept only where doubtful rows are to be
+/// Decoding: one state, whatever the number of tokens. Keys and values are kept only where unstable rows are to be
 /// computed again.
 #[derive(Debug)]
 struct LinearStream<T> {
@@ -369,7 +369,7 @@ impl<T: Real> GroupStream<T> for LinearStream<T> {
             let block = start..(start + BLOCK).min(k.rows());
             self.acc.absorb(&mut self.state, k.sub_rows(block.clone()), v.sub_rows(block), cx);
         }
-        if self.acc.mends_rows() {
+        if self.acc.recomputes_rows() {
             for (kept, new) in self.kept.iter_mut().zip([k, v]) {
                 new.iter_rows().for_each(|row| kept.extend_from_slice(row));
             }
@@ -394,15 +394,15 @@ impl<T: Real> GroupStream<T> for LinearStream<T> {
         let mut outcome = Outcome::default();
         let rows = RowBlock { head: 0, first: 0, q, out: &mut *out, lse: &mut *lse };
         self.acc.read(&self.state, self.seen, rows, cx, &mut outcome);
-        if self.acc.mends_rows() {
+        if self.acc.recomputes_rows() {
             let [k, v] = [0, 1].map(|i| MatRef::new(&self.kept[i], self.seen, self.widths[i]));
-            for &(_, row) in &outcome.doubtful {
+            for &(_, row) in &outcome.unstable {
                 let out = &mut out[row * self.widths[1]..(row + 1) * self.widths[1]];
                 let (q, lse) = (q.sub_rows(row..row + 1), &mut lse[row..row + 1]);
                 exact_rows(q, k, v, None, scale, Band::ALL, cx, out, lse);
             }
         }
-        Ok(RunInfo { fallback_rows: outcome.doubtful.len() as u64, ..RunInfo::default() })
+        Ok(RunInfo { fallback_rows: outcome.unstable.len() as u64, ..RunInfo::default() })
     }
 
     fn state_bytes(&self) -> usize {

@@ -11,7 +11,7 @@
 //! [`attend_blocks`] attends to the block and to some more keys that are named block by block with a bias on
 //! their logits: samples with their weights. Both together are one call of the exact kernel on gathered rows.
 
-use super::{Joining, Part, exact_rows};
+use super::{CausalPart, Rectangle, exact_rows};
 use crate::group::{Group, Queries};
 use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result, RunInfo};
@@ -81,7 +81,7 @@ pub struct SortedBlocks {
 impl SortedBlocks {
     /// Sorts the rows of `part` by their ranks and cuts the keys, or those of them that `kept` names in increasing order,
     /// counted from the first of the part, into blocks of at most `block`.
-    pub fn new(ranks: &Ranks, part: &Part, kept: Option<&[u32]>, block: usize, assign: Assign) -> Self {
+    pub fn new(ranks: &Ranks, part: &Rectangle, kept: Option<&[u32]>, block: usize, assign: Assign) -> Self {
         let of_keys = &ranks.keys[part.keys.clone()];
         let of_keys: Cow<'_, [u32]> = match kept {
             Some(kept) => kept.iter().map(|&j| of_keys[j as usize]).collect(),
@@ -144,13 +144,13 @@ impl SortedBlocks {
     /// those of all rows, head 0 first. Results come in order of the blocks.
     pub fn par_blocks<'p, T: Real, R: Send>(
         &self,
-        places: impl Iterator<Item = Place<'p, T>>,
+        places: impl Iterator<Item = RowSlot<'p, T>>,
         work: impl Fn(Piece<'_, 'p, T>) -> Result<R> + Sync + Send,
     ) -> Result<Vec<R>> {
         // Handing out each row's place in sorted order lets tasks write to it without a copy in between.
-        let mut by_row: Vec<Option<Place<'p, T>>> = places.map(Some).collect();
+        let mut by_row: Vec<Option<RowSlot<'p, T>>> = places.map(Some).collect();
         let place = |r: &Row| by_row[r.head as usize * self.n_q + r.row as usize].take();
-        let mut sorted: Vec<Place<'p, T>> = self.rows.iter().filter_map(place).collect();
+        let mut sorted: Vec<RowSlot<'p, T>> = self.rows.iter().filter_map(place).collect();
         let mut pieces = Vec::with_capacity(self.blocks());
         let mut rest = &mut sorted[..];
         for block in 0..self.blocks() {
@@ -232,7 +232,7 @@ impl Insertion {
 
 /// Where the results of one row go.
 #[derive(Debug)]
-pub struct Place<'a, T> {
+pub struct RowSlot<'a, T> {
     /// The output row.
     pub out: &'a mut [T],
     /// Its log-sum-exp.
@@ -240,8 +240,8 @@ pub struct Place<'a, T> {
 }
 
 /// The places of some rows.
-pub fn places<'a, T>(out: &'a mut [T], lse: &'a mut [T], d_v: usize) -> impl Iterator<Item = Place<'a, T>> {
-    out.chunks_exact_mut(d_v).zip(lse).map(|(out, lse)| Place { out, lse })
+pub fn places<'a, T>(out: &'a mut [T], lse: &'a mut [T], d_v: usize) -> impl Iterator<Item = RowSlot<'a, T>> {
+    out.chunks_exact_mut(d_v).zip(lse).map(|(out, lse)| RowSlot { out, lse })
 }
 
 /// Some query rows of one block.
@@ -252,7 +252,7 @@ pub struct Piece<'a, 'p, T> {
     /// The rows.
     pub rows: &'a [Row],
     /// Where their results go.
-    pub places: &'a mut [Place<'p, T>],
+    pub places: &'a mut [RowSlot<'p, T>],
 }
 
 impl<T: Real> Piece<'_, '_, T> {
@@ -284,25 +284,25 @@ pub fn attend_blocks<T: Real>(
 
 /// The same for a part of a causal problem, each row joined to what was found for it before.
 pub fn join_blocks<T: Real>(
-    joining: Joining<'_, T>,
+    part_rows: CausalPart<'_, T>,
     blocks: &SortedBlocks,
     extra: impl Fn(usize) -> Vec<(u32, T)> + Sync + Send,
 ) -> Result<RunInfo> {
-    let Joining { q, k, v, scale, cx, .. } = joining;
-    attend_at(joining.into_places(), (q, k, v), scale, cx, blocks, extra, |place, o, l| {
+    let CausalPart { q, k, v, scale, cx, .. } = part_rows;
+    attend_at(part_rows.into_places(), (q, k, v), scale, cx, blocks, extra, |place, o, l| {
         merge_lse(place.out, place.lse, o, l);
     })
 }
 
 /// Attends, and gives what each row found to `put` with the row's place.
 fn attend_at<'p, T: Real>(
-    places: impl Iterator<Item = Place<'p, T>>,
+    places: impl Iterator<Item = RowSlot<'p, T>>,
     (q, k, v): (Queries<'_, T>, MatRef<'_, T>, MatRef<'_, T>),
     scale: T,
     cx: Context<'_>,
     blocks: &SortedBlocks,
     extra: impl Fn(usize) -> Vec<(u32, T)> + Sync + Send,
-    put: impl Fn(&mut Place<'p, T>, &[T], T) + Sync + Send,
+    put: impl Fn(&mut RowSlot<'p, T>, &[T], T) + Sync + Send,
 ) -> Result<RunInfo> {
     let (d, d_v) = (k.cols(), v.cols());
     let visited = blocks.par_blocks(places, |piece| {
@@ -409,7 +409,7 @@ mod tests {
         let q = TensorRef::bhnd(&case.q, [1, p.n_heads, p.n_q, p.d]).unwrap();
         let k = MatRef::new(&case.k, p.n_k, p.d);
         let ranks = Ranks::new(Queries::new(q), k, hashes, StreamKey::new(4));
-        SortedBlocks::new(&ranks, &Part { rows: 0..p.n_q, keys: 0..p.n_k }, None, block, assign)
+        SortedBlocks::new(&ranks, &Rectangle { rows: 0..p.n_q, keys: 0..p.n_k }, None, block, assign)
     }
 
     #[test]

@@ -5,8 +5,8 @@
 
 use super::attend::{merge_coreset, widen_into};
 use super::{BlockCausal, CompressKeys, Coreset, Fallback, Size, ValueRange, Values};
+use crate::engine::exact_group;
 use crate::group::{Group, GroupIndex, GroupStream};
-use crate::methods::common::exact_group;
 use crate::workspace::Context;
 use crate::{Problem, Real, Result, RunInfo};
 use attlas_num::MatRef;
@@ -103,7 +103,7 @@ impl<T: Real, C: CompressKeys> CoresetStream<T, C> {
         self.range.d_v()
     }
 
-    /// Tokens held as they are.
+    /// Tokens cached as they are.
     fn recent(&self) -> usize {
         self.k.len() / self.d
     }
@@ -214,7 +214,7 @@ impl<T: Real, C: CompressKeys> GroupStream<T> for CoresetStream<T, C> {
     }
 
     fn state_bytes(&self) -> usize {
-        let held: usize = self.nodes.iter().map(|n| n.coreset.bytes()).sum();
-        held + (self.k.len() + self.v.len()) * size_of::<T>()
+        let cached: usize = self.nodes.iter().map(|n| n.coreset.bytes()).sum();
+        cached + (self.k.len() + self.v.len()) * size_of::<T>()
     }
 }

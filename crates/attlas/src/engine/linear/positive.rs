@@ -275,7 +275,7 @@ impl<T: Real> Accumulator<T> for Positive<T> {
                 let lse = self.finish_row(out, shift[i], dot(w, z), seen);
                 rows.lse[i] = lse.unwrap_or(T::NEG_INFINITY);
                 if lse.is_none() {
-                    outcome.doubtful.push((rows.head, rows.first + i));
+                    outcome.unstable.push((rows.head, rows.first + i));
                 }
             }
         }
@@ -359,7 +359,7 @@ impl<T: Real> Positive<T> {
                 let lse = self.finish_row(out, shift[i], den, chunk.seen + i + 1);
                 rows.lse[i] = lse.unwrap_or(T::NEG_INFINITY);
                 if lse.is_none() {
-                    outcome.doubtful.push((rows.head, rows.first + i));
+                    outcome.unstable.push((rows.head, rows.first + i));
                 }
             }
         }

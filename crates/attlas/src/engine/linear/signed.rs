@@ -2,7 +2,7 @@
 //!
 //! Keys enter as $e^{e_j - r} f_j$ with one reference $r$ for all features. The denominator
 //! $D_i = \langle f_i, z \rangle$ may vanish or be negative; beside it runs
-//! $D_i^+ = \sum_l |f_{il}| \sum_j |\varphi_{jl}|$, the denominator if nothing cancelled, and a row is doubtful where
+//! $D_i^+ = \sum_l |f_{il}| \sum_j |\varphi_{jl}|$, the denominator if nothing cancelled, and a row is unstable where
 //! $D_i \le \delta D_i^+$. What happens then is the [`DenominatorPolicy`].
 //!
 //! Causal chunks are cut as for positive features, by the scale of tokens.
@@ -54,7 +54,7 @@ struct Denominator<T> {
 }
 
 impl<T: Real> Signed<T> {
-    /// For one map and values of width `d_v`; rows are doubtful where the denominator is at most `floor` times what
+    /// For one map and values of width `d_v`; rows are unstable where the denominator is at most `floor` times what
     /// it would be without cancellation.
     pub fn new(
         map: impl SignedFeatures<T> + 'static,
@@ -106,24 +106,24 @@ impl<T: Real> Signed<T> {
     }
 
     /// Divides a row by its denominator; `scale` is what its logarithm lacks. Returns the log-sum-exp and whether the
-    /// row is doubtful.
+    /// row is unstable.
     fn finish_row(&self, out: &mut [T], den: Denominator<T>, scale: T) -> (T, bool) {
         let floor = T::from_f64(self.floor) * den.size;
-        let doubtful = den.value <= floor;
-        let value = if doubtful && self.policy == DenominatorPolicy::Clamp { floor } else { den.value };
+        let unstable = den.value <= floor;
+        let value = if unstable && self.policy == DenominatorPolicy::Clamp { floor } else { den.value };
         // Zero features give zero rows; NaN goes through.
-        if value == T::ZERO || doubtful && self.policy == DenominatorPolicy::ZeroRow {
+        if value == T::ZERO || unstable && self.policy == DenominatorPolicy::ZeroRow {
             out.fill(T::ZERO);
             return (T::NEG_INFINITY, true);
         }
         // Division, not the reciprocal: a tiny denominator has none.
         out.iter_mut().for_each(|o| *o /= value);
-        if doubtful && out.iter().any(|o| !o.is_finite()) {
+        if unstable && out.iter().any(|o| !o.is_finite()) {
             out.fill(T::ZERO);
         }
         // A negative sum has no logarithm; the row is counted.
         let lse = if value < T::ZERO { T::NEG_INFINITY } else { scale + value.ln() };
-        (lse, doubtful)
+        (lse, unstable)
     }
 
     /// How many keys can share a chunk.
@@ -190,10 +190,10 @@ impl<T: Real> Accumulator<T> for Signed<T> {
             f.iter_mut().for_each(|x| *x = x.abs());
             let den = Denominator { value, size: dot(f, size) };
             let out = &mut rows.out[i * d_v..(i + 1) * d_v];
-            let (lse, doubtful) = self.finish_row(out, den, scales[i] + reference);
+            let (lse, unstable) = self.finish_row(out, den, scales[i] + reference);
             rows.lse[i] = lse;
-            if doubtful {
-                outcome.doubtful.push((rows.head, rows.first + i));
+            if unstable {
+                outcome.unstable.push((rows.head, rows.first + i));
             }
         }
     }
@@ -239,7 +239,7 @@ impl<T: Real> Accumulator<T> for Signed<T> {
         }
     }
 
-    fn mends_rows(&self) -> bool {
+    fn recomputes_rows(&self) -> bool {
         self.policy == DenominatorPolicy::ExactRow
     }
 }
@@ -273,10 +273,10 @@ impl<T: Real> Signed<T> {
             f.iter_mut().for_each(|x| *x = x.abs());
             let den = Denominator { value, size: dot(f, &sizes[i * m..(i + 1) * m]) };
             let out = &mut rows.out[i * d_v..(i + 1) * d_v];
-            let (lse, doubtful) = self.finish_row(out, den, scales[i] + *p.reference);
+            let (lse, unstable) = self.finish_row(out, den, scales[i] + *p.reference);
             rows.lse[i] = lse;
-            if doubtful {
-                outcome.doubtful.push((rows.head, rows.first + i));
+            if unstable {
+                outcome.unstable.push((rows.head, rows.first + i));
             }
         }
     }

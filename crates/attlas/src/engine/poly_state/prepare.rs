@@ -2,7 +2,7 @@
 //!
 //! Layer normalisation here has no gain: $\hat x = (x - \bar x) / \sqrt{\frac1d \sum_c (x_c - \bar x)^2 + \varepsilon}$.
 
-use crate::methods::common::lane_sum;
+use crate::engine::lane_sum;
 use crate::{MatRef, Real};
 use rayon::prelude::*;
 

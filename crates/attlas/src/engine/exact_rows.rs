@@ -18,7 +18,7 @@ crate::choices! {
 }
 
 impl Operands {
-    /// What the kernel is told.
+    /// The kernel precision.
     pub fn precision(self) -> Precision {
         match self {
             Operands::Full => Precision::Full,

@@ -84,7 +84,7 @@ impl<T: Real> SketchAttention<'_, T> {
         let (v, cx, len) = (g.v, g.cx, self.state_len(g.d_v()));
         let (n_q, n_k, d_v, heads) = (g.n_q(), k.rows(), g.d_v(), g.q.heads());
         // Rows before the first key see nothing; the others stand at key positions from `first` on.
-        let blind = n_q.saturating_sub(n_k);
+        let unseen_rows = n_q.saturating_sub(n_k);
         let first = n_k.saturating_sub(n_q);
         let piece_len = self.block * PIECE_BLOCKS;
         let pieces = n_k.div_ceil(piece_len);
@@ -114,14 +114,14 @@ impl<T: Real> SketchAttention<'_, T> {
 
         let mut targets: Vec<Vec<Target<'_, T>>> = (0..pieces).map(|_| Vec::new()).collect();
         for (h, out) in g.out.chunks_exact_mut(n_q * d_v).enumerate() {
-            let (zero, mut rest) = out.split_at_mut(blind * d_v);
+            let (zero, mut rest) = out.split_at_mut(unseen_rows * d_v);
             zero.fill(T::ZERO);
             let q = g.q.head(h);
             let mut position = first;
             while position < n_k {
                 let piece = position / piece_len;
                 let rows = keys_of(piece).end - position;
-                let row = position - first + blind;
+                let row = position - first + unseen_rows;
                 let (own, tail) = std::mem::take(&mut rest).split_at_mut(rows * d_v);
                 rest = tail;
                 let q = q.sub_rows(row..row + rows);
@@ -140,11 +140,11 @@ impl<T: Real> SketchAttention<'_, T> {
             .collect();
         let guarded = guarded.concat();
         self.mend(g, k, &guarded);
-        let rows = ((n_q - blind) * heads) as u64;
+        let rows = ((n_q - unseen_rows) * heads) as u64;
         let visited = rows * (self.features() + self.block.min(n_k) / 2) as u64;
         Ok(RunInfo {
             keys_visited: visited,
-            empty_rows: (blind * heads) as u64,
+            empty_rows: (unseen_rows * heads) as u64,
             fallback_rows: guarded.len() as u64,
             ..RunInfo::default()
         })

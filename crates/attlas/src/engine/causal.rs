@@ -8,7 +8,7 @@
 //! Halves are `⌊n/2⌋` and the rest: nothing is padded. With more keys than rows, the keys before the first
 //! row's position are one more part without a mask; with more rows than keys, the first rows see nothing.
 
-use super::{Place, exact_rows, places};
+use super::{RowSlot, exact_rows, places};
 use crate::group::{Group, GroupIndex, Queries};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result, RunInfo};
@@ -23,14 +23,14 @@ const TASK_ROWS: usize = 96;
 
 /// A part of a causal problem in which every row sees every key.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct Rectangle {
     /// Its rows of the group's queries.
     pub rows: Range<usize>,
     /// Its keys of the group's; no two parts have the same ones, so they name a part's random streams.
     pub keys: Range<usize>,
 }
 
-impl Part {
+impl Rectangle {
     /// The whole of a group without a mask.
     pub fn whole<T: Real>(group: &Group<'_, T>) -> Self {
         Self { rows: 0..group.n_q(), keys: 0..group.n_k() }
@@ -44,7 +44,7 @@ impl Part {
 
 /// The operands of a part, and what has been found for its rows so far, which its results are joined to.
 #[derive(Debug)]
-pub struct Joining<'a, T> {
+pub struct CausalPart<'a, T> {
     /// Queries of the part.
     pub q: Queries<'a, T>,
     /// Its keys.
@@ -60,7 +60,7 @@ pub struct Joining<'a, T> {
     found: Rows<'a, T>,
 }
 
-impl<'a, T: Real> Joining<'a, T> {
+impl<'a, T: Real> CausalPart<'a, T> {
     /// Runs the part as a group without a mask, in memory of its own, and joins what it finds by log-sum-exp.
     pub fn run(self, work: impl FnOnce(Group<'_, T>) -> Result<RunInfo>) -> Result<RunInfo> {
         let Self { q, k, v, scale, index, cx, found } = self;
@@ -80,7 +80,7 @@ impl<'a, T: Real> Joining<'a, T> {
     }
 
     /// Where the rows stand, those of head 0 first.
-    pub fn into_places(self) -> impl Iterator<Item = Place<'a, T>> {
+    pub fn into_places(self) -> impl Iterator<Item = RowSlot<'a, T>> {
         let d_v = self.v.cols();
         self.found.out.into_iter().zip(self.found.lse).flat_map(move |(out, lse)| places(out, lse, d_v))
     }
@@ -93,7 +93,7 @@ impl<'a, T: Real> Joining<'a, T> {
 pub fn causalize<T, F>(group: &mut Group<'_, T>, n_min: usize, unmasked: &F) -> Result<RunInfo>
 where
     T: Real,
-    F: Fn(Joining<'_, T>, Part) -> Result<RunInfo> + Sync,
+    F: Fn(CausalPart<'_, T>, Rectangle) -> Result<RunInfo> + Sync,
 {
     debug_assert_eq!(group.mask, Mask::Causal);
     let (n_q, n_k) = (group.n_q(), group.n_k());
@@ -109,18 +109,18 @@ where
         unmasked,
     };
     let mut rows = Rows::new(group, n_q);
-    let blind = n_q.saturating_sub(n_k);
-    let (mut unseeing, mut seeing) = rows.reborrow().split_at(blind, whole.v.cols());
+    let unseen_rows = n_q.saturating_sub(n_k);
+    let (mut unseeing, mut seeing) = rows.reborrow().split_at(unseen_rows, whole.v.cols());
     unseeing.fill_empty();
-    let empty_rows = (blind * whole.q.heads()) as u64;
-    let mut info = whole.square(blind..n_q, seeing.reborrow())?;
+    let empty_rows = (unseen_rows * whole.q.heads()) as u64;
+    let mut info = whole.square(unseen_rows..n_q, seeing.reborrow())?;
     if n_k > n_q {
         info = info.merge(whole.part(0..n_q, 0..n_k - n_q, seeing)?);
     }
     Ok(RunInfo { empty_rows: info.empty_rows + empty_rows, ..info })
 }
 
-/// Upper bound on the results of parts that [`Joining::run`] keeps apart, beside what the parts themselves and the exact
+/// Upper bound on the results of parts that [`CausalPart::run`] keeps apart, beside what the parts themselves and the exact
 /// kernel take, for elements of `size` bytes.
 pub fn causal_scratch_bytes(p: &Problem, n_min: usize, size: usize) -> usize {
     p.group_size() * p.n_q * (p.d_v + 1) * size + 128 * causal_parts(p, n_min)
@@ -177,7 +177,7 @@ struct Halver<'a, T, F> {
 impl<T, F> Halver<'_, T, F>
 where
     T: Real,
-    F: Fn(Joining<'_, T>, Part) -> Result<RunInfo> + Sync,
+    F: Fn(CausalPart<'_, T>, Rectangle) -> Result<RunInfo> + Sync,
 {
     /// The keys at the positions of `rows`.
     fn keys(&self, rows: &Range<usize>) -> Range<usize> {
@@ -219,7 +219,7 @@ where
 
     /// Adds the part of `keys`, all of which all of `rows` see.
     fn part(&self, rows: Range<usize>, keys: Range<usize>, found: Rows<'_, T>) -> Result<RunInfo> {
-        let joining = Joining {
+        let part_rows = CausalPart {
             q: self.q.rows(rows.clone()),
             k: self.k.sub_rows(keys.clone()),
             v: self.v.sub_rows(keys.clone()),
@@ -228,7 +228,7 @@ where
             cx: self.cx,
             found,
         };
-        let info = (self.unmasked)(joining, Part { rows, keys })?;
+        let info = (self.unmasked)(part_rows, Rectangle { rows, keys })?;
         // A row that finds nothing here has found something in its own half.
         Ok(RunInfo { empty_rows: 0, ..info })
     }
@@ -290,13 +290,13 @@ impl<'a, T: Real> Rows<'a, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::methods::common::exact_group;
+    use crate::engine::exact_group;
     use crate::testkit::{Case, assert_rows_close, assert_same_bits, reference};
     use crate::{Schedule, TensorRef, Workspace};
     use std::sync::Mutex;
 
     /// Output, log-sum-exp and the parts that were asked for, in order of their keys.
-    fn run(case: &Case, n_min: usize, threads: usize) -> (Vec<f64>, Vec<f64>, Vec<Part>, RunInfo) {
+    fn run(case: &Case, n_min: usize, threads: usize) -> (Vec<f64>, Vec<f64>, Vec<Rectangle>, RunInfo) {
         let p = case.problem;
         let ws = Workspace::new(Schedule { threads, ..Schedule::default() }).unwrap();
         let mut o = vec![f64::NAN; p.n_heads * p.n_q * p.d_v];
@@ -315,9 +315,9 @@ mod tests {
                 index: GroupIndex { batch: 0, kv_head: 0 },
                 cx,
             };
-            causalize(&mut group, n_min, &|joining: Joining<'_, f64>, part| {
+            causalize(&mut group, n_min, &|part_rows: CausalPart<'_, f64>, part| {
                 parts.lock().unwrap().push(part.clone());
-                joining.run(|mut group| {
+                part_rows.run(|mut group| {
                     assert_eq!((group.n_q(), group.n_k()), (part.rows.len(), part.keys.len()));
                     exact_group(&mut group)
                 })
@@ -356,7 +356,7 @@ mod tests {
         let p = Problem::new(1, 1, 2).with_lens(8, 11).causal();
         let (_, _, parts, _) = run(&Case::gaussian(p, 2), 2, 1);
         let want = [(0..8, 0..3), (2..4, 3..5), (4..8, 3..7), (6..8, 7..9)];
-        assert_eq!(parts, want.map(|(rows, keys)| Part { rows, keys }));
+        assert_eq!(parts, want.map(|(rows, keys)| Rectangle { rows, keys }));
     }
 
     #[test]

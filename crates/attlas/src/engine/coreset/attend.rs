@@ -5,8 +5,8 @@
 //! [`Fallback`] answers.
 
 use super::Coreset;
+use crate::engine::{exact_rows, exact_scratch_bytes};
 use crate::group::{Group, RowBlock};
-use crate::methods::common::{exact_rows, exact_scratch_bytes};
 use crate::workspace::Context;
 use crate::{Problem, Real, Result, RunInfo};
 use attlas_num::MatRef;
@@ -16,7 +16,7 @@ use rayon::prelude::*;
 crate::choices! {
     /// What a row gets whose denominator has cancelled.
     pub enum Fallback {
-        /// Exact attention; in a stream, whose older keys are gone, exact attention to the keys that are held as
+        /// Exact attention; in a stream, whose older keys are gone, exact attention to the keys that are cached as
         /// they are.
         Exact = "exact_row",
         /// Zero, clipped to the range of the values, with no weight in a merge.

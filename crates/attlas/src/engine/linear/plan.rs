@@ -247,7 +247,7 @@ impl<S: Source> GroupPlan for Linear<S> {
         let target = self.source.target_error();
         let mut info = run_predicted(&mut g, features, error.as_ref(), target, |g| run_linear(&*acc, g))?;
         info.keys_visited = ((g.lse.len() as u64) - info.empty_rows) * features as u64;
-        if !acc.mends_rows() {
+        if !acc.recomputes_rows() {
             info.figures.insert("decode_bytes", (acc.state_len() * size_of::<T>()) as f64);
         }
         Ok(info)

@@ -1,0 +1,55 @@
+//! Engines: computations that several methods share, one module each; no method lives here.
+//!
+//! | module | computes | used by |
+//! |---|---|---|
+//! | [`exact_rows`](exact_rows()) | softmax attention over whole groups or given rows | nearly every method |
+//! | `block_mask` | blocks of queries over gathered lists of keys | `reformer`, `routing`, `smyrf` |
+//! | `sorted_blocks` | block diagonal of hash-sorted rows, with sampled columns | `hyper`, `kdeformer`, `prescored_hyper` |
+//! | `causal` | causal attention as rectangles without a mask | `hyper`, `kdeformer`, `prescored_hyper` |
+//! | [`linear`] | linear attention from feature maps: sums, causal prefix, streams | `linear`, `polaformer`, `performer`, `crt`, `hybrid_features`, `scatterbrain` |
+//! | [`poly_state`] | powers of inner products, exact tiles and sketched states | `polynomial`, `polysketch`, `tensor_sketch`, `lev`, `gated_linear` |
+//! | [`coreset`] | few weighted keys that stand for many | `wildcat`, `lifted_nystrom` |
+//! | [`landmarks`], [`pool`] | attention through averaged queries and keys | `nystromformer`, `csalr`, `linformer` |
+//! | [`gaussian`] | the Gaussian kernel as an operator | `skyformer`, `lifted_nystrom` |
+//! | `sinks`, `always_seen` | keys that every query sees exactly | clustering methods |
+//! | `columns`, `subset`, `tile`, `select` | sampled columns, chosen keys, masked tiles, top-k thresholds | sampling and top-k methods |
+//! | `fallback`, [`moments`], `lanes` | rows without keys, running means and covariances, sums in f64 | several |
+
+mod always_seen;
+mod block_mask;
+mod causal;
+mod columns;
+pub mod coreset;
+mod exact_rows;
+mod fallback;
+pub mod gaussian;
+pub mod landmarks;
+mod lanes;
+pub mod linear;
+pub mod moments;
+pub mod poly_state;
+pub mod pool;
+mod select;
+mod sinks;
+mod sorted_blocks;
+mod subset;
+mod tile;
+
+pub use always_seen::{ALWAYS_LEAKS, FirstKeys, always_leaks};
+pub use block_mask::{BlockMask, BlockRow, Buckets, Join, attend_buckets, buckets_scratch_len};
+pub use causal::{CausalPart, Rectangle, causal_pairs, causal_parts, causal_scratch_bytes, causalize};
+pub use columns::{Columns, divide_by, relative_squares};
+pub use exact_rows::{
+    Operands, exact_few_rows, exact_group, exact_group_with, exact_rows, exact_rows_with,
+    exact_scratch_bytes, few_rows_scratch_bytes,
+};
+pub use fallback::Fallback;
+pub use lanes::lane_sum;
+pub use select::{Threshold, select_top};
+pub use sinks::{sinks_scratch_bytes, with_sinks};
+pub use sorted_blocks::{
+    Assign, Piece, Ranks, Row, RowSlot, SortedBlocks, UniformSamples, attend_blocks, blocks_scratch_bytes,
+    join_blocks, places,
+};
+pub use subset::{attend_subset, top_indices};
+pub use tile::{CodeIndex, attend_tile, tile_logits_len};
