@@ -268,11 +268,11 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
         let _ = (problem, index);
         None
     }
+}
 
-    /// The whole problem as a [`Plan`].
-    fn boxed(self, problem: &Problem) -> Box<dyn Plan> {
-        Box::new(Grouped { problem: *problem, plan: self })
-    }
+/// The whole problem as a [`Plan`]. Not public: [`Spec::plan_with`](crate::method::Spec::plan_with) checks first.
+pub(crate) fn boxed<P: GroupPlan>(plan: P, problem: &Problem) -> Box<dyn Plan> {
+    Box::new(Grouped { problem: *problem, plan })
 }
 
 /// Decoding for one group.

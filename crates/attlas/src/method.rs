@@ -1,6 +1,7 @@
 //! The contract of a method: what it says of itself, how it is planned, run and streamed.
 
-use crate::params::ParamSpec;
+use crate::group::{GroupPlan, boxed};
+use crate::params::{ParamSet, ParamSpec};
 use crate::{Error, Inputs, Options, Output, Problem, Result, Workspace};
 use attlas_num::{DType, Mat};
 use std::collections::BTreeMap;
@@ -53,11 +54,12 @@ pub struct Method {
     /// Settings under which even a problem of a hundred tokens takes the approximate path: what the shared
     /// checks run beside the defaults.
     pub probes: &'static [&'static [(&'static str, &'static str)]],
-    /// Whether it can do a problem with these options, and if not, all the reasons.
+    /// Whether it can do a problem with these options, and if not, all the reasons. Options that cannot be read
+    /// are such a reason.
     pub supports: fn(&Problem, &Options) -> Support,
     /// Learns from data, where the method does.
     pub calibrate: Option<Calibrate>,
-    /// Makes a plan. Called by [`Method::plan`] after the problem and [`Method::supports`] were checked.
+    /// Reads the options, checks everything and makes a plan: [`Spec::plan_with`] of the typed parameters.
     pub build: Build,
 }
 
@@ -67,7 +69,38 @@ pub type Build = fn(&Problem, &Options, Option<&Calibration>) -> Result<Box<dyn 
 /// Learns a calibration from sample inputs of the problem's heads and widths.
 pub type Calibrate = fn(&Problem, &Options, &[Inputs<'_>]) -> Result<Calibration>;
 
+/// The same from typed parameters.
+pub type Learn<S> = fn(&S, &Problem, &[Inputs<'_>]) -> Result<Calibration>;
+
 impl Method {
+    /// The entry of the method that `S` types, with what follows from the type: parameters, support, calibration
+    /// and plans. Everything else is named in the entry and completed by `..Method::of::<Params>()`.
+    pub const fn of<S: Spec>() -> Method {
+        Method {
+            id: "",
+            family: Family::Exact,
+            title: "",
+            reference: "",
+            claims: Claims::BASE,
+            params: S::SPECS,
+            probes: &[],
+            supports: |problem, options| match S::from_options(options) {
+                Ok(params) => params.supports(problem),
+                Err(error) => Support::unless(true, error.to_string()),
+            },
+            calibrate: match S::CALIBRATE {
+                Some(_) => Some(|problem, options, samples| match S::CALIBRATE {
+                    Some(learn) => learn(&S::from_options(options)?, problem, samples),
+                    None => unreachable!("matched above"),
+                }),
+                None => None,
+            },
+            build: |problem, options, calibration| {
+                S::from_options(options)?.plan_with(problem, calibration)
+            },
+        }
+    }
+
     /// Plans `problem`, or says everything that stands in the way.
     pub fn plan(&self, problem: &Problem, options: &Options) -> Result<Box<dyn Plan>> {
         self.plan_with(problem, options, None)
@@ -80,19 +113,68 @@ impl Method {
         options: &Options,
         calibration: Option<&Calibration>,
     ) -> Result<Box<dyn Plan>> {
-        problem.validate()?;
-        let mut reasons = (self.supports)(problem, options).reasons;
-        if self.claims.needs == Needs::Calibration && calibration.is_none() {
-            reasons.push(format!("{} learns from data first: pass a calibration", self.id));
-        }
-        if !reasons.is_empty() {
-            return Err(Error::Unsupported { method: self.id.into(), reasons });
-        }
-        if let Some(c) = calibration {
-            c.check(self.id, problem)?;
-        }
         (self.build)(problem, options, calibration)
     }
+}
+
+/// A method typed by its parameters. The registry reads them from [`Options`] and comes in by the same door:
+///
+/// ```
+/// use attlas::methods::low_rank::nystromformer::Params;
+/// use attlas::{Problem, method::Spec};
+///
+/// let params = Params { landmarks: 32, ..Params::default() };
+/// assert!(params.clone().plan(&Problem::new(2, 256, 16)).is_ok());
+/// assert!(params.plan(&Problem::new(2, 256, 16).causal()).is_err());
+/// ```
+pub trait Spec: ParamSet {
+    /// The registry entry.
+    const METHOD: &'static Method;
+
+    /// Learns from sample inputs of the problem's heads and widths, where the method does.
+    const CALIBRATE: Option<Learn<Self>> = None;
+
+    /// Whether the method can do `problem` with these parameters, and if not, all the reasons.
+    fn supports(&self, problem: &Problem) -> Support {
+        let _ = problem;
+        Support::yes()
+    }
+
+    /// Makes the plan of a problem that was accepted; rules between parameters are checked here.
+    fn build(self, accepted: Accepted<'_>) -> Result<impl GroupPlan>;
+
+    /// Checks everything and plans `problem`, or says everything that stands in the way.
+    fn plan(self, problem: &Problem) -> Result<Box<dyn Plan>> {
+        self.plan_with(problem, None)
+    }
+
+    /// The same with what was learnt from data.
+    fn plan_with(self, problem: &Problem, calibration: Option<&Calibration>) -> Result<Box<dyn Plan>> {
+        let method = Self::METHOD;
+        problem.validate()?;
+        self.validate()?;
+        let mut reasons = self.supports(problem).reasons;
+        if method.claims.needs == Needs::Calibration && calibration.is_none() {
+            reasons.push(format!("{} learns from data first: pass a calibration", method.id));
+        }
+        if !reasons.is_empty() {
+            return Err(Error::Unsupported { method: method.id.into(), reasons });
+        }
+        if let Some(c) = calibration {
+            c.check(method.id, problem)?;
+        }
+        Ok(boxed(self.build(Accepted { problem, calibration })?, problem))
+    }
+}
+
+/// A problem that a method can do. Only [`Spec::plan_with`] makes one, so no plan gets past a refusal.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Accepted<'a> {
+    /// What is planned.
+    pub problem: &'a Problem,
+    /// What was learnt from data, made for this method, its heads and widths.
+    pub calibration: Option<&'a Calibration>,
 }
 
 impl Method {

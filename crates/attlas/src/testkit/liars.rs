@@ -3,7 +3,7 @@
 use super::check_method;
 use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Budget, Claims, Cost, Family, Method, RunInfo, Support};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Method, RunInfo, Spec};
 use crate::{Mask, Problem, Real, Result};
 
 /// What a liar does to honest exact attention.
@@ -29,16 +29,6 @@ enum Lie {
 
 #[derive(Debug)]
 struct Liar(Lie);
-
-crate::params! {
-    /// Parameters that liars pretend to have.
-    struct Params {
-        /// Budget.
-        samples: usize = 5, in 1..=1000;
-        /// Stream.
-        seed: u64 = 0, in 0..=u64::MAX;
-    }
-}
 
 impl GroupPlan for Liar {
     fn cost(&self, p: &Problem) -> Cost {
@@ -110,15 +100,25 @@ macro_rules! liar {
                 title: "A liar",
                 reference: "none",
                 claims: $claims,
-                params: Params::SPECS,
                 probes: $probes,
-                supports: |_, _| Support::yes(),
-                calibrate: None,
-                build: |p, o, _| {
-                    Params::from_options(o)?;
-                    Ok(Liar(Lie::$lie).boxed(p))
-                },
+                ..Method::of::<Params>()
             };
+            crate::params! {
+                /// Parameters that liars pretend to have.
+                struct Params {
+                    /// Budget.
+                    samples: usize = 5, in 1..=1000;
+                    /// Stream.
+                    seed: u64 = 0, in 0..=u64::MAX;
+                }
+            }
+            impl Spec for Params {
+                const METHOD: &'static Method = &LIAR;
+
+                fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+                    Ok(Liar(Lie::$lie))
+                }
+            }
             check_method(&LIAR);
             panic!("the checks believed it");
         }

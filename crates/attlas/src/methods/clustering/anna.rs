@@ -28,7 +28,7 @@
 
 use crate::engine::{Fallback, attend_subset, exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Status, Support};
+use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Status};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::cluster::order_by;
@@ -56,16 +56,13 @@ pub static METHOD: Method = Method {
         needs: Needs::Training,
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("weights", "softmax"), ("hashes", "2"), ("fallback", "self_key")],
         &[("filter", "true"), ("radius", "2.5"), ("hashes", "2"), ("fallback", "sink_window")],
         &[("weights", "softmax"), ("filter", "true"), ("radius", "2.2"), ("rounds", "3")],
         &[("hashes", "0"), ("rounds", "2")],
     ],
-    supports: |_, _| Support::yes(),
-    calibrate: None,
-    build: |p, options, _| Ok(Anna::new(Params::from_options(options)?, p).boxed(p)),
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -102,6 +99,14 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Anna::new(self, x.problem))
+    }
+}
+
 /// Functions per table and number of tables that the theory asks for with `n` keys.
 pub fn theory(n: usize, radius: f64, factor: f64, width: f64) -> (f64, f64) {
     let ln_n = (n.max(2) as f64).ln();
@@ -120,7 +125,7 @@ pub struct Anna {
 
 impl Anna {
     /// A plan for a problem of this many keys.
-    pub fn new(params: Params, p: &Problem) -> Self {
+    pub(crate) fn new(params: Params, p: &Problem) -> Self {
         let (hashes, _) = theory(p.n_k, params.radius, params.factor, params.width);
         let hashes = params.hashes.unwrap_or(hashes.clamp(0.0, 64.0) as usize);
         let near = collision_probability(params.radius, params.width);

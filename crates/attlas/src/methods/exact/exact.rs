@@ -22,7 +22,7 @@
 
 use crate::engine::{Operands, exact_group_with, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Method, RunInfo, Support};
+use crate::method::{Accepted, Claims, Cost, Family, Method, RunInfo, Spec};
 use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result};
 use attlas_num::kernels::{self, pages};
@@ -34,11 +34,8 @@ pub static METHOD: Method = Method {
     title: "Exact attention, tiled with online softmax",
     reference: "milakov2018, dao2022",
     claims: Claims { decode: true, ..Claims::BASE },
-    params: Params::SPECS,
     probes: &[],
-    supports: |_, _| Support::yes(),
-    calibrate: None,
-    build: |p, options, _| Ok(Exact::new(Params::from_options(options)?).boxed(p)),
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -46,6 +43,14 @@ crate::params! {
     pub struct Params {
         /// Precision of the operands: full, or bf16 with sums in single precision.
         precision: Operands = Operands::Full;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Exact::new(self))
     }
 }
 
@@ -57,7 +62,7 @@ pub struct Exact {
 
 impl Exact {
     /// A plan in the precision asked for.
-    pub fn new(params: Params) -> Self {
+    pub(crate) fn new(params: Params) -> Self {
         Self { precision: params.precision.precision() }
     }
 }

@@ -20,7 +20,7 @@
 
 use crate::engine::{Operands, exact_group, exact_group_with, exact_rows_with, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::{Band, Precision, merge_lse};
@@ -38,11 +38,8 @@ pub static METHOD: Method = Method {
         except: &[(Law::KeyOrder, "which keys are seen depends on their positions")],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[&[("sinks", "3"), ("window", "11")], &[("sinks", "0"), ("window", "1")]],
-    supports: |_, _| Support::yes(),
-    calibrate: None,
-    build: |p, options, _| Ok(SinkWindow::new(Params::from_options(options)?).boxed(p)),
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -57,6 +54,14 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(SinkWindow::new(self))
+    }
+}
+
 /// Query rows of one task.
 const BLOCK_ROWS: usize = 96;
 
@@ -68,7 +73,7 @@ pub struct SinkWindow {
 
 impl SinkWindow {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Self {
+    pub(crate) fn new(params: Params) -> Self {
         Self { params }
     }
 

@@ -19,7 +19,7 @@
 
 use crate::engine::{exact_group, exact_scratch_bytes, top_indices};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Budget, Claims, Cost, Family, Method, RunInfo, Status, Support};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Method, RunInfo, Spec, Status};
 use crate::{Problem, Real, Result};
 use attlas_num::kernels::{axpy, matvec, softmax_in_place};
 
@@ -30,11 +30,8 @@ pub static METHOD: Method = Method {
     title: "Exact attention over the largest logits (yardstick)",
     reference: "gupta2021",
     claims: Claims { exact_at: &[("keys", Budget::NumKeys)], ..Claims::BASE },
-    params: Params::SPECS,
     probes: &[&[("keys", "9")]],
-    supports: |_, _| Support::yes(),
-    calibrate: None,
-    build: |p, options, _| Ok(TopK::new(Params::from_options(options)?).boxed(p)),
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -42,6 +39,14 @@ crate::params! {
     pub struct Params {
         /// Keys kept for each query, at most all it sees.
         keys: usize = 64, in 1..=1 << 30;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(TopK::new(self))
     }
 }
 
@@ -53,7 +58,7 @@ pub struct TopK {
 
 impl TopK {
     /// A plan that keeps `params.keys` keys.
-    pub fn new(params: Params) -> Self {
+    pub(crate) fn new(params: Params) -> Self {
         Self { keys: params.keys }
     }
 }

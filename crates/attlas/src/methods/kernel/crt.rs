@@ -37,7 +37,7 @@
 
 use crate::engine::linear::{Directions, ErrorModel, Linear, Positive, Prepared, Shape, Source};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Calibration, Claims, Family, Law, Method, Promise, Support, Withdrawn};
+use crate::method::{Accepted, Calibration, Claims, Family, Law, Learn, Method, Promise, Spec, Support, Withdrawn};
 use crate::{Error, Inputs, Mask, MatRef, Options, Problem, Qkv, Real, Result};
 use attlas_num::Mat;
 use attlas_num::sketch::features::{
@@ -85,7 +85,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("features", "128")],
         &[("features", "65"), ("antithetic", "false"), ("a", "-0.1"), ("directions", "simplex")],
@@ -95,14 +94,7 @@ pub static METHOD: Method = Method {
         &[("directions", "hadamard")],
         &[("directions", "orthogonal_regularised")],
     ],
-    supports: |p, options| match Params::from_options(options) {
-        Ok(params) => params.directions.supports(p),
-        Err(_) => Support::yes(),
-    },
-    calibrate: Some(calibrate),
-    build: |p, options, calibration| {
-        Ok(Linear::new(Crt::new(p, Params::from_options(options)?, calibration)?).boxed(p))
-    },
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -143,6 +135,19 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+    const CALIBRATE: Option<Learn<Self>> = Some(calibrate);
+
+    fn supports(&self, p: &Problem) -> Support {
+        self.directions.supports(p)
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Linear::new(Crt::new(x.problem, self, x.calibration)?))
+    }
+}
+
 /// The source of feature maps.
 #[derive(Clone, Debug)]
 pub struct Crt {
@@ -154,7 +159,7 @@ pub struct Crt {
 
 impl Crt {
     /// Fits the exponents where they are not left to the data.
-    pub fn new(p: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
+    pub(crate) fn new(p: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
         if params.a.is_some() && params.variant != Variant::Oprf {
             return Err(Error::param("a", params.a.unwrap_or(0.0), "auto, except for variant = oprf"));
         }
@@ -241,8 +246,7 @@ fn fit(params: &Params, moments: &Moments) -> Result<Exponent> {
 }
 
 /// Moments of queries (those of a group pooled) and keys, for each key head.
-fn calibrate(p: &Problem, options: &Options, samples: &[Inputs<'_>]) -> Result<Calibration> {
-    Params::from_options(options)?;
+fn calibrate(_: &Params, p: &Problem, samples: &[Inputs<'_>]) -> Result<Calibration> {
     let mut calibration = Calibration::new(METHOD.id, p);
     for h in 0..p.n_kv_heads {
         let mut sides = [SideMoments::dense(p.d), SideMoments::dense(p.d)];

@@ -25,8 +25,8 @@ use crate::engine::linear::{
     DenominatorEps, DenominatorPolicy, Linear, Positive, Prepared, Shape, Signed, Source,
 };
 use crate::group::{Group, GroupPlan};
-use crate::method::{Claims, Family, Method, Needs, Promise, Support, Withdrawn};
-use crate::{Real, Result};
+use crate::method::{Accepted, Claims, Family, Method, Needs, Promise, Spec, Support, Withdrawn};
+use crate::{Problem, Real, Result};
 use attlas_num::sketch::MapOptions;
 use attlas_num::sketch::features::{Elementwise, ElementwiseFeatures, Identity};
 
@@ -63,7 +63,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("map", "relu")],
         &[("map", "relu"), ("relu_eps", "0.1")],
@@ -72,15 +71,7 @@ pub static METHOD: Method = Method {
         &[("map", "identity")],
         &[("den_eps", "0.5")],
     ],
-    supports: |_, options| match Params::from_options(options) {
-        Ok(params) => Support::unless(
-            params.denominator == DenominatorPolicy::ExactRow,
-            "the features are the kernel itself, so there is no exact row to fall back to: use clamp, zero_row or strict",
-        ),
-        Err(_) => Support::yes(),
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(Linear::new(Coordinates { params: Params::from_options(options)? }).boxed(p)),
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -114,6 +105,21 @@ crate::params! {
         denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
         /// The share of itself without cancellation below which a denominator counts as cancelled.
         den_floor: f64 = 1e-3, in 0.0..=1.0;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(
+            self.denominator == DenominatorPolicy::ExactRow,
+            "the features are the kernel itself, so there is no exact row to fall back to: use clamp, zero_row or strict",
+        )
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Linear::new(Coordinates { params: self }))
     }
 }
 

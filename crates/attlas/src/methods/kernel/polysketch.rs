@@ -30,7 +30,7 @@ use crate::engine::poly_state::{
     Form, Guard, HalfSketch, PowerKernel, Prepare, SketchAttention, SketchStream, unit_into,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Support};
+use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Support};
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::rng::StreamKey;
@@ -55,7 +55,6 @@ pub static METHOD: Method = Method {
         needs: Needs::Training,
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("block", "16"), ("features", "8")],
         &[
@@ -74,9 +73,7 @@ pub static METHOD: Method = Method {
         ],
         &[("degree", "2"), ("block", "64"), ("c0", "0"), ("beta", "2")],
     ],
-    supports: |p, _| Support::unless(p.scale <= 0.0, "the power of a sketch needs a positive scale"),
-    calibrate: None,
-    build: |p, options, _| Ok(PolySketch::new(p, Params::from_options(options)?)?.boxed(p)),
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -107,6 +104,18 @@ crate::params! {
         target_error: f64 = 0.1, in 1e-3..=10.0;
         /// Stream the sketch is drawn from.
         seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(p.scale <= 0.0, "the power of a sketch needs a positive scale")
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        PolySketch::new(x.problem, self)
     }
 }
 
@@ -161,7 +170,7 @@ pub struct PolySketch {
 
 impl PolySketch {
     /// A plan with these parameters.
-    pub fn new(problem: &Problem, params: Params) -> Result<Self> {
+    pub(crate) fn new(problem: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         if !params.degree.is_multiple_of(2) {
             return Err(Error::param(

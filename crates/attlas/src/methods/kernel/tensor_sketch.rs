@@ -26,7 +26,7 @@ use crate::engine::poly_state::{
     Form, Guard, HalfSketch, PowerKernel, Prepare, Signed, SketchAttention, SketchStream,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Support};
+use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Support};
 use crate::workspace::Context;
 use crate::{Error, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::MapOptions;
@@ -50,7 +50,6 @@ pub static METHOD: Method = Method {
         needs: Needs::Training,
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("degree", "2"), ("features", "24"), ("block", "16")],
         &[("degree", "2"), ("features", "5"), ("block", "16"), ("guard", "exact_row")],
@@ -65,9 +64,7 @@ pub static METHOD: Method = Method {
         ],
         &[("degree", "3"), ("nonneg", "none"), ("features", "16"), ("c", "2"), ("block", "9")],
     ],
-    supports: |p, _| Support::unless(p.scale <= 0.0, "the power of a sketch needs a positive scale"),
-    calibrate: None,
-    build: |p, options, _| Ok(TensorSketch::new(p, Params::from_options(options)?)?.boxed(p)),
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -91,6 +88,18 @@ crate::params! {
         target_error: f64 = 0.1, in 1e-3..=10.0;
         /// Stream that buckets and signs are drawn from.
         seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(p.scale <= 0.0, "the power of a sketch needs a positive scale")
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        TensorSketch::new(x.problem, self)
     }
 }
 
@@ -136,7 +145,7 @@ pub struct TensorSketch {
 
 impl TensorSketch {
     /// A plan with these parameters.
-    pub fn new(p: &Problem, params: Params) -> Result<Self> {
+    pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         let squared = params.nonneg == Nonneg::SelfTensor;
         if squared && !params.degree.is_multiple_of(2) {

@@ -56,9 +56,9 @@ use crate::engine::{
     exact_group, exact_scratch_bytes, join_blocks, sinks_scratch_bytes, with_sinks,
 };
 use crate::group::{Group, GroupPlan};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
 use crate::params::Indices;
-use crate::{Error, Mask, Options, Problem, Real, Result};
+use crate::{Error, Mask, Problem, Real, Result};
 use attlas_num::rng::StreamKey;
 
 /// Registry entry.
@@ -80,7 +80,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("block", "8"), ("samples", "24"), ("hashes", "4"), ("n_min", "8")],
         &[
@@ -94,19 +93,8 @@ pub static METHOD: Method = Method {
         &[("block", "8"), ("samples", "24"), ("n_min", "8"), ("variant", "theory"), ("sinks", "1")],
         &[("block", "8"), ("samples", "8"), ("n_min", "8"), ("sinks", "2"), ("always", "30+90")],
     ],
-    supports,
-    calibrate: None,
-    build: |p, options, _| Ok(Hyper::new(Params::from_options(options)?)?.boxed(p)),
+    ..Method::of::<Params>()
 };
-
-fn supports(p: &Problem, options: &Options) -> Support {
-    let params = Params::from_options(options).unwrap_or_default();
-    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS).and_unless(
-        params.variant == Variant::Theory && p.mask == Mask::Causal,
-        "variant = theory takes a maximum over all rows, which would let later tokens be felt: use \
-         variant = practical for causal problems",
-    )
-}
 
 crate::choices! {
     /// How columns are drawn.
@@ -159,6 +147,22 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS).and_unless(
+            self.variant == Variant::Theory && p.mask == Mask::Causal,
+            "variant = theory takes a maximum over all rows, which would let later tokens be felt: use \
+             variant = practical for causal problems",
+        )
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Hyper::new(self)
+    }
+}
+
 /// The plan: the parameters.
 #[derive(Clone, Debug)]
 pub struct Hyper {
@@ -167,7 +171,7 @@ pub struct Hyper {
 
 impl Hyper {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Result<Self> {
+    pub(crate) fn new(params: Params) -> Result<Self> {
         params.validate()?;
         if params.variant == Variant::Theory && params.samples == 0 {
             return Err(Error::param("samples", 0, "at least 1 with variant = theory"));

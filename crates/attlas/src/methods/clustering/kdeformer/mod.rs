@@ -51,10 +51,10 @@ use crate::engine::{
     exact_group, exact_rows, exact_scratch_bytes, sinks_scratch_bytes, with_sinks,
 };
 use crate::group::{Group, GroupPlan, Queries};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
 use crate::params::Indices;
 use crate::workspace::Context;
-use crate::{Mask, MatRef, Options, Problem, Real, Result};
+use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::Mat;
 use attlas_num::cluster::inverse_order;
 use attlas_num::hash::kde::{Backend, log_exp_sums, log_sum_exp};
@@ -83,7 +83,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("block", "8"), ("samples", "24"), ("n_min", "8")],
         &[("block", "7"), ("samples", "20"), ("n_min", "1"), ("p_mode", "uniform"), ("sinks", "3")],
@@ -101,26 +100,8 @@ pub static METHOD: Method = Method {
             ("sinks", "1"),
         ],
     ],
-    supports,
-    calibrate: None,
-    build: |p, options, _| Ok(KdeFormer::new(Params::from_options(options)?)?.boxed(p)),
+    ..Method::of::<Params>()
 };
-
-fn supports(p: &Problem, options: &Options) -> Support {
-    let params = Params::from_options(options).unwrap_or_default();
-    let causal = p.mask == Mask::Causal;
-    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
-        .and_unless(
-            causal && params.p_mode == Probabilities::Kde,
-            "p_mode = kde chooses columns by all queries, which would let later tokens be felt: use value_mix, public \
-             or uniform for causal problems",
-        )
-        .and_unless(
-            causal && params.z_mode == Normaliser::Kde,
-            "z_mode = kde estimates the rows together, which would let later tokens be felt: use z_mode = self_norm for \
-             causal problems",
-        )
-}
 
 crate::choices! {
     /// Where the normaliser of a row comes from.
@@ -200,6 +181,29 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        let causal = p.mask == Mask::Causal;
+        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
+            .and_unless(
+                causal && self.p_mode == Probabilities::Kde,
+                "p_mode = kde chooses columns by all queries, which would let later tokens be felt: use value_mix, public \
+                 or uniform for causal problems",
+            )
+            .and_unless(
+                causal && self.z_mode == Normaliser::Kde,
+                "z_mode = kde estimates the rows together, which would let later tokens be felt: use z_mode = self_norm for \
+                 causal problems",
+            )
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        KdeFormer::new(self)
+    }
+}
+
 /// The plan: the parameters.
 #[derive(Clone, Debug)]
 pub struct KdeFormer {
@@ -208,7 +212,7 @@ pub struct KdeFormer {
 
 impl KdeFormer {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Result<Self> {
+    pub(crate) fn new(params: Params) -> Result<Self> {
         params.validate()?;
         if params.z_mode == Normaliser::Kde && params.samples == 0 {
             return Err(crate::Error::param("samples", 0, "at least 1 with z_mode = kde"));

@@ -48,7 +48,7 @@ mod state;
 
 use crate::engine::{ALWAYS_LEAKS, FirstKeys, always_leaks, exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
@@ -74,7 +74,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("ratio", "0.25"), ("budget", "12"), ("sinks", "3"), ("interval", "8"), ("window", "32")],
         &[
@@ -99,26 +98,7 @@ pub static METHOD: Method = Method {
         &[("ratio", "0.25"), ("budget", "12"), ("interval", "8"), ("window", "32"), ("always", "30+77")],
         &[("rope_base", "500"), ("rope_dim", "4"), ("budget", "0"), ("interval", "8"), ("window", "4096")],
     ],
-    supports: |p, options| match Params::from_options(options) {
-        Ok(params) => {
-            let dim = params.rope_dim.unwrap_or(p.d);
-            Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
-                .and_unless(
-                    params.rope_base.is_some() && !params.always.is_empty(),
-                    "keys are turned back by their place, which a list of keys would change; set always = none",
-                )
-                .and_unless(
-                    params.rope_base.is_some() && (dim > p.d || !dim.is_multiple_of(2)),
-                    format!(
-                        "rope_dim = {dim} rotates whole pairs of the {} features; give an even number up to it",
-                        p.d
-                    ),
-                )
-        }
-        Err(_) => Support::yes(),
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(Multipole::new(Params::from_options(options)?)?.boxed(p)),
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -184,6 +164,30 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        let dim = self.rope_dim.unwrap_or(p.d);
+        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
+            .and_unless(
+                self.rope_base.is_some() && !self.always.is_empty(),
+                "keys are turned back by their place, which a list of keys would change; set always = none",
+            )
+            .and_unless(
+                self.rope_base.is_some() && (dim > p.d || !dim.is_multiple_of(2)),
+                format!(
+                    "rope_dim = {dim} rotates whole pairs of the {} features; give an even number up to it",
+                    p.d
+                ),
+            )
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Multipole::new(self)
+    }
+}
+
 /// The plan: sizes of clusters, buffers and budgets.
 #[derive(Clone, Debug)]
 pub struct Multipole {
@@ -192,7 +196,7 @@ pub struct Multipole {
 
 impl Multipole {
     /// A plan with these parameters; an error unless the window is at least twice the interval.
-    pub fn new(params: Params) -> Result<Self> {
+    pub(crate) fn new(params: Params) -> Result<Self> {
         if params.window < params.interval.saturating_mul(2) {
             let least = params.interval.saturating_mul(2);
             return Err(Error::param(

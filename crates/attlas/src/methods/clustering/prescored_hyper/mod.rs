@@ -44,7 +44,7 @@ use crate::engine::{
     exact_scratch_bytes, sinks_scratch_bytes, top_indices, with_sinks,
 };
 use crate::group::{Group, GroupPlan};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
 use crate::params::Indices;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::Mat;
@@ -71,7 +71,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("keys", "40"), ("block", "8"), ("n_min", "8"), ("hashes", "4")],
         &[("keys", "30"), ("block", "8"), ("n_min", "4"), ("score", "kmeans_outlier"), ("samples", "9")],
@@ -87,12 +86,7 @@ pub static METHOD: Method = Method {
         &[("keys", "30"), ("block", "8"), ("n_min", "9"), ("always", "5+60")],
         &[("keys", "30"), ("block", "30"), ("n_min", "5"), ("score", "norm2"), ("select", "drawn")],
     ],
-    supports: |p, options| match Params::from_options(options) {
-        Ok(params) => Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS),
-        Err(_) => Support::yes(),
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(PrescoredHyper::new(Params::from_options(options)?)?.boxed(p)),
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -178,6 +172,18 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        PrescoredHyper::new(self)
+    }
+}
+
 /// The plan: the parameters.
 #[derive(Clone, Debug)]
 pub struct PrescoredHyper {
@@ -186,7 +192,7 @@ pub struct PrescoredHyper {
 
 impl PrescoredHyper {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Result<Self> {
+    pub(crate) fn new(params: Params) -> Result<Self> {
         params.validate()?;
         Ok(Self { params })
     }

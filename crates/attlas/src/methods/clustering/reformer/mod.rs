@@ -39,7 +39,7 @@ use crate::engine::{
     exact_group, exact_rows, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Status, Support};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
@@ -67,7 +67,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("rounds", "3"), ("block", "7"), ("sinks", "2")],
         &[("rounds", "2"), ("block", "7"), ("always", "20+33")],
@@ -78,12 +77,7 @@ pub static METHOD: Method = Method {
         &[("keys", "shared"), ("rounds", "2"), ("block", "8"), ("merge", "multiset"), ("wrap", "true")],
         &[("rounds", "3"), ("block", "8"), ("wrap", "true"), ("buckets", "12")],
     ],
-    supports: |p, options| match Params::from_options(options) {
-        Ok(params) => supports(p, &params),
-        Err(_) => Support::yes(),
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(Reformer::new(Params::from_options(options)?).boxed(p)),
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -141,25 +135,33 @@ crate::params! {
     }
 }
 
-fn supports(p: &Problem, params: &Params) -> Support {
-    let (causal, shared) = (p.mask == Mask::Causal, params.keys == Keys::Shared);
-    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
-        .and_unless(
-            shared && p.n_heads != p.n_kv_heads,
-            "keys = shared needs a key head for every query head: a query is its own key",
-        )
-        .and_unless(
-            shared && (p.n_q > p.n_k || !causal && p.n_q != p.n_k),
-            "keys = shared needs as many keys as queries, or more with a causal mask",
-        )
-        .and_unless(
-            shared && (params.sinks > 0 || !params.always.is_empty()),
-            "keys = shared has no sinks: every token is hashed; set sinks = 0 and always = none",
-        )
-        .and_unless(
-            causal && params.wrap,
-            "wrap looks into a chunk of other buckets, which depends on later tokens; set wrap = false for a causal mask",
-        )
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        let (causal, shared) = (p.mask == Mask::Causal, self.keys == Keys::Shared);
+        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
+            .and_unless(
+                shared && p.n_heads != p.n_kv_heads,
+                "keys = shared needs a key head for every query head: a query is its own key",
+            )
+            .and_unless(
+                shared && (p.n_q > p.n_k || !causal && p.n_q != p.n_k),
+                "keys = shared needs as many keys as queries, or more with a causal mask",
+            )
+            .and_unless(
+                shared && (self.sinks > 0 || !self.always.is_empty()),
+                "keys = shared has no sinks: every token is hashed; set sinks = 0 and always = none",
+            )
+            .and_unless(
+                causal && self.wrap,
+                "wrap looks into a chunk of other buckets, which depends on later tokens; set wrap = false for a causal mask",
+            )
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Reformer::new(self))
+    }
 }
 
 /// The plan: rounds, chunks and merging.
@@ -170,7 +172,7 @@ pub struct Reformer {
 
 impl Reformer {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Self {
+    pub(crate) fn new(params: Params) -> Self {
         Self { params }
     }
 

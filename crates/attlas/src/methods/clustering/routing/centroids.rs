@@ -8,7 +8,7 @@ use super::{METHOD, Params, ROWS, Routing};
 use crate::engine::lane_sum;
 use crate::group::GroupIndex;
 use crate::method::Calibration;
-use crate::{Inputs, Mat, MatRef, Options, Problem, Qkv, Real, Result};
+use crate::{Inputs, Mat, MatRef, Problem, Qkv, Real, Result};
 use attlas_num::cluster::{Init, Metric, Options as KmeansOptions, kmeans};
 use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
@@ -50,8 +50,7 @@ pub(super) fn norm_into<T: Real>(x: MatRef<'_, T>, out: &mut [T]) {
 }
 
 /// Learns unit centroids of every key head from the queries and keys of samples.
-pub(super) fn calibrate(p: &Problem, options: &Options, samples: &[Inputs<'_>]) -> Result<Calibration> {
-    let params = Params::from_options(options)?;
+pub(super) fn calibrate(params: &Params, p: &Problem, samples: &[Inputs<'_>]) -> Result<Calibration> {
     let mut calibration = Calibration::new(METHOD.id, p);
     for kv_head in 0..p.n_kv_heads {
         let mut rows: Vec<f64> = Vec::new();
@@ -66,7 +65,7 @@ pub(super) fn calibrate(p: &Problem, options: &Options, samples: &[Inputs<'_>]) 
         let plan = Routing { params: params.clone(), given: None };
         let clusters = plan.sizes(p.n_k, kv_head).clusters;
         let key = GroupIndex { batch: 0, kv_head }.stream_key(params.seed).named("routing calibration");
-        calibration.insert(format!("centroids.{kv_head}"), &find_centroids(rows, clusters, &params, key));
+        calibration.insert(format!("centroids.{kv_head}"), &find_centroids(rows, clusters, params, key));
     }
     Ok(calibration)
 }

@@ -40,11 +40,9 @@ use crate::engine::{
     exact_group, exact_rows, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{
-    Budget, Calibration, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support,
-};
+use crate::method::{Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, Needs, RunInfo, Spec, Status, Support};
 use crate::params::Indices;
-use crate::{Mask, Mat, MatRef, Problem, Real, Result};
+use crate::{Inputs, Mask, Mat, MatRef, Problem, Real, Result};
 use attlas_num::cluster::Metric;
 use attlas_num::cluster::kmeans::assign_into;
 use attlas_num::kernels::Band;
@@ -73,7 +71,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("clusters", "7"), ("window", "12"), ("prefix", "20"), ("sinks", "2"), ("samples", "50")],
         &[("clusters", "7"), ("window", "12"), ("sinks", "1"), ("always", "44+80")],
@@ -81,14 +78,7 @@ pub static METHOD: Method = Method {
         &[("clusters", "9"), ("window", "9"), ("merge", "multiset"), ("assignment", "top_w")],
         &[("clusters", "9"), ("window", "4"), ("fallback", "sink_window"), ("prefix", "5"), ("iters", "2")],
     ],
-    supports: |p, options| match Params::from_options(options) {
-        Ok(params) => supports(p, &params),
-        Err(_) => Support::yes(),
-    },
-    calibrate: Some(centroids::calibrate),
-    build: |p, options, calibration| {
-        Ok(Routing::new(Params::from_options(options)?, p, calibration)?.boxed(p))
-    },
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -169,30 +159,39 @@ crate::params! {
     }
 }
 
-fn supports(p: &Problem, params: &Params) -> Support {
-    let causal = p.mask == Mask::Causal;
-    let Params { assignment, fallback, .. } = params;
-    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
-        .and_unless(
-            causal && *assignment == Some(Assignment::TopW),
-            "top_w over a sequence depends on later tokens; use assignment = nearest_recent for a causal mask",
-        )
-        .and_unless(
-            !causal && *assignment == Some(Assignment::NearestRecent),
-            "nearest_recent needs a causal mask; use assignment = top_w",
-        )
-        .and_unless(
-            causal && *fallback == Some(Unrouted::NearestCentroid),
-            "with a causal mask a query is at its best centroid already; use fallback = self_key, sink_window or zero",
-        )
-        .and_unless(
-            !causal && matches!(fallback, Some(Unrouted::SelfKey | Unrouted::SinkWindow)),
-            "self_key and sink_window need a causal mask; use fallback = nearest_centroid or zero",
-        )
-        .and_unless(
-            params.merge == Merge::Mean && (params.sinks > 0 || !params.always.is_empty()),
-            "an average over groups cannot be merged with sinks; use merge = union, or sinks = 0 and always = none",
-        )
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+    const CALIBRATE: Option<Learn<Self>> = Some(centroids::calibrate);
+
+    fn supports(&self, p: &Problem) -> Support {
+        let causal = p.mask == Mask::Causal;
+        let Params { assignment, fallback, .. } = self;
+        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
+            .and_unless(
+                causal && *assignment == Some(Assignment::TopW),
+                "top_w over a sequence depends on later tokens; use assignment = nearest_recent for a causal mask",
+            )
+            .and_unless(
+                !causal && *assignment == Some(Assignment::NearestRecent),
+                "nearest_recent needs a causal mask; use assignment = top_w",
+            )
+            .and_unless(
+                causal && *fallback == Some(Unrouted::NearestCentroid),
+                "with a causal mask a query is at its best centroid already; use fallback = self_key, sink_window or zero",
+            )
+            .and_unless(
+                !causal && matches!(fallback, Some(Unrouted::SelfKey | Unrouted::SinkWindow)),
+                "self_key and sink_window need a causal mask; use fallback = nearest_centroid or zero",
+            )
+            .and_unless(
+                self.merge == Merge::Mean && (self.sinks > 0 || !self.always.is_empty()),
+                "an average over groups cannot be merged with sinks; use merge = union, or sinks = 0 and always = none",
+            )
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Routing::new(self, x.problem, x.calibration)
+    }
 }
 
 /// The plan: parameters, and centroids where a calibration gave them.
@@ -213,7 +212,7 @@ struct Sizes {
 
 impl Routing {
     /// A plan with these parameters and, where there is one, with the centroids of a calibration.
-    pub fn new(params: Params, p: &Problem, calibration: Option<&Calibration>) -> Result<Self> {
+    pub(crate) fn new(params: Params, p: &Problem, calibration: Option<&Calibration>) -> Result<Self> {
         let load = |c: &Calibration| (0..p.n_kv_heads).map(|h| c.matrix(&format!("centroids.{h}"))).collect();
         Ok(Self { params, given: calibration.map(load).transpose()? })
     }

@@ -40,7 +40,7 @@ mod universal;
 use crate::engine::exact_scratch_bytes;
 use crate::engine::poly_state::{GEMM_SCRATCH_BYTES, PowerKernel};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Law, Method, Needs, RunInfo, Support};
+use crate::method::{Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Support};
 use crate::{Mask, Problem, Real, Result};
 use attlas_num::kernels::dot;
 use attlas_num::randla::lewis_scratch_bytes;
@@ -67,7 +67,6 @@ pub static METHOD: Method = Method {
         except: &[(Law::KeyOrder, "windows go by position, and sampled normalisers draw by index")],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("keys", "10"), ("block", "16")],
         &[("eps", "0.2"), ("normaliser", "exact2"), ("block", "8")],
@@ -76,12 +75,7 @@ pub static METHOD: Method = Method {
         &[("keys", "9"), ("degree", "3"), ("window", "12"), ("block", "8")],
         &[("eps", "0.1"), ("degree", "1.5"), ("block", "32")],
     ],
-    supports: |p, options| match Params::from_options(options) {
-        Ok(params) => params.support(p),
-        Err(_) => Support::yes(),
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(Lev::new(p, Params::from_options(options)?)?.boxed(p)),
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -114,6 +108,18 @@ crate::params! {
         target_error: f64 = 0.1, in 1e-6..=1.0;
         /// Stream of a sampled normaliser.
         seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        self.support(p)
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Lev::new(x.problem, self)
     }
 }
 
@@ -169,7 +175,7 @@ pub struct Lev {
 
 impl Lev {
     /// A plan with these parameters.
-    pub fn new(problem: &Problem, params: Params) -> Result<Self> {
+    pub(crate) fn new(problem: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         let kernel = PowerKernel { scale: problem.scale, shift: 0.0, power: params.degree };
         Ok(Self { params, kernel })

@@ -39,8 +39,8 @@ pub use projections::{Sharing, with_projections};
 use crate::engine::pool::{Segments, log_lens, pool_rows, pool_scratch_bytes};
 use crate::engine::{exact_group, exact_rows, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Budget, Calibration, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::{Error, Mask, MatRef, Options, Problem, Real, Result};
+use crate::method::{Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, RunInfo, Spec, Status, Support};
+use crate::{Error, Inputs, Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::Band;
 use causal::Pooled;
 use projections::{CHUNK, Mix, copy_row, gaussian_row, multiply};
@@ -60,27 +60,14 @@ pub static METHOD: Method = Method {
         except: &[(Law::KeyOrder, "keys are mixed according to their positions")],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("rank", "8")],
         &[("rank", "31")],
         &[("rank", "1")],
         &[("rank", "12"), ("source", "gaussian")],
     ],
-    supports,
-    calibrate: Some(fit::calibrate),
-    build: |p, options, calibration| {
-        Ok(Linformer::new(p, Params::from_options(options)?, calibration)?.boxed(p))
-    },
+    ..Method::of::<Params>()
 };
-
-fn supports(p: &Problem, options: &Options) -> Support {
-    let source = Params::from_options(options).map_or(Source::Pool, |params| params.source);
-    Support::unless(
-        p.mask == Mask::Causal && source != Source::Pool,
-        "the projection mixes later keys into all of its rows, so a causal mask cannot be honoured: use source = pool",
-    )
-}
 
 crate::choices! {
     /// Where the projections come from.
@@ -111,6 +98,22 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+    const CALIBRATE: Option<Learn<Self>> = Some(fit::calibrate);
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(
+            p.mask == Mask::Causal && self.source != Source::Pool,
+            "the projection mixes later keys into all of its rows, so a causal mask cannot be honoured: use source = pool",
+        )
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Linformer::new(x.problem, self, x.calibration)
+    }
+}
+
 /// The plan: how keys and values are mixed.
 #[derive(Debug)]
 pub struct Linformer {
@@ -125,7 +128,7 @@ const BLOCK_ROWS: usize = 256;
 
 impl Linformer {
     /// A plan with these parameters and, for learned and fitted sources, what was learnt.
-    pub fn new(problem: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
+    pub(crate) fn new(problem: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
         params.validate()?;
         let need = |what: &str| Error::Unsupported {
             method: METHOD.id.into(),

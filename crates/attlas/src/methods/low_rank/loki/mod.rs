@@ -36,11 +36,9 @@ pub use learn::Calibrator;
 
 use crate::engine::{Threshold, attend_subset, exact_group, exact_rows, exact_scratch_bytes, select_top};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, RowBlock};
-use crate::method::{
-    Budget, Calibration, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support,
-};
+use crate::method::{Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, Needs, RunInfo, Spec, Status};
 use crate::workspace::Context;
-use crate::{Error, Mask, MatRef, Problem, Real, Result};
+use crate::{Error, Inputs, Mask, MatRef, Problem, Real, Result};
 use attlas_num::Mat;
 use attlas_num::kernels::{self, Band, Op};
 use attlas_num::linalg::{self, variance_rank};
@@ -65,19 +63,13 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("min_len", "1")],
         &[("min_len", "1"), ("keys", "9"), ("rank", "3"), ("window", "5"), ("sinks", "2")],
         &[("min_len", "20"), ("fraction", "0.1"), ("variance", "0.7"), ("group_select", "group_max")],
         &[("min_len", "1"), ("basis", "qk_optimal"), ("rank", "2")],
     ],
-    supports: |_, _| Support::yes(),
-    calibrate: Some(calibrate),
-    build: |p, options, calibration| {
-        let missing = || wrong("a calibration", "none");
-        Ok(Loki::new(p, Params::from_options(options)?, calibration.ok_or_else(missing)?)?.boxed(p))
-    },
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -125,6 +117,15 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+    const CALIBRATE: Option<Learn<Self>> = Some(calibrate);
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Loki::new(x.problem, self, x.calibration.ok_or_else(|| wrong("a calibration", "none"))?)
+    }
+}
+
 fn wrong(expected: impl ToString, found: impl ToString) -> Error {
     Error::Calibration { method: METHOD.id.into(), expected: expected.to_string(), found: found.to_string() }
 }
@@ -159,7 +160,7 @@ const FINITE_PIECE: usize = 2048;
 
 impl Loki {
     /// A plan with the bases of `calibration`.
-    pub fn new(p: &Problem, params: Params, calibration: &Calibration) -> Result<Self> {
+    pub(crate) fn new(p: &Problem, params: Params, calibration: &Calibration) -> Result<Self> {
         params.validate()?;
         if let (Some(rank), Some(_)) = (params.rank, params.variance) {
             return Err(Error::param("rank", rank, "auto where variance is set"));

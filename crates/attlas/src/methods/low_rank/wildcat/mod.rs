@@ -43,7 +43,7 @@ use crate::engine::coreset::{
 };
 use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status};
 use crate::{Mask, Problem, Real, Result};
 use attlas_num::randla::rpcholesky;
 pub use compress::Compressor;
@@ -69,7 +69,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("rank", "24"), ("block", "16"), ("sinks", "2"), ("window", "5"), ("cache", "prefix")],
         &[("rank", "20"), ("bins", "3"), ("block", "32"), ("temperature", "const"), ("pivoting", "block")],
@@ -84,9 +83,7 @@ pub static METHOD: Method = Method {
         &[("rank", "1"), ("ratio", "0.3"), ("block", "20"), ("clip", "false"), ("query_norm", "4")],
         &[("rank", "7"), ("fallback", "zero_clip"), ("pivoting", "accelerated"), ("pivot_block", "4")],
     ],
-    supports: |_, _| Support::yes(),
-    calibrate: None,
-    build: |p, options, _| Ok(Wildcat::new(Params::from_options(options)?).boxed(p)),
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -133,6 +130,14 @@ crate::params! {
         tol: Option<f64> = None, in 0.0..=1.0;
         /// Stream the pivots are drawn from.
         seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Wildcat::new(self))
     }
 }
 
@@ -184,7 +189,7 @@ pub struct Wildcat {
 
 impl Wildcat {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Self {
+    pub(crate) fn new(params: Params) -> Self {
         Self { compressor: Compressor { params } }
     }
 
