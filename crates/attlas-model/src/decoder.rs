@@ -603,9 +603,8 @@ impl LayerState {
             }
             if let Some(stream) = &mut self.streams[i] {
                 let missing = stream.len()..n_k;
-                let new = Qkv::new(q, keys.rows(missing.clone()), values.rows(missing)).into();
-                stream.push(&new, ws)?;
-                return Ok(stream.attend(&inputs, &mut out, ws)?);
+                stream.push(keys.rows(missing.clone()).into(), values.rows(missing).into(), ws)?;
+                return Ok(stream.attend(q.into(), &mut out, ws)?);
             }
         }
         let plan = match window {

@@ -5,8 +5,9 @@
 //! memory and the names of random streams, and writes outputs in the caller's layout.
 
 use crate::method::{Cost, Plan, RunInfo, Stream};
+use crate::problem::Dims;
 use crate::workspace::Context;
-use crate::{Error, Inputs, Mask, Out, Output, Problem, Qkv, Result, TensorRef, Workspace};
+use crate::{Error, Inputs, Mask, Out, Output, Problem, Qkv, Result, Tensor, TensorRef, Workspace};
 use attlas_num::kernels::Band;
 use attlas_num::rng::StreamKey;
 use attlas_num::{DType, MatRef, Real};
@@ -276,7 +277,7 @@ pub(crate) fn boxed<P: GroupPlan>(plan: P, problem: &Problem) -> Box<dyn Plan> {
 }
 
 /// Decoding for one group.
-pub trait GroupStream<T>: Debug + Send {
+pub trait GroupStream<T: Real>: Debug + Send {
     /// Appends rows of keys and values.
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Result<()>;
 
@@ -289,6 +290,28 @@ pub trait GroupStream<T>: Debug + Send {
         lse: &mut [T],
         cx: Context<'_>,
     ) -> Result<RunInfo>;
+
+    /// Appends the tokens of `x` and attends with each of them to everything up to itself: token by token, unless
+    /// the method knows something faster.
+    fn extend(&mut self, x: Group<'_, T>) -> Result<RunInfo> {
+        let (heads, n, d_v) = (x.q.heads(), x.n_q(), x.d_v());
+        let mut q = x.cx.scratch.take::<T>(heads * x.k.cols());
+        let (mut out, mut lse) = (x.cx.scratch.take::<T>(heads * d_v), x.cx.scratch.take::<T>(heads));
+        let mut info = RunInfo::default();
+        for i in 0..n {
+            self.push(x.k.sub_rows(i..i + 1), x.v.sub_rows(i..i + 1), x.cx)?;
+            for (h, row) in q.chunks_exact_mut(x.k.cols()).enumerate() {
+                row.copy_from_slice(x.q.head(h).row(i));
+            }
+            let rows = MatRef::new(&q, heads, x.k.cols());
+            info = info.merge(self.attend(rows, x.scale, &mut out, &mut lse, x.cx)?);
+            for (h, (row, l)) in out.chunks_exact(d_v).zip(&*lse).enumerate() {
+                x.out[(h * n + i) * d_v..][..d_v].copy_from_slice(row);
+                x.lse[h * n + i] = *l;
+            }
+        }
+        Ok(info)
+    }
 
     /// Bytes of state held now.
     fn state_bytes(&self) -> usize;
@@ -368,38 +391,13 @@ impl<P: GroupPlan> Grouped<P> {
                     .with_max_len(1)
                     .map(|(g, out, lse)| {
                         let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
-                        let group = self.group(x, index, out, lse, cx);
+                        let group = group_of(p, x, index, out, lse, cx);
                         self.plan.run(group)
                     })
                     .collect();
                 Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
             })
         })
-    }
-
-    fn group<'a, T: Real>(
-        &self,
-        x: &Qkv<'a, T>,
-        index: GroupIndex,
-        out: &'a mut [T],
-        lse: &'a mut [T],
-        cx: Context<'a>,
-    ) -> Group<'a, T> {
-        let p = &self.problem;
-        let GroupIndex { batch, kv_head } = index;
-        let n_k = x.key_lens.map_or(p.n_k, |lens| lens[batch]);
-        let heads = kv_head * p.group_size()..(kv_head + 1) * p.group_size();
-        Group {
-            q: Queries::new(x.q.batch(batch).heads(heads)),
-            k: x.k.head(batch, kv_head).sub_rows(0..n_k),
-            v: x.v.head(batch, kv_head).sub_rows(0..n_k),
-            scale: T::from_f64(p.scale),
-            mask: p.mask,
-            out,
-            lse,
-            index,
-            cx,
-        }
     }
 
     fn stream_typed<T: Real>(&self, wrap: fn(GroupedStream<T>) -> Box<dyn Stream>) -> Option<Box<dyn Stream>>
@@ -414,6 +412,31 @@ impl<P: GroupPlan> Grouped<P> {
             })
             .collect();
         Some(wrap(GroupedStream { problem: *p, groups: groups?, len: 0 }))
+    }
+}
+
+/// The part of the inputs that one group reads, and its slices of the output.
+fn group_of<'a, T: Real>(
+    p: &Problem,
+    x: &Qkv<'a, T>,
+    index: GroupIndex,
+    out: &'a mut [T],
+    lse: &'a mut [T],
+    cx: Context<'a>,
+) -> Group<'a, T> {
+    let GroupIndex { batch, kv_head } = index;
+    let n_k = x.key_lens.map_or(p.n_k, |lens| lens[batch]);
+    let heads = kv_head * p.group_size()..(kv_head + 1) * p.group_size();
+    Group {
+        q: Queries::new(x.q.batch(batch).heads(heads)),
+        k: x.k.head(batch, kv_head).sub_rows(0..n_k),
+        v: x.v.head(batch, kv_head).sub_rows(0..n_k),
+        scale: T::from_f64(p.scale),
+        mask: p.mask,
+        out,
+        lse,
+        index,
+        cx,
     }
 }
 
@@ -452,15 +475,16 @@ fn with_staging<T: Real>(
 
 /// Streams of all groups of a problem.
 #[derive(Debug)]
-struct GroupedStream<T> {
+struct GroupedStream<T: Real> {
     problem: Problem,
     groups: Vec<Box<dyn GroupStream<T>>>,
     len: usize,
 }
 
-/// Picks the typed part of inputs and outputs.
+/// Access to the typed part of inputs and outputs.
 trait Typed: Real {
     fn inputs<'x, 'a>(inputs: &'x Inputs<'a>) -> Option<&'x Qkv<'a, Self>>;
+    fn tensor<'a>(tensor: Tensor<'a>) -> Option<TensorRef<'a, Self>>;
     fn output<'x, 'a>(output: &'x mut Output<'a>) -> Option<&'x mut Out<'a, Self>>;
 }
 
@@ -470,6 +494,12 @@ macro_rules! typed {
             fn inputs<'x, 'a>(inputs: &'x Inputs<'a>) -> Option<&'x Qkv<'a, Self>> {
                 match inputs {
                     Inputs::$variant(x) => Some(x),
+                    _ => None,
+                }
+            }
+            fn tensor<'a>(tensor: Tensor<'a>) -> Option<TensorRef<'a, Self>> {
+                match tensor {
+                    Tensor::$variant(x) => Some(x),
                     _ => None,
                 }
             }
@@ -489,66 +519,100 @@ fn wrong_type(dtype: DType) -> Error {
     Error::shape("element type", format!("{dtype:?}, as the stream was made for"), "the other one")
 }
 
-impl<T: Typed> Stream for GroupedStream<T> {
-    fn push(&mut self, inputs: &Inputs<'_>, ws: &mut Workspace) -> Result<()> {
-        let p = self.problem;
-        let x = T::inputs(inputs).ok_or_else(|| wrong_type(T::DTYPE))?;
-        let tokens = x.k.dims()[2];
-        for (what, dims, width) in [("keys", x.k.dims(), p.d), ("values", x.v.dims(), p.d_v)] {
-            let want = [p.batch, p.n_kv_heads, tokens, width];
-            if dims != want {
-                return Err(Error::shape(what, format!("{want:?}"), format!("{dims:?}")));
-            }
-        }
-        ws.install(|cx| {
-            self.groups.par_iter_mut().with_max_len(1).enumerate().try_for_each(|(g, group)| {
-                let (b, h) = (g / p.n_kv_heads, g % p.n_kv_heads);
-                group.push(x.k.head(b, h), x.v.head(b, h), cx)
-            })
-        })?;
-        self.len += tokens;
-        Ok(())
+impl<T: Typed> GroupedStream<T> {
+    fn tensor<'a>(x: Tensor<'a>) -> Result<TensorRef<'a, T>> {
+        T::tensor(x).ok_or_else(|| wrong_type(T::DTYPE))
     }
 
-    fn attend(&mut self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
-        let p = Problem { n_q: 1, ..self.problem };
-        let x = T::inputs(inputs).ok_or_else(|| wrong_type(T::DTYPE))?;
-        let out = T::output(out).ok_or_else(|| wrong_type(T::DTYPE))?;
-        let want = [p.batch, p.n_heads, 1, p.d];
-        if x.q.dims() != want {
-            return Err(Error::shape("queries", format!("{want:?}"), format!("{:?}", x.q.dims())));
-        }
+    /// Runs `work` for every group with its slices of the output.
+    fn for_groups(
+        &mut self,
+        n_q: usize,
+        out: &mut Out<'_, T>,
+        ws: &mut Workspace,
+        work: impl Fn(&mut dyn GroupStream<T>, GroupIndex, &mut [T], &mut [T], Context<'_>) -> Result<RunInfo>
+        + Sync,
+    ) -> Result<RunInfo> {
+        let p = Problem { n_q, ..self.problem };
         out.validate(&p)?;
-        let size = p.group_size();
+        let rows = p.group_size() * n_q;
+        if rows == 0 {
+            return Ok(RunInfo::default());
+        }
         ws.install(|cx| {
             with_staging(&p, out, cx, |o, lse| {
                 let infos: Result<Vec<RunInfo>> = self
                     .groups
                     .par_iter_mut()
                     .with_max_len(1)
-                    .zip(o.par_chunks_mut(size * p.d_v).zip(lse.par_chunks_mut(size)))
+                    .zip(o.par_chunks_mut(rows * p.d_v).zip(lse.par_chunks_mut(rows)))
                     .enumerate()
                     .map(|(g, (group, (o, lse)))| {
-                        let (b, h) = (g / p.n_kv_heads, g % p.n_kv_heads);
-                        let heads = x.q.batch(b).heads(h * size..(h + 1) * size);
-                        // One row per head, gathered where the strides make no matrix.
-                        let gathered = heads.token(0, 0).is_none().then(|| {
-                            let mut rows = cx.scratch.take::<T>(size * p.d);
-                            (0..size)
-                                .zip(rows.chunks_exact_mut(p.d))
-                                .for_each(|(i, r)| r.copy_from_slice(heads.head(0, i).row(0)));
-                            rows
-                        });
-                        let q = match &gathered {
-                            Some(rows) => MatRef::new(rows, size, p.d),
-                            None => heads.token(0, 0).unwrap_or_else(|| unreachable!("checked above")),
-                        };
-                        group.attend(q, T::from_f64(p.scale), o, lse, cx)
+                        let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
+                        work(&mut **group, index, o, lse, cx)
                     })
                     .collect();
                 Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
             })
         })
+    }
+}
+
+impl<T: Typed> Stream for GroupedStream<T> {
+    fn push(&mut self, k: Tensor<'_>, v: Tensor<'_>, ws: &mut Workspace) -> Result<()> {
+        let p = self.problem;
+        let (k, v) = (Self::tensor(k)?, Self::tensor(v)?);
+        let tokens = k.dims()[2];
+        expect("keys", k.dims(), [p.batch, p.n_kv_heads, tokens, p.d])?;
+        expect("values", v.dims(), [p.batch, p.n_kv_heads, tokens, p.d_v])?;
+        ws.install(|cx| {
+            self.groups.par_iter_mut().with_max_len(1).enumerate().try_for_each(|(g, group)| {
+                let (b, h) = (g / p.n_kv_heads, g % p.n_kv_heads);
+                group.push(k.head(b, h), v.head(b, h), cx)
+            })
+        })?;
+        self.len += tokens;
+        Ok(())
+    }
+
+    fn attend(&mut self, q: Tensor<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
+        let p = self.problem;
+        let q = Self::tensor(q)?;
+        let out = T::output(out).ok_or_else(|| wrong_type(T::DTYPE))?;
+        expect("queries", q.dims(), [p.batch, p.n_heads, 1, p.d])?;
+        let size = p.group_size();
+        self.for_groups(1, out, ws, |group, index, o, lse, cx| {
+            let heads = q.batch(index.batch).heads(index.kv_head * size..(index.kv_head + 1) * size);
+            // One row per head, gathered where the strides make no matrix.
+            let gathered = heads.token(0, 0).is_none().then(|| {
+                let mut rows = cx.scratch.take::<T>(size * p.d);
+                (0..size)
+                    .zip(rows.chunks_exact_mut(p.d))
+                    .for_each(|(i, r)| r.copy_from_slice(heads.head(0, i).row(0)));
+                rows
+            });
+            let q = match &gathered {
+                Some(rows) => MatRef::new(rows, size, p.d),
+                None => heads.token(0, 0).unwrap_or_else(|| unreachable!("checked above")),
+            };
+            group.attend(q, T::from_f64(p.scale), o, lse, cx)
+        })
+    }
+
+    fn extend(&mut self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
+        let x = T::inputs(inputs).ok_or_else(|| wrong_type(T::DTYPE))?;
+        let out = T::output(out).ok_or_else(|| wrong_type(T::DTYPE))?;
+        let tokens = x.k.dims()[2];
+        let p = self.problem.with_lens(tokens, tokens).causal();
+        x.validate(&p)?;
+        if x.key_lens.is_some() {
+            return Err(Error::shape("key lengths", "none in a stream", "some"));
+        }
+        let info = self.for_groups(tokens, out, ws, |group, index, o, lse, cx| {
+            group.extend(group_of(&p, x, index, o, lse, cx))
+        })?;
+        self.len += tokens;
+        Ok(info)
     }
 
     fn len(&self) -> usize {
@@ -558,4 +622,8 @@ impl<T: Typed> Stream for GroupedStream<T> {
     fn state_bytes(&self) -> usize {
         self.groups.iter().map(|g| g.state_bytes()).sum()
     }
+}
+
+fn expect(what: &'static str, dims: Dims, want: Dims) -> Result<()> {
+    if dims == want { Ok(()) } else { Err(Error::shape(what, format!("{want:?}"), format!("{dims:?}"))) }
 }

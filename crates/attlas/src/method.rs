@@ -2,7 +2,7 @@
 
 use crate::group::{GroupPlan, boxed};
 use crate::params::{ParamSet, ParamSpec};
-use crate::{Error, Inputs, Options, Output, Problem, Result, Workspace};
+use crate::{Error, Inputs, Options, Output, Problem, Result, Tensor, Workspace};
 use attlas_num::{DType, Mat};
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -95,9 +95,7 @@ impl Method {
                 }),
                 None => None,
             },
-            build: |problem, options, calibration| {
-                S::from_options(options)?.plan_with(problem, calibration)
-            },
+            build: |problem, options, calibration| S::from_options(options)?.plan_with(problem, calibration),
         }
     }
 
@@ -230,15 +228,18 @@ pub trait Plan: Debug + Send + Sync {
     }
 }
 
-/// Decoding one token at a time, causal by construction.
+/// Decoding one token at a time, causal by construction. Tensors have the element type that the stream was made
+/// for.
 pub trait Stream: Debug + Send {
     /// Appends the keys `[batch, n_kv_heads, t, d]` and values `[batch, n_kv_heads, t, d_v]` of `t` tokens.
-    /// The queries of the inputs are not read.
-    fn push(&mut self, inputs: &Inputs<'_>, ws: &mut Workspace) -> Result<()>;
+    fn push(&mut self, k: Tensor<'_>, v: Tensor<'_>, ws: &mut Workspace) -> Result<()>;
 
     /// Attends with the queries `[batch, n_heads, 1, d]` of the last pushed token to everything pushed.
-    /// The keys and values of the inputs are not read.
-    fn attend(&mut self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
+    fn attend(&mut self, q: Tensor<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
+
+    /// Appends `t` tokens and attends with each of them to itself and everything before: `t` rows of output. The
+    /// same as pushing and attending token by token, which is what happens where a method knows nothing faster.
+    fn extend(&mut self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
 
     /// Tokens pushed so far.
     fn len(&self) -> usize;

@@ -252,6 +252,37 @@ impl<'a, T> TensorRef<'a, T> {
     }
 }
 
+/// A read-only tensor in single or double precision.
+#[derive(Clone, Copy, Debug)]
+pub enum Tensor<'a> {
+    /// Single precision.
+    F32(TensorRef<'a, f32>),
+    /// Double precision.
+    F64(TensorRef<'a, f64>),
+}
+
+impl<'a> From<TensorRef<'a, f32>> for Tensor<'a> {
+    fn from(x: TensorRef<'a, f32>) -> Self {
+        Tensor::F32(x)
+    }
+}
+
+impl<'a> From<TensorRef<'a, f64>> for Tensor<'a> {
+    fn from(x: TensorRef<'a, f64>) -> Self {
+        Tensor::F64(x)
+    }
+}
+
+impl Tensor<'_> {
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Tensor::F32(_) => DType::F32,
+            Tensor::F64(_) => DType::F64,
+        }
+    }
+}
+
 /// A writable `[batch, heads, rows, columns]` tensor with free strides on the first three axes.
 #[derive(Debug)]
 pub struct TensorMut<'a, T> {

@@ -24,7 +24,7 @@ use crate::engine::{Operands, exact_group_with, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Method, RunInfo, Spec};
 use crate::workspace::Context;
-use crate::{MatRef, Problem, Real, Result};
+use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::{self, pages};
 
 /// Registry entry.
@@ -129,6 +129,14 @@ impl<T: Real> GroupStream<T> for ExactStream<T> {
         let n = self.k.len() / self.d;
         let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
         self.plan.run(Group::decode(q, k, v, scale, out, lse, self.index, cx)?)
+    }
+
+    /// All tokens in one call of the kernel.
+    fn extend(&mut self, x: Group<'_, T>) -> Result<RunInfo> {
+        self.push(x.k, x.v, x.cx)?;
+        let n = self.k.len() / self.d;
+        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        self.plan.run(Group { k, v, mask: Mask::Causal, ..x })
     }
 
     fn state_bytes(&self) -> usize {

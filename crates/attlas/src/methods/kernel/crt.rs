@@ -37,8 +37,10 @@
 
 use crate::engine::linear::{Directions, ErrorModel, Linear, Positive, Prepared, Shape, Source};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Accepted, Calibration, Claims, Family, Law, Learn, Method, Promise, Spec, Support, Withdrawn};
-use crate::{Error, Inputs, Mask, MatRef, Options, Problem, Qkv, Real, Result};
+use crate::method::{
+    Accepted, Calibration, Claims, Family, Law, Learn, Method, Promise, Spec, Support, Withdrawn,
+};
+use crate::{Error, Inputs, Mask, MatRef, Problem, Qkv, Real, Result};
 use attlas_num::Mat;
 use attlas_num::sketch::features::{
     ExpFeatures, Exponent, Moments, SideMoments, default_num_features, optimal_a,
@@ -322,12 +324,12 @@ impl Source for Crt {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::TensorRef;
     use crate::engine::linear::testing::{
         PAIR, check_entry, check_generic, check_large, naive_positive, run, scaled_case, table_errors,
     };
     use crate::group::GroupIndex;
     use crate::testkit::{Case, How, assert_rows_close, assert_same_bits, check_method, run_with};
+    use crate::{Options, TensorRef};
 
     fn options(pairs: &[(&str, &str)]) -> Options {
         pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))
@@ -433,7 +435,7 @@ mod tests {
         let sample = Qkv::new(view(&x.q, 4), view(&x.k, 2), view(&x.v, 2));
         for variant in ["oprf", "sderf", "aderf", "saderf"] {
             let o = options(&[("variant", variant), ("features", "32")]);
-            let c = calibrate(&p, &o, &[sample.into()]).unwrap();
+            let c = calibrate(&Params::from_options(&o).unwrap(), &p, &[sample.into()]).unwrap();
             let with = |p: &Problem| METHOD.plan_with(p, &o, Some(&c)).unwrap();
             let got = run_with(&*with(&p), &x, How::default()).unwrap();
             assert_rows_close(&got.o, &run(&METHOD, &o, &x).o, 1e-8, variant);

@@ -30,7 +30,7 @@ use crate::engine::linear::{
 };
 use crate::group::{Group, GroupPlan};
 use crate::method::{Accepted, Claims, Family, Law, Method, Promise, Spec, Support, Withdrawn};
-use crate::{Error, Mask, Mat, MatRef, Options, Problem, Real, Result};
+use crate::{Error, Mask, Mat, MatRef, Problem, Real, Result};
 use attlas_num::cluster::kmeans::{self, kmeans};
 use attlas_num::rng::StreamKey;
 use attlas_num::sketch::features::{ClusterFeatures, HybridFeatures, HybridWeight};
@@ -259,6 +259,7 @@ impl Hybrid {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Options;
     use crate::engine::linear::testing::{
         PAIR, check_entry, check_generic, entry_moments, naive_signed, run,
     };

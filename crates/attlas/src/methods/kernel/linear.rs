@@ -111,7 +111,7 @@ crate::params! {
 impl Spec for Params {
     const METHOD: &'static Method = &METHOD;
 
-    fn supports(&self, p: &Problem) -> Support {
+    fn supports(&self, _: &Problem) -> Support {
         Support::unless(
             self.denominator == DenominatorPolicy::ExactRow,
             "the features are the kernel itself, so there is no exact row to fall back to: use clamp, zero_row or strict",
@@ -160,9 +160,9 @@ impl Source for Coordinates {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Options;
     use crate::engine::linear::testing::{check_generic, check_large, naive, run};
     use crate::testkit::{Case, assert_rows_close, check_method, run_method};
-    use crate::{Options, Problem};
 
     fn dot(f: impl Fn(f64) -> f64, x: &[f64], y: &[f64]) -> f64 {
         x.iter().zip(y).map(|(x, y)| f(*x) * f(*y)).sum()

@@ -288,6 +288,7 @@ impl<T: Real> LogFeatures<T> for Lifted<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Options;
     use crate::engine::linear::testing::{
         PAIR, check_entry, check_generic, check_large, entry_moments, naive, naive_positive, naive_signed,
         run, scaled_case, table_errors,

@@ -31,7 +31,9 @@ use crate::engine::landmarks::{landmark_attention, landmark_flops, landmark_scra
 use crate::engine::pool::{Segments, clip_rows, column_ranges, log_lens};
 use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Accepted, Budget, Calibration, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
+use crate::method::{
+    Accepted, Budget, Calibration, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support,
+};
 use crate::{Error, Mask, Problem, Real, Result};
 use attlas_num::Mat;
 use attlas_num::kernels::axpy;
@@ -353,7 +355,8 @@ mod tests {
 
     fn forced(x: &Case, pairs: &[(&str, &str)]) -> Vec<f64> {
         let params = Params::from_options(&options(pairs)).unwrap();
-        let plan = crate::group::boxed(Forced(Nystromformer::new(&x.problem, params, None).unwrap()), &x.problem);
+        let plan =
+            crate::group::boxed(Forced(Nystromformer::new(&x.problem, params, None).unwrap()), &x.problem);
         run_with(&*plan, x, How { lse: false, ..How::default() }).unwrap().o
     }
 

@@ -3,7 +3,7 @@
 use super::Subject;
 use crate::method::{Law, Plan};
 use crate::testkit::{Case, Ran, assert_rows_close, assert_same_bits, run_with};
-use crate::{DType, Error, Inputs, Mask, Out, Problem, Qkv, Real, TensorMut, TensorRef, Workspace};
+use crate::{DType, Error, Inputs, Mask, Out, Problem, Qkv, Real, Tensor, TensorMut, TensorRef, Workspace};
 
 impl Subject {
     /// Changing token `t` in any way, even to NaN, leaves every row before it bit-identical.
@@ -74,6 +74,7 @@ impl Subject {
 
     fn check_stream<T: Real>(&self, plan: &dyn Plan, case: &Case, want: &Ran, tolerance: f64)
     where
+        for<'a> TensorRef<'a, T>: Into<Tensor<'a>>,
         for<'a> Qkv<'a, T>: Into<Inputs<'a>>,
         for<'a> Out<'a, T>: Into<crate::Output<'a>>,
     {
@@ -92,11 +93,13 @@ impl Subject {
         let mut done = 0;
         while done < p.n_q {
             let next = if done == 0 { prompt } else { done + 1 };
-            let x = Qkv::new(q.rows(next - 1..next), k.rows(done..next), v.rows(done..next));
-            stream.push(&x.into(), &mut ws).unwrap_or_else(|e| fail(e));
+            let (keys, values) = (k.rows(done..next), v.rows(done..next));
+            stream.push(keys.into(), values.into(), &mut ws).unwrap_or_else(|e| fail(e));
             let mut o = vec![T::NAN; p.n_heads * p.d_v];
             let out = Out::new(TensorMut::bhnd(&mut o, [1, p.n_heads, 1, p.d_v]).unwrap_or_else(|e| fail(e)));
-            stream.attend(&x.into(), &mut out.into(), &mut ws).unwrap_or_else(|e| fail(e));
+            stream
+                .attend(q.rows(next - 1..next).into(), &mut out.into(), &mut ws)
+                .unwrap_or_else(|e| fail(e));
             assert_eq!(stream.len(), next, "{name}");
             let got: Vec<f64> = o.into_iter().map(Real::to_f64).collect();
             assert!(got.iter().all(|x| x.is_finite()), "{name}: not finite after {next} tokens");

@@ -1,7 +1,7 @@
 use super::*;
 use crate::testkit::workloads::{assert_within, clustered, diffuse, measure, sinks};
 use crate::testkit::{Case, assert_rows_close, check_method, reference, run_method, run_with};
-use crate::{DType, Options, Out, Qkv, TensorMut, TensorRef, Workspace};
+use crate::{DType, Options, Out, TensorMut, TensorRef, Workspace};
 use attlas_num::rng::StreamKey;
 
 #[test]
@@ -225,16 +225,14 @@ fn streamed(options: &Options, case: &Case, prompt: usize) -> Vec<f64> {
     let v = TensorRef::bhnd(&case.v, [1, p.n_kv_heads, p.n_k, p.d_v]).unwrap();
     let mut rows = vec![0.0; p.n_heads * p.n_q * p.d_v];
     if prompt > 0 {
-        let x = Qkv::new(q.rows(0..0), k.rows(0..prompt), v.rows(0..prompt));
-        stream.push(&x.into(), &mut ws).unwrap();
+        stream.push(k.rows(0..prompt).into(), v.rows(0..prompt).into(), &mut ws).unwrap();
     }
     for t in prompt..p.n_k {
         let i = t + p.n_q - p.n_k;
-        let x = Qkv::new(q.rows(i..i + 1), k.rows(t..t + 1), v.rows(t..t + 1));
-        stream.push(&x.into(), &mut ws).unwrap();
+        stream.push(k.rows(t..t + 1).into(), v.rows(t..t + 1).into(), &mut ws).unwrap();
         let mut o = vec![f64::NAN; p.n_heads * p.d_v];
         let out = Out::new(TensorMut::bhnd(&mut o, [1, p.n_heads, 1, p.d_v]).unwrap());
-        stream.attend(&x.into(), &mut out.into(), &mut ws).unwrap();
+        stream.attend(q.rows(i..i + 1).into(), &mut out.into(), &mut ws).unwrap();
         for h in 0..p.n_heads {
             rows[(h * p.n_q + i) * p.d_v..][..p.d_v].copy_from_slice(&o[h * p.d_v..][..p.d_v]);
         }

@@ -39,7 +39,9 @@ use crate::engine::{
     exact_group, exact_rows, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Status, Support,
+};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};

@@ -40,9 +40,12 @@ use crate::engine::{
     exact_group, exact_rows, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, Needs, RunInfo, Spec, Status, Support};
+use crate::method::{
+    Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, Needs, RunInfo, Spec, Status,
+    Support,
+};
 use crate::params::Indices;
-use crate::{Inputs, Mask, Mat, MatRef, Problem, Real, Result};
+use crate::{Mask, Mat, MatRef, Problem, Real, Result};
 use attlas_num::cluster::Metric;
 use attlas_num::cluster::kmeans::assign_into;
 use attlas_num::kernels::Band;

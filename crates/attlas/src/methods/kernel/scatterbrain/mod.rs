@@ -42,7 +42,9 @@ mod tests;
 use crate::engine::linear::{self, Directions, ErrorModel, Positive};
 use crate::engine::{exact_group, exact_scratch_bytes, tile_logits_len};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Withdrawn};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Withdrawn,
+};
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::{ExpFeatures, Exponent, optimal_a};
 use attlas_num::sketch::{MapOptions, draw_directions};

@@ -39,8 +39,10 @@ pub use projections::{Sharing, with_projections};
 use crate::engine::pool::{Segments, log_lens, pool_rows, pool_scratch_bytes};
 use crate::engine::{exact_group, exact_rows, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, RunInfo, Spec, Status, Support};
-use crate::{Error, Inputs, Mask, MatRef, Problem, Real, Result};
+use crate::method::{
+    Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, RunInfo, Spec, Status, Support,
+};
+use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::Band;
 use causal::Pooled;
 use projections::{CHUNK, Mix, copy_row, gaussian_row, multiply};

@@ -5,7 +5,7 @@ use crate::testkit::{
     Case, How, Ran, assert_rows_close, assert_same_bits, check_method, golden, reference, run_method,
     run_with,
 };
-use crate::{Qkv, TensorRef, Workspace, metrics};
+use crate::{Options, Qkv, TensorRef, Workspace, metrics};
 use attlas_num::rng::StreamKey;
 use attlas_num::{Mat, linalg};
 
@@ -125,7 +125,7 @@ fn the_stream_holds_means_and_one_segment() {
     let x = Case::gaussian(p, 4);
     let view = TensorRef::bhnd(&x.k, [1, 1, 100, 4]).unwrap();
     let mut ws = Workspace::single().unwrap();
-    stream.push(&Qkv::new(view, view, view).into(), &mut ws).unwrap();
+    stream.push(view.into(), view.into(), &mut ws).unwrap();
     assert_eq!(stream.state_bytes(), 8 * (9 * (4 + 4 + 1) + 10 * (4 + 4)));
 }
 

@@ -36,9 +36,11 @@ pub use learn::Calibrator;
 
 use crate::engine::{Threshold, attend_subset, exact_group, exact_rows, exact_scratch_bytes, select_top};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, RowBlock};
-use crate::method::{Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, Needs, RunInfo, Spec, Status};
+use crate::method::{
+    Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, Needs, RunInfo, Spec, Status,
+};
 use crate::workspace::Context;
-use crate::{Error, Inputs, Mask, MatRef, Problem, Real, Result};
+use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::Mat;
 use attlas_num::kernels::{self, Band, Op};
 use attlas_num::linalg::{self, variance_rank};

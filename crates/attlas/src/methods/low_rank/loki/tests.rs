@@ -24,7 +24,7 @@ fn learn(x: &Case, set: &Options) -> Calibration {
         view(&x.k, p.n_kv_heads, p.n_k, p.d),
         view(&x.v, p.n_kv_heads, p.n_k, p.d_v),
     );
-    calibrate(&p, set, &[sample.into()]).unwrap()
+    calibrate(&Params::from_options(set).unwrap(), &p, &[sample.into()]).unwrap()
 }
 
 fn run_on(x: &Case, set: &Options, c: &Calibration) -> Ran {
@@ -293,7 +293,7 @@ fn the_stream_holds_no_more_than_the_cache() {
         let (k, v) = (narrow(&x.k), narrow(&x.v));
         let (k, v) =
             (TensorRef::bhnd(&k, [1, 1, 50, 8]).unwrap(), TensorRef::bhnd(&v, [1, 1, 50, 6]).unwrap());
-        stream.push(&Qkv::new(k, k, v).into(), &mut Workspace::single().unwrap()).unwrap();
+        stream.push(k.into(), v.into(), &mut Workspace::single().unwrap()).unwrap();
         assert_eq!(stream.state_bytes(), 4 * 50 * (8 + 6 + extra));
     }
 }
