@@ -3,7 +3,7 @@
 use crate::table::Table;
 use attlas::layer::{Conversion, LayerKind, LayerShape};
 use attlas::layers::common::cache_size;
-use attlas::method::{Budget, Family, Needs};
+use attlas::method::{Budget, Claims, Family, Needs, Promise, Withdrawn};
 use attlas::params::{ParamSpec, Value};
 use attlas::{Method, registry};
 use serde::Serialize;
@@ -62,56 +62,9 @@ pub struct MethodEntry {
     /// Authors and year, or the section of the survey.
     pub reference: &'static str,
     /// What it promises.
-    pub claims: ClaimsEntry,
+    pub claims: Claims,
     /// Its parameters.
     pub params: Vec<ParamEntry>,
-}
-
-/// The claims of a method.
-#[derive(Clone, Debug, Serialize)]
-pub struct ClaimsEntry {
-    /// Has a causal form.
-    pub causal: bool,
-    /// Decodes token by token.
-    pub decode: bool,
-    /// Settings at which it equals exact attention bit for bit.
-    pub exact_at: Vec<ExactAt>,
-    /// Weights are non-negative and sum to one.
-    pub row_stochastic: bool,
-    /// The normaliser is unbiased over seeds.
-    pub unbiased: bool,
-    /// Draws no random numbers.
-    pub deterministic: bool,
-    /// Approximates softmax attention.
-    pub softmax: bool,
-    /// Gives a log-sum-exp.
-    pub lse: bool,
-    /// Exponent of the length in the time, as published.
-    pub exponent: f64,
-    /// `nothing`, `calibration` or `training`.
-    pub needs: Needs,
-    /// The slow truth that others are checked against.
-    pub oracle: bool,
-    /// Laws that do not hold.
-    pub except: Vec<Exception>,
-}
-
-/// A setting at which a method is exact.
-#[derive(Clone, Debug, Serialize)]
-pub struct ExactAt {
-    /// The parameter.
-    pub param: &'static str,
-    /// Its value: `num_keys`, `num_tokens` or a number.
-    pub value: serde_json::Value,
-}
-
-/// A law that does not hold.
-#[derive(Clone, Debug, Serialize)]
-pub struct Exception {
-    /// The law.
-    pub law: attlas::method::Law,
-    /// Why it does not hold.
-    pub reason: &'static str,
 }
 
 /// A parameter.
@@ -280,8 +233,11 @@ impl Atlas {
             let _ = write!(out, "\n## Family {}\n\n{}", family.name(), table.markdown());
             for m in methods {
                 let _ = write!(out, "\n### {}\n\n{}. {}.\n", m.id, m.title, m.reference);
-                for e in &m.claims.except {
-                    let _ = write!(out, "\nDoes not keep {}: {}.\n", law(e), e.reason);
+                for (law, reason) in m.claims.except {
+                    let _ = write!(out, "\nDoes not keep {}: {reason}.\n", word(law));
+                }
+                for w in m.claims.withdrawn {
+                    let _ = write!(out, "\nWith {}: {}.\n", withdrawn(w), w.reason);
                 }
                 if !m.params.is_empty() {
                     let _ = write!(out, "\n{}", param_table(&m.params).markdown());
@@ -374,8 +330,23 @@ fn indent(text: &str) -> String {
     text.lines().map(|l| format!("  {l}\n")).collect()
 }
 
-fn law(e: &Exception) -> String {
-    serde_json::to_value(e.law).ok().and_then(|v| v.as_str().map(|s| s.replace('_', " "))).unwrap_or_default()
+fn word(value: impl Serialize) -> String {
+    serde_json::to_value(value).ok().and_then(|v| v.as_str().map(|s| s.replace('_', " "))).unwrap_or_default()
+}
+
+/// The setting and the promise that it withdraws, such as `map = trig no promise of unbiased`.
+fn withdrawn(w: &Withdrawn) -> String {
+    let Withdrawn { param, value, promise, .. } = w;
+    let setting = match *value {
+        "*" => format!("{param} off its default"),
+        v if v.starts_with(['<', '>', '!']) => format!("{param} {v}"),
+        v => format!("{param} = {v}"),
+    };
+    let promise = match promise {
+        Promise::Law(law) => word(law),
+        other => word(other),
+    };
+    format!("{setting} it does not promise {promise}")
 }
 
 fn params(specs: &[ParamSpec]) -> Vec<ParamEntry> {
@@ -394,44 +365,19 @@ fn params(specs: &[ParamSpec]) -> Vec<ParamEntry> {
 impl MethodEntry {
     /// What the registry says of `m`.
     pub fn new(m: &'static Method) -> Self {
-        let c = &m.claims;
         Self {
             id: m.id,
             family: m.family.name(),
             title: m.title,
             reference: m.reference,
-            claims: ClaimsEntry {
-                causal: c.causal,
-                decode: c.decode,
-                exact_at: c
-                    .exact_at
-                    .iter()
-                    .map(|&(param, budget)| ExactAt {
-                        param,
-                        value: match budget {
-                            Budget::NumKeys => "num_keys".into(),
-                            Budget::NumTokens => "num_tokens".into(),
-                            Budget::Value(x) => x.into(),
-                        },
-                    })
-                    .collect(),
-                row_stochastic: c.row_stochastic,
-                unbiased: c.unbiased,
-                deterministic: c.deterministic,
-                softmax: c.softmax,
-                lse: c.lse,
-                exponent: c.exponent,
-                needs: c.needs,
-                oracle: c.oracle,
-                except: c.except.iter().map(|&(law, reason)| Exception { law, reason }).collect(),
-            },
+            claims: m.claims,
             params: params(m.params),
         }
     }
 
     fn line(&self) -> Vec<String> {
         let yes = |b: bool| if b { "yes" } else { "no" }.to_string();
-        let exact: Vec<&str> = self.claims.exact_at.iter().map(|e| e.param).collect();
+        let exact: Vec<&str> = self.claims.exact_at.iter().map(|e| e.0).collect();
         vec![
             self.id.into(),
             self.family.into(),
@@ -462,18 +408,21 @@ impl MethodEntry {
         fact("weights sum to one", yes(c.row_stochastic).into());
         fact("normaliser unbiased", yes(c.unbiased).into());
         fact("gives log-sum-exp", yes(c.lse).into());
-        for e in &c.exact_at {
-            let value = match e.value.as_str() {
-                Some("num_keys") => "at least the number of keys".to_string(),
-                Some("num_tokens") => "at least the number of tokens".to_string(),
-                _ => e.value.to_string(),
+        for (param, budget) in c.exact_at {
+            let value = match budget {
+                Budget::NumKeys => "at least the number of keys".to_string(),
+                Budget::NumTokens => "at least the number of tokens".to_string(),
+                Budget::Value(x) => x.to_string(),
             };
-            fact("exact bit for bit at", format!("{} = {value}", e.param));
+            fact("exact bit for bit at", format!("{param} = {value}"));
         }
         // The table's empty title line is dropped.
         out += &indent(facts.text().trim_start_matches('\n'));
-        for e in &c.except {
-            out += &wrapped(&format!("does not keep {}: {}", law(e), e.reason), 2, 4);
+        for (law, reason) in c.except {
+            out += &wrapped(&format!("does not keep {}: {reason}", word(law)), 2, 4);
+        }
+        for w in c.withdrawn {
+            out += &wrapped(&format!("with {}: {}", withdrawn(w), w.reason), 2, 4);
         }
         out + &param_text(&self.params)
     }
@@ -484,6 +433,15 @@ fn needs(needs: Needs) -> &'static str {
         Needs::Nothing => "nothing",
         Needs::Calibration => "calibration",
         Needs::Training => "training",
+    }
+}
+
+/// A value at which a method is exact, in words.
+pub(crate) fn covering(budget: Budget) -> String {
+    match budget {
+        Budget::NumKeys => "num_keys".into(),
+        Budget::NumTokens => "num_tokens".into(),
+        Budget::Value(x) => x.to_string(),
     }
 }
 

@@ -1,7 +1,7 @@
 //! The parameter that decides what a method costs, and settings at which different methods cost the same.
 //!
-//! Methods call their budgets by different names: keys kept, rank, landmarks, features. [`params`] finds the one
-//! that a method is exact at, or else the first of the shared vocabulary. [`equalise`] then looks for the largest
+//! Methods call their budgets by different names: keys kept, rank, landmarks, features; a method's entry says which
+//! parameters they are. [`equalise`] looks for the largest
 //! value of it with which a method stays within a common amount of scores, seconds or bytes, measured on one key
 //! head in the middle of the inputs: doubling from the smallest, then halving the gap in logarithms.
 
@@ -11,31 +11,19 @@ use crate::select::Chosen;
 use crate::source::{Workload, parse_count};
 use crate::{Error, Result};
 use attlas::Workspace;
-use attlas::method::Budget as Covers;
+use attlas::method::Ladder;
 use serde::Serialize;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Words for budgets in the shared vocabulary of parameters: more of it is more accurate and takes longer.
-const NAMES: [&str; 10] =
-    ["keys", "window", "block", "samples", "rank", "landmarks", "budget", "features", "rounds", "clusters"];
 /// Ratio of neighbouring values at which a search ends.
 const CLOSE: f64 = 1.1;
 
-/// The free parameters of a method that its cost grows with: those that make it exact when they cover all keys, or
-/// else the first that is called like a budget. Empty where it has none.
+/// The budgets of a method, as its entry names them, that are not set already. Empty where it has none.
 pub fn params(chosen: &Chosen) -> Vec<&'static str> {
-    let method = chosen.method;
-    let free = |name: &str| {
-        NAMES.contains(&name)
-            && chosen.options.get(name).is_none()
-            && method.params.iter().any(|p| p.name == name && p.kind == "integer")
-    };
-    let covers = |b: &Covers| matches!(b, Covers::NumKeys | Covers::NumTokens);
-    let names: Vec<&'static str> =
-        method.claims.exact_at.iter().filter(|(n, b)| covers(b) && free(n)).map(|(n, _)| *n).collect();
-    if names.is_empty() { NAMES.into_iter().find(|n| free(n)).into_iter().collect() } else { names }
+    let budgets = chosen.method.tunable.iter().filter(|t| t.ladder == Ladder::UpToKeys).map(|t| t.param);
+    budgets.filter(|name| chosen.options.get(name).is_none()).collect()
 }
 
 /// What every method may spend.
@@ -233,6 +221,61 @@ mod tests {
         // A method that needs at least 40.
         let picky = &mut |v: usize| (v >= 40).then_some(v as f64);
         assert_eq!(largest_within(100, 70.0, picky, &go).unwrap().0, 67);
+    }
+
+    mod binned {
+        use attlas::group::{Group, GroupPlan};
+        use attlas::method::{Accepted, Cost, Method, RunInfo, Spec, Tunable};
+        use attlas::{Problem, Real, Result};
+
+        pub(super) static METHOD: Method = Method {
+            id: "binned",
+            title: "Every key, whatever the bins",
+            reference: "none",
+            tunable: &[Tunable::budget("bins")],
+            ..Method::of::<Params>()
+        };
+
+        attlas::params! {
+            /// Parameters of a method with a budget of its own name.
+            pub struct Params {
+                /// Budget.
+                bins: usize = 8, in 1..=1 << 20;
+            }
+        }
+
+        impl Spec for Params {
+            const METHOD: &'static Method = &METHOD;
+
+            fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+                Ok(Binned)
+            }
+        }
+
+        #[derive(Debug)]
+        struct Binned;
+
+        impl GroupPlan for Binned {
+            fn cost(&self, p: &Problem) -> Cost {
+                Cost { run_flops: p.visible_pairs(), ..Cost::default() }
+            }
+
+            fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+                attlas::engine::exact_scratch_bytes(p, threads, size)
+            }
+
+            fn run<T: Real>(&self, mut group: Group<'_, T>) -> Result<RunInfo> {
+                attlas::engine::exact_group(&mut group)
+            }
+        }
+    }
+
+    #[test]
+    fn a_new_method_is_tunable_by_whatever_name_its_budget_has() {
+        let mut chosen = Chosen { method: &binned::METHOD, options: attlas::Options::new(), named: true };
+        assert_eq!(params(&chosen), ["bins"]);
+        chosen.options = chosen.options.with("bins", 3);
+        assert!(params(&chosen).is_empty(), "it was set already");
     }
 
     #[test]

@@ -53,7 +53,14 @@ pub struct Method {
     pub params: &'static [ParamSpec],
     /// Settings under which even a problem of a hundred tokens takes the approximate path: what the shared
     /// checks run beside the defaults.
-    pub probes: &'static [&'static [(&'static str, &'static str)]],
+    pub probes: &'static [&'static [Setting]],
+    /// Settings under which it is the softmax over some of the keys: no row's log-sum-exp exceeds the exact one, and
+    /// the error is at most the missing mass times the range of the values.
+    pub subsets: &'static [&'static [Setting]],
+    /// The parameter that names the length below which it computes exact attention, where it has one.
+    pub exact_below: Option<&'static str>,
+    /// Parameters that a tuner may move, and the values worth trying.
+    pub tunable: &'static [Tunable],
     /// Whether it can do a problem with these options, and if not, all the reasons. Options that cannot be read
     /// are such a reason.
     pub supports: fn(&Problem, &Options) -> Support,
@@ -61,6 +68,41 @@ pub struct Method {
     pub calibrate: Option<Calibrate>,
     /// Reads the options, checks everything and makes a plan: [`Spec::plan_with`] of the typed parameters.
     pub build: Build,
+}
+
+/// A parameter and its value, as written in options.
+pub type Setting = (&'static str, &'static str);
+
+/// A parameter that a tuner may move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Tunable {
+    /// Its name.
+    pub param: &'static str,
+    /// The values worth trying.
+    pub ladder: Ladder,
+}
+
+/// Values of a parameter that are worth trying.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ladder {
+    /// A budget: whole numbers up to the number of keys. A larger one is more accurate and takes longer. The budgets
+    /// of a method move together.
+    UpToKeys,
+    /// These values beside the default, each with every budget.
+    Values(&'static [&'static str]),
+}
+
+impl Tunable {
+    /// A budget.
+    pub const fn budget(param: &'static str) -> Self {
+        Self { param, ladder: Ladder::UpToKeys }
+    }
+
+    /// Some values beside the default.
+    pub const fn values(param: &'static str, values: &'static [&'static str]) -> Self {
+        Self { param, ladder: Ladder::Values(values) }
+    }
 }
 
 /// Makes a plan from a problem, options and what was learnt from data.
@@ -84,6 +126,9 @@ impl Method {
             claims: Claims::BASE,
             params: S::SPECS,
             probes: &[],
+            subsets: &[],
+            exact_below: None,
+            tunable: &[],
             supports: |problem, options| match S::from_options(options) {
                 Ok(params) => params.supports(problem),
                 Err(error) => Support::unless(true, error.to_string()),
@@ -184,6 +229,7 @@ impl Method {
                 Promise::RowStochastic => claims.row_stochastic = false,
                 Promise::Unbiased => claims.unbiased = false,
                 Promise::Softmax => claims.softmax = false,
+                Promise::ExactAt => claims.exact_at = &[],
                 Promise::Law(_) => {}
             }
         }
@@ -200,7 +246,7 @@ impl Method {
             let spec = self.params.iter().find(|p| p.name == w.param);
             let default = spec.map(|p| (p.default)().to_string());
             let value = options.get(w.param).map(|v| v.to_string()).or_else(|| default.clone());
-            if w.value == "*" { value != default } else { value.as_deref() == Some(w.value) }
+            value.is_some_and(|value| w.applies(&value, default.as_deref()))
         };
         self.claims.withdrawn.iter().filter(move |w| holds(w)).map(|w| w.promise)
     }
@@ -261,6 +307,7 @@ pub struct Claims {
     /// Plans of a causal problem offer a [`Stream`].
     pub decode: bool,
     /// Parameter settings at which the output is bit-identical to `exact`.
+    #[serde(serialize_with = "exact_settings")]
     pub exact_at: &'static [(&'static str, Budget)],
     /// Weights are non-negative and sum to one: constant values are reproduced, outputs stay in their hull.
     pub row_stochastic: bool,
@@ -279,6 +326,7 @@ pub struct Claims {
     /// The slow truth that others are checked against, left out of comparisons unless it is named.
     pub oracle: bool,
     /// Laws that do not hold, each with the reason.
+    #[serde(serialize_with = "exceptions")]
     pub except: &'static [(Law, &'static str)],
     /// Promises that single settings of a parameter do not keep.
     pub withdrawn: &'static [Withdrawn],
@@ -289,12 +337,71 @@ pub struct Claims {
 pub struct Withdrawn {
     /// Name of the parameter.
     pub param: &'static str,
-    /// Its value, as written in options; `*` is every value but the default.
+    /// Its value, as written in options, or a condition: `> 0` and `< 1` are numbers above and below, `!= word` is
+    /// every other value, `*` every value but the default.
     pub value: &'static str,
     /// What is not promised then.
     pub promise: Promise,
     /// Why.
     pub reason: &'static str,
+}
+
+impl Withdrawn {
+    /// Whether the promise is withdrawn while the parameter has `value`.
+    pub fn applies(&self, value: &str, default: Option<&str>) -> bool {
+        let number = |text: &str| text.trim().parse::<f64>().ok();
+        let compare = |bound: &str, holds: fn(f64, f64) -> bool| {
+            number(value).zip(number(bound)).is_some_and(|(value, bound)| holds(value, bound))
+        };
+        if self.value == "*" {
+            Some(value) != default
+        } else if let Some(other) = self.value.strip_prefix("!=") {
+            value != other.trim()
+        } else if let Some(bound) = self.value.strip_prefix('>') {
+            compare(bound, |value, bound| value > bound)
+        } else if let Some(bound) = self.value.strip_prefix('<') {
+            compare(bound, |value, bound| value < bound)
+        } else {
+            value == self.value
+        }
+    }
+}
+
+/// As a list of `{"param", "value"}`, where the value is `num_keys`, `num_tokens` or a number.
+fn exact_settings<S: serde::Serializer>(
+    list: &&'static [(&'static str, Budget)],
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    #[derive(serde::Serialize)]
+    struct At {
+        param: &'static str,
+        value: Amount,
+    }
+    #[derive(serde::Serialize)]
+    #[serde(untagged)]
+    enum Amount {
+        Word(&'static str),
+        Number(f64),
+    }
+    let amount = |budget| match budget {
+        Budget::NumKeys => Amount::Word("num_keys"),
+        Budget::NumTokens => Amount::Word("num_tokens"),
+        Budget::Value(x) => Amount::Number(x),
+    };
+    serializer.collect_seq(list.iter().map(|&(param, budget)| At { param, value: amount(budget) }))
+}
+
+/// As a list of `{"law", "reason"}`.
+fn exceptions<S: serde::Serializer>(
+    list: &&'static [(Law, &'static str)],
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    #[derive(serde::Serialize)]
+    struct Exception {
+        law: Law,
+        reason: &'static str,
+    }
+    serializer.collect_seq(list.iter().map(|&(law, reason)| Exception { law, reason }))
 }
 
 /// Promises that a setting may withdraw.
@@ -307,6 +414,8 @@ pub enum Promise {
     Unbiased,
     /// [`Claims::softmax`].
     Softmax,
+    /// [`Claims::exact_at`], all of it.
+    ExactAt,
     /// A law.
     Law(Law),
 }
@@ -563,5 +672,45 @@ impl Calibration {
             format!("one made by {m} for {h} query heads, {g} key heads, d = {d}, d_v = {dv}")
         };
         Err(Error::Calibration { method: method.into(), expected: words(wanted), found: words(made_for) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn withdrawn(value: &'static str) -> Withdrawn {
+        Withdrawn { param: "c0", value, promise: Promise::ExactAt, reason: "for the test" }
+    }
+
+    #[test]
+    fn promises_are_withdrawn_by_value_by_comparison_and_off_the_default() {
+        let applies = |condition, value| withdrawn(condition).applies(value, Some("0"));
+        assert!(applies("> 0", "0.5") && !applies("> 0", "0") && !applies("> 0", "auto"));
+        assert!(applies("< 2", "1") && !applies("< 2", "2"));
+        assert!(applies("!= keys", "both") && !applies("!= keys", "keys"));
+        assert!(applies("*", "1") && !applies("*", "0"));
+        assert!(applies("both", "both") && !applies("both", "keys"));
+    }
+
+    #[test]
+    fn claims_are_serialised_whole() {
+        let claims = Claims {
+            exact_at: &[("rank", Budget::NumKeys), ("stride", Budget::Value(1.0))],
+            except: &[(Law::KeyOrder, "by position")],
+            withdrawn: &[Withdrawn {
+                param: "c0",
+                value: "> 0",
+                promise: Promise::RowStochastic,
+                reason: "less",
+            }],
+            ..Claims::BASE
+        };
+        let json = serde_json::to_value(claims).unwrap();
+        assert_eq!(json["exact_at"][0], serde_json::json!({"param": "rank", "value": "num_keys"}));
+        assert_eq!(json["exact_at"][1]["value"], 1.0);
+        assert_eq!(json["except"][0], serde_json::json!({"law": "key_order", "reason": "by position"}));
+        assert_eq!(json["withdrawn"][0]["promise"], "row_stochastic");
+        assert_eq!(json["withdrawn"][0]["value"], "> 0");
     }
 }

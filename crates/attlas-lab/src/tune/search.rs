@@ -9,13 +9,11 @@ use crate::run::execute;
 use crate::select::Chosen;
 use crate::source::{LayerData, Workload};
 use crate::table::{number, seconds};
-use attlas::method::Needs;
+use attlas::method::{Ladder as Steps, Needs};
 use attlas::{Mask, Method, Options, Problem, Schedule, Workspace, registry};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// The setting with which methods round their inputs, which is faster where the processor has the instructions.
-const ROUNDED: (&str, &str) = ("precision", "bf16");
 /// A method that is further off than this on every screened key head, whatever its budget, is of no use.
 const USELESS: f64 = 0.9;
 
@@ -58,13 +56,21 @@ fn is_baseline(chosen: &Chosen) -> bool {
     std::ptr::eq(chosen.method, registry::baseline()) && chosen.options.is_empty()
 }
 
-/// A method as it is chosen, after itself with rounded inputs where it has that and nothing was said about it.
+/// A method as it is chosen, after itself with each value that its entry offers beside a default, such as rounded
+/// inputs, where nothing was said about that parameter.
 fn variants(chosen: &Chosen) -> Vec<Chosen> {
-    let (name, value) = ROUNDED;
-    let rounds = chosen.options.get(name).is_none() && chosen.method.params.iter().any(|p| p.name == name);
-    let rounded =
-        rounds.then(|| Chosen { options: chosen.options.clone().with(name, value), ..chosen.clone() });
-    rounded.into_iter().chain([chosen.clone()]).collect()
+    let mut all = Vec::new();
+    for t in chosen.method.tunable.iter().filter(|t| chosen.options.get(t.param).is_none()) {
+        if let Steps::Values(values) = t.ladder {
+            let with = |value: &&str| Chosen {
+                options: chosen.options.clone().with(t.param, *value),
+                ..chosen.clone()
+            };
+            all.extend(values.iter().map(with));
+        }
+    }
+    all.push(chosen.clone());
+    all
 }
 
 /// The budgets of a method that it accepts for a problem; empty where it cannot do it.
@@ -324,6 +330,9 @@ impl<'a> Search<'a> {
 mod tests {
     use super::*;
     use crate::select::Choice;
+
+    /// The setting with which exact attention rounds its inputs.
+    const ROUNDED: (&str, &str) = ("precision", "bf16");
 
     fn settings(methods: &[&str], max_error: f64) -> Settings {
         let methods: Vec<String> = methods.iter().map(|m| m.to_string()).collect();

@@ -28,7 +28,7 @@
 
 use crate::engine::{Fallback, attend_subset, exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Status};
+use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Status, Tunable};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::cluster::order_by;
@@ -62,6 +62,8 @@ pub static METHOD: Method = Method {
         &[("weights", "softmax"), ("filter", "true"), ("radius", "2.2"), ("rounds", "3")],
         &[("hashes", "0"), ("rounds", "2")],
     ],
+    subsets: &[&[("weights", "softmax"), ("rounds", "3"), ("hashes", "2")]],
+    tunable: &[Tunable::budget("rounds")],
     ..Method::of::<Params>()
 };
 

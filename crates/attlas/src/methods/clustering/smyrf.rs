@@ -36,7 +36,9 @@ use crate::engine::{
     buckets_scratch_len, exact_group, exact_rows, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupPlan};
-use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
+};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{DType, Mask, MatRef, Problem, Real, Result};
@@ -68,6 +70,9 @@ pub static METHOD: Method = Method {
         &[("rounds", "2"), ("block", "8"), ("merge", "multiset"), ("min_len", "24"), ("sinks", "3")],
         &[("rounds", "2"), ("block", "8"), ("min_len", "16"), ("sinks", "1"), ("always", "40+70-71")],
     ],
+    subsets: &[&[("rounds", "2"), ("block", "6"), ("min_len", "9")]],
+    exact_below: Some("min_len"),
+    tunable: &[Tunable::budget("block")],
     ..Method::of::<Params>()
 };
 

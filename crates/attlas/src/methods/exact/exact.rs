@@ -22,7 +22,7 @@
 
 use crate::engine::{Operands, exact_group_with, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Claims, Cost, Family, Method, RunInfo, Spec};
+use crate::method::{Accepted, Claims, Cost, Family, Method, RunInfo, Spec, Tunable};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::{self, pages};
@@ -35,6 +35,7 @@ pub static METHOD: Method = Method {
     reference: "milakov2018, dao2022",
     claims: Claims { decode: true, ..Claims::BASE },
     probes: &[],
+    tunable: &[Tunable::values("precision", &["bf16"])],
     ..Method::of::<Params>()
 };
 

@@ -20,7 +20,7 @@
 
 use crate::engine::{Operands, exact_group, exact_group_with, exact_rows_with, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Tunable};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::{Band, Precision, merge_lse};
@@ -39,6 +39,8 @@ pub static METHOD: Method = Method {
         ..Claims::BASE
     },
     probes: &[&[("sinks", "3"), ("window", "11")], &[("sinks", "0"), ("window", "1")]],
+    subsets: &[&[("sinks", "2"), ("window", "6")]],
+    tunable: &[Tunable::budget("window"), Tunable::values("precision", &["bf16"])],
     ..Method::of::<Params>()
 };
 

@@ -19,7 +19,7 @@
 
 use crate::engine::{exact_group, exact_scratch_bytes, top_indices};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Accepted, Budget, Claims, Cost, Family, Method, RunInfo, Spec, Status};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Method, RunInfo, Spec, Status, Tunable};
 use crate::{Problem, Real, Result};
 use attlas_num::kernels::{axpy, matvec, softmax_in_place};
 
@@ -31,6 +31,8 @@ pub static METHOD: Method = Method {
     reference: "gupta2021",
     claims: Claims { exact_at: &[("keys", Budget::NumKeys)], ..Claims::BASE },
     probes: &[&[("keys", "9")]],
+    subsets: &[&[("keys", "5")]],
+    tunable: &[Tunable::budget("keys")],
     ..Method::of::<Params>()
 };
 

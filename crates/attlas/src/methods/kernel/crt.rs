@@ -38,7 +38,7 @@
 use crate::engine::linear::{Directions, ErrorModel, Linear, Positive, Prepared, Shape, Source};
 use crate::group::{Group, GroupPlan};
 use crate::method::{
-    Accepted, Calibration, Claims, Family, Law, Learn, Method, Promise, Spec, Support, Withdrawn,
+    Accepted, Calibration, Claims, Family, Law, Learn, Method, Promise, Spec, Support, Tunable, Withdrawn,
 };
 use crate::{Error, Inputs, Mask, MatRef, Problem, Qkv, Real, Result};
 use attlas_num::Mat;
@@ -96,6 +96,7 @@ pub static METHOD: Method = Method {
         &[("directions", "hadamard")],
         &[("directions", "orthogonal_regularised")],
     ],
+    tunable: &[Tunable::budget("features")],
     ..Method::of::<Params>()
 };
 

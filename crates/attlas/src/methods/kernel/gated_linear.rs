@@ -26,7 +26,7 @@
 
 use crate::engine::poly_state::{GEMM_SCRATCH_BYTES, ROWS};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Support};
+use crate::method::{Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Support, Tunable};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::{Op, axpy, gemm};
@@ -55,6 +55,7 @@ pub static METHOD: Method = Method {
         &[("block", "32"), ("views", "split"), ("length", "8")],
         &[("block", "100"), ("far", "false")],
     ],
+    tunable: &[Tunable::budget("block")],
     ..Method::of::<Params>()
 };
 

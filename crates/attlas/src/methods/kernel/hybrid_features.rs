@@ -29,7 +29,7 @@ use crate::engine::linear::{
     Source,
 };
 use crate::group::{Group, GroupPlan};
-use crate::method::{Accepted, Claims, Family, Law, Method, Promise, Spec, Support, Withdrawn};
+use crate::method::{Accepted, Claims, Family, Law, Method, Promise, Spec, Support, Tunable, Withdrawn};
 use crate::{Error, Mask, Mat, MatRef, Problem, Real, Result};
 use attlas_num::cluster::kmeans::{self, kmeans};
 use attlas_num::rng::StreamKey;
@@ -78,6 +78,7 @@ pub static METHOD: Method = Method {
         &[("kind", "gaussian"), ("bases", "8"), ("weights", "3"), ("tau", "2")],
         &[("kind", "clusters"), ("bases", "8"), ("clusters", "3")],
     ],
+    tunable: &[Tunable::budget("bases")],
     ..Method::of::<Params>()
 };
 

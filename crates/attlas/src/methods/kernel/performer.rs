@@ -34,7 +34,7 @@ use crate::engine::linear::{
     DenominatorPolicy, Directions, ErrorModel, Linear, Positive, Prepared, Shape, Signed, Source,
 };
 use crate::group::{Group, GroupPlan};
-use crate::method::{Accepted, Claims, Family, Method, Promise, Spec, Support, Withdrawn};
+use crate::method::{Accepted, Claims, Family, Method, Promise, Spec, Support, Tunable, Withdrawn};
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels;
 use attlas_num::sketch::features::{ExpFeatures, Exponent, RandomRelu, Trig, default_num_features};
@@ -106,6 +106,7 @@ pub static METHOD: Method = Method {
         &[("map", "relu"), ("directions", "orthogonal_regularised")],
         &[("feature_eps", "0.001")],
     ],
+    tunable: &[Tunable::budget("features")],
     ..Method::of::<Params>()
 };
 

@@ -30,7 +30,7 @@ use crate::engine::poly_state::{
     Form, Guard, HalfSketch, PowerKernel, Prepare, SketchAttention, SketchStream, unit_into,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Support};
+use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Support, Tunable};
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::rng::StreamKey;
@@ -73,6 +73,7 @@ pub static METHOD: Method = Method {
         ],
         &[("degree", "2"), ("block", "64"), ("c0", "0"), ("beta", "2")],
     ],
+    tunable: &[Tunable::budget("features")],
     ..Method::of::<Params>()
 };
 

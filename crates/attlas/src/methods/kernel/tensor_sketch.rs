@@ -26,7 +26,7 @@ use crate::engine::poly_state::{
     Form, Guard, HalfSketch, PowerKernel, Prepare, Signed, SketchAttention, SketchStream,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Support};
+use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Support, Tunable};
 use crate::workspace::Context;
 use crate::{Error, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::MapOptions;
@@ -64,6 +64,7 @@ pub static METHOD: Method = Method {
         ],
         &[("degree", "3"), ("nonneg", "none"), ("features", "16"), ("c", "2"), ("block", "9")],
     ],
+    tunable: &[Tunable::budget("features")],
     ..Method::of::<Params>()
 };
 

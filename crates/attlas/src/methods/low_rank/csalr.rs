@@ -28,7 +28,9 @@ use crate::engine::landmarks::{landmark_attention, landmark_flops, landmark_scra
 use crate::engine::pool::{Parts, Segments};
 use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
+};
 use crate::{DType, Mask, Problem, Real, Result};
 use attlas_num::Mat;
 use attlas_num::kernels::axpy;
@@ -58,6 +60,7 @@ pub static METHOD: Method = Method {
         &[("landmarks", "12"), ("pool", "windows")],
         &[("landmarks", "9"), ("pool", "windows"), ("grid_width", "7")],
     ],
+    tunable: &[Tunable::budget("landmarks")],
     ..Method::of::<Params>()
 };
 

@@ -34,7 +34,9 @@ use crate::engine::gaussian::{self, Points, Sampling, SolverKind, Source};
 use crate::engine::moments::mean_of;
 use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
-use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
+};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result, TensorRef};
 use attlas_num::randla::{GaussianKernel, rp_cholesky, rpcholesky};
@@ -80,6 +82,7 @@ pub static METHOD: Method = Method {
         ],
         &[("landmarks", "12"), ("sampling", "rpcholesky"), ("source", "both"), ("fallback", "zero_clip")],
     ],
+    tunable: &[Tunable::budget("landmarks")],
     ..Method::of::<Params>()
 };
 

@@ -32,7 +32,7 @@ use crate::engine::pool::{Segments, clip_rows, column_ranges, log_lens};
 use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupPlan};
 use crate::method::{
-    Accepted, Budget, Calibration, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support,
+    Accepted, Budget, Calibration, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
 };
 use crate::{Error, Mask, Problem, Real, Result};
 use attlas_num::Mat;
@@ -65,6 +65,7 @@ pub static METHOD: Method = Method {
         &[("landmarks", "1"), ("pinv", "newton_schulz")],
         &[("landmarks", "30"), ("pinv", "chebyshev")],
     ],
+    tunable: &[Tunable::budget("landmarks")],
     ..Method::of::<Params>()
 };
 

@@ -28,7 +28,9 @@
 
 use crate::engine::gaussian::{self, Points, Sampling, SolverKind, Source};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Status, Support};
+use crate::method::{
+    Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Status, Support, Tunable,
+};
 use crate::workspace::Context;
 use crate::{Mask, Mat, MatRef, Problem, Real, Result};
 use attlas_num::randla::{GaussianKernel, rp_cholesky, rpcholesky};
@@ -61,6 +63,7 @@ pub static METHOD: Method = Method {
         &[("landmarks", "16"), ("sampling", "rpcholesky"), ("gamma", "0")],
         &[("landmarks", "16"), ("sampling", "rpcholesky"), ("source", "keys")],
     ],
+    tunable: &[Tunable::budget("landmarks")],
     ..Method::of::<Params>()
 };
 

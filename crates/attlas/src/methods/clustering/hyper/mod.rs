@@ -56,7 +56,9 @@ use crate::engine::{
     exact_group, exact_scratch_bytes, join_blocks, sinks_scratch_bytes, with_sinks,
 };
 use crate::group::{Group, GroupPlan};
-use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
+};
 use crate::params::Indices;
 use crate::{Error, Mask, Problem, Real, Result};
 use attlas_num::rng::StreamKey;
@@ -93,6 +95,9 @@ pub static METHOD: Method = Method {
         &[("block", "8"), ("samples", "24"), ("n_min", "8"), ("variant", "theory"), ("sinks", "1")],
         &[("block", "8"), ("samples", "8"), ("n_min", "8"), ("sinks", "2"), ("always", "30+90")],
     ],
+    subsets: &[&[("block", "6"), ("samples", "0"), ("n_min", "4")]],
+    exact_below: Some("n_min"),
+    tunable: &[Tunable::budget("block"), Tunable::budget("samples")],
     ..Method::of::<Params>()
 };
 

@@ -51,7 +51,9 @@ use crate::engine::{
     exact_group, exact_rows, exact_scratch_bytes, sinks_scratch_bytes, with_sinks,
 };
 use crate::group::{Group, GroupPlan, Queries};
-use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
+};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
@@ -100,6 +102,9 @@ pub static METHOD: Method = Method {
             ("sinks", "1"),
         ],
     ],
+    subsets: &[&[("block", "6"), ("samples", "0"), ("n_min", "4")]],
+    exact_below: Some("n_min"),
+    tunable: &[Tunable::budget("block"), Tunable::budget("samples"), Tunable::values("precision", &["bf16"])],
     ..Method::of::<Params>()
 };
 

@@ -48,7 +48,9 @@ mod state;
 
 use crate::engine::{ALWAYS_LEAKS, FirstKeys, always_leaks, exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
+};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
@@ -98,6 +100,8 @@ pub static METHOD: Method = Method {
         &[("ratio", "0.25"), ("budget", "12"), ("interval", "8"), ("window", "32"), ("always", "30+77")],
         &[("rope_base", "500"), ("rope_dim", "4"), ("budget", "0"), ("interval", "8"), ("window", "4096")],
     ],
+    subsets: &[&[("budget", "7"), ("interval", "4"), ("window", "16"), ("sinks", "1"), ("far", "drop")]],
+    tunable: &[Tunable::budget("budget")],
     ..Method::of::<Params>()
 };
 

@@ -44,7 +44,9 @@ use crate::engine::{
     exact_scratch_bytes, sinks_scratch_bytes, top_indices, with_sinks,
 };
 use crate::group::{Group, GroupPlan};
-use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
+};
 use crate::params::Indices;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::Mat;
@@ -86,6 +88,12 @@ pub static METHOD: Method = Method {
         &[("keys", "30"), ("block", "8"), ("n_min", "9"), ("always", "5+60")],
         &[("keys", "30"), ("block", "30"), ("n_min", "5"), ("score", "norm2"), ("select", "drawn")],
     ],
+    subsets: &[
+        &[("keys", "9"), ("block", "9"), ("n_min", "4")],
+        &[("keys", "12"), ("block", "5"), ("n_min", "4"), ("score", "norm2"), ("sinks", "1")],
+    ],
+    exact_below: Some("n_min"),
+    tunable: &[Tunable::budget("block"), Tunable::budget("samples")],
     ..Method::of::<Params>()
 };
 

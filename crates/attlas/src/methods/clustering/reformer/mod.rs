@@ -40,7 +40,7 @@ use crate::engine::{
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
-    Accepted, Budget, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Status, Support,
+    Accepted, Budget, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Status, Support, Tunable,
 };
 use crate::params::Indices;
 use crate::workspace::Context;
@@ -79,6 +79,11 @@ pub static METHOD: Method = Method {
         &[("keys", "shared"), ("rounds", "2"), ("block", "8"), ("merge", "multiset"), ("wrap", "true")],
         &[("rounds", "3"), ("block", "8"), ("wrap", "true"), ("buckets", "12")],
     ],
+    subsets: &[
+        &[("rounds", "2"), ("block", "6")],
+        &[("rounds", "1"), ("block", "5"), ("before", "0"), ("across_buckets", "false")],
+    ],
+    tunable: &[Tunable::budget("block")],
     ..Method::of::<Params>()
 };
 

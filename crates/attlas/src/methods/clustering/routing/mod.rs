@@ -42,7 +42,7 @@ use crate::engine::{
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, Needs, RunInfo, Spec, Status,
-    Support,
+    Support, Tunable,
 };
 use crate::params::Indices;
 use crate::{Mask, Mat, MatRef, Problem, Real, Result};
@@ -81,6 +81,8 @@ pub static METHOD: Method = Method {
         &[("clusters", "9"), ("window", "9"), ("merge", "multiset"), ("assignment", "top_w")],
         &[("clusters", "9"), ("window", "4"), ("fallback", "sink_window"), ("prefix", "5"), ("iters", "2")],
     ],
+    subsets: &[&[("clusters", "5"), ("window", "6"), ("prefix", "8")]],
+    tunable: &[Tunable::budget("window")],
     ..Method::of::<Params>()
 };
 

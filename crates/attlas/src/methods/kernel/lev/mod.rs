@@ -40,7 +40,7 @@ mod universal;
 use crate::engine::exact_scratch_bytes;
 use crate::engine::poly_state::{GEMM_SCRATCH_BYTES, PowerKernel};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Support};
+use crate::method::{Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Support, Tunable};
 use crate::{Mask, Problem, Real, Result};
 use attlas_num::kernels::dot;
 use attlas_num::randla::lewis_scratch_bytes;
@@ -75,6 +75,7 @@ pub static METHOD: Method = Method {
         &[("keys", "9"), ("degree", "3"), ("window", "12"), ("block", "8")],
         &[("eps", "0.1"), ("degree", "1.5"), ("block", "32")],
     ],
+    tunable: &[Tunable::budget("keys")],
     ..Method::of::<Params>()
 };
 

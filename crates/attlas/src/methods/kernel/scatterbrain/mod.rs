@@ -43,7 +43,8 @@ use crate::engine::linear::{self, Directions, ErrorModel, Positive};
 use crate::engine::{exact_group, exact_scratch_bytes, tile_logits_len};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
-    Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Withdrawn,
+    Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
+    Withdrawn,
 };
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::{ExpFeatures, Exponent, optimal_a};
@@ -105,6 +106,7 @@ pub static METHOD: Method = Method {
         &[("keys", "0"), ("directions", "hadamard")],
         &[("keys", "3"), ("directions", "orthogonal_regularised")],
     ],
+    tunable: &[Tunable::budget("keys")],
     ..Method::of::<Params>()
 };
 

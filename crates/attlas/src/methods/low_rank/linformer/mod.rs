@@ -41,6 +41,7 @@ use crate::engine::{exact_group, exact_rows, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, RunInfo, Spec, Status, Support,
+    Tunable,
 };
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::Band;
@@ -68,6 +69,7 @@ pub static METHOD: Method = Method {
         &[("rank", "1")],
         &[("rank", "12"), ("source", "gaussian")],
     ],
+    tunable: &[Tunable::budget("rank")],
     ..Method::of::<Params>()
 };
 

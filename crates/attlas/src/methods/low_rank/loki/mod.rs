@@ -38,6 +38,7 @@ use crate::engine::{Threshold, attend_subset, exact_group, exact_rows, exact_scr
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, RowBlock};
 use crate::method::{
     Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, Needs, RunInfo, Spec, Status,
+    Tunable,
 };
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
@@ -71,6 +72,12 @@ pub static METHOD: Method = Method {
         &[("min_len", "20"), ("fraction", "0.1"), ("variance", "0.7"), ("group_select", "group_max")],
         &[("min_len", "1"), ("basis", "qk_optimal"), ("rank", "2")],
     ],
+    subsets: &[
+        &[("rank", "1"), ("keys", "6"), ("min_len", "0")],
+        &[("keys", "6"), ("min_len", "0"), ("group_select", "group_max"), ("basis", "qk_optimal")],
+    ],
+    exact_below: Some("min_len"),
+    tunable: &[Tunable::budget("keys")],
     ..Method::of::<Params>()
 };
 

@@ -43,7 +43,7 @@ use crate::engine::coreset::{
 };
 use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Tunable};
 use crate::{Mask, Problem, Real, Result};
 use attlas_num::randla::rpcholesky;
 pub use compress::Compressor;
@@ -83,6 +83,7 @@ pub static METHOD: Method = Method {
         &[("rank", "1"), ("ratio", "0.3"), ("block", "20"), ("clip", "false"), ("query_norm", "4")],
         &[("rank", "7"), ("fallback", "zero_clip"), ("pivoting", "accelerated"), ("pivot_block", "4")],
     ],
+    tunable: &[Tunable::budget("rank")],
     ..Method::of::<Params>()
 };
 
