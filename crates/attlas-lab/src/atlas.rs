@@ -334,7 +334,7 @@ fn word(value: impl Serialize) -> String {
     serde_json::to_value(value).ok().and_then(|v| v.as_str().map(|s| s.replace('_', " "))).unwrap_or_default()
 }
 
-/// The setting and the promise that it withdraws, such as `map = trig no promise of unbiased`.
+/// The setting and the promise that it withdraws, such as `map = trig it does not promise unbiased`.
 fn withdrawn(w: &Withdrawn) -> String {
     let Withdrawn { param, value, promise, .. } = w;
     let setting = match *value {

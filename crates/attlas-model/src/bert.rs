@@ -151,7 +151,7 @@ impl<'a> Encoder<'a> {
                     apply_all(&mut jobs, MatRef::new(&x, rows, d), ctx.scratch);
                 });
                 let view = |data| TensorRef::bnhd(data, dims);
-                let inputs = Qkv { q: view(&q)?, k: view(&k)?, v: view(&v)?, key_lens: batch.key_lens() };
+                let inputs = Qkv { key_lens: batch.key_lens(), ..Qkv::new(view(&q)?, view(&k)?, view(&v)?) };
                 look(l, &inputs);
                 let out = Out::new(TensorMut::bnhd(&mut heads, dims)?);
                 info = info.merge(plan.execute(&Inputs::F32(inputs), &mut out.into(), ws)?);

@@ -4,7 +4,7 @@
 //! runner here checks shapes, reads strides, cuts off padding, runs groups in parallel, hands out scratch
 //! memory and the names of random streams, and writes outputs in the caller's layout.
 
-use crate::method::{Cost, Plan, RunInfo, Stream};
+use crate::method::{Cost, Plan, RunInfo, Spec, Stream, Support};
 use crate::problem::Dims;
 use crate::workspace::Context;
 use crate::{Error, Inputs, Mask, Out, Output, Problem, Qkv, Result, Tensor, TensorRef, Workspace};
@@ -165,10 +165,13 @@ impl<'a, T: Real> Group<'a, T> {
 
     /// Keys that row `i` of a head sees: `0..visible(i)`.
     pub fn visible(&self, i: usize) -> usize {
-        match self.mask {
-            Mask::None => self.n_k(),
-            Mask::Causal => (self.n_k() + i + 1).saturating_sub(self.n_q()).min(self.n_k()),
-        }
+        self.mask.visible(self.n_q(), self.n_k(), i)
+    }
+
+    /// Neither NaN nor an infinity is in queries, keys or values.
+    pub fn is_finite(&self) -> bool {
+        let finite = |row: &[T]| row.iter().all(|x| x.is_finite());
+        self.q.iter_rows().all(finite) && self.k.iter_rows().all(finite) && self.v.iter_rows().all(finite)
     }
 
     /// Pairs of a query row and a key it sees, over all heads of the group.
@@ -264,6 +267,12 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
         true
     }
 
+    /// Whether `run` may return an error. Results then pass through scratch memory, so that an error leaves the
+    /// caller's output as it was.
+    fn can_fail(&self) -> bool {
+        true
+    }
+
     /// Decoding for one group, where the method can.
     fn stream<T: Real>(&self, problem: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
         let _ = (problem, index);
@@ -272,8 +281,8 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
 }
 
 /// The whole problem as a [`Plan`]. Not public: [`Spec::plan_with`](crate::method::Spec::plan_with) checks first.
-pub(crate) fn boxed<P: GroupPlan>(plan: P, problem: &Problem) -> Box<dyn Plan> {
-    Box::new(Grouped { problem: *problem, plan })
+pub(crate) fn boxed<S: Spec, P: GroupPlan>(spec: S, plan: P, problem: &Problem) -> Box<dyn Plan> {
+    Box::new(Grouped { problem: *problem, spec, plan })
 }
 
 /// Decoding for one group.
@@ -319,12 +328,13 @@ pub trait GroupStream<T: Real>: Debug + Send {
 
 /// A [`GroupPlan`] over all groups of a problem.
 #[derive(Debug)]
-struct Grouped<P> {
+struct Grouped<S, P> {
     problem: Problem,
+    spec: S,
     plan: P,
 }
 
-impl<P: GroupPlan> Plan for Grouped<P> {
+impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
     fn problem(&self) -> &Problem {
         &self.problem
     }
@@ -336,8 +346,9 @@ impl<P: GroupPlan> Plan for Grouped<P> {
     fn workspace_bytes(&self, threads: usize) -> usize {
         let p = &self.problem;
         let in_flight = (p.batch * p.n_kv_heads).min(threads.max(1)).max(1);
-        // Log-sum-exp the caller did not ask for, and outputs whose layout is not ours, pass through scratch.
-        let staging = p.batch * p.n_heads * p.n_q * (p.d_v + 1) * size_of::<f64>() + 128;
+        // Log-sum-exp the caller did not ask for, outputs whose layout is not ours and rows that an error must not
+        // touch pass through scratch; those of a padded prompt once more.
+        let staging = 2 * (p.batch * p.n_heads * p.n_q * (p.d_v + 1) * size_of::<f64>() + 128);
         in_flight * self.plan.scratch_bytes(p, threads.max(1), size_of::<f64>()) + staging
     }
 
@@ -357,24 +368,46 @@ impl<P: GroupPlan> Plan for Grouped<P> {
     }
 }
 
-impl<P: GroupPlan> Grouped<P> {
+impl<S: Spec, P: GroupPlan> Grouped<S, P> {
+    /// The problem of one call, whose lengths may be smaller than the planned ones.
+    fn call(&self, n_q: usize, n_k: usize) -> Result<Problem> {
+        let p = &self.problem;
+        let call = p.with_lens(n_q, n_k);
+        if (n_q, n_k) == (p.n_q, p.n_k) {
+            return Ok(call);
+        }
+        if n_q > p.n_q || n_k > p.n_k {
+            return Err(Error::shape(
+                "lengths",
+                format!("at most {} queries and {} keys, as planned", p.n_q, p.n_k),
+                format!("{n_q} and {n_k}"),
+            ));
+        }
+        let Support { reasons } = self.spec.supports(&call);
+        if reasons.is_empty() {
+            Ok(call)
+        } else {
+            Err(Error::Unsupported { method: S::METHOD.id.into(), reasons })
+        }
+    }
+
     fn execute_typed<T: Real>(
         &self,
         x: &Qkv<'_, T>,
         out: &mut Out<'_, T>,
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
-        let p = &self.problem;
+        let p = &self.call(x.q.dims()[2], x.k.dims()[2])?;
         x.validate(p)?;
         out.validate(p)?;
         if out.lse.is_some() && !self.plan.has_lse() {
             return Err(Error::Unsupported {
-                method: "this plan".into(),
+                method: S::METHOD.id.into(),
                 reasons: vec!["it has no log-sum-exp: its sums are not exponentials of logits".into()],
             });
         }
         ws.install(|cx| {
-            with_staging(p, out, cx, |o, lse| {
+            with_staging(p, out, cx, !self.plan.can_fail(), |o, lse| {
                 let rows = p.group_size() * p.n_q;
                 let groups = p.batch * p.n_kv_heads;
                 let cx = Context { groups, ..cx };
@@ -392,12 +425,27 @@ impl<P: GroupPlan> Grouped<P> {
                     .map(|(g, out, lse)| {
                         let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
                         let group = group_of(p, x, index, out, lse, cx);
-                        self.plan.run(group)
+                        let rows = x.valid_rows(p, index.batch);
+                        if rows == p.n_q { answer(&self.plan, group) } else { self.run_padded(group, rows) }
                     })
                     .collect();
                 Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
             })
         })
+    }
+
+    /// The first `rows` rows of every head; the rest is padding and sees nothing.
+    fn run_padded<T: Real>(&self, mut group: Group<'_, T>, rows: usize) -> Result<RunInfo> {
+        let (heads, n_q, d_v, cx) = (group.q.heads(), group.n_q(), group.d_v(), group.cx);
+        let (mut o, mut lse) = (cx.scratch.take::<T>(heads * rows * d_v), cx.scratch.take::<T>(heads * rows));
+        let q = group.q.rows(0..rows);
+        let info = answer(&self.plan, Group { q, out: &mut o, lse: &mut lse, ..group.reborrow() })?;
+        group.fill_empty();
+        for h in 0..heads {
+            group.out[h * n_q * d_v..][..rows * d_v].copy_from_slice(&o[h * rows * d_v..][..rows * d_v]);
+            group.lse[h * n_q..][..rows].copy_from_slice(&lse[h * rows..][..rows]);
+        }
+        Ok(RunInfo { empty_rows: info.empty_rows + (heads * (n_q - rows)) as u64, ..info })
     }
 
     fn stream_typed<T: Real>(&self, wrap: fn(GroupedStream<T>) -> Box<dyn Stream>) -> Option<Box<dyn Stream>>
@@ -440,38 +488,67 @@ fn group_of<'a, T: Real>(
     }
 }
 
+/// Runs one group. NaN and infinities that leave a method without an answer give NaN in all rows of their own
+/// group, so that other groups keep their answers. With a causal mask such rows would include some that see none of
+/// them: there, the error stands.
+fn answer<T: Real, P: GroupPlan>(plan: &P, mut group: Group<'_, T>) -> Result<RunInfo> {
+    match plan.run(group.reborrow()) {
+        Err(_) if group.mask == Mask::None && !group.is_finite() => {
+            group.out.fill(T::NAN);
+            group.lse.fill(T::NAN);
+            let mut info = RunInfo::default();
+            info.figures.insert("rows_without_answer", group.lse.len() as f64);
+            Ok(info)
+        }
+        result => result,
+    }
+}
+
 /// Gives `work` contiguous `[batch, heads, rows]` slices for outputs and log-sum-exp: the caller's own where
-/// they are laid out so, scratch memory otherwise, copied out at the end.
+/// `direct` and they are laid out so, scratch memory otherwise, copied out at the end.
 fn with_staging<T: Real>(
     p: &Problem,
     out: &mut Out<'_, T>,
     cx: Context<'_>,
+    direct: bool,
     work: impl FnOnce(&mut [T], &mut [T]) -> Result<RunInfo>,
 ) -> Result<RunInfo> {
     let rows = p.batch * p.n_heads * p.n_q;
-    let mut own_lse;
-    let lse = match &mut out.lse {
-        Some(lse) => &mut lse[..],
-        None => {
-            own_lse = cx.scratch.take::<T>(rows);
-            &mut own_lse[..]
-        }
+    let mut own_lse = (!direct || out.lse.is_none()).then(|| cx.scratch.take::<T>(rows));
+    let mut own_o = (!direct || !out.o.is_bhnd()).then(|| cx.scratch.take::<T>(rows * p.d_v));
+    let lse = match (&mut own_lse, &mut out.lse) {
+        (Some(lse), _) => &mut lse[..],
+        (None, Some(lse)) => &mut lse[..],
+        (None, None) => unreachable!("taken above"),
     };
-    if out.o.is_bhnd() {
-        return work(&mut out.o.data_mut()[..rows * p.d_v], lse);
+    let o = match &mut own_o {
+        Some(o) => &mut o[..],
+        None => &mut out.o.data_mut()[..rows * p.d_v],
+    };
+    let info = work(o, lse)?;
+    if let (Some(lse), Some(target)) = (&own_lse, &mut out.lse) {
+        target.copy_from_slice(lse);
     }
-    let mut staged = cx.scratch.take::<T>(rows * p.d_v);
-    let info = work(&mut staged, lse)?;
-    let mut source = staged.chunks_exact(p.d_v);
-    for b in 0..p.batch {
-        for h in 0..p.n_heads {
-            for (i, row) in (0..p.n_q).zip(&mut source) {
-                out.o.row_mut(b, h, i).copy_from_slice(row);
+    if let Some(staged) = own_o {
+        if out.o.is_bhnd() {
+            let target = out.o.data_mut()[..rows * p.d_v].par_chunks_mut(COPIED);
+            target.zip(staged.par_chunks(COPIED)).for_each(|(dst, src)| dst.copy_from_slice(src));
+            return Ok(info);
+        }
+        let mut source = staged.chunks_exact(p.d_v);
+        for b in 0..p.batch {
+            for h in 0..p.n_heads {
+                for (i, row) in (0..p.n_q).zip(&mut source) {
+                    out.o.row_mut(b, h, i).copy_from_slice(row);
+                }
             }
         }
     }
     Ok(info)
 }
+
+/// Elements that a thread copies at a time: a task costs a microsecond, as much as copying some of them.
+const COPIED: usize = 1 << 16;
 
 /// Streams of all groups of a problem.
 #[derive(Debug)]
@@ -540,7 +617,7 @@ impl<T: Typed> GroupedStream<T> {
             return Ok(RunInfo::default());
         }
         ws.install(|cx| {
-            with_staging(&p, out, cx, |o, lse| {
+            with_staging(&p, out, cx, true, |o, lse| {
                 let infos: Result<Vec<RunInfo>> = self
                     .groups
                     .par_iter_mut()

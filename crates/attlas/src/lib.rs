@@ -48,5 +48,5 @@ pub use error::{Error, Result};
 pub use group::{Group, GroupPlan, GroupStream};
 pub use method::{Calibration, Claims, Cost, Family, Method, Plan, RunInfo, Spec, Status, Stream, Support};
 pub use params::Options;
-pub use problem::{Inputs, Mask, Out, Output, Problem, Qkv, Tensor, TensorMut, TensorRef};
+pub use problem::{Align, Inputs, Mask, Out, Output, Problem, Qkv, Tensor, TensorMut, TensorRef};
 pub use workspace::{Context, Schedule, Workspace};

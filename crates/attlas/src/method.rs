@@ -206,7 +206,8 @@ pub trait Spec: ParamSet {
         if let Some(c) = calibration {
             c.check(method.id, problem)?;
         }
-        Ok(boxed(self.build(Accepted { problem, calibration })?, problem))
+        let plan = self.clone().build(Accepted { problem, calibration })?;
+        Ok(boxed(self, plan, problem))
     }
 }
 
@@ -252,7 +253,10 @@ impl Method {
     }
 }
 
-/// A problem with everything decided that can be decided before the data is seen.
+/// A problem with the decisions that need no data.
+///
+/// The planned numbers of queries and keys are capacities: [`execute`](Self::execute) takes as many or fewer, so that
+/// one plan serves a cache that grows. What a method decides from the length, it decides from the planned one.
 pub trait Plan: Debug + Send + Sync {
     /// What was planned.
     fn problem(&self) -> &Problem;
@@ -264,7 +268,9 @@ pub trait Plan: Debug + Send + Sync {
     fn workspace_bytes(&self, threads: usize) -> usize;
 
     /// Computes the output, and the log-sum-exp where the output asks for it. Nothing is written when an
-    /// error is returned.
+    /// error is returned. NaN and infinities in the inputs of one key head leave the others their answers: rows that
+    /// see them are NaN, and where a method then has no answer at all, so are all rows of that key head, unless a
+    /// causal mask forbids it.
     fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
 
     /// Token-by-token decoding, where the method can; empty at first.

@@ -296,7 +296,7 @@ impl<'a> Group<'a> {
                 }
             }
             for (r, row) in output.chunks_exact_mut(d_v).enumerate() {
-                let seen = visible(p, r % p.n_q);
+                let seen = p.visible(r % p.n_q);
                 if seen > 0 {
                     let sum = &sums[seen * d_v..][..d_v];
                     row.iter_mut().zip(sum).for_each(|(o, s)| *o = (s / seen as f64) as f32);
@@ -328,13 +328,5 @@ impl<'a> Group<'a> {
             run_seconds: seconds / self.problem.n_heads as f64,
             runs: self.exact_seconds.len(),
         }));
-    }
-}
-
-/// Keys that row `i` sees.
-fn visible(p: &Problem, i: usize) -> usize {
-    match p.mask {
-        Mask::None => p.n_k,
-        Mask::Causal => (p.n_k + i + 1).saturating_sub(p.n_q).min(p.n_k),
     }
 }

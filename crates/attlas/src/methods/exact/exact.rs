@@ -87,6 +87,10 @@ impl GroupPlan for Exact {
         exact_group_with(&mut g, self.precision)
     }
 
+    fn can_fail(&self) -> bool {
+        false
+    }
+
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
         Some(Box::new(ExactStream {
             k: Vec::new(),

@@ -352,7 +352,7 @@ mod tests {
             let params =
                 Params::from_options(&options(&[("landmarks", "96"), ("pool", pool), ("grid_width", "12")]))
                     .unwrap();
-            let plan = crate::group::boxed(Forced(Csalr::new(params).unwrap()), &x.problem);
+            let plan = crate::group::boxed(params.clone(), Forced(Csalr::new(params).unwrap()), &x.problem);
             let o = run_with(&*plan, &x, How { lse: false, ..How::default() }).unwrap().o;
             assert_rows_close(&o, &want, 1e-12, pool);
         }

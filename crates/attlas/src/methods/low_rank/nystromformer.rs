@@ -356,8 +356,10 @@ mod tests {
 
     fn forced(x: &Case, pairs: &[(&str, &str)]) -> Vec<f64> {
         let params = Params::from_options(&options(pairs)).unwrap();
-        let plan =
-            crate::group::boxed(Forced(Nystromformer::new(&x.problem, params, None).unwrap()), &x.problem);
+        let plan = {
+            let forced = Forced(Nystromformer::new(&x.problem, params.clone(), None).unwrap());
+            crate::group::boxed(params, forced, &x.problem)
+        };
         run_with(&*plan, x, How { lse: false, ..How::default() }).unwrap().o
     }
 
