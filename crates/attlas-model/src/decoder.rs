@@ -25,8 +25,8 @@ use crate::weights::{DecoderLayer, DecoderWeights, Weights};
 use attlas::cache::KvCache;
 use attlas::layer::{Layer, LayerCache};
 use attlas::{
-    DType, MatRef, Options, Out, Problem, Qkv, RunInfo, Schedule, Stream, TensorMut, TensorRef, Workspace,
-    registry,
+    DType, MatRef, Options, Out, Plan, Problem, Qkv, RunInfo, Schedule, Stream, TensorMut, TensorRef,
+    Workspace, registry,
 };
 use attlas_num::Scratch;
 use attlas_num::kernels::pages;
@@ -517,6 +517,9 @@ fn add_and_norm(x: &mut [f32], y: &[f32], weight: &[f32], eps: f64, normed: &mut
     }
 }
 
+/// Tokens that the first plan of a layer has room for.
+const ROOM: usize = 256;
+
 /// What one layer remembers, and what attends in it.
 #[derive(Debug)]
 struct LayerState {
@@ -525,6 +528,8 @@ struct LayerState {
     parts: Vec<Part>,
     /// For each part that decodes by a stream, the stream, once it was needed.
     streams: Vec<Option<Box<dyn Stream>>>,
+    /// For each part that is exact attention while it decodes, its plan, with room for more tokens than there are.
+    plans: Vec<Option<Box<dyn Plan>>>,
     cache: KvCache<f32>,
     /// The cache of a layer that attends as a whole, which uses none of the others.
     latents: Option<Box<dyn LayerCache>>,
@@ -536,6 +541,7 @@ impl LayerState {
             index,
             window: c.windows.get(index).copied().flatten(),
             streams: parts.iter().map(|_| None).collect(),
+            plans: parts.iter().map(|_| None).collect(),
             parts,
             cache: KvCache::new(1, c.n_kv_heads, c.head_dim, c.head_dim, 0),
             latents: None,
@@ -607,13 +613,25 @@ impl LayerState {
                 return Ok(stream.attend(q.into(), &mut out, ws)?);
             }
         }
-        let plan = match window {
-            Some(w) if n > 1 => {
+        let windowed = window.filter(|_| n > 1);
+        if windowed.is_none() && (decodes || part.is_baseline()) {
+            // Exact attention decides nothing from the lengths, so its plan is made once for all tokens that fit.
+            let fits = |p: &Problem| n <= p.n_q && problem.n_k <= p.n_k;
+            if !self.plans[i].as_ref().is_some_and(|plan| fits(plan.problem())) {
+                let room = problem.n_k.max(n).max(ROOM).next_power_of_two();
+                let options = if part.is_baseline() { part.options.clone() } else { Options::new() };
+                self.plans[i] = Some(registry::baseline().plan(&problem.with_lens(room, room), &options)?);
+            }
+            if let Some(plan) = &self.plans[i] {
+                return Ok(plan.execute(&inputs, &mut out, ws)?);
+            }
+        }
+        let plan = match windowed {
+            Some(w) => {
                 let (method, options) = registry::sliding_window(w);
                 method.plan(&problem, &options)?
             }
-            _ if decodes && !part.is_baseline() => registry::baseline().plan(&problem, &Options::new())?,
-            _ => part.method.plan(&problem, &part.options)?,
+            None => part.method.plan(&problem, &part.options)?,
         };
         Ok(plan.execute(&inputs, &mut out, ws)?)
     }
