@@ -1,13 +1,20 @@
 //! A method of your own, outside the registry: attention to every `stride`-th key.
 //!
 //! Write the numerics of one group of heads, say what you claim, and let the shared checks try to refute it:
-//! `cargo run -p attlas --features testkit --example your_own_method`.
+//! `cargo run -p attlas --features testkit --example your_own_method`. In a crate of your own:
+//!
+//! ```toml
+//! [dependencies]
+//! attlas = "0.1"
+//!
+//! [dev-dependencies]
+//! attlas = { version = "0.1", features = ["testkit"] }
+//! ```
 
 use attlas::engine::{exact_group, exact_rows, exact_scratch_bytes};
 use attlas::group::{Group, GroupPlan};
 use attlas::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
-use attlas::{MatRef, Options, Problem, Real, Result, metrics, testkit};
-use attlas_num::kernels::Band;
+use attlas::{Band, MatRef, Options, Problem, Real, Result, metrics, testkit};
 
 static METHOD: Method = Method {
     id: "strided",
