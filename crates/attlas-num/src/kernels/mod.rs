@@ -247,7 +247,8 @@ pub fn gemm<T: Real>(
         return;
     }
     assert!(m == 1 || c_stride >= n, "rows of the result overlap");
-    assert!(c.len() >= (m - 1) * c_stride + n, "the result does not fit");
+    let needed = (m - 1).checked_mul(c_stride).and_then(|last_row| last_row.checked_add(n));
+    assert!(needed.is_some_and(|needed| needed <= c.len()), "the result does not fit");
     T::gemm_on(isa, alpha, a, b, beta, c, c_stride, scratch);
 }
 
