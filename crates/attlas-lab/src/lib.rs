@@ -39,6 +39,7 @@ pub mod stats;
 pub mod survey;
 pub mod synthetic;
 pub mod table;
+pub mod task;
 pub mod text;
 pub mod trace;
 pub mod tune;
