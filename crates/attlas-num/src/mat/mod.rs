@@ -2,6 +2,15 @@
 //!
 //! A view never owns and never copies: a head of a `[batch, tokens, heads, d]` tensor is a [`MatRef`]
 //! whose row stride is `heads · d`. Columns are always contiguous, so a row is a slice.
+//!
+//! ```
+//! use attlas_num::MatRef;
+//!
+//! // Head 1 of a [tokens, heads, d] tensor with 3 tokens, 2 heads and width 2, without a copy.
+//! let tensor: Vec<i32> = (0..12).collect();
+//! let head = MatRef::with_stride(&tensor[2..], 3, 2, 4).unwrap();
+//! assert_eq!(head.row(2), [10, 11]);
+//! ```
 
 mod real;
 
