@@ -28,6 +28,7 @@ pub mod html;
 pub mod inspect;
 pub mod machine;
 mod npy;
+pub mod output;
 pub mod perplexity;
 pub mod report;
 mod run;
@@ -43,6 +44,7 @@ pub mod task;
 pub mod text;
 pub mod trace;
 pub mod tune;
+pub mod words;
 
 pub use calibration::Calibrations;
 pub use error::{Error, Result};

@@ -8,7 +8,7 @@ use crate::run::timed;
 use crate::task::{self, Task};
 use crate::text::Text;
 use crate::{Error, Result};
-use attlas::{Options, Schedule, Workspace};
+use attlas::{Options, Schedule, Status, Workspace};
 use attlas_model::decoder::{LOGIT_ROWS, Observer};
 use attlas_model::perplexity::{Divergence, Perplexity, Protocol, Window, nll};
 use attlas_model::{Decoder, Model, Recipe, Rows};
@@ -114,6 +114,9 @@ pub struct AgainstExact {
     pub exact_seconds: f64,
     /// Share of the scores of exact attention that were computed.
     pub keys_share: f64,
+    /// Whether the method's settings cover everything at this length, so that exact attention was computed under its
+    /// name and every prediction is the same to the bit.
+    pub fell_back: bool,
 }
 
 /// Runs the model over the text. `progress` is told tokens done, tokens in all, and the perplexity so far.
@@ -207,6 +210,9 @@ pub fn perplexity(
         delta_p_rms: divergence.delta_p().root_mean_square(),
         exact_seconds: exact.seconds,
         keys_share: subject.keys as f64 / (exact.keys as f64).max(1.0),
+        fell_back: subject.status == Status::Exact
+            && divergence.kl_quantile(1.0).is_some_and(|kl| kl == 0.0)
+            && divergence.delta_p().root_mean_square() == 0.0,
     });
     Ok(Record {
         text: text.source.clone(),
@@ -251,11 +257,21 @@ fn windows(protocol: Protocol, n: usize, bos: bool) -> Result<(Vec<Window>, &'st
     let (name, context, stride, cut) = match protocol {
         Protocol::Strided { window, stride } => {
             let inside = window.saturating_sub(less);
-            ("strided", window, stride, Protocol::Strided { window: inside, stride: stride.min(inside) })
+            if stride == 0 || stride > window {
+                return Err(Error::argument(
+                    "the stride",
+                    format!("1 to {window}, the tokens of a window"),
+                    stride,
+                ));
+            }
+            // Windows without overlap have one token of the text less each.
+            let stride = stride.min(inside);
+            ("strided", window, stride, Protocol::Strided { window: inside, stride })
         }
         Protocol::SecondHalf { window } => ("llamacpp", window, window, protocol),
         Protocol::Disjoint { window } => {
-            ("windows", window, window, Protocol::Disjoint { window: window.saturating_sub(less) })
+            let inside = window.saturating_sub(less);
+            ("windows", window, inside, Protocol::Disjoint { window: inside })
         }
     };
     Ok((cut.windows(n)?, name, context, stride))
@@ -269,6 +285,7 @@ struct Runner {
     sum: Perplexity,
     seconds: f64,
     keys: u64,
+    status: Status,
 }
 
 struct Stopper<'a>(&'a AtomicBool);
@@ -289,6 +306,7 @@ impl Runner {
             sum: Perplexity::default(),
             seconds: 0.0,
             keys: 0,
+            status: Status::default(),
         })
     }
 
@@ -299,6 +317,7 @@ impl Runner {
             timed(|| decoder.forward_observed(tokens, Rows::All, hidden, &mut Stopper(stop)));
         self.seconds += seconds;
         self.keys += self.decoder.info().keys_visited;
+        self.status = self.status.max(self.decoder.info().status);
         result
     }
 
@@ -311,5 +330,34 @@ impl Runner {
         self.seconds += seconds;
         let sum = &mut self.sum;
         self.logits.chunks(vocab).zip(targets).for_each(|(logits, &t)| sum.push(nll(logits, t)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_stride_that_runs_is_the_one_reported() {
+        let strided = |window, stride, bos| windows(Protocol::Strided { window, stride }, 100, bos);
+        let found = |r: Result<(Vec<Window>, &'static str, usize, usize)>| {
+            let (windows, _, context, stride) = r.unwrap();
+            (windows[1].tokens.start - windows[0].tokens.start, context, stride)
+        };
+        assert_eq!(found(strided(20, 5, false)), (5, 20, 5));
+        assert_eq!(found(strided(20, 20, true)), (19, 20, 19));
+        assert_eq!(found(windows(Protocol::Disjoint { window: 20 }, 100, true)), (19, 20, 19));
+        for stride in [0, 21, 9999] {
+            let message = strided(20, stride, false).unwrap_err().to_string();
+            assert!(message.contains("1 to 20"), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_protocol_that_scores_nothing_is_refused() {
+        let message = windows(Protocol::SecondHalf { window: 2 }, 100, false).unwrap_err().to_string();
+        assert!(message.contains("3 or more"), "{message}");
+        let (found, ..) = windows(Protocol::SecondHalf { window: 3 }, 100, false).unwrap();
+        assert!(found.iter().all(|w| w.targets.len() == 1));
     }
 }
