@@ -18,6 +18,7 @@ pub mod certify;
 pub mod compare;
 pub mod compress;
 pub mod convert;
+pub mod decompose;
 pub mod demo;
 mod error;
 pub mod extract;
