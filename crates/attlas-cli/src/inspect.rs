@@ -7,7 +7,7 @@ use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas_lab::inspect::{Inspection, Settings, inspect};
 use attlas_lab::survey::Figure;
-use attlas_lab::table::count;
+use attlas_lab::table::{count, wrap};
 use attlas_lab::{Error, output};
 use std::process::ExitCode;
 
@@ -73,5 +73,5 @@ fn show(result: &Inspection, common: &Common) {
         print(&format!("{heading}\n\n{}\n{masses}\n\n{}", result.table().text(), result.mass_table().text()));
     }
     note(common, "");
-    note(common, &result.legend());
+    note(common, &wrap(&result.legend()));
 }

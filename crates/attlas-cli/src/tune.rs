@@ -5,7 +5,7 @@ use crate::interrupt;
 use crate::progress::Progress;
 use crate::report::command_line;
 use crate::{Outcome, STOP, note, print, print_json};
-use attlas_lab::table::{number, percent};
+use attlas_lab::table::{number, percent, wrap};
 use attlas_lab::text::{Text, open_model};
 use attlas_lab::tune::{Effort, Ended, Settings, State, Tuned, extract_layers, key, tune};
 use attlas_lab::{Error, output};
@@ -147,6 +147,10 @@ fn show(tuned: &Tuned, common: &Common) {
         print(&format!("{heading}\n\n{}\n{}", tuned.round_table().markdown(), tuned.table().markdown()));
     } else {
         print(&format!("{heading}\n\n{}\n{}", tuned.round_table().text(), tuned.table().text()));
+    }
+    if !tuned.fell_back.is_empty() {
+        let ids = tuned.fell_back.join(", ");
+        note(common, &wrap(&format!("exact at this length, and so no choice of their own: {ids}")));
     }
     if let Some(why) = &tuned.note {
         print(&format!("\nexact attention everywhere: {why}\n"));

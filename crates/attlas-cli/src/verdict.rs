@@ -39,3 +39,42 @@ pub(crate) fn status(within: bool, common: &Common) -> ExitCode {
     note(common, "over the limit; --max-ppl-increase sets another, other settings lose less");
     ExitCode::from(1)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn quality(ppl_after: f64) -> Quality {
+        Quality {
+            scored: 100,
+            window: 50,
+            ppl_before: 20.0,
+            ppl_before_se: 1.0,
+            ppl_after,
+            ppl_after_se: 1.0,
+            nll_increase: 0.0,
+            nll_increase_se: 0.0,
+            kl_mean: 0.0,
+            kl_se: 0.0,
+            kl_median: None,
+            kl_q99: None,
+            same_top: 1.0,
+            max_logit_diff: 0.0,
+        }
+    }
+
+    #[test]
+    fn a_ruined_model_and_one_that_grew_are_called_so() {
+        let limit = Limit { max_ppl_increase: 0.5 };
+        let (said, within) = of(&quality(22.0), limit, Some((100 << 20, 90 << 20)));
+        assert_eq!(
+            (said.as_str(), within),
+            ("Within 50 %: perplexity 20.00 -> 22.00 (+10.0 %), 100M -> 90M.", true)
+        );
+        let (said, within) = of(&quality(381_848.0), limit, Some((92 << 20, 184 << 20)));
+        assert!(!within && said.starts_with("This model no longer predicts"), "{said}");
+        assert!(said.contains("larger than before: 92M -> 184M"), "{said}");
+        assert!(!of(&quality(f64::NAN), limit, None).1 && !of(&quality(30.1), limit, None).1);
+        assert!(of(&quality(30.1), Limit { max_ppl_increase: 1.0 }, None).1);
+    }
+}

@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};
 use support::{Folder, attlas, json};
 
@@ -87,19 +88,25 @@ fn inputs_links_and_files_of_the_users_own_survive() {
 #[test]
 #[cfg(unix)]
 fn a_request_to_terminate_keeps_what_is_finished() {
-    let source = "synthetic:gaussian,n=1k,d=64,heads=16";
-    let child = command(&["compare", source, "--seeds", "50", "--json"])
+    let source = "synthetic:gaussian,n=256,d=16,heads=400";
+    let mut child = command(&["compare", source, "--methods", "top_k", "--progress", "--json"])
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    std::thread::sleep(std::time::Duration::from_millis(1500));
+    let mut notes = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.starts_with("3/") {
+        line.clear();
+        assert!(notes.read_line(&mut line).unwrap() > 0, "it ended before it was to terminate");
+    }
     let sent = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
     assert!(sent.success());
-    let output = child.wait_with_output().unwrap();
-    let err = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(130), "{err}");
-    let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let (mut rest, mut out) = (String::new(), String::new());
+    child.stdout.take().unwrap().read_to_string(&mut out).unwrap();
+    notes.read_to_string(&mut rest).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{rest}");
+    let found: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert_eq!(found["interrupted"], true);
 }
 

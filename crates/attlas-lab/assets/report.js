@@ -199,7 +199,7 @@
     const members = new Set(data.fronts[cost][error]);
     const front = points.filter((p) => members.has(p.method));
     const { label, show } = costs[cost];
-    const tell = (p) => `${p.method}: ${p.exact ? "exact at this length" : `error ${digits(p.error)}`}, certified ${digits(p.certified)}, ${time(p.seconds)} ` +
+    const tell = (p) => `${p.method}: error ${digits(p.error)}${p.exact ? " (exact at this length)" : ""}, certified ${digits(p.certified)}, ${time(p.seconds)} ` +
       `(${digits(p.speedup)}× exact's speed), ${size(p.bytes)}, ${p.keys ? `${percent(p.keys)} of the scores` : "no scores"}`;
     const exact = data.exact[cost];
     const bars = error === "error" ? points : [];

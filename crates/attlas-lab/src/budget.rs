@@ -174,15 +174,26 @@ pub fn equalise(
         let least = FEWEST.min(problem.n_k.max(1));
         let mut base = c.options.clone();
         let mut switch = None;
-        // Lowered while even the smallest budget is exact attention, or too dear because of it.
+        // Lowered until the smallest budget is neither exact attention nor too dear, or to where it is cheapest.
         if let Some(name) = switch_of(c).filter(|_| !names.is_empty()) {
-            let mut length = problem.n_k;
-            while length > least && !stop.load(Ordering::Relaxed) {
-                match run(set(&base, least)) {
-                    Some((spent, exact)) if exact || spent > budget.amount() => {}
-                    _ => break,
+            let mut tried: Option<(f64, Option<usize>)> = None;
+            let mut length: Option<usize> = None;
+            while !stop.load(Ordering::Relaxed) {
+                let options = length.map_or(c.options.clone(), |n| c.options.clone().with(name, n));
+                let outcome = run(set(&options, least));
+                if let Some((spent, exact)) = outcome {
+                    let spent = if exact { f64::MAX } else { spent };
+                    if tried.is_none_or(|(best, _)| spent < best) {
+                        tried = Some((spent, length));
+                    }
                 }
-                length /= 2;
+                let next = length.unwrap_or(problem.n_k) / 2;
+                if tried.is_some_and(|(best, _)| best <= budget.amount()) || next < least {
+                    break;
+                }
+                length = Some(next);
+            }
+            if let Some(length) = tried.and_then(|(_, length)| length) {
                 base = c.options.clone().with(name, length);
                 switch = Some((name, length));
             }
@@ -333,7 +344,7 @@ mod tests {
         let settings =
             compare::Settings { mask: Some(Mask::Causal), threads: 1, seeds: 1, ..Default::default() };
         let stop = AtomicBool::new(false);
-        let budget = Budget::Keys(96.0);
+        let budget = Budget::Keys(192.0);
         let (chosen, methods) =
             equalise(&workload, &selection, budget, &settings, &mut |_, _, _| (), &stop, &mut ws).unwrap();
         let hyper = methods.iter().find(|m| m.method == "hyper").unwrap();
