@@ -34,6 +34,7 @@ pub mod layers;
 pub mod method;
 pub mod methods;
 pub mod metrics;
+mod negated;
 pub mod params;
 pub mod problem;
 pub mod registry;
