@@ -39,6 +39,8 @@ pub mod simulate;
 pub mod source;
 pub mod stats;
 pub mod survey;
+#[cfg(test)]
+mod survey_page;
 pub mod synthetic;
 pub mod table;
 pub mod task;
