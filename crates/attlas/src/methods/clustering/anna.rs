@@ -559,7 +559,7 @@ mod tests {
     fn weights_are_the_shares_of_collisions() {
         for problem in [Problem::new(1, 80, 5), Problem::new(1, 80, 5).causal()] {
             let case = named_values(problem, 1);
-            let options = Options::new().with("hashes", 2).with("width", 3.0);
+            let options = Options::new().with("hashes", 2).with("width", 3.0).with("fallback", "zero");
             let met = meetings(&case, &options);
             let (o, lse) = run_method(&METHOD, &options, &case);
             for i in 0..80 {
@@ -577,7 +577,11 @@ mod tests {
     #[test]
     fn the_softmax_is_over_the_set_of_keys_met() {
         let case = Case::gaussian(Problem::new(1, 80, 5).causal(), 2);
-        let options = Options::new().with("hashes", 2).with("width", 3.0).with("weights", "softmax");
+        let options = Options::new()
+            .with("hashes", 2)
+            .with("width", 3.0)
+            .with("fallback", "zero")
+            .with("weights", "softmax");
         let met = meetings(&case, &options);
         let (want, want_lse) = reference_masked(&case, |i, j| met[i][j] > 0);
         let (o, lse) = run_method(&METHOD, &options, &case);
@@ -592,6 +596,13 @@ mod tests {
         }
         let (o, _) = run_method(&METHOD, &options.clone().with("hashes", 0), &case);
         assert_rows_close(&o, &exact, 1e-12, "one bucket");
+    }
+
+    #[test]
+    fn a_causal_row_without_a_collision_is_its_own_value() {
+        let case = Case::gaussian(Problem { d_v: 3, ..Problem::new(1, 40, 5).causal() }, 6);
+        let narrow = Options::new().with("hashes", 8).with("width", 0.01);
+        assert_rows_close(&run_method(&METHOD, &narrow, &case).0, &case.v, 1e-15, "own values");
     }
 
     #[test]

@@ -207,7 +207,7 @@ fn the_mean_query_finds_what_every_query_attends_to() {
     x.q.chunks_exact_mut(8).for_each(|q| q[1] = 0.0);
     x.k.chunks_exact_mut(8).enumerate().for_each(|(j, k)| k[1] = if j % 2 == 0 { 30.0 } else { -30.0 });
     for j in [57, 101] {
-        x.k[j * 8] = 6.0;
+        x.k[j * 8..j * 8 + 2].copy_from_slice(&[6.0, 0.0]);
     }
     let (want, _) = reference(&x);
     let error = |score: &str, select: &str| {
