@@ -52,6 +52,7 @@ pub static METHOD: Method = Method {
         row_stochastic: false,
         deterministic: false,
         softmax: false,
+        drops: true,
         exponent: 1.75,
         needs: Needs::Training,
         ..Claims::BASE

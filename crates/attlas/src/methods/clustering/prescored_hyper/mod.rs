@@ -64,6 +64,7 @@ pub static METHOD: Method = Method {
     claims: Claims {
         exact_at: &[("block", Budget::NumKeys), ("samples", Budget::NumKeys), ("n_min", Budget::NumTokens)],
         deterministic: false,
+        drops: true,
         exponent: 1.0,
         except: &[
             (Law::KeyOrder, "keys are sampled and clustered by their place"),

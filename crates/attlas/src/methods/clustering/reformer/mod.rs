@@ -59,6 +59,7 @@ pub static METHOD: Method = Method {
         exact_at: &[("block", Budget::NumKeys)],
         row_stochastic: true,
         deterministic: false,
+        drops: true,
         exponent: 1.0,
         needs: Needs::Training,
         except: &[

@@ -64,6 +64,7 @@ pub static METHOD: Method = Method {
         exact_at: &[("window", Budget::NumTokens)],
         row_stochastic: false,
         deterministic: false,
+        drops: true,
         exponent: 1.5,
         needs: Needs::Training,
         except: &[
