@@ -41,7 +41,6 @@ pub mod registry;
 #[cfg(any(test, feature = "testkit"))]
 pub mod testkit;
 pub mod workspace;
-pub mod wrap;
 
 pub use attlas_num::kernels::{Isa, merge_lse};
 pub use attlas_num::{DType, Mat, MatRef, Real};

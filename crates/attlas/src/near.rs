@@ -79,6 +79,12 @@ impl Near {
         name.strip_prefix(PREFIX).is_some_and(|field| Near::SPECS.iter().any(|s| s.name == field))
     }
 
+    /// The options without those of the near field: what a method itself reads.
+    pub fn strip(options: &Options) -> Options {
+        let others = options.iter().filter(|(name, _)| !name.starts_with(PREFIX));
+        others.fold(Options::new(), |rest, (name, value)| rest.with(name, value.clone()))
+    }
+
     /// The options without those of the near field, and the near field that they describe: `base` where they name none of its
     /// fields. An option `sinks` that `params` does not have counts as `near.sinks`.
     pub fn split(base: Near, options: &Options, params: &[ParamSpec]) -> Result<(Near, Options)> {

@@ -44,20 +44,25 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct NearField<P> {
     near: Near,
-    /// Bias of the means: logarithm of the share of far keys that the method does not plan to visit.
-    unseen: Option<f64>,
     plan: Arc<P>,
 }
 
 impl<P: GroupPlan> NearField<P> {
     /// Puts the near field of `problem` around a plan made for it.
     pub fn new(problem: &Problem, plan: P) -> Self {
-        let near = problem.near;
+        Self { near: problem.near, plan: Arc::new(plan) }
+    }
+
+    /// Bias of the means: logarithm of the share of far keys that the method does not plan to visit. `None` where it visits all of
+    /// them, or means are not wanted.
+    fn unseen(&self, problem: &Problem) -> Option<f64> {
+        if self.near.rest != Rest::Mean {
+            return None;
+        }
         let far = far_problem(problem);
-        let pairs = (plan.cost(&far).run_flops / (2 * (far.d + far.d_v)) as u64) as f64;
+        let pairs = (self.plan.cost(&far).run_flops / (2 * (far.d + far.d_v)) as u64) as f64;
         let unseen = 1.0 - pairs / far.visible_pairs().max(1) as f64;
-        let unseen = (near.rest == Rest::Mean && unseen > 0.0).then(|| unseen.ln());
-        Self { near, unseen, plan: Arc::new(plan) }
+        (unseen > 0.0).then(|| unseen.ln())
     }
 }
 
@@ -106,15 +111,27 @@ impl<P: GroupPlan> GroupPlan for NearField<P> {
         if field.covers() {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut group)? });
         }
+        let problem = Problem {
+            batch: 1,
+            n_heads: group.q.heads(),
+            n_kv_heads: 1,
+            n_q: group.n_q(),
+            n_k: group.n_k(),
+            d: group.k.cols(),
+            d_v: group.d_v(),
+            scale: group.scale.to_f64(),
+            mask: group.mask,
+            near: self.near,
+        };
         let plan = &*self.plan;
-        field.run(&mut group, self.unseen, &|far| plan.run(far))
+        field.run(&mut group, self.unseen(&problem), &|far| plan.run(far))
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
         let plan = self.plan.clone();
         let far = far_problem(p);
         let inner = Box::new(move || plan.stream::<T>(&far, index));
-        stream::NearStream::new(self.near, self.unseen, p, inner).map(|s| Box::new(s) as _)
+        stream::NearStream::new(self.near, self.unseen(p), p, inner).map(|s| Box::new(s) as _)
     }
 }
 

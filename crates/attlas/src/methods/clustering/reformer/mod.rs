@@ -158,6 +158,10 @@ fn supports(p: &Problem, params: &Params) -> Support {
             "keys = shared has no sinks: every token is hashed; set sinks = 0 and always = none",
         )
         .and_unless(
+            shared && !p.near.is_none(),
+            "keys = shared takes a query for the key at its own place, which is near; set keys = separate for a near field",
+        )
+        .and_unless(
             causal && params.wrap,
             "wrap looks into a chunk of other buckets, which depends on later tokens; set wrap = false for a causal mask",
         )
