@@ -28,7 +28,7 @@ mod choose;
 mod rows;
 mod stream;
 
-use super::{exact_group, exact_rows, exact_scratch_bytes};
+use super::{exact_few_rows, exact_group, exact_rows, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::Cost;
 use crate::near::{Near, Rest};
@@ -59,9 +59,14 @@ impl<P: GroupPlan> NearField<P> {
         if self.near.rest != Rest::Mean {
             return None;
         }
-        let far = far_problem(problem);
-        let pairs = (self.plan.cost(&far).run_flops / (2 * (far.d + far.d_v)) as u64) as f64;
-        let unseen = 1.0 - pairs / far.visible_pairs().max(1) as f64;
+        // One group, as a run and a stream see it alike.
+        let group = Problem { batch: 1, n_heads: problem.group_size(), n_kv_heads: 1, ..*problem };
+        let far = far_problem(&group);
+        if far.visible_pairs() == 0 {
+            return Some(0.0);
+        }
+        let pairs = self.plan.cost(&far).run_flops as f64 / (2 * (far.d + far.d_v)) as f64;
+        let unseen = 1.0 - pairs / far.visible_pairs() as f64;
         (unseen > 0.0).then(|| unseen.ln())
     }
 }
@@ -77,7 +82,7 @@ fn far_problem(p: &Problem) -> Problem {
 impl<P: GroupPlan> GroupPlan for NearField<P> {
     fn cost(&self, p: &Problem) -> Cost {
         let far = far_problem(p);
-        let inner = self.plan.cost(&far);
+        let inner = if far.n_k > 0 { self.plan.cost(&far) } else { Cost::default() };
         let rows = (p.batch * p.n_heads * p.n_q) as u64;
         let near = (self.near.sinks + self.near.window + self.near.heavy).min(p.n_k) as u64;
         let blocks = if self.near.heavy > 0 { p.n_q.div_ceil(self.near.block_of(p.n_k)) as u64 } else { 1 };
@@ -98,7 +103,8 @@ impl<P: GroupPlan> GroupPlan for NearField<P> {
         let rows = p.group_size() * p.n_q;
         let gathered = (p.n_k + self.near.heavy.min(p.n_k)) * (p.d + p.d_v) + p.n_k;
         let means = (p.n_k / TILE + 2) * (p.d + p.d_v + 1) + p.d + p.d_v;
-        let tile = 3 * TILE * (p.d_v + 1) + means;
+        let block = self.near.block_of(p.n_k).max(ROWS).min(p.n_q);
+        let tile = (3 * TILE + block) * (p.d_v + 1) + means;
         exact_scratch_bytes(&Problem { n_q: p.n_q.max(2), ..*p }, threads, size)
             + exact_scratch_bytes(&Problem { n_q: 1, ..*p }, threads, size)
             + self.plan.scratch_bytes(p, threads, size)
@@ -154,7 +160,7 @@ struct Field {
 struct Epoch {
     rows: Range<usize>,
     /// Far keys, in order: of a causal problem the first `shared` are seen by all rows, then one more by each.
-    far: Vec<Range<usize>>,
+    far: [Range<usize>; 2],
     shared: usize,
 }
 
@@ -186,12 +192,10 @@ impl Field {
             return rows
                 .map(|rows| {
                     let near = self.shared_window(&rows);
-                    let far = if near.is_empty() {
-                        vec![sinks..n_k]
-                    } else {
-                        vec![sinks..near.start.max(sinks), near.end.max(sinks)..n_k]
+                    let far = match near.is_empty() {
+                        true => [sinks..n_k, n_k..n_k],
+                        false => [sinks..near.start.max(sinks), near.end.max(sinks)..n_k],
                     };
-                    let far: Vec<Range<usize>> = far.into_iter().filter(|r| !r.is_empty()).collect();
                     let shared = far.iter().map(Range::len).sum();
                     Epoch { rows, far, shared }
                 })
@@ -206,7 +210,8 @@ impl Field {
             let left = if self.near.heavy > 0 { block - position % block } else { n_q - first };
             let rows = first..(first + left).min(n_q);
             let shared = position + 1 - window - sinks;
-            let far = vec![sinks..sinks + shared + rows.len() - 1];
+            let end = sinks + shared + rows.len() - 1;
+            let far = [sinks..end, end..end];
             first = rows.end;
             epochs.push(Epoch { rows, far, shared });
         }
@@ -226,10 +231,15 @@ impl Field {
     fn run<T: Real>(&self, g: &mut Group<'_, T>, unseen: Option<f64>, far: Far<'_, T>) -> Result<RunInfo> {
         let mut info = RunInfo::visited(self.exact_near(g)?);
         let mut errors = vec![[0.0; 3]; g.q.heads()];
+        let mut exact = true;
         for epoch in self.epochs() {
             let part = self.epoch(g, &epoch, unseen, far, &mut errors)?;
-            info = info.merge(part);
+            exact &= part.status == Status::Exact;
+            let status = if part.status == Status::Exact { Status::Complete } else { part.status };
+            info = info.merge(RunInfo { status, ..part });
         }
+        // Exact only where every far part was, or none was left.
+        info.status = if exact { Status::Exact } else { info.status };
         info.empty_rows = g.lse.iter().filter(|l| **l == T::NEG_INFINITY).count() as u64;
         Ok(info)
     }
@@ -297,14 +307,11 @@ impl Field {
         left.retain(|&j| taken.next_if_eq(&j).is_none());
         let shared = epoch.shared - heavy.len();
 
-        let mut k_far = cx.scratch.take::<T>(if heavy.is_empty() && epoch.far.len() == 1 {
-            0
-        } else {
-            left.len() * k.cols()
-        });
-        let mut v_far = cx.scratch.take::<T>(if k_far.is_empty() { 0 } else { left.len() * d_v });
-        let (k_far, v_far) = if k_far.is_empty() {
-            let range = epoch.far.first().map_or(0..0, |r| r.start..r.start + left.len());
+        let gathered = if heavy.is_empty() && epoch.far[1].is_empty() { 0 } else { left.len() };
+        let mut k_far = cx.scratch.take::<T>(gathered * k.cols());
+        let mut v_far = cx.scratch.take::<T>(gathered * d_v);
+        let (k_far, v_far) = if gathered == 0 {
+            let range = epoch.far[0].start..epoch.far[0].start + left.len();
             (k.sub_rows(range.clone()), v.sub_rows(range))
         } else {
             k.gather_into(left.iter().copied(), &mut k_far);
@@ -326,8 +333,7 @@ impl Field {
             cx,
         })?;
         let exact = part.status == Status::Exact;
-        let status = if exact { Status::Complete } else { part.status };
-        info = info.merge(RunInfo { empty_rows: 0, status, ..part });
+        info = info.merge(RunInfo { empty_rows: 0, ..part });
 
         let mut k_heavy = cx.scratch.take::<T>(heavy.len() * k.cols());
         let mut v_heavy = cx.scratch.take::<T>(heavy.len() * d_v);
@@ -357,16 +363,13 @@ impl Field {
             .with_max_len(1)
             .map(|t| part.add_near(t, &far_view(&far_out, &far_lse, t, epoch, d_v), guarded))
             .collect();
-        let mut info_rows = 0;
         let mut choices = Vec::with_capacity(all.len());
         for (tile, scout) in all.iter().zip(&scouts) {
+            let choice = if guarded { decide(&mut errors[tile.head], scout.errors) } else { Choice::Method };
+            let replaced = if choice == Choice::Method { 0 } else { tile.lse.len() };
             info.keys_visited += scout.visited;
-            choices.push(match guarded {
-                true => decide(&mut errors[tile.head], scout.errors),
-                false => Choice::Method,
-            });
-            info_rows +=
-                if *choices.last().unwrap_or(&Choice::Method) == Choice::Method { 0 } else { tile.lse.len() };
+            info.fallback_rows += replaced as u64;
+            choices.push(choice);
         }
         let means_visited: u64 = all
             .par_iter_mut()
@@ -375,7 +378,6 @@ impl Field {
             .map(|(t, &choice)| part.add_far(t, &far_view(&far_out, &far_lse, t, epoch, d_v), choice))
             .sum();
         info.keys_visited += means_visited;
-        info.fallback_rows += info_rows as u64;
         Ok(info)
     }
 }
@@ -464,11 +466,11 @@ impl<T: Real> EpochRows<'_, T> {
         let (exact, rest) = row.split_at_mut(d_v);
         let mut lse = [T::ZERO; 2];
         let (k, v) = (self.k.sub_rows(0..seen), self.v.sub_rows(0..seen));
-        exact_rows(first, k, v, None, scale, Band::ALL, cx, exact, &mut lse[..1]);
+        exact_few_rows(first, k, v, scale, cx, exact, &mut lse[..1]);
         let size: f64 = exact.iter().map(|x| x.to_f64().powi(2)).sum();
         let error = |o: &[T]| {
             let gap: f64 = o.iter().zip(exact.iter()).map(|(a, b)| (a.to_f64() - b.to_f64()).powi(2)).sum();
-            if gap == 0.0 { 0.0 } else { gap / size }
+            gap / if size > 0.0 { size } else { 1.0 }
         };
         let (o, mean) = rest.split_at_mut(d_v);
         let mean = &mut mean[..d_v];
