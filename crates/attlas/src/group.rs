@@ -4,7 +4,8 @@
 //! runner here checks shapes, reads strides, cuts off padding, runs groups in parallel, hands out scratch
 //! memory and the names of random streams, and writes outputs in the caller's layout.
 
-use crate::method::{Cost, Plan, RunInfo, Spec, Stream, Support};
+use crate::engine::near::NearField;
+use crate::method::{Cost, Plan, RunInfo, Spec, Stream};
 use crate::problem::Dims;
 use crate::workspace::Context;
 use crate::{Error, Inputs, Mask, Out, Output, Problem, Qkv, Result, Tensor, TensorRef, Workspace};
@@ -282,7 +283,11 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
 
 /// The whole problem as a [`Plan`]. Not public: [`Spec::plan_with`](crate::method::Spec::plan_with) checks first.
 pub(crate) fn boxed<S: Spec, P: GroupPlan>(spec: S, plan: P, problem: &Problem) -> Box<dyn Plan> {
-    Box::new(Grouped { problem: *problem, spec, plan })
+    let problem = *problem;
+    match problem.near.is_none() {
+        true => Box::new(Grouped { problem, spec, plan }),
+        false => Box::new(Grouped { problem, spec, plan: NearField::new(&problem, plan) }),
+    }
 }
 
 /// Decoding for one group.
@@ -383,7 +388,8 @@ impl<S: Spec, P: GroupPlan> Grouped<S, P> {
                 format!("{n_q} and {n_k}"),
             ));
         }
-        let Support { reasons } = self.spec.supports(&call);
+        let mut reasons = self.spec.supports(&call).reasons;
+        reasons.extend(call.near.reasons(S::METHOD, &call));
         if reasons.is_empty() {
             Ok(call)
         } else {

@@ -82,13 +82,14 @@ pub mod layers;
 pub mod method;
 pub mod methods;
 pub mod metrics;
+pub mod near;
+mod negated;
 pub mod params;
 pub mod problem;
 pub mod registry;
 #[cfg(any(test, feature = "testkit"))]
 pub mod testkit;
 pub mod workspace;
-pub mod wrap;
 
 pub use attention::{Attention, Element, attention};
 pub use attlas_num::kernels::{Band, Isa, merge_lse};
@@ -97,6 +98,7 @@ pub use attlas_num::{DType, Mat, MatRef, Real};
 pub use error::{Error, Result};
 pub use group::{Group, GroupPlan, GroupStream};
 pub use method::{Calibration, Claims, Cost, Family, Method, Plan, RunInfo, Spec, Status, Stream, Support};
+pub use near::Near;
 pub use params::Options;
 pub use problem::{Align, Inputs, Mask, Out, Output, Problem, Qkv, Tensor, TensorMut, TensorRef};
 pub use workspace::{Context, Schedule, Workspace};

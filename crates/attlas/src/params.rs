@@ -179,6 +179,9 @@ pub trait ParamSet: Clone + std::fmt::Debug + Default + PartialEq + Send + Sync 
 
     /// Checks every range.
     fn validate(&self) -> Result<()>;
+
+    /// Every parameter by name.
+    fn to_options(&self) -> Options;
 }
 
 /// A type that a parameter can have.
@@ -500,6 +503,10 @@ macro_rules! params {
             }
             fn validate(&self) -> $crate::Result<()> {
                 $name::validate(self)
+            }
+            fn to_options(&self) -> $crate::Options {
+                $crate::Options::new()
+                    $( .with(stringify!($field), $crate::params::ParamValue::to_value(&self.$field)) )*
             }
         }
     };

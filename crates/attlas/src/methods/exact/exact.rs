@@ -22,7 +22,7 @@
 
 use crate::engine::{Operands, exact_group_with, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Claims, Cost, Family, Method, RunInfo, Spec, Tunable};
+use crate::method::{Accepted, Claims, Cost, Family, Method, Promise, RunInfo, Spec, Tunable, Withdrawn};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::{self, pages};
@@ -33,8 +33,17 @@ pub static METHOD: Method = Method {
     family: Family::Exact,
     title: "Exact attention, tiled with online softmax",
     reference: "milakov2018, dao2022",
-    claims: Claims { decode: true, ..Claims::BASE },
-    probes: &[],
+    claims: Claims {
+        decode: true,
+        withdrawn: &[Withdrawn {
+            param: "precision",
+            value: "bf16",
+            promise: Promise::RowStochastic,
+            reason: "values rounded to 8 significant bits leave the hull of the values",
+        }],
+        ..Claims::BASE
+    },
+    probes: &[&[("precision", "bf16")]],
     tunable: &[Tunable::values("precision", &["bf16"])],
     ..Method::of::<Params>()
 };

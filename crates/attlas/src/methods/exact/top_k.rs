@@ -29,7 +29,7 @@ pub static METHOD: Method = Method {
     family: Family::Exact,
     title: "Exact attention over the largest logits (yardstick)",
     reference: "gupta2021",
-    claims: Claims { exact_at: &[("keys", Budget::NumKeys)], ..Claims::BASE },
+    claims: Claims { exact_at: &[("keys", Budget::NumKeys)], drops: true, ..Claims::BASE },
     probes: &[&[("keys", "9")]],
     subsets: &[&[("keys", "5")]],
     tunable: &[Tunable::budget("keys")],

@@ -111,10 +111,15 @@ crate::params! {
 impl Spec for Params {
     const METHOD: &'static Method = &METHOD;
 
-    fn supports(&self, _: &Problem) -> Support {
+    fn supports(&self, p: &Problem) -> Support {
         Support::unless(
             self.denominator == DenominatorPolicy::ExactRow,
             "the features are the kernel itself, so there is no exact row to fall back to: use clamp, zero_row or strict",
+        )
+        .and_unless(
+            !p.near.is_none(),
+            "linear takes no near field: its kernel is not that of softmax, so its sums would join the exact near keys only \
+             after a scale fitted to each head",
         )
     }
 
