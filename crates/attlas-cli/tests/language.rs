@@ -480,9 +480,8 @@ fn what_cannot_be_scored_or_read_is_refused_with_flags_that_exist() {
     let folder = Folder::new("scored");
     let (model, text) = (folder.model("qwen3", 1), folder.text(60));
     let base = ["perplexity", &model, "--text", &text];
-    let with = |more: &[&'static str]| [&base[..], more].concat();
-    refused(&with(&["--protocol", "llamacpp", "--context", "2"]), "3 or more tokens");
-    refused(&with(&["--context", "32", "--stride", "9999"]), "1 to 32");
+    refused(&[&base[..], &["--protocol", "llamacpp", "--context", "2"]].concat(), "3 or more tokens");
+    refused(&[&base[..], &["--context", "32", "--stride", "9999"]].concat(), "1 to 32");
     let long = "a".repeat(100);
     let (status, _, err) = attlas(&["generate", &model, "--prompt", &long]);
     assert!(status == 2 && err.contains("a shorter prompt") && !err.contains("--tokens"), "{err}");
