@@ -129,7 +129,7 @@ fn supports(p: &Problem, options: &Options) -> Support {
     let params = Params::from_options(options).unwrap_or_default();
     Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS).and_unless(
         params.variant == Variant::Theory && p.mask == Mask::Causal,
-        "variant = theory takes a maximum over all rows, which would let later tokens be felt: use \
+        "variant = theory takes a maximum over all rows, which would leak later tokens: use \
          variant = practical for causal problems",
     )
 }
