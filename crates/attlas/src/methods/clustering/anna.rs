@@ -333,7 +333,7 @@ impl Anna {
         Ok(visited.into_iter().sum())
     }
 
-    /// Answers rows that met nobody; returns how many.
+    /// Answers rows that met no key; returns how many.
     fn fall_back<T: Real>(&self, g: &mut Group<'_, T>) -> Result<u64> {
         let (k, v, tau, fallback) = (g.k, g.v, g.scale, self.params.fallback);
         let visible: Vec<usize> = (0..g.n_q()).map(|i| g.visible(i)).collect();

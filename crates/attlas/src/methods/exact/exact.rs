@@ -71,7 +71,7 @@ pub struct Exact {
 }
 
 impl Exact {
-    /// A plan in the precision asked for.
+    /// A plan with this precision.
     pub(crate) fn new(params: Params) -> Self {
         Self { precision: params.precision.precision() }
     }

@@ -442,7 +442,7 @@ mod tests {
             let got = run_with(&*with(&p), &x, How::default()).unwrap();
             assert_rows_close(&got.o, &run(&METHOD, &o, &x).o, 1e-8, variant);
 
-            // Causal rows: the last one is that of the run without a mask, and no row feels later tokens.
+            // Causal rows: the last one is that of the run without a mask, and no row depends on later tokens.
             let causal = x.with_problem(p.causal());
             let plan = with(&p.causal());
             let rows = run_with(&*plan, &causal, How::default()).unwrap().o;

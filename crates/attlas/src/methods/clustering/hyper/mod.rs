@@ -183,7 +183,7 @@ impl Spec for Params {
     fn supports(&self, p: &Problem) -> Support {
         Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS).and_unless(
             self.variant == Variant::Theory && p.mask == Mask::Causal,
-            "variant = theory takes a maximum over all rows, which would let later tokens be felt: use \
+            "variant = theory takes a maximum over all rows, which would leak later tokens: use \
              variant = practical for causal problems",
         )
     }

@@ -226,12 +226,12 @@ impl Spec for Params {
         Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
             .and_unless(
                 causal && self.p_mode == Probabilities::Kde,
-                "p_mode = kde chooses columns by all queries, which would let later tokens be felt: use value_mix, public \
+                "p_mode = kde chooses columns by all queries, which would leak later tokens: use value_mix, public \
                  or uniform for causal problems",
             )
             .and_unless(
                 causal && self.z_mode == Normaliser::Kde,
-                "z_mode = kde estimates the rows together, which would let later tokens be felt: use z_mode = self_norm for \
+                "z_mode = kde estimates the rows together, which would leak later tokens: use z_mode = self_norm for \
                  causal problems",
             )
     }

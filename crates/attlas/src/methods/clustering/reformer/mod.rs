@@ -14,7 +14,7 @@
 //! because it answers for any model) queries and keys are hashed by the same $W_r$, sorted apart, and cut into the same
 //! number of balanced chunks; logits carry the problem's scale and nothing is excluded.
 //!
-//! **Causal form.** Ranks in the whole order depend on later tokens. So that none can be felt, each bucket is a list of
+//! **Causal form.** Ranks in the whole order depend on later tokens. So that none leaks, each bucket is a list of
 //! positions that only grows, cut into chunks of $m$ as it fills; query $i$ sees the chunk that its rank in the bucket's
 //! list of older keys falls into, up to itself, and the `before` chunks ahead of it, all of its own bucket. In place of
 //! the neighbours from other buckets it sees the last `window` tokens (the public decoder fills up with recent tokens

@@ -13,7 +13,7 @@ use attlas_num::cluster::{Init, Metric, Options as KmeansOptions, kmeans};
 use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
 
-/// Rows per centroid that k-means sees where nothing else is asked for: more move the centroids very little.
+/// Rows per centroid that k-means sees by default: more move the centroids very little.
 pub(super) const ROWS_PER_CENTROID: usize = 128;
 
 pub(super) fn find_centroids<T: Real>(

@@ -3,7 +3,7 @@
 //! **Idea.** Choose few keys by randomly pivoted Cholesky on the exponential kernel of the keys, give them the
 //! Nyström weights that make them stand for all keys, and attend to them alone.
 //!
-//! **Math.** Keys are centred, which softmax does not feel. With $\beta$ the factor on inner products and a
+//! **Math.** Keys are centred, which leaves softmax unchanged. With $\beta$ the factor on inner products and a
 //! temperature $\tau$, let $x_j = k_j \sqrt\beta / \tau$, $h_j = \|x_j\|^2/2$ and
 //! $K_0 = (e^{x_i^\top x_j - h_i - h_j})$, a Gaussian kernel in which nothing overflows. Pivoted Cholesky of
 //! $D K_0 D$, $D = \mathrm{diag}(e^h)$, the exponential kernel itself, gives pivots $S$, the factor $G$ of $K_0$,
