@@ -49,7 +49,8 @@ crate::params! {
         /// How far keys that the method leaves out are represented.
         rest: Rest = Rest::Auto;
         /// Compare the far part with exact attention in the first row of every 64; where means of the far keys, or no far part
-        /// at all, came nearer in the latest of these rows, they replace it. Prefill only.
+        /// at all, came nearer in the latest of these rows, they replace it. In decoding only beside heavy keys, for which all
+        /// keys are held.
         guard: bool = true;
     }
 }

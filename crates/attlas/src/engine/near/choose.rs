@@ -21,7 +21,7 @@ pub(super) fn choose<T: Real>(
     let (heads, d) = (q.heads(), k.cols());
     let mut means = vec![T::ZERO; heads * d];
     for (h, mean) in means.chunks_exact_mut(d).enumerate() {
-        super::rows::push_mean(q.head(h).sub_rows(recent.clone()), mean);
+        super::rows::mean_into(q.head(h).sub_rows(recent.clone()), mean);
     }
     heaviest(MatRef::new(&means, heads, d), k, keys, count, scale, cx)
 }

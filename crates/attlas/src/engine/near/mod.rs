@@ -343,7 +343,7 @@ impl Field {
 
         let guarded = self.near.guard && !exact;
         let unseen = if exact { None } else { unseen };
-        let means = (guarded || unseen.is_some()).then(|| Means::new(k_far, v_far, cx));
+        let means = (guarded || unseen.is_some()).then(|| Means::new(k_far, v_far));
         let part = EpochRows {
             field: self,
             epoch,
@@ -413,6 +413,14 @@ struct Scout {
     visited: u64,
 }
 
+/// Squared distance of `got` to `want` over the square of `want`, the distance alone where that is zero.
+fn relative_square<T: Real>(got: &[T], want: &[T]) -> f64 {
+    let square = |x: f64| x * x;
+    let size: f64 = want.iter().map(|x| square(x.to_f64())).sum();
+    let gap: f64 = got.iter().zip(want).map(|(a, b)| square(a.to_f64() - b.to_f64())).sum();
+    gap / if size > 0.0 { size } else { 1.0 }
+}
+
 /// Takes in the errors of one tile and gives the choice that has done best lately, the method's own part in doubt.
 fn decide(running: &mut [f64; 3], errors: [f64; 3]) -> Choice {
     running.iter_mut().zip(errors).for_each(|(r, e)| *r = KEEP * *r + e);
@@ -467,11 +475,7 @@ impl<T: Real> EpochRows<'_, T> {
         let mut lse = [T::ZERO; 2];
         let (k, v) = (self.k.sub_rows(0..seen), self.v.sub_rows(0..seen));
         exact_few_rows(first, k, v, scale, cx, exact, &mut lse[..1]);
-        let size: f64 = exact.iter().map(|x| x.to_f64().powi(2)).sum();
-        let error = |o: &[T]| {
-            let gap: f64 = o.iter().zip(exact.iter()).map(|(a, b)| (a.to_f64() - b.to_f64()).powi(2)).sum();
-            gap / if size > 0.0 { size } else { 1.0 }
-        };
+        let error = |o: &[T]| relative_square(o, exact);
         let (o, mean) = rest.split_at_mut(d_v);
         let mean = &mut mean[..d_v];
         // The method's part, with the means of what it drops.

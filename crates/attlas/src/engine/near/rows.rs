@@ -54,8 +54,8 @@ pub(super) fn merge<T: Real>(out: &mut [T], lse: &mut [T], out2: &[T], lse2: &[T
     }
 }
 
-/// Adds the mean of some rows to `out`.
-pub(super) fn push_mean<T: Real>(rows: MatRef<'_, T>, out: &mut [T]) {
+/// Writes the mean of some rows.
+pub(super) fn mean_into<T: Real>(rows: MatRef<'_, T>, out: &mut [T]) {
     out.fill(T::ZERO);
     for row in rows.iter_rows() {
         out.iter_mut().zip(row).for_each(|(o, &x)| *o += x);
@@ -74,13 +74,13 @@ pub(super) struct Means<'a, T> {
 }
 
 impl<'a, T: Real> Means<'a, T> {
-    pub(super) fn new(k: MatRef<'a, T>, v: MatRef<'a, T>, _: Context<'_>) -> Self {
+    pub(super) fn new(k: MatRef<'a, T>, v: MatRef<'a, T>) -> Self {
         let runs = k.rows() / TILE;
         let (mut runs_k, mut runs_v) = (vec![T::ZERO; runs * k.cols()], vec![T::ZERO; runs * v.cols()]);
         for run in 0..runs {
             let rows = run * TILE..(run + 1) * TILE;
-            push_mean(k.sub_rows(rows.clone()), &mut runs_k[run * k.cols()..(run + 1) * k.cols()]);
-            push_mean(v.sub_rows(rows), &mut runs_v[run * v.cols()..(run + 1) * v.cols()]);
+            mean_into(k.sub_rows(rows.clone()), &mut runs_k[run * k.cols()..(run + 1) * k.cols()]);
+            mean_into(v.sub_rows(rows), &mut runs_v[run * v.cols()..(run + 1) * v.cols()]);
         }
         Self { k, v, runs_k, runs_v }
     }
@@ -139,8 +139,8 @@ pub(super) fn attend_means<T: Real>(
     if k.rows() > 0 {
         let mut mean = vec![T::ZERO; d + d_v];
         let (mean_k, mean_v) = mean.split_at_mut(d);
-        push_mean(k, mean_k);
-        push_mean(v, mean_v);
+        mean_into(k, mean_k);
+        mean_into(v, mean_v);
         let count = T::from_f64((k.rows() as f64).ln()) + bias;
         for (i, (o, l)) in out.chunks_exact_mut(d_v).zip(lse.iter_mut()).enumerate() {
             let logit = scale * attlas_num::kernels::dot(q.row(i), mean_k) + count;

@@ -1,12 +1,13 @@
 //! Decoding with a near field: the latest keys wait in a window; those that leave it go into the method's own stream.
 
 use super::choose::heaviest;
-use super::rows::{TILE, attend_means, merge, push_mean};
+use super::rows::{TILE, attend_means, mean_into, merge};
+use super::{Choice, decide, relative_square};
 use crate::engine::exact_few_rows;
 use crate::group::GroupStream;
 use crate::near::{Near, Rest};
 use crate::workspace::Context;
-use crate::{MatRef, Problem, Real, Result, RunInfo};
+use crate::{MatRef, Problem, Real, Result, RunInfo, merge_lse};
 use std::fmt;
 
 /// Makes an empty stream of the method.
@@ -38,6 +39,15 @@ pub(super) struct NearStream<T> {
     chosen_in: Option<usize>,
     recent: Recent<T>,
     rest: Runs<T>,
+    guard: Option<Guard>,
+}
+
+/// What serves as the far part of each head, decided anew in every tile of positions. All keys must be held for it.
+#[derive(Debug)]
+struct Guard {
+    tile: Option<usize>,
+    errors: Vec<[f64; 3]>,
+    choices: Vec<Choice>,
 }
 
 impl<T> fmt::Debug for NearStream<T> {
@@ -68,7 +78,83 @@ impl<T: Real> NearStream<T> {
             chosen_in: None,
             recent: Recent { queries: Vec::new(), heads: p.group_size(), most: near.recent, next: 0 },
             rest: Runs::default(),
+            guard: (near.guard && near.heavy > 0).then(|| Guard {
+                tile: None,
+                errors: vec![[0.0; 3]; p.group_size()],
+                choices: vec![Choice::Method; p.group_size()],
+            }),
         })
+    }
+
+    /// Adds what stands for the far keys to rows that hold the near ones.
+    fn add_far(
+        &mut self,
+        q: MatRef<'_, T>,
+        scale: T,
+        out: &mut [T],
+        lse: &mut [T],
+        info: &mut RunInfo,
+        cx: Context<'_>,
+    ) -> Result<()> {
+        let (d, d_v, heads) = (self.d, self.d_v, q.rows());
+        let mut far = Part::new(heads, d_v);
+        let part = self.inner.attend(q, scale, &mut far.out, &mut far.lse, cx)?;
+        *info = std::mem::take(info).merge(RunInfo { empty_rows: 0, ..part });
+        // As a prompt does: the means of a tile of rows hold what its first row sees.
+        let position = self.len - 1;
+        let first = (position - position % TILE).max(self.near.sinks + self.near.window);
+        let limit = self.given - (position - first).min(self.given);
+        let means = |bias: T| {
+            let mut part = Part::new(heads, d_v);
+            let visited = self.rest.attend(q, limit, d, d_v, bias, scale, cx, &mut part.out, &mut part.lse);
+            (part, visited as u64)
+        };
+        if let Some(bias) = self.unseen {
+            let (rest, visited) = means(bias);
+            merge(&mut far.out, &mut far.lse, &rest.out, &rest.lse);
+            info.keys_visited += visited;
+        }
+        let Some(guard) = &mut self.guard else {
+            merge(out, lse, &far.out, &far.lse);
+            return Ok(());
+        };
+        let fresh = guard.tile != Some(position / TILE);
+        let rest = (fresh || guard.choices.contains(&Choice::Means)).then(|| means(T::ZERO));
+        info.keys_visited += rest.as_ref().map_or(0, |r| r.1);
+        let with = |h: usize, part: &Part<T>| {
+            let (mut o, mut l) = (out[h * d_v..(h + 1) * d_v].to_vec(), lse[h]);
+            merge_lse(&mut o, &mut l, &part.out[h * d_v..(h + 1) * d_v], part.lse[h]);
+            o
+        };
+        if let Some((rest, _)) = rest.as_ref().filter(|_| fresh) {
+            guard.tile = Some(position / TILE);
+            let mut exact = Part::new(heads, d_v);
+            let mut more = Part::new(heads, d_v);
+            let (k, v) = self.sinks.rows(0..self.sinks.len(d), d, d_v);
+            exact_few_rows(q, k, v, scale, cx, &mut exact.out, &mut exact.lse);
+            let (k, v) = self.held.rows(0..self.held.len(d), d, d_v);
+            exact_few_rows(q, k, v, scale, cx, &mut more.out, &mut more.lse);
+            merge(&mut exact.out, &mut exact.lse, &more.out, &more.lse);
+            info.keys_visited += (self.len * heads) as u64;
+            for h in 0..heads {
+                let want = &exact.out[h * d_v..(h + 1) * d_v];
+                let error = |o: &[T]| relative_square(o, want);
+                let found =
+                    [error(&with(h, &far)), error(&with(h, rest)), error(&out[h * d_v..(h + 1) * d_v])];
+                guard.choices[h] = decide(&mut guard.errors[h], found);
+            }
+        }
+        for (h, choice) in guard.choices.iter().enumerate() {
+            let part = match (choice, &rest) {
+                (Choice::Method, _) => &far,
+                (Choice::Means, Some((rest, _))) => rest,
+                _ => continue,
+            };
+            let row = h * d_v..(h + 1) * d_v;
+            merge_lse(&mut out[row.clone()], &mut lse[h], &part.out[row], part.lse[h]);
+        }
+        info.fallback_rows += guard.choices.iter().filter(|c| **c != Choice::Method).count() as u64;
+        Ok(())
     }
 
     /// Keys behind the sinks that have left the window.
@@ -83,7 +169,7 @@ impl<T: Real> NearStream<T> {
             let rows = self.settled - self.gone..far - self.gone;
             let (k, v) = self.held.rows(rows, self.d, self.d_v);
             self.inner.push(k, v, cx)?;
-            if self.unseen.is_some() {
+            if self.unseen.is_some() || self.guard.is_some() {
                 self.rest.push(k, v);
             }
             self.given += k.rows();
@@ -126,7 +212,7 @@ impl<T: Real> NearStream<T> {
         let (k, v) = others.rows(0..left.len(), self.d, self.d_v);
         if k.rows() > 0 {
             self.inner.push(k, v, cx)?;
-            if self.unseen.is_some() {
+            if self.unseen.is_some() || self.guard.is_some() {
                 self.rest.push(k, v);
             }
         }
@@ -182,18 +268,7 @@ impl<T: Real> GroupStream<T> for NearStream<T> {
         }
         info.keys_visited += (seen * heads) as u64;
         if self.given > 0 {
-            let part = self.inner.attend(q, scale, &mut more, &mut more_lse, cx)?;
-            merge(out, lse, &more, &more_lse);
-            info = info.merge(RunInfo { empty_rows: 0, ..part });
-        }
-        if let Some(bias) = self.unseen.filter(|_| self.given > 0) {
-            // As a prompt does: the means of a tile of rows hold what its first row sees.
-            let position = self.len - 1;
-            let first = (position - position % TILE).max(self.near.sinks + self.near.window);
-            let limit = self.given - (position - first).min(self.given);
-            info.keys_visited +=
-                self.rest.attend(q, limit, d, d_v, bias, scale, cx, &mut more, &mut more_lse) as u64;
-            merge(out, lse, &more, &more_lse);
+            self.add_far(q, scale, out, lse, &mut info, cx)?;
         }
         Ok(info)
     }
@@ -205,6 +280,18 @@ impl<T: Real> GroupStream<T> for NearStream<T> {
             + self.rest.tail.k.len()
             + self.rest.tail.v.len();
         self.inner.state_bytes() + (own + rest + self.recent.queries.len()) * size_of::<T>()
+    }
+}
+
+/// Outputs and log-sum-exp of one row per head.
+struct Part<T> {
+    out: Vec<T>,
+    lse: Vec<T>,
+}
+
+impl<T: Real> Part<T> {
+    fn new(heads: usize, d_v: usize) -> Self {
+        Self { out: vec![T::ZERO; heads * d_v], lse: vec![T::NEG_INFINITY; heads] }
     }
 }
 
@@ -295,8 +382,8 @@ impl<T: Real> Runs<T> {
                 let (at_k, at_v) = (self.means.k.len(), self.means.v.len());
                 self.means.k.resize(at_k + d, T::ZERO);
                 self.means.v.resize(at_v + d_v, T::ZERO);
-                push_mean(k, &mut self.means.k[at_k..]);
-                push_mean(v, &mut self.means.v[at_v..]);
+                mean_into(k, &mut self.means.k[at_k..]);
+                mean_into(v, &mut self.means.v[at_v..]);
                 if n == 3 * TILE {
                     self.tail.drop_front(TILE, d, d_v);
                     self.first += 1;
