@@ -18,6 +18,7 @@ pub mod linear;
 pub mod model;
 pub mod ops;
 pub mod perplexity;
+mod quiet;
 pub mod recipe;
 pub mod sample;
 pub mod save;
