@@ -46,6 +46,10 @@ fn convertible(model: &Model) -> Result<&DecoderWeights> {
     if c.windows.iter().any(Option::is_some) {
         return refuse("a model with sliding windows");
     }
+    // The class that is written has no place for these.
+    if weights.layers.iter().any(|l| [&l.gate, &l.up, &l.down].iter().any(|m| m.bias().is_some())) {
+        return refuse("a model with biases in its feed-forward layers");
+    }
     Ok(weights)
 }
 
