@@ -11,6 +11,7 @@ pub mod config;
 pub mod convert;
 pub mod decoder;
 pub mod error;
+pub mod experts;
 pub mod factored;
 pub mod gguf;
 pub mod hub;
