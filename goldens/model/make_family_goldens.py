@@ -6,7 +6,8 @@ models as GGUF files with llama.cpp's names.
     python goldens/model/make_family_goldens.py [NAME ...]
 
 Writes `families/NAME`: `config.json`, `model.safetensors`, a `tokenizer.json` of one letter a token, `model.gguf`, and
-`logits.json` with token ids and the logits of every position, rows of little-endian f32 in hexadecimal.
+`logits.json` with token ids and the logits of every position, rows of little-endian f32 in hexadecimal; for `dynamic`,
+whose frequencies change with the length, also those of decoding token by token.
 """
 
 import json
@@ -71,11 +72,16 @@ FAMILIES = {
     "deepseek_v2": lambda: T.DeepseekV2ForCausalLM(config(
         T.DeepseekV2Config, head_dim=None, q_lora_rank=12, topk_method="group_limited_greedy", **LATENT)),
     "deepseek_v3": lambda: T.DeepseekV3ForCausalLM(config(T.DeepseekV3Config, head_dim=None, q_lora_rank=12, **LATENT)),
+    # Past the context they were made for.
+    "dynamic": lambda: T.LlamaForCausalLM(config(T.LlamaConfig, max_position_embeddings=12, rope_parameters={
+        "rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0})),
+    "yarn": lambda: T.LlamaForCausalLM(config(T.LlamaConfig, max_position_embeddings=12, rope_parameters={
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 6})),
 }
 # Where llama.cpp rotates neighbouring pairs, it writes the rows of queries and keys in that order.
 PERMUTED = {"granite", "smollm3", "mixtral"}
 ARCH = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
-NO_GGUF = {"deepseek_v2", "deepseek_v3"}
+NO_GGUF = {"deepseek_v2", "deepseek_v3", "dynamic", "yarn"}
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -143,11 +149,10 @@ def write_gguf(name, c, tensors, path):
         if name == "qwen2_moe":
             w.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
     letters = [chr(ord("A") + i) for i in range(VOCAB)]
-    w.add_tokenizer_model("gpt2")
-    w.add_tokenizer_pre("gpt-2")
+    w.add_tokenizer_model("llama")
     w.add_token_list(letters)
+    w.add_token_scores([0.0] * VOCAB)
     w.add_token_types([1] * VOCAB)
-    w.add_token_merges([])
     stacks = {}
     for key, value in tensors.items():
         value = value.to(torch.float32).numpy()
@@ -211,6 +216,16 @@ def write(name):
         tokens=tokens,
         logits=[row.to(torch.float32).numpy().astype("<f4").tobytes().hex() for row in logits],
     )
+    if name == "dynamic":
+        model = FAMILIES[name]().eval()
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+        model, rows, cache = model.double(), [], None
+        with torch.no_grad():
+            for token in tokens:
+                step = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+                rows.append(step.logits[0, 0])
+                cache = step.past_key_values
+        golden["decoded"] = [r.to(torch.float32).numpy().astype("<f4").tobytes().hex() for r in rows]
     (folder / "logits.json").write_text(json.dumps(golden, indent=1) + "\n")
     print(name, sum(p.numel() for p in model.parameters()), "parameters, largest logit", logits.abs().max().item())
 

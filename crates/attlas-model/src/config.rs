@@ -386,6 +386,8 @@ pub struct ModelConfig {
 
 /// Sizes above this are refused: products of any three still fit in 64 bits.
 const MAX_SIZE: usize = 1 << 21;
+/// Contexts more times longer than what a model was made for are refused.
+const MAX_EXTENSION: usize = 64;
 /// More layers than this are refused before anything is set aside for each of them.
 const MAX_LAYERS: usize = 1 << 12;
 
@@ -577,6 +579,18 @@ impl ModelConfig {
         };
         config.validate()?;
         Ok(config)
+    }
+
+    /// Longest context that can be run. Where frequencies follow the length (dynamic NTK, YaRN), that is beyond the one
+    /// the model was made for.
+    pub fn longest_context(&self) -> usize {
+        let extends = match self.rope.as_ref().map(|r| &r.scaling) {
+            Some(Scaling::Yarn(_)) => true,
+            // Latent attention rotates by a table of its own, which is made once.
+            Some(Scaling::Dynamic { .. }) => self.latent.is_none(),
+            _ => false,
+        };
+        if extends { self.max_positions.saturating_mul(MAX_EXTENSION) } else { self.max_positions }
     }
 
     /// Whether layers are those of Llama: norms before attention and before one feed-forward layer, nothing multiplied,
@@ -905,7 +919,7 @@ fn json_experts(
     };
     let mut e = ExpertConfig {
         count,
-        per_token: keys.need("num_experts_per_tok")?,
+        per_token: keys.integer("num_experts_per_tok")?.unwrap_or(0),
         width,
         shared_width: 0,
         scores: Scores::Softmax,

@@ -160,8 +160,7 @@ fn all_read(c: &ModelConfig, tensors: &Tensors, seen: &HashSet<String>) -> Resul
     if tensors.is_factored() {
         return Ok(());
     }
-    const IDLE: [&str; 6] =
-        ["rope_freqs.weight", "rope_factors_", "pooler.", "bert.pooler.", "cls.", "output.weight"];
+    const IDLE: [&str; 4] = ["rope_freqs.weight", "pooler.", "bert.pooler.", "cls."];
     let beyond = |name: &str| {
         let number = name.strip_prefix("model.layers.").or_else(|| name.strip_prefix("blk."));
         let number = number.and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
