@@ -30,7 +30,7 @@ use attlas::{
 };
 use attlas_num::Scratch;
 use attlas_num::kernels::pages;
-use attlas_num::rope::{Angles, Table};
+use attlas_num::rope::{Angles, Scaling, Table};
 use rayon::prelude::*;
 use std::sync::Arc;
 
@@ -169,7 +169,7 @@ impl Decoder {
     /// Makes room for `tokens` tokens in all, or for the longest context where that is less, so that taking them
     /// moves nothing.
     pub fn reserve(&mut self, tokens: usize) {
-        let tokens = tokens.min(self.model.config.max_positions);
+        let tokens = tokens.min(self.model.config.longest_context());
         self.state.layers.iter_mut().for_each(|l| l.cache.reserve(tokens));
     }
 
@@ -206,8 +206,8 @@ impl Decoder {
         };
         let first = self.state.len;
         let total = first.saturating_add(tokens.len());
-        if total > c.max_positions {
-            return Err(Error::ContextTooShort { tokens: total, context: c.max_positions });
+        if total > c.longest_context() {
+            return Err(Error::ContextTooShort { tokens: total, context: c.longest_context() });
         }
         if let Some(id) = tokens.iter().find(|id| **id as usize >= c.vocab) {
             return Err(Error::invalid("a token id", id, format!("below {}", c.vocab)));
@@ -320,11 +320,21 @@ impl State {
         self.layers.iter_mut().for_each(|l| l.truncate(len));
     }
 
-    /// Sines and cosines for `n` positions; grows by doubling, never past what the model was made for.
+    /// Sines and cosines for `n` positions; grows by doubling. Under dynamic NTK, past the context that the model was
+    /// made for, they are those of exactly `n` tokens; what was rotated before stays as it was.
     fn lengthen_table(&mut self, c: &ModelConfig, n: usize) {
         let Some(rope) = &c.rope else { return };
-        if self.table.as_ref().is_none_or(|t| t.positions() < n) {
-            let positions = n.next_power_of_two().max(1024).min(c.max_positions);
+        let stretched = |n: usize| match rope.scaling {
+            Scaling::Dynamic { max_positions, .. } => n as f64 > max_positions,
+            _ => false,
+        };
+        let fits = |table: &Table<f32>| match table.positions() {
+            have if stretched(n) => have == n,
+            have => have >= n && !stretched(have),
+        };
+        if !self.table.as_ref().is_some_and(fits) {
+            let most = if n > c.max_positions { c.longest_context() } else { c.max_positions };
+            let positions = if stretched(n) { n } else { n.next_power_of_two().max(1024).min(most) };
             self.table = Some(Table::new(rope, positions, Angles::Single));
         }
     }

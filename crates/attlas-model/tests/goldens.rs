@@ -63,6 +63,35 @@ fn logits_are_those_of_transformers_in_prompts_and_decoding() {
     }
 }
 
+#[test]
+fn contexts_grow_past_the_trained_one_where_positions_are_extrapolated() {
+    let read = |name: &str| -> serde_json::Value {
+        serde_json::from_slice(&std::fs::read(folder(name).join("logits.json")).unwrap()).unwrap()
+    };
+    for name in ["dynamic", "yarn"] {
+        let json = read(name);
+        let model = Arc::new(Model::open(&folder(name)).unwrap());
+        assert_eq!((model.config.max_positions, model.config.longest_context()), (12, 12 * 64));
+        let tokens: Vec<u32> =
+            json["tokens"].as_array().unwrap().iter().map(|t| t.as_u64().unwrap() as u32).collect();
+        for (key, chunks) in [("logits", &[20usize][..]), ("decoded", &[1; 20])] {
+            // Where frequencies do not follow the length, decoding gives what the prompt does.
+            let rows = json[key].as_array().or(json["logits"].as_array()).unwrap();
+            let want: Vec<f32> = rows.iter().flat_map(numbers).collect();
+            let got = logits(&model, &tokens, chunks);
+            let gap = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(gap < 1e-4, "{name} {key}: {gap}");
+        }
+    }
+    let model = Arc::new(Model::open(&folder("dynamic")).unwrap());
+    let mut decoder = Decoder::new(model, &Recipe::default(), Schedule::default()).unwrap();
+    let mut hidden = Vec::new();
+    assert!(matches!(
+        decoder.forward(&[1; 12 * 64 + 1], Rows::None, &mut hidden),
+        Err(Error::ContextTooShort { .. })
+    ));
+}
+
 /// A folder with the files of another, `config.json` changed.
 fn copied(name: &str, from: &Path, change: impl Fn(&mut serde_json::Value)) -> PathBuf {
     let to = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
