@@ -104,11 +104,17 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
     let model = open_model(&args.model.path)?;
     recipe.as_ref().map_or(Ok(()), |r| check_recipe(r, &model))?;
     let text = Text::read(&args.text.path, &model, args.text.tokens)?;
-    let longest = model.config.max_positions;
-    let window = args.context.unwrap_or_else(|| longest.min(CONTEXT));
+    let (trained, longest) = (model.config.max_positions, model.config.longest_context());
+    let window = args.context.unwrap_or_else(|| trained.min(CONTEXT));
     if window > longest {
         let expected = format!("at most {longest}, the context of the model");
         return Err(Error::argument("--context", expected, window));
+    }
+    if window > trained {
+        note(
+            common,
+            &format!("note: the model was made for {trained} tokens; beyond, its positions are extrapolated"),
+        );
     }
     let protocol = match args.protocol {
         ProtocolName::Strided => Protocol::Strided { window, stride: args.stride.unwrap_or(window) },

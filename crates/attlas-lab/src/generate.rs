@@ -146,7 +146,7 @@ pub fn generate(
             if ids.len() >= settings.max_tokens {
                 return Ok(Ended::MaxTokens);
             }
-            if decoder.len() + 1 > model.config.max_positions {
+            if decoder.len() + 1 > model.config.longest_context() {
                 return Ok(Ended::ContextFull);
             }
             decoder.next_logits(&[id], &mut logits)?;
