@@ -212,28 +212,41 @@ impl<'a, T: Real> Group<'a, T> {
             }
         }
         blocks.sort_by_key(|b| std::cmp::Reverse(b.first));
-        let blocks: Vec<Mutex<Option<RowBlock<'_, T>>>> =
-            blocks.into_iter().map(|b| Mutex::new(Some(b))).collect();
-        let next = AtomicUsize::new(0);
-        let take = || {
-            let at = next.fetch_add(1, Ordering::Relaxed);
-            let block = blocks.get(at)?.lock().unwrap_or_else(PoisonError::into_inner).take()?;
-            Some((at, block))
-        };
-        let of_thread = |_| {
-            let mut results = Vec::new();
-            while let Some((at, block)) = take() {
-                results.push((at, work(block)?));
-            }
-            Ok(results)
-        };
-        let threads = 0..self.cx.schedule.threads.clamp(1, blocks.len());
-        let results: Result<Vec<Vec<(usize, R)>>> =
-            threads.into_par_iter().with_max_len(1).map(of_thread).collect();
-        let mut results: Vec<(usize, R)> = results?.into_iter().flatten().collect();
+        let results = Mutex::new(Vec::with_capacity(blocks.len()));
+        let lock = || results.lock().unwrap_or_else(PoisonError::into_inner);
+        run_blocks(blocks, self.cx.schedule.threads, &|at, block| {
+            let result = work(block)?;
+            lock().push((at, result));
+            Ok(())
+        })?;
+        let mut results: Vec<(usize, R)> = results.into_inner().unwrap_or_else(PoisonError::into_inner);
         results.sort_by_key(|&(at, _)| at);
         Ok(results.into_iter().map(|(_, result)| result).collect())
     }
+}
+
+/// Runs `work` on blocks in their order, each by whichever thread is free. Compiled once for each element type, not
+/// once for each caller: the code of a parallel loop is larger than most of what runs inside.
+fn run_blocks<T: Real>(
+    blocks: Vec<RowBlock<'_, T>>,
+    threads: usize,
+    work: &(dyn Fn(usize, RowBlock<'_, T>) -> Result<()> + Sync),
+) -> Result<()> {
+    let blocks: Vec<Mutex<Option<RowBlock<'_, T>>>> =
+        blocks.into_iter().map(|b| Mutex::new(Some(b))).collect();
+    let next = AtomicUsize::new(0);
+    let take = || {
+        let at = next.fetch_add(1, Ordering::Relaxed);
+        let block = blocks.get(at)?.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+        Some((at, block))
+    };
+    let of_thread = |_| {
+        while let Some((at, block)) = take() {
+            work(at, block)?;
+        }
+        Ok(())
+    };
+    (0..threads.clamp(1, blocks.len().max(1))).into_par_iter().with_max_len(1).try_for_each(of_thread)
 }
 
 /// Some consecutive query rows of one head, with the places for their results.
@@ -412,46 +425,7 @@ impl<S: Spec, P: GroupPlan> Grouped<S, P> {
                 reasons: vec!["it has no log-sum-exp: its sums are not exponentials of logits".into()],
             });
         }
-        ws.install(|cx| {
-            with_staging(p, out, cx, !self.plan.can_fail(), |o, lse| {
-                let rows = p.group_size() * p.n_q;
-                let groups = p.batch * p.n_kv_heads;
-                let cx = Context { groups, ..cx };
-                let mut work: Vec<(usize, &mut [T], &mut [T])> = Vec::with_capacity(groups);
-                let (mut o, mut lse) = (o, lse);
-                for g in 0..groups {
-                    let (head, tail) = std::mem::take(&mut o).split_at_mut(rows * p.d_v);
-                    let (lse_head, lse_tail) = std::mem::take(&mut lse).split_at_mut(rows);
-                    (o, lse) = (tail, lse_tail);
-                    work.push((g, head, lse_head));
-                }
-                let infos: Result<Vec<RunInfo>> = work
-                    .into_par_iter()
-                    .with_max_len(1)
-                    .map(|(g, out, lse)| {
-                        let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
-                        let group = group_of(p, x, index, out, lse, cx);
-                        let rows = x.valid_rows(p, index.batch);
-                        if rows == p.n_q { answer(&self.plan, group) } else { self.run_padded(group, rows) }
-                    })
-                    .collect();
-                Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
-            })
-        })
-    }
-
-    /// The first `rows` rows of every head; the rest is padding and sees nothing.
-    fn run_padded<T: Real>(&self, mut group: Group<'_, T>, rows: usize) -> Result<RunInfo> {
-        let (heads, n_q, d_v, cx) = (group.q.heads(), group.n_q(), group.d_v(), group.cx);
-        let (mut o, mut lse) = (cx.scratch.take::<T>(heads * rows * d_v), cx.scratch.take::<T>(heads * rows));
-        let q = group.q.rows(0..rows);
-        let info = answer(&self.plan, Group { q, out: &mut o, lse: &mut lse, ..group.reborrow() })?;
-        group.fill_empty();
-        for h in 0..heads {
-            group.out[h * n_q * d_v..][..rows * d_v].copy_from_slice(&o[h * rows * d_v..][..rows * d_v]);
-            group.lse[h * n_q..][..rows].copy_from_slice(&lse[h * rows..][..rows]);
-        }
-        Ok(RunInfo { empty_rows: info.empty_rows + (heads * (n_q - rows)) as u64, ..info })
+        run_groups(p, x, out, ws, !self.plan.can_fail(), &|group| self.plan.run(group))
     }
 
     fn stream_typed<T: Real>(&self, wrap: fn(GroupedStream<T>) -> Box<dyn Stream>) -> Option<Box<dyn Stream>>
@@ -467,6 +441,60 @@ impl<S: Spec, P: GroupPlan> Grouped<S, P> {
             .collect();
         Some(wrap(GroupedStream { problem: *p, groups: groups?, len: 0 }))
     }
+}
+
+/// Computes one group.
+type RunGroup<'r, T> = &'r (dyn Fn(Group<'_, T>) -> Result<RunInfo> + Sync);
+
+/// Runs every group of a problem. Compiled once for each element type, not once for each method.
+fn run_groups<T: Real>(
+    p: &Problem,
+    x: &Qkv<'_, T>,
+    out: &mut Out<'_, T>,
+    ws: &mut Workspace,
+    direct: bool,
+    run: RunGroup<'_, T>,
+) -> Result<RunInfo> {
+    ws.install(|cx| {
+        with_staging(p, out, cx, direct, |o, lse| {
+            let rows = p.group_size() * p.n_q;
+            let groups = p.batch * p.n_kv_heads;
+            let cx = Context { groups, ..cx };
+            let mut work: Vec<(usize, &mut [T], &mut [T])> = Vec::with_capacity(groups);
+            let (mut o, mut lse) = (o, lse);
+            for g in 0..groups {
+                let (head, tail) = std::mem::take(&mut o).split_at_mut(rows * p.d_v);
+                let (lse_head, lse_tail) = std::mem::take(&mut lse).split_at_mut(rows);
+                (o, lse) = (tail, lse_tail);
+                work.push((g, head, lse_head));
+            }
+            let infos: Result<Vec<RunInfo>> = work
+                .into_par_iter()
+                .with_max_len(1)
+                .map(|(g, out, lse)| {
+                    let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
+                    let group = group_of(p, x, index, out, lse, cx);
+                    let rows = x.valid_rows(p, index.batch);
+                    if rows == p.n_q { answer(run, group) } else { run_padded(run, group, rows) }
+                })
+                .collect();
+            Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
+        })
+    })
+}
+
+/// The first `rows` rows of every head; the rest is padding and sees nothing.
+fn run_padded<T: Real>(run: RunGroup<'_, T>, mut group: Group<'_, T>, rows: usize) -> Result<RunInfo> {
+    let (heads, n_q, d_v, cx) = (group.q.heads(), group.n_q(), group.d_v(), group.cx);
+    let (mut o, mut lse) = (cx.scratch.take::<T>(heads * rows * d_v), cx.scratch.take::<T>(heads * rows));
+    let q = group.q.rows(0..rows);
+    let info = answer(run, Group { q, out: &mut o, lse: &mut lse, ..group.reborrow() })?;
+    group.fill_empty();
+    for h in 0..heads {
+        group.out[h * n_q * d_v..][..rows * d_v].copy_from_slice(&o[h * rows * d_v..][..rows * d_v]);
+        group.lse[h * n_q..][..rows].copy_from_slice(&lse[h * rows..][..rows]);
+    }
+    Ok(RunInfo { empty_rows: info.empty_rows + (heads * (n_q - rows)) as u64, ..info })
 }
 
 /// The part of the inputs that one group reads, and its slices of the output.
@@ -497,8 +525,8 @@ fn group_of<'a, T: Real>(
 /// Runs one group. NaN and infinities that leave a method without an answer give NaN in all rows of their own
 /// group, so that other groups keep their answers. With a causal mask such rows would include some that see none of
 /// them: there, the error stands.
-fn answer<T: Real, P: GroupPlan>(plan: &P, mut group: Group<'_, T>) -> Result<RunInfo> {
-    match plan.run(group.reborrow()) {
+fn answer<T: Real>(run: RunGroup<'_, T>, mut group: Group<'_, T>) -> Result<RunInfo> {
+    match run(group.reborrow()) {
         Err(_) if group.mask == Mask::None && !group.is_finite() => {
             group.out.fill(T::NAN);
             group.lse.fill(T::NAN);
