@@ -126,7 +126,14 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
     {
         note(common, "note: this model was made to see a token at the beginning of a text; --bos adds it");
     }
-    let settings = perplexity::Settings { protocol, bos: args.text.bos, recipe, threads: common.threads };
+    let settings = perplexity::Settings {
+        protocol,
+        bos: args.text.bos,
+        task: args.task,
+        seed: common.seed,
+        recipe,
+        threads: common.threads,
+    };
     let progress = Progress::new(common);
     let record = perplexity::perplexity(
         &model,
@@ -186,7 +193,10 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
             ),
         ),
         ("attention", attention(r)),
-        ("perplexity", format!("{} +- {}", fixed(r.ppl), fixed(r.ppl_se))),
+        (
+            if r.task.is_some() { "perplexity of the far tokens" } else { "perplexity" },
+            format!("{} +- {}", fixed(r.ppl), fixed(r.ppl_se)),
+        ),
         ("nll", format!("{} +- {} nats a token", fixed(r.nll), fixed(r.nll_se))),
     ];
     if let Some(x) = &r.against_exact {

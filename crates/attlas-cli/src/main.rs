@@ -10,6 +10,7 @@ mod bench;
 mod compare;
 mod compress;
 mod convert;
+mod decompose;
 mod inputs;
 mod inspect;
 mod interrupt;
@@ -51,6 +52,7 @@ fn main() -> ExitCode {
         Some(Command::Compare(a)) => compare::run(a, &cli.common),
         Some(Command::Report(a)) => report::run(a, &cli.common),
         Some(Command::Bench(a)) => bench::run(a, &cli.common),
+        Some(Command::Decompose(a)) => decompose::run(a, &cli.common),
         Some(Command::Simulate(a)) => simulate::run(a, &cli.common),
         Some(Command::Extract(a)) => language::extract(a, &cli.common),
         Some(Command::Tune(a)) => tune::run(a, &cli.common),

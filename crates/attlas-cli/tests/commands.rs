@@ -620,3 +620,28 @@ fn budgets_are_matched_and_the_front_is_marked() {
     let bad = attlas(&["compare", "--match", "keys=none"]);
     assert!(bad.status == 2 && bad.err.contains("keys=256"), "{}", bad.err);
 }
+
+#[test]
+fn a_tensor_is_decomposed_and_its_factors_are_written() {
+    let folder = Folder::new("decompose");
+    // e₁e₁e₂ + e₁e₂e₁ + e₂e₁e₁ in single precision.
+    let header = "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2, 2), }\n";
+    let mut file = b"\x93NUMPY\x01\x00".to_vec();
+    file.extend((header.len() as u16).to_le_bytes());
+    file.extend(header.bytes());
+    file.extend([0.0f32, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0].iter().flat_map(|x| x.to_le_bytes()));
+    std::fs::write(folder.0.join("w.npy"), file).unwrap();
+    let tucker = ["decompose", "w.npy", "--with", "tucker", "--rank", "1", "--json"];
+    let record = attlas_in(&folder, &[&tucker[..], &["--out", "f.npz", "--curve", "c.csv"]].concat()).json();
+    assert!((record["rel_error"].as_f64().unwrap() - (5.0f64 / 9.0).sqrt()).abs() < 1e-5, "{record}");
+    assert_eq!(record["parameters"], 7);
+    assert!(folder.0.join("f.npz").exists());
+    assert!(
+        std::fs::read_to_string(folder.0.join("c.csv")).unwrap().starts_with("ranks,parameters,rel_error")
+    );
+    let core = ["decompose", "f.npz", "--tensor", "core", "--with", "hosvd", "--rank", "1", "--json"];
+    assert_eq!(attlas_in(&folder, &core).json()["shape"], serde_json::json!([1, 1, 1]));
+    let refused =
+        attlas_in(&folder, &["decompose", "w.npy", "--with", "cp", "--rank", "1", "--out", "w.npy"]);
+    assert_eq!(refused.status, 2, "an input is not replaced");
+}

@@ -1,12 +1,14 @@
 //! What can be said on the command line: the commands and the flags that all of them have. Their arguments are in one file
 //! for each kind of command, and groups of arguments that several commands take in [`shared`].
 
+mod decompose;
 mod language;
 mod measure;
 mod rewrite;
 mod shared;
 mod simulate;
 
+pub(crate) use decompose::DecomposeArgs;
 pub(crate) use language::{
     EffortName, ElementType, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs,
 };
@@ -158,6 +160,12 @@ attlas bench --methods exact --n 32k --d 128 --heads 32 --kv-heads 8 --decode\n 
 attlas bench --methods exact --n 1k,4k --peer-json torch.json --md\n  \
 attlas bench --suite headline --md > headline.md"))]
     Bench(BenchArgs),
+    /// Decompose a tensor from a file: canonical polyadic, Tucker, block terms.
+    #[command(after_help = laid_out("Examples:\n  \
+attlas decompose weights.npy --with cp --rank 8 --restarts 10 --out factors.npz\n  \
+attlas decompose model.safetensors --tensor model.layers.0.mlp.up_proj.weight --with hosvd --error 10%\n  \
+attlas decompose weights.npy --with tucker --rank 16,32,32 --curve curve.svg"))]
+    Decompose(DecomposeArgs),
     /// Small simulations: attention as a system of particles, and a task about triples.
     #[command(after_help = laid_out("Examples:\n  \
 attlas simulate particles --svg particles.svg\n  \

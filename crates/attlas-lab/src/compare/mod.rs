@@ -257,7 +257,7 @@ fn refusal(
 ) -> Result<Option<Vec<String>>> {
     let options = chosen.options_for(seed);
     if chosen.method.claims.needs == Needs::Calibration || given.has(chosen.method.id) {
-        let support = (chosen.method.supports)(problem, &options);
+        let support = chosen.method.support(problem, &options);
         return Ok((!support.is_yes()).then_some(support.reasons));
     }
     match chosen.method.plan(problem, &options) {

@@ -411,6 +411,8 @@ fn checked(
 ) -> Result<Option<Record>> {
     let protocol = Protocol::Strided { window: text.tokens.len(), stride: text.tokens.len() };
     let how = perplexity::Settings {
+        task: None,
+        seed: 0,
         protocol,
         bos: false,
         recipe: Some(recipe.clone()),
