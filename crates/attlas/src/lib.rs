@@ -35,6 +35,7 @@ pub mod method;
 pub mod methods;
 pub mod metrics;
 pub mod near;
+mod negated;
 pub mod params;
 pub mod problem;
 pub mod registry;

@@ -1,5 +1,6 @@
 //! The contract of a method: what it says of itself, how it is planned, run and streamed.
 
+use crate::negated::Negated;
 use crate::params::ParamSpec;
 use crate::{Error, Inputs, Near, Options, Output, Problem, Result, Workspace};
 use attlas_num::{DType, Mat};
@@ -81,6 +82,11 @@ impl Method {
         calibration: Option<&Calibration>,
     ) -> Result<Box<dyn Plan>> {
         problem.validate()?;
+        if problem.scale < 0.0 && self.claims_with(options).softmax {
+            let positive = Problem { scale: -problem.scale, ..*problem };
+            let plan = self.plan_with(&positive, options, calibration)?;
+            return Ok(Box::new(Negated::new(plan, problem)));
+        }
         let (near, options) = &Near::split(problem.near, options, self.params)?;
         let problem = &problem.with_near(near.resolved(&self.claims));
         let mut reasons = (self.supports)(problem, options).reasons;
@@ -120,6 +126,7 @@ impl Method {
                 Promise::RowStochastic => claims.row_stochastic = false,
                 Promise::Unbiased => claims.unbiased = false,
                 Promise::Softmax => claims.softmax = false,
+                Promise::ExactAt => claims.exact_at = &[],
                 Promise::Law(_) => {}
             }
         }
@@ -243,6 +250,8 @@ pub enum Promise {
     Unbiased,
     /// [`Claims::softmax`].
     Softmax,
+    /// [`Claims::exact_at`], all of it.
+    ExactAt,
     /// A law.
     Law(Law),
 }
@@ -377,8 +386,14 @@ impl Cost {
 /// What happened in a run.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct RunInfo {
-    /// Pairs of a query and a key (or landmark, sample, feature) whose score was computed.
+    /// Inner products of a query with a key, or with a vector that stands for keys: a centroid, landmark, sample or
+    /// mixed key, a bucket's sum, an entry of a feature state. A key that is scored twice, as when keys are first
+    /// ranked by a few coordinates, counts twice; products with random directions of a hash do not count. Every
+    /// method counts this one unit.
     pub keys_visited: u64,
+    /// The same products where no query takes part: of keys with centroids, landmarks or pivots, before the first row.
+    /// With k-means on queries and keys together, also those of the queries in it.
+    pub setup_scores: u64,
     /// Rows that saw no key and were written as zero.
     pub empty_rows: u64,
     /// Rows answered by a fallback, such as exact attention after a vanishing denominator.
@@ -403,6 +418,7 @@ impl RunInfo {
     #[must_use]
     pub fn merge(mut self, other: RunInfo) -> RunInfo {
         self.keys_visited += other.keys_visited;
+        self.setup_scores += other.setup_scores;
         self.empty_rows += other.empty_rows;
         self.fallback_rows += other.fallback_rows;
         self.rank = self.rank.max(other.rank);

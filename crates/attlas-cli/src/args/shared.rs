@@ -101,6 +101,15 @@ pub(crate) struct NewFolder {
     pub(crate) path: PathBuf,
 }
 
+/// What a changed model may lose before it counts as ruined.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct Limit {
+    /// Largest increase of the perplexity, such as 50% or 0.5: past it the folder is written and the command exits
+    /// with 1.
+    #[arg(long, default_value = "50%", value_name = "SHARE", value_parser = share)]
+    pub(crate) max_ppl_increase: f64,
+}
+
 /// A text that a model reads.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct TextChoice {

@@ -259,6 +259,7 @@ impl<'a> Group<'a> {
             params,
             layer: self.layer,
             head: self.first_head + h,
+            queries: p.n_q,
             seeds: 1,
             rel_fro: Interval::student(&[errors.rel_fro]),
             certified: certify(&evidence, self.settings.confidence, self.settings.seed),

@@ -32,6 +32,7 @@ pub fn check_method(method: &'static Method) {
         subject.check_groups();
         subject.check_key_order();
         subject.check_queries_alone();
+        subject.check_negative_scale();
         subject.check_causality();
         subject.check_decoding();
         subject.check_refusals();
