@@ -44,7 +44,7 @@ pub static METHOD: Method = Method {
         ..Claims::BASE
     },
     params: Params::SPECS,
-    probes: &[&[("precision", "bf16")]],
+    probes: &[],
     supports: |_, _| Support::yes(),
     calibrate: None,
     build: |p, options, _| Ok(Exact::new(Params::from_options(options)?).boxed(p)),
