@@ -38,12 +38,20 @@ pub static METHOD: Method = Method {
         exact_at: &[("window", Budget::NumTokens)],
         exponent: 1.0,
         except: &[(Law::KeyOrder, "which keys are seen depends on their positions")],
-        withdrawn: &[Withdrawn {
-            param: "precision",
-            value: "bf16",
-            promise: Promise::RowStochastic,
-            reason: "values rounded to 8 significant bits leave the hull of the values",
-        }],
+        withdrawn: &[
+            Withdrawn {
+                param: "precision",
+                value: "bf16",
+                promise: Promise::RowStochastic,
+                reason: "values rounded to 8 significant bits leave the hull of the values",
+            },
+            Withdrawn {
+                param: "precision",
+                value: "bf16",
+                promise: Promise::ExactAt,
+                reason: "operands are rounded to 8 significant bits",
+            },
+        ],
         ..Claims::BASE
     },
     params: Params::SPECS,
