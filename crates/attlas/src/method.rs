@@ -2,7 +2,7 @@
 
 use crate::negated::Negated;
 use crate::params::ParamSpec;
-use crate::{Error, Inputs, Options, Output, Problem, Result, Workspace};
+use crate::{Error, Inputs, Near, Options, Output, Problem, Result, Workspace};
 use attlas_num::{DType, Mat};
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -87,7 +87,10 @@ impl Method {
             let plan = self.plan_with(&positive, options, calibration)?;
             return Ok(Box::new(Negated::new(plan, problem)));
         }
+        let (near, options) = &Near::split(problem.near, options, self.params)?;
+        let problem = &problem.with_near(near.resolved(&self.claims));
         let mut reasons = (self.supports)(problem, options).reasons;
+        reasons.extend(near.reasons(self, problem));
         if self.claims.needs == Needs::Calibration && calibration.is_none() {
             reasons.push(format!("{} learns from data first: pass a calibration", self.id));
         }
@@ -102,6 +105,19 @@ impl Method {
 }
 
 impl Method {
+    /// Whether the method can do a problem with these options, near field included, and if not, all the reasons.
+    pub fn support(&self, problem: &Problem, options: &Options) -> Support {
+        match Near::split(problem.near, options, self.params) {
+            Ok((near, options)) => {
+                let problem = problem.with_near(near);
+                let mut support = (self.supports)(&problem, &options);
+                support.reasons.extend(near.reasons(self, &problem));
+                support
+            }
+            Err(error) => Support::unless(true, error.to_string()),
+        }
+    }
+
     /// What the method promises with these options; laws are left to [`keeps_with`](Self::keeps_with).
     pub fn claims_with(&self, options: &Options) -> Claims {
         let mut claims = self.claims;
@@ -119,7 +135,8 @@ impl Method {
 
     /// Whether `law` is promised with these options.
     pub fn keeps_with(&self, options: &Options, law: Law) -> bool {
-        self.claims.keeps(law) && !self.withdrawn(options).any(|p| p == Promise::Law(law))
+        let near = Near::split(Near::NONE, options, self.params).map_or(Near::NONE, |(near, _)| near);
+        self.claims.keeps(law) && near.keeps(law) && !self.withdrawn(options).any(|p| p == Promise::Law(law))
     }
 
     fn withdrawn(&self, options: &Options) -> impl Iterator<Item = Promise> {
@@ -196,6 +213,8 @@ pub struct Claims {
     pub softmax: bool,
     /// Gives the log-sum-exp of its unnormalised sums.
     pub lse: bool,
+    /// Leaves out keys whose mass nothing stands for, so that a near field adds their means.
+    pub drops: bool,
     /// Exponent of the sequence length in the time, as published.
     pub exponent: f64,
     /// What it needs before it is useful.
@@ -248,6 +267,7 @@ impl Claims {
         deterministic: true,
         softmax: true,
         lse: true,
+        drops: false,
         exponent: 2.0,
         needs: Needs::Nothing,
         oracle: false,

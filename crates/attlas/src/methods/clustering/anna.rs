@@ -53,6 +53,7 @@ pub static METHOD: Method = Method {
         row_stochastic: false,
         deterministic: false,
         softmax: false,
+        drops: true,
         exponent: 1.75,
         needs: Needs::Training,
         ..Claims::BASE
@@ -64,7 +65,14 @@ pub static METHOD: Method = Method {
         &[("weights", "softmax"), ("filter", "true"), ("radius", "2.2"), ("rounds", "3")],
         &[("hashes", "0"), ("rounds", "2")],
     ],
-    supports: |_, _| Support::yes(),
+    supports: |p, options| {
+        let softmax = options.get("weights").is_some_and(|w| w.to_string() == "softmax");
+        Support::unless(
+            !p.near.is_none() && !softmax,
+            "weights = uniform counts collisions, which have no normaliser in common with the exact near keys; set \
+             weights = softmax",
+        )
+    },
     calibrate: None,
     build: |p, options, _| Ok(Anna::new(Params::from_options(options)?, p).boxed(p)),
 };

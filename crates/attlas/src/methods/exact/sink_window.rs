@@ -36,6 +36,7 @@ pub static METHOD: Method = Method {
     claims: Claims {
         decode: true,
         exact_at: &[("window", Budget::NumTokens)],
+        drops: true,
         exponent: 1.0,
         except: &[(Law::KeyOrder, "which keys are seen depends on their positions")],
         withdrawn: &[

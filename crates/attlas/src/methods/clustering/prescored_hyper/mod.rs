@@ -70,6 +70,7 @@ pub static METHOD: Method = Method {
         exact_at: &[("block", Budget::NumKeys), ("samples", Budget::NumKeys), ("n_min", Budget::NumTokens)],
         unbiased: true,
         deterministic: false,
+        drops: true,
         exponent: 1.0,
         except: &[
             (Law::KeyOrder, "keys are sampled and clustered by their place"),

@@ -62,6 +62,7 @@ pub static METHOD: Method = Method {
         exact_at: &[("block", Budget::NumKeys)],
         row_stochastic: true,
         deterministic: false,
+        drops: true,
         exponent: 1.0,
         needs: Needs::Training,
         except: &[
@@ -202,6 +203,10 @@ fn supports(p: &Problem, params: &Params) -> Support {
             causal && params.across_buckets == Some(true),
             "which keys of other buckets are neighbours depends on later tokens; set across_buckets = auto or false for a \
              causal mask",
+        )
+        .and_unless(
+            shared && !p.near.is_none(),
+            "keys = shared takes a query for the key at its own place, which is near; set keys = separate for a near field",
         )
         .and_unless(
             causal && params.wrap,

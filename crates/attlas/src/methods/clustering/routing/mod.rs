@@ -64,6 +64,7 @@ pub static METHOD: Method = Method {
         decode: true,
         exact_at: &[("window", Budget::NumTokens)],
         deterministic: false,
+        drops: true,
         exponent: 1.5,
         needs: Needs::Training,
         except: &[

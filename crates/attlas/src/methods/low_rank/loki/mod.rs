@@ -60,6 +60,7 @@ pub static METHOD: Method = Method {
     claims: Claims {
         decode: true,
         exact_at: &[("keys", Budget::NumKeys)],
+        drops: true,
         needs: Needs::Calibration,
         except: &[
             (Law::KeyOrder, "sinks and window keep keys by their position"),
