@@ -43,7 +43,6 @@ pub static METHOD: Method = Method {
         }],
         ..Claims::BASE
     },
-    probes: &[&[("precision", "bf16")]],
     tunable: &[Tunable::values("precision", &["bf16"])],
     ..Method::of::<Params>()
 };

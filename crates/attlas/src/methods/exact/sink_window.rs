@@ -39,12 +39,20 @@ pub static METHOD: Method = Method {
         drops: true,
         exponent: 1.0,
         except: &[(Law::KeyOrder, "which keys are seen depends on their positions")],
-        withdrawn: &[Withdrawn {
-            param: "precision",
-            value: "bf16",
-            promise: Promise::RowStochastic,
-            reason: "values rounded to 8 significant bits leave the hull of the values",
-        }],
+        withdrawn: &[
+            Withdrawn {
+                param: "precision",
+                value: "bf16",
+                promise: Promise::RowStochastic,
+                reason: "values rounded to 8 significant bits leave the hull of the values",
+            },
+            Withdrawn {
+                param: "precision",
+                value: "bf16",
+                promise: Promise::ExactAt,
+                reason: "operands are rounded to 8 significant bits",
+            },
+        ],
         ..Claims::BASE
     },
     probes: &[
