@@ -143,10 +143,8 @@ fn expr<'a>(e: &Expr<'a>) -> Expr<'a> {
             Expr::Slice(at(s, Slice { expr: expr(&s.expr), start, stop, step }))
         }
         Expr::UnaryOp(u) => {
-            let op = match u.op {
-                UnaryOpKind::Not => UnaryOpKind::Not,
-                UnaryOpKind::Neg => UnaryOpKind::Neg,
-            };
+            // The engine's type cannot be copied.
+            let op = if matches!(u.op, UnaryOpKind::Not) { UnaryOpKind::Not } else { UnaryOpKind::Neg };
             Expr::UnaryOp(at(u, UnaryOp { op, expr: expr(&u.expr) }))
         }
         Expr::BinOp(b) => match b.op {
