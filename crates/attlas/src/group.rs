@@ -485,6 +485,9 @@ fn run_groups<T: Real>(
 
 /// The first `rows` rows of every head; the rest is padding and sees nothing.
 fn run_padded<T: Real>(run: RunGroup<'_, T>, mut group: Group<'_, T>, rows: usize) -> Result<RunInfo> {
+    if rows == 0 {
+        return Ok(group.fill_empty());
+    }
     let (heads, n_q, d_v, cx) = (group.q.heads(), group.n_q(), group.d_v(), group.cx);
     let (mut o, mut lse) = (cx.scratch.take::<T>(heads * rows * d_v), cx.scratch.take::<T>(heads * rows));
     let q = group.q.rows(0..rows);
