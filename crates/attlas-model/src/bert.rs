@@ -191,7 +191,9 @@ impl<'a> Encoder<'a> {
             return Err(Error::invalid("the number of plans", plans.len(), format!("{}", c.n_layers)));
         }
         let problem = self.problem(batch);
-        if let Some(plan) = plans.iter().find(|p| *p.problem() != problem) {
+        // What the near field leaves to the method is decided when planning.
+        let planned = |p: &Problem| p.with_near(problem.near);
+        if let Some(plan) = plans.iter().find(|p| planned(p.problem()) != problem) {
             let found = format!("{:?}", plan.problem());
             return Err(Error::invalid("the problem of a plan", found, format!("{problem:?}")));
         }

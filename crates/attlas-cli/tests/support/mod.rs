@@ -66,9 +66,11 @@ impl Folder {
             ("mlp.up_proj", &[16, 16]),
             ("mlp.down_proj", &[16, 16]),
         ];
+        let known = |part: &str| family == "qwen3" || !part.ends_with("q_norm") && !part.ends_with("k_norm");
         for l in 0..layers {
+            let parts = parts.iter().filter(|(part, _)| known(part));
             list.extend(
-                parts.iter().map(|(part, shape)| tensor(&format!("model.layers.{l}.{part}.weight"), shape)),
+                parts.map(|(part, shape)| tensor(&format!("model.layers.{l}.{part}.weight"), shape)),
             );
         }
         folder.tensors("model.safetensors", &list).unwrap();

@@ -189,9 +189,9 @@ liar!(a_wrong_exact_limit_is_found, WrongNormaliser, "exact at samples", EXACT_A
 const MIXES_QUERIES: Claims = Claims {
     row_stochastic: false,
     except: &[
-        (crate::method::Law::QueriesAlone, "it says so"),
-        (crate::method::Law::LinearInValues, "it says so"),
-        (crate::method::Law::KeyOrder, "it says so"),
+        (crate::method::Law::QueriesAlone, "the liar admits it"),
+        (crate::method::Law::LinearInValues, "the liar admits it"),
+        (crate::method::Law::KeyOrder, "the liar admits it"),
     ],
     ..Claims::BASE
 };

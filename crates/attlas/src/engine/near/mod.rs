@@ -426,11 +426,16 @@ fn decide(running: &mut [f64; 3], errors: [f64; 3]) -> Choice {
     running.iter_mut().zip(errors).for_each(|(r, e)| *r = KEEP * *r + e);
     let [method, means, nothing] = *running;
     match () {
+        () if method <= GOOD => Choice::Method,
         () if means < method && means <= nothing => Choice::Means,
         () if nothing < method => Choice::Nothing,
         () => Choice::Method,
     }
 }
+
+/// Squared relative error at which the method's own far part is kept whatever else would do: on a row with few far
+/// keys their mean is as good, and on the rows after it, it is not.
+const GOOD: f64 = 1e-6;
 
 /// Share of the running errors that is kept from tile to tile.
 const KEEP: f64 = 0.75;

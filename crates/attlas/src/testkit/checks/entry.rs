@@ -65,7 +65,9 @@ impl Subject {
             let out = Out::new(TensorMut::bhnd(&mut o, [1, 1, n_o, 16]).unwrap_or_else(|e| panic!("{e}")));
             let x = Qkv::new(view(n_q), view(n_k), view(97));
             let result = plan.execute(&x.into(), &mut out.into(), &mut ws);
-            assert!(matches!(result, Err(Error::Shape { .. })), "{}", self.name("takes a wrong shape", &p));
+            // Fewer rows than planned may also be something that the method cannot do.
+            let refused = matches!(result, Err(Error::Shape { .. } | Error::Unsupported { .. }));
+            assert!(refused, "{}", self.name("takes a wrong shape", &p));
             assert!(o.iter().all(|&x| x == 7.0), "{}", self.name("writes before it refuses", &p));
         }
         let unknown = self.options.clone().with("no_such_parameter", 1);

@@ -251,7 +251,8 @@ fn a_padded_sequence_is_pooled_where_the_fit_was_for_another_length() {
         let out = crate::Out::new(crate::TensorMut::bhnd(&mut o, [1, 1, 24, 3]).unwrap());
         let mut ws = Workspace::single().unwrap();
         let info = plan.execute(&qkv.into(), &mut out.into(), &mut ws).unwrap();
-        assert_eq!(info.fallback_rows, 24);
+        // With no more keys than rows of the projection attention is exact.
+        assert_eq!(info.fallback_rows, if n > 9 { 24 } else { 0 });
         assert_rows_close(&o, &want, 1e-13, &format!("{n} of 24 keys"));
     }
 }
