@@ -224,7 +224,7 @@ impl Proof {
     /// The largest difference of a logit in what was written; an error if it is more than rounding.
     fn agrees(&self, written: &Self) -> Result<f64> {
         // Kept as it is where it is no number, which `max` would drop.
-        let larger = |most: f64, x: f64| if most >= x { most } else { x };
+        let larger = |most: f64, x: f64| if most >= x || most.is_nan() { most } else { x };
         let gap = |(a, b): (&f32, &f32)| f64::from(a - b).abs();
         let found = self.values.iter().zip(&written.values).map(gap).fold(0.0, larger);
         let largest = self.values.iter().map(|x| f64::from(x.abs())).fold(1.0, f64::max);

@@ -435,7 +435,7 @@ mod tests {
     fn an_error_gives_the_smallest_rank_that_reaches_it() {
         let t = rank_two();
         let (cp, factors) = decompose(&t, &settings(Form::Cp, Size::Error(1e-6))).unwrap();
-        assert_eq!((cp.ranks.as_slice(), cp.parameters), (&[2][..], 24));
+        assert_eq!((cp.ranks.as_slice(), cp.parameters), (&[2][..], 26));
         assert_eq!(
             factors.iter().map(|f| f.name.as_str()).collect::<Vec<_>>(),
             ["weights", "factor0", "factor1", "factor2"]
@@ -469,7 +469,7 @@ mod tests {
         for form in [Form::Cp, Form::Tucker, Form::Btd] {
             let points = error_curve(&t, &settings(form, Size::Ranks(vec![1])), 3).unwrap();
             assert!(
-                points.windows(2).all(|p| p[1].rel_error <= p[0].rel_error + 1e-9),
+                points.windows(2).all(|p| p[1].rel_error <= p[0].rel_error + 1e-6),
                 "{form:?} {points:?}"
             );
         }

@@ -276,7 +276,7 @@ impl Inspection {
     /// How many heads have a sink at their first key, and what that is.
     pub fn sinks_said(&self) -> String {
         format!(
-            "{} have a sink at their first key (half of the rows give it over {} times a uniform weight)",
+            "{} have a sink at their first key (half of the rows: over {} x uniform)",
             percent(self.first_key_sinks),
             self.settings.sink
         )

@@ -69,9 +69,7 @@ impl Folder {
         let known = |part: &str| family == "qwen3" || !part.ends_with("q_norm") && !part.ends_with("k_norm");
         for l in 0..layers {
             let parts = parts.iter().filter(|(part, _)| known(part));
-            list.extend(
-                parts.map(|(part, shape)| tensor(&format!("model.layers.{l}.{part}.weight"), shape)),
-            );
+            list.extend(parts.map(|(part, shape)| tensor(&format!("model.layers.{l}.{part}.weight"), shape)));
         }
         folder.tensors("model.safetensors", &list).unwrap();
         folder.finish().unwrap();

@@ -411,7 +411,7 @@ mod tests {
 
     fn with(method: Method) -> Options {
         let order = (method != Method::Hosvd).then(|| vec![0, 1, 2]);
-        Options { method, order, iters: 5000, tol: 1e-15, ..Default::default() }
+        Options { method, order, iters: 5000, tol: 1e-15, restarts: 0, ..Default::default() }
     }
 
     fn residual(t: &Tensor<f64>, tucker: &Tucker<f64>) -> f64 {
@@ -444,8 +444,14 @@ mod tests {
             let (shape, ranks) = (sizes(&case["shape"]), sizes(&case["ranks"]));
             let t = fill(&shape, case["seed"].as_u64().unwrap()).unwrap();
             let order = Some((0..shape.len()).collect());
-            let options =
-                Options { method: Method::Hooi, order, iters: 5000, tol: 1e-15, ..Default::default() };
+            let options = Options {
+                method: Method::Hooi,
+                order,
+                iters: 5000,
+                tol: 1e-15,
+                restarts: 0,
+                ..Default::default()
+            };
             let fit = decompose(&t, &Ranks::Given(ranks), &options).unwrap();
             assert!((fit.history[0] - case["st_hosvd"].as_f64().unwrap()).abs() < 1e-12);
             assert!((fit.rel_error - case["hooi"].as_f64().unwrap()).abs() < 1e-9, "{}", fit.rel_error);
@@ -460,6 +466,7 @@ mod tests {
             modes: Some(vec![2, 1]),
             iters: 5000,
             tol: 1e-15,
+            restarts: 0,
             ..Default::default()
         };
         let fit = decompose(&t, &Ranks::Given(sizes(&partial["ranks"])), &options).unwrap();
