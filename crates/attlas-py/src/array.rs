@@ -357,20 +357,20 @@ fn wrong_type(name: &str, found: &str) -> PyErr {
 
 fn from_interface(x: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, name: &str) -> PyResult<Exported> {
     let py = x.py();
-    let get = |key: &Bound<'_, pyo3::types::PyString>| {
+    let get = |key: &str| {
         interface
             .get_item(key)?
             .ok_or_else(|| PyTypeError::new_err(format!("{name}: __array_interface__ without {key}")))
     };
-    let typestr = get(intern!(py, "typestr"))?;
+    let typestr = get("typestr")?;
     let dtype = match typestr.extract::<&str>()? {
         "<f4" if cfg!(target_endian = "little") => DType::F32,
         "<f8" if cfg!(target_endian = "little") => DType::F64,
         "<f4" | "<f8" | ">f4" | ">f8" => return Err(errors::needs_copy(py, "the other order of bytes")),
         other => return Err(wrong_type(name, other)),
     };
-    let (data, read_only): (usize, bool) = get(intern!(py, "data"))?.extract()?;
-    let shape: Vec<usize> = get(intern!(py, "shape"))?.extract()?;
+    let (data, read_only): (usize, bool) = get("data")?.extract()?;
+    let shape: Vec<usize> = get("shape")?.extract()?;
     let strides = interface.get_item(intern!(py, "strides"))?.filter(|s| !s.is_none());
     let strides: Option<Vec<isize>> = strides.map(|s| s.extract()).transpose()?;
     Ok(Exported { data: data as *mut u8, shape, strides, dtype, read_only, owner: x.clone().unbind() })

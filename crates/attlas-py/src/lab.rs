@@ -6,13 +6,13 @@ use crate::errors;
 use crate::runs::Recipe;
 use attlas::diagnostics;
 use attlas::{Mask, Options};
-use attlas_lab::compare::{self, Comparison, Matching};
-use attlas_lab::inspect::{self, Inspection};
+use attlas_lab::compare::{self as comparing, Comparison, Matching};
+use attlas_lab::inspect::{self as looking, Inspection};
 use attlas_lab::perplexity::{AgainstExact, Record};
 use attlas_lab::report::Report;
 use attlas_lab::select::{Choice, Selection};
 use attlas_lab::text::Text;
-use attlas_lab::tune::{self, Check, Effort, Ended, State};
+use attlas_lab::tune::{self as tuning, Check, Effort, Ended, State};
 use attlas_lab::{LayerData, Meter, Source, Workload, atlas, budget, extract, html, perplexity, text, trace};
 use attlas_model::perplexity::Protocol;
 use attlas_model::recipe::Numbers;
@@ -350,14 +350,14 @@ fn compared(
 ) -> PyResult<(Comparison, bool)> {
     let chosen = selection(py, methods, set)?;
     let budget = matched.map(|b| b.parse::<budget::Budget>().map_err(|e| errors::lab(py, e))).transpose()?;
-    let settings = compare::Settings {
+    let settings = comparing::Settings {
         mask: mask(causal),
         seeds,
         seed,
         threads,
         time_limit,
         meter: meter(),
-        ..compare::Settings::default()
+        ..comparing::Settings::default()
     };
     let mut watch = Watch::new(watch);
     let (call, stop, raised) = (&watch.call, &watch.stop, &mut watch.raised);
@@ -378,7 +378,7 @@ fn compared(
             selection = equal;
             matching = Some(Matching { budget, methods });
         }
-        let result = compare::compare(
+        let result = comparing::compare(
             &trace.work,
             &selection,
             &settings,
@@ -403,7 +403,7 @@ fn inspected(
     watch: Option<Py<PyAny>>,
     keep: bool,
 ) -> PyResult<Inspection> {
-    let settings = inspect::Settings {
+    let settings = looking::Settings {
         mask: mask(causal),
         heads: numbers(py, heads)?,
         threads,
@@ -412,7 +412,7 @@ fn inspected(
     let mut watch = Watch::new(watch);
     let (call, stop, raised) = (&watch.call, &watch.stop, &mut watch.raised);
     let done = py.detach(|| {
-        inspect::inspect(
+        looking::inspect(
             &trace.work,
             &settings,
             &mut |done, total, what| Watch::step(call, stop, raised, done, total, what),
@@ -621,7 +621,7 @@ pub(crate) fn tune(
         }
     };
     let (name, shape) = model;
-    let settings = tune::Settings {
+    let settings = tuning::Settings {
         max_error: budgets.0,
         max_kl: budgets.1,
         max_ppl_increase: budgets.2,
@@ -640,8 +640,8 @@ pub(crate) fn tune(
     let mut watch = Watch::new(watch);
     let (call, stop, raised) = (&watch.call, &watch.stop, &mut watch.raised);
     let ended = py.detach(|| -> attlas_lab::Result<Ended> {
-        let mut kept = State::open(state.as_deref(), &tune::key(&trace.work, &settings)?)?;
-        tune::tune(
+        let mut kept = State::open(state.as_deref(), &tuning::key(&trace.work, &settings)?)?;
+        tuning::tune(
             &mut called,
             &text,
             &check_text,
