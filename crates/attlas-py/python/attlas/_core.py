@@ -85,7 +85,8 @@ def _merged(options: Mapping[str, Any] | str | None, params: dict[str, Any]) -> 
 
 
 def _info(told: tuple[Any, ...]) -> RunInfo:
-    return RunInfo(*told[:6], figures=MappingProxyType(dict(told[6])))
+    keys, empty, fallback, rank, iterations, status, figures = told
+    return RunInfo(keys, empty, fallback, rank, iterations, status, MappingProxyType(dict(figures)))
 
 
 def _shape(x: Any, name: str, rank: int) -> tuple[int, ...]:
@@ -224,8 +225,8 @@ def attention(
     scale = None if scale is None else float(scale)
     try:
         told = _native.attend(
-            a, b, c, target, lse, tokens_first, method, options, causal, scale, lengths, calibration and calibration._native,
-            threads, return_info,
+            a, b, c, target, lse, tokens_first, method, options, causal, scale, lengths, _learnt(calibration), threads,
+            return_info,
         )  # fmt: skip
     except NeedsCopy:
         a, b, c = lib.copy(a), lib.copy(b), lib.copy(c)
@@ -233,8 +234,8 @@ def attention(
         if strange:
             target = lib.empty(a, shape)
         told = _native.attend(
-            a, b, c, target, lse, tokens_first, method, options, causal, scale, lengths, calibration and calibration._native,
-            threads, return_info,
+            a, b, c, target, lse, tokens_first, method, options, causal, scale, lengths, _learnt(calibration), threads,
+            return_info,
         )  # fmt: skip
         if strange:
             _check_writable(lib, out, q, k, v)
@@ -265,6 +266,10 @@ def _check_writable(lib: Library, out: Any, *inputs: Any) -> None:
         raise ValueError("out: expected memory of its own, found memory that an input may share")
     if any(s == 0 and n > 1 for s, n in zip(views[0].strides, views[0].shape, strict=True)):
         raise ValueError("out: expected every element at a place of its own, found two at the same one")
+
+
+def _learnt(calibration: Calibration | None) -> _native.Calibration | None:
+    return None if calibration is None else calibration._native
 
 
 def _lengths(x: Any) -> list[int]:
@@ -343,7 +348,8 @@ class Plan:
     def problem(self) -> Problem:
         """What was planned."""
         sizes, scale, causal = self._native.problem
-        return Problem(*sizes, scale=scale, causal=causal)
+        batch, heads, kv_heads, n_q, n_k, d, d_v = sizes
+        return Problem(batch, heads, kv_heads, n_q, n_k, d, d_v, scale, causal)
 
     @property
     def cost(self) -> Cost:
@@ -484,7 +490,7 @@ def plan(
             raise ParameterError(f"{name} = {n!r} is not accepted; expected a whole number", name, repr(n), "a whole number")
     given = _merged(options, params)
     threads = threads_for(num_threads, None)
-    native = _native.Plan(method, given, sizes, causal, scale, calibration and calibration._native, threads)
+    native = _native.Plan(method, given, sizes, causal, scale, _learnt(calibration), threads)
     return Plan(native, method)
 
 

@@ -529,7 +529,7 @@ def perplexity(
     if not is_model(model):
         with _Steps(progress) as watch:
             told = _native.perplexity_of_file(
-                os.fspath(model), os.fspath(text), tokens, window, stride, what and what._native,
+                os.fspath(model), os.fspath(text), tokens, window, stride, None if what is None else what._native,
                 threads_for(num_threads, None), watch,
             )  # fmt: skip
         return Record(json.loads(told))

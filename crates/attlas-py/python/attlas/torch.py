@@ -41,7 +41,7 @@ def _wide(x: Any) -> Any:
     return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
 
 
-@torch.library.custom_op(
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
     "attlas::attention",
     mutates_args=(),
     device_types="cpu",
@@ -64,7 +64,7 @@ def _op(
     return TORCH.finish(out, dtype), lse
 
 
-@_op.register_fake
+@_op.register_fake  # type: ignore[untyped-decorator]
 def _fake(q: Any, k: Any, v: Any, method: str, options: str, causal: bool, scale: float, threads: int) -> tuple[Any, Any]:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1] if _has_lse(method) else (0,), dtype=_wide(q))

@@ -200,7 +200,7 @@ def _run(entry: _Entry, layer: int, q: Any, k: Any, v: Any, mask: Any, scale: fl
     return out.to(q.dtype)
 
 
-@torch.library.custom_op(
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
     "attlas::hf_attention",
     mutates_args=(),
     device_types="cpu",
@@ -215,7 +215,7 @@ def _op(
     return out, lse
 
 
-@_op.register_fake
+@_op.register_fake  # type: ignore[untyped-decorator]
 def _fake(
     q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, layer: int, name: str, want_lse: bool
 ) -> tuple[Any, Any]:
@@ -329,7 +329,8 @@ def _keep(
     if why:
         entry.left_out[layer] = why
     elif layer not in entry.record:
-        entry.record[layer] = tuple(x[0].detach().float().contiguous() for x in (q, k, v)) + (scale,)  # type: ignore[assignment]
+        a, b, c = (x[0].detach().float().contiguous() for x in (q, k, v))
+        entry.record[layer] = (a, b, c, scale)
 
 
 def _by_hand(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, s_aux: Any, kwargs: dict[str, Any]) -> Any:
