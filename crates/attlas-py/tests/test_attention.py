@@ -99,7 +99,7 @@ def test_errors_carry_facts():
     with pytest.raises(attlas.ParameterError):
         attlas.attention(q, k, v, num_threads=-1)
     with pytest.raises(MemoryError):
-        attlas.plan("exact", n_q=1 << 40, n_k=1 << 40, heads=1 << 10)
+        attlas.plan("exact", n_q=1 << 50, n_k=1 << 50, heads=1 << 10)
     same = attlas.attention(q, k, v, method="top_k", keys=3)
     np.testing.assert_array_equal(same, attlas.attention(q, k, v, method="top_k", options={"keys": np.int64(3)}))
     np.testing.assert_array_equal(same, attlas.attention(q, k, v, method="top_k", options="keys=3"))
