@@ -33,23 +33,24 @@ def padded(side, lengths=(20, 13)):
 
 
 @pytest.mark.parametrize("name", list(tiny.CAUSAL))
-def test_logits_are_those_of_eager(name):
-    model = tiny.causal(name)
+def test_logits_are_those_of_its_peer(name):
+    model, peer = tiny.causal(name), tiny.peer(name)
     tokens = tiny.ids(2, 21)
-    close(logits(model, "attlas", input_ids=tokens), logits(model, "eager", input_ids=tokens))
+    hf.stats("attlas", reset=True)
+    close(logits(model, "attlas", input_ids=tokens), logits(model, peer, input_ids=tokens))
     told = hf.stats("attlas", reset=True)
     assert told.calls == 2
     for side in ("left", "right"):
         inputs = padded(side)
-        ours, theirs = logits(model, "attlas", **inputs), logits(model, "eager", **inputs)
+        ours, theirs = logits(model, "attlas", **inputs), logits(model, peer, **inputs)
         assert torch.isfinite(ours).all()
         valid = inputs["attention_mask"].bool()
         close(ours[valid], theirs[valid])
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3"])
-def test_generation_is_that_of_eager(name):
-    model = tiny.causal(name)
+def test_generation_is_that_of_its_peer(name):
+    model, peer = tiny.causal(name), tiny.peer(name)
     inputs = padded("left", (12, 7))
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
@@ -57,13 +58,13 @@ def test_generation_is_that_of_eager(name):
         model.set_attn_implementation(implementation)
         return model.generate(**inputs, **settings, **more).tolist()
 
-    want = text("eager")
+    want = text(peer)
     assert text("attlas") == want
     if name == "llama":
         assert text("attlas", cache_implementation="static", disable_compile=True) == want
-        assert text("attlas", num_beams=3) == text("eager", num_beams=3)
+        assert text("attlas", num_beams=3) == text(peer, num_beams=3)
         found = []
-        for implementation in ("eager", "attlas"):
+        for implementation in (peer, "attlas"):
             model.set_attn_implementation(implementation)
             found.append(model.generate(tiny.ids(1, 30), **settings, prompt_lookup_num_tokens=3).tolist())
         assert found[0] == found[1]
@@ -119,7 +120,7 @@ def test_packed_sequences_and_masks_of_the_users():
     close(logits(model, "attlas", **packed), logits(model, "sdpa", **packed))
     square = torch.tril(torch.ones(16, 16, dtype=torch.bool))[None, None]
     square = square & (torch.arange(16) >= torch.arange(16)[:, None] - 4)
-    for mask in (square, torch.where(square, 0.0, torch.finfo(torch.float64).min).double()):
+    for mask in (square, torch.where(square, 0.0, -torch.inf).double()):
         inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
         close(logits(model, "attlas", **inputs), logits(model, "sdpa", **inputs))
     soft = {"input_ids": tokens, "attention_mask": torch.randn(1, 1, 16, 16).double()}
@@ -242,13 +243,13 @@ def test_gradients_reach_the_weights():
     model = tiny.causal("llama").train()
     inputs = padded("left")
     found = {}
-    for name in ("eager", "attlas"):
+    for name in ("sdpa", "attlas"):
         model.set_attn_implementation(name)
         model.zero_grad()
         out = model(**inputs).logits[inputs["attention_mask"].bool()]
         out.square().mean().backward()
         found[name] = model.model.layers[0].self_attn.k_proj.weight.grad.clone()
-    close(found["attlas"], found["eager"], atol=1e-7)
+    close(found["attlas"], found["sdpa"], atol=1e-7)
     model.set_attn_implementation("attlas:hyper")
     with pytest.raises(NotImplementedError, match="hyper"):
         model(**inputs).logits.sum().backward()
@@ -287,7 +288,7 @@ def test_extraction_of_any_architecture(name):
     layer = trace[1]
     assert layer.q.shape[1] == 24 and np.isfinite(layer.q).all() and not layer.q.flags.writeable
     told = attlas.compare(trace, methods=["top_k", "sink_window"], seeds=1)
-    assert {r.method for r in told.rows} == {"top_k", "sink_window"}
+    assert {r.method for r in told.rows} >= {"top_k", "sink_window"}
 
 
 def test_layers_that_a_trace_cannot_hold_are_named():

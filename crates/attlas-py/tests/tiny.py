@@ -33,16 +33,27 @@ CAUSAL = {
 }  # fmt: skip
 
 
+# Experts are computed in single precision, and so are masks of eager attention, which overflow in double precision.
+SINGLE = ("gemma2", "gpt_oss", "deepseek_v3")
+PEER = {"gemma2": "eager", "gpt_oss": "eager"}
+
+
+def peer(name):
+    """What a model is compared with: sdpa, where it has it."""
+    return PEER.get(name, "sdpa")
+
+
 def causal(name, seed=0, **changes):
-    """A causal model, in double precision so that differences are those of the algorithm."""
+    """A causal model, in double precision where it runs in it, so that differences are those of the algorithm."""
     torch.manual_seed(seed)
     settings = {**BASE, **CAUSAL.get(name, {}), **changes}
     config = transformers.AutoConfig.for_model(name, **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = model if name in SINGLE else model.double()
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() > 1:
-                p.mul_(3)
+                p.mul_(2 if name in SINGLE else 3)
         for module in model.modules():
             if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
                 module.sinks.normal_()
