@@ -83,11 +83,18 @@ class Library:
         raise NotImplementedError
 
 
+_NAMES: dict[Any, str] = {}
+"""Names of element types: making one takes longer than a short call may."""
+
+
 class _Numpy(Library):
     name = "numpy"
 
     def dtype(self, x: Any) -> str:
-        return str(x.dtype.name)
+        name = _NAMES.get(x.dtype)
+        if name is None:
+            name = _NAMES[x.dtype] = str(x.dtype.name)
+        return name
 
     def widen(self, x: Any) -> Any:
         return x.astype(np.float32)
@@ -113,7 +120,10 @@ class _Torch(Library):
     name = "torch"
 
     def dtype(self, x: Any) -> str:
-        return str(x.dtype).removeprefix("torch.")
+        name = _NAMES.get(x.dtype)
+        if name is None:
+            name = _NAMES[x.dtype] = str(x.dtype).removeprefix("torch.")
+        return name
 
     def widen(self, x: Any) -> Any:
         return x.detach().float()
@@ -170,7 +180,10 @@ def library(x: Any, name: str) -> Library:
 
 def check_type(lib: Library, **arrays: Any) -> str:
     """The one element type of all arrays."""
-    found = {name: lib.dtype(x) for name, x in arrays.items()}
+    names = [lib.dtype(x) for x in arrays.values()]
+    if names[0] in _FULL and names.count(names[0]) == len(names):
+        return names[0]
+    found = dict(zip(arrays, names, strict=True))
     first = next(iter(found.values()))
     if any(dtype != first for dtype in found.values()):
         words = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
@@ -186,7 +199,7 @@ def check_device(lib: Library, **arrays: Any) -> None:
 
     for name, x in arrays.items():
         if lib is TORCH:
-            if x.device.type != "cpu":
+            if not x.is_cpu:
                 reason = f"tensors are read on the cpu, {name} is on {x.device}: move it with .cpu()"
                 raise UnsupportedError(f"attention cannot do this: {reason}", "attention", [reason])
             if x.layout is not sys.modules["torch"].strided:

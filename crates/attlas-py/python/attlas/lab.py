@@ -351,7 +351,7 @@ def compare(
 
     >>> import attlas
     >>> c = attlas.compare(attlas.synthetic(n=128, d=16), methods="top_k", set={"top_k.keys": 16}, seeds=1)
-    >>> c.summary[0].method
+    >>> c.summary[-1].method
     'top_k'
     """
     if on_interrupt not in ("raise", "return"):
