@@ -189,7 +189,7 @@ impl Atlas {
             "<reference",
         ]);
         for m in &self.methods {
-            table.push(m.line());
+            table.push(m.line().to_vec());
         }
         table
     }
@@ -207,8 +207,9 @@ impl Atlas {
         table
     }
 
-    /// Families one after another, each with its methods, fit for 80 columns.
-    pub fn text(&self) -> String {
+    /// Families one after another, each with its methods, in lines of at most `width` characters; whole where there is no
+    /// limit. In lines that are too short titles are cut, and references and what makes a method exact left out.
+    pub fn text(&self, width: Option<usize>) -> String {
         let mut out = String::new();
         for family in Family::ALL {
             let methods: Vec<&MethodEntry> =
@@ -216,21 +217,17 @@ impl Atlas {
             if methods.is_empty() {
                 continue;
             }
-            let mut table =
-                Table::new(&["<method", "<causal", "<decode", "<exact at", "<needs", "N^", "<reference"]);
-            let line = |m: &MethodEntry, room: usize| {
-                let mut line = m.line();
-                line.remove(1);
-                line[3] = shorten(&line[3], 15);
-                line[6] = shorten(&line[6], room);
-                line
+            let whole = self.family_table(&methods, false, usize::MAX);
+            let fits = |t: &Table| width.is_none_or(|w| t.text().lines().all(|l| l.chars().count() + 2 <= w));
+            let table = if fits(&whole) {
+                whole
+            } else {
+                // What the other columns leave.
+                let rest = self.family_table(&methods, true, 0).text();
+                let used =
+                    rest.lines().map(|l| l.trim_end_matches("title").chars().count()).max().unwrap_or(0);
+                self.family_table(&methods, true, width.unwrap_or(80).saturating_sub(used + 3).max(9))
             };
-            // What the other columns leave of 79.
-            let mut rest = table.clone();
-            methods.iter().for_each(|m| rest.push(line(m, 0)));
-            let used = rest.text().lines().map(|l| l.trim_end_matches("reference").chars().count()).max();
-            let room = 76usize.saturating_sub(used.unwrap_or(0)).max(9);
-            methods.iter().for_each(|m| table.push(line(m, room)));
             let _ = writeln!(out, "{}\n{}", family.name(), indent(&table.text()));
         }
         for (title, lines) in [
@@ -239,7 +236,9 @@ impl Atlas {
         ] {
             if !lines.is_empty() {
                 let mut table = Table::new(&["<id", "<title"]);
-                lines.iter().for_each(|(id, title)| table.push(vec![id.to_string(), shorten(title, 58)]));
+                let longest = lines.iter().map(|(id, _)| id.chars().count()).max().unwrap_or(0);
+                let room = width.map_or(usize::MAX, |w| w.saturating_sub(longest + 4).max(9));
+                lines.iter().for_each(|(id, title)| table.push(vec![id.to_string(), shorten(title, room)]));
                 let _ = writeln!(out, "{title}\n{}", indent(&table.text()));
             }
         }
@@ -247,6 +246,23 @@ impl Atlas {
             let _ = writeln!(out, "{CACHE_TITLE}\n{}", indent(&self.cache_table().text()));
         }
         out
+    }
+
+    /// The methods of a family, with titles of at most `room` characters; `short` leaves columns out.
+    fn family_table(&self, methods: &[&MethodEntry], short: bool, room: usize) -> Table {
+        let mut table = Table::new(match short {
+            true => &["<method", "<causal", "<decode", "N^", "<title"],
+            false => &["<method", "<causal", "<decode", "N^", "<title", "<exact at", "<needs", "<reference"],
+        });
+        for m in methods {
+            let [id, _, causal, decode, exact, needs, exponent, reference] = m.line();
+            let mut row = vec![id, causal, decode, exponent, shorten(m.title, room)];
+            if !short {
+                row.extend([exact, needs, reference]);
+            }
+            table.push(row);
+        }
+        table
     }
 
     /// The page of all methods, generated from the registry.
@@ -275,7 +291,7 @@ impl Atlas {
                 let mut line = m.line();
                 line[0] = format!("[`{0}`](#{0})", m.id);
                 line[1] = m.title.into();
-                table.push(line);
+                table.push(line.to_vec());
             }
             let _ = write!(out, "\n## Family {}\n\n{}", family.name(), table.markdown());
             for m in methods {
@@ -318,6 +334,14 @@ impl Atlas {
         }
         out
     }
+}
+
+/// SHA-256 of what every method promises and takes: results made with another registry are told apart by it.
+pub fn fingerprint() -> String {
+    let methods: Vec<MethodEntry> = registry::METHODS.iter().map(|m| MethodEntry::new(m)).collect();
+    // What cannot be written has a name and defaults all the same.
+    let text = serde_json::to_string(&methods).unwrap_or_else(|_| format!("{methods:?}"));
+    crate::hash::sha256(text.as_bytes())
 }
 
 const CACHE_TITLE: &str = "numbers that a layer caches for a token";
@@ -429,10 +453,10 @@ impl MethodEntry {
         }
     }
 
-    fn line(&self) -> Vec<String> {
+    fn line(&self) -> [String; 8] {
         let yes = |b: bool| if b { "yes" } else { "no" }.to_string();
         let exact: Vec<&str> = self.claims.exact_at.iter().map(|e| e.param).collect();
-        vec![
+        [
             self.id.into(),
             self.family.into(),
             yes(self.claims.causal),
@@ -549,7 +573,7 @@ mod tests {
     #[test]
     fn every_method_is_on_every_page_within_80_columns() {
         let atlas = Atlas::new(None);
-        let (text, markdown) = (atlas.text(), atlas.markdown());
+        let (text, markdown) = (atlas.text(Some(80)), atlas.markdown());
         assert_eq!(atlas.methods.len(), registry::METHODS.len());
         for m in registry::METHODS {
             assert!(text.contains(m.id) && markdown.contains(&format!("### {}\n", m.id)), "{}", m.id);
@@ -564,7 +588,7 @@ mod tests {
     #[test]
     fn every_layer_and_conversion_is_on_every_page() {
         let atlas = Atlas::new(None);
-        let (text, markdown) = (atlas.text(), atlas.markdown());
+        let (text, markdown) = (atlas.text(Some(80)), atlas.markdown());
         let check = |kind: &str, id: &str, page: String, params: &[ParamSpec]| {
             assert!(text.contains(id) && markdown.contains(&format!("### {kind} {id}\n")), "{id}");
             assert!(params.iter().all(|p| page.contains(p.name)), "{page}");

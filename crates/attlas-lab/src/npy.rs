@@ -6,15 +6,17 @@
 //!
 //! Reference: NumPy, `numpy.lib.format`.
 
+use attlas::Real;
+
 /// Shape and elements, rows one after another.
 #[derive(Debug, PartialEq)]
-pub(crate) struct Npy {
+pub(crate) struct Npy<T> {
     pub(crate) shape: Vec<usize>,
-    pub(crate) data: Vec<f32>,
+    pub(crate) data: Vec<T>,
 }
 
-/// Reads a whole file, or says what is wrong with it.
-pub(crate) fn parse(bytes: &[u8]) -> Result<Npy, String> {
+/// Reads a whole file in the element type `T`, or says what is wrong with it.
+pub(crate) fn parse<T: Real>(bytes: &[u8]) -> Result<Npy<T>, String> {
     let rest = bytes.strip_prefix(b"\x93NUMPY").ok_or("the first bytes are not \\x93NUMPY")?;
     let (version, rest) = rest.split_first_chunk::<2>().ok_or("the file ends in its version")?;
     let (len, rest) = match version[0] {
@@ -56,10 +58,10 @@ pub(crate) fn parse(bytes: &[u8]) -> Result<Npy, String> {
     }
     let data = if width == 4 {
         let read = if big { f32::from_be_bytes } else { f32::from_le_bytes };
-        elements.as_chunks::<4>().0.iter().map(|b| read(*b)).collect()
+        elements.as_chunks::<4>().0.iter().map(|b| T::from_f64(f64::from(read(*b)))).collect()
     } else {
         let read = if big { f64::from_be_bytes } else { f64::from_le_bytes };
-        elements.as_chunks::<8>().0.iter().map(|b| read(*b) as f32).collect()
+        elements.as_chunks::<8>().0.iter().map(|b| T::from_f64(read(*b))).collect()
     };
     Ok(Npy { shape, data })
 }
@@ -92,7 +94,11 @@ fn numbers(text: &str) -> Result<Vec<usize>, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{Npy, parse as parse_as};
+
+    fn parse(bytes: &[u8]) -> Result<Npy<f32>, String> {
+        parse_as(bytes)
+    }
 
     fn file(header: &str, data: &[u8]) -> Vec<u8> {
         let mut out = b"\x93NUMPY\x01\x00".to_vec();

@@ -11,7 +11,9 @@
 
 use crate::extract::Extra;
 use crate::npy::{self, Npy};
+use crate::output;
 use crate::source::{LayerData, Workload};
+use crate::words::nearest;
 use crate::{Error, Result};
 use attlas::{Mask, Problem};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -66,6 +68,19 @@ fn read_with(paths: &[PathBuf], numbers: Numbers) -> Result<Workload> {
         }
         _ => {
             let names: Vec<String> = paths.iter().map(|p| p.display().to_string()).collect();
+            let meant = ["demo", "synthetic"].into_iter().chain(crate::synthetic::names());
+            if let Some(meant) = nearest(&names.join(","), meant) {
+                let meant = if matches!(meant, "demo" | "synthetic") {
+                    meant.into()
+                } else {
+                    format!("synthetic:{meant}")
+                };
+                return Err(Error::argument(
+                    "source",
+                    format!("{meant}, perhaps"),
+                    format!("'{}'", names.join(",")),
+                ));
+            }
             return Err(Error::argument(
                 "source",
                 "demo, synthetic:KIND,n=…,d=…, a trace (.safetensors, .npz or .npy), q.npy,k.npy,v.npy, or a \
@@ -311,7 +326,7 @@ pub fn write(workload: &Workload, path: &Path) -> Result<()> {
 
 /// Writes a workload and what stands beside it as a trace, in the format that the name ends in: `.safetensors`,
 /// `.npz`, or `.npy` for a single head, stacked as `[3, n, d]`. NumPy files hold single precision. The file is
-/// written under a temporary name first, so that an interrupted write leaves no half file.
+/// written whole or not at all ([`output`]).
 pub fn write_as(workload: &Workload, extra: &[Extra], elements: Elements, path: &Path) -> Result<()> {
     let all: Vec<Named<'_>> =
         tensors(workload).chain(extra.iter().map(|e| (e.name.clone(), e.shape, &e.data[..]))).collect();
@@ -359,7 +374,7 @@ fn write_safetensors(workload: &Workload, all: &[Named<'_>], elements: Elements,
         metadata.insert("scale".into(), x.problem.scale.to_string());
     }
     let bytes = safetensors::serialize(views?, Some(metadata.into_iter().collect())).map_err(invalid)?;
-    write_file(path, &bytes)
+    output::write(path, &bytes)
 }
 
 /// One array in NumPy's format.
@@ -384,7 +399,7 @@ fn write_npz(all: &[Named<'_>], path: &Path) -> Result<()> {
         archive.start_file(format!("{name}.npy"), options).map_err(|e| failed(&e))?;
         npy_into(&shape.map(|n| n as u64), data.iter().copied(), &mut archive).map_err(|e| failed(&e))?;
     }
-    write_file(path, archive.finish().map_err(|e| failed(&e))?.get_ref())
+    output::write(path, archive.finish().map_err(|e| failed(&e))?.get_ref())
 }
 
 fn write_npy(all: &[Named<'_>], path: &Path) -> Result<()> {
@@ -402,31 +417,7 @@ fn write_npy(all: &[Named<'_>], path: &Path) -> Result<()> {
     let mut bytes = Vec::new();
     let data = [q, k, v].into_iter().flat_map(|(_, _, data)| data.iter().copied());
     npy_into(&[3, q.1[1] as u64, q.1[2] as u64], data, &mut bytes).map_err(|e| Error::writing(path, e))?;
-    write_file(path, &bytes)
-}
-
-/// Writes a file under a temporary name and renames it; what was written of one that failed is removed.
-pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
-    let temporary = temporary(path);
-    std::fs::write(&temporary, bytes).and_then(|()| std::fs::rename(&temporary, path)).map_err(|e| {
-        let _ = std::fs::remove_file(&temporary);
-        Error::writing(path, e)
-    })
-}
-
-/// Whether a file can be written there, tried with an empty one of another name: for commands that would find out
-/// only after long work.
-pub fn check_writable(path: &Path) -> Result<()> {
-    let temporary = temporary(path);
-    std::fs::write(&temporary, [])
-        .and_then(|()| std::fs::remove_file(&temporary))
-        .map_err(|e| Error::writing(path, e))
-}
-
-fn temporary(path: &Path) -> PathBuf {
-    let mut name = path.file_name().unwrap_or_default().to_os_string();
-    name.push(".tmp");
-    path.with_file_name(name)
+    output::write(path, &bytes)
 }
 
 #[cfg(test)]

@@ -20,6 +20,14 @@ pub enum Error {
         /// The file or folder.
         path: PathBuf,
     },
+    /// Another process is writing the same folder.
+    #[error("{}: another process is writing it, in {}", path.display(), part.display())]
+    BeingWritten {
+        /// The folder.
+        path: PathBuf,
+        /// Where its files are until they are moved.
+        part: PathBuf,
+    },
     /// An error in one file of several.
     #[error("{}: {source}", path.display())]
     InFile {

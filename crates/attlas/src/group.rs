@@ -4,6 +4,7 @@
 //! runner here checks shapes, reads strides, cuts off padding, runs groups in parallel, hands out scratch
 //! memory and the names of random streams, and writes outputs in the caller's layout.
 
+use crate::engine::near::NearField;
 use crate::method::{Cost, Plan, RunInfo, Stream};
 use crate::workspace::Context;
 use crate::{Error, Inputs, Mask, Out, Output, Problem, Qkv, Result, TensorRef, Workspace};
@@ -271,7 +272,10 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
 
     /// The whole problem as a [`Plan`].
     fn boxed(self, problem: &Problem) -> Box<dyn Plan> {
-        Box::new(Grouped { problem: *problem, plan: self })
+        match problem.near.is_none() {
+            true => Box::new(Grouped { problem: *problem, plan: self }),
+            false => Box::new(Grouped { problem: *problem, plan: NearField::new(problem, self) }),
+        }
     }
 }
 

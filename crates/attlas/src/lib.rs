@@ -34,19 +34,21 @@ pub mod layers;
 pub mod method;
 pub mod methods;
 pub mod metrics;
+pub mod near;
+mod negated;
 pub mod params;
 pub mod problem;
 pub mod registry;
 #[cfg(any(test, feature = "testkit"))]
 pub mod testkit;
 pub mod workspace;
-pub mod wrap;
 
 pub use attlas_num::kernels::{Isa, merge_lse};
 pub use attlas_num::{DType, Mat, MatRef, Real};
 pub use error::{Error, Result};
 pub use group::{Group, GroupPlan, GroupStream};
 pub use method::{Calibration, Claims, Cost, Family, Method, Plan, RunInfo, Status, Stream, Support};
+pub use near::Near;
 pub use params::Options;
 pub use problem::{Inputs, Mask, Out, Output, Problem, Qkv, TensorMut, TensorRef};
 pub use workspace::{Context, Schedule, Workspace};

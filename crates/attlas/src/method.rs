@@ -1,7 +1,8 @@
 //! The contract of a method: what it says of itself, how it is planned, run and streamed.
 
+use crate::negated::Negated;
 use crate::params::ParamSpec;
-use crate::{Error, Inputs, Options, Output, Problem, Result, Workspace};
+use crate::{Error, Inputs, Near, Options, Output, Problem, Result, Workspace};
 use attlas_num::{DType, Mat};
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -81,7 +82,15 @@ impl Method {
         calibration: Option<&Calibration>,
     ) -> Result<Box<dyn Plan>> {
         problem.validate()?;
+        if problem.scale < 0.0 && self.claims_with(options).softmax {
+            let positive = Problem { scale: -problem.scale, ..*problem };
+            let plan = self.plan_with(&positive, options, calibration)?;
+            return Ok(Box::new(Negated::new(plan, problem)));
+        }
+        let (near, options) = &Near::split(problem.near, options, self.params)?;
+        let problem = &problem.with_near(near.resolved(&self.claims));
         let mut reasons = (self.supports)(problem, options).reasons;
+        reasons.extend(near.reasons(self, problem));
         if self.claims.needs == Needs::Calibration && calibration.is_none() {
             reasons.push(format!("{} learns from data first: pass a calibration", self.id));
         }
@@ -96,6 +105,19 @@ impl Method {
 }
 
 impl Method {
+    /// Whether the method can do a problem with these options, near field included, and if not, all the reasons.
+    pub fn support(&self, problem: &Problem, options: &Options) -> Support {
+        match Near::split(problem.near, options, self.params) {
+            Ok((near, options)) => {
+                let problem = problem.with_near(near);
+                let mut support = (self.supports)(&problem, &options);
+                support.reasons.extend(near.reasons(self, &problem));
+                support
+            }
+            Err(error) => Support::unless(true, error.to_string()),
+        }
+    }
+
     /// What the method promises with these options; laws are left to [`keeps_with`](Self::keeps_with).
     pub fn claims_with(&self, options: &Options) -> Claims {
         let mut claims = self.claims;
@@ -104,6 +126,7 @@ impl Method {
                 Promise::RowStochastic => claims.row_stochastic = false,
                 Promise::Unbiased => claims.unbiased = false,
                 Promise::Softmax => claims.softmax = false,
+                Promise::ExactAt => claims.exact_at = &[],
                 Promise::Law(_) => {}
             }
         }
@@ -112,7 +135,8 @@ impl Method {
 
     /// Whether `law` is promised with these options.
     pub fn keeps_with(&self, options: &Options, law: Law) -> bool {
-        self.claims.keeps(law) && !self.withdrawn(options).any(|p| p == Promise::Law(law))
+        let near = Near::split(Near::NONE, options, self.params).map_or(Near::NONE, |(near, _)| near);
+        self.claims.keeps(law) && near.keeps(law) && !self.withdrawn(options).any(|p| p == Promise::Law(law))
     }
 
     fn withdrawn(&self, options: &Options) -> impl Iterator<Item = Promise> {
@@ -189,6 +213,8 @@ pub struct Claims {
     pub softmax: bool,
     /// Gives the log-sum-exp of its unnormalised sums.
     pub lse: bool,
+    /// Leaves out keys whose mass nothing stands for, so that a near field adds their means.
+    pub drops: bool,
     /// Exponent of the sequence length in the time, as published.
     pub exponent: f64,
     /// What it needs before it is useful.
@@ -224,6 +250,8 @@ pub enum Promise {
     Unbiased,
     /// [`Claims::softmax`].
     Softmax,
+    /// [`Claims::exact_at`], all of it.
+    ExactAt,
     /// A law.
     Law(Law),
 }
@@ -239,6 +267,7 @@ impl Claims {
         deterministic: true,
         softmax: true,
         lse: true,
+        drops: false,
         exponent: 2.0,
         needs: Needs::Nothing,
         oracle: false,
@@ -357,8 +386,14 @@ impl Cost {
 /// What happened in a run.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct RunInfo {
-    /// Pairs of a query and a key (or landmark, sample, feature) whose score was computed.
+    /// Inner products of a query with a key, or with a vector that stands for keys: a centroid, landmark, sample or
+    /// mixed key, a bucket's sum, an entry of a feature state. A key that is scored twice, as when keys are first
+    /// ranked by a few coordinates, counts twice; products with random directions of a hash do not count. Every
+    /// method counts this one unit.
     pub keys_visited: u64,
+    /// The same products where no query takes part: of keys with centroids, landmarks or pivots, before the first row.
+    /// With k-means on queries and keys together, also those of the queries in it.
+    pub setup_scores: u64,
     /// Rows that saw no key and were written as zero.
     pub empty_rows: u64,
     /// Rows answered by a fallback, such as exact attention after a vanishing denominator.
@@ -383,6 +418,7 @@ impl RunInfo {
     #[must_use]
     pub fn merge(mut self, other: RunInfo) -> RunInfo {
         self.keys_visited += other.keys_visited;
+        self.setup_scores += other.setup_scores;
         self.empty_rows += other.empty_rows;
         self.fallback_rows += other.fallback_rows;
         self.rank = self.rank.max(other.rank);

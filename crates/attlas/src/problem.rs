@@ -1,6 +1,6 @@
 //! What is asked: sizes, mask, strided inputs and outputs.
 
-use crate::{Error, Result};
+use crate::{Error, Near, Result};
 use attlas_num::{DType, MatRef, Real};
 
 /// Which keys a query may see.
@@ -44,6 +44,9 @@ pub struct Problem {
     pub scale: f64,
     /// Which keys a query may see.
     pub mask: Mask,
+    /// Keys that are seen exactly, beside what the method does with the others.
+    #[serde(default, skip_serializing_if = "Near::is_none")]
+    pub near: Near,
 }
 
 impl Problem {
@@ -59,7 +62,14 @@ impl Problem {
             d_v: d,
             scale: 1.0 / (d.max(1) as f64).sqrt(),
             mask: Mask::None,
+            near: Near::NONE,
         }
+    }
+
+    /// The same with a near field.
+    #[must_use]
+    pub fn with_near(self, near: Near) -> Self {
+        Self { near, ..self }
     }
 
     /// The same with a causal mask.

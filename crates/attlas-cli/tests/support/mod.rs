@@ -1,7 +1,7 @@
 //! What the tests of commands on real models share.
 
 // Each test program uses a part of it.
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unreachable_pub, unused_imports)]
 
 #[path = "../../../attlas-model/tests/common/mod.rs"]
 mod models;

@@ -11,6 +11,7 @@
 //! | [`coreset`] | few weighted keys that stand for many | `wildcat`, `lifted_nystrom` |
 //! | [`landmarks`], [`pool`] | attention through averaged queries and keys | `nystromformer`, `csalr`, `linformer` |
 //! | [`gaussian`] | the Gaussian kernel as an operator | `skyformer`, `lifted_nystrom` |
+//! | [`near`] | exact near field around any method, merged by log-sum-exp | every method with a log-sum-exp |
 //! | `sinks`, `always_seen` | keys that every query sees exactly | clustering methods |
 //! | `columns`, `subset`, `tile`, `select` | sampled columns, chosen keys, masked tiles, top-k thresholds | sampling and top-k methods |
 //! | `fallback`, [`moments`], `lanes` | rows without keys, running means and covariances, sums in f64 | several |
@@ -27,6 +28,7 @@ pub mod landmarks;
 mod lanes;
 pub mod linear;
 pub mod moments;
+pub mod near;
 pub mod poly_state;
 pub mod pool;
 mod select;

@@ -25,6 +25,9 @@ enum Lie {
     FeelsOtherQueries,
     NanOnHugeLogits,
     WrongNormaliser,
+    FeelsLaterQueries,
+    NormaliserLooksAhead,
+    FarPartFeelsLaterQueries,
 }
 
 #[derive(Debug)]
@@ -92,10 +95,27 @@ impl GroupPlan for Liar {
                     o[0] = if l.is_finite() && l.abs() > T::from_f64(700.0) { T::NAN } else { o[0] }
                 });
             }
+            Lie::FeelsLaterQueries if g.mask == Mask::Causal && g.n_q() > 64 => feel_last_query(&mut g),
+            // Honest on all keys, and no longer where a near field has taken some of them out.
+            Lie::FarPartFeelsLaterQueries if g.mask == Mask::Causal && (65..97).contains(&n_k) => {
+                feel_last_query(&mut g)
+            }
+            Lie::NormaliserLooksAhead if g.mask == Mask::Causal && n_k > 64 => {
+                let last = g.k.row(n_k - 1)[0];
+                g.lse.iter_mut().for_each(|l| *l += last * T::from_f64(1e-6));
+            }
             Lie::WrongNormaliser => g.lse.iter_mut().for_each(|l| *l += T::from_f64(0.1)),
             _ => {}
         }
         Ok(info)
+    }
+}
+
+fn feel_last_query<T: Real>(g: &mut Group<'_, T>) {
+    let (n_q, d_v) = (g.n_q(), g.d_v());
+    for (h, out) in g.out.chunks_mut(n_q * d_v).enumerate() {
+        let last = g.q.head(h).row(n_q - 1)[0];
+        out.iter_mut().for_each(|o| *o *= T::ONE + last * T::from_f64(1e-6));
     }
 }
 
@@ -165,3 +185,16 @@ liar!(
 liar!(overflow_is_found, NanOnHugeLogits, "1e4", Claims::BASE, &[]);
 liar!(a_biased_normaliser_is_found, WrongNormaliser, "mean ratio", UNBIASED, PROBES);
 liar!(a_wrong_exact_limit_is_found, WrongNormaliser, "exact at samples", EXACT_AT, PROBES);
+
+const MIXES_QUERIES: Claims = Claims {
+    row_stochastic: false,
+    except: &[
+        (crate::method::Law::QueriesAlone, "it says so"),
+        (crate::method::Law::LinearInValues, "it says so"),
+        (crate::method::Law::KeyOrder, "it says so"),
+    ],
+    ..Claims::BASE
+};
+liar!(feeling_later_queries_is_found, FeelsLaterQueries, "feels it", MIXES_QUERIES, &[]);
+liar!(a_leak_through_the_normaliser_is_found, NormaliserLooksAhead, "log-sum-exp", MIXES_QUERIES, &[]);
+liar!(a_leak_of_the_far_part_is_found, FarPartFeelsLaterQueries, "near.window", MIXES_QUERIES, &[]);

@@ -55,6 +55,7 @@ pub static METHOD: Method = Method {
     claims: Claims {
         exact_at: &[("block", Budget::NumKeys)],
         deterministic: false,
+        drops: true,
         exponent: 1.0,
         except: &[
             (Law::QueriesAlone, "a query is paired with keys by its rank among the queries"),

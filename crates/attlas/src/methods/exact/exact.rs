@@ -22,7 +22,7 @@
 
 use crate::engine::{Operands, exact_group_with, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Method, RunInfo, Support};
+use crate::method::{Claims, Cost, Family, Method, Promise, RunInfo, Support, Withdrawn};
 use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result};
 use attlas_num::kernels::{self, pages};
@@ -33,9 +33,18 @@ pub static METHOD: Method = Method {
     family: Family::Exact,
     title: "Exact attention, tiled with online softmax",
     reference: "milakov2018, dao2022",
-    claims: Claims { decode: true, ..Claims::BASE },
+    claims: Claims {
+        decode: true,
+        withdrawn: &[Withdrawn {
+            param: "precision",
+            value: "bf16",
+            promise: Promise::RowStochastic,
+            reason: "values rounded to 8 significant bits leave the hull of the values",
+        }],
+        ..Claims::BASE
+    },
     params: Params::SPECS,
-    probes: &[],
+    probes: &[&[("precision", "bf16")]],
     supports: |_, _| Support::yes(),
     calibrate: None,
     build: |p, options, _| Ok(Exact::new(Params::from_options(options)?).boxed(p)),

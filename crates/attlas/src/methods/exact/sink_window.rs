@@ -20,7 +20,9 @@
 
 use crate::engine::{Operands, exact_group, exact_group_with, exact_rows_with, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{
+    Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Status, Support, Withdrawn,
+};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::{Band, Precision, merge_lse};
@@ -34,12 +36,23 @@ pub static METHOD: Method = Method {
     claims: Claims {
         decode: true,
         exact_at: &[("window", Budget::NumTokens)],
+        drops: true,
         exponent: 1.0,
         except: &[(Law::KeyOrder, "which keys are seen depends on their positions")],
+        withdrawn: &[Withdrawn {
+            param: "precision",
+            value: "bf16",
+            promise: Promise::RowStochastic,
+            reason: "values rounded to 8 significant bits leave the hull of the values",
+        }],
         ..Claims::BASE
     },
     params: Params::SPECS,
-    probes: &[&[("sinks", "3"), ("window", "11")], &[("sinks", "0"), ("window", "1")]],
+    probes: &[
+        &[("sinks", "3"), ("window", "11")],
+        &[("sinks", "0"), ("window", "1")],
+        &[("sinks", "2"), ("window", "9"), ("precision", "bf16")],
+    ],
     supports: |_, _| Support::yes(),
     calibrate: None,
     build: |p, options, _| Ok(SinkWindow::new(Params::from_options(options)?).boxed(p)),

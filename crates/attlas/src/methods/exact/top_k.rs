@@ -29,7 +29,7 @@ pub static METHOD: Method = Method {
     family: Family::Exact,
     title: "Exact attention over the largest logits (yardstick)",
     reference: "gupta2021",
-    claims: Claims { exact_at: &[("keys", Budget::NumKeys)], ..Claims::BASE },
+    claims: Claims { exact_at: &[("keys", Budget::NumKeys)], drops: true, ..Claims::BASE },
     params: Params::SPECS,
     probes: &[&[("keys", "9")]],
     supports: |_, _| Support::yes(),

@@ -32,8 +32,9 @@
 //! `attlas_num::sketch::variance`: tested. `RunInfo` carries the predicted relative standard deviation and the
 //! `features_needed` for 10 %.
 //!
-//! **When to use.** The default among random features, up to $\tau \|q\| \|k\| \approx 4$; `sderf` where the spectrum of
-//! the keys is far from flat. Beyond, no random feature map helps without training.
+//! **When to use.** Among random features, where the exponent can be fitted: without a mask, or with a calibration, up to
+//! $\tau \|q\| \|k\| \approx 4$; `sderf` where the spectrum of the keys is far from flat. Causally and without a calibration it
+//! was no better than `performer` on a trained model. Beyond that size, no random feature map helps without training.
 
 use crate::engine::linear::{Directions, ErrorModel, Linear, Positive, Prepared, Shape, Source};
 use crate::group::{Group, GroupPlan};

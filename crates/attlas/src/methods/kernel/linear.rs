@@ -72,10 +72,15 @@ pub static METHOD: Method = Method {
         &[("map", "identity")],
         &[("den_eps", "0.5")],
     ],
-    supports: |_, options| match Params::from_options(options) {
+    supports: |p, options| match Params::from_options(options) {
         Ok(params) => Support::unless(
             params.denominator == DenominatorPolicy::ExactRow,
             "the features are the kernel itself, so there is no exact row to fall back to: use clamp, zero_row or strict",
+        )
+        .and_unless(
+            !p.near.is_none(),
+            "linear takes no near field: its kernel is not that of softmax, so its sums would join the exact near keys only \
+             after a scale fitted to each head",
         ),
         Err(_) => Support::yes(),
     },

@@ -27,8 +27,9 @@
 //! ones: exponential in the norms. `RunInfo` carries the predicted relative standard deviation
 //! (`predicted_rel_sd`; above 0.5 rows mean little) and the `features_needed` for 10 %.
 //!
-//! **When to use.** Small norms ($\tau\|q\|\|k\| \lesssim 2$) or models trained with it; `crt` is the
-//! better default.
+//! **When to use.** Small norms ($\tau\|q\|\|k\| \lesssim 2$) or models trained with it. `crt` has less variance where its
+//! exponent can be fitted to the data, which needs a calibration when causal; without one neither is the better choice
+//! (SmolLM2-135M, 1024 tokens, one seed: perplexity 839 with `performer`, 942 with `crt`, 24.7 exactly).
 
 use crate::engine::linear::{
     DenominatorPolicy, Directions, ErrorModel, Linear, Positive, Prepared, Shape, Signed, Source,

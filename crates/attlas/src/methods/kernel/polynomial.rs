@@ -25,7 +25,7 @@ use crate::engine::poly_state::{
     Form, Guard, HalfSketch, PowerKernel, Prepare, Signed, SketchAttention, SketchStream, UnitRows,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Support};
+use crate::method::{Claims, Cost, Family, Method, Needs, Promise, RunInfo, Support, Withdrawn};
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::MapOptions;
@@ -43,6 +43,12 @@ pub static METHOD: Method = Method {
         softmax: false,
         lse: false,
         needs: Needs::Training,
+        withdrawn: &[Withdrawn {
+            param: "c0",
+            value: "*",
+            promise: Promise::RowStochastic,
+            reason: "a constant added to the normaliser makes weights sum to less than one",
+        }],
         ..Claims::BASE
     },
     params: Params::SPECS,
@@ -51,6 +57,7 @@ pub static METHOD: Method = Method {
         &[("degree", "4"), ("form", "features"), ("block", "32")],
         &[("degree", "2"), ("form", "features"), ("beta", "2")],
         &[("degree", "8"), ("form", "direct"), ("layer_norm", "true"), ("alpha", "1")],
+        &[("degree", "2"), ("c0", "1")],
     ],
     supports: |p, options| match Params::from_options(options) {
         Ok(params) => {

@@ -56,7 +56,9 @@ use crate::engine::{
     exact_group, exact_scratch_bytes, join_blocks, sinks_scratch_bytes, with_sinks,
 };
 use crate::group::{Group, GroupPlan};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{
+    Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Status, Support, Withdrawn,
+};
 use crate::params::Indices;
 use crate::{Error, Mask, Options, Problem, Real, Result};
 use attlas_num::rng::StreamKey;
@@ -69,14 +71,38 @@ pub static METHOD: Method = Method {
     reference: "han2024",
     claims: Claims {
         exact_at: &[("block", Budget::NumKeys), ("samples", Budget::NumKeys), ("n_min", Budget::NumTokens)],
-        // True of `practical` and tested in its file, but not of `theory`.
-        row_stochastic: false,
+        unbiased: true,
         deterministic: false,
         exponent: 1.0,
         except: &[
             (Law::KeyOrder, "keys are sampled by their place in the sorted order"),
             (Law::QueriesAlone, "without a mask, queries are cut into blocks by their rank among each other"),
-            (Law::LinearInValues, "the theory variant draws columns by the norms of their values"),
+        ],
+        withdrawn: &[
+            Withdrawn {
+                param: "variant",
+                value: "theory",
+                promise: Promise::RowStochastic,
+                reason: "numerator and normaliser come from different samples",
+            },
+            Withdrawn {
+                param: "variant",
+                value: "theory",
+                promise: Promise::Unbiased,
+                reason: "the normaliser is capped and floored",
+            },
+            Withdrawn {
+                param: "variant",
+                value: "theory",
+                promise: Promise::Law(Law::LinearInValues),
+                reason: "columns are drawn by the norms of their values",
+            },
+            Withdrawn {
+                param: "samples",
+                value: "0",
+                promise: Promise::Unbiased,
+                reason: "what lies outside the block is left out",
+            },
         ],
         ..Claims::BASE
     },

@@ -51,7 +51,9 @@ use crate::engine::{
     exact_group, exact_rows, exact_scratch_bytes, sinks_scratch_bytes, with_sinks,
 };
 use crate::group::{Group, GroupPlan, Queries};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{
+    Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Status, Support, Withdrawn,
+};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Options, Problem, Real, Result};
@@ -72,14 +74,45 @@ pub static METHOD: Method = Method {
     reference: "zandieh2023",
     claims: Claims {
         exact_at: &[("block", Budget::NumKeys), ("samples", Budget::NumKeys)],
-        // True with z_mode = self_norm and tested below, but not with kde.
-        row_stochastic: false,
+        unbiased: true,
         deterministic: false,
         exponent: 1.173,
         except: &[
             (Law::KeyOrder, "columns are drawn by their place"),
             (Law::QueriesAlone, "without a mask, queries are cut into blocks by their rank among each other"),
             (Law::LinearInValues, "columns are drawn by the norms of their values"),
+        ],
+        withdrawn: &[
+            Withdrawn {
+                param: "z_mode",
+                value: "kde",
+                promise: Promise::RowStochastic,
+                reason: "numerator and normaliser come from different samples",
+            },
+            Withdrawn {
+                param: "z_mode",
+                value: "kde",
+                promise: Promise::Unbiased,
+                reason: "the estimated normaliser is raised to the largest exponential sampled",
+            },
+            Withdrawn {
+                param: "samples",
+                value: "0",
+                promise: Promise::Unbiased,
+                reason: "what lies outside the block is left out",
+            },
+            Withdrawn {
+                param: "precision",
+                value: "bf16",
+                promise: Promise::RowStochastic,
+                reason: "values rounded to 8 significant bits leave the hull of the values",
+            },
+            Withdrawn {
+                param: "precision",
+                value: "bf16",
+                promise: Promise::Unbiased,
+                reason: "operands are rounded to 8 significant bits",
+            },
         ],
         ..Claims::BASE
     },
@@ -245,6 +278,17 @@ impl KdeFormer {
         }
     }
 
+    /// Inner products that densities at `points` of `data` take; at most, where they are hashed.
+    fn density_scores(&self, points: usize, data: usize) -> u64 {
+        let each = match self.backend() {
+            Backend::Exact => data,
+            Backend::Weighted { samples } => samples,
+            Backend::NearPlusSample { block, samples, .. } => block.min(data) + samples.min(data),
+            Backend::Hbe { tables, .. } => tables,
+        };
+        (points * each) as u64
+    }
+
     /// Attention without a mask in a part of a group.
     fn part<T: Real>(&self, mut group: Group<'_, T>, part: &Rectangle, assign: Assign) -> Result<RunInfo> {
         if self.is_exact(group.n_k()) {
@@ -296,7 +340,11 @@ impl KdeFormer {
             }
             Normaliser::Kde => self.divide(&mut group, &weights, &log_z, of_part)?,
         };
-        info.keys_visited += (q.rows() * self.params.samples.min(k.rows())) as u64;
+        // Every query for the row sums, and every key with the queries for the column norms.
+        info.keys_visited += self.density_scores(q.rows(), k.rows());
+        if columns.is_some() {
+            info.keys_visited += self.density_scores(k.rows(), q.rows());
+        }
         if let Some(columns) = columns {
             // ‖P‖_F², which lies between 1 and n where z is exact.
             info.figures.insert("weights_fro2", log_sum_exp(&columns).exp());

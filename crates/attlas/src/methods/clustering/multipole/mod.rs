@@ -108,6 +108,10 @@ pub static METHOD: Method = Method {
                     "keys are turned back by their place, which a list of keys would change; set always = none",
                 )
                 .and_unless(
+                    params.rope_base.is_some() && !p.near.is_none(),
+                    "keys are turned back by their place, which a near field shifts; leave rope_base unset",
+                )
+                .and_unless(
                     params.rope_base.is_some() && (dim > p.d || !dim.is_multiple_of(2)),
                     format!(
                         "rope_dim = {dim} rotates whole pairs of the {} features; give an even number up to it",

@@ -32,6 +32,12 @@ pub(super) fn find_centroids<T: Real>(
     kmeans(drawn.as_ref(), None, options, Init::Rows, key).centroids
 }
 
+/// Inner products with centroids that [`find_centroids`] takes for as many rows.
+pub(super) fn centroid_scores(rows: usize, clusters: usize, params: &Params) -> u64 {
+    let rows = rows.min(params.samples.unwrap_or(clusters.saturating_mul(ROWS_PER_CENTROID)));
+    (rows * clusters * (params.iters + 1)) as u64
+}
+
 /// Subtracts the mean and divides by the standard deviation; a constant row becomes zero.
 pub(super) fn layer_norm<T: Real>(row: &mut [T]) {
     let n = row.len() as f64;

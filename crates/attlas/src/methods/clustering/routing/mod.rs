@@ -41,14 +41,15 @@ use crate::engine::{
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
-    Budget, Calibration, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support,
+    Budget, Calibration, Claims, Cost, Family, Law, Method, Needs, Promise, RunInfo, Status, Support,
+    Withdrawn,
 };
 use crate::params::Indices;
 use crate::{Mask, Mat, MatRef, Problem, Real, Result};
 use attlas_num::cluster::Metric;
 use attlas_num::cluster::kmeans::assign_into;
 use attlas_num::kernels::Band;
-use centroids::{ROWS_PER_CENTROID, norm_into};
+use centroids::{ROWS_PER_CENTROID, centroid_scores, norm_into};
 use decode::Lists;
 use groups::{BATCH, Recent, Routed, best_members};
 use rayon::prelude::*;
@@ -62,14 +63,34 @@ pub static METHOD: Method = Method {
     claims: Claims {
         decode: true,
         exact_at: &[("window", Budget::NumTokens)],
-        row_stochastic: false,
         deterministic: false,
+        drops: true,
         exponent: 1.5,
         needs: Needs::Training,
         except: &[
             (Law::QueriesAlone, "queries compete for places in the groups and move the centroids"),
             (Law::HeadsAlone, "centroids are found on the queries of all heads of a group"),
             (Law::KeyOrder, "k-means starts from random rows by number"),
+        ],
+        withdrawn: &[
+            Withdrawn {
+                param: "fallback",
+                value: "zero",
+                promise: Promise::RowStochastic,
+                reason: "a query without a key is answered by zero",
+            },
+            Withdrawn {
+                param: "logits",
+                value: "layer_norm",
+                promise: Promise::ExactAt,
+                reason: "exact attention takes its logits from queries and keys as they are",
+            },
+            Withdrawn {
+                param: "logits",
+                value: "layer_norm",
+                promise: Promise::Softmax,
+                reason: "layer-normed queries and keys are a model of their own",
+            },
         ],
         ..Claims::BASE
     },
@@ -80,6 +101,7 @@ pub static METHOD: Method = Method {
         &[("clusters", "6"), ("window", "15"), ("merge", "mean"), ("fallback", "zero"), ("prefix", "9")],
         &[("clusters", "9"), ("window", "9"), ("merge", "multiset"), ("assignment", "top_w")],
         &[("clusters", "9"), ("window", "4"), ("fallback", "sink_window"), ("prefix", "5"), ("iters", "2")],
+        &[("clusters", "7"), ("window", "12"), ("logits", "layer_norm"), ("prefix", "9")],
     ],
     supports: |p, options| match Params::from_options(options) {
         Ok(params) => supports(p, &params),
@@ -326,6 +348,9 @@ impl GroupPlan for Routing {
         norm_q.chunks_exact_mut(n_q * d).enumerate().for_each(|(h, out)| norm_into(g.q.head(h), out));
         norm_into(g.k, norm_k);
         let normed = MatRef::new(&normed, heads * n_q + n_k, d);
+        let fitted = if causal { sizes.prefix.min(n_k) } else { heads * n_q + n_k };
+        let found =
+            if self.given.is_none() { centroid_scores(fitted, sizes.clusters, &self.params) } else { 0 };
         let info = if causal {
             let keys = heads * n_q..heads * n_q + sizes.prefix.min(n_k);
             let centroids = self.centroids(normed.sub_rows(keys), sizes, g.index);
@@ -335,7 +360,8 @@ impl GroupPlan for Routing {
             self.top_w(&mut g, normed, &centroids, sizes)
         };
         let empty_rows = g.lse.iter().filter(|l| **l == T::NEG_INFINITY).count() as u64;
-        Ok(RunInfo { empty_rows, rank: Some(sizes.clusters), ..info })
+        let setup_scores = found + (n_k * sizes.clusters) as u64;
+        Ok(RunInfo { empty_rows, rank: Some(sizes.clusters), setup_scores, ..info })
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
@@ -390,6 +416,7 @@ impl Routing {
             let q = if self.raw() { g.q.head(h) } else { norm_q };
             info.keys_visited += self.start(g, q, k, h, sinks);
             let queries = best_members(norm_q, 0, centroids.as_ref(), w, cx);
+            info.keys_visited += (n_q * centroids.rows()) as u64;
             let routed = Routed::new(&queries, &keys, n_q, n_k, self.params.merge == Merge::Union);
             let round = Buckets::new(queries.concat(), (0..=queries.len()).map(|c| c * w).collect());
             let rows = h * n_q..(h + 1) * n_q;
@@ -402,6 +429,7 @@ impl Routing {
             }
             let mut labels = vec![0; n_q];
             assign_into(norm_q, centroids.as_ref(), Metric::Spherical, &mut labels);
+            info.keys_visited += (n_q * centroids.rows()) as u64;
             let mut blocks = vec![u32::MAX; n_q];
             lost.iter().for_each(|&i| blocks[i as usize] = labels[i as usize]);
             let round = Buckets::from_blocks(&blocks, keys.len());
@@ -438,6 +466,7 @@ impl Routing {
             info.keys_visited += self.start(g, q, k, h, sinks);
             let mut labels = vec![0; n_q];
             assign_into(norm_q, centroids.as_ref(), Metric::Spherical, &mut labels);
+            info.keys_visited += (n_q * centroids.rows()) as u64;
             let queries = recent.place(&labels, &visible, exact);
             let round = Buckets::from_blocks(&queries.blocks, recent.blocks());
             let rows = h * n_q..(h + 1) * n_q;

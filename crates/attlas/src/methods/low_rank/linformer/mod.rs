@@ -39,7 +39,9 @@ pub use projections::{Sharing, with_projections};
 use crate::engine::pool::{Segments, log_lens, pool_rows, pool_scratch_bytes};
 use crate::engine::{exact_group, exact_rows, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Budget, Calibration, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{
+    Budget, Calibration, Claims, Cost, Family, Law, Method, Promise, RunInfo, Status, Support, Withdrawn,
+};
 use crate::{Error, Mask, MatRef, Options, Problem, Real, Result};
 use attlas_num::kernels::Band;
 use causal::Pooled;
@@ -54,10 +56,23 @@ pub static METHOD: Method = Method {
     claims: Claims {
         decode: true,
         exact_at: &[("rank", Budget::NumKeys)],
-        row_stochastic: false,
         deterministic: false,
         exponent: 1.0,
         except: &[(Law::KeyOrder, "keys are mixed according to their positions")],
+        withdrawn: &[
+            Withdrawn {
+                param: "source",
+                value: "*",
+                promise: Promise::RowStochastic,
+                reason: "matrices that mix values may have entries of either sign",
+            },
+            Withdrawn {
+                param: "source",
+                value: "learned",
+                promise: Promise::ExactAt,
+                reason: "trained matrices have the rank that they were trained with",
+            },
+        ],
         ..Claims::BASE
     },
     params: Params::SPECS,
@@ -100,7 +115,7 @@ crate::params! {
     /// Parameters of [`Linformer`].
     pub struct Params {
         /// Mixed keys and values that stand for all of them; exact attention where they reach the number of keys.
-        /// Learned and fitted matrices bring their own.
+        /// Learned matrices bring their own; a fit must have been made for the same number.
         rank: usize = 256, in 1..=1 << 20;
         /// Where the projections come from: pool (means over segments), learned, fitted or gaussian.
         source: Source = Source::Pool;
@@ -135,7 +150,7 @@ impl Linformer {
             Source::Pool => Mix::Pool,
             Source::Gaussian => Mix::Gaussian,
             Source::Learned => Mix::learned(problem, calibration.ok_or_else(|| need("learned"))?)?,
-            Source::Fitted => Mix::fitted(problem, calibration.ok_or_else(|| need("fitted"))?)?,
+            Source::Fitted => Mix::fitted(problem, params.rank, calibration.ok_or_else(|| need("fitted"))?)?,
         };
         let segment_len = problem.n_k.div_ceil(params.rank).max(1);
         Ok(Self { params, mix, segment_len })
@@ -204,7 +219,7 @@ impl GroupPlan for Linformer {
         let rank = self.rank(p.n_k, 0) as u64;
         let bytes = 4 * ((p.batch * p.n_heads * p.n_q) as u64 + keys) * width;
         let pairs = match (&self.mix, p.mask) {
-            (Mix::Pool | Mix::Gaussian, _) if self.params.rank >= p.n_k => p.visible_pairs(),
+            (Mix::Pool | Mix::Gaussian | Mix::Fitted(_), _) if self.params.rank >= p.n_k => p.visible_pairs(),
             (_, Mask::Causal) => heads * p.n_q as u64 * (rank + self.segment_len as u64).div_ceil(2),
             _ => heads * p.n_q as u64 * rank,
         };
@@ -219,7 +234,7 @@ impl GroupPlan for Linformer {
     fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
         let largest = (0..p.n_kv_heads).map(|g| self.rank(p.n_k, g)).max().unwrap_or(0);
         let mixed = largest * (p.d + p.d_v) * size + 128;
-        let chunk = threads * (CHUNK * p.n_k * size + 64);
+        let chunk = threads * (CHUNK * p.n_k * size + 64) + p.n_k * size + 64;
         let block = threads * (BLOCK_ROWS * (p.d_v + 1) * size + 128);
         exact_scratch_bytes(p, threads, size)
             + mixed
@@ -232,7 +247,7 @@ impl GroupPlan for Linformer {
         if g.n_k() == 0 {
             return Ok(g.fill_empty());
         }
-        let own_model = matches!(self.mix, Mix::Learned(_) | Mix::Fitted(_));
+        let own_model = matches!(self.mix, Mix::Learned(_));
         if !own_model && self.params.rank >= g.n_k() {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
         }

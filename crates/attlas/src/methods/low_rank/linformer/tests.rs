@@ -269,6 +269,37 @@ fn the_fit_of_as_many_rows_as_keys_is_the_identity() {
 }
 
 #[test]
+fn a_fit_of_another_rank_is_refused_and_one_of_all_keys_is_exact() {
+    let x = Case::gaussian(Problem::new(2, 24, 8).with_kv_heads(1), 10);
+    let set = |rank: &str| options(&[("rank", rank), ("source", "fitted")]);
+    let made = fit(&x, &set("3"));
+    assert!(METHOD.plan_with(&x.problem, &set("3"), Some(&made)).is_ok());
+    for rank in ["2", "24", "65"] {
+        let refused = METHOD.plan_with(&x.problem, &set(rank), Some(&made));
+        assert!(matches!(refused, Err(Error::Calibration { .. })), "rank {rank}");
+    }
+    let exact = crate::registry::method("exact").unwrap();
+    let want = run_method(exact, &Options::new(), &x);
+    for rank in ["24", "65"] {
+        let ran = run_calibrated(&set(rank), &fit(&x, &set(rank)), &x);
+        assert_same_bits(&ran.o, &want.0, "as many rows as keys");
+        assert_same_bits(&ran.lse, &want.1, "as many rows as keys");
+    }
+}
+
+#[test]
+fn a_single_column_has_the_same_bits_in_either_layout() {
+    let x = Case::gaussian(Problem::new(3, 65, 1).with_kv_heads(3), 11);
+    for source in ["fitted", "gaussian"] {
+        let set = options(&[("rank", "9"), ("source", source)]);
+        let plan = METHOD.plan_with(&x.problem, &set, Some(&fit(&x, &set))).unwrap();
+        let heads = run_with(&*plan, &x, How::default()).unwrap();
+        let tokens = run_with(&*plan, &x, How { token_major: true, ..How::default() }).unwrap();
+        assert_same_bits(&tokens.o, &heads.o, source);
+    }
+}
+
+#[test]
 fn errors_on_synthetic_heads_are_the_specified_ones() {
     let wanted = [
         (Workload::Iid, 0.84, 0.81),

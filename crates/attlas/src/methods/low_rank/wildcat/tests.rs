@@ -407,6 +407,11 @@ fn bins_cost_accuracy_and_stay_close() {
     let ran = run(&[("rank", "30"), ("bins", "30")], &case);
     // Thirty bins of two keys and a rest of one, kept as it is.
     assert_eq!(ran.info.rank, Some(31));
+    // Ten bins of one key, and the other nine keys together.
+    let case = Case::gaussian(Problem::new(1, 19, 8), 2);
+    let bins = bins_of(&[("rank", "10"), ("bins", "10")], &case, MatRef::new(&case.v, 19, 8));
+    assert_eq!(bins.len(), 11);
+    assert_eq!(bins[10].coreset.len(), 1);
 }
 
 #[test]
