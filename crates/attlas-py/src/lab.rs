@@ -526,6 +526,7 @@ fn record(text: &str) -> Result<Record, String> {
             delta_p_rms: number("delta_p_rms")?,
             exact_seconds: number("exact_seconds")?,
             keys_share: number("keys_share")?,
+            fell_back: x["fell_back"].as_bool().unwrap_or(false),
         }),
     };
     Ok(Record {
@@ -534,6 +535,7 @@ fn record(text: &str) -> Result<Record, String> {
         tokens: whole("tokens")?,
         scored: whole("scored")? as u64,
         protocol: "strided",
+        task: None,
         context: whole("context")?,
         stride: whole("stride")?,
         bos: x["bos"].as_bool().unwrap_or(false),
@@ -683,6 +685,8 @@ pub(crate) fn perplexity_of_file(
     let settings = perplexity::Settings {
         protocol: Protocol::Strided { window, stride },
         bos: false,
+        task: None,
+        seed: 0,
         recipe: recipe.map(|r| r.inner.clone()),
         threads,
     };

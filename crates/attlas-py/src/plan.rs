@@ -245,7 +245,7 @@ pub(crate) fn supports(
     let options = self::options(method, options)?;
     let problem = from_sizes(sizes, causal, scale);
     problem.validate().map_err(|e| errors::library(py, e))?;
-    Ok(py.detach(|| (method.supports)(&problem, &options).reasons))
+    Ok(py.detach(|| method.support(&problem, &options).reasons))
 }
 
 /// Batch, heads, key heads, queries, keys, width, width of values.

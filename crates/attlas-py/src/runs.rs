@@ -282,7 +282,7 @@ impl Job<'_> {
             let (method, options) = match &window {
                 Some(window) => window.clone(),
                 // An encoder's heads go on with exact attention where the method has no unmasked form.
-                None if !causal && !(part.method.supports)(&problem, &part.options).is_yes() => baseline,
+                None if !causal && !part.method.support(&problem, &part.options).is_yes() => baseline,
                 None => (part.method, part.options.clone()),
             };
             if lse.is_some() && !method.claims.lse {

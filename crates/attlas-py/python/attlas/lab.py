@@ -639,6 +639,7 @@ def _score(
             "kl_mean": kl_mean, "kl_se": kl_se, **quantile, "same_top": float(torch.cat(top).double().mean()),
             "delta_p_mean": float(moved.mean()), "delta_p_rms": float(moved.square().mean().sqrt()),
             "exact_seconds": exact_seconds, "keys_share": keys / max(exact_keys, 1),
+            "fell_back": float(divergence.max()) == 0 and float(moved.abs().max()) == 0,
         }  # fmt: skip
     return record | {"interrupted": False}
 
