@@ -108,6 +108,7 @@ def test_a_stream_belongs_to_one_thread_at_a_time():
 
 
 def test_numbers_of_threads_are_set_and_read(monkeypatch):
+    monkeypatch.delenv("ATTLAS_NUM_THREADS", raising=False)
     before = attlas.get_num_threads()
     attlas.set_num_threads(3)
     assert attlas.get_num_threads() == 3
