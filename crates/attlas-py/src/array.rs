@@ -82,7 +82,7 @@ impl View {
             steps.swap(1, 2);
         }
         let needs_copy = |why: &str| Err(errors::needs_copy(py, &format!("{name}: {why}")));
-        if (exported.data as usize) % bytes_of(exported.dtype) != 0 {
+        if !(exported.data as usize).is_multiple_of(bytes_of(exported.dtype)) {
             return needs_copy("not aligned to its elements");
         }
         let empty = dims.contains(&0);
@@ -283,7 +283,7 @@ impl Flat {
         let len: usize = exported.shape.iter().product();
         let in_order =
             exported.shape.iter().zip(strides.iter().zip(&expected)).all(|(&n, (a, b))| n <= 1 || a == b);
-        if exported.read_only || len > 0 && !in_order || (exported.data as usize) % size != 0 {
+        if exported.read_only || len > 0 && !in_order || !(exported.data as usize).is_multiple_of(size) {
             return Err(PyValueError::new_err(format!(
                 "{name}: expected a contiguous array that can be written"
             )));

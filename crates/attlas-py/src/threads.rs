@@ -6,6 +6,7 @@
 
 use attlas::{Result, Schedule, Workspace};
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -75,11 +76,13 @@ fn take(threads: usize) -> Result<(Arc<Workspace>, Workspace)> {
         std::mem::forget(std::mem::take(&mut pools.pools));
         pools.process = std::process::id();
     }
-    if !pools.pools.contains_key(&threads) {
-        let base = Workspace::new(Schedule { threads, ..Schedule::default() })?;
-        pools.pools.insert(threads, Pool { base: Arc::new(base), free: Vec::new() });
-    }
-    let pool = pools.pools.get_mut(&threads).unwrap_or_else(|| unreachable!("inserted above"));
+    let pool = match pools.pools.entry(threads) {
+        Entry::Occupied(there) => there.into_mut(),
+        Entry::Vacant(free) => {
+            let base = Workspace::new(Schedule { threads, ..Schedule::default() })?;
+            free.insert(Pool { base: Arc::new(base), free: Vec::new() })
+        }
+    };
     let ws = pool.free.pop().unwrap_or_else(|| pool.base.sibling());
     Ok((pool.base.clone(), ws))
 }
