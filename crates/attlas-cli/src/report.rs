@@ -82,7 +82,7 @@ fn commands(recipe: Option<&Recipe>) -> Vec<String> {
 
 /// The words this process was started with, as a shell reads them back.
 pub(crate) fn command_line() -> String {
-    let words = std::env::args().skip(1).map(|a| quoted(&a));
+    let words = crate::ARGUMENTS.get().into_iter().flatten().map(|a| quoted(&a.to_string_lossy()));
     std::iter::once("attlas".to_string()).chain(words).collect::<Vec<_>>().join(" ")
 }
 

@@ -7,7 +7,7 @@ use crate::report::command_line;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas_lab::table::{number, percent, wrap};
 use attlas_lab::text::{Text, open_model};
-use attlas_lab::tune::{Effort, Ended, Settings, State, Tuned, extract_layers, key, tune};
+use attlas_lab::tune::{Effort, Ended, Runtime, Settings, State, Tuned, extract_layers, key, tune};
 use attlas_lab::{Error, output};
 use attlas_model::Model;
 use std::path::PathBuf;
@@ -69,7 +69,7 @@ pub(crate) fn run(args: &TuneArgs, common: &Common) -> Outcome {
     }
     let progress = Progress::new(common);
     let ended = tune(
-        &model,
+        &mut Runtime { model: &model, threads: common.threads },
         &text,
         &check,
         &workload,

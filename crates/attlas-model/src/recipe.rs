@@ -257,6 +257,29 @@ impl Recipe {
             .map_or((&self.default.method, &self.default.params), |r| (&r.method, &r.params))
     }
 
+    /// What attends in one layer with `n_heads` query heads over `n_kv_heads` key heads. Whether the methods can is
+    /// for the caller to ask.
+    pub fn parts(&self, layer: usize, n_heads: usize, n_kv_heads: usize) -> Result<Vec<Part>> {
+        let size = n_heads / n_kv_heads.max(1);
+        let mut runs: Vec<Part> = Vec::new();
+        for head in 0..n_heads {
+            let (id, options) = self.choice(layer, head);
+            let method = registry::method(id)?;
+            let group = head / size.max(1);
+            match runs.last_mut() {
+                // Runs of equal choices inside a key head; whole key heads are joined below.
+                Some(run) if run.groups.start == group && run.is(method, options) => run.heads.end = head + 1,
+                _ => runs.push(Part {
+                    method,
+                    options: options.clone(),
+                    heads: head..head + 1,
+                    groups: group..group + 1,
+                }),
+            }
+        }
+        Ok(join_whole_groups(runs, size))
+    }
+
     /// What attends in each layer of a causal model, or why a method cannot.
     pub fn resolve(&self, config: &ModelConfig) -> Result<Vec<Vec<Part>>> {
         for rule in &self.rules {
@@ -267,32 +290,19 @@ impl Recipe {
                 heads.check("a head of the recipe", config.n_heads)?;
             }
         }
-        let mut accepted: Vec<(&'static Method, &Options)> = Vec::new();
+        let mut accepted: Vec<(&'static Method, Options)> = Vec::new();
         let mut layers = Vec::with_capacity(config.n_layers);
         for layer in 0..config.n_layers {
-            let mut runs: Vec<Part> = Vec::new();
-            for head in 0..config.n_heads {
-                let (id, options) = self.choice(layer, head);
-                let method = registry::method(id)?;
-                if !accepted.iter().any(|(m, o)| std::ptr::eq(*m, method) && *o == options) {
-                    check_causal(method, options, config)?;
-                    accepted.push((method, options));
-                }
-                let group = head / config.group();
-                match runs.last_mut() {
-                    // Runs of equal choices inside a key head; whole key heads are joined below.
-                    Some(run) if run.groups.start == group && run.is(method, options) => {
-                        run.heads.end = head + 1
-                    }
-                    _ => runs.push(Part {
-                        method,
-                        options: options.clone(),
-                        heads: head..head + 1,
-                        groups: group..group + 1,
-                    }),
+            let parts = self.parts(layer, config.n_heads, config.n_kv_heads)?;
+            for part in &parts {
+                let known =
+                    |(m, o): &(&'static Method, Options)| std::ptr::eq(*m, part.method) && *o == part.options;
+                if !accepted.iter().any(known) {
+                    check_causal(part.method, &part.options, config)?;
+                    accepted.push((part.method, part.options.clone()));
                 }
             }
-            layers.push(join_whole_groups(runs, config.group()));
+            layers.push(parts);
         }
         Ok(layers)
     }

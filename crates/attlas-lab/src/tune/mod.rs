@@ -261,10 +261,64 @@ pub fn key(workload: &Workload, settings: &Settings) -> Result<Key> {
     })
 }
 
+/// A model that recipes are tried on.
+pub trait Check {
+    /// The model with a recipe beside the exact one over `check`, in windows of `context` tokens; `None` once `stop` is
+    /// set.
+    fn check(
+        &mut self,
+        recipe: &Recipe,
+        check: &Text,
+        context: usize,
+        stop: &AtomicBool,
+    ) -> Result<Option<Record>>;
+
+    /// The model's sizes in one line, as [`shape`](crate::text::shape) gives them.
+    fn shape(&self) -> String;
+}
+
+/// A model of this workspace's runtime.
+#[derive(Debug)]
+pub struct Runtime<'a> {
+    /// The model.
+    pub model: &'a Arc<Model>,
+    /// Threads; 0 for all.
+    pub threads: usize,
+}
+
+impl Check for Runtime<'_> {
+    fn check(
+        &mut self,
+        recipe: &Recipe,
+        check: &Text,
+        context: usize,
+        stop: &AtomicBool,
+    ) -> Result<Option<Record>> {
+        let protocol = Protocol::Strided { window: context, stride: context };
+        let how = perplexity::Settings {
+            task: None,
+            seed: 0,
+            protocol,
+            bos: false,
+            recipe: Some(recipe.clone()),
+            threads: self.threads,
+        };
+        match perplexity::perplexity(self.model, check, &how, &mut |_, _, _| (), stop) {
+            Err(Error::Model(attlas_model::Error::Interrupted)) => Ok(None),
+            Ok(record) if record.interrupted => Ok(None),
+            other => other.map(Some),
+        }
+    }
+
+    fn shape(&self) -> String {
+        crate::text::shape(&self.model.config)
+    }
+}
+
 /// Searches. `check` is text that was not used for tuning. `watch` is told key heads done, key heads in all, and what is
 /// being done.
 pub fn tune(
-    model: &Arc<Model>,
+    model: &mut dyn Check,
     text: &Text,
     check: &Text,
     workload: &Workload,
@@ -314,7 +368,7 @@ pub fn tune(
             None if changed == 0 => None,
             None => {
                 watch(0, 1, &format!("checking on other text, target {}", number(target)));
-                match checked(model, text, check, &recipe, settings, stop)? {
+                match model.check(&recipe, check, text.tokens.len(), stop)? {
                     Some(record) => Some(record),
                     None => return Ok(Ended::Interrupted(state.len())),
                 }
@@ -352,7 +406,7 @@ pub fn tune(
         tuned.picks = std::mem::take(&mut tuned.picks).into_iter().map(Pick::exact).collect();
         recipe = recipe::recipe(&tuned.picks, &settings.model);
     }
-    recipe.evidence = recipe::evidence(&tuned, text, check, settings, model);
+    recipe.evidence = recipe::evidence(&tuned, text, check, settings, model.shape());
     tuned.recipe = Some(recipe);
     Ok(Ended::Done(Box::new(tuned)))
 }
@@ -398,31 +452,6 @@ fn objection(round: &Round) -> Option<String> {
             seconds(exact)
         )
     })
-}
-
-/// The model with a recipe beside the exact one, over text that was not used for tuning; `None` once `stop` is set.
-fn checked(
-    model: &Arc<Model>,
-    text: &Text,
-    check: &Text,
-    recipe: &Recipe,
-    settings: &Settings,
-    stop: &AtomicBool,
-) -> Result<Option<Record>> {
-    let protocol = Protocol::Strided { window: text.tokens.len(), stride: text.tokens.len() };
-    let how = perplexity::Settings {
-        task: None,
-        seed: 0,
-        protocol,
-        bos: false,
-        recipe: Some(recipe.clone()),
-        threads: settings.threads,
-    };
-    match perplexity::perplexity(model, check, &how, &mut |_, _, _| (), stop) {
-        Err(Error::Model(attlas_model::Error::Interrupted)) => Ok(None),
-        Ok(record) if record.interrupted => Ok(None),
-        other => other.map(Some),
-    }
 }
 
 fn holds(record: &Record, settings: &Settings) -> bool {

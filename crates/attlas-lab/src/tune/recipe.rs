@@ -1,10 +1,9 @@
 //! What was chosen, as a recipe with its evidence.
 
 use super::{Pick, Settings, Tuned};
-use crate::text::{Text, shape};
+use crate::text::Text;
 use attlas::params::Value;
 use attlas::{Options, registry};
-use attlas_model::Model;
 use attlas_model::recipe::{Measured, Numbers, Recipe, Rule};
 use std::collections::BTreeMap;
 
@@ -61,7 +60,7 @@ pub(super) fn evidence(
     text: &Text,
     check: &Text,
     settings: &Settings,
-    model: &Model,
+    model_shape: String,
 ) -> BTreeMap<String, Value> {
     let mut out: BTreeMap<String, Value> = BTreeMap::new();
     let mut put = |name: &str, value: Value| out.insert(name.into(), value);
@@ -70,7 +69,7 @@ pub(super) fn evidence(
     put("tokens", tuned.tokens.into());
     put("check_text", Value::Text(check.source.clone()));
     put("check_tokens", check.tokens.len().into());
-    put("model_shape", Value::Text(shape(&model.config)));
+    put("model_shape", Value::Text(model_shape));
     if let Some(command) = &settings.command {
         put("command", Value::Text(command.clone()));
     }

@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""SmolLM2 in transformers with `attlas` beside `sdpa`, in the same process and minutes.
+
+    bench/peers/transformers.py [--lengths 2048,8000] [--threads 2] [--runs 3] [--out FILE]
+
+Times whole prompts, the attention function alone inside them, decoding after a prompt, and the overhead of one call of
+`attlas.attention` on one token of 9 heads against 1024 keys. Runs of both alternate; medians are told.
+"""
+
+import argparse
+import json
+import pathlib
+import platform
+import statistics
+import time
+
+import attlas
+import attlas.transformers
+import numpy as np
+import torch
+import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def timed_attention(name):
+    """Registers `name` again with a clock around it; the seconds are in the list."""
+    spent = []
+    inner = ALL_ATTENTION_FUNCTIONS[name]
+
+    def function(*args, **kwargs):
+        begun = time.perf_counter()
+        result = inner(*args, **kwargs)
+        spent.append(time.perf_counter() - begun)
+        return result
+
+    clocked = f"clocked_{name}"
+    transformers.AttentionInterface.register(clocked, function)
+    mask = transformers.AttentionMaskInterface._global_mapping[name]
+    transformers.AttentionMaskInterface.register(clocked, mask)
+    return clocked, spent
+
+
+def prompts(model, ids, lengths, runs):
+    rows = []
+    clocks = {name: timed_attention(name) for name in ("attlas", "sdpa")}
+    for n in lengths:
+        tokens = torch.tensor([ids[:n]])
+        total = {name: [] for name in clocks}
+        inside = {name: [] for name in clocks}
+        for run in range(runs + 1):
+            for name, (clocked, spent) in clocks.items():
+                model.set_attn_implementation(clocked)
+                spent.clear()
+                begun = time.perf_counter()
+                with torch.no_grad():
+                    model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+                if run:
+                    total[name].append(time.perf_counter() - begun)
+                    inside[name].append(sum(spent))
+        row = {"prompt": n}
+        for name in clocks:
+            row[f"{name}_seconds"] = statistics.median(total[name])
+            row[f"{name}_attention_seconds"] = statistics.median(inside[name])
+        row["attention_ratio"] = row["sdpa_attention_seconds"] / row["attlas_attention_seconds"]
+        row["whole_ratio"] = row["sdpa_seconds"] / row["attlas_seconds"]
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def decoding(model, ids, runs):
+    found = {name: [] for name in ("attlas", "sdpa")}
+    for _ in range(runs):
+        for name in found:
+            model.set_attn_implementation(name)
+            cache = transformers.DynamicCache()
+            with torch.no_grad():
+                model(input_ids=torch.tensor([ids[:1024]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+                begun = time.perf_counter()
+                for i in range(64):
+                    model(input_ids=torch.tensor([[ids[1024 + i]]]), past_key_values=cache, use_cache=True)
+                found[name].append(64 / (time.perf_counter() - begun))
+    row = {f"{name}_tokens_per_second": statistics.median(x) for name, x in found.items()}
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def overhead():
+    """One call beyond the time of the same call on one key, which is all call and no work."""
+    rows = {}
+    for name, make in (("numpy", lambda x: x), ("torch", torch.from_numpy)):
+        times = {}
+        for n in (1, 1024):
+            rng = np.random.default_rng(0)
+            q = make(rng.standard_normal((1, 9, 1, 64), dtype=np.float32))
+            k, v = (make(rng.standard_normal((1, 3, n, 64), dtype=np.float32)) for _ in range(2))
+            best = []
+            with torch.no_grad():
+                for _ in range(200):
+                    attlas.attention(q, k, v, num_threads=1)
+                for _ in range(20):
+                    begun = time.perf_counter()
+                    for _ in range(100):
+                        attlas.attention(q, k, v, num_threads=1)
+                    best.append((time.perf_counter() - begun) / 100)
+            times[n] = statistics.median(best)
+        rows[name] = {"call_microseconds": times[1024] * 1e6, "one_key_microseconds": times[1] * 1e6}
+    print(json.dumps({"overhead": rows}), flush=True)
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="2048,8000")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    attlas.set_num_threads(args.threads)
+    attlas.transformers.register()
+    folder = ROOT / ".models" / "smollm2"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+    ids = tokenizer((ROOT / "data" / "alice29.txt").read_text(), add_special_tokens=False)["input_ids"]
+    record = {
+        "threads": args.threads,
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "overhead": overhead(),
+        "prompts": prompts(model, ids, [int(n) for n in args.lengths.split(",")], args.runs),
+        "decoding": decoding(model, ids, args.runs),
+    }
+    if args.out:
+        args.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

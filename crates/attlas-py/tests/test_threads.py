@@ -1,0 +1,128 @@
+"""Threads, forks and the lock of the interpreter."""
+
+import os
+import sys
+import threading
+import time
+
+import attlas
+import numpy as np
+import pytest
+from conftest import qkv
+
+
+def test_the_same_bits_whatever_the_number_of_threads():
+    q, k, v = qkv(batch=2, n_q=300, n_k=300)
+    for method in ("exact", "hyper", "performer"):
+        want = attlas.attention(q, k, v, method=method, causal=True, num_threads=1)
+        for n in (2, 8):
+            np.testing.assert_array_equal(attlas.attention(q, k, v, method=method, causal=True, num_threads=n), want)
+
+
+def test_eight_threads_share_one_plan():
+    plan = attlas.plan("hyper", n_q=200, n_k=200, heads=6, kv_heads=2, d=16, causal=True)
+    inputs = [qkv(batch=1, n_q=200, n_k=200, seed=i) for i in range(8)]
+    want = [plan(*x) for x in inputs]
+    got, failed = [None] * 8, []
+
+    def work(i):
+        try:
+            for _ in range(5):
+                got[i] = plan(*inputs[i], num_threads=1 + i % 2)
+        except Exception as error:  # told to the test's own thread
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not failed
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_child_of_fork_attends():
+    q, k, v = qkv(n_q=200, n_k=200)
+    ids = [m.id for m in attlas.methods(causal=True) if m.claims.needs != "calibration"]
+    want = {id: attlas.attention(q, k, v, method=id, causal=True) for id in ids}
+    child = os.fork()
+    if child == 0:
+        good = all(np.array_equal(attlas.attention(q, k, v, method=id, causal=True), want[id]) for id in ids)
+        os._exit(0 if good else 1)
+    for _ in range(200):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        pytest.fail("the child did not end within twenty seconds")
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_other_threads_run_during_a_call():
+    q, k, v = qkv(batch=1, heads=4, kv_heads=4, n_q=4000, n_k=4000, d=64, d_v=64)
+    counted, stop = 0, False
+
+    def count():
+        nonlocal counted
+        while not stop:
+            counted += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    time.sleep(0.05)
+    before = counted
+    attlas.attention(q, k, v)
+    during = counted - before
+    stop = True
+    thread.join()
+    assert during > 100
+
+
+def test_a_stream_belongs_to_one_thread_at_a_time():
+    plan = attlas.plan("exact", n_q=1, n_k=60_000, heads=4, d=64, causal=True)
+    stream = plan.stream()
+    k = np.random.default_rng(0).standard_normal((1, 4, 60_000, 64), dtype=np.float32)
+    errors = []
+    begun = threading.Event()
+
+    def push():
+        begun.set()
+        for _ in range(5):
+            stream.push(k, k)
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    begun.wait()
+    while thread.is_alive():
+        try:
+            len(stream)
+        except RuntimeError as error:
+            errors.append(error)
+    thread.join()
+    assert errors and "another thread" in str(errors[0])
+
+
+def test_numbers_of_threads_are_set_and_read(monkeypatch):
+    monkeypatch.delenv("ATTLAS_NUM_THREADS", raising=False)
+    before = attlas.get_num_threads()
+    attlas.set_num_threads(3)
+    assert attlas.get_num_threads() == 3
+    attlas.set_num_threads(0)
+    monkeypatch.setenv("ATTLAS_NUM_THREADS", "5")
+    assert attlas.get_num_threads() == 5
+    monkeypatch.delenv("ATTLAS_NUM_THREADS")
+    assert attlas.get_num_threads() == before
+    with pytest.raises(attlas.ParameterError):
+        attlas.set_num_threads("many")
+
+
+@pytest.mark.skipif(not hasattr(sys, "_is_gil_enabled"), reason="an interpreter with its lock")
+def test_importing_leaves_the_interpreter_free():
+    if not __import__("sysconfig").get_config_var("Py_GIL_DISABLED"):
+        pytest.skip("not a free-threaded build")
+    assert not sys._is_gil_enabled()
