@@ -4,8 +4,8 @@ use crate::array::{Access, Flat, Part, Target, View};
 use crate::{errors, threads};
 use attlas::params::Value;
 use attlas::{
-    DType, Inputs, Mask, Method, Options, Out, Output, Problem, Qkv, Real, Result, RunInfo, TensorRef,
-    Workspace, registry,
+    DType, Inputs, Mask, Method, Options, Out, Output, Problem, Qkv, Real, Result, RunInfo, Workspace,
+    registry,
 };
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -76,7 +76,7 @@ where
     for<'x> Qkv<'x, T>: Into<Inputs<'x>>,
     for<'x> Out<'x, T>: Into<Output<'x>>,
 {
-    let x = Qkv { q: q.read::<T>()?, k: k.read::<T>()?, v: v.read::<T>()?, key_lens };
+    let x = Qkv { key_lens, ..Qkv::new(q.read::<T>()?, k.read::<T>()?, v.read::<T>()?) };
     let out = match lse {
         Some(lse) => Out::with_lse(out, lse),
         None => Out::new(out),
@@ -426,7 +426,7 @@ impl Stream {
     }
 }
 
-/// Appends to a stream; its inputs have queries that are not read.
+/// Appends to a stream.
 pub(crate) fn push(
     stream: &mut dyn attlas::Stream,
     k: Part<'_>,
@@ -434,16 +434,13 @@ pub(crate) fn push(
     dtype: DType,
     ws: &mut Workspace,
 ) -> Result<()> {
-    fn inputs<'a, T: Real>(k: Part<'a>, v: Part<'a>) -> Result<Qkv<'a, T>> {
-        Ok(Qkv::new(TensorRef::bhnd(&[], [0, 1, 0, 1])?, k.read()?, v.read()?))
-    }
     match dtype {
-        DType::F32 => stream.push(&inputs::<f32>(k, v)?.into(), ws),
-        DType::F64 => stream.push(&inputs::<f64>(k, v)?.into(), ws),
+        DType::F32 => stream.push(k.read::<f32>()?.into(), v.read::<f32>()?.into(), ws),
+        DType::F64 => stream.push(k.read::<f64>()?.into(), v.read::<f64>()?.into(), ws),
     }
 }
 
-/// Attends to a stream; its inputs have keys and values that are not read.
+/// Attends to a stream.
 pub(crate) fn attend_last(
     stream: &mut dyn attlas::Stream,
     q: Part<'_>,
@@ -464,19 +461,15 @@ pub(crate) fn attend_heads(
     dtype: DType,
     ws: &mut Workspace,
 ) -> Result<()> {
-    fn inputs<T: Real>(q: Part<'_>) -> Result<Qkv<'_, T>> {
-        let none = TensorRef::bhnd(&[], [0, 1, 0, 1])?;
-        Ok(Qkv::new(q.read()?, none, none))
-    }
     let [batch, _, rows, _] = out.view().dims();
     let info = match dtype {
         DType::F32 => {
             let o = out.part::<f32>(0..batch, heads, 0..rows)?;
-            stream.attend(&inputs::<f32>(q)?.into(), &mut Out::new(o).into(), ws)
+            stream.attend(q.read::<f32>()?.into(), &mut Out::new(o).into(), ws)
         }
         DType::F64 => {
             let o = out.part::<f64>(0..batch, heads, 0..rows)?;
-            stream.attend(&inputs::<f64>(q)?.into(), &mut Out::new(o).into(), ws)
+            stream.attend(q.read::<f64>()?.into(), &mut Out::new(o).into(), ws)
         }
     };
     info.map(|_| ())
