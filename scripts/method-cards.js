@@ -55,7 +55,8 @@ function block(text) {
 const works = {};
 for (const entry of fs.readFileSync("docs/bibliography.md", "utf8").split(/^## /m).slice(1)) {
   const [key, ...text] = entry.split("\n");
-  works[key.trim()] = text.join(" ").trim();
+  // Links become their text: the page loads nothing and points nowhere.
+  works[key.trim()] = text.join(" ").trim().replace(/\[([^\]]+)\]\([^)]*\)/g, "$1");
 }
 
 const cards = {};

@@ -260,7 +260,7 @@ impl<T: Real> KeyPages<T> {
             let wanted = share * q.rows() as f64;
             best.sort_by(|&a, &b| total[b].partial_cmp(&total[a]).unwrap_or(std::cmp::Ordering::Equal));
             let enough = best.iter().take_while(|&&p| {
-                let short = !(held >= wanted);
+                let short = held.partial_cmp(&wanted).is_none_or(|order| order.is_lt());
                 held += total[p].to_f64();
                 short
             });

@@ -103,6 +103,9 @@ impl GroupPlan for Liar {
 
 fn feel_last_query<T: Real>(g: &mut Group<'_, T>) {
     let (n_q, d_v) = (g.n_q(), g.d_v());
+    if n_q == 0 {
+        return;
+    }
     for (h, out) in g.out.chunks_mut(n_q * d_v).enumerate() {
         let last = g.q.head(h).row(n_q - 1)[0];
         out.iter_mut().for_each(|o| *o *= T::ONE + last * T::from_f64(1e-6));

@@ -234,7 +234,7 @@ impl<T: Real> Choice<'_, T> {
         order.sort_by(|&a, &b| key(b).total_cmp(&key(a)).then(a.cmp(&b)));
         let wanted = self.params.threshold * total;
         let enough = order.iter().take_while(|&&c| {
-            let short = !(held >= wanted);
+            let short = held.partial_cmp(&wanted).is_none_or(|order| order.is_lt());
             held += shares[c];
             short
         });

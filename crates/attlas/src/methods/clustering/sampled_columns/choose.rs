@@ -110,7 +110,7 @@ impl<T: Real> Choice<'_, T> {
         for _ in 0..self.params.diagonals {
             let tops = starts.clone().map(|range| max(&votes[range]));
             let best = if tops[1] > tops[0] { 1 } else { 0 };
-            if !(tops[best] > T::ZERO) {
+            if tops[best].partial_cmp(&T::ZERO).is_none_or(|order| order.is_le()) {
                 break;
             }
             // Ties go to the smaller distance.

@@ -45,7 +45,9 @@ use crate::engine::{
     exact_group_with, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Tunable};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Tunable, Withdrawn,
+};
 use crate::{Mask, Problem, Real, Result};
 use choose::Choice;
 
@@ -67,6 +69,12 @@ pub static METHOD: Method = Method {
                 "a decoded token chooses by tokens since the prompt, not by the rows before",
             ),
         ],
+        withdrawn: &[Withdrawn {
+            param: "mass",
+            value: "< 1",
+            promise: Promise::ExactAt,
+            reason: "keys are left out once the chosen ones hold the share",
+        }],
         ..Claims::BASE
     },
     probes: &[
