@@ -130,6 +130,11 @@ impl Compiler {
         self.nvrtc.compile(program.name, &program.source(), &all)
     }
 
+    /// Puts the cubin of a program into the folder, where it is not there yet.
+    pub fn store(&self, program: &Program, chip: &str) -> Result<()> {
+        self.cubin(program, chip, false).map(|_| ())
+    }
+
     /// The cubin, from the folder where it has been compiled before; `fresh` compiles anew.
     pub(crate) fn cubin(&self, program: &Program, chip: &str, fresh: bool) -> Result<Vec<u8>> {
         let file = self.cache.as_ref().map(|folder| folder.join(self.file_name(program, chip)));

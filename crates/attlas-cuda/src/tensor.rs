@@ -147,10 +147,6 @@ impl DeviceBuffer {
     pub fn address(&self) -> u64 {
         self.memory.address()
     }
-
-    pub(crate) fn memory(&self) -> &Memory {
-        &self.memory
-    }
 }
 
 /// `[batch, heads, rows, columns]` on the device; strides in elements as for host tensors, columns contiguous.
