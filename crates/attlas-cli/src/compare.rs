@@ -54,6 +54,11 @@ pub(crate) fn catch_interrupts(common: &Common) {
 
 pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
     let selection = args.methods.choice().resolve()?;
+    let gpu = args.device.open()?;
+    let (selection, left_out) = match &gpu {
+        Some(gpu) => gpu.select(selection)?,
+        None => (selection, Vec::new()),
+    };
     catch_interrupts(common);
     let workload = load(&args.inputs, args.heads.as_ref(), Numerals::Finite, common)?;
     let settings = Settings {
@@ -83,6 +88,10 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
     progress.end();
     let result = Comparison { matched, ..result? };
     show(&result, args, common);
+    if let Some(gpu) = &gpu {
+        note(common, &format!("\n{}\n{}", gpu.heading(), gpu.times(&result).text()));
+        left_out.iter().for_each(|line| note(common, line));
+    }
     if let Some(path) = &args.save_calibration {
         result.learnt.write(path)?;
         note(common, &format!("wrote {}", path.display()));

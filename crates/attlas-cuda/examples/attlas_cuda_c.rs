@@ -80,8 +80,10 @@ pub unsafe extern "C" fn attlas_plan(
     element: i32,
 ) -> *mut Planned {
     // SAFETY: of the caller: a device of `attlas_open`, strings that end with zero, eight numbers.
-    let (device, id, options, s) = unsafe { (&*device, text(id), text(options), std::slice::from_raw_parts(sizes, 8)) };
-    let options = options.split(',').filter_map(|p| p.split_once('=')).fold(Options::new(), |o, (k, v)| o.with(k, v));
+    let (device, id, options, s) =
+        unsafe { (&*device, text(id), text(options), std::slice::from_raw_parts(sizes, 8)) };
+    let options =
+        options.split(',').filter_map(|p| p.split_once('=')).fold(Options::new(), |o, (k, v)| o.with(k, v));
     let n = |i: usize| s[i].max(0) as usize;
     let p = Problem {
         batch: n(0),
@@ -138,11 +140,18 @@ pub unsafe extern "C" fn attlas_run(
 
 /// Starts decoding and appends `n` tokens; tensors are contiguous `[batch, key heads, n, columns]`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn attlas_push(planned: *mut Planned, stream: *mut c_void, k: u64, v: u64, n: i64) -> i32 {
+pub unsafe extern "C" fn attlas_push(
+    planned: *mut Planned,
+    stream: *mut c_void,
+    k: u64,
+    v: u64,
+    n: i64,
+) -> i32 {
     // SAFETY: of the caller.
     let this = unsafe { &mut *planned };
     let mut work = || -> Result<()> {
-        let (p, e, device, n) = (*this.plan.problem(), this.plan.element(), this.device.clone(), n.max(0) as usize);
+        let (p, e, device, n) =
+            (*this.plan.problem(), this.plan.element(), this.device.clone(), n.max(0) as usize);
         this.on(stream)?;
         if this.tokens.is_none() {
             this.tokens = this.plan.stream(n).transpose()?;
@@ -173,9 +182,11 @@ pub unsafe extern "C" fn attlas_attend(planned: *mut Planned, stream: *mut c_voi
         };
         let dims = |c| [p.batch, p.n_heads, 1, c];
         // SAFETY: of the caller.
-        let query = unsafe { DeviceRef::from_raw(&device, q, e, dims(p.d), attlas::problem::bhnd(dims(p.d)))? };
+        let query =
+            unsafe { DeviceRef::from_raw(&device, q, e, dims(p.d), attlas::problem::bhnd(dims(p.d)))? };
         // SAFETY: of the caller.
-        let o = unsafe { DeviceMut::from_raw(&device, o, e, dims(p.d_v), attlas::problem::bhnd(dims(p.d_v)))? };
+        let o =
+            unsafe { DeviceMut::from_raw(&device, o, e, dims(p.d_v), attlas::problem::bhnd(dims(p.d_v)))? };
         tokens.attend(query, &mut DeviceOut { o, lse: None }, ws).map(|_| ())
     };
     fail(work()).map_or(-1, |()| 0)

@@ -40,7 +40,13 @@ impl Program {
             Element::F32 => 2,
             Element::F64 => 3,
         };
-        Self { name, sources: sources.to_vec(), constants: vec![("ELEM", code)], products: None, hopper: false }
+        Self {
+            name,
+            sources: sources.to_vec(),
+            constants: vec![("ELEM", code)],
+            products: None,
+            hopper: false,
+        }
     }
 
     pub(crate) fn with(mut self, name: &'static str, value: impl TryInto<i64>) -> Self {
@@ -160,7 +166,12 @@ impl Compiler {
         let (major, minor) = self.nvrtc.version;
         let mut text = program.source();
         let _ = write!(text, "\0{}\0{major}.{minor}", program.options(chip).join("\0"));
-        format!("{}-{chip}-{:016x}{:016x}.cubin", program.name, fnv(text.as_bytes(), 0), fnv(text.as_bytes(), 1))
+        format!(
+            "{}-{chip}-{:016x}{:016x}.cubin",
+            program.name,
+            fnv(text.as_bytes(), 0),
+            fnv(text.as_bytes(), 1)
+        )
     }
 }
 
@@ -170,14 +181,16 @@ fn store(file: &Path, data: &[u8]) -> std::io::Result<()> {
     if let Some(folder) = file.parent() {
         std::fs::create_dir_all(folder)?;
     }
-    let unfinished = file.with_extension(format!("{}.{}.tmp", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
+    let unfinished =
+        file.with_extension(format!("{}.{}.tmp", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
     std::fs::write(&unfinished, data)?;
     std::fs::rename(&unfinished, file)
 }
 
 /// Fowler, Noll and Vo's hash, the same in every version of everything.
 fn fnv(data: &[u8], seed: u64) -> u64 {
-    data.iter().fold(0xcbf2_9ce4_8422_2325 ^ seed, |h, &b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3))
+    data.iter()
+        .fold(0xcbf2_9ce4_8422_2325 ^ seed, |h, &b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
 #[cfg(test)]

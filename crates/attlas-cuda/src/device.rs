@@ -58,7 +58,9 @@ impl DeviceInfo {
         let half = matches!(element, Element::Bf16 | Element::F16);
         match self.family {
             KernelFamily::Wgmma if half && d == d_v && [64, 128, 256].contains(&d) => KernelFamily::Wgmma,
-            KernelFamily::Wgmma | KernelFamily::Mma if half && d == d_v && [64, 128].contains(&d) => KernelFamily::Mma,
+            KernelFamily::Wgmma | KernelFamily::Mma if half && d == d_v && [64, 128].contains(&d) => {
+                KernelFamily::Mma
+            }
             _ => KernelFamily::Any,
         }
     }
@@ -160,7 +162,10 @@ mod tests {
             return;
         }
         let error = Device::open(0, &Setup::default()).unwrap_err();
-        assert!(matches!(error, Error::NoDriver { .. } | Error::NoDevice { .. } | Error::OldDriver { .. }), "{error}");
+        assert!(
+            matches!(error, Error::NoDriver { .. } | Error::NoDevice { .. } | Error::OldDriver { .. }),
+            "{error}"
+        );
         assert_eq!(error.to_string().lines().count(), 1);
     }
 

@@ -203,7 +203,14 @@ impl Memory {
     }
 
     /// Copies some bytes of another buffer, in order with the work of `stream`.
-    pub(crate) fn copy_range(&self, from: &Memory, at: u64, to: u64, bytes: usize, stream: &Stream) -> Result<()> {
+    pub(crate) fn copy_range(
+        &self,
+        from: &Memory,
+        at: u64,
+        to: u64,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<()> {
         if at as usize + bytes > from.bytes || to as usize + bytes > self.bytes {
             return Err(attlas::Error::shape("device buffer", self.bytes, to as usize + bytes).into());
         }
@@ -270,7 +277,8 @@ impl Stream {
         done?;
         let mut exec = std::ptr::null_mut();
         // SAFETY: the graph was just captured; the executable one does not need it any more.
-        let made = check("cuGraphInstantiate", unsafe { sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0) });
+        let made =
+            check("cuGraphInstantiate", unsafe { sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0) });
         // SAFETY: as above.
         let _ = unsafe { sys::cuGraphDestroy(graph) };
         made?;
@@ -484,7 +492,14 @@ impl Kernel {
         let size = (grid[0] as u32, grid[1] as u32, grid[2] as u32);
         // SAFETY: the function is alive; the driver copies the arguments, which live until it returns.
         unsafe {
-            result::launch_kernel(self.raw, size, (threads as u32, 1, 1), shared as u32, stream.raw, &mut pointers)
+            result::launch_kernel(
+                self.raw,
+                size,
+                (threads as u32, 1, 1),
+                shared as u32,
+                stream.raw,
+                &mut pointers,
+            )
         }
         .map_err(|e| driver_error("cuLaunchKernel", e))
     }
@@ -504,9 +519,16 @@ impl std::fmt::Debug for TensorMap {
 impl TensorMap {
     /// Boxes of 64 columns and `rows` rows of a tensor of 16-bit elements, with the 128-byte swizzle. `dims` are columns,
     /// rows, heads and batch, `strides` the elements between neighbours along the last three.
-    pub(crate) fn new(half: bool, address: u64, dims: [u64; 4], strides: [u64; 3], rows: u32) -> Result<Self> {
+    pub(crate) fn new(
+        half: bool,
+        address: u64,
+        dims: [u64; 4],
+        strides: [u64; 3],
+        rows: u32,
+    ) -> Result<Self> {
         use sys::CUtensorMapDataType_enum as T;
-        let kind = if half { T::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 } else { T::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 };
+        let kind =
+            if half { T::CU_TENSOR_MAP_DATA_TYPE_FLOAT16 } else { T::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 };
         // SAFETY: plain memory that the call below fills.
         let mut map = Self(unsafe { std::mem::zeroed() });
         let (bytes, boxed, step) = (strides.map(|s| 2 * s), [64, rows, 1, 1], [1u32; 4]);

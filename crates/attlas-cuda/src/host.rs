@@ -2,13 +2,13 @@
 
 use crate::registry::FORMS;
 use crate::{
-    Device, DeviceBuffer, DeviceMut, DeviceOut, DevicePlan, DeviceQkv, DeviceRef, DeviceStream, DeviceWorkspace,
-    Element, Form, plan,
+    Device, DeviceBuffer, DeviceMut, DeviceOut, DevicePlan, DeviceQkv, DeviceRef, DeviceStream,
+    DeviceWorkspace, Element, Form, plan,
 };
 use attlas::method::{Build, Claims};
 use attlas::{
-    Calibration, Cost, DType, Error, Inputs, Method, Options, Out, Output, Plan, Problem, Qkv, Real, Result, RunInfo,
-    Stream, Support, TensorRef, Workspace,
+    Calibration, Cost, DType, Error, Inputs, Method, Options, Out, Output, Plan, Problem, Qkv, Real, Result,
+    RunInfo, Stream, Support, TensorRef, Workspace,
 };
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -50,7 +50,8 @@ pub fn on_host(form: &'static Form, device: &Device) -> &'static Method {
             .iter()
             .any(|p| (form.supports)(p, &options, Element::F64, device.info()).is_yes())
     };
-    let probes: Vec<&'static [(&'static str, &'static str)]> = form.method.probes.iter().filter(probe).copied().collect();
+    let probes: Vec<&'static [(&'static str, &'static str)]> =
+        form.method.probes.iter().filter(probe).copied().collect();
     let m = form.method;
     Box::leak(Box::new(Method {
         id: m.id,
@@ -91,7 +92,9 @@ fn supports_at<const I: usize>(p: &Problem, o: &Options) -> Support {
     if let Some(device) = DEVICE.get() {
         for dtype in [DType::F32, DType::F64] {
             let more = (form.supports)(p, o, element_of(dtype), device.info()).reasons;
-            support.reasons.extend(more.into_iter().filter(|r| !support.reasons.contains(r)).collect::<Vec<_>>());
+            support
+                .reasons
+                .extend(more.into_iter().filter(|r| !support.reasons.contains(r)).collect::<Vec<_>>());
         }
     }
     support
@@ -130,8 +133,14 @@ impl OnHost {
     fn with_plan<R>(&self, element: Element, work: impl FnOnce(&dyn DevicePlan) -> Result<R>) -> Result<R> {
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
         if !plans.contains_key(&element) {
-            let made =
-                plan(self.form.method.id, &self.problem, &self.options, self.calibration.as_ref(), element, device()?)?;
+            let made = plan(
+                self.form.method.id,
+                &self.problem,
+                &self.options,
+                self.calibration.as_ref(),
+                element,
+                device()?,
+            )?;
             plans.insert(element, made);
         }
         match plans.get(&element) {
@@ -146,13 +155,15 @@ impl OnHost {
         out.validate(p)?;
         let (device, element) = (device()?, element_of(T::DTYPE));
         self.with_plan(element, |plan| {
-            let (q, k, v) = (upload(device, element, x.q)?, upload(device, element, x.k)?, upload(device, element, x.v)?);
+            let (q, k, v) =
+                (upload(device, element, x.q)?, upload(device, element, x.k)?, upload(device, element, x.v)?);
             let dims = [p.batch, p.n_heads, p.n_q, p.d_v];
             let o = DeviceBuffer::new(device, element, dims.iter().product())?;
             let lse = DeviceBuffer::new(device, element.sum(), p.batch * p.n_heads * p.n_q)?;
             o.fill(255)?;
             let view = |b, t: TensorRef<'_, T>| DeviceRef::bhnd(b, t.dims());
-            let operands = DeviceQkv { q: view(&q, x.q)?, k: view(&k, x.k)?, v: view(&v, x.v)?, key_lens: x.key_lens };
+            let operands =
+                DeviceQkv { q: view(&q, x.q)?, k: view(&k, x.k)?, v: view(&v, x.v)?, key_lens: x.key_lens };
             let mut ws = DeviceWorkspace::new(device)?;
             ws.poison();
             ws.reserve(plan.workspace_bytes())?;

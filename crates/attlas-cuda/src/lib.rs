@@ -38,6 +38,6 @@ pub use device::{Device, DeviceInfo, KernelFamily, Setup};
 pub use driver::{Event, Graph};
 pub use error::{Error, Result};
 pub use host::{on_host, set_host_element};
-pub use plan::{DevicePlan, DeviceQkv, DeviceOut, DeviceStream, Form, Pending, plan};
+pub use plan::{DeviceOut, DevicePlan, DeviceQkv, DeviceStream, Form, Pending, plan};
 pub use tensor::{DeviceBuffer, DeviceMut, DeviceRef, Element};
 pub use workspace::DeviceWorkspace;

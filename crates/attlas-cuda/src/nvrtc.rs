@@ -12,7 +12,14 @@ type Length = unsafe extern "C" fn(Program, *mut usize) -> i32;
 /// The library and the functions that are called.
 #[derive(Debug)]
 pub(crate) struct Nvrtc {
-    create: unsafe extern "C" fn(*mut Program, *const c_char, *const c_char, i32, *const c_void, *const c_void) -> i32,
+    create: unsafe extern "C" fn(
+        *mut Program,
+        *const c_char,
+        *const c_char,
+        i32,
+        *const c_void,
+        *const c_void,
+    ) -> i32,
     compile: unsafe extern "C" fn(Program, i32, *const *const c_char) -> i32,
     log_len: Length,
     log: Text,
@@ -31,7 +38,9 @@ impl Nvrtc {
         match path {
             Some(p) if p.is_dir() => names.push(p.join("libnvrtc.so.13")),
             Some(p) => names.push(p.into()),
-            None => names.extend(["libnvrtc.so.13", "/usr/local/cuda/lib64/libnvrtc.so.13"].map(PathBuf::from)),
+            None => {
+                names.extend(["libnvrtc.so.13", "/usr/local/cuda/lib64/libnvrtc.so.13"].map(PathBuf::from))
+            }
         }
         for name in names {
             // The library of built-in functions lies beside it and is asked for by name alone.
@@ -54,7 +63,9 @@ impl Nvrtc {
                     libraries.push(library);
                     // SAFETY: the symbols have had these signatures since CUDA 11.
                     let bound = unsafe { Self::bind(libraries) };
-                    return bound.map_err(|e| Error::NoCompiler { looked_for: vec![format!("{}: {e}", name.display())] });
+                    return bound.map_err(|e| Error::NoCompiler {
+                        looked_for: vec![format!("{}: {e}", name.display())],
+                    });
                 }
                 Err(_) => looked_for.push(name.display().to_string()),
             }

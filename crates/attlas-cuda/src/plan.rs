@@ -48,7 +48,12 @@ pub trait DevicePlan: Debug + Send + Sync {
     /// Puts the work on the workspace's stream and returns. Once [`DeviceWorkspace::reserve`] has made room, nothing is
     /// allocated, copied from the host or waited for, so a run can be captured into a graph; a sequence whose number of
     /// valid keys is met for the first time is planned first.
-    fn execute(&self, x: &DeviceQkv<'_>, out: &mut DeviceOut<'_>, ws: &mut DeviceWorkspace) -> Result<Pending>;
+    fn execute(
+        &self,
+        x: &DeviceQkv<'_>,
+        out: &mut DeviceOut<'_>,
+        ws: &mut DeviceWorkspace,
+    ) -> Result<Pending>;
 
     /// Decoding, with room for `capacity` tokens at first.
     fn stream(&self, capacity: usize) -> Option<Result<Box<dyn DeviceStream>>> {
@@ -63,7 +68,12 @@ pub trait DeviceStream: Debug + Send {
     fn push(&mut self, k: DeviceRef<'_>, v: DeviceRef<'_>, ws: &mut DeviceWorkspace) -> Result<()>;
 
     /// Attends with the queries `[batch, n_heads, 1, d]` of the last token to everything pushed.
-    fn attend(&mut self, q: DeviceRef<'_>, out: &mut DeviceOut<'_>, ws: &mut DeviceWorkspace) -> Result<Pending>;
+    fn attend(
+        &mut self,
+        q: DeviceRef<'_>,
+        out: &mut DeviceOut<'_>,
+        ws: &mut DeviceWorkspace,
+    ) -> Result<Pending>;
 
     /// Tokens pushed so far.
     fn len(&self) -> usize;
@@ -220,7 +230,12 @@ impl Planned {
                 let (lse, want) = (lse.as_ref(), [p.batch, p.n_heads, p.n_q, 1]);
                 expect("log-sum-exp", &lse, want, self.element.sum())?;
                 if lse.strides() != attlas::problem::bhnd(want) {
-                    return Err(attlas::Error::shape("log-sum-exp", "contiguous rows", format!("{:?}", lse.strides())).into());
+                    return Err(attlas::Error::shape(
+                        "log-sum-exp",
+                        "contiguous rows",
+                        format!("{:?}", lse.strides()),
+                    )
+                    .into());
                 }
                 lse.view().address
             }
@@ -266,7 +281,12 @@ impl DevicePlan for Planned {
         self.core.workspace_bytes()
     }
 
-    fn execute(&self, x: &DeviceQkv<'_>, out: &mut DeviceOut<'_>, ws: &mut DeviceWorkspace) -> Result<Pending> {
+    fn execute(
+        &self,
+        x: &DeviceQkv<'_>,
+        out: &mut DeviceOut<'_>,
+        ws: &mut DeviceWorkspace,
+    ) -> Result<Pending> {
         let io = self.check(x, out)?;
         let p = &self.problem;
         let Some(lens) = x.key_lens.filter(|lens| lens.iter().any(|&n| n != p.n_k)) else {
@@ -276,7 +296,12 @@ impl DevicePlan for Planned {
             return Ok(Pending::new(info, ws));
         };
         if lens.len() != p.batch {
-            return Err(attlas::Error::shape("key lengths", format!("one for each of {} sequences", p.batch), lens.len()).into());
+            return Err(attlas::Error::shape(
+                "key lengths",
+                format!("one for each of {} sequences", p.batch),
+                lens.len(),
+            )
+            .into());
         }
         if let Some(&n) = lens.iter().find(|&&n| n > p.n_k) {
             return Err(attlas::Error::shape("key length", format!("at most {}", p.n_k), n).into());

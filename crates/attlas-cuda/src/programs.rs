@@ -1,7 +1,7 @@
 //! Every program: which sources with which constants. The check that compiles all kernels walks over [`all`].
 
-pub use crate::compile::Program;
 use crate::Element;
+pub use crate::compile::Program;
 
 const COMMON: &str = include_str!("../kernels/common.cu");
 const HOPPER: &str = include_str!("../kernels/hopper.cu");
@@ -146,7 +146,9 @@ pub fn all() -> Vec<Program> {
         }
         for d in [64, 128, 256] {
             for causal in [false, true] {
-                for (window, table, join) in [(false, false, false), (true, false, false), (false, true, true)] {
+                for (window, table, join) in
+                    [(false, false, false), (true, false, false), (false, true, true)]
+                {
                     let mode = Mode { causal, window, table, join };
                     all.push(attend_wgmma(element, Wgmma::new(d, mode.masked(), 0), mode));
                 }

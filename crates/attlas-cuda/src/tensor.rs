@@ -80,10 +80,9 @@ pub struct DeviceBuffer {
 impl DeviceBuffer {
     /// Room for `len` elements, unspecified at first.
     pub fn new(device: &Device, element: Element, len: usize) -> Result<Self> {
-        let bytes = len.checked_mul(element.bytes()).ok_or(attlas::Error::TooLarge {
-            what: "device buffer",
-            sizes: vec![len, element.bytes()],
-        })?;
+        let bytes = len
+            .checked_mul(element.bytes())
+            .ok_or(attlas::Error::TooLarge { what: "device buffer", sizes: vec![len, element.bytes()] })?;
         Ok(Self { memory: Arc::new(Memory::new(device.context(), bytes)?), element })
     }
 
@@ -171,8 +170,17 @@ impl<'a> DeviceRef<'a> {
     pub fn new(buffer: &'a DeviceBuffer, dims: Dims, strides: Strides) -> Result<Self> {
         match extent(dims, strides) {
             Some(n) if n <= buffer.len() => {}
-            Some(n) => return Err(attlas::Error::shape("device tensor", format!("at least {n} elements"), buffer.len()).into()),
-            None => return Err(attlas::Error::TooLarge { what: "device tensor", sizes: dims.to_vec() }.into()),
+            Some(n) => {
+                return Err(attlas::Error::shape(
+                    "device tensor",
+                    format!("at least {n} elements"),
+                    buffer.len(),
+                )
+                .into());
+            }
+            None => {
+                return Err(attlas::Error::TooLarge { what: "device tensor", sizes: dims.to_vec() }.into());
+            }
         }
         Ok(Self { address: buffer.address(), element: buffer.element(), dims, strides, lives: PhantomData })
     }
@@ -187,7 +195,13 @@ impl<'a> DeviceRef<'a> {
     /// # Safety
     /// The memory is on this device, lives for `'a` and holds what the sizes say.
     #[allow(unsafe_code)]
-    pub unsafe fn from_raw(_: &Device, address: u64, element: Element, dims: Dims, strides: Strides) -> Result<Self> {
+    pub unsafe fn from_raw(
+        _: &Device,
+        address: u64,
+        element: Element,
+        dims: Dims,
+        strides: Strides,
+    ) -> Result<Self> {
         if extent(dims, strides).is_none() {
             return Err(attlas::Error::TooLarge { what: "device tensor", sizes: dims.to_vec() }.into());
         }
@@ -249,7 +263,13 @@ impl<'a> DeviceMut<'a> {
     /// The memory is on this device, lives for `'a`, holds what the sizes say, and nothing else touches it until the work
     /// is done.
     #[allow(unsafe_code)]
-    pub unsafe fn from_raw(device: &Device, address: u64, element: Element, dims: Dims, strides: Strides) -> Result<Self> {
+    pub unsafe fn from_raw(
+        device: &Device,
+        address: u64,
+        element: Element,
+        dims: Dims,
+        strides: Strides,
+    ) -> Result<Self> {
         // SAFETY: of the caller.
         Ok(Self { to: unsafe { DeviceRef::from_raw(device, address, element, dims, strides)? } })
     }

@@ -43,7 +43,9 @@ impl DeviceWorkspace {
             self.arena = None;
             self.arena = Some(Memory::new(self.device.context(), bytes)?);
         }
-        if self.poison && let Some(arena) = &self.arena {
+        if self.poison
+            && let Some(arena) = &self.arena
+        {
             self.stream.synchronize()?;
             arena.fill(255)?;
         }

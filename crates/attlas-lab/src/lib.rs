@@ -19,6 +19,7 @@ pub mod compare;
 pub mod compress;
 pub mod convert;
 pub mod demo;
+pub mod device;
 mod error;
 pub mod extract;
 pub mod figures;

@@ -4,7 +4,7 @@ use crate::plan::{Core, Io, Request};
 use crate::prims::attend::{Attend, Rule};
 use crate::prims::decode::Decode;
 use crate::prims::rows::{Cache, Copy, Places};
-use crate::{DeviceOut, DeviceRef, DeviceStream, DeviceWorkspace, Device, Element, Form, Pending, Result};
+use crate::{Device, DeviceOut, DeviceRef, DeviceStream, DeviceWorkspace, Element, Form, Pending, Result};
 use attlas::methods::exact::{exact, naive};
 use attlas::{Mask, Problem, RunInfo, Status, Support};
 
@@ -51,7 +51,12 @@ pub(crate) struct Exact {
 impl Exact {
     pub(crate) fn new(r: &Request<'_>, status: Status) -> Result<Self> {
         let p = r.problem;
-        let info = RunInfo { keys_visited: p.visible_pairs(), empty_rows: empty_rows(p), status, ..RunInfo::default() };
+        let info = RunInfo {
+            keys_visited: p.visible_pairs(),
+            empty_rows: empty_rows(p),
+            status,
+            ..RunInfo::default()
+        };
         let attend = Attend::new(r.device, p, r.element, Rule::of(p.mask))?;
         Ok(Self { attend, info, device: r.device.clone(), problem: *p, element: r.element })
     }
@@ -127,7 +132,12 @@ impl DeviceStream for KeptTokens {
         Ok(())
     }
 
-    fn attend(&mut self, q: DeviceRef<'_>, out: &mut DeviceOut<'_>, ws: &mut DeviceWorkspace) -> Result<Pending> {
+    fn attend(
+        &mut self,
+        q: DeviceRef<'_>,
+        out: &mut DeviceOut<'_>,
+        ws: &mut DeviceWorkspace,
+    ) -> Result<Pending> {
         let held = self.held(self.len);
         ws.reserve(self.decode.workspace_bytes(held))?;
         ws.reset();

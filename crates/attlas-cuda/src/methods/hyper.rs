@@ -6,10 +6,10 @@
 use crate::methods::exact::{Exact, empty_rows};
 use crate::plan::{Core, Io, Request};
 use crate::prims::attend::{Area, Attend, Rule};
+use crate::prims::contiguous;
 use crate::prims::hash::Hash;
 use crate::prims::lists::{Assign, ListOptions, Lists, Part};
 use crate::prims::rows::{Copy, Joined, Places, Rows};
-use crate::prims::contiguous;
 use crate::workspace::padded;
 use crate::{DeviceBuffer, DeviceRef, DeviceWorkspace, Element, Form, Result};
 use attlas::engine::{FirstKeys, Rectangle, UniformSamples};
@@ -23,12 +23,19 @@ pub(crate) static FORM: Form = Form {
     method: &METHOD,
     supports: |_, options, _, _| {
         let theory = Params::from_options(options).is_ok_and(|p| p.variant == Variant::Theory);
-        Support::unless(theory, "variant = theory draws columns by the norms of values, which has no form on the device")
+        Support::unless(
+            theory,
+            "variant = theory draws columns by the norms of values, which has no form on the device",
+        )
     },
     build: |r| {
         let params = Params::from_options(r.options)?;
         let p = r.problem;
-        if covers(&params, p) { Ok(Box::new(Exact::new(r, Status::Exact)?)) } else { Ok(Box::new(Hyper::new(r, params)?)) }
+        if covers(&params, p) {
+            Ok(Box::new(Exact::new(r, Status::Exact)?))
+        } else {
+            Ok(Box::new(Hyper::new(r, params)?))
+        }
     },
 };
 
@@ -70,7 +77,8 @@ struct Piece {
 /// every row sees every key, the deepest first.
 fn halves(n_q: usize, n_k: usize, n_min: usize) -> (Vec<Piece>, Vec<Vec<Piece>>) {
     let offset = n_k as isize - n_q as isize;
-    let keys = |rows: &Range<usize>| (rows.start as isize + offset) as usize..(rows.end as isize + offset) as usize;
+    let keys =
+        |rows: &Range<usize>| (rows.start as isize + offset) as usize..(rows.end as isize + offset) as usize;
     let (mut base, mut levels) = (Vec::new(), Vec::new());
     // Rows before the first key see nothing.
     let mut squares = vec![n_q.saturating_sub(n_k)..n_q];
@@ -182,7 +190,11 @@ impl Hyper {
             hash,
             steps,
             joined: if alone { None } else { Some(Joined::new(r.device, p, r.element)?) },
-            info: RunInfo { keys_visited: heads * pairs + hashed, empty_rows: empty_rows(p), ..RunInfo::default() },
+            info: RunInfo {
+                keys_visited: heads * pairs + hashed,
+                empty_rows: empty_rows(p),
+                ..RunInfo::default()
+            },
         })
     }
 
@@ -190,10 +202,8 @@ impl Hyper {
         let p = &self.problem;
         let ranks = match &self.hash {
             Some(hash) => {
-                let ranks = [
-                    ws.take(p.batch * p.n_heads * p.n_q * 4)?,
-                    ws.take(p.batch * p.n_kv_heads * p.n_k * 4)?,
-                ];
+                let ranks =
+                    [ws.take(p.batch * p.n_heads * p.n_q * 4)?, ws.take(p.batch * p.n_kv_heads * p.n_k * 4)?];
                 hash.run(q, ranks[0], p.group_size(), ws)?;
                 hash.run(k, ranks[1], 1, ws)?;
                 ranks
@@ -213,7 +223,8 @@ impl Hyper {
 /// The groups of the problem, key heads of the first sequence first.
 fn groups(r: &Request<'_>) -> impl Iterator<Item = GroupIndex> {
     let (first, kv) = (r.first_batch, r.problem.n_kv_heads);
-    (0..r.problem.batch).flat_map(move |b| (0..kv).map(move |kv_head| GroupIndex { batch: first + b, kv_head }))
+    (0..r.problem.batch)
+        .flat_map(move |b| (0..kv).map(move |kv_head| GroupIndex { batch: first + b, kv_head }))
 }
 
 /// A part with the samples that the host would draw.
@@ -236,7 +247,8 @@ fn order_of(r: &Request<'_>, params: &Params) -> Result<Option<(DeviceBuffer, Co
     let mut named = vec![false; n_k];
     named.iter_mut().take(params.sinks).for_each(|x| *x = true);
     params.always.iter().filter(|&j| j < n_k).for_each(|j| named[j] = true);
-    let order: Vec<u32> = (0..n_k).filter(|&j| named[j]).chain((0..n_k).filter(|&j| !named[j])).map(|j| j as u32).collect();
+    let order: Vec<u32> =
+        (0..n_k).filter(|&j| named[j]).chain((0..n_k).filter(|&j| !named[j])).map(|j| j as u32).collect();
     if order.iter().enumerate().all(|(i, &j)| i == j as usize) {
         return Ok(None);
     }
@@ -306,7 +318,11 @@ mod tests {
                 }
                 for i in 0..n_q {
                     for j in 0..n_k {
-                        assert_eq!(seen[i * n_k + j], usize::from(j + n_q <= i + n_k), "{n_q}×{n_k} base {n_min}: {i} {j}");
+                        assert_eq!(
+                            seen[i * n_k + j],
+                            usize::from(j + n_q <= i + n_k),
+                            "{n_q}×{n_k} base {n_min}: {i} {j}"
+                        );
                     }
                 }
                 for level in &levels {

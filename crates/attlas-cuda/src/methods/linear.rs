@@ -14,7 +14,10 @@ pub(crate) static FORM: Form = Form {
     method: &METHOD,
     supports: |_, options, _, _| {
         let signed = Params::from_options(options).is_ok_and(|p| p.map == Function::Identity);
-        Support::unless(signed, "map = identity has denominators of either sign, which the device form has no policy for")
+        Support::unless(
+            signed,
+            "map = identity has denominators of either sign, which the device form has no policy for",
+        )
     },
     build: |r| Ok(Box::new(Whole::new(r)?)),
 };
@@ -98,7 +101,12 @@ impl DeviceStream for State {
         Ok(())
     }
 
-    fn attend(&mut self, q: DeviceRef<'_>, out: &mut DeviceOut<'_>, ws: &mut DeviceWorkspace) -> Result<Pending> {
+    fn attend(
+        &mut self,
+        q: DeviceRef<'_>,
+        out: &mut DeviceOut<'_>,
+        ws: &mut DeviceWorkspace,
+    ) -> Result<Pending> {
         let p = Problem { n_q: 1, ..self.problem };
         let bytes = p.batch * p.n_heads * p.d * self.element.sum().bytes();
         ws.reserve(bytes + 256)?;

@@ -103,7 +103,11 @@ mod tests {
                     continue;
                 }
                 let (pairs, empty) = visited(&p, 3, 5);
-                assert_eq!((pairs, empty), (ran.info.keys_visited, ran.info.empty_rows), "{n_q}×{n_k} {mask}");
+                assert_eq!(
+                    (pairs, empty),
+                    (ran.info.keys_visited, ran.info.empty_rows),
+                    "{n_q}×{n_k} {mask}"
+                );
             }
         }
     }

@@ -122,7 +122,8 @@ impl Attend {
                     let ([b, h, n, c], s) = (t.dims(), t.strides());
                     let dims = [c, n, h, b].map(|x| x as u64);
                     // Strides of axes of length 1 are free, and the engine takes none of 0.
-                    let stride = |a: usize, n: usize| if n > 1 { s[a] as u64 } else { (s[a] as u64).max(c as u64) };
+                    let stride =
+                        |a: usize, n: usize| if n > 1 { s[a] as u64 } else { (s[a] as u64).max(c as u64) };
                     let strides = [stride(2, n), stride(1, h), stride(0, b)];
                     TensorMap::new(self.element == Element::F16, t.view().address, dims, strides, rows as u32)
                 };

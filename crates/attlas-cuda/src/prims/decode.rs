@@ -41,7 +41,10 @@ impl Decode {
         let fast = if quick {
             let program = programs::decode(element, p.d);
             let shared = (2 * 3 * 64 * p.d * 2).max(4 * 8 * (p.d + 2) * 4);
-            Some((device.kernel(&program, "decode", shared)?, device.kernel(&program, "merge_pieces", 32768)?))
+            Some((
+                device.kernel(&program, "decode", shared)?,
+                device.kernel(&program, "merge_pieces", 32768)?,
+            ))
         } else {
             None
         };
@@ -68,7 +71,9 @@ impl Decode {
         let pieces = n_k.div_ceil(piece(n_k));
         let views = [q.view(), k, v];
         match &self.fast {
-            Some((decode, merge)) if n_k > 0 && views.iter().all(view_aligned) && pieces * 4 <= merge.shared => {
+            Some((decode, merge))
+                if n_k > 0 && views.iter().all(view_aligned) && pieces * 4 <= merge.shared =>
+            {
                 let rows = p.batch * p.n_heads * pieces;
                 let parts = Arg::Address(ws.take(rows * p.d_v * 4)?);
                 let sums = Arg::Address(ws.take(rows * 8)?);
@@ -118,6 +123,9 @@ impl Decode {
 mod tests {
     #[test]
     fn pieces_are_long_enough_to_fill_a_gpu_and_short_enough_to_share() {
-        assert_eq!([1, 8191, 8192, 65535, 65536, 1 << 20].map(super::piece), [256, 256, 1024, 1024, 4096, 4096]);
+        assert_eq!(
+            [1, 8191, 8192, 65535, 65536, 1 << 20].map(super::piece),
+            [256, 256, 1024, 1024, 4096, 4096]
+        );
     }
 }

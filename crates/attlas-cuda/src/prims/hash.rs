@@ -19,7 +19,13 @@ pub(crate) struct Hash {
 
 impl Hash {
     /// `bits` directions of width `d` for the group of each key, drawn as the host draws them.
-    pub(crate) fn new(device: &Device, element: Element, d: usize, bits: usize, keys: &[StreamKey]) -> Result<Self> {
+    pub(crate) fn new(
+        device: &Device,
+        element: Element,
+        d: usize,
+        bits: usize,
+        keys: &[StreamKey],
+    ) -> Result<Self> {
         // [group][d][32]: a lane has a bit.
         let mut data = vec![0.0; keys.len() * d * 32];
         for (g, &key) in keys.iter().enumerate() {
@@ -35,12 +41,20 @@ impl Hash {
         Ok(Self {
             directions: DeviceBuffer::from_host(device, element.sum(), &data)?,
             any: device.kernel(&programs::hash(element, None), "any_hash", 0)?,
-            fast: quick.then(|| device.kernel(&programs::hash(element, Some(d)), "hash_rows", 0)).transpose()?,
+            fast: quick
+                .then(|| device.kernel(&programs::hash(element, Some(d)), "hash_rows", 0))
+                .transpose()?,
         })
     }
 
     /// Gray ranks of all rows of `x`, `[batch, heads, rows]` integers; `group` heads share directions.
-    pub(crate) fn run(&self, x: &DeviceRef<'_>, ranks: u64, group: usize, ws: &DeviceWorkspace) -> Result<()> {
+    pub(crate) fn run(
+        &self,
+        x: &DeviceRef<'_>,
+        ranks: u64,
+        group: usize,
+        ws: &DeviceWorkspace,
+    ) -> Result<()> {
         let [batch, heads, n, d] = x.dims();
         let int = |x: usize| Arg::Int(x as i32);
         let args = [

@@ -89,7 +89,13 @@ impl Linear {
     }
 
     /// Logarithms of the features of all rows.
-    pub(crate) fn log_features(&self, x: &DeviceRef<'_>, queries: bool, to: u64, ws: &DeviceWorkspace) -> Result<()> {
+    pub(crate) fn log_features(
+        &self,
+        x: &DeviceRef<'_>,
+        queries: bool,
+        to: u64,
+        ws: &DeviceWorkspace,
+    ) -> Result<()> {
         let [batch, heads, n, d] = x.dims();
         let args = [
             Arg::View(x.view()),
@@ -139,7 +145,15 @@ impl Linear {
     }
 
     /// Answers queries from the states.
-    pub(crate) fn read(&self, state: u64, features: u64, out: View, lse: u64, n: Sizes, ws: &DeviceWorkspace) -> Result<()> {
+    pub(crate) fn read(
+        &self,
+        state: u64,
+        features: u64,
+        out: View,
+        lse: u64,
+        n: Sizes,
+        ws: &DeviceWorkspace,
+    ) -> Result<()> {
         let args = [
             Arg::Address(state),
             Arg::Address(features),
@@ -170,9 +184,21 @@ impl Linear {
             let (views, n) = ([q, k, v].map(|t| Arg::View(t.view())), Arg::Sizes(n));
             let causal = p.mask == Mask::Causal;
             let whole = Arg::Int(i32::from(!causal));
-            states.launch(ws.stream(), [segments, p.n_kv_heads, p.batch], 128, 0, &[views[1], views[2], own, n])?;
+            states.launch(
+                ws.stream(),
+                [segments, p.n_kv_heads, p.batch],
+                128,
+                0,
+                &[views[1], views[2], own, n],
+            )?;
             let segments = Arg::Int(segments as i32);
-            prefix.launch(ws.stream(), [64 * WIDTH / 128, p.batch * p.n_kv_heads, 1], 128, 0, &[own, segments, whole])?;
+            prefix.launch(
+                ws.stream(),
+                [64 * WIDTH / 128, p.batch * p.n_kv_heads, 1],
+                128,
+                0,
+                &[own, segments, whole],
+            )?;
             let args =
                 [views[0], views[1], views[2], own, Arg::View(out.view()), Arg::Address(lse), n, segments];
             let grid = [p.n_q.div_ceil(SEGMENT), p.n_heads, p.batch];

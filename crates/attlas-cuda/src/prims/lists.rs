@@ -256,7 +256,13 @@ impl Lists {
                 kernel.launch(ws.stream(), grid, 256, kernel.shared, &args)?;
             }
             None => {
-                self.any.launch(ws.stream(), [self.rows.div_ceil(8), p.n_heads, p.batch], 256, self.any.shared, &args)?;
+                self.any.launch(
+                    ws.stream(),
+                    [self.rows.div_ceil(8), p.n_heads, p.batch],
+                    256,
+                    self.any.shared,
+                    &args,
+                )?;
             }
         }
         ws.rewind(mark);

@@ -49,7 +49,8 @@ impl Joined {
         let o = ws.take(self.rows() * p.d_v * size)?;
         let own = ws.take(self.rows() * size)?;
         let lse = if lse == 0 { own } else { lse };
-        let args = [Arg::Address(o), Arg::Address(lse), Arg::Long(self.rows() as i64), Arg::Int(p.d_v as i32)];
+        let args =
+            [Arg::Address(o), Arg::Address(lse), Arg::Long(self.rows() as i64), Arg::Int(p.d_v as i32)];
         self.clear.launch(ws.stream(), [(self.rows() * p.d_v).div_ceil(256), 1, 1], 256, 0, &args)?;
         Ok(Rows { o: contiguous(o, p.n_heads, p.n_q, p.d_v), lse })
     }
@@ -121,7 +122,11 @@ pub(crate) struct Cache {
 }
 
 impl Cache {
-    pub(crate) fn new(device: &Device, element: Element, [batch, heads, capacity, columns]: [usize; 4]) -> Result<Self> {
+    pub(crate) fn new(
+        device: &Device,
+        element: Element,
+        [batch, heads, capacity, columns]: [usize; 4],
+    ) -> Result<Self> {
         let capacity = capacity.max(1);
         let bytes = batch * heads * capacity * columns * element.bytes();
         let memory = Arc::new(Memory::new(device.context(), bytes)?);

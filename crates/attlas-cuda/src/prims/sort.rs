@@ -47,7 +47,13 @@ fn cut(segments: &[Segment]) -> (Vec<[usize; 4]>, Vec<usize>, usize) {
 
 impl Sort {
     /// Sorts segments of `heads` heads of `n` rows by keys below `limit`.
-    pub(crate) fn new(device: &Device, heads: usize, n: usize, segments: &[Segment], limit: usize) -> Result<Self> {
+    pub(crate) fn new(
+        device: &Device,
+        heads: usize,
+        n: usize,
+        segments: &[Segment],
+        limit: usize,
+    ) -> Result<Self> {
         let program = programs::sort();
         let (chunks, firsts, total) = cut(segments);
         let ints = |x: &[usize]| x.iter().map(|&x| x as u32).collect::<Vec<u32>>();
@@ -79,7 +85,13 @@ impl Sort {
     }
 
     /// Writes the sorted rows to `order`, and their keys in that order to `sorted_keys` where it is not 0.
-    pub(crate) fn run(&self, keys: u64, order: u64, sorted_keys: u64, ws: &mut DeviceWorkspace) -> Result<()> {
+    pub(crate) fn run(
+        &self,
+        keys: u64,
+        order: u64,
+        sorted_keys: u64,
+        ws: &mut DeviceWorkspace,
+    ) -> Result<()> {
         let mark = ws.mark();
         let counts = Arg::Address(ws.take(self.heads * self.num_chunks * BINS * 4)?);
         let other = if self.passes > 1 { ws.take(self.heads * self.total * 4)? } else { 0 };
@@ -111,9 +123,13 @@ mod tests {
 
     #[test]
     fn segments_are_cut_into_chunks_in_order() {
-        let segments = [Segment { first: 10, rows: 5000 }, Segment { first: 0, rows: 0 }, Segment { first: 7, rows: 3 }];
+        let segments =
+            [Segment { first: 10, rows: 5000 }, Segment { first: 0, rows: 0 }, Segment { first: 7, rows: 3 }];
         let (chunks, firsts, total) = cut(&segments);
-        assert_eq!(chunks, [[0, 0, 2048, 10], [0, 2048, 4096, 2058], [0, 4096, 5000, 4106], [2, 5000, 5003, 7]]);
+        assert_eq!(
+            chunks,
+            [[0, 0, 2048, 10], [0, 2048, 4096, 2058], [0, 4096, 5000, 4106], [2, 5000, 5003, 7]]
+        );
         assert_eq!((firsts, total), (vec![0, 3, 3, 4], 5003));
     }
 }
