@@ -6,6 +6,7 @@
 #define PIECES (D / 8)
 #define TILE_BYTES (KEYS * D * 2)
 
+template <int N> struct Count { static constexpr int value = N; };
 DEV u32 piece(int row, int c) { return row * (D * 2) + ((c ^ (row & 7)) << 4); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, D == 64 ? 2 : 1) attend(View q, View k, View v, View out, float* __restrict__ lse, Sizes n, float sl2) {
@@ -23,16 +24,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, D == 64 ? 2 : 1) attend(Vi
     if (lse && tid < min(ROWS, n.nq - row)) lse[rows + row + tid] = NEG_INF;
     return;
   }
-  auto load = [&](u32 to, const View& x, int head, int first, int count, int limit) {
-#pragma unroll 4
-    for (int i = tid; i < count * PIECES; i += THREADS) {
-      const int r = i / PIECES, c = i % PIECES;
-      const bool ok = first + r < limit;
-      copy16(to + piece(r, c), row_of<elem>(x, b, head, ok ? first + r : 0) + c * 8, ok);
+  // A thread copies one piece of every STEP-th row.
+  constexpr int STEP = THREADS / PIECES;
+  const int copied = tid / PIECES, column = tid % PIECES;
+  auto load = [&](u32 to, const View& x, int head, int first, auto count, int limit) {
+    const elem* from = row_of<elem>(x, b, head, first + copied) + column * 8;
+    const i64 step = x.row * STEP;
+#pragma unroll
+    for (int r = 0; r < decltype(count)::value; r += STEP, from += step) {
+      const bool ok = first + copied + r < limit;
+      copy16(to + piece(copied + r, column), ok ? from : (const elem*)x.p, ok);
     }
   };
-  load(sq, q, h, row, ROWS, n.nq); load(sk, k, hk, (tiles - 1) * KEYS, KEYS, n.nk); copy_commit();
-  load(sv, v, hk, (tiles - 1) * KEYS, KEYS, n.nk); copy_commit();
+  load(sq, q, h, row, Count<ROWS>(), n.nq); load(sk, k, hk, (tiles - 1) * KEYS, Count<KEYS>(), n.nk); copy_commit();
+  load(sv, v, hk, (tiles - 1) * KEYS, Count<KEYS>(), n.nk); copy_commit();
   u32 aq[D / 16][4];
   float o[D / 8][4], m0 = NEG_INF, m1 = NEG_INF, l0 = 0.f, l1 = 0.f;
 #pragma unroll
@@ -46,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, D == 64 ? 2 : 1) attend(Vi
 #pragma unroll
       for (int i = 0; i < D / 16; i++) load_matrix(aq[i][0], aq[i][1], aq[i][2], aq[i][3], sq + piece(w * 16 + (lane & 15), i * 2 + (lane >> 4)));
     }
-    if (it + 1 < tiles) load(sk + (st ^ 1) * TILE_BYTES, k, hk, first - KEYS, KEYS, n.nk);
+    if (it + 1 < tiles) load(sk + (st ^ 1) * TILE_BYTES, k, hk, first - KEYS, Count<KEYS>(), n.nk);
     copy_commit();
     float s[KEYS / 8][4];
 #pragma unroll
@@ -91,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, D == 64 ? 2 : 1) attend(Vi
     if (tid < 2) bad[tid] = 0;
 #endif
     __syncthreads();                      // values are there
-    if (it + 1 < tiles) load(sv + (st ^ 1) * TILE_BYTES, v, hk, first - KEYS, KEYS, n.nk);
+    if (it + 1 < tiles) load(sv + (st ^ 1) * TILE_BYTES, v, hk, first - KEYS, Count<KEYS>(), n.nk);
     copy_commit();
 #if CAUSAL
     // A masked weight is 0, but 0 · NaN is NaN: values that are not finite become 0 in tiles that a row of the block does

@@ -111,18 +111,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++) wg_pv(o, p + 4 * i, v + (i * 2048 >> 4), 1);
   };
-  // Whether some row of the block does not see all keys of a tile.
-  auto is_masked = [&](int tile) {
+  // Whether one of `rows` rows from `r` on does not see all keys of a tile.
+  auto hides = [&](int tile, int r, int rows) {
     const int first = key + tile * KEYS;
     bool some = first + KEYS > end;
 #if CAUSAL
-    some = some || first + KEYS - 1 > row + offset;
+    some = some || first + KEYS - 1 > r + offset;
 #endif
 #if WINDOW
-    some = some || (i64)first < (i64)row + ROWS - 1 + offset - window + 1 || (!CAUSAL && (i64)first + KEYS - 1 > (i64)row + offset + window - 1);
+    some = some || (i64)first < (i64)r + rows - 1 + offset - window + 1 || (!CAUSAL && (i64)first + KEYS - 1 > (i64)r + offset + window - 1);
 #endif
     return some;
   };
+  auto is_masked = [&](int tile) { return hides(tile, row, ROWS); };
   // The keys of row r: [from, to), and where there is a window the first [0, sunk).
   auto range_of = [&](int r, int& from, int& to, int& sunk) {
     from = key; to = end; sunk = 0;
@@ -138,22 +139,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   auto soften = [&](int tile, auto masked) {
     if constexpr (decltype(masked)::value) {
       const int first = key + tile * KEYS;
-      if (is_masked(tile)) {
+      if (hides(tile, row + w * 64, 64)) {
         int f0, e0, s0, f1, e1, s1;
         range_of(r0, f0, e0, s0); range_of(r0 + 8, f1, e1, s1);
+        const int j0 = first + (lane & 3) * 2;
+#if WINDOW
+        if (first < s0 || first < s1) {
+#pragma unroll
+          for (int i = 0; i < KEYS / 8; i++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+              const int j = j0 + i * 8 + e;
+              if (!((j >= f0 && j < e0) || j < s0)) s[4 * i + e] = NEG_INF;
+              if (!((j >= f1 && j < e1) || j < s1)) s[4 * i + 2 + e] = NEG_INF;
+            }
+        } else {
+          const u32 n0 = max(0, e0 - f0), n1 = max(0, e1 - f1);
+          f0 = j0 - f0; f1 = j0 - f1;
+#pragma unroll
+          for (int i = 0; i < KEYS / 8; i++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+              if ((u32)(f0 + i * 8 + e) >= n0) s[4 * i + e] = NEG_INF;
+              if ((u32)(f1 + i * 8 + e) >= n1) s[4 * i + 2 + e] = NEG_INF;
+            }
+        }
+#else
+        e0 -= j0; e1 -= j0;
 #pragma unroll
         for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
           for (int e = 0; e < 2; e++) {
-            const int j = first + i * 8 + (lane & 3) * 2 + e;
-#if WINDOW
-            if (!((j >= f0 && j < e0) || j < s0)) s[4 * i + e] = NEG_INF;
-            if (!((j >= f1 && j < e1) || j < s1)) s[4 * i + 2 + e] = NEG_INF;
-#else
-            if (j >= e0) s[4 * i + e] = NEG_INF;
-            if (j >= e1) s[4 * i + 2 + e] = NEG_INF;
-#endif
+            if (i * 8 + e >= e0) s[4 * i + e] = NEG_INF;
+            if (i * 8 + e >= e1) s[4 * i + 2 + e] = NEG_INF;
           }
+#endif
       }
     }
     float x0 = m0, x1 = m1;

@@ -112,12 +112,12 @@ fn faults(log: &str) -> Vec<String> {
     };
     let bad = |line: &&str| {
         let info = line.starts_with("ptxas") || line.trim().is_empty();
-        // More than a few bytes in local memory are a kernel that has outgrown its registers.
+        // More than 64 bytes in local memory are a kernel that has outgrown its registers.
         !info
             || line.contains("C7510")
             || line.contains("C7512")
             || line.contains("warning")
-            || line.contains("spill stores") && spilt(line) > 32
+            || line.contains("spill stores") && spilt(line) > 64
     };
     log.lines().filter(bad).map(String::from).collect()
 }
