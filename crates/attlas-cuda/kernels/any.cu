@@ -45,19 +45,23 @@ DEV void add_range(Running& s, const acc* q, const View& k, const View& v, int b
   }
 }
 
-// Writes the columns [c0, c0 + 256) of a row as an element, or joined to what is there in the type of sums.
-template <bool JOIN> DEV void put(const Running& s, const View& out, acc* lse, i64 row_index, int b, int h, int row, int c0, int dv, int lane) {
+// How a row is written: as elements, in the type of sums joined to what is there, or in that type as the first part.
+enum { DIRECT = 0, JOINED = 1, FIRST = 2 };
+
+// Writes the columns [c0, c0 + 256) of a row.
+template <int HOW> DEV void put(const Running& s, const View& out, acc* lse, i64 row_index, int b, int h, int row, int c0, int dv, int lane) {
   const acc inv = s.l > 0 ? 1 / s.l : (s.l == s.l && s.m == NEG_INF ? (acc)0 : (acc)NOT_A_NUMBER);
   const acc now = s.m == NEG_INF ? (acc)NEG_INF : s.m + log_of(s.l);
   acc keep = 0, gain = 1, both = now;
-  if (JOIN) join(lse[row_index], now, keep, gain, both);
+  if (HOW == JOINED) join(lse[row_index], now, keep, gain, both);
 #pragma unroll
   for (int c = 0; c < COLUMNS; c++) {
     const int x = c0 + c * 32 + lane;
     if (x >= dv) continue;
     const acc o = s.o[c] * inv;
-    if (JOIN) { acc* to = row_of<acc>(out, b, h, row) + x; *to = gain == 0 ? *to : keep == 0 ? o : keep * *to + gain * o; }
-    else row_of<elem>(out, b, h, row)[x] = narrow(o);
+    if (HOW == DIRECT) { row_of<elem>(out, b, h, row)[x] = narrow(o); continue; }
+    acc* to = row_of<acc>(out, b, h, row) + x;
+    *to = HOW == FIRST || keep == 0 ? o : gain == 0 ? *to : keep * *to + gain * o;
   }
   __syncwarp();
   if (lane == 0 && lse && c0 + COLUMNS * 32 >= dv) lse[row_index] = both;
@@ -65,7 +69,7 @@ template <bool JOIN> DEV void put(const Running& s, const View& out, acc* lse, i
 
 // Row i stands at key p = i + nk − nq. It sees the first `sinks` keys and those from p − window + 1 on, up to p with a
 // causal mask, up to p + window − 1 without. With a table, tiles say which rows see which keys.
-template <bool JOIN> DEV void attend_rows(const View& q, const View& k, const View& v, const View& out, acc* lse, const Tile* tiles, const Sizes& n, int causal, int window, int sinks, acc scale) {
+template <int HOW> DEV void attend_rows(const View& q, const View& k, const View& v, const View& out, acc* lse, const Tile* tiles, const Sizes& n, int causal, int window, int sinks, acc scale) {
   extern __shared__ __align__(16) unsigned char raw[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z, hk = h / n.group, rows = blockDim.x >> 5;
   acc* own = (acc*)raw + warp * n.d;
@@ -83,19 +87,22 @@ template <bool JOIN> DEV void attend_rows(const View& q, const View& k, const Vi
       Running s; start(s);
       if (sunk > first) add_range(s, own, k, v, b, hk, first, sunk, scale, n.d, n.dv, c0, lane);
       add_range(s, own, k, v, b, hk, max(below, sunk), to, scale, n.d, n.dv, c0, lane);
-      put<JOIN>(s, out, lse, ((i64)b * n.heads + h) * n.nq + row, b, h, row, c0, n.dv, lane);
+      put<HOW>(s, out, lse, ((i64)b * n.heads + h) * n.nq + row, b, h, row, c0, n.dv, lane);
     }
   }
 }
 extern "C" __global__ void any_attend(View q, View k, View v, View out, acc* lse, const Tile* tiles, Sizes n, int causal, int window, int sinks, acc scale) {
-  attend_rows<false>(q, k, v, out, lse, tiles, n, causal, window, sinks, scale);
+  attend_rows<DIRECT>(q, k, v, out, lse, tiles, n, causal, window, sinks, scale);
 }
 extern "C" __global__ void any_attend_join(View q, View k, View v, View out, acc* lse, const Tile* tiles, Sizes n, int causal, int window, int sinks, acc scale) {
-  attend_rows<true>(q, k, v, out, lse, tiles, n, causal, window, sinks, scale);
+  attend_rows<JOINED>(q, k, v, out, lse, tiles, n, causal, window, sinks, scale);
+}
+extern "C" __global__ void any_attend_first(View q, View k, View v, View out, acc* lse, const Tile* tiles, Sizes n, int causal, int window, int sinks, acc scale) {
+  attend_rows<FIRST>(q, k, v, out, lse, tiles, n, causal, window, sinks, scale);
 }
 
 // Rows by blocks: see lists.cu for the meaning of the arguments. One warp a row of the sorted order.
-template <bool JOIN> DEV void list_rows(const View& q, const View& k, const View& v, const View& out, acc* lse, const u32* qidx, const u32* qstart, const u32* kidx, const Block* blocks, const u32* samples, const Sizes& n, int rows, int keys, int count, int m, int replaced, acc scale) {
+template <int HOW> DEV void list_rows(const View& q, const View& k, const View& v, const View& out, acc* lse, const u32* qidx, const u32* qstart, const u32* kidx, const Block* blocks, const u32* samples, const Sizes& n, int rows, int keys, int count, int m, int replaced, acc scale) {
   extern __shared__ __align__(16) unsigned char raw[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z, hk = h / n.group, kv = n.heads / n.group;
   const int place = blockIdx.x * (blockDim.x >> 5) + warp;
@@ -127,22 +134,34 @@ template <bool JOIN> DEV void list_rows(const View& q, const View& k, const View
       }
       add(s, logit, value, c0, n.dv, lane);
     }
-    put<JOIN>(s, out, lse, ((i64)b * n.heads + h) * n.nq + row, b, h, row, c0, n.dv, lane);
+    put<HOW>(s, out, lse, ((i64)b * n.heads + h) * n.nq + row, b, h, row, c0, n.dv, lane);
   }
 }
 extern "C" __global__ void any_lists(View q, View k, View v, View out, acc* lse, const u32* qidx, const u32* qstart, const u32* kidx, const Block* blocks, const u32* samples, Sizes n, int rows, int keys, int count, int m, int replaced, acc scale) {
-  list_rows<false>(q, k, v, out, lse, qidx, qstart, kidx, blocks, samples, n, rows, keys, count, m, replaced, scale);
+  list_rows<DIRECT>(q, k, v, out, lse, qidx, qstart, kidx, blocks, samples, n, rows, keys, count, m, replaced, scale);
 }
 extern "C" __global__ void any_lists_join(View q, View k, View v, View out, acc* lse, const u32* qidx, const u32* qstart, const u32* kidx, const Block* blocks, const u32* samples, Sizes n, int rows, int keys, int count, int m, int replaced, acc scale) {
-  list_rows<true>(q, k, v, out, lse, qidx, qstart, kidx, blocks, samples, n, rows, keys, count, m, replaced, scale);
+  list_rows<JOINED>(q, k, v, out, lse, qidx, qstart, kidx, blocks, samples, n, rows, keys, count, m, replaced, scale);
 }
 
-// Rows in the type of sums become elements; rows without a key are zeros.
+// Rows in the type of sums become elements, four at a time where their number allows it.
 extern "C" __global__ void finish_rows(const acc* from, View out, Sizes n) {
-  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x, per_head = (i64)n.nq * n.dv;
-  if (i >= per_head) return;
-  const int h = blockIdx.y, b = blockIdx.z;
-  row_of<elem>(out, b, h, i / n.dv)[i % n.dv] = narrow(from[((i64)b * n.heads + h) * per_head + i]);
+  const int h = blockIdx.y, b = blockIdx.z, each = n.dv % 4 == 0 ? 4 : 1;
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x, pieces = n.dv / each;
+  if (i >= n.nq * pieces) return;
+  // A division of 32 bits where it suffices: one of 64 takes as long as the rest.
+  const i64 row = i < 0x7fffffff ? (i64)((u32)i / (u32)pieces) : i / pieces;
+  const int c = (int)(i - row * pieces) * each;
+  const acc* x = from + (((i64)b * n.heads + h) * n.nq + row) * n.dv + c;
+  elem* to = row_of<elem>(out, b, h, row) + c;
+#if ELEM < 2
+  if (each == 4 && (u64)to % 8 == 0) {
+    const float4 y = *(const float4*)x;
+    *(uint2*)to = make_uint2(pack(y.x, y.y), pack(y.z, y.w));
+    return;
+  }
+#endif
+  for (int e = 0; e < each; e++) to[e] = narrow(x[e]);
 }
 // Rows without a part yet: zero, log-sum-exp −∞.
 extern "C" __global__ void clear_rows(acc* o, acc* lse, i64 rows, int dv) {

@@ -1,8 +1,8 @@
 // Exact attention for sm_90a: the copy engine, products of warpgroups, one loading warpgroup and NWG that compute 64 rows
 // each. D: width of keys and values (64, 128, 256). KEYS: keys a tile. STAGES: tiles in flight.
 // CAUSAL: row i sees keys up to i + offset. WINDOW: and of those only the first `sinks` and the last `window`; without a
-// causal mask those nearer than `window`. TABLE: rows and keys come from a table of tiles. JOIN: rows are joined to what
-// stands in `out` and `lse`, both in single precision.
+// causal mask those nearer than `window`. TABLE: rows and keys come from a table of tiles. JOIN: 1 joins rows to what
+// stands in `out` and `lse`, both in single precision; 2 writes them there as the first part.
 #define ROWS (64 * NWG)
 #define THREADS (128 * (NWG + 1))
 #define PANELS (D / 64)
@@ -302,16 +302,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     const int r = r0 + 8 * e;
+    float keep_ = 0.f, add = 1.f, both = e ? now1 : now0;
+#if JOIN == 1
     const float before = r < row_end ? lse[rows + r] : 0.f;
     __syncwarp();      // all four threads of a row have read it
-    if (r >= row_end) continue;
-    float keep_, add, both;
     join(before, e ? now1 : now0, keep_, add, both);
+#endif
+    if (r >= row_end) continue;
     add *= e ? i1 : i0;
     float2* to = (float2*)(row_of<float>(out, b, h, r) + (lane & 3) * 2);
 #pragma unroll
     for (int i = 0; i < D / 8; i++) {
-      const float2 x = to[4 * i];
+      const float2 x = JOIN == 1 ? to[4 * i] : make_float2(0.f, 0.f);
       to[4 * i] = make_float2(keep_ == 0.f ? add * o[4 * i + 2 * e] : fmaf(add, o[4 * i + 2 * e], keep_ * x.x), keep_ == 0.f ? add * o[4 * i + 2 * e + 1] : fmaf(add, o[4 * i + 2 * e + 1], keep_ * x.y));
     }
     if ((lane & 3) == 0) lse[rows + r] = both;

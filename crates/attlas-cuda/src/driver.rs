@@ -389,7 +389,8 @@ impl Module {
         // SAFETY: the module is alive.
         let raw = unsafe { result::module::get_function(self.raw, c_name) }
             .map_err(|e| driver_error("cuModuleGetFunction", e))?;
-        if shared > 48 << 10 {
+        // 48 KiB are free to take, static shared memory included.
+        if shared > 32 << 10 {
             let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function is alive.
             unsafe { result::function::set_function_attribute(raw, attribute, shared as i32) }

@@ -78,13 +78,25 @@ impl Wgmma {
     }
 }
 
+/// How rows are written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) enum Write {
+    /// As elements.
+    #[default]
+    Direct,
+    /// In the type of sums, joined to what is there.
+    Join,
+    /// In the type of sums, as the first part.
+    First,
+}
+
 /// What a row of exact attention sees and how it is written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Mode {
     pub(crate) causal: bool,
     pub(crate) window: bool,
     pub(crate) table: bool,
-    pub(crate) join: bool,
+    pub(crate) write: Write,
 }
 
 impl Mode {
@@ -103,7 +115,7 @@ pub(crate) fn attend_wgmma(element: Element, shape: Wgmma, mode: Mode) -> Progra
         .with("CAUSAL", u8::from(mode.causal))
         .with("WINDOW", u8::from(mode.window))
         .with("TABLE", u8::from(mode.table))
-        .with("JOIN", u8::from(mode.join))
+        .with("JOIN", mode.write as u8)
         .with_products(shape.keys, shape.d)
 }
 
@@ -146,10 +158,10 @@ pub fn all() -> Vec<Program> {
         }
         for d in [64, 128, 256] {
             for causal in [false, true] {
-                for (window, table, join) in
-                    [(false, false, false), (true, false, false), (false, true, true)]
-                {
-                    let mode = Mode { causal, window, table, join };
+                let direct = [(false, false, Write::Direct), (true, false, Write::Direct)];
+                let parts = [(false, true, Write::Join), (false, true, Write::First)];
+                for (window, table, write) in direct.into_iter().chain(parts) {
+                    let mode = Mode { causal, window, table, write };
                     all.push(attend_wgmma(element, Wgmma::new(d, mode.masked(), 0), mode));
                 }
             }

@@ -10,6 +10,7 @@ use crate::prims::contiguous;
 use crate::prims::hash::Hash;
 use crate::prims::lists::{Assign, ListOptions, Lists, Part};
 use crate::prims::rows::{Copy, Joined, Places, Rows};
+use crate::programs::Write;
 use crate::workspace::padded;
 use crate::{DeviceBuffer, DeviceRef, DeviceWorkspace, Element, Form, Result};
 use attlas::engine::{FirstKeys, Rectangle, UniformSamples};
@@ -63,6 +64,8 @@ struct Hyper {
     steps: Vec<Step>,
     /// Parts are joined here; without it the only step writes the output.
     joined: Option<Joined>,
+    /// The first step writes every row.
+    covered: bool,
     info: RunInfo,
 }
 
@@ -127,7 +130,7 @@ impl Hyper {
         let assign = if p.mask == Mask::Causal { Assign::Alone } else { Assign::Balanced };
         let alone = p.mask == Mask::None && sinks == 0 && !is_exact(&levels[0][0]);
         let shifted = |keys: &Range<usize>| keys.start + sinks..keys.end + sinks;
-        let exact = |pieces: &[Piece], causal: bool, pairs: &mut u64| -> Result<Step> {
+        let exact = |pieces: &[Piece], causal: bool, write: Write, pairs: &mut u64| -> Result<Step> {
             let area = |piece: &Piece| {
                 let (n, m) = (piece.rows.len() as u64, piece.keys.len() as u64);
                 *pairs += if causal { n * (n + 1) / 2 } else { n * m };
@@ -138,19 +141,22 @@ impl Hyper {
                 }
             };
             let areas = Some(pieces.iter().map(area).collect());
-            let rule = Rule { causal, join: true, areas, ..Rule::default() };
+            let rule = Rule { causal, write, areas, ..Rule::default() };
             Ok(Step::Exact(Attend::new(r.device, p, r.element, rule)?))
         };
         let mut pairs = 0;
         let mut steps = Vec::new();
+        // Squares at the bottom hold every row that sees a key, so that nothing needs to be cleared where all do.
+        let covered = !base.is_empty() && p.n_q <= n_k;
         if !base.is_empty() {
-            steps.push(exact(&base, true, &mut pairs)?);
+            let write = if covered { Write::First } else { Write::Join };
+            steps.push(exact(&base, true, write, &mut pairs)?);
         }
         let mut hashed = 0;
         for level in &levels {
             let (small, large): (Vec<Piece>, Vec<Piece>) = level.iter().cloned().partition(|x| is_exact(x));
             if !small.is_empty() {
-                steps.push(exact(&small, false, &mut pairs)?);
+                steps.push(exact(&small, false, Write::Join, &mut pairs)?);
             }
             if !large.is_empty() {
                 let parts: Vec<Part> = large.iter().map(|x| part(r, &params, x, shifted(&x.keys))).collect();
@@ -171,7 +177,7 @@ impl Hyper {
             let causal = p.mask == Mask::Causal;
             let offset = p.n_k as isize - p.n_q as isize;
             let areas = Some(vec![Area { rows: 0..p.n_q, keys: 0..sinks, offset }]);
-            let rule = Rule { causal, join: true, areas, ..Rule::default() };
+            let rule = Rule { causal, write: Write::Join, areas, ..Rule::default() };
             steps.push(Step::Exact(Attend::new(r.device, p, r.element, rule)?));
             pairs += (p.n_q * sinks) as u64;
         }
@@ -190,6 +196,7 @@ impl Hyper {
             hash,
             steps,
             joined: if alone { None } else { Some(Joined::new(r.device, p, r.element)?) },
+            covered,
             info: RunInfo {
                 keys_visited: heads * pairs + hashed,
                 empty_rows: empty_rows(p),
@@ -286,7 +293,7 @@ impl Core for Hyper {
         let operands = [&io.q, &k, &v];
         match &self.joined {
             Some(joined) => {
-                let rows = joined.start(io.lse, ws)?;
+                let rows = joined.start(io.lse, !self.covered, ws)?;
                 self.run_steps(operands, rows, ws)?;
                 joined.finish(rows, &io.o, ws)?;
             }

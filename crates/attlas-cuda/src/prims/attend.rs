@@ -2,7 +2,7 @@
 
 use crate::driver::{Arg, Kernel, TensorMap, View};
 use crate::prims::{aligned, number, sizes};
-use crate::programs::{self, Mode, Wgmma};
+use crate::programs::{self, Mode, Wgmma, Write};
 use crate::{Device, DeviceBuffer, DeviceRef, DeviceWorkspace, Element, KernelFamily, Result};
 use attlas::{Mask, Problem};
 use std::ops::Range;
@@ -24,8 +24,8 @@ pub(crate) struct Rule {
     pub(crate) causal: bool,
     pub(crate) window: Option<usize>,
     pub(crate) sinks: usize,
-    /// Rows are joined to what is there, in the type of sums.
-    pub(crate) join: bool,
+    /// How rows are written.
+    pub(crate) write: Write,
     /// Rows and keys by areas instead of all.
     pub(crate) areas: Option<Vec<Area>>,
 }
@@ -59,14 +59,18 @@ const MMA_ROWS: usize = 128;
 
 impl Attend {
     pub(crate) fn new(device: &Device, problem: &Problem, element: Element, rule: Rule) -> Result<Self> {
-        let name = if rule.join { "any_attend_join" } else { "any_attend" };
+        let name = match rule.write {
+            Write::Direct => "any_attend",
+            Write::Join => "any_attend_join",
+            Write::First => "any_attend_first",
+        };
         let warps = (40960 / (problem.d * element.sum().bytes())).clamp(1, 8);
         let any = device.kernel(&programs::any(element), name, warps * problem.d * element.sum().bytes())?;
         let mode = Mode {
             causal: rule.causal,
             window: rule.window.is_some(),
             table: rule.areas.is_some(),
-            join: rule.join,
+            write: rule.write,
         };
         let positive = problem.scale > 0.0;
         let fast = match device.info().family_for(element, problem.d, problem.d_v) {
@@ -75,7 +79,7 @@ impl Attend {
                 let program = programs::attend_wgmma(element, shape, mode);
                 Some(Fast::Wgmma(device.kernel(&program, "attend", shape.shared())?, shape))
             }
-            KernelFamily::Mma if positive && !mode.window && !mode.table && !mode.join => {
+            KernelFamily::Mma if positive && !mode.window && !mode.table && mode.write == Write::Direct => {
                 let shared = 2 * problem.d * (MMA_ROWS + 4 * 64);
                 let program = programs::attend_mma(element, problem.d, rule.causal);
                 Some(Fast::Mma(device.kernel(&program, "attend", shared)?))

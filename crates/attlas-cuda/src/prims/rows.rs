@@ -43,15 +43,18 @@ impl Joined {
         padded(self.rows() * self.problem.d_v * size) + padded(self.rows() * size)
     }
 
-    /// Rows without a part. The log-sum-exp is that of the caller where he wants it.
-    pub(crate) fn start(&self, lse: u64, ws: &mut DeviceWorkspace) -> Result<Rows> {
+    /// Rows without a part, cleared where the first part does not write all of them. The log-sum-exp is that of the caller
+    /// where he wants it.
+    pub(crate) fn start(&self, lse: u64, clear: bool, ws: &mut DeviceWorkspace) -> Result<Rows> {
         let (p, size) = (&self.problem, self.element.sum().bytes());
         let o = ws.take(self.rows() * p.d_v * size)?;
         let own = ws.take(self.rows() * size)?;
         let lse = if lse == 0 { own } else { lse };
-        let args =
-            [Arg::Address(o), Arg::Address(lse), Arg::Long(self.rows() as i64), Arg::Int(p.d_v as i32)];
-        self.clear.launch(ws.stream(), [(self.rows() * p.d_v).div_ceil(256), 1, 1], 256, 0, &args)?;
+        if clear {
+            let args =
+                [Arg::Address(o), Arg::Address(lse), Arg::Long(self.rows() as i64), Arg::Int(p.d_v as i32)];
+            self.clear.launch(ws.stream(), [(self.rows() * p.d_v).div_ceil(256), 1, 1], 256, 0, &args)?;
+        }
         Ok(Rows { o: contiguous(o, p.n_heads, p.n_q, p.d_v), lse })
     }
 
@@ -59,7 +62,8 @@ impl Joined {
     pub(crate) fn finish(&self, rows: Rows, out: &DeviceRef<'_>, ws: &DeviceWorkspace) -> Result<()> {
         let p = &self.problem;
         let args = [Arg::Address(rows.o.address), Arg::View(out.view()), Arg::Sizes(sizes(p))];
-        self.finish.launch(ws.stream(), [(p.n_q * p.d_v).div_ceil(256), p.n_heads, p.batch], 256, 0, &args)
+        let pieces = if p.d_v.is_multiple_of(4) { p.d_v / 4 } else { p.d_v };
+        self.finish.launch(ws.stream(), [(p.n_q * pieces).div_ceil(256), p.n_heads, p.batch], 256, 0, &args)
     }
 }
 
