@@ -1,7 +1,8 @@
 //! `attlas bench`.
 
 use crate::args::{BenchArgs, Common, Suite};
-use crate::compare::{catch_interrupts, meter};
+use crate::compare::meter;
+use crate::interrupt;
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas::Mask;
@@ -10,7 +11,7 @@ use attlas_lab::bench::{Bench, Crossover, Settings, bench, read_peer};
 use attlas_lab::device::{Gpu, GpuBench};
 use attlas_lab::machine::Machine;
 use attlas_lab::select::Selection;
-use attlas_lab::table::{Table, number};
+use attlas_lab::table::{Table, count, number, wrap};
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &BenchArgs, common: &Common) -> Outcome {
@@ -36,7 +37,7 @@ pub(crate) fn run(args: &BenchArgs, common: &Common) -> Outcome {
         peers: args.peer_json.iter().map(|path| read_peer(path)).collect::<Result<_, _>>()?,
         ..Settings::default()
     };
-    catch_interrupts(common);
+    interrupt::catch(common);
     let progress = Progress::new(common);
     let result = bench(
         &selection,
@@ -108,18 +109,18 @@ fn ending(interrupted: bool) -> ExitCode {
 fn heading(b: &Bench) -> Vec<String> {
     let [machine, ceiling] = ceilings(&b.machine);
     let shape = format!(
-        "{}mask {}, {} query heads, {} key heads",
+        "{}mask {}, {}, {}",
         if b.decode { "one token at a time, " } else { "" },
         b.mask,
-        b.heads,
-        b.kv_heads
+        count(b.heads, "query head"),
+        count(b.kv_heads, "key head")
     );
     vec![machine, ceiling, shape]
 }
 
 fn ceilings(m: &Machine) -> [String; 2] {
     [
-        format!("{} ({}), {} threads, {}", m.cpu, m.platform, m.threads, m.isa),
+        format!("{} ({}), {}, {}", m.cpu, m.platform, count(m.threads, "thread"), m.isa),
         format!(
             "ceiling: {} multiply-add; {} GB/s read, {} scattered, {} copy",
             m.fma_gflops.map_or("unknown".into(), |g| number(g) + " GF/s"),
@@ -139,7 +140,7 @@ fn suite(args: &BenchArgs, common: &Common) -> Outcome {
         meter: meter(),
         ..Settings::default()
     };
-    catch_interrupts(common);
+    interrupt::catch(common);
     let progress = Progress::new(common);
     let result = headline(
         &settings,
@@ -192,7 +193,7 @@ fn growth(b: &Bench) -> Table {
 
 fn notes(b: &Bench, common: &Common) {
     for r in &b.refused {
-        note(common, &format!("{} refused: {}", r.method, r.reasons.join("; ")));
+        note(common, &wrap(&format!("{} refused: {}", r.method, r.reasons.join("; "))));
     }
     b.notes.iter().for_each(|n| note(common, n));
     note(

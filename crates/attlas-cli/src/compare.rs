@@ -1,18 +1,18 @@
 //! `attlas compare`.
 
 use crate::args::{Cli, Command, Common, CompareArgs};
-use crate::inputs::{Numerals, load};
+use crate::inputs::{Numerals, check_outputs, load};
+use crate::interrupt;
 use crate::progress::Progress;
 use crate::{ALLOCATOR, Outcome, STOP, note, print, print_json};
 use attlas::{Schedule, Workspace};
 use attlas_lab::budget::{Budget, equalise};
 use attlas_lab::compare::{Comparison, Matching, Settings, compare_with};
 use attlas_lab::select::Selection;
-use attlas_lab::table::{bytes, number, seconds};
-use attlas_lab::{Calibrations, Error, Meter, Workload, html, trace};
+use attlas_lab::table::{bytes, count, number, seconds, wrap};
+use attlas_lab::{Calibrations, Error, Meter, Workload, html, output};
 use clap::Parser;
 use std::process::ExitCode;
-use std::sync::atomic::Ordering;
 
 /// Seconds that the first look may take.
 const FIRST_LOOK_SECONDS: &str = "18";
@@ -38,20 +38,6 @@ pub(crate) fn meter() -> Meter {
     Meter { peak: || ALLOCATOR.peak_usage(), reset: || ALLOCATOR.reset_peak_usage() }
 }
 
-/// Makes Ctrl-C end a measurement after the current run. A second one ends the process at once, because a single
-/// long run cannot be stopped from inside.
-pub(crate) fn catch_interrupts(common: &Common) {
-    let armed = ctrlc::set_handler(|| {
-        if STOP.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
-        }
-        eprintln!("\nstopping after the current run; press Ctrl-C again to stop at once");
-    });
-    if armed.is_err() {
-        note(common, "note: Ctrl-C cannot be caught here and will lose what is finished");
-    }
-}
-
 pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
     let selection = args.methods.choice().resolve()?;
     let gpu = args.device.open()?;
@@ -59,7 +45,13 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         Some(gpu) => gpu.select(selection)?,
         None => (selection, Vec::new()),
     };
-    catch_interrupts(common);
+    let outputs = [
+        ("--save-calibration", args.save_calibration.as_deref()),
+        ("--html", args.pictures.html.as_deref()),
+        ("--svg", args.pictures.svg.as_deref()),
+    ];
+    check_outputs(&outputs, &args.inputs, args.calibration.as_deref())?;
+    interrupt::catch(common);
     let workload = load(&args.inputs, args.heads.as_ref(), Numerals::Finite, common)?;
     let settings = Settings {
         mask: args.mask.mask(),
@@ -86,7 +78,10 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         &STOP,
     );
     progress.end();
-    let result = Comparison { matched, ..result? };
+    let result = match matched {
+        Some(matching) => result?.matched_to(matching),
+        None => result?,
+    };
     show(&result, args, common);
     if let Some(gpu) = &gpu {
         note(common, &format!("\n{}\n{}", gpu.heading(), gpu.times(&result).text()));
@@ -97,11 +92,11 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         note(common, &format!("wrote {}", path.display()));
     }
     if let Some(path) = &args.pictures.html {
-        trace::write_file(path, html::comparison(&result).as_bytes())?;
+        output::write(path, html::comparison(&result).as_bytes())?;
         note(common, &format!("wrote {}", path.display()));
     }
     if let Some(path) = &args.pictures.svg {
-        trace::write_file(path, html::picture(&result).as_bytes())?;
+        output::write(path, html::picture(&result).as_bytes())?;
         note(common, &format!("wrote {}", path.display()));
     }
     if result.interrupted {
@@ -184,7 +179,14 @@ fn show(result: &Comparison, args: &CompareArgs, common: &Common) {
     if let Some(matching) = &result.matched {
         let text = matching.table();
         let text = if common.md { text.markdown() } else { text.text() };
-        print(&format!("\nat most {}, set on one key head:\n\n{text}", matching.budget));
+        print(&format!("\nat most {}, spent over all heads:\n\n{text}", matching.budget));
+        if let Some(over) = matching.unmatched() {
+            print(&format!("{}\n", wrap(&over)));
+        }
+    }
+    print(&format!("\n{}\n", wrap(&result.verdict)));
+    if let Some(fell_back) = result.fallbacks() {
+        print(&format!("{}\n", wrap(&fell_back)));
     }
     // One line for all layers that a method refuses for the same reasons.
     let mut told: Vec<(&str, &Vec<String>)> = Vec::new();
@@ -196,12 +198,27 @@ fn show(result: &Comparison, args: &CompareArgs, common: &Common) {
         let same = result.refused.iter().filter(|o| (o.method, &o.reasons) == (r.method, &r.reasons));
         let layers: Vec<String> = same.filter_map(|o| o.layer).map(|l| l.to_string()).collect();
         let on = if layers.is_empty() { String::new() } else { format!(" on layers {}", layers.join(", ")) };
-        note(common, &format!("{} refused{on}: {}", r.method, r.reasons.join("; ")));
+        note(common, &wrap(&format!("{} refused{on}: {}", r.method, r.reasons.join("; "))));
     }
-    if !result.skipped.is_empty() {
-        let mut ids: Vec<&str> = result.skipped.iter().map(|s| s.method).collect();
-        ids.dedup();
-        note(common, &format!("not measured, the time limit was reached: {}", ids.join(", ")));
+    let compared = result.exact.heads.len();
+    if compared < result.heads {
+        let why = if result.interrupted { "before the interruption" } else { "within the time limit" };
+        note(
+            common,
+            &format!(
+                "compared on {compared} of {} heads: all methods shown finished these {why}",
+                result.heads
+            ),
+        );
+    }
+    let mut late: Vec<&str> = Vec::new();
+    for s in &result.skipped {
+        if !late.contains(&s.method) && !result.summary.iter().any(|m| m.method == s.method) {
+            late.push(s.method);
+        }
+    }
+    if !late.is_empty() {
+        note(common, &wrap(&format!("not measured, the time limit was reached: {}", late.join(", "))));
     }
     if !args.each_head {
         note(common, "");
@@ -214,18 +231,18 @@ fn heading(result: &Comparison) -> Vec<String> {
     vec![
         result.source.clone(),
         format!(
-            "mask {}, {heads} head{}, {} thread{}, {}, {} seeds from {}",
+            "mask {}, {}, {}, {}, {} from {}",
             result.mask,
-            if heads == 1 { "" } else { "s" },
-            result.threads,
-            if result.threads == 1 { "" } else { "s" },
+            count(heads, "head"),
+            count(result.threads, "thread"),
             result.isa,
-            result.seeds,
+            count(result.seeds, "seed"),
             result.seed,
         ),
         format!(
-            "exact: {} for all heads, {} GF/s, {} beyond inputs and output",
+            "exact: {} for {}, {} GF/s, {} beyond inputs and output",
             seconds(result.exact.run_seconds),
+            if heads == 1 { "the head".into() } else { format!("all {heads} heads") },
             number(result.exact.gflops),
             bytes(result.exact.peak_bytes),
         ),
@@ -240,12 +257,25 @@ fn legend(result: &Comparison) -> String {
     };
     let confidence =
         result.rows.iter().map(|r| r.certified.confidence).fold(f64::INFINITY, f64::min).min(1.0) * 100.0;
-    format!(
-        "error: relative Frobenius error, mean; {spread}\n\
-         sure: upper bound at {confidence:.0} % from exact attention on sampled rows; - where none\n\
-         set-up: planning; run: executing; faster: exact over both; keys: share of scores\n\
-         mean_v: the mean of the visible values, which any method should beat\n\
-         entry sd: relative standard deviation of a kernel entry, above 0.5 rows mean little; needed: features for\n\
-         the sd that --set ID.target_error asks for; decode: bytes a stream holds per key head, whatever the length"
-    )
+    // Only what is shown is explained.
+    let mut lines = vec![format!("error: relative Frobenius error, mean; {spread}")];
+    if result.has_bounds() {
+        lines.push(format!(
+            "sure: upper bound at {confidence:.0} % from exact attention on sampled rows; - where none"
+        ));
+    }
+    lines.push("set-up: planning; run: executing; faster: exact over both; keys: share of scores".into());
+    lines.push("mean_v: the mean of the visible values, which any method should beat".into());
+    if result.summary.iter().any(|s| s.front) {
+        lines.push("front: nothing is both faster and more accurate, exact attention included".into());
+    }
+    if result.summary.iter().any(|s| s.fell_back()) {
+        lines.push("exact: its settings cover this length, so that exact attention was computed".into());
+    }
+    if !result.feature_table().is_empty() {
+        lines.push("entry sd: relative standard deviation of a kernel entry, above 0.5 rows mean".into());
+        lines.push("little; needed: features for the sd that --set ID.target_error asks for;".into());
+        lines.push("decode: bytes a stream holds per key head, whatever the length".into());
+    }
+    lines.join("\n")
 }

@@ -1,14 +1,14 @@
 //! `attlas compress`.
 
 use crate::args::{Common, CompressArgs, FactorType};
-use crate::compare::catch_interrupts;
+use crate::interrupt;
 use crate::progress::Progress;
-use crate::{Outcome, STOP, note, print, print_json};
+use crate::{Outcome, STOP, note, print, print_json, verdict};
 use attlas::conversions::common::network::Role;
 use attlas::{Options, registry};
 use attlas_lab::Error;
 use attlas_lab::compress::{Accept, Acceptance, Record, Settings, run as measure, set_rank};
-use attlas_lab::table::{Table, number};
+use attlas_lab::table::{Table, number, wrap};
 use attlas_model::compress::Elements;
 use std::process::ExitCode;
 
@@ -17,7 +17,7 @@ const SHOWN: usize = 12;
 
 pub(crate) fn run(args: &CompressArgs, common: &Common) -> Outcome {
     let settings = settings(args, common)?;
-    catch_interrupts(common);
+    interrupt::catch(common);
     let progress = Progress::new(common);
     let record = measure(&settings, &|what, done, all| progress.at(done, all, what), &STOP);
     progress.end();
@@ -26,8 +26,12 @@ pub(crate) fn run(args: &CompressArgs, common: &Common) -> Outcome {
         return Ok(ExitCode::from(130));
     }
     let record = record?;
-    show(&record, common);
-    Ok(ExitCode::SUCCESS)
+    let judged = record
+        .quality
+        .as_ref()
+        .map(|q| verdict::of(q, args.limit, Some((record.before.bytes, record.after.bytes))));
+    show(&record, judged.as_ref().map(|j| j.0.as_str()), common);
+    Ok(judged.map_or(ExitCode::SUCCESS, |(_, within)| verdict::status(within, common)))
 }
 
 fn settings(args: &CompressArgs, common: &Common) -> Result<Settings, Error> {
@@ -84,7 +88,7 @@ fn settings(args: &CompressArgs, common: &Common) -> Result<Settings, Error> {
     })
 }
 
-fn show(r: &Record, common: &Common) {
+fn show(r: &Record, judged: Option<&str>, common: &Common) {
     if common.json {
         return print_json(r);
     }
@@ -116,6 +120,9 @@ fn show(r: &Record, common: &Common) {
         print(&format!("and {} more; --json has all\n", r.losses.len() - SHOWN));
     }
     print(&format!("\nrelative error of the weights {}; {}\n", number(r.rel_error), r.verdict()));
+    if let Some(judged) = judged {
+        print(&format!("{}\n", wrap(judged)));
+    }
     note(common, &format!("wrote {}; `attlas generate {}` runs it on its factors", r.out, r.out));
 }
 

@@ -1,18 +1,17 @@
 //! `attlas convert`.
 
 use crate::args::{Common, ConvertArgs, RecipeName, StageName, Target};
-use crate::compare::catch_interrupts;
+use crate::interrupt;
 use crate::progress::Progress;
-use crate::{Outcome, STOP, note, print, print_json};
+use crate::{Outcome, STOP, note, print, print_json, verdict};
 use attlas::Options;
 use attlas::conversions::mla::{Params, Stage};
 use attlas_lab::Error;
 use attlas_lab::convert::{FEWEST, Origin, Record, Settings, convert, model_files};
-use attlas_lab::table::{bytes, number};
+use attlas_lab::table::{bytes, number, wrap};
 use attlas_lab::text::{Text, open_model};
 use attlas_model::Model;
 use attlas_model::save::Folder;
-use std::process::ExitCode;
 
 /// Tokens that are calibrated on where nothing is said.
 const TOKENS: usize = 8192;
@@ -24,7 +23,7 @@ pub(crate) fn run(args: &ConvertArgs, common: &Common) -> Outcome {
     // What can be known to fail is known before a model is opened.
     Folder::check(&args.out.path)?;
     let (params, search_fold) = params(args)?;
-    catch_interrupts(common);
+    interrupt::catch(common);
     let model = open_model(&args.model.path)?;
     // Refuse before reading a long text, too.
     attlas_model::convert::check(&model, &params)?;
@@ -68,8 +67,9 @@ pub(crate) fn run(args: &ConvertArgs, common: &Common) -> Outcome {
     );
     progress.end();
     let record = record?;
-    show(&record, args, common);
-    Ok(ExitCode::SUCCESS)
+    let (judged, within) = verdict::of(&record.written, args.limit, None);
+    show(&record, &judged, args, common);
+    Ok(verdict::status(within, common))
 }
 
 /// The parameters of the conversion, and whether the fold is searched for.
@@ -120,7 +120,7 @@ fn texts(args: &ConvertArgs, model: &Model) -> Result<(Text, Text), Error> {
     Ok((text, check))
 }
 
-fn show(r: &Record, args: &ConvertArgs, common: &Common) {
+fn show(r: &Record, judged: &str, args: &ConvertArgs, common: &Common) {
     if common.json {
         return print_json(r);
     }
@@ -138,13 +138,11 @@ fn show(r: &Record, args: &ConvertArgs, common: &Common) {
         let tried: Vec<String> = r.fold_search.iter().map(|(f, ppl)| format!("{f}: {ppl:.3}")).collect();
         print(&format!("folds tried, with their perplexities: {}\n", tried.join(", ")));
     }
+    print(&format!("{}\n", wrap(judged)));
     print(&format!(
-        "perplexity {:.3} -> {:.3} ({:+.2} %), KL {} nats, largest difference of a logit {}\n\
+        "KL {} nats, largest difference of a logit {}\n\
          cache {} -> {} a token ({:.1} %)\n\
          the written folder differs from the model in memory by at most {} in a logit\n",
-        q.ppl_before,
-        q.ppl_after,
-        100.0 * (q.ppl_after / q.ppl_before - 1.0),
         number(q.kl_mean),
         number(q.max_logit_diff),
         bytes(r.cache_bytes_before),

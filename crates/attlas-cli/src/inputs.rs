@@ -4,7 +4,7 @@ use crate::STOP;
 use crate::args::{Common, Inputs};
 use crate::progress::Progress;
 use attlas_lab::text::{Text, open_model};
-use attlas_lab::{Error, Source, Workload, extract};
+use attlas_lab::{Error, Source, Workload, extract, output};
 use attlas_model::recipe::Numbers;
 use std::path::Path;
 
@@ -13,6 +13,24 @@ use std::path::Path;
 pub(crate) enum Numerals {
     Finite,
     AsTheyAre,
+}
+
+/// An error if an output that was asked for could not be written, or would replace an input; `more` is a further input.
+pub(crate) fn check_outputs(
+    outputs: &[(&str, Option<&Path>)],
+    inputs: &Inputs,
+    more: Option<&Path>,
+) -> Result<(), Error> {
+    let outputs: Vec<(&str, &Path)> =
+        outputs.iter().filter_map(|(flag, path)| Some((*flag, (*path)?))).collect();
+    let mut read: Vec<&Path> = match &inputs.source {
+        Source::Model(path) => vec![path],
+        Source::Files(paths) => paths.iter().map(|p| p.as_path()).collect(),
+        _ => Vec::new(),
+    };
+    read.extend(inputs.text.as_deref());
+    read.extend(more);
+    output::check(&outputs, &read)
 }
 
 /// Draws or reads the inputs, or takes them from a model while it reads a text; of a model the query heads `heads`
@@ -26,6 +44,9 @@ pub(crate) fn load(
     let mut workload = match (&inputs.source, &inputs.text) {
         (Source::Model(path), Some(text)) => return read_by_model(path, text, inputs, heads, common),
         (source, Some(_)) => return Err(Error::argument("--text", "a model as the source", source)),
+        (source, None) if heads.is_some() && !matches!(source, Source::Model(_)) => {
+            return Err(Error::argument("--heads", "a model as the source", source));
+        }
         (source, None) if numbers == Numerals::AsTheyAre => source.load_as_it_is()?,
         (source, None) => source.load()?,
     };

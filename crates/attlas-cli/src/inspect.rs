@@ -1,18 +1,20 @@
 //! `attlas inspect`.
 
 use crate::args::{Common, FigureName, InspectArgs};
-use crate::compare::catch_interrupts;
-use crate::inputs::{Numerals, load};
+use crate::inputs::{Numerals, check_outputs, load};
+use crate::interrupt;
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas_lab::inspect::{Inspection, Settings, inspect};
 use attlas_lab::survey::Figure;
-use attlas_lab::table::percent;
-use attlas_lab::{Error, trace};
+use attlas_lab::table::{count, wrap};
+use attlas_lab::{Error, output};
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
-    catch_interrupts(common);
+    let outputs = [("--html", args.pictures.html.as_deref()), ("--svg", args.pictures.svg.as_deref())];
+    check_outputs(&outputs, &args.inputs, None)?;
+    interrupt::catch(common);
     let workload = load(&args.inputs, None, Numerals::AsTheyAre, common)?;
     let settings = Settings {
         mask: args.mask.mask(),
@@ -30,7 +32,7 @@ pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
     }
     show(&result, common);
     if let Some(path) = &args.pictures.html {
-        trace::write_file(path, result.page().as_bytes())?;
+        output::write(path, result.page().as_bytes())?;
         note(common, &format!("wrote {}", path.display()));
     }
     if let Some(path) = &args.pictures.svg {
@@ -40,7 +42,7 @@ pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
             FigureName::Inputs => Figure::Inputs,
             FigureName::Scores => Figure::Scores,
         };
-        trace::write_file(path, figure.draw(&result).as_bytes())?;
+        output::write(path, figure.draw(&result).as_bytes())?;
         note(common, &format!("wrote {}", path.display()));
     }
     for head in &result.skipped {
@@ -61,13 +63,8 @@ fn show(result: &Inspection, common: &Common) {
         return print(&result.csv_table().csv());
     }
     let heads = result.heads.len();
-    let heading = format!(
-        "{}\nmask {}, {heads} head{}; {} have a sink at their first key",
-        result.source,
-        result.mask,
-        if heads == 1 { "" } else { "s" },
-        percent(result.first_key_sinks)
-    );
+    let heading =
+        format!("{}\nmask {}, {}\n{}", result.source, result.mask, count(heads, "head"), result.sinks_said());
     let masses = "mass of a row that its largest weights hold, mean";
     if common.md {
         let (figures, mass) = (result.table().markdown(), result.mass_table().markdown());
@@ -76,5 +73,5 @@ fn show(result: &Inspection, common: &Common) {
         print(&format!("{heading}\n\n{}\n{masses}\n\n{}", result.table().text(), result.mass_table().text()));
     }
     note(common, "");
-    note(common, &result.legend());
+    note(common, &wrap(&result.legend()));
 }

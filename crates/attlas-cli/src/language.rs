@@ -1,18 +1,18 @@
 //! `attlas extract`, `attlas perplexity` and `attlas generate`.
 
 use crate::args::{Common, ElementType, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName};
-use crate::compare::catch_interrupts;
+use crate::interrupt;
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas_lab::perplexity::Record;
-use attlas_lab::table::{Table, bytes, number, seconds};
+use attlas_lab::table::{Table, bytes, count, csv_lines, number, seconds};
 use attlas_lab::text::{Text, check_recipe, open_model};
 use attlas_lab::trace::{Elements, check_name, write_as};
-use attlas_lab::{Error, extract, generate, perplexity};
+use attlas_lab::{Error, extract, generate, output, perplexity};
 use attlas_model::perplexity::Protocol;
 use attlas_model::sample::Sampling;
 use attlas_model::{ChatTemplate, Message, Model};
-use std::io::{Read, Write};
+use std::io::Read;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -26,7 +26,8 @@ pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {
         ElementType::Bf16 => Elements::Bf16,
     };
     check_name(&args.out, elements)?;
-    catch_interrupts(common);
+    output::check(&[("--out", &args.out)], &[&args.model.path, &args.text.path])?;
+    interrupt::catch(common);
     let model = open_model(&args.model.path)?;
     let text = Text::read(&args.text.path, &model, args.text.tokens)?;
     let settings = extract::Settings {
@@ -99,15 +100,21 @@ fn print_pairs(rows: &[(&'static str, String)], common: &Common) {
 
 pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
     let recipe = args.attention.attention().resolve()?;
-    catch_interrupts(common);
+    interrupt::catch(common);
     let model = open_model(&args.model.path)?;
     recipe.as_ref().map_or(Ok(()), |r| check_recipe(r, &model))?;
     let text = Text::read(&args.text.path, &model, args.text.tokens)?;
-    let longest = model.config.max_positions;
-    let window = args.context.unwrap_or_else(|| longest.min(CONTEXT));
+    let (trained, longest) = (model.config.max_positions, model.config.longest_context());
+    let window = args.context.unwrap_or_else(|| trained.min(CONTEXT));
     if window > longest {
         let expected = format!("at most {longest}, the context of the model");
         return Err(Error::argument("--context", expected, window));
+    }
+    if window > trained {
+        note(
+            common,
+            &format!("note: the model was made for {trained} tokens; beyond, its positions are extrapolated"),
+        );
     }
     let protocol = match args.protocol {
         ProtocolName::Strided => Protocol::Strided { window, stride: args.stride.unwrap_or(window) },
@@ -117,12 +124,22 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
     if args.stride.is_some() && args.protocol != ProtocolName::Strided {
         return Err(Error::argument("--stride", "the protocol strided", "another one"));
     }
+    if let Some(stride) = args.stride.filter(|s| *s > window) {
+        return Err(Error::argument("--stride", format!("1 to {window}, the tokens of a window"), stride));
+    }
     if !args.text.bos
         && model.tokenizer.encode("", true)?.first().is_some_and(|id| Some(*id) == model.tokenizer.bos())
     {
         note(common, "note: this model was made to see a token at the beginning of a text; --bos adds it");
     }
-    let settings = perplexity::Settings { protocol, bos: args.text.bos, recipe, threads: common.threads };
+    let settings = perplexity::Settings {
+        protocol,
+        bos: args.text.bos,
+        task: args.task,
+        seed: common.seed,
+        recipe,
+        threads: common.threads,
+    };
     let progress = Progress::new(common);
     let record = perplexity::perplexity(
         &model,
@@ -135,6 +152,8 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
     let record = record?;
     if common.json {
         print_json(&record);
+    } else if common.csv {
+        print(&csv(&record)?);
     } else {
         print_pairs(&rows(&record), common);
     }
@@ -145,6 +164,24 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
+/// A flat record as two lines, names and values with all digits; texts that no other program counts on are quoted.
+fn csv(record: &impl serde::Serialize) -> Result<String, Error> {
+    use serde_json::Value;
+    let value = serde_json::to_value(record)
+        .map_err(|e| Error::argument("--csv", "a record that can be written", e))?;
+    let Value::Object(fields) = value else {
+        return Err(Error::argument("--csv", "a record of named fields", "another"));
+    };
+    let cell = |v: &Value| match v {
+        Value::Null => String::new(),
+        Value::String(s) => s.clone(),
+        Value::Object(o) => o.iter().map(|(k, v)| format!("{k}={v}")).collect::<Vec<_>>().join(";"),
+        Value::Array(a) => a.iter().map(ToString::to_string).collect::<Vec<_>>().join(" "),
+        other => other.to_string(),
+    };
+    Ok(csv_lines(&[fields.keys().cloned().collect(), fields.values().map(cell).collect()]))
+}
+
 fn rows(r: &Record) -> Vec<(&'static str, String)> {
     let fixed = |x: f64| format!("{x:.4}");
     let mut rows = vec![
@@ -152,17 +189,20 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
         (
             "protocol",
             format!(
-                "{}, window {}, stride {}, {} BOS; {} windows, {} tokens scored",
+                "{}, window {}, stride {}, {} BOS; {}, {} scored",
                 r.protocol,
                 r.context,
                 r.stride,
                 if r.bos { "with" } else { "no" },
-                r.windows,
-                r.scored
+                count(r.windows, "window"),
+                count(r.scored as usize, "token")
             ),
         ),
-        ("attention", format!("{} {}", r.attention, r.params).trim_end().to_string()),
-        ("perplexity", format!("{} +- {}", fixed(r.ppl), fixed(r.ppl_se))),
+        ("attention", attention(r)),
+        (
+            if r.task.is_some() { "perplexity of the far tokens" } else { "perplexity" },
+            format!("{} +- {}", fixed(r.ppl), fixed(r.ppl_se)),
+        ),
         ("nll", format!("{} +- {} nats a token", fixed(r.nll), fixed(r.nll_se))),
     ];
     if let Some(x) = &r.against_exact {
@@ -203,9 +243,20 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
     rows
 }
 
+/// What attended, and whether it came to exact attention.
+fn attention(r: &Record) -> String {
+    let named = format!("{} {}", r.attention, r.params).trim_end().to_string();
+    match &r.against_exact {
+        Some(x) if x.fell_back => {
+            format!("{named}: exact at this length, its settings cover {} tokens", r.context)
+        }
+        _ => named,
+    }
+}
+
 pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
     let recipe = args.attention.attention().resolve()?;
-    catch_interrupts(common);
+    interrupt::catch(common);
     let model = open_model(&args.model.path)?;
     recipe.as_ref().map_or(Ok(()), |r| check_recipe(r, &model))?;
     let prompt = match (&args.prompt, &args.prompt_file) {
@@ -232,24 +283,35 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
         recipe,
         threads: common.threads,
     };
-    let live = !common.json;
+    let live = !common.json && !common.csv;
     let mut show = |piece: &str| {
         if live {
             print(piece);
-            let _ = std::io::stdout().flush();
         }
     };
-    let result = generate::generate(&model, &ids, &settings, &mut show, &STOP)?;
+    let progress = Progress::new(common);
+    let mut read = |done: usize, total: usize| match done < total {
+        true => progress.at(done, total, "reading the prompt"),
+        false => progress.end(),
+    };
+    let result = generate::generate(&model, &ids, &settings, &mut show, &mut read, &STOP)
+        .inspect_err(|_| progress.end())?;
+    if result.fell_back {
+        let id = args.attention.method.as_deref().unwrap_or("the method");
+        note(common, &format!("{id} is exact at this length: its settings cover {} tokens", ids.len()));
+    }
     if common.json {
         print_json(&result);
+    } else if common.csv {
+        print(&csv(&result)?);
     } else {
         print("\n");
         let rate = result.tokens_per_second.map_or("-".into(), number);
         note(
             common,
             &format!(
-                "{} tokens after a prompt of {}: {rate} tokens/s, prompt {} tokens/s, cache {}",
-                result.ids.len(),
+                "{} after a prompt of {}: {rate} tokens/s, prompt {} tokens/s, cache {}",
+                count(result.ids.len(), "token"),
                 result.prompt_ids.len(),
                 number(result.prompt_tokens_per_second),
                 bytes(result.cache_bytes)

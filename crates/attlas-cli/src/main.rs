@@ -10,21 +10,28 @@ mod bench;
 mod compare;
 mod compress;
 mod convert;
+mod decompose;
 mod inputs;
 mod inspect;
+mod interrupt;
 mod language;
 mod progress;
 mod report;
 mod simulate;
 mod tune;
+mod verdict;
 
 use args::{Cli, Command, CompareArgs, MethodsArgs};
 use attlas_lab::atlas::{Atlas, ConversionEntry, LayerEntry, MethodEntry};
 use attlas_lab::select;
-use clap::Parser;
-use std::io::Write;
+use attlas_lab::table::count;
+use attlas_lab::words::{nearest, printable};
+use clap::{CommandFactory, Parser};
+use std::io::{ErrorKind, Write};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Mutex, PoisonError};
 
 /// Counts allocated bytes, so that reports can say how much memory a method needs.
 #[global_allocator]
@@ -37,13 +44,15 @@ static STOP: AtomicBool = AtomicBool::new(false);
 type Outcome = Result<ExitCode, attlas_lab::Error>;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let mut cli = Cli::parse();
+    cap_threads(&mut cli.common);
     let outcome = match &cli.command {
         Some(Command::Methods(a)) => methods(a, &cli.common),
         Some(Command::Inspect(a)) => inspect::run(a, &cli.common),
         Some(Command::Compare(a)) => compare::run(a, &cli.common),
         Some(Command::Report(a)) => report::run(a, &cli.common),
         Some(Command::Bench(a)) => bench::run(a, &cli.common),
+        Some(Command::Decompose(a)) => decompose::run(a, &cli.common),
         Some(Command::Simulate(a)) => simulate::run(a, &cli.common),
         Some(Command::Extract(a)) => language::extract(a, &cli.common),
         Some(Command::Tune(a)) => tune::run(a, &cli.common),
@@ -51,43 +60,158 @@ fn main() -> ExitCode {
         Some(Command::Convert(a)) => convert::run(a, &cli.common),
         Some(Command::Perplexity(a)) => language::perplexity(a, &cli.common),
         Some(Command::Generate(a)) => language::generate(a, &cli.common),
+        Some(Command::Completions(a)) => completions(a),
+        Some(Command::Man(a)) => manual(a),
         None => compare::run(&CompareArgs::first_look(&cli.common), &cli.common),
     };
-    outcome.unwrap_or_else(|error| {
+    let status = outcome.unwrap_or_else(|error| {
         if matches!(error, attlas_lab::Error::Model(attlas_model::Error::Interrupted)) {
             eprintln!("interrupted: nothing was finished");
             return ExitCode::from(130);
         }
-        eprintln!("error: {error}");
-        eprintln!("{}", next_step(&error));
+        eprintln!("error: {}", printable(&described(&error)));
+        eprintln!("{}", next_step(&error, cli.command.as_ref()));
         ExitCode::from(2)
-    })
+    });
+    ending(status)
 }
 
-/// Prints a result. A reader that has gone away, such as `head`, is no error.
+/// Why a part of the result did not arrive, where one did not.
+static LOST: Mutex<Option<std::io::Error>> = Mutex::new(None);
+
+/// Prints a result. A reader that has gone away, such as `head`, is no error; anything else that keeps a result from
+/// arriving is one, which [`ending`] tells.
 fn print(text: &str) {
-    let _ = std::io::stdout().lock().write_all(text.as_bytes());
+    let mut out = std::io::stdout().lock();
+    if let Err(e) = out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        lose(e);
+    }
+}
+
+fn lose(error: std::io::Error) {
+    if error.kind() != std::io::ErrorKind::BrokenPipe {
+        LOST.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+    }
+}
+
+/// The status to end with: that of the outcome, or an error where the result could not be printed.
+fn ending(status: ExitCode) -> ExitCode {
+    match &*LOST.lock().unwrap_or_else(PoisonError::into_inner) {
+        None => status,
+        Some(e) => {
+            eprintln!("error: standard output: writing failed: {e}");
+            eprintln!("make room, or send the result to another place; what was printed is not complete");
+            ExitCode::from(2)
+        }
+    }
 }
 
 /// Prints a record as indented JSON.
 fn print_json(record: &impl serde::Serialize) {
     match serde_json::to_string_pretty(record) {
         Ok(text) => print(&(text + "\n")),
-        Err(e) => eprintln!("error: the result cannot be written as JSON: {e}"),
+        Err(e) => lose(std::io::Error::other(format!("the result is no JSON: {e}"))),
     }
 }
 
 /// A note for people on standard error.
 fn note(common: &args::Common, text: &str) {
     if !common.quiet {
-        eprintln!("{text}");
+        eprintln!("{}", printable(text));
     }
 }
 
 const RECIPE_HELP: &str = "docs/recipe.md shows a recipe";
 
+/// Threads for each processor beyond which more only take memory and time to start.
+const THREADS_EACH: usize = 8;
+
+/// Lowers an absurd number of threads, and says where there are more than processors. Results do not depend on it.
+fn cap_threads(common: &mut args::Common) {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let asked = common.threads;
+    if asked <= processors {
+        return;
+    }
+    common.threads = asked.min(THREADS_EACH * processors);
+    let used = if common.threads < asked { format!("; {} are used", common.threads) } else { String::new() };
+    note(common, &format!("note: {asked} threads on {}{used}", count(processors, "processor")));
+}
+
+fn completions(args: &args::CompletionsArgs) -> Outcome {
+    let mut script = Vec::new();
+    clap_complete::generate(args.shell, &mut Cli::command(), "attlas", &mut script);
+    print(&String::from_utf8_lossy(&script));
+    Ok(ExitCode::SUCCESS)
+}
+
+fn manual(args: &args::ManArgs) -> Outcome {
+    let mut all = Cli::command();
+    all.build();
+    let page = match &args.command {
+        None => all,
+        Some(name) => {
+            let known: Vec<String> = all.get_subcommands().map(|c| c.get_name().to_string()).collect();
+            let found = all.get_subcommands().find(|c| c.get_name() == name).cloned();
+            found
+                .ok_or_else(|| {
+                    attlas_lab::Error::argument("the command", format!("one of {}", known.join(", ")), name)
+                })?
+                .display_name(format!("attlas-{name}"))
+        }
+    };
+    let mut text = Vec::new();
+    clap_mangen::Man::new(page)
+        .render(&mut text)
+        .map_err(|e| attlas_lab::Error::writing(Path::new("the manual page"), e))?;
+    print(&String::from_utf8_lossy(&text));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// An error in words: what was probably meant instead of everything that exists, and what the system said in plain words.
+fn described(error: &attlas_lab::Error) -> String {
+    use attlas_lab::Error as E;
+    use attlas_model::Error as M;
+    let missing = |path: &Path| format!("{}: there is no such file or folder", path.display());
+    match error {
+        E::Attlas(inner) | E::Model(M::Attention(inner)) => meant(inner),
+        E::Model(M::Io { path, source }) if source.kind() == ErrorKind::NotFound => missing(path),
+        E::Io { path, action, reason } if *action == "reading" && reason.kind() == ErrorKind::NotFound => {
+            format!("{}: reading failed: there is no such file", path.display())
+        }
+        _ => error.to_string(),
+    }
+}
+
+fn meant(error: &attlas::Error) -> String {
+    let all = |names: &'_ [String]| names.to_vec();
+    let (said, word, known) = match error {
+        attlas::Error::UnknownId { kind, id, known } => {
+            (format!("there is no {kind} {id}"), id.as_str(), all(known))
+        }
+        attlas::Error::UnknownParam { name, accepted } => {
+            (format!("there is no parameter {name}"), name.split(' ').next().unwrap_or(name), all(accepted))
+        }
+        _ => return error.to_string(),
+    };
+    match nearest(word, known.iter().map(String::as_str)) {
+        Some(near) => format!("{said}; did you mean {near}?"),
+        None => error.to_string(),
+    }
+}
+
+/// What to do about an error of the system.
+fn about(kind: ErrorKind) -> &'static str {
+    match kind {
+        ErrorKind::NotFound => "check the path",
+        ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => "check the permissions of the path",
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "make room on the disk, or name another place",
+        _ => "check the path and its permissions",
+    }
+}
+
 /// What to do about an error.
-fn next_step(error: &attlas_lab::Error) -> &'static str {
+fn next_step(error: &attlas_lab::Error, command: Option<&Command>) -> &'static str {
     use attlas_lab::Error as E;
     use attlas_model::Error as M;
     if let E::Model(M::InFile { source, .. }) = error
@@ -98,18 +222,26 @@ fn next_step(error: &attlas_lab::Error) -> &'static str {
     match error {
         E::Model(M::Attention(inner)) => next_step_of_library(inner),
         E::Attlas(inner) => next_step_of_library(inner),
-        E::Model(M::ContextTooShort { .. }) => {
-            "read fewer tokens with --tokens, or in windows with --context"
-        }
+        E::Model(M::ContextTooShort { .. }) => match command {
+            Some(Command::Generate(_)) => "give a shorter prompt, or a model with a longer context",
+            Some(Command::Perplexity(_)) => "read fewer tokens with --tokens, or in windows with --context",
+            _ => "read fewer tokens with --tokens",
+        },
+        E::Model(M::Invalid { what, .. }) if what == "the text" => match command {
+            Some(Command::Perplexity(_)) => "give a longer text, or a shorter --context",
+            _ => "give a longer text",
+        },
+        E::Model(M::Invalid { what, .. }) if what == "the window" => "give a longer --context",
+        E::Model(M::BeingWritten { .. }) => "wait until it has ended, or name another folder",
         E::Model(M::Recipe(_)) => RECIPE_HELP,
         E::Model(M::ChatTemplate(_)) => "leave --chat away to continue a plain text",
-        E::Model(M::Io { .. }) => "check the path and its permissions",
+        E::Model(M::Io { source, .. }) => about(source.kind()),
         E::Model(M::Exists { .. }) => "name another folder, or move what is there out of the way",
         E::Model(M::Unsupported { .. }) => "docs/architecture.md lists what is read, run and written",
         E::Model(_) => {
             "a model is a GGUF file, or a folder with config.json, *.safetensors and tokenizer.json"
         }
-        E::Io { .. } => "check the path and its permissions",
+        E::Io { reason, .. } => about(reason.kind()),
         E::Malformed { .. } => "write the file again: it was cut short or is of another kind",
         E::MissingTensor { .. } | E::TensorShape { .. } => {
             "a trace holds layer{l}.q, layer{l}.k and layer{l}.v of shape [heads, n, d]; see docs/json.md"
@@ -150,6 +282,12 @@ fn next_step_of_library(error: &attlas::Error) -> &'static str {
     }
 }
 
+/// Columns that a line may have: as many as the terminal, or the environment, says; any number elsewhere.
+fn width() -> Option<usize> {
+    let said = std::env::var("COLUMNS").ok().and_then(|n| n.parse().ok()).filter(|n| *n > 0);
+    said.or_else(|| terminal_size::terminal_size_of(std::io::stdout()).map(|(w, _)| usize::from(w.0)))
+}
+
 fn methods(args: &MethodsArgs, common: &args::Common) -> Outcome {
     if let Some(id) = &args.id {
         return describe(id, common);
@@ -162,7 +300,7 @@ fn methods(args: &MethodsArgs, common: &args::Common) -> Outcome {
     } else if common.md {
         print(&atlas.markdown());
     } else {
-        print(&atlas.text());
+        print(&atlas.text(width()));
         note(common, "`attlas methods ID` shows a method, layer or conversion with its parameters.");
     }
     Ok(ExitCode::SUCCESS)

@@ -1,21 +1,22 @@
 //! `attlas report`.
 
 use crate::args::{Common, ReportArgs};
-use crate::compare::{catch_interrupts, meter};
-use crate::inputs::{Numerals, load};
+use crate::compare::meter;
+use crate::inputs::{Numerals, check_outputs, load};
+use crate::interrupt;
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas_lab::compare::compare;
 use attlas_lab::report::Report;
-use attlas_lab::{compare as comparing, inspect, trace};
+use attlas_lab::{compare as comparing, inspect, output};
 use attlas_model::Recipe;
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &ReportArgs, common: &Common) -> Outcome {
     let selection = args.methods.choice().resolve()?;
     let recipe = args.recipe.as_deref().map(Recipe::open).transpose()?;
-    trace::check_writable(&args.out)?;
-    catch_interrupts(common);
+    check_outputs(&[("--out", Some(&args.out))], &args.inputs, args.recipe.as_deref())?;
+    interrupt::catch(common);
     let workload = load(&args.inputs, None, Numerals::Finite, common)?;
     let looking = inspect::Settings {
         threads: common.threads,
@@ -58,7 +59,7 @@ pub(crate) fn run(args: &ReportArgs, common: &Common) -> Outcome {
         commands: &commands,
     };
     let page = report.page();
-    trace::write_file(&args.out, page.as_bytes())?;
+    output::write(&args.out, page.as_bytes())?;
     if common.json {
         print_json(&serde_json::json!({
             "out": args.out.display().to_string(),

@@ -2,9 +2,9 @@
 
 use crate::args::{Common, MatchArgs, ModelName, ParticlesArgs, SimulateArgs, Simulation, TaskName};
 use crate::{Outcome, note, print, print_json};
+use attlas_lab::output;
 use attlas_lab::simulate::{Matching, Model, Particles, ParticlesRun, Scheme, Score, Task};
-use attlas_lab::table::{Table, number};
-use attlas_lab::trace;
+use attlas_lab::table::{Table, count, number};
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &SimulateArgs, common: &Common) -> Outcome {
@@ -25,6 +25,9 @@ fn form(table: &Table, common: &Common) -> String {
 }
 
 fn particles(args: &ParticlesArgs, common: &Common) -> Outcome {
+    if let Some(path) = &args.svg {
+        output::check(&[("--svg", path)], &[])?;
+    }
     let model = match args.model {
         ModelName::Free => Model::Free,
         ModelName::Rescaled => Model::Rescaled,
@@ -42,7 +45,7 @@ fn particles(args: &ParticlesArgs, common: &Common) -> Outcome {
     system.scheme = if args.euler { Scheme::Euler } else { Scheme::Rk4 };
     let run = if args.refine { system.run_converged()? } else { system.run()? };
     if let Some(path) = &args.svg {
-        trace::write_file(path, run.svg().as_bytes())?;
+        output::write(path, run.svg().as_bytes())?;
         note(common, &format!("wrote {}", path.display()));
     }
     if common.json {
@@ -67,8 +70,8 @@ fn headline(run: &ParticlesRun) -> Vec<String> {
     let mut lines = vec![
         format!("{} particles in {} dimensions, t = {:.3}", run.n, run.d, run.t),
         format!(
-            "{} clusters; attention of rank {}, at most {} from a matrix of zeros and ones",
-            run.cluster_sizes.len(),
+            "{}; attention of rank {}, at most {} from a matrix of zeros and ones",
+            count(run.cluster_sizes.len(), "cluster"),
             run.rank,
             number(run.boolean_gap)
         ),

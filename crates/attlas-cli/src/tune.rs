@@ -1,14 +1,14 @@
 //! `attlas tune`.
 
 use crate::args::{Common, EffortName, TuneArgs};
-use crate::compare::catch_interrupts;
+use crate::interrupt;
 use crate::progress::Progress;
 use crate::report::command_line;
 use crate::{Outcome, STOP, note, print, print_json};
-use attlas_lab::table::{number, percent};
+use attlas_lab::table::{number, percent, wrap};
 use attlas_lab::text::{Text, open_model};
 use attlas_lab::tune::{Effort, Ended, Settings, State, Tuned, extract_layers, key, tune};
-use attlas_lab::{Error, trace};
+use attlas_lab::{Error, output};
 use attlas_model::Model;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -42,8 +42,11 @@ pub(crate) fn run(args: &TuneArgs, common: &Common) -> Outcome {
             .into_owned(),
         command: Some(command_line()),
     };
-    trace::check_writable(&args.out)?;
-    catch_interrupts(common);
+    let path = args.state.clone().unwrap_or_else(|| beside(&args.out));
+    let mut inputs = vec![args.model.path.as_path(), args.text.as_path()];
+    inputs.extend(args.check_text.as_deref());
+    output::check(&[("--out", &args.out), ("--state", &path)], &inputs)?;
+    interrupt::catch(common);
     let model = open_model(&args.model.path)?;
     let (text, check) = texts(args, &model)?;
     let progress = Progress::new(common);
@@ -56,7 +59,6 @@ pub(crate) fn run(args: &TuneArgs, common: &Common) -> Outcome {
     );
     progress.end();
     let workload = extracted?;
-    let path = args.state.clone().unwrap_or_else(|| beside(&args.out));
     let mut state = State::open(Some(&path), &key(&workload, &settings)?)?;
     if !args.merge.is_empty() {
         args.merge.iter().try_for_each(|other| state.merge(other))?;
@@ -86,7 +88,7 @@ pub(crate) fn run(args: &TuneArgs, common: &Common) -> Outcome {
         }
     };
     if let Some(recipe) = &tuned.recipe {
-        trace::write_file(&args.out, recipe.to_toml()?.as_bytes())?;
+        output::write(&args.out, recipe.to_toml()?.as_bytes())?;
     }
     show(&tuned, common);
     match &tuned.recipe {
@@ -145,6 +147,10 @@ fn show(tuned: &Tuned, common: &Common) {
         print(&format!("{heading}\n\n{}\n{}", tuned.round_table().markdown(), tuned.table().markdown()));
     } else {
         print(&format!("{heading}\n\n{}\n{}", tuned.round_table().text(), tuned.table().text()));
+    }
+    if !tuned.fell_back.is_empty() {
+        let ids = tuned.fell_back.join(", ");
+        note(common, &wrap(&format!("exact at this length, and so no choice of their own: {ids}")));
     }
     if let Some(why) = &tuned.note {
         print(&format!("\nexact attention everywhere: {why}\n"));

@@ -138,13 +138,13 @@ fn a_report_works_in_a_browser() {
     assert!(!said.contains("CONSOLE"), "{said}");
     assert_eq!((&x["maps"], &x["cells"]), (&8.into(), &3.into()), "{x}");
     let number = |name: &str| x[name].as_u64().unwrap_or_else(|| panic!("{name}: {x}"));
-    // Four methods, the baseline, less the kernel method and nothing at all.
+    // Four methods, the baseline and exact attention, less the kernel method, and exact attention alone.
     assert_eq!(
         (number("dots"), number("dotsWithout"), number("dotsNone"), number("dotsAgain")),
-        (5, 4, 0, 5)
+        (6, 5, 1, 6)
     );
     assert_eq!(number("rowsWithout"), 1 + 4);
-    assert!(number("bytes") >= 3 && number("seconds") == 5, "{x}");
+    assert!(number("bytes") >= 3 && number("seconds") == 6, "{x}");
     assert!(number("keys") >= 2, "features compute no scores: {x}");
     assert!(x["told"].as_str().unwrap().contains("error"), "{x}");
     assert!(x["toldOfMap"].as_str().unwrap().contains("head 0"), "{x}");

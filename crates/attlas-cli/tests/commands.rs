@@ -54,7 +54,13 @@ const SMALL: &str = "synthetic:clustered,n=96,d=8,heads=2,kv_heads=1";
 fn methods_lists_the_whole_registry() {
     let text = attlas(&["methods"]);
     assert_eq!(text.status, 0);
-    assert!(text.out.lines().all(|l| l.chars().count() <= 80), "{}", text.out);
+    // Whole in a pipe, fit for a terminal that says how wide it is.
+    assert!(!text.out.contains('…') && registry::METHODS.iter().all(|m| text.out.contains(m.title)));
+    let narrow =
+        Command::new(env!("CARGO_BIN_EXE_attlas")).arg("methods").env("COLUMNS", "80").output().unwrap();
+    let narrow = String::from_utf8(narrow.stdout).unwrap();
+    assert!(narrow.lines().all(|l| l.chars().count() <= 80), "{narrow}");
+    assert!(narrow.contains("title") && registry::METHODS.iter().all(|m| narrow.contains(m.id)), "{narrow}");
     let json = attlas(&["methods", "--json"]).json();
     let ids: Vec<&str> =
         json["methods"].as_array().unwrap().iter().map(|m| m["id"].as_str().unwrap()).collect();
@@ -113,15 +119,27 @@ fn unknown_names_list_what_is_accepted_and_exit_2() {
         [&["methods", "topk"][..], &["compare", "--methods", "topk"], &["compare", "--set", "topk.keys=2"]]
     {
         let ran = attlas(args);
-        let wanted = format!(
-            "error: there is no method topk; known are {known}\nrun `attlas methods` to see what each one is\n"
-        );
-        assert_eq!((ran.status, ran.out.as_str(), ran.err), (2, "", wanted), "{args:?}");
+        let wanted = "error: there is no method topk; did you mean top_k?\n\
+                      run `attlas methods` to see what each one is\n";
+        assert_eq!((ran.status, ran.out.as_str(), ran.err.as_str()), (2, "", wanted), "{args:?}");
     }
+    let ran = attlas(&["methods", "nonsense"]);
+    let wanted = format!(
+        "error: there is no method nonsense; known are {known}\nrun `attlas methods` to see what each one is\n"
+    );
+    assert_eq!((ran.status, ran.out.as_str(), ran.err), (2, "", wanted));
     let ran = attlas(&["compare", SMALL, "--set", "sink_window.sink=2"]);
-    let wanted = "error: there is no parameter sink of sink_window; accepted are sinks, window, precision\n\
+    let wanted = "error: there is no parameter sink of sink_window; did you mean sinks?\n\
                   run `attlas methods ID` to see every parameter with its range\n";
     assert_eq!((ran.status, ran.err.as_str()), (2, wanted));
+    let ran = attlas(&["compare", SMALL, "--set", "sink_window.colour=2"]);
+    assert!(ran.status == 2 && ran.err.contains("accepted are sinks, window, precision"), "{}", ran.err);
+    for (source, meant) in
+        [("demmo", "demo"), ("synthetic:needel", "needle"), ("gausian", "synthetic:gaussian")]
+    {
+        let ran = attlas(&["compare", source]);
+        assert!(ran.status == 2 && ran.err.contains(&format!("{meant}, perhaps")), "{}", ran.err);
+    }
     let ran = attlas(&["compare", SMALL, "--set", "top_k.keys=0"]);
     let wanted = "error: parameter top_k.keys = 0 is not accepted; expected a whole number from 1 to 1073741824\n\
                   run `attlas methods ID` to see every parameter with its range\n";
@@ -268,6 +286,118 @@ fn help_has_examples_for_every_command() {
         assert!(ran.status == 0 && ran.out.contains("Examples:\n  attlas "), "{command}");
     }
     assert!(attlas(&["--help"]).out.contains("Exit status"));
+}
+
+#[test]
+fn examples_can_be_pasted_from_80_columns_and_global_flags_stand_together() {
+    let commands = [
+        "",
+        "methods",
+        "inspect",
+        "compare",
+        "report",
+        "bench",
+        "simulate",
+        "extract",
+        "tune",
+        "compress",
+        "convert",
+        "perplexity",
+        "generate",
+        "completions",
+        "man",
+    ];
+    for command in commands {
+        let words: Vec<&str> = command.split(' ').filter(|w| !w.is_empty()).chain(["--help"]).collect();
+        let output =
+            Command::new(env!("CARGO_BIN_EXE_attlas")).args(&words).env("COLUMNS", "80").output().unwrap();
+        let out = String::from_utf8(output.stdout).unwrap();
+        let examples = out.split("Examples:\n").nth(1).unwrap_or_else(|| panic!("{out}"));
+        let examples = examples.split("\n\n").next().unwrap();
+        let mut open = false;
+        for line in examples.lines() {
+            assert!(line.chars().count() <= 80, "{line}");
+            // Every line begins a command or goes on with one.
+            assert!(open || line.starts_with("  attlas"), "{line}");
+            open = line.ends_with('\\');
+        }
+        assert!(!open, "{examples}");
+        let group = out.split("Options of every command:\n").nth(1).unwrap_or_else(|| panic!("{out}"));
+        for flag in ["--json", "--csv", "--md", "--threads", "--seed", "--quiet", "--progress"] {
+            assert!(group.contains(flag), "{command}: {flag}");
+        }
+    }
+}
+
+#[test]
+fn completions_and_manual_pages_name_every_command() {
+    for shell in ["bash", "zsh", "fish"] {
+        let ran = attlas(&["completions", shell]);
+        assert!(ran.status == 0 && ran.out.contains("perplexity") && ran.out.contains("max-ppl-increase"));
+    }
+    let page = attlas(&["man"]);
+    assert!(page.status == 0 && page.out.contains(".TH") && page.out.contains("perplexity"), "{}", page.out);
+    let one = attlas(&["man", "compare"]);
+    assert!(one.out.contains("certify") && one.out.contains("attlas"), "{}", one.out);
+    assert_eq!(attlas(&["man", "nothing"]).status, 2);
+}
+
+#[test]
+fn absurd_numbers_of_threads_are_lowered_and_said() {
+    let ran = attlas(&["compare", SMALL, "--methods", "top_k", "--threads", "100000", "--json"]);
+    let used = ran.json()["threads"].as_u64().unwrap();
+    assert!(
+        used < 100_000 && ran.err.contains("100000 threads on") && ran.err.contains("are used"),
+        "{}",
+        ran.err
+    );
+}
+
+#[test]
+fn what_could_drive_a_terminal_is_shown_as_a_code() {
+    let ran = attlas(&["methods", "\u{1b}[31mred"]);
+    assert!(
+        ran.status == 2 && !ran.err.contains('\u{1b}') && ran.err.contains("\\u{1b}[31mred"),
+        "{:?}",
+        ran.err
+    );
+    let ran = attlas(&["compare", "a\u{1b}[2J.safetensors"]);
+    assert!(ran.status == 2 && !ran.err.contains('\u{1b}'), "{:?}", ran.err);
+}
+
+#[test]
+fn methods_are_compared_on_the_same_heads_and_what_was_left_is_named_once() {
+    // Far too little for all heads of all methods.
+    let source = "synthetic:gaussian,n=512,d=64,heads=64";
+    let ran = attlas(&["compare", source, "--time-limit", "1.5", "--json"]);
+    let json = ran.json();
+    let heads = json["exact"]["heads"].as_array().unwrap().len() as u64;
+    assert!(heads < json["heads"].as_u64().unwrap(), "{heads}");
+    for s in json["summary"].as_array().unwrap() {
+        assert_eq!(s["heads"], heads, "{s}");
+    }
+    let sum: f64 =
+        json["exact"]["heads"].as_array().unwrap().iter().map(|h| h["run_seconds"].as_f64().unwrap()).sum();
+    assert!((sum / json["exact"]["run_seconds"].as_f64().unwrap() - 1.0).abs() < 1e-9);
+    let text = attlas(&["compare", source, "--time-limit", "1.5"]);
+    assert!(text.err.contains("of 64 heads: all methods shown finished these"), "{}", text.err);
+    for line in text.err.lines().filter(|l| l.starts_with("not measured")) {
+        let ids: Vec<&str> = line.split(": ").nth(1).unwrap().split(", ").collect();
+        assert!(ids.iter().all(|id| ids.iter().filter(|o| o == &id).count() == 1), "{line}");
+    }
+}
+
+#[test]
+fn a_method_that_fell_back_to_exact_attention_is_named_and_a_verdict_is_given() {
+    let ran = attlas(&["compare", SMALL, "--methods", "hyper,top_k", "--set", "top_k.keys=4"]);
+    assert!(ran.out.contains("Exact at this length: hyper (n_min = 4096)."), "{}", ran.out);
+    assert!(ran.out.contains(" at 96 tokens."), "{}", ran.out);
+    let json = attlas(&["compare", SMALL, "--methods", "hyper", "--json"]).json();
+    assert!(json["verdict"].as_str().unwrap().starts_with("Nothing is faster"), "{}", json["verdict"]);
+    assert_eq!(
+        (&json["summary"][1]["status"], &json["summary"][1]["front"]),
+        (&"exact".into(), &false.into())
+    );
 }
 
 #[cfg(unix)]
@@ -489,4 +619,29 @@ fn budgets_are_matched_and_the_front_is_marked() {
     assert!(text.out.contains("at most 32 scores a query") && text.out.contains("defaults"), "{}", text.out);
     let bad = attlas(&["compare", "--match", "keys=none"]);
     assert!(bad.status == 2 && bad.err.contains("keys=256"), "{}", bad.err);
+}
+
+#[test]
+fn a_tensor_is_decomposed_and_its_factors_are_written() {
+    let folder = Folder::new("decompose");
+    // e₁e₁e₂ + e₁e₂e₁ + e₂e₁e₁ in single precision.
+    let header = "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2, 2), }\n";
+    let mut file = b"\x93NUMPY\x01\x00".to_vec();
+    file.extend((header.len() as u16).to_le_bytes());
+    file.extend(header.bytes());
+    file.extend([0.0f32, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0].iter().flat_map(|x| x.to_le_bytes()));
+    std::fs::write(folder.0.join("w.npy"), file).unwrap();
+    let tucker = ["decompose", "w.npy", "--with", "tucker", "--rank", "1", "--json"];
+    let record = attlas_in(&folder, &[&tucker[..], &["--out", "f.npz", "--curve", "c.csv"]].concat()).json();
+    assert!((record["rel_error"].as_f64().unwrap() - (5.0f64 / 9.0).sqrt()).abs() < 1e-5, "{record}");
+    assert_eq!(record["parameters"], 7);
+    assert!(folder.0.join("f.npz").exists());
+    assert!(
+        std::fs::read_to_string(folder.0.join("c.csv")).unwrap().starts_with("ranks,parameters,rel_error")
+    );
+    let core = ["decompose", "f.npz", "--tensor", "core", "--with", "hosvd", "--rank", "1", "--json"];
+    assert_eq!(attlas_in(&folder, &core).json()["shape"], serde_json::json!([1, 1, 1]));
+    let refused =
+        attlas_in(&folder, &["decompose", "w.npy", "--with", "cp", "--rank", "1", "--out", "w.npy"]);
+    assert_eq!(refused.status, 2, "an input is not replaced");
 }

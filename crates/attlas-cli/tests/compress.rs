@@ -78,6 +78,8 @@ fn people_get_tables_and_a_word_about_speed() {
         "40",
         "--repeats",
         "1",
+        "--max-ppl-increase",
+        "1000",
         "--out",
         &out,
     ]);

@@ -1,5 +1,6 @@
 //! Device forms over host tensors: the one file that knows both contracts.
 
+use crate::plan::NO_NEAR;
 use crate::registry::FORMS;
 use crate::{
     Device, DeviceBuffer, DeviceMut, DeviceOut, DevicePlan, DeviceQkv, DeviceRef, DeviceStream,
@@ -8,7 +9,7 @@ use crate::{
 use attlas::method::{Build, Claims};
 use attlas::{
     Calibration, Cost, DType, Error, Inputs, Method, Options, Out, Output, Plan, Problem, Qkv, Real, Result,
-    RunInfo, Stream, Support, TensorRef, Workspace,
+    RunInfo, Stream, Support, Tensor, TensorRef, Workspace,
 };
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -61,6 +62,9 @@ pub fn on_host(form: &'static Form, device: &Device) -> &'static Method {
         claims: Claims { exact_at: &[], ..m.claims },
         params: m.params,
         probes: Vec::leak(probes),
+        subsets: m.subsets,
+        exact_below: m.exact_below,
+        tunable: m.tunable,
         supports,
         calibrate: m.calibrate,
         build,
@@ -88,7 +92,7 @@ const _: () = assert!(FORMS.len() <= 12, "every form needs an entry");
 
 fn supports_at<const I: usize>(p: &Problem, o: &Options) -> Support {
     let form = FORMS[I.min(FORMS.len() - 1)];
-    let mut support = (form.method.supports)(p, o);
+    let mut support = (form.method.supports)(p, o).and_unless(!p.near.is_none(), NO_NEAR);
     if let Some(device) = DEVICE.get() {
         for dtype in [DType::F32, DType::F64] {
             let more = (form.supports)(p, o, element_of(dtype), device.info()).reasons;
@@ -249,28 +253,48 @@ struct HostStream {
 }
 
 impl HostStream {
-    fn push_typed<T: Real>(&mut self, x: &Qkv<'_, T>) -> Result<()> {
+    fn push_typed<T: Real>(&mut self, k: TensorRef<'_, T>, v: TensorRef<'_, T>) -> Result<()> {
         let (device, p) = (device()?, self.problem);
-        let rows = x.k.dims()[2];
+        let rows = k.dims()[2];
         let (want_k, want_v) = ([p.batch, p.n_kv_heads, rows, p.d], [p.batch, p.n_kv_heads, rows, p.d_v]);
-        if x.k.dims() != want_k || x.v.dims() != want_v {
-            let found = format!("{:?} and {:?}", x.k.dims(), x.v.dims());
+        if k.dims() != want_k || v.dims() != want_v {
+            let found = format!("{:?} and {:?}", k.dims(), v.dims());
             return Err(Error::shape("keys and values", format!("{want_k:?} and {want_v:?}"), found));
         }
-        let (k, v) = (upload(device, self.element, x.k)?, upload(device, self.element, x.v)?);
-        let (k_view, v_view) = (DeviceRef::bhnd(&k, x.k.dims())?, DeviceRef::bhnd(&v, x.v.dims())?);
-        self.stream.push(k_view, v_view, &mut self.ws)?;
+        let (keys, values) = (upload(device, self.element, k)?, upload(device, self.element, v)?);
+        let (k, v) = (DeviceRef::bhnd(&keys, want_k)?, DeviceRef::bhnd(&values, want_v)?);
+        self.stream.push(k, v, &mut self.ws)?;
         Ok(self.ws.synchronize()?)
     }
 
-    fn attend_typed<T: Real>(&mut self, x: &Qkv<'_, T>, out: &mut Out<'_, T>) -> Result<RunInfo> {
+    /// Token by token.
+    fn extend_typed<T: Real>(&mut self, x: &Qkv<'_, T>, out: &mut Out<'_, T>) -> Result<RunInfo> {
+        let tokens = x.k.dims()[2];
+        let p = self.problem.with_lens(tokens, tokens);
+        x.validate(&p)?;
+        out.validate(&p)?;
+        let rows = p.batch * p.n_heads;
+        let mut lse = vec![T::ZERO; rows];
+        let mut info = RunInfo::default();
+        for i in 0..tokens {
+            self.push_typed(x.k.rows(i..i + 1), x.v.rows(i..i + 1))?;
+            let mut one = Out::with_lse(out.o.rows_mut(i..i + 1), &mut lse);
+            info = info.merge(self.attend_typed(x.q.rows(i..i + 1), &mut one)?);
+            if let Some(to) = &mut out.lse {
+                lse.iter().enumerate().for_each(|(h, l)| to[h * tokens + i] = *l);
+            }
+        }
+        Ok(info)
+    }
+
+    fn attend_typed<T: Real>(&mut self, q: TensorRef<'_, T>, out: &mut Out<'_, T>) -> Result<RunInfo> {
         let (device, p) = (device()?, Problem { n_q: 1, ..self.problem });
         let want = [p.batch, p.n_heads, 1, p.d];
-        if x.q.dims() != want {
-            return Err(Error::shape("queries", format!("{want:?}"), format!("{:?}", x.q.dims())));
+        if q.dims() != want {
+            return Err(Error::shape("queries", format!("{want:?}"), format!("{:?}", q.dims())));
         }
         out.validate(&p)?;
-        let q = upload(device, self.element, x.q)?;
+        let query = upload(device, self.element, q)?;
         let dims = [p.batch, p.n_heads, 1, p.d_v];
         let o = DeviceBuffer::new(device, self.element, dims.iter().product())?;
         let lse = DeviceBuffer::new(device, self.element.sum(), p.batch * p.n_heads)?;
@@ -278,7 +302,7 @@ impl HostStream {
             o: DeviceMut::bhnd(&o, dims)?,
             lse: Some(DeviceMut::bhnd(&lse, [p.batch, p.n_heads, 1, 1])?),
         };
-        let info = self.stream.attend(DeviceRef::bhnd(&q, x.q.dims())?, &mut to, &mut self.ws)?.wait()?;
+        let info = self.stream.attend(DeviceRef::bhnd(&query, want)?, &mut to, &mut self.ws)?.wait()?;
         let result = o.read()?;
         for b in 0..p.batch {
             for h in 0..p.n_heads {
@@ -295,17 +319,26 @@ impl HostStream {
 }
 
 impl Stream for HostStream {
-    fn push(&mut self, inputs: &Inputs<'_>, _: &mut Workspace) -> Result<()> {
-        match inputs {
-            Inputs::F32(x) => self.push_typed(x),
-            Inputs::F64(x) => self.push_typed(x),
+    fn push(&mut self, k: Tensor<'_>, v: Tensor<'_>, _: &mut Workspace) -> Result<()> {
+        match (k, v) {
+            (Tensor::F32(k), Tensor::F32(v)) => self.push_typed(k, v),
+            (Tensor::F64(k), Tensor::F64(v)) => self.push_typed(k, v),
+            _ => Err(Error::shape("values", "the element type of the keys", "another")),
         }
     }
 
-    fn attend(&mut self, inputs: &Inputs<'_>, out: &mut Output<'_>, _: &mut Workspace) -> Result<RunInfo> {
+    fn attend(&mut self, q: Tensor<'_>, out: &mut Output<'_>, _: &mut Workspace) -> Result<RunInfo> {
+        match (q, out) {
+            (Tensor::F32(q), Output::F32(out)) => self.attend_typed(q, out),
+            (Tensor::F64(q), Output::F64(out)) => self.attend_typed(q, out),
+            _ => Err(Error::shape("output", "the element type of the queries", "another")),
+        }
+    }
+
+    fn extend(&mut self, inputs: &Inputs<'_>, out: &mut Output<'_>, _: &mut Workspace) -> Result<RunInfo> {
         match (inputs, out) {
-            (Inputs::F32(x), Output::F32(out)) => self.attend_typed(x, out),
-            (Inputs::F64(x), Output::F64(out)) => self.attend_typed(x, out),
+            (Inputs::F32(x), Output::F32(out)) => self.extend_typed(x, out),
+            (Inputs::F64(x), Output::F64(out)) => self.extend_typed(x, out),
             _ => Err(Error::shape("output", "the element type of the inputs", "another")),
         }
     }

@@ -4,7 +4,7 @@ use crate::driver::Stream;
 use crate::tensor::DeviceRef;
 use crate::{Device, DeviceInfo, DeviceMut, DeviceWorkspace, Element, Error, Result, registry};
 use attlas::method::Needs;
-use attlas::{Calibration, Cost, Method, Options, Problem, RunInfo, Support};
+use attlas::{Calibration, Cost, Method, Near, Options, Problem, RunInfo, Support};
 use std::collections::HashMap;
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -155,6 +155,9 @@ pub struct Form {
     pub(crate) build: fn(&Request<'_>) -> Result<Box<dyn Core>>,
 }
 
+/// Why a near field is refused.
+pub(crate) const NO_NEAR: &str = "a near field has no form on the device: leave near.* out";
+
 /// Plans the method `id` on a device, or says everything that stands in the way.
 pub fn plan(
     id: &str,
@@ -167,7 +170,11 @@ pub fn plan(
     let form = registry::form(id)?;
     problem.validate()?;
     let method = form.method;
+    let (near, options) = &Near::split(problem.near, options, method.params)?;
     let mut reasons = (method.supports)(problem, options).reasons;
+    if !near.is_none() {
+        reasons.push(NO_NEAR.into());
+    }
     reasons.extend((form.supports)(problem, options, element, device.info()).reasons);
     if method.claims.needs == Needs::Calibration && calibration.is_none() {
         reasons.push(format!("{id} learns from data first: pass a calibration"));

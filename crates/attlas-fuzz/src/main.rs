@@ -2,16 +2,16 @@
 //!
 //! For each target the files of `corpus/<target>` are run as they are, then mutated, one to six changes at a time,
 //! until the time is over. An input whose outcome is new (an error that reads differently, numbers left out) joins
-//! the inputs that are mutated further: that takes the place of coverage, and needs no instrumented build. The
-//! sequence depends on the seed alone, so `--seed` and `--runs` repeat it.
+//! the inputs that are mutated further: that takes the place of coverage, and needs no instrumented build (`fuzz/`
+//! runs the same targets under libFuzzer with coverage and the address sanitizer). The sequence depends on the seed alone, so `--seed` and `--runs` repeat it.
 //!
 //! A failure leaves its input in `--out` and ends with status 1; `--replay FILE` runs it again.
 
 #![forbid(unsafe_code)]
 
 mod mutate;
-mod targets;
 
+use attlas_fuzz::{TARGETS, Target};
 use attlas_num::rng::{Rng, StreamKey};
 use clap::Parser;
 use peak_alloc::PeakAlloc;
@@ -20,7 +20,6 @@ use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
-use targets::{TARGETS, Target};
 
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
@@ -193,7 +192,7 @@ fn main() -> ExitCode {
         };
     }
     let sound = chosen.iter().all(|target| report(target, &args));
-    targets::tidy();
+    attlas_fuzz::tidy();
     ExitCode::from(u8::from(!sound))
 }
 

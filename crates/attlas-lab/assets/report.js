@@ -93,6 +93,8 @@
     const status = find("map-status");
     data.figures.forEach((figure, f) => {
       const show = shown[figure.kind];
+      // Only so much is known of a rank where not all singular values were computed.
+      const told = (c, write) => (c.open[f] ? ">" : "") + write(c.figures[f]);
       const panel = element("figure", { className: "panel" }, element("h4", { textContent: figure.name }));
       box.append(panel);
       const values = cells.map((c) => c.figures[f]);
@@ -101,15 +103,15 @@
       const width = panel.clientWidth - 26;
       const marks = [
         Plot.cell(cells, { x: "head", y: "layer", fill: (c) => c.figures[f], tip: true,
-          title: (c) => `${place(c)}\n${figure.name}: ${show(c.figures[f])}` }),
+          title: (c) => `${place(c)}\n${figure.name}: ${told(c, show)}` }),
       ];
-      if (cells.length <= 60) marks.push(Plot.text(cells, { x: "head", y: "layer", text: (c) => (brief[figure.kind] ?? show)(c.figures[f]),
+      if (cells.length <= 60) marks.push(Plot.text(cells, { x: "head", y: "layer", text: (c) => told(c, brief[figure.kind] ?? show),
         fill: (c) => (dark(c.figures[f]) ? "#fff" : "#000"), pointerEvents: "none" }));
       const svg = cellPlot(cells, width, { scheme: "viridis", type: "linear", domain: [lo, hi === lo ? lo + 1 : hi] },
         marks);
       panel.append(svg);
       walk(svg, [...svg.querySelectorAll('g[aria-label="cell"] rect')], `${figure.name}, over layers and heads`, beside(cells),
-        (i) => (status.textContent = `${place(cells[i])}: ${figure.name} ${show(cells[i].figures[f])}`),
+        (i) => (status.textContent = `${place(cells[i])}: ${figure.name} ${told(cells[i], show)}`),
         (i) => { chooseHead(i); find("spectra").scrollIntoView({ behavior: "smooth" }); });
     });
   }
@@ -177,48 +179,50 @@
     bytes: { label: "memory beyond inputs and output →", show: size },
     keys: { label: "share of exact attention's scores →", show: percent },
   };
-  // Methods that none of the given ones beats in both.
-  const frontOf = (points) => {
-    let best = Infinity;
-    return [...points].sort((a, b) => a.x - b.x || a.y - b.y).filter((p) => p.y < best && ((best = p.y), true));
-  };
 
   function drawFront() {
     const box = find("pareto");
     const boxes = [...document.querySelectorAll("input[data-filter]")];
     const on = new Set(boxes.filter((b) => b.checked).map((b) => b.dataset.filter));
     const [cost, error] = [find("cost").value, find("error").value];
-    const points = data.methods
-      .filter((m) => on.has(m.family) && m[error] > 0 && m[cost] > 0)
-      .map((m) => ({ ...m, x: m[cost], y: m[error] }))
+    // Errors of zero have no logarithm: they stand on a line of their own, a power of ten below the others.
+    const drawn = [data.exact, ...data.methods.filter((m) => on.has(m.family))]
+      .filter((m) => m[error] !== null && m[error] >= 0 && m[cost] > 0);
+    const errors = drawn.map((m) => m[error]).filter((e) => e > 0);
+    const above = powers(errors.length ? errors : [0.1, 1], 10);
+    const floor = above[0] / 10;
+    const up = [floor, ...above];
+    const points = drawn
+      .map((m) => ({ ...m, x: m[cost], y: Math.max(m[error], floor), lo: Math.max(m.lo, floor), hi: Math.max(m.hi, floor) }))
       .sort((a, b) => a.x - b.x);
-    const front = frontOf(points.filter((p) => p.family !== "baseline"));
+    // Who is on the front is known from the measurements; the line joins those that are shown.
+    const members = new Set(data.fronts[cost][error]);
+    const front = points.filter((p) => members.has(p.method));
     const { label, show } = costs[cost];
-    const tell = (p) => `${p.method}: error ${digits(p.error)}, certified ${digits(p.certified)}, ${time(p.seconds)} ` +
+    const tell = (p) => `${p.method}: error ${digits(p.error)}${p.exact ? " (exact at this length)" : ""}, certified ${digits(p.certified)}, ${time(p.seconds)} ` +
       `(${digits(p.speedup)}× exact's speed), ${size(p.bytes)}, ${p.keys ? `${percent(p.keys)} of the scores` : "no scores"}`;
     const exact = data.exact[cost];
     const bars = error === "error" ? points : [];
     const width = box.clientWidth - 26;
     const across = powers([...points.map((p) => p.x), exact || 1], cost === "bytes" ? 16 : 10);
-    const up = powers(points.length ? points.map((p) => p.y) : [0.1, 1], 10);
     const svg = Plot.plot({
       width, height: narrow() ? 380 : 460, marginLeft: 52, marginRight: 24, marginBottom: 42, grid: true,
       style: { fontSize: "12px" }, ariaLabel: "Error against cost of every method",
       x: { type: "log", label, domain: d3.extent(across), ticks: across, tickFormat: show },
-      y: { type: "log", label: "↑ relative error", domain: d3.extent(up), ticks: up, tickFormat: digits, clamp: true },
+      y: { type: "log", label: "↑ relative error", domain: d3.extent(up), ticks: up, tickFormat: (v) => (v === floor ? "0" : digits(v)), clamp: true },
       marks: [
         exact > 0 ? Plot.ruleX([exact], { stroke: "var(--ink)", strokeDasharray: "5 4", strokeOpacity: 0.7 }) : null,
-        exact > 0 ? Plot.text([exact], { x: (d) => d, text: () => "exact", frameAnchor: "top", dy: -12 }) : null,
         Plot.ruleX(bars, { x: "x", y1: "lo", y2: "hi", stroke: (p) => `var(--${p.family})`, strokeOpacity: 0.35 }),
-        Plot.line(front, { x: "x", y: "y", stroke: "var(--accent)", strokeOpacity: 0.8, strokeWidth: 1.5 }),
-        Plot.dot(points, { x: "x", y: "y", r: 5, fill: (p) => `var(--${p.family})`, stroke: "var(--card)", strokeWidth: 1 }),
+        Plot.line(front, { x: "x", y: "y", stroke: "var(--front)", strokeOpacity: 0.9, strokeWidth: 2 }),
+        Plot.dot(points, { x: "x", y: "y", r: 5, fill: (p) => (p.exact ? "var(--card)" : `var(--${p.family})`), stroke: (p) => (p.exact ? `var(--${p.family})` : "var(--card)"), strokeWidth: 1.5 }),
         Plot.tip(points, Plot.pointer({ x: "x", y: "y", title: (p) => tell(p).replace(/: |, /g, "\n") })),
       ].filter(Boolean),
     });
     box.replaceChildren(svg);
     const status = find("front-status");
-    status.textContent = `${points.length} methods shown, ${front.length} on the front` +
-      (points.length ? "; arrow keys move from one to the next" : "; tick a family to see some");
+    const marked = front.filter((p) => p.family !== "baseline" && p.method !== data.exact.method).length;
+    status.textContent = `${points.length - 1} methods shown, ${marked} on the front beside exact attention` +
+      (points.length > 1 ? "; arrow keys move from one to the next" : "; tick a family to see some");
     if (points.length) {
       labels(svg, points, width);
       walk(svg, [...svg.querySelectorAll('g[aria-label="dot"] circle')], "Error against cost of every method",
@@ -255,13 +259,9 @@
   function drawRecipe() {
     const box = find("recipe-map");
     if (!box || !data.recipe) return;
-    const { cells, exact, quality } = data.recipe;
-    // Exact attention is grey; the others get their colours by how many heads they serve.
-    const counts = d3.rollups(cells, (v) => v.length, (c) => c.name).sort((a, b) => b[1] - a[1]).map(([name]) => name);
-    const names = [...counts.filter((n) => n === exact), ...counts.filter((n) => n !== exact)];
-    const palette = d3.schemeTableau10.filter((c) => c !== "#bab0ab");
-    const colours = new Map(names.filter((n) => n !== exact).map((n, i) => [n, palette[i % palette.length]]));
-    colours.set(exact, "var(--line)");
+    const { cells, quality } = data.recipe;
+    const names = data.recipe.colours.map((c) => c.name);
+    const colours = new Map(data.recipe.colours.map((c) => [c.name, c.colour]));
     const tell = (c) => `layer ${c.layer}, head ${c.head}: ${c.name}` +
       (c.error === null ? "" : `, error ${digits(c.error)}`) + (c.cost === null ? "" : `, ${percent(c.cost)} of exact's time`);
     const svg = cellPlot(cells, box.clientWidth - 26, { domain: names, range: names.map((n) => colours.get(n)) }, [

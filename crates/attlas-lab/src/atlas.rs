@@ -3,7 +3,7 @@
 use crate::table::Table;
 use attlas::layer::{Conversion, LayerKind, LayerShape};
 use attlas::layers::common::cache_size;
-use attlas::method::{Budget, Family, Needs};
+use attlas::method::{Budget, Claims, Family, Needs, Promise, Withdrawn};
 use attlas::params::{ParamSpec, Value};
 use attlas::{Method, registry};
 use serde::Serialize;
@@ -62,56 +62,9 @@ pub struct MethodEntry {
     /// Authors and year, or the section of the survey.
     pub reference: &'static str,
     /// What it promises.
-    pub claims: ClaimsEntry,
+    pub claims: Claims,
     /// Its parameters.
     pub params: Vec<ParamEntry>,
-}
-
-/// The claims of a method.
-#[derive(Clone, Debug, Serialize)]
-pub struct ClaimsEntry {
-    /// Has a causal form.
-    pub causal: bool,
-    /// Decodes token by token.
-    pub decode: bool,
-    /// Settings at which it equals exact attention bit for bit.
-    pub exact_at: Vec<ExactAt>,
-    /// Weights are non-negative and sum to one.
-    pub row_stochastic: bool,
-    /// The normaliser is unbiased over seeds.
-    pub unbiased: bool,
-    /// Draws no random numbers.
-    pub deterministic: bool,
-    /// Approximates softmax attention.
-    pub softmax: bool,
-    /// Gives a log-sum-exp.
-    pub lse: bool,
-    /// Exponent of the length in the time, as published.
-    pub exponent: f64,
-    /// `nothing`, `calibration` or `training`.
-    pub needs: Needs,
-    /// The slow truth that others are checked against.
-    pub oracle: bool,
-    /// Laws that do not hold.
-    pub except: Vec<Exception>,
-}
-
-/// A setting at which a method is exact.
-#[derive(Clone, Debug, Serialize)]
-pub struct ExactAt {
-    /// The parameter.
-    pub param: &'static str,
-    /// Its value: `num_keys`, `num_tokens` or a number.
-    pub value: serde_json::Value,
-}
-
-/// A law that does not hold.
-#[derive(Clone, Debug, Serialize)]
-pub struct Exception {
-    /// The law.
-    pub law: attlas::method::Law,
-    /// Why it does not hold.
-    pub reason: &'static str,
 }
 
 /// A parameter.
@@ -189,7 +142,7 @@ impl Atlas {
             "<reference",
         ]);
         for m in &self.methods {
-            table.push(m.line());
+            table.push(m.line().to_vec());
         }
         table
     }
@@ -207,8 +160,9 @@ impl Atlas {
         table
     }
 
-    /// Families one after another, each with its methods, fit for 80 columns.
-    pub fn text(&self) -> String {
+    /// Families one after another, each with its methods, in lines of at most `width` characters; whole where there is no
+    /// limit. In lines that are too short titles are cut, and references and what makes a method exact left out.
+    pub fn text(&self, width: Option<usize>) -> String {
         let mut out = String::new();
         for family in Family::ALL {
             let methods: Vec<&MethodEntry> =
@@ -216,21 +170,17 @@ impl Atlas {
             if methods.is_empty() {
                 continue;
             }
-            let mut table =
-                Table::new(&["<method", "<causal", "<decode", "<exact at", "<needs", "N^", "<reference"]);
-            let line = |m: &MethodEntry, room: usize| {
-                let mut line = m.line();
-                line.remove(1);
-                line[3] = shorten(&line[3], 15);
-                line[6] = shorten(&line[6], room);
-                line
+            let whole = self.family_table(&methods, false, usize::MAX);
+            let fits = |t: &Table| width.is_none_or(|w| t.text().lines().all(|l| l.chars().count() + 2 <= w));
+            let table = if fits(&whole) {
+                whole
+            } else {
+                // What the other columns leave.
+                let rest = self.family_table(&methods, true, 0).text();
+                let used =
+                    rest.lines().map(|l| l.trim_end_matches("title").chars().count()).max().unwrap_or(0);
+                self.family_table(&methods, true, width.unwrap_or(80).saturating_sub(used + 3).max(9))
             };
-            // What the other columns leave of 79.
-            let mut rest = table.clone();
-            methods.iter().for_each(|m| rest.push(line(m, 0)));
-            let used = rest.text().lines().map(|l| l.trim_end_matches("reference").chars().count()).max();
-            let room = 76usize.saturating_sub(used.unwrap_or(0)).max(9);
-            methods.iter().for_each(|m| table.push(line(m, room)));
             let _ = writeln!(out, "{}\n{}", family.name(), indent(&table.text()));
         }
         for (title, lines) in [
@@ -239,7 +189,9 @@ impl Atlas {
         ] {
             if !lines.is_empty() {
                 let mut table = Table::new(&["<id", "<title"]);
-                lines.iter().for_each(|(id, title)| table.push(vec![id.to_string(), shorten(title, 58)]));
+                let longest = lines.iter().map(|(id, _)| id.chars().count()).max().unwrap_or(0);
+                let room = width.map_or(usize::MAX, |w| w.saturating_sub(longest + 4).max(9));
+                lines.iter().for_each(|(id, title)| table.push(vec![id.to_string(), shorten(title, room)]));
                 let _ = writeln!(out, "{title}\n{}", indent(&table.text()));
             }
         }
@@ -247,6 +199,23 @@ impl Atlas {
             let _ = writeln!(out, "{CACHE_TITLE}\n{}", indent(&self.cache_table().text()));
         }
         out
+    }
+
+    /// The methods of a family, with titles of at most `room` characters; `short` leaves columns out.
+    fn family_table(&self, methods: &[&MethodEntry], short: bool, room: usize) -> Table {
+        let mut table = Table::new(match short {
+            true => &["<method", "<causal", "<decode", "N^", "<title"],
+            false => &["<method", "<causal", "<decode", "N^", "<title", "<exact at", "<needs", "<reference"],
+        });
+        for m in methods {
+            let [id, _, causal, decode, exact, needs, exponent, reference] = m.line();
+            let mut row = vec![id, causal, decode, exponent, shorten(m.title, room)];
+            if !short {
+                row.extend([exact, needs, reference]);
+            }
+            table.push(row);
+        }
+        table
     }
 
     /// The page of all methods, generated from the registry.
@@ -275,13 +244,16 @@ impl Atlas {
                 let mut line = m.line();
                 line[0] = format!("[`{0}`](#{0})", m.id);
                 line[1] = m.title.into();
-                table.push(line);
+                table.push(line.to_vec());
             }
             let _ = write!(out, "\n## Family {}\n\n{}", family.name(), table.markdown());
             for m in methods {
                 let _ = write!(out, "\n### {}\n\n{}. {}.\n", m.id, m.title, m.reference);
-                for e in &m.claims.except {
-                    let _ = write!(out, "\nDoes not keep {}: {}.\n", law(e), e.reason);
+                for (law, reason) in m.claims.except {
+                    let _ = write!(out, "\nDoes not keep {}: {reason}.\n", word(law));
+                }
+                for w in m.claims.withdrawn {
+                    let _ = write!(out, "\nWith {}: {}.\n", withdrawn(w), w.reason);
                 }
                 if !m.params.is_empty() {
                     let _ = write!(out, "\n{}", param_table(&m.params).markdown());
@@ -318,6 +290,14 @@ impl Atlas {
         }
         out
     }
+}
+
+/// SHA-256 of what every method promises and takes: results made with another registry are told apart by it.
+pub fn fingerprint() -> String {
+    let methods: Vec<MethodEntry> = registry::METHODS.iter().map(|m| MethodEntry::new(m)).collect();
+    // What cannot be written has a name and defaults all the same.
+    let text = serde_json::to_string(&methods).unwrap_or_else(|_| format!("{methods:?}"));
+    crate::hash::sha256(text.as_bytes())
 }
 
 const CACHE_TITLE: &str = "numbers that a layer caches for a token";
@@ -374,8 +354,23 @@ fn indent(text: &str) -> String {
     text.lines().map(|l| format!("  {l}\n")).collect()
 }
 
-fn law(e: &Exception) -> String {
-    serde_json::to_value(e.law).ok().and_then(|v| v.as_str().map(|s| s.replace('_', " "))).unwrap_or_default()
+fn word(value: impl Serialize) -> String {
+    serde_json::to_value(value).ok().and_then(|v| v.as_str().map(|s| s.replace('_', " "))).unwrap_or_default()
+}
+
+/// The setting and the promise that it withdraws, such as `map = trig it does not promise unbiased`.
+fn withdrawn(w: &Withdrawn) -> String {
+    let Withdrawn { param, value, promise, .. } = w;
+    let setting = match *value {
+        "*" => format!("{param} off its default"),
+        v if v.starts_with(['<', '>', '!']) => format!("{param} {v}"),
+        v => format!("{param} = {v}"),
+    };
+    let promise = match promise {
+        Promise::Law(law) => word(law),
+        other => word(other),
+    };
+    format!("{setting} it does not promise {promise}")
 }
 
 fn params(specs: &[ParamSpec]) -> Vec<ParamEntry> {
@@ -394,45 +389,20 @@ fn params(specs: &[ParamSpec]) -> Vec<ParamEntry> {
 impl MethodEntry {
     /// What the registry says of `m`.
     pub fn new(m: &'static Method) -> Self {
-        let c = &m.claims;
         Self {
             id: m.id,
             family: m.family.name(),
             title: m.title,
             reference: m.reference,
-            claims: ClaimsEntry {
-                causal: c.causal,
-                decode: c.decode,
-                exact_at: c
-                    .exact_at
-                    .iter()
-                    .map(|&(param, budget)| ExactAt {
-                        param,
-                        value: match budget {
-                            Budget::NumKeys => "num_keys".into(),
-                            Budget::NumTokens => "num_tokens".into(),
-                            Budget::Value(x) => x.into(),
-                        },
-                    })
-                    .collect(),
-                row_stochastic: c.row_stochastic,
-                unbiased: c.unbiased,
-                deterministic: c.deterministic,
-                softmax: c.softmax,
-                lse: c.lse,
-                exponent: c.exponent,
-                needs: c.needs,
-                oracle: c.oracle,
-                except: c.except.iter().map(|&(law, reason)| Exception { law, reason }).collect(),
-            },
+            claims: m.claims,
             params: params(m.params),
         }
     }
 
-    fn line(&self) -> Vec<String> {
+    fn line(&self) -> [String; 8] {
         let yes = |b: bool| if b { "yes" } else { "no" }.to_string();
-        let exact: Vec<&str> = self.claims.exact_at.iter().map(|e| e.param).collect();
-        vec![
+        let exact: Vec<&str> = self.claims.exact_at.iter().map(|e| e.0).collect();
+        [
             self.id.into(),
             self.family.into(),
             yes(self.claims.causal),
@@ -462,18 +432,21 @@ impl MethodEntry {
         fact("weights sum to one", yes(c.row_stochastic).into());
         fact("normaliser unbiased", yes(c.unbiased).into());
         fact("gives log-sum-exp", yes(c.lse).into());
-        for e in &c.exact_at {
-            let value = match e.value.as_str() {
-                Some("num_keys") => "at least the number of keys".to_string(),
-                Some("num_tokens") => "at least the number of tokens".to_string(),
-                _ => e.value.to_string(),
+        for (param, budget) in c.exact_at {
+            let value = match budget {
+                Budget::NumKeys => "at least the number of keys".to_string(),
+                Budget::NumTokens => "at least the number of tokens".to_string(),
+                Budget::Value(x) => x.to_string(),
             };
-            fact("exact bit for bit at", format!("{} = {value}", e.param));
+            fact("exact bit for bit at", format!("{param} = {value}"));
         }
         // The table's empty title line is dropped.
         out += &indent(facts.text().trim_start_matches('\n'));
-        for e in &c.except {
-            out += &wrapped(&format!("does not keep {}: {}", law(e), e.reason), 2, 4);
+        for (law, reason) in c.except {
+            out += &wrapped(&format!("does not keep {}: {reason}", word(law)), 2, 4);
+        }
+        for w in c.withdrawn {
+            out += &wrapped(&format!("with {}: {}", withdrawn(w), w.reason), 2, 4);
         }
         out + &param_text(&self.params)
     }
@@ -484,6 +457,15 @@ fn needs(needs: Needs) -> &'static str {
         Needs::Nothing => "nothing",
         Needs::Calibration => "calibration",
         Needs::Training => "training",
+    }
+}
+
+/// A value at which a method is exact, in words.
+pub(crate) fn covering(budget: Budget) -> String {
+    match budget {
+        Budget::NumKeys => "num_keys".into(),
+        Budget::NumTokens => "num_tokens".into(),
+        Budget::Value(x) => x.to_string(),
     }
 }
 
@@ -549,7 +531,7 @@ mod tests {
     #[test]
     fn every_method_is_on_every_page_within_80_columns() {
         let atlas = Atlas::new(None);
-        let (text, markdown) = (atlas.text(), atlas.markdown());
+        let (text, markdown) = (atlas.text(Some(80)), atlas.markdown());
         assert_eq!(atlas.methods.len(), registry::METHODS.len());
         for m in registry::METHODS {
             assert!(text.contains(m.id) && markdown.contains(&format!("### {}\n", m.id)), "{}", m.id);
@@ -564,7 +546,7 @@ mod tests {
     #[test]
     fn every_layer_and_conversion_is_on_every_page() {
         let atlas = Atlas::new(None);
-        let (text, markdown) = (atlas.text(), atlas.markdown());
+        let (text, markdown) = (atlas.text(Some(80)), atlas.markdown());
         let check = |kind: &str, id: &str, page: String, params: &[ParamSpec]| {
             assert!(text.contains(id) && markdown.contains(&format!("### {kind} {id}\n")), "{id}");
             assert!(params.iter().all(|p| page.contains(p.name)), "{page}");

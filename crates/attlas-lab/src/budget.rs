@@ -1,41 +1,34 @@
 //! The parameter that decides what a method costs, and settings at which different methods cost the same.
 //!
-//! Methods call their budgets by different names: keys kept, rank, landmarks, features. [`params`] finds the one
-//! that a method is exact at, or else the first of the shared vocabulary. [`equalise`] then looks for the largest
+//! Methods call their budgets by different names: keys kept, rank, landmarks, features; a method's entry says which
+//! parameters they are. [`equalise`] looks for the largest
 //! value of it with which a method stays within a common amount of scores, seconds or bytes, measured on one key
-//! head in the middle of the inputs: doubling from the smallest, then halving the gap in logarithms.
+//! head in the middle of the inputs: doubling from the smallest, then halving the gap in logarithms. A length below which a
+//! method computes exact attention is lowered until it does not. What was spent on all heads is known after the run
+//! ([`Matching::settle`](crate::compare::Matching::settle)), and decides.
 
 use crate::calibration::Calibrations;
 use crate::compare::{self, Group, Row};
 use crate::select::Chosen;
 use crate::source::{Workload, parse_count};
 use crate::{Error, Result};
-use attlas::Workspace;
-use attlas::method::Budget as Covers;
+use attlas::method::Ladder;
+use attlas::{Options, Workspace};
 use serde::Serialize;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Words for budgets in the shared vocabulary of parameters: more of it is more accurate and takes longer.
-const NAMES: [&str; 10] =
-    ["keys", "window", "block", "samples", "rank", "landmarks", "budget", "features", "rounds", "clusters"];
-/// Ratio of neighbouring values at which a search ends.
-const CLOSE: f64 = 1.1;
+/// Ratio of neighbouring values at which a search ends, and by which other heads may spend more than the one that was
+/// searched on.
+pub(crate) const CLOSE: f64 = 1.1;
+/// The smallest budget that is tried.
+const FEWEST: usize = 16;
 
-/// The free parameters of a method that its cost grows with: those that make it exact when they cover all keys, or
-/// else the first that is called like a budget. Empty where it has none.
+/// The budgets of a method, as its entry names them, that are not set already. Empty where it has none.
 pub fn params(chosen: &Chosen) -> Vec<&'static str> {
-    let method = chosen.method;
-    let free = |name: &str| {
-        NAMES.contains(&name)
-            && chosen.options.get(name).is_none()
-            && method.params.iter().any(|p| p.name == name && p.kind == "integer")
-    };
-    let covers = |b: &Covers| matches!(b, Covers::NumKeys | Covers::NumTokens);
-    let names: Vec<&'static str> =
-        method.claims.exact_at.iter().filter(|(n, b)| covers(b) && free(n)).map(|(n, _)| *n).collect();
-    if names.is_empty() { NAMES.into_iter().find(|n| free(n)).into_iter().collect() } else { names }
+    let budgets = chosen.method.tunable.iter().filter(|t| t.ladder == Ladder::UpToKeys).map(|t| t.param);
+    budgets.filter(|name| chosen.options.get(name).is_none()).collect()
 }
 
 /// What every method may spend.
@@ -85,7 +78,7 @@ impl fmt::Display for Budget {
 
 impl Budget {
     /// What a measured head spent, in the budget's unit.
-    fn spent(&self, row: &Row, queries: usize) -> f64 {
+    pub(crate) fn spent(&self, row: &Row, queries: usize) -> f64 {
         match self {
             Budget::Keys(_) => row.keys_visited as f64 / queries.max(1) as f64,
             Budget::Time(_) => 1.0 / row.speedup,
@@ -93,7 +86,17 @@ impl Budget {
         }
     }
 
-    fn amount(&self) -> f64 {
+    /// An amount of the budget's unit, as it is read.
+    pub(crate) fn shown(&self, x: f64) -> String {
+        use crate::table::{bytes, number, percent};
+        match self {
+            Budget::Keys(_) => format!("{} scores a query", number(x)),
+            Budget::Time(_) => format!("{} of the time", percent(x)),
+            Budget::Memory(_) => bytes(x as usize),
+        }
+    }
+
+    pub(crate) fn amount(&self) -> f64 {
         match self {
             Budget::Keys(x) | Budget::Time(x) => *x,
             Budget::Memory(bytes) => *bytes as f64,
@@ -110,10 +113,16 @@ pub struct Matched {
     pub params: Vec<&'static str>,
     /// That value.
     pub value: Option<usize>,
-    /// What it spent with it, in the budget's unit; none where it could not be run.
+    /// The length below which it would compute exact attention, where that had to be lowered, with its value.
+    pub switch: Option<(&'static str, usize)>,
+    /// What it spent with it on the key head it was set on, in the budget's unit; none where it could not be run.
     pub spent: Option<f64>,
-    /// Whether that is within the budget.
+    /// What it spent in the run, mean over heads; none before the run.
+    pub measured: Option<f64>,
+    /// Whether that is within the budget, up to a tenth where heads differ.
     pub within: bool,
+    /// Why the budget cannot be met, where it cannot.
+    pub reason: Option<String>,
 }
 
 /// Sets the budget of every method to the largest value that stays within `budget`. A method that is over it even at
@@ -139,33 +148,78 @@ pub fn equalise(
     for (done, c) in selection.iter().enumerate() {
         watch(done, selection.len(), c.method.id);
         let names = params(c);
-        let mut best: Option<(usize, f64)> = None;
-        let mut spend = |value: usize| -> Option<f64> {
-            let options = names.iter().fold(c.options.clone(), |o, name| o.with(name, value));
+        let set =
+            |base: &Options, value: usize| names.iter().fold(base.clone(), |o, name| o.with(name, value));
+        // A setting that the method refuses costs nothing and gives nothing.
+        let mut run = |options: Options| -> Option<(f64, bool)> {
             let tried = Chosen { options, ..c.clone() };
-            // A value that the method refuses costs nothing and gives nothing.
             let rows = group.measure(&tried, None, &mut Calibrations::default(), ws).ok()?;
-            rows.first().map(|row| budget.spent(row, problem.n_q))
+            rows.first().map(|row| (budget.spent(row, problem.n_q), row.status == "exact"))
         };
+        let least = FEWEST.min(problem.n_k.max(1));
+        let mut base = c.options.clone();
+        let mut switch = None;
+        // Lowered until the smallest budget is neither exact attention nor too dear, or to where it is cheapest.
+        if let Some(name) = switch_of(c).filter(|_| !names.is_empty()) {
+            let mut tried: Option<(f64, Option<usize>)> = None;
+            let mut length: Option<usize> = None;
+            while !stop.load(Ordering::Relaxed) {
+                let options = length.map_or(c.options.clone(), |n| c.options.clone().with(name, n));
+                let outcome = run(set(&options, least));
+                if let Some((spent, exact)) = outcome {
+                    let spent = if exact { f64::MAX } else { spent };
+                    if tried.is_none_or(|(best, _)| spent < best) {
+                        tried = Some((spent, length));
+                    }
+                }
+                let next = length.unwrap_or(problem.n_k) / 2;
+                if tried.is_some_and(|(best, _)| best <= budget.amount()) || next < least {
+                    break;
+                }
+                length = Some(next);
+            }
+            if let Some(length) = tried.and_then(|(_, length)| length) {
+                base = c.options.clone().with(name, length);
+                switch = Some((name, length));
+            }
+        }
+        let mut best: Option<(usize, f64)> = None;
         if !names.is_empty() && !stop.load(Ordering::Relaxed) {
-            best = largest_within(problem.n_k, budget.amount(), &mut spend, stop);
+            let spend = &mut |value: usize| run(set(&base, value)).map(|(spent, _)| spent);
+            best = largest_within(problem.n_k, budget.amount(), spend, stop);
         }
         let useful = best.filter(|(_, spent)| *spent > 0.0);
         let value = useful.map(|b| b.0);
-        let options = match value {
-            Some(value) => names.iter().fold(c.options.clone(), |o, name| o.with(name, value)),
-            None => c.options.clone(),
+        // What could not be matched runs as it is by default.
+        let options = value.map_or_else(|| c.options.clone(), |value| set(&base, value));
+        let within = useful.is_some_and(|b| b.1 <= budget.amount());
+        let reason = match (names.is_empty(), best) {
+            (true, _) => Some("it has no parameter that its cost grows with".into()),
+            (false, None) => Some("it refuses every setting here".into()),
+            (false, Some((_, 0.0))) => Some("it spends nothing of this kind".into()),
+            (false, Some((v, spent))) if !within => {
+                Some(format!("{} at its smallest, {} = {v}", budget.shown(spent), names.join(", ")))
+            }
+            _ => None,
         };
         report.push(Matched {
             method: c.method.id,
-            params: if value.is_some() { names } else { Vec::new() },
+            params: if value.is_some() { names.clone() } else { Vec::new() },
             value,
+            switch: switch.filter(|_| value.is_some()),
             spent: useful.map(|b| b.1),
-            within: useful.is_some_and(|b| b.1 <= budget.amount()),
+            measured: None,
+            within,
+            reason,
         });
         chosen.push(Chosen { options, ..c.clone() });
     }
     Ok((chosen, report))
+}
+
+/// The length below which a method computes exact attention, where it has one that was not set.
+fn switch_of(chosen: &Chosen) -> Option<&'static str> {
+    chosen.method.exact_below.filter(|name| chosen.options.get(name).is_none())
 }
 
 /// The largest value up to `most` whose cost is within `amount`, with that cost; the smallest that can be had where
@@ -178,7 +232,7 @@ fn largest_within(
 ) -> Option<(usize, f64)> {
     let mut within: Option<(usize, f64)> = None;
     let mut over: Option<(usize, f64)> = None;
-    let mut value = 16.min(most.max(1));
+    let mut value = FEWEST.min(most.max(1));
     loop {
         match spend(value) {
             Some(cost) if cost > amount => {
@@ -235,6 +289,61 @@ mod tests {
         assert_eq!(largest_within(100, 70.0, picky, &go).unwrap().0, 67);
     }
 
+    mod binned {
+        use attlas::group::{Group, GroupPlan};
+        use attlas::method::{Accepted, Cost, Method, RunInfo, Spec, Tunable};
+        use attlas::{Problem, Real, Result};
+
+        pub(super) static METHOD: Method = Method {
+            id: "binned",
+            title: "Every key, whatever the bins",
+            reference: "none",
+            tunable: &[Tunable::budget("bins")],
+            ..Method::of::<Params>()
+        };
+
+        attlas::params! {
+            /// Parameters of a method with a budget of its own name.
+            pub struct Params {
+                /// Budget.
+                bins: usize = 8, in 1..=1 << 20;
+            }
+        }
+
+        impl Spec for Params {
+            const METHOD: &'static Method = &METHOD;
+
+            fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+                Ok(Binned)
+            }
+        }
+
+        #[derive(Debug)]
+        struct Binned;
+
+        impl GroupPlan for Binned {
+            fn cost(&self, p: &Problem) -> Cost {
+                Cost { run_flops: p.visible_pairs(), ..Cost::default() }
+            }
+
+            fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+                attlas::engine::exact_scratch_bytes(p, threads, size)
+            }
+
+            fn run<T: Real>(&self, mut group: Group<'_, T>) -> Result<RunInfo> {
+                attlas::engine::exact_group(&mut group)
+            }
+        }
+    }
+
+    #[test]
+    fn a_new_method_is_tunable_by_whatever_name_its_budget_has() {
+        let mut chosen = Chosen { method: &binned::METHOD, options: attlas::Options::new(), named: true };
+        assert_eq!(params(&chosen), ["bins"]);
+        chosen.options = chosen.options.with("bins", 3);
+        assert!(params(&chosen).is_empty(), "it was set already");
+    }
+
     #[test]
     fn methods_with_the_same_keys_compute_about_as_many_scores() {
         let workload = "synthetic:clustered,n=512,d=8".parse::<crate::Source>().unwrap().load().unwrap();
@@ -258,7 +367,41 @@ mod tests {
         assert!(!top.within && top.value == Some(16), "{top:?}");
         let linear = report.iter().find(|m| m.method == "linear").unwrap();
         assert!(linear.value.is_none() && linear.params.is_empty(), "it has no budget: {linear:?}");
+        assert!(top.reason.as_ref().unwrap().contains("at its smallest"), "{top:?}");
         let set = chosen.iter().find(|c| c.method.id == "sink_window").unwrap();
         assert_eq!(set.options.get("window").map(ToString::to_string), window.value.map(|v| v.to_string()));
+    }
+
+    #[test]
+    fn a_method_that_would_be_exact_at_this_length_is_made_to_spend_less() {
+        let workload = "synthetic:clustered,n=512,d=8".parse::<crate::Source>().unwrap().load().unwrap();
+        let methods = ["hyper", "top_k"].map(String::from).to_vec();
+        let selection = Choice { methods, ..Choice::default() }.resolve().unwrap();
+        let mut ws = Workspace::new(Schedule { threads: 1, ..Schedule::default() }).unwrap();
+        let settings =
+            compare::Settings { mask: Some(Mask::Causal), threads: 1, seeds: 1, ..Default::default() };
+        let stop = AtomicBool::new(false);
+        let budget = Budget::Keys(192.0);
+        let (chosen, methods) =
+            equalise(&workload, &selection, budget, &settings, &mut |_, _, _| (), &stop, &mut ws).unwrap();
+        let hyper = methods.iter().find(|m| m.method == "hyper").unwrap();
+        assert!(
+            hyper.within && hyper.switch.is_some_and(|(name, n)| name == "n_min" && n < 512),
+            "{hyper:?}"
+        );
+        let result = compare::compare(&workload, &chosen, &settings, &mut |_| (), &stop).unwrap();
+        let result = result.matched_to(compare::Matching { budget, methods });
+        let matching = result.matched.as_ref().unwrap();
+        // What was spent is what the run reports.
+        for m in &matching.methods {
+            let row = result.rows.iter().find(|r| r.method == m.method).unwrap();
+            assert_eq!(m.measured, Some(row.keys_visited as f64 / 512.0));
+        }
+        assert!(!matching.is_over("hyper") && matching.is_over("top_k"));
+        // What is over the budget heads nothing.
+        let table = result.table().text();
+        let names: Vec<&str> = table.lines().skip(1).filter_map(|l| l.split_whitespace().next()).collect();
+        assert_eq!(names.last(), Some(&"top_k"), "{table}");
+        assert!(!result.summary.iter().any(|s| s.method == "top_k" && s.front));
     }
 }

@@ -13,7 +13,6 @@
 //! read gives the bits of the one that was written. One made by another method or for other shapes is refused when a
 //! plan is made with it.
 
-use crate::trace::write_file;
 use crate::{Error, Result};
 use attlas::Calibration;
 use serde::{Deserialize, Serialize};
@@ -83,7 +82,7 @@ impl Calibrations {
     /// Writes a file, under a temporary name first.
     pub fn write(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string(self).map_err(|e| Error::writing(path, e.into()))?;
-        write_file(path, text.as_bytes())
+        crate::output::write(path, text.as_bytes())
     }
 
     /// Reads a file.

@@ -98,6 +98,10 @@ impl From<&Figures> for LayerRecord {
     }
 }
 
+/// Logits of a written folder may differ from those of the model in memory by this share of the largest one. Rounding in
+/// single precision, the norms of latents that the format adds included, stays an order of magnitude below.
+const WRITTEN_TOLERANCE: f64 = 2e-3;
+
 /// A conversion with everything that was measured.
 #[derive(Clone, Debug, Serialize)]
 pub struct Record {
@@ -217,9 +221,15 @@ impl Proof {
         Ok(Self { tokens, logits: values.chunks(n).map(hex).collect(), ids, values })
     }
 
-    fn diff(&self, other: &Self) -> f64 {
+    /// The largest difference of a logit in what was written; an error if it is more than rounding.
+    fn agrees(&self, written: &Self) -> Result<f64> {
+        // Kept as it is where it is no number, which `max` would drop.
+        let larger = |most: f64, x: f64| if most >= x || most.is_nan() { most } else { x };
         let gap = |(a, b): (&f32, &f32)| f64::from(a - b).abs();
-        self.values.iter().zip(&other.values).map(gap).fold(0.0, f64::max)
+        let found = self.values.iter().zip(&written.values).map(gap).fold(0.0, larger);
+        let largest = self.values.iter().map(|x| f64::from(x.abs())).fold(1.0, f64::max);
+        let allowed = WRITTEN_TOLERANCE * largest;
+        if found <= allowed { Ok(found) } else { Err(Error::WrittenDiffers { found, allowed }) }
     }
 }
 
@@ -353,6 +363,10 @@ pub fn convert(
     let mut told = |done: usize, all: usize| progress("as written", done, all);
     let written = reference.against(&reopened, &threads, &mut told, stop)?;
     let proof = Proof::new(&reopened, checked, &threads)?;
+    let written_diff = match final_model {
+        Some(memory) => memory.agrees(&proof)?,
+        None => f64::NAN,
+    };
     let probe = &checked[..FEWEST];
     let record = Record {
         producer: format!("attlas {}", env!("CARGO_PKG_VERSION")),
@@ -364,7 +378,7 @@ pub fn convert(
         calibration_tokens: calibration.len(),
         stages: records,
         written,
-        written_diff: final_model.map_or(f64::NAN, |p| p.diff(&proof)),
+        written_diff,
         layers: latents.figures.iter().map(LayerRecord::from).collect(),
         cache_bytes_before: cache_bytes(model, probe, &threads)?,
         cache_bytes_after: cache_bytes(&reopened, probe, &threads)?,
@@ -461,4 +475,25 @@ pub fn model_files(path: &Path) -> Result<Vec<(String, String)>> {
         Ok((name, crate::hash::sha256(source.bytes())))
     };
     files.into_iter().map(hashed).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_written_folder_that_differs_is_an_error() {
+        let proof = |values: &[f32]| Proof {
+            tokens: vec![0],
+            ids: vec![0, 1],
+            logits: Vec::new(),
+            values: values.to_vec(),
+        };
+        let memory = proof(&[20.0, -3.0]);
+        assert!(memory.agrees(&proof(&[20.01, -3.0])).unwrap() < 0.011);
+        for other in [[20.0, 0.26], [f32::NAN, -3.0], [20.0, f32::INFINITY]] {
+            let error = memory.agrees(&proof(&other)).unwrap_err();
+            assert!(matches!(error, Error::WrittenDiffers { .. }), "{error}");
+        }
+    }
 }

@@ -15,6 +15,17 @@ pub enum Error {
     /// A model could not be read or run.
     #[error(transparent)]
     Model(#[from] attlas_model::Error),
+    /// A folder that was written and does not hold the model that was to be written.
+    #[error(
+        "the written folder differs from the model in memory by {found:.3e} in a logit, where rounding explains {allowed:.1e}: \
+         nothing is kept; please report this model"
+    )]
+    WrittenDiffers {
+        /// The largest difference.
+        found: f64,
+        /// The largest that is accepted.
+        allowed: f64,
+    },
     /// A setting or argument that is not understood.
     #[error("{what}: expected {expected}, found {found}")]
     Argument {

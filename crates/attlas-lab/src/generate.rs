@@ -2,7 +2,7 @@
 
 use crate::run::timed;
 use crate::{Error, Result};
-use attlas::Schedule;
+use attlas::{Schedule, Status};
 use attlas_model::decoder::Observer;
 use attlas_model::sample::{Sampler, Sampling};
 use attlas_model::{Decoder, Model, Recipe, Rows};
@@ -46,6 +46,8 @@ pub struct Generated {
     pub seconds: f64,
     /// Bytes of the cache and of the states of streams at the end.
     pub cache_bytes: usize,
+    /// Whether the method's settings cover the prompt, so that exact attention read it under the method's name.
+    pub fell_back: bool,
 }
 
 /// Why a text ended.
@@ -64,21 +66,35 @@ pub enum Ended {
     Interrupted,
 }
 
-struct Stopper<'a>(&'a AtomicBool);
+/// Watches a prompt being read.
+struct Reading<'a> {
+    stop: &'a AtomicBool,
+    progress: &'a mut (dyn FnMut(usize, usize) + Send),
+    tokens: usize,
+    layers: usize,
+    hidden: usize,
+}
 
-impl Observer for Stopper<'_> {
+impl Observer for Reading<'_> {
     fn interrupted(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    fn entering(&mut self, layer: usize, first: usize, x: &[f32]) {
+        let chunk = x.len() / self.hidden.max(1);
+        (self.progress)(first + chunk * layer / self.layers.max(1), self.tokens);
     }
 }
 
 /// Continues `prompt_ids`. `show` is given the text as it grows, in pieces that are whole characters; text that may
-/// be the beginning of a stop text is held back until that is settled.
+/// be the beginning of a stop text is held back until that is settled. `progress` is told how many tokens of the prompt are
+/// read, and of how many.
 pub fn generate(
     model: &Arc<Model>,
     prompt_ids: &[u32],
     settings: &Settings,
     show: &mut dyn FnMut(&str),
+    progress: &mut (dyn FnMut(usize, usize) + Send),
     stop: &AtomicBool,
 ) -> Result<Generated> {
     if prompt_ids.is_empty() {
@@ -98,11 +114,16 @@ pub fn generate(
 
     let (mut hidden, mut logits) = (Vec::new(), vec![0.0; model.config.vocab]);
     let (first, prompt_seconds) = timed(|| {
-        decoder.forward_observed(prompt_ids, Rows::Last, &mut hidden, &mut Stopper(stop))?;
+        let (layers, width) = (model.config.n_layers, model.config.hidden);
+        let mut reading = Reading { stop, progress, tokens: prompt_ids.len(), layers, hidden: width };
+        decoder.forward_observed(prompt_ids, Rows::Last, &mut hidden, &mut reading)?;
+        progress(prompt_ids.len(), prompt_ids.len());
         decoder.logits_into(&hidden, &mut logits);
         Ok::<(), attlas_model::Error>(())
     });
     first?;
+    // In a recipe some heads may have fallen back and others not.
+    let fell_back = recipe.rules.is_empty() && decoder.info().status == Status::Exact;
     let mut ids = Vec::new();
     let mut text = Shown::default();
     let (ended, seconds) = timed(|| -> Result<Ended> {
@@ -125,7 +146,7 @@ pub fn generate(
             if ids.len() >= settings.max_tokens {
                 return Ok(Ended::MaxTokens);
             }
-            if decoder.len() + 1 > model.config.max_positions {
+            if decoder.len() + 1 > model.config.longest_context() {
                 return Ok(Ended::ContextFull);
             }
             decoder.next_logits(&[id], &mut logits)?;
@@ -143,6 +164,7 @@ pub fn generate(
         tokens_per_second: (steps > 0).then(|| steps as f64 / seconds),
         seconds: prompt_seconds + seconds,
         cache_bytes: decoder.cache_bytes(),
+        fell_back,
         ids,
     })
 }

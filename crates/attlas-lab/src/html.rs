@@ -1,7 +1,8 @@
 //! A comparison as one self-contained page: a plot of error against time, and the table. No script, no network.
 
-use crate::compare::{Comparison, Summary};
-use crate::table::{Table, number, seconds};
+use crate::compare::Comparison;
+use crate::table::{Table, count, number, seconds};
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// The page.
@@ -15,18 +16,25 @@ pub fn comparison(c: &Comparison) -> String {
     let refused = if refused.is_empty() { refused } else { format!("<h2>Refused</h2><ul>{refused}</ul>") };
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n<title>attlas: {source}</title>\n<style>{STYLE}</style>\
-         </head><body>\n<h1>Error against time</h1>\n<p>{source}; mask {mask}, {heads} heads, {threads} threads, {isa}, {seeds} \
-         seeds. Exact attention takes {exact}, {gflops} GF/s.</p>\n{plot}\n<p>Relative Frobenius error and seconds of set-up \
-         and run, all heads together, both axes logarithmic. The line joins the methods that no other beats in both; the \
-         dashed one is the time of exact attention.</p>\n<table>\n{rows}</table>\n<p>error: mean; sure: upper bound from exact \
+         </head><body>\n<h1>Error against time</h1>\n<p>{origin}</p>\n<p>Mask {mask}, {heads}, {threads}, {isa}, {seeds}. \
+         Exact attention takes {exact}, {gflops} GF/s.</p>\n<p><b>{verdict}</b> {fallbacks}</p>\n{plot}\n<p>{legend}</p>\n<p>Relative Frobenius error and seconds of set-up \
+         and run, all heads together, both axes logarithmic, an error of zero on the lowest line. The line joins what nothing \
+         beats in both, exact attention and the mean of the values included; the dashed one is the time of exact attention. \
+         Rings are methods whose settings cover everything at this length: they computed exact attention.</p>\n<table>\n{rows}</table>\n<p>error: mean; sure: upper bound from exact \
          attention on sampled rows; faster: exact over set-up and run; keys: share of scores computed; mean_v: the mean of \
          the visible values.</p>\n{refused}\n</body></html>\n",
         source = escape(&c.source),
         mask = c.mask,
-        heads = c.exact.heads.len(),
-        threads = c.threads,
+        origin = escape(&origin(&c.source, &c.metadata)),
+        heads = count(c.exact.heads.len(), "head"),
+        threads = count(c.threads, "thread"),
         isa = escape(&c.isa),
-        seeds = c.seeds,
+        seeds = count(c.seeds, "seed"),
+        verdict = escape(&c.verdict),
+        fallbacks = escape(&c.fallbacks().unwrap_or_default()),
+        legend = FAMILIES
+            .map(|f| format!("<span style=\"color:{}\">●</span> {}", colour(f), f.replace('_', " ")))
+            .join(" "),
         exact = seconds(c.exact.run_seconds),
         gflops = number(c.exact.gflops),
         plot = plot(c),
@@ -62,6 +70,8 @@ const MARGIN: f64 = 56.0;
 struct Axis {
     lo: f64,
     hi: f64,
+    /// The lowest power stands for zero.
+    zero: bool,
 }
 
 impl Axis {
@@ -69,10 +79,15 @@ impl Axis {
         let lo = values.clone().fold(f64::INFINITY, f64::min).log10().floor();
         let hi = values.fold(0.0, f64::max).log10().ceil();
         if lo.is_finite() && hi.is_finite() {
-            Self { lo, hi: hi.max(lo + 1.0) }
+            Self { lo, hi: hi.max(lo + 1.0), zero: false }
         } else {
-            Self { lo: -3.0, hi: 0.0 }
+            Self { lo: -3.0, hi: 0.0, zero: false }
         }
+    }
+
+    /// With one more power below, which stands for zero.
+    fn with_zero(self) -> Self {
+        Self { lo: self.lo - 1.0, zero: true, ..self }
     }
 
     /// 0 at the lower end, 1 at the upper.
@@ -81,21 +96,52 @@ impl Axis {
     }
 
     fn powers(&self) -> impl Iterator<Item = f64> {
-        (self.lo as i32..=self.hi as i32).map(|p| 10f64.powi(p))
+        let (lowest, zero) = (self.lo as i32, self.zero);
+        (lowest..=self.hi as i32).map(move |p| if zero && p == lowest { 0.0 } else { 10f64.powi(p) })
     }
 }
 
-/// Error against time for every method with a finite error above zero.
+/// One method, or exact attention, in the plot.
+struct Point<'a> {
+    name: &'a str,
+    family: &'a str,
+    /// Mean, smallest and largest.
+    error: [f64; 3],
+    seconds: f64,
+    front: bool,
+    /// Computed exact attention under its own name.
+    fell_back: bool,
+}
+
+/// Every method with a finite error, and exact attention, by time.
+fn points(c: &Comparison) -> Vec<Point<'_>> {
+    let exact = Point {
+        name: c.exact.method,
+        family: "exact",
+        error: [0.0; 3],
+        seconds: c.exact.run_seconds,
+        front: true,
+        fell_back: false,
+    };
+    let methods = c.summary.iter().filter(|s| s.rel_fro.mean.is_finite()).map(|s| Point {
+        name: s.method,
+        family: s.family,
+        error: [s.rel_fro.mean, s.rel_fro.lo, s.rel_fro.hi],
+        seconds: s.seconds(),
+        front: s.front,
+        fell_back: s.fell_back(),
+    });
+    let mut points: Vec<Point<'_>> =
+        std::iter::once(exact).chain(methods).filter(|p| p.seconds > 0.0).collect();
+    points.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    points
+}
+
+/// Error against time. Errors of zero, which have no logarithm, stand on a line of their own below the others.
 fn plot(c: &Comparison) -> String {
-    let time = |s: &Summary| s.setup_seconds + s.run_seconds;
-    let mut points: Vec<&Summary> = c
-        .summary
-        .iter()
-        .filter(|s| s.rel_fro.mean.is_finite() && s.rel_fro.mean > 0.0 && time(s) > 0.0)
-        .collect();
-    points.sort_by(|a, b| time(a).total_cmp(&time(b)));
-    let x = Axis::around(points.iter().map(|s| time(s)).chain([c.exact.run_seconds]));
-    let y = Axis::around(points.iter().map(|s| s.rel_fro.mean));
+    let points = points(c);
+    let x = Axis::around(points.iter().map(|p| p.seconds));
+    let y = Axis::around(points.iter().map(|p| p.error[0]).filter(|e| *e > 0.0)).with_zero();
     let at_x = |t: f64| MARGIN + x.place(t) * (WIDTH - 2.0 * MARGIN);
     let at_y = |e: f64| HEIGHT - MARGIN - y.place(e) * (HEIGHT - 2.0 * MARGIN);
     let mut svg =
@@ -116,13 +162,15 @@ fn plot(c: &Comparison) -> String {
     }
     for e in y.powers() {
         let py = at_y(e);
+        // The lowest line is zero.
+        let (label, dashes) = match e {
+            0.0 => ("0".into(), " stroke-dasharray=\"2 3\""),
+            e => (format!("{e:e}"), ""),
+        };
         let _ = write!(
             svg,
-            "<line x1=\"{left}\" y1=\"{py:.1}\" x2=\"{right}\" y2=\"{py:.1}\" stroke=\"#8883\"/>"
-        );
-        let _ = write!(
-            svg,
-            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{e:e}</text>",
+            "<line x1=\"{left}\" y1=\"{py:.1}\" x2=\"{right}\" y2=\"{py:.1}\" stroke=\"#8883\"{dashes}/>\
+             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{label}</text>",
             left - 6.0,
             py + 4.0
         );
@@ -130,46 +178,48 @@ fn plot(c: &Comparison) -> String {
     let px = at_x(c.exact.run_seconds);
     let _ = write!(
         svg,
-        "<line x1=\"{px:.1}\" y1=\"{top}\" x2=\"{px:.1}\" y2=\"{bottom}\" stroke=\"currentColor\" stroke-dasharray=\"4 4\"/>\
-         <text x=\"{px:.1}\" y=\"{:.1}\" text-anchor=\"middle\">exact</text>",
-        top - 6.0
+        "<line x1=\"{px:.1}\" y1=\"{top}\" x2=\"{px:.1}\" y2=\"{bottom}\" stroke=\"currentColor\" stroke-dasharray=\"4 4\"/>"
     );
-    let mut best = f64::INFINITY;
-    let mut front = Vec::new();
-    for s in points.iter().filter(|s| s.family != "baseline") {
-        if s.rel_fro.mean < best {
-            best = s.rel_fro.mean;
-            front.push(format!("{:.1},{:.1}", at_x(time(s)), at_y(s.rel_fro.mean)));
-        }
-    }
+    let front: Vec<String> = points
+        .iter()
+        .filter(|p| p.front)
+        .map(|p| format!("{:.1},{:.1}", at_x(p.seconds), at_y(p.error[0])))
+        .collect();
     let _ = write!(
         svg,
-        "<polyline points=\"{}\" fill=\"none\" stroke=\"#c60\" stroke-width=\"1.5\"/>",
+        "<polyline points=\"{}\" fill=\"none\" stroke=\"{FRONT}\" stroke-width=\"2\"/>",
         front.join(" ")
     );
     let mut labels = Labels::default();
-    for s in &points {
-        labels.avoid(at_x(time(s)), at_y(s.rel_fro.mean));
+    for p in &points {
+        labels.avoid(at_x(p.seconds), at_y(p.error[0]));
     }
-    for s in &points {
-        let (px, py) = (at_x(time(s)), at_y(s.rel_fro.mean));
-        let (lo, hi) = (at_y(s.rel_fro.lo.max(10f64.powf(y.lo))), at_y(s.rel_fro.hi));
-        let fill = colour(s.family);
-        let (tx, ty) = labels.place(px, py, s.method.len());
+    for p in &points {
+        let (px, py) = (at_x(p.seconds), at_y(p.error[0]));
+        let (lo, hi) = (at_y(p.error[1]), at_y(p.error[2]));
+        let colour = colour(p.family);
+        // A ring where exact attention was computed under another name.
+        let fill = if p.fell_back { "none" } else { colour };
+        let (tx, ty) = labels.place(px, py, p.name.len());
+        let told = if p.fell_back { "exact at this length".into() } else { number(p.error[0]) };
         let _ = write!(
             svg,
             "<g>\
-             <line x1=\"{px:.1}\" y1=\"{lo:.1}\" x2=\"{px:.1}\" y2=\"{hi:.1}\" stroke=\"{fill}\"/>\
-             <circle cx=\"{px:.1}\" cy=\"{py:.1}\" r=\"4\" fill=\"{fill}\"><title>{name}: {error}, {time}</title></circle>\
+             <line x1=\"{px:.1}\" y1=\"{lo:.1}\" x2=\"{px:.1}\" y2=\"{hi:.1}\" stroke=\"{colour}\"/>\
+             <circle cx=\"{px:.1}\" cy=\"{py:.1}\" r=\"4\" fill=\"{fill}\" stroke=\"{colour}\" stroke-width=\"1.5\">\
+             <title>{name}: {told}, {time}</title></circle>\
              <text x=\"{tx:.1}\" y=\"{ty:.1}\">{name}</text></g>",
-            name = escape(s.method),
-            error = number(s.rel_fro.mean),
-            time = seconds(time(s)),
+            name = escape(p.name),
+            time = seconds(p.seconds),
         );
     }
+    let heads = match c.exact.heads.len() {
+        1 => "one head".into(),
+        n => format!("all {n} heads together"),
+    };
     let _ = write!(
         svg,
-        "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">seconds per head, set-up included</text>\
+        "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">time of {heads}, set-up included</text>\
          <text transform=\"translate(14 {:.1}) rotate(-90)\" text-anchor=\"middle\">relative error (Frobenius)</text>",
         WIDTH / 2.0,
         HEIGHT - 8.0,
@@ -178,11 +228,14 @@ fn plot(c: &Comparison) -> String {
     svg + "</svg>"
 }
 
+/// The colour of the front: that of no family.
+const FRONT: &str = "#cc79a7";
+
 /// The plot alone, as a picture that stands for itself.
 pub fn picture(c: &Comparison) -> String {
     let style = "<style>text{font:11px system-ui,sans-serif;fill:#222}</style><rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>";
     let mut legend = String::new();
-    for (i, family) in ["exact", "clustering", "low_rank", "kernel", "baseline"].into_iter().enumerate() {
+    for (i, family) in FAMILIES.into_iter().enumerate() {
         let x = MARGIN + 110.0 * i as f64;
         let fill = colour(family);
         let _ = write!(
@@ -194,6 +247,22 @@ pub fn picture(c: &Comparison) -> String {
     let open = plot(c).replacen("<svg ", "<svg xmlns=\"http://www.w3.org/2000/svg\" color=\"#222\" ", 1);
     let body = open.find('>').map_or(0, |i| i + 1);
     format!("{}{style}{legend}{}\n", &open[..body], &open[body..])
+}
+
+const FAMILIES: [&str; 5] = ["exact", "clustering", "low_rank", "kernel", "baseline"];
+
+/// What a page was made from, with what and when: model and text, machine, version and date.
+pub(crate) fn origin(source: &str, metadata: &BTreeMap<String, String>) -> String {
+    let known = |key: &str| metadata.get(key).filter(|v| !v.is_empty() && !source.contains(v.as_str()));
+    let named = |key: &str| known(key).map(|v| format!(", {key} {v}")).unwrap_or_default();
+    format!(
+        "{source}{}{}; {}; attlas {}, {}",
+        named("model"),
+        named("text"),
+        crate::machine::processor(),
+        env!("CARGO_PKG_VERSION"),
+        crate::machine::date()
+    )
 }
 
 /// One colour for each family; told apart in print and by the colour-blind (Okabe and Ito's palette).
@@ -261,8 +330,14 @@ mod tests {
         let page = comparison(&c);
         assert!(page.starts_with("<!doctype html>") && page.ends_with("</html>\n"));
         assert!(page.contains("<td>sink_window</td>") && page.contains("<td>top_k</td>"));
-        // top_k has an error and is a point; sink_window covers everything, is exact, and has no place on a log axis.
+        // top_k has an error; sink_window covers everything, is exact, and stands on the line of zero as exact attention does.
         assert!(page.contains("<title>top_k: ") && page.contains("<title>mean_v: "));
+        assert!(
+            page.contains("<title>sink_window: exact at this length") && page.contains("<title>exact: 0, ")
+        );
+        assert!(page.contains("time of one head, set-up included") && page.contains(&c.verdict));
+        assert!(page.contains(concat!("attlas ", env!("CARGO_PKG_VERSION"))), "what made it");
+        assert!(!FAMILIES.iter().any(|f| colour(f) == FRONT));
         assert!(!page.contains("http") && !page.contains("<script"));
     }
 
@@ -282,6 +357,8 @@ mod tests {
         let a = Axis::around([0.02, 0.5].into_iter());
         assert_eq!((a.lo, a.hi, a.powers().count()), (-2.0, 0.0, 3));
         assert_eq!((a.place(0.01), a.place(1.0), a.place(0.1)), (0.0, 1.0, 0.5));
+        let b = a.with_zero();
+        assert_eq!((b.place(0.0), b.powers().next(), b.powers().count()), (0.0, Some(0.0), 4));
         let empty = Axis::around(std::iter::empty());
         assert!(empty.lo < empty.hi);
     }

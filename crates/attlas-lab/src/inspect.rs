@@ -5,10 +5,10 @@
 //! are still reported.
 
 use crate::figures::{Cell, heat_image, layer_map, named_spectra, spectra_lines};
-use crate::html::{STYLE, escape, table_rows};
+use crate::html::{STYLE, escape, origin, table_rows};
 use crate::run::timed;
 use crate::source::Workload;
-use crate::table::{Table, number, percent, raw, seconds};
+use crate::table::{Table, count, number, percent, raw, seconds};
 use crate::{Error, Result};
 use attlas::diagnostics::{self, AtLeast, Head, HeadReport};
 use attlas::{Mask, Schedule, Workspace};
@@ -146,6 +146,11 @@ fn rank(r: AtLeast) -> String {
     format!("{}{}", if r.open { ">" } else { "" }, r.value)
 }
 
+/// A figure and how it is written.
+fn with(show: fn(f64) -> String, x: f64) -> (f64, String) {
+    (x, show(x))
+}
+
 /// Share of weights below a hundredth of their row's largest.
 fn sparsity(r: &HeadReport) -> f64 {
     r.weights.below[1].1
@@ -205,6 +210,7 @@ impl Inspection {
             "rank_qk",
             "rank_scores",
             "rank_weights",
+            "rank_scores_is_lower_bound",
             "rank_weights_is_lower_bound",
             "stable_rank_scores",
             "stable_rank_weights",
@@ -238,7 +244,7 @@ impl Inspection {
                 r.d.to_string(),
             ];
             row.extend(named_spectra(&r.spectra).map(|(_, _, s)| s.variance_rank.value.to_string()));
-            row.push(r.spectra.weights.variance_rank.open.to_string());
+            row.extend([&r.spectra.scores, &r.spectra.weights].map(|s| s.variance_rank.open.to_string()));
             row.extend([r.spectra.scores.stable_rank, r.spectra.weights.stable_rank].map(raw));
             row.extend(r.weights.keys_for_mass.map(|m| raw(m.keys.mean)));
             row.extend(r.weights.mass_of_top.map(|t| raw(t.mass.mean)));
@@ -260,38 +266,46 @@ impl Inspection {
             "Q to P: singular values that hold {} of the sum of squares, of Q, K, V, QK^T, A = exp(scores) and P = A\n\
              with rows that sum to one; > where only leading ones were computed; stable: squared Frobenius over\n\
              squared spectral norm of P; keys: that hold 90% of a row, mean; entropy: of rows, nats, mean; sparse:\n\
-             weights below 1% of their row's largest; sink: key with a mean weight above {}, with that weight",
+             weights below 1% of their row's largest; sink: key that half of its rows or more give over {} times a\n\
+             uniform weight, with its mean weight",
             percent(s.share),
             s.sink
         )
     }
 
+    /// How many heads have a sink at their first key, and what that is.
+    pub fn sinks_said(&self) -> String {
+        format!(
+            "{} have a sink at their first key (half of the rows: over {} x uniform)",
+            percent(self.first_key_sinks),
+            self.settings.sink
+        )
+    }
+
     /// Figures over layers and heads, each with its name.
     fn maps(&self) -> Vec<(&'static str, String)> {
-        let figures: [(&'static str, fn(&HeadReport) -> f64, fn(f64) -> String); 6] = [
-            ("rank of Z⁻¹A at 90 %", |r| r.spectra.weights.variance_rank.value as f64, number),
-            ("stable rank of Z⁻¹A", |r| r.spectra.weights.stable_rank, number),
-            ("keys that hold 90 % of a row", keys_for_most, number),
-            ("entropy of rows, nats", |r| r.weights.entropy.mean, number),
-            ("weights below 1 % of their row's largest", sparsity, percent),
-            (
-                "mean weight of the first key",
-                |r| r.weights.mean_weight.first().copied().unwrap_or(0.0),
-                percent,
-            ),
+        type Shown = (f64, String);
+        let figures: [(&'static str, fn(&HeadReport) -> Shown); 6] = [
+            ("rank of Z⁻¹A at 90 %", |r| {
+                let found = r.spectra.weights.variance_rank;
+                (found.value as f64, rank(found))
+            }),
+            ("stable rank of Z⁻¹A", |r| with(number, r.spectra.weights.stable_rank)),
+            ("keys that hold 90 % of a row", |r| with(number, keys_for_most(r))),
+            ("entropy of rows, nats", |r| with(number, r.weights.entropy.mean)),
+            ("weights below 1 % of their row's largest", |r| with(percent, sparsity(r))),
+            ("mean weight of the first key", |r| {
+                with(percent, r.weights.mean_weight.first().copied().unwrap_or(0.0))
+            }),
         ];
-        let cells = |value: fn(&HeadReport) -> f64, show: fn(f64) -> String| -> Vec<Cell> {
-            self.heads
-                .iter()
-                .map(|h| Cell {
-                    layer: h.layer.unwrap_or(0),
-                    head: h.head,
-                    value: value(&h.report),
-                    label: show(value(&h.report)),
-                })
-                .collect()
+        let cells = |figure: fn(&HeadReport) -> Shown| -> Vec<Cell> {
+            let cell = |h: &Inspected| {
+                let (value, label) = figure(&h.report);
+                Cell { layer: h.layer.unwrap_or(0), head: h.head, value, label }
+            };
+            self.heads.iter().map(cell).collect()
         };
-        figures.into_iter().map(|(name, value, show)| (name, layer_map(name, &cells(value, show)))).collect()
+        figures.into_iter().map(|(name, figure)| (name, layer_map(name, &cells(figure)))).collect()
     }
 
     /// Patterns and spectra of every head as a picture that stands for itself.
@@ -352,13 +366,14 @@ impl Inspection {
             "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
              <meta name=\"viewport\" content=\"width=device-width\">\n<title>attlas: inside {source}</title>\n\
              <style>{STYLE}{MAP_STYLE}</style></head><body>\n<h1>Inside the heads</h1>\n\
-             <p>{source}; mask {mask}, {heads} heads. {sinks} of them have a sink at their first key.</p>\n\
+             <p>{origin}</p>\n<p>Mask {mask}, {heads}. {sinks}.</p>\n\
              <h2>Layers and heads</h2><div class=\"maps\">{maps}</div>\n<h2>Figures</h2>\n<table>\n{rows}</table>\n\
              <p>{legend}</p>\n<h2>Mass of the largest weights of a row</h2>\n<table>\n{masses}</table>\n{skipped}<h2>Patterns and spectra</h2>\n<p>{caption}</p>\n{sections}</body></html>\n",
             source = escape(&self.source),
             mask = self.mask,
-            heads = self.heads.len(),
-            sinks = percent(self.first_key_sinks),
+            origin = escape(&origin(&self.source, &self.metadata)),
+            heads = count(self.heads.len(), "head"),
+            sinks = escape(&self.sinks_said()),
             rows = table_rows(&self.table()),
             legend = escape(&self.legend()),
             masses = table_rows(&self.mass_table()),
@@ -473,6 +488,21 @@ mod tests {
         let (a, b) = (&dense.heads[0].report.spectra.weights, &free.heads[0].report.spectra.weights);
         assert!(a.complete && !b.complete && b.values.len() == 12);
         assert!((a.values[0] / b.values[0] - 1.0).abs() < 1e-6, "{} {}", a.values[0], b.values[0]);
+    }
+
+    #[test]
+    fn a_rank_of_which_only_a_lower_bound_is_known_says_so_wherever_it_stands() {
+        let figures = diagnostics::Settings { dense_limit: 20, rank: 3, ..Default::default() };
+        let found =
+            look("synthetic:gaussian,n=80,d=8", &Settings { figures, ..Settings::default() }).unwrap();
+        assert!(found.heads[0].report.spectra.weights.variance_rank.open);
+        let (name, map) = &found.maps()[0];
+        assert!(name.starts_with("rank") && map.contains("&gt;3"), "{map}");
+        assert!(found.table().text().contains(">3"));
+        let csv = found.csv_table().csv();
+        assert!(
+            csv.lines().next().unwrap().contains("rank_scores_is_lower_bound,rank_weights_is_lower_bound")
+        );
     }
 
     #[test]

@@ -104,6 +104,20 @@ impl Machine {
     }
 }
 
+/// A machine in one line: processor, platform, processors, instruction set and threads in use.
+pub fn name(ws: &Workspace) -> String {
+    let schedule = ws.schedule();
+    format!(
+        "{}, {} {}, {} processors, {}, {} threads",
+        cpu_name(),
+        std::env::consts::ARCH,
+        std::env::consts::OS,
+        std::thread::available_parallelism().map_or(1, usize::from),
+        schedule.isa,
+        schedule.threads
+    )
+}
+
 /// The greatest of several measurements.
 fn best(mut rate: impl FnMut() -> f64) -> f64 {
     (0..BURSTS).map(|_| rate()).fold(0.0, f64::max)
@@ -168,6 +182,30 @@ fn sum_of_bits(x: &[f32]) -> u32 {
     x.iter().fold(0, |sum, v| sum.wrapping_add(v.to_bits()))
 }
 
+/// The processor and the platform, for the head of a page.
+pub fn processor() -> String {
+    format!("{} ({} {})", cpu_name(), std::env::consts::ARCH, std::env::consts::OS)
+}
+
+/// The day, as `2026-01-31`, in universal time.
+pub fn date() -> String {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let (year, month, day) = civil(now.map_or(0, |d| d.as_secs() / 86400));
+    format!("{year:04}-{month:02}-{day:02}")
+}
+
+/// Year, month and day of a number of days after 1970-01-01, by eras of 400 years that begin in March.
+fn civil(days: u64) -> (u64, u64, u64) {
+    let days = days + 719_468;
+    let (era, of_era) = (days / 146_097, days % 146_097);
+    let year = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year + year / 4 - year / 100);
+    let shifted = (5 * of_year + 2) / 153;
+    let day = of_year - (153 * shifted + 2) / 5 + 1;
+    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
+    (era * 400 + year + u64::from(month <= 2), month, day)
+}
+
 /// What the processor calls itself, where the system tells.
 fn cpu_name() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -187,6 +225,16 @@ mod tests {
         assert!(m.fma_gflops.is_none_or(|g| g > 0.0 && g < 400.0), "{m:?}");
         assert!(m.read_gbs > 0.0 && m.scattered_gbs > 0.0 && m.copy_gbs > 0.0, "{m:?}");
         assert_eq!(m.threads, 1);
+    }
+
+    #[test]
+    fn days_are_dates() {
+        for (days, date) in
+            [(0, (1970, 1, 1)), (11_016, (2000, 2, 29)), (20_454, (2026, 1, 1)), (20_819, (2027, 1, 1))]
+        {
+            assert_eq!(civil(days), date);
+        }
+        assert!(date().starts_with("20") && date().len() == 10);
     }
 
     #[test]

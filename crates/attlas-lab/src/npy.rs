@@ -6,62 +6,115 @@
 //!
 //! Reference: NumPy, `numpy.lib.format`.
 
+use attlas::Real;
+
 /// Shape and elements, rows one after another.
 #[derive(Debug, PartialEq)]
-pub(crate) struct Npy {
+pub(crate) struct Npy<T> {
     pub(crate) shape: Vec<usize>,
-    pub(crate) data: Vec<f32>,
+    pub(crate) data: Vec<T>,
 }
 
-/// Reads a whole file, or says what is wrong with it.
-pub(crate) fn parse(bytes: &[u8]) -> Result<Npy, String> {
-    let rest = bytes.strip_prefix(b"\x93NUMPY").ok_or("the first bytes are not \\x93NUMPY")?;
-    let (version, rest) = rest.split_first_chunk::<2>().ok_or("the file ends in its version")?;
-    let (len, rest) = match version[0] {
-        1 => rest.split_first_chunk::<2>().map(|(n, rest)| (u16::from_le_bytes(*n) as usize, rest)),
-        2 | 3 => rest.split_first_chunk::<4>().map(|(n, rest)| (u32::from_le_bytes(*n) as usize, rest)),
-        other => return Err(format!("version {other} is not known; 1, 2 and 3 are")),
-    }
-    .ok_or("the file ends in the length of its header")?;
-    let (header, elements) = rest
-        .split_at_checked(len)
-        .ok_or_else(|| format!("a header of {len} bytes, but {} are left", rest.len()))?;
-    let header = std::str::from_utf8(header).map_err(|_| "the header is no text")?;
+/// What a header says.
+#[derive(Debug)]
+pub(crate) struct Header {
+    shape: Vec<usize>,
+    big_endian: bool,
+    /// Bytes of an element.
+    width: usize,
+    /// Bytes of everything before the elements.
+    start: usize,
+}
 
-    let kind = quoted(value(header, "descr")?).ok_or("descr is no text: only plain numbers are read")?;
-    let (big, width) = match kind {
-        "<f4" | "=f4" => (false, 4),
-        "<f8" | "=f8" => (false, 8),
-        ">f4" => (true, 4),
-        ">f8" => (true, 8),
-        other => return Err(format!("elements of type {other}; f4 and f8 are read")),
-    };
-    let shape = numbers(value(header, "shape")?)?;
-    match value(header, "fortran_order")? {
-        text if text.starts_with("False") => {}
-        // With one axis both orders are the same.
-        text if text.starts_with("True") && shape.iter().filter(|&&n| n > 1).count() <= 1 => {}
-        text if text.starts_with("True") => {
-            return Err("columns are stored one after another; rows are expected (C order)".into());
+/// Longest header that is read, as in NumPy.
+const MAX_HEADER: usize = 10_000;
+
+impl Header {
+    /// Reads it from `input`, and not a byte more.
+    pub(crate) fn read(input: &mut impl std::io::Read) -> Result<Self, String> {
+        let mut take = |bytes: &mut [u8], what: &str| {
+            input.read_exact(bytes).map_err(|_| format!("the file ends in {what}"))
+        };
+        let mut first = [0; 8];
+        take(&mut first, "its first bytes")?;
+        if first[..6] != *b"\x93NUMPY" {
+            return Err("the first bytes are not \\x93NUMPY".into());
         }
-        _ => return Err("fortran_order is neither True nor False".into()),
-    }
-    let count = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
-    match count.and_then(|n| n.checked_mul(width)) {
-        Some(needed) if needed == elements.len() => {}
-        Some(needed) if needed < elements.len() => {
-            return Err(format!("{} bytes after the last element of {shape:?}", elements.len() - needed));
+        let (len, start) = match first[6] {
+            1 => {
+                let mut n = [0; 2];
+                take(&mut n, "the length of its header")?;
+                (u16::from_le_bytes(n) as usize, 10)
+            }
+            2 | 3 => {
+                let mut n = [0; 4];
+                take(&mut n, "the length of its header")?;
+                (u32::from_le_bytes(n) as usize, 12)
+            }
+            other => return Err(format!("version {other} is not known; 1, 2 and 3 are")),
+        };
+        if len > MAX_HEADER {
+            return Err(format!("a header of {len} bytes; at most {MAX_HEADER} are read"));
         }
-        _ => return Err(format!("{} bytes of elements do not fill {shape:?}", elements.len())),
+        let mut header = vec![0; len];
+        take(&mut header, "its header")?;
+        let header = std::str::from_utf8(&header).map_err(|_| "the header is no text")?;
+
+        let kind = quoted(value(header, "descr")?).ok_or("descr is no text: only plain numbers are read")?;
+        let (big_endian, width) = match kind {
+            "<f4" | "=f4" => (false, 4),
+            "<f8" | "=f8" => (false, 8),
+            ">f4" => (true, 4),
+            ">f8" => (true, 8),
+            other => return Err(format!("elements of type {other:?}; f4 and f8 are read")),
+        };
+        let shape = numbers(value(header, "shape")?)?;
+        match value(header, "fortran_order")? {
+            text if text.starts_with("False") => {}
+            // With one axis both orders are the same.
+            text if text.starts_with("True") && shape.iter().filter(|&&n| n > 1).count() <= 1 => {}
+            text if text.starts_with("True") => {
+                return Err("columns are stored one after another; rows are expected (C order)".into());
+            }
+            _ => return Err("fortran_order is neither True nor False".into()),
+        }
+        Ok(Self { shape, big_endian, width, start: start + len })
     }
-    let data = if width == 4 {
-        let read = if big { f32::from_be_bytes } else { f32::from_le_bytes };
-        elements.as_chunks::<4>().0.iter().map(|b| read(*b)).collect()
-    } else {
-        let read = if big { f64::from_be_bytes } else { f64::from_le_bytes };
-        elements.as_chunks::<8>().0.iter().map(|b| read(*b) as f32).collect()
-    };
-    Ok(Npy { shape, data })
+
+    /// Bytes of the whole file, if they can be counted.
+    pub(crate) fn file_bytes(&self) -> Option<usize> {
+        let count = self.shape.iter().try_fold(self.width, |n, &d| n.checked_mul(d));
+        count.and_then(|n| n.checked_add(self.start))
+    }
+
+    /// The array of these elements.
+    pub(crate) fn array<T: Real>(self, elements: &[u8]) -> Result<Npy<T>, String> {
+        let Self { shape, big_endian, width, start } = self;
+        let count =
+            shape.iter().try_fold(width, |n, &d| n.checked_mul(d)).filter(|n| n.checked_add(start).is_some());
+        match count {
+            Some(needed) if needed == elements.len() => {}
+            Some(needed) if needed < elements.len() => {
+                return Err(format!("{} bytes after the last element of {shape:?}", elements.len() - needed));
+            }
+            _ => return Err(format!("{} bytes of elements do not fill {shape:?}", elements.len())),
+        }
+        let data = if width == 4 {
+            let read = if big_endian { f32::from_be_bytes } else { f32::from_le_bytes };
+            elements.as_chunks::<4>().0.iter().map(|b| T::from_f64(f64::from(read(*b)))).collect()
+        } else {
+            let read = if big_endian { f64::from_be_bytes } else { f64::from_le_bytes };
+            elements.as_chunks::<8>().0.iter().map(|b| T::from_f64(read(*b))).collect()
+        };
+        Ok(Npy { shape, data })
+    }
+}
+
+/// Reads a whole file in the element type `T`, or says what is wrong with it.
+pub(crate) fn parse<T: Real>(bytes: &[u8]) -> Result<Npy<T>, String> {
+    let mut rest = bytes;
+    let header = Header::read(&mut rest)?;
+    header.array(rest)
 }
 
 /// What follows `'key':` in the header.
@@ -92,7 +145,11 @@ fn numbers(text: &str) -> Result<Vec<usize>, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{Npy, parse as parse_as};
+
+    fn parse(bytes: &[u8]) -> Result<Npy<f32>, String> {
+        parse_as(bytes)
+    }
 
     fn file(header: &str, data: &[u8]) -> Vec<u8> {
         let mut out = b"\x93NUMPY\x01\x00".to_vec();

@@ -5,13 +5,15 @@
 
 use crate::extract::bos;
 use crate::run::timed;
+use crate::task::{self, Task};
 use crate::text::Text;
 use crate::{Error, Result};
-use attlas::{Options, Schedule, Workspace};
+use attlas::{Options, Schedule, Status, Workspace};
 use attlas_model::decoder::{LOGIT_ROWS, Observer};
 use attlas_model::perplexity::{Divergence, Perplexity, Protocol, Window, nll};
 use attlas_model::{Decoder, Model, Recipe, Rows};
 use serde::Serialize;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -23,6 +25,11 @@ pub struct Settings {
     /// Put the token for the beginning of a text at the start of every window. With [`Protocol::SecondHalf`]
     /// it replaces the first token; otherwise a window holds one token of the text less.
     pub bos: bool,
+    /// Build a prompt that needs far keys from the text and score only the tokens that need them; the protocol
+    /// then gives the length of the prompt alone.
+    pub task: Option<Task>,
+    /// Seed of the task's words and numbers.
+    pub seed: u64,
     /// What attends; exact attention where absent.
     pub recipe: Option<Recipe>,
     /// Threads; 0 takes as many as the machine offers.
@@ -40,8 +47,11 @@ pub struct Record {
     pub tokens: usize,
     /// Tokens that were scored.
     pub scored: u64,
-    /// `strided`, `llamacpp` or `windows`.
+    /// `strided`, `llamacpp` or `windows`; `task` where a task made the prompt.
     pub protocol: &'static str,
+    /// The task whose answers were scored.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub task: Option<Task>,
     /// Tokens of a window.
     pub context: usize,
     /// Tokens from the start of a window to the start of the next.
@@ -104,6 +114,9 @@ pub struct AgainstExact {
     pub exact_seconds: f64,
     /// Share of the scores of exact attention that were computed.
     pub keys_share: f64,
+    /// Whether the method's settings cover everything at this length, so that exact attention was computed under its
+    /// name and every prediction is the same to the bit.
+    pub fell_back: bool,
 }
 
 /// Runs the model over the text. `progress` is told tokens done, tokens in all, and the perplexity so far.
@@ -116,25 +129,34 @@ pub fn perplexity(
 ) -> Result<Record> {
     let n = text.tokens.len();
     let bos = if settings.bos { Some(bos(model)?) } else { None };
-    let (windows, name, context, stride) = windows(settings.protocol, n, bos.is_some())?;
+    let prompt = match settings.task {
+        Some(task) => Some(task_prompt(task, model, text, settings)?),
+        None => None,
+    };
+    let source = prompt.as_ref().map_or(&text.tokens, |p| &p.tokens);
+    let (windows, name, context, stride) = match &prompt {
+        Some(p) => (vec![(0..source.len(), p.targets.clone())], "task", source.len(), source.len()),
+        None => {
+            let (windows, name, context, stride) = windows(settings.protocol, n, bos.is_some())?;
+            let cut = windows.into_iter().map(|w| (w.tokens, vec![w.targets])).collect();
+            (cut, name, context, stride)
+        }
+    };
     let threads = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let recipe = settings.recipe.clone().unwrap_or_default();
     let is_exact = settings.recipe.as_ref().is_none_or(|r| *r == Recipe::default());
     let mut subject = Runner::new(model, &recipe, &threads)?;
     let mut exact = if is_exact { None } else { Some(Runner::new(model, &Recipe::default(), &threads)?) };
     let mut divergence = Divergence::default();
-    let total: usize = windows.iter().map(|w| w.tokens.len()).sum();
+    let total: usize = windows.iter().map(|(tokens, _)| tokens.len()).sum();
     let (mut done, mut finished, mut run, mut interrupted) = (0, 0, 0, false);
     let mut tokens = Vec::new();
-    for window in &windows {
+    for (window, targets) in &windows {
         tokens.clear();
-        let replace = matches!(settings.protocol, Protocol::SecondHalf { .. });
+        let replace = prompt.is_none() && matches!(settings.protocol, Protocol::SecondHalf { .. });
         tokens.extend(bos);
-        tokens
-            .extend_from_slice(&text.tokens[window.tokens.clone()][usize::from(replace && bos.is_some())..]);
-        let targets = &text.tokens[window.targets.clone()];
-        // Row of the state that predicts the first target.
-        let first = window.targets.start - window.tokens.start - 1 + usize::from(bos.is_some() && !replace);
+        tokens.extend_from_slice(&source[window.clone()][usize::from(replace && bos.is_some())..]);
+        let shift = usize::from(bos.is_some() && !replace);
         let outcome = (|| {
             subject.run(&tokens, stop)?;
             if let Some(exact) = &mut exact {
@@ -149,8 +171,10 @@ pub fn perplexity(
             }
             other => other?,
         }
-        for (i, targets) in targets.chunks(LOGIT_ROWS).enumerate() {
-            let rows = first + i * LOGIT_ROWS;
+        for target in chunks(targets, LOGIT_ROWS) {
+            // Row of the state that predicts the first target.
+            let rows = target.start - window.start - 1 + shift;
+            let targets = &source[target];
             subject.score(rows, targets);
             if let Some(exact) = &mut exact {
                 exact.score(rows, targets);
@@ -159,7 +183,7 @@ pub fn perplexity(
                 pairs.zip(targets).for_each(|((p, q), &t)| divergence.push(p, q, t));
             }
         }
-        done += window.tokens.len();
+        done += window.len();
         run += tokens.len();
         finished += 1;
         progress(done, total, subject.sum.perplexity());
@@ -186,6 +210,9 @@ pub fn perplexity(
         delta_p_rms: divergence.delta_p().root_mean_square(),
         exact_seconds: exact.seconds,
         keys_share: subject.keys as f64 / (exact.keys as f64).max(1.0),
+        fell_back: subject.status == Status::Exact
+            && divergence.kl_quantile(1.0).is_some_and(|kl| kl == 0.0)
+            && divergence.delta_p().root_mean_square() == 0.0,
     });
     Ok(Record {
         text: text.source.clone(),
@@ -193,6 +220,7 @@ pub fn perplexity(
         tokens: n,
         scored: subject.sum.count(),
         protocol: name,
+        task: settings.task,
         context,
         stride,
         bos: bos.is_some(),
@@ -210,6 +238,18 @@ pub fn perplexity(
     })
 }
 
+/// The prompt of a task, as long as a window of the protocol.
+fn task_prompt(task: Task, model: &Model, text: &Text, settings: &Settings) -> Result<task::Prompt> {
+    let (Protocol::Strided { window, .. } | Protocol::SecondHalf { window } | Protocol::Disjoint { window }) =
+        settings.protocol;
+    task::prompt(task, &model.tokenizer, text, window - usize::from(settings.bos).min(window), settings.seed)
+}
+
+/// The ranges cut into pieces of at most `len`.
+fn chunks(ranges: &[Range<usize>], len: usize) -> impl Iterator<Item = Range<usize>> {
+    ranges.iter().flat_map(move |r| r.clone().step_by(len).map(move |at| at..r.end.min(at + len)))
+}
+
 /// The windows, the protocol's name, and the sizes that are reported.
 fn windows(protocol: Protocol, n: usize, bos: bool) -> Result<(Vec<Window>, &'static str, usize, usize)> {
     // A token at the start takes the place of one of the text.
@@ -217,11 +257,21 @@ fn windows(protocol: Protocol, n: usize, bos: bool) -> Result<(Vec<Window>, &'st
     let (name, context, stride, cut) = match protocol {
         Protocol::Strided { window, stride } => {
             let inside = window.saturating_sub(less);
-            ("strided", window, stride, Protocol::Strided { window: inside, stride: stride.min(inside) })
+            if stride == 0 || stride > window {
+                return Err(Error::argument(
+                    "the stride",
+                    format!("1 to {window}, the tokens of a window"),
+                    stride,
+                ));
+            }
+            // Windows without overlap have one token of the text less each.
+            let stride = stride.min(inside);
+            ("strided", window, stride, Protocol::Strided { window: inside, stride })
         }
         Protocol::SecondHalf { window } => ("llamacpp", window, window, protocol),
         Protocol::Disjoint { window } => {
-            ("windows", window, window, Protocol::Disjoint { window: window.saturating_sub(less) })
+            let inside = window.saturating_sub(less);
+            ("windows", window, inside, Protocol::Disjoint { window: inside })
         }
     };
     Ok((cut.windows(n)?, name, context, stride))
@@ -235,6 +285,7 @@ struct Runner {
     sum: Perplexity,
     seconds: f64,
     keys: u64,
+    status: Status,
 }
 
 struct Stopper<'a>(&'a AtomicBool);
@@ -255,6 +306,7 @@ impl Runner {
             sum: Perplexity::default(),
             seconds: 0.0,
             keys: 0,
+            status: Status::default(),
         })
     }
 
@@ -265,6 +317,7 @@ impl Runner {
             timed(|| decoder.forward_observed(tokens, Rows::All, hidden, &mut Stopper(stop)));
         self.seconds += seconds;
         self.keys += self.decoder.info().keys_visited;
+        self.status = self.status.max(self.decoder.info().status);
         result
     }
 
@@ -277,5 +330,34 @@ impl Runner {
         self.seconds += seconds;
         let sum = &mut self.sum;
         self.logits.chunks(vocab).zip(targets).for_each(|(logits, &t)| sum.push(nll(logits, t)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_stride_that_runs_is_the_one_reported() {
+        let strided = |window, stride, bos| windows(Protocol::Strided { window, stride }, 100, bos);
+        let found = |r: Result<(Vec<Window>, &'static str, usize, usize)>| {
+            let (windows, _, context, stride) = r.unwrap();
+            (windows[1].tokens.start - windows[0].tokens.start, context, stride)
+        };
+        assert_eq!(found(strided(20, 5, false)), (5, 20, 5));
+        assert_eq!(found(strided(20, 20, true)), (19, 20, 19));
+        assert_eq!(found(windows(Protocol::Disjoint { window: 20 }, 100, true)), (19, 20, 19));
+        for stride in [0, 21, 9999] {
+            let message = strided(20, stride, false).unwrap_err().to_string();
+            assert!(message.contains("1 to 20"), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_protocol_that_scores_nothing_is_refused() {
+        let message = windows(Protocol::SecondHalf { window: 2 }, 100, false).unwrap_err().to_string();
+        assert!(message.contains("3 or more"), "{message}");
+        let (found, ..) = windows(Protocol::SecondHalf { window: 3 }, 100, false).unwrap();
+        assert!(found.iter().all(|w| w.targets.len() == 1));
     }
 }

@@ -55,8 +55,12 @@ impl Choice {
             .filter(|m| *m != "all")
             .map(|id| Ok(registry::method(id)?))
             .collect::<Result<_>>()?;
+        // A setting `near.…` without an id is that of every method but the baseline and the oracles.
+        let (near, named_settings): (Vec<&String>, Vec<&String>) =
+            self.set.iter().partition(|s| s.starts_with(attlas::near::PREFIX));
+        let near: Vec<(&str, &str)> = near.iter().map(|s| parse_near(s)).collect::<Result<_>>()?;
         let settings: Vec<(&'static Method, &str, &str)> =
-            self.set.iter().map(|s| parse_setting(s)).collect::<Result<_>>()?;
+            named_settings.iter().map(|s| parse_setting(s)).collect::<Result<_>>()?;
         let family = self.family.as_deref().map(family).transpose()?;
         let mut selection = Selection::new();
         for method in registry::METHODS {
@@ -69,6 +73,9 @@ impl Choice {
                 continue;
             }
             let mut options = Options::new();
+            if !is(exact) && !method.claims.oracle {
+                near.iter().for_each(|(name, value)| options.set(name, *value));
+            }
             for (_, name, value) in settings.iter().filter(|(m, ..)| is(m)) {
                 options.set(name, *value);
             }
@@ -95,6 +102,22 @@ impl Choice {
     }
 }
 
+/// Splits `near.field=value` and checks that the field exists.
+fn parse_near(text: &str) -> Result<(&str, &str)> {
+    let (name, value) = text.split_once('=').unwrap_or((text, ""));
+    match attlas::Near::names(name) {
+        true => Ok((name, value)),
+        false => Err(attlas::Error::UnknownParam {
+            name: name.into(),
+            accepted: attlas::Near::SPECS
+                .iter()
+                .map(|p| format!("{}{}", attlas::near::PREFIX, p.name))
+                .collect(),
+        }
+        .into()),
+    }
+}
+
 /// Splits `id.param=value` and checks that both names exist.
 fn parse_setting(text: &str) -> Result<(&'static Method, &str, &str)> {
     let wrong =
@@ -102,7 +125,7 @@ fn parse_setting(text: &str) -> Result<(&'static Method, &str, &str)> {
     let (name, value) = text.split_once('=').ok_or_else(wrong)?;
     let (id, param) = name.split_once('.').ok_or_else(wrong)?;
     let method = registry::method(id)?;
-    if !method.params.iter().any(|p| p.name == param) {
+    if !method.params.iter().any(|p| p.name == param) && !attlas::Near::names(param) {
         return Err(attlas::Error::UnknownParam {
             name: format!("{param} of {id}"),
             accepted: method.params.iter().map(|p| p.name.to_string()).collect(),
@@ -136,7 +159,14 @@ impl Chosen {
         let value = |spec: &attlas::params::ParamSpec| {
             options.get(spec.name).cloned().unwrap_or_else(|| (spec.default)())
         };
-        self.method.params.iter().map(|spec| (spec.name.to_string(), json(&value(spec)))).collect()
+        let near = options.iter().filter(|(name, _)| attlas::Near::names(name));
+        let near = near.map(|(name, value)| (name.to_string(), json(value)));
+        self.method
+            .params
+            .iter()
+            .map(|spec| (spec.name.to_string(), json(&value(spec))))
+            .chain(near)
+            .collect()
     }
 }
 
@@ -169,6 +199,24 @@ mod tests {
             family.len() >= 4
                 && family.iter().all(|id| registry::method(id).unwrap().family == Family::Exact)
         );
+    }
+
+    #[test]
+    fn a_near_field_is_set_for_all_methods_or_for_one_and_shows_in_records() {
+        let set = ["near.window=128".to_string(), "top_k.near.sinks=4".to_string()];
+        let choice = Choice {
+            methods: vec!["top_k".into(), "hyper".into(), "exact".into()],
+            set: set.into(),
+            ..Choice::default()
+        };
+        let chosen = choice.resolve().unwrap();
+        let of = |id: &str| chosen.iter().find(|c| c.method.id == id).unwrap();
+        assert!(of("exact").options.is_empty());
+        assert_eq!(of("hyper").options.to_string(), "near.window=128");
+        let params = of("top_k").params(&of("top_k").options);
+        assert_eq!((&params["near.window"], &params["near.sinks"]), (&128.into(), &4.into()));
+        let wrong = Choice { set: vec!["near.windows=3".into()], ..Choice::default() }.resolve();
+        assert!(wrong.unwrap_err().to_string().contains("near.window"));
     }
 
     #[test]

@@ -134,6 +134,12 @@ impl LayerData {
         Problem { n_heads: self.problem.group_size(), n_kv_heads: 1, mask, ..self.problem }
     }
 
+    /// The query heads that share key head `group`.
+    pub fn heads_of(&self, group: usize) -> std::ops::Range<usize> {
+        let size = self.problem.group_size();
+        group * size..(group + 1) * size
+    }
+
     /// The tensors of key head `group`, and of the query heads that share it.
     pub fn group(&self, group: usize) -> Result<Qkv<'_, f32>> {
         let p = &self.problem;

@@ -91,6 +91,11 @@ impl fmt::Display for Synthetic {
     }
 }
 
+/// The kinds there are.
+pub(crate) fn names() -> impl Iterator<Item = &'static str> {
+    Kind::ALL.iter().map(|k| k.name())
+}
+
 impl FromStr for Synthetic {
     type Err = Error;
 
@@ -98,8 +103,11 @@ impl FromStr for Synthetic {
         let mut parts = text.split(',');
         let name = parts.next().unwrap_or_default();
         let kind = Kind::ALL.into_iter().find(|k| k.name() == name).ok_or_else(|| {
-            let names: Vec<&str> = Kind::ALL.iter().map(|k| k.name()).collect();
-            Error::argument("synthetic source", format!("one of {}", names.join(", ")), format!("'{name}'"))
+            let expected = match crate::words::nearest(name, names()) {
+                Some(meant) => format!("{meant}, perhaps"),
+                None => format!("one of {}", names().collect::<Vec<_>>().join(", ")),
+            };
+            Error::argument("synthetic source", expected, format!("'{name}'"))
         })?;
         let mut spec = Self { kind, ..Self::default() };
         let mut kv_heads = None;

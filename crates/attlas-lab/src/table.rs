@@ -84,20 +84,23 @@ impl Table {
 
     /// Comma-separated values as in RFC 4180.
     pub fn csv(&self) -> String {
-        let quote = |cell: &str| {
-            if cell.contains([',', '"', '\n']) {
-                format!("\"{}\"", cell.replace('"', "\"\""))
-            } else {
-                cell.into()
-            }
-        };
-        let mut out = self.titles().map(quote).collect::<Vec<String>>().join(",") + "\n";
-        for row in &self.rows {
-            let cells: Vec<String> = (0..self.headers.len()).map(|c| quote(self.cell(row, c))).collect();
-            out += &(cells.join(",") + "\n");
-        }
-        out
+        let mut lines = vec![self.titles().map(String::from).collect::<Vec<String>>()];
+        let row = |row: &Vec<String>| (0..self.headers.len()).map(|c| self.cell(row, c).into()).collect();
+        lines.extend(self.rows.iter().map(row));
+        csv_lines(&lines)
     }
+}
+
+/// Lines of comma-separated values as in RFC 4180.
+pub fn csv_lines(lines: &[Vec<String>]) -> String {
+    let quote = |cell: &String| {
+        if cell.contains([',', '"', '\n']) {
+            format!("\"{}\"", cell.replace('"', "\"\""))
+        } else {
+            cell.clone()
+        }
+    };
+    lines.iter().map(|line| line.iter().map(quote).collect::<Vec<String>>().join(",") + "\n").collect()
 }
 
 /// Three significant digits; `-` for what is no number.
@@ -126,7 +129,7 @@ pub fn seconds(x: f64) -> String {
         x if !x.is_finite() => "-".into(),
         0.0 => "0".into(),
         x if x < 0.9995e-6 => format!("{}ns", three(x * 1e9)),
-        x if x < 0.9995e-3 => format!("{}us", three(x * 1e6)),
+        x if x < 0.9995e-3 => format!("{}µs", three(x * 1e6)),
         x if x < 0.9995 => format!("{}ms", three(x * 1e3)),
         x => format!("{}s", three(x)),
     }
@@ -154,6 +157,40 @@ pub fn percent(x: f64) -> String {
     }
 }
 
+/// A share in percent for a sentence: `24 %`, `0.4 %`.
+pub fn percent_of(x: f64) -> String {
+    match 100.0 * x {
+        p if !p.is_finite() => "-".into(),
+        p if p >= 9.95 => format!("{p:.0} %"),
+        p if p < 0.095 && p > 0.0 => format!("{p:.0e} %"),
+        p => format!("{} %", (10.0 * p).round() / 10.0),
+    }
+}
+
+/// A number of things: `1 head`, `3 heads`.
+pub fn count(n: usize, thing: &str) -> String {
+    format!("{n} {thing}{}", if n == 1 { "" } else { "s" })
+}
+
+/// A sentence broken into lines of 80 characters at most, further ones indented.
+pub fn wrap(text: &str) -> String {
+    let mut out = String::new();
+    let mut width = 0;
+    for word in text.split_whitespace() {
+        let len = word.chars().count();
+        if width > 0 && width + 1 + len > 79 {
+            out += "\n  ";
+            width = 2;
+        } else if width > 0 {
+            out.push(' ');
+            width += 1;
+        }
+        out += word;
+        width += len;
+    }
+    out
+}
+
 /// How many times faster: `12.3x`.
 pub fn times(x: f64) -> String {
     match x {
@@ -173,48 +210,73 @@ pub fn raw(x: f64) -> String {
 impl Matching {
     /// One line for each method.
     pub fn table(&self) -> Table {
-        let mut table = Table::new(&["<method", "<parameter", "value", "spends", "<within"]);
+        let mut table = Table::new(&["<method", "<set", "spends", "<within"]);
         for m in &self.methods {
             let spent = |x: f64| match self.budget {
                 Budget::Keys(_) => number(x),
                 Budget::Time(_) => percent(x),
                 Budget::Memory(_) => bytes(x as usize),
             };
+            let mut set: Vec<String> =
+                m.value.iter().flat_map(|v| m.params.iter().map(move |name| format!("{name}={v}"))).collect();
+            set.extend(m.switch.map(|(name, length)| format!("{name}={length}")));
             table.push(vec![
                 m.method.into(),
-                if m.params.is_empty() { "defaults".into() } else { m.params.join(", ") },
-                m.value.map_or("-".into(), |v| v.to_string()),
-                m.spent.map_or("-".into(), spent),
-                if m.within || m.value.is_none() { String::new() } else { "over".into() },
+                if set.is_empty() { "defaults".into() } else { set.join(" ") },
+                m.measured.or(m.spent).map_or("-".into(), spent),
+                match (m.within, m.measured.or(m.spent)) {
+                    (true, _) => "yes".into(),
+                    (false, None) => "unknown".into(),
+                    (false, Some(_)) => "cannot match".into(),
+                },
             ]);
         }
         table
     }
+
+    /// The methods that are over the budget, each with the reason; none where all are within.
+    pub fn unmatched(&self) -> Option<String> {
+        let over = self.methods.iter().filter(|m| self.is_over(m.method));
+        let named: Vec<String> = over
+            .map(|m| format!("{} ({})", m.method, m.reason.as_deref().unwrap_or("more than the budget")))
+            .collect();
+        (!named.is_empty()).then(|| format!("Cannot match: {}.", named.join(", ")))
+    }
 }
 
 impl Comparison {
-    /// One line for each method, smallest error first.
+    /// Whether any method has a certified bound.
+    pub fn has_bounds(&self) -> bool {
+        self.summary.iter().any(|s| s.certified.is_some())
+    }
+
+    /// One line for each method, smallest error first; methods that computed exact attention, or that refuse some of the
+    /// heads, are not ranked and come last. Bounds stand in it where there are any.
     pub fn table(&self) -> Table {
         let many = self.exact.heads.len() > 1;
         let spread = if many { "worst" } else { "+-" };
-        let mut table = Table::new(&[
-            "<method", "error", spread, "sure", "set-up", "run", "faster", "memory", "keys", "<status",
-        ]);
+        let mut titles = vec!["<method", "error", spread];
+        titles.extend(self.has_bounds().then_some("sure"));
+        titles.extend(["set-up", "run", "faster", "memory", "keys", "<status"]);
+        let mut table = Table::new(&titles);
         let mut lines: Vec<&Summary> = self.summary.iter().collect();
-        lines.sort_by(|a, b| a.rel_fro.mean.total_cmp(&b.rel_fro.mean));
+        let part = |s: &Summary| s.heads < self.exact.heads.len();
+        let over = |s: &Summary| self.matched.as_ref().is_some_and(|m| m.is_over(s.method));
+        let unranked = |s: &Summary| !self.ranks(s);
+        lines.sort_by(|a, b| unranked(a).cmp(&unranked(b)).then(a.rel_fro.mean.total_cmp(&b.rel_fro.mean)));
         for s in lines {
             let gap = if many { s.rel_fro.hi } else { s.rel_fro.hi - s.rel_fro.mean };
-            table.push(vec![
-                s.method.into(),
-                number(s.rel_fro.mean),
-                number(gap),
-                s.certified.map_or("-".into(), number),
+            let mut row = vec![s.method.into(), number(s.rel_fro.mean), number(gap)];
+            row.extend(self.has_bounds().then(|| s.certified.map_or("-".into(), number)));
+            row.extend([
                 seconds(s.setup_seconds),
                 seconds(s.run_seconds),
                 times(s.speedup),
                 bytes(s.peak_bytes),
                 if s.keys_share == 0.0 { "-".into() } else { percent(s.keys_share) },
                 match s.status {
+                    _ if part(s) => count(s.heads, "head"),
+                    _ if over(s) => "over".into(),
                     "complete" if s.front => "front".into(),
                     "complete" => "".into(),
                     "stopped_early" => "early".into(),
@@ -222,6 +284,7 @@ impl Comparison {
                     other => other.into(),
                 },
             ]);
+            table.push(row);
         }
         table
     }
@@ -475,7 +538,7 @@ mod tests {
             assert_eq!(number(x), text);
         }
         for (x, text) in
-            [(1.5e-8, "15.0ns"), (2e-5, "20.0us"), (0.0123, "12.3ms"), (0.9996, "1.00s"), (123.4, "123s")]
+            [(1.5e-8, "15.0ns"), (2e-5, "20.0µs"), (0.0123, "12.3ms"), (0.9996, "1.00s"), (123.4, "123s")]
         {
             assert_eq!(seconds(x), text);
         }

@@ -100,7 +100,7 @@ impl Attention {
                 Error::argument("--set", "parameter=value, such as window=256", format!("'{text}'"))
             })?;
             let name = name.strip_prefix(method.id).and_then(|n| n.strip_prefix('.')).unwrap_or(name);
-            if !method.params.iter().any(|p| p.name == name) {
+            if !method.params.iter().any(|p| p.name == name) && !attlas::Near::names(name) {
                 return Err(attlas::Error::UnknownParam {
                     name: format!("{name} of {id}"),
                     accepted: method.params.iter().map(|p| p.name.to_string()).collect(),

@@ -10,8 +10,10 @@
 //! Every number is checked to be finite when it is read.
 
 use crate::extract::Extra;
-use crate::npy::{self, Npy};
+use crate::npy::{self, Header, Npy};
+use crate::output;
 use crate::source::{LayerData, Workload};
+use crate::words::nearest;
 use crate::{Error, Result};
 use attlas::{Mask, Problem};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -66,6 +68,19 @@ fn read_with(paths: &[PathBuf], numbers: Numbers) -> Result<Workload> {
         }
         _ => {
             let names: Vec<String> = paths.iter().map(|p| p.display().to_string()).collect();
+            let meant = ["demo", "synthetic"].into_iter().chain(crate::synthetic::names());
+            if let Some(meant) = nearest(&names.join(","), meant) {
+                let meant = if matches!(meant, "demo" | "synthetic") {
+                    meant.into()
+                } else {
+                    format!("synthetic:{meant}")
+                };
+                return Err(Error::argument(
+                    "source",
+                    format!("{meant}, perhaps"),
+                    format!("'{}'", names.join(",")),
+                ));
+            }
             return Err(Error::argument(
                 "source",
                 "demo, synthetic:KIND,n=…,d=…, a trace (.safetensors, .npz or .npy), q.npy,k.npy,v.npy, or a \
@@ -128,9 +143,16 @@ fn from_view(path: &Path, name: &str, view: &TensorView<'_>) -> Result<Array> {
     Ok(Array { shape: view.shape().to_vec(), data })
 }
 
+/// Arrays of a packed file may take this many bytes in any case,
+const UNPACKED: usize = 64 << 20;
+/// and this many times the bytes of the file. Numbers of attention hardly pack at all.
+const UNPACKED_RATIO: usize = 64;
+
 fn read_npz(path: &Path) -> Result<Arrays> {
     let malformed = |reason: String| Error::Malformed { path: path.into(), format: "npz", reason };
     let bytes = bytes_of(path)?;
+    let bytes_packed = bytes.len();
+    let mut room = UNPACKED.saturating_add(bytes.len().saturating_mul(UNPACKED_RATIO));
     let mut file = zip::ZipArchive::new(std::io::Cursor::new(bytes)).map_err(|e| malformed(e.to_string()))?;
     let mut names: Vec<String> = Vec::new();
     for name in file.file_names() {
@@ -140,9 +162,23 @@ fn read_npz(path: &Path) -> Result<Arrays> {
     let mut arrays = Arrays::new();
     for name in names.iter().filter(|n| layer_of(n).is_some()) {
         let mut member = file.by_name(&format!("{name}.npy")).map_err(|e| malformed(e.to_string()))?;
-        let mut bytes = Vec::new();
-        member.read_to_end(&mut bytes).map_err(|e| malformed(format!("{name}: {e}")))?;
-        let Npy { shape, data } = npy::parse(&bytes).map_err(|e| malformed(format!("{name}: {e}")))?;
+        let wrong = |e: String| malformed(format!("{name}: {e}"));
+        let size = usize::try_from(member.size()).unwrap_or(usize::MAX);
+        let header = Header::read(&mut member).map_err(wrong)?;
+        // Before anything is unpacked: the directory, the header and the bytes of the file have to agree.
+        match header.file_bytes() {
+            Some(needed) if needed == size => {}
+            _ => return Err(wrong(format!("{size} bytes, which is not what its shape needs"))),
+        }
+        room = room.checked_sub(size).ok_or_else(|| {
+            let (file, most) = (bytes_packed, UNPACKED_RATIO);
+            wrong(format!("its arrays unpack to more than {most} times the {file} bytes of the file"))
+        })?;
+        let mut elements = Vec::new();
+        // One more byte than needed shows a member that is longer than the directory says.
+        let limit = member.size().saturating_add(1);
+        (&mut member).take(limit).read_to_end(&mut elements).map_err(|e| wrong(e.to_string()))?;
+        let Npy { shape, data } = header.array(&elements).map_err(wrong)?;
         arrays.insert(name.clone(), Array { shape, data });
     }
     if arrays.is_empty() {
@@ -311,7 +347,7 @@ pub fn write(workload: &Workload, path: &Path) -> Result<()> {
 
 /// Writes a workload and what stands beside it as a trace, in the format that the name ends in: `.safetensors`,
 /// `.npz`, or `.npy` for a single head, stacked as `[3, n, d]`. NumPy files hold single precision. The file is
-/// written under a temporary name first, so that an interrupted write leaves no half file.
+/// written whole or not at all ([`output`]).
 pub fn write_as(workload: &Workload, extra: &[Extra], elements: Elements, path: &Path) -> Result<()> {
     let all: Vec<Named<'_>> =
         tensors(workload).chain(extra.iter().map(|e| (e.name.clone(), e.shape, &e.data[..]))).collect();
@@ -359,7 +395,7 @@ fn write_safetensors(workload: &Workload, all: &[Named<'_>], elements: Elements,
         metadata.insert("scale".into(), x.problem.scale.to_string());
     }
     let bytes = safetensors::serialize(views?, Some(metadata.into_iter().collect())).map_err(invalid)?;
-    write_file(path, &bytes)
+    output::write(path, &bytes)
 }
 
 /// One array in NumPy's format.
@@ -384,7 +420,7 @@ fn write_npz(all: &[Named<'_>], path: &Path) -> Result<()> {
         archive.start_file(format!("{name}.npy"), options).map_err(|e| failed(&e))?;
         npy_into(&shape.map(|n| n as u64), data.iter().copied(), &mut archive).map_err(|e| failed(&e))?;
     }
-    write_file(path, archive.finish().map_err(|e| failed(&e))?.get_ref())
+    output::write(path, archive.finish().map_err(|e| failed(&e))?.get_ref())
 }
 
 fn write_npy(all: &[Named<'_>], path: &Path) -> Result<()> {
@@ -402,31 +438,7 @@ fn write_npy(all: &[Named<'_>], path: &Path) -> Result<()> {
     let mut bytes = Vec::new();
     let data = [q, k, v].into_iter().flat_map(|(_, _, data)| data.iter().copied());
     npy_into(&[3, q.1[1] as u64, q.1[2] as u64], data, &mut bytes).map_err(|e| Error::writing(path, e))?;
-    write_file(path, &bytes)
-}
-
-/// Writes a file under a temporary name and renames it; what was written of one that failed is removed.
-pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
-    let temporary = temporary(path);
-    std::fs::write(&temporary, bytes).and_then(|()| std::fs::rename(&temporary, path)).map_err(|e| {
-        let _ = std::fs::remove_file(&temporary);
-        Error::writing(path, e)
-    })
-}
-
-/// Whether a file can be written there, tried with an empty one of another name: for commands that would find out
-/// only after long work.
-pub fn check_writable(path: &Path) -> Result<()> {
-    let temporary = temporary(path);
-    std::fs::write(&temporary, [])
-        .and_then(|()| std::fs::remove_file(&temporary))
-        .map_err(|e| Error::writing(path, e))
-}
-
-fn temporary(path: &Path) -> PathBuf {
-    let mut name = path.file_name().unwrap_or_default().to_os_string();
-    name.push(".tmp");
-    path.with_file_name(name)
+    output::write(path, &bytes)
 }
 
 #[cfg(test)]
@@ -627,5 +639,32 @@ mod tests {
         archive.finish().unwrap();
         let w = read_one(&path).unwrap();
         assert_eq!((w.layers[0].problem.n_heads, w.layers[0].k[3]), (1, 13.0));
+    }
+
+    #[test]
+    fn packed_files_that_unpack_to_far_more_are_refused() {
+        let folder = Folder::new("bomb");
+        let file = |name: &str, shape: &str, zeros: usize| {
+            let path = folder.file(name);
+            let mut archive = zip::ZipWriter::new(std::fs::File::create(&path).unwrap());
+            let options =
+                zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Deflated);
+            for member in ["q", "k", "v"] {
+                archive.start_file(format!("{member}.npy"), options).unwrap();
+                let header = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n");
+                let mut bytes = b"\x93NUMPY\x01\x00".to_vec();
+                bytes.extend((header.len() as u16).to_le_bytes());
+                bytes.extend(header.as_bytes());
+                bytes.resize(bytes.len() + zeros, 0);
+                std::io::Write::write_all(&mut archive, &bytes).unwrap();
+            }
+            archive.finish().unwrap();
+            read_one(&path)
+        };
+        assert!(file("small.npz", "(1, 5, 2)", 40).is_ok());
+        let error = file("shape.npz", "(1, 5, 2)", 200 << 20).unwrap_err().to_string();
+        assert!(error.contains("what its shape needs"), "{error}");
+        let error = file("honest.npz", "(1, 5242880, 10)", 200 << 20).unwrap_err().to_string();
+        assert!(error.contains("unpack to more than 64 times"), "{error}");
     }
 }

@@ -151,7 +151,7 @@ impl<'a> Encoder<'a> {
                     apply_all(&mut jobs, MatRef::new(&x, rows, d), ctx.scratch);
                 });
                 let view = |data| TensorRef::bnhd(data, dims);
-                let inputs = Qkv { q: view(&q)?, k: view(&k)?, v: view(&v)?, key_lens: batch.key_lens() };
+                let inputs = Qkv { key_lens: batch.key_lens(), ..Qkv::new(view(&q)?, view(&k)?, view(&v)?) };
                 look(l, &inputs);
                 let out = Out::new(TensorMut::bnhd(&mut heads, dims)?);
                 info = info.merge(plan.execute(&Inputs::F32(inputs), &mut out.into(), ws)?);
@@ -191,7 +191,9 @@ impl<'a> Encoder<'a> {
             return Err(Error::invalid("the number of plans", plans.len(), format!("{}", c.n_layers)));
         }
         let problem = self.problem(batch);
-        if let Some(plan) = plans.iter().find(|p| *p.problem() != problem) {
+        // What the near field leaves to the method is decided when planning.
+        let planned = |p: &Problem| p.with_near(problem.near);
+        if let Some(plan) = plans.iter().find(|p| planned(p.problem()) != problem) {
             let found = format!("{:?}", plan.problem());
             return Err(Error::invalid("the problem of a plan", found, format!("{problem:?}")));
         }

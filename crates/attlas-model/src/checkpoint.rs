@@ -39,6 +39,11 @@ impl Tensors {
         self.attention.get(&layer)
     }
 
+    /// Whether some maps are products or some layers attend in another way.
+    pub(crate) fn is_factored(&self) -> bool {
+        !self.maps.is_empty() || !self.attention.is_empty()
+    }
+
     pub(crate) fn set_factored(
         &mut self,
         maps: HashMap<String, Linear>,
@@ -194,7 +199,14 @@ pub fn open_safetensors(folder: &Path) -> Result<Tensors> {
         let names = shard_names(&read_file(&index)?).map_err(|e| e.in_file(&index))?;
         names.into_iter().map(|name| folder.join(name)).collect()
     } else {
-        vec![folder.join("model.safetensors")]
+        let file = folder.join("model.safetensors");
+        let pickled = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
+        if !file.exists() && pickled.iter().any(|name| folder.join(name).is_file()) {
+            let what = "weights in a pytorch_model.bin, which is a program that has to be run,".into();
+            let instead = "safetensors: in transformers, from_pretrained and then save_pretrained".into();
+            return Err(Error::UseInstead { what, instead }.in_file(folder));
+        }
+        vec![file]
     };
     let mut tensors = Tensors::default();
     for file in files {

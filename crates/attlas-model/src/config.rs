@@ -12,48 +12,254 @@ pub enum Architecture {
     Llama,
     /// Llama with a sliding window.
     Mistral,
+    /// Llama whose feed-forward layers are experts.
+    Mixtral,
     /// Llama with biases on queries, keys and values.
     Qwen2,
+    /// Qwen 2 with experts, one of them for every token.
+    Qwen2Moe,
     /// Llama with a norm on each query and key head.
     Qwen3,
+    /// Qwen 3 with experts.
+    Qwen3Moe,
+    /// Phi 3 and 4: projections in one matrix, partial rotation.
+    Phi3,
+    /// OLMo 2: norms after attention and feed-forward layer, and over all queries and all keys.
+    Olmo2,
+    /// Granite 3: Llama with four multipliers.
+    Granite,
+    /// SmolLM 3: Llama with layers that do not rotate.
+    SmolLm3,
+    /// GLM 4: norms before and after, partial rotation of neighbouring pairs.
+    Glm4,
     /// Encoders with learned positions.
     Bert,
-    /// Latent attention; layers without experts only.
+    /// Latent attention, with or without experts.
     DeepseekV2,
-    /// Latent attention; layers without experts only.
+    /// Latent attention, with or without experts.
     DeepseekV3,
+}
+
+/// What distinguishes an architecture, as data.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Traits {
+    /// `model_type` in `config.json`.
+    pub(crate) name: &'static str,
+    /// `general.architecture` in GGUF files; `None` where llama.cpp has no name of its own for it.
+    pub(crate) gguf: Option<&'static str>,
+    /// Whether queries, keys and values must have biases.
+    pub(crate) biased: bool,
+    pub(crate) head_norm: HeadNorm,
+    pub(crate) norms: Norms,
+    /// Queries, keys and values are rows of one matrix, and so are gate and up.
+    pub(crate) fused_qkv: bool,
+    pub(crate) fused_gate_up: bool,
+    /// Where the parts of a rotated pair lie in a Hugging Face folder, and in a GGUF file.
+    pub(crate) layouts: [Layout; 2],
+    pub(crate) windows: Windows,
+    /// Every so many layers one does not rotate; 0 if all do.
+    pub(crate) unrotated_step: usize,
+    pub(crate) experts: Option<ExpertNames>,
+}
+
+/// Norms of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HeadNorm {
+    None,
+    /// Of each head by itself.
+    EachHead,
+    /// Of all heads together.
+    AllHeads,
+}
+
+/// Where a layer has norms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Norms {
+    /// Before attention and before the feed-forward layer.
+    Before,
+    /// After each of them.
+    After,
+    /// Before and after each of them.
+    Around,
+}
+
+/// When the key `sliding_window` counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Windows {
+    Never,
+    Always,
+    /// If `use_sliding_window` is set.
+    Switched,
+}
+
+/// What a family calls its experts in a Hugging Face folder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ExpertNames {
+    /// What stands before the router and the experts.
+    pub(crate) prefix: &'static str,
+    /// Gate, up and down of an expert.
+    pub(crate) parts: [&'static str; 3],
+    /// The expert of every token.
+    pub(crate) shared: &'static str,
+}
+
+const MLP_EXPERTS: ExpertNames =
+    ExpertNames { prefix: "mlp", parts: ["gate_proj", "up_proj", "down_proj"], shared: "mlp.shared_experts" };
+
+impl Traits {
+    const LLAMA: Self = Self {
+        name: "llama",
+        gguf: Some("llama"),
+        biased: false,
+        head_norm: HeadNorm::None,
+        norms: Norms::Before,
+        fused_qkv: false,
+        fused_gate_up: false,
+        // llama.cpp permutes the rows of queries and keys when it writes a file.
+        layouts: [Layout::Half, Layout::Interleaved],
+        windows: Windows::Never,
+        unrotated_step: 0,
+        experts: None,
+    };
+    /// As Llama, with rows as they are.
+    const IN_PLACE: Self = Self { layouts: [Layout::Half, Layout::Half], ..Self::LLAMA };
 }
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 7] = [
+    pub const ALL: [Architecture; 15] = [
         Self::Llama,
         Self::Mistral,
+        Self::Mixtral,
         Self::Qwen2,
+        Self::Qwen2Moe,
         Self::Qwen3,
+        Self::Qwen3Moe,
+        Self::Phi3,
+        Self::Olmo2,
+        Self::Granite,
+        Self::SmolLm3,
+        Self::Glm4,
         Self::Bert,
         Self::DeepseekV2,
         Self::DeepseekV3,
     ];
 
-    /// Its name in `config.json` and in GGUF files.
-    pub fn name(self) -> &'static str {
+    /// What distinguishes it.
+    pub(crate) const fn traits(self) -> Traits {
+        let llama = Traits::LLAMA;
+        let in_place = Traits::IN_PLACE;
         match self {
-            Self::Llama => "llama",
-            Self::Mistral => "mistral",
-            Self::Qwen2 => "qwen2",
-            Self::Qwen3 => "qwen3",
-            Self::Bert => "bert",
-            Self::DeepseekV2 => "deepseek_v2",
-            Self::DeepseekV3 => "deepseek_v3",
+            Self::Llama => llama,
+            Self::Mistral => {
+                Traits { name: "mistral", gguf: Some("mistral"), windows: Windows::Always, ..llama }
+            }
+            // In GGUF files it is a Llama that has experts.
+            Self::Mixtral => Traits {
+                name: "mixtral",
+                gguf: None,
+                windows: Windows::Always,
+                experts: Some(ExpertNames {
+                    prefix: "block_sparse_moe",
+                    parts: ["w1", "w3", "w2"],
+                    ..MLP_EXPERTS
+                }),
+                ..llama
+            },
+            Self::Qwen2 => Traits {
+                name: "qwen2",
+                gguf: Some("qwen2"),
+                biased: true,
+                windows: Windows::Switched,
+                ..in_place
+            },
+            Self::Qwen2Moe => Traits {
+                name: "qwen2_moe",
+                gguf: Some("qwen2moe"),
+                biased: true,
+                windows: Windows::Switched,
+                experts: Some(ExpertNames { shared: "mlp.shared_expert", ..MLP_EXPERTS }),
+                ..in_place
+            },
+            Self::Qwen3 => Traits {
+                name: "qwen3",
+                gguf: Some("qwen3"),
+                head_norm: HeadNorm::EachHead,
+                windows: Windows::Switched,
+                ..in_place
+            },
+            Self::Qwen3Moe => Traits {
+                name: "qwen3_moe",
+                gguf: Some("qwen3moe"),
+                head_norm: HeadNorm::EachHead,
+                windows: Windows::Switched,
+                experts: Some(MLP_EXPERTS),
+                ..in_place
+            },
+            Self::Phi3 => Traits {
+                name: "phi3",
+                gguf: Some("phi3"),
+                fused_qkv: true,
+                fused_gate_up: true,
+                windows: Windows::Always,
+                ..in_place
+            },
+            Self::Olmo2 => Traits {
+                name: "olmo2",
+                gguf: Some("olmo2"),
+                head_norm: HeadNorm::AllHeads,
+                norms: Norms::After,
+                ..in_place
+            },
+            Self::Granite => Traits { name: "granite", gguf: Some("granite"), ..llama },
+            Self::SmolLm3 => Traits {
+                name: "smollm3",
+                gguf: Some("smollm3"),
+                windows: Windows::Switched,
+                unrotated_step: 4,
+                ..llama
+            },
+            Self::Glm4 => Traits {
+                name: "glm4",
+                gguf: Some("glm4"),
+                norms: Norms::Around,
+                fused_gate_up: true,
+                layouts: [Layout::Interleaved, Layout::Interleaved],
+                ..llama
+            },
+            Self::Bert => Traits { name: "bert", gguf: Some("bert"), biased: true, ..in_place },
+            Self::DeepseekV2 => {
+                Traits { name: "deepseek_v2", gguf: None, experts: Some(MLP_EXPERTS), ..in_place }
+            }
+            Self::DeepseekV3 => {
+                Traits { name: "deepseek_v3", gguf: None, experts: Some(MLP_EXPERTS), ..in_place }
+            }
         }
     }
 
-    /// The architecture of that name.
+    /// Its name in `config.json`, which most GGUF files use, too.
+    pub fn name(self) -> &'static str {
+        self.traits().name
+    }
+
+    /// The architecture of that name in `config.json`.
     pub fn find(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|a| a.name() == name).ok_or_else(|| Error::UnknownArchitecture {
             found: name.to_owned(),
             known: Self::ALL.map(Self::name).join(", "),
+        })
+    }
+
+    /// The architecture of that name in a GGUF file.
+    pub fn find_gguf(name: &str) -> Result<Self> {
+        let named = |a: &Self| a.traits().gguf;
+        Self::ALL.into_iter().find(|a| named(a) == Some(name)).ok_or_else(|| {
+            if name == "deepseek2" {
+                let what = "latent attention in a GGUF file (deepseek2)".into();
+                return Error::UseInstead { what, instead: "the model's Hugging Face folder".into() };
+            }
+            let known: Vec<&str> = Self::ALL.iter().filter_map(named).collect();
+            Error::UnknownArchitecture { found: name.to_owned(), known: known.join(", ") }
         })
     }
 
@@ -65,6 +271,59 @@ impl Architecture {
     /// Whether its layers attend through a latent.
     pub fn is_latent(self) -> bool {
         matches!(self, Self::DeepseekV2 | Self::DeepseekV3)
+    }
+}
+
+/// How tokens choose experts, and how wide these are.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ExpertConfig {
+    /// Experts of a layer.
+    pub count: usize,
+    /// How many of them each token passes through.
+    pub per_token: usize,
+    /// Width of each.
+    pub width: usize,
+    /// Width of the expert of every token; 0 if there is none.
+    pub shared_width: usize,
+    /// From the router's logits to scores.
+    pub scores: Scores,
+    /// Whether the weights of the chosen experts are divided by their sum.
+    pub normalised: bool,
+    /// What the weights are multiplied with.
+    pub factor: f64,
+    /// Experts are in so many groups,
+    pub groups: usize,
+    /// of which a token chooses among these many.
+    pub groups_per_token: usize,
+    /// For each layer, whether it has experts.
+    pub layers: Vec<bool>,
+}
+
+/// From the logits of a router to the scores of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scores {
+    /// They sum to one. A group is as good as its best expert.
+    Softmax,
+    /// Each by itself. A group is as good as its two best experts together.
+    Sigmoid,
+}
+
+/// Constants that some families multiply with.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Multipliers {
+    /// Of embeddings.
+    pub embedding: f32,
+    /// Of what a layer adds to the residual stream.
+    pub residual: f32,
+    /// Of queries: what the scale of the softmax has beyond one over the root of the head's width.
+    pub query: f32,
+    /// Of logits.
+    pub logit: f32,
+}
+
+impl Default for Multipliers {
+    fn default() -> Self {
+        Self { embedding: 1.0, residual: 1.0, query: 1.0, logit: 1.0 }
     }
 }
 
@@ -108,6 +367,12 @@ pub struct ModelConfig {
     pub norm_eps: f64,
     /// Rotary embedding of queries and keys; encoders have none.
     pub rope: Option<Rope>,
+    /// Layers whose queries and keys are not rotated, in order.
+    pub unrotated: Vec<usize>,
+    /// How experts are chosen, where there are any.
+    pub experts: Option<ExpertConfig>,
+    /// Constants of the family.
+    pub multipliers: Multipliers,
     /// For each layer, how many keys back a query sees, itself included; `None` is all.
     pub windows: Vec<Option<usize>>,
     /// Whether the output projection is the embedding, as the configuration says; a checkpoint without an
@@ -121,6 +386,8 @@ pub struct ModelConfig {
 
 /// Sizes above this are refused: products of any three still fit in 64 bits.
 const MAX_SIZE: usize = 1 << 21;
+/// Contexts more times longer than what a model was made for are refused.
+const MAX_EXTENSION: usize = 64;
 /// More layers than this are refused before anything is set aside for each of them.
 const MAX_LAYERS: usize = 1 << 12;
 
@@ -129,16 +396,18 @@ impl ModelConfig {
     pub fn from_gguf(gguf: &Gguf) -> Result<Self> {
         let missing = |key: &str| Error::MissingKey { key: key.to_owned() };
         let name = gguf.text("general.architecture")?.ok_or_else(|| missing("general.architecture"))?;
-        let architecture = Architecture::find(name)?;
-        if architecture.is_latent() {
-            return Err(Error::Unsupported { what: "latent attention in a GGUF file".into() });
-        }
+        let mut architecture = Architecture::find_gguf(name)?;
         let key = |suffix: &str| format!("{name}.{suffix}");
         let need = |suffix: &str| gguf.integer(&key(suffix))?.ok_or_else(|| missing(&key(suffix)));
 
-        if gguf.integer(&key("expert_count"))?.unwrap_or(0) > 0 {
-            return Err(Error::Unsupported { what: "a mixture of experts".into() });
+        let n_experts = gguf.integer(&key("expert_count"))?.unwrap_or(0);
+        if n_experts > 0 && architecture == Architecture::Llama {
+            architecture = Architecture::Mixtral;
         }
+        if n_experts > 0 && architecture.traits().experts.is_none() {
+            return Err(Error::Unsupported { what: format!("a mixture of experts in a {name} model") });
+        }
+        let traits = architecture.traits();
         let hidden = need("embedding_length")?;
         let n_heads = per_layer(gguf, &key("attention.head_count"))?
             .ok_or_else(|| missing(&key("attention.head_count")))?;
@@ -169,20 +438,50 @@ impl ModelConfig {
             Some(Rope {
                 dim: gguf.integer(&key("rope.dimension_count"))?.unwrap_or(head_dim),
                 base: gguf.number(&key("rope.freq_base"))?.unwrap_or(10000.0),
-                // llama.cpp permutes the query and key rows of these two when it writes a file.
-                layout: match architecture {
-                    Architecture::Llama | Architecture::Mistral => Layout::Interleaved,
-                    _ => Layout::Half,
-                },
+                layout: traits.layouts[1],
                 scaling: gguf_scaling(gguf, &key)?,
             })
         };
         let window = gguf.integer(&key("attention.sliding_window"))?.filter(|&w| w > 0);
         let eos = gguf.integer("tokenizer.ggml.eos_token_id")?;
+        let intermediate = need("feed_forward_length")?;
+        let experts = if n_experts == 0 {
+            None
+        } else {
+            let number = |suffix: &str| gguf.integer(&key(suffix));
+            let width = number("expert_feed_forward_length")?.unwrap_or(intermediate);
+            let shared = if architecture == Architecture::Qwen2Moe { intermediate } else { 0 };
+            Some(ExpertConfig {
+                count: n_experts,
+                per_token: need("expert_used_count")?,
+                width,
+                shared_width: number("expert_shared_feed_forward_length")?.unwrap_or(shared),
+                scores: Scores::Softmax,
+                // llama.cpp has no key for these families.
+                normalised: architecture != Architecture::Qwen2Moe,
+                factor: gguf.number(&key("expert_weights_scale"))?.filter(|&f| f != 0.0).unwrap_or(1.0),
+                groups: 1,
+                groups_per_token: 1,
+                layers: vec![true; n_layers.min(MAX_LAYERS)],
+            })
+        };
+        let number = |suffix: &str| Ok::<f64, Error>(gguf.number(&key(suffix))?.unwrap_or(1.0));
+        let granite = architecture == Architecture::Granite;
+        let multipliers = if granite {
+            let scale = gguf.number(&key("attention.scale"))?;
+            Multipliers {
+                embedding: number("embedding_scale")? as f32,
+                residual: number("residual_scale")? as f32,
+                query: scale.map_or(1.0, |s| s * (head_dim as f64).sqrt()) as f32,
+                logit: (1.0 / number("logit_scale")?) as f32,
+            }
+        } else {
+            Multipliers::default()
+        };
         let config = Self {
             architecture,
             hidden,
-            intermediate: need("feed_forward_length")?,
+            intermediate,
             n_layers,
             n_heads,
             n_kv_heads,
@@ -192,6 +491,9 @@ impl ModelConfig {
             max_positions: need("context_length")?,
             norm_eps: gguf.number(&eps_key)?.ok_or_else(|| missing(&eps_key))?,
             rope,
+            unrotated: unrotated(traits.unrotated_step, n_layers.min(MAX_LAYERS)),
+            experts,
+            multipliers,
             windows: vec![window; n_layers.min(MAX_LAYERS)],
             tied: false,
             token_types: if architecture.is_encoder() {
@@ -211,10 +513,17 @@ impl ModelConfig {
         let keys = Keys(&json);
         let name = keys.text("model_type")?.ok_or_else(|| Error::MissingKey { key: "model_type".into() })?;
         let architecture = Architecture::find(name)?;
+        let traits = architecture.traits();
+        if let Some(quantised) = keys.get("quantization_config") {
+            let method = quantised["quant_method"].as_str().unwrap_or("of an unknown kind");
+            let what = format!("weights quantised with {method:?}");
+            let instead = "the folder before quantisation, or a GGUF file of the model".into();
+            return Err(Error::UseInstead { what, instead });
+        }
         let hidden = keys.need("hidden_size")?;
         let n_heads = keys.need("num_attention_heads")?;
         let n_layers = keys.need("num_hidden_layers")?;
-        let latent = if architecture.is_latent() { Some(json_latent(&keys, n_layers)?) } else { None };
+        let latent = if architecture.is_latent() { Some(json_latent(&keys)?) } else { None };
         let rotated = keys.integer("qk_rope_head_dim")?.filter(|_| latent.is_some());
         let head_dim = match (latent, rotated, keys.integer("head_dim")?) {
             (Some(l), rotated, _) => {
@@ -238,10 +547,9 @@ impl ModelConfig {
         } else {
             Some(json_rope(&keys, rotated.unwrap_or(head_dim), max_positions)?)
         };
-        if let Some(rope) = rope.as_mut().filter(|_| latent.is_some())
-            && keys.boolean("rope_interleave")?.unwrap_or(true)
-        {
-            rope.layout = Layout::Interleaved;
+        if let Some(rope) = &mut rope {
+            let interleaved = latent.is_some() && keys.boolean("rope_interleave")?.unwrap_or(true);
+            rope.layout = if interleaved { Layout::Interleaved } else { traits.layouts[0] };
         }
         let eps_key = if architecture.is_encoder() { "layer_norm_eps" } else { "rms_norm_eps" };
         let config = Self {
@@ -257,6 +565,9 @@ impl ModelConfig {
             max_positions,
             norm_eps: keys.number(eps_key)?.ok_or_else(|| Error::MissingKey { key: eps_key.into() })?,
             rope,
+            unrotated: json_unrotated(&keys, traits.unrotated_step, n_layers.min(MAX_LAYERS))?,
+            experts: json_experts(&keys, architecture, n_layers.min(MAX_LAYERS))?,
+            multipliers: json_multipliers(&keys, architecture, head_dim)?,
             windows: json_windows(&keys, architecture, n_layers.min(MAX_LAYERS))?,
             tied: keys.boolean("tie_word_embeddings")?.unwrap_or(false),
             token_types: if architecture.is_encoder() {
@@ -268,6 +579,26 @@ impl ModelConfig {
         };
         config.validate()?;
         Ok(config)
+    }
+
+    /// Longest context that can be run. Where frequencies follow the length (dynamic NTK, YaRN), that is beyond the one
+    /// the model was made for.
+    pub fn longest_context(&self) -> usize {
+        let extends = match self.rope.as_ref().map(|r| &r.scaling) {
+            Some(Scaling::Yarn(_)) => true,
+            // Latent attention rotates by a table of its own, which is made once.
+            Some(Scaling::Dynamic { .. }) => self.latent.is_none(),
+            _ => false,
+        };
+        if extends { self.max_positions.saturating_mul(MAX_EXTENSION) } else { self.max_positions }
+    }
+
+    /// Whether layers are those of Llama: norms before attention and before one feed-forward layer, nothing multiplied,
+    /// every layer rotated.
+    pub fn is_plain(&self) -> bool {
+        let t = self.architecture.traits();
+        let multiplied = self.multipliers != Multipliers::default();
+        t.norms == Norms::Before && self.experts.is_none() && self.unrotated.is_empty() && !multiplied
     }
 
     /// Query heads per key head.
@@ -319,6 +650,41 @@ impl ModelConfig {
             if self.n_kv_heads != self.n_heads {
                 let expected = format!("{}, as latent attention has no groups", self.n_heads);
                 return Err(Error::invalid("the number of key heads", self.n_kv_heads, expected));
+            }
+        }
+        if let Some(e) = &self.experts {
+            let sizes = [
+                ("the number of experts", e.count, 1..=1 << 16),
+                ("the number of experts of a token", e.per_token, 1..=e.count),
+                ("the width of an expert", e.width, 1..=MAX_SIZE),
+                ("the width of the expert of every token", e.shared_width, 0..=MAX_SIZE),
+                ("the number of groups of experts", e.groups, 1..=e.count),
+                ("the number of groups of a token", e.groups_per_token, 1..=e.groups),
+            ];
+            for (what, found, expected) in sizes {
+                if !expected.contains(&found) {
+                    let expected = format!("{} to {}", expected.start(), expected.end());
+                    return Err(Error::invalid(what, found, expected));
+                }
+            }
+            let room = e.groups_per_token * (e.count / e.groups);
+            if !e.count.is_multiple_of(e.groups) || e.per_token > room {
+                let expected = format!("groups of equal size that hold {} experts", e.per_token);
+                return Err(Error::invalid("the number of groups of experts", e.groups, expected));
+            }
+            if !(e.factor.is_finite() && e.factor > 0.0) {
+                return Err(Error::invalid("the factor of experts", e.factor, "a positive number"));
+            }
+        }
+        let m = &self.multipliers;
+        for (what, x) in [
+            ("the multiplier of embeddings", m.embedding),
+            ("the multiplier of the residual stream", m.residual),
+            ("the multiplier of attention", m.query),
+            ("the multiplier of logits", m.logit),
+        ] {
+            if !(x.is_finite() && x > 0.0) {
+                return Err(Error::invalid(what, x, "a positive number"));
             }
         }
         if !self.n_heads.is_multiple_of(self.n_kv_heads) {
@@ -521,14 +887,8 @@ fn json_rope(keys: &Keys<'_>, head_dim: usize, max_positions: usize) -> Result<R
     Ok(Rope { dim: (head_dim as f64 * partial) as usize, base, layout: Layout::Half, scaling })
 }
 
-/// Sizes of latent attention; layers with experts are refused.
-fn json_latent(keys: &Keys<'_>, n_layers: usize) -> Result<LatentConfig> {
-    let experts = keys.integer("n_routed_experts")?.unwrap_or(0);
-    // Earlier files leave it out where every layer has experts.
-    let dense = keys.integer("first_k_dense_replace")?.unwrap_or(0);
-    if experts > 0 && dense < n_layers {
-        return Err(Error::Unsupported { what: "a mixture of experts".into() });
-    }
+/// Sizes of latent attention.
+fn json_latent(keys: &Keys<'_>) -> Result<LatentConfig> {
     Ok(LatentConfig {
         rank: keys.need("kv_lora_rank")?,
         rank_q: keys.integer("q_lora_rank")?,
@@ -537,16 +897,124 @@ fn json_latent(keys: &Keys<'_>, n_layers: usize) -> Result<LatentConfig> {
     })
 }
 
+/// How experts are chosen, where a layer has any.
+fn json_experts(
+    keys: &Keys<'_>,
+    architecture: Architecture,
+    n_layers: usize,
+) -> Result<Option<ExpertConfig>> {
+    if architecture.traits().experts.is_none() {
+        return Ok(None);
+    }
+    let names = ["num_local_experts", "num_experts", "n_routed_experts"];
+    let mut count = None;
+    for name in names {
+        count = count.or(keys.integer(name)?);
+    }
+    let Some(count) = count.filter(|&n| n > 0) else { return Ok(None) };
+    let flag = |name: &str, usual: bool| Ok::<bool, Error>(keys.boolean(name)?.unwrap_or(usual));
+    let width = match keys.integer("moe_intermediate_size")? {
+        Some(width) => width,
+        None => keys.need("intermediate_size")?,
+    };
+    let mut e = ExpertConfig {
+        count,
+        per_token: keys.integer("num_experts_per_tok")?.unwrap_or(0),
+        width,
+        shared_width: 0,
+        scores: Scores::Softmax,
+        normalised: true,
+        factor: 1.0,
+        groups: 1,
+        groups_per_token: 1,
+        layers: vec![true; n_layers],
+    };
+    match architecture {
+        Architecture::Qwen2Moe | Architecture::Qwen3Moe => {
+            e.normalised = flag("norm_topk_prob", false)?;
+            if architecture == Architecture::Qwen2Moe {
+                e.shared_width = keys.need("shared_expert_intermediate_size")?;
+            }
+            let step = keys.integer("decoder_sparse_step")?.unwrap_or(1).max(1);
+            e.layers = (1..=n_layers).map(|i| i.is_multiple_of(step)).collect();
+            for dense in keys.get("mlp_only_layers").and_then(Json::as_array).into_iter().flatten() {
+                let layer = dense.as_u64().and_then(|l| e.layers.get_mut(l as usize));
+                *layer.ok_or_else(|| Error::invalid("mlp_only_layers", dense, "numbers of layers"))? = false;
+            }
+        }
+        Architecture::DeepseekV2 | Architecture::DeepseekV3 => {
+            let shared = keys.integer("n_shared_experts")?.unwrap_or(0);
+            e.shared_width = shared.saturating_mul(width);
+            e.factor = keys.number("routed_scaling_factor")?.unwrap_or(1.0);
+            // Earlier files leave it out where every layer has experts.
+            let dense = keys.integer("first_k_dense_replace")?.unwrap_or(0);
+            let step = keys.integer("moe_layer_freq")?.unwrap_or(1).max(1);
+            e.layers = (0..n_layers).map(|i| i >= dense && i.is_multiple_of(step)).collect();
+            let grouped = if architecture == Architecture::DeepseekV3 {
+                (e.scores, e.normalised) = (Scores::Sigmoid, flag("norm_topk_prob", true)?);
+                true
+            } else {
+                e.normalised = flag("norm_topk_prob", false)?;
+                match keys.text("topk_method")?.unwrap_or("greedy") {
+                    "greedy" => false,
+                    "group_limited_greedy" => true,
+                    other => {
+                        let expected = "greedy or group_limited_greedy";
+                        return Err(Error::invalid("topk_method", format!("{other:?}"), expected));
+                    }
+                }
+            };
+            if grouped {
+                e.groups = keys.integer("n_group")?.unwrap_or(1);
+                e.groups_per_token = keys.integer("topk_group")?.unwrap_or(1);
+            }
+        }
+        _ => {}
+    }
+    Ok(e.layers.contains(&true).then_some(e))
+}
+
+fn json_multipliers(keys: &Keys<'_>, architecture: Architecture, head_dim: usize) -> Result<Multipliers> {
+    if architecture != Architecture::Granite {
+        return Ok(Multipliers::default());
+    }
+    let number = |name: &str| Ok::<f64, Error>(keys.number(name)?.unwrap_or(1.0));
+    Ok(Multipliers {
+        embedding: number("embedding_multiplier")? as f32,
+        residual: number("residual_multiplier")? as f32,
+        query: (number("attention_multiplier")? * (head_dim as f64).sqrt()) as f32,
+        logit: (1.0 / number("logits_scaling")?) as f32,
+    })
+}
+
+/// Every layer whose number, counted from one, is a multiple of `step`; none if that is 0.
+fn unrotated(step: usize, n_layers: usize) -> Vec<usize> {
+    (0..n_layers).filter(|l| step > 0 && (l + 1).is_multiple_of(step)).collect()
+}
+
+fn json_unrotated(keys: &Keys<'_>, usual: usize, n_layers: usize) -> Result<Vec<usize>> {
+    if usual == 0 {
+        return Ok(Vec::new());
+    }
+    let Some(list) = keys.get("no_rope_layers").and_then(Json::as_array) else {
+        return Ok(unrotated(keys.integer("no_rope_layer_interval")?.unwrap_or(usual), n_layers));
+    };
+    if list.len() < n_layers {
+        return Err(Error::invalid("the length of no_rope_layers", list.len(), n_layers.to_string()));
+    }
+    // Despite its name, a one stands for a layer that rotates.
+    Ok((0..n_layers).filter(|&l| list[l] == 0).collect())
+}
+
 /// Which layers look through a window.
 fn json_windows(keys: &Keys<'_>, architecture: Architecture, n_layers: usize) -> Result<Vec<Option<usize>>> {
     let width = keys.integer("sliding_window")?.filter(|&w| w > 0);
-    let used = match architecture {
-        Architecture::Mistral => true,
+    let always = architecture.traits().windows == Windows::Always;
+    let used = match architecture.traits().windows {
+        Windows::Never => false,
+        Windows::Always => true,
         // These have a width even where it is switched off.
-        Architecture::Qwen2 | Architecture::Qwen3 => keys.boolean("use_sliding_window")?.unwrap_or(false),
-        Architecture::Llama | Architecture::Bert | Architecture::DeepseekV2 | Architecture::DeepseekV3 => {
-            false
-        }
+        Windows::Switched => keys.boolean("use_sliding_window")?.unwrap_or(false),
     };
     let Some(width) = width.filter(|_| used) else { return Ok(vec![None; n_layers]) };
     if let Some(types) = keys.get("layer_types").and_then(Json::as_array) {
@@ -555,11 +1023,7 @@ fn json_windows(keys: &Keys<'_>, architecture: Architecture, n_layers: usize) ->
         }
         return Ok(types.iter().map(|t| (t == "sliding_attention").then_some(width)).collect());
     }
-    let first = if architecture == Architecture::Mistral {
-        0
-    } else {
-        keys.integer("max_window_layers")?.unwrap_or(28)
-    };
+    let first = if always { 0 } else { keys.integer("max_window_layers")?.unwrap_or(28) };
     Ok((0..n_layers).map(|i| (i >= first).then_some(width)).collect())
 }
 
@@ -678,7 +1142,7 @@ mod tests {
             let error = ModelConfig::from_json(&with(LLAMA, changes)).unwrap_err().to_string();
             assert!(error.contains(word), "{error}");
         };
-        refused(&[("model_type", "\"mamba\"")], "llama, mistral, qwen2, qwen3, bert");
+        refused(&[("model_type", "\"mamba\"")], "llama, mistral, mixtral, qwen2, qwen2_moe, qwen3");
         refused(&[("hidden_size", "null")], "hidden_size");
         refused(&[("hidden_size", "-3")], "hidden_size");
         refused(&[("hidden_size", "\"many\"")], "hidden_size");
@@ -690,6 +1154,7 @@ mod tests {
         refused(&[("rope_scaling", r#"{"rope_type": "longrope"}"#)], "longrope");
         refused(&[("rope_scaling", r#"{"rope_type": "linear", "factor": 0}"#)], "factor");
         refused(&[("eos_token_id", "\"</s>\"")], "eos_token_id");
+        refused(&[("quantization_config", r#"{"quant_method": "gptq", "bits": 4}"#)], "gptq");
         assert!(ModelConfig::from_json(b"[]").is_err());
         assert!(ModelConfig::from_json(b"").is_err());
     }

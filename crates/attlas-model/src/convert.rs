@@ -46,6 +46,13 @@ fn convertible(model: &Model) -> Result<&DecoderWeights> {
     if c.windows.iter().any(Option::is_some) {
         return refuse("a model with sliding windows");
     }
+    // The class that is written has no place for these.
+    if !c.is_plain() {
+        return refuse(&format!("a {} model", c.architecture.name()));
+    }
+    if weights.layers.iter().any(|l| [&l.gate, &l.up, &l.down].iter().any(|m| m.bias().is_some())) {
+        return refuse("a model with biases in its feed-forward layers");
+    }
     Ok(weights)
 }
 
@@ -297,8 +304,12 @@ fn tensors(model: &Model) -> Result<Vec<NamedTensor<'_>>> {
         let name = |part: &str| format!("model.layers.{l}.{part}");
         let Some(latent) = &layer.latent else { return refuse("layers without latents") };
         let maps = latent.maps();
-        list.push(vector(name("input_layernorm.weight"), &layer.attention_norm));
-        list.push(vector(name("post_attention_layernorm.weight"), &layer.ffn_norm));
+        let norms =
+            [("input_layernorm", &layer.attention_norm), ("post_attention_layernorm", &layer.ffn_norm)];
+        for (part, norm) in norms {
+            let Some(norm) = norm else { return refuse("layers without norms") };
+            list.push(vector(name(&format!("{part}.weight")), norm));
+        }
         for (part, map) in [("gate", &layer.gate), ("up", &layer.up), ("down", &layer.down)] {
             list.push(NamedTensor::stored(name(&format!("mlp.{part}_proj.weight")), map.weight()));
         }

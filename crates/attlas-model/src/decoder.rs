@@ -25,12 +25,12 @@ use crate::weights::{DecoderLayer, DecoderWeights, Weights};
 use attlas::cache::KvCache;
 use attlas::layer::{Layer, LayerCache};
 use attlas::{
-    DType, MatRef, Options, Out, Problem, Qkv, RunInfo, Schedule, Stream, TensorMut, TensorRef, Workspace,
-    registry,
+    DType, MatRef, Options, Out, Plan, Problem, Qkv, RunInfo, Schedule, Stream, TensorMut, TensorRef,
+    Workspace, registry,
 };
 use attlas_num::Scratch;
 use attlas_num::kernels::pages;
-use attlas_num::rope::{Angles, Table};
+use attlas_num::rope::{Angles, Scaling, Table};
 use rayon::prelude::*;
 use std::sync::Arc;
 
@@ -169,7 +169,7 @@ impl Decoder {
     /// Makes room for `tokens` tokens in all, or for the longest context where that is less, so that taking them
     /// moves nothing.
     pub fn reserve(&mut self, tokens: usize) {
-        let tokens = tokens.min(self.model.config.max_positions);
+        let tokens = tokens.min(self.model.config.longest_context());
         self.state.layers.iter_mut().for_each(|l| l.cache.reserve(tokens));
     }
 
@@ -206,8 +206,8 @@ impl Decoder {
         };
         let first = self.state.len;
         let total = first.saturating_add(tokens.len());
-        if total > c.max_positions {
-            return Err(Error::ContextTooShort { tokens: total, context: c.max_positions });
+        if total > c.longest_context() {
+            return Err(Error::ContextTooShort { tokens: total, context: c.longest_context() });
         }
         if let Some(id) = tokens.iter().find(|id| **id as usize >= c.vocab) {
             return Err(Error::invalid("a token id", id, format!("below {}", c.vocab)));
@@ -247,6 +247,7 @@ impl Decoder {
         };
         let x = MatRef::new(hidden, hidden.len() / c.hidden, c.hidden);
         self.threads.install(|cx| weights.output.apply(x, logits, cx.scratch));
+        ops::scale_in_place(logits, c.multipliers.logit);
     }
 
     /// The logits after the last token given.
@@ -319,11 +320,21 @@ impl State {
         self.layers.iter_mut().for_each(|l| l.truncate(len));
     }
 
-    /// Sines and cosines for `n` positions; grows by doubling, never past what the model was made for.
+    /// Sines and cosines for `n` positions; grows by doubling. Under dynamic NTK, past the context that the model was
+    /// made for, they are those of exactly `n` tokens; what was rotated before stays as it was.
     fn lengthen_table(&mut self, c: &ModelConfig, n: usize) {
         let Some(rope) = &c.rope else { return };
-        if self.table.as_ref().is_none_or(|t| t.positions() < n) {
-            let positions = n.next_power_of_two().max(1024).min(c.max_positions);
+        let stretched = |n: usize| match rope.scaling {
+            Scaling::Dynamic { max_positions, .. } => n as f64 > max_positions,
+            _ => false,
+        };
+        let fits = |table: &Table<f32>| match table.positions() {
+            have if stretched(n) => have == n,
+            have => have >= n && !stretched(have),
+        };
+        if !self.table.as_ref().is_some_and(fits) {
+            let most = if n > c.max_positions { c.longest_context() } else { c.max_positions };
+            let positions = if stretched(n) { n } else { n.next_power_of_two().max(1024).min(most) };
             self.table = Some(Table::new(rope, positions, Angles::Single));
         }
     }
@@ -341,6 +352,7 @@ impl State {
         let mut buffers = std::mem::take(&mut self.buffers);
         let x = sized(&mut buffers.x, n * d);
         ops::embed_into(&weights.embedding, tokens, x)?;
+        ops::scale_in_place(x, c.multipliers.embedding);
         let wanted = if rows == Rows::None { observer.layers() } else { usize::MAX };
         let mut result = Ok(());
         for (l, layer) in weights.layers.iter().enumerate().take(wanted) {
@@ -383,7 +395,7 @@ impl State {
                 if let Some(whole) = layer.whole() {
                     by_rows(normed, d, |first, rows| {
                         let x = &x[first * d..][..rows.len()];
-                        ops::rms_norm_into(x, &layer.attention_norm, c.norm_eps, rows);
+                        ops::maybe_norm_into(x, layer.attention_norm.as_deref(), c.norm_eps, rows);
                     });
                     observer.entering(l, self.len + i * CHUNK, normed);
                     result = self.attend_whole(l, whole, matrix(normed, d), sum);
@@ -394,18 +406,26 @@ impl State {
                     let heads = &buffers.heads[i * CHUNK * q_width..][..len * q_width];
                     layer.o.apply(matrix(heads, q_width), sum, &self.scratch);
                 }
-                add_and_norm(x, sum, &layer.ffn_norm, c.norm_eps, normed);
-                let gate = sized(&mut buffers.gate, len * c.intermediate);
-                let up = sized(&mut buffers.up, len * c.intermediate);
-                apply_all(
-                    &mut [(&layer.gate, &mut *gate), (&layer.up, &mut *up)],
-                    matrix(normed, d),
-                    &self.scratch,
-                );
-                by_rows(gate, c.intermediate, |first, rows| {
-                    ops::swiglu_in_place(rows, &up[first * c.intermediate..][..rows.len()]);
-                });
-                layer.down.apply(matrix(gate, c.intermediate), sum, &self.scratch);
+                adjust(c, sum, layer.attention_post_norm.as_deref());
+                add_and_norm(x, sum, layer.ffn_norm.as_deref(), c, normed);
+                // Zero where experts do everything.
+                let width = layer.gate.outputs();
+                let gate = sized(&mut buffers.gate, len * width);
+                let up = sized(&mut buffers.up, len * width);
+                if width == 0 {
+                    sum.fill(0.0);
+                } else {
+                    let mut jobs = [(&layer.gate, &mut *gate), (&layer.up, &mut *up)];
+                    apply_all(&mut jobs, matrix(normed, d), &self.scratch);
+                    by_rows(gate, width, |first, rows| {
+                        ops::swiglu_in_place(rows, &up[first * width..][..rows.len()]);
+                    });
+                    layer.down.apply(matrix(gate, width), sum, &self.scratch);
+                }
+                if let (Some(experts), Some(e)) = (&layer.experts, &c.experts) {
+                    experts.add_into(e, matrix(normed, d), sum, &self.scratch);
+                }
+                adjust(c, sum, layer.ffn_post_norm.as_deref());
                 by_rows(x, d, |first, rows| ops::add_in_place(rows, &sum[first * d..][..rows.len()]));
             }
             if result.is_err() {
@@ -444,7 +464,8 @@ impl State {
         let (d, dh, n) = (c.hidden, c.head_dim, x.len() / c.hidden);
         let Projections { normed, k, v } = buffers;
         by_rows(normed, d, |first, rows| {
-            ops::rms_norm_into(&x[first * d..][..rows.len()], &layer.attention_norm, c.norm_eps, rows);
+            let x = &x[first * d..][..rows.len()];
+            ops::maybe_norm_into(x, layer.attention_norm.as_deref(), c.norm_eps, rows);
         });
         observer.entering(l, first, normed);
         let mut jobs: [(&Linear, &mut [f32]); 3] =
@@ -456,8 +477,9 @@ impl State {
                 by_rows(x, heads * dh, |_, rows| ops::rms_norm_in_place(rows, norm, c.norm_eps));
             }
         }
+        ops::scale_in_place(q, c.multipliers.query);
         observer.before_rotation(l, first, q, k);
-        if let Some(table) = &self.table {
+        if let Some(table) = self.table.as_ref().filter(|_| !c.unrotated.contains(&l)) {
             for (x, heads) in [(&mut *q, c.n_heads), (&mut *k, c.n_kv_heads)] {
                 by_rows(x, heads * dh, |i, rows| table.rotate_tokens_in_place(first + i, rows, heads, dh));
             }
@@ -500,14 +522,21 @@ struct Projections<'a> {
     v: &'a mut [f32],
 }
 
-/// `x ← x + y`, and `normed` the norm of the result.
-fn add_and_norm(x: &mut [f32], y: &[f32], weight: &[f32], eps: f64, normed: &mut [f32]) {
-    let d = weight.len();
+/// What a layer gives, normalised and multiplied as the family does before it is added.
+fn adjust(c: &ModelConfig, sum: &mut [f32], norm: Option<&[f32]>) {
+    if let Some(norm) = norm {
+        by_rows(sum, c.hidden, |_, rows| ops::rms_norm_in_place(rows, norm, c.norm_eps));
+    }
+    ops::scale_in_place(sum, c.multipliers.residual);
+}
+
+/// `x ← x + y`, and `normed` the norm of the result, or the result where there is none.
+fn add_and_norm(x: &mut [f32], y: &[f32], weight: Option<&[f32]>, c: &ModelConfig, normed: &mut [f32]) {
     let block = |x: &mut [f32], y: &[f32], normed: &mut [f32]| {
         ops::add_in_place(x, y);
-        ops::rms_norm_into(x, weight, eps, normed);
+        ops::maybe_norm_into(x, weight, c.norm_eps, normed);
     };
-    let size = 32 * d;
+    let size = 32 * c.hidden;
     if x.len() <= size {
         block(x, y, normed);
     } else {
@@ -517,6 +546,9 @@ fn add_and_norm(x: &mut [f32], y: &[f32], weight: &[f32], eps: f64, normed: &mut
     }
 }
 
+/// Tokens that the first plan of a layer has room for.
+const ROOM: usize = 256;
+
 /// What one layer remembers, and what attends in it.
 #[derive(Debug)]
 struct LayerState {
@@ -525,6 +557,8 @@ struct LayerState {
     parts: Vec<Part>,
     /// For each part that decodes by a stream, the stream, once it was needed.
     streams: Vec<Option<Box<dyn Stream>>>,
+    /// For each part that is exact attention while it decodes, its plan, with room for more tokens than there are.
+    plans: Vec<Option<Box<dyn Plan>>>,
     cache: KvCache<f32>,
     /// The cache of a layer that attends as a whole, which uses none of the others.
     latents: Option<Box<dyn LayerCache>>,
@@ -536,6 +570,7 @@ impl LayerState {
             index,
             window: c.windows.get(index).copied().flatten(),
             streams: parts.iter().map(|_| None).collect(),
+            plans: parts.iter().map(|_| None).collect(),
             parts,
             cache: KvCache::new(1, c.n_kv_heads, c.head_dim, c.head_dim, 0),
             latents: None,
@@ -603,18 +638,29 @@ impl LayerState {
             }
             if let Some(stream) = &mut self.streams[i] {
                 let missing = stream.len()..n_k;
-                let new = Qkv::new(q, keys.rows(missing.clone()), values.rows(missing)).into();
-                stream.push(&new, ws)?;
-                return Ok(stream.attend(&inputs, &mut out, ws)?);
+                stream.push(keys.rows(missing.clone()).into(), values.rows(missing).into(), ws)?;
+                return Ok(stream.attend(q.into(), &mut out, ws)?);
             }
         }
-        let plan = match window {
-            Some(w) if n > 1 => {
+        let windowed = window.filter(|_| n > 1);
+        if windowed.is_none() && (decodes || part.is_baseline()) {
+            // Exact attention decides nothing from the lengths, so its plan is made once for all tokens that fit.
+            let fits = |p: &Problem| n <= p.n_q && problem.n_k <= p.n_k;
+            if !self.plans[i].as_ref().is_some_and(|plan| fits(plan.problem())) {
+                let room = problem.n_k.max(n).max(ROOM).next_power_of_two();
+                let options = if part.is_baseline() { part.options.clone() } else { Options::new() };
+                self.plans[i] = Some(registry::baseline().plan(&problem.with_lens(room, room), &options)?);
+            }
+            if let Some(plan) = &self.plans[i] {
+                return Ok(plan.execute(&inputs, &mut out, ws)?);
+            }
+        }
+        let plan = match windowed {
+            Some(w) => {
                 let (method, options) = registry::sliding_window(w);
                 method.plan(&problem, &options)?
             }
-            _ if decodes && !part.is_baseline() => registry::baseline().plan(&problem, &Options::new())?,
-            _ => part.method.plan(&problem, &part.options)?,
+            None => part.method.plan(&problem, &part.options)?,
         };
         Ok(plan.execute(&inputs, &mut out, ws)?)
     }

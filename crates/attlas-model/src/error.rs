@@ -7,7 +7,7 @@ use std::path::PathBuf;
 #[non_exhaustive]
 pub enum Error {
     /// The operating system refused.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {source}", shown(path))]
     Io {
         /// The file or folder.
         path: PathBuf,
@@ -15,13 +15,21 @@ pub enum Error {
         source: std::io::Error,
     },
     /// Something stands where a folder was to be written.
-    #[error("{}: it exists already, and nothing is overwritten", path.display())]
+    #[error("{}: it exists already, and nothing is overwritten", shown(path))]
     Exists {
         /// The file or folder.
         path: PathBuf,
     },
+    /// Another process is writing the same folder.
+    #[error("{}: another process is writing it, in {}", path.display(), part.display())]
+    BeingWritten {
+        /// The folder.
+        path: PathBuf,
+        /// Where its files are until they are moved.
+        part: PathBuf,
+    },
     /// An error in one file of several.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {source}", shown(path))]
     InFile {
         /// The file.
         path: PathBuf,
@@ -29,7 +37,7 @@ pub enum Error {
         source: Box<Error>,
     },
     /// Neither a GGUF file nor a folder with `config.json`.
-    #[error("{}: neither a GGUF file nor a folder with a config.json", path.display())]
+    #[error("{}: neither a GGUF file nor a folder with a config.json", shown(path))]
     NotAModel {
         /// What was given.
         path: PathBuf,
@@ -47,7 +55,7 @@ pub enum Error {
         len: usize,
     },
     /// A field of a header holds an impossible value.
-    #[error("{what} is {found}; expected {expected}")]
+    #[error("{} is {}; expected {}", plain(what), plain(found), plain(expected))]
     Invalid {
         /// The field.
         what: String,
@@ -57,7 +65,11 @@ pub enum Error {
         expected: String,
     },
     /// A block format that no product is defined for.
-    #[error("tensor {tensor} has type {format}, which is not supported; supported are {supported}")]
+    #[error(
+        "tensor {} has type {}, which is not supported; supported are {supported}",
+        plain(tensor),
+        plain(format)
+    )]
     UnsupportedFormat {
         /// The tensor.
         tensor: String,
@@ -67,19 +79,19 @@ pub enum Error {
         supported: String,
     },
     /// A key that the architecture needs.
-    #[error("the key {key} is missing")]
+    #[error("the key {} is missing", plain(key))]
     MissingKey {
         /// The key.
         key: String,
     },
     /// A tensor that the architecture needs.
-    #[error("the tensor {name} is missing")]
+    #[error("the tensor {} is missing", plain(name))]
     MissingTensor {
         /// Its name in this file.
         name: String,
     },
     /// A tensor whose shape contradicts the configuration.
-    #[error("the tensor {name} has shape {found:?}; the configuration asks for {expected:?}")]
+    #[error("the tensor {} has shape {found:?}; the configuration asks for {expected:?}", plain(name))]
     Shape {
         /// The tensor.
         name: String,
@@ -97,22 +109,45 @@ pub enum Error {
         known: String,
     },
     /// A feature of a known architecture that is not implemented.
-    #[error("{what} is not supported")]
+    #[error("{} is not supported", plain(what))]
     Unsupported {
         /// The feature.
         what: String,
+    },
+    /// Files that are not read, where the same model can be had in others.
+    #[error("{} is not supported; use {instead}", plain(what))]
+    UseInstead {
+        /// What was found.
+        what: String,
+        /// What to use.
+        instead: String,
+    },
+    /// A tensor that nothing in the model uses.
+    #[error(
+        "the tensor {} is part of nothing that a {architecture} model is known to have{}; running the rest would be \
+         another model",
+        plain(name),
+        if *more > 0 { format!(", and {more} others are not, either") } else { String::new() }
+    )]
+    UnreadTensor {
+        /// Its name; the first of them.
+        name: String,
+        /// How many others there are.
+        more: usize,
+        /// What the file calls itself.
+        architecture: &'static str,
     },
     /// Malformed JSON.
     #[error("malformed JSON: {0}")]
     Json(#[from] serde_json::Error),
     /// Malformed safetensors.
-    #[error("malformed safetensors: {0}")]
+    #[error("malformed safetensors: {}", plain(&.0.to_string()))]
     Safetensors(#[from] safetensors::SafeTensorError),
     /// A method that cannot attend as asked, with its reasons.
     #[error(transparent)]
     Attention(#[from] attlas::Error),
     /// Malformed recipe.
-    #[error("malformed recipe: {0}")]
+    #[error("malformed recipe: {}", plain_lines(.0))]
     Recipe(String),
     /// Whoever was watching asked to stop.
     #[error("interrupted")]
@@ -126,7 +161,7 @@ pub enum Error {
         context: usize,
     },
     /// A chat template that is missing, malformed, or that refuses the messages.
-    #[error("chat template: {0}")]
+    #[error("chat template: {}", plain(.0))]
     ChatTemplate(String),
     /// A model that cannot be downloaded.
     #[error("hf:{repository}: {reason}")]
@@ -137,8 +172,26 @@ pub enum Error {
         reason: String,
     },
     /// The tokeniser cannot be built or cannot read a text.
-    #[error("tokeniser: {0}")]
+    #[error("tokeniser: {}", plain(.0))]
     Tokenizer(String),
+}
+
+/// Text from a file as a terminal may show it: control characters are spelled out.
+fn plain(text: &str) -> std::borrow::Cow<'_, str> {
+    if !text.contains(char::is_control) {
+        return text.into();
+    }
+    let spelled = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
+    text.chars().map(spelled).collect::<String>().into()
+}
+
+/// The same, with lines kept: the parser shows where it stopped.
+fn plain_lines(text: &str) -> String {
+    text.split('\n').map(plain).collect::<Vec<_>>().join("\n")
+}
+
+fn shown(path: &std::path::Path) -> String {
+    plain(&path.to_string_lossy()).into_owned()
 }
 
 impl Error {
@@ -160,3 +213,31 @@ impl Error {
 
 /// A result whose error is an [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_from_files_cannot_write_to_the_terminal() {
+        let name = || "a\u{1b}[2J\u{9b}b\r".to_owned();
+        let errors = [
+            Error::MissingTensor { name: name() },
+            Error::MissingKey { key: name() },
+            Error::invalid(name(), name(), name()),
+            Error::UnsupportedFormat { tensor: name(), format: name(), supported: "F32".into() },
+            Error::Shape { name: name(), found: vec![], expected: vec![] },
+            Error::Unsupported { what: name() },
+            Error::UnknownArchitecture { found: name(), known: "llama".into() },
+            Error::ChatTemplate(name()),
+            Error::Tokenizer(name()),
+            Error::Recipe(format!("line 1\n{}", name())),
+            Error::MissingKey { key: "x".into() }.in_file(std::path::Path::new(&name())),
+        ];
+        for error in errors {
+            let text = error.to_string();
+            assert!(!text.replace('\n', "").contains(char::is_control), "{text:?}");
+            assert!(text.contains("\\u{1b}[2J"), "{text:?}");
+        }
+    }
+}

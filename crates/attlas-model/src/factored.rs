@@ -51,6 +51,10 @@ pub const VERSION: u32 = 1;
 /// More slices, or mixtures on one another, than this are refused.
 const MAX_SLICES: usize = 1 << 10;
 
+/// Mixtures may hold this many numbers in any case, and [`MIXED_RATIO`] times those that are stored.
+const MIXED: usize = 1 << 24;
+const MIXED_RATIO: usize = 64;
+
 /// The section `attlas` of a configuration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -225,7 +229,8 @@ impl Section {
     /// Makes the maps and attention layers of tensors that are all there.
     pub(crate) fn attach(&self, tensors: &mut Tensors) -> Result<()> {
         let mut maps = HashMap::new();
-        let mut reader = Reader { tensors, matrices: HashMap::new(), cores: HashMap::new() };
+        let room = MIXED.saturating_add(tensors.size().0.saturating_mul(MIXED_RATIO));
+        let mut reader = Reader { tensors, matrices: HashMap::new(), cores: HashMap::new(), room };
         for (name, parts) in &self.maps {
             maps.insert(name.clone(), reader.map(name, parts)?);
         }
@@ -244,6 +249,8 @@ struct Reader<'a> {
     matrices: HashMap<(String, bool), Tensor>,
     /// The numbers of stacks that are mixed.
     cores: HashMap<String, Vec<Mat<f32>>>,
+    /// Numbers that mixtures may still hold.
+    room: usize,
 }
 
 impl Reader<'_> {
@@ -307,6 +314,13 @@ impl Reader<'_> {
                         format!("{count} columns"),
                     ));
                 }
+                // A list of rows costs a file little; each of them is a matrix in memory.
+                let numbers = rows.len().checked_mul(height).and_then(|n| n.checked_mul(width));
+                let left = numbers.and_then(|n| self.room.checked_sub(n)).ok_or_else(|| {
+                    let expected = format!("mixtures of at most {MIXED_RATIO} times the numbers stored");
+                    let found = format!("{} rows of {height} x {width}", rows.len());
+                    Error::invalid(format!("a mixture of {cores}"), found, expected)
+                })?;
                 let format = stack.format();
                 let weights = Mat::from_vec(weights.to_f32(), weights.rows(), count);
                 let list = match self.cores.get(cores) {
@@ -319,6 +333,7 @@ impl Reader<'_> {
                     }
                 };
                 let mixed = attlas::conversions::common::product::mix(list, &weights, rows);
+                self.room = left;
                 let mixed = if *transposed { mixed.transpose() } else { mixed };
                 let tensor = narrowed(mixed.data(), vec![mixed.rows(), mixed.cols()], format);
                 Ok(Factor::Matrix(tensor, *slices))
@@ -379,5 +394,38 @@ impl Replaced {
             list.insert(weight.clone(), map);
         }
         Ok(Attention { layer: kind.layer(&shape, &self.options, weights)?.into(), maps: list })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mixtures_far_larger_than_what_is_stored_are_refused() {
+        let mut tensors = Tensors::default();
+        tensors.add("c".into(), Tensor::from_f32(&[0.5; 4 * 128 * 128], vec![4, 128, 128]).unwrap()).unwrap();
+        tensors.add("m".into(), Tensor::from_f32(&[1.0; 8], vec![2, 4]).unwrap()).unwrap();
+        let open = |maps: usize, rows: usize| {
+            let part = Part::Mixture {
+                cores: "c".into(),
+                mixture: "m".into(),
+                rows: vec![1; rows],
+                transposed: false,
+                slices: 1,
+            };
+            let section = Section {
+                version: VERSION,
+                conversion: "test".into(),
+                params: Options::new(),
+                stored: BTreeMap::new(),
+                maps: (0..maps).map(|i| (format!("map{i}"), vec![part.clone()])).collect(),
+                attention: BTreeMap::new(),
+            };
+            section.attach(&mut tensors.clone())
+        };
+        open(2, 8).unwrap();
+        let error = open(8, MAX_SLICES).unwrap_err().to_string();
+        assert!(error.contains("64 times the numbers stored"), "{error}");
     }
 }

@@ -52,6 +52,10 @@ impl Model {
 
     fn from_gguf(gguf: &Gguf, tensors: &Tensors) -> Result<Self> {
         let mut config = ModelConfig::from_gguf(gguf)?;
+        if tensors.get("rope_factors_long.weight").is_some() {
+            let what = "LongRoPE, two sets of rotary frequencies (rope_factors_long.weight),".into();
+            return Err(Error::Unsupported { what });
+        }
         if let (Some(rope), Some(divisors)) = (&mut config.rope, tensors.get("rope_freqs.weight")) {
             let expected = vec![rope.dim / 2];
             if divisors.shape() != expected {

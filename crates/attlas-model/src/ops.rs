@@ -50,6 +50,21 @@ pub fn rms_norm_into(x: &[f32], weight: &[f32], eps: f64, out: &mut [f32]) {
     }
 }
 
+/// The same where there is a weight; a copy where there is none.
+pub fn maybe_norm_into(x: &[f32], weight: Option<&[f32]>, eps: f64, out: &mut [f32]) {
+    match weight {
+        Some(weight) => rms_norm_into(x, weight, eps, out),
+        None => out.copy_from_slice(x),
+    }
+}
+
+/// `x ← factor · x`; nothing is read where the factor is one.
+pub fn scale_in_place(x: &mut [f32], factor: f32) {
+    if factor != 1.0 {
+        x.iter_mut().for_each(|x| *x *= factor);
+    }
+}
+
 fn rms_scale(row: &[f32], eps: f64) -> f32 {
     (1.0 / (sum_by(row, |x| x * x) / row.len() as f64 + eps).sqrt()) as f32
 }

@@ -49,6 +49,13 @@ impl Protocol {
         if window < 2 {
             return Err(Error::invalid("the window", window, "2 or more tokens"));
         }
+        if matches!(self, Self::SecondHalf { .. }) && window < 3 {
+            return Err(Error::invalid(
+                "the window",
+                window,
+                "3 or more tokens, so that its second half has one to score",
+            ));
+        }
         let least = match self {
             Self::Strided { .. } => 2,
             Self::SecondHalf { .. } => 2 * window,

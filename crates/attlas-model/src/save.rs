@@ -1,8 +1,10 @@
 //! Checkpoint folders that appear whole or not at all.
 //!
-//! A [`Folder`] is written beside its place, as `NAME.part`, and moved there when everything is in it. One that is
-//! dropped before that takes what was begun with it, and a place where something is already is refused. Tensors are
-//! written row by row: no second copy of a model is held.
+//! A [`Folder`] is written beside its place, as `NAME.part-` with a random number, and moved there when everything is in
+//! it and on the disk. One that is dropped before that takes what was begun with it, and a place where something is
+//! already is refused. The part is locked while it is written: one that is not was left by a process that was killed, and
+//! the next one that writes to the same place removes it. Tensors are written row by row: no second copy of a model is
+//! held.
 
 use crate::error::{Error, Result};
 use crate::model::Model;
@@ -10,8 +12,10 @@ use crate::tensor::Tensor;
 use attlas_num::kernels::quant::Format;
 use serde_json::json;
 use std::borrow::Cow;
-use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::collections::hash_map::RandomState;
+use std::fs::{File, TryLockError};
+use std::hash::{BuildHasher, Hasher};
+use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 /// What a tensor is written from.
@@ -103,26 +107,46 @@ fn write_numbers(out: &mut impl Write, values: &[f32]) -> std::io::Result<()> {
     values.iter().try_for_each(|x| out.write_all(&x.to_le_bytes()))
 }
 
+/// A file in every part that its writer holds a lock on.
+const LOCK: &str = ".lock";
+
 /// A folder that is being written.
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
     /// Where it is written; `None` once it has been moved.
     part: Option<PathBuf>,
+    /// Says to others that the part is being written.
+    lock: Option<File>,
 }
 
 impl Folder {
-    /// Begins a folder that shall stand at `path`, where nothing may be yet.
+    /// Begins a folder that shall stand at `path`, where nothing may be yet. Parts that a killed process left are removed.
     pub fn create(path: &Path) -> Result<Self> {
         Self::check(path)?;
-        let mut name = path.file_name().unwrap_or_default().to_os_string();
-        name.push(".part");
-        let part = path.with_file_name(name);
-        std::fs::create_dir(&part).map_err(|source| match source.kind() {
-            std::io::ErrorKind::AlreadyExists => Error::Exists { path: part.clone() },
-            _ => Error::Io { path: part.clone(), source },
-        })?;
-        Ok(Self { path: path.to_path_buf(), part: Some(part) })
+        parts_of(path).iter().filter(|part| state_of(part) == PartState::Left).for_each(|part| {
+            // What cannot be removed is in nobody's way.
+            let _ = std::fs::remove_dir_all(part);
+        });
+        loop {
+            let mut name = path.file_name().unwrap_or_default().to_os_string();
+            name.push(format!(".part-{:016x}", RandomState::new().build_hasher().finish()));
+            let part = path.with_file_name(name);
+            let failed = |source| Error::Io { path: part.clone(), source };
+            match std::fs::create_dir(&part) {
+                Err(e) if e.kind() == ErrorKind::AlreadyExists => continue,
+                other => other.map_err(failed)?,
+            }
+            let lock = File::create_new(part.join(LOCK)).map_err(failed)?;
+            // Another process may have taken it for a part that was left, before the lock was there.
+            match lock.lock() {
+                Ok(()) if !part.join(LOCK).exists() => continue,
+                Ok(()) => {}
+                Err(e) if e.kind() == ErrorKind::Unsupported => {}
+                Err(e) => return Err(failed(e)),
+            }
+            return Ok(Self { path: path.to_path_buf(), part: Some(part), lock: Some(lock) });
+        }
     }
 
     /// An error if [`create`](Self::create) would refuse `path`: what takes long is better begun after asking.
@@ -135,11 +159,19 @@ impl Folder {
         if path.symlink_metadata().is_ok() {
             return Err(Error::Exists { path: path.to_path_buf() });
         }
-        let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        if parent.is_dir() {
-            return Ok(());
+        let parent = parent_of(path);
+        if !parent.is_dir() {
+            return Err(Error::Io { path: parent.to_path_buf(), source: ErrorKind::NotFound.into() });
         }
-        Err(Error::Io { path: parent.to_path_buf(), source: std::io::ErrorKind::NotFound.into() })
+        if let Some(part) = parts_of(path).into_iter().find(|part| state_of(part) == PartState::Written) {
+            return Err(Error::BeingWritten { path: path.to_path_buf(), part });
+        }
+        // Whether anything can be written there is known by writing.
+        let name = format!(".attlas-{:016x}", RandomState::new().build_hasher().finish());
+        let probe = parent.join(name);
+        std::fs::create_dir(&probe)
+            .and_then(|()| std::fs::remove_dir(&probe))
+            .map_err(|source| Error::Io { path: parent.to_path_buf(), source })
     }
 
     /// Where the files are until they are moved.
@@ -154,7 +186,12 @@ impl Folder {
     /// Writes a small file.
     pub fn file(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let path = self.place(name);
-        std::fs::write(&path, bytes).map_err(|source| Error::Io { path, source })
+        let write = || {
+            let mut file = File::create(&path)?;
+            file.write_all(bytes)?;
+            file.sync_all()
+        };
+        write().map_err(|source| Error::Io { path: path.clone(), source })
     }
 
     /// Writes a JSON file, indented.
@@ -188,7 +225,7 @@ impl Folder {
             out.write_all(&(header.len() as u64).to_le_bytes())?;
             out.write_all(&header)?;
             order.iter().try_for_each(|t| t.write(&mut out))?;
-            out.flush()
+            out.into_inner().map_err(std::io::IntoInnerError::into_error)?.sync_all()
         };
         write().map_err(|source| Error::Io { path: path.clone(), source })
     }
@@ -229,13 +266,71 @@ impl Folder {
 
     /// Moves the folder to its place; it is complete then.
     pub fn finish(mut self) -> Result<()> {
-        Self::check(&self.path)?;
+        // Nothing may have come there meanwhile.
+        if self.path.symlink_metadata().is_ok() {
+            return Err(Error::Exists { path: self.path.clone() });
+        }
         let Some(part) = self.part.take() else { return Ok(()) };
-        std::fs::rename(&part, &self.path).map_err(|source| {
-            let path = self.path.clone();
-            self.part = Some(part);
-            Error::Io { path, source }
-        })
+        let moved = std::fs::remove_file(part.join(LOCK))
+            .and_then(|()| sync_folder(&part))
+            .and_then(|()| std::fs::rename(&part, &self.path));
+        self.lock = None;
+        match moved {
+            Ok(()) => sync_folder(parent_of(&self.path))
+                .map_err(|source| Error::Io { path: self.path.clone(), source }),
+            Err(source) => {
+                let path = self.path.clone();
+                self.part = Some(part);
+                Err(Error::Io { path, source })
+            }
+        }
+    }
+}
+
+fn parent_of(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Parts of the folder at `path`, whoever writes or wrote them.
+fn parts_of(path: &Path) -> Vec<PathBuf> {
+    let Some(name) = path.file_name().and_then(|n| n.to_str()) else { return Vec::new() };
+    let prefix = format!("{name}.part-");
+    let is_part = |name: &str| {
+        name.strip_prefix(&prefix).is_some_and(|n| n.len() == 16 && n.chars().all(|c| c.is_ascii_hexdigit()))
+    };
+    let entries = std::fs::read_dir(parent_of(path)).into_iter().flatten().flatten();
+    entries.filter(|e| e.file_name().to_str().is_some_and(is_part)).map(|e| e.path()).collect()
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PartState {
+    /// By a process that still runs.
+    Written,
+    /// By one that does not.
+    Left,
+    /// Something of the same name, or a file system that has no locks.
+    Unknown,
+}
+
+fn state_of(part: &Path) -> PartState {
+    let Ok(lock) = File::options().write(true).open(part.join(LOCK)) else { return PartState::Unknown };
+    match lock.try_lock() {
+        Ok(()) => PartState::Left,
+        Err(TryLockError::WouldBlock) => PartState::Written,
+        Err(TryLockError::Error(_)) => PartState::Unknown,
+    }
+}
+
+/// What was renamed survives a power failure once its folder is on the disk.
+fn sync_folder(folder: &Path) -> std::io::Result<()> {
+    if !cfg!(unix) {
+        return Ok(());
+    }
+    let expected = [ErrorKind::InvalidInput, ErrorKind::Unsupported, ErrorKind::PermissionDenied];
+    match File::open(folder).and_then(|f| f.sync_all()) {
+        // Some file systems do not sync folders, and a folder may be writable but not readable.
+        Err(e) if expected.contains(&e.kind()) => Ok(()),
+        other => other,
     }
 }
 
@@ -262,10 +357,6 @@ mod tests {
         path
     }
 
-    fn part(path: &Path) -> PathBuf {
-        path.with_file_name(format!("{}.part", path.file_name().unwrap().to_string_lossy()))
-    }
-
     #[test]
     fn what_is_written_is_read_again() {
         let path = place("read");
@@ -286,9 +377,9 @@ mod tests {
         ];
         folder.tensors("model.safetensors", &list).unwrap();
         folder.file("note", b"text").unwrap();
-        assert!(!path.exists() && part(&path).is_dir());
+        assert!(!path.exists() && parts_of(&path).len() == 1);
         folder.finish().unwrap();
-        assert!(!part(&path).exists());
+        assert!(parts_of(&path).is_empty() && !path.join(LOCK).exists());
         assert_eq!(std::fs::read(path.join("note")).unwrap(), b"text");
         let bytes = std::fs::read(path.join("model.safetensors")).unwrap();
         let raw = safetensors::SafeTensors::deserialize(&bytes).unwrap();
@@ -308,12 +399,31 @@ mod tests {
         let path = place("unfinished");
         let folder = Folder::create(&path).unwrap();
         folder.file("x", b"1").unwrap();
-        assert!(matches!(Folder::create(&path), Err(Error::Exists { .. })), "two writers of one place");
+        assert!(matches!(Folder::create(&path), Err(Error::BeingWritten { .. })), "two writers of one place");
         let twice =
             [NamedTensor::dense("a", vec![1], vec![0.0]), NamedTensor::dense("a", vec![1], vec![0.0])];
         assert!(folder.tensors("model.safetensors", &twice).is_err());
         drop(folder);
-        assert!(!path.exists() && !part(&path).exists());
+        assert!(!path.exists() && parts_of(&path).is_empty());
+    }
+
+    #[test]
+    fn a_part_that_a_killed_process_left_is_removed_and_others_are_not() {
+        let path = place("killed");
+        let folder = Folder::create(&path).unwrap();
+        folder.file("x", b"1").unwrap();
+        let part = folder.path().to_path_buf();
+        // What kill -9 leaves: the files without the lock.
+        let Folder { lock, .. } = &mut *std::mem::ManuallyDrop::new(folder);
+        drop(lock.take());
+        let own = path.with_file_name(format!("{}.part", path.file_name().unwrap().to_string_lossy()));
+        std::fs::create_dir_all(&own).unwrap();
+        let next = Folder::create(&path).unwrap();
+        assert!(!part.exists() && own.is_dir());
+        assert_eq!(parts_of(&path), [next.path()]);
+        next.finish().unwrap();
+        std::fs::remove_dir(&own).unwrap();
+        std::fs::remove_dir_all(&path).unwrap();
     }
 
     #[test]
@@ -330,7 +440,7 @@ mod tests {
         let folder = Folder::create(&late).unwrap();
         std::fs::create_dir(&late).unwrap();
         assert!(folder.finish().is_err());
-        assert!(late.is_dir() && !part(&late).exists());
+        assert!(late.is_dir() && parts_of(&late).is_empty());
         std::fs::remove_dir(&late).unwrap();
         std::fs::remove_dir_all(&path).unwrap();
     }

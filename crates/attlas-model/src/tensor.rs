@@ -23,9 +23,10 @@ impl Source {
         if file.metadata().map_err(io)?.len() == 0 {
             return Ok(Self::Owned(Vec::new()));
         }
-        // SAFETY: the map is read-only and every reader treats its bytes as untrusted numbers. A file that
-        // another process shortens meanwhile stops this one with a bus error, as in every program that maps
-        // its weights; it is not a memory error.
+        // SAFETY: the map is read-only, and its bytes are untrusted numbers to every reader. Rust asks that nobody
+        // changes them meanwhile, which no program can know of a file that others may write: this relies on nobody
+        // doing so, as every program does that maps its weights. Shortened, the file stops the process with a bus error;
+        // changed while a header is read, what was checked as UTF-8 may no longer be so.
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(io)?;
         Ok(Self::Mapped(map))
     }
@@ -99,6 +100,17 @@ impl Tensor {
     /// Row `i` in single precision.
     pub fn row_into(&self, i: usize, out: &mut [f32]) {
         self.as_weight().row_into(i, out);
+    }
+
+    /// The rows in `range` as a matrix of their own, which shares the bytes; `None` if there are fewer.
+    pub fn row_range(&self, range: Range<usize>) -> Option<Self> {
+        let rows = self.rows();
+        if range.start > range.end || range.end > rows {
+            return None;
+        }
+        let row = self.bytes().len().checked_div(rows).unwrap_or(0);
+        let bytes = self.range.start + range.start * row..self.range.start + range.end * row;
+        Self::new(self.source.clone(), bytes, self.format, vec![range.len(), self.cols()])
     }
 
     /// All values in single precision.

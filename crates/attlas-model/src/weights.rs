@@ -1,8 +1,9 @@
 //! The tensors of a model by role, whatever file they came from and whatever that file calls them.
 
 use crate::checkpoint::Tensors;
-use crate::config::{Architecture, ModelConfig};
+use crate::config::{Architecture, ExpertConfig, HeadNorm, ModelConfig, Norms};
 use crate::error::{Error, Result};
+use crate::experts::{Experts, Mlp};
 use crate::factored::Attention;
 use crate::linear::Linear;
 use crate::tensor::Tensor;
@@ -10,6 +11,8 @@ use attlas::Mat;
 use attlas::layer::{Dense, Layer, LayerShape};
 use attlas::layers::latent::{self, Latent};
 use attlas_num::rope::{Rope, Scaling};
+use std::cell::RefCell;
+use std::collections::HashSet;
 use std::sync::Arc;
 
 /// Whose tensor names a checkpoint uses.
@@ -46,8 +49,10 @@ pub struct DecoderWeights {
 /// One layer of a [`DecoderWeights`].
 #[derive(Clone, Debug)]
 pub struct DecoderLayer {
-    /// Norm before attention.
-    pub attention_norm: Vec<f32>,
+    /// Norm before attention, where the family has one.
+    pub attention_norm: Option<Vec<f32>>,
+    /// Norm of what attention adds to the residual stream, where the family has one.
+    pub attention_post_norm: Option<Vec<f32>>,
     /// Queries: `n_heads · head_dim` outputs. With a latent of queries, from that.
     pub q: Linear,
     /// Keys: `n_kv_heads · head_dim` outputs. In latent attention, the latent and the shared key.
@@ -56,16 +61,21 @@ pub struct DecoderLayer {
     pub v: Linear,
     /// From concatenated heads back to the residual stream.
     pub o: Linear,
-    /// Norm of each query head, where the family has one.
+    /// Norm of each query head or of all of them, as it is long, where the family has one.
     pub q_norm: Option<Vec<f32>>,
-    /// Norm of each key head, where the family has one.
+    /// Norm of each key head or of all of them, where the family has one.
     pub k_norm: Option<Vec<f32>>,
     /// Latent attention made of the maps above, where the family has it.
     pub latent: Option<Arc<LatentAttention>>,
     /// Attention of another kind, where the checkpoint has it; the maps above are its own then, as far as it has them.
     pub attention: Option<Attention>,
-    /// Norm before the feed-forward layer.
-    pub ffn_norm: Vec<f32>,
+    /// Norm before the feed-forward layer, where the family has one.
+    pub ffn_norm: Option<Vec<f32>>,
+    /// Norm of what the feed-forward layer adds to the residual stream, where the family has one.
+    pub ffn_post_norm: Option<Vec<f32>>,
+    /// Experts, of which every token passes through a few, where the layer has them. What follows is the expert of every
+    /// token then, of width zero where there is none.
+    pub experts: Option<Arc<Experts>>,
     /// Gate of the feed-forward layer.
     pub gate: Linear,
     /// What is gated.
@@ -132,12 +142,45 @@ pub struct LayerNorm {
 impl Weights {
     /// Finds and checks every tensor that `config` asks for.
     pub fn collect(config: &ModelConfig, tensors: &Tensors, naming: Naming) -> Result<Self> {
-        let finder = Finder { tensors, prefix: prefix(tensors, config, naming) };
-        if config.architecture.is_encoder() {
-            Ok(Self::Encoder(encoder(config, &finder, naming)?))
+        let seen = RefCell::new(HashSet::new());
+        let finder = Finder { tensors, prefix: prefix(tensors, config, naming), seen: &seen };
+        let weights = if config.architecture.is_encoder() {
+            Self::Encoder(encoder(config, &finder, naming)?)
         } else {
-            Ok(Self::Decoder(decoder(config, &finder, naming)?))
-        }
+            Self::Decoder(decoder(config, &finder, naming)?)
+        };
+        all_read(config, tensors, &seen.borrow())?;
+        Ok(weights)
+    }
+}
+
+/// An error if the file has a tensor that nothing asked for. What is known to be of no use to a model that is run is
+/// passed over: copies of constants, heads of other tasks, and layers that predict further tokens.
+fn all_read(c: &ModelConfig, tensors: &Tensors, seen: &HashSet<String>) -> Result<()> {
+    if tensors.is_factored() {
+        return Ok(());
+    }
+    const IDLE: [&str; 4] = ["rope_freqs.weight", "pooler.", "bert.pooler.", "cls."];
+    let beyond = |name: &str| {
+        let number = name.strip_prefix("model.layers.").or_else(|| name.strip_prefix("blk."));
+        let number = number.and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
+        c.architecture == Architecture::DeepseekV3 && number.is_some_and(|n| n >= c.n_layers)
+    };
+    let idle = |name: &str| {
+        IDLE.iter().any(|i| name.starts_with(i))
+            || name.ends_with("rotary_emb.inv_freq")
+            || name == "lm_head.weight"
+            || beyond(name)
+    };
+    let mut unread: Vec<&str> = tensors.names().filter(|n| !seen.contains(*n) && !idle(n)).collect();
+    unread.sort_unstable();
+    match unread.split_first() {
+        None => Ok(()),
+        Some((name, more)) => Err(Error::UnreadTensor {
+            name: (*name).to_owned(),
+            more: more.len(),
+            architecture: c.architecture.name(),
+        }),
     }
 }
 
@@ -177,6 +220,8 @@ fn prefix(tensors: &Tensors, config: &ModelConfig, naming: Naming) -> &'static s
 struct Finder<'a> {
     tensors: &'a Tensors,
     prefix: &'static str,
+    /// The names that were asked for.
+    seen: &'a RefCell<HashSet<String>>,
 }
 
 impl Finder<'_> {
@@ -187,6 +232,7 @@ impl Finder<'_> {
 
     fn optional(&self, name: &str, expected: &[usize]) -> Result<Option<Tensor>> {
         let name = format!("{}{name}", self.prefix);
+        self.seen.borrow_mut().insert(name.clone());
         match self.tensors.get(&name) {
             None => Ok(None),
             Some(t) if t.shape() == expected => Ok(Some(t.clone())),
@@ -211,6 +257,32 @@ impl Finder<'_> {
         let weight = self.tensor(&format!("{name}.weight"), &[outputs, inputs])?;
         let bias = self.optional(&format!("{name}.bias"), &[outputs])?.map(|b| b.to_f32());
         Linear::new(weight, bias).ok_or_else(|| Error::MissingTensor { name: name.to_owned() })
+    }
+
+    /// Maps that are rows of one matrix, one after another.
+    fn fused(&self, name: &str, outputs: &[usize], inputs: usize) -> Result<Vec<Linear>> {
+        let all = self.linear(name, outputs.iter().sum(), inputs)?;
+        let mut end = 0;
+        let part = |&n: &usize| {
+            let start = end;
+            end += n;
+            let bias = all.bias().map(|b| b[start..end].to_vec());
+            all.weight().row_range(start..end).and_then(|rows| Linear::new(rows, bias))
+        };
+        let parts: Option<Vec<Linear>> = outputs.iter().map(part).collect();
+        parts.ok_or_else(|| Error::MissingTensor { name: format!("{}{name}.weight", self.prefix) })
+    }
+
+    fn mlp(&self, names: [String; 3], width: usize, d: usize, fused: bool) -> Result<Mlp> {
+        let [gate, up, down] = names;
+        let (gate, up) = if fused {
+            let mut both = self.fused(&up, &[width, width], d)?.into_iter();
+            let missing = || Error::MissingTensor { name: up.clone() };
+            (both.next().ok_or_else(missing)?, both.next().ok_or_else(missing)?)
+        } else {
+            (self.linear(&gate, width, d)?, self.linear(&up, width, d)?)
+        };
+        Ok(Mlp { gate, up, down: self.linear(&down, d, width)? })
     }
 
     fn biased(&self, name: &str, outputs: usize, inputs: usize) -> Result<Linear> {
@@ -256,6 +328,34 @@ pub(crate) struct DecoderNames {
     pub(crate) gate: &'static str,
     pub(crate) up: &'static str,
     pub(crate) down: &'static str,
+    /// Queries, keys and values in one, and gate and up in one.
+    qkv: &'static str,
+    gate_up: &'static str,
+}
+
+/// Norms of a layer by name: before and after attention, before and after the feed-forward layer.
+type NormNames = [Option<&'static str>; 4];
+
+fn norm_names(norms: Norms, naming: Naming) -> NormNames {
+    match (naming, norms) {
+        (Naming::Gguf, Norms::Before) => [Some("attn_norm"), None, Some("ffn_norm"), None],
+        (Naming::Gguf, Norms::After) => [None, Some("post_attention_norm"), None, Some("post_ffw_norm")],
+        (Naming::Gguf, Norms::Around) => {
+            [Some("attn_norm"), Some("post_attention_norm"), Some("ffn_norm"), Some("post_ffw_norm")]
+        }
+        (Naming::HuggingFace, Norms::Before) => {
+            [Some("input_layernorm"), None, Some("post_attention_layernorm"), None]
+        }
+        (Naming::HuggingFace, Norms::After) => {
+            [None, Some("post_attention_layernorm"), None, Some("post_feedforward_layernorm")]
+        }
+        (Naming::HuggingFace, Norms::Around) => [
+            Some("input_layernorm"),
+            Some("post_self_attn_layernorm"),
+            Some("post_attention_layernorm"),
+            Some("post_mlp_layernorm"),
+        ],
+    }
 }
 
 const GGUF_DECODER: DecoderNames = DecoderNames {
@@ -273,6 +373,8 @@ const GGUF_DECODER: DecoderNames = DecoderNames {
     gate: "ffn_gate",
     up: "ffn_up",
     down: "ffn_down",
+    qkv: "attn_qkv",
+    gate_up: "ffn_up",
 };
 
 pub(crate) const HF_DECODER: DecoderNames = DecoderNames {
@@ -290,29 +392,34 @@ pub(crate) const HF_DECODER: DecoderNames = DecoderNames {
     gate: "mlp.gate_proj",
     up: "mlp.up_proj",
     down: "mlp.down_proj",
+    qkv: "self_attn.qkv_proj",
+    gate_up: "mlp.gate_up_proj",
 };
 
 fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<DecoderWeights> {
     let names = if naming == Naming::Gguf { &GGUF_DECODER } else { &HF_DECODER };
     let (d, q_width, kv_width) = (c.hidden, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
+    let traits = c.architecture.traits();
+    let norm_names = norm_names(traits.norms, naming);
     let embedding = finder.tensor(names.embedding, &[c.vocab, d])?;
     let mut layers = Vec::new();
     for i in 0..c.n_layers {
         let layer = (names.layer)(i);
         let name = |part: &str| format!("{layer}.{part}");
         let qkv = |part: &str, width: usize| {
-            if c.architecture == Architecture::Qwen2 {
+            if traits.biased {
                 finder.biased(&name(part), width, d)
             } else {
                 finder.linear(&name(part), width, d)
             }
         };
-        let head_norm = |part: &str| {
-            if c.architecture == Architecture::Qwen3 {
-                finder.vector(&name(part), c.head_dim).map(Some)
-            } else {
-                Ok(None)
-            }
+        let head_norm = |part: &str, heads: usize| match traits.head_norm {
+            HeadNorm::None => Ok(None),
+            HeadNorm::EachHead => finder.vector(&name(part), c.head_dim).map(Some),
+            HeadNorm::AllHeads => finder.vector(&name(part), heads * c.head_dim).map(Some),
+        };
+        let norm = |i: usize| {
+            norm_names[i].map(|part| finder.vector(&name(&format!("{part}.weight")), d)).transpose()
         };
         let attention = finder.attention(i, d)?;
         let ([q, k, v, o], latent) = match (&attention, c.latent) {
@@ -322,25 +429,46 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
                 let m = latent.maps();
                 ([&m.q, &m.kv_a, &m.kv_b, &m.o].map(Clone::clone), Some(Arc::new(latent)))
             }
+            (None, None) if traits.fused_qkv => {
+                let parts = finder.fused(&name(names.qkv), &[q_width, kv_width, kv_width], d)?;
+                let o = finder.linear(&name(names.o), d, q_width)?;
+                let [q, k, v] = <[Linear; 3]>::try_from(parts)
+                    .map_err(|_| Error::MissingTensor { name: name(names.qkv) })?;
+                ([q, k, v, o], None)
+            }
             (None, None) => {
                 let o = finder.linear(&name(names.o), d, q_width)?;
                 ([qkv(names.q, q_width)?, qkv(names.k, kv_width)?, qkv(names.v, kv_width)?, o], None)
             }
         };
+        let (experts, mlp) = match &c.experts {
+            Some(e) if e.layers.get(i) == Some(&true) => {
+                let (experts, shared) = mixture(c, e, finder, &layer, naming)?;
+                (Some(Arc::new(experts)), shared)
+            }
+            _ => {
+                let up = if traits.fused_gate_up { names.gate_up } else { names.up };
+                let names = [name(names.gate), name(up), name(names.down)];
+                (None, finder.mlp(names, c.intermediate, d, traits.fused_gate_up)?)
+            }
+        };
         layers.push(DecoderLayer {
-            attention_norm: finder.vector(&name(names.attention_norm), d)?,
+            attention_norm: norm(0)?,
+            attention_post_norm: norm(1)?,
             q,
             k,
             v,
             o,
-            q_norm: head_norm(names.q_norm)?,
-            k_norm: head_norm(names.k_norm)?,
+            q_norm: head_norm(names.q_norm, c.n_heads)?,
+            k_norm: head_norm(names.k_norm, c.n_kv_heads)?,
             latent,
             attention,
-            ffn_norm: finder.vector(&name(names.ffn_norm), d)?,
-            gate: finder.linear(&name(names.gate), c.intermediate, d)?,
-            up: finder.linear(&name(names.up), c.intermediate, d)?,
-            down: finder.linear(&name(names.down), d, c.intermediate)?,
+            ffn_norm: norm(2)?,
+            ffn_post_norm: norm(3)?,
+            experts,
+            gate: mlp.gate,
+            up: mlp.up,
+            down: mlp.down,
         });
     }
     // The output projection never stands behind the prefix of the body.
@@ -353,6 +481,84 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
     let output = Linear::new(output.unwrap_or_else(|| embedding.clone()), None)
         .ok_or_else(|| Error::MissingTensor { name: "lm_head.weight".into() })?;
     Ok(DecoderWeights { final_norm: finder.vector(names.final_norm, d)?, embedding, layers, output })
+}
+
+/// The experts of a layer, and the one of every token, of width zero where there is none.
+fn mixture(
+    c: &ModelConfig,
+    e: &ExpertConfig,
+    finder: &Finder<'_>,
+    layer: &str,
+    naming: Naming,
+) -> Result<(Experts, Mlp)> {
+    let Some(names) = c.architecture.traits().experts else { unreachable!("read with the configuration") };
+    let d = c.hidden;
+    let name = |part: &str| format!("{layer}.{part}");
+    let (router, bias, shared_gate) = match naming {
+        Naming::Gguf => ("ffn_gate_inp".to_owned(), "exp_probs_b.bias".to_owned(), "ffn_gate_inp_shexp"),
+        Naming::HuggingFace => (
+            format!("{}.gate", names.prefix),
+            format!("{}.gate.e_score_correction_bias", names.prefix),
+            "mlp.shared_expert_gate",
+        ),
+    };
+    let mut experts = Vec::with_capacity(e.count);
+    match naming {
+        Naming::HuggingFace => {
+            for i in 0..e.count {
+                let part = |p: &str| name(&format!("{}.experts.{i}.{p}", names.prefix));
+                experts.push(finder.mlp(names.parts.map(part), e.width, d, false)?);
+            }
+        }
+        Naming::Gguf => {
+            let stack = |part: &str, rows: usize, cols: usize| {
+                finder.tensor(&name(&format!("{part}.weight")), &[e.count, rows, cols])
+            };
+            let gate = stack("ffn_gate_exps", e.width, d)?;
+            let up = stack("ffn_up_exps", e.width, d)?;
+            let down = stack("ffn_down_exps", d, e.width)?;
+            for i in 0..e.count {
+                let part = |stack: &Tensor, rows: usize| {
+                    let own = stack.row_range(i * rows..(i + 1) * rows);
+                    own.and_then(|t| Linear::new(t, None))
+                        .ok_or_else(|| Error::MissingTensor { name: name("ffn_gate_exps.weight") })
+                };
+                let (gate, up) = (part(&gate, e.width)?, part(&up, e.width)?);
+                experts.push(Mlp { gate, up, down: part(&down, d)? });
+            }
+        }
+    }
+    let shared = if e.shared_width == 0 {
+        let empty = |shape: Vec<usize>| Tensor::from_f32(&[], shape).and_then(|t| Linear::new(t, None));
+        match (empty(vec![0, d]), empty(vec![d, 0])) {
+            (Some(none), Some(down)) => Mlp { gate: none.clone(), up: none, down },
+            _ => unreachable!("a matrix without numbers"),
+        }
+    } else {
+        let parts = match naming {
+            Naming::Gguf => ["ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"].map(name),
+            Naming::HuggingFace => {
+                ["gate_proj", "up_proj", "down_proj"].map(|p| name(&format!("{}.{p}", names.shared)))
+            }
+        };
+        finder.mlp(parts, e.shared_width, d, false)?
+    };
+    let shared_gate = if c.architecture != Architecture::Qwen2Moe {
+        None
+    } else if naming == Naming::Gguf {
+        // llama.cpp keeps it as a vector.
+        let row = finder.vector(&name(&format!("{shared_gate}.weight")), d)?;
+        Tensor::from_f32(&row, vec![1, d]).and_then(|t| Linear::new(t, None))
+    } else {
+        Some(finder.linear(&name(shared_gate), 1, d)?)
+    };
+    let experts = Experts {
+        router: finder.linear(&name(&router), e.count, d)?,
+        bias: finder.optional(&name(&bias), &[e.count])?.map(|b| b.to_f32()),
+        experts,
+        shared_gate,
+    };
+    Ok((experts, shared))
 }
 
 /// Latent attention with the maps it is made of.

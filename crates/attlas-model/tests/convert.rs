@@ -54,6 +54,11 @@ fn write_source(name: &str, family: &str) -> Arc<Model> {
             "qwen3" => vec![("q_norm.weight", 8), ("k_norm.weight", 8)],
             _ => vec![],
         };
+        if name.ends_with("mlp-bias") {
+            for (part, n) in [("gate", 32), ("up", 32), ("down", 24)] {
+                shapes.push((format!("model.layers.{l}.mlp.{part}_proj.bias"), vec![n]));
+            }
+        }
         let named = |(part, n)| (format!("model.layers.{l}.self_attn.{part}"), vec![n]);
         shapes.extend(own.into_iter().map(named));
     }
@@ -215,6 +220,9 @@ fn what_cannot_be_converted_is_refused() {
     let go_on = AtomicBool::new(false);
     let ran = calibrate(&qwen3, &qwen3, &[0; 9], 4, false, &threads, &mut |_, _| {}, &go_on);
     assert!(matches!(ran, Err(Error::Unsupported { .. })));
+
+    let biased = write_source("convert-mlp-bias", "llama");
+    refused(&biased, &Params::default(), "biases in its feed-forward layers");
 
     let source = write_source("convert-short", "llama");
     refused(&source, &Params { rank: Some(25), ..Params::default() }, "24");

@@ -128,7 +128,7 @@ fn reference(model: &Model, tokens: &[u32]) -> Vec<Vec<f64>> {
                 .collect()
         };
         let normed: Vec<Vec<f64>> =
-            x.iter().map(|x| rms_norm(x, &layer.attention_norm, c.norm_eps)).collect();
+            x.iter().map(|x| rms_norm(x, layer.attention_norm.as_ref().unwrap(), c.norm_eps)).collect();
         let each = |i: usize, linear: &Linear| apply(linear, &normed[i]);
         let q: Vec<_> = (0..x.len()).map(|i| heads(each(i, &layer.q), &layer.q_norm, Some(i))).collect();
         let k: Vec<_> = (0..x.len()).map(|i| heads(each(i, &layer.k), &layer.k_norm, Some(i))).collect();
@@ -153,7 +153,7 @@ fn reference(model: &Model, tokens: &[u32]) -> Vec<Vec<f64>> {
             x[i].iter_mut().zip(apply(&layer.o, &joined)).for_each(|(x, y)| *x += y);
         }
         for x in &mut x {
-            let m = rms_norm(x, &layer.ffn_norm, c.norm_eps);
+            let m = rms_norm(x, layer.ffn_norm.as_ref().unwrap(), c.norm_eps);
             let gated: Vec<f64> = apply(&layer.gate, &m)
                 .into_iter()
                 .zip(apply(&layer.up, &m))

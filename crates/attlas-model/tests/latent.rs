@@ -90,13 +90,16 @@ fn sizes_are_read_and_what_is_not_run_is_refused() {
     let config = ModelConfig::from_json(text.as_bytes()).unwrap();
     assert_eq!(config.architecture, Architecture::DeepseekV3);
     assert_eq!(config.latent, Some(LatentConfig { rank: 10, rank_q: Some(12), nope: 8, v_dim: 6 }));
-    assert_eq!((config.head_dim, config.rope.unwrap().dim), (12, 4));
+    assert_eq!((config.head_dim, config.rope.as_ref().unwrap().dim), (12, 4));
     let refused = |from: &str, to: &str, word: &str| {
         assert!(text.contains(from));
         let error = ModelConfig::from_json(text.replace(from, to).as_bytes()).unwrap_err().to_string();
         assert!(error.contains(word), "{error}");
     };
-    refused("\"first_k_dense_replace\": 2", "\"first_k_dense_replace\": 1", "experts");
+    assert!(config.experts.is_none(), "no layer has any");
+    let sparse = text.replace("\"first_k_dense_replace\": 2", "\"first_k_dense_replace\": 1");
+    let experts = ModelConfig::from_json(sparse.as_bytes()).unwrap().experts.unwrap();
+    assert_eq!((experts.count, experts.groups, experts.layers), (256, 8, vec![false, true]));
     refused("\"kv_lora_rank\": 10", "\"kv_lora_rank\": 0", "latent");
     refused("\"kv_lora_rank\": 10", "\"kv_lora_rank\": null", "kv_lora_rank");
     refused("\"qk_rope_head_dim\": 4", "\"qk_rope_head_dim\": 3", "rotary");

@@ -5,6 +5,15 @@
 //! derived by [`StreamKey::with`] from a seed and small integers that name who draws and what for, such as
 //! `(seed, batch, kv head, purpose, step)`. Normal variates use pure-Rust logarithm and sine, so that no
 //! system library can change a result.
+//!
+//! ```
+//! use attlas_num::rng::StreamKey;
+//!
+//! let key = StreamKey::new(7).named("directions").with(3);
+//! let (a, b) = (key.rng().normal(), key.rng().normal());
+//! assert_eq!(a, b, "a stream starts anew from its key");
+//! assert_ne!(a, key.with(0).rng().normal());
+//! ```
 
 /// Names a stream: a seed folded with any number of labels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

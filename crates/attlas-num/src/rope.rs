@@ -9,6 +9,18 @@
 //!
 //! References: Su et al. 2021 (RoFormer); Chen et al. 2023 (linear); bloc97 2023 (dynamic NTK);
 //! Peng et al. 2023 (YaRN); Llama 3.1 model card (llama3).
+//!
+//! ```
+//! use attlas_num::rope::{Angles, Layout, Rope, Scaling, Table};
+//!
+//! let rope = Rope { dim: 2, base: 10_000.0, layout: Layout::Half, scaling: Scaling::None };
+//! let table = Table::<f64>::new(&rope, 8, Angles::Double);
+//! let (mut q, mut k) = ([1.0, 0.0], [1.0, 0.0]);
+//! table.rotate_in_place(7, &mut q);
+//! table.rotate_in_place(5, &mut k);
+//! let dot = q[0] * k[0] + q[1] * k[1];
+//! assert!((dot - 2f64.cos()).abs() < 1e-12, "only the distance of two tokens matters");
+//! ```
 
 use crate::Real;
 

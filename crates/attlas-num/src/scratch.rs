@@ -3,6 +3,16 @@
 //! A [`Scratch`] hands out buffers and takes them back when they are dropped, so that repeated calls
 //! allocate nothing. Contents of a fresh buffer are unspecified; [`Scratch::poisoned`] fills them with NaN
 //! bit patterns, for tests that look for reads of memory nobody wrote. Buffers start on a cache line.
+//!
+//! ```
+//! use attlas_num::Scratch;
+//!
+//! let scratch = Scratch::new();
+//! let mut buffer = scratch.take_zeroed::<f32>(100);
+//! buffer[3] = 1.0;
+//! drop(buffer); // the next buffer of this size allocates nothing
+//! assert!(scratch.peak_bytes() >= 400);
+//! ```
 
 use crate::kernels::pages;
 use std::ops::{Deref, DerefMut};

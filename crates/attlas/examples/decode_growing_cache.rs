@@ -3,23 +3,13 @@
 
 use attlas::metrics::relative_frobenius;
 use attlas::testkit::Case;
-use attlas::{
-    DType, Options, Out, Plan, Problem, Qkv, Result, Stream, TensorMut, TensorRef, Workspace, registry,
-};
+use attlas::{DType, Options, Out, Plan, Problem, Result, Stream, TensorMut, TensorRef, Workspace, registry};
 use std::time::Instant;
 
 const D: usize = 64;
 const HEADS: usize = 4;
 const PROMPT: usize = 8192;
 const STEPS: usize = 384;
-
-/// Tokens `from..to` of the only key head, and the queries of token `to - 1`.
-fn inputs<'a>(q: &'a [f32], k: &'a [f32], v: &'a [f32], from: usize, to: usize) -> Result<Qkv<'a, f32>> {
-    let n = PROMPT + STEPS;
-    let heads = TensorRef::bhnd(q, [1, HEADS, n, D])?.rows(to - 1..to);
-    let kv = |x: &'a [f32]| TensorRef::bhnd(&x[from * D..to * D], [1, 1, to - from, D]);
-    Ok(Qkv::new(heads, kv(k)?, kv(v)?))
-}
 
 fn main() -> Result<()> {
     let problem = Problem::new(HEADS, PROMPT + STEPS, D).with_kv_heads(1).causal();
@@ -31,19 +21,22 @@ fn main() -> Result<()> {
     let exact = registry::method("exact")?.plan(&problem, &Options::new())?;
     let open = |plan: &dyn Plan| plan.stream(DType::F32).expect("both methods decode");
     let mut streams: [Box<dyn Stream>; 2] = [open(&*exact), open(&*multipole)];
+    let n = PROMPT + STEPS;
+    let q = TensorRef::bhnd(&q, [1, HEADS, n, D])?;
+    let [k, v] = [TensorRef::bhnd(&k, [1, 1, n, D])?, TensorRef::bhnd(&v, [1, 1, n, D])?];
     for stream in &mut streams {
-        stream.push(&inputs(&q, &k, &v, 0, PROMPT)?.into(), &mut ws)?;
+        stream.push(k.rows(0..PROMPT).into(), v.rows(0..PROMPT).into(), &mut ws)?;
     }
     println!("{:>6} {:>9} {:>12} {:>12} {:>12}", "cache", "error", "keys visited", "clustered", "exact");
     let (mut seconds, mut visited, mut gap) = ([0.0; 2], 0, Vec::new());
     for step in 1..=STEPS {
         let mut rows = [[0.0f32; HEADS * D]; 2];
         for ((stream, row), seconds) in streams.iter_mut().zip(&mut rows).zip(&mut seconds) {
-            let x = inputs(&q, &k, &v, PROMPT + step - 1, PROMPT + step)?.into();
+            let token = PROMPT + step - 1..PROMPT + step;
+            let mut out = Out::new(TensorMut::bhnd(row, [1, HEADS, 1, D])?).into();
             let start = Instant::now();
-            stream.push(&x, &mut ws)?;
-            let info =
-                stream.attend(&x, &mut Out::new(TensorMut::bhnd(row, [1, HEADS, 1, D])?).into(), &mut ws)?;
+            stream.push(k.rows(token.clone()).into(), v.rows(token.clone()).into(), &mut ws)?;
+            let info = stream.attend(q.rows(token).into(), &mut out, &mut ws)?;
             *seconds += start.elapsed().as_secs_f64();
             visited = info.keys_visited / HEADS as u64;
         }

@@ -1,21 +1,20 @@
 //! A method of your own, outside the registry: attention to every `stride`-th key.
 //!
 //! Write the numerics of one group of heads, say what you claim, and let the shared checks try to refute it:
-//! `cargo run -p attlas --features testkit --example your_own_method`.
+//! `cargo run -p attlas --features testkit --example your_own_method`. In a crate of your own:
+//!
+//! ```toml
+//! [dependencies]
+//! attlas = "0.1"
+//!
+//! [dev-dependencies]
+//! attlas = { version = "0.1", features = ["testkit"] }
+//! ```
 
 use attlas::engine::{exact_group, exact_rows, exact_scratch_bytes};
 use attlas::group::{Group, GroupPlan};
-use attlas::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use attlas::{MatRef, Options, Problem, Real, Result, metrics, testkit};
-use attlas_num::kernels::Band;
-
-attlas::params! {
-    /// Parameters of [`Strided`].
-    pub struct Params {
-        /// Distance between kept keys; 1 keeps all of them.
-        stride: usize = 4, in 1..=1 << 20;
-    }
-}
+use attlas::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
+use attlas::{Band, MatRef, Options, Problem, Real, Result, metrics, testkit};
 
 static METHOD: Method = Method {
     id: "strided",
@@ -28,12 +27,29 @@ static METHOD: Method = Method {
         except: &[(Law::KeyOrder, "keys are kept by position")],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[&[("stride", "3")]],
-    supports: |p, _| Support::unless(p.mask == attlas::Mask::Causal, "early rows would see no kept key"),
-    calibrate: None,
-    build: |p, options, _| Ok(Strided { params: Params::from_options(options)? }.boxed(p)),
+    ..Method::of::<Params>()
 };
+
+attlas::params! {
+    /// Parameters of [`Strided`].
+    pub struct Params {
+        /// Distance between kept keys; 1 keeps all of them.
+        stride: usize = 4, in 1..=1 << 20;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(p.mask == attlas::Mask::Causal, "early rows would see no kept key")
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Strided { params: self })
+    }
+}
 
 #[derive(Debug)]
 struct Strided {

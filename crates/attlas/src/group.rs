@@ -4,9 +4,11 @@
 //! runner here checks shapes, reads strides, cuts off padding, runs groups in parallel, hands out scratch
 //! memory and the names of random streams, and writes outputs in the caller's layout.
 
-use crate::method::{Cost, Plan, RunInfo, Stream};
+use crate::engine::near::NearField;
+use crate::method::{Cost, Plan, RunInfo, Spec, Stream};
+use crate::problem::Dims;
 use crate::workspace::Context;
-use crate::{Error, Inputs, Mask, Out, Output, Problem, Qkv, Result, TensorRef, Workspace};
+use crate::{Error, Inputs, Mask, Out, Output, Problem, Qkv, Result, Tensor, TensorRef, Workspace};
 use attlas_num::kernels::Band;
 use attlas_num::rng::StreamKey;
 use attlas_num::{DType, MatRef, Real};
@@ -164,10 +166,13 @@ impl<'a, T: Real> Group<'a, T> {
 
     /// Keys that row `i` of a head sees: `0..visible(i)`.
     pub fn visible(&self, i: usize) -> usize {
-        match self.mask {
-            Mask::None => self.n_k(),
-            Mask::Causal => (self.n_k() + i + 1).saturating_sub(self.n_q()).min(self.n_k()),
-        }
+        self.mask.visible(self.n_q(), self.n_k(), i)
+    }
+
+    /// Neither NaN nor an infinity is in queries, keys or values.
+    pub fn is_finite(&self) -> bool {
+        let finite = |row: &[T]| row.iter().all(|x| x.is_finite());
+        self.q.iter_rows().all(finite) && self.k.iter_rows().all(finite) && self.v.iter_rows().all(finite)
     }
 
     /// Pairs of a query row and a key it sees, over all heads of the group.
@@ -207,28 +212,41 @@ impl<'a, T: Real> Group<'a, T> {
             }
         }
         blocks.sort_by_key(|b| std::cmp::Reverse(b.first));
-        let blocks: Vec<Mutex<Option<RowBlock<'_, T>>>> =
-            blocks.into_iter().map(|b| Mutex::new(Some(b))).collect();
-        let next = AtomicUsize::new(0);
-        let take = || {
-            let at = next.fetch_add(1, Ordering::Relaxed);
-            let block = blocks.get(at)?.lock().unwrap_or_else(PoisonError::into_inner).take()?;
-            Some((at, block))
-        };
-        let of_thread = |_| {
-            let mut results = Vec::new();
-            while let Some((at, block)) = take() {
-                results.push((at, work(block)?));
-            }
-            Ok(results)
-        };
-        let threads = 0..self.cx.schedule.threads.clamp(1, blocks.len());
-        let results: Result<Vec<Vec<(usize, R)>>> =
-            threads.into_par_iter().with_max_len(1).map(of_thread).collect();
-        let mut results: Vec<(usize, R)> = results?.into_iter().flatten().collect();
+        let results = Mutex::new(Vec::with_capacity(blocks.len()));
+        let lock = || results.lock().unwrap_or_else(PoisonError::into_inner);
+        run_blocks(blocks, self.cx.schedule.threads, &|at, block| {
+            let result = work(block)?;
+            lock().push((at, result));
+            Ok(())
+        })?;
+        let mut results: Vec<(usize, R)> = results.into_inner().unwrap_or_else(PoisonError::into_inner);
         results.sort_by_key(|&(at, _)| at);
         Ok(results.into_iter().map(|(_, result)| result).collect())
     }
+}
+
+/// Runs `work` on blocks in their order, each by whichever thread is free. Compiled once for each element type, not
+/// once for each caller: the code of a parallel loop is larger than most of what runs inside.
+fn run_blocks<T: Real>(
+    blocks: Vec<RowBlock<'_, T>>,
+    threads: usize,
+    work: &(dyn Fn(usize, RowBlock<'_, T>) -> Result<()> + Sync),
+) -> Result<()> {
+    let blocks: Vec<Mutex<Option<RowBlock<'_, T>>>> =
+        blocks.into_iter().map(|b| Mutex::new(Some(b))).collect();
+    let next = AtomicUsize::new(0);
+    let take = || {
+        let at = next.fetch_add(1, Ordering::Relaxed);
+        let block = blocks.get(at)?.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+        Some((at, block))
+    };
+    let of_thread = |_| {
+        while let Some((at, block)) = take() {
+            work(at, block)?;
+        }
+        Ok(())
+    };
+    (0..threads.clamp(1, blocks.len().max(1))).into_par_iter().with_max_len(1).try_for_each(of_thread)
 }
 
 /// Some consecutive query rows of one head, with the places for their results.
@@ -263,20 +281,30 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
         true
     }
 
+    /// Whether `run` may return an error. Results then pass through scratch memory, so that an error leaves the
+    /// caller's output as it was.
+    fn can_fail(&self) -> bool {
+        true
+    }
+
     /// Decoding for one group, where the method can.
     fn stream<T: Real>(&self, problem: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
         let _ = (problem, index);
         None
     }
+}
 
-    /// The whole problem as a [`Plan`].
-    fn boxed(self, problem: &Problem) -> Box<dyn Plan> {
-        Box::new(Grouped { problem: *problem, plan: self })
+/// The whole problem as a [`Plan`]. Not public: [`Spec::plan_with`](crate::method::Spec::plan_with) checks first.
+pub(crate) fn boxed<S: Spec, P: GroupPlan>(spec: S, plan: P, problem: &Problem) -> Box<dyn Plan> {
+    let problem = *problem;
+    match problem.near.is_none() {
+        true => Box::new(Grouped { problem, spec, plan }),
+        false => Box::new(Grouped { problem, spec, plan: NearField::new(&problem, plan) }),
     }
 }
 
 /// Decoding for one group.
-pub trait GroupStream<T>: Debug + Send {
+pub trait GroupStream<T: Real>: Debug + Send {
     /// Appends rows of keys and values.
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Result<()>;
 
@@ -290,18 +318,41 @@ pub trait GroupStream<T>: Debug + Send {
         cx: Context<'_>,
     ) -> Result<RunInfo>;
 
+    /// Appends the tokens of `x` and attends with each of them to everything up to itself: token by token, unless
+    /// the method knows something faster.
+    fn extend(&mut self, x: Group<'_, T>) -> Result<RunInfo> {
+        let (heads, n, d_v) = (x.q.heads(), x.n_q(), x.d_v());
+        let mut q = x.cx.scratch.take::<T>(heads * x.k.cols());
+        let (mut out, mut lse) = (x.cx.scratch.take::<T>(heads * d_v), x.cx.scratch.take::<T>(heads));
+        let mut info = RunInfo::default();
+        for i in 0..n {
+            self.push(x.k.sub_rows(i..i + 1), x.v.sub_rows(i..i + 1), x.cx)?;
+            for (h, row) in q.chunks_exact_mut(x.k.cols()).enumerate() {
+                row.copy_from_slice(x.q.head(h).row(i));
+            }
+            let rows = MatRef::new(&q, heads, x.k.cols());
+            info = info.merge(self.attend(rows, x.scale, &mut out, &mut lse, x.cx)?);
+            for (h, (row, l)) in out.chunks_exact(d_v).zip(&*lse).enumerate() {
+                x.out[(h * n + i) * d_v..][..d_v].copy_from_slice(row);
+                x.lse[h * n + i] = *l;
+            }
+        }
+        Ok(info)
+    }
+
     /// Bytes of state held now.
     fn state_bytes(&self) -> usize;
 }
 
 /// A [`GroupPlan`] over all groups of a problem.
 #[derive(Debug)]
-struct Grouped<P> {
+struct Grouped<S, P> {
     problem: Problem,
+    spec: S,
     plan: P,
 }
 
-impl<P: GroupPlan> Plan for Grouped<P> {
+impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
     fn problem(&self) -> &Problem {
         &self.problem
     }
@@ -313,8 +364,9 @@ impl<P: GroupPlan> Plan for Grouped<P> {
     fn workspace_bytes(&self, threads: usize) -> usize {
         let p = &self.problem;
         let in_flight = (p.batch * p.n_kv_heads).min(threads.max(1)).max(1);
-        // Log-sum-exp the caller did not ask for, and outputs whose layout is not ours, pass through scratch.
-        let staging = p.batch * p.n_heads * p.n_q * (p.d_v + 1) * size_of::<f64>() + 128;
+        // Log-sum-exp the caller did not ask for, outputs whose layout is not ours and rows that an error must not
+        // touch pass through scratch; those of a padded prompt once more.
+        let staging = 2 * (p.batch * p.n_heads * p.n_q * (p.d_v + 1) * size_of::<f64>() + 128);
         in_flight * self.plan.scratch_bytes(p, threads.max(1), size_of::<f64>()) + staging
     }
 
@@ -334,72 +386,46 @@ impl<P: GroupPlan> Plan for Grouped<P> {
     }
 }
 
-impl<P: GroupPlan> Grouped<P> {
+impl<S: Spec, P: GroupPlan> Grouped<S, P> {
+    /// The problem of one call, whose lengths may be smaller than the planned ones.
+    fn call(&self, n_q: usize, n_k: usize) -> Result<Problem> {
+        let p = &self.problem;
+        let call = p.with_lens(n_q, n_k);
+        if (n_q, n_k) == (p.n_q, p.n_k) {
+            return Ok(call);
+        }
+        if n_q > p.n_q || n_k > p.n_k {
+            return Err(Error::shape(
+                "lengths",
+                format!("at most {} queries and {} keys, as planned", p.n_q, p.n_k),
+                format!("{n_q} and {n_k}"),
+            ));
+        }
+        let mut reasons = self.spec.supports(&call).reasons;
+        reasons.extend(call.near.reasons(S::METHOD, &call));
+        if reasons.is_empty() {
+            Ok(call)
+        } else {
+            Err(Error::Unsupported { method: S::METHOD.id.into(), reasons })
+        }
+    }
+
     fn execute_typed<T: Real>(
         &self,
         x: &Qkv<'_, T>,
         out: &mut Out<'_, T>,
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
-        let p = &self.problem;
+        let p = &self.call(x.q.dims()[2], x.k.dims()[2])?;
         x.validate(p)?;
         out.validate(p)?;
         if out.lse.is_some() && !self.plan.has_lse() {
             return Err(Error::Unsupported {
-                method: "this plan".into(),
+                method: S::METHOD.id.into(),
                 reasons: vec!["it has no log-sum-exp: its sums are not exponentials of logits".into()],
             });
         }
-        ws.install(|cx| {
-            with_staging(p, out, cx, |o, lse| {
-                let rows = p.group_size() * p.n_q;
-                let groups = p.batch * p.n_kv_heads;
-                let cx = Context { groups, ..cx };
-                let mut work: Vec<(usize, &mut [T], &mut [T])> = Vec::with_capacity(groups);
-                let (mut o, mut lse) = (o, lse);
-                for g in 0..groups {
-                    let (head, tail) = std::mem::take(&mut o).split_at_mut(rows * p.d_v);
-                    let (lse_head, lse_tail) = std::mem::take(&mut lse).split_at_mut(rows);
-                    (o, lse) = (tail, lse_tail);
-                    work.push((g, head, lse_head));
-                }
-                let infos: Result<Vec<RunInfo>> = work
-                    .into_par_iter()
-                    .with_max_len(1)
-                    .map(|(g, out, lse)| {
-                        let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
-                        let group = self.group(x, index, out, lse, cx);
-                        self.plan.run(group)
-                    })
-                    .collect();
-                Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
-            })
-        })
-    }
-
-    fn group<'a, T: Real>(
-        &self,
-        x: &Qkv<'a, T>,
-        index: GroupIndex,
-        out: &'a mut [T],
-        lse: &'a mut [T],
-        cx: Context<'a>,
-    ) -> Group<'a, T> {
-        let p = &self.problem;
-        let GroupIndex { batch, kv_head } = index;
-        let n_k = x.key_lens.map_or(p.n_k, |lens| lens[batch]);
-        let heads = kv_head * p.group_size()..(kv_head + 1) * p.group_size();
-        Group {
-            q: Queries::new(x.q.batch(batch).heads(heads)),
-            k: x.k.head(batch, kv_head).sub_rows(0..n_k),
-            v: x.v.head(batch, kv_head).sub_rows(0..n_k),
-            scale: T::from_f64(p.scale),
-            mask: p.mask,
-            out,
-            lse,
-            index,
-            cx,
-        }
+        run_groups(p, x, out, ws, !self.plan.can_fail(), &|group| self.plan.run(group))
     }
 
     fn stream_typed<T: Real>(&self, wrap: fn(GroupedStream<T>) -> Box<dyn Stream>) -> Option<Box<dyn Stream>>
@@ -417,50 +443,162 @@ impl<P: GroupPlan> Grouped<P> {
     }
 }
 
+/// Computes one group.
+type RunGroup<'r, T> = &'r (dyn Fn(Group<'_, T>) -> Result<RunInfo> + Sync);
+
+/// Runs every group of a problem. Compiled once for each element type, not once for each method.
+fn run_groups<T: Real>(
+    p: &Problem,
+    x: &Qkv<'_, T>,
+    out: &mut Out<'_, T>,
+    ws: &mut Workspace,
+    direct: bool,
+    run: RunGroup<'_, T>,
+) -> Result<RunInfo> {
+    ws.install(|cx| {
+        with_staging(p, out, cx, direct, |o, lse| {
+            let rows = p.group_size() * p.n_q;
+            let groups = p.batch * p.n_kv_heads;
+            let cx = Context { groups, ..cx };
+            let mut work: Vec<(usize, &mut [T], &mut [T])> = Vec::with_capacity(groups);
+            let (mut o, mut lse) = (o, lse);
+            for g in 0..groups {
+                let (head, tail) = std::mem::take(&mut o).split_at_mut(rows * p.d_v);
+                let (lse_head, lse_tail) = std::mem::take(&mut lse).split_at_mut(rows);
+                (o, lse) = (tail, lse_tail);
+                work.push((g, head, lse_head));
+            }
+            let infos: Result<Vec<RunInfo>> = work
+                .into_par_iter()
+                .with_max_len(1)
+                .map(|(g, out, lse)| {
+                    let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
+                    let group = group_of(p, x, index, out, lse, cx);
+                    let rows = x.valid_rows(p, index.batch);
+                    if rows == p.n_q { answer(run, group) } else { run_padded(run, group, rows) }
+                })
+                .collect();
+            Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
+        })
+    })
+}
+
+/// The first `rows` rows of every head; the rest is padding and sees nothing.
+fn run_padded<T: Real>(run: RunGroup<'_, T>, mut group: Group<'_, T>, rows: usize) -> Result<RunInfo> {
+    if rows == 0 {
+        return Ok(group.fill_empty());
+    }
+    let (heads, n_q, d_v, cx) = (group.q.heads(), group.n_q(), group.d_v(), group.cx);
+    let (mut o, mut lse) = (cx.scratch.take::<T>(heads * rows * d_v), cx.scratch.take::<T>(heads * rows));
+    let q = group.q.rows(0..rows);
+    let info = answer(run, Group { q, out: &mut o, lse: &mut lse, ..group.reborrow() })?;
+    group.fill_empty();
+    for h in 0..heads {
+        group.out[h * n_q * d_v..][..rows * d_v].copy_from_slice(&o[h * rows * d_v..][..rows * d_v]);
+        group.lse[h * n_q..][..rows].copy_from_slice(&lse[h * rows..][..rows]);
+    }
+    Ok(RunInfo { empty_rows: info.empty_rows + (heads * (n_q - rows)) as u64, ..info })
+}
+
+/// The part of the inputs that one group reads, and its slices of the output.
+fn group_of<'a, T: Real>(
+    p: &Problem,
+    x: &Qkv<'a, T>,
+    index: GroupIndex,
+    out: &'a mut [T],
+    lse: &'a mut [T],
+    cx: Context<'a>,
+) -> Group<'a, T> {
+    let GroupIndex { batch, kv_head } = index;
+    let n_k = x.key_lens.map_or(p.n_k, |lens| lens[batch]);
+    let heads = kv_head * p.group_size()..(kv_head + 1) * p.group_size();
+    Group {
+        q: Queries::new(x.q.batch(batch).heads(heads)),
+        k: x.k.head(batch, kv_head).sub_rows(0..n_k),
+        v: x.v.head(batch, kv_head).sub_rows(0..n_k),
+        scale: T::from_f64(p.scale),
+        mask: p.mask,
+        out,
+        lse,
+        index,
+        cx,
+    }
+}
+
+/// Runs one group. NaN and infinities that leave a method without an answer give NaN in all rows of their own
+/// group, so that other groups keep their answers. With a causal mask such rows would include some that see none of
+/// them: there, the error stands.
+fn answer<T: Real>(run: RunGroup<'_, T>, mut group: Group<'_, T>) -> Result<RunInfo> {
+    match run(group.reborrow()) {
+        Err(_) if group.mask == Mask::None && !group.is_finite() => {
+            group.out.fill(T::NAN);
+            group.lse.fill(T::NAN);
+            let mut info = RunInfo::default();
+            info.figures.insert("rows_without_answer", group.lse.len() as f64);
+            Ok(info)
+        }
+        result => result,
+    }
+}
+
 /// Gives `work` contiguous `[batch, heads, rows]` slices for outputs and log-sum-exp: the caller's own where
-/// they are laid out so, scratch memory otherwise, copied out at the end.
+/// `direct` and they are laid out so, scratch memory otherwise, copied out at the end.
 fn with_staging<T: Real>(
     p: &Problem,
     out: &mut Out<'_, T>,
     cx: Context<'_>,
+    direct: bool,
     work: impl FnOnce(&mut [T], &mut [T]) -> Result<RunInfo>,
 ) -> Result<RunInfo> {
     let rows = p.batch * p.n_heads * p.n_q;
-    let mut own_lse;
-    let lse = match &mut out.lse {
-        Some(lse) => &mut lse[..],
-        None => {
-            own_lse = cx.scratch.take::<T>(rows);
-            &mut own_lse[..]
-        }
+    let mut own_lse = (!direct || out.lse.is_none()).then(|| cx.scratch.take::<T>(rows));
+    let mut own_o = (!direct || !out.o.is_bhnd()).then(|| cx.scratch.take::<T>(rows * p.d_v));
+    let lse = match (&mut own_lse, &mut out.lse) {
+        (Some(lse), _) => &mut lse[..],
+        (None, Some(lse)) => &mut lse[..],
+        (None, None) => unreachable!("taken above"),
     };
-    if out.o.is_bhnd() {
-        return work(&mut out.o.data_mut()[..rows * p.d_v], lse);
+    let o = match &mut own_o {
+        Some(o) => &mut o[..],
+        None => &mut out.o.data_mut()[..rows * p.d_v],
+    };
+    let info = work(o, lse)?;
+    if let (Some(lse), Some(target)) = (&own_lse, &mut out.lse) {
+        target.copy_from_slice(lse);
     }
-    let mut staged = cx.scratch.take::<T>(rows * p.d_v);
-    let info = work(&mut staged, lse)?;
-    let mut source = staged.chunks_exact(p.d_v);
-    for b in 0..p.batch {
-        for h in 0..p.n_heads {
-            for (i, row) in (0..p.n_q).zip(&mut source) {
-                out.o.row_mut(b, h, i).copy_from_slice(row);
+    if let Some(staged) = own_o {
+        if out.o.is_bhnd() {
+            let target = out.o.data_mut()[..rows * p.d_v].par_chunks_mut(COPIED);
+            target.zip(staged.par_chunks(COPIED)).for_each(|(dst, src)| dst.copy_from_slice(src));
+            return Ok(info);
+        }
+        let mut source = staged.chunks_exact(p.d_v);
+        for b in 0..p.batch {
+            for h in 0..p.n_heads {
+                for (i, row) in (0..p.n_q).zip(&mut source) {
+                    out.o.row_mut(b, h, i).copy_from_slice(row);
+                }
             }
         }
     }
     Ok(info)
 }
 
+/// Elements that a thread copies at a time: a task costs a microsecond, as much as copying some of them.
+const COPIED: usize = 1 << 16;
+
 /// Streams of all groups of a problem.
 #[derive(Debug)]
-struct GroupedStream<T> {
+struct GroupedStream<T: Real> {
     problem: Problem,
     groups: Vec<Box<dyn GroupStream<T>>>,
     len: usize,
 }
 
-/// Picks the typed part of inputs and outputs.
+/// Access to the typed part of inputs and outputs.
 trait Typed: Real {
     fn inputs<'x, 'a>(inputs: &'x Inputs<'a>) -> Option<&'x Qkv<'a, Self>>;
+    fn tensor<'a>(tensor: Tensor<'a>) -> Option<TensorRef<'a, Self>>;
     fn output<'x, 'a>(output: &'x mut Output<'a>) -> Option<&'x mut Out<'a, Self>>;
 }
 
@@ -470,6 +608,12 @@ macro_rules! typed {
             fn inputs<'x, 'a>(inputs: &'x Inputs<'a>) -> Option<&'x Qkv<'a, Self>> {
                 match inputs {
                     Inputs::$variant(x) => Some(x),
+                    _ => None,
+                }
+            }
+            fn tensor<'a>(tensor: Tensor<'a>) -> Option<TensorRef<'a, Self>> {
+                match tensor {
+                    Tensor::$variant(x) => Some(x),
                     _ => None,
                 }
             }
@@ -489,66 +633,100 @@ fn wrong_type(dtype: DType) -> Error {
     Error::shape("element type", format!("{dtype:?}, as the stream was made for"), "the other one")
 }
 
-impl<T: Typed> Stream for GroupedStream<T> {
-    fn push(&mut self, inputs: &Inputs<'_>, ws: &mut Workspace) -> Result<()> {
-        let p = self.problem;
-        let x = T::inputs(inputs).ok_or_else(|| wrong_type(T::DTYPE))?;
-        let tokens = x.k.dims()[2];
-        for (what, dims, width) in [("keys", x.k.dims(), p.d), ("values", x.v.dims(), p.d_v)] {
-            let want = [p.batch, p.n_kv_heads, tokens, width];
-            if dims != want {
-                return Err(Error::shape(what, format!("{want:?}"), format!("{dims:?}")));
-            }
+impl<T: Typed> GroupedStream<T> {
+    fn tensor<'a>(x: Tensor<'a>) -> Result<TensorRef<'a, T>> {
+        T::tensor(x).ok_or_else(|| wrong_type(T::DTYPE))
+    }
+
+    /// Runs `work` for every group with its slices of the output.
+    fn for_groups(
+        &mut self,
+        n_q: usize,
+        out: &mut Out<'_, T>,
+        ws: &mut Workspace,
+        work: impl Fn(&mut dyn GroupStream<T>, GroupIndex, &mut [T], &mut [T], Context<'_>) -> Result<RunInfo>
+        + Sync,
+    ) -> Result<RunInfo> {
+        let p = Problem { n_q, ..self.problem };
+        out.validate(&p)?;
+        let rows = p.group_size() * n_q;
+        if rows == 0 {
+            return Ok(RunInfo::default());
         }
+        ws.install(|cx| {
+            with_staging(&p, out, cx, true, |o, lse| {
+                let infos: Result<Vec<RunInfo>> = self
+                    .groups
+                    .par_iter_mut()
+                    .with_max_len(1)
+                    .zip(o.par_chunks_mut(rows * p.d_v).zip(lse.par_chunks_mut(rows)))
+                    .enumerate()
+                    .map(|(g, (group, (o, lse)))| {
+                        let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
+                        work(&mut **group, index, o, lse, cx)
+                    })
+                    .collect();
+                Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
+            })
+        })
+    }
+}
+
+impl<T: Typed> Stream for GroupedStream<T> {
+    fn push(&mut self, k: Tensor<'_>, v: Tensor<'_>, ws: &mut Workspace) -> Result<()> {
+        let p = self.problem;
+        let (k, v) = (Self::tensor(k)?, Self::tensor(v)?);
+        let tokens = k.dims()[2];
+        expect("keys", k.dims(), [p.batch, p.n_kv_heads, tokens, p.d])?;
+        expect("values", v.dims(), [p.batch, p.n_kv_heads, tokens, p.d_v])?;
         ws.install(|cx| {
             self.groups.par_iter_mut().with_max_len(1).enumerate().try_for_each(|(g, group)| {
                 let (b, h) = (g / p.n_kv_heads, g % p.n_kv_heads);
-                group.push(x.k.head(b, h), x.v.head(b, h), cx)
+                group.push(k.head(b, h), v.head(b, h), cx)
             })
         })?;
         self.len += tokens;
         Ok(())
     }
 
-    fn attend(&mut self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
-        let p = Problem { n_q: 1, ..self.problem };
+    fn attend(&mut self, q: Tensor<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
+        let p = self.problem;
+        let q = Self::tensor(q)?;
+        let out = T::output(out).ok_or_else(|| wrong_type(T::DTYPE))?;
+        expect("queries", q.dims(), [p.batch, p.n_heads, 1, p.d])?;
+        let size = p.group_size();
+        self.for_groups(1, out, ws, |group, index, o, lse, cx| {
+            let heads = q.batch(index.batch).heads(index.kv_head * size..(index.kv_head + 1) * size);
+            // One row per head, gathered where the strides make no matrix.
+            let gathered = heads.token(0, 0).is_none().then(|| {
+                let mut rows = cx.scratch.take::<T>(size * p.d);
+                (0..size)
+                    .zip(rows.chunks_exact_mut(p.d))
+                    .for_each(|(i, r)| r.copy_from_slice(heads.head(0, i).row(0)));
+                rows
+            });
+            let q = match &gathered {
+                Some(rows) => MatRef::new(rows, size, p.d),
+                None => heads.token(0, 0).unwrap_or_else(|| unreachable!("checked above")),
+            };
+            group.attend(q, T::from_f64(p.scale), o, lse, cx)
+        })
+    }
+
+    fn extend(&mut self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
         let x = T::inputs(inputs).ok_or_else(|| wrong_type(T::DTYPE))?;
         let out = T::output(out).ok_or_else(|| wrong_type(T::DTYPE))?;
-        let want = [p.batch, p.n_heads, 1, p.d];
-        if x.q.dims() != want {
-            return Err(Error::shape("queries", format!("{want:?}"), format!("{:?}", x.q.dims())));
+        let tokens = x.k.dims()[2];
+        let p = self.problem.with_lens(tokens, tokens).causal();
+        x.validate(&p)?;
+        if x.key_lens.is_some() {
+            return Err(Error::shape("key lengths", "none in a stream", "some"));
         }
-        out.validate(&p)?;
-        let size = p.group_size();
-        ws.install(|cx| {
-            with_staging(&p, out, cx, |o, lse| {
-                let infos: Result<Vec<RunInfo>> = self
-                    .groups
-                    .par_iter_mut()
-                    .with_max_len(1)
-                    .zip(o.par_chunks_mut(size * p.d_v).zip(lse.par_chunks_mut(size)))
-                    .enumerate()
-                    .map(|(g, (group, (o, lse)))| {
-                        let (b, h) = (g / p.n_kv_heads, g % p.n_kv_heads);
-                        let heads = x.q.batch(b).heads(h * size..(h + 1) * size);
-                        // One row per head, gathered where the strides make no matrix.
-                        let gathered = heads.token(0, 0).is_none().then(|| {
-                            let mut rows = cx.scratch.take::<T>(size * p.d);
-                            (0..size)
-                                .zip(rows.chunks_exact_mut(p.d))
-                                .for_each(|(i, r)| r.copy_from_slice(heads.head(0, i).row(0)));
-                            rows
-                        });
-                        let q = match &gathered {
-                            Some(rows) => MatRef::new(rows, size, p.d),
-                            None => heads.token(0, 0).unwrap_or_else(|| unreachable!("checked above")),
-                        };
-                        group.attend(q, T::from_f64(p.scale), o, lse, cx)
-                    })
-                    .collect();
-                Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
-            })
-        })
+        let info = self.for_groups(tokens, out, ws, |group, index, o, lse, cx| {
+            group.extend(group_of(&p, x, index, o, lse, cx))
+        })?;
+        self.len += tokens;
+        Ok(info)
     }
 
     fn len(&self) -> usize {
@@ -558,4 +736,8 @@ impl<T: Typed> Stream for GroupedStream<T> {
     fn state_bytes(&self) -> usize {
         self.groups.iter().map(|g| g.state_bytes()).sum()
     }
+}
+
+fn expect(what: &'static str, dims: Dims, want: Dims) -> Result<()> {
+    if dims == want { Ok(()) } else { Err(Error::shape(what, format!("{want:?}"), format!("{dims:?}"))) }
 }

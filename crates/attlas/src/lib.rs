@@ -1,28 +1,76 @@
 //! An atlas of fast attention: every numerical method for attention under one interface.
 //!
-//! A [`Problem`] names the sizes and the mask, a [`Method`] from the [`registry`] plans it, and the
-//! [`Plan`] computes outputs from strided views, on the threads and in the scratch memory of a
-//! [`Workspace`]. Nothing here prints, reads files, the environment or the clock, or keeps global state.
+//! Exact softmax attention on all threads, from plain slices:
 //!
 //! ```
-//! use attlas::{Options, Out, Problem, Qkv, TensorMut, TensorRef, Workspace, registry};
+//! use attlas::{Attention, attention};
+//!
+//! let x: Vec<f32> = (0..8 * 100 * 64).map(|i| (i as f32 * 0.37).sin()).collect();
+//! let o = attention(&x, &x, &x, &Attention { causal: true, ..Attention::new(8, 64) })?;
+//! # assert_eq!(o.len(), x.len());
+//! # Ok::<(), attlas::Error>(())
+//! ```
+//!
+//! Any method by its name, with strided tensors, threads and scratch memory that are kept from call to call, and the
+//! log-sum-exp of each row: a [`Problem`] names the sizes and the mask, a [`Method`] from the [`registry`] plans it,
+//! and the [`Plan`] runs in a [`Workspace`].
+//!
+//! ```
+//! use attlas::{Options, Out, Problem, Qkv, Schedule, TensorMut, TensorRef, Workspace, registry};
 //!
 //! let problem = Problem::new(2, 100, 16).causal();           // 2 heads, 100 tokens, width 16
 //! let data: Vec<f32> = (0..2 * 100 * 16).map(|i| (i as f32 * 0.37).sin()).collect();
 //! let x = TensorRef::bhnd(&data, [1, 2, 100, 16])?;
-//! let mut output = vec![0.0f32; data.len()];
-//! let mut lse = vec![0.0f32; 200];
+//! let (mut output, mut lse) = (vec![0.0f32; data.len()], vec![0.0f32; 200]);
 //!
-//! let plan = registry::method("exact")?.plan(&problem, &Options::new())?;
-//! let mut ws = Workspace::single()?;
+//! let plan = registry::method("sink_window")?.plan(&problem, &Options::new().with("window", 32))?;
+//! let mut ws = Workspace::new(Schedule::default())?;
 //! let out = Out::with_lse(TensorMut::bhnd(&mut output, [1, 2, 100, 16])?, &mut lse);
 //! let info = plan.execute(&Qkv::new(x, x, x).into(), &mut out.into(), &mut ws)?;
-//! assert_eq!(info.keys_visited, problem.visible_pairs());
+//! assert!(info.keys_visited < problem.visible_pairs());
 //! # Ok::<(), attlas::Error>(())
 //! ```
+//!
+//! Decoding token by token, with a [`Stream`] that holds what a method keeps of the past:
+//!
+//! ```
+//! use attlas::{DType, Options, Out, Problem, TensorMut, TensorRef, Workspace, registry};
+//!
+//! let plan = registry::baseline().plan(&Problem::new(2, 100, 16).causal(), &Options::new())?;
+//! let mut stream = plan.stream(DType::F32).expect("exact attention decodes");
+//! let mut ws = Workspace::single()?;
+//! for _ in 0..3 {
+//!     let token = vec![0.5f32; 2 * 16];
+//!     let x = TensorRef::bhnd(&token, [1, 2, 1, 16])?;
+//!     let mut output = vec![0.0f32; 2 * 16];
+//!     stream.push(x.into(), x.into(), &mut ws)?;
+//!     stream.attend(x.into(), &mut Out::new(TensorMut::bhnd(&mut output, [1, 2, 1, 16])?).into(), &mut ws)?;
+//! }
+//! assert_eq!(stream.len(), 3);
+//! # Ok::<(), attlas::Error>(())
+//! ```
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | [`problem`] | sizes, masks, strided tensors |
+//! | [`registry`] | the lists of methods, layers and conversions |
+//! | [`method`] | the contract of a method: claims, plans, streams, calibration |
+//! | [`group`] | the numerics of one key head, which the author of a method writes, and the runner around them |
+//! | [`params`] | parameters declared once, options read from text |
+//! | [`workspace`] | threads, tiles and scratch memory |
+//! | [`cache`] | keys and values for exact decoding |
+//! | [`methods`], [`engine`] | every method by family, and what they share |
+//! | [`layer`], [`layers`], [`conversions`] | attention layers with weights, and conversions between them |
+//! | [`diagnostics`], [`metrics`] | how an attention head looks, and how far an output is from the exact one |
+//! | `testkit` | with the feature `testkit`: inputs, references and the checks that every method passes |
+//!
+//! [`registry::baseline`] is exact attention alone: a program that plans nothing else links none of the other
+//! methods and is a tenth of the size of one that calls [`registry::method`]. Nothing here prints, reads files, the
+//! environment or the clock, or keeps global state.
 
 #![forbid(unsafe_code)]
 
+mod attention;
 pub mod cache;
 pub mod conversions;
 pub mod diagnostics;
@@ -34,19 +82,23 @@ pub mod layers;
 pub mod method;
 pub mod methods;
 pub mod metrics;
+pub mod near;
+mod negated;
 pub mod params;
 pub mod problem;
 pub mod registry;
 #[cfg(any(test, feature = "testkit"))]
 pub mod testkit;
 pub mod workspace;
-pub mod wrap;
 
-pub use attlas_num::kernels::{Isa, merge_lse};
+pub use attention::{Attention, Element, attention};
+pub use attlas_num::kernels::{Band, Isa, merge_lse};
+pub use attlas_num::rng::StreamKey;
 pub use attlas_num::{DType, Mat, MatRef, Real};
 pub use error::{Error, Result};
 pub use group::{Group, GroupPlan, GroupStream};
-pub use method::{Calibration, Claims, Cost, Family, Method, Plan, RunInfo, Status, Stream, Support};
+pub use method::{Calibration, Claims, Cost, Family, Method, Plan, RunInfo, Spec, Status, Stream, Support};
+pub use near::Near;
 pub use params::Options;
-pub use problem::{Inputs, Mask, Out, Output, Problem, Qkv, TensorMut, TensorRef};
+pub use problem::{Align, Inputs, Mask, Out, Output, Problem, Qkv, Tensor, TensorMut, TensorRef};
 pub use workspace::{Context, Schedule, Workspace};

@@ -1,7 +1,9 @@
 //! The contract of a method: what it says of itself, how it is planned, run and streamed.
 
-use crate::params::ParamSpec;
-use crate::{Error, Inputs, Options, Output, Problem, Result, Workspace};
+use crate::group::{GroupPlan, boxed};
+use crate::negated::Negated;
+use crate::params::{ParamSet, ParamSpec};
+use crate::{Error, Inputs, Near, Options, Output, Problem, Result, Tensor, Workspace};
 use attlas_num::{DType, Mat};
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -52,13 +54,56 @@ pub struct Method {
     pub params: &'static [ParamSpec],
     /// Settings under which even a problem of a hundred tokens takes the approximate path: what the shared
     /// checks run beside the defaults.
-    pub probes: &'static [&'static [(&'static str, &'static str)]],
-    /// Whether it can do a problem with these options, and if not, all the reasons.
+    pub probes: &'static [&'static [Setting]],
+    /// Settings under which it is the softmax over some of the keys: no row's log-sum-exp exceeds the exact one, and
+    /// the error is at most the missing mass times the range of the values.
+    pub subsets: &'static [&'static [Setting]],
+    /// The parameter that names the length below which it computes exact attention, where it has one.
+    pub exact_below: Option<&'static str>,
+    /// Parameters that a tuner may move, and the values worth trying.
+    pub tunable: &'static [Tunable],
+    /// Whether it can do a problem with these options, and if not, all the reasons. Options that cannot be read
+    /// are such a reason.
     pub supports: fn(&Problem, &Options) -> Support,
     /// Learns from data, where the method does.
     pub calibrate: Option<Calibrate>,
-    /// Makes a plan. Called by [`Method::plan`] after the problem and [`Method::supports`] were checked.
+    /// Reads the options, checks everything and makes a plan: [`Spec::plan_with`] of the typed parameters.
     pub build: Build,
+}
+
+/// A parameter and its value, as written in options.
+pub type Setting = (&'static str, &'static str);
+
+/// A parameter that a tuner may move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Tunable {
+    /// Its name.
+    pub param: &'static str,
+    /// The values worth trying.
+    pub ladder: Ladder,
+}
+
+/// Values of a parameter that are worth trying.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ladder {
+    /// A budget: whole numbers up to the number of keys. A larger one is more accurate and takes longer. The budgets
+    /// of a method move together.
+    UpToKeys,
+    /// These values beside the default, each with every budget.
+    Values(&'static [&'static str]),
+}
+
+impl Tunable {
+    /// A budget.
+    pub const fn budget(param: &'static str) -> Self {
+        Self { param, ladder: Ladder::UpToKeys }
+    }
+
+    /// Some values beside the default.
+    pub const fn values(param: &'static str, values: &'static [&'static str]) -> Self {
+        Self { param, ladder: Ladder::Values(values) }
+    }
 }
 
 /// Makes a plan from a problem, options and what was learnt from data.
@@ -67,7 +112,39 @@ pub type Build = fn(&Problem, &Options, Option<&Calibration>) -> Result<Box<dyn 
 /// Learns a calibration from sample inputs of the problem's heads and widths.
 pub type Calibrate = fn(&Problem, &Options, &[Inputs<'_>]) -> Result<Calibration>;
 
+/// The same from typed parameters.
+pub type Learn<S> = fn(&S, &Problem, &[Inputs<'_>]) -> Result<Calibration>;
+
 impl Method {
+    /// The entry of the method that `S` types, with what follows from the type: parameters, support, calibration
+    /// and plans. Everything else is named in the entry and completed by `..Method::of::<Params>()`.
+    pub const fn of<S: Spec>() -> Method {
+        Method {
+            id: "",
+            family: Family::Exact,
+            title: "",
+            reference: "",
+            claims: Claims::BASE,
+            params: S::SPECS,
+            probes: &[],
+            subsets: &[],
+            exact_below: None,
+            tunable: &[],
+            supports: |problem, options| match S::from_options(options) {
+                Ok(params) => params.supports(problem),
+                Err(error) => Support::unless(true, error.to_string()),
+            },
+            calibrate: match S::CALIBRATE {
+                Some(_) => Some(|problem, options, samples| match S::CALIBRATE {
+                    Some(learn) => learn(&S::from_options(options)?, problem, samples),
+                    None => unreachable!("matched above"),
+                }),
+                None => None,
+            },
+            build: |problem, options, calibration| S::from_options(options)?.plan_with(problem, calibration),
+        }
+    }
+
     /// Plans `problem`, or says everything that stands in the way.
     pub fn plan(&self, problem: &Problem, options: &Options) -> Result<Box<dyn Plan>> {
         self.plan_with(problem, options, None)
@@ -80,22 +157,93 @@ impl Method {
         options: &Options,
         calibration: Option<&Calibration>,
     ) -> Result<Box<dyn Plan>> {
-        problem.validate()?;
-        let mut reasons = (self.supports)(problem, options).reasons;
-        if self.claims.needs == Needs::Calibration && calibration.is_none() {
-            reasons.push(format!("{} learns from data first: pass a calibration", self.id));
-        }
-        if !reasons.is_empty() {
-            return Err(Error::Unsupported { method: self.id.into(), reasons });
-        }
-        if let Some(c) = calibration {
-            c.check(self.id, problem)?;
-        }
+        let (near, options) = &Near::split(problem.near, options, self.params)?;
+        let problem = &problem.with_near(*near);
         (self.build)(problem, options, calibration)
     }
 }
 
+/// A method typed by its parameters. The registry reads them from [`Options`] and comes in by the same door:
+///
+/// ```
+/// use attlas::methods::low_rank::nystromformer::Params;
+/// use attlas::{Problem, method::Spec};
+///
+/// let params = Params { landmarks: 32, ..Params::default() };
+/// assert!(params.clone().plan(&Problem::new(2, 256, 16)).is_ok());
+/// assert!(params.plan(&Problem::new(2, 256, 16).causal()).is_err());
+/// ```
+pub trait Spec: ParamSet {
+    /// The registry entry.
+    const METHOD: &'static Method;
+
+    /// Learns from sample inputs of the problem's heads and widths, where the method does.
+    const CALIBRATE: Option<Learn<Self>> = None;
+
+    /// Whether the method can do `problem` with these parameters, and if not, all the reasons.
+    fn supports(&self, problem: &Problem) -> Support {
+        let _ = problem;
+        Support::yes()
+    }
+
+    /// Makes the plan of a problem that was accepted; rules between parameters are checked here.
+    fn build(self, accepted: Accepted<'_>) -> Result<impl GroupPlan>;
+
+    /// Checks everything and plans `problem`, or says everything that stands in the way.
+    fn plan(self, problem: &Problem) -> Result<Box<dyn Plan>> {
+        self.plan_with(problem, None)
+    }
+
+    /// The same with what was learnt from data.
+    fn plan_with(self, problem: &Problem, calibration: Option<&Calibration>) -> Result<Box<dyn Plan>> {
+        let method = Self::METHOD;
+        problem.validate()?;
+        self.validate()?;
+        if problem.scale < 0.0 && method.claims_with(&self.to_options()).softmax {
+            let positive = Problem { scale: -problem.scale, ..*problem };
+            return Ok(Box::new(Negated::new(self.plan_with(&positive, calibration)?, problem)));
+        }
+        let problem = &problem.with_near(problem.near.resolved(&method.claims));
+        let mut reasons = self.supports(problem).reasons;
+        reasons.extend(problem.near.reasons(method, problem));
+        if method.claims.needs == Needs::Calibration && calibration.is_none() {
+            reasons.push(format!("{} learns from data first: pass a calibration", method.id));
+        }
+        if !reasons.is_empty() {
+            return Err(Error::Unsupported { method: method.id.into(), reasons });
+        }
+        if let Some(c) = calibration {
+            c.check(method.id, problem)?;
+        }
+        let plan = self.clone().build(Accepted { problem, calibration })?;
+        Ok(boxed(self, plan, problem))
+    }
+}
+
+/// A problem that a method can do. Only [`Spec::plan_with`] makes one, so no plan gets past a refusal.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Accepted<'a> {
+    /// What is planned.
+    pub problem: &'a Problem,
+    /// What was learnt from data, made for this method, its heads and widths.
+    pub calibration: Option<&'a Calibration>,
+}
+
 impl Method {
+    /// Whether the method can do a problem with these options, near field included, and if not, all the reasons.
+    pub fn support(&self, problem: &Problem, options: &Options) -> Support {
+        match Near::split(problem.near, options, self.params) {
+            Ok((near, options)) => {
+                let problem = problem.with_near(near);
+                let mut support = (self.supports)(&problem, &options);
+                support.reasons.extend(near.reasons(self, &problem));
+                support
+            }
+            Err(error) => Support::unless(true, error.to_string()),
+        }
+    }
+
     /// What the method promises with these options; laws are left to [`keeps_with`](Self::keeps_with).
     pub fn claims_with(&self, options: &Options) -> Claims {
         let mut claims = self.claims;
@@ -104,6 +252,7 @@ impl Method {
                 Promise::RowStochastic => claims.row_stochastic = false,
                 Promise::Unbiased => claims.unbiased = false,
                 Promise::Softmax => claims.softmax = false,
+                Promise::ExactAt => claims.exact_at = &[],
                 Promise::Law(_) => {}
             }
         }
@@ -112,7 +261,8 @@ impl Method {
 
     /// Whether `law` is promised with these options.
     pub fn keeps_with(&self, options: &Options, law: Law) -> bool {
-        self.claims.keeps(law) && !self.withdrawn(options).any(|p| p == Promise::Law(law))
+        let near = Near::split(Near::NONE, options, self.params).map_or(Near::NONE, |(near, _)| near);
+        self.claims.keeps(law) && near.keeps(law) && !self.withdrawn(options).any(|p| p == Promise::Law(law))
     }
 
     fn withdrawn(&self, options: &Options) -> impl Iterator<Item = Promise> {
@@ -120,13 +270,16 @@ impl Method {
             let spec = self.params.iter().find(|p| p.name == w.param);
             let default = spec.map(|p| (p.default)().to_string());
             let value = options.get(w.param).map(|v| v.to_string()).or_else(|| default.clone());
-            if w.value == "*" { value != default } else { value.as_deref() == Some(w.value) }
+            value.is_some_and(|value| w.applies(&value, default.as_deref()))
         };
         self.claims.withdrawn.iter().filter(move |w| holds(w)).map(|w| w.promise)
     }
 }
 
-/// A problem with everything decided that can be decided before the data is seen.
+/// A problem with the decisions that need no data.
+///
+/// The planned numbers of queries and keys are capacities: [`execute`](Self::execute) takes as many or fewer, so that
+/// one plan serves a cache that grows. What a method decides from the length, it decides from the planned one.
 pub trait Plan: Debug + Send + Sync {
     /// What was planned.
     fn problem(&self) -> &Problem;
@@ -138,7 +291,9 @@ pub trait Plan: Debug + Send + Sync {
     fn workspace_bytes(&self, threads: usize) -> usize;
 
     /// Computes the output, and the log-sum-exp where the output asks for it. Nothing is written when an
-    /// error is returned.
+    /// error is returned. NaN and infinities in the inputs of one key head leave the others their answers: rows that
+    /// see them are NaN, and where a method then has no answer at all, so are all rows of that key head, unless a
+    /// causal mask forbids it.
     fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
 
     /// Token-by-token decoding, where the method can; empty at first.
@@ -148,15 +303,18 @@ pub trait Plan: Debug + Send + Sync {
     }
 }
 
-/// Decoding one token at a time, causal by construction.
+/// Decoding one token at a time, causal by construction. Tensors have the element type that the stream was made
+/// for.
 pub trait Stream: Debug + Send {
     /// Appends the keys `[batch, n_kv_heads, t, d]` and values `[batch, n_kv_heads, t, d_v]` of `t` tokens.
-    /// The queries of the inputs are not read.
-    fn push(&mut self, inputs: &Inputs<'_>, ws: &mut Workspace) -> Result<()>;
+    fn push(&mut self, k: Tensor<'_>, v: Tensor<'_>, ws: &mut Workspace) -> Result<()>;
 
     /// Attends with the queries `[batch, n_heads, 1, d]` of the last pushed token to everything pushed.
-    /// The keys and values of the inputs are not read.
-    fn attend(&mut self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
+    fn attend(&mut self, q: Tensor<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
+
+    /// Appends `t` tokens and attends with each of them to itself and everything before: `t` rows of output. The
+    /// same as pushing and attending token by token, which is what happens where a method knows nothing faster.
+    fn extend(&mut self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
 
     /// Tokens pushed so far.
     fn len(&self) -> usize;
@@ -178,6 +336,7 @@ pub struct Claims {
     /// Plans of a causal problem offer a [`Stream`].
     pub decode: bool,
     /// Parameter settings at which the output is bit-identical to `exact`.
+    #[serde(serialize_with = "exact_settings")]
     pub exact_at: &'static [(&'static str, Budget)],
     /// Weights are non-negative and sum to one: constant values are reproduced, outputs stay in their hull.
     pub row_stochastic: bool,
@@ -189,6 +348,8 @@ pub struct Claims {
     pub softmax: bool,
     /// Gives the log-sum-exp of its unnormalised sums.
     pub lse: bool,
+    /// Leaves out keys whose mass nothing stands for, so that a near field adds their means.
+    pub drops: bool,
     /// Exponent of the sequence length in the time, as published.
     pub exponent: f64,
     /// What it needs before it is useful.
@@ -196,6 +357,7 @@ pub struct Claims {
     /// The slow truth that others are checked against, left out of comparisons unless it is named.
     pub oracle: bool,
     /// Laws that do not hold, each with the reason.
+    #[serde(serialize_with = "exceptions")]
     pub except: &'static [(Law, &'static str)],
     /// Promises that single settings of a parameter do not keep.
     pub withdrawn: &'static [Withdrawn],
@@ -206,12 +368,71 @@ pub struct Claims {
 pub struct Withdrawn {
     /// Name of the parameter.
     pub param: &'static str,
-    /// Its value, as written in options; `*` is every value but the default.
+    /// Its value, as written in options, or a condition: `> 0` and `< 1` are numbers above and below, `!= word` is
+    /// every other value, `*` every value but the default.
     pub value: &'static str,
     /// What is not promised then.
     pub promise: Promise,
     /// Why.
     pub reason: &'static str,
+}
+
+impl Withdrawn {
+    /// Whether the promise is withdrawn while the parameter has `value`.
+    pub fn applies(&self, value: &str, default: Option<&str>) -> bool {
+        let number = |text: &str| text.trim().parse::<f64>().ok();
+        let compare = |bound: &str, holds: fn(f64, f64) -> bool| {
+            number(value).zip(number(bound)).is_some_and(|(value, bound)| holds(value, bound))
+        };
+        if self.value == "*" {
+            Some(value) != default
+        } else if let Some(other) = self.value.strip_prefix("!=") {
+            value != other.trim()
+        } else if let Some(bound) = self.value.strip_prefix('>') {
+            compare(bound, |value, bound| value > bound)
+        } else if let Some(bound) = self.value.strip_prefix('<') {
+            compare(bound, |value, bound| value < bound)
+        } else {
+            value == self.value
+        }
+    }
+}
+
+/// As a list of `{"param", "value"}`, where the value is `num_keys`, `num_tokens` or a number.
+fn exact_settings<S: serde::Serializer>(
+    list: &&'static [(&'static str, Budget)],
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    #[derive(serde::Serialize)]
+    struct At {
+        param: &'static str,
+        value: Amount,
+    }
+    #[derive(serde::Serialize)]
+    #[serde(untagged)]
+    enum Amount {
+        Word(&'static str),
+        Number(f64),
+    }
+    let amount = |budget| match budget {
+        Budget::NumKeys => Amount::Word("num_keys"),
+        Budget::NumTokens => Amount::Word("num_tokens"),
+        Budget::Value(x) => Amount::Number(x),
+    };
+    serializer.collect_seq(list.iter().map(|&(param, budget)| At { param, value: amount(budget) }))
+}
+
+/// As a list of `{"law", "reason"}`.
+fn exceptions<S: serde::Serializer>(
+    list: &&'static [(Law, &'static str)],
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    #[derive(serde::Serialize)]
+    struct Exception {
+        law: Law,
+        reason: &'static str,
+    }
+    serializer.collect_seq(list.iter().map(|&(law, reason)| Exception { law, reason }))
 }
 
 /// Promises that a setting may withdraw.
@@ -224,6 +445,8 @@ pub enum Promise {
     Unbiased,
     /// [`Claims::softmax`].
     Softmax,
+    /// [`Claims::exact_at`], all of it.
+    ExactAt,
     /// A law.
     Law(Law),
 }
@@ -239,6 +462,7 @@ impl Claims {
         deterministic: true,
         softmax: true,
         lse: true,
+        drops: false,
         exponent: 2.0,
         needs: Needs::Nothing,
         oracle: false,
@@ -357,8 +581,14 @@ impl Cost {
 /// What happened in a run.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct RunInfo {
-    /// Pairs of a query and a key (or landmark, sample, feature) whose score was computed.
+    /// Inner products of a query with a key, or with a vector that stands for keys: a centroid, landmark, sample or
+    /// mixed key, a bucket's sum, an entry of a feature state. A key that is scored twice, as when keys are first
+    /// ranked by a few coordinates, counts twice; products with random directions of a hash do not count. Every
+    /// method counts this one unit.
     pub keys_visited: u64,
+    /// The same products where no query takes part: of keys with centroids, landmarks or pivots, before the first row.
+    /// With k-means on queries and keys together, also those of the queries in it.
+    pub setup_scores: u64,
     /// Rows that saw no key and were written as zero.
     pub empty_rows: u64,
     /// Rows answered by a fallback, such as exact attention after a vanishing denominator.
@@ -383,6 +613,7 @@ impl RunInfo {
     #[must_use]
     pub fn merge(mut self, other: RunInfo) -> RunInfo {
         self.keys_visited += other.keys_visited;
+        self.setup_scores += other.setup_scores;
         self.empty_rows += other.empty_rows;
         self.fallback_rows += other.fallback_rows;
         self.rank = self.rank.max(other.rank);
@@ -480,5 +711,45 @@ impl Calibration {
             format!("one made by {m} for {h} query heads, {g} key heads, d = {d}, d_v = {dv}")
         };
         Err(Error::Calibration { method: method.into(), expected: words(wanted), found: words(made_for) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn withdrawn(value: &'static str) -> Withdrawn {
+        Withdrawn { param: "c0", value, promise: Promise::ExactAt, reason: "for the test" }
+    }
+
+    #[test]
+    fn promises_are_withdrawn_by_value_by_comparison_and_off_the_default() {
+        let applies = |condition, value| withdrawn(condition).applies(value, Some("0"));
+        assert!(applies("> 0", "0.5") && !applies("> 0", "0") && !applies("> 0", "auto"));
+        assert!(applies("< 2", "1") && !applies("< 2", "2"));
+        assert!(applies("!= keys", "both") && !applies("!= keys", "keys"));
+        assert!(applies("*", "1") && !applies("*", "0"));
+        assert!(applies("both", "both") && !applies("both", "keys"));
+    }
+
+    #[test]
+    fn claims_are_serialised_whole() {
+        let claims = Claims {
+            exact_at: &[("rank", Budget::NumKeys), ("stride", Budget::Value(1.0))],
+            except: &[(Law::KeyOrder, "by position")],
+            withdrawn: &[Withdrawn {
+                param: "c0",
+                value: "> 0",
+                promise: Promise::RowStochastic,
+                reason: "less",
+            }],
+            ..Claims::BASE
+        };
+        let json = serde_json::to_value(claims).unwrap();
+        assert_eq!(json["exact_at"][0], serde_json::json!({"param": "rank", "value": "num_keys"}));
+        assert_eq!(json["exact_at"][1]["value"], 1.0);
+        assert_eq!(json["except"][0], serde_json::json!({"law": "key_order", "reason": "by position"}));
+        assert_eq!(json["withdrawn"][0]["promise"], "row_stochastic");
+        assert_eq!(json["withdrawn"][0]["value"], "> 0");
     }
 }

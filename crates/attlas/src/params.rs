@@ -57,7 +57,27 @@ macro_rules! value_from {
         }
     )* };
 }
-value_from!(usize => Int as u64, u64 => Int as u64, i32 => Int as u64, f64 => Float as f64, bool => Bool as bool);
+value_from!(usize => Int as u64, u64 => Int as u64, u32 => Int as u64, f64 => Float as f64, bool => Bool as bool);
+
+macro_rules! value_from_signed {
+    ($($t:ty),*) => { $(
+        impl From<$t> for Value {
+            /// A negative number is kept as a real one, as when it is read from text: no parameter takes it for a
+            /// large whole number.
+            fn from(x: $t) -> Self {
+                u64::try_from(x).map_or(Value::Float(x as f64), Value::Int)
+            }
+        }
+    )* };
+}
+value_from_signed!(i32, i64, isize);
+
+impl From<f32> for Value {
+    /// The shortest decimal that reads back as `x`: `0.1f32` is 0.1, not 0.10000000149.
+    fn from(x: f32) -> Self {
+        Value::Float(x.to_string().parse().unwrap_or(f64::from(x)))
+    }
+}
 
 impl From<String> for Value {
     fn from(x: String) -> Self {
@@ -124,7 +144,7 @@ impl Display for Options {
 }
 
 /// What is known of a parameter.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct ParamSpec {
     /// Its name.
     pub name: &'static str,
@@ -136,6 +156,32 @@ pub struct ParamSpec {
     pub default: fn() -> Value,
     /// What is accepted, in words.
     pub accepted: fn() -> String,
+}
+
+impl std::fmt::Debug for ParamSpec {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ParamSpec")
+            .field("name", &self.name)
+            .field("kind", &self.kind)
+            .field("default", &format_args!("{}", (self.default)()))
+            .field("accepted", &format_args!("{}", (self.accepted)()))
+            .finish_non_exhaustive()
+    }
+}
+
+/// A struct of parameters, as [`params!`](crate::params!) declares it.
+pub trait ParamSet: Clone + std::fmt::Debug + Default + PartialEq + Send + Sync + 'static {
+    /// What is known of each parameter, in order of declaration.
+    const SPECS: &'static [ParamSpec];
+
+    /// Defaults overridden by `options`, checked.
+    fn from_options(options: &Options) -> Result<Self>;
+
+    /// Checks every range.
+    fn validate(&self) -> Result<()>;
+
+    /// Every parameter by name.
+    fn to_options(&self) -> Options;
 }
 
 /// A type that a parameter can have.
@@ -449,6 +495,20 @@ macro_rules! params {
                 Ok(())
             }
         }
+
+        impl $crate::params::ParamSet for $name {
+            const SPECS: &'static [$crate::params::ParamSpec] = $name::SPECS;
+            fn from_options(options: &$crate::Options) -> $crate::Result<Self> {
+                $name::from_options(options)
+            }
+            fn validate(&self) -> $crate::Result<()> {
+                $name::validate(self)
+            }
+            fn to_options(&self) -> $crate::Options {
+                $crate::Options::new()
+                    $( .with(stringify!($field), $crate::params::ParamValue::to_value(&self.$field)) )*
+            }
+        }
     };
     (@range $type:ty, $range:expr) => {{
         let range: std::ops::RangeInclusive<<$type as $crate::params::ParamValue>::Bound> = $range;
@@ -545,6 +605,29 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn negative_numbers_are_refused_as_they_were_written() {
+        let values = [Value::from(-1i32), Value::from(-1i64), Value::from(-1isize), Value::from("-1")];
+        for value in values {
+            let error = Params::from_options(&Options::new().with("seed", value)).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                "parameter seed = -1 is not accepted; expected a whole number from 0"
+            );
+        }
+        assert_eq!((Value::from(7i64), Value::from(7u32)), (Value::Int(7), Value::Int(7)));
+        assert_eq!(Value::from(i64::MAX), Value::Int(i64::MAX as u64));
+        assert_eq!(Value::from(0.1f32), Value::Float(0.1));
+    }
+
+    #[test]
+    fn specs_print_their_values() {
+        assert_eq!(
+            format!("{:?}", Params::SPECS[0]),
+            "ParamSpec { name: \"samples\", kind: \"integer\", default: 8, accepted: a whole number from 1 to 100, .. }"
+        );
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What is asked: sizes, mask, strided inputs and outputs.
 
-use crate::{Error, Result};
+use crate::{Error, Near, Result};
 use attlas_num::{DType, MatRef, Real};
 
 /// Which keys a query may see.
@@ -12,6 +12,16 @@ pub enum Mask {
     None,
     /// Query `i` sees key `j` when `j ≤ i + (n_k − n_q)`: the last query sees all keys.
     Causal,
+}
+
+impl Mask {
+    /// How many of `n_k` keys row `i` of `n_q` sees: the first ones.
+    pub fn visible(self, n_q: usize, n_k: usize, i: usize) -> usize {
+        match self {
+            Mask::None => n_k,
+            Mask::Causal => (n_k + i + 1).saturating_sub(n_q).min(n_k),
+        }
+    }
 }
 
 impl std::fmt::Display for Mask {
@@ -44,6 +54,9 @@ pub struct Problem {
     pub scale: f64,
     /// Which keys a query may see.
     pub mask: Mask,
+    /// Keys that are seen exactly, beside what the method does with the others.
+    #[serde(default, skip_serializing_if = "Near::is_none")]
+    pub near: Near,
 }
 
 impl Problem {
@@ -59,7 +72,14 @@ impl Problem {
             d_v: d,
             scale: 1.0 / (d.max(1) as f64).sqrt(),
             mask: Mask::None,
+            near: Near::NONE,
         }
+    }
+
+    /// The same with a near field.
+    #[must_use]
+    pub fn with_near(self, near: Near) -> Self {
+        Self { near, ..self }
     }
 
     /// The same with a causal mask.
@@ -78,6 +98,17 @@ impl Problem {
     #[must_use]
     pub fn with_lens(self, n_q: usize, n_k: usize) -> Self {
         Self { n_q, n_k, ..self }
+    }
+
+    /// The same for `batch` sequences.
+    #[must_use]
+    pub fn with_batch(self, batch: usize) -> Self {
+        Self { batch, ..self }
+    }
+
+    /// Keys that row `i` of a head sees: `0..visible(i)`.
+    pub fn visible(&self, i: usize) -> usize {
+        self.mask.visible(self.n_q, self.n_k, i)
     }
 
     /// Query heads that share one key head.
@@ -252,6 +283,37 @@ impl<'a, T> TensorRef<'a, T> {
     }
 }
 
+/// A read-only tensor in single or double precision.
+#[derive(Clone, Copy, Debug)]
+pub enum Tensor<'a> {
+    /// Single precision.
+    F32(TensorRef<'a, f32>),
+    /// Double precision.
+    F64(TensorRef<'a, f64>),
+}
+
+impl<'a> From<TensorRef<'a, f32>> for Tensor<'a> {
+    fn from(x: TensorRef<'a, f32>) -> Self {
+        Tensor::F32(x)
+    }
+}
+
+impl<'a> From<TensorRef<'a, f64>> for Tensor<'a> {
+    fn from(x: TensorRef<'a, f64>) -> Self {
+        Tensor::F64(x)
+    }
+}
+
+impl Tensor<'_> {
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Tensor::F32(_) => DType::F32,
+            Tensor::F64(_) => DType::F64,
+        }
+    }
+}
+
 /// A writable `[batch, heads, rows, columns]` tensor with free strides on the first three axes.
 #[derive(Debug)]
 pub struct TensorMut<'a, T> {
@@ -341,12 +403,44 @@ pub struct Qkv<'a, T> {
     pub v: TensorRef<'a, T>,
     /// Valid keys of each sequence; the rest is padding and is never read. All keys where absent.
     pub key_lens: Option<&'a [usize]>,
+    /// Where the queries of a padded sequence stand under a causal mask.
+    pub align: Align,
+}
+
+/// Where the queries of a sequence with fewer valid keys than planned stand under a causal mask. Without a mask every
+/// query sees every valid key.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Align {
+    /// At the end: the last query stands at the last valid key and sees all of them. For caches of different lengths
+    /// in one batch.
+    #[default]
+    End,
+    /// Where they would stand without padding: query `i` sees key `j` when `j ≤ i + (n_k − n_q)` and `j` is valid.
+    /// For right-padded prompts. Queries past the last valid key are padding, too: their outputs are zero and their
+    /// log-sum-exp is −∞.
+    Start,
 }
 
 impl<'a, T: Real> Qkv<'a, T> {
     /// Queries, keys and values without padding.
     pub fn new(q: TensorRef<'a, T>, k: TensorRef<'a, T>, v: TensorRef<'a, T>) -> Self {
-        Self { q, k, v, key_lens: None }
+        Self { q, k, v, key_lens: None, align: Align::End }
+    }
+
+    /// The same where only the first `lens[b]` keys of sequence `b` are valid.
+    #[must_use]
+    pub fn padded(self, lens: &'a [usize], align: Align) -> Self {
+        Self { key_lens: Some(lens), align, ..self }
+    }
+
+    /// Queries of a sequence that are not padding: the first ones.
+    pub(crate) fn valid_rows(&self, p: &Problem, batch: usize) -> usize {
+        match (self.key_lens, self.align, p.mask) {
+            (Some(lens), Align::Start, Mask::Causal) => {
+                (lens[batch] + p.n_q).saturating_sub(p.n_k).min(p.n_q)
+            }
+            _ => p.n_q,
+        }
     }
 
     /// Checks that every tensor has the sizes the problem names.

@@ -10,6 +10,7 @@
 //! - Nyström residuals bound every entry, and rows of landmarks are reproduced;
 //! - centred keys have $Z \ge n$.
 
+use attlas::method::Setting;
 use attlas::testkit::adversarial::{Adversary, learn};
 use attlas::testkit::{Case, How, Ran, reference, run_method, run_with};
 use attlas::{Mask, Mat, MatRef, Options, Problem, registry};
@@ -63,33 +64,18 @@ fn run(id: &str, pairs: &[(&str, &str)], case: &Case) -> Option<Ran> {
     }
 }
 
-/// Methods that are the softmax over some of the keys.
-const SUBSETS: [(&str, &[(&str, &str)]); 14] = [
-    ("top_k", &[("keys", "5")]),
-    ("sink_window", &[("sinks", "2"), ("window", "6")]),
-    ("loki", &[("rank", "1"), ("keys", "6"), ("min_len", "0")]),
-    ("loki", &[("keys", "6"), ("min_len", "0"), ("group_select", "group_max"), ("basis", "qk_optimal")]),
-    ("reformer", &[("rounds", "2"), ("block", "6")]),
-    ("reformer", &[("rounds", "1"), ("block", "5"), ("before", "0"), ("across_buckets", "false")]),
-    ("smyrf", &[("rounds", "2"), ("block", "6"), ("min_len", "9")]),
-    ("routing", &[("clusters", "5"), ("window", "6"), ("prefix", "8")]),
-    ("anna", &[("weights", "softmax"), ("rounds", "3"), ("hashes", "2")]),
-    ("hyper", &[("block", "6"), ("samples", "0"), ("n_min", "4")]),
-    ("kdeformer", &[("block", "6"), ("samples", "0"), ("n_min", "4")]),
-    ("prescored_hyper", &[("keys", "9"), ("block", "9"), ("n_min", "4")]),
-    (
-        "prescored_hyper",
-        &[("keys", "12"), ("block", "5"), ("n_min", "4"), ("score", "norm2"), ("sinks", "1")],
-    ),
-    ("multipole", &[("budget", "7"), ("interval", "4"), ("window", "16"), ("sinks", "1"), ("far", "drop")]),
-];
+/// Every method with the settings under which it is the softmax over some of the keys.
+fn subsets() -> impl Iterator<Item = (&'static str, &'static [Setting])> {
+    registry::METHODS.iter().flat_map(|m| m.subsets.iter().map(|pairs| (m.id, *pairs)))
+}
 
 #[test]
 fn every_subset_misses_some_mass_and_no_method_refuses() {
+    assert!(subsets().count() >= 14);
     // Otherwise the bound below would say nothing.
     let case = Case::gaussian(Problem { d_v: 3, ..Problem::new(2, 80, 6).with_kv_heads(1) }, 3);
     let (_, want) = reference(&case);
-    for (id, pairs) in SUBSETS {
+    for (id, pairs) in subsets() {
         let ran = run(id, pairs, &case).unwrap_or_else(|| panic!("{id} with {pairs:?} refuses"));
         let mass = ran.lse.iter().zip(&want).map(|(a, b)| (a - b).exp()).sum::<f64>() / want.len() as f64;
         assert!(mass > 0.0 && mass < 0.9, "{id} with {pairs:?} holds {mass}");
@@ -159,7 +145,7 @@ proptest! {
     ) {
         let case = kind.case(p, seed);
         let (want, want_lse) = reference(&case);
-        for (id, pairs) in SUBSETS {
+        for (id, pairs) in subsets() {
             let Some(ran) = run(id, pairs, &case) else { continue };
             for row in 0..p.n_heads * p.n_q {
                 let (l, exact) = (ran.lse[row], want_lse[row]);

@@ -26,6 +26,7 @@ fn problems() -> impl Strategy<Value = Problem> {
             d_v,
             scale,
             mask: if causal { Mask::Causal } else { Mask::None },
+            near: attlas::Near::NONE,
         })
 }
 

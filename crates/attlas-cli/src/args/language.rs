@@ -106,6 +106,10 @@ pub(crate) struct PerplexityArgs {
     /// Which tokens are scored.
     #[arg(long, value_enum, default_value_t = ProtocolName::Strided)]
     pub(crate) protocol: ProtocolName,
+    /// Make a prompt of --context tokens from the text whose scored tokens need far keys: a passage read twice
+    /// (repeat), hidden facts (needle) or a list to look up (lookup).
+    #[arg(long, value_name = "TASK", conflicts_with_all = ["stride", "protocol"])]
+    pub(crate) task: Option<attlas_lab::task::Task>,
     #[command(flatten)]
     pub(crate) attention: AttentionChoice,
 }

@@ -55,7 +55,7 @@ pub(crate) struct CompareArgs {
     #[command(flatten)]
     pub(crate) device: DeviceChoice,
     /// Query heads of the model, such as 0-2; all by default.
-    #[arg(long, value_name = "H,…", requires = "text")]
+    #[arg(long, value_name = "H,…")]
     pub(crate) heads: Option<Numbers>,
     #[command(flatten)]
     pub(crate) mask: MaskChoice,

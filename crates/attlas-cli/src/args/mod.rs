@@ -1,18 +1,20 @@
 //! What can be said on the command line: the commands and the flags that all of them have. Their arguments are in one file
 //! for each kind of command, and groups of arguments that several commands take in [`shared`].
 
+mod decompose;
 mod language;
 mod measure;
 mod rewrite;
 mod shared;
 mod simulate;
 
+pub(crate) use decompose::DecomposeArgs;
 pub(crate) use language::{
     EffortName, ElementType, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs,
 };
 pub(crate) use measure::{BenchArgs, CompareArgs, FigureName, InspectArgs, MethodsArgs, ReportArgs, Suite};
 pub(crate) use rewrite::{CompressArgs, ConvertArgs, FactorType, RecipeName, StageName, Target};
-pub(crate) use shared::Inputs;
+pub(crate) use shared::{Inputs, Limit};
 pub(crate) use simulate::{MatchArgs, ModelName, ParticlesArgs, SimulateArgs, Simulation, TaskName};
 
 use clap::{Args, Parser, Subcommand};
@@ -23,7 +25,7 @@ use clap::{Args, Parser, Subcommand};
     name = "attlas",
     version,
     max_term_width = 100,
-    after_help = "Without a command, `compare` runs on the default source for at most 20 seconds.\n\n\
+    after_help = laid_out("Without a command, `compare` runs on the default source for at most 20 seconds.\n\n\
 Examples:\n  \
 attlas                                     see how methods compare\n  \
 attlas methods hyper                       everything about one method\n  \
@@ -32,11 +34,12 @@ attlas inspect --html inside.html          what real heads look like\n  \
 attlas bench --methods sink_window --n 1k,4k,16k --causal\n  \
 attlas perplexity model.gguf --text book.txt --method sink_window\n  \
 attlas tune model.gguf --text book.txt --max-ppl-increase 1% --out recipe.toml\n  \
-attlas compress model.gguf --with svd --rank 384 --matrices ffn --text book.txt --out smaller\n  \
+attlas compress model.gguf --with svd --rank 288 --matrices q,o --text book.txt --out smaller\n  \
 attlas convert model.gguf --to mla --text book.txt --out converted\n  \
 attlas generate model.gguf --prompt \"The capital of France is\"\n\n\
-Results go to standard output, progress and notes to standard error.\n\
-Exit status: 0 done, 1 over the stated budget, 2 error, 130 interrupted."
+Results go to standard output, progress and notes to standard error.\n\n\
+Exit status: 0 done, 1 over the stated budget, 2 error, 130 interrupted.\n\n\
+Documents named docs/… are at https://github.com/attlas/attlas/tree/main/docs")
 )]
 pub(crate) struct Cli {
     #[command(subcommand)]
@@ -45,29 +48,73 @@ pub(crate) struct Cli {
     pub(crate) common: Common,
 }
 
+/// Where flags of every command stand in the help of each.
+const GLOBAL: &str = "Options of every command";
+
+/// Examples and remarks as they are printed: commands that are too long for 80 columns go on after a backslash, so that
+/// they can be pasted, and paragraphs are left for the terminal to break.
+pub(crate) fn laid_out(text: &str) -> String {
+    let command = |line: &str| {
+        let (mut out, mut width) = (String::new(), 0);
+        let mut words: Vec<String> = Vec::new();
+        // A flag and its value stay together.
+        for word in line.trim().split(' ') {
+            match words.last_mut() {
+                Some(last) if last.starts_with('-') && !last.contains(' ') && !word.starts_with('-') => {
+                    *last += &format!(" {word}");
+                }
+                Some(last) if last.matches('"').count() % 2 == 1 => *last += &format!(" {word}"),
+                _ => words.push(word.into()),
+            }
+        }
+        for (i, word) in words.iter().enumerate() {
+            let len = word.chars().count();
+            if i > 0 && 2 + width + 1 + len > 76 {
+                out += " \\\n      ";
+                width = 4;
+            } else if i > 0 {
+                out.push(' ');
+                width += 1;
+            }
+            out += word;
+            width += len;
+        }
+        format!("  {out}")
+    };
+    let block = |block: &str| match block.strip_prefix("Examples:\n") {
+        Some(lines) => {
+            let lines =
+                lines.lines().map(|l| if l.chars().count() > 78 { command(l) } else { l.to_string() });
+            format!("Examples:\n{}", lines.collect::<Vec<_>>().join("\n"))
+        }
+        None => block.split_whitespace().collect::<Vec<_>>().join(" "),
+    };
+    text.split("\n\n").map(block).collect::<Vec<_>>().join("\n\n")
+}
+
 /// Flags of every command.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Common {
     /// Print one JSON document (docs/json.md describes every field).
-    #[arg(long, global = true, conflicts_with_all = ["csv", "md"])]
+    #[arg(long, global = true, help_heading = GLOBAL, conflicts_with_all = ["csv", "md"])]
     pub(crate) json: bool,
     /// Print comma-separated values with all digits.
-    #[arg(long, global = true, conflicts_with = "md")]
+    #[arg(long, global = true, help_heading = GLOBAL, conflicts_with = "md")]
     pub(crate) csv: bool,
     /// Print Markdown.
-    #[arg(long, global = true, visible_alias = "markdown")]
+    #[arg(long, global = true, help_heading = GLOBAL, visible_alias = "markdown")]
     pub(crate) md: bool,
-    /// Threads; 0 takes as many as the machine offers.
-    #[arg(long, global = true, default_value_t = 0, value_name = "N")]
+    /// Threads; 0 takes as many as the machine offers, and eight for each processor are the most.
+    #[arg(long, global = true, help_heading = GLOBAL, default_value_t = 0, value_name = "N")]
     pub(crate) threads: usize,
     /// First seed of everything random.
-    #[arg(long, global = true, default_value_t = 0, value_name = "N")]
+    #[arg(long, global = true, help_heading = GLOBAL, default_value_t = 0, value_name = "N")]
     pub(crate) seed: u64,
     /// No progress and no notes on standard error.
-    #[arg(long, short, global = true)]
+    #[arg(long, short, global = true, help_heading = GLOBAL)]
     pub(crate) quiet: bool,
     /// Show progress even where standard error is not a terminal.
-    #[arg(long, global = true, conflicts_with = "quiet")]
+    #[arg(long, global = true, help_heading = GLOBAL, conflicts_with = "quiet")]
     pub(crate) progress: bool,
 }
 
@@ -75,60 +122,66 @@ pub(crate) struct Common {
 #[allow(clippy::large_enum_variant)]
 pub(crate) enum Command {
     /// List methods, layers and conversions, what each claims, and its parameters.
-    #[command(after_help = "Examples:\n  \
+    #[command(after_help = laid_out("Examples:\n  \
 attlas methods\n  \
 attlas methods top_k\n  \
 attlas methods --family kernel --json\n  \
-attlas methods --md > docs/methods.md")]
+attlas methods --md > docs/methods.md"))]
     Methods(MethodsArgs),
     /// Look inside heads: sparsity patterns, attention sinks, singular values, ranks, entropy.
-    #[command(after_help = "Examples:\n  \
+    #[command(after_help = laid_out("Examples:\n  \
 attlas inspect\n  \
 attlas inspect trace.safetensors --layers 0-3 --heads 0 --html inside.html\n  \
 attlas inspect model.gguf --text book.txt --tokens 2048 --layers 5,20 --svg heads.svg\n  \
 attlas inspect model.gguf --text book.txt --layers 5,20 --svg spectra.svg --figure scores\n  \
-attlas inspect synthetic:low_rank,n=8k --rank 128 --json")]
+attlas inspect synthetic:low_rank,n=8k --rank 128 --json"))]
     Inspect(InspectArgs),
     /// Measure errors and times of methods on given inputs, beside exact attention.
-    #[command(after_help = "Examples:\n  \
+    #[command(after_help = laid_out("Examples:\n  \
 attlas compare\n  \
 attlas compare synthetic:heavy_hitters,n=4k,d=128,heads=8,kv_heads=2 --causal\n  \
 attlas compare model.gguf --text book.txt --layers 5,20\n  \
 attlas compare trace.safetensors --methods sink_window,top_k --set top_k.keys=128\n  \
 attlas compare q.npy,k.npy,v.npy --family low_rank --seeds 10 --json\n  \
 attlas compare --match keys=256 --methods hyper,reformer,sink_window\n  \
-attlas compare --budget 0.05 --html report.html")]
+attlas compare --budget 0.05 --html report.html"))]
     Compare(CompareArgs),
     /// Write one page about a model's attention: structure, spectra, methods, recipe; no network needed.
-    #[command(after_help = "Examples:\n  \
+    #[command(after_help = laid_out("Examples:\n  \
 attlas report --out report.html\n  \
 attlas report model.gguf --text book.txt --layers 5,20 --recipe recipe.toml --out report.html\n  \
-attlas report trace.safetensors --methods sink_window,hyper --time-limit 60 --out report.html")]
+attlas report trace.safetensors --methods sink_window,hyper --time-limit 60 --out report.html"))]
     Report(ReportArgs),
     /// Measure how times grow with the length, beside what this machine can do.
-    #[command(after_help = "Examples:\n  \
+    #[command(after_help = laid_out("Examples:\n  \
 attlas bench\n  \
 attlas bench --methods sink_window,top_k --n 1k,4k,16k --d 64,128 --causal\n  \
 attlas bench --methods exact --n 32k --d 128 --heads 32 --kv-heads 8 --decode\n  \
 attlas bench --methods exact --n 1k,4k --peer-json torch.json --md\n  \
-attlas bench --suite headline --md > headline.md")]
+attlas bench --suite headline --md > headline.md"))]
     Bench(BenchArgs),
+    /// Decompose a tensor from a file: canonical polyadic, Tucker, block terms.
+    #[command(after_help = laid_out("Examples:\n  \
+attlas decompose weights.npy --with cp --rank 8 --restarts 10 --out factors.npz\n  \
+attlas decompose model.safetensors --tensor model.layers.0.mlp.up_proj.weight --with hosvd --error 10%\n  \
+attlas decompose weights.npy --with tucker --rank 16,32,32 --curve curve.svg"))]
+    Decompose(DecomposeArgs),
     /// Small simulations: attention as a system of particles, and a task about triples.
-    #[command(after_help = "Examples:\n  \
+    #[command(after_help = laid_out("Examples:\n  \
 attlas simulate particles --svg particles.svg\n  \
 attlas simulate particles --model sphere --n 32 --d 2 --beta 9 --t-end 50\n  \
 attlas simulate match3\n  \
-attlas simulate match3 --n 32 --modulus 61 --count 100 --json")]
+attlas simulate match3 --n 32 --modulus 61 --count 100 --json"))]
     Simulate(SimulateArgs),
     /// Write the queries, keys and values of a model reading a text.
-    #[command(after_help = "Examples:\n  \
+    #[command(after_help = laid_out("Examples:\n  \
 attlas extract model.gguf --text book.txt --tokens 2048 --out trace.safetensors\n  \
 attlas extract ./Llama-3.2-1B --text - --layers 0-3,15 --pre-rope --out trace.npz < book.txt\n  \
 attlas extract model.gguf --text book.txt --layers 5 --heads 0 --out head.npy\n  \
-attlas compare trace.safetensors")]
+attlas compare trace.safetensors"))]
     Extract(ExtractArgs),
     /// Choose a method for every head of a model within an error budget, and write the recipe.
-    #[command(after_help = "Examples:\n  \
+    #[command(after_help = laid_out("Examples:\n  \
 attlas tune model.gguf --text book.txt --max-error 0.02 --out recipe.toml\n  \
 attlas tune model.gguf --text book.txt --tokens 8192 --max-ppl-increase 1% --effort quick --out recipe.toml\n  \
 attlas tune model.gguf --text book.txt --max-kl 0.01 --methods sink_window,hyper --out recipe.toml\n  \
@@ -137,11 +190,11 @@ attlas tune model.gguf --text book.txt --max-kl 0.01 --out recipe.toml --merge p
 attlas perplexity model.gguf --text other.txt --recipe recipe.toml\n\n\
 The cheapest method by measured time whose error on the text stays within the target; then the model is\n\
 checked on text that was not used, and the target halved until the budget holds. Measurements are kept:\n\
-the same command goes on where it was interrupted.")]
+the same command goes on where it was interrupted."))]
     Tune(TuneArgs),
     /// Put a model's matrices into factored form, measure what that costs, and write a checkpoint.
-    #[command(after_help = "Examples:\n  \
-attlas compress model.gguf --with svd --rank 384 --matrices ffn --text book.txt --out smaller\n  \
+    #[command(after_help = laid_out("Examples:\n  \
+attlas compress model.gguf --with svd --rank 288 --matrices q,o --text book.txt --out smaller\n  \
 attlas compress model.gguf --with svd --max-weight-error 0.1 --text book.txt --out smaller\n  \
 attlas compress model.gguf --with tucker --rank 256 --set layer_rank=48 --text book.txt --out smaller\n  \
 attlas compress model.gguf --with trawl --rank 400 --layers 28,29 --set keep_factors=true --text book.txt --out smaller\n  \
@@ -155,10 +208,10 @@ that share queries and keys; not with rotary positions). `attlas methods ID` sho
 The folder is written, opened again and run on its factors; perplexity, divergence, parameters, bytes,\n\
 operations and times of both models are printed. Trained weights are not low rank: without training\n\
 afterwards most settings lose much; --accept keeps what costs nothing on text set aside. Nothing is\n\
-overwritten. docs/compress.md describes the format.")]
+overwritten. docs/compress.md describes the format."))]
     Compress(CompressArgs),
     /// Turn a model's attention into another kind, measure what each step costs, and write a checkpoint.
-    #[command(after_help = "Examples:\n  \
+    #[command(after_help = laid_out("Examples:\n  \
 attlas convert model.gguf --to mla --text book.txt --out converted\n  \
 attlas convert model.gguf --to mla --text book.txt --rank 192 --rope-dim 32 --out converted\n  \
 attlas convert ./Llama-3.2-1B --to mla --text book.txt --recipe published --fold search --out converted\n  \
@@ -169,22 +222,46 @@ heads), rotated (a basis that rotary positions do not notice), partial_rope (onl
 rotated), balanced, low_rank, low_rank_queries. The first text tokens calibrate, the following ones\n\
 check. The folder is in the DeepSeek-V3 format; transformers loads it without code of its own. Beside\n\
 the weights it holds conversion.json, what was measured, and check.json, logits to compare with.\n\
-Nothing is overwritten, and an interrupted command leaves nothing. docs/latent.md says more.")]
+Nothing is overwritten, and an interrupted command leaves nothing. docs/latent.md says more."))]
     Convert(ConvertArgs),
     /// Measure how well a model predicts a text, with exact attention or beside it.
-    #[command(after_help = "Examples:\n  \
+    #[command(after_help = laid_out("Examples:\n  \
 attlas perplexity model.gguf --text book.txt --tokens 8192 --context 2048\n  \
 attlas perplexity model.gguf --text book.txt --stride 512 --bos\n  \
 attlas perplexity model.gguf --text book.txt --method sink_window --set window=256\n  \
 attlas perplexity model.gguf --text book.txt --recipe recipe.toml --json\n\n\
 Protocols: strided scores every token once, with the context its first window gives it; llamacpp\n\
 scores the second half of windows without overlap; windows scores all but the first token of windows\n\
-without overlap and drops the rest. Numbers of different protocols cannot be compared.")]
+without overlap and drops the rest. Numbers of different protocols cannot be compared."))]
     Perplexity(PerplexityArgs),
     /// Continue a text.
-    #[command(after_help = "Examples:\n  \
+    #[command(after_help = laid_out("Examples:\n  \
 attlas generate model.gguf --prompt \"The capital of France is\" --max-tokens 20\n  \
 attlas generate model.gguf --chat --prompt \"Name three rivers.\" --temperature 0.7 --top-p 0.9\n  \
-attlas generate model.gguf --prompt-file long.txt --method sink_window --set window=1024")]
+attlas generate model.gguf --prompt-file long.txt --method sink_window --set window=1024"))]
     Generate(GenerateArgs),
+    /// Print a script that completes commands and flags in a shell.
+    #[command(after_help = laid_out("Examples:\n  \
+attlas completions bash > ~/.local/share/bash-completion/completions/attlas\n  \
+attlas completions zsh > ~/.zfunc/_attlas\n  \
+attlas completions fish > ~/.config/fish/completions/attlas.fish"))]
+    Completions(CompletionsArgs),
+    /// Print the manual page, or that of one command.
+    #[command(after_help = laid_out("Examples:\n  \
+attlas man > attlas.1\n  \
+attlas man compare > attlas-compare.1"))]
+    Man(ManArgs),
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CompletionsArgs {
+    /// The shell.
+    #[arg(value_enum)]
+    pub(crate) shell: clap_complete::Shell,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct ManArgs {
+    /// The command; the overview of all where absent.
+    pub(crate) command: Option<String>,
 }

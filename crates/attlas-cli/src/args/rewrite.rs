@@ -1,6 +1,6 @@
 //! Commands that make another checkpoint of a model.
 
-use super::shared::{ModelChoice, NewFolder, count, positive};
+use super::shared::{Limit, ModelChoice, NewFolder, count, positive};
 use attlas::conversions::mla::Stage;
 use attlas_model::recipe::Numbers;
 use clap::{Args, ValueEnum};
@@ -49,6 +49,8 @@ pub(crate) struct CompressArgs {
     /// Tokens of a window.
     #[arg(long, default_value = "512", value_name = "N", value_parser = count)]
     pub(crate) context: usize,
+    #[command(flatten)]
+    pub(crate) limit: Limit,
     /// Times that each time is measured; 0 measures none.
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub(crate) repeats: usize,
@@ -117,6 +119,8 @@ pub(crate) struct ConvertArgs {
     /// Tokens of a window of the check.
     #[arg(long, default_value = "512", value_name = "N", value_parser = count)]
     pub(crate) context: usize,
+    #[command(flatten)]
+    pub(crate) limit: Limit,
 }
 
 /// What a model can be converted to.

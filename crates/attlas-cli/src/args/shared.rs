@@ -102,6 +102,15 @@ pub(crate) struct NewFolder {
     pub(crate) path: PathBuf,
 }
 
+/// What a changed model may lose before it counts as ruined.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct Limit {
+    /// Largest increase of the perplexity, such as 50% or 0.5: past it the folder is written and the command exits
+    /// with 1.
+    #[arg(long, default_value = "50%", value_name = "SHARE", value_parser = share)]
+    pub(crate) max_ppl_increase: f64,
+}
+
 /// A text that a model reads.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct TextChoice {
@@ -128,12 +137,21 @@ pub(crate) struct AttentionChoice {
     /// Set a parameter of that method; may be repeated.
     #[arg(long, value_name = "PARAM=VALUE")]
     pub(crate) set: Vec<String>,
+    /// Keys that every query sees exactly around that method: sinks, window, heavy, …, such as sinks=4,window=128.
+    #[arg(long, value_delimiter = ',', value_name = "NAME=VALUE,…", requires = "method")]
+    pub(crate) near: Vec<String>,
 }
 
 impl AttentionChoice {
     pub(crate) fn attention(&self) -> Attention {
-        Attention { recipe: self.recipe.clone(), method: self.method.clone(), set: self.set.clone() }
+        let set = self.set.iter().cloned().chain(near_settings(&self.near)).collect();
+        Attention { recipe: self.recipe.clone(), method: self.method.clone(), set }
     }
+}
+
+/// `sinks=4` as the setting `near.sinks=4`.
+fn near_settings(near: &[String]) -> impl Iterator<Item = String> + '_ {
+    near.iter().map(|setting| format!("near.{setting}"))
 }
 
 /// Which methods, with which settings.
@@ -148,11 +166,16 @@ pub(crate) struct MethodChoice {
     /// Set a parameter of a method; may be repeated.
     #[arg(long, value_name = "ID.PARAM=VALUE")]
     pub(crate) set: Vec<String>,
+    /// Keys that every query sees exactly around all of these methods: sinks, window, heavy, …, such as
+    /// sinks=4,window=128.
+    #[arg(long, value_delimiter = ',', value_name = "NAME=VALUE,…")]
+    pub(crate) near: Vec<String>,
 }
 
 impl MethodChoice {
     pub(crate) fn choice(&self) -> Choice {
-        Choice { methods: self.methods.clone(), family: self.family.clone(), set: self.set.clone() }
+        let set = self.set.iter().cloned().chain(near_settings(&self.near)).collect();
+        Choice { methods: self.methods.clone(), family: self.family.clone(), set }
     }
 }
 

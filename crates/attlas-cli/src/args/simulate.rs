@@ -1,5 +1,6 @@
 //! Simulations.
 
+use super::laid_out;
 use super::shared::{count, positive};
 use clap::{Args, Subcommand, ValueEnum};
 use std::path::PathBuf;
@@ -14,17 +15,17 @@ pub(crate) struct SimulateArgs {
 pub(crate) enum Simulation {
     /// Tokens as particles that attend to each other while depth goes by: clusters emerge, and the
     /// attention matrix tends to zeros and ones of low rank.
-    #[command(after_help = "Examples:\n  \
+    #[command(after_help = laid_out("Examples:\n  \
 attlas simulate particles --seed 3 --svg particles.svg\n  \
 attlas simulate particles --model rescaled --n 40 --d 80 --t-end 11\n  \
-attlas simulate particles --model sphere --causal --t-end 30 --json")]
+attlas simulate particles --model sphere --causal --t-end 30 --json"))]
     Particles(ParticlesArgs),
     /// Which tokens have two partners that complete their sum to zero: one head of third-order
     /// attention knows, one of ordinary attention cannot.
-    #[command(after_help = "Examples:\n  \
+    #[command(after_help = laid_out("Examples:\n  \
 attlas simulate match3\n  \
 attlas simulate match3 --task match2\n  \
-attlas simulate match3 --n 32 --modulus 61 --count 100 --single --json")]
+attlas simulate match3 --n 32 --modulus 61 --count 100 --single --json"))]
     Match3(MatchArgs),
 }
 

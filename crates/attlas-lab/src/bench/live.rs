@@ -101,6 +101,7 @@ impl<'a> Live<'a> {
                 let rows = p.n_k.div_ceil(4);
                 let queries = p.n_q.min(rows);
                 let part = Qkv::new(x.q.rows(0..queries), x.k.rows(0..rows), x.v.rows(0..rows));
+                let options = attlas::Near::strip(&options);
                 Some(learn(&p.with_lens(queries, rows), &options, &[Inputs::from(part)])?)
             }
             _ => None,
@@ -147,7 +148,7 @@ impl<'a> Live<'a> {
             let Some(mut stream) = self.plan(&data.problem.with_lens(n, n))?.stream(DType::F32) else {
                 return Ok(None);
             };
-            stream.push(&x.into(), ws)?;
+            stream.push(x.k.into(), x.v.into(), ws)?;
             Ok(Some(stream))
         });
         self.stream = stream?;
@@ -163,12 +164,11 @@ impl<'a> Live<'a> {
         let p = data.problem;
         let x = data.inputs()?;
         if let Some(stream) = &mut self.stream {
-            let token = Qkv::new(x.q, x.k.rows(0..1), x.v.rows(0..1));
             let mut out = Out::new(TensorMut::bhnd(&mut self.output, [1, p.n_heads, 1, p.d_v])?).into();
             let inside = &mut self.inside;
             let (done, seconds) = timed_awake(ws, || {
-                stream.push(&token.into(), inside)?;
-                stream.attend(&token.into(), &mut out, inside)
+                stream.push(x.k.rows(0..1).into(), x.v.rows(0..1).into(), inside)?;
+                stream.attend(x.q.into(), &mut out, inside)
             });
             self.status = done?.status;
             return Ok((0.0, seconds));

@@ -411,7 +411,7 @@ fn refusal(subject: &Chosen, problem: &Problem, settings: &Settings) -> Result<O
     let whole = problem.with_lens(problem.n_k, problem.n_k);
     let asked = if settings.decode && subject.method.claims.decode { &whole } else { problem };
     if subject.method.claims.needs == Needs::Calibration {
-        let support = (subject.method.supports)(asked, &options);
+        let support = subject.method.support(asked, &options);
         return Ok((!support.is_yes()).then_some(support.reasons));
     }
     match subject.method.plan(asked, &options) {

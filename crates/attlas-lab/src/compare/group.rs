@@ -195,7 +195,7 @@ impl<'a> Group<'a> {
         let x = Qkv::new(self.x.q.rows(0..n_q), self.x.k.rows(0..n_k), self.x.v.rows(0..n_k));
         let problem = self.problem.with_lens(n_q, n_k);
         let options = chosen.options_for(self.settings.seed);
-        let (learnt, seconds) = timed(|| learn(&problem, &options, &[Inputs::from(x)]));
+        let (learnt, seconds) = timed(|| learn(&problem, &attlas::Near::strip(&options), &[Inputs::from(x)]));
         Ok((Some(learnt.map_err(|e| name_method(chosen, e))?), Some(seconds)))
     }
 
@@ -259,6 +259,7 @@ impl<'a> Group<'a> {
             params,
             layer: self.layer,
             head: self.first_head + h,
+            queries: p.n_q,
             seeds: 1,
             rel_fro: Interval::student(&[errors.rel_fro]),
             certified: certify(&evidence, self.settings.confidence, self.settings.seed),
@@ -296,7 +297,7 @@ impl<'a> Group<'a> {
                 }
             }
             for (r, row) in output.chunks_exact_mut(d_v).enumerate() {
-                let seen = visible(p, r % p.n_q);
+                let seen = p.visible(r % p.n_q);
                 if seen > 0 {
                     let sum = &sums[seen * d_v..][..d_v];
                     row.iter_mut().zip(sum).for_each(|(o, s)| *o = (s / seen as f64) as f32);
@@ -328,13 +329,5 @@ impl<'a> Group<'a> {
             run_seconds: seconds / self.problem.n_heads as f64,
             runs: self.exact_seconds.len(),
         }));
-    }
-}
-
-/// Keys that row `i` sees.
-fn visible(p: &Problem, i: usize) -> usize {
-    match p.mask {
-        Mask::None => p.n_k,
-        Mask::Causal => (p.n_k + i + 1).saturating_sub(p.n_q).min(p.n_k),
     }
 }

@@ -6,13 +6,18 @@
 //! Further runs, one per seed for methods that draw random numbers, give errors and times, and exact attention is
 //! timed between them. Set-up is planning, run is executing; what a plan does with the keys before its first row
 //! is part of the run, and `counted_setup_share` says how much of the counted work that is.
+//!
+//! Methods are compared on the same heads. Where a time limit or an interruption ends it early, these are the heads that
+//! all methods finished which finished the first; rows of other heads are dropped, and methods that did not finish the
+//! first are named as skipped.
 
 mod group;
 mod records;
+mod verdict;
 
 pub(crate) use group::Group;
 pub(crate) use records::status_name;
-pub use records::{Baseline, BaselineHead, Comparison, Matching, Refused, Row, Skipped, Summary};
+pub use records::{Baseline, BaselineHead, Comparison, Matching, Refused, Row, Skipped, Summary, front};
 
 use crate::calibration::Calibrations;
 use crate::run::Meter;
@@ -115,6 +120,9 @@ pub fn compare_with(
         skipped: Vec::new(),
         interrupted: false,
         matched: None,
+        heads: 0,
+        tokens: workload.layers.iter().map(|l| l.problem.n_k).max().unwrap_or(0),
+        verdict: String::new(),
         learnt: Calibrations::default(),
     };
 
@@ -134,41 +142,110 @@ pub fn compare_with(
         runnable.push(able);
     }
 
-    let groups = |layer: &LayerData| layer.problem.n_kv_heads;
-    let total: usize = workload.layers.iter().zip(&runnable).map(|(l, r)| groups(l) * (r.len() + 1)).sum();
+    let units = units(&workload.layers, settings.time_limit.is_some());
+    let total: usize = units.iter().map(|&(i, _)| runnable[i].len() + 1).sum();
+    result.heads = units.iter().map(|&(i, _)| workload.layers[i].problem.group_size()).sum();
     let clock = Clock { start: Instant::now(), limit: settings.time_limit };
     let mut done = 0;
-    'all: for (layer, able) in workload.layers.iter().zip(&runnable) {
-        for g in 0..groups(layer) {
-            watch(Step { done, total, method: exact.id });
-            let mut bench = Group::new(layer, g, mask, settings, given, &mut ws)?;
-            done += 1;
-            result.rows.extend(bench.mean_of_values());
-            for chosen in able {
-                if stop.load(Ordering::Relaxed) {
-                    result.interrupted = true;
-                    bench.finish(&mut result.exact);
-                    break 'all;
-                }
-                watch(Step { done, total, method: chosen.method.id });
-                match clock.share(total - done) {
-                    Some(share) if share <= 0.0 => result.skipped.push(Skipped {
-                        method: chosen.method.id,
-                        layer: layer.layer,
-                        heads: bench.heads().collect(),
-                        reason: "the time limit was reached".into(),
-                    }),
-                    share => result.rows.extend(bench.measure(chosen, share, &mut result.learnt, &mut ws)?),
-                }
-                done += 1;
+    let mut finished: Vec<Finished> = Vec::new();
+    for &(i, g) in &units {
+        let (layer, able) = (&workload.layers[i], &runnable[i]);
+        // The first one always has its baseline.
+        if !finished.is_empty() && clock.share(1).is_some_and(|share| share <= 0.0) {
+            result.skipped.extend(able.iter().map(|c| Skipped {
+                method: c.method.id,
+                layer: layer.layer,
+                heads: layer.heads_of(g).collect(),
+                reason: TIME_LIMIT.into(),
+            }));
+            continue;
+        }
+        if !finished.is_empty() && stop.load(Ordering::Relaxed) {
+            result.interrupted = true;
+            break;
+        }
+        watch(Step { done, total, method: exact.id });
+        let mut bench = Group::new(layer, g, mask, settings, given, &mut ws)?;
+        done += 1;
+        let mut here = Finished {
+            rows: bench.mean_of_values(),
+            able: able.iter().map(|c| c.method.id).collect(),
+            methods: Vec::new(),
+            exact: Baseline::default(),
+        };
+        for chosen in able {
+            if stop.load(Ordering::Relaxed) {
+                result.interrupted = true;
+                break;
             }
-            bench.finish(&mut result.exact);
+            watch(Step { done, total, method: chosen.method.id });
+            match clock.share(total - done) {
+                Some(share) if share <= 0.0 => result.skipped.push(Skipped {
+                    method: chosen.method.id,
+                    layer: layer.layer,
+                    heads: bench.heads().collect(),
+                    reason: TIME_LIMIT.into(),
+                }),
+                share => {
+                    here.rows.extend(bench.measure(chosen, share, &mut result.learnt, &mut ws)?);
+                    here.methods.push(chosen.method.id);
+                }
+            }
+            done += 1;
+        }
+        bench.finish(&mut here.exact);
+        finished.push(here);
+        if result.interrupted {
+            break;
         }
     }
+    keep_common(&finished, &mut result);
     let b = &mut result.exact;
     b.gflops = if b.run_seconds > 0.0 { b.flops as f64 / b.run_seconds * 1e-9 } else { 0.0 };
     result.summary = summarise(&result);
+    result.verdict = result.verdict();
     Ok(result)
+}
+
+const TIME_LIMIT: &str = "the time limit was reached";
+
+/// Key heads of layers in the order in which they are measured: one layer after another, or where time may not suffice
+/// for all, one key head of every layer after another.
+fn units(layers: &[LayerData], short: bool) -> Vec<(usize, usize)> {
+    let mut units: Vec<(usize, usize)> = layers
+        .iter()
+        .enumerate()
+        .flat_map(|(i, layer)| (0..layer.problem.n_kv_heads).map(move |g| (i, g)))
+        .collect();
+    if short {
+        units.sort_by_key(|&(i, g)| (g, i));
+    }
+    units
+}
+
+/// What was measured on one key head.
+struct Finished {
+    rows: Vec<Row>,
+    /// Methods that can do it.
+    able: Vec<&'static str>,
+    /// Those that did.
+    methods: Vec<&'static str>,
+    exact: Baseline,
+}
+
+/// Keeps the key heads that every method finished which finished the first, and the rows of these methods.
+fn keep_common(finished: &[Finished], result: &mut Comparison) {
+    let Some(first) = finished.first() else { return };
+    let late = |id: &str| first.able.contains(&id) && !first.methods.contains(&id);
+    let whole = |f: &&Finished| f.able.iter().all(|id| late(id) || f.methods.contains(id));
+    for f in std::iter::once(first).chain(finished[1..].iter().filter(whole)) {
+        let all = &mut result.exact;
+        all.run_seconds += f.exact.run_seconds;
+        all.flops += f.exact.flops;
+        all.peak_bytes = all.peak_bytes.max(f.exact.peak_bytes);
+        all.heads.extend(f.exact.heads.iter().cloned());
+        result.rows.extend(f.rows.iter().filter(|row| !late(row.method)).cloned());
+    }
 }
 
 /// Reasons why a method cannot do a problem; other errors, such as a bad parameter, are the caller's.
@@ -180,7 +257,7 @@ fn refusal(
 ) -> Result<Option<Vec<String>>> {
     let options = chosen.options_for(seed);
     if chosen.method.claims.needs == Needs::Calibration || given.has(chosen.method.id) {
-        let support = (chosen.method.supports)(problem, &options);
+        let support = chosen.method.support(problem, &options);
         return Ok((!support.is_yes()).then_some(support.reasons));
     }
     match chosen.method.plan(problem, &options) {
@@ -297,15 +374,70 @@ mod tests {
     #[test]
     fn the_front_holds_what_nothing_beats_in_both() {
         let settings = Settings { threads: 1, ..Settings::default() };
-        let mut c = run("synthetic:gaussian,n=50,d=8", &["top_k", "sink_window", "hyper"], &[], settings);
+        // Settings that keep every method from falling back to exact attention.
+        let narrow =
+            ["top_k.keys=9", "sink_window.window=9", "hyper.n_min=8", "hyper.block=8", "hyper.samples=8"];
+        let mut c = run("synthetic:gaussian,n=50,d=8", &["top_k", "sink_window", "hyper"], &narrow, settings);
         let figures = [(0.5, 0.0), (0.1, 2.0), (0.2, 1.0), (0.2, 3.0)];
         for (s, (error, time)) in c.summary.iter_mut().zip(figures) {
             s.rel_fro.mean = error;
             (s.setup_seconds, s.run_seconds) = (0.0, time);
         }
-        mark_front(&mut c.summary);
-        // The mean of the values, first, is no method.
-        assert_eq!(c.summary.iter().map(|s| s.front).collect::<Vec<_>>(), [false, true, true, false]);
+        mark_front(&mut c.summary, 10.0);
+        assert_eq!(c.summary.iter().map(|s| s.front).collect::<Vec<_>>(), [true, true, true, false]);
+        // Exact attention and the mean of the values beat what is slower and no better, and one that fell back to exact
+        // attention is no method of its own.
+        let mut fronts = |exact: f64| {
+            mark_front(&mut c.summary, exact);
+            c.summary.iter().map(|s| s.front).collect::<Vec<_>>()
+        };
+        assert_eq!(fronts(1.5), [true, false, true, false]);
+        assert_eq!(fronts(0.5), [true, false, false, false]);
+        c.summary[1].status = "exact";
+        mark_front(&mut c.summary, 10.0);
+        assert!(!c.summary[1].front);
+    }
+
+    #[test]
+    fn methods_are_compared_on_heads_that_all_of_them_finished() {
+        let mut c = run(
+            "synthetic:gaussian,n=40,d=8,heads=6,kv_heads=3",
+            &["top_k", "sink_window", "linear"],
+            &[],
+            Settings { threads: 1, seeds: 1, ..Settings::default() },
+        );
+        assert_eq!((c.heads, c.exact.heads.len()), (6, 6));
+        let part = |g: usize, methods: &[&'static str]| Finished {
+            rows: c
+                .rows
+                .iter()
+                .filter(|r| r.head / 2 == g && (r.method == "mean_v" || methods.contains(&r.method)))
+                .cloned()
+                .collect(),
+            able: vec!["top_k", "sink_window", "linear"],
+            methods: methods.to_vec(),
+            exact: Baseline { heads: c.exact.heads[2 * g..2 * g + 2].to_vec(), ..Baseline::default() },
+        };
+        let parts = [
+            part(0, &["top_k", "sink_window"]),
+            part(1, &["top_k", "sink_window"]),
+            part(2, &["top_k", "linear"]),
+        ];
+        (c.rows, c.exact) = (Vec::new(), Baseline::default());
+        keep_common(&parts, &mut c);
+        let summary = summarise(&c);
+        let found: Vec<(&str, usize)> = summary.iter().map(|s| (s.method, s.heads)).collect();
+        assert_eq!(found, [("mean_v", 4), ("sink_window", 4), ("top_k", 4)]);
+        assert_eq!(c.exact.heads.len(), 4);
+    }
+
+    #[test]
+    fn a_short_limit_goes_through_layers_before_heads() {
+        let mut w =
+            "synthetic:gaussian,n=4,d=2,heads=4,kv_heads=2".parse::<crate::Source>().unwrap().load().unwrap();
+        w.layers.push(w.layers[0].clone());
+        assert_eq!(units(&w.layers, false), [(0, 0), (0, 1), (1, 0), (1, 1)]);
+        assert_eq!(units(&w.layers, true), [(0, 0), (1, 0), (0, 1), (1, 1)]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What a comparison says: the records that are printed, written and drawn.
 
-use crate::budget::{Budget, Matched};
+use crate::budget::{Budget, CLOSE, Matched};
 use crate::calibration::Calibrations;
 use crate::certify::Certificate;
 use crate::stats::{Interval, mean};
@@ -38,6 +38,12 @@ pub struct Comparison {
     pub refused: Vec<Refused>,
     /// What was left out for lack of time.
     pub skipped: Vec<Skipped>,
+    /// Query heads of the source; fewer were compared where time ran out ([`Baseline::heads`]).
+    pub heads: usize,
+    /// Keys of the longest problem.
+    pub tokens: usize,
+    /// Which method is worth its error, in a sentence.
+    pub verdict: String,
     /// The caller asked to stop before everything was measured.
     pub interrupted: bool,
     /// The budget that methods share, where one was asked for.
@@ -56,6 +62,51 @@ pub struct Matching {
     pub methods: Vec<Matched>,
 }
 
+impl Matching {
+    /// Takes over what was spent on all heads of a run.
+    pub fn settle(&mut self, rows: &[Row]) {
+        for m in &mut self.methods {
+            let spent: Vec<f64> = rows
+                .iter()
+                .filter(|r| r.method == m.method)
+                .map(|r| self.budget.spent(r, r.queries))
+                .collect();
+            if spent.is_empty() {
+                continue;
+            }
+            let measured = mean(&spent);
+            m.measured = Some(measured);
+            m.within = measured <= CLOSE * self.budget.amount();
+            if !m.within && m.reason.is_none() {
+                m.reason = Some(format!("{} over all heads", self.budget.shown(measured)));
+            }
+        }
+    }
+
+    /// Whether a method spent more than the budget, so that it does not compare with the others.
+    pub fn is_over(&self, method: &str) -> bool {
+        self.methods.iter().any(|m| m.method == method && m.measured.is_some() && !m.within)
+    }
+}
+
+impl Comparison {
+    /// The same as methods of one budget: what is over it is not ranked.
+    #[must_use]
+    pub fn matched_to(mut self, mut matching: Matching) -> Self {
+        matching.settle(&self.rows);
+        self.matched = Some(matching);
+        self.summary = summarise(&self);
+        self.verdict = self.verdict();
+        self
+    }
+
+    /// Whether a method does the same heads for the same budget as the others, and not as exact attention.
+    pub fn ranks(&self, s: &Summary) -> bool {
+        let over = self.matched.as_ref().is_some_and(|m| m.is_over(s.method));
+        s.heads == self.exact.heads.len() && !s.fell_back() && !over
+    }
+}
+
 /// Exact attention on the same inputs.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Baseline {
@@ -69,7 +120,7 @@ pub struct Baseline {
     pub gflops: f64,
     /// Most bytes allocated by one run.
     pub peak_bytes: usize,
-    /// Each head alone.
+    /// Each head alone: those that methods are compared on.
     pub heads: Vec<BaselineHead>,
 }
 
@@ -99,6 +150,8 @@ pub struct Row {
     pub layer: Option<usize>,
     /// Query head.
     pub head: usize,
+    /// Queries.
+    pub queries: usize,
     /// Seeds behind the error; 1 for methods that draw nothing.
     pub seeds: usize,
     /// Relative Frobenius error against exact attention.
@@ -148,7 +201,7 @@ pub struct Summary {
     pub method: &'static str,
     /// Its family, or `baseline`.
     pub family: &'static str,
-    /// Heads measured.
+    /// Heads measured; a method that refuses some of the layers has fewer than others, and is not ranked.
     pub heads: usize,
     /// Mean error over heads, with the Student t interval over seeds where there is one head, and the smallest
     /// and largest head where there are more.
@@ -167,8 +220,20 @@ pub struct Summary {
     pub keys_share: f64,
     /// The worst status.
     pub status: &'static str,
-    /// Whether no other method is both faster and more accurate.
+    /// Whether no other method, nor exact attention, nor the mean of the values, is both faster and more accurate.
     pub front: bool,
+}
+
+impl Summary {
+    /// Seconds of set-up and run, all heads together.
+    pub fn seconds(&self) -> f64 {
+        self.setup_seconds + self.run_seconds
+    }
+
+    /// Whether the settings covered everything on every head, so that exact attention was computed under another name.
+    pub fn fell_back(&self) -> bool {
+        self.status == "exact"
+    }
 }
 
 /// A method that cannot do the problem.
@@ -239,18 +304,29 @@ pub(super) fn summarise(result: &Comparison) -> Vec<Summary> {
             front: false,
         }
     };
-    let mut summary: Vec<Summary> = order.iter().map(one).collect();
-    mark_front(&mut summary);
-    summary
+    let summary: Vec<Summary> = order.iter().map(one).collect();
+    let (mut ranked, partial): (Vec<Summary>, Vec<Summary>) =
+        summary.into_iter().partition(|s| result.ranks(s));
+    mark_front(&mut ranked, result.exact.run_seconds);
+    ranked.extend(partial);
+    ranked.sort_by_key(|s| order.iter().position(|id| *id == s.method));
+    ranked
 }
 
-/// Marks the methods that no other beats in both error and time; the trivial baseline takes no part.
-pub(super) fn mark_front(summary: &mut [Summary]) {
-    let cost = |s: &Summary| (s.rel_fro.mean, s.setup_seconds + s.run_seconds);
-    let points: Vec<(f64, f64)> =
-        summary.iter().filter(|s| s.family != "baseline").map(cost).filter(|p| p.0.is_finite()).collect();
-    for s in summary.iter_mut().filter(|s| s.family != "baseline" && s.rel_fro.mean.is_finite()) {
-        let (error, time) = cost(s);
-        s.front = !points.iter().any(|&(e, t)| e <= error && t <= time && (e < error || t < time));
-    }
+/// Marks what nothing beats in both error and time, exact attention and the trivial baseline among what may. A method that
+/// computed exact attention instead is exact attention.
+pub(super) fn mark_front(summary: &mut [Summary], exact_seconds: f64) {
+    let mut points = vec![(0.0, exact_seconds)];
+    let point = |s: &Summary| if s.fell_back() { (f64::NAN, 0.0) } else { (s.rel_fro.mean, s.seconds()) };
+    points.extend(summary.iter().map(point));
+    let on = front(&points);
+    summary.iter_mut().zip(&on[1..]).for_each(|(s, on)| s.front = *on);
+}
+
+/// Which of the points, of an error and a cost, no other beats in one without losing in the other. What is no number
+/// takes no part.
+pub fn front(points: &[(f64, f64)]) -> Vec<bool> {
+    let real = |p: &(f64, f64)| p.0.is_finite() && p.1.is_finite();
+    let beats = |a: (f64, f64), b: (f64, f64)| a.0 <= b.0 && a.1 <= b.1 && (a.0 < b.0 || a.1 < b.1);
+    points.iter().map(|&p| real(&p) && !points.iter().any(|&q| real(&q) && beats(q, p))).collect()
 }

@@ -97,7 +97,11 @@ fn claims(entry: &MethodEntry) -> String {
     .filter(|(holds, _)| *holds)
     .map(|(_, word)| word.into())
     .collect();
-    words.extend(c.exact_at.iter().map(|e| format!("exact at {} = {}", e.param, e.value)));
+    words.extend(
+        c.exact_at
+            .iter()
+            .map(|(param, budget)| format!("exact at {param} = {}", crate::atlas::covering(*budget))),
+    );
     format!("<p>{}.</p>", escape(&words.join("; ")))
 }
 

@@ -2,6 +2,7 @@
 
 use super::Report;
 use super::recipe::RecipeMap;
+use crate::compare::{Comparison, Summary, front};
 use crate::figures::{heat_address, named_spectra};
 use crate::inspect::Inspected;
 use attlas::diagnostics::{HeadReport, Spectrum};
@@ -13,33 +14,56 @@ struct Figure {
     /// `count`, `number` or `share`, which says how it is written.
     kind: &'static str,
     of: fn(&HeadReport) -> f64,
+    /// Whether only that much is known.
+    open: fn(&HeadReport) -> bool,
 }
+
+const KNOWN: fn(&HeadReport) -> bool = |_| false;
 
 const FIGURES: [Figure; 8] = [
     Figure {
         name: "rank of Z⁻¹A at 90 %",
         kind: "count",
         of: |r| r.spectra.weights.variance_rank.value as f64,
+        open: |r| r.spectra.weights.variance_rank.open,
     },
-    Figure { name: "stable rank of Z⁻¹A", kind: "number", of: |r| r.spectra.weights.stable_rank },
+    Figure {
+        name: "stable rank of Z⁻¹A",
+        kind: "number",
+        of: |r| r.spectra.weights.stable_rank,
+        open: KNOWN,
+    },
     Figure {
         name: "keys that hold 90 % of a row",
         kind: "number",
         of: |r| r.weights.keys_for_mass[0].keys.mean,
+        open: KNOWN,
     },
     Figure {
         name: "mass of the 64 largest weights",
         kind: "share",
         of: |r| r.weights.mass_of_top[3].mass.mean,
+        open: KNOWN,
     },
-    Figure { name: "entropy of rows, nats", kind: "number", of: |r| r.weights.entropy.mean },
-    Figure { name: "weights below 1 % of their row's largest", kind: "share", of: |r| r.weights.below[1].1 },
+    Figure { name: "entropy of rows, nats", kind: "number", of: |r| r.weights.entropy.mean, open: KNOWN },
+    Figure {
+        name: "weights below 1 % of their row's largest",
+        kind: "share",
+        of: |r| r.weights.below[1].1,
+        open: KNOWN,
+    },
     Figure {
         name: "mean weight of the first key",
         kind: "share",
         of: |r| r.weights.mean_weight.first().copied().unwrap_or(0.0),
+        open: KNOWN,
     },
-    Figure { name: "rank of QKᵀ at 90 %", kind: "count", of: |r| r.spectra.qk.variance_rank.value as f64 },
+    Figure {
+        name: "rank of QKᵀ at 90 %",
+        kind: "count",
+        of: |r| r.spectra.qk.variance_rank.value as f64,
+        open: |r| r.spectra.qk.variance_rank.open,
+    },
 ];
 
 /// The document.
@@ -62,16 +86,59 @@ pub(super) fn data(report: &Report<'_>, recipe: Option<&RecipeMap>) -> Value {
                 "speedup": round(s.speedup),
                 "bytes": s.peak_bytes,
                 "keys": round(s.keys_share),
+                "exact": s.fell_back(),
             })
         })
         .collect();
+    let exact = json!({
+        "method": c.exact.method,
+        "family": "exact",
+        "error": 0.0,
+        "lo": 0.0,
+        "hi": 0.0,
+        "certified": 0.0,
+        "seconds": round(c.exact.run_seconds),
+        "setup": 0.0,
+        "speedup": 1.0,
+        "bytes": c.exact.peak_bytes,
+        "keys": 1.0,
+        "exact": false,
+    });
     json!({
         "figures": figures,
         "heads": report.inspection.heads.iter().map(head).collect::<Vec<_>>(),
         "methods": methods,
-        "exact": { "seconds": round(c.exact.run_seconds), "bytes": c.exact.peak_bytes, "keys": 1.0 },
+        "exact": exact,
+        "fronts": fronts(c),
         "recipe": recipe.map(RecipeMap::data),
     })
+}
+
+/// For each cost and each error, who is on the front: computed here alone, so that table, picture and page agree.
+fn fronts(c: &Comparison) -> Value {
+    let costs: [(&str, fn(&Summary) -> f64, f64); 3] = [
+        ("seconds", Summary::seconds, c.exact.run_seconds),
+        ("bytes", |s| s.peak_bytes as f64, c.exact.peak_bytes as f64),
+        ("keys", |s| s.keys_share, 1.0),
+    ];
+    let errors: [(&str, fn(&Summary) -> Option<f64>); 2] =
+        [("error", |s| Some(s.rel_fro.mean)), ("certified", |s| s.certified)];
+    let whole = |s: &&Summary| s.heads == c.exact.heads.len();
+    let mut all = serde_json::Map::new();
+    for (cost_name, cost, of_exact) in costs {
+        let mut by_error = serde_json::Map::new();
+        for (error_name, error) in errors {
+            let ranked: Vec<&Summary> = c.summary.iter().filter(whole).filter(|s| !s.fell_back()).collect();
+            let mut points = vec![(0.0, of_exact)];
+            points.extend(ranked.iter().map(|s| (error(s).unwrap_or(f64::NAN), cost(s))));
+            let names = std::iter::once(c.exact.method).chain(ranked.iter().map(|s| s.method));
+            let on: Vec<&str> =
+                names.zip(front(&points)).filter(|(_, on)| *on).map(|(name, _)| name).collect();
+            by_error.insert(error_name.into(), on.into());
+        }
+        all.insert(cost_name.into(), by_error.into());
+    }
+    all.into()
 }
 
 fn head(h: &Inspected) -> Value {
@@ -89,6 +156,7 @@ fn head(h: &Inspected) -> Value {
         "head": h.head,
         "tokens": r.n_k,
         "figures": FIGURES.iter().map(|f| round((f.of)(r))).collect::<Vec<_>>(),
+        "open": FIGURES.iter().map(|f| (f.open)(r)).collect::<Vec<_>>(),
         "spectra": spectra,
         "mass": w.mass_of_top.iter().map(|t| [t.keys as f64, round(t.mass.mean)]).collect::<Vec<_>>(),
         "keys": w.keys_for_mass.iter().map(|m| [m.mass, round(m.keys.mean)]).collect::<Vec<_>>(),

@@ -11,9 +11,9 @@ mod data;
 mod recipe;
 
 use crate::compare::{Comparison, Summary};
-use crate::html::{escape, table_rows};
+use crate::html::{escape, origin, table_rows};
 use crate::inspect::Inspection;
-use crate::table::{Table, number, percent, seconds, times};
+use crate::table::{Table, count, number, percent, seconds, times};
 use attlas::registry;
 use attlas_model::Recipe;
 use cards::Cards;
@@ -67,12 +67,13 @@ impl Report<'_> {
             "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
              <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n<title>attlas: {source}</title>\n\
              <style>{STYLE}</style></head><body>\n<a class=\"skip\" href=\"#overview\">Skip to the content</a>\n\
-             <header><div><h1>Attention, inside and faster</h1><p>{source}</p></div>\
+             <header><div><h1>Attention, inside and faster</h1><p>{origin}</p></div>\
              <button id=\"theme\" type=\"button\">Dark</button></header>\n<nav aria-label=\"Sections\">{links}</nav>\n\
              <main>\n<noscript><p>Figures need a script; all numbers are in the tables.</p></noscript>\n{body}</main>\n\
              <script type=\"application/json\" id=\"data\">{data}</script>\n<script>{D3}</script>\n<script>{PLOT}</script>\n\
              <script>{SCRIPT}</script>\n</body></html>\n",
             source = escape(&self.comparison.source),
+            origin = escape(&origin(&self.comparison.source, &self.comparison.metadata)),
         )
     }
 
@@ -81,7 +82,8 @@ impl Report<'_> {
         let mut tiles: Vec<(String, String)> = Vec::new();
         tiles.extend(recipe.and_then(RecipeMap::headline));
         for (limit, words) in [(0.01, "1 %"), (0.1, "10 %")] {
-            let faster = |s: &&Summary| s.family != "baseline" && s.speedup > 1.0;
+            let whole = |s: &Summary| s.heads == c.exact.heads.len() && !s.fell_back();
+            let faster = |s: &&Summary| s.family != "baseline" && s.speedup > 1.0 && whole(s);
             let within = c.summary.iter().filter(faster).filter(|s| s.rel_fro.mean <= limit);
             tiles.push(match within.max_by(|a, b| a.speedup.total_cmp(&b.speedup)) {
                 Some(s) => (
@@ -98,7 +100,11 @@ impl Report<'_> {
                 ),
             });
         }
-        tiles.push((percent(i.first_key_sinks), "of the heads have a sink at their first key".into()));
+        let sinks = format!(
+            "of the heads have a sink at their first key: half of the rows give it over {} times a uniform weight",
+            i.settings.sink
+        );
+        tiles.push((percent(i.first_key_sinks), sinks));
         let mean = |f: &dyn Fn(&crate::inspect::Inspected) -> f64| {
             i.heads.iter().map(f).sum::<f64>() / i.heads.len().max(1) as f64
         };
@@ -106,7 +112,11 @@ impl Report<'_> {
         tiles.push((number(keys), "keys hold 90 % of a row, on average".into()));
         tiles.push((
             seconds(c.exact.run_seconds),
-            format!("for exact attention on {} heads, {} GF/s", c.exact.heads.len(), number(c.exact.gflops)),
+            format!(
+                "for exact attention on {}, {} GF/s",
+                count(c.exact.heads.len(), "head"),
+                number(c.exact.gflops)
+            ),
         ));
         let tiles: String = tiles
             .iter()
@@ -128,11 +138,26 @@ impl Report<'_> {
             line(name, value.clone());
         }
         format!(
-            "<div class=\"tiles\">{tiles}</div>\n<details><summary>What was read</summary><div class=\"wide\"><table>{}</table>\
+            "<p class=\"verdict\">{}</p>\n<div class=\"tiles\">{tiles}</div>\n<details><summary>What was read</summary><div class=\"wide\"><table>{}</table>\
              </div></details>\n{}",
+            escape(&self.said()),
             table_rows(&table),
             i.skipped_list()
         )
+    }
+
+    /// What it comes to, in words.
+    fn said(&self) -> String {
+        let c = self.comparison;
+        let left = (c.exact.heads.len() < c.heads).then(|| {
+            format!(
+                " Compared on {} of {} heads, which all methods finished in time.",
+                c.exact.heads.len(),
+                c.heads
+            )
+        });
+        let fell_back = c.fallbacks().map_or(String::new(), |f| format!(" {f}"));
+        format!("{}{fell_back}{}", c.verdict, left.unwrap_or_default())
     }
 
     fn structure(&self) -> String {
@@ -183,16 +208,22 @@ impl Report<'_> {
             "<div class=\"controls\"><fieldset><legend>Families</legend>{boxes}</fieldset>\
              <label>Cost <select id=\"cost\"><option value=\"seconds\">time</option><option value=\"bytes\">memory</option>\
              <option value=\"keys\">scores computed</option></select></label>\
-             <label>Error <select id=\"error\"><option value=\"error\">measured</option><option value=\"certified\">certified</option>\
+             <label>Error <select id=\"error\"><option value=\"error\">measured</option>{certified}\
              </select></label></div>\n<figure id=\"pareto\" class=\"plot\"></figure>\n\
              <p class=\"status\" id=\"front-status\" role=\"status\"></p>\n\
              <p>Relative Frobenius error of outputs against exact attention, mean over heads, bars from the best to the worst; \
-             cost of all heads together, set-up included; both axes logarithmic. The line joins the methods shown that none of \
-             them beats in both; the dashed one is exact attention. A certified error is a bound at {} % from exact attention on \
+             cost of all heads together, set-up included; both axes logarithmic, an error of zero on the lowest line. The line \
+             joins what nothing beats in both, exact attention and the mean of the values included; the dashed one is exact \
+             attention. Rings are methods whose settings cover everything at this length: they computed exact attention. A certified error is a bound at {} % from exact attention on \
              sampled rows, of the worst head.</p>\n\
              <div class=\"wide\"><table id=\"methods-table\">{}</table></div>",
             number(100.0 * c.rows.iter().map(|r| r.certified.confidence).fold(1.0, f64::min)),
-            table_rows(&c.table())
+            table_rows(&c.table()),
+            // A choice that would leave the figure empty is none.
+            certified = match c.summary.iter().any(|s| s.certified.is_some()) {
+                true => "<option value=\"certified\">certified</option>",
+                false => "",
+            }
         )
     }
 
@@ -219,14 +250,14 @@ impl Report<'_> {
         let c = self.comparison;
         let commands: String = self.commands.iter().map(|line| escape(line) + "\n").collect();
         format!(
-            "<pre>{commands}</pre><p>attlas {}, {} kernels, {} threads, {}/{}; {} seeds from {}. Drawn with d3 7.9 and \
+            "<pre>{commands}</pre><p>attlas {}, {} kernels, {}, {}/{}; {} from {}. Drawn with d3 7.9 and \
              Observable Plot 0.6.</p>",
             env!("CARGO_PKG_VERSION"),
             escape(&c.isa),
-            c.threads,
+            count(c.threads, "thread"),
             std::env::consts::OS,
             std::env::consts::ARCH,
-            c.seeds,
+            count(c.seeds, "seed"),
             c.seed
         )
     }
@@ -284,6 +315,16 @@ mod tests {
         assert_eq!(data["heads"].as_array().unwrap().len(), 2);
         assert_eq!(data["recipe"]["cells"].as_array().unwrap().len(), 4);
         assert_eq!(data["methods"].as_array().unwrap().len(), 3);
+        // The page draws the front that the table marks.
+        let on: Vec<&str> = data["fronts"]["seconds"]["error"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter_map(|v| v.as_str())
+            .collect();
+        let marked = comparison.summary.iter().filter(|s| s.front).map(|s| s.method);
+        assert_eq!(on, std::iter::once("exact").chain(marked).collect::<Vec<_>>());
+        assert!(page.contains(&escape(&comparison.verdict)) && page.contains(&crate::machine::date()));
         assert_eq!(page.matches("<script").count(), page.matches("</script>").count());
         let without = Report { recipe: None, ..report }.page();
         assert!(!without.contains("id=\"recipe\""));

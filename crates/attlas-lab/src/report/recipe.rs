@@ -76,7 +76,8 @@ impl<'a> RecipeMap<'a> {
                 .into_iter()
                 .flatten()
                 .collect();
-        json!({ "cells": cells, "exact": registry::baseline().id, "quality": quality })
+        let names = cells.iter().filter_map(|c| c["name"].as_str());
+        json!({ "cells": cells, "colours": colours(names, registry::baseline().id), "quality": quality })
     }
 
     /// Heads that do not have plain exact attention, and all of them.
@@ -162,5 +163,75 @@ impl<'a> RecipeMap<'a> {
             "<details><summary>What it was made from</summary><div class=\"wide\"><table>{}</table></div></details>\n",
             table_rows(&table)
         )
+    }
+}
+
+/// Colours that are told apart at a glance; further ones are spread over hues and lightness.
+const PALETTE: [&str; 9] =
+    ["#4e79a7", "#f28e2c", "#e15759", "#76b7b2", "#59a14f", "#edc949", "#af7aa1", "#ff9da7", "#9c755f"];
+
+/// A colour of its own for every setting, those of the most heads first; exact attention is grey.
+fn colours<'a>(names: impl Iterator<Item = &'a str>, exact: &str) -> Vec<Value> {
+    let mut counts: Vec<(&str, usize)> = Vec::new();
+    for name in names {
+        match counts.iter_mut().find(|(n, _)| *n == name) {
+            Some((_, count)) => *count += 1,
+            None => counts.push((name, 1)),
+        }
+    }
+    counts.sort_by_key(|&(name, count)| (name != exact, std::cmp::Reverse(count)));
+    let mut taken: Vec<String> = Vec::new();
+    let mut next = 0;
+    let entry = |(name, count): (&str, usize)| {
+        let colour = if name == exact {
+            "var(--line)".to_string()
+        } else {
+            loop {
+                let colour = PALETTE.get(next).map_or_else(|| spread(next), |c| c.to_string());
+                next += 1;
+                if !taken.contains(&colour) {
+                    break colour;
+                }
+            }
+        };
+        taken.push(colour.clone());
+        json!({ "name": name, "count": count, "colour": colour })
+    };
+    counts.into_iter().map(entry).collect()
+}
+
+/// The `i`-th of endless colours: hues a golden angle apart, in turn darker and lighter.
+fn spread(i: usize) -> String {
+    let hue = (i as f64 * 137.507_764) % 360.0 / 60.0;
+    let lightness = [0.35, 0.65, 0.5, 0.8][i % 4];
+    let chroma = (1.0 - (2.0 * lightness - 1.0f64).abs()) * 0.6;
+    let second = chroma * (1.0 - (hue % 2.0 - 1.0).abs());
+    let [r, g, b] = match hue as usize {
+        0 => [chroma, second, 0.0],
+        1 => [second, chroma, 0.0],
+        2 => [0.0, chroma, second],
+        3 => [0.0, second, chroma],
+        4 => [second, 0.0, chroma],
+        _ => [chroma, 0.0, second],
+    };
+    let byte = |x: f64| (255.0 * (x + lightness - chroma / 2.0)).round().clamp(0.0, 255.0) as u8;
+    format!("#{:02x}{:02x}{:02x}", byte(r), byte(g), byte(b))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_setting_has_a_colour_of_its_own() {
+        let names: Vec<String> = (0..60).map(|i| format!("sink_window window={i}")).collect();
+        let all = names.iter().map(String::as_str).chain(["exact", "exact", names[7].as_str()]);
+        let found = colours(all, "exact");
+        assert_eq!((found.len(), &found[0]["name"], &found[0]["count"]), (61, &json!("exact"), &json!(2)));
+        assert_eq!(found[1]["name"], json!(names[7]));
+        let mut seen: Vec<&str> = found.iter().map(|f| f["colour"].as_str().unwrap()).collect();
+        seen.sort_unstable();
+        seen.dedup();
+        assert_eq!(seen.len(), 61);
     }
 }

@@ -25,7 +25,7 @@ mod recipe;
 mod search;
 mod state;
 
-pub use state::{Measurement, State};
+pub use state::{Key, Measurement, PEAK_CLASS, State};
 
 use crate::hash::sha256;
 use crate::perplexity::{self, Record};
@@ -200,6 +200,8 @@ pub struct Tuned {
     pub effort: Effort,
     /// Measurements made or found.
     pub measurements: usize,
+    /// Methods that computed exact attention at this length, and are no choice of their own.
+    pub fell_back: Vec<String>,
     /// One for each target.
     pub rounds: Vec<Round>,
     /// The round whose choices stand, counted from 0.
@@ -237,25 +239,26 @@ pub fn extract_layers(
     Ok(extract::extract(model, text, &wanted, progress, stop)?.workload)
 }
 
-/// A name for what measurements are made on: the numbers, the machine's instruction set and threads, seed and version.
-pub fn key(workload: &Workload, settings: &Settings) -> Result<String> {
+/// What measurements are made on: the numbers, the machine, the registry, effort, seed and version.
+pub fn key(workload: &Workload, settings: &Settings) -> Result<Key> {
     let ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
-    let mut bytes = format!(
-        "{} {} {} {} {}",
-        env!("CARGO_PKG_VERSION"),
-        ws.schedule().isa,
-        ws.schedule().threads,
-        settings.seed,
-        workload.layers.len()
-    )
-    .into_bytes();
+    let mut bytes = workload.layers.len().to_le_bytes().to_vec();
     // The last layer depends on the whole model and text.
     if let Some(x) = workload.layers.last() {
         for part in [&x.q, &x.k, &x.v] {
             bytes.extend(part.iter().flat_map(|v| v.to_le_bytes()));
         }
     }
-    Ok(sha256(&bytes))
+    let effort = format!("{:?}", settings.effort).to_lowercase();
+    Ok(Key {
+        inputs: sha256(&bytes),
+        machine: crate::machine::name(&ws),
+        peak_gflops: crate::machine::Machine::fma_peak(&ws),
+        registry: crate::atlas::fingerprint(),
+        effort,
+        seed: settings.seed,
+        version: env!("CARGO_PKG_VERSION").into(),
+    })
 }
 
 /// Searches. `check` is text that was not used for tuning. `watch` is told key heads done, key heads in all, and what is
@@ -278,6 +281,7 @@ pub fn tune(
         tokens: text.tokens.len(),
         effort: settings.effort,
         measurements: 0,
+        fell_back: Vec::new(),
         rounds: Vec::new(),
         chosen: None,
         picks: Vec::new(),
@@ -298,6 +302,7 @@ pub fn tune(
             return Ok(Ended::Interrupted(state.len()));
         };
         tuned.measurements = state.len();
+        tuned.fell_back = state.fell_back();
         if settings.shard.is_some() {
             return Ok(Ended::Done(Box::new(tuned)));
         }
@@ -406,6 +411,8 @@ fn checked(
 ) -> Result<Option<Record>> {
     let protocol = Protocol::Strided { window: text.tokens.len(), stride: text.tokens.len() };
     let how = perplexity::Settings {
+        task: None,
+        seed: 0,
         protocol,
         bos: false,
         recipe: Some(recipe.clone()),

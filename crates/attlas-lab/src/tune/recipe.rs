@@ -84,6 +84,9 @@ pub(super) fn evidence(
             put(name, value.into());
         }
     }
+    if !tuned.fell_back.is_empty() {
+        put("exact_at_this_length", Value::Text(tuned.fell_back.join(", ")));
+    }
     if let Some(note) = &tuned.note {
         put("note", Value::Text(note.clone()));
     }

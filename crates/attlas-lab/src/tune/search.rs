@@ -4,18 +4,16 @@ use super::state::{Measurement, State};
 use super::{Effort, Pick, Settings, WORTH_IT};
 use crate::Result;
 use crate::calibration::Calibrations;
-use crate::compare::{self, Group};
+use crate::compare::{self, Group, status_name};
 use crate::run::execute;
 use crate::select::Chosen;
 use crate::source::{LayerData, Workload};
 use crate::table::{number, seconds};
-use attlas::method::Needs;
-use attlas::{Mask, Method, Options, Problem, Schedule, Workspace, registry};
+use attlas::method::{Ladder as Steps, Needs};
+use attlas::{Mask, Method, Options, Problem, Schedule, Status, Workspace, registry};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// The setting with which methods round their inputs, which is faster where the processor has the instructions.
-const ROUNDED: (&str, &str) = ("precision", "bf16");
 /// A method that is further off than this on every screened key head, whatever its budget, is of no use.
 const USELESS: f64 = 0.9;
 
@@ -58,13 +56,21 @@ fn is_baseline(chosen: &Chosen) -> bool {
     std::ptr::eq(chosen.method, registry::baseline()) && chosen.options.is_empty()
 }
 
-/// A method as it is chosen, after itself with rounded inputs where it has that and nothing was said about it.
+/// A method as it is chosen, after itself with each value that its entry offers beside a default, such as rounded
+/// inputs, where nothing was said about that parameter.
 fn variants(chosen: &Chosen) -> Vec<Chosen> {
-    let (name, value) = ROUNDED;
-    let rounds = chosen.options.get(name).is_none() && chosen.method.params.iter().any(|p| p.name == name);
-    let rounded =
-        rounds.then(|| Chosen { options: chosen.options.clone().with(name, value), ..chosen.clone() });
-    rounded.into_iter().chain([chosen.clone()]).collect()
+    let mut all = Vec::new();
+    for t in chosen.method.tunable.iter().filter(|t| chosen.options.get(t.param).is_none()) {
+        if let Steps::Values(values) = t.ladder {
+            let with = |value: &&str| Chosen {
+                options: chosen.options.clone().with(t.param, *value),
+                ..chosen.clone()
+            };
+            all.extend(values.iter().map(with));
+        }
+    }
+    all.push(chosen.clone());
+    all
 }
 
 /// The budgets of a method that it accepts for a problem; empty where it cannot do it.
@@ -221,7 +227,7 @@ impl<'a> Search<'a> {
                 all.push(id);
                 watch(s, count, &format!("screening {id}"));
                 let first = self.measure(i, g, &ladder[0], &mut bench, state)?;
-                if useful.contains(&id) || first.cost > WORTH_IT {
+                if useful.contains(&id) || first.exact || first.cost > WORTH_IT {
                     continue;
                 }
                 let last = self.measure(i, g, &ladder[ladder.len() - 1], &mut bench, state)?;
@@ -264,6 +270,10 @@ impl<'a> Search<'a> {
                     return Ok(None);
                 }
                 let m = self.measure(i, g, &candidate, &mut bench, state)?;
+                // Exact attention under another name: what it gains is noise, and at other lengths it is something else.
+                if m.exact {
+                    continue;
+                }
                 if m.cost > WORTH_IT || m.cost >= best.cost {
                     break;
                 }
@@ -308,12 +318,14 @@ impl<'a> Search<'a> {
             seconds: 0.0,
             // A method that fails on these numbers is never worth it.
             cost: f64::MAX,
+            exact: false,
         };
         if let Ok(rows) = rows {
             m.error = rows.iter().try_fold(0.0, |a: f64, r| r.certified.bound.map(|b| a.max(b)));
             m.seconds = rows.iter().map(|r| r.setup_seconds + r.run_seconds).sum();
             let exact: f64 = rows.iter().map(|r| r.speedup * (r.setup_seconds + r.run_seconds)).sum();
             m.cost = if exact > 0.0 { m.seconds / exact } else { f64::MAX };
+            m.exact = rows.iter().all(|r| r.status == status_name(Status::Exact));
         }
         state.push(m.clone())?;
         Ok(m)
@@ -324,6 +336,9 @@ impl<'a> Search<'a> {
 mod tests {
     use super::*;
     use crate::select::Choice;
+
+    /// The setting with which exact attention rounds its inputs.
+    const ROUNDED: (&str, &str) = ("precision", "bf16");
 
     fn settings(methods: &[&str], max_error: f64) -> Settings {
         let methods: Vec<String> = methods.iter().map(|m| m.to_string()).collect();
@@ -372,6 +387,7 @@ mod tests {
             error: Some(error),
             seconds: cost,
             cost,
+            exact: false,
         }
     }
 
@@ -401,7 +417,7 @@ mod tests {
     fn the_cheapest_method_within_the_target_is_chosen_and_a_tighter_target_goes_on() {
         let s = settings(&["sink_window", "top_k"], 0.1);
         let (windows, tops) = (ladder_of("sink_window", &s), ladder_of("top_k", &s));
-        let mut state = State::open(None, "k").unwrap();
+        let mut state = State::open(None, &super::super::Key::default()).unwrap();
         let (name, value) = ROUNDED;
         let rounded = Candidate { method: registry::baseline(), options: Options::new().with(name, value) };
         for g in 0..2 {
@@ -433,9 +449,32 @@ mod tests {
     }
 
     #[test]
+    fn exact_attention_under_another_name_is_not_chosen() {
+        let s = settings(&["sink_window", "hyper"], 0.1);
+        let mut state = State::open(None, &super::super::Key::default()).unwrap();
+        let (name, value) = ROUNDED;
+        let rounded = Candidate { method: registry::baseline(), options: Options::new().with(name, value) };
+        for g in 0..2 {
+            state.push(made_up(g, &rounded, 0.0, 1.0)).unwrap();
+            for c in ladder_of("sink_window", &s) {
+                state.push(made_up(g, &c, 0.5, 0.5)).unwrap();
+            }
+            // Noise makes a fallback look twice as fast.
+            for c in ladder_of("hyper", &s) {
+                state.push(Measurement { exact: true, ..made_up(g, &c, 0.0, 0.5) }).unwrap();
+            }
+        }
+        assert!(search(&s, 0.1, &mut state).iter().all(Pick::is_exact));
+        assert_eq!(state.fell_back(), ["hyper"]);
+        let mut fresh = State::open(None, &super::super::Key::default()).unwrap();
+        search(&settings(&["hyper"], 0.1), 0.1, &mut fresh);
+        assert_eq!(fresh.fell_back(), ["hyper"], "n_min is above 256");
+    }
+
+    #[test]
     fn real_measurements_stay_within_the_target() {
         let s = settings(&["sink_window", "top_k"], 0.3);
-        let mut state = State::open(None, "k").unwrap();
+        let mut state = State::open(None, &super::super::Key::default()).unwrap();
         let picks = search(&s, 0.3, &mut state);
         assert!(picks.iter().all(|p| p.error <= 0.3 && p.cost <= 1.0), "{picks:?}");
         assert!(!state.is_empty());
@@ -448,7 +487,7 @@ mod tests {
         let workload = workload();
         let bench = Bench::new(&workload, &s);
         let mut search = Search::new(&workload, &s, &bench).unwrap();
-        let mut state = State::open(None, "k").unwrap();
+        let mut state = State::open(None, &super::super::Key::default()).unwrap();
         let stopped = search.round(0.1, &mut state, &mut |_, _, _| (), &AtomicBool::new(true)).unwrap();
         assert!(stopped.is_none() && state.is_empty());
     }

@@ -111,8 +111,8 @@ pub(super) fn decoder_tensors<'a>(w: &'a DecoderWeights, out: &mut Contents<'a>)
     out.vectors.push((format!("model.{}", n.final_norm), Cow::Borrowed(&w.final_norm)));
     for (i, layer) in w.layers.iter().enumerate() {
         let norms = [
-            (n.attention_norm, Some(&layer.attention_norm)),
-            (n.ffn_norm, Some(&layer.ffn_norm)),
+            (n.attention_norm, layer.attention_norm.as_ref()),
+            (n.ffn_norm, layer.ffn_norm.as_ref()),
             (n.q_norm, layer.q_norm.as_ref()),
             (n.k_norm, layer.k_norm.as_ref()),
         ];

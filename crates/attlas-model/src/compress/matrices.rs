@@ -25,6 +25,10 @@ impl<'a> Matrices<'a> {
             let what = "compressing a model that is already in another form".into();
             return Err(Error::Unsupported { what });
         }
+        if !model.config.is_plain() {
+            let what = format!("compressing a {} model", model.config.architecture.name());
+            return Err(Error::Unsupported { what });
+        }
         Ok(Self { model })
     }
 

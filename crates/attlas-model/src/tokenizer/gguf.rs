@@ -33,11 +33,27 @@ enum Pre {
     Digits,
     /// Numbers in groups of three; whole words that are tokens are not merged.
     Llama3,
+    /// As Llama 3, all words merged.
+    Cl100k,
     /// As Llama 3 with single digits; text is composed first (NFC).
     Qwen2,
+    /// Words begin with capitals; single digits; whole words that are tokens are not merged.
+    Tekken,
+    /// One script after another.
+    DeepseekLlm,
+    /// Letters, punctuation, Chinese and single digits, one after another.
+    DeepseekCoder,
 }
 
-const PRE: [(&str, Pre); 11] = [
+impl Pre {
+    /// Whether words that are tokens are taken whole; files of these kinds also begin texts with a token, unless they say
+    /// otherwise.
+    fn keeps_words(self) -> bool {
+        matches!(self, Self::Llama3 | Self::Tekken)
+    }
+}
+
+const PRE: [(&str, Pre); 20] = [
     ("gpt-2", Pre::Gpt2),
     ("default", Pre::Gpt2),
     ("smollm", Pre::Digits),
@@ -47,12 +63,29 @@ const PRE: [(&str, Pre); 11] = [
     ("llama-bpe", Pre::Llama3),
     ("llama-v3", Pre::Llama3),
     ("llama3", Pre::Llama3),
+    ("falcon3", Pre::Llama3),
+    ("dbrx", Pre::Cl100k),
+    ("smaug-bpe", Pre::Cl100k),
+    ("glm4", Pre::Cl100k),
+    ("chatglm-bpe", Pre::Cl100k),
+    ("olmo", Pre::Gpt2),
+    ("tekken", Pre::Tekken),
+    ("deepseek-llm", Pre::DeepseekLlm),
+    ("deepseek-coder", Pre::DeepseekCoder),
     ("qwen2", Pre::Qwen2),
     ("deepseek-r1-qwen", Pre::Qwen2),
 ];
 
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const LINES: &str = r"[\r\n]";
+const EAST_ASIAN: &str = r"[\x{4E00}-\x{9FA5}\x{800}-\x{4E00}\x{AC00}-\x{D7FF}]+";
+/// Letters with case, without the scripts and blocks whose letters the model's own list leaves out: Armenian small letters,
+/// Georgian, late Latin and Cyrillic additions, Vithkuqi, Garay, Medefaidrin, mathematical letters.
+const CASED: &str = r"\s?[[\p{Lu}\p{Ll}\p{Lt}]--[\x{560}-\x{588}\x{10C7}\x{10CD}\x{10D0}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2D}\x{A790}-\x{A7FF}\x{AB30}-\x{AB68}\x{10570}-\x{105BF}\x{10D50}-\x{10D85}\x{16E40}-\x{16EBF}\x{1D400}-\x{1D7CB}\x{1DF00}-\x{1DF2F}]]+";
+const SIGNS: &str = r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+";
 
 impl Tokenizer {
     /// From the metadata of a GGUF file.
@@ -89,7 +122,7 @@ impl Tokenizer {
                 let merges =
                     gguf.texts("tokenizer.ggml.merges")?.ok_or_else(|| missing("tokenizer.ggml.merges"))?;
                 let inner = byte_level_bpe(tokens, merges, &types, pre)?;
-                (Kind::HuggingFace(Box::new(inner)), id("bos")?, id("eos")?, pre == Pre::Llama3, false)
+                (Kind::HuggingFace(Box::new(inner)), id("bos")?, id("eos")?, pre.keeps_words(), false)
             }
             "llama" => {
                 let scores = match gguf.get("tokenizer.ggml.scores") {
@@ -175,7 +208,7 @@ fn byte_level_bpe(
         .collect::<Result<Vec<_>>>()?;
     let model = BPE::builder()
         .vocab_and_merges(vocab, merges)
-        .ignore_merges(pre == Pre::Llama3)
+        .ignore_merges(pre.keeps_words())
         .build()
         .map_err(failed)?;
     let mut inner = tokenizers::Tokenizer::new(model);
@@ -188,8 +221,17 @@ fn byte_level_bpe(
     let steps = match pre {
         Pre::Gpt2 => vec![bytes(true)],
         Pre::Digits => vec![PreTokenizerWrapper::from(Digits::new(true)), bytes(true)],
-        Pre::Llama3 => vec![split(LLAMA3)?, bytes(false)],
+        Pre::Llama3 | Pre::Cl100k => vec![split(LLAMA3)?, bytes(false)],
         Pre::Qwen2 => vec![split(QWEN2)?, bytes(false)],
+        Pre::Tekken => vec![split(TEKKEN)?, bytes(false)],
+        Pre::DeepseekLlm => {
+            let steps = [LINES, CASED, SIGNS, r"\s+$", EAST_ASIAN, r"\p{N}+"];
+            steps.into_iter().map(split).chain([Ok(bytes(false))]).collect::<Result<_>>()?
+        }
+        Pre::DeepseekCoder => {
+            let steps = [LINES, r"\s?\p{L}+", r"\s?\p{P}+", EAST_ASIAN, r"\p{N}"];
+            steps.into_iter().map(split).chain([Ok(bytes(false))]).collect::<Result<_>>()?
+        }
     };
     inner.with_pre_tokenizer(Some(Sequence::new(steps)));
     if pre == Pre::Qwen2 {
@@ -219,4 +261,38 @@ fn word_piece(tokens: &[String], types: &[i64]) -> Result<tokenizers::Tokenizer>
     inner.with_decoder(Some(WordPieceDecoder::default()));
     add_tokens(&mut inner, tokens, types);
     Ok(inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The words of a text, as bytes, before anything is merged.
+    fn words(pre: &str, text: &str) -> Vec<String> {
+        let kind = PRE.iter().find(|(n, _)| *n == pre).unwrap().1;
+        // One token for each byte, so that only words bound tokens.
+        let inner = byte_level_bpe(&["a".to_owned()], &[], &[1], kind).unwrap();
+        let mut split = tokenizers::PreTokenizedString::from(text);
+        let step = inner.get_pre_tokenizer().unwrap();
+        tokenizers::PreTokenizer::pre_tokenize(step, &mut split).unwrap();
+        let ranges = split.get_splits(tokenizers::OffsetReferential::Original, tokenizers::OffsetType::Byte);
+        ranges.into_iter().map(|(_, (a, b), _)| text[a..b].to_owned()).collect()
+    }
+
+    #[test]
+    fn words_are_those_of_each_family() {
+        assert_eq!(
+            words("tekken", "HelloWorld I'm 123!/\n"),
+            ["Hello", "World", " I", "'m", " ", "1", "2", "3", "!/\n"]
+        );
+        assert_eq!(words("falcon3", "Hi 12345"), ["Hi", " ", "123", "45"]);
+        assert_eq!(words("glm4", "Hi 12345"), words("llama-bpe", "Hi 12345"));
+        assert_eq!(
+            words("deepseek-llm", "Hello, мир 12 中文\n"),
+            ["Hello", ",", " мир", " ", "12", " ", "中文", "\n"]
+        );
+        // Armenian small letters are not in the model's list.
+        assert_eq!(words("deepseek-llm", "aա"), ["a", "ա"]);
+        assert_eq!(words("deepseek-coder", "x = y1\n中"), ["x", " =", " y", "1", "\n", "中"]);
+    }
 }

@@ -38,9 +38,9 @@ enum Kind {
 
 /// Runs code of the `tokenizers` crate, which panics on some malformed files instead of reporting them.
 fn guarded<T, E: std::fmt::Display>(f: impl FnOnce() -> std::result::Result<T, E>) -> Result<T> {
-    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)) {
-        Ok(result) => result.map_err(failed),
-        Err(_) => Err(Error::Tokenizer("the tokeniser's description is inconsistent".into())),
+    match crate::quiet::catch(f) {
+        Some(result) => result.map_err(failed),
+        None => Err(Error::Tokenizer("the tokeniser's description is inconsistent".into())),
     }
 }
 
@@ -48,11 +48,72 @@ fn failed(e: impl std::fmt::Display) -> Error {
     Error::Tokenizer(e.to_string())
 }
 
+/// Bytes that a tokeniser may make of one byte of a text.
+const GROWTH: usize = 64;
+
+/// An error if the steps before or after the model multiply texts, or claim more memory than the file has bytes.
+fn check_growth(json: &serde_json::Value) -> Result<()> {
+    for part in ["normalizer", "pre_tokenizer", "decoder"] {
+        let growth = growth(&json[part])?;
+        if growth > GROWTH {
+            let found = format!("one that makes up to {growth} bytes of one");
+            return Err(Error::invalid(part, found, format!("at most {GROWTH}")));
+        }
+    }
+    Ok(())
+}
+
+/// How many bytes the step, or the steps one after another, may make of one.
+fn growth(step: &serde_json::Value) -> Result<usize> {
+    let lists = ["normalizers", "pretokenizers", "decoders"];
+    if let Some(steps) = lists.iter().find_map(|name| step[*name].as_array()) {
+        return steps.iter().try_fold(1usize, |all, step| Ok(all.saturating_mul(growth(step)?)));
+    }
+    match step["type"].as_str() {
+        Some("Replace") => {
+            let content = step["content"].as_str().unwrap_or_default().len();
+            // An expression may match between any two bytes.
+            Ok(match step["pattern"]["String"].as_str() {
+                Some(pattern) if !pattern.is_empty() => content.div_ceil(pattern.len()).max(1),
+                _ => content.saturating_add(1),
+            })
+        }
+        Some("Precompiled") => {
+            let map = step["precompiled_charsmap"].as_str().unwrap_or_default();
+            // The first four bytes are the length of the table behind them.
+            let first = map.bytes().take(6).try_fold(0u64, |n, c| Some(n << 6 | u64::from(base64_digit(c)?)));
+            let claimed =
+                first.map_or(0, |n| u32::from_le_bytes([n >> 28, n >> 20, n >> 12, n >> 4].map(|b| b as u8)));
+            if claimed as usize > map.len() {
+                let expected = format!("at most the {} characters that follow", map.len());
+                return Err(Error::invalid(
+                    "the table of precompiled_charsmap",
+                    format!("{claimed} bytes"),
+                    expected,
+                ));
+            }
+            Ok(1)
+        }
+        _ => Ok(1),
+    }
+}
+
+fn base64_digit(c: u8) -> Option<u8> {
+    Some(match c {
+        b'A'..=b'Z' => c - b'A',
+        b'a'..=b'z' => c - b'a' + 26,
+        b'0'..=b'9' => c - b'0' + 52,
+        b'+' => 62,
+        b'/' => 63,
+        _ => return None,
+    })
+}
+
 impl Tokenizer {
     /// From the text of a `tokenizer.json`. Which special tokens it adds is up to its post-processor.
     pub fn from_json(text: &[u8]) -> Result<Self> {
         // Syntax first: most malformed files end here.
-        serde_json::from_slice::<serde_json::Value>(text)?;
+        check_growth(&serde_json::from_slice(text)?)?;
         let mut inner = guarded(|| tokenizers::Tokenizer::from_bytes(text))?;
         inner.with_truncation(None).map_err(failed)?;
         inner.with_padding(None);

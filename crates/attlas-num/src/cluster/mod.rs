@@ -1,4 +1,15 @@
 //! Grouping: balanced blocks of sorted items, who shared a block with whom, the best within a budget, and k-means.
+//!
+//! ```
+//! use attlas_num::cluster::{Init, Options, kmeans};
+//! use attlas_num::{Mat, rng::StreamKey};
+//!
+//! // Two groups of points on a line.
+//! let x = Mat::from_vec(vec![0.0, 0.1, 0.2, 9.0, 9.1], 5, 1);
+//! let found = kmeans(x.as_ref(), None, Options::new(2), Init::PlusPlus, StreamKey::new(1));
+//! assert_eq!(found.labels[0], found.labels[2]);
+//! assert_ne!(found.labels[0], found.labels[4]);
+//! ```
 
 pub mod best;
 pub mod buckets;

@@ -15,6 +15,16 @@
 //! All families draw the functions of round $r$ from `key.with(r)`: a hash with more rounds begins with the
 //! rounds of one with fewer. Directions are drawn in f64 and rounded once, so f32 and f64 codes differ only
 //! for points within rounding of a boundary.
+//!
+//! ```
+//! use attlas_num::hash::SignHash;
+//! use attlas_num::{Mat, rng::StreamKey};
+//!
+//! let hash = SignHash::<f64>::new(StreamKey::new(1), 3, 8, 1).unwrap(); // 8 bits, one round
+//! let x = Mat::from_vec(vec![1.0, 2.0, 3.0, 2.0, 4.0, 6.0], 2, 3);
+//! let ranks = hash.gray_ranks(x.as_ref(), 0);
+//! assert_eq!(ranks[0], ranks[1], "the code depends on the direction alone");
+//! ```
 
 pub mod kde;
 pub mod lift;

@@ -248,7 +248,9 @@ impl<S: Simd, P: Places, const R: usize, const K: usize> Kernel<S> for Rows<'_, 
     fn run(self, s: S) {
         let Scores { queries, stride, k, v, places, keys, logits, rounded } = self.0;
         let d = k.cols();
-        assert!(queries.len() >= R * stride && stride >= d && logits.len() >= (R - 1) * CHUNK + keys.len());
+        // Loads read whole registers, so each query row is padded to one.
+        assert!(queries.len() >= R * stride && stride >= d.next_multiple_of(S::LANES));
+        assert!(logits.len() >= (R - 1) * CHUNK + keys.len());
         let distance = P::distance(k, v);
         for j in keys.clone().step_by(K) {
             let count = (keys.end - j).min(K);

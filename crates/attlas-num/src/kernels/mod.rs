@@ -3,6 +3,31 @@
 //! `scalar.rs` is the readable definition of every kernel; the other files offer the same functions for one
 //! instruction set each. The functions here check lengths and hand over to the best instruction set of the
 //! machine, or to the one asked for. All run on the calling thread: splitting work is the caller's business.
+//!
+//! ```
+//! use attlas_num::kernels::{Attend, Band, Isa, Precision};
+//! use attlas_num::{Mat, Scratch};
+//!
+//! // Softmax attention of two queries over three keys; the values are the keys' numbers.
+//! let q = Mat::from_vec(vec![1.0f32, 0.0, 0.0, 1.0], 2, 2);
+//! let k = Mat::from_vec(vec![9.0, 0.0, 0.0, 9.0, 0.0, 0.0], 3, 2);
+//! let v = Mat::from_vec(vec![0.0, 1.0, 2.0], 3, 1);
+//! let (mut out, mut lse) = ([0.0; 2], [0.0; 2]);
+//! let attend = Attend {
+//!     q: q.as_ref(),
+//!     k: k.as_ref(),
+//!     v: v.as_ref(),
+//!     scale: 1.0,
+//!     bias: None,
+//!     band: Band::ALL,
+//!     tile_k: 0,
+//!     isa: Isa::best(),
+//!     precision: Precision::Full,
+//!     decode: false,
+//! };
+//! attend.run(&Scratch::new(), &mut out, &mut lse);
+//! assert!(out[0] < 0.01 && (out[1] - 1.0).abs() < 0.01);
+//! ```
 
 // Register tiles are several arrays indexed by the same row and column; polynomial coefficients are not constants.
 #![allow(clippy::needless_range_loop, clippy::too_many_arguments, clippy::approx_constant)]
@@ -247,7 +272,8 @@ pub fn gemm<T: Real>(
         return;
     }
     assert!(m == 1 || c_stride >= n, "rows of the result overlap");
-    assert!(c.len() >= (m - 1) * c_stride + n, "the result does not fit");
+    let needed = (m - 1).checked_mul(c_stride).and_then(|last_row| last_row.checked_add(n));
+    assert!(needed.is_some_and(|needed| needed <= c.len()), "the result does not fit");
     T::gemm_on(isa, alpha, a, b, beta, c, c_stride, scratch);
 }
 

@@ -999,3 +999,11 @@ fn band_ranges_are_what_the_definition_says() {
         }
     }
 }
+
+#[test]
+#[should_panic(expected = "the result does not fit")]
+fn a_product_whose_rows_lie_beyond_memory_is_refused() {
+    let a = Mat::<f64>::zeros(3, 1);
+    let stride = usize::MAX / 2 + 1;
+    gemm(Isa::best(), 1.0, Op::N(a.as_ref()), Op::T(a.as_ref()), 0.0, &mut [0.0; 9], stride, &Scratch::new());
+}

@@ -17,6 +17,18 @@
 //! Products and blocked factorisations come from `faer`. Pivoted QR, LU, both Jacobi methods and the
 //! triangular solves are written here, because zero pivots, relative accuracy and stopping rules matter to
 //! the callers more than the last factor of speed.
+//!
+//! ```
+//! use attlas_num::Mat;
+//! use attlas_num::linalg::{matmul, svd};
+//!
+//! let a = Mat::from_vec(vec![3.0, 0.0, 0.0, 4.0, 0.0, 0.0], 3, 2);
+//! let f = svd(a.as_ref())?;
+//! assert!((f.sigma[0] - 4.0).abs() < 1e-14 && (f.sigma[1] - 3.0).abs() < 1e-14);
+//! let gram = matmul(f.v.transpose().as_ref(), f.v.as_ref());
+//! assert!((gram[(0, 0)] - 1.0).abs() < 1e-14 && gram[(0, 1)].abs() < 1e-14);
+//! # Ok::<(), attlas_num::linalg::LinalgError>(())
+//! ```
 
 mod cholesky;
 mod dense;

@@ -2,6 +2,15 @@
 //!
 //! A view never owns and never copies: a head of a `[batch, tokens, heads, d]` tensor is a [`MatRef`]
 //! whose row stride is `heads · d`. Columns are always contiguous, so a row is a slice.
+//!
+//! ```
+//! use attlas_num::MatRef;
+//!
+//! // Head 1 of a [tokens, heads, d] tensor with 3 tokens, 2 heads and width 2, without a copy.
+//! let tensor: Vec<i32> = (0..12).collect();
+//! let head = MatRef::with_stride(&tensor[2..], 3, 2, 4).unwrap();
+//! assert_eq!(head.row(2), [10, 11]);
+//! ```
 
 mod real;
 
@@ -20,7 +29,7 @@ pub struct MatRef<'a, T> {
 impl<'a, T> MatRef<'a, T> {
     /// A view of `rows` contiguous rows. Panics if `data` is not exactly `rows · cols` long.
     pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
-        assert_eq!(data.len(), rows * cols, "a {rows} × {cols} matrix needs {} elements", rows * cols);
+        assert_eq!(Some(data.len()), rows.checked_mul(cols), "elements of a {rows} × {cols} matrix");
         Self { data, rows, cols, stride: cols }
     }
 
@@ -93,7 +102,7 @@ impl<'a, T: Copy> MatRef<'a, T> {
         Mat { data, rows: self.rows, cols: self.cols }
     }
 
-    /// Copies the rows named by `index` into `out`, one after another, and asks for the memory of later ones meanwhile.
+    /// Copies the rows named by `index` into `out` in order, prefetching later rows while it copies.
     pub fn gather_into<I>(&self, index: I, out: &mut [T])
     where
         T: Real,
@@ -110,6 +119,11 @@ impl<'a, T: Copy> MatRef<'a, T> {
     }
 }
 
+/// `rows · cols`. Panics where the product wraps: kernels trust the sizes of a view when they read by pointer.
+fn element_count(rows: usize, cols: usize) -> usize {
+    rows.checked_mul(cols).unwrap_or_else(|| panic!("a {rows} × {cols} matrix has more elements than memory"))
+}
+
 /// An owned, contiguous, row-major matrix.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Mat<T> {
@@ -121,13 +135,13 @@ pub struct Mat<T> {
 impl<T> Mat<T> {
     /// Takes `data` as a `rows × cols` matrix. Panics if the length does not fit.
     pub fn from_vec(data: Vec<T>, rows: usize, cols: usize) -> Self {
-        assert_eq!(data.len(), rows * cols, "a {rows} × {cols} matrix needs {} elements", rows * cols);
+        assert_eq!(Some(data.len()), rows.checked_mul(cols), "elements of a {rows} × {cols} matrix");
         Self { data, rows, cols }
     }
 
     /// Entry `(i, j)` is `f(i, j)`.
     pub fn from_fn(rows: usize, cols: usize, mut f: impl FnMut(usize, usize) -> T) -> Self {
-        let mut data = Vec::with_capacity(rows * cols);
+        let mut data = Vec::with_capacity(element_count(rows, cols));
         for i in 0..rows {
             for j in 0..cols {
                 data.push(f(i, j));
@@ -180,7 +194,7 @@ impl<T> Mat<T> {
 impl<T: Real> Mat<T> {
     /// All zeros.
     pub fn zeros(rows: usize, cols: usize) -> Self {
-        Self { data: vec![T::ZERO; rows * cols], rows, cols }
+        Self { data: vec![T::ZERO; element_count(rows, cols)], rows, cols }
     }
 
     /// The identity.
@@ -250,6 +264,18 @@ mod tests {
         let mut out = vec![0.0; 6];
         m.as_ref().gather_into(38.., &mut out);
         assert_eq!(out, [380.0, 381.0, 382.0, 390.0, 391.0, 392.0]);
+    }
+
+    #[test]
+    fn sizes_whose_product_wraps_are_refused() {
+        // 2⁵⁸ + 1 rows of 64 wrap to 64 elements.
+        let rows = (1usize << (usize::BITS - 6)) + 1;
+        let data = [1.0f32; 64];
+        let refused = |f: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).is_err();
+        assert!(refused(&|| assert!(MatRef::new(&data, rows, 64).rows() > 0)));
+        assert!(refused(&|| drop(Mat::from_vec(data.to_vec(), rows, 64))));
+        assert!(refused(&|| drop(Mat::<f32>::zeros(rows, 64))));
+        assert!(refused(&|| drop(Mat::from_fn(rows, 64, |_, _| 0.0f32))));
     }
 
     #[test]

@@ -2,6 +2,17 @@
 //! Cholesky, Nyström approximation, interpolative decompositions, random rotations.
 //!
 //! Everything random takes a [`StreamKey`](crate::rng::StreamKey) and is a function of it and the input alone.
+//!
+//! ```
+//! use attlas_num::randla::{RandomizedSvd, randomized_svd};
+//! use attlas_num::{Mat, rng::StreamKey};
+//!
+//! // A matrix of rank one.
+//! let a = Mat::from_fn(40, 30, |i, j| (i as f64 + 1.0) * (j as f64 + 1.0));
+//! let f = randomized_svd(&a, RandomizedSvd::rank(2), StreamKey::new(1))?;
+//! assert!(f.sigma[1] < 1e-10 * f.sigma[0]);
+//! # Ok::<(), attlas_num::linalg::LinalgError>(())
+//! ```
 
 mod interpolative;
 mod leverage;

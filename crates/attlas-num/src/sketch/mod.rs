@@ -14,6 +14,19 @@
 //!   predicted error and the number of features that an error needs.
 //!
 //! Everything random is drawn in f64 from a [`StreamKey`](crate::rng::StreamKey) and rounded once.
+//!
+//! ```
+//! use attlas_num::rng::StreamKey;
+//! use attlas_num::sketch::linear::{GaussianSketch, LinearSketch};
+//!
+//! let sketch = GaussianSketch::<f64>::new(1000, 400, StreamKey::new(1))?;
+//! let x = vec![1.0; 1000];
+//! let mut short = vec![0.0; 400];
+//! sketch.apply_into(&x, &mut short);
+//! let ratio = short.iter().map(|s| s * s).sum::<f64>() / 1000.0;
+//! assert!((ratio - 1.0).abs() < 0.3, "lengths are kept up to a factor near one");
+//! # Ok::<(), attlas_num::sketch::SketchError>(())
+//! ```
 
 pub mod directions;
 pub mod features;

@@ -7,7 +7,10 @@ use serde_json::Value;
 
 /// The stored answers under `key`.
 pub(super) fn golden(key: &str) -> Value {
-    let all: Value = serde_json::from_str(include_str!("../../../../goldens/tensor/tensorly.json")).unwrap();
+    // Read, not included: the published crate holds no goldens, and its tests must still compile.
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../goldens/tensor/tensorly.json");
+    let text = std::fs::read_to_string(path).expect("the repository's goldens");
+    let all: Value = serde_json::from_str(&text).unwrap();
     all[key].clone()
 }
 

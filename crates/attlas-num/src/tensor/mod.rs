@@ -15,6 +15,17 @@
 //! Tensors hold `f32` or `f64`; decompositions work in `f64` and round their answer once. Orders 1 to 8 are
 //! accepted, and dimensions of 1 or 0: an empty tensor has norm 0 and is decomposed exactly. Entries that
 //! are not finite are refused with [`Error::NotFinite`].
+//!
+//! ```
+//! use attlas_num::tensor::{Tensor, tucker};
+//!
+//! // T[i, j, k] = (i + 1)(j + 1)(k + 1) has multilinear rank (1, 1, 1).
+//! let entry = |flat: usize| ((flat / 6 + 1) * (flat / 2 % 3 + 1) * (flat % 2 + 1)) as f64;
+//! let t = Tensor::from_flat_fn(&[4, 3, 2], entry)?;
+//! let fit = tucker::decompose(&t, &tucker::Ranks::RelError(1e-8), &tucker::Options::default())?;
+//! assert_eq!(fit.tucker.ranks(), [1, 1, 1]);
+//! # Ok::<(), attlas_num::tensor::Error>(())
+//! ```
 
 pub mod block_terms;
 pub mod cp;

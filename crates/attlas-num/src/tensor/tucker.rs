@@ -8,13 +8,14 @@
 //! - *ST-HOSVD* (Vannieuwenhoven, Vandebril, Meerbergen 2012): the same, one mode after another on the tensor
 //!   already truncated. The squared error is exactly the sum of the energies discarded step by step.
 //! - *HOOI* (De Lathauwer, De Moor, Vandewalle 2000b): from there, each basis in turn is the best one given
-//!   the others. The error never rises; it may end in a local optimum.
+//!   the others. The error never rises; it may end at a saddle or a local optimum, hence the restarts.
 //!
 //! **Cost.** ST-HOSVD: $2 I_1 \prod I + 10 I_1^3$ flops for the first mode, later modes shrink by $R_n/I_n$.
 //! A HOOI sweep is about $N$ times an ST-HOSVD of the rest. Stored: $\prod R + \sum I_n R_n$ numbers.
 
-use super::small::{leading_columns, mode_svd};
+use super::small::{leading_columns, mode_svd, thin_qr};
 use super::{Error, Result, Tensor};
+use crate::rng::StreamKey;
 use crate::{Mat, Real};
 
 /// A core and one basis per mode.
@@ -100,11 +101,16 @@ pub struct Options {
     pub tol: f64,
     /// The modes to compress, all of them if `None`; the others keep the identity.
     pub modes: Option<Vec<usize>>,
+    /// HOOI runs from ST-HOSVD's bases and from this many random ones, and the best fit is kept: the iteration
+    /// can stop at a saddle or a poor local optimum.
+    pub restarts: usize,
+    /// Seed of the random bases.
+    pub seed: u64,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { method: Method::StHosvd, order: None, iters: 50, tol: 1e-8, modes: None }
+        Self { method: Method::StHosvd, order: None, iters: 50, tol: 1e-8, modes: None, restarts: 4, seed: 0 }
     }
 }
 
@@ -159,6 +165,15 @@ pub fn decompose<T: Real>(t: &Tensor<T>, ranks: &Ranks, options: &Options) -> Re
     let mut status = Status::Converged;
     if options.method == Method::Hooi {
         (history, status) = job.hooi(&working, &mut factors, options)?;
+        for restart in 0..options.restarts {
+            let key = StreamKey::new(options.seed).named("hooi").with(restart as u64);
+            let mut other = random_bases(&factors, key);
+            let (sweeps, ended) = job.hooi(&working, &mut other, options)?;
+            // A start that ends at the same optimum, up to rounding, changes nothing.
+            if sweeps.last().zip(history.last()).is_some_and(|(new, best)| *new < best * (1.0 - 1e-9)) {
+                (factors, history, status) = (other, sweeps, ended);
+            }
+        }
     }
     let mut core = project(&working, &factors, &[])?;
     let rel_error = job.relative_error(&working, &core, &factors)?;
@@ -258,6 +273,15 @@ fn zero_fit<T: Real>(shape: &[usize], ranks: &Ranks, modes: &[usize]) -> Result<
 }
 
 type Factors = Vec<Option<Mat<f64>>>;
+
+/// Orthonormal bases of the same sizes, uniform at random.
+fn random_bases(like: &Factors, key: StreamKey) -> Factors {
+    let draw = |mode: usize, basis: &Mat<f64>| {
+        let mut rng = key.with(mode as u64).rng();
+        thin_qr(&Mat::from_fn(basis.rows(), basis.cols(), |_, _| rng.normal())).0
+    };
+    like.iter().enumerate().map(|(mode, basis)| basis.as_ref().map(|b| draw(mode, b))).collect()
+}
 
 /// `T ×_m U_mᵀ` over every basis but those of `skip`.
 fn project(t: &Tensor<f64>, factors: &Factors, skip: &[usize]) -> Result<Tensor<f64>> {
@@ -387,7 +411,7 @@ mod tests {
 
     fn with(method: Method) -> Options {
         let order = (method != Method::Hosvd).then(|| vec![0, 1, 2]);
-        Options { method, order, iters: 5000, tol: 1e-15, ..Default::default() }
+        Options { method, order, iters: 5000, tol: 1e-15, restarts: 0, ..Default::default() }
     }
 
     fn residual(t: &Tensor<f64>, tucker: &Tucker<f64>) -> f64 {
@@ -420,7 +444,14 @@ mod tests {
             let (shape, ranks) = (sizes(&case["shape"]), sizes(&case["ranks"]));
             let t = fill(&shape, case["seed"].as_u64().unwrap()).unwrap();
             let order = Some((0..shape.len()).collect());
-            let options = Options { method: Method::Hooi, order, iters: 5000, tol: 1e-15, modes: None };
+            let options = Options {
+                method: Method::Hooi,
+                order,
+                iters: 5000,
+                tol: 1e-15,
+                restarts: 0,
+                ..Default::default()
+            };
             let fit = decompose(&t, &Ranks::Given(ranks), &options).unwrap();
             assert!((fit.history[0] - case["st_hosvd"].as_f64().unwrap()).abs() < 1e-12);
             assert!((fit.rel_error - case["hooi"].as_f64().unwrap()).abs() < 1e-9, "{}", fit.rel_error);
@@ -430,8 +461,14 @@ mod tests {
         }
         let partial = &golden("tucker")["partial_modes_1_2"];
         let t = fill(&[4, 5, 6], 50).unwrap();
-        let options =
-            Options { method: Method::Hooi, modes: Some(vec![2, 1]), iters: 5000, tol: 1e-15, order: None };
+        let options = Options {
+            method: Method::Hooi,
+            modes: Some(vec![2, 1]),
+            iters: 5000,
+            tol: 1e-15,
+            restarts: 0,
+            ..Default::default()
+        };
         let fit = decompose(&t, &Ranks::Given(sizes(&partial["ranks"])), &options).unwrap();
         assert!((fit.rel_error - partial["rel_error"].as_f64().unwrap()).abs() < 1e-9, "{}", fit.rel_error);
         assert!(fit.tucker.factors[0].is_none());
@@ -602,5 +639,19 @@ mod tests {
         for (x, y) in t.data().iter().zip(model.data()) {
             assert!((x - y).abs() < 64.0 * f32::EPSILON);
         }
+    }
+
+    #[test]
+    fn restarts_leave_a_saddle() {
+        // e₁e₁e₂ + e₁e₂e₁ + e₂e₁e₁: ST-HOSVD's bases are a stationary point with error √(2/3), the best fit of
+        // multilinear rank (1, 1, 1) has √(5/9).
+        let ones = [1usize, 2, 4];
+        let t = Tensor::from_flat_fn(&[2, 2, 2], |i| f64::from(u8::from(ones.contains(&i)))).unwrap();
+        let fit = |restarts| {
+            let options = Options { method: Method::Hooi, restarts, ..Default::default() };
+            decompose(&t, &Ranks::Given(vec![1, 1, 1]), &options).unwrap().rel_error
+        };
+        assert!((fit(0) - (2.0f64 / 3.0).sqrt()).abs() < 1e-9);
+        assert!((fit(4) - (5.0f64 / 9.0).sqrt()).abs() < 1e-6, "{}", fit(4));
     }
 }

@@ -84,6 +84,8 @@ pub fn factor(blocks: &[Mat<f32>], params: &Params) -> Result<Shared> {
     let stack = Tensor::stack(blocks).map_err(|e| refused(CONVERSION.id, e))?;
     let options = tucker::Options {
         method: tucker::Method::Hooi,
+        // ST-HOSVD is a good start for stacks of weights, and a sweep over them is expensive.
+        restarts: 0,
         iters: params.iters,
         tol: params.tol,
         modes: Some(vec![1, 2]),

@@ -119,7 +119,8 @@ pub struct Settings {
     pub share: f64,
     /// Singular values below this multiple of the largest do not count for [`Spectrum::eps_rank`].
     pub eps: f64,
-    /// Mean weight from which on a key is called a sink.
+    /// A key is called a sink where at least half of the rows that see it give it more than this many times the weight
+    /// of a uniform row: whatever the length, and not for a key that only its neighbours look at.
     pub sink: f64,
     /// Keys that fewer rows see are not judged as sinks.
     pub min_rows: usize,
@@ -142,7 +143,7 @@ impl Default for Settings {
         Self {
             share: 0.9,
             eps: 1e-2,
-            sink: 0.3,
+            sink: 10.0,
             min_rows: 16,
             block: 20,
             cells: 64,

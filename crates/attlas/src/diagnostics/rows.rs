@@ -38,7 +38,7 @@ pub struct WeightProfile {
     pub entropy: Summary,
     /// Mean weight of each key over the rows that see it; NaN (`null` in JSON) where no row does.
     pub mean_weight: Vec<f64>,
-    /// Keys whose mean weight exceeds the threshold, largest first.
+    /// Keys to which most of the rows that see them give far more than their share, largest mean weight first.
     pub sinks: Vec<Sink>,
     /// $P_{ij} / \max_j P_{ij}$ of the first rows and keys.
     pub leading: HeatMap,
@@ -138,12 +138,13 @@ pub fn weight_profile(head: &Head, settings: &Settings, ws: &Workspace) -> Weigh
             .with_max_len(1)
             .map(|part| {
                 let rows = part * n_q / PARTS..(part + 1) * n_q / PARTS;
-                Part::new(head, rows, (map_rows, map_cols), leading, cx)
+                Part::new(head, rows, (map_rows, map_cols), leading, settings.sink, cx)
             })
             .collect::<Vec<Part>>()
     });
 
     let mut columns = vec![0.0; n_k];
+    let mut heavy = vec![0usize; n_k];
     let mut map = vec![0.0; map_rows * map_cols];
     let mut block = vec![0.0; leading.0 * leading.1];
     let (mut below, mut visible) = ([0u64; 3], 0u64);
@@ -151,6 +152,7 @@ pub fn weight_profile(head: &Head, settings: &Settings, ws: &Workspace) -> Weigh
     for part in parts {
         let add = |sum: &mut [f64], more: &[f64]| sum.iter_mut().zip(more).for_each(|(s, x)| *s += x);
         add(&mut columns, &part.columns);
+        heavy.iter_mut().zip(&part.heavy).for_each(|(sum, n)| *sum += n);
         add(&mut map, &part.map);
         add(&mut block, &part.leading);
         below.iter_mut().zip(part.below).for_each(|(b, x)| *b += x);
@@ -173,7 +175,7 @@ pub fn weight_profile(head: &Head, settings: &Settings, ws: &Workspace) -> Weigh
     let (key_norms, value_norms) = (norms(head.k()), norms(head.v()));
     let (key_median, value_median) = (median(&key_norms), median(&value_norms));
     let mut sinks: Vec<Sink> = (0..n_k)
-        .filter(|&j| observers[j] >= settings.min_rows && mean_weight[j] > settings.sink)
+        .filter(|&j| observers[j] >= settings.min_rows.max(1) && 2 * heavy[j] >= observers[j])
         .map(|j| Sink {
             key: j,
             weight: mean_weight[j],
@@ -233,6 +235,8 @@ struct RowFigures {
 struct Part {
     rows: Vec<RowFigures>,
     columns: Vec<f64>,
+    /// Rows that give a key far more than a uniform row would.
+    heavy: Vec<usize>,
     map: Vec<f64>,
     leading: Vec<f64>,
     below: [u64; 3],
@@ -245,12 +249,14 @@ impl Part {
         rows: Range<usize>,
         (map_rows, map_cols): (usize, usize),
         leading: (usize, usize),
+        sink: f64,
         cx: Context<'_>,
     ) -> Self {
         let (n_q, n_k) = (head.q.rows(), head.k.rows());
         let mut part = Part {
             rows: Vec::with_capacity(rows.len()),
             columns: vec![0.0; n_k],
+            heavy: vec![0; n_k],
             map: vec![0.0; map_rows * map_cols],
             leading: vec![0.0; leading.0 * leading.1],
             below: [0; 3],
@@ -279,8 +285,11 @@ impl Part {
                 if figures.lse > f64::NEG_INFINITY {
                     let place = map_row(i, n_q, map_rows) * map_cols;
                     let relative = (figures.max - figures.lse).exp();
+                    // A weight is `relative * w`; a uniform one is `1 / seen`.
+                    let threshold = sink / (seen as f64 * relative);
                     for (j, w) in w.iter().enumerate() {
                         part.columns[j] += relative * w;
+                        part.heavy[j] += usize::from(*w > threshold);
                     }
                     for b in 0..map_cols {
                         let range = b * n_k / map_cols..((b + 1) * n_k / map_cols).min(seen);

@@ -216,6 +216,22 @@ fn one_planted_sink_is_the_one_reported() {
 }
 
 #[test]
+fn a_sink_is_found_by_how_often_it_is_heavy_whatever_the_length() {
+    // Key 0 has a tenth of every row, far below a third, and far above 1/n; a local key has all of one row.
+    let n = 1000;
+    let logit = |i: usize| (0.1 / 0.9 * i as f64).max(1e-9).ln();
+    let q = Mat::from_fn(n, 2, |i, j| if j == 0 { logit(i) } else { 1.0 });
+    let k = Mat::from_fn(n, 2, |i, j| if j == 0 && i == 0 { 1.0 } else { 0.0 });
+    let h = Head::new(q.as_ref(), k.as_ref(), k.as_ref(), 1.0, Mask::Causal).unwrap();
+    let found = weight_profile(&h, &Settings::default(), &workspace());
+    assert!(found.mean_weight[0] < 0.15, "{}", found.mean_weight[0]);
+    assert_eq!(found.sinks.iter().map(|s| s.key).collect::<Vec<_>>(), [0]);
+    let own = Mat::from_fn(n, n, |i, j| if i == j { 30.0 } else { 0.0 });
+    let h = Head::new(own.as_ref(), own.as_ref(), own.as_ref(), 1.0, Mask::Causal).unwrap();
+    assert!(weight_profile(&h, &Settings::default(), &workspace()).sinks.is_empty(), "a diagonal is no sink");
+}
+
+#[test]
 fn keys_seen_by_few_rows_are_not_judged() {
     // Every token looks at itself: the last keys have weight one, but only a few rows see them.
     let n = 40;

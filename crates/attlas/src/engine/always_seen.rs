@@ -64,9 +64,10 @@ impl FirstKeys {
 pub const ALWAYS_LEAKS: &str =
     "with a causal mask, keys that every query sees must be the first ones; use sinks instead of always";
 
-/// Whether a list names keys that a causal mask hides from some queries.
+/// Whether a list names keys that a causal mask hides from some queries. It does not matter how many keys the problem
+/// has: a stream may meet those past its end.
 pub fn always_leaks(p: &Problem, sinks: usize, always: &Indices) -> bool {
-    let beginning = FirstKeys::new(sinks, always, p.n_k).is_none_or(|first| first.is_beginning());
+    let beginning = always.iter().filter(|&j| j >= sinks).zip(sinks..).all(|(j, next)| j == next);
     p.mask == Mask::Causal && !beginning
 }
 
@@ -133,6 +134,18 @@ mod tests {
             // Without the list something is missed.
             let (o, _) = run_method(method, &options(pairs), &case);
             assert!(relative_frobenius(&o, &want) > 2.0 * error, "{id} finds the keys by itself");
+        }
+    }
+
+    #[test]
+    fn a_causal_list_past_the_last_key_is_refused_by_every_method() {
+        let p = crate::Problem::new(1, 16, 8).causal();
+        for (id, pairs) in METHODS {
+            let method = registry::method(id).unwrap();
+            assert!(method.plan(&p, &options(pairs).with("always", "20")).is_err(), "{id}");
+            assert!(method.plan(&p, &options(pairs).with("always", "0-20")).is_ok(), "{id}");
+            let unmasked = crate::Problem { mask: Mask::None, ..p };
+            assert!(method.plan(&unmasked, &options(pairs).with("always", "20")).is_ok(), "{id}");
         }
     }
 

@@ -11,40 +11,56 @@
 //! | [`coreset`] | few weighted keys that stand for many | `wildcat`, `lifted_nystrom` |
 //! | [`landmarks`], [`pool`] | attention through averaged queries and keys | `nystromformer`, `csalr`, `linformer` |
 //! | [`gaussian`] | the Gaussian kernel as an operator | `skyformer`, `lifted_nystrom` |
+//! | [`near`] | exact near field around any method, merged by log-sum-exp | every method with a log-sum-exp |
 //! | `sinks`, `always_seen` | keys that every query sees exactly | clustering methods |
 //! | `columns`, `subset`, `tile`, `select` | sampled columns, chosen keys, masked tiles, top-k thresholds | sampling and top-k methods |
+//! | `chosen_blocks`, `token_blocks`, `far_field`, `sampled_error` | rows of all heads that share a choice of keys, means of the other keys, the error on sampled rows | `sampled_columns`, `block_sparse`, `multipole` |
+//! | `key_pages` | decoding over the best pages of keys, means of the others | `quest`, `block_sparse` |
+//! | `evict` | a cache of bounded size | `snap`, `h2o` |
 //! | `fallback`, [`moments`], `lanes` | rows without keys, running means and covariances, sums in f64 | several |
 
 mod always_seen;
 mod block_mask;
 mod causal;
+mod chosen_blocks;
 mod columns;
 pub mod coreset;
+mod evict;
 mod exact_rows;
 mod fallback;
+mod far_field;
 pub mod gaussian;
+mod key_pages;
 pub mod landmarks;
 mod lanes;
 pub mod linear;
 pub mod moments;
+pub mod near;
 pub mod poly_state;
 pub mod pool;
+mod sampled_error;
 mod select;
 mod sinks;
 mod sorted_blocks;
 mod subset;
 mod tile;
+mod token_blocks;
 
 pub use always_seen::{ALWAYS_LEAKS, FirstKeys, always_leaks};
 pub use block_mask::{BlockMask, BlockRow, Buckets, Join, attend_buckets, buckets_scratch_len};
 pub use causal::{CausalPart, Rectangle, causal_pairs, causal_parts, causal_scratch_bytes, causalize};
+pub use chosen_blocks::{NearField, Place, Scored, attend_chosen_blocks};
 pub use columns::{Columns, divide_by, relative_squares};
+pub use evict::Eviction;
 pub use exact_rows::{
     Operands, exact_few_rows, exact_group, exact_group_with, exact_rows, exact_rows_with,
     exact_scratch_bytes, few_rows_scratch_bytes,
 };
 pub use fallback::Fallback;
+pub use far_field::{Gathered, RunMeans};
+pub use key_pages::{KeyPages, PageRule, PageScore};
 pub use lanes::lane_sum;
+pub use sampled_error::add_sampled_error;
 pub use select::{Threshold, select_top};
 pub use sinks::{sinks_scratch_bytes, with_sinks};
 pub use sorted_blocks::{
@@ -53,3 +69,4 @@ pub use sorted_blocks::{
 };
 pub use subset::{attend_subset, top_indices};
 pub use tile::{CodeIndex, attend_tile, tile_logits_len};
+pub use token_blocks::{TokenBlock, par_token_blocks};

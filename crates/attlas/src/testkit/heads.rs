@@ -75,6 +75,38 @@ impl Workload {
     }
 }
 
+/// One causal head of `n` tokens of width `d` with the traits of trained ones: queries and keys in two nearly orthogonal cones, a first
+/// key that holds a third of the mass with a small value, a score of the key alone with a heavy tail, and neighbours that
+/// attend to each other.
+pub fn trained_head(n: usize, d: usize, seed: u64) -> Case {
+    let key = StreamKey::new(seed).named("trained head");
+    let draw = |what: &str, len: usize| {
+        let mut rng = key.named(what).rng();
+        (0..len).map(|_| rng.normal()).collect::<Vec<f64>>()
+    };
+    // The first axis is the mean query, the second the mean key.
+    let (mut q, mut k, mut v) = (draw("q", n * d), draw("k", n * d), draw("v", n * d));
+    let (walk, score) = (draw("walk", n * d), draw("score", n));
+    let size = (d as f64).sqrt();
+    let (keep, fresh) = (0.97, (1.0f64 - 0.97 * 0.97).sqrt());
+    let mut state = vec![0.0; d];
+    for i in 0..n {
+        let row = i * d..(i + 1) * d;
+        state.iter_mut().zip(&walk[row.clone()]).for_each(|(s, w)| *s = keep * *s + fresh * w);
+        for (c, &s) in state.iter().enumerate() {
+            q[i * d + c] = 0.5 * q[i * d + c] + 1.2 * s;
+            k[i * d + c] = 0.5 * k[i * d + c] + 1.2 * s;
+        }
+        q[i * d] = 0.9 * size;
+        k[i * d + 1] += 0.9 * size;
+        // ⟨mean query, key⟩ / √d: squares of normal numbers have the tail.
+        k[i * d] = score[i] * score[i].abs() - 1.0;
+    }
+    k[0] = 9.0;
+    v[..d].iter_mut().for_each(|x| *x *= 0.3);
+    Case { problem: Problem::new(1, n, d).causal(), q, k, v, single: false }
+}
+
 /// The setting of the specification's table of reference accuracies, with exact outputs computed once.
 #[cfg(test)]
 pub(crate) mod table {

@@ -3,7 +3,7 @@
 use super::check_method;
 use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Budget, Claims, Cost, Family, Method, RunInfo, Support};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Method, RunInfo, Spec};
 use crate::{Mask, Problem, Real, Result};
 
 /// What a liar does to honest exact attention.
@@ -25,20 +25,13 @@ enum Lie {
     FeelsOtherQueries,
     NanOnHugeLogits,
     WrongNormaliser,
+    FeelsLaterQueries,
+    NormaliserLooksAhead,
+    FarPartFeelsLaterQueries,
 }
 
 #[derive(Debug)]
 struct Liar(Lie);
-
-crate::params! {
-    /// Parameters that liars pretend to have.
-    struct Params {
-        /// Budget.
-        samples: usize = 5, in 1..=1000;
-        /// Stream.
-        seed: u64 = 0, in 0..=u64::MAX;
-    }
-}
 
 impl GroupPlan for Liar {
     fn cost(&self, p: &Problem) -> Cost {
@@ -92,10 +85,27 @@ impl GroupPlan for Liar {
                     o[0] = if l.is_finite() && l.abs() > T::from_f64(700.0) { T::NAN } else { o[0] }
                 });
             }
+            Lie::FeelsLaterQueries if g.mask == Mask::Causal && g.n_q() > 64 => feel_last_query(&mut g),
+            // Honest on all keys, and no longer where a near field has taken some of them out.
+            Lie::FarPartFeelsLaterQueries if g.mask == Mask::Causal && (65..97).contains(&n_k) => {
+                feel_last_query(&mut g)
+            }
+            Lie::NormaliserLooksAhead if g.mask == Mask::Causal && n_k > 64 => {
+                let last = g.k.row(n_k - 1)[0];
+                g.lse.iter_mut().for_each(|l| *l += last * T::from_f64(1e-6));
+            }
             Lie::WrongNormaliser => g.lse.iter_mut().for_each(|l| *l += T::from_f64(0.1)),
             _ => {}
         }
         Ok(info)
+    }
+}
+
+fn feel_last_query<T: Real>(g: &mut Group<'_, T>) {
+    let (n_q, d_v) = (g.n_q(), g.d_v());
+    for (h, out) in g.out.chunks_mut(n_q * d_v).enumerate() {
+        let last = g.q.head(h).row(n_q - 1)[0];
+        out.iter_mut().for_each(|o| *o *= T::ONE + last * T::from_f64(1e-6));
     }
 }
 
@@ -110,15 +120,25 @@ macro_rules! liar {
                 title: "A liar",
                 reference: "none",
                 claims: $claims,
-                params: Params::SPECS,
                 probes: $probes,
-                supports: |_, _| Support::yes(),
-                calibrate: None,
-                build: |p, o, _| {
-                    Params::from_options(o)?;
-                    Ok(Liar(Lie::$lie).boxed(p))
-                },
+                ..Method::of::<Params>()
             };
+            crate::params! {
+                /// Parameters that liars pretend to have.
+                struct Params {
+                    /// Budget.
+                    samples: usize = 5, in 1..=1000;
+                    /// Stream.
+                    seed: u64 = 0, in 0..=u64::MAX;
+                }
+            }
+            impl Spec for Params {
+                const METHOD: &'static Method = &LIAR;
+
+                fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+                    Ok(Liar(Lie::$lie))
+                }
+            }
             check_method(&LIAR);
             panic!("the checks believed it");
         }
@@ -165,3 +185,16 @@ liar!(
 liar!(overflow_is_found, NanOnHugeLogits, "1e4", Claims::BASE, &[]);
 liar!(a_biased_normaliser_is_found, WrongNormaliser, "mean ratio", UNBIASED, PROBES);
 liar!(a_wrong_exact_limit_is_found, WrongNormaliser, "exact at samples", EXACT_AT, PROBES);
+
+const MIXES_QUERIES: Claims = Claims {
+    row_stochastic: false,
+    except: &[
+        (crate::method::Law::QueriesAlone, "the liar admits it"),
+        (crate::method::Law::LinearInValues, "the liar admits it"),
+        (crate::method::Law::KeyOrder, "the liar admits it"),
+    ],
+    ..Claims::BASE
+};
+liar!(feeling_later_queries_is_found, FeelsLaterQueries, "feels it", MIXES_QUERIES, &[]);
+liar!(a_leak_through_the_normaliser_is_found, NormaliserLooksAhead, "log-sum-exp", MIXES_QUERIES, &[]);
+liar!(a_leak_of_the_far_part_is_found, FarPartFeelsLaterQueries, "near.window", MIXES_QUERIES, &[]);

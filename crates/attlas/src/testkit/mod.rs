@@ -16,9 +16,7 @@ pub mod workloads;
 pub use checks::check_method;
 
 use crate::method::{Method, Plan};
-use crate::{
-    Mask, Options, Out, Problem, Qkv, Real, Result, RunInfo, Schedule, TensorMut, TensorRef, Workspace,
-};
+use crate::{Options, Out, Problem, Qkv, Real, Result, RunInfo, Schedule, TensorMut, TensorRef, Workspace};
 use attlas_num::Scratch;
 use attlas_num::rng::StreamKey;
 
@@ -206,10 +204,7 @@ pub fn reference_weights(case: &Case, logit: impl Fn(usize, usize, f64) -> f64) 
         let (bh, i) = (row / p.n_q, row % p.n_q);
         let kv = bh / p.n_heads * p.n_kv_heads + (bh % p.n_heads) / p.group_size();
         let q = &case.q[row * p.d..(row + 1) * p.d];
-        let last = match p.mask {
-            Mask::None => p.n_k,
-            Mask::Causal => (i + 1 + p.n_k).saturating_sub(p.n_q).min(p.n_k),
-        };
+        let last = p.visible(i);
         let logits: Vec<f64> = (0..last)
             .map(|j| {
                 let k = &case.k[(kv * p.n_k + j) * p.d..][..p.d];

@@ -274,7 +274,7 @@ pub fn products(isa: Isa, x: MatRef<'_, f32>, jobs: &mut [Job<'_>], scratch: &Sc
     let isa = checked(isa);
     for job in jobs.iter() {
         assert_eq!(x.cols(), job.weight.cols, "columns of x and of the weights");
-        assert_eq!(job.out.len(), x.rows() * job.weight.rows, "length of the product");
+        assert_eq!(Some(job.out.len()), x.rows().checked_mul(job.weight.rows), "length of the product");
     }
     if x.cols() == 0 {
         jobs.iter_mut().for_each(|job| job.out.fill(0.0));

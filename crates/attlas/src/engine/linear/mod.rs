@@ -349,6 +349,7 @@ fn headroom<T: Real>() -> T {
 #[derive(Debug)]
 struct LinearStream<T> {
     acc: Box<dyn Accumulator<T>>,
+    features: usize,
     state: Vec<T>,
     seen: usize,
     kept: [Vec<T>; 2],
@@ -356,10 +357,10 @@ struct LinearStream<T> {
 }
 
 impl<T: Real> LinearStream<T> {
-    fn new(acc: Box<dyn Accumulator<T>>, d: usize, d_v: usize) -> Self {
+    fn new(acc: Box<dyn Accumulator<T>>, features: usize, d: usize, d_v: usize) -> Self {
         let mut state = vec![T::ZERO; acc.state_len()];
         acc.clear(&mut state);
-        Self { acc, state, seen: 0, kept: [Vec::new(), Vec::new()], widths: [d, d_v] }
+        Self { acc, features, state, seen: 0, kept: [Vec::new(), Vec::new()], widths: [d, d_v] }
     }
 }
 
@@ -402,7 +403,9 @@ impl<T: Real> GroupStream<T> for LinearStream<T> {
                 exact_rows(q, k, v, None, scale, Band::ALL, cx, out, lse);
             }
         }
-        Ok(RunInfo { fallback_rows: outcome.unstable.len() as u64, ..RunInfo::default() })
+        let exact = if self.acc.recomputes_rows() { outcome.unstable.len() * self.seen } else { 0 };
+        let visited = (q.rows() * self.features + exact) as u64;
+        Ok(RunInfo { fallback_rows: outcome.unstable.len() as u64, ..RunInfo::visited(visited) })
     }
 
     fn state_bytes(&self) -> usize {

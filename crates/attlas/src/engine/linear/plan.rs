@@ -261,7 +261,7 @@ impl<S: Source> GroupPlan for Linear<S> {
         // The scale in the element's precision, as a whole group sees it.
         let shape = Shape { d: p.d, d_v: p.d_v, scale: T::from_f64(p.scale).to_f64(), index };
         let prepared = self.source.prepare::<T>(&shape, None).ok()?;
-        Some(Box::new(LinearStream::new(prepared.acc, p.d, p.d_v)))
+        Some(Box::new(LinearStream::new(prepared.acc, self.source.num_features(p.d), p.d, p.d_v)))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::method::Method;
 use crate::testkit::{Case, How, Ran, assert_rows_close, run_method, run_with};
-use crate::{Mask, MatRef, Options, Problem};
+use crate::{MatRef, Options, Problem};
 use attlas_num::sketch::{LogFeatures, Side, SignedFeatures};
 
 /// Kernel attention with given weights: `weight(head, row, key)` as a sign and a logarithm.
@@ -13,10 +13,7 @@ pub(crate) fn naive(case: &Case, weight: impl Fn(usize, usize, usize) -> (f64, f
     let mut lse = vec![f64::NEG_INFINITY; p.n_heads * p.n_q];
     for row in 0..lse.len() {
         let (h, i) = (row / p.n_q, row % p.n_q);
-        let seen = match p.mask {
-            Mask::None => p.n_k,
-            Mask::Causal => (i + 1 + p.n_k).saturating_sub(p.n_q).min(p.n_k),
-        };
+        let seen = p.visible(i);
         let weights: Vec<(f64, f64)> = (0..seen).map(|j| weight(h, i, j)).collect();
         let top = weights.iter().fold(f64::NEG_INFINITY, |m, w| m.max(w.1));
         if top == f64::NEG_INFINITY {

@@ -5,7 +5,8 @@
 //!
 //! **Math.** `rounds` tables of `hashes` p-stable functions $\lfloor(\langle w, x\rangle + b)/\mathrm{width}\rfloor$.
 //! With $c_{ij}$ the number of tables in which $q_i$ and $k_j$ share a bucket, $n_i = \sum_j c_{ij}$,
-//! $o_i = \sum_j (c_{ij}/n_i) v_j$ and the log-sum-exp is $\ln n_i$; a query that meets nobody gives 0 and −∞. For a
+//! $o_i = \sum_j (c_{ij}/n_i) v_j$ and the log-sum-exp is $\ln n_i$; a query that meets no key gives 0 and −∞, or, with a
+//! causal mask, what `fallback` says. For a
 //! radius $r$ and a factor $c$ this meets the definition of the paper: with probability at least $1 - \eta$,
 //! $w_{ij} > 0$ only if $|q_i - k_j| \le cr$, and $|q_i - k_j| \le r$ implies
 //! $w_{ij} \ge 1/((|N(q_i, cr)| - 1)\,\mathrm{rounds} + 1)$. With $p_1 = p(r)$, $p_2 = p(cr)$ the collision
@@ -28,7 +29,7 @@
 
 use crate::engine::{Fallback, attend_subset, exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Status, Support};
+use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Status, Support, Tunable};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::cluster::order_by;
@@ -52,20 +53,20 @@ pub static METHOD: Method = Method {
         row_stochastic: false,
         deterministic: false,
         softmax: false,
+        drops: true,
         exponent: 1.75,
         needs: Needs::Training,
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("weights", "softmax"), ("hashes", "2"), ("fallback", "self_key")],
         &[("filter", "true"), ("radius", "2.5"), ("hashes", "2"), ("fallback", "sink_window")],
         &[("weights", "softmax"), ("filter", "true"), ("radius", "2.2"), ("rounds", "3")],
         &[("hashes", "0"), ("rounds", "2")],
     ],
-    supports: |_, _| Support::yes(),
-    calibrate: None,
-    build: |p, options, _| Ok(Anna::new(Params::from_options(options)?, p).boxed(p)),
+    subsets: &[&[("weights", "softmax"), ("rounds", "3"), ("hashes", "2")]],
+    tunable: &[Tunable::budget("rounds")],
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -96,9 +97,25 @@ crate::params! {
         /// Drop keys farther than `factor · radius`.
         filter: bool = false;
         /// What a row of a causal problem gets that meets no key.
-        fallback: Fallback = Fallback::Zero;
+        fallback: Fallback = Fallback::SelfKey;
         /// Stream the functions are drawn from.
         seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(
+            !p.near.is_none() && self.weights != Weights::Softmax,
+            "weights = uniform counts collisions, which have no normaliser in common with the exact near keys; set \
+             weights = softmax",
+        )
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Anna::new(self, x.problem))
     }
 }
 
@@ -120,7 +137,7 @@ pub struct Anna {
 
 impl Anna {
     /// A plan for a problem of this many keys.
-    pub fn new(params: Params, p: &Problem) -> Self {
+    pub(crate) fn new(params: Params, p: &Problem) -> Self {
         let (hashes, _) = theory(p.n_k, params.radius, params.factor, params.width);
         let hashes = params.hashes.unwrap_or(hashes.clamp(0.0, 64.0) as usize);
         let near = collision_probability(params.radius, params.width);
@@ -140,7 +157,8 @@ impl Anna {
         self.params.filter || self.params.weights == Weights::Softmax
     }
 
-    /// Weighs the keys of `met`, which may name a key several times; returns the log-sum-exp.
+    /// Weighs the keys of `met`, which may name a key several times; returns the log-sum-exp and the number of
+    /// distances and logits it took.
     fn weigh<T: Real>(
         &self,
         q: &[T],
@@ -149,19 +167,25 @@ impl Anna {
         met: &mut Vec<usize>,
         tau: T,
         out: &mut [T],
-    ) -> T {
-        if self.params.filter {
-            let limit = (self.params.factor * self.params.radius).powi(2);
-            met.retain(|&j| sq_dist(q, k.row(j)).to_f64() <= limit);
-        }
+    ) -> (T, u64) {
         if self.params.weights == Weights::Softmax {
             met.sort_unstable();
             met.dedup();
-            return attend_subset(q, k, v, met, tau, &mut vec![T::ZERO; met.len()], out);
+        }
+        let mut scored = 0;
+        if self.params.filter {
+            let limit = (self.params.factor * self.params.radius).powi(2);
+            scored += met.len();
+            met.retain(|&j| sq_dist(q, k.row(j)).to_f64() <= limit);
+        }
+        if self.params.weights == Weights::Softmax {
+            scored += met.len();
+            let lse = attend_subset(q, k, v, met, tau, &mut vec![T::ZERO; met.len()], out);
+            return (lse, scored as u64);
         }
         out.fill(T::ZERO);
         met.iter().for_each(|&j| axpy(T::ONE, v.row(j), out));
-        finish(met.len() as u64, out)
+        (finish(met.len() as u64, out), scored as u64)
     }
 
     fn info(&self, visited: u64) -> RunInfo {
@@ -244,6 +268,7 @@ impl Anna {
         let mut counts = cx.scratch.take_zeroed::<u64>(heads.len() * n_q);
         g.out.par_chunks_mut(ROWS * d_v).for_each(|out| out.fill(T::ZERO));
         let (k, v) = (g.k, g.v);
+        let mut visited = 0;
         for first in (0..self.rounds).step_by(BATCH) {
             let batch = first..(first + BATCH).min(self.rounds);
             let tables: Vec<Table> = batch.into_par_iter().map(|u| Table::new(functions, k, u)).collect();
@@ -251,11 +276,12 @@ impl Anna {
                 table.running_sums(v, &mut sums);
                 for (h, q) in heads.iter().enumerate() {
                     let rows = h * n_q..(h + 1) * n_q;
-                    g.out[rows.start * d_v..rows.end * d_v]
+                    visited += g.out[rows.start * d_v..rows.end * d_v]
                         .par_chunks_mut(ROWS * d_v)
                         .zip(counts[rows].par_chunks_mut(ROWS))
                         .enumerate()
-                        .for_each(|(t, (out, counts))| {
+                        .map(|(t, (out, counts))| {
+                            let mut sums_read = 0;
                             let first = t * ROWS;
                             let codes = functions.codes(q.sub_rows(first..first + counts.len()), table.round);
                             for (((out, count), code), i) in
@@ -264,10 +290,13 @@ impl Anna {
                                 let met = table.met(code, visible[i]);
                                 *count += met.len() as u64;
                                 if !met.is_empty() {
+                                    sums_read += 1;
                                     axpy(T::ONE, &sums[(met.end - 1) * d_v..met.end * d_v], out);
                                 }
                             }
-                        });
+                            sums_read
+                        })
+                        .sum::<u64>();
                 }
             }
         }
@@ -277,7 +306,7 @@ impl Anna {
                 *lse = finish(n, out);
             }
         });
-        (heads.len() * n_q * self.rounds) as u64
+        visited
     }
 
     /// Softmax or filter: the keys met in all tables, row by row.
@@ -295,15 +324,16 @@ impl Anna {
                     let places = table.met(codes[r], visible[block.first + r]);
                     met.extend(table.order[places].iter().map(|&j| j as usize));
                 }
-                visited += met.len() as u64;
-                *lse = self.weigh(block.q.row(r), k, v, &mut met, tau, out);
+                let scored;
+                (*lse, scored) = self.weigh(block.q.row(r), k, v, &mut met, tau, out);
+                visited += scored;
             }
             Ok(visited)
         })?;
         Ok(visited.into_iter().sum())
     }
 
-    /// Answers rows that met nobody; returns how many.
+    /// Answers rows that met no key; returns how many.
     fn fall_back<T: Real>(&self, g: &mut Group<'_, T>) -> Result<u64> {
         let (k, v, tau, fallback) = (g.k, g.v, g.scale, self.params.fallback);
         let visible: Vec<usize> = (0..g.n_q()).map(|i| g.visible(i)).collect();
@@ -429,6 +459,11 @@ impl<T: Real> Tables<T> {
     fn keeps_rows(&self) -> bool {
         self.plan.lists() || self.plan.params.fallback != Fallback::Zero
     }
+
+    /// A token that falls back on itself needs no other.
+    fn keeps_last(&self) -> bool {
+        !self.plan.lists() && self.plan.params.fallback == Fallback::SelfKey
+    }
 }
 
 impl<T: Real> GroupStream<T> for Tables<T> {
@@ -446,7 +481,11 @@ impl<T: Real> GroupStream<T> for Tables<T> {
                 }
             }
         });
-        if self.keeps_rows() {
+        if self.keeps_last() && k.rows() > 0 {
+            let last = k.rows() - 1;
+            self.k = k.row(last).to_vec();
+            self.v = v.row(last).to_vec();
+        } else if self.keeps_rows() {
             k.iter_rows().for_each(|row| self.k.extend_from_slice(row));
             v.iter_rows().for_each(|row| self.v.extend_from_slice(row));
         }
@@ -471,17 +510,18 @@ impl<T: Real> GroupStream<T> for Tables<T> {
             if self.plan.lists() {
                 let mut met: Vec<usize> =
                     buckets.flat_map(|b| b.members.iter().map(|&j| j as usize)).collect();
-                info.keys_visited += met.len() as u64;
-                *lse = self.plan.weigh(q.row(h), k, v, &mut met, tau, out);
+                let scored;
+                (*lse, scored) = self.plan.weigh(q.row(h), k, v, &mut met, tau, out);
+                info.keys_visited += scored;
             } else {
                 let (mut sum, mut n) = (vec![0.0; self.d_v], 0);
                 for bucket in buckets {
+                    info.keys_visited += 1;
                     n += bucket.count;
                     sum.iter_mut().zip(&bucket.sum).for_each(|(s, x)| *s += x);
                 }
                 out.iter_mut().zip(&sum).for_each(|(o, &s)| *o = T::from_f64(s));
                 *lse = finish(n, out);
-                info.keys_visited += self.plan.rounds as u64;
             }
             if *lse == T::NEG_INFINITY && self.plan.params.fallback != Fallback::Zero {
                 *lse = self.plan.params.fallback.answer(q.row(h), k, v, cached, tau, out);
@@ -535,7 +575,7 @@ mod tests {
     fn weights_are_the_shares_of_collisions() {
         for problem in [Problem::new(1, 80, 5), Problem::new(1, 80, 5).causal()] {
             let case = named_values(problem, 1);
-            let options = Options::new().with("hashes", 2).with("width", 3.0);
+            let options = Options::new().with("hashes", 2).with("width", 3.0).with("fallback", "zero");
             let met = meetings(&case, &options);
             let (o, lse) = run_method(&METHOD, &options, &case);
             for i in 0..80 {
@@ -553,7 +593,11 @@ mod tests {
     #[test]
     fn the_softmax_is_over_the_set_of_keys_met() {
         let case = Case::gaussian(Problem::new(1, 80, 5).causal(), 2);
-        let options = Options::new().with("hashes", 2).with("width", 3.0).with("weights", "softmax");
+        let options = Options::new()
+            .with("hashes", 2)
+            .with("width", 3.0)
+            .with("fallback", "zero")
+            .with("weights", "softmax");
         let met = meetings(&case, &options);
         let (want, want_lse) = reference_masked(&case, |i, j| met[i][j] > 0);
         let (o, lse) = run_method(&METHOD, &options, &case);
@@ -568,6 +612,13 @@ mod tests {
         }
         let (o, _) = run_method(&METHOD, &options.clone().with("hashes", 0), &case);
         assert_rows_close(&o, &exact, 1e-12, "one bucket");
+    }
+
+    #[test]
+    fn a_causal_row_without_a_collision_is_its_own_value() {
+        let case = Case::gaussian(Problem { d_v: 3, ..Problem::new(1, 40, 5).causal() }, 6);
+        let narrow = Options::new().with("hashes", 8).with("width", 0.01);
+        assert_rows_close(&run_method(&METHOD, &narrow, &case).0, &case.v, 1e-15, "own values");
     }
 
     #[test]

@@ -36,7 +36,9 @@ use crate::engine::{
     buckets_scratch_len, exact_group, exact_rows, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupPlan};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
+};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{DType, Mask, MatRef, Problem, Real, Result};
@@ -55,6 +57,7 @@ pub static METHOD: Method = Method {
     claims: Claims {
         exact_at: &[("block", Budget::NumKeys)],
         deterministic: false,
+        drops: true,
         exponent: 1.0,
         except: &[
             (Law::QueriesAlone, "a query is paired with keys by its rank among the queries"),
@@ -63,18 +66,15 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("rounds", "3"), ("block", "9"), ("min_len", "16")],
         &[("rounds", "2"), ("block", "8"), ("merge", "multiset"), ("min_len", "24"), ("sinks", "3")],
         &[("rounds", "2"), ("block", "8"), ("min_len", "16"), ("sinks", "1"), ("always", "40+70-71")],
     ],
-    supports: |p, options| match Params::from_options(options) {
-        Ok(params) => Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS),
-        Err(_) => Support::yes(),
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(Smyrf::new(Params::from_options(options)?).boxed(p)),
+    subsets: &[&[("rounds", "2"), ("block", "6"), ("min_len", "9")]],
+    exact_below: Some("min_len"),
+    tunable: &[Tunable::budget("block")],
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -108,6 +108,18 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Smyrf::new(self))
+    }
+}
+
 /// The plan: rounds, length of runs and merging.
 #[derive(Clone, Debug)]
 pub struct Smyrf {
@@ -116,7 +128,7 @@ pub struct Smyrf {
 
 impl Smyrf {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Self {
+    pub(crate) fn new(params: Params) -> Self {
         Self { params }
     }
 

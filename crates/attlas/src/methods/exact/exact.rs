@@ -22,9 +22,9 @@
 
 use crate::engine::{Operands, exact_group_with, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Method, RunInfo, Support};
+use crate::method::{Accepted, Claims, Cost, Family, Method, Promise, RunInfo, Spec, Tunable, Withdrawn};
 use crate::workspace::Context;
-use crate::{MatRef, Problem, Real, Result};
+use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::{self, pages};
 
 /// Registry entry.
@@ -33,12 +33,18 @@ pub static METHOD: Method = Method {
     family: Family::Exact,
     title: "Exact attention, tiled with online softmax",
     reference: "milakov2018, dao2022",
-    claims: Claims { decode: true, ..Claims::BASE },
-    params: Params::SPECS,
-    probes: &[],
-    supports: |_, _| Support::yes(),
-    calibrate: None,
-    build: |p, options, _| Ok(Exact::new(Params::from_options(options)?).boxed(p)),
+    claims: Claims {
+        decode: true,
+        withdrawn: &[Withdrawn {
+            param: "precision",
+            value: "bf16",
+            promise: Promise::RowStochastic,
+            reason: "values rounded to 8 significant bits leave the hull of the values",
+        }],
+        ..Claims::BASE
+    },
+    tunable: &[Tunable::values("precision", &["bf16"])],
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -49,6 +55,14 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Exact::new(self))
+    }
+}
+
 /// The plan: the precision.
 #[derive(Clone, Debug)]
 pub struct Exact {
@@ -56,8 +70,8 @@ pub struct Exact {
 }
 
 impl Exact {
-    /// A plan in the precision asked for.
-    pub fn new(params: Params) -> Self {
+    /// A plan with this precision.
+    pub(crate) fn new(params: Params) -> Self {
         Self { precision: params.precision.precision() }
     }
 }
@@ -79,6 +93,10 @@ impl GroupPlan for Exact {
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
         exact_group_with(&mut g, self.precision)
+    }
+
+    fn can_fail(&self) -> bool {
+        false
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
@@ -124,6 +142,14 @@ impl<T: Real> GroupStream<T> for ExactStream<T> {
         let n = self.k.len() / self.d;
         let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
         self.plan.run(Group::decode(q, k, v, scale, out, lse, self.index, cx)?)
+    }
+
+    /// All tokens in one call of the kernel.
+    fn extend(&mut self, x: Group<'_, T>) -> Result<RunInfo> {
+        self.push(x.k, x.v, x.cx)?;
+        let n = self.k.len() / self.d;
+        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        self.plan.run(Group { k, v, mask: Mask::Causal, ..x })
     }
 
     fn state_bytes(&self) -> usize {

@@ -15,7 +15,7 @@
 //! **When to use.** As the truth that everything else is compared with. Never for speed.
 
 use crate::group::{Group, GroupPlan};
-use crate::method::{Claims, Cost, Family, Method, RunInfo, Support};
+use crate::method::{Accepted, Claims, Cost, Family, Method, RunInfo, Spec};
 use crate::{Problem, Real, Result};
 
 /// Registry entry.
@@ -25,19 +25,21 @@ pub static METHOD: Method = Method {
     title: "Naive attention in double precision (oracle)",
     reference: "vaswani2017",
     claims: Claims { oracle: true, ..Claims::BASE },
-    params: Params::SPECS,
     probes: &[],
-    supports: |_, _| Support::yes(),
-    calibrate: None,
-    build: |p, options, _| {
-        Params::from_options(options)?;
-        Ok(Naive.boxed(p))
-    },
+    ..Method::of::<Params>()
 };
 
 crate::params! {
     /// Naive attention has no parameters.
     pub struct Params {}
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Naive)
+    }
 }
 
 /// The plan: nothing to decide.

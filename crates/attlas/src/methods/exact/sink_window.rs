@@ -20,7 +20,9 @@
 
 use crate::engine::{Operands, exact_group, exact_group_with, exact_rows_with, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Tunable, Withdrawn,
+};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::{Band, Precision, merge_lse};
@@ -34,15 +36,33 @@ pub static METHOD: Method = Method {
     claims: Claims {
         decode: true,
         exact_at: &[("window", Budget::NumTokens)],
+        drops: true,
         exponent: 1.0,
         except: &[(Law::KeyOrder, "which keys are seen depends on their positions")],
+        withdrawn: &[
+            Withdrawn {
+                param: "precision",
+                value: "bf16",
+                promise: Promise::RowStochastic,
+                reason: "values rounded to 8 significant bits leave the hull of the values",
+            },
+            Withdrawn {
+                param: "precision",
+                value: "bf16",
+                promise: Promise::ExactAt,
+                reason: "operands are rounded to 8 significant bits",
+            },
+        ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
-    probes: &[&[("sinks", "3"), ("window", "11")], &[("sinks", "0"), ("window", "1")]],
-    supports: |_, _| Support::yes(),
-    calibrate: None,
-    build: |p, options, _| Ok(SinkWindow::new(Params::from_options(options)?).boxed(p)),
+    probes: &[
+        &[("sinks", "3"), ("window", "11")],
+        &[("sinks", "0"), ("window", "1")],
+        &[("sinks", "2"), ("window", "9"), ("precision", "bf16")],
+    ],
+    subsets: &[&[("sinks", "2"), ("window", "6")]],
+    tunable: &[Tunable::budget("window"), Tunable::values("precision", &["bf16"])],
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -57,6 +77,14 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(SinkWindow::new(self))
+    }
+}
+
 /// Query rows of one task.
 const BLOCK_ROWS: usize = 96;
 
@@ -68,7 +96,7 @@ pub struct SinkWindow {
 
 impl SinkWindow {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Self {
+    pub(crate) fn new(params: Params) -> Self {
         Self { params }
     }
 

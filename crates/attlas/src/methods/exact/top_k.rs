@@ -19,7 +19,7 @@
 
 use crate::engine::{exact_group, exact_scratch_bytes, top_indices};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Budget, Claims, Cost, Family, Method, RunInfo, Status, Support};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Method, RunInfo, Spec, Status, Tunable};
 use crate::{Problem, Real, Result};
 use attlas_num::kernels::{axpy, matvec, softmax_in_place};
 
@@ -29,12 +29,11 @@ pub static METHOD: Method = Method {
     family: Family::Exact,
     title: "Exact attention over the largest logits (yardstick)",
     reference: "gupta2021",
-    claims: Claims { exact_at: &[("keys", Budget::NumKeys)], ..Claims::BASE },
-    params: Params::SPECS,
+    claims: Claims { exact_at: &[("keys", Budget::NumKeys)], drops: true, ..Claims::BASE },
     probes: &[&[("keys", "9")]],
-    supports: |_, _| Support::yes(),
-    calibrate: None,
-    build: |p, options, _| Ok(TopK::new(Params::from_options(options)?).boxed(p)),
+    subsets: &[&[("keys", "5")]],
+    tunable: &[Tunable::budget("keys")],
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -42,6 +41,14 @@ crate::params! {
     pub struct Params {
         /// Keys kept for each query, at most all it sees.
         keys: usize = 64, in 1..=1 << 30;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(TopK::new(self))
     }
 }
 
@@ -53,7 +60,7 @@ pub struct TopK {
 
 impl TopK {
     /// A plan that keeps `params.keys` keys.
-    pub fn new(params: Params) -> Self {
+    pub(crate) fn new(params: Params) -> Self {
         Self { keys: params.keys }
     }
 }

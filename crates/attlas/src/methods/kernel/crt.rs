@@ -32,13 +32,16 @@
 //! `attlas_num::sketch::variance`: tested. `RunInfo` carries the predicted relative standard deviation and the
 //! `features_needed` for 10 %.
 //!
-//! **When to use.** The default among random features, up to $\tau \|q\| \|k\| \approx 4$; `sderf` where the spectrum of
-//! the keys is far from flat. Beyond, no random feature map helps without training.
+//! **When to use.** Among random features, where the exponent can be fitted: without a mask, or with a calibration, up to
+//! $\tau \|q\| \|k\| \approx 4$; `sderf` where the spectrum of the keys is far from flat. Causally and without a calibration it
+//! was no better than `performer` on a trained model. Beyond that size, no random feature map helps without training.
 
 use crate::engine::linear::{Directions, ErrorModel, Linear, Positive, Prepared, Shape, Source};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Calibration, Claims, Family, Law, Method, Promise, Support, Withdrawn};
-use crate::{Error, Inputs, Mask, MatRef, Options, Problem, Qkv, Real, Result};
+use crate::method::{
+    Accepted, Calibration, Claims, Family, Law, Learn, Method, Promise, Spec, Support, Tunable, Withdrawn,
+};
+use crate::{Error, Inputs, Mask, MatRef, Problem, Qkv, Real, Result};
 use attlas_num::Mat;
 use attlas_num::sketch::features::{
     ExpFeatures, Exponent, Moments, SideMoments, default_num_features, optimal_a,
@@ -85,7 +88,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("features", "128")],
         &[("features", "65"), ("antithetic", "false"), ("a", "-0.1"), ("directions", "simplex")],
@@ -95,14 +97,8 @@ pub static METHOD: Method = Method {
         &[("directions", "hadamard")],
         &[("directions", "orthogonal_regularised")],
     ],
-    supports: |p, options| match Params::from_options(options) {
-        Ok(params) => params.directions.supports(p),
-        Err(_) => Support::yes(),
-    },
-    calibrate: Some(calibrate),
-    build: |p, options, calibration| {
-        Ok(Linear::new(Crt::new(p, Params::from_options(options)?, calibration)?).boxed(p))
-    },
+    tunable: &[Tunable::budget("features")],
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -143,6 +139,19 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+    const CALIBRATE: Option<Learn<Self>> = Some(calibrate);
+
+    fn supports(&self, p: &Problem) -> Support {
+        self.directions.supports(p)
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Linear::new(Crt::new(x.problem, self, x.calibration)?))
+    }
+}
+
 /// The source of feature maps.
 #[derive(Clone, Debug)]
 pub struct Crt {
@@ -154,7 +163,7 @@ pub struct Crt {
 
 impl Crt {
     /// Fits the exponents where they are not left to the data.
-    pub fn new(p: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
+    pub(crate) fn new(p: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
         if params.a.is_some() && params.variant != Variant::Oprf {
             return Err(Error::param("a", params.a.unwrap_or(0.0), "auto, except for variant = oprf"));
         }
@@ -241,8 +250,7 @@ fn fit(params: &Params, moments: &Moments) -> Result<Exponent> {
 }
 
 /// Moments of queries (those of a group pooled) and keys, for each key head.
-fn calibrate(p: &Problem, options: &Options, samples: &[Inputs<'_>]) -> Result<Calibration> {
-    Params::from_options(options)?;
+fn calibrate(_: &Params, p: &Problem, samples: &[Inputs<'_>]) -> Result<Calibration> {
     let mut calibration = Calibration::new(METHOD.id, p);
     for h in 0..p.n_kv_heads {
         let mut sides = [SideMoments::dense(p.d), SideMoments::dense(p.d)];
@@ -318,12 +326,12 @@ impl Source for Crt {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::TensorRef;
     use crate::engine::linear::testing::{
         PAIR, check_entry, check_generic, check_large, naive_positive, run, scaled_case, table_errors,
     };
     use crate::group::GroupIndex;
     use crate::testkit::{Case, How, assert_rows_close, assert_same_bits, check_method, run_with};
+    use crate::{Options, TensorRef};
 
     fn options(pairs: &[(&str, &str)]) -> Options {
         pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))
@@ -429,12 +437,12 @@ mod tests {
         let sample = Qkv::new(view(&x.q, 4), view(&x.k, 2), view(&x.v, 2));
         for variant in ["oprf", "sderf", "aderf", "saderf"] {
             let o = options(&[("variant", variant), ("features", "32")]);
-            let c = calibrate(&p, &o, &[sample.into()]).unwrap();
+            let c = calibrate(&Params::from_options(&o).unwrap(), &p, &[sample.into()]).unwrap();
             let with = |p: &Problem| METHOD.plan_with(p, &o, Some(&c)).unwrap();
             let got = run_with(&*with(&p), &x, How::default()).unwrap();
             assert_rows_close(&got.o, &run(&METHOD, &o, &x).o, 1e-8, variant);
 
-            // Causal rows: the last one is that of the run without a mask, and no row feels later tokens.
+            // Causal rows: the last one is that of the run without a mask, and no row depends on later tokens.
             let causal = x.with_problem(p.causal());
             let plan = with(&p.causal());
             let rows = run_with(&*plan, &causal, How::default()).unwrap().o;

@@ -26,7 +26,7 @@
 
 use crate::engine::poly_state::{GEMM_SCRATCH_BYTES, ROWS};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Law, Method, Needs, RunInfo, Support};
+use crate::method::{Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Support, Tunable};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::{Op, axpy, gemm};
@@ -49,22 +49,14 @@ pub static METHOD: Method = Method {
         except: &[(Law::KeyOrder, "which keys are near depends on their positions")],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("block", "16")],
         &[("block", "11"), ("scaling", "per_length"), ("bias", "0.1")],
         &[("block", "32"), ("views", "split"), ("length", "8")],
         &[("block", "100"), ("far", "false")],
     ],
-    supports: |p, options| match Params::from_options(options) {
-        Ok(params) => Support::unless(
-            params.views == Views::Split && !p.d.is_multiple_of(2),
-            "split views need an even width of queries and keys",
-        ),
-        Err(_) => Support::yes(),
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(GatedLinear::new(p, Params::from_options(options)?)?.boxed(p)),
+    tunable: &[Tunable::budget("block")],
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -82,6 +74,21 @@ crate::params! {
         views: Views = Views::Shared;
         /// Whether there is a far field.
         far: bool = true;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(
+            self.views == Views::Split && !p.d.is_multiple_of(2),
+            "split views need an even width of queries and keys",
+        )
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        GatedLinear::new(x.problem, self)
     }
 }
 
@@ -114,7 +121,7 @@ pub struct GatedLinear {
 
 impl GatedLinear {
     /// A plan with these parameters.
-    pub fn new(problem: &Problem, params: Params) -> Result<Self> {
+    pub(crate) fn new(problem: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         Ok(Self { params, scale: problem.scale })
     }

@@ -29,8 +29,8 @@ use crate::engine::linear::{
     Source,
 };
 use crate::group::{Group, GroupPlan};
-use crate::method::{Claims, Family, Law, Method, Promise, Support, Withdrawn};
-use crate::{Error, Mask, Mat, MatRef, Options, Problem, Real, Result};
+use crate::method::{Accepted, Claims, Family, Law, Method, Promise, Spec, Support, Tunable, Withdrawn};
+use crate::{Error, Mask, Mat, MatRef, Problem, Real, Result};
 use attlas_num::cluster::kmeans::{self, kmeans};
 use attlas_num::rng::StreamKey;
 use attlas_num::sketch::features::{ClusterFeatures, HybridFeatures, HybridWeight};
@@ -73,15 +73,13 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("bases", "5"), ("weights", "2")],
         &[("kind", "gaussian"), ("bases", "8"), ("weights", "3"), ("tau", "2")],
         &[("kind", "clusters"), ("bases", "8"), ("clusters", "3")],
     ],
-    supports,
-    calibrate: None,
-    build: |p, options, _| Ok(Linear::new(Hybrid { params: Params::from_options(options)? }).boxed(p)),
+    tunable: &[Tunable::budget("bases")],
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -122,12 +120,19 @@ crate::params! {
     }
 }
 
-fn supports(p: &Problem, options: &Options) -> Support {
-    let Ok(params) = Params::from_options(options) else { return Support::yes() };
-    params.directions.supports(p).and_unless(
-        params.kind == Kind::Clusters && p.mask == Mask::Causal,
-        "clusters of all keys would let causal rows see later tokens: use kind = angular or gaussian",
-    )
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        self.directions.supports(p).and_unless(
+            self.kind == Kind::Clusters && p.mask == Mask::Causal,
+            "clusters of all keys would let causal rows see later tokens: use kind = angular or gaussian",
+        )
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Linear::new(Hybrid { params: self }))
+    }
 }
 
 /// The source of feature maps.
@@ -255,6 +260,7 @@ impl Hybrid {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Options;
     use crate::engine::linear::testing::{
         PAIR, check_entry, check_generic, entry_moments, naive_signed, run,
     };

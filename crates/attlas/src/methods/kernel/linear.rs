@@ -25,8 +25,8 @@ use crate::engine::linear::{
     DenominatorEps, DenominatorPolicy, Linear, Positive, Prepared, Shape, Signed, Source,
 };
 use crate::group::{Group, GroupPlan};
-use crate::method::{Claims, Family, Method, Needs, Promise, Support, Withdrawn};
-use crate::{Real, Result};
+use crate::method::{Accepted, Claims, Family, Method, Needs, Promise, Spec, Support, Withdrawn};
+use crate::{Problem, Real, Result};
 use attlas_num::sketch::MapOptions;
 use attlas_num::sketch::features::{Elementwise, ElementwiseFeatures, Identity};
 
@@ -63,7 +63,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("map", "relu")],
         &[("map", "relu"), ("relu_eps", "0.1")],
@@ -72,15 +71,7 @@ pub static METHOD: Method = Method {
         &[("map", "identity")],
         &[("den_eps", "0.5")],
     ],
-    supports: |_, options| match Params::from_options(options) {
-        Ok(params) => Support::unless(
-            params.denominator == DenominatorPolicy::ExactRow,
-            "the features are the kernel itself, so there is no exact row to fall back to: use clamp, zero_row or strict",
-        ),
-        Err(_) => Support::yes(),
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(Linear::new(Coordinates { params: Params::from_options(options)? }).boxed(p)),
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -114,6 +105,26 @@ crate::params! {
         denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
         /// The share of itself without cancellation below which a denominator counts as cancelled.
         den_floor: f64 = 1e-3, in 0.0..=1.0;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(
+            self.denominator == DenominatorPolicy::ExactRow,
+            "the features are the kernel itself, so there is no exact row to fall back to: use clamp, zero_row or strict",
+        )
+        .and_unless(
+            !p.near.is_none(),
+            "linear takes no near field: its kernel is not that of softmax, so its sums would join the exact near keys only \
+             after a scale fitted to each head",
+        )
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Linear::new(Coordinates { params: self }))
     }
 }
 
@@ -154,9 +165,9 @@ impl Source for Coordinates {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Options;
     use crate::engine::linear::testing::{check_generic, check_large, naive, run};
     use crate::testkit::{Case, assert_rows_close, check_method, run_method};
-    use crate::{Options, Problem};
 
     fn dot(f: impl Fn(f64) -> f64, x: &[f64], y: &[f64]) -> f64 {
         x.iter().zip(y).map(|(x, y)| f(*x) * f(*y)).sum()

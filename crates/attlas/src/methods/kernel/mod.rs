@@ -16,7 +16,7 @@ pub mod tensor_sketch;
 mod tests {
     use crate::method::Family;
     use crate::testkit::{Case, How, run_with};
-    use crate::{Options, Problem, Qkv, TensorRef, Workspace, registry};
+    use crate::{Options, Problem, TensorRef, Workspace, registry};
     use attlas_num::DType;
 
     #[test]
@@ -36,7 +36,7 @@ mod tests {
                 let rows = |x, width| TensorRef::bhnd(x, [1, 1, 2560, width]).unwrap();
                 let k = rows(&x.k, 8).rows(start..start + 128);
                 let v = rows(&x.v, 6).rows(start..start + 128);
-                stream.push(&Qkv::new(k, k, v).into(), &mut ws).unwrap();
+                stream.push(k.into(), v.into(), &mut ws).unwrap();
                 cached.push(stream.state_bytes());
             }
             let most = *cached.iter().max().unwrap();

@@ -24,7 +24,7 @@
 
 use crate::engine::linear::{DenominatorEps, Linear, Positive, Prepared, Shape, Source};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Calibration, Claims, Family, Method, Needs, Support};
+use crate::method::{Accepted, Calibration, Claims, Family, Method, Needs, Spec, Support};
 use crate::{Error, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::Pola;
 use attlas_num::sketch::{LogFeatures, Side};
@@ -45,15 +45,8 @@ pub static METHOD: Method = Method {
         needs: Needs::Training,
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[&[("alpha", "0"), ("den_eps", "0")], &[("alpha", "7")]],
-    supports: |p, _| {
-        Support::unless(p.d_v % 2 == 1, "the values are split into two halves: d_v must be even")
-    },
-    calibrate: None,
-    build: |p, options, calibration| {
-        Ok(Linear::new(Polarity::new(p, Params::from_options(options)?, calibration)?).boxed(p))
-    },
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -63,6 +56,18 @@ crate::params! {
         alpha: f64 = 4.0, in 0.0..=64.0;
         /// Added to every denominator, times the number of keys that the row sees.
         den_eps: f64 = 1e-6, in 0.0..=1.0;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(p.d_v % 2 == 1, "the values are split into two halves: d_v must be even")
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Linear::new(Polarity::new(x.problem, self, x.calibration)?))
     }
 }
 
@@ -76,7 +81,7 @@ pub struct Polarity {
 
 impl Polarity {
     /// With trained powers and divisors where a calibration brings them.
-    pub fn new(p: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
+    pub(crate) fn new(p: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
         let maps = match calibration {
             None => vec![Pola::untrained(p.d, params.alpha)?],
             Some(c) => (0..p.n_kv_heads)

@@ -25,7 +25,9 @@ use crate::engine::poly_state::{
     Form, Guard, HalfSketch, PowerKernel, Prepare, Signed, SketchAttention, SketchStream, UnitRows,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Method, Needs, RunInfo, Support};
+use crate::method::{
+    Accepted, Claims, Cost, Family, Method, Needs, Promise, RunInfo, Spec, Support, Withdrawn,
+};
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::MapOptions;
@@ -43,27 +45,22 @@ pub static METHOD: Method = Method {
         softmax: false,
         lse: false,
         needs: Needs::Training,
+        withdrawn: &[Withdrawn {
+            param: "c0",
+            value: "*",
+            promise: Promise::RowStochastic,
+            reason: "a constant added to the normaliser makes weights sum to less than one",
+        }],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("degree", "2"), ("form", "features"), ("alpha", "0.5"), ("block", "16")],
         &[("degree", "4"), ("form", "features"), ("block", "32")],
         &[("degree", "2"), ("form", "features"), ("beta", "2")],
         &[("degree", "8"), ("form", "direct"), ("layer_norm", "true"), ("alpha", "1")],
+        &[("degree", "2"), ("c0", "1")],
     ],
-    supports: |p, options| match Params::from_options(options) {
-        Ok(params) => {
-            let wanted = params.form == Arrangement::Features;
-            Support::unless(
-                wanted && params.map(p).is_none(),
-                "features need degree 2, or degree 4 with d of at most 16, and a positive scale",
-            )
-        }
-        Err(_) => Support::yes(),
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(Polynomial::new(p, Params::from_options(options)?)?.boxed(p)),
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -83,6 +80,22 @@ crate::params! {
         form: Arrangement = Arrangement::Auto;
         /// Keys of a block in which the causal form with features is direct.
         block: usize = 256, in 1..=1 << 20;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        let wanted = self.form == Arrangement::Features;
+        Support::unless(
+            wanted && self.map(p).is_none(),
+            "features need degree 2, or degree 4 with d of at most 16, and a positive scale",
+        )
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Polynomial::new(x.problem, self)
     }
 }
 
@@ -173,7 +186,7 @@ pub struct Polynomial {
 
 impl Polynomial {
     /// A plan with these parameters.
-    pub fn new(problem: &Problem, params: Params) -> Result<Self> {
+    pub(crate) fn new(problem: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         if !params.degree.is_multiple_of(2) {
             return Err(Error::param(

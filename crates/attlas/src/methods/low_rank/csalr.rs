@@ -28,7 +28,9 @@ use crate::engine::landmarks::{landmark_attention, landmark_flops, landmark_scra
 use crate::engine::pool::{Parts, Segments};
 use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
+};
 use crate::{DType, Mask, Problem, Real, Result};
 use attlas_num::Mat;
 use attlas_num::kernels::axpy;
@@ -52,30 +54,14 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("landmarks", "8")],
         &[("landmarks", "13"), ("first", "none")],
         &[("landmarks", "12"), ("pool", "windows")],
         &[("landmarks", "9"), ("pool", "windows"), ("grid_width", "7")],
     ],
-    supports: |p, _| {
-        Support::unless(
-            p.mask == Mask::Causal,
-            "landmarks average over later tokens, so a causal mask cannot be honoured: linformer pools \
-             keys causally",
-        )
-        .and_unless(
-            p.n_q != p.n_k,
-            format!(
-                "queries and keys must be the same tokens, here {} queries meet {} keys: use nystromformer for \
-                 cross-attention",
-                p.n_q, p.n_k
-            ),
-        )
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(Csalr::new(Params::from_options(options)?)?.boxed(p)),
+    tunable: &[Tunable::budget("landmarks")],
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -111,6 +97,30 @@ crate::params! {
         grid_width: Option<usize> = None, in 1..=1 << 30;
         /// What is added to the first factor: member (one where the token belongs to the part), or none.
         first: First = First::Member;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(
+            p.mask == Mask::Causal,
+            "landmarks average over later tokens, so a causal mask cannot be honoured: linformer pools \
+             keys causally",
+        )
+        .and_unless(
+            p.n_q != p.n_k,
+            format!(
+                "queries and keys must be the same tokens, here {} queries meet {} keys: use nystromformer for \
+                 cross-attention",
+                p.n_q, p.n_k
+            ),
+        )
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Csalr::new(self)
     }
 }
 
@@ -169,7 +179,7 @@ impl Parts for Windows {
 
 impl Csalr {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Result<Self> {
+    pub(crate) fn new(params: Params) -> Result<Self> {
         params.validate()?;
         Ok(Self { params })
     }
@@ -342,7 +352,7 @@ mod tests {
             let params =
                 Params::from_options(&options(&[("landmarks", "96"), ("pool", pool), ("grid_width", "12")]))
                     .unwrap();
-            let plan = Forced(Csalr::new(params).unwrap()).boxed(&x.problem);
+            let plan = crate::group::boxed(params.clone(), Forced(Csalr::new(params).unwrap()), &x.problem);
             let o = run_with(&*plan, &x, How { lse: false, ..How::default() }).unwrap().o;
             assert_rows_close(&o, &want, 1e-12, pool);
         }

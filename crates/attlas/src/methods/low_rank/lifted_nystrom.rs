@@ -34,7 +34,9 @@ use crate::engine::gaussian::{self, Points, Sampling, SolverKind, Source};
 use crate::engine::moments::mean_of;
 use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
+};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result, TensorRef};
 use attlas_num::randla::{GaussianKernel, rp_cholesky, rpcholesky};
@@ -61,7 +63,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("landmarks", "24"), ("block", "16"), ("sinks", "2"), ("window", "5"), ("cache", "prefix")],
         &[("landmarks", "20"), ("source", "both"), ("clip", "false")],
@@ -81,15 +82,8 @@ pub static METHOD: Method = Method {
         ],
         &[("landmarks", "12"), ("sampling", "rpcholesky"), ("source", "both"), ("fallback", "zero_clip")],
     ],
-    supports: |p, options| {
-        let both = options.get("source").is_some_and(|s| s.to_string() == "both");
-        Support::unless(
-            p.mask == Mask::Causal && both,
-            "query landmarks would let later queries act on earlier rows: set source = keys, which has a causal form",
-        )
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(LiftedNystrom { params: Params::from_options(options)? }.boxed(p)),
+    tunable: &[Tunable::budget("landmarks")],
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -134,6 +128,21 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(
+            p.mask == Mask::Causal && self.source == Source::Both,
+            "query landmarks would let later queries act on earlier rows: set source = keys, which has a causal form",
+        )
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(LiftedNystrom::new(self))
+    }
+}
+
 /// The plan, which is also how keys are compressed.
 #[derive(Clone, Debug)]
 pub struct LiftedNystrom {
@@ -150,7 +159,7 @@ struct Landmarks<T> {
 
 impl LiftedNystrom {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Self {
+    pub(crate) fn new(params: Params) -> Self {
         Self { params }
     }
 

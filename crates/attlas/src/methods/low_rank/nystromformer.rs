@@ -31,7 +31,9 @@ use crate::engine::landmarks::{landmark_attention, landmark_flops, landmark_scra
 use crate::engine::pool::{Segments, clip_rows, column_ranges, log_lens};
 use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Budget, Calibration, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{
+    Accepted, Budget, Calibration, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
+};
 use crate::{Error, Mask, Problem, Real, Result};
 use attlas_num::Mat;
 use attlas_num::kernels::axpy;
@@ -56,7 +58,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("landmarks", "8")],
         &[("landmarks", "13"), ("pinv", "svd"), ("len_bias", "true"), ("clip", "true")],
@@ -64,17 +65,8 @@ pub static METHOD: Method = Method {
         &[("landmarks", "1"), ("pinv", "newton_schulz")],
         &[("landmarks", "30"), ("pinv", "chebyshev")],
     ],
-    supports: |p, _| {
-        Support::unless(
-            p.mask == Mask::Causal,
-            "landmarks average over later tokens, so a causal mask cannot be honoured: linformer pools \
-             keys causally",
-        )
-    },
-    calibrate: None,
-    build: |p, options, calibration| {
-        Ok(Nystromformer::new(p, Params::from_options(options)?, calibration)?.boxed(p))
-    },
+    tunable: &[Tunable::budget("landmarks")],
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -114,6 +106,22 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(
+            p.mask == Mask::Causal,
+            "landmarks average over later tokens, so a causal mask cannot be honoured: linformer pools \
+             keys causally",
+        )
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Nystromformer::new(x.problem, self, x.calibration)
+    }
+}
+
 /// The plan: parameters, and the filters of the convolution where a calibration brings them.
 #[derive(Debug)]
 pub struct Nystromformer {
@@ -146,7 +154,7 @@ fn read_conv(problem: &Problem, calibration: &Calibration) -> Result<Mat<f64>> {
 
 impl Nystromformer {
     /// A plan with these parameters and, where given, a trained convolution.
-    pub fn new(problem: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
+    pub(crate) fn new(problem: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
         params.validate()?;
         let conv = calibration.map(|c| read_conv(problem, c)).transpose()?;
         if conv.is_some() && problem.n_q != problem.n_k {
@@ -348,7 +356,10 @@ mod tests {
 
     fn forced(x: &Case, pairs: &[(&str, &str)]) -> Vec<f64> {
         let params = Params::from_options(&options(pairs)).unwrap();
-        let plan = Forced(Nystromformer::new(&x.problem, params, None).unwrap()).boxed(&x.problem);
+        let plan = {
+            let forced = Forced(Nystromformer::new(&x.problem, params.clone(), None).unwrap());
+            crate::group::boxed(params, forced, &x.problem)
+        };
         run_with(&*plan, x, How { lse: false, ..How::default() }).unwrap().o
     }
 

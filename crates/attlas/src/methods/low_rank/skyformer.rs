@@ -28,7 +28,9 @@
 
 use crate::engine::gaussian::{self, Points, Sampling, SolverKind, Source};
 use crate::group::{Group, GroupPlan};
-use crate::method::{Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support};
+use crate::method::{
+    Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Status, Support, Tunable,
+};
 use crate::workspace::Context;
 use crate::{Mask, Mat, MatRef, Problem, Real, Result};
 use attlas_num::randla::{GaussianKernel, rp_cholesky, rpcholesky};
@@ -54,7 +56,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("landmarks", "20")],
         &[("landmarks", "20"), ("source", "keys"), ("sampling", "uniform_wr")],
@@ -62,14 +63,8 @@ pub static METHOD: Method = Method {
         &[("landmarks", "16"), ("sampling", "rpcholesky"), ("gamma", "0")],
         &[("landmarks", "16"), ("sampling", "rpcholesky"), ("source", "keys")],
     ],
-    supports: |p, _| {
-        Support::unless(
-            p.mask == Mask::Causal,
-            "landmarks see later tokens; for causal attention use lifted_nystrom or wildcat, which have block-causal forms",
-        )
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(Skyformer::new(Params::from_options(options)?).boxed(p)),
+    tunable: &[Tunable::budget("landmarks")],
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -92,6 +87,21 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(
+            p.mask == Mask::Causal,
+            "landmarks see later tokens; for causal attention use lifted_nystrom or wildcat, which have block-causal forms",
+        )
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Skyformer::new(self))
+    }
+}
+
 /// Query rows of one task.
 const ROWS: usize = 192;
 
@@ -111,7 +121,7 @@ struct Compressed<T> {
 
 impl Skyformer {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Self {
+    pub(crate) fn new(params: Params) -> Self {
         Self { params }
     }
 

@@ -1,9 +1,9 @@
 //! What a registry entry must say, and what a plan must refuse.
 
 use super::{Subject, calibrate};
-use crate::method::Method;
+use crate::method::{Ladder, Method};
 use crate::testkit::Case;
-use crate::{Error, Out, Problem, Qkv, TensorMut, TensorRef, Workspace};
+use crate::{Error, Options, Out, Problem, Qkv, TensorMut, TensorRef, Workspace};
 
 pub(super) fn check_entry(method: &Method) {
     let id = method.id;
@@ -24,6 +24,27 @@ pub(super) fn check_entry(method: &Method) {
     for w in method.claims.withdrawn {
         assert!(w.reason.len() > 10, "{id} withdraws {:?} without a reason", w.promise);
         assert!(method.params.iter().any(|p| p.name == w.param), "{id} has no parameter {}", w.param);
+        // A condition holds of something; a plain value is one that the parameter can have.
+        if !["*", "!", ">", "<"].iter().any(|c| w.value.starts_with(c)) {
+            let support = (method.supports)(&Problem::new(1, 8, 8), &Options::new().with(w.param, w.value));
+            let unread = format!("parameter {} = {} is not accepted", w.param, w.value);
+            assert!(!support.reasons.iter().any(|r| r.starts_with(&unread)), "{id}: {unread}");
+        }
+    }
+    if let Some(name) = method.exact_below {
+        assert!(
+            method.params.iter().any(|p| p.name == name && p.kind == "integer"),
+            "{id} has no length {name}"
+        );
+    }
+    for t in method.tunable {
+        let Some(spec) = method.params.iter().find(|p| p.name == t.param) else {
+            panic!("{id} has no parameter {} to tune", t.param)
+        };
+        match t.ladder {
+            Ladder::UpToKeys => assert_eq!(spec.kind, "integer", "{id}.{} is no budget", t.param),
+            Ladder::Values(values) => assert!(!values.is_empty(), "{id}.{} has no values to try", t.param),
+        }
     }
     if !method.claims.deterministic {
         assert!(method.params.iter().any(|p| p.name == "seed"), "{id} draws random numbers but has no seed");
@@ -44,7 +65,9 @@ impl Subject {
             let out = Out::new(TensorMut::bhnd(&mut o, [1, 1, n_o, 16]).unwrap_or_else(|e| panic!("{e}")));
             let x = Qkv::new(view(n_q), view(n_k), view(97));
             let result = plan.execute(&x.into(), &mut out.into(), &mut ws);
-            assert!(matches!(result, Err(Error::Shape { .. })), "{}", self.name("takes a wrong shape", &p));
+            // Fewer rows than planned may also be something that the method cannot do.
+            let refused = matches!(result, Err(Error::Shape { .. } | Error::Unsupported { .. }));
+            assert!(refused, "{}", self.name("takes a wrong shape", &p));
             assert!(o.iter().all(|&x| x == 7.0), "{}", self.name("writes before it refuses", &p));
         }
         let unknown = self.options.clone().with("no_such_parameter", 1);

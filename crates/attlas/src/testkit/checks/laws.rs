@@ -126,6 +126,23 @@ impl Subject {
         assert_rows_close(&b.o, &a.o, 1e-10, &self.name("keys in reverse order", &p));
     }
 
+    /// A negative scale is a positive one with the queries negated, in both precisions and when decoding.
+    pub(super) fn check_negative_scale(&self) {
+        if !self.method.claims_with(&self.options).softmax {
+            return;
+        }
+        for p in self.problems() {
+            let base = Case::gaussian(p, 17);
+            let negative = Case { problem: Problem { scale: -p.scale, ..p }, ..base.clone() };
+            let mirrored = Case { q: base.q.iter().map(|x| -x).collect(), ..base };
+            for (a, b) in [(negative.clone(), mirrored.clone()), (negative.cast_f32(), mirrored.cast_f32())] {
+                let (Some(a), Some(b)) = (self.run(&a), self.run(&b)) else { continue };
+                assert_same_bits(&a.o, &b.o, &self.name("negative scale", &p));
+                assert_same_bits(&a.lse, &b.lse, &self.name("negative scale: log-sum-exp", &p));
+            }
+        }
+    }
+
     /// A row does not feel the other queries.
     pub(super) fn check_queries_alone(&self) {
         if !self.method.keeps_with(&self.options, Law::QueriesAlone) {

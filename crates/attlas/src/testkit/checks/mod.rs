@@ -32,9 +32,19 @@ pub fn check_method(method: &'static Method) {
         subject.check_groups();
         subject.check_key_order();
         subject.check_queries_alone();
+        subject.check_negative_scale();
         subject.check_causality();
         subject.check_decoding();
         subject.check_refusals();
+    }
+    for options in near_settings(method) {
+        let subject = Subject { method, options };
+        subject.check_shapes();
+        subject.check_bits();
+        subject.check_padding();
+        subject.check_extremes();
+        subject.check_causality();
+        subject.check_decoding();
     }
     claims::check_exact_limits(method);
     claims::check_unbiased(method);
@@ -45,6 +55,33 @@ pub fn check_method(method: &'static Method) {
 fn settings(method: &Method) -> Vec<Options> {
     let probe = |pairs: &&[(&str, &str)]| pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v));
     std::iter::once(Options::new()).chain(method.probes.iter().map(probe)).collect()
+}
+
+/// Near fields around the last setting that takes one: a plain one, and one with everything that is chosen from queries.
+const NEAR_PROBES: [&[(&str, &str)]; 2] = [
+    &[("near.sinks", "2"), ("near.window", "8"), ("near.guard", "false")],
+    &[
+        ("near.sinks", "1"),
+        ("near.window", "5"),
+        ("near.heavy", "6"),
+        ("near.block", "16"),
+        ("near.recent", "20"),
+    ],
+];
+
+fn near_settings(method: &Method) -> Vec<Options> {
+    let p = Problem::new(1, 97, 16);
+    let with = |base: &Options, pairs: &[(&str, &str)]| {
+        pairs.iter().fold(base.clone(), |options, (name, value)| options.with(name, *value))
+    };
+    let takes = |o: &&Options| {
+        let o = with(o, NEAR_PROBES[0]);
+        [p, p.causal()].iter().any(|p| method.support(p, &o).is_yes())
+    };
+    let settings = settings(method);
+    let base = settings.iter().rev().find(takes);
+    let bases = settings.first().filter(takes).into_iter().chain(base.filter(|o| !o.is_empty()));
+    bases.flat_map(|base| NEAR_PROBES.map(|pairs| with(base, pairs))).collect()
 }
 
 /// A method with one setting.
@@ -92,7 +129,7 @@ impl Subject {
             .into_iter()
             .filter(|&mask| {
                 let p = Problem { mask, ..Problem::new(1, 97, 16) };
-                (self.method.supports)(&p, &self.options).is_yes()
+                self.method.support(&p, &self.options).is_yes()
             })
             .collect()
     }
@@ -117,7 +154,7 @@ fn calibrate(method: &Method, case: &Case, options: &Options) -> Option<Calibrat
         view(&sample.k, p.n_kv_heads, p.d),
         view(&sample.v, p.n_kv_heads, p.d_v),
     );
-    match calibrate(&p, options, &[Inputs::F64(x)]) {
+    match calibrate(&p, &crate::Near::strip(options), &[Inputs::F64(x)]) {
         Ok(c) => Some(c),
         Err(e) => panic!("{} does not calibrate: {e}", method.id),
     }

@@ -56,9 +56,12 @@ use crate::engine::{
     exact_group, exact_scratch_bytes, join_blocks, sinks_scratch_bytes, with_sinks,
 };
 use crate::group::{Group, GroupPlan};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
+    Withdrawn,
+};
 use crate::params::Indices;
-use crate::{Error, Mask, Options, Problem, Real, Result};
+use crate::{Error, Mask, Problem, Real, Result};
 use attlas_num::rng::StreamKey;
 
 /// Registry entry.
@@ -69,18 +72,41 @@ pub static METHOD: Method = Method {
     reference: "han2024",
     claims: Claims {
         exact_at: &[("block", Budget::NumKeys), ("samples", Budget::NumKeys), ("n_min", Budget::NumTokens)],
-        // True of `practical` and tested in its file, but not of `theory`.
-        row_stochastic: false,
+        unbiased: true,
         deterministic: false,
         exponent: 1.0,
         except: &[
             (Law::KeyOrder, "keys are sampled by their place in the sorted order"),
             (Law::QueriesAlone, "without a mask, queries are cut into blocks by their rank among each other"),
-            (Law::LinearInValues, "the theory variant draws columns by the norms of their values"),
+        ],
+        withdrawn: &[
+            Withdrawn {
+                param: "variant",
+                value: "theory",
+                promise: Promise::RowStochastic,
+                reason: "numerator and normaliser come from different samples",
+            },
+            Withdrawn {
+                param: "variant",
+                value: "theory",
+                promise: Promise::Unbiased,
+                reason: "the normaliser is capped and floored",
+            },
+            Withdrawn {
+                param: "variant",
+                value: "theory",
+                promise: Promise::Law(Law::LinearInValues),
+                reason: "columns are drawn by the norms of their values",
+            },
+            Withdrawn {
+                param: "samples",
+                value: "0",
+                promise: Promise::Unbiased,
+                reason: "what lies outside the block is left out",
+            },
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("block", "8"), ("samples", "24"), ("hashes", "4"), ("n_min", "8")],
         &[
@@ -94,19 +120,11 @@ pub static METHOD: Method = Method {
         &[("block", "8"), ("samples", "24"), ("n_min", "8"), ("variant", "theory"), ("sinks", "1")],
         &[("block", "8"), ("samples", "8"), ("n_min", "8"), ("sinks", "2"), ("always", "30+90")],
     ],
-    supports,
-    calibrate: None,
-    build: |p, options, _| Ok(Hyper::new(Params::from_options(options)?)?.boxed(p)),
+    subsets: &[&[("block", "6"), ("samples", "0"), ("n_min", "4")]],
+    exact_below: Some("n_min"),
+    tunable: &[Tunable::budget("block"), Tunable::budget("samples")],
+    ..Method::of::<Params>()
 };
-
-fn supports(p: &Problem, options: &Options) -> Support {
-    let params = Params::from_options(options).unwrap_or_default();
-    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS).and_unless(
-        params.variant == Variant::Theory && p.mask == Mask::Causal,
-        "variant = theory takes a maximum over all rows, which would let later tokens be felt: use \
-         variant = practical for causal problems",
-    )
-}
 
 crate::choices! {
     /// How columns are drawn.
@@ -159,6 +177,22 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS).and_unless(
+            self.variant == Variant::Theory && p.mask == Mask::Causal,
+            "variant = theory takes a maximum over all rows, which would leak later tokens: use \
+             variant = practical for causal problems",
+        )
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Hyper::new(self)
+    }
+}
+
 /// The plan: the parameters.
 #[derive(Clone, Debug)]
 pub struct Hyper {
@@ -167,7 +201,7 @@ pub struct Hyper {
 
 impl Hyper {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Result<Self> {
+    pub(crate) fn new(params: Params) -> Result<Self> {
         params.validate()?;
         if params.variant == Variant::Theory && params.samples == 0 {
             return Err(Error::param("samples", 0, "at least 1 with variant = theory"));

@@ -1,4 +1,5 @@
 use super::*;
+use crate::Options;
 use crate::metrics::relative_frobenius;
 use crate::testkit::{
     Case, assert_rows_close, assert_same_bits, check_method, reference, reference_masked, run_method,

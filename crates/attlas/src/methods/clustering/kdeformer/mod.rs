@@ -51,10 +51,13 @@ use crate::engine::{
     exact_group, exact_rows, exact_scratch_bytes, sinks_scratch_bytes, with_sinks,
 };
 use crate::group::{Group, GroupPlan, Queries};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
+    Withdrawn,
+};
 use crate::params::Indices;
 use crate::workspace::Context;
-use crate::{Mask, MatRef, Options, Problem, Real, Result};
+use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::Mat;
 use attlas_num::cluster::inverse_order;
 use attlas_num::hash::kde::{Backend, log_exp_sums, log_sum_exp};
@@ -72,8 +75,7 @@ pub static METHOD: Method = Method {
     reference: "zandieh2023",
     claims: Claims {
         exact_at: &[("block", Budget::NumKeys), ("samples", Budget::NumKeys)],
-        // True with z_mode = self_norm and tested below, but not with kde.
-        row_stochastic: false,
+        unbiased: true,
         deterministic: false,
         exponent: 1.173,
         except: &[
@@ -81,9 +83,40 @@ pub static METHOD: Method = Method {
             (Law::QueriesAlone, "without a mask, queries are cut into blocks by their rank among each other"),
             (Law::LinearInValues, "columns are drawn by the norms of their values"),
         ],
+        withdrawn: &[
+            Withdrawn {
+                param: "z_mode",
+                value: "kde",
+                promise: Promise::RowStochastic,
+                reason: "numerator and normaliser come from different samples",
+            },
+            Withdrawn {
+                param: "z_mode",
+                value: "kde",
+                promise: Promise::Unbiased,
+                reason: "the estimated normaliser is raised to the largest exponential sampled",
+            },
+            Withdrawn {
+                param: "samples",
+                value: "0",
+                promise: Promise::Unbiased,
+                reason: "what lies outside the block is left out",
+            },
+            Withdrawn {
+                param: "precision",
+                value: "bf16",
+                promise: Promise::RowStochastic,
+                reason: "values rounded to 8 significant bits leave the hull of the values",
+            },
+            Withdrawn {
+                param: "precision",
+                value: "bf16",
+                promise: Promise::Unbiased,
+                reason: "operands are rounded to 8 significant bits",
+            },
+        ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("block", "8"), ("samples", "24"), ("n_min", "8")],
         &[("block", "7"), ("samples", "20"), ("n_min", "1"), ("p_mode", "uniform"), ("sinks", "3")],
@@ -101,26 +134,11 @@ pub static METHOD: Method = Method {
             ("sinks", "1"),
         ],
     ],
-    supports,
-    calibrate: None,
-    build: |p, options, _| Ok(KdeFormer::new(Params::from_options(options)?)?.boxed(p)),
+    subsets: &[&[("block", "6"), ("samples", "0"), ("n_min", "4")]],
+    exact_below: Some("n_min"),
+    tunable: &[Tunable::budget("block"), Tunable::budget("samples"), Tunable::values("precision", &["bf16"])],
+    ..Method::of::<Params>()
 };
-
-fn supports(p: &Problem, options: &Options) -> Support {
-    let params = Params::from_options(options).unwrap_or_default();
-    let causal = p.mask == Mask::Causal;
-    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
-        .and_unless(
-            causal && params.p_mode == Probabilities::Kde,
-            "p_mode = kde chooses columns by all queries, which would let later tokens be felt: use value_mix, public \
-             or uniform for causal problems",
-        )
-        .and_unless(
-            causal && params.z_mode == Normaliser::Kde,
-            "z_mode = kde estimates the rows together, which would let later tokens be felt: use z_mode = self_norm for \
-             causal problems",
-        )
-}
 
 crate::choices! {
     /// Where the normaliser of a row comes from.
@@ -200,6 +218,29 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        let causal = p.mask == Mask::Causal;
+        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
+            .and_unless(
+                causal && self.p_mode == Probabilities::Kde,
+                "p_mode = kde chooses columns by all queries, which would leak later tokens: use value_mix, public \
+                 or uniform for causal problems",
+            )
+            .and_unless(
+                causal && self.z_mode == Normaliser::Kde,
+                "z_mode = kde estimates the rows together, which would leak later tokens: use z_mode = self_norm for \
+                 causal problems",
+            )
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        KdeFormer::new(self)
+    }
+}
+
 /// The plan: the parameters.
 #[derive(Clone, Debug)]
 pub struct KdeFormer {
@@ -208,7 +249,7 @@ pub struct KdeFormer {
 
 impl KdeFormer {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Result<Self> {
+    pub(crate) fn new(params: Params) -> Result<Self> {
         params.validate()?;
         if params.z_mode == Normaliser::Kde && params.samples == 0 {
             return Err(crate::Error::param("samples", 0, "at least 1 with z_mode = kde"));
@@ -243,6 +284,17 @@ impl KdeFormer {
                 groups: self.params.kde_groups,
             },
         }
+    }
+
+    /// Inner products that densities at `points` of `data` take; at most, where they are hashed.
+    fn density_scores(&self, points: usize, data: usize) -> u64 {
+        let each = match self.backend() {
+            Backend::Exact => data,
+            Backend::Weighted { samples } => samples,
+            Backend::NearPlusSample { block, samples, .. } => block.min(data) + samples.min(data),
+            Backend::Hbe { tables, .. } => tables,
+        };
+        (points * each) as u64
     }
 
     /// Attention without a mask in a part of a group.
@@ -296,7 +348,11 @@ impl KdeFormer {
             }
             Normaliser::Kde => self.divide(&mut group, &weights, &log_z, of_part)?,
         };
-        info.keys_visited += (q.rows() * self.params.samples.min(k.rows())) as u64;
+        // Every query for the row sums, and every key with the queries for the column norms.
+        info.keys_visited += self.density_scores(q.rows(), k.rows());
+        if columns.is_some() {
+            info.keys_visited += self.density_scores(k.rows(), q.rows());
+        }
         if let Some(columns) = columns {
             // ‖P‖_F², which lies between 1 and n where z is exact.
             info.figures.insert("weights_fro2", log_sum_exp(&columns).exp());

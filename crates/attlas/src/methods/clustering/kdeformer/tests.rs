@@ -1,7 +1,7 @@
 use super::*;
-use crate::Workspace;
 use crate::metrics::relative_frobenius;
 use crate::testkit::{Case, assert_rows_close, check_method, reference, run_method, run_with};
+use crate::{Options, Workspace};
 
 fn options(pairs: &[(&str, &str)]) -> Options {
     pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))

@@ -342,7 +342,7 @@ impl<T: Real> State<T> {
 }
 
 /// Clusters for `n` keys.
-fn share(n: usize, ratio: f64) -> usize {
+pub(super) fn share(n: usize, ratio: f64) -> usize {
     ((n as f64 * ratio).round() as usize).max(1)
 }
 

@@ -1,7 +1,7 @@
 use super::*;
 use crate::testkit::workloads::{assert_within, clustered, diffuse, measure, sinks};
 use crate::testkit::{Case, assert_rows_close, check_method, reference, run_method, run_with};
-use crate::{DType, Options, Out, Qkv, TensorMut, TensorRef, Workspace};
+use crate::{DType, Options, Out, TensorMut, TensorRef, Workspace};
 use attlas_num::rng::StreamKey;
 
 #[test]
@@ -225,16 +225,14 @@ fn streamed(options: &Options, case: &Case, prompt: usize) -> Vec<f64> {
     let v = TensorRef::bhnd(&case.v, [1, p.n_kv_heads, p.n_k, p.d_v]).unwrap();
     let mut rows = vec![0.0; p.n_heads * p.n_q * p.d_v];
     if prompt > 0 {
-        let x = Qkv::new(q.rows(0..0), k.rows(0..prompt), v.rows(0..prompt));
-        stream.push(&x.into(), &mut ws).unwrap();
+        stream.push(k.rows(0..prompt).into(), v.rows(0..prompt).into(), &mut ws).unwrap();
     }
     for t in prompt..p.n_k {
         let i = t + p.n_q - p.n_k;
-        let x = Qkv::new(q.rows(i..i + 1), k.rows(t..t + 1), v.rows(t..t + 1));
-        stream.push(&x.into(), &mut ws).unwrap();
+        stream.push(k.rows(t..t + 1).into(), v.rows(t..t + 1).into(), &mut ws).unwrap();
         let mut o = vec![f64::NAN; p.n_heads * p.d_v];
         let out = Out::new(TensorMut::bhnd(&mut o, [1, p.n_heads, 1, p.d_v]).unwrap());
-        stream.attend(&x.into(), &mut out.into(), &mut ws).unwrap();
+        stream.attend(q.rows(i..i + 1).into(), &mut out.into(), &mut ws).unwrap();
         for h in 0..p.n_heads {
             rows[(h * p.n_q + i) * p.d_v..][..p.d_v].copy_from_slice(&o[h * p.d_v..][..p.d_v]);
         }
@@ -316,4 +314,40 @@ fn impossible_windows_and_rotations_are_refused() {
     let ran = run_with(&*plan, &case, crate::testkit::How::default()).unwrap();
     // Too few keys to cluster any: all are exact.
     assert_rows_close(&ran.o, &reference(&case).0, 1e-12, "short");
+}
+
+#[test]
+fn blocks_of_rows_with_clusters_of_one_key_are_exact_for_any_budget() {
+    let case = Case::gaussian(Problem::new(3, 300, 8).with_kv_heads(1).causal(), 9);
+    let (want, want_lse) = reference(&case);
+    for budget in [0usize, 7, 60] {
+        let options = Options::new().with("prompt", "blocks").with("ratio", 1.0).with("chunk", 32);
+        let options = options.with("interval", 10).with("budget", budget).with("sinks", 3);
+        let (o, lse) = run_method(&METHOD, &options, &case);
+        assert_rows_close(&o, &want, 1e-12, "outputs");
+        assert_rows_close(&lse, &want_lse, 1e-12, "log-sum-exp");
+    }
+}
+
+#[test]
+fn blocks_of_rows_do_not_see_later_queries_not_even_as_nan() {
+    let p = Problem::new(2, 200, 8).with_kv_heads(1).causal();
+    let case = Case::gaussian(p, 10);
+    let options = Options::new().with("prompt", "blocks").with("chunk", 16).with("interval", 8);
+    let options = options.with("window", 32).with("budget", 12).with("ratio", 0.25);
+    let (first, first_lse) = run_method(&METHOD, &options, &case);
+    for t in [65, 128, 129, 199] {
+        let mut changed = case.clone();
+        for h in 0..2 {
+            changed.q[(h * 200 + t) * 8..(h + 1) * 200 * 8].fill(f64::NAN);
+        }
+        let (o, lse) = run_method(&METHOD, &options, &changed);
+        for h in 0..2 {
+            let rows = h * 200..h * 200 + t;
+            let what = format!("token {t}");
+            crate::testkit::assert_same_bits(&lse[rows.clone()], &first_lse[rows.clone()], &what);
+            let cells = rows.start * 8..rows.end * 8;
+            crate::testkit::assert_same_bits(&o[cells.clone()], &first[cells], &what);
+        }
+    }
 }

@@ -17,6 +17,7 @@
 //! | `kmedian_outlier` | the same with coordinate-wise medians as centres |
 //! | `kernel_kmeans` | $e^{-u_j^2 / 2\sigma^2}$, $\sigma = 1.3$ times the mean of $u$ |
 //! | `norm2` | $\lvert k_j\rvert^2$ |
+//! | `mean_query` | $\langle \bar q, k_j\rangle$, $\bar q$ the mean of the queries of the group |
 //!
 //! With `select = drawn` the keys are drawn without replacement by their score (by $u_j$ for the outlier scores)
 //! instead, the authors' variant for vision models; with `block` at least `keys` it is plain softmax over them.
@@ -24,7 +25,7 @@
 //! **Reference.** li2025; han2024; survey, clustering and sampling. Keys that are not kept are *removed*; the
 //! authors' code zeroes them, which leaves each with weight one in every row. Their "leverage" multiplies the
 //! keys by a random orthogonal matrix and takes norms, which is `norm2`; here it is leverage. k-means runs for
-//! each key head on its own keys, with k-means++ replaced by distinct random rows. Causally, each part of
+//! each key head on its own keys, from distinct random keys, or from the authors' k-means++ with `seeding`. Causally, each part of
 //! the recursion scores its own past keys: a choice over the whole sequence would leak. The default score is
 //! leverage: k-means with the authors' 256 clusters costs as much as attending to 2560 keys.
 //!
@@ -35,16 +36,21 @@
 //! times the diameter of the values. With `keys` covering all keys it is HyperAttention. Exact when `block` or
 //! `samples` cover all keys, or `n_min` all tokens. Choices are nested in `keys`. All tested here.
 //!
-//! **When to use.** Where a few keys matter to all queries. On clustered inputs no score beats a random subset
+//! **When to use.** Where a few keys matter to all queries; on heads of trained models `score = mean_query` finds them, and
+//! scores that see keys alone do not. On clustered inputs no score beats a random subset
 //! of the same size; report the exact result beside it.
 
+use crate::engine::moments::mean_of;
 use crate::engine::{
     ALWAYS_LEAKS, Assign, FirstKeys, Ranks, Rectangle, SortedBlocks, UniformSamples, always_leaks,
     attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, exact_group,
     exact_scratch_bytes, sinks_scratch_bytes, top_indices, with_sinks,
 };
-use crate::group::{Group, GroupPlan};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::group::{Group, GroupPlan, Queries};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
+    Withdrawn,
+};
 use crate::params::Indices;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::Mat;
@@ -63,15 +69,36 @@ pub static METHOD: Method = Method {
     reference: "li2025",
     claims: Claims {
         exact_at: &[("block", Budget::NumKeys), ("samples", Budget::NumKeys), ("n_min", Budget::NumTokens)],
+        unbiased: true,
         deterministic: false,
+        drops: true,
         exponent: 1.0,
         except: &[
             (Law::KeyOrder, "keys are sampled and clustered by their place"),
             (Law::QueriesAlone, "without a mask, queries are cut into blocks by their rank among each other"),
         ],
+        withdrawn: &[
+            Withdrawn {
+                param: "residual",
+                value: "none",
+                promise: Promise::Unbiased,
+                reason: "nothing stands for the keys that are not kept",
+            },
+            Withdrawn {
+                param: "samples",
+                value: "0",
+                promise: Promise::Unbiased,
+                reason: "kept keys outside the block are left out",
+            },
+            Withdrawn {
+                param: "score",
+                value: "mean_query",
+                promise: Promise::Law(Law::HeadsAlone),
+                reason: "the mean is that of the queries of all heads of a group",
+            },
+        ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("keys", "40"), ("block", "8"), ("n_min", "8"), ("hashes", "4")],
         &[("keys", "30"), ("block", "8"), ("n_min", "4"), ("score", "kmeans_outlier"), ("samples", "9")],
@@ -84,15 +111,33 @@ pub static METHOD: Method = Method {
             ("residual", "all_keys"),
             ("residual_samples", "16"),
         ],
+        &[
+            ("keys", "30"),
+            ("block", "8"),
+            ("n_min", "8"),
+            ("samples", "12"),
+            ("residual", "all_keys"),
+            ("residual_samples", "24"),
+        ],
+        &[
+            ("keys", "30"),
+            ("block", "8"),
+            ("n_min", "8"),
+            ("score", "kmeans_outlier"),
+            ("seeding", "plus_plus"),
+        ],
         &[("keys", "30"), ("block", "8"), ("n_min", "9"), ("always", "5+60")],
+        &[("keys", "30"), ("block", "8"), ("n_min", "4"), ("score", "mean_query"), ("sinks", "1")],
+        &[("keys", "30"), ("block", "8"), ("n_min", "8"), ("score", "mean_query"), ("select", "drawn")],
         &[("keys", "30"), ("block", "30"), ("n_min", "5"), ("score", "norm2"), ("select", "drawn")],
     ],
-    supports: |p, options| match Params::from_options(options) {
-        Ok(params) => Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS),
-        Err(_) => Support::yes(),
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(PrescoredHyper::new(Params::from_options(options)?)?.boxed(p)),
+    subsets: &[
+        &[("keys", "9"), ("block", "9"), ("n_min", "4")],
+        &[("keys", "12"), ("block", "5"), ("n_min", "4"), ("score", "norm2"), ("sinks", "1")],
+    ],
+    exact_below: Some("n_min"),
+    tunable: &[Tunable::budget("block"), Tunable::budget("samples")],
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -108,6 +153,18 @@ crate::choices! {
         KernelKMeans = "kernel_kmeans",
         /// Squared length.
         Norm2 = "norm2",
+        /// Product with the mean of the queries; with a causal mask, of the last 256 before the rows that attend.
+        MeanQuery = "mean_query",
+    }
+}
+
+crate::choices! {
+    /// Where the clusterings start.
+    pub enum Seeding {
+        /// From distinct random keys.
+        Rows = "rows",
+        /// From keys drawn by their squared distance to those drawn before (k-means++), as the authors do.
+        PlusPlus = "plus_plus",
     }
 }
 
@@ -152,6 +209,8 @@ crate::params! {
         select: Select = Select::Top;
         /// Clusters of the k-means scores; the smaller of 256 and a quarter of the kept keys where it is auto.
         clusters: Option<usize> = None, in 1..=1 << 20;
+        /// Where the clusterings start.
+        seeding: Seeding = Seeding::Rows;
         /// Iterations of the clusterings; 10, with medians 3, where it is auto.
         iters: Option<usize> = None, in 0..=1000;
         /// What stands for the keys that are not kept.
@@ -178,6 +237,18 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        PrescoredHyper::new(self)
+    }
+}
+
 /// The plan: the parameters.
 #[derive(Clone, Debug)]
 pub struct PrescoredHyper {
@@ -186,7 +257,7 @@ pub struct PrescoredHyper {
 
 impl PrescoredHyper {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Result<Self> {
+    pub(crate) fn new(params: Params) -> Result<Self> {
         params.validate()?;
         Ok(Self { params })
     }
@@ -218,18 +289,26 @@ impl PrescoredHyper {
         self.params.iters.unwrap_or(if self.params.score == Score::KMedianOutlier { 3 } else { 10 })
     }
 
+    /// Distances to centroids that the score of a key takes.
+    fn scores_per_key(&self) -> u64 {
+        match self.params.score {
+            Score::Leverage | Score::Norm2 | Score::MeanQuery => 0,
+            _ => (self.clusters() * (self.iters() + 1)) as u64,
+        }
+    }
+
     /// The kept keys in increasing order; `None` where all are.
-    fn kept<T: Real>(&self, k: MatRef<'_, T>, key: StreamKey) -> Option<Vec<u32>> {
+    fn kept<T: Real>(&self, k: MatRef<'_, T>, mean: Option<&MeanQuery>, key: StreamKey) -> Option<Vec<u32>> {
         let keys = self.params.keys;
         if keys >= k.rows() {
             return None;
         }
         let chosen = match self.params.select {
-            Select::Top => top_indices(&self.scores(k, key, true), keys),
+            Select::Top => top_indices(&self.scores(k, mean, key, true), keys),
             Select::Drawn => {
                 let mut drawn = Reservoir::new(keys);
                 let mut rng = key.named("drawn").rng();
-                let scores = self.scores(k, key, false);
+                let scores = self.scores(k, mean, key, false);
                 // Keys without weight only come in where there are not enough with weight.
                 let floor = f64::MIN_POSITIVE.ln();
                 let log = |s: f64| if s > 0.0 { s.ln().max(floor) } else { 2.0 * floor };
@@ -242,9 +321,18 @@ impl PrescoredHyper {
         Some(chosen.into_iter().map(|j| j as u32).collect())
     }
 
-    /// Scores of the keys; outlier scores as shares of their cluster, or as plain distances.
-    fn scores<T: Real>(&self, k: MatRef<'_, T>, key: StreamKey, shares: bool) -> Vec<f64> {
+    /// Scores of the keys for a ranking, or weights to draw them by: outlier scores as shares of their cluster, or as
+    /// plain distances; products with the mean query as they are, or their exponentials.
+    fn scores<T: Real>(
+        &self,
+        k: MatRef<'_, T>,
+        mean: Option<&MeanQuery>,
+        key: StreamKey,
+        ranking: bool,
+    ) -> Vec<f64> {
         let metric = match self.params.score {
+            // Before the first query nothing is known but the keys.
+            Score::MeanQuery => return mean.map_or_else(|| squared_norms(k), |mean| mean.scores(k, ranking)),
             Score::Norm2 => return squared_norms(k),
             // Keys that are not finite have no leverage; their norms keep them from being dropped unseen.
             Score::Leverage => return leverage(k).unwrap_or_else(|| squared_norms(k)),
@@ -252,7 +340,11 @@ impl PrescoredHyper {
             Score::KMeansOutlier | Score::KernelKMeans => Metric::Euclidean,
         };
         let options = cluster::Options { clusters: self.clusters(), iters: self.iters(), metric };
-        let found = kmeans(k, None, options, Init::Rows, key.named("clusters"));
+        let init = match self.params.seeding {
+            Seeding::Rows => Init::Rows,
+            Seeding::PlusPlus => Init::PlusPlus,
+        };
+        let found = kmeans(k, None, options, init, key.named("clusters"));
         let own = |j: usize| found.centroids.row(found.labels[j] as usize);
         let far = |j: usize| sq_dist(k.row(j), own(j)).to_f64().sqrt();
         let distance: Vec<f64> = (0..k.rows()).into_par_iter().with_min_len(PIECE).map(far).collect();
@@ -262,7 +354,7 @@ impl PrescoredHyper {
                 let nearness = |u: &f64| if *u == 0.0 { 1.0 } else { (-(u / sigma).powi(2) / 2.0).exp() };
                 distance.iter().map(nearness).collect()
             }
-            _ if !shares => distance,
+            _ if !ranking => distance,
             _ => {
                 let mut totals = vec![0.0; found.centroids.rows()];
                 distance.iter().zip(&found.labels).for_each(|(u, &c)| totals[c as usize] += u);
@@ -278,6 +370,7 @@ impl PrescoredHyper {
         part: &Rectangle,
         ranks: &Ranks,
         assign: Assign,
+        mean: Option<&MeanQuery>,
     ) -> Result<RunInfo> {
         let Params { block, samples, residual, residual_samples, seed, .. } = self.params;
         let n_k = group.n_k();
@@ -285,7 +378,7 @@ impl PrescoredHyper {
             return exact_group(&mut group);
         }
         let of_part = part.stream(group.index.stream_key(seed));
-        let kept = self.kept(group.k, of_part);
+        let kept = self.kept(group.k, mean, of_part);
         let blocks = SortedBlocks::new(ranks, part, kept.as_deref(), block, assign);
         let count = blocks.keys().len();
         let replacement = self.params.sampling == Sampling::WithReplacement;
@@ -303,7 +396,10 @@ impl PrescoredHyper {
             extra.extend_from_slice(&outside);
             extra
         })?;
-        Ok(RunInfo { rank: Some(count), ..info })
+        let scored = if kept.is_some() { self.scores_per_key() * n_k as u64 } else { 0 };
+        let by_queries = if kept.is_some() && mean.is_some() { n_k as u64 } else { 0 };
+        let keys_visited = info.keys_visited + by_queries;
+        Ok(RunInfo { keys_visited, rank: Some(count), setup_scores: scored, ..info })
     }
 
     /// The same with the first keys as sinks.
@@ -312,6 +408,38 @@ impl PrescoredHyper {
         Self { params }
     }
 }
+
+/// The mean of some queries, times the scale.
+struct MeanQuery(Vec<f64>);
+
+impl MeanQuery {
+    /// Of rows `rows` of all heads; `None` where there are none.
+    fn new<T: Real>(q: Queries<'_, T>, rows: std::ops::Range<usize>, scale: T) -> Option<Self> {
+        if rows.is_empty() || q.heads() == 0 {
+            return None;
+        }
+        let factor = scale.to_f64() / q.heads() as f64;
+        let mut mean = vec![0.0; q.head(0).cols()];
+        for h in 0..q.heads() {
+            axpy(factor, &mean_of(q.head(h).sub_rows(rows.clone())), &mut mean);
+        }
+        Some(Self(mean))
+    }
+
+    /// Products with the keys, or their exponentials relative to the largest.
+    fn scores<T: Real>(&self, k: MatRef<'_, T>, ranking: bool) -> Vec<f64> {
+        let product = |j: usize| k.row(j).iter().zip(&self.0).map(|(k, q)| k.to_f64() * q).sum::<f64>();
+        let products: Vec<f64> = (0..k.rows()).into_par_iter().with_min_len(PIECE).map(product).collect();
+        if ranking {
+            return products;
+        }
+        let top = products.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        products.iter().map(|s| (s - top).exp()).collect()
+    }
+}
+
+/// Queries whose mean ranks the keys of a causal part, at most.
+const RECENT_QUERIES: usize = 256;
 
 /// The numbers of `0..n` outside `kept`, at the places `chosen` of their increasing order.
 fn complement(n: usize, kept: &[u32], chosen: &[usize]) -> Vec<u32> {
@@ -401,8 +529,8 @@ impl GroupPlan for PrescoredHyper {
         };
         let per_key = match self.params.score {
             Score::Leverage => 2 * d * d,
-            Score::Norm2 => 2 * d,
-            _ => 2 * d * (self.clusters() * (self.iters() + 1)) as u64,
+            Score::Norm2 | Score::MeanQuery => 2 * d,
+            _ => 2 * d * self.scores_per_key(),
         };
         Cost {
             setup_flops: 2 * (rows + all) * d * hashes as u64 + levels * all * per_key,
@@ -435,13 +563,22 @@ impl GroupPlan for PrescoredHyper {
         with_sinks(&mut group, sinks, |rest| {
             let key = rest.index.stream_key(self.params.seed).named("directions");
             let ranks = Ranks::new(rest.q, rest.k, self.params.hashes, key);
+            let (q, scale) = (rest.q, rest.scale);
+            let mean = |rows: std::ops::Range<usize>| match self.params.score {
+                Score::MeanQuery => MeanQuery::new(q, rows, scale),
+                _ => None,
+            };
             match rest.mask {
                 Mask::None => {
                     let whole = Rectangle::whole(rest);
-                    self.part(rest.reborrow(), &whole, &ranks, Assign::Balanced)
+                    let mean = mean(0..q.n_q());
+                    self.part(rest.reborrow(), &whole, &ranks, Assign::Balanced, mean.as_ref())
                 }
                 Mask::Causal => causalize(rest, n_min, &|part_rows, part| {
-                    part_rows.run(|group| self.part(group, &part, &ranks, Assign::Alone))
+                    // Earlier queries than any that attends here: none of them can tell of a later token.
+                    let first = part.rows.start;
+                    let mean = mean(first.saturating_sub(RECENT_QUERIES)..first);
+                    part_rows.run(|group| self.part(group, &part, &ranks, Assign::Alone, mean.as_ref()))
                 }),
             }
         })

@@ -169,9 +169,14 @@ impl Sorted<'_> {
         chunk.wrapping_mul(self.keys.len() as u32).wrapping_add(round as u32)
     }
 
+    /// Whether keys of other buckets are seen. With a causal mask chunks hold one bucket, and it makes no difference.
+    fn across(&self) -> bool {
+        self.params.across_buckets.unwrap_or(true)
+    }
+
     /// Whether query `i` may see key `j` as far as buckets of `round` go.
     fn fits(&self, round: usize, i: usize, j: usize) -> bool {
-        self.params.across_buckets || self.queries[round].codes[i] == self.keys[round].codes[j]
+        self.across() || self.queries[round].codes[i] == self.keys[round].codes[j]
     }
 }
 
@@ -220,7 +225,7 @@ impl<T: Real> BlockMask<T> for Sorted<'_> {
     fn enter(&self, b: usize, queries: &[u32], keys: &[u32]) -> Option<Block> {
         let own = &self.keys[self.round];
         let skip = self.params.merge == Merge::Union && self.round > 0;
-        if !skip && self.self_key.is_none() && self.params.across_buckets && !own.per_bucket {
+        if !skip && self.self_key.is_none() && self.across() && !own.per_bucket {
             return None;
         }
         let index = skip.then(|| {
@@ -257,7 +262,7 @@ impl<T: Real> BlockMask<T> for Sorted<'_> {
                 .filter(|(j, _)| **j == token)
                 .for_each(|(_, s)| *s = T::NEG_INFINITY);
         }
-        if !self.params.across_buckets {
+        if !self.across() {
             let seen = keys.iter().zip(logits.iter_mut()).enumerate();
             seen.filter(|(place, (j, _))| {
                 *place < block.foreign || !self.fits(self.round, query, **j as usize)
@@ -269,7 +274,7 @@ impl<T: Real> BlockMask<T> for Sorted<'_> {
                 self.for_each_chunk(t, chunks[row.place], |r, c| {
                     index.for_each(self.code(r, c), |place| {
                         let j = keys[place] as usize;
-                        if self.params.across_buckets || r == t && self.fits(t, query, j) {
+                        if self.across() || r == t && self.fits(t, query, j) {
                             logits[place] = T::NEG_INFINITY;
                         }
                     });

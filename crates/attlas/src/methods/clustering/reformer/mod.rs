@@ -14,7 +14,7 @@
 //! because it answers for any model) queries and keys are hashed by the same $W_r$, sorted apart, and cut into the same
 //! number of balanced chunks; logits carry the problem's scale and nothing is excluded.
 //!
-//! **Causal form.** Ranks in the whole order depend on later tokens. So that none can be felt, each bucket is a list of
+//! **Causal form.** Ranks in the whole order depend on later tokens. So that none leaks, each bucket is a list of
 //! positions that only grows, cut into chunks of $m$ as it fills; query $i$ sees the chunk that its rank in the bucket's
 //! list of older keys falls into, up to itself, and the `before` chunks ahead of it, all of its own bucket. In place of
 //! the neighbours from other buckets it sees the last `window` tokens (the public decoder fills up with recent tokens
@@ -34,12 +34,16 @@
 
 mod buckets;
 
+use crate::engine::moments::mean_of;
 use crate::engine::{
     ALWAYS_LEAKS, Buckets, FirstKeys, Join, always_leaks, attend_buckets, attend_subset, buckets_scratch_len,
     exact_group, exact_rows, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support};
+use crate::method::{
+    Accepted, Budget, Claims, Cost, Family, Law, Method, Needs, Promise, RunInfo, Spec, Status, Support,
+    Tunable, Withdrawn,
+};
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
@@ -59,15 +63,47 @@ pub static METHOD: Method = Method {
         exact_at: &[("block", Budget::NumKeys)],
         row_stochastic: true,
         deterministic: false,
+        drops: true,
         exponent: 1.0,
         needs: Needs::Training,
         except: &[
             (Law::QueriesAlone, "without a mask, a query's chunk is its rank among the queries"),
             (Law::KeyOrder, "inside a bucket, chunks are cut by position"),
         ],
+        withdrawn: &[
+            Withdrawn {
+                param: "keys",
+                value: "shared",
+                promise: Promise::ExactAt,
+                reason: "shared keys are normalised, and no token attends to itself",
+            },
+            Withdrawn {
+                param: "keys",
+                value: "shared",
+                promise: Promise::Softmax,
+                reason: "shared queries and keys are a model of their own",
+            },
+            Withdrawn {
+                param: "across_buckets",
+                value: "false",
+                promise: Promise::RowStochastic,
+                reason: "a query whose bucket holds no key is answered by zero",
+            },
+            Withdrawn {
+                param: "window",
+                value: "0",
+                promise: Promise::RowStochastic,
+                reason: "a causal query whose bucket holds no older key is answered by zero",
+            },
+            Withdrawn {
+                param: "centre",
+                value: "true",
+                promise: Promise::Law(Law::DecodeIsPrefill),
+                reason: "a stream is not given the queries of its prompt, so their mean is another one",
+            },
+        ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("rounds", "3"), ("block", "7"), ("sinks", "2")],
         &[("rounds", "2"), ("block", "7"), ("always", "20+33")],
@@ -77,13 +113,15 @@ pub static METHOD: Method = Method {
         &[("keys", "shared"), ("rounds", "2"), ("block", "6"), ("across_buckets", "false"), ("buckets", "4")],
         &[("keys", "shared"), ("rounds", "2"), ("block", "8"), ("merge", "multiset"), ("wrap", "true")],
         &[("rounds", "3"), ("block", "8"), ("wrap", "true"), ("buckets", "12")],
+        &[("rounds", "2"), ("block", "8"), ("centre", "true")],
+        &[("keys", "shared"), ("rounds", "2"), ("block", "8"), ("centre", "true")],
     ],
-    supports: |p, options| match Params::from_options(options) {
-        Ok(params) => supports(p, &params),
-        Err(_) => Support::yes(),
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(Reformer::new(Params::from_options(options)?).boxed(p)),
+    subsets: &[
+        &[("rounds", "2"), ("block", "6")],
+        &[("rounds", "1"), ("block", "5"), ("before", "0"), ("across_buckets", "false")],
+    ],
+    tunable: &[Tunable::budget("block")],
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -121,10 +159,15 @@ crate::params! {
         before: usize = 1, in 0..=1024;
         /// Chunks after its own that a token sees; without meaning for a causal mask.
         after: usize = 0, in 0..=1024;
-        /// Whether neighbours in other buckets are seen; never with a causal mask.
-        across_buckets: bool = true;
+        /// Whether neighbours in other buckets are seen; auto for true without a mask, and false with a causal one, which
+        /// has no form that sees them.
+        across_buckets: Option<bool> = None;
         /// Whether the first chunk of a round looks back into the last one of the round before, as public code does.
         wrap: bool = false;
+        /// Whether queries and keys are hashed without their means, each side without its own; with a causal mask, without
+        /// the mean of the rows so far. Queries and keys of trained models lie in cones around different directions, and
+        /// seldom share a bucket otherwise.
+        centre: bool = false;
         /// What a key counts that several rounds find.
         merge: Merge = Merge::Union;
         /// Factor of the inner products with normalised, shared keys.
@@ -141,25 +184,42 @@ crate::params! {
     }
 }
 
-fn supports(p: &Problem, params: &Params) -> Support {
-    let (causal, shared) = (p.mask == Mask::Causal, params.keys == Keys::Shared);
-    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
-        .and_unless(
-            shared && p.n_heads != p.n_kv_heads,
-            "keys = shared needs a key head for every query head: a query is its own key",
-        )
-        .and_unless(
-            shared && (p.n_q > p.n_k || !causal && p.n_q != p.n_k),
-            "keys = shared needs as many keys as queries, or more with a causal mask",
-        )
-        .and_unless(
-            shared && (params.sinks > 0 || !params.always.is_empty()),
-            "keys = shared has no sinks: every token is hashed; set sinks = 0 and always = none",
-        )
-        .and_unless(
-            causal && params.wrap,
-            "wrap looks into a chunk of other buckets, which depends on later tokens; set wrap = false for a causal mask",
-        )
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        let (causal, shared) = (p.mask == Mask::Causal, self.keys == Keys::Shared);
+        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
+            .and_unless(
+                shared && p.n_heads != p.n_kv_heads,
+                "keys = shared needs a key head for every query head: a query is its own key",
+            )
+            .and_unless(
+                shared && (p.n_q > p.n_k || !causal && p.n_q != p.n_k),
+                "keys = shared needs as many keys as queries, or more with a causal mask",
+            )
+            .and_unless(
+                shared && (self.sinks > 0 || !self.always.is_empty()),
+                "keys = shared has no sinks: every token is hashed; set sinks = 0 and always = none",
+            )
+            .and_unless(
+                causal && self.across_buckets == Some(true),
+                "which keys of other buckets are neighbours depends on later tokens; set across_buckets = auto or false for a \
+                 causal mask",
+            )
+            .and_unless(
+                shared && !p.near.is_none(),
+                "keys = shared takes a query for the key at its own place, which is near; set keys = separate for a near field",
+            )
+            .and_unless(
+                causal && self.wrap,
+                "wrap looks into a chunk of other buckets, which depends on later tokens; set wrap = false for a causal mask",
+            )
+    }
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Reformer::new(self))
+    }
 }
 
 /// The plan: rounds, chunks and merging.
@@ -170,7 +230,7 @@ pub struct Reformer {
 
 impl Reformer {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Self {
+    pub(crate) fn new(params: Params) -> Self {
         Self { params }
     }
 
@@ -195,6 +255,22 @@ impl Reformer {
     /// Keys older than the window of a query that sees `visible` keys: those it finds by hash.
     fn older(&self, visible: usize) -> usize {
         visible.saturating_sub(self.window() + usize::from(self.shared()))
+    }
+
+    /// The rows that are hashed: `x` itself, or in `out` without the mean of all rows or of those so far.
+    fn centre_into<'a, T: Real>(&self, x: MatRef<'a, T>, causal: bool, out: &'a mut [T]) -> MatRef<'a, T> {
+        if !self.params.centre {
+            return x;
+        }
+        let all = if causal { Vec::new() } else { mean_of(x) };
+        let mut so_far = Running::new(x.cols());
+        for (row, out) in x.iter_rows().zip(out.chunks_exact_mut(x.cols())) {
+            match causal {
+                true => so_far.centre_into(row, out),
+                false => subtract(row, &all, out),
+            }
+        }
+        MatRef::new(out, x.rows(), x.cols())
     }
 
     fn scale<T: Real>(&self, scale: T) -> T {
@@ -243,7 +319,8 @@ impl GroupPlan for Reformer {
         }
         let Params { block, before, after, .. } = self.params;
         let met = (1 + before + after).saturating_mul(block.min(p.n_k) + 1).min(p.n_k + block);
-        let unit = if self.shared() { p.n_k * p.d } else { 0 };
+        let unit = if self.shared() { p.n_k * p.d } else { 0 }
+            + if self.params.centre { (p.n_q + p.n_k) * p.d } else { 0 };
         let len = buckets_scratch_len(p.n_q, met, p.d, p.d_v, threads)
             + unit
             + threads * (WINDOW_ROWS * (p.d_v + 1) + 256)
@@ -275,11 +352,13 @@ impl GroupPlan for Reformer {
         }
         let k = if self.shared() { MatRef::new(&unit, n_k, d) } else { g.k };
         let hash = self.hash::<T>(g.index, d, n_k);
+        let mut centred = cx.scratch.take::<T>(if self.params.centre { n_k * d } else { 0 });
+        let hashed_k = self.centre_into(g.k, causal, &mut centred);
         let rounds = hash.as_ref().map_or(1, |h| h.rounds());
         let keys: Vec<KeyRound> = (0..rounds)
             .into_par_iter()
             .map(|r| {
-                let codes = hash.as_ref().map_or(vec![0; n_k], |h| h.codes(g.k, r));
+                let codes = hash.as_ref().map_or(vec![0; n_k], |h| h.codes(hashed_k, r));
                 KeyRound::new(
                     codes,
                     sinks,
@@ -290,8 +369,10 @@ impl GroupPlan for Reformer {
         let mut visited = self.start(&mut g, k, sinks);
         let (n_q, d_v, scale) = (g.n_q(), g.d_v(), self.scale(g.scale));
         let older: Option<Vec<usize>> = causal.then(|| (0..n_q).map(|i| self.older(g.visible(i))).collect());
+        let mut centred = cx.scratch.take::<T>(if self.params.centre { n_q * d } else { 0 });
         for h in 0..g.q.heads() {
             let q = g.q.head(h);
+            let hashed_q = self.centre_into(q, causal, &mut centred);
             let (queries, in_chunks): (Vec<QueryRound>, Vec<Buckets>) = keys
                 .par_iter()
                 .enumerate()
@@ -299,7 +380,7 @@ impl GroupPlan for Reformer {
                     let codes = match (&hash, self.shared()) {
                         (None, _) => vec![0; n_q],
                         (Some(_), true) => keys.codes()[n_k - n_q..].to_vec(),
-                        (Some(hash), false) => hash.codes(q, r),
+                        (Some(hash), false) => hash.codes(hashed_q, r),
                     };
                     let queries = match &older {
                         Some(older) => QueryRound::causal(codes, keys, older, block),
@@ -344,8 +425,35 @@ impl GroupPlan for Reformer {
             d: p.d,
             d_v: p.d_v,
             index,
+            key_mean: Running::new(p.d),
+            query_means: vec![Running::new(p.d); p.group_size()],
         }))
     }
+}
+
+/// The mean of the rows so far.
+#[derive(Clone, Debug)]
+struct Running {
+    count: f64,
+    mean: Vec<f64>,
+}
+
+impl Running {
+    fn new(d: usize) -> Self {
+        Self { count: 0.0, mean: vec![0.0; d] }
+    }
+
+    /// The next row without the mean of the rows so far, itself included: the direction is that without the mean of
+    /// the earlier ones.
+    fn centre_into<T: Real>(&mut self, row: &[T], out: &mut [T]) {
+        self.count += 1.0;
+        self.mean.iter_mut().zip(row).for_each(|(m, x)| *m += (x.to_f64() - *m) / self.count);
+        subtract(row, &self.mean, out);
+    }
+}
+
+fn subtract<T: Real>(row: &[T], mean: &[f64], out: &mut [T]) {
+    out.iter_mut().zip(row).zip(mean).for_each(|((o, x), m)| *o = T::from_f64(x.to_f64() - m));
 }
 
 fn normalise<T: Real>(row: &mut [T]) {
@@ -450,13 +558,21 @@ struct Lists<T> {
     d: usize,
     d_v: usize,
     index: GroupIndex,
+    /// Means of the keys and of the queries of each head so far, where rows are hashed without them.
+    key_mean: Running,
+    query_means: Vec<Running>,
 }
 
 impl<T: Real> GroupStream<T> for Lists<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
         let first = self.k.len() / self.d;
+        let mut centred = vec![T::ZERO; if self.plan.params.centre { k.rows() * self.d } else { 0 }];
+        for (row, out) in k.iter_rows().zip(centred.chunks_exact_mut(self.d)) {
+            self.key_mean.centre_into(row, out);
+        }
+        let hashed = if self.plan.params.centre { MatRef::new(&centred, k.rows(), self.d) } else { k };
         for (r, buckets) in self.buckets.iter_mut().enumerate() {
-            let codes = self.hash.as_ref().map_or(vec![0; k.rows()], |h| h.codes(k, r));
+            let codes = self.hash.as_ref().map_or(vec![0; k.rows()], |h| h.codes(hashed, r));
             for (j, &code) in (first..).zip(&codes) {
                 if j >= self.plan.params.sinks {
                     buckets[code as usize].push(j as u32);
@@ -494,11 +610,18 @@ impl<T: Real> GroupStream<T> for Lists<T> {
         let older = self.plan.older(n).max(sinks);
         let end = n - usize::from(shared && n > 0);
         let mut info = RunInfo::default();
+        let mut centred = vec![T::ZERO; if self.plan.params.centre { q.rows() * self.d } else { 0 }];
+        for ((row, mean), out) in
+            q.iter_rows().zip(&mut self.query_means).zip(centred.chunks_exact_mut(self.d))
+        {
+            mean.centre_into(row, out);
+        }
+        let hashed = if self.plan.params.centre { MatRef::new(&centred, q.rows(), self.d) } else { q };
         for (h, (out, lse)) in out.chunks_exact_mut(self.d_v).zip(lse).enumerate() {
             let mut met: Vec<usize> = Vec::new();
             for (r, buckets) in self.buckets.iter().enumerate() {
                 let code = match &self.hash {
-                    Some(hash) if !shared => hash.codes(q.sub_rows(h..h + 1), r)[0],
+                    Some(hash) if !shared => hash.codes(hashed.sub_rows(h..h + 1), r)[0],
                     _ => self.codes[r],
                 };
                 let list = &buckets[code as usize];

@@ -227,3 +227,27 @@ fn what_cannot_be_shared_is_refused() {
     assert!(METHOD.plan(&Problem::new(1, 100, 8).causal(), &Options::new().with("wrap", true)).is_err());
     assert!(METHOD.plan(&Problem::new(1, 100, 8), &shared.with("sinks", 2)).is_err());
 }
+
+#[test]
+fn a_centred_hash_does_not_depend_on_the_means() {
+    // A vector added to all keys changes no weight inside a row, and one added to all queries changes logits, not buckets.
+    for p in [
+        Problem { d_v: 3, ..Problem::new(2, 130, 6) },
+        Problem { d_v: 3, ..Problem::new(2, 130, 6).causal() },
+    ] {
+        let case = Case::gaussian(p, 12);
+        let mut moved = case.clone();
+        moved
+            .k
+            .chunks_exact_mut(6)
+            .for_each(|k| k.iter_mut().zip([4.0, -9.0, 2.0, 0.0, 7.0, 1.0]).for_each(|(k, c)| *k += c));
+        let run = |case: &Case, centre: bool| {
+            let options =
+                Options::new().with("rounds", 2).with("block", 8).with("window", 4).with("centre", centre);
+            run_method(&METHOD, &options, case).0
+        };
+        assert_rows_close(&run(&moved, true), &run(&case, true), 1e-9, "centred");
+        let (a, b) = (run(&moved, false), run(&case, false));
+        assert!(a.iter().zip(&b).any(|(a, b)| (a - b).abs() > 0.1), "the means matter to a plain hash");
+    }
+}

@@ -8,12 +8,12 @@ use super::{METHOD, Params, ROWS, Routing};
 use crate::engine::lane_sum;
 use crate::group::GroupIndex;
 use crate::method::Calibration;
-use crate::{Inputs, Mat, MatRef, Options, Problem, Qkv, Real, Result};
+use crate::{Inputs, Mat, MatRef, Problem, Qkv, Real, Result};
 use attlas_num::cluster::{Init, Metric, Options as KmeansOptions, kmeans};
 use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
 
-/// Rows per centroid that k-means sees where nothing else is asked for: more move the centroids very little.
+/// Rows per centroid that k-means sees by default: more move the centroids very little.
 pub(super) const ROWS_PER_CENTROID: usize = 128;
 
 pub(super) fn find_centroids<T: Real>(
@@ -30,6 +30,12 @@ pub(super) fn find_centroids<T: Real>(
     let mut drawn = Mat::zeros(most, rows.cols());
     rows.gather_into(key.named("samples").rng().subset(rows.rows(), most), drawn.data_mut());
     kmeans(drawn.as_ref(), None, options, Init::Rows, key).centroids
+}
+
+/// Inner products with centroids that [`find_centroids`] takes for as many rows.
+pub(super) fn centroid_scores(rows: usize, clusters: usize, params: &Params) -> u64 {
+    let rows = rows.min(params.samples.unwrap_or(clusters.saturating_mul(ROWS_PER_CENTROID)));
+    (rows * clusters * (params.iters + 1)) as u64
 }
 
 /// Subtracts the mean and divides by the standard deviation; a constant row becomes zero.
@@ -50,8 +56,7 @@ pub(super) fn norm_into<T: Real>(x: MatRef<'_, T>, out: &mut [T]) {
 }
 
 /// Learns unit centroids of every key head from the queries and keys of samples.
-pub(super) fn calibrate(p: &Problem, options: &Options, samples: &[Inputs<'_>]) -> Result<Calibration> {
-    let params = Params::from_options(options)?;
+pub(super) fn calibrate(params: &Params, p: &Problem, samples: &[Inputs<'_>]) -> Result<Calibration> {
     let mut calibration = Calibration::new(METHOD.id, p);
     for kv_head in 0..p.n_kv_heads {
         let mut rows: Vec<f64> = Vec::new();
@@ -66,7 +71,7 @@ pub(super) fn calibrate(p: &Problem, options: &Options, samples: &[Inputs<'_>]) 
         let plan = Routing { params: params.clone(), given: None };
         let clusters = plan.sizes(p.n_k, kv_head).clusters;
         let key = GroupIndex { batch: 0, kv_head }.stream_key(params.seed).named("routing calibration");
-        calibration.insert(format!("centroids.{kv_head}"), &find_centroids(rows, clusters, &params, key));
+        calibration.insert(format!("centroids.{kv_head}"), &find_centroids(rows, clusters, params, key));
     }
     Ok(calibration)
 }

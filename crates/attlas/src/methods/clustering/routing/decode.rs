@@ -127,7 +127,7 @@ impl<T: Real> GroupStream<T> for Lists<T> {
             let recent = list[list.len().saturating_sub(self.sizes.window)..].iter().map(|&j| j as usize);
             let met: Vec<usize> = (0..sinks).chain(recent).collect();
             *lse = attend_subset(q.row(h), k, v, &met, scale, &mut vec![T::ZERO; met.len()], out);
-            info.keys_visited += met.len() as u64;
+            info.keys_visited += (met.len() + centroids.rows()) as u64;
             if *lse == T::NEG_INFINITY {
                 *lse = self.plan.fallback().answer(q.row(h), k, v, n, scale, out);
                 info.fallback_rows += u64::from(*lse != T::NEG_INFINITY);

@@ -41,14 +41,15 @@ use crate::engine::{
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
-    Budget, Calibration, Claims, Cost, Family, Law, Method, Needs, RunInfo, Status, Support,
+    Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, Needs, Promise, RunInfo, Spec,
+    Status, Support, Tunable, Withdrawn,
 };
 use crate::params::Indices;
 use crate::{Mask, Mat, MatRef, Problem, Real, Result};
 use attlas_num::cluster::Metric;
 use attlas_num::cluster::kmeans::assign_into;
 use attlas_num::kernels::Band;
-use centroids::{ROWS_PER_CENTROID, norm_into};
+use centroids::{ROWS_PER_CENTROID, centroid_scores, norm_into};
 use decode::Lists;
 use groups::{BATCH, Recent, Routed, best_members};
 use rayon::prelude::*;
@@ -62,8 +63,8 @@ pub static METHOD: Method = Method {
     claims: Claims {
         decode: true,
         exact_at: &[("window", Budget::NumTokens)],
-        row_stochastic: false,
         deterministic: false,
+        drops: true,
         exponent: 1.5,
         needs: Needs::Training,
         except: &[
@@ -71,24 +72,39 @@ pub static METHOD: Method = Method {
             (Law::HeadsAlone, "centroids are found on the queries of all heads of a group"),
             (Law::KeyOrder, "k-means starts from random rows by number"),
         ],
+        withdrawn: &[
+            Withdrawn {
+                param: "fallback",
+                value: "zero",
+                promise: Promise::RowStochastic,
+                reason: "a query without a key is answered by zero",
+            },
+            Withdrawn {
+                param: "logits",
+                value: "layer_norm",
+                promise: Promise::ExactAt,
+                reason: "exact attention takes its logits from queries and keys as they are",
+            },
+            Withdrawn {
+                param: "logits",
+                value: "layer_norm",
+                promise: Promise::Softmax,
+                reason: "layer-normed queries and keys are a model of their own",
+            },
+        ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("clusters", "7"), ("window", "12"), ("prefix", "20"), ("sinks", "2"), ("samples", "50")],
         &[("clusters", "7"), ("window", "12"), ("sinks", "1"), ("always", "44+80")],
         &[("clusters", "6"), ("window", "15"), ("merge", "mean"), ("fallback", "zero"), ("prefix", "9")],
         &[("clusters", "9"), ("window", "9"), ("merge", "multiset"), ("assignment", "top_w")],
         &[("clusters", "9"), ("window", "4"), ("fallback", "sink_window"), ("prefix", "5"), ("iters", "2")],
+        &[("clusters", "7"), ("window", "12"), ("logits", "layer_norm"), ("prefix", "9")],
     ],
-    supports: |p, options| match Params::from_options(options) {
-        Ok(params) => supports(p, &params),
-        Err(_) => Support::yes(),
-    },
-    calibrate: Some(centroids::calibrate),
-    build: |p, options, calibration| {
-        Ok(Routing::new(Params::from_options(options)?, p, calibration)?.boxed(p))
-    },
+    subsets: &[&[("clusters", "5"), ("window", "6"), ("prefix", "8")]],
+    tunable: &[Tunable::budget("window")],
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -169,30 +185,39 @@ crate::params! {
     }
 }
 
-fn supports(p: &Problem, params: &Params) -> Support {
-    let causal = p.mask == Mask::Causal;
-    let Params { assignment, fallback, .. } = params;
-    Support::unless(always_leaks(p, params.sinks, &params.always), ALWAYS_LEAKS)
-        .and_unless(
-            causal && *assignment == Some(Assignment::TopW),
-            "top_w over a sequence depends on later tokens; use assignment = nearest_recent for a causal mask",
-        )
-        .and_unless(
-            !causal && *assignment == Some(Assignment::NearestRecent),
-            "nearest_recent needs a causal mask; use assignment = top_w",
-        )
-        .and_unless(
-            causal && *fallback == Some(Unrouted::NearestCentroid),
-            "with a causal mask a query is at its best centroid already; use fallback = self_key, sink_window or zero",
-        )
-        .and_unless(
-            !causal && matches!(fallback, Some(Unrouted::SelfKey | Unrouted::SinkWindow)),
-            "self_key and sink_window need a causal mask; use fallback = nearest_centroid or zero",
-        )
-        .and_unless(
-            params.merge == Merge::Mean && (params.sinks > 0 || !params.always.is_empty()),
-            "an average over groups cannot be merged with sinks; use merge = union, or sinks = 0 and always = none",
-        )
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+    const CALIBRATE: Option<Learn<Self>> = Some(centroids::calibrate);
+
+    fn supports(&self, p: &Problem) -> Support {
+        let causal = p.mask == Mask::Causal;
+        let Params { assignment, fallback, .. } = self;
+        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
+            .and_unless(
+                causal && *assignment == Some(Assignment::TopW),
+                "top_w over a sequence depends on later tokens; use assignment = nearest_recent for a causal mask",
+            )
+            .and_unless(
+                !causal && *assignment == Some(Assignment::NearestRecent),
+                "nearest_recent needs a causal mask; use assignment = top_w",
+            )
+            .and_unless(
+                causal && *fallback == Some(Unrouted::NearestCentroid),
+                "with a causal mask a query is at its best centroid already; use fallback = self_key, sink_window or zero",
+            )
+            .and_unless(
+                !causal && matches!(fallback, Some(Unrouted::SelfKey | Unrouted::SinkWindow)),
+                "self_key and sink_window need a causal mask; use fallback = nearest_centroid or zero",
+            )
+            .and_unless(
+                self.merge == Merge::Mean && (self.sinks > 0 || !self.always.is_empty()),
+                "an average over groups cannot be merged with sinks; use merge = union, or sinks = 0 and always = none",
+            )
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Routing::new(self, x.problem, x.calibration)
+    }
 }
 
 /// The plan: parameters, and centroids where a calibration gave them.
@@ -213,7 +238,7 @@ struct Sizes {
 
 impl Routing {
     /// A plan with these parameters and, where there is one, with the centroids of a calibration.
-    pub fn new(params: Params, p: &Problem, calibration: Option<&Calibration>) -> Result<Self> {
+    pub(crate) fn new(params: Params, p: &Problem, calibration: Option<&Calibration>) -> Result<Self> {
         let load = |c: &Calibration| (0..p.n_kv_heads).map(|h| c.matrix(&format!("centroids.{h}"))).collect();
         Ok(Self { params, given: calibration.map(load).transpose()? })
     }
@@ -326,6 +351,9 @@ impl GroupPlan for Routing {
         norm_q.chunks_exact_mut(n_q * d).enumerate().for_each(|(h, out)| norm_into(g.q.head(h), out));
         norm_into(g.k, norm_k);
         let normed = MatRef::new(&normed, heads * n_q + n_k, d);
+        let fitted = if causal { sizes.prefix.min(n_k) } else { heads * n_q + n_k };
+        let found =
+            if self.given.is_none() { centroid_scores(fitted, sizes.clusters, &self.params) } else { 0 };
         let info = if causal {
             let keys = heads * n_q..heads * n_q + sizes.prefix.min(n_k);
             let centroids = self.centroids(normed.sub_rows(keys), sizes, g.index);
@@ -335,7 +363,8 @@ impl GroupPlan for Routing {
             self.top_w(&mut g, normed, &centroids, sizes)
         };
         let empty_rows = g.lse.iter().filter(|l| **l == T::NEG_INFINITY).count() as u64;
-        Ok(RunInfo { empty_rows, rank: Some(sizes.clusters), ..info })
+        let setup_scores = found + (n_k * sizes.clusters) as u64;
+        Ok(RunInfo { empty_rows, rank: Some(sizes.clusters), setup_scores, ..info })
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
@@ -390,6 +419,7 @@ impl Routing {
             let q = if self.raw() { g.q.head(h) } else { norm_q };
             info.keys_visited += self.start(g, q, k, h, sinks);
             let queries = best_members(norm_q, 0, centroids.as_ref(), w, cx);
+            info.keys_visited += (n_q * centroids.rows()) as u64;
             let routed = Routed::new(&queries, &keys, n_q, n_k, self.params.merge == Merge::Union);
             let round = Buckets::new(queries.concat(), (0..=queries.len()).map(|c| c * w).collect());
             let rows = h * n_q..(h + 1) * n_q;
@@ -402,6 +432,7 @@ impl Routing {
             }
             let mut labels = vec![0; n_q];
             assign_into(norm_q, centroids.as_ref(), Metric::Spherical, &mut labels);
+            info.keys_visited += (n_q * centroids.rows()) as u64;
             let mut blocks = vec![u32::MAX; n_q];
             lost.iter().for_each(|&i| blocks[i as usize] = labels[i as usize]);
             let round = Buckets::from_blocks(&blocks, keys.len());
@@ -438,6 +469,7 @@ impl Routing {
             info.keys_visited += self.start(g, q, k, h, sinks);
             let mut labels = vec![0; n_q];
             assign_into(norm_q, centroids.as_ref(), Metric::Spherical, &mut labels);
+            info.keys_visited += (n_q * centroids.rows()) as u64;
             let queries = recent.place(&labels, &visible, exact);
             let round = Buckets::from_blocks(&queries.blocks, recent.blocks());
             let rows = h * n_q..(h + 1) * n_q;

@@ -256,7 +256,7 @@ fn a_calibration_gives_the_centroids_of_its_samples() {
     let view = |x| TensorRef::bhnd(x, [1, 1, 2048, 64]).unwrap();
     let x = Qkv::new(view(&case.q), view(&case.k), view(&case.v));
     let options = Options::new().with("clusters", 64);
-    let calibration = calibrate(&p, &options, &[Inputs::F64(x)]).unwrap();
+    let calibration = calibrate(&Params::from_options(&options).unwrap(), &p, &[Inputs::F64(x)]).unwrap();
     let centroids = calibration.matrix("centroids.0").unwrap();
     assert!(centroids.rows() <= 64 && centroids.rows() > 32);
     for c in 0..centroids.rows() {

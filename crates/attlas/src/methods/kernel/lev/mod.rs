@@ -12,10 +12,11 @@
 //! block: every row sees at least its `window` nearest.
 //!
 //! *Causally* one set from all keys would leak. Rows of a block see the set of the prefix before the block and their own
-//! block. For $p = 2$ scores of a prefix only fall as keys arrive, so the set $\{\tau_j \ge \varepsilon\}$ is kept exactly by rank-one
-//! updates of $P = (K^\top K + \lambda I)^{-1}$, $\lambda = 10^{-6} \|k\|^2$ of the first key, recomputed every 4096 keys. For other $p$ the score
-//! is the bound $t^{p/2-1} \tau_j^{p/2}$, and with `keys` the smallest score is dropped as keys arrive: heuristics, since a dropped
-//! key could deserve to come back.
+//! block. The leverage scores $\tau_j$ of a prefix only fall as keys arrive; rank-one updates of
+//! $P = (K^\top K + \lambda I)^{-1}$, $\lambda = 10^{-6} \|k\|^2$ of the first key, keep them, and they are recomputed every 4096 keys. For
+//! $p \le 2$ a weight is at most $\tau_j^{p/2}$, so the set $\{\tau_j^{p/2} \ge \varepsilon\}$ holds every key of a weight of at least
+//! $\varepsilon$. For $p > 2$ the bound is $t^{p/2-1} \tau_j^{p/2}$ after $t$ keys, and with `keys` the smallest score is dropped as
+//! keys arrive: both are heuristics, since a dropped key could deserve to come back.
 //!
 //! **Reference.** kannan2025; cohen2015 for Lewis weights. Errata of the survey: $U$ depends on $K$ and is universal over
 //! queries only; the guarantee is for the full normaliser, and `over_u` inflates weights; bounds are in $d$, the head's
@@ -23,7 +24,7 @@
 //!
 //! **Cost.** $4 n_k d^2$ for leverage (times iterations for $p \ne 2$), then $2 n_q |U| (d + d_v)$; causally $n_k (4 d^2 + 2|U| d)$.
 //!
-//! **Guarantees.** Any exact weight of at least $\varepsilon$ belongs to a kept key (tested); `keys_needed` in `figures` says how
+//! **Guarantees.** Any exact weight of at least $\varepsilon$ belongs to a kept key, causally for $p \le 2$ (tested); `keys_needed` in `figures` says how
 //! many keys that takes for $\varepsilon$ = `target_error`. With all keys kept and `over_u` it is
 //! polynomial attention. It does not approximate softmax, and the mass outside $U$ can be close to one.
 //!
@@ -40,7 +41,7 @@ mod universal;
 use crate::engine::exact_scratch_bytes;
 use crate::engine::poly_state::{GEMM_SCRATCH_BYTES, PowerKernel};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Claims, Cost, Family, Law, Method, Needs, RunInfo, Support};
+use crate::method::{Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Support, Tunable};
 use crate::{Mask, Problem, Real, Result};
 use attlas_num::kernels::dot;
 use attlas_num::randla::lewis_scratch_bytes;
@@ -67,7 +68,6 @@ pub static METHOD: Method = Method {
         except: &[(Law::KeyOrder, "windows go by position, and sampled normalisers draw by index")],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("keys", "10"), ("block", "16")],
         &[("eps", "0.2"), ("normaliser", "exact2"), ("block", "8")],
@@ -76,12 +76,8 @@ pub static METHOD: Method = Method {
         &[("keys", "9"), ("degree", "3"), ("window", "12"), ("block", "8")],
         &[("eps", "0.1"), ("degree", "1.5"), ("block", "32")],
     ],
-    supports: |p, options| match Params::from_options(options) {
-        Ok(params) => params.support(p),
-        Err(_) => Support::yes(),
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(Lev::new(p, Params::from_options(options)?)?.boxed(p)),
+    tunable: &[Tunable::budget("keys")],
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -114,6 +110,18 @@ crate::params! {
         target_error: f64 = 0.1, in 1e-6..=1.0;
         /// Stream of a sampled normaliser.
         seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        self.support(p)
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Lev::new(x.problem, self)
     }
 }
 
@@ -169,7 +177,7 @@ pub struct Lev {
 
 impl Lev {
     /// A plan with these parameters.
-    pub fn new(problem: &Problem, params: Params) -> Result<Self> {
+    pub(crate) fn new(problem: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         let kernel = PowerKernel { scale: problem.scale, shift: 0.0, power: params.degree };
         Ok(Self { params, kernel })
@@ -189,7 +197,8 @@ impl GroupPlan for Lev {
         let keys = (p.batch * p.n_kv_heads * p.n_k) as u64;
         let rows = (p.batch * p.n_heads * p.n_q) as u64;
         let kept = match self.params.eps {
-            Some(eps) => ((p.d as f64 / eps) as usize).min(p.n_k),
+            // Leverage scores sum to at most d, and those of kept keys are at least ε^(2/p).
+            Some(eps) => ((p.d as f64 / eps.powf((2.0 / self.params.degree).max(1.0))) as usize).min(p.n_k),
             None => self.params.keys.min(p.n_k),
         };
         let d2 = (p.d * p.d) as u64;

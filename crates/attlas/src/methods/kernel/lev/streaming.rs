@@ -1,9 +1,13 @@
-//! The set of a growing prefix, for $p = 2$ exactly.
+//! The set of a growing prefix: every key whose weight may reach the threshold, for $p \le 2$.
 //!
 //! With $P = (K^\top K + \lambda I)^{-1}$ over the keys so far, the score of a kept key is $\tau_j = k_j^\top P k_j$. A new key $k$,
 //! $u = Pk$, $g = 1 + k^\top u$, changes it by the rank-one formula of Sherman and Morrison: $P \leftarrow P - uu^\top/g$, hence
 //! $\tau_j \leftarrow \tau_j - \langle k_j, u\rangle^2/g$, and $\tau = k^\top u / g$ for the key itself. Scores only fall, so a key below the
 //! threshold can go for good.
+//!
+//! The threshold is compared with $\tau_j^{p/2}$ for $p \le 2$, a bound of the weight: $\sum_l |x_l|^p \ge (\sum_l x_l^2)^{p/2}$, hence
+//! $|x_j|^p / \sum_l |x_l|^p \le (x_j^2 / \sum_l x_l^2)^{p/2} \le \tau_j^{p/2}$. For $p > 2$ the bound is $t^{p/2-1} \tau_j^{p/2}$ after
+//! $t$ keys, which may grow again.
 
 use super::Params;
 use super::normaliser::add_outer;
@@ -117,8 +121,8 @@ impl StreamingSet {
 
     /// Drops what is below the threshold, or the smallest scores past the number to keep.
     fn drop_light(&mut self) {
-        let factor = if self.degree > 2.0 { (self.seen as f64).powf(0.5 * self.degree - 1.0) } else { 1.0 };
-        let power = if self.degree > 2.0 { 0.5 * self.degree } else { 1.0 };
+        let power = 0.5 * self.degree;
+        let factor = if power > 1.0 { (self.seen as f64).powf(power - 1.0) } else { 1.0 };
         let mut t = 0;
         while t < self.index.len() {
             let light = match self.eps {

@@ -67,6 +67,27 @@ fn every_heavy_weight_belongs_to_a_kept_key() {
 }
 
 #[test]
+fn a_causal_set_of_degree_one_keeps_every_heavy_key() {
+    // One long key and nine short ones: each short one has a weight of 0.1/1.9 > 0.05 even at the end, and a leverage of
+    // less than 0.01.
+    let n = 10;
+    let p = Problem { d_v: n, ..Problem::new(1, n, 1).causal() };
+    let mut x = Case::gaussian(p, 4);
+    x.k.fill(0.1);
+    x.k[0] = 1.0;
+    x.v.iter_mut().enumerate().for_each(|(i, v)| *v = f64::from(u8::from(i / n == i % n)));
+    let o = run(&x, &Options::new().with("degree", 1.0).with("eps", 0.05).with("block", 1usize));
+    for i in 0..n {
+        let total: f64 = x.k[..=i].iter().sum();
+        for j in 0..=i {
+            let weight = x.k[j] / total;
+            assert!(weight >= 0.05);
+            assert!((o[i * n + j] - weight).abs() < 1e-12, "row {i}, key {j}: {} for {weight}", o[i * n + j]);
+        }
+    }
+}
+
+#[test]
 fn the_exact_normaliser_is_the_full_sum() {
     let p = Problem { d_v: 1, ..Problem::new(1, 70, 4) };
     for p in [p, p.causal()] {

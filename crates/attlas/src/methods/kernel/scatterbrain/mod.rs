@@ -43,7 +43,8 @@ use crate::engine::linear::{self, Directions, ErrorModel, Positive};
 use crate::engine::{exact_group, exact_scratch_bytes, tile_logits_len};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
-    Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Status, Support, Withdrawn,
+    Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
+    Withdrawn,
 };
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::{ExpFeatures, Exponent, optimal_a};
@@ -97,7 +98,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("keys", "8"), ("features", "192")],
         &[("keys", "5"), ("support", "window"), ("features", "129"), ("map", "oprf")],
@@ -106,17 +106,8 @@ pub static METHOD: Method = Method {
         &[("keys", "0"), ("directions", "hadamard")],
         &[("keys", "3"), ("directions", "orthogonal_regularised")],
     ],
-    supports: |p, options| {
-        match Params::from_options(options) {
-        Ok(params) => params.directions.supports(p).and_unless(
-            p.mask == Mask::Causal && params.sparse(p.mask) != Sparse::Window,
-            "clusters and largest scores are those of all keys, which a causal row may not see: use support = window",
-        ),
-        Err(_) => Support::yes(),
-    }
-    },
-    calibrate: None,
-    build: |p, options, _| Ok(Scatterbrain::new(p, Params::from_options(options)?).boxed(p)),
+    tunable: &[Tunable::budget("keys")],
+    ..Method::of::<Params>()
 };
 
 crate::choices! {
@@ -166,6 +157,21 @@ crate::params! {
     }
 }
 
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn supports(&self, p: &Problem) -> Support {
+        self.directions.supports(p).and_unless(
+            p.mask == Mask::Causal && self.sparse(p.mask) != Sparse::Window,
+            "clusters and largest scores are those of all keys, which a causal row may not see: use support = window",
+        )
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Scatterbrain::new(x.problem, self))
+    }
+}
+
 impl Params {
     fn sparse(&self, mask: Mask) -> Sparse {
         match (self.support, mask) {
@@ -208,7 +214,7 @@ struct Estimate<T> {
 
 impl Scatterbrain {
     /// With these parameters.
-    pub fn new(p: &Problem, params: Params) -> Self {
+    pub(crate) fn new(p: &Problem, params: Params) -> Self {
         Self { params, scale: p.scale, d: p.d }
     }
 

@@ -8,13 +8,12 @@ use super::projections::wrong;
 use super::{METHOD, Params};
 use crate::engine::pool::{Segments, landmark_weights, log_lens, pool_rows};
 use crate::method::Calibration;
-use crate::{Inputs, MatRef, Options, Problem, Qkv, Real, Result, Workspace};
+use crate::{Inputs, MatRef, Problem, Qkv, Real, Result, Workspace};
 use attlas_num::Mat;
 use attlas_num::linalg::{self, Op, psd_factor};
 
 /// Learns $F$ of every key head from inputs of the problem's length.
-pub(super) fn calibrate(p: &Problem, options: &Options, samples: &[Inputs<'_>]) -> Result<Calibration> {
-    let params = Params::from_options(options)?;
+pub(super) fn calibrate(params: &Params, p: &Problem, samples: &[Inputs<'_>]) -> Result<Calibration> {
     if samples.is_empty() || p.n_k == 0 {
         return Err(wrong("at least one sample with at least one key", "none"));
     }

@@ -39,8 +39,11 @@ pub use projections::{Sharing, with_projections};
 use crate::engine::pool::{Segments, log_lens, pool_rows, pool_scratch_bytes};
 use crate::engine::{exact_group, exact_rows, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Budget, Calibration, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
-use crate::{Error, Mask, MatRef, Options, Problem, Real, Result};
+use crate::method::{
+    Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, Promise, RunInfo, Spec, Status,
+    Support, Tunable, Withdrawn,
+};
+use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::Band;
 use causal::Pooled;
 use projections::{CHUNK, Mix, copy_row, gaussian_row, multiply};
@@ -54,33 +57,34 @@ pub static METHOD: Method = Method {
     claims: Claims {
         decode: true,
         exact_at: &[("rank", Budget::NumKeys)],
-        row_stochastic: false,
         deterministic: false,
         exponent: 1.0,
         except: &[(Law::KeyOrder, "keys are mixed according to their positions")],
+        withdrawn: &[
+            Withdrawn {
+                param: "source",
+                value: "*",
+                promise: Promise::RowStochastic,
+                reason: "matrices that mix values may have entries of either sign",
+            },
+            Withdrawn {
+                param: "source",
+                value: "learned",
+                promise: Promise::ExactAt,
+                reason: "trained matrices have the rank that they were trained with",
+            },
+        ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("rank", "8")],
         &[("rank", "31")],
         &[("rank", "1")],
         &[("rank", "12"), ("source", "gaussian")],
     ],
-    supports,
-    calibrate: Some(fit::calibrate),
-    build: |p, options, calibration| {
-        Ok(Linformer::new(p, Params::from_options(options)?, calibration)?.boxed(p))
-    },
+    tunable: &[Tunable::budget("rank")],
+    ..Method::of::<Params>()
 };
-
-fn supports(p: &Problem, options: &Options) -> Support {
-    let source = Params::from_options(options).map_or(Source::Pool, |params| params.source);
-    Support::unless(
-        p.mask == Mask::Causal && source != Source::Pool,
-        "the projection mixes later keys into all of its rows, so a causal mask cannot be honoured: use source = pool",
-    )
-}
 
 crate::choices! {
     /// Where the projections come from.
@@ -100,7 +104,7 @@ crate::params! {
     /// Parameters of [`Linformer`].
     pub struct Params {
         /// Mixed keys and values that stand for all of them; exact attention where they reach the number of keys.
-        /// Learned and fitted matrices bring their own.
+        /// Learned matrices bring their own; a fit must have been made for the same number.
         rank: usize = 256, in 1..=1 << 20;
         /// Where the projections come from: pool (means over segments), learned, fitted or gaussian.
         source: Source = Source::Pool;
@@ -108,6 +112,22 @@ crate::params! {
         ridge: f64 = 1e-6, in 0.0..=1.0;
         /// Stream of the random projection. Used by gaussian alone.
         seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+    const CALIBRATE: Option<Learn<Self>> = Some(fit::calibrate);
+
+    fn supports(&self, p: &Problem) -> Support {
+        Support::unless(
+            p.mask == Mask::Causal && self.source != Source::Pool,
+            "the projection mixes later keys into all of its rows, so a causal mask cannot be honoured: use source = pool",
+        )
+    }
+
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Linformer::new(x.problem, self, x.calibration)
     }
 }
 
@@ -125,7 +145,7 @@ const BLOCK_ROWS: usize = 256;
 
 impl Linformer {
     /// A plan with these parameters and, for learned and fitted sources, what was learnt.
-    pub fn new(problem: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
+    pub(crate) fn new(problem: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
         params.validate()?;
         let need = |what: &str| Error::Unsupported {
             method: METHOD.id.into(),
@@ -135,7 +155,7 @@ impl Linformer {
             Source::Pool => Mix::Pool,
             Source::Gaussian => Mix::Gaussian,
             Source::Learned => Mix::learned(problem, calibration.ok_or_else(|| need("learned"))?)?,
-            Source::Fitted => Mix::fitted(problem, calibration.ok_or_else(|| need("fitted"))?)?,
+            Source::Fitted => Mix::fitted(problem, params.rank, calibration.ok_or_else(|| need("fitted"))?)?,
         };
         let segment_len = problem.n_k.div_ceil(params.rank).max(1);
         Ok(Self { params, mix, segment_len })
@@ -204,7 +224,7 @@ impl GroupPlan for Linformer {
         let rank = self.rank(p.n_k, 0) as u64;
         let bytes = 4 * ((p.batch * p.n_heads * p.n_q) as u64 + keys) * width;
         let pairs = match (&self.mix, p.mask) {
-            (Mix::Pool | Mix::Gaussian, _) if self.params.rank >= p.n_k => p.visible_pairs(),
+            (Mix::Pool | Mix::Gaussian | Mix::Fitted(_), _) if self.params.rank >= p.n_k => p.visible_pairs(),
             (_, Mask::Causal) => heads * p.n_q as u64 * (rank + self.segment_len as u64).div_ceil(2),
             _ => heads * p.n_q as u64 * rank,
         };
@@ -219,7 +239,7 @@ impl GroupPlan for Linformer {
     fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
         let largest = (0..p.n_kv_heads).map(|g| self.rank(p.n_k, g)).max().unwrap_or(0);
         let mixed = largest * (p.d + p.d_v) * size + 128;
-        let chunk = threads * (CHUNK * p.n_k * size + 64);
+        let chunk = threads * (CHUNK * p.n_k * size + 64) + p.n_k * size + 64;
         let block = threads * (BLOCK_ROWS * (p.d_v + 1) * size + 128);
         exact_scratch_bytes(p, threads, size)
             + mixed
@@ -232,7 +252,7 @@ impl GroupPlan for Linformer {
         if g.n_k() == 0 {
             return Ok(g.fill_empty());
         }
-        let own_model = matches!(self.mix, Mix::Learned(_) | Mix::Fitted(_));
+        let own_model = matches!(self.mix, Mix::Learned(_));
         if !own_model && self.params.rank >= g.n_k() {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
         }

@@ -119,14 +119,16 @@ impl Mix {
         Ok(Mix::Learned(heads))
     }
 
-    pub(super) fn fitted(p: &Problem, calibration: &Calibration) -> Result<Self> {
+    pub(super) fn fitted(p: &Problem, rank: usize, calibration: &Calibration) -> Result<Self> {
+        let rank = rank.min(p.n_k);
         let heads = (0..p.n_kv_heads)
             .map(|g| {
                 let f = calibration.matrix(&format!("fitted.{g}"))?;
-                if f.cols() == p.n_k && f.rows() <= p.n_k && f.rows() > 0 {
+                if f.cols() == p.n_k && f.rows() == rank {
                     Ok(f)
                 } else {
-                    Err(wrong(format!("a fit for {} keys", p.n_k), format!("one for {}", f.cols())))
+                    let fit = |keys: usize, rank: usize| format!("a fit of rank {rank} for {keys} keys");
+                    Err(wrong(fit(p.n_k, rank), fit(f.cols(), f.rows())))
                 }
             })
             .collect::<Result<_>>()?;
@@ -156,6 +158,14 @@ pub(super) fn multiply<T: Real>(
     out: &mut [T],
 ) {
     let (n, width) = (x.rows(), x.cols());
+    // The product with a single column rounds by its stride: give it the same one in every layout.
+    let mut column = cx.scratch.take::<T>(if width == 1 { n } else { 0 });
+    let x = if width == 1 {
+        x.gather_into(0..n, &mut column);
+        MatRef::new(&column, n, 1)
+    } else {
+        x
+    };
     out.par_chunks_mut(CHUNK * width).with_max_len(1).enumerate().for_each(|(c, out)| {
         let rows = out.len() / width;
         let mut e = cx.scratch.take::<T>(rows * n);

@@ -5,7 +5,7 @@ use crate::testkit::{
     Case, How, Ran, assert_rows_close, assert_same_bits, check_method, golden, reference, run_method,
     run_with,
 };
-use crate::{Qkv, TensorRef, Workspace, metrics};
+use crate::{Options, Qkv, TensorRef, Workspace, metrics};
 use attlas_num::rng::StreamKey;
 use attlas_num::{Mat, linalg};
 
@@ -125,7 +125,7 @@ fn the_stream_holds_means_and_one_segment() {
     let x = Case::gaussian(p, 4);
     let view = TensorRef::bhnd(&x.k, [1, 1, 100, 4]).unwrap();
     let mut ws = Workspace::single().unwrap();
-    stream.push(&Qkv::new(view, view, view).into(), &mut ws).unwrap();
+    stream.push(view.into(), view.into(), &mut ws).unwrap();
     assert_eq!(stream.state_bytes(), 8 * (9 * (4 + 4 + 1) + 10 * (4 + 4)));
 }
 
@@ -251,7 +251,8 @@ fn a_padded_sequence_is_pooled_where_the_fit_was_for_another_length() {
         let out = crate::Out::new(crate::TensorMut::bhnd(&mut o, [1, 1, 24, 3]).unwrap());
         let mut ws = Workspace::single().unwrap();
         let info = plan.execute(&qkv.into(), &mut out.into(), &mut ws).unwrap();
-        assert_eq!(info.fallback_rows, 24);
+        // With no more keys than rows of the projection attention is exact.
+        assert_eq!(info.fallback_rows, if n > 9 { 24 } else { 0 });
         assert_rows_close(&o, &want, 1e-13, &format!("{n} of 24 keys"));
     }
 }
@@ -266,6 +267,37 @@ fn the_fit_of_as_many_rows_as_keys_is_the_identity() {
         1e-9,
         "F = I",
     );
+}
+
+#[test]
+fn a_fit_of_another_rank_is_refused_and_one_of_all_keys_is_exact() {
+    let x = Case::gaussian(Problem::new(2, 24, 8).with_kv_heads(1), 10);
+    let set = |rank: &str| options(&[("rank", rank), ("source", "fitted")]);
+    let made = fit(&x, &set("3"));
+    assert!(METHOD.plan_with(&x.problem, &set("3"), Some(&made)).is_ok());
+    for rank in ["2", "24", "65"] {
+        let refused = METHOD.plan_with(&x.problem, &set(rank), Some(&made));
+        assert!(matches!(refused, Err(Error::Calibration { .. })), "rank {rank}");
+    }
+    let exact = crate::registry::method("exact").unwrap();
+    let want = run_method(exact, &Options::new(), &x);
+    for rank in ["24", "65"] {
+        let ran = run_calibrated(&set(rank), &fit(&x, &set(rank)), &x);
+        assert_same_bits(&ran.o, &want.0, "as many rows as keys");
+        assert_same_bits(&ran.lse, &want.1, "as many rows as keys");
+    }
+}
+
+#[test]
+fn a_single_column_has_the_same_bits_in_either_layout() {
+    let x = Case::gaussian(Problem::new(3, 65, 1).with_kv_heads(3), 11);
+    for source in ["fitted", "gaussian"] {
+        let set = options(&[("rank", "9"), ("source", source)]);
+        let plan = METHOD.plan_with(&x.problem, &set, Some(&fit(&x, &set))).unwrap();
+        let heads = run_with(&*plan, &x, How::default()).unwrap();
+        let tokens = run_with(&*plan, &x, How { token_major: true, ..How::default() }).unwrap();
+        assert_same_bits(&tokens.o, &heads.o, source);
+    }
 }
 
 #[test]

@@ -233,7 +233,7 @@ impl<T: Real> GroupStream<T> for Split<T> {
         Ok(RunInfo {
             rank: Some(r),
             figures: [("kept_keys", kept as f64 / heads.max(1) as f64)].into(),
-            ..RunInfo::visited((heads * n) as u64)
+            ..RunInfo::visited((heads * n + kept) as u64)
         })
     }
 

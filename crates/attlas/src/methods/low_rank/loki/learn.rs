@@ -3,7 +3,7 @@
 use super::{Basis, METHOD, Params, wrong};
 use crate::engine::moments::Moments;
 use crate::method::Calibration;
-use crate::{Inputs, Options, Problem, Qkv, Real, Result};
+use crate::{Inputs, Problem, Qkv, Real, Result};
 use attlas_num::Mat;
 use attlas_num::linalg::{self, matmul, matmul_nt, symmetric_eigen};
 
@@ -77,8 +77,7 @@ impl Calibrator {
 }
 
 /// The registry's way to a calibration.
-pub(super) fn calibrate(p: &Problem, options: &Options, samples: &[Inputs<'_>]) -> Result<Calibration> {
-    let params = Params::from_options(options)?;
+pub(super) fn calibrate(params: &Params, p: &Problem, samples: &[Inputs<'_>]) -> Result<Calibration> {
     let mut calibrator = Calibrator::new(p);
     samples.iter().try_for_each(|x| calibrator.update(x))?;
     calibrator.finish(params.basis)

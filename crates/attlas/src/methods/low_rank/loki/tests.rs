@@ -24,7 +24,7 @@ fn learn(x: &Case, set: &Options) -> Calibration {
         view(&x.k, p.n_kv_heads, p.n_k, p.d),
         view(&x.v, p.n_kv_heads, p.n_k, p.d_v),
     );
-    calibrate(&p, set, &[sample.into()]).unwrap()
+    calibrate(&Params::from_options(set).unwrap(), &p, &[sample.into()]).unwrap()
 }
 
 fn run_on(x: &Case, set: &Options, c: &Calibration) -> Ran {
@@ -47,10 +47,10 @@ fn reproduces_the_golden_values() {
     let c = learn(&x, &Options::new());
     let lambda = c.matrix("lambda.0").unwrap();
     golden::assert_close(lambda.data(), &[0.6632171615, 0.6272937508, 0.6125413700, 0.3059523441]);
-    let ran = run(&x, &[("rank", "2"), ("keys", "3")]);
+    let ran = run(&x, &[("rank", "2"), ("keys", "3"), ("basis", "pca")]);
     golden::assert_row(&ran.o, 0, &[0.5300664790, 0.3687341645, 0.2716848310]);
     golden::assert_fro(&ran.o, 2.4450529879);
-    let ran = run(&x, &[("rank", "1"), ("keys", "2")]);
+    let ran = run(&x, &[("rank", "1"), ("keys", "2"), ("basis", "pca")]);
     golden::assert_row(&ran.o, 0, &[0.4475320631, 0.4925208877, 0.5203660986]);
     golden::assert_fro(&ran.o, 2.9071623862);
 }
@@ -274,8 +274,10 @@ fn calibrations_that_do_not_fit_are_refused() {
     assert!(matches!(plan(&x.problem, &Options::new(), None), Err(Error::Unsupported { .. })));
     let other = Problem::new(2, 97, 16);
     assert!(matches!(plan(&other, &Options::new(), Some(&c)), Err(Error::Calibration { .. })));
-    let qk = options(&[("basis", "qk_optimal")]);
-    assert!(matches!(plan(&x.problem, &qk, Some(&c)), Err(Error::Calibration { .. })));
+    let pca = options(&[("basis", "pca")]);
+    let keys_alone = learn(&x, &pca);
+    assert!(plan(&x.problem, &pca, Some(&keys_alone)).is_ok());
+    assert!(matches!(plan(&x.problem, &Options::new(), Some(&keys_alone)), Err(Error::Calibration { .. })));
     let both = options(&[("rank", "2"), ("variance", "0.5")]);
     assert!(matches!(plan(&x.problem, &both, Some(&c)), Err(Error::InvalidParam { .. })));
     assert!(Calibrator::new(&x.problem).finish(Basis::Pca).is_err());
@@ -293,7 +295,7 @@ fn the_stream_holds_no_more_than_the_cache() {
         let (k, v) = (narrow(&x.k), narrow(&x.v));
         let (k, v) =
             (TensorRef::bhnd(&k, [1, 1, 50, 8]).unwrap(), TensorRef::bhnd(&v, [1, 1, 50, 6]).unwrap());
-        stream.push(&Qkv::new(k, k, v).into(), &mut Workspace::single().unwrap()).unwrap();
+        stream.push(k.into(), v.into(), &mut Workspace::single().unwrap()).unwrap();
         assert_eq!(stream.state_bytes(), 4 * 50 * (8 + 6 + extra));
     }
 }
@@ -327,10 +329,10 @@ fn clustered_heads_lose_hardly_more_than_with_exact_top_k() {
     assert!(mass > 0.999 && error < 0.003, "{error}, {mass}");
 }
 
-/// Error and captured mass of the defaults on a case of the table.
+/// Error and captured mass of the authors' basis on a case of the table.
 fn on_table(workload: Workload, seed: usize) -> (f64, f64) {
     let x = table::known(workload, seed);
-    let ran = run(&x.case, &[]);
+    let ran = run(&x.case, &[("basis", "pca")]);
     let shares = ran.lse.iter().zip(&x.lse).map(|(a, b)| (a - b).exp());
     (metrics::relative_frobenius(&ran.o, &x.o), shares.sum::<f64>() / 2048.0)
 }

@@ -179,11 +179,13 @@ impl Compressor {
         let bins = size.bins.clamp(1, n.max(1));
         let (len, rank) = ((n / bins).max(1), size.rank.div_ceil(bins));
         let stream = stream.named("pivots");
-        (0..n.div_ceil(len))
+        // All keys that are left over make one part, however many they are.
+        let parts = bins + usize::from(n > bins * len);
+        (0..parts)
             .into_par_iter()
             .with_max_len(1)
             .map(|b| {
-                let range = b * len..((b + 1) * len).min(n);
+                let range = b * len..if b < bins { (b + 1) * len } else { n };
                 let (k, values) = (k.sub_rows(range.clone()), values.rows(range));
                 self.bin(k, values, rank, shared, cx, |kernel, log_scale| {
                     let options = self.params.pivots(rank);

@@ -3,7 +3,7 @@
 //! **Idea.** Choose few keys by randomly pivoted Cholesky on the exponential kernel of the keys, give them the
 //! Nyström weights that make them stand for all keys, and attend to them alone.
 //!
-//! **Math.** Keys are centred, which softmax does not feel. With $\beta$ the factor on inner products and a
+//! **Math.** Keys are centred, which leaves softmax unchanged. With $\beta$ the factor on inner products and a
 //! temperature $\tau$, let $x_j = k_j \sqrt\beta / \tau$, $h_j = \|x_j\|^2/2$ and
 //! $K_0 = (e^{x_i^\top x_j - h_i - h_j})$, a Gaussian kernel in which nothing overflows. Pivoted Cholesky of
 //! $D K_0 D$, $D = \mathrm{diag}(e^h)$, the exponential kernel itself, gives pivots $S$, the factor $G$ of $K_0$,
@@ -43,7 +43,7 @@ use crate::engine::coreset::{
 };
 use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
-use crate::method::{Budget, Claims, Cost, Family, Law, Method, RunInfo, Status, Support};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Tunable};
 use crate::{Mask, Problem, Real, Result};
 use attlas_num::randla::rpcholesky;
 pub use compress::Compressor;
@@ -69,7 +69,6 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
-    params: Params::SPECS,
     probes: &[
         &[("rank", "24"), ("block", "16"), ("sinks", "2"), ("window", "5"), ("cache", "prefix")],
         &[("rank", "20"), ("bins", "3"), ("block", "32"), ("temperature", "const"), ("pivoting", "block")],
@@ -84,9 +83,8 @@ pub static METHOD: Method = Method {
         &[("rank", "1"), ("ratio", "0.3"), ("block", "20"), ("clip", "false"), ("query_norm", "4")],
         &[("rank", "7"), ("fallback", "zero_clip"), ("pivoting", "accelerated"), ("pivot_block", "4")],
     ],
-    supports: |_, _| Support::yes(),
-    calibrate: None,
-    build: |p, options, _| Ok(Wildcat::new(Params::from_options(options)?).boxed(p)),
+    tunable: &[Tunable::budget("rank")],
+    ..Method::of::<Params>()
 };
 
 crate::params! {
@@ -133,6 +131,14 @@ crate::params! {
         tol: Option<f64> = None, in 0.0..=1.0;
         /// Stream the pivots are drawn from.
         seed: u64 = 0, in 0..=u64::MAX;
+    }
+}
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Wildcat::new(self))
     }
 }
 
@@ -184,7 +190,7 @@ pub struct Wildcat {
 
 impl Wildcat {
     /// A plan with these parameters.
-    pub fn new(params: Params) -> Self {
+    pub(crate) fn new(params: Params) -> Self {
         Self { compressor: Compressor { params } }
     }
 

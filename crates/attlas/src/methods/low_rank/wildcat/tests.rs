@@ -8,7 +8,7 @@ use crate::testkit::{
     Case, How, Ran, assert_rows_close, assert_same_bits, check_method, golden, reference, run_method,
     run_with,
 };
-use crate::{MatRef, Options, Out, Qkv, TensorMut, TensorRef, Workspace};
+use crate::{MatRef, Options, Out, TensorMut, TensorRef, Workspace};
 use attlas_num::randla::cholesky_with_pivots;
 
 #[test]
@@ -407,6 +407,11 @@ fn bins_cost_accuracy_and_stay_close() {
     let ran = run(&[("rank", "30"), ("bins", "30")], &case);
     // Thirty bins of two keys and a rest of one, kept as it is.
     assert_eq!(ran.info.rank, Some(31));
+    // Ten bins of one key, and the other nine keys together.
+    let case = Case::gaussian(Problem::new(1, 19, 8), 2);
+    let bins = bins_of(&[("rank", "10"), ("bins", "10")], &case, MatRef::new(&case.v, 19, 8));
+    assert_eq!(bins.len(), 11);
+    assert_eq!(bins[10].coreset.len(), 1);
 }
 
 #[test]
@@ -537,11 +542,10 @@ fn streamed(pairs: &[(&str, &str)], case: &Case, prompt: usize) -> (Vec<Vec<f64>
     let mut done = 0;
     while done < p.n_q {
         let next = if done == 0 { prompt } else { done + 1 };
-        let x = Qkv::new(q.rows(next - 1..next), k.rows(done..next), v.rows(done..next));
-        stream.push(&x.into(), &mut ws).unwrap();
+        stream.push(k.rows(done..next).into(), v.rows(done..next).into(), &mut ws).unwrap();
         let mut o = vec![f64::NAN; p.n_heads * p.d_v];
         let out = Out::new(TensorMut::bhnd(&mut o, [1, p.n_heads, 1, p.d_v]).unwrap());
-        stream.attend(&x.into(), &mut out.into(), &mut ws).unwrap();
+        stream.attend(q.rows(next - 1..next).into(), &mut out.into(), &mut ws).unwrap();
         rows.push(o);
         done = next;
     }

@@ -1,4 +1,8 @@
-//! What is fuzzed: every function that reads a file of somebody else's, and the use of what it returned.
+//! The fuzz targets: every function that reads a file from elsewhere, and the use of what it returned.
+//!
+//! The binary of this crate mutates files without instrumentation; `fuzz/` runs the same targets under libFuzzer.
+
+#![forbid(unsafe_code)]
 
 use attlas::{Options, Workspace, registry};
 use attlas_model::bert::Batch;
@@ -12,15 +16,15 @@ use std::sync::Arc;
 
 /// A parser and what follows it.
 #[derive(Debug)]
-pub(crate) struct Target {
+pub struct Target {
     /// Its name, and that of its corpus.
-    pub(crate) name: &'static str,
+    pub name: &'static str,
     /// Reads an input and uses what was read; the error's text where it was refused.
-    pub(crate) run: fn(&[u8]) -> Result<(), String>,
+    pub run: fn(&[u8]) -> Result<(), String>,
 }
 
 /// All of them.
-pub(crate) static TARGETS: [Target; 12] = [
+pub static TARGETS: [Target; 12] = [
     Target { name: "gguf", run: gguf },
     Target { name: "gguf_vocabulary", run: gguf_vocabulary },
     Target { name: "safetensors", run: safetensors },
@@ -144,7 +148,7 @@ const CONFIG: &[u8] =
     "max_position_embeddings": 64}"#;
 
 /// Removes the files of this process.
-pub(crate) fn tidy() {
+pub fn tidy() {
     for name in ["trace", "folder"] {
         let path = scratch(name);
         let _ = std::fs::remove_dir_all(path.parent().unwrap_or(&path));

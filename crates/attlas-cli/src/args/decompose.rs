@@ -1,0 +1,61 @@
+//! Decompositions of tensors.
+
+use super::shared::{count, share};
+use attlas_lab::decompose::Form;
+use clap::{Args, ValueEnum};
+use std::path::PathBuf;
+
+#[derive(Args, Clone, Debug)]
+#[command(group = clap::ArgGroup::new("size").required(true))]
+pub(crate) struct DecomposeArgs {
+    /// The tensor: a .npy, .npz or .safetensors file.
+    #[arg(value_name = "FILE")]
+    pub(crate) path: PathBuf,
+    /// Which tensor of a file that holds several.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) tensor: Option<String>,
+    /// The form of the decomposition.
+    #[arg(long = "with", value_enum, value_name = "FORM")]
+    pub(crate) form: FormName,
+    /// Number of terms of cp; one rank for all modes, or one per mode, of the others.
+    #[arg(long, value_name = "R,…", value_delimiter = ',', value_parser = count, group = "size")]
+    pub(crate) rank: Option<Vec<usize>>,
+    /// The smallest decomposition with at most this relative error, such as 0.05 or 5%.
+    #[arg(long, value_name = "ERROR", value_parser = share, group = "size")]
+    pub(crate) error: Option<f64>,
+    /// Blocks of btd.
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = count)]
+    pub(crate) blocks: usize,
+    /// Starts, the best of which is kept.
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = count)]
+    pub(crate) restarts: usize,
+    /// Write the factors: .npz or .safetensors.
+    #[arg(long, short, value_name = "FILE")]
+    pub(crate) out: Option<PathBuf>,
+    /// Write the error against numbers stored, up to this rank: .svg or .csv.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) curve: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum FormName {
+    /// A sum of outer products (CP, PARAFAC).
+    Cp,
+    /// A core and one basis per mode, improved by HOOI.
+    Tucker,
+    /// The same in one pass (ST-HOSVD).
+    Hosvd,
+    /// A sum of small Tucker forms (block terms).
+    Btd,
+}
+
+impl From<FormName> for Form {
+    fn from(name: FormName) -> Self {
+        match name {
+            FormName::Cp => Form::Cp,
+            FormName::Tucker => Form::Tucker,
+            FormName::Hosvd => Form::Hosvd,
+            FormName::Btd => Form::Btd,
+        }
+    }
+}

@@ -1,0 +1,279 @@
+//! Texts whose last tokens can only be predicted from far keys, made from a user's own text.
+//!
+//! Perplexity of ordinary prose hardly depends on keys that lie thousands of tokens back, so a method that forgets
+//! them passes unnoticed. Each [`Task`] builds one prompt and names the tokens to score: those that the model can
+//! know only by looking far back.
+//!
+//! - `repeat`: a passage, other text, the passage again; the second reading is scored.
+//! - `needle`: sentences with a random number hidden at even depths, and a question for each at the end; the
+//!   numbers of the answers are scored.
+//! - `lookup`: a list of words with random numbers, other text, half of the words again in another order; their
+//!   numbers are scored.
+
+use crate::text::Text;
+use crate::{Error, Result};
+use attlas_model::Tokenizer;
+use attlas_num::rng::{Rng, StreamKey};
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+/// Needles hidden in a text.
+const NEEDLES: usize = 8;
+/// Entries of a list to be looked up.
+const ENTRIES: usize = 24;
+/// The most tokens of a passage that is read twice.
+const PASSAGE: usize = 1024;
+
+/// A kind of text that needs far keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Task {
+    /// A passage read twice.
+    Repeat,
+    /// Facts hidden in a long text.
+    Needle,
+    /// A list to be looked up.
+    Lookup,
+}
+
+impl Task {
+    /// All of them, by name.
+    pub const ALL: [(&'static str, Task); 3] =
+        [("repeat", Task::Repeat), ("needle", Task::Needle), ("lookup", Task::Lookup)];
+
+    /// The name on the command line and in records.
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(_, task)| *task == self).map_or("", |(name, _)| name)
+    }
+}
+
+impl std::str::FromStr for Task {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let found = Self::ALL.iter().find(|(name, _)| *name == text).map(|(_, task)| *task);
+        found.ok_or_else(|| Error::argument("--task", "repeat, needle or lookup", text))
+    }
+}
+
+/// A prompt and the tokens of it that are scored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Prompt {
+    /// All tokens.
+    pub tokens: Vec<u32>,
+    /// Ranges of `tokens` that are scored, in ascending order; none holds token 0.
+    pub targets: Vec<Range<usize>>,
+}
+
+impl Prompt {
+    /// Tokens that are scored.
+    pub fn scored(&self) -> usize {
+        self.targets.iter().map(ExactSizeIterator::len).sum()
+    }
+
+    fn push(&mut self, tokens: &[u32], scored: bool) {
+        let start = self.tokens.len();
+        self.tokens.extend_from_slice(tokens);
+        if scored {
+            self.targets.push(start..self.tokens.len());
+        }
+    }
+}
+
+/// Builds a prompt of at most `context` tokens from `text`.
+pub fn prompt(task: Task, tokenizer: &Tokenizer, text: &Text, context: usize, seed: u64) -> Result<Prompt> {
+    let encode = |piece: &str| -> Result<Vec<u32>> { Ok(tokenizer.encode(piece, false)?) };
+    let mut rng = StreamKey::new(seed).named("task").named(task.name()).rng();
+    match task {
+        Task::Repeat => repeat(&text.tokens, context),
+        Task::Needle => {
+            let words = words(&tokenizer.decode(&text.tokens, true)?, NEEDLES, &mut rng)?;
+            needle(&text.tokens, &words, context, &encode, &mut rng)
+        }
+        Task::Lookup => {
+            let words = words(&tokenizer.decode(&text.tokens, true)?, ENTRIES, &mut rng)?;
+            lookup(&text.tokens, &words, context, &encode, &mut rng)
+        }
+    }
+}
+
+/// The first tokens of a text as a passage, the following ones as filler, the passage again.
+fn repeat(text: &[u32], context: usize) -> Result<Prompt> {
+    let passage = (context / 4).min(PASSAGE);
+    let filler = context - 2 * passage;
+    if passage < 2 || text.len() < passage + filler {
+        let expected = format!("a text of at least {} tokens for --context {context}", passage + filler);
+        return Err(Error::argument("--task repeat", expected, format!("{} tokens", text.len())));
+    }
+    let mut prompt = Prompt { tokens: Vec::with_capacity(context), targets: Vec::new() };
+    prompt.push(&text[..passage + filler], false);
+    // Nothing says that the passage begins again: its first token cannot be known.
+    prompt.push(&text[..1], false);
+    prompt.push(&text[1..passage], true);
+    Ok(prompt)
+}
+
+type Encode<'a> = &'a dyn Fn(&str) -> Result<Vec<u32>>;
+
+/// A word with its number, as two runs of tokens.
+struct Fact {
+    statement: Vec<u32>,
+    number: Vec<u32>,
+}
+
+fn facts(
+    words: &[String],
+    encode: Encode<'_>,
+    rng: &mut Rng,
+    wording: fn(&str) -> String,
+) -> Result<Vec<Fact>> {
+    let one = |word: &String| {
+        let number = 10_000 + rng.below(90_000);
+        Ok(Fact { statement: encode(&wording(word))?, number: encode(&format!(" {number}"))? })
+    };
+    words.iter().map(one).collect()
+}
+
+fn filler(task: &str, text: &[u32], context: usize, taken: usize) -> Result<usize> {
+    let room = context.saturating_sub(taken);
+    if room < taken || text.len() < room {
+        let expected = format!("--context of at least {} and a text of as many tokens", 2 * taken);
+        return Err(Error::argument(
+            format!("--task {task}"),
+            expected,
+            format!("a context of {context} and {} tokens", text.len()),
+        ));
+    }
+    Ok(room)
+}
+
+/// Facts at even depths of the text, each asked for once at the end.
+fn needle(
+    text: &[u32],
+    words: &[String],
+    context: usize,
+    encode: Encode<'_>,
+    rng: &mut Rng,
+) -> Result<Prompt> {
+    let wording = |word: &str| format!("\nThe secret number of the {word} is");
+    let facts = facts(words, encode, rng, wording)?;
+    let end = encode(".\n")?;
+    let size: usize = facts.iter().map(|f| 2 * (f.statement.len() + f.number.len() + end.len())).sum();
+    let room = filler("needle", text, context, size)?;
+    let mut prompt = Prompt { tokens: Vec::with_capacity(context), targets: Vec::new() };
+    let piece = room / (facts.len() + 1);
+    for (i, fact) in facts.iter().enumerate() {
+        prompt.push(&text[i * piece..(i + 1) * piece], false);
+        [&fact.statement, &fact.number, &end].into_iter().for_each(|part| prompt.push(part, false));
+    }
+    prompt.push(&text[facts.len() * piece..room], false);
+    for i in rng.permutation(facts.len()) {
+        prompt.push(&facts[i].statement, false);
+        prompt.push(&facts[i].number, true);
+        prompt.push(&end, false);
+    }
+    Ok(prompt)
+}
+
+/// A list at the start, the text, and half of the list again in another order.
+fn lookup(
+    text: &[u32],
+    words: &[String],
+    context: usize,
+    encode: Encode<'_>,
+    rng: &mut Rng,
+) -> Result<Prompt> {
+    let facts = facts(words, encode, rng, |word| format!("\n{word}:"))?;
+    let asked: Vec<usize> = rng.permutation(facts.len()).into_iter().take(facts.len() / 2).collect();
+    let len = |f: &Fact| f.statement.len() + f.number.len();
+    let size = facts.iter().map(len).sum::<usize>() + asked.iter().map(|&i| len(&facts[i])).sum::<usize>();
+    let room = filler("lookup", text, context, size)?;
+    let mut prompt = Prompt { tokens: Vec::with_capacity(context), targets: Vec::new() };
+    for fact in &facts {
+        prompt.push(&fact.statement, false);
+        prompt.push(&fact.number, false);
+    }
+    prompt.push(&text[..room], false);
+    for i in asked {
+        prompt.push(&facts[i].statement, false);
+        prompt.push(&facts[i].number, true);
+    }
+    Ok(prompt)
+}
+
+/// `count` distinct lower-case words of the text, drawn at random.
+fn words(text: &str, count: usize, rng: &mut Rng) -> Result<Vec<String>> {
+    let plain = |w: &&str| (5..=10).contains(&w.len()) && w.bytes().all(|b| b.is_ascii_lowercase());
+    let distinct: BTreeSet<&str> = text.split_whitespace().filter(plain).collect();
+    if distinct.len() < count {
+        let expected = format!("a text with at least {count} words of five to ten letters");
+        return Err(Error::argument("--task", expected, format!("{} of them", distinct.len())));
+    }
+    let all: Vec<&str> = distinct.into_iter().collect();
+    Ok(rng.permutation(all.len()).into_iter().take(count).map(|i| all[i].to_string()).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One token for each byte.
+    fn bytes(text: &str) -> Result<Vec<u32>> {
+        Ok(text.bytes().map(u32::from).collect())
+    }
+
+    fn text(prompt: &[u32]) -> String {
+        prompt.iter().map(|&t| char::from(t as u8)).collect()
+    }
+
+    fn made_of(prompt: &Prompt) -> Vec<String> {
+        prompt.targets.iter().map(|t| text(&prompt.tokens[t.clone()])).collect()
+    }
+
+    #[test]
+    fn a_repeated_passage_is_scored_from_its_second_token_on() {
+        let source: Vec<u32> = (0..4096).collect();
+        let prompt = repeat(&source, 4096).unwrap();
+        assert_eq!(prompt.tokens.len(), 4096);
+        assert_eq!(prompt.targets, [3073..4096]);
+        assert_eq!(prompt.tokens[3073..], source[1..1024]);
+        assert!(repeat(&source[..100], 4096).is_err() && repeat(&source, 4).is_err());
+    }
+
+    #[test]
+    fn every_scored_number_stands_earlier_in_the_prompt_beside_its_word() {
+        let source = bytes(&"some filler text ".repeat(400)).unwrap();
+        let words: Vec<String> = ["lantern", "garden", "kettle", "window"].map(String::from).to_vec();
+        let mut rng = StreamKey::new(3).rng();
+        let hidden = needle(&source, &words, 2000, &bytes, &mut rng).unwrap();
+        let listed = lookup(&source, &words, 400, &bytes, &mut rng).unwrap();
+        for (prompt, count) in [(hidden, 4), (listed, 2)] {
+            let whole = text(&prompt.tokens);
+            assert_eq!(prompt.targets.len(), count);
+            assert!(prompt.tokens.len() <= 2000 && prompt.scored() == 6 * count);
+            for (number, at) in made_of(&prompt).iter().zip(&prompt.targets) {
+                let question = whole[..at.start].rsplit('\n').next().unwrap();
+                let fact = format!("{question}{number}");
+                assert!(whole.find(&fact).unwrap() + fact.len() < at.start, "{fact}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_context_that_is_too_short_is_refused() {
+        let source = bytes(&"x ".repeat(400)).unwrap();
+        let words = vec!["lantern".to_string()];
+        let error = needle(&source, &words, 60, &bytes, &mut StreamKey::new(0).rng()).unwrap_err();
+        assert!(error.to_string().contains("--context of at least"), "{error}");
+    }
+
+    #[test]
+    fn words_are_distinct_and_reproducible() {
+        let text = "alpha bravo charlie delta echoes foxtrot golfer Hotel a alpha bravo";
+        let draw = |seed| words(text, 5, &mut StreamKey::new(seed).rng());
+        let first = draw(1).unwrap();
+        assert_eq!(first.iter().collect::<BTreeSet<_>>().len(), 5);
+        assert_eq!(first, draw(1).unwrap());
+        assert!(words(text, 8, &mut StreamKey::new(1).rng()).is_err());
+    }
+}

@@ -1,0 +1,73 @@
+//! Words that come from outside: names that are nearly right, and names that must not reach a terminal as they are.
+
+/// Text as a terminal may show it: control characters, which move cursors and change colours, and marks that turn the
+/// direction of a line, as their codes. Line ends and tabs stay.
+pub fn printable(text: &str) -> String {
+    let turns =
+        |c: char| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    text.chars().fold(String::with_capacity(text.len()), |mut out, c| {
+        if (c.is_control() && c != '\n' && c != '\t') || turns(c) {
+            out.extend(c.escape_unicode());
+        } else {
+            out.push(c);
+        }
+        out
+    })
+}
+
+/// The candidate that `word` was probably meant to be: at most a third of its letters differ.
+pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let best = candidates.into_iter().map(|c| (distance(word, c), c)).min_by_key(|(d, _)| *d)?;
+    let most = word.chars().count().div_ceil(3);
+    (best.0 <= most && best.0 < best.1.chars().count()).then_some(best.1)
+}
+
+/// Letters inserted, left out, exchanged or swapped with a neighbour (optimal string alignment), regardless of case.
+fn distance(a: &str, b: &str) -> usize {
+    let letters = |s: &str| s.to_lowercase().chars().collect::<Vec<char>>();
+    let (a, b) = (letters(a), letters(b));
+    let mut rows: [Vec<usize>; 3] = [Vec::new(), Vec::new(), (0..=b.len()).collect()];
+    for i in 1..=a.len() {
+        rows.rotate_left(1);
+        let mut row = vec![i];
+        for j in 1..=b.len() {
+            let same = usize::from(a[i - 1] != b[j - 1]);
+            let mut best = (rows[1][j] + 1).min(row[j - 1] + 1).min(rows[1][j - 1] + same);
+            if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
+                best = best.min(rows[0][j - 2] + 1);
+            }
+            row.push(best);
+        }
+        rows[2] = row;
+    }
+    rows[2][b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn letters_are_counted() {
+        for (a, b, wanted) in
+            [("hypr", "hyper", 1), ("demmo", "demo", 1), ("", "ab", 2), ("ab", "ba", 1), ("a", "a", 0)]
+        {
+            assert_eq!(distance(a, b), wanted, "{a} {b}");
+            assert_eq!(distance(b, a), wanted, "{b} {a}");
+        }
+    }
+
+    #[test]
+    fn only_what_is_near_is_suggested() {
+        let ids = ["hyper", "top_k", "sink_window"];
+        assert_eq!(nearest("hypr", ids), Some("hyper"));
+        assert_eq!(nearest("TOPK", ids), Some("top_k"));
+        assert_eq!(nearest("nonsense", ids), None);
+        assert_eq!(nearest("x", ids), None);
+    }
+
+    #[test]
+    fn control_characters_are_shown_as_codes() {
+        assert_eq!(printable("a\u{1b}[31mb\u{9b}2J\u{202e}\tc\nd"), "a\\u{1b}[31mb\\u{9b}2J\\u{202e}\tc\nd");
+    }
+}

@@ -1,0 +1,137 @@
+//! Small checkpoints of every family against transformers, from folders and from GGUF files:
+//! `goldens/model/make_family_goldens.py`.
+
+mod common;
+
+use attlas::Schedule;
+use attlas_model::{Architecture, Decoder, Error, Model, Recipe, Rows};
+use common::{numbers, repository};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+const FAMILIES: [(&str, Architecture); 10] = [
+    ("phi3", Architecture::Phi3),
+    ("olmo2", Architecture::Olmo2),
+    ("granite", Architecture::Granite),
+    ("smollm3", Architecture::SmolLm3),
+    ("glm4", Architecture::Glm4),
+    ("mixtral", Architecture::Mixtral),
+    ("qwen2_moe", Architecture::Qwen2Moe),
+    ("qwen3_moe", Architecture::Qwen3Moe),
+    ("deepseek_v2", Architecture::DeepseekV2),
+    ("deepseek_v3", Architecture::DeepseekV3),
+];
+
+fn folder(name: &str) -> PathBuf {
+    repository().join("goldens/model/families").join(name)
+}
+
+/// The logits of every position, fed in chunks.
+fn logits(model: &Arc<Model>, tokens: &[u32], chunks: &[usize]) -> Vec<f32> {
+    let schedule = Schedule { threads: 2, ..Schedule::default() };
+    let mut decoder = Decoder::new(model.clone(), &Recipe::default(), schedule).unwrap();
+    let (mut all, mut hidden, mut start) = (Vec::new(), Vec::new(), 0);
+    for &n in chunks {
+        decoder.forward(&tokens[start..start + n], Rows::All, &mut hidden).unwrap();
+        let mut out = vec![f32::NAN; n * model.config.vocab];
+        decoder.logits_into(&hidden, &mut out);
+        all.extend(out);
+        start += n;
+    }
+    all
+}
+
+#[test]
+fn logits_are_those_of_transformers_in_prompts_and_decoding() {
+    for (name, architecture) in FAMILIES {
+        let json: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(folder(name).join("logits.json")).unwrap()).unwrap();
+        let tokens: Vec<u32> =
+            json["tokens"].as_array().unwrap().iter().map(|t| t.as_u64().unwrap() as u32).collect();
+        let want: Vec<f32> = json["logits"].as_array().unwrap().iter().flat_map(numbers).collect();
+        let file = folder(name).join("model.gguf");
+        for path in [Some(folder(name)), file.is_file().then_some(file)].into_iter().flatten() {
+            let model = Arc::new(Model::open(&path).unwrap_or_else(|e| panic!("{e}")));
+            assert_eq!(model.config.architecture, architecture);
+            for chunks in [&[20usize][..], &[1; 20], &[9, 1, 1, 9]] {
+                let got = logits(&model, &tokens, chunks);
+                assert_eq!(got.len(), want.len());
+                let gap = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(gap < 1e-4, "{} {chunks:?}: {gap}", path.display());
+            }
+        }
+    }
+}
+
+#[test]
+fn contexts_grow_past_the_trained_one_where_positions_are_extrapolated() {
+    let read = |name: &str| -> serde_json::Value {
+        serde_json::from_slice(&std::fs::read(folder(name).join("logits.json")).unwrap()).unwrap()
+    };
+    for name in ["dynamic", "yarn"] {
+        let json = read(name);
+        let model = Arc::new(Model::open(&folder(name)).unwrap());
+        assert_eq!((model.config.max_positions, model.config.longest_context()), (12, 12 * 64));
+        let tokens: Vec<u32> =
+            json["tokens"].as_array().unwrap().iter().map(|t| t.as_u64().unwrap() as u32).collect();
+        for (key, chunks) in [("logits", &[20usize][..]), ("decoded", &[1; 20])] {
+            // Where frequencies do not follow the length, decoding gives what the prompt does.
+            let rows = json[key].as_array().or(json["logits"].as_array()).unwrap();
+            let want: Vec<f32> = rows.iter().flat_map(numbers).collect();
+            let got = logits(&model, &tokens, chunks);
+            let gap = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(gap < 1e-4, "{name} {key}: {gap}");
+        }
+    }
+    let model = Arc::new(Model::open(&folder("dynamic")).unwrap());
+    let mut decoder = Decoder::new(model, &Recipe::default(), Schedule::default()).unwrap();
+    let mut hidden = Vec::new();
+    assert!(matches!(
+        decoder.forward(&[1; 12 * 64 + 1], Rows::None, &mut hidden),
+        Err(Error::ContextTooShort { .. })
+    ));
+}
+
+/// A folder with the files of another, `config.json` changed.
+fn copied(name: &str, from: &Path, change: impl Fn(&mut serde_json::Value)) -> PathBuf {
+    let to = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let _ = std::fs::remove_dir_all(&to);
+    std::fs::create_dir_all(&to).unwrap();
+    for file in ["model.safetensors", "tokenizer.json"] {
+        std::fs::copy(from.join(file), to.join(file)).unwrap();
+    }
+    let mut config = serde_json::from_slice(&std::fs::read(from.join("config.json")).unwrap()).unwrap();
+    change(&mut config);
+    std::fs::write(to.join("config.json"), config.to_string()).unwrap();
+    to
+}
+
+#[test]
+fn a_tensor_that_nothing_reads_is_named() {
+    // With norms of heads, it is no Mistral.
+    let renamed = copied("renamed", &folder("olmo2"), |c| c["model_type"] = "qwen3".into());
+    assert!(Model::open(&renamed).is_err());
+    let shorter = copied("shorter", &folder("qwen3_moe"), |c| c["num_hidden_layers"] = 1.into());
+    let error = Model::open(&shorter).unwrap_err();
+    let Error::InFile { source, .. } = &error else { panic!("{error}") };
+    assert!(
+        matches!(&**source, Error::UnreadTensor { name, more: 26, .. } if name.starts_with("model.layers.1.")),
+        "{error}"
+    );
+}
+
+#[test]
+fn what_cannot_be_read_says_what_can() {
+    let quantised = copied("quantised", &folder("granite"), |c| {
+        c["quantization_config"] = serde_json::json!({"quant_method": "awq", "bits": 4});
+    });
+    let error = Model::open(&quantised).unwrap_err().to_string();
+    assert!(error.contains("\"awq\"") && error.contains("GGUF"), "{error}");
+    let pickled = copied("pickled", &folder("granite"), |_| {});
+    std::fs::rename(pickled.join("model.safetensors"), pickled.join("pytorch_model.bin")).unwrap();
+    let error = Model::open(&pickled).unwrap_err().to_string();
+    assert!(error.contains("pytorch_model.bin") && error.contains("save_pretrained"), "{error}");
+    let deepseek = common::Writer::default().text("general.architecture", "deepseek2").bytes();
+    let error = Model::from_gguf_bytes(deepseek).unwrap_err().to_string();
+    assert!(error.contains("deepseek2") && error.contains("folder"), "{error}");
+}

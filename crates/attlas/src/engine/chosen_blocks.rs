@@ -1,0 +1,192 @@
+//! Blocks of rows over a near field, keys chosen once for the block, and means of the others.
+
+use super::far_field::{Gathered, RunMeans};
+use super::token_blocks::par_token_blocks;
+use crate::group::{Group, Queries};
+use crate::workspace::Context;
+use crate::{Mask, MatRef, Real, Result, RunInfo};
+use attlas_num::kernels::{Band, Op, Precision, exp_sum, gemm, max};
+use std::ops::Range;
+
+/// Which rows share a choice, and which keys they see exactly without one.
+#[derive(Clone, Copy, Debug)]
+pub struct NearField {
+    /// Rows that share a choice.
+    pub block: usize,
+    /// Keys at the start that every row sees.
+    pub sinks: usize,
+    /// Keys before the first row of a block (without a mask also behind the last) that its rows see.
+    pub window: usize,
+}
+
+/// Where a block of rows stands among the keys.
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// First row of the block.
+    pub first: usize,
+    /// Its position among the keys.
+    pub position: isize,
+    /// Rows of the block.
+    pub rows: usize,
+    /// Keys at the start that are exact.
+    pub sinks: usize,
+    /// Keys that are exact because they are near.
+    pub near: Range<usize>,
+    /// Keys that some row of the block sees end here.
+    pub end: usize,
+    mask: Mask,
+}
+
+impl NearField {
+    /// The place of the block that begins at row `first`, among `n_q` rows and `n_k` keys.
+    pub fn place(&self, mask: Mask, first: usize, n_q: usize, n_k: usize) -> Place {
+        let rows = self.block.min(n_q - first);
+        let position = first as isize + n_k as isize - n_q as isize;
+        let clip = |j: isize| j.clamp(0, n_k as isize) as usize;
+        let start = clip(position.saturating_sub_unsigned(self.window));
+        let last = position + rows as isize;
+        let (near, end) = match mask {
+            Mask::Causal => (start..clip(last), clip(last)),
+            Mask::None => (start..clip(last.saturating_add_unsigned(self.window)).max(start), n_k),
+        };
+        Place { first, position, rows, sinks: self.sinks.min(near.start), near, end, mask }
+    }
+
+    /// Most far keys that a block has.
+    pub fn most_far(&self, mask: Mask, n_q: usize, n_k: usize) -> usize {
+        let far = |first| self.place(mask, first, n_q, n_k).far_len();
+        match mask {
+            _ if n_q == 0 => 0,
+            Mask::Causal => far((n_q - 1) / self.block * self.block),
+            Mask::None => (0..n_q).step_by(self.block).map(far).max().unwrap_or(0),
+        }
+    }
+
+    /// Most keys that are near a block.
+    pub fn most_near(&self) -> usize {
+        self.sinks.saturating_add(self.window.saturating_mul(2)).saturating_add(self.block)
+    }
+}
+
+impl Place {
+    /// The keys that are neither sinks nor near, before and behind.
+    pub fn far(&self) -> [Range<usize>; 2] {
+        [self.sinks..self.near.start, self.near.end..self.end]
+    }
+
+    /// Far keys.
+    pub fn far_len(&self) -> usize {
+        self.far().iter().map(Range::len).sum()
+    }
+
+    /// Keys that row `r` sees.
+    pub fn sees(&self, r: usize) -> usize {
+        match self.mask {
+            Mask::None => self.end,
+            Mask::Causal => (r as isize + self.position - self.first as isize + 1).max(0) as usize,
+        }
+    }
+
+    /// `count` scout rows: with a causal mask the first row and others spread over the block before, none of them later
+    /// than the first row; without one, rows spread over the block.
+    pub fn scouts(&self, count: usize, block: usize) -> Vec<usize> {
+        let mut rows: Vec<usize> = match self.mask {
+            Mask::None => (0..count).map(|s| self.first + self.rows * s / count).collect(),
+            Mask::Causal => {
+                let before = self.first.saturating_sub(block);
+                let others = (1..count).map(|s| before + (block * s / count).saturating_sub(1));
+                others.filter(|&r| r < self.first).chain([self.first]).collect()
+            }
+        };
+        rows.sort_unstable();
+        rows.dedup();
+        rows
+    }
+}
+
+/// Elements of a cache line: rows of scores begin on different ones.
+const LINE: usize = 16;
+
+/// What a choice is made from.
+#[derive(Clone, Copy, Debug)]
+pub struct Scored<'a, T> {
+    /// Queries of the group.
+    pub q: Queries<'a, T>,
+    /// Keys of the group.
+    pub k: MatRef<'a, T>,
+    /// Factor on the inner products.
+    pub scale: T,
+    /// Schedule and scratch memory.
+    pub cx: Context<'a>,
+}
+
+impl<T: Real> Scored<'_, T> {
+    /// The exact weights of some rows of all heads over all keys they see: calls `visit(row, weights, share)`, where weights
+    /// times share sum to one. Returns how many scores were computed.
+    pub fn weights(&self, place: &Place, rows: &[usize], mut visit: impl FnMut(usize, &[T], T)) -> u64 {
+        let Self { q, k, scale, cx } = *self;
+        let (heads, d) = (q.heads(), k.cols());
+        let end = rows.iter().map(|&r| place.sees(r)).max().unwrap_or(0);
+        let (count, stride) = (rows.len() * heads, end.next_multiple_of(LINE) + LINE);
+        let mut queries = cx.scratch.take::<T>(count * d);
+        let places = rows.iter().flat_map(|&r| (0..heads).map(move |h| (r, h)));
+        for (row, (r, h)) in queries.chunks_exact_mut(d).zip(places.clone()) {
+            row.copy_from_slice(q.head(h).row(r));
+        }
+        let mut logits = cx.scratch.take::<T>(count * stride);
+        let (left, right) = (Op::N(MatRef::new(&queries, count, d)), Op::T(k.sub_rows(0..end)));
+        gemm(cx.schedule.isa, scale, left, right, T::ZERO, &mut logits, stride, cx.scratch);
+        for (row, (r, _)) in logits.chunks_exact_mut(stride).zip(places) {
+            let weights = &mut row[..place.sees(r)];
+            let top = max(weights);
+            let total = exp_sum(weights, top);
+            if total != T::ZERO {
+                visit(r, weights, T::ONE / total);
+            }
+        }
+        (count * end) as u64
+    }
+
+    /// Upper bound on the scratch of [`Scored::weights`] for `rows` rows of each head, on one thread.
+    pub fn scratch_bytes(p: &crate::Problem, rows: usize, size: usize) -> usize {
+        // The product packs its operands.
+        rows * p.group_size() * (p.d + p.n_k + 2 * LINE) * size + (1 << 20) + 256
+    }
+}
+
+/// Attends block by block to sinks, near keys, the keys that `choose` names in increasing order, and the means of the
+/// other far keys where there are any. `choose` also returns how many scores it computed.
+pub fn attend_chosen_blocks<T: Real>(
+    g: &mut Group<'_, T>,
+    field: NearField,
+    means: Option<&RunMeans<T>>,
+    precision: Precision,
+    choose: impl Fn(&Place) -> (Vec<u32>, u64) + Sync + Send,
+) -> Result<RunInfo> {
+    let (n_q, n_k, mask, k, v, scale, cx) = (g.n_q(), g.n_k(), g.mask, g.k, g.v, g.scale, g.cx);
+    let visited = par_token_blocks(g, field.block, |block| {
+        let place = field.place(mask, block.first, n_q, n_k);
+        let (chosen, scored) = if place.far_len() > 0 { choose(&place) } else { (Vec::new(), 0) };
+        let pseudo = means.map_or(0, |means| means.most(place.far_len()));
+        let capacity = place.sinks + chosen.len() + pseudo + place.near.len();
+        let mut all = Gathered::new(capacity, k.cols(), v.cols(), cx);
+        all.append(k, v, 0..place.sinks);
+        all.append(k, v, chosen.iter().map(|&j| j as usize));
+        if let Some(means) = means {
+            place.far().into_iter().for_each(|far| means.append(k, v, far, &chosen, &mut all));
+        }
+        let shared = all.len();
+        all.append(k, v, place.near.clone());
+        // The near keys stand behind those that every row sees.
+        let upper = shared as isize + place.position - place.near.start as isize;
+        let band = if mask == Mask::Causal { Band::causal(upper) } else { Band::ALL };
+        let mut visited = scored;
+        for (h, (out, lse)) in block.heads.into_iter().enumerate() {
+            all.attend(block.q.head(h), scale, band, precision, cx, out, lse);
+            visited += (0..place.rows).map(|r| band.range(r, all.len()).len() as u64).sum::<u64>();
+        }
+        Ok(visited)
+    })?;
+    let empty = g.lse.iter().filter(|l| **l == T::NEG_INFINITY).count() as u64;
+    Ok(RunInfo { keys_visited: visited.into_iter().sum(), empty_rows: empty, ..RunInfo::default() })
+}

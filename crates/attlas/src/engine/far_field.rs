@@ -1,0 +1,326 @@
+//! The exact near field, chosen keys and a smooth far field of a block of rows, gathered side by side.
+//!
+//! [`Gathered`] holds keys, values and biases that one call of the exact kernel takes. [`RunMeans`] holds the sums of
+//! aligned runs of keys, of which [`RunMeans::append`] makes one pseudo key for each run: the mean of its keys that were
+//! not chosen, with the logarithm of their number as its bias.
+
+use crate::workspace::Context;
+use attlas_num::kernels::{Attend, Band, Precision, sq_dist};
+use attlas_num::scratch::Buf;
+use attlas_num::{MatRef, Real};
+use std::ops::Range;
+
+/// Keys and values that the rows of a block attend to, with a bias for each.
+#[derive(Debug)]
+pub struct Gathered<'p, T> {
+    k: Buf<'p, T>,
+    v: Buf<'p, T>,
+    bias: Buf<'p, T>,
+    len: usize,
+    d: usize,
+    d_v: usize,
+}
+
+impl<'p, T: Real> Gathered<'p, T> {
+    /// Room for `capacity` keys.
+    pub fn new(capacity: usize, d: usize, d_v: usize, cx: Context<'p>) -> Self {
+        let (k, v) = (cx.scratch.take(capacity * d), cx.scratch.take(capacity * d_v));
+        Self { k, v, bias: cx.scratch.take(capacity), len: 0, d, d_v }
+    }
+
+    /// Bytes of scratch for `capacity` keys.
+    pub fn scratch_bytes(capacity: usize, d: usize, d_v: usize, size: usize) -> usize {
+        capacity * (d + d_v + 1) * size + 192
+    }
+
+    /// Keys held.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// No key is held.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Appends the rows named by `index`, without a bias.
+    pub fn append<I>(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, index: I)
+    where
+        I: ExactSizeIterator<Item = usize> + Clone,
+    {
+        let end = self.len + index.len();
+        k.gather_into(index.clone(), &mut self.k[self.len * self.d..end * self.d]);
+        v.gather_into(index, &mut self.v[self.len * self.d_v..end * self.d_v]);
+        self.bias[self.len..end].fill(T::ZERO);
+        self.len = end;
+    }
+
+    /// Appends a pseudo key that stands for `count` keys with these sums.
+    pub fn append_mean(&mut self, k: &[T], v: &[T], count: usize) {
+        let share = T::ONE / T::from_usize(count);
+        let (key, value) = (self.len * self.d, self.len * self.d_v);
+        self.k[key..key + self.d].iter_mut().zip(k).for_each(|(x, &s)| *x = s * share);
+        self.v[value..value + self.d_v].iter_mut().zip(v).for_each(|(x, &s)| *x = s * share);
+        self.bias[self.len] = T::from_usize(count).ln();
+        self.len += 1;
+    }
+
+    /// Appends a pseudo key with this bias.
+    pub fn append_pseudo(&mut self, k: &[T], v: &[T], bias: T) {
+        self.k[self.len * self.d..(self.len + 1) * self.d].copy_from_slice(k);
+        self.v[self.len * self.d_v..(self.len + 1) * self.d_v].copy_from_slice(v);
+        self.bias[self.len] = bias;
+        self.len += 1;
+    }
+
+    /// The keys held.
+    pub fn keys(&self) -> MatRef<'_, T> {
+        MatRef::new(&self.k[..self.len * self.d], self.len, self.d)
+    }
+
+    /// The values held.
+    pub fn values(&self) -> MatRef<'_, T> {
+        MatRef::new(&self.v[..self.len * self.d_v], self.len, self.d_v)
+    }
+
+    /// The biases of the keys.
+    pub fn biases(&self) -> &[T] {
+        &self.bias[..self.len]
+    }
+
+    /// Attends with the rows of `q` to the keys of the band, on the calling thread.
+    #[allow(clippy::too_many_arguments)]
+    pub fn attend(
+        &self,
+        q: MatRef<'_, T>,
+        scale: T,
+        band: Band,
+        precision: Precision,
+        cx: Context<'_>,
+        out: &mut [T],
+        lse: &mut [T],
+    ) {
+        let job = Attend {
+            q,
+            k: self.keys(),
+            v: self.values(),
+            scale,
+            bias: Some(&self.bias[..self.len]),
+            band,
+            tile_k: cx.schedule.tile_k,
+            isa: cx.schedule.isa,
+            precision,
+            decode: false,
+        };
+        job.run(cx.scratch, out, lse);
+    }
+}
+
+/// Most parts that a run is split into.
+const PARTS_MAX: usize = 4;
+/// Lloyd iterations that split a run.
+const ITERS: usize = 4;
+
+/// Sums of keys and of values over aligned runs of `len` keys, each whole run split into `parts` clusters.
+#[derive(Debug)]
+pub struct RunMeans<T> {
+    len: usize,
+    parts: usize,
+    d: usize,
+    d_v: usize,
+    /// Part of each key within its run; empty with one part.
+    labels: Vec<u8>,
+    counts: Vec<u32>,
+    /// `[run][part][d]` and `[run][part][d_v]`.
+    k: Vec<T>,
+    v: Vec<T>,
+}
+
+impl<T: Real> RunMeans<T> {
+    /// No run yet, each of `len` keys and split into `parts`, at most four.
+    pub fn new(len: usize, parts: usize, d: usize, d_v: usize) -> Self {
+        let parts = parts.clamp(1, PARTS_MAX);
+        Self { len, parts, d, d_v, labels: Vec::new(), counts: Vec::new(), k: Vec::new(), v: Vec::new() }
+    }
+
+    /// Whole runs held.
+    pub fn runs(&self) -> usize {
+        self.counts.len() / self.parts
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        (self.k.len() + self.v.len()) * size_of::<T>() + self.labels.len() + 4 * self.counts.len()
+    }
+
+    /// Takes in the whole runs of `k` and `v` that are not yet held. What a run holds depends on its own keys alone.
+    pub fn extend(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>) {
+        for run in self.runs()..k.rows() / self.len {
+            let keys = run * self.len..(run + 1) * self.len;
+            let labels = self.split(k.sub_rows(keys.clone()));
+            let (from_k, from_v) = (self.k.len(), self.v.len());
+            self.k.resize(from_k + self.parts * self.d, T::ZERO);
+            self.v.resize(from_v + self.parts * self.d_v, T::ZERO);
+            let mut counts = [0u32; PARTS_MAX];
+            for (j, &part) in keys.zip(&labels) {
+                let part = usize::from(part);
+                counts[part] += 1;
+                add(&mut self.k[from_k + part * self.d..][..self.d], k.row(j));
+                add(&mut self.v[from_v + part * self.d_v..][..self.d_v], v.row(j));
+            }
+            self.counts.extend_from_slice(&counts[..self.parts]);
+            if self.parts > 1 {
+                self.labels.extend_from_slice(&labels);
+            }
+        }
+    }
+
+    /// The part of each key of a run: k-means from the keys farthest from those before, first of all from the mean.
+    fn split(&self, k: MatRef<'_, T>) -> Vec<u8> {
+        let mut labels = vec![0u8; k.rows()];
+        if self.parts == 1 {
+            return labels;
+        }
+        let mut centres: Vec<Vec<T>> = vec![mean_of(k, |_| true).unwrap_or_default()];
+        for _ in 0..self.parts {
+            let gap = |j: usize| {
+                let gaps = centres.iter().map(|c| sq_dist(k.row(j), c).to_f64());
+                gaps.fold(f64::INFINITY, f64::min)
+            };
+            let far =
+                (0..k.rows()).map(|j| (gap(j), j)).fold((-1.0, 0), |a, b| if b.0 > a.0 { b } else { a });
+            centres.push(k.row(far.1).to_vec());
+        }
+        centres.remove(0);
+        for _ in 0..ITERS {
+            for (label, x) in labels.iter_mut().zip(k.iter_rows()) {
+                let gaps = centres.iter().map(|c| sq_dist(x, c)).enumerate();
+                *label = gaps.fold((0, T::INFINITY), |a, b| if b.1 < a.1 { b } else { a }).0 as u8;
+            }
+            for (part, centre) in centres.iter_mut().enumerate() {
+                if let Some(mean) = mean_of(k, |j| usize::from(labels[j]) == part) {
+                    *centre = mean;
+                }
+            }
+        }
+        labels
+    }
+
+    /// Most pseudo keys that `far` keys in up to two ranges give.
+    pub fn most(&self, far: usize) -> usize {
+        (far / self.len + 4) * self.parts
+    }
+
+    /// Appends the means of the keys in `far` other than `chosen`, which is in increasing order. A run that `far` cuts
+    /// gives one mean, so that no key outside `far` takes part.
+    pub fn append(
+        &self,
+        k: MatRef<'_, T>,
+        v: MatRef<'_, T>,
+        far: Range<usize>,
+        chosen: &[u32],
+        into: &mut Gathered<'_, T>,
+    ) {
+        let (mut key, mut value) = (vec![T::ZERO; self.parts * self.d], vec![T::ZERO; self.parts * self.d_v]);
+        let mut counts = [0usize; PARTS_MAX];
+        let mut start = far.start;
+        while start < far.end {
+            let run = start / self.len;
+            let end = ((run + 1) * self.len).min(far.end);
+            let from = chosen.partition_point(|&j| (j as usize) < start);
+            let taken = &chosen[from..from + chosen[from..].partition_point(|&j| (j as usize) < end)];
+            let whole = end - start == self.len && run < self.runs();
+            let parts = if whole { self.parts } else { 1 };
+            if whole {
+                key.copy_from_slice(&self.k[run * self.parts * self.d..][..self.parts * self.d]);
+                value.copy_from_slice(&self.v[run * self.parts * self.d_v..][..self.parts * self.d_v]);
+                counts.iter_mut().zip(&self.counts[run * self.parts..]).for_each(|(c, &n)| *c = n as usize);
+                for &j in taken {
+                    let j = j as usize;
+                    let part = if self.parts > 1 { usize::from(self.labels[j]) } else { 0 };
+                    counts[part] -= 1;
+                    subtract(&mut key[part * self.d..][..self.d], k.row(j));
+                    subtract(&mut value[part * self.d_v..][..self.d_v], v.row(j));
+                }
+            } else {
+                key[..self.d].fill(T::ZERO);
+                value[..self.d_v].fill(T::ZERO);
+                counts[0] = end - start - taken.len();
+                let mut taken = taken.iter().peekable();
+                for j in start..end {
+                    if taken.next_if(|&&t| t as usize == j).is_none() {
+                        add(&mut key[..self.d], k.row(j));
+                        add(&mut value[..self.d_v], v.row(j));
+                    }
+                }
+            }
+            for part in (0..parts).filter(|&part| counts[part] > 0) {
+                let (key, value) = (&key[part * self.d..][..self.d], &value[part * self.d_v..][..self.d_v]);
+                into.append_mean(key, value, counts[part]);
+            }
+            start = end;
+        }
+    }
+}
+
+fn add<T: Real>(sum: &mut [T], x: &[T]) {
+    sum.iter_mut().zip(x).for_each(|(s, &x)| *s += x);
+}
+
+fn subtract<T: Real>(sum: &mut [T], x: &[T]) {
+    sum.iter_mut().zip(x).for_each(|(s, &x)| *s -= x);
+}
+
+/// Mean of the rows that fulfil a condition, where there are any.
+fn mean_of<T: Real>(k: MatRef<'_, T>, condition: impl Fn(usize) -> bool) -> Option<Vec<T>> {
+    let (mut sum, mut count) = (vec![T::ZERO; k.cols()], 0);
+    for j in (0..k.rows()).filter(|&j| condition(j)) {
+        add(&mut sum, k.row(j));
+        count += 1;
+    }
+    (count > 0).then(|| {
+        let share = T::ONE / T::from_usize(count);
+        sum.iter_mut().for_each(|x| *x *= share);
+        sum
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Workspace;
+    use attlas_num::rng::StreamKey;
+
+    #[test]
+    fn means_stand_for_every_key_that_was_not_chosen() {
+        let (n, d, d_v) = (150, 5, 3);
+        let mut rng = StreamKey::new(1).rng();
+        let (mut k, mut v) = (vec![0.0f64; n * d], vec![0.0f64; n * d_v]);
+        rng.fill_normal(&mut k);
+        rng.fill_normal(&mut v);
+        let (k, v) = (MatRef::new(&k, n, d), MatRef::new(&v, n, d_v));
+        let ws = Workspace::single().unwrap();
+        for parts in [1, 2, 4] {
+            let mut means = RunMeans::new(16, parts, d, d_v);
+            means.extend(k.sub_rows(0..40), v.sub_rows(0..40));
+            means.extend(k, v);
+            assert_eq!(means.runs(), 9);
+            for far in [0..150, 3..97, 20..30, 7..7] {
+                let chosen: Vec<u32> =
+                    far.clone().filter(|j| j % 3 == 1 || (32..48).contains(j)).map(|j| j as u32).collect();
+                let mut all = Gathered::new(means.most(far.len()), d, d_v, ws.context());
+                means.append(k, v, far.clone(), &chosen, &mut all);
+                // Counts times means are the sums over what was left.
+                let counts: Vec<f64> = all.bias[..all.len()].iter().map(|b| b.exp()).collect();
+                let total: f64 = counts.iter().sum();
+                assert!((total - (far.len() - chosen.len()) as f64).abs() < 1e-9);
+                for c in 0..d_v {
+                    let got: f64 = (0..all.len()).map(|i| counts[i] * all.values().at(i, c)).sum();
+                    let want: f64 =
+                        far.clone().filter(|&j| !chosen.contains(&(j as u32))).map(|j| v.at(j, c)).sum();
+                    assert!((got - want).abs() < 1e-10, "{parts} parts of {far:?}: {got}, expected {want}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! The error of a run on a few of its rows, whose exact outputs are computed for it.
+
+use crate::group::Group;
+use crate::{Real, RunInfo};
+use attlas_num::MatRef;
+use attlas_num::kernels::{Attend, Band, Precision};
+use rayon::prelude::*;
+
+/// Factor of the standard error in the one-sided bound of 95 %.
+const NORMAL_95: f64 = 1.645;
+
+/// Adds the figures `error_estimate` and `error_upper` to `info`: the relative Frobenius error of the outputs in `g.out` on
+/// `tokens` rows of every head, one in each of as many equal stretches of the sequence, and its upper 95 % bound by the
+/// normal approximation of a ratio of means.
+pub fn add_sampled_error<T: Real>(g: &Group<'_, T>, tokens: usize, info: &mut RunInfo) {
+    let (n_q, d_v, heads) = (g.n_q(), g.d_v(), g.q.heads());
+    let tokens = tokens.min(n_q);
+    if tokens == 0 || heads == 0 {
+        return;
+    }
+    let squares = |t: usize| {
+        // The golden ratio spreads the places within the stretches.
+        let place = (t as f64 * 0.618_033_988_749_894_9).fract();
+        let (from, to) = (t * n_q / tokens, (t + 1) * n_q / tokens);
+        let i = from + ((to - from) as f64 * place) as usize;
+        let seen = g.visible(i);
+        let (mut o, mut lse) = (vec![T::ZERO; d_v], [T::ZERO]);
+        let (mut gap, mut size) = (0.0, 0.0);
+        for h in 0..heads {
+            let q = g.q.head(h);
+            let job = Attend {
+                q: MatRef::new(q.row(i), 1, q.cols()),
+                k: g.k.sub_rows(0..seen),
+                v: g.v.sub_rows(0..seen),
+                scale: g.scale,
+                bias: None,
+                band: Band::ALL,
+                tile_k: 0,
+                isa: g.cx.schedule.isa,
+                precision: Precision::Full,
+                decode: true,
+            };
+            job.run(g.cx.scratch, &mut o, &mut lse);
+            for (x, y) in g.out[(h * n_q + i) * d_v..][..d_v].iter().zip(&o) {
+                gap += (x.to_f64() - y.to_f64()).powi(2);
+                size += y.to_f64().powi(2);
+            }
+        }
+        (gap, size)
+    };
+    let squares: Vec<(f64, f64)> = (0..tokens).into_par_iter().map(squares).collect();
+    let (gap, size) = squares.iter().fold((0.0, 0.0), |a, b| (a.0 + b.0, a.1 + b.1));
+    if size > 0.0 {
+        let ratio = gap / size;
+        let m = tokens as f64;
+        let spread: f64 = squares.iter().map(|(e, s)| (e - ratio * s).powi(2)).sum();
+        let deviation = if tokens > 1 { (m / (m - 1.0) * spread).sqrt() / size } else { f64::INFINITY };
+        info.figures.insert("error_estimate", ratio.sqrt());
+        info.figures.insert("error_upper", (ratio + NORMAL_95 * deviation).sqrt());
+    }
+}

@@ -1,0 +1,249 @@
+//! Decoding: a choice of keys that is renewed now and then, the means of all other runs, and the window.
+
+use super::{Params, SampledColumns};
+use crate::engine::{Gathered, RunMeans, select_top};
+use crate::group::GroupStream;
+use crate::method::RunInfo;
+use crate::workspace::Context;
+use crate::{MatRef, Problem, Real, Result};
+use attlas_num::kernels::{Attend, Band, Precision, exp_sum, matvec, max, merge_lse, pages};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Keys whose logits one task computes, and gathered keys that one attends to; fixed, so that threads cannot change a bit.
+const SCORED: usize = 2048;
+const PIECE: usize = 1024;
+
+/// The cache, the masses of its keys, and what the next tokens attend to beside the window.
+#[derive(Debug)]
+pub(super) struct ColumnStream<T> {
+    plan: SampledColumns,
+    d: usize,
+    d_v: usize,
+    k: Vec<T>,
+    v: Vec<T>,
+    means: RunMeans<T>,
+    /// Decayed mass of each key, and decayed votes for each distance.
+    mass: Vec<T>,
+    votes: Vec<T>,
+    /// Keys chosen at the last refresh, in increasing order.
+    chosen: Vec<u32>,
+    /// Whether there was a refresh, and tokens attended since.
+    refreshed: bool,
+    since: usize,
+    /// Start of the window when `far` was gathered.
+    edge: usize,
+    far: FarKeys<T>,
+}
+
+/// Sinks, chosen keys and means, side by side.
+#[derive(Debug, Default)]
+struct FarKeys<T> {
+    k: Vec<T>,
+    v: Vec<T>,
+    bias: Vec<T>,
+}
+
+impl<T: Real> ColumnStream<T> {
+    pub(super) fn new(plan: SampledColumns, p: &Problem) -> Self {
+        let means = RunMeans::new(plan.params.far_block, plan.parts(), p.d, p.d_v);
+        Self {
+            plan,
+            d: p.d,
+            d_v: p.d_v,
+            k: Vec::new(),
+            v: Vec::new(),
+            means,
+            mass: Vec::new(),
+            votes: Vec::new(),
+            chosen: Vec::new(),
+            refreshed: false,
+            since: 0,
+            edge: 0,
+            far: FarKeys { k: Vec::new(), v: Vec::new(), bias: Vec::new() },
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.k.len() / self.d
+    }
+
+    /// Adds the exact weights of a token over all keys to half the masses so far, and chooses anew.
+    fn refresh(&mut self, q: MatRef<'_, T>, scale: T, edge: usize, cx: Context<'_>) -> u64 {
+        let (n, heads) = (self.len(), q.rows());
+        let k = MatRef::new(&self.k, n, self.d);
+        let half = T::from_f64(0.5);
+        self.mass.iter_mut().for_each(|m| *m *= half);
+        self.mass.resize(n, T::ZERO);
+        let mut weights = cx.scratch.take::<T>(n * heads);
+        // Piece after piece of the keys, so that each is read once for all heads.
+        let pieces = weights.par_chunks_mut(SCORED * heads).with_max_len(1).enumerate();
+        pieces.for_each(|(t, logits)| {
+            let keys = k.sub_rows(t * SCORED..t * SCORED + logits.len() / heads);
+            for (q, logits) in q.iter_rows().zip(logits.chunks_exact_mut(keys.rows())) {
+                matvec(keys, q, logits);
+                logits.iter_mut().for_each(|x| *x *= scale);
+            }
+        });
+        let mut one = vec![T::ZERO; n];
+        if self.plan.params.diagonals > 0 {
+            self.votes.iter_mut().for_each(|m| *m *= half);
+            self.votes.resize(n, T::ZERO);
+        }
+        for h in 0..heads {
+            for (piece, one) in weights.chunks(SCORED * heads).zip(one.chunks_mut(SCORED)) {
+                one.copy_from_slice(&piece[h * one.len()..(h + 1) * one.len()]);
+            }
+            let top = max(&one);
+            let total = exp_sum(&mut one, top);
+            let share = T::ONE / total;
+            self.mass.iter_mut().zip(&one).for_each(|(m, &w)| *m += share * w);
+            let of_distance = self.votes.iter_mut().zip(one.iter().rev());
+            of_distance.for_each(|(m, &w)| *m += share * w);
+        }
+        self.choose(n, edge);
+        (n * heads) as u64
+    }
+
+    /// The heaviest keys between sinks and `edge`, and the runs at the heaviest distances.
+    fn choose(&mut self, n: usize, edge: usize) {
+        let Params { keys, mass: wanted, diagonals, refresh, sinks, .. } = self.plan.params;
+        let far = sinks.min(edge)..edge;
+        let mass = &self.mass[far.clone()];
+        let mut found = Vec::new();
+        select_top(mass, keys, &mut found);
+        if wanted < 1.0 {
+            let total = wanted * mass.iter().map(|m| m.to_f64()).sum::<f64>();
+            found.sort_by(|&a, &b| mass[b].partial_cmp(&mass[a]).unwrap_or(std::cmp::Ordering::Equal));
+            let mut held = 0.0;
+            let enough = found.iter().take_while(|&&i| {
+                let short = held < total;
+                held += mass[i].to_f64();
+                short
+            });
+            let count = enough.count();
+            found.truncate(count);
+        }
+        self.chosen.clear();
+        self.chosen.extend(found.iter().map(|&i| (far.start + i) as u32));
+        // Distances whose run of keys up to the next refresh ends before the window.
+        let run = refresh.min(n);
+        let least = (n - 1 + run).saturating_sub(edge).min(self.votes.len());
+        let mut best = Vec::new();
+        let votes = &self.votes[least..];
+        select_top(votes, diagonals, &mut best);
+        for o in best.into_iter().filter(|&o| votes[o] > T::ZERO) {
+            let start = n - 1 - (least + o);
+            self.chosen.extend((start.max(far.start)..(start + run).min(edge)).map(|j| j as u32));
+        }
+        self.chosen.sort_unstable();
+        self.chosen.dedup();
+    }
+
+    /// Gathers sinks, chosen keys and means anew.
+    fn gather(&mut self, edge: usize, cx: Context<'_>) {
+        let n = self.len();
+        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        let far = self.plan.params.sinks.min(edge)..edge;
+        let parts = self.plan.parts();
+        if parts > 0 {
+            self.means.extend(k.sub_rows(0..edge), v.sub_rows(0..edge));
+        }
+        let pseudo = if parts > 0 { self.means.most(far.len()) } else { 0 };
+        let mut all = Gathered::new(far.start + self.chosen.len() + pseudo, self.d, self.d_v, cx);
+        all.append(k, v, 0..far.start);
+        all.append(k, v, self.chosen.iter().map(|&j| j as usize));
+        if parts > 0 {
+            self.means.append(k, v, far, &self.chosen, &mut all);
+        }
+        let FarKeys { k, v, bias } = &mut self.far;
+        k.clear();
+        k.extend_from_slice(all.keys().data());
+        v.clear();
+        v.extend_from_slice(all.values().data());
+        bias.clear();
+        bias.extend_from_slice(all.biases());
+        self.edge = edge;
+    }
+}
+
+impl<T: Real> GroupStream<T> for ColumnStream<T> {
+    fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
+        pages::reserve(&mut self.k, k.rows() * self.d);
+        pages::reserve(&mut self.v, v.rows() * self.d_v);
+        k.iter_rows().for_each(|row| self.k.extend_from_slice(row));
+        v.iter_rows().for_each(|row| self.v.extend_from_slice(row));
+        Ok(())
+    }
+
+    fn attend(
+        &mut self,
+        q: MatRef<'_, T>,
+        scale: T,
+        out: &mut [T],
+        lse: &mut [T],
+        cx: Context<'_>,
+    ) -> Result<RunInfo> {
+        let Params { window, far_block, refresh, .. } = self.plan.params;
+        let (n, heads) = (self.len(), q.rows());
+        // The token itself is always near.
+        let edge = n.saturating_sub(window.max(1)) / far_block * far_block;
+        let mut visited = 0;
+        if edge > 0 && (!self.refreshed || self.since >= refresh) {
+            visited += self.refresh(q, scale, edge, cx);
+            (self.refreshed, self.since) = (true, 0);
+            self.gather(edge, cx);
+        } else if edge != self.edge {
+            self.gather(edge, cx);
+        }
+        self.since += 1;
+        let near = edge..n;
+        let (d, d_v) = (self.d, self.d_v);
+        let far = &self.far;
+        let rows = far.bias.len();
+        let attend =
+            |k: MatRef<'_, T>, v: MatRef<'_, T>, bias: Option<&[T]>, out: &mut [T], lse: &mut [T]| {
+                let job = Attend {
+                    q,
+                    k,
+                    v,
+                    scale,
+                    bias,
+                    band: Band::ALL,
+                    tile_k: 0,
+                    isa: cx.schedule.isa,
+                    precision: Precision::Full,
+                    decode: true,
+                };
+                job.run(cx.scratch, out, lse);
+            };
+        let part = |rows: Range<usize>, out: &mut [T], lse: &mut [T]| {
+            let (k, v) = (MatRef::new(&far.k, far.bias.len(), d), MatRef::new(&far.v, far.bias.len(), d_v));
+            attend(k.sub_rows(rows.clone()), v.sub_rows(rows.clone()), Some(&far.bias[rows]), out, lse);
+        };
+        let k = MatRef::new(&self.k, n, d).sub_rows(near.clone());
+        let v = MatRef::new(&self.v, n, d_v).sub_rows(near.clone());
+        attend(k, v, None, out, lse);
+        let pieces = rows.div_ceil(PIECE);
+        let mut parts = cx.scratch.take::<T>(pieces * heads * d_v);
+        let mut part_lse = cx.scratch.take::<T>(pieces * heads);
+        let each = parts.par_chunks_mut((heads * d_v).max(1)).zip(part_lse.par_chunks_mut(heads.max(1)));
+        each.with_max_len(1).enumerate().for_each(|(t, (out, lse))| {
+            part(t * PIECE..rows.min((t + 1) * PIECE), out, lse);
+        });
+        for (part, part_lse) in parts.chunks_exact(heads * d_v).zip(part_lse.chunks_exact(heads)) {
+            for (h, (lse, &lse2)) in lse.iter_mut().zip(part_lse).enumerate() {
+                let row = h * d_v..(h + 1) * d_v;
+                merge_lse(&mut out[row.clone()], lse, &part[row], lse2);
+            }
+        }
+        visited += ((near.len() + rows) * heads) as u64;
+        Ok(RunInfo::visited(visited))
+    }
+
+    fn state_bytes(&self) -> usize {
+        let far = self.far.k.len() + self.far.v.len() + self.far.bias.len();
+        let own = self.k.len() + self.v.len() + self.mass.len() + self.votes.len() + far;
+        own * size_of::<T>() + self.means.bytes() + 4 * self.chosen.len()
+    }
+}

@@ -1,0 +1,264 @@
+//! Sampled columns: a few scout rows choose the far keys of a block of rows; the other keys count as means of runs.
+//!
+//! **Idea.** Sinks and a window are exact. Most of the far mass of neighbouring rows lies on the same few keys, and which
+//! they are shows in the exact scores of a few rows. Rows go in blocks; scout rows that are not later than the block's
+//! first row choose its keys, once for all query heads of a group. Heads that copy look at another key in every row,
+//! always at the same distance: scouts also vote by distance and add runs of keys along diagonals. Each aligned run of the
+//! keys that are left is one pseudo key, so that no mass is lost.
+//!
+//! **Math.** A block begins at row $i_0$ (as a position among the keys); $E = \max(i_0 - w, 0)$ is the edge of its near
+//! field and $F = [s, E)$ its far keys, behind $s$ sinks. For the scouts $R$ (the row $i_0$ and others spread over the block
+//! before), $m_j = \sum_{r \in R} \sum_h p^h_{rj}$ with $p^h_r$ the exact softmax of row $r$ over all keys it sees. $C$ holds
+//! the `keys` heaviest of $F$ (ties to the smaller index), or fewer that hold the share `mass` of $\sum_F m_j$, and for each
+//! of the `diagonals` heaviest distances $o$ by $\sum_{r} \sum_h p^h_{r, r - o}$ the keys $i_0 - o, \dots, i_0 - o + B - 1$.
+//! For each aligned run $A$ of `far_block` keys let $U = A \cap F \setminus C$, $\bar k, \bar v$ its means: row $i$ is the
+//! softmax over the logits $\tau \langle q_i, k_j \rangle$ of sinks, $C$ and $[E, i]$ with values $v_j$, and
+//! $\tau \langle q_i, \bar k \rangle + \ln |U|$ with values $\bar v$. With `chooser = mean_query`,
+//! $m_j = e^{\tau \langle \bar q, k_j \rangle}$ for the mean $\bar q$ of the last `recent` queries of all heads. Without a
+//! mask, scouts are spread over the block itself, and keys within the window on both sides are near.
+//!
+//! **Decoding.** Every `refresh` tokens the exact weights of the token over all keys are added to half the masses so far,
+//! and keys are chosen from these; the window begins at an aligned run, so that all runs in the far field are whole. A
+//! token reads sinks, chosen keys, window and the means of runs; each `refresh`-th also reads every key once.
+//!
+//! **Reference.** zhu2024 (SampleAttention: columns by sampled rows), jiang2024 (MInference: vertical and slash lines),
+//! zhang2023 (H2O: masses of keys). Departures: scouts are strictly causal; the choice is shared by a group; runs of
+//! unchosen keys keep their mass.
+//!
+//! **Cost.** Per row $2(s + w + B/2 + \mathrm{keys} + B\,\mathrm{diagonals} + n/(2\,\mathrm{far\_block}))(d + d_v)$, and
+//! $2 (\mathrm{scouts}/B)(n/2)\,d$ for scores. Decoding reads $\mathrm{keys} + w + n/\mathrm{far\_block}$ keys and values and
+//! $n/\mathrm{refresh}$ keys. Scratch: scouts times keys scores per thread.
+//!
+//! **Guarantees.** Exact when `keys` covers the far field. Weights are non-negative and sum to one. A row depends on
+//! queries up to the first row of its block and on keys up to itself, on nothing later. `error_estimate` and `error_upper`
+//! of a run are the relative error on `certify` rows of each head and its upper 95 % bound (normal approximation).
+//!
+//! **When to use.** Long prompts and long contexts of trained causal models, from a few thousand tokens on.
+
+mod choose;
+mod decode;
+#[cfg(test)]
+mod tests;
+
+use crate::engine::{
+    Gathered, NearField, Operands, RunMeans, Scored, add_sampled_error, attend_chosen_blocks,
+    exact_group_with, exact_scratch_bytes,
+};
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Tunable};
+use crate::{Mask, Problem, Real, Result};
+use choose::Choice;
+
+/// Registry entry.
+pub static METHOD: Method = Method {
+    id: "sampled_columns",
+    family: Family::Clustering,
+    title: "Sampled columns: far keys chosen by scout rows, means of the others",
+    reference: "zhu2024, jiang2024, zhang2023",
+    claims: Claims {
+        decode: true,
+        exact_at: &[("keys", Budget::NumKeys)],
+        except: &[
+            (Law::KeyOrder, "sinks, window and runs are taken by position"),
+            (Law::HeadsAlone, "the heads of a group choose their keys together"),
+            (Law::QueriesAlone, "keys are chosen by scout rows, once for a block of rows"),
+            (
+                Law::DecodeIsPrefill,
+                "a decoded token chooses by tokens since the prompt, not by the rows before",
+            ),
+        ],
+        ..Claims::BASE
+    },
+    probes: &[
+        &[
+            ("block", "16"),
+            ("window", "16"),
+            ("keys", "12"),
+            ("far_block", "8"),
+            ("sinks", "3"),
+            ("refresh", "4"),
+        ],
+        &[
+            ("block", "8"),
+            ("window", "3"),
+            ("keys", "9"),
+            ("mass", "0.6"),
+            ("diagonals", "2"),
+            ("far", "split"),
+            ("parts", "4"),
+            ("far_block", "16"),
+            ("scouts", "7"),
+            ("refresh", "1"),
+        ],
+        &[
+            ("chooser", "mean_query"),
+            ("block", "10"),
+            ("window", "0"),
+            ("keys", "7"),
+            ("far", "none"),
+            ("sinks", "0"),
+            ("recent", "5"),
+            ("scouts", "1"),
+        ],
+        &[("block", "16"), ("window", "8"), ("keys", "0"), ("diagonals", "0"), ("certify", "0")],
+    ],
+    tunable: &[Tunable::budget("keys"), Tunable::values("precision", &["bf16"])],
+    ..Method::of::<Params>()
+};
+
+impl Spec for Params {
+    const METHOD: &'static Method = &METHOD;
+
+    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(SampledColumns::new(self))
+    }
+}
+
+crate::choices! {
+    /// Who chooses the far keys of a block of rows.
+    pub enum Chooser {
+        /// Rows whose exact weights are computed.
+        Scouts = "scouts",
+        /// The mean of the last queries.
+        MeanQuery = "mean_query",
+    }
+}
+
+crate::choices! {
+    /// What becomes of far keys that were not chosen.
+    pub enum Far {
+        /// They are left out.
+        None = "none",
+        /// Each run is one pseudo key at its mean.
+        Mean = "mean",
+        /// Each run is a few pseudo keys at the means of its clusters.
+        Split = "split",
+    }
+}
+
+crate::params! {
+    /// Parameters of [`SampledColumns`].
+    pub struct Params {
+        /// Far keys that are chosen for each block of rows.
+        keys: usize = 192, in 0..=1 << 30;
+        /// Share of the far mass after which no more keys are chosen; 1 takes all `keys`.
+        mass: f64 = 1.0, in 0.0..=1.0;
+        /// Distances whose runs of keys are added to the choice; only scouts can vote for them.
+        diagonals: usize = 1, in 0..=1 << 20;
+        /// Who chooses the far keys.
+        chooser: Chooser = Chooser::Scouts;
+        /// Scout rows of a block.
+        scouts: usize = 4, in 1..=1 << 20;
+        /// Queries whose mean chooses keys with chooser = mean_query.
+        recent: usize = 256, in 1..=1 << 30;
+        /// Rows that share a choice.
+        block: usize = 64, in 1..=1 << 20;
+        /// Keys at the start that every row sees exactly.
+        sinks: usize = 4, in 0..=1 << 30;
+        /// Keys before the first row of a block that its rows see exactly.
+        window: usize = 64, in 0..=1 << 30;
+        /// What becomes of far keys that were not chosen.
+        far: Far = Far::Mean;
+        /// Keys of a run.
+        far_block: usize = 64, in 1..=1 << 20;
+        /// Clusters of a run with far = split.
+        parts: usize = 2, in 2..=4;
+        /// Decoded tokens between two whose exact weights renew the choice.
+        refresh: usize = 16, in 1..=1 << 30;
+        /// Rows of each head on which the error of a run is measured; 0 for none.
+        certify: usize = 32, in 0..=1 << 20;
+        /// Precision of the operands: full, or bf16 with sums in single precision; scores and decoding are in full
+        /// precision.
+        precision: Operands = Operands::Full;
+    }
+}
+
+/// The plan: sizes of blocks, near field and choice.
+#[derive(Clone, Debug)]
+pub struct SampledColumns {
+    params: Params,
+}
+
+impl SampledColumns {
+    /// A plan with these parameters.
+    pub(crate) fn new(params: Params) -> Self {
+        Self { params }
+    }
+
+    /// Pseudo keys of a whole run; 0 without a far field.
+    fn parts(&self) -> usize {
+        match self.params.far {
+            Far::None => 0,
+            Far::Mean => 1,
+            Far::Split => self.params.parts,
+        }
+    }
+
+    fn field(&self) -> NearField {
+        let Params { block, sinks, window, .. } = self.params;
+        NearField { block, sinks, window }
+    }
+
+    /// Whether every far key is chosen for every block.
+    fn covers(&self, mask: Mask, n_q: usize, n_k: usize) -> bool {
+        let most = self.field().most_far(mask, n_q, n_k);
+        most == 0 || self.params.mass >= 1.0 && self.params.keys >= most
+    }
+
+    /// Most keys and pseudo keys that a block attends to.
+    fn gathered(&self, p: &Problem) -> usize {
+        let Params { keys, diagonals, block, far_block, .. } = self.params;
+        let chosen = keys.saturating_add(diagonals.saturating_mul(block));
+        let exact = self.field().most_near().saturating_add(chosen).min(p.n_k);
+        exact + (p.n_k / far_block + 4) * self.parts()
+    }
+}
+
+impl GroupPlan for SampledColumns {
+    fn cost(&self, p: &Problem) -> Cost {
+        let Params { scouts, block, certify, .. } = self.params;
+        let rows = (p.batch * p.n_heads * p.n_q) as f64;
+        let pairs = p.visible_pairs() as f64;
+        let gathered = (self.gathered(p) as f64 * rows).min(pairs);
+        let scored = match self.params.chooser {
+            Chooser::Scouts => pairs * (scouts as f64 / block as f64).min(1.0),
+            Chooser::MeanQuery => pairs / (block * p.group_size()) as f64,
+        };
+        let certified = pairs * (certify as f64 / p.n_q.max(1) as f64).min(1.0);
+        let width = (p.d + p.d_v) as f64;
+        Cost {
+            setup_flops: 2 * (scored * p.d as f64) as u64,
+            run_flops: 2 * ((gathered + certified).max(1.0) * width) as u64,
+            bytes: (4.0 * (2.0 * rows + gathered / block as f64) * width) as u64,
+        }
+    }
+
+    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
+        let rows = self.params.scouts.min(2 * self.params.block);
+        let scores = Scored::<f64>::scratch_bytes(p, rows, size) + 2 * p.n_k * size;
+        let each = Gathered::<f64>::scratch_bytes(self.gathered(p), p.d, p.d_v, size) + scores;
+        exact_scratch_bytes(p, threads, size) + threads * (each + 512)
+    }
+
+    fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
+        let precision = self.params.precision.precision();
+        if self.covers(g.mask, g.n_q(), g.n_k()) {
+            return Ok(RunInfo { status: Status::Exact, ..exact_group_with(&mut g, precision)? });
+        }
+        let mut means = RunMeans::new(self.params.far_block, self.parts(), g.k.cols(), g.d_v());
+        let means = (self.parts() > 0).then(|| {
+            means.extend(g.k, g.v);
+            &means
+        });
+        let scored = Scored { q: g.q, k: g.k, scale: g.scale, cx: g.cx };
+        let choice = Choice { params: &self.params, mask: g.mask, scored };
+        let mut info =
+            attend_chosen_blocks(&mut g, self.field(), means, precision, |place| choice.choose(place))?;
+        add_sampled_error(&g, self.params.certify, &mut info);
+        Ok(info)
+    }
+
+    fn stream<T: Real>(&self, p: &Problem, _: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        Some(Box::new(decode::ColumnStream::new(self.clone(), p)))
+    }
+}

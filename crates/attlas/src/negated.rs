@@ -1,0 +1,97 @@
+//! A negative scale: the plan of the positive one, with the queries negated.
+//!
+//! $-\beta\, q^\top k = \beta\, (-q)^\top k$. Methods that rank or hash queries and keys never see the sign of the scale, so
+//! it goes into the queries here, once for all methods.
+
+use crate::method::{Cost, Plan, RunInfo, Stream};
+use crate::{Inputs, Output, Problem, Qkv, Result, Tensor, TensorRef, Workspace};
+use attlas_num::{DType, Real};
+
+/// A plan for a positive scale, run with negated queries.
+#[derive(Debug)]
+pub(crate) struct Negated<P: ?Sized> {
+    problem: Problem,
+    inner: Box<P>,
+}
+
+impl<P: ?Sized> Negated<P> {
+    /// `inner` plans `problem` with the sign of its scale changed.
+    pub(crate) fn new(inner: Box<P>, problem: &Problem) -> Self {
+        Self { problem: *problem, inner }
+    }
+}
+
+impl Plan for Negated<dyn Plan> {
+    fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    fn cost(&self) -> Cost {
+        self.inner.cost()
+    }
+
+    fn workspace_bytes(&self, threads: usize) -> usize {
+        let p = &self.problem;
+        let copy = p.batch * p.n_heads * p.n_q * p.d * size_of::<f64>();
+        self.inner.workspace_bytes(threads) + copy
+    }
+
+    fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
+        with_negated(inputs, |inputs| self.inner.execute(inputs, out, ws))
+    }
+
+    fn stream(&self, dtype: DType) -> Option<Box<dyn Stream>> {
+        let inner = self.inner.stream(dtype)?;
+        Some(Box::new(Negated { problem: self.problem, inner }))
+    }
+}
+
+impl Stream for Negated<dyn Stream> {
+    fn push(&mut self, k: Tensor<'_>, v: Tensor<'_>, ws: &mut Workspace) -> Result<()> {
+        self.inner.push(k, v, ws)
+    }
+
+    fn attend(&mut self, q: Tensor<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
+        match q {
+            Tensor::F32(q) => self.inner.attend(TensorRef::bhnd(&negated(q), q.dims())?.into(), out, ws),
+            Tensor::F64(q) => self.inner.attend(TensorRef::bhnd(&negated(q), q.dims())?.into(), out, ws),
+        }
+    }
+
+    fn extend(&mut self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
+        with_negated(inputs, |inputs| self.inner.extend(inputs, out, ws))
+    }
+
+    fn len(&self) -> usize {
+        self.inner.len()
+    }
+
+    fn state_bytes(&self) -> usize {
+        self.inner.state_bytes()
+    }
+}
+
+/// Runs `work` on the same inputs with every query negated.
+fn with_negated<R>(inputs: &Inputs<'_>, work: impl FnOnce(&Inputs<'_>) -> Result<R>) -> Result<R> {
+    match inputs {
+        Inputs::F32(x) => {
+            let q = negated(x.q);
+            work(&Inputs::F32(Qkv { q: TensorRef::bhnd(&q, x.q.dims())?, ..*x }))
+        }
+        Inputs::F64(x) => {
+            let q = negated(x.q);
+            work(&Inputs::F64(Qkv { q: TensorRef::bhnd(&q, x.q.dims())?, ..*x }))
+        }
+    }
+}
+
+fn negated<T: Real>(x: TensorRef<'_, T>) -> Vec<T> {
+    let [batch, heads, rows, d] = x.dims();
+    let mut q = Vec::with_capacity(batch * heads * rows * d);
+    for b in 0..batch {
+        for h in 0..heads {
+            x.head(b, h).iter_rows().for_each(|row| q.extend(row.iter().map(|&x| -x)));
+        }
+    }
+    q
+}
