@@ -8,7 +8,9 @@ use crate::{Outcome, STOP, note, print, print_json};
 use attlas::Mask;
 use attlas_lab::bench::headline::{CLAIMS, THREADS_LENGTH, headline};
 use attlas_lab::bench::{Bench, Crossover, Settings, bench, read_peer};
+use attlas_lab::device::{Gpu, GpuBench};
 use attlas_lab::machine::Machine;
+use attlas_lab::select::Selection;
 use attlas_lab::table::{Table, count, number, wrap};
 use std::process::ExitCode;
 
@@ -17,6 +19,9 @@ pub(crate) fn run(args: &BenchArgs, common: &Common) -> Outcome {
         return suite(args, common);
     }
     let selection = args.methods.choice().resolve()?;
+    if let Some(gpu) = args.device.open()? {
+        return on_gpu(&gpu, selection, args, common);
+    }
     let settings = Settings {
         lengths: args.n.clone(),
         widths: args.d.clone(),
@@ -51,6 +56,36 @@ pub(crate) fn run(args: &BenchArgs, common: &Common) -> Outcome {
         notes(&result, common);
     }
     Ok(ending(result.interrupted))
+}
+
+/// Device times of the forms that methods have on a GPU.
+fn on_gpu(gpu: &Gpu, selection: Selection, args: &BenchArgs, common: &Common) -> Outcome {
+    let (selection, left_out) = gpu.select(selection)?;
+    let settings = GpuBench {
+        lengths: args.n.clone(),
+        widths: args.d.clone(),
+        heads: args.heads,
+        kv_heads: args.kv_heads.unwrap_or(args.heads),
+        mask: if args.causal { Mask::Causal } else { Mask::None },
+        runs: args.runs as usize,
+    };
+    let (table, notes) = gpu.bench(&selection, &settings)?;
+    if common.csv {
+        print(&table.csv());
+    } else {
+        let shape = format!(
+            "mask {}, {} query heads, {} key heads, bf16",
+            settings.mask, settings.heads, settings.kv_heads
+        );
+        show(common, &[gpu.heading(), shape], &[(String::new(), table)]);
+    }
+    left_out.iter().chain(&notes).for_each(|line| note(common, line));
+    note(
+        common,
+        "\nms: median of replayed graphs; of memory: inputs and output once over the time; faster: the device's\n\
+         own exact attention over it",
+    );
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Prints lines and then tables, each under a sentence of its own where there is one.

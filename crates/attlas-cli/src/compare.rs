@@ -40,6 +40,11 @@ pub(crate) fn meter() -> Meter {
 
 pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
     let selection = args.methods.choice().resolve()?;
+    let gpu = args.device.open()?;
+    let (selection, left_out) = match &gpu {
+        Some(gpu) => gpu.select(selection)?,
+        None => (selection, Vec::new()),
+    };
     let outputs = [
         ("--save-calibration", args.save_calibration.as_deref()),
         ("--html", args.pictures.html.as_deref()),
@@ -78,6 +83,10 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         None => result?,
     };
     show(&result, args, common);
+    if let Some(gpu) = &gpu {
+        note(common, &format!("\n{}\n{}", gpu.heading(), gpu.times(&result).text()));
+        left_out.iter().for_each(|line| note(common, line));
+    }
     if let Some(path) = &args.save_calibration {
         result.learnt.write(path)?;
         note(common, &format!("wrote {}", path.display()));

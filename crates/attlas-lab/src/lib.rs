@@ -20,6 +20,7 @@ pub mod compress;
 pub mod convert;
 pub mod decompose;
 pub mod demo;
+pub mod device;
 mod error;
 pub mod extract;
 pub mod figures;

@@ -79,6 +79,14 @@ pub enum Error {
         /// Why there is no answer.
         reason: String,
     },
+    /// A device refused, or a call of its driver failed.
+    #[error("{device}: {reason}")]
+    Device {
+        /// Which device.
+        device: String,
+        /// What it said.
+        reason: String,
+    },
     /// The threads could not be started.
     #[error("could not start {threads} threads: {reason}")]
     Threads {

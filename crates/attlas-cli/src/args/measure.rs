@@ -1,6 +1,6 @@
 //! Commands that look at attention and measure methods.
 
-use super::shared::{Inputs, MaskChoice, MethodChoice, Pictures, SpectraSize, count, positive};
+use super::shared::{DeviceChoice, Inputs, MaskChoice, MethodChoice, Pictures, SpectraSize, count, positive};
 use attlas_lab::budget::Budget;
 use attlas_model::recipe::Numbers;
 use clap::{Args, ValueEnum};
@@ -52,6 +52,8 @@ pub(crate) struct CompareArgs {
     pub(crate) inputs: Inputs,
     #[command(flatten)]
     pub(crate) methods: MethodChoice,
+    #[command(flatten)]
+    pub(crate) device: DeviceChoice,
     /// Query heads of the model, such as 0-2; all by default.
     #[arg(long, value_name = "H,…")]
     pub(crate) heads: Option<Numbers>,
@@ -112,6 +114,8 @@ pub(crate) struct ReportArgs {
 pub(crate) struct BenchArgs {
     #[command(flatten)]
     pub(crate) methods: MethodChoice,
+    #[command(flatten)]
+    pub(crate) device: DeviceChoice,
     /// A fixed set of measurements in place of the options: `headline` times every method at the
     /// setting its paper is known for, how it grows and what threads bring (several minutes).
     #[arg(long, value_enum, value_name = "NAME",

@@ -3,11 +3,12 @@
 use super::Common;
 use attlas::{Mask, diagnostics};
 use attlas_lab::Source;
+use attlas_lab::device::{Gpu, GpuSetup};
 use attlas_lab::select::Choice;
 use attlas_lab::source::parse_count;
 use attlas_lab::text::Attention;
 use attlas_model::recipe::Numbers;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
 /// Where queries, keys and values come from.
@@ -175,6 +176,39 @@ impl MethodChoice {
     pub(crate) fn choice(&self) -> Choice {
         let set = self.set.iter().cloned().chain(near_settings(&self.near)).collect();
         Choice { methods: self.methods.clone(), family: self.family.clone(), set }
+    }
+}
+
+/// Where methods run.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct DeviceChoice {
+    /// Where methods run: cpu, or cuda for the first NVIDIA GPU, in bf16 where bench times it.
+    #[arg(long, value_enum, default_value_t = DeviceName::Cpu, value_name = "NAME")]
+    pub(crate) device: DeviceName,
+    /// NVRTC for --device cuda: its file or the folder that holds it; found by name where absent.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) nvrtc: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DeviceName {
+    /// This machine's processor.
+    Cpu,
+    /// The first NVIDIA GPU.
+    Cuda,
+}
+
+impl DeviceChoice {
+    /// The GPU, where one is asked for.
+    pub(crate) fn open(&self) -> attlas_lab::Result<Option<Gpu>> {
+        if self.device == DeviceName::Cpu {
+            return Ok(None);
+        }
+        let home = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+        let home = home.or_else(|| std::env::var_os("HOME").map(|h| PathBuf::from(h).join(".cache")));
+        let setup =
+            GpuSetup { cache: home.map(|h| h.join("attlas").join("cubin")), nvrtc: self.nvrtc.clone() };
+        Gpu::open(&setup).map(Some)
     }
 }
 

@@ -57,6 +57,11 @@ impl<T: Real> SignHash<T> {
         self.bits
     }
 
+    /// The directions of a round, one a row.
+    pub fn directions(&self, round: usize) -> MatRef<'_, T> {
+        self.rounds[round].as_ref()
+    }
+
     /// Gray ranks of the codes of all rows: what to sort by to have similar rows close together.
     pub fn gray_ranks(&self, x: MatRef<'_, T>, round: usize) -> Vec<u32> {
         let mut ranks = self.codes(x, round);

@@ -374,6 +374,11 @@ impl UniformSamples {
         Self { ranks, replacement }
     }
 
+    /// The drawn ranks, in increasing order.
+    pub fn ranks(&self) -> &[usize] {
+        &self.ranks
+    }
+
     /// The samples outside block `c`, as key and bias.
     pub fn outside<T: Real>(&self, blocks: &SortedBlocks, c: usize) -> Vec<(u32, T)> {
         let (n, block) = (blocks.keys().len(), blocks.ranks(c));

@@ -1,0 +1,184 @@
+// The plain form of attention: one warp a row, 32 keys at a time, any width, any element. The definition that the
+// fast kernels are tested against, and the form that runs where no fast one exists.
+
+// Columns of a row of values that a lane accumulates at one time: COLUMNS * 32 of them; wider values take more passes.
+#define COLUMNS 8
+
+// A row's running maximum, sum and output.
+struct Running {
+  acc m, l, o[COLUMNS];
+};
+
+DEV void start(Running& s) {
+  s.m = NEG_INF; s.l = 0;
+#pragma unroll
+  for (int c = 0; c < COLUMNS; c++) s.o[c] = 0;
+}
+
+// Adds one key a lane: its logit, −∞ for none, and the row of its value.
+DEV void add(Running& s, acc logit, const elem* value, int c0, int dv, int lane) {
+  const acc m = larger(s.m, warp_max(logit)), z = m == NEG_INF ? (acc)0 : m;
+  const acc shrink = exp_of(s.m - z), p = logit == NEG_INF ? (acc)0 : exp_of(logit - z);
+  s.m = m; s.l = s.l * shrink + warp_sum(p);
+#pragma unroll
+  for (int c = 0; c < COLUMNS; c++) s.o[c] *= shrink;
+  u32 seen = __ballot_sync(FULL, logit != NEG_INF);      // NaN is seen
+  while (seen) {
+    const int j = __ffs(seen) - 1; seen &= seen - 1;
+    const acc w = __shfl_sync(FULL, p, j);
+    const elem* v = (const elem*)__shfl_sync(FULL, (u64)value, j);
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) { const int x = c0 + c * 32 + lane; if (x < dv) s.o[c] += w * widen(v[x]); }
+  }
+}
+
+// Adds the keys [from, to).
+DEV void add_range(Running& s, const acc* q, const View& k, const View& v, int b, int hk, int from, int to, acc scale, int d, int dv, int c0, int lane) {
+  for (int j0 = from; j0 < to; j0 += 32) {
+    const int j = j0 + lane; acc logit = NEG_INF; const elem* value = 0;
+    if (j < to) {
+      const elem* key = row_of<elem>(k, b, hk, j); acc x = 0;
+      for (int c = 0; c < d; c++) x += q[c] * widen(key[c]);
+      logit = x * scale; value = row_of<elem>(v, b, hk, j);
+    }
+    add(s, logit, value, c0, dv, lane);
+  }
+}
+
+// How a row is written: as elements, in the type of sums joined to what is there, or in that type as the first part.
+enum { DIRECT = 0, JOINED = 1, FIRST = 2 };
+
+// Writes the columns [c0, c0 + 256) of a row.
+template <int HOW> DEV void put(const Running& s, const View& out, acc* lse, i64 row_index, int b, int h, int row, int c0, int dv, int lane) {
+  const acc inv = s.l > 0 ? 1 / s.l : (s.l == s.l && s.m == NEG_INF ? (acc)0 : (acc)NOT_A_NUMBER);
+  const acc now = s.m == NEG_INF ? (acc)NEG_INF : s.m + log_of(s.l);
+  acc keep = 0, gain = 1, both = now;
+  if (HOW == JOINED) join(lse[row_index], now, keep, gain, both);
+#pragma unroll
+  for (int c = 0; c < COLUMNS; c++) {
+    const int x = c0 + c * 32 + lane;
+    if (x >= dv) continue;
+    const acc o = s.o[c] * inv;
+    if (HOW == DIRECT) { row_of<elem>(out, b, h, row)[x] = narrow(o); continue; }
+    acc* to = row_of<acc>(out, b, h, row) + x;
+    *to = HOW == FIRST || keep == 0 ? o : gain == 0 ? *to : keep * *to + gain * o;
+  }
+  __syncwarp();
+  if (lane == 0 && lse && c0 + COLUMNS * 32 >= dv) lse[row_index] = both;
+}
+
+// Row i stands at key p = i + nk − nq. It sees the first `sinks` keys and those from p − window + 1 on, up to p with a
+// causal mask, up to p + window − 1 without. With a table, tiles say which rows see which keys.
+template <int HOW> DEV void attend_rows(const View& q, const View& k, const View& v, const View& out, acc* lse, const Tile* tiles, const Sizes& n, int causal, int window, int sinks, acc scale) {
+  extern __shared__ __align__(16) unsigned char raw[];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z, hk = h / n.group, rows = blockDim.x >> 5;
+  acc* own = (acc*)raw + warp * n.d;
+  int row = blockIdx.x * rows + warp, end = min(n.nq, (int)(blockIdx.x + 1) * rows), first = 0, last = n.nk, offset = n.nk - n.nq;
+  if (tiles) { const Tile t = tiles[blockIdx.x]; row = t.row + warp; end = t.row_end; first = t.key; last = t.key_end; offset = t.offset; }
+  for (; row < end; row += rows) {
+    const elem* query = row_of<elem>(q, b, h, row);
+    __syncwarp();
+    for (int c = lane; c < n.d; c += 32) own[c] = widen(query[c]);
+    __syncwarp();
+    const i64 p = (i64)row + offset;
+    const int to = (int)min((i64)last, max((i64)first, causal ? p + 1 : p + window)), below = (int)max((i64)first, min((i64)last, p - window + 1));
+    const int sunk = causal ? min(sinks, to) : min(sinks, last);
+    for (int c0 = 0; c0 < n.dv; c0 += COLUMNS * 32) {
+      Running s; start(s);
+      if (sunk > first) add_range(s, own, k, v, b, hk, first, sunk, scale, n.d, n.dv, c0, lane);
+      add_range(s, own, k, v, b, hk, max(below, sunk), to, scale, n.d, n.dv, c0, lane);
+      put<HOW>(s, out, lse, ((i64)b * n.heads + h) * n.nq + row, b, h, row, c0, n.dv, lane);
+    }
+  }
+}
+extern "C" __global__ void any_attend(View q, View k, View v, View out, acc* lse, const Tile* tiles, Sizes n, int causal, int window, int sinks, acc scale) {
+  attend_rows<DIRECT>(q, k, v, out, lse, tiles, n, causal, window, sinks, scale);
+}
+extern "C" __global__ void any_attend_join(View q, View k, View v, View out, acc* lse, const Tile* tiles, Sizes n, int causal, int window, int sinks, acc scale) {
+  attend_rows<JOINED>(q, k, v, out, lse, tiles, n, causal, window, sinks, scale);
+}
+extern "C" __global__ void any_attend_first(View q, View k, View v, View out, acc* lse, const Tile* tiles, Sizes n, int causal, int window, int sinks, acc scale) {
+  attend_rows<FIRST>(q, k, v, out, lse, tiles, n, causal, window, sinks, scale);
+}
+
+// Rows by blocks: see lists.cu for the meaning of the arguments. One warp a row of the sorted order.
+template <int HOW> DEV void list_rows(const View& q, const View& k, const View& v, const View& out, acc* lse, const u32* qidx, const u32* qstart, const u32* kidx, const Block* blocks, const u32* samples, const Sizes& n, int rows, int keys, int count, int m, int replaced, acc scale) {
+  extern __shared__ __align__(16) unsigned char raw[];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z, hk = h / n.group, kv = n.heads / n.group;
+  const int place = blockIdx.x * (blockDim.x >> 5) + warp;
+  if (place >= rows) return;
+  acc* own = (acc*)raw + warp * n.d;
+  const u32* starts = qstart + ((i64)b * n.heads + h) * (count + 1);
+  int c = 0;
+  for (int lo = 0, hi = count; lo < hi;) { const int mid = (lo + hi) >> 1; if ((int)starts[mid] <= place) { c = mid; lo = mid + 1; } else hi = mid; }
+  const Block block = blocks[c];
+  const int row = qidx[((i64)b * n.heads + h) * rows + place];
+  const u32* order = kidx + ((i64)b * kv + hk) * keys;
+  const u32* drawn = samples + ((i64)(b * kv + hk) * block.parts + block.part) * m;
+  const elem* query = row_of<elem>(q, b, h, row);
+  for (int x = lane; x < n.d; x += 32) own[x] = widen(query[x]);
+  __syncwarp();
+  int outside = 0;
+  for (int i = lane; i < m; i += 32) { const int r = drawn[i]; outside += !(r >= block.rank && r < block.rank + block.near); }
+  outside = warp_sum(outside);
+  const acc bias = log_of(replaced ? (acc)block.keys / (acc)m : (acc)(block.keys - block.near) / (acc)outside);
+  for (int c0 = 0; c0 < n.dv; c0 += COLUMNS * 32) {
+    Running s; start(s);
+    for (int j0 = 0; j0 < block.near + m; j0 += 32) {
+      const int i = j0 + lane; acc logit = NEG_INF; const elem* value = 0; bool ok = i < block.near + m; int at = block.first + i;
+      if (i >= block.near && ok) { const int r = drawn[i - block.near]; ok = !(r >= block.rank && r < block.rank + block.near); at = block.first - block.rank + r; }
+      if (ok) {
+        const int j = order[at]; const elem* key = row_of<elem>(k, b, hk, j); acc x = 0;
+        for (int e = 0; e < n.d; e++) x += own[e] * widen(key[e]);
+        logit = x * scale + (i < block.near ? (acc)0 : bias); value = row_of<elem>(v, b, hk, j);
+      }
+      add(s, logit, value, c0, n.dv, lane);
+    }
+    put<HOW>(s, out, lse, ((i64)b * n.heads + h) * n.nq + row, b, h, row, c0, n.dv, lane);
+  }
+}
+extern "C" __global__ void any_lists(View q, View k, View v, View out, acc* lse, const u32* qidx, const u32* qstart, const u32* kidx, const Block* blocks, const u32* samples, Sizes n, int rows, int keys, int count, int m, int replaced, acc scale) {
+  list_rows<DIRECT>(q, k, v, out, lse, qidx, qstart, kidx, blocks, samples, n, rows, keys, count, m, replaced, scale);
+}
+extern "C" __global__ void any_lists_join(View q, View k, View v, View out, acc* lse, const u32* qidx, const u32* qstart, const u32* kidx, const Block* blocks, const u32* samples, Sizes n, int rows, int keys, int count, int m, int replaced, acc scale) {
+  list_rows<JOINED>(q, k, v, out, lse, qidx, qstart, kidx, blocks, samples, n, rows, keys, count, m, replaced, scale);
+}
+
+// Rows in the type of sums become elements, four at a time where their number allows it.
+extern "C" __global__ void finish_rows(const acc* from, View out, Sizes n) {
+  const int h = blockIdx.y, b = blockIdx.z, each = n.dv % 4 == 0 ? 4 : 1;
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x, pieces = n.dv / each;
+  if (i >= n.nq * pieces) return;
+  // A division of 32 bits where it suffices: one of 64 takes as long as the rest.
+  const i64 row = i < 0x7fffffff ? (i64)((u32)i / (u32)pieces) : i / pieces;
+  const int c = (int)(i - row * pieces) * each;
+  const acc* x = from + (((i64)b * n.heads + h) * n.nq + row) * n.dv + c;
+  elem* to = row_of<elem>(out, b, h, row) + c;
+#if ELEM < 2
+  if (each == 4 && (u64)to % 8 == 0) {
+    const float4 y = *(const float4*)x;
+    *(uint2*)to = make_uint2(pack(y.x, y.y), pack(y.z, y.w));
+    return;
+  }
+#endif
+  for (int e = 0; e < each; e++) to[e] = narrow(x[e]);
+}
+// Rows without a part yet: zero, log-sum-exp −∞.
+extern "C" __global__ void clear_rows(acc* o, acc* lse, i64 rows, int dv) {
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < rows * dv) o[i] = 0;
+  if (i < rows) lse[i] = NEG_INF;
+}
+// Copies rows; `order` names the source row of each, where given; rows go to places from `at` on, modulo `ring` behind
+// the first `fixed` places where `ring` is positive.
+extern "C" __global__ void copy_rows(View from, View to, const u32* order, int rows, int columns, int at, int fixed, int ring) {
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= (i64)rows * columns) return;
+  const int h = blockIdx.y, b = blockIdx.z, r = (int)(i / columns);
+  int place = at + r;
+  if (ring > 0 && place >= fixed) {
+    if (r + ring < rows) return;      // a later row takes this place
+    place = fixed + (place - fixed) % ring;
+  }
+  row_of<elem>(to, b, h, place)[i % columns] = row_of<elem>(from, b, h, order ? order[r] : r)[i % columns];
+}

@@ -1,0 +1,347 @@
+//! Plans over tensors of the device.
+
+use crate::driver::Stream;
+use crate::tensor::DeviceRef;
+use crate::{Device, DeviceInfo, DeviceMut, DeviceWorkspace, Element, Error, Result, registry};
+use attlas::method::Needs;
+use attlas::{Calibration, Cost, Method, Near, Options, Problem, RunInfo, Support};
+use std::collections::HashMap;
+use std::fmt::Debug;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Queries, keys and values on the device.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceQkv<'a> {
+    /// `[batch, n_heads, n_q, d]`.
+    pub q: DeviceRef<'a>,
+    /// `[batch, n_kv_heads, n_k, d]`.
+    pub k: DeviceRef<'a>,
+    /// `[batch, n_kv_heads, n_k, d_v]`.
+    pub v: DeviceRef<'a>,
+    /// Valid keys of each sequence; the rest is padding and is never read. All keys where absent.
+    pub key_lens: Option<&'a [usize]>,
+}
+
+/// Where results go.
+#[derive(Debug)]
+pub struct DeviceOut<'a> {
+    /// `[batch, n_heads, n_q, d_v]`.
+    pub o: DeviceMut<'a>,
+    /// Log-sum-exp of each row, contiguous `[batch, n_heads, n_q, 1]`, in single precision, double for double inputs.
+    pub lse: Option<DeviceMut<'a>>,
+}
+
+/// A problem on the device with everything decided that can be decided before the data is seen.
+pub trait DevicePlan: Debug + Send + Sync {
+    /// What was planned.
+    fn problem(&self) -> &Problem;
+
+    /// Type of queries, keys, values and outputs.
+    fn element(&self) -> Element;
+
+    /// Counted work.
+    fn cost(&self) -> Cost;
+
+    /// Scratch memory that a run takes.
+    fn workspace_bytes(&self) -> usize;
+
+    /// Puts the work on the workspace's stream and returns. Once [`DeviceWorkspace::reserve`] has made room, nothing is
+    /// allocated, copied from the host or waited for, so a run can be captured into a graph; a sequence whose number of
+    /// valid keys is met for the first time is planned first.
+    fn execute(
+        &self,
+        x: &DeviceQkv<'_>,
+        out: &mut DeviceOut<'_>,
+        ws: &mut DeviceWorkspace,
+    ) -> Result<Pending>;
+
+    /// Decoding, with room for `capacity` tokens at first.
+    fn stream(&self, capacity: usize) -> Option<Result<Box<dyn DeviceStream>>> {
+        let _ = capacity;
+        None
+    }
+}
+
+/// Decoding on the device: keys and values stay there.
+pub trait DeviceStream: Debug + Send {
+    /// Appends the keys and values of some tokens.
+    fn push(&mut self, k: DeviceRef<'_>, v: DeviceRef<'_>, ws: &mut DeviceWorkspace) -> Result<()>;
+
+    /// Attends with the queries `[batch, n_heads, 1, d]` of the last token to everything pushed.
+    fn attend(
+        &mut self,
+        q: DeviceRef<'_>,
+        out: &mut DeviceOut<'_>,
+        ws: &mut DeviceWorkspace,
+    ) -> Result<Pending>;
+
+    /// Tokens pushed so far.
+    fn len(&self) -> usize;
+
+    /// No token has been pushed.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes of state held now.
+    fn state_bytes(&self) -> usize;
+}
+
+/// What a run will say of itself. Dropping it costs nothing.
+#[derive(Debug)]
+pub struct Pending {
+    info: RunInfo,
+    stream: Arc<Stream>,
+}
+
+impl Pending {
+    pub(crate) fn new(info: RunInfo, ws: &DeviceWorkspace) -> Self {
+        Self { info, stream: ws.stream().clone() }
+    }
+
+    /// Waits for the run.
+    pub fn wait(self) -> Result<RunInfo> {
+        self.stream.synchronize()?;
+        Ok(self.info)
+    }
+}
+
+/// What a device form is built from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Request<'a> {
+    pub(crate) problem: &'a Problem,
+    /// Number of the first sequence of the problem: it names random streams.
+    pub(crate) first_batch: usize,
+    pub(crate) options: &'a Options,
+    pub(crate) element: Element,
+    pub(crate) device: &'a Device,
+}
+
+/// Operands of one run, whose shapes were checked.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Io<'a> {
+    pub(crate) q: DeviceRef<'a>,
+    pub(crate) k: DeviceRef<'a>,
+    pub(crate) v: DeviceRef<'a>,
+    pub(crate) o: DeviceRef<'a>,
+    /// Address of the log-sum-exp, 0 for none.
+    pub(crate) lse: u64,
+}
+
+/// What a method does on the device; all keys are valid.
+pub(crate) trait Core: Debug + Send + Sync {
+    fn workspace_bytes(&self) -> usize {
+        0
+    }
+
+    fn run(&self, io: &Io<'_>, ws: &mut DeviceWorkspace) -> Result<RunInfo>;
+
+    fn stream(&self, capacity: usize) -> Option<Result<Box<dyn DeviceStream>>> {
+        let _ = capacity;
+        None
+    }
+}
+
+/// Checks and sizes that do not depend on data.
+pub(crate) type Supports = fn(&Problem, &Options, Element, &DeviceInfo) -> Support;
+
+/// A method on the device: its line in [`registry::FORMS`].
+#[derive(Debug)]
+pub struct Form {
+    /// The method.
+    pub method: &'static Method,
+    /// Reasons beyond the method's own: options without a device form.
+    pub supports: Supports,
+    pub(crate) build: fn(&Request<'_>) -> Result<Box<dyn Core>>,
+}
+
+/// Why a near field is refused.
+pub(crate) const NO_NEAR: &str = "a near field has no form on the device: leave near.* out";
+
+/// Plans the method `id` on a device, or says everything that stands in the way.
+pub fn plan(
+    id: &str,
+    problem: &Problem,
+    options: &Options,
+    calibration: Option<&Calibration>,
+    element: Element,
+    device: &Device,
+) -> Result<Box<dyn DevicePlan>> {
+    let form = registry::form(id)?;
+    problem.validate()?;
+    let method = form.method;
+    let (near, options) = &Near::split(problem.near, options, method.params)?;
+    let mut reasons = (method.supports)(problem, options).reasons;
+    if !near.is_none() {
+        reasons.push(NO_NEAR.into());
+    }
+    reasons.extend((form.supports)(problem, options, element, device.info()).reasons);
+    if method.claims.needs == Needs::Calibration && calibration.is_none() {
+        reasons.push(format!("{id} learns from data first: pass a calibration"));
+    }
+    if [problem.n_q, problem.n_k, problem.d, problem.d_v].iter().any(|&n| n > 1 << 30) {
+        reasons.push("sizes on the device are at most 2^30".into());
+    }
+    if !reasons.is_empty() {
+        return Err(attlas::Error::Unsupported { method: id.into(), reasons }.into());
+    }
+    // The host's plan checks options and counts the work.
+    let cost = (method.build)(problem, options, calibration)?.cost();
+    let request = Request { problem, first_batch: 0, options, element, device };
+    let core = (form.build)(&request)?;
+    Ok(Box::new(Planned {
+        form,
+        problem: *problem,
+        options: options.clone(),
+        element,
+        device: device.clone(),
+        cost,
+        core,
+        shorter: Mutex::new(HashMap::new()),
+    }))
+}
+
+/// A form with its problem.
+#[derive(Debug)]
+struct Planned {
+    form: &'static Form,
+    problem: Problem,
+    options: Options,
+    element: Element,
+    device: Device,
+    cost: Cost,
+    core: Box<dyn Core>,
+    /// Plans of single sequences with fewer valid keys, by sequence and number of keys.
+    shorter: Mutex<HashMap<(usize, usize), Arc<dyn Core>>>,
+}
+
+impl Planned {
+    fn check<'a>(&self, x: &DeviceQkv<'a>, out: &DeviceOut<'a>) -> Result<Io<'a>> {
+        let p = &self.problem;
+        let expect = |what, t: &DeviceRef<'_>, want: [usize; 4], element: Element| {
+            if t.element() != element {
+                return Err(attlas::Error::shape(what, format!("{element:?}"), format!("{:?}", t.element())));
+            }
+            if t.dims() != want {
+                return Err(attlas::Error::shape(what, format!("{want:?}"), format!("{:?}", t.dims())));
+            }
+            Ok(())
+        };
+        let o = out.o.as_ref();
+        expect("queries", &x.q, [p.batch, p.n_heads, p.n_q, p.d], self.element)?;
+        expect("keys", &x.k, [p.batch, p.n_kv_heads, p.n_k, p.d], self.element)?;
+        expect("values", &x.v, [p.batch, p.n_kv_heads, p.n_k, p.d_v], self.element)?;
+        expect("output", &o, [p.batch, p.n_heads, p.n_q, p.d_v], self.element)?;
+        let lse = match &out.lse {
+            Some(lse) => {
+                let (lse, want) = (lse.as_ref(), [p.batch, p.n_heads, p.n_q, 1]);
+                expect("log-sum-exp", &lse, want, self.element.sum())?;
+                if lse.strides() != attlas::problem::bhnd(want) {
+                    return Err(attlas::Error::shape(
+                        "log-sum-exp",
+                        "contiguous rows",
+                        format!("{:?}", lse.strides()),
+                    )
+                    .into());
+                }
+                lse.view().address
+            }
+            None => 0,
+        };
+        Ok(Io { q: x.q, k: x.k, v: x.v, o, lse })
+    }
+
+    /// The plan of one sequence with `keys` valid keys.
+    fn sequence(&self, batch: usize, keys: usize) -> Result<Arc<dyn Core>> {
+        let mut plans = self.shorter.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(core) = plans.get(&(batch, keys)) {
+            return Ok(core.clone());
+        }
+        let problem = Problem { batch: 1, n_k: keys, ..self.problem };
+        let request = Request {
+            problem: &problem,
+            first_batch: batch,
+            options: &self.options,
+            element: self.element,
+            device: &self.device,
+        };
+        let core: Arc<dyn Core> = (self.form.build)(&request)?.into();
+        plans.insert((batch, keys), core.clone());
+        Ok(core)
+    }
+}
+
+impl DevicePlan for Planned {
+    fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    fn element(&self) -> Element {
+        self.element
+    }
+
+    fn cost(&self) -> Cost {
+        self.cost
+    }
+
+    fn workspace_bytes(&self) -> usize {
+        self.core.workspace_bytes()
+    }
+
+    fn execute(
+        &self,
+        x: &DeviceQkv<'_>,
+        out: &mut DeviceOut<'_>,
+        ws: &mut DeviceWorkspace,
+    ) -> Result<Pending> {
+        let io = self.check(x, out)?;
+        let p = &self.problem;
+        let Some(lens) = x.key_lens.filter(|lens| lens.iter().any(|&n| n != p.n_k)) else {
+            ws.reserve(self.core.workspace_bytes())?;
+            ws.reset();
+            let info = self.core.run(&io, ws)?;
+            return Ok(Pending::new(info, ws));
+        };
+        if lens.len() != p.batch {
+            return Err(attlas::Error::shape(
+                "key lengths",
+                format!("one for each of {} sequences", p.batch),
+                lens.len(),
+            )
+            .into());
+        }
+        if let Some(&n) = lens.iter().find(|&&n| n > p.n_k) {
+            return Err(attlas::Error::shape("key length", format!("at most {}", p.n_k), n).into());
+        }
+        let plans: Vec<Arc<dyn Core>> =
+            lens.iter().enumerate().map(|(b, &n)| self.sequence(b, n)).collect::<Result<_>>()?;
+        ws.reserve(plans.iter().map(|c| c.workspace_bytes()).max().unwrap_or(0))?;
+        let mut info: Option<RunInfo> = None;
+        for (b, (core, &n)) in plans.iter().zip(lens).enumerate() {
+            let rows = (b * p.n_heads * p.n_q * self.element.sum().bytes()) as u64;
+            let one = Io {
+                q: io.q.sequence(b, p.n_q),
+                k: io.k.sequence(b, n),
+                v: io.v.sequence(b, n),
+                o: io.o.sequence(b, p.n_q),
+                lse: if io.lse == 0 { 0 } else { io.lse + rows },
+            };
+            ws.reset();
+            let more = core.run(&one, ws)?;
+            info = Some(match info {
+                Some(info) => info.merge(more),
+                None => more,
+            });
+        }
+        Ok(Pending::new(info.unwrap_or_default(), ws))
+    }
+
+    fn stream(&self, capacity: usize) -> Option<Result<Box<dyn DeviceStream>>> {
+        self.form.method.claims.decode.then(|| self.core.stream(capacity)).flatten()
+    }
+}
+
+/// An error that names what a device form does not do.
+pub(crate) fn unsupported(id: &str, reason: impl Into<String>) -> Error {
+    attlas::Error::Unsupported { method: id.into(), reasons: vec![reason.into()] }.into()
+}
