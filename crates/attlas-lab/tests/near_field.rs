@@ -107,7 +107,7 @@ fn methods_with_a_near_field_are_no_worse_than_the_near_field_alone() {
     let known = |m: &&attlas::Method| {
         m.claims.lse && m.family != Family::Exact && m.claims.needs != Needs::Calibration && m.id != "linear"
     };
-    for method in registry::METHODS.iter().copied().filter(|m| known(&m)) {
+    for method in registry::METHODS.iter().copied().filter(|m| known(m)) {
         assert!(SETTINGS.iter().any(|(id, _)| *id == method.id), "{} is not measured", method.id);
     }
     assert!(worse.is_empty(), "{worse:?}");
