@@ -12,6 +12,7 @@ use attlas::{
     RunInfo, Stream, Support, Tensor, TensorRef, Workspace,
 };
 use std::collections::HashMap;
+use std::collections::hash_map::Entry as MapEntry;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -136,21 +137,14 @@ fn device() -> Result<&'static Device> {
 impl OnHost {
     fn with_plan<R>(&self, element: Element, work: impl FnOnce(&dyn DevicePlan) -> Result<R>) -> Result<R> {
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        if !plans.contains_key(&element) {
-            let made = plan(
-                self.form.method.id,
-                &self.problem,
-                &self.options,
-                self.calibration.as_ref(),
-                element,
-                device()?,
-            )?;
-            plans.insert(element, made);
-        }
-        match plans.get(&element) {
-            Some(plan) => work(&**plan),
-            None => unreachable!("inserted above"),
-        }
+        let plan = match plans.entry(element) {
+            MapEntry::Occupied(known) => known.into_mut(),
+            MapEntry::Vacant(place) => {
+                let (method, calibration) = (self.form.method.id, self.calibration.as_ref());
+                place.insert(plan(method, &self.problem, &self.options, calibration, element, device()?)?)
+            }
+        };
+        work(&**plan)
     }
 
     fn run<T: Real>(&self, x: &Qkv<'_, T>, out: &mut Out<'_, T>) -> Result<RunInfo> {

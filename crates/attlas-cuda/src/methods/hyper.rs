@@ -49,6 +49,7 @@ fn covers(params: &Params, p: &Problem) -> bool {
 
 /// One step of the work: parts that share no row.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // a handful of them in a plan
 enum Step {
     Exact(Attend),
     Lists(Lists),
@@ -84,7 +85,7 @@ fn halves(n_q: usize, n_k: usize, n_min: usize) -> (Vec<Piece>, Vec<Vec<Piece>>)
         |rows: &Range<usize>| (rows.start as isize + offset) as usize..(rows.end as isize + offset) as usize;
     let (mut base, mut levels) = (Vec::new(), Vec::new());
     // Rows before the first key see nothing.
-    let mut squares = vec![n_q.saturating_sub(n_k)..n_q];
+    let mut squares = Vec::from([n_q.saturating_sub(n_k)..n_q; 1]);
     while !squares.is_empty() {
         let (mut next, mut parts) = (Vec::new(), Vec::new());
         for rows in squares {
