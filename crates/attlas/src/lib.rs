@@ -56,7 +56,7 @@
 //! | [`registry`] | the lists of methods, layers and conversions |
 //! | [`method`] | the contract of a method: claims, plans, streams, calibration |
 //! | [`group`] | the numerics of one key head, which the author of a method writes, and the runner around them |
-//! | [`params`] | parameters declared once, options read from text |
+//! | [`mod@params`] | parameters declared once, options read from text |
 //! | [`workspace`] | threads, tiles and scratch memory |
 //! | [`cache`] | keys and values for exact decoding |
 //! | [`methods`], [`engine`] | every method by family, and what they share |
