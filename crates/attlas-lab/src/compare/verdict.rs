@@ -7,8 +7,6 @@ use crate::table::{percent_of, times};
 const CLOSE: f64 = 0.01;
 /// A method that is not better than the mean of the values by this share has no use.
 const BETTER: f64 = 0.9;
-/// Parameters below which a method computes exact attention.
-const SWITCHES: [&str; 2] = ["n_min", "min_len"];
 
 impl Comparison {
     /// Which method is worth its error on these inputs, or that none is.
@@ -61,9 +59,11 @@ impl Comparison {
             .filter(|s| s.family != "baseline" && s.fell_back())
             .map(|s| {
                 let params = self.rows.iter().find(|r| r.method == s.method).map(|r| &r.params);
+                // The length below which it is exact, where that is why.
                 let switch = params.and_then(|params| {
-                    let value = |name: &&str| Some((name.to_string(), params.get(*name)?.as_u64()?));
-                    SWITCHES.iter().find_map(value).filter(|(_, v)| *v > self.tokens as u64)
+                    let name = attlas::registry::method(s.method).ok()?.exact_below?;
+                    let value = params.get(name)?.as_u64()?;
+                    (value >= self.tokens as u64).then_some((name, value))
                 });
                 match switch {
                     Some((name, value)) => format!("{} ({name} = {value})", s.method),
