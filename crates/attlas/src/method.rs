@@ -58,7 +58,7 @@ pub struct Method {
     /// Settings under which it is the softmax over some of the keys: no row's log-sum-exp exceeds the exact one, and
     /// the error is at most the missing mass times the range of the values.
     pub subsets: &'static [&'static [Setting]],
-    /// The parameter that names the length below which it computes exact attention, where it has one.
+    /// The parameter that names the length below which it computes exact attention, with some mask, where it has one.
     pub exact_below: Option<&'static str>,
     /// Parameters that a tuner may move, and the values worth trying.
     pub tunable: &'static [Tunable],
