@@ -242,7 +242,10 @@ mod tests {
         check_room("a page", &[4, 1024]).unwrap();
         for sizes in [&[1 << 40, 1 << 10][..], &[usize::MAX, usize::MAX]] {
             let message = check_room("inputs", sizes).unwrap_err().to_string();
-            assert!(message.starts_with("inputs would take") && message.contains("this machine"), "{message}");
+            assert!(
+                message.starts_with("inputs would take") && message.contains("this machine"),
+                "{message}"
+            );
         }
     }
 

@@ -102,17 +102,18 @@ impl FromStr for Synthetic {
     fn from_str(text: &str) -> Result<Self> {
         let mut parts = text.split(',');
         let name = parts.next().unwrap_or_default();
-        let kind = Kind::ALL.into_iter().find(|k| k.name() == name).ok_or_else(|| {
-            match crate::words::nearest(name, names()) {
-                Some(meant) => {
-                    Error::Unknown { what: "synthetic source", found: name.into(), meant: meant.into() }
+        let kind =
+            Kind::ALL.into_iter().find(|k| k.name() == name).ok_or_else(|| {
+                match crate::words::nearest(name, names()) {
+                    Some(meant) => {
+                        Error::Unknown { what: "synthetic source", found: name.into(), meant: meant.into() }
+                    }
+                    None => {
+                        let expected = format!("one of {}", names().collect::<Vec<_>>().join(", "));
+                        Error::argument("synthetic source", expected, format!("'{name}'"))
+                    }
                 }
-                None => {
-                    let expected = format!("one of {}", names().collect::<Vec<_>>().join(", "));
-                    Error::argument("synthetic source", expected, format!("'{name}'"))
-                }
-            }
-        })?;
+            })?;
         let mut spec = Self { kind, ..Self::default() };
         let mut kv_heads = None;
         for part in parts {

@@ -1,7 +1,7 @@
 //! What a comparison comes to, in a sentence or two.
 
 use super::records::{Comparison, Summary};
-use crate::table::{percent_of, times};
+use crate::table::{count, percent_of, times};
 
 /// Errors that are looked for: what hardly shows, and what may do.
 const CLOSE: f64 = 0.01;
@@ -27,7 +27,7 @@ impl Comparison {
         };
         let at = match self.tokens {
             0 => String::new(),
-            n => format!(" at {n} tokens"),
+            n => format!(" at {}", count(n, "token")),
         };
         let closest = faster.iter().min_by(|a, b| a.rel_fro.mean.total_cmp(&b.rel_fro.mean));
         match (fastest(CLOSE), closest) {
@@ -63,7 +63,9 @@ impl Comparison {
                 let switch = params.and_then(|params| {
                     let name = attlas::registry::method(s.method).ok()?.exact_below?;
                     let value = params.get(name)?.as_u64()?;
-                    (value >= self.tokens as u64).then_some((name, value))
+                    // Blocks are those of a causal mask.
+                    let here = name != "block" || self.mask == attlas::Mask::Causal;
+                    (here && value >= self.tokens as u64).then_some((name, value))
                 });
                 match switch {
                     Some((name, value)) => format!("{} ({name} = {value})", s.method),
