@@ -411,5 +411,7 @@ def test_a_compiled_model_generates():
     want = model.generate(**inputs, **settings).tolist()
     model.set_attn_implementation("attlas")
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     model.forward = torch.compile(model.forward, backend="aot_eager")
     assert model.generate(**inputs, **settings, cache_implementation="static").tolist() == want
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
