@@ -2,7 +2,11 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any, final
 
-__all__: list[str]
+__all__ = [
+    "Calibration", "Memory", "Plan", "Recipe", "Stream", "Streams", "Trace", "after_fork", "atlas_json", "attend",
+    "attend_runs", "calibrate", "command_line", "compare", "inspect", "method_text", "methods_text",
+    "perplexity_of_file", "report", "runs", "supports", "tune", "view",
+]  # fmt: skip
 
 _Watch = Callable[[int, int, str], None] | None
 _Problem = tuple[list[int], float, bool]
