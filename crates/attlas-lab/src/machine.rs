@@ -11,7 +11,7 @@ use std::hint::black_box;
 /// A machine with its measured ceilings, for the threads and instruction set of a workspace.
 #[derive(Clone, Debug, Serialize)]
 pub struct Machine {
-    /// What the processor calls itself.
+    /// Name of the processor.
     pub cpu: String,
     /// Architecture and operating system.
     pub platform: String,
@@ -207,7 +207,7 @@ fn civil(days: u64) -> (u64, u64, u64) {
     (era * 400 + year + u64::from(month <= 2), month, day)
 }
 
-/// What the processor calls itself, where the system tells.
+/// Name of the processor, where the system gives it.
 fn cpu_name() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = text.lines().find(|l| l.starts_with("model name") || l.starts_with("Model"));
