@@ -31,9 +31,9 @@ pub enum Error {
     Argument {
         /// Which argument.
         what: String,
-        /// What would be accepted.
+        /// The accepted values.
         expected: String,
-        /// What was given.
+        /// The value found.
         found: String,
     },
     /// A name that is nearly right.
@@ -61,7 +61,7 @@ pub enum Error {
         path: PathBuf,
         /// "reading" or "writing".
         action: &'static str,
-        /// What the system said.
+        /// The system's message.
         reason: std::io::Error,
     },
     /// A file whose bytes are not in its format, or end too early.
@@ -71,7 +71,7 @@ pub enum Error {
         path: PathBuf,
         /// Its format.
         format: &'static str,
-        /// What the reader said.
+        /// The reader's message.
         reason: String,
     },
     /// A file without a tensor that is needed.
@@ -79,7 +79,7 @@ pub enum Error {
     MissingTensor {
         /// The file.
         path: PathBuf,
-        /// What is needed.
+        /// The requirement.
         expected: String,
         /// The tensors that are there.
         found: Vec<String>,
@@ -91,9 +91,9 @@ pub enum Error {
         path: PathBuf,
         /// The tensor.
         tensor: String,
-        /// What is needed.
+        /// The requirement.
         expected: String,
-        /// What is there.
+        /// The state found.
         found: String,
     },
     /// A tensor with a value that is not a finite number.

@@ -12,7 +12,7 @@ use std::hint::black_box;
 /// A machine with its measured ceilings, for the threads and instruction set of a workspace.
 #[derive(Clone, Debug, Serialize)]
 pub struct Machine {
-    /// What the processor calls itself.
+    /// Name of the processor.
     pub cpu: String,
     /// Architecture and operating system.
     pub platform: String,
@@ -208,7 +208,6 @@ fn civil(days: u64) -> (u64, u64, u64) {
     (era * 400 + year + u64::from(month <= 2), month, day)
 }
 
-/// What the processor calls itself, where the system tells.
 /// An error where the product of `sizes` is more bytes than this machine has, or where that is not known, than can be
 /// set aside: a process that asks for them would be ended.
 pub(crate) fn check_room(what: &str, sizes: &[usize]) -> Result<()> {
@@ -226,6 +225,7 @@ fn memory_of(text: &str) -> Option<usize> {
     line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
 }
 
+/// Name of the processor, where the system gives it.
 fn cpu_name() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = text.lines().find(|l| l.starts_with("model name") || l.starts_with("Model"));

@@ -288,7 +288,7 @@ impl Synthetic {
     }
 }
 
-/// What one key head and its query heads draw.
+/// Random objects of one key head and its query heads.
 struct Drawn {
     q: Vec<f64>,
     k: Vec<f64>,

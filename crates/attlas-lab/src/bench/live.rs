@@ -1,4 +1,4 @@
-//! One method under the clock.
+//! Timing of one method.
 
 use super::{LONG_RUN_SECONDS, PeerFigure, PeerRatio, Row, Settings};
 use crate::Result;
@@ -75,7 +75,7 @@ pub(super) struct Live<'a> {
     options: Options,
     calibration: Option<Calibration>,
     stream: Option<Box<dyn Stream>>,
-    /// What runs work with, which start on threads that are awake.
+    /// Workspace of runs that start on threads already awake.
     inside: Workspace,
     output: Vec<f32>,
     setups: Vec<f64>,
@@ -210,7 +210,7 @@ impl<'a> Live<'a> {
         median(&self.setups)
     }
 
-    /// What a length costs: set-up counts unless it was a prompt.
+    /// Seconds of a length; set-up counts unless it was a prompt.
     pub(super) fn total(&self) -> f64 {
         if self.stream.is_some() { self.run() } else { self.setup() + self.run() }
     }

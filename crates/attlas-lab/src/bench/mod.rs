@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 mod live;
 mod tables;
 
-/// What to measure.
+/// Settings of a benchmark.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Lengths, in any order.
@@ -41,7 +41,7 @@ pub struct Settings {
     pub mask: Mask,
     /// One new token at a time.
     pub decode: bool,
-    /// What the inputs are drawn from.
+    /// Distribution of the inputs.
     pub kind: Kind,
     /// Whether exact attention takes part; speed-ups and errors need it.
     pub beside_exact: bool,
@@ -55,7 +55,7 @@ pub struct Settings {
     pub threads: usize,
     /// Bytes read to measure the bandwidth.
     pub ceiling_bytes: usize,
-    /// Who counts allocated bytes.
+    /// Counter of allocated bytes.
     pub meter: Meter,
     /// Figures of other programs.
     pub peers: Vec<Peer>,
@@ -88,7 +88,7 @@ impl Default for Settings {
 pub struct Peer {
     /// Name and version of the program.
     pub peer: String,
-    /// What it measured.
+    /// Its figures.
     pub figures: Vec<PeerFigure>,
 }
 
@@ -156,7 +156,7 @@ pub struct Bench {
     pub summary: Vec<Growth>,
     /// Methods that cannot do this, with their reasons.
     pub refused: Vec<crate::compare::Refused>,
-    /// What was left out or shortened, and why.
+    /// Runs left out or shortened, and why.
     pub notes: Vec<String>,
     /// The caller asked to stop before everything was measured.
     pub interrupted: bool,
@@ -249,7 +249,7 @@ pub enum Crossover {
     Unknown,
 }
 
-/// What is about to be measured.
+/// The next measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a> {
     /// Steps done.
