@@ -31,7 +31,7 @@ use crate::engine::{Fallback, attend_subset, exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Status, Support, Tunable};
 use crate::workspace::Context;
-use crate::{Mask, MatRef, Problem, Real, Result};
+use crate::{Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::cluster::order_by;
 use attlas_num::hash::stable::collision_probability;
 use attlas_num::hash::{Lsh, PStable};
@@ -56,6 +56,7 @@ pub static METHOD: Method = Method {
         drops: true,
         exponent: 1.75,
         needs: Needs::Training,
+        spread: Spread::RING,
         ..Claims::BASE
     },
     probes: &[
