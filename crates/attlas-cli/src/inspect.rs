@@ -1,13 +1,12 @@
 //! `attlas inspect`.
 
-use crate::args::{Common, FigureName, InspectArgs};
+use crate::args::{Common, InspectArgs};
 use crate::inputs::{Numerals, check_outputs, load};
 use crate::interrupt;
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json, team};
 use attlas_lab::crew::Alone;
 use attlas_lab::inspect::{Inspection, Settings, inspect_with};
-use attlas_lab::survey::Figure;
 use attlas_lab::table::{count, wrap};
 use attlas_lab::{Error, output};
 use attlas_mpi::Team;
@@ -17,7 +16,7 @@ pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
     let outputs = [("--html", args.pictures.html.as_deref()), ("--svg", args.pictures.svg.as_deref())];
     check_outputs(&outputs, &args.inputs, None)?;
     interrupt::catch(common);
-    let workload = load(&args.inputs, None, Numerals::AsTheyAre, common)?;
+    let workload = load(&args.inputs, None, Numerals::Unchecked, common)?;
     let settings = Settings {
         mask: args.mask.mask(),
         heads: args.heads.clone(),
@@ -45,13 +44,7 @@ pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
         note(common, &format!("wrote {}", path.display()));
     }
     if let Some(path) = &args.pictures.svg {
-        let figure = match args.figure {
-            FigureName::Heads => Figure::Heads,
-            FigureName::Patterns => Figure::Patterns,
-            FigureName::Inputs => Figure::Inputs,
-            FigureName::Scores => Figure::Scores,
-        };
-        output::write(path, figure.draw(&result).as_bytes())?;
+        output::write(path, args.figure.draw(&result).as_bytes())?;
         note(common, &format!("wrote {}", path.display()));
     }
     for head in &result.skipped {

@@ -28,8 +28,12 @@ fn problem(args: &BenchArgs, n: usize, d: usize) -> Problem {
 
 /// One sequence over all processes.
 pub(crate) fn bench(t: &dyn Transport, selection: &[Chosen], args: &BenchArgs, common: &Common) -> Outcome {
-    if args.suite.is_some() || args.peer_json.is_some() {
-        return Err(Error::argument("bench under mpirun", "neither --suite nor --peer-json", "one of them"));
+    if args.peer_json.is_some() {
+        return Err(Error::argument(
+            "--peer-json",
+            "one process, as the figures of other programs",
+            "several",
+        ));
     }
     let wire = match args.wire {
         WireName::Full => Wire::Full,

@@ -2,7 +2,8 @@
 
 use crate::table::Table;
 use attlas::Spread;
-use attlas::layer::{Conversion, LayerKind, LayerShape};
+use attlas::conversions::Conversion;
+use attlas::layer::{LayerKind, LayerShape};
 use attlas::layers::common::cache_size;
 use attlas::method::{Budget, Claims, Family, Needs, Promise, Withdrawn};
 use attlas::params::{ParamSpec, Value};
@@ -34,7 +35,7 @@ pub struct CacheEntry {
     pub numbers: Vec<(&'static str, usize)>,
 }
 
-/// Shapes that cache sizes are told for, with the rank of the latent.
+/// Shapes whose cache sizes are listed, with the rank of the latent.
 const SHAPES: [(&str, LayerShape, usize); 3] = [
     ("Llama-2-7B", LayerShape { d_model: 4096, n_heads: 32, n_kv_heads: 32, d: 128, d_v: 128 }, 512),
     ("Llama-3-8B", LayerShape { d_model: 4096, n_heads: 32, n_kv_heads: 8, d: 128, d_v: 128 }, 512),

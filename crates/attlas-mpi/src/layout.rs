@@ -123,8 +123,11 @@ mod tests {
 
     #[test]
     fn one_process_holds_one_piece() {
-        assert_eq!(Layout::striped(10, 1, 1).pieces(0), [0..10]);
-        assert_eq!(Layout::striped(12, 3, 1).pieces(2), [4..8]);
+        for (layout, p, want) in [(Layout::striped(10, 1, 1), 0, 0..10), (Layout::striped(12, 3, 1), 2, 4..8)]
+        {
+            let pieces = layout.pieces(p);
+            assert_eq!((pieces.len(), pieces[0].clone()), (1, want));
+        }
         assert_eq!(Layout::striped(12, 3, 1).pieces(0), [0..2, 10..12]);
     }
 }

@@ -2,6 +2,7 @@
 
 use super::shared::{DeviceChoice, Inputs, MaskChoice, MethodChoice, Pictures, SpectraSize, count, positive};
 use attlas_lab::budget::Budget;
+use attlas_lab::survey::Figure;
 use attlas_model::recipe::Numbers;
 use attlas_mpi::cluster::Cluster;
 use clap::{Args, ValueEnum};
@@ -31,20 +32,8 @@ pub(crate) struct InspectArgs {
     #[command(flatten)]
     pub(crate) pictures: Pictures,
     /// What --svg shows: all of each head, or one of the survey's figures over layers.
-    #[arg(long, value_enum, default_value_t = FigureName::Heads, requires = "svg")]
-    pub(crate) figure: FigureName,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum FigureName {
-    /// Patterns and spectra of each head.
-    Heads,
-    /// The first tokens' weights of every head.
-    Patterns,
-    /// Singular values of Q, K and V.
-    Inputs,
-    /// Singular values of QK^T, A and Z^-1 A.
-    Scores,
+    #[arg(long, value_enum, default_value_t = Figure::Heads, requires = "svg")]
+    pub(crate) figure: Figure,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -117,11 +106,6 @@ pub(crate) struct BenchArgs {
     pub(crate) methods: MethodChoice,
     #[command(flatten)]
     pub(crate) device: DeviceChoice,
-    /// A fixed set of measurements in place of the options: `headline` times every method at the
-    /// setting its paper is known for, how it grows and what threads bring (several minutes).
-    #[arg(long, value_enum, value_name = "NAME",
-          conflicts_with_all = ["methods", "family", "set", "n", "d", "heads", "kv_heads", "causal", "decode", "peer_json"])]
-    pub(crate) suite: Option<Suite>,
     /// Lengths; k stands for 1024.
     #[arg(long, value_delimiter = ',', default_value = "1k,2k,4k,8k", value_name = "N,…", value_parser = count)]
     pub(crate) n: Vec<usize>,
@@ -140,7 +124,7 @@ pub(crate) struct BenchArgs {
     /// One new token at a time over a cache of N.
     #[arg(long)]
     pub(crate) decode: bool,
-    /// Timed runs of each method at each length; of a suite, how often it goes through growth and threads.
+    /// Timed runs of each method at each length.
     #[arg(long, default_value_t = 7, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) runs: u32,
     /// Skip a length at which one run is expected to take longer.
@@ -150,7 +134,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_enum, default_value_t = WireName::Full)]
     pub(crate) wire: WireName,
     /// Predict times on a cluster instead, from this machine's rates: nodes=N,gbps=G,us=U; may be repeated.
-    #[arg(long, value_name = "nodes=N,gbps=G,us=U", conflicts_with_all = ["suite", "decode", "peer_json"])]
+    #[arg(long, value_name = "nodes=N,gbps=G,us=U", conflicts_with_all = ["decode", "peer_json"])]
     pub(crate) cluster: Vec<Cluster>,
     /// Figures measured by another program, merged where the shapes agree (docs/json.md).
     #[arg(long, value_name = "FILE")]
@@ -163,10 +147,4 @@ pub(crate) enum WireName {
     Full,
     /// Rounded to 8 significant bits.
     Bf16,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum Suite {
-    /// Every paper's claim beside exact attention on this machine.
-    Headline,
 }

@@ -9,15 +9,11 @@ mod shared;
 mod simulate;
 
 pub(crate) use decompose::DecomposeArgs;
-pub(crate) use language::{
-    EffortName, ElementType, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs,
-};
-pub(crate) use measure::{
-    BenchArgs, CompareArgs, FigureName, InspectArgs, MethodsArgs, ReportArgs, Suite, WireName,
-};
-pub(crate) use rewrite::{CompressArgs, ConvertArgs, FactorType, RecipeName, StageName, Target};
+pub(crate) use language::{ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs};
+pub(crate) use measure::{BenchArgs, CompareArgs, InspectArgs, MethodsArgs, ReportArgs, WireName};
+pub(crate) use rewrite::{CompressArgs, ConvertArgs, FactorType, RecipeName, Target};
 pub(crate) use shared::{Inputs, Limit};
-pub(crate) use simulate::{MatchArgs, ModelName, ParticlesArgs, SimulateArgs, Simulation, TaskName};
+pub(crate) use simulate::{MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
 
 use clap::{Args, Parser, Subcommand};
 
@@ -160,7 +156,6 @@ attlas bench\n  \
 attlas bench --methods sink_window,top_k --n 1k,4k,16k --d 64,128 --causal\n  \
 attlas bench --methods exact --n 32k --d 128 --heads 32 --kv-heads 8 --decode\n  \
 attlas bench --methods exact --n 1k,4k --peer-json torch.json --md\n  \
-attlas bench --suite headline --md > headline.md\n  \
 attlas bench --methods exact,linear --n 1M,10M --causal --cluster nodes=64,gbps=100,us=2\n  \
 mpirun -n 8 attlas bench --methods exact,hyper,linear --n 1M --causal\n\n\
 Under mpirun one sequence lies on all processes (docs/scale.md)."))]

@@ -18,10 +18,11 @@ use std::fmt::Write;
 /// Where particles live and how their frame moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Model {
-    /// In space; grows like $e^{tV}$.
+    /// In space, growing like exp(tV).
     Free,
-    /// In space, seen in the frame that grows like $e^{tV}$.
+    /// In space, in the frame that grows with the particles.
     Rescaled,
     /// On the unit sphere.
     Sphere,
@@ -75,7 +76,7 @@ pub struct ParticlesRun {
     pub scheme: Scheme,
     /// Length of a step.
     pub dt: f64,
-    /// Time reached; less than asked for where the free system left the range of numbers.
+    /// Time reached; less than `t_end` where the free system left the range of numbers.
     pub t: f64,
     /// Cluster of each particle, numbered in order of first appearance.
     pub cluster: Vec<usize>,

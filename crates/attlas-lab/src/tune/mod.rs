@@ -30,9 +30,9 @@ pub use state::{Key, Measurement, PEAK_CLASS, State};
 use crate::hash::sha256;
 use crate::perplexity::{self, Record};
 use crate::select::Chosen;
-use crate::source::Workload;
 use crate::table::{Table, number, percent, seconds};
 use crate::text::Text;
+use crate::workload::Workload;
 use crate::{Error, Result, extract};
 use attlas::{Options, Schedule, Workspace};
 use attlas_model::Model;
@@ -58,6 +58,7 @@ const CLOSE: f64 = 1.5;
 /// How much is tried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Effort {
     /// Three budgets of each method, one run of each; methods chosen by two key heads.
     Quick,
@@ -119,7 +120,7 @@ impl std::str::FromStr for Shard {
     }
 }
 
-/// What is asked for.
+/// Settings of a search.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Largest relative error of a head's output.
@@ -315,7 +316,7 @@ impl Check for Runtime<'_> {
     }
 }
 
-/// Searches. `check` is text that was not used for tuning. `watch` is told key heads done, key heads in all, and what is
+/// Searches. `check` is text that was not used for tuning. `watch` receives key heads done, key heads in all, and what is
 /// being done.
 pub fn tune(
     model: &mut dyn Check,
