@@ -38,7 +38,14 @@ mod with_mpi {
 
     fn mpirun(processes: usize, args: &[&str]) -> Output {
         let mut command = Command::new("mpirun");
-        command.args(["--oversubscribe", "--allow-run-as-root", "-n", &processes.to_string()]);
+        command.args([
+            "--oversubscribe",
+            "--allow-run-as-root",
+            "--timeout",
+            "300",
+            "-n",
+            &processes.to_string(),
+        ]);
         command.arg(env!("CARGO_BIN_EXE_attlas")).args(args).env("OMPI_MCA_mpi_yield_when_idle", "1");
         command.output().expect("mpirun is installed: Debian's openmpi-bin")
     }

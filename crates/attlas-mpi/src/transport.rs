@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Condvar, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What a process moved and how long it waited for others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
@@ -145,6 +145,9 @@ struct Mailbox {
     came: Condvar,
 }
 
+/// How long a process waits for a message before it gives up: another one has failed, and said why.
+const PATIENCE: Duration = Duration::from_secs(120);
+
 /// Counters that a team has.
 pub(crate) const COUNTERS: usize = 64;
 
@@ -190,7 +193,12 @@ impl Threads {
         let message = loop {
             match waiting.pop_front() {
                 Some(message) => break message,
-                None => waiting = mailbox.came.wait(waiting).unwrap_or_else(PoisonError::into_inner),
+                None => {
+                    let (back, late) =
+                        mailbox.came.wait_timeout(waiting, PATIENCE).unwrap_or_else(PoisonError::into_inner);
+                    waiting = back;
+                    assert!(!late.timed_out(), "process {} heard nothing from {from}", self.rank);
+                }
             }
         };
         drop(waiting);

@@ -6,7 +6,14 @@ use std::time::{Duration, Instant};
 
 fn mpirun(processes: usize, args: &[&str]) -> Output {
     let mut command = Command::new("mpirun");
-    command.args(["--oversubscribe", "--allow-run-as-root", "-n", &processes.to_string()]);
+    command.args([
+        "--oversubscribe",
+        "--allow-run-as-root",
+        "--timeout",
+        "300",
+        "-n",
+        &processes.to_string(),
+    ]);
     command.arg(env!("CARGO_BIN_EXE_attlas-mpi-check")).args(args);
     // More processes than processors give way to each other instead of spinning.
     command.env("OMPI_MCA_mpi_yield_when_idle", "1");
