@@ -140,7 +140,7 @@ fn from_view(path: &Path, name: &str, view: &TensorView<'_>) -> Result<Array> {
 }
 
 /// Arrays of a packed file may take this many bytes in any case,
-const UNPACKED: usize = 64 << 20;
+const UNPACKED: usize = 4 << 20;
 /// and this many times the bytes of the file. Numbers of attention hardly pack at all.
 const UNPACKED_RATIO: usize = 64;
 

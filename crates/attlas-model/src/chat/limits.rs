@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 /// Steps that the engine may take.
 const FUEL: u64 = 10_000_000;
 /// Bytes that a value may hold besides those of the conversation; every item of a list or map counts as [`ITEM`].
-const VALUE: usize = 2 << 20;
+const VALUE: usize = 1 << 20;
 /// Bytes of text that it may write besides 32 times those of the conversation.
 const WRITTEN: usize = 4 << 20;
 /// Bytes of all values made and of all text written, together.
