@@ -263,6 +263,7 @@ fn next_step(error: &attlas_lab::Error, command: Option<&Command>) -> &'static s
         E::MissingTensor { .. } | E::TensorShape { .. } => {
             "a trace holds layer{l}.q, layer{l}.k and layer{l}.v of shape [heads, n, d]; see docs/json.md"
         }
+        E::NoRoom { .. } => "give fewer tokens, heads or columns",
         E::NonFinite { .. } => "remove rows that are not finite before writing the trace",
         _ => "run `attlas help` for examples of every command",
     }

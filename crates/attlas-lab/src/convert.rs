@@ -304,6 +304,10 @@ pub fn convert(
 ) -> Result<Record> {
     Folder::check(out)?;
     let mut params = check(model, &settings.params)?;
+    if settings.until < Stage::PartialRope {
+        let expected = "partial_rope or a later stage: no checkpoint has all features of a latent rotated";
+        return Err(Error::argument("--until", expected, settings.until.name()));
+    }
     if checked.len() < FEWEST {
         return Err(Error::argument(
             "the text of the check",

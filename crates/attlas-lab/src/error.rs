@@ -36,6 +36,24 @@ pub enum Error {
         /// The value found.
         found: String,
     },
+    /// A name that is nearly right.
+    #[error("{what}: there is no {found}; did you mean {meant}?")]
+    Unknown {
+        /// What it should have named.
+        what: &'static str,
+        /// What was given.
+        found: String,
+        /// What was probably meant.
+        meant: String,
+    },
+    /// Inputs that the machine has no room for.
+    #[error("{what} would take {} of memory, more than this machine has", crate::table::bytes(*needed))]
+    NoRoom {
+        /// What would take it.
+        what: String,
+        /// Bytes that it takes.
+        needed: usize,
+    },
     /// A file that could not be read or written.
     #[error("{}: {action} failed: {reason}", path.display())]
     Io {

@@ -58,7 +58,7 @@ pub struct Method {
     /// Settings under which it is the softmax over some of the keys: no row's log-sum-exp exceeds the exact one, and
     /// the error is at most the missing mass times the range of the values.
     pub subsets: &'static [&'static [Setting]],
-    /// The parameter that names the length below which it computes exact attention, where it has one.
+    /// The parameter that names the length below which it computes exact attention, with some mask, where it has one.
     pub exact_below: Option<&'static str>,
     /// Parameters that a tuner may move, and the values worth trying.
     pub tunable: &'static [Tunable],
@@ -309,7 +309,8 @@ pub trait Stream: Debug + Send {
     /// Appends the keys `[batch, n_kv_heads, t, d]` and values `[batch, n_kv_heads, t, d_v]` of `t` tokens.
     fn push(&mut self, k: Tensor<'_>, v: Tensor<'_>, ws: &mut Workspace) -> Result<()>;
 
-    /// Attends with the queries `[batch, n_heads, 1, d]` of the last pushed token to everything pushed.
+    /// Attends with the queries `[batch, n_heads, 1, d]` of the last pushed token to everything pushed. Several tokens
+    /// at a time, as speculative decoding has them: [`Stream::extend`].
     fn attend(&mut self, q: Tensor<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
 
     /// Appends `t` tokens and attends with each of them to itself and everything before: `t` rows of output. The

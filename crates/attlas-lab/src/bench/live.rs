@@ -29,6 +29,8 @@ pub(super) struct Data {
 impl Data {
     pub(super) fn draw(problem: Problem, settings: &Settings) -> Result<Self> {
         let p = &problem;
+        let what = format!("inputs of {} tokens", p.n_k);
+        crate::machine::check_room(&what, &[p.n_heads + 2 * p.n_kv_heads, p.n_k, p.d, size_of::<f32>()])?;
         if settings.kind != Kind::Gaussian {
             let (kind, heads, kv_heads) = (settings.kind, p.n_heads, p.n_kv_heads);
             let source = Synthetic { kind, n: p.n_k, d: p.d, heads, kv_heads, seed: settings.seed };
