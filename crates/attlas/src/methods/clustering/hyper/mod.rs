@@ -62,7 +62,7 @@ use crate::method::{
     Withdrawn,
 };
 use crate::params::Indices;
-use crate::{Error, Mask, Problem, Real, Result};
+use crate::{Error, Mask, Problem, Real, Result, Spread};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
@@ -107,6 +107,7 @@ pub static METHOD: Method = Method {
                 reason: "what lies outside the block is left out",
             },
         ],
+        spread: Spread::RING,
         ..Claims::BASE
     },
     probes: &[
