@@ -58,7 +58,7 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         seeds: args.seeds as usize,
         seed: common.seed,
         threads: common.threads,
-        certify_rows: args.certify_rows,
+        certify_rows: args.certify_rows.unwrap_or(usize::MAX),
         time_limit: args.time_limit,
         meter: meter(),
         ..Settings::default()

@@ -245,9 +245,9 @@ impl Matching {
 }
 
 impl Comparison {
-    /// Whether any method has a certified bound.
+    /// Whether any method has a bound from fewer rows than there are.
     pub fn has_bounds(&self) -> bool {
-        self.summary.iter().any(|s| s.certified.is_some())
+        self.rows.iter().any(|r| r.certified.bound.is_some() && r.certified.confidence < 1.0)
     }
 
     /// One line for each method, smallest error first; methods that computed exact attention, or that refuse some of the
@@ -291,25 +291,30 @@ impl Comparison {
 
     /// One line for each method and head, smallest error first within a head. A head of a layer reads `layer/head`.
     pub fn head_table(&self) -> Table {
-        let mut table =
-            Table::new(&["head", "<method", "error", "lo", "hi", "sure", "run", "faster", "keys", "<status"]);
+        let mut titles = vec!["head", "<method", "error", "lo", "hi"];
+        titles.extend(self.has_bounds().then_some("sure"));
+        titles.extend(["run", "faster", "keys", "<status"]);
+        let mut table = Table::new(&titles);
         let mut lines: Vec<_> = self.rows.iter().collect();
         lines.sort_by(|a, b| {
             (a.layer, a.head).cmp(&(b.layer, b.head)).then(a.rel_fro.mean.total_cmp(&b.rel_fro.mean))
         });
         for r in lines {
-            table.push(vec![
+            let mut row = vec![
                 r.layer.map_or(r.head.to_string(), |l| format!("{l}/{}", r.head)),
                 r.method.into(),
                 number(r.rel_fro.mean),
                 number(r.rel_fro.lo),
                 number(r.rel_fro.hi),
-                r.certified.bound.map_or("-".into(), number),
+            ];
+            row.extend(self.has_bounds().then(|| r.certified.bound.map_or("-".into(), number)));
+            row.extend([
                 seconds(r.run_seconds),
                 times(r.speedup),
                 percent(r.keys_share),
                 if r.status == "complete" { String::new() } else { r.status.into() },
             ]);
+            table.push(row);
         }
         table
     }

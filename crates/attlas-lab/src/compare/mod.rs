@@ -30,6 +30,9 @@ use records::summarise;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+/// The name under which a workload's metadata say from which row on errors count.
+pub const SCORED_FROM: &str = "scored_from";
+
 /// How to compare.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
@@ -41,8 +44,10 @@ pub struct Settings {
     pub seed: u64,
     /// Threads; 0 for all.
     pub threads: usize,
-    /// Rows of each head that certificates are made from.
+    /// Rows of each head that certificates are made from; all of them give the error itself.
     pub certify_rows: usize,
+    /// The first row whose error counts; [`SCORED_FROM`] of the workload comes before it.
+    pub first_row: usize,
     /// Probability with which each certificate holds.
     pub confidence: f64,
     /// Most timed runs of a method that draws nothing.
@@ -60,7 +65,8 @@ impl Default for Settings {
             seeds: 5,
             seed: 0,
             threads: 0,
-            certify_rows: 256,
+            certify_rows: usize::MAX,
+            first_row: 0,
             confidence: 0.95,
             runs: 5,
             time_limit: None,
@@ -102,6 +108,8 @@ pub fn compare_with(
     stop: &AtomicBool,
 ) -> Result<Comparison> {
     let mask = settings.mask.unwrap_or(workload.mask);
+    let told = workload.metadata.get(SCORED_FROM).and_then(|row| row.parse().ok());
+    let settings = &Settings { first_row: told.unwrap_or(settings.first_row), ..*settings };
     let mut ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let exact = baseline()?;
     let mut result = Comparison {
