@@ -17,7 +17,7 @@ pub fn comparison(c: &Comparison) -> String {
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n<title>attlas: {source}</title>\n<style>{STYLE}</style>\
          </head><body>\n<h1>Error against time</h1>\n<p>{origin}</p>\n<p>Mask {mask}, {heads}, {threads}, {isa}, {seeds}. \
-         Exact attention takes {exact}, {gflops} GF/s.</p>\n<p><b>{verdict}</b> {fallbacks}</p>\n{plot}\n<p>{legend}</p>\n<p>Relative Frobenius error and seconds of set-up \
+         Exact attention takes {exact}, {gflops} GF/s.</p>\n<p><b>{verdict}</b> {fallbacks}</p>\n{plot}\n{curves}<p>{legend}</p>\n<p>Relative Frobenius error and seconds of set-up \
          and run, all heads together, both axes logarithmic, an error of zero on the lowest line. The line joins what nothing \
          beats in both, exact attention and the mean of the values included; the dashed one is the time of exact attention. \
          Rings are methods whose settings cover everything at this length: they computed exact attention.</p>\n<table>\n{rows}</table>\n<p>error: mean; sure: upper bound from exact \
@@ -38,6 +38,13 @@ pub fn comparison(c: &Comparison) -> String {
         exact = seconds(c.exact.run_seconds),
         gflops = number(c.exact.gflops),
         plot = plot(c),
+        curves = match c.curves.is_empty() {
+            true => String::new(),
+            false => format!(
+                "<h2>Over a range of scores</h2>\n{}<p>Dashed: as published; whole: beside sinks and a window, or with a near field of its own.</p>\n",
+                crate::compare::curves::picture(&c.curves)
+            ),
+        },
     )
 }
 
@@ -266,7 +273,7 @@ pub(crate) fn origin(source: &str, metadata: &BTreeMap<String, String>) -> Strin
 }
 
 /// One colour for each family; told apart in print and by the colour-blind (Okabe and Ito's palette).
-fn colour(family: &str) -> &'static str {
+pub(crate) fn colour(family: &str) -> &'static str {
     match family {
         // Black on white, white where the page is dark.
         "exact" => "currentColor",

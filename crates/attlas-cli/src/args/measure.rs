@@ -73,6 +73,9 @@ pub(crate) struct CompareArgs {
     /// time=P% of exact attention's seconds, or memory=SIZE beyond inputs and output (such as 8M).
     #[arg(long = "match", value_name = "WHAT=AMOUNT")]
     pub(crate) matched: Option<Budget>,
+    /// Also measure every method over a range of scores, as published and beside a near field.
+    #[arg(long, conflicts_with = "matched")]
+    pub(crate) curves: bool,
     /// Largest mean relative error accepted: exit with 1 if no method stays within it.
     #[arg(long, value_name = "ERROR", value_parser = positive)]
     pub(crate) budget: Option<f64>,

@@ -11,6 +11,7 @@
 //! all methods finished which finished the first; rows of other heads are dropped, and methods that did not finish the
 //! first are named as skipped.
 
+pub mod curves;
 mod group;
 mod records;
 mod verdict;
@@ -131,6 +132,7 @@ pub fn compare_with(
         heads: 0,
         tokens: workload.layers.iter().map(|l| l.problem.n_k).max().unwrap_or(0),
         verdict: String::new(),
+        curves: Vec::new(),
         learnt: Calibrations::default(),
     };
 

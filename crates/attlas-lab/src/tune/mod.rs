@@ -77,7 +77,7 @@ pub enum Phase {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Effort {
-    /// Two budgets of each method, one run of each; five candidates everywhere, two of them asked of the model on 128 rows.
+    /// Two budgets of each method, one run of each; six candidates everywhere, two of them asked of the model on 128 rows.
     Quick,
     /// Four budgets; ten candidates, four asked on 256 rows.
     #[default]
@@ -112,7 +112,7 @@ impl Effort {
     /// Candidates that are tried on every key head.
     fn candidates(self) -> usize {
         match self {
-            Self::Quick => 5,
+            Self::Quick => 6,
             Self::Normal => 10,
             Self::Thorough => 24,
         }

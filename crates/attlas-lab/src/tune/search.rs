@@ -75,7 +75,7 @@ impl<'a> Search<'a> {
             c.method.plan(&problem, &c.options).map_or(true, |p| p.cost().flops() as f64 <= DEAR * exact)
         };
         let count = self.settings.effort.screens().min(self.units.len()).max(1);
-        let mut votes: BTreeMap<String, (Candidate, usize)> = BTreeMap::new();
+        let mut votes: BTreeMap<String, (Candidate, usize, f64)> = BTreeMap::new();
         for s in 0..count {
             // The middles of equal parts of the model.
             let (i, g) = self.units[(2 * s + 1) * self.units.len() / (2 * count)];
@@ -100,14 +100,16 @@ impl<'a> Search<'a> {
             }
             let points: Vec<(f64, f64)> = seen.iter().map(|(_, m)| (m.error.unwrap_or(f64::NAN), m.cost)).collect();
             let front = crate::compare::front(&points);
-            for ((candidate, _), _) in seen.iter().zip(&front).filter(|(_, on)| **on) {
-                votes.entry(candidate.name()).or_insert((candidate.clone(), 0)).1 += 1;
+            for ((candidate, _), (&(error, cost), _)) in seen.iter().zip(points.iter().zip(&front)).filter(|x| *x.1.1) {
+                let known = votes.entry(candidate.name()).or_insert((candidate.clone(), 0, f64::INFINITY));
+                (known.1, known.2) = (known.1 + 1, known.2.min(error * cost));
             }
         }
-        let mut kept: Vec<(Candidate, usize)> = votes.into_values().collect();
-        kept.sort_by_key(|(c, votes)| (std::cmp::Reverse(*votes), c.name()));
+        // On more fronts first, then by error times cost.
+        let mut kept: Vec<(Candidate, usize, f64)> = votes.into_values().collect();
+        kept.sort_by(|a, b| b.1.cmp(&a.1).then(a.2.total_cmp(&b.2)));
         kept.truncate(self.settings.effort.candidates());
-        Ok(Some(kept.into_iter().map(|(c, _)| c).collect()))
+        Ok(Some(kept.into_iter().map(|k| k.0).collect()))
     }
 
     /// Measures the candidates on every key head of the shard, and asks the model what some of them cost it. `false` once
@@ -220,7 +222,10 @@ impl<'a> Search<'a> {
         let steps = self.steps(i);
         let unit = match unit {
             Some(unit) => unit,
-            None => unit.insert(Unit::new(layer, g, &mut self.ws)?),
+            None => {
+                let rows = (phase == Phase::Decode).then_some(steps);
+                unit.insert(Unit::new(layer, g, rows, &mut self.ws)?)
+            }
         };
         let seen = match phase {
             Phase::Prompt => unit.prompt(candidate, learnt, self.settings.effort.runs(), &mut self.ws),
@@ -263,7 +268,7 @@ impl<'a> Search<'a> {
                 .filter(|(e, _)| *e > 0.0)
                 .collect();
             known.sort_by(|a, b| a.0.total_cmp(&b.0));
-            if known.is_empty() && !weights.contains_key(&i) {
+            if known.is_empty() && self.settings.on_model() && !weights.contains_key(&i) {
                 let found = layer_weights(self.layer(i).0, &mut self.ws)?;
                 weights.insert(i, found);
             }
@@ -275,9 +280,10 @@ impl<'a> Search<'a> {
                 if cost > WORTH_IT || self.settings.max_error.is_some_and(|most| error > most) {
                     continue;
                 }
-                let guess = weights.get(&i).map(|w| TYPICAL * (w[g] * error).powi(2));
-                let kl = m.kl.or_else(|| interpolate(&known, error)).or(guess);
-                points.extend(kl.map(|kl| Point { candidate: Some(c), cost, kl }));
+                let weight = weights.get(&i).map_or(1.0, |w| w[g]);
+                let guess = TYPICAL * (weight * error).powi(2);
+                let kl = m.kl.or_else(|| interpolate(&known, error)).unwrap_or(guess);
+                points.push(Point { candidate: Some(c), cost, kl });
             }
             all.push(hull(&points));
         }
