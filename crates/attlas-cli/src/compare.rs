@@ -205,7 +205,9 @@ fn show(result: &Comparison, args: &CompareArgs, common: &Common) {
     if !result.curves.is_empty() {
         let curves = curves::table(&result.curves);
         let text = if common.md { curves.markdown() } else { curves.text() };
-        print(&format!("\nbest within a quarter of the scores, as published and beside a near field:\n\n{text}"));
+        print(&format!(
+            "\nbest within a quarter of the scores, as published and beside a near field:\n\n{text}"
+        ));
     }
     print(&format!("\n{}\n", wrap(&result.verdict)));
     if let Some(fell_back) = result.fallbacks() {

@@ -11,8 +11,8 @@ use attlas_lab::tune::{Effort, Ended, Runtime, Settings, State, Tuned, curve, ex
 use attlas_lab::{Calibrations, Error, output, task};
 use attlas_model::Model;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Tokens that are tuned on where nothing is said.
 const TOKENS: usize = 2048;

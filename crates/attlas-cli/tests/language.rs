@@ -508,7 +508,8 @@ fn a_prompt_that_is_read_tells_its_progress() {
 fn what_methods_learnt_attends_in_the_model() {
     let folder = Folder::new("calibrate");
     let (model, text, out) = (model(), alice(), folder.file("learnt"));
-    let learn = ["calibrate", &model, "--text", &text, "--tokens", "96", "--methods", "loki,crt", "--out", &out];
+    let learn =
+        ["calibrate", &model, "--text", &text, "--tokens", "96", "--methods", "loki,crt", "--out", &out];
     let x = json(&[&learn[..], &["--json"]].concat());
     let rows = x["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 2 * 90);
@@ -520,7 +521,8 @@ fn what_methods_learnt_attends_in_the_model() {
     assert!(status == 2 && err.contains("attlas calibrate --methods loki"), "{err}");
     let run = json(&[&score[..], &["--calibration", &out]].concat());
     assert!(run["ppl"].as_f64().unwrap() > 1.0 && run["attention"] == "loki");
-    let (status, _, err) = attlas(&["calibrate", &model, "--text", &text, "--methods", "top_k", "--out", &out]);
+    let (status, _, err) =
+        attlas(&["calibrate", &model, "--text", &text, "--methods", "top_k", "--out", &out]);
     assert!(status == 2 && err.contains("loki"), "{err}");
 }
 

@@ -95,7 +95,10 @@ pub fn calibrate(
 ) -> Result<Calibrated> {
     let n = settings.tokens;
     if n == 0 || n >= text.tokens.len() {
-        let expected = format!("fewer than the {} tokens of the text, so that some are left to try on", text.tokens.len());
+        let expected = format!(
+            "fewer than the {} tokens of the text, so that some are left to try on",
+            text.tokens.len()
+        );
         return Err(Error::argument("--tokens", expected, n));
     }
     let wanted = extract::Settings {
@@ -103,7 +106,8 @@ pub fn calibrate(
         threads: settings.threads,
         ..extract::Settings::default()
     };
-    let workload = extract::extract(model, text, &wanted, &mut |a, b| progress(a, b, "reading"), stop)?.workload;
+    let workload =
+        extract::extract(model, text, &wanted, &mut |a, b| progress(a, b, "reading"), stop)?.workload;
     let mut ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let mut found = Calibrated {
         text: text.source.clone(),
@@ -131,7 +135,13 @@ pub fn calibrate(
                 }
                 match head.learn(chosen, settings.seed, &mut ws) {
                     Ok((calibration, before, after)) => {
-                        found.rows.push(Row { method: chosen.method.id, layer: number, kv_head: g, before, after: Some(after) });
+                        found.rows.push(Row {
+                            method: chosen.method.id,
+                            layer: number,
+                            kv_head: g,
+                            before,
+                            after: Some(after),
+                        });
                         found.learnt.insert(Some(number), g, calibration);
                     }
                     Err(Error::Attlas(attlas::Error::Unsupported { reasons, .. })) => {
@@ -168,7 +178,12 @@ impl<'a> Head<'a> {
     }
 
     /// What a method learns, and its error on later rows without and with it.
-    fn learn(&self, chosen: &Chosen, seed: u64, ws: &mut Workspace) -> Result<(Calibration, Option<f64>, f64)> {
+    fn learn(
+        &self,
+        chosen: &Chosen,
+        seed: u64,
+        ws: &mut Workspace,
+    ) -> Result<(Calibration, Option<f64>, f64)> {
         let Some(learn) = chosen.method.calibrate else {
             let reasons = vec!["it does not learn".to_owned()];
             return Err(attlas::Error::Unsupported { method: chosen.method.id.into(), reasons }.into());

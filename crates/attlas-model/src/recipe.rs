@@ -339,8 +339,7 @@ impl Recipe {
                 Ok(Attending { method, options: options.clone(), calibration })
             };
             let prompt = told(id, options)?;
-            let decode =
-                self.decode_choice(layer, head).map(|d| told(&d.method, &d.params)).transpose()?;
+            let decode = self.decode_choice(layer, head).map(|d| told(&d.method, &d.params)).transpose()?;
             match runs.last_mut() {
                 // Runs of equal choices inside a key head; whole key heads are joined below.
                 Some(run) if run.groups.start == group && run.is(&prompt, decode.as_ref()) => {
@@ -497,12 +496,14 @@ fn check_causal(told: &Attending, part: &Part, c: &ModelConfig, decodes: bool) -
     };
     let problem = Problem::new(heads, 64, c.head_dim).with_kv_heads(groups).causal();
     if decodes && !told.is_baseline() && !told.method.claims.decode {
-        let reasons = vec!["it has no form for new tokens; leave [rule.decode] out to attend exactly".to_owned()];
+        let reasons =
+            vec!["it has no form for new tokens; leave [rule.decode] out to attend exactly".to_owned()];
         return Err(attlas::Error::Unsupported { method: told.method.id.into(), reasons }.into());
     }
     match told.plan(&problem) {
         Err(Error::Attention(attlas::Error::Unsupported { method, mut reasons }))
-            if told.calibration.is_none() && told.method.claims.needs == attlas::method::Needs::Calibration =>
+            if told.calibration.is_none()
+                && told.method.claims.needs == attlas::method::Needs::Calibration =>
         {
             reasons.push(format!("attlas calibrate --methods {method} makes one, --calibration passes it"));
             Err(attlas::Error::Unsupported { method, reasons }.into())

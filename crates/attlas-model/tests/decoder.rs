@@ -339,7 +339,8 @@ fn new_tokens_go_to_the_method_that_the_recipe_has_for_them() {
     let narrow = Recipe::from_toml(&format!("{text}params = {{ sinks = 1, window = 4 }}")).unwrap();
     let wide = Recipe::from_toml(&format!("{text}params = {{ window = 512 }}")).unwrap();
     let exact = logits_after(&Recipe::default(), &tokens, &[90, 1, 1, 1, 1, 1, 1]);
-    let gap = |recipe: &Recipe| largest_difference(&logits_after(recipe, &tokens, &[90, 1, 1, 1, 1, 1, 1]), &exact);
+    let gap =
+        |recipe: &Recipe| largest_difference(&logits_after(recipe, &tokens, &[90, 1, 1, 1, 1, 1, 1]), &exact);
     assert!(gap(&wide) < 1e-3, "{}", gap(&wide));
     assert!(gap(&narrow) > 0.1, "{}", gap(&narrow));
     // A prompt in one piece is exact with both.

@@ -515,7 +515,8 @@ fn record(text: &str) -> Result<Record, String> {
             exact_nll: number("exact_nll")?,
             exact_ppl: number("exact_ppl")?,
             ppl_increase: number("ppl_increase")?,
-            nll_increase: number("nll_increase").or_else(|_| Ok::<f64, String>(number("nll")? - number("exact_nll")?))?,
+            nll_increase: number("nll_increase")
+                .or_else(|_| Ok::<f64, String>(number("nll")? - number("exact_nll")?))?,
             nll_increase_se: x["nll_increase_se"].as_f64(),
             kl_mean: number("kl_mean")?,
             kl_se: number("kl_se")?,

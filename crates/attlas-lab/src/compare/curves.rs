@@ -81,7 +81,8 @@ pub fn curves(
 ) -> Result<Vec<Curve>> {
     let mask = settings.mask.unwrap_or(workload.mask);
     let told = workload.metadata.get(super::SCORED_FROM).and_then(|row| row.parse().ok());
-    let settings = &Settings { seeds: 1, runs: 1, first_row: told.unwrap_or(settings.first_row), ..*settings };
+    let settings =
+        &Settings { seeds: 1, runs: 1, first_row: told.unwrap_or(settings.first_row), ..*settings };
     let mut ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let begun = Instant::now();
     let over = || settings.time_limit.is_some_and(|limit| begun.elapsed().as_secs_f64() > limit);
@@ -95,10 +96,15 @@ pub fn curves(
     for (done, chosen) in selection.iter().enumerate() {
         let has = |name: &str| chosen.method.params.iter().any(|p| p.name == name);
         let named = chosen.options.iter().any(|(name, _)| Near::names(name));
-        let kinds: &[bool] = if has("sinks") || named || !chosen.method.claims.lse { &[false] } else { &[false, true] };
+        let kinds: &[bool] =
+            if has("sinks") || named || !chosen.method.claims.lse { &[false] } else { &[false, true] };
         for &near in kinds {
-            let mut curve =
-                Curve { method: chosen.method.id, family: chosen.method.family.name(), near, points: Vec::new() };
+            let mut curve = Curve {
+                method: chosen.method.id,
+                family: chosen.method.family.name(),
+                near,
+                points: Vec::new(),
+            };
             let n_k = groups.iter().map(|(p, _)| p.n_k).max().unwrap_or(0);
             for options in settings_of(chosen, near, n_k) {
                 if stop.load(Ordering::Relaxed) || over() {
@@ -201,7 +207,9 @@ const PANEL: f64 = 340.0;
 pub fn picture(curves: &[Curve]) -> String {
     let (top, bottom) = (30.0, HEIGHT - 60.0);
     let y = |e: f64| bottom - ((e.max(1e-4).log10() + 4.0) / 4.0).clamp(0.0, 1.0) * (bottom - top);
-    let x = |panel: usize, share: f64| PANELS[panel] + ((share.max(1e-2).log10() + 2.0) / 3.0).clamp(0.0, 1.0) * PANEL;
+    let x = |panel: usize, share: f64| {
+        PANELS[panel] + ((share.max(1e-2).log10() + 2.0) / 3.0).clamp(0.0, 1.0) * PANEL
+    };
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"error against scores \
          and time\" color=\"#222\"><style>text{{font:11px system-ui,sans-serif;fill:#222}}</style>\
@@ -245,7 +253,8 @@ pub fn picture(curves: &[Curve]) -> String {
             let own = !c.near && curves.iter().any(|o| o.method == c.method && o.near);
             let dashes = if own { " stroke-dasharray=\"4 3\"" } else { "" };
             let colour = crate::html::colour(c.family);
-            let told = if c.near { format!("{} beside a near field", c.method) } else { c.method.to_string() };
+            let told =
+                if c.near { format!("{} beside a near field", c.method) } else { c.method.to_string() };
             let _ = write!(
                 svg,
                 "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.5\"{dashes}><title>{told}</title>\
@@ -273,13 +282,18 @@ mod tests {
 
     #[test]
     fn curves_have_both_forms_and_spend_what_they_say() {
-        let workload = "synthetic:clustered,n=512,d=16,heads=2,kv_heads=1".parse::<crate::Source>().unwrap().load().unwrap();
+        let workload = "synthetic:clustered,n=512,d=16,heads=2,kv_heads=1"
+            .parse::<crate::Source>()
+            .unwrap()
+            .load()
+            .unwrap();
         let methods = ["hyper", "sampled_columns"].map(String::from).to_vec();
         let selection = Choice { methods, ..Choice::default() }.resolve().unwrap();
         let settings = Settings { mask: Some(attlas::Mask::Causal), threads: 1, ..Settings::default() };
         let stop = AtomicBool::new(false);
         let found =
-            curves(&workload, &selection, &settings, &Calibrations::default(), &mut |_, _, _| (), &stop).unwrap();
+            curves(&workload, &selection, &settings, &Calibrations::default(), &mut |_, _, _| (), &stop)
+                .unwrap();
         let kinds: Vec<(&str, bool)> = found.iter().map(|c| (c.method, c.near)).collect();
         assert!(kinds.contains(&("hyper", true)) && kinds.contains(&("sampled_columns", false)), "{kinds:?}");
         assert!(!kinds.contains(&("sampled_columns", true)), "it has a near field of its own");
@@ -290,7 +304,8 @@ mod tests {
         assert!(picture(&found).matches("<polyline").count() == 2 * found.len());
         assert!(verdict(&found, 512).starts_with("At 512 tokens "));
         let stopped = AtomicBool::new(true);
-        let none = curves(&workload, &selection, &settings, &Calibrations::default(), &mut |_, _, _| (), &stopped);
+        let none =
+            curves(&workload, &selection, &settings, &Calibrations::default(), &mut |_, _, _| (), &stopped);
         assert!(none.unwrap().is_empty());
         assert!(verdict(&[], 8).contains("nothing is faster within 1 %"));
     }

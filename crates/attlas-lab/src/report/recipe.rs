@@ -135,7 +135,9 @@ impl<'a> RecipeMap<'a> {
         let taken = self.figure("kl_mean").zip(self.figure("attention_cost"));
         let dots: Vec<(f64, f64, bool)> = taken.map(|(kl, cost)| (kl, cost, true)).into_iter().collect();
         let svg = crate::tune::curve::draw(&crate::tune::curve::read(words), &dots, self.name);
-        format!("<figure>{svg}<figcaption>What every budget would cost; the dot is this recipe.</figcaption></figure>\n")
+        format!(
+            "<figure>{svg}<figcaption>What every budget would cost; the dot is this recipe.</figcaption></figure>\n"
+        )
     }
 
     /// The model with exact attention and with the recipe, on text that was not used for tuning.

@@ -95,7 +95,8 @@ fn of(chosen: &Chosen, settings: &Settings, problem: &Problem, phase: Phase) -> 
     // A recipe is planned again for other lengths, so short ones must be possible, too.
     let needs = method.claims.needs == Needs::Calibration;
     let accepted = |o: &Options| {
-        let able = |p: &Problem| if needs { method.support(p, o).is_yes() } else { method.plan(p, o).is_ok() };
+        let able =
+            |p: &Problem| if needs { method.support(p, o).is_yes() } else { method.plan(p, o).is_ok() };
         able(problem) && able(&short)
     };
     let mut ladders = Vec::new();
@@ -161,7 +162,9 @@ mod tests {
     #[test]
     fn new_tokens_are_for_methods_that_stream() {
         let found = names(&["sampled_columns", "smyrf", "quest"], Effort::Quick, Phase::Decode);
-        assert!(found.iter().any(|n| n.starts_with("quest")) && found.iter().all(|n| !n.contains("precision")));
+        assert!(
+            found.iter().any(|n| n.starts_with("quest")) && found.iter().all(|n| !n.contains("precision"))
+        );
         assert_eq!(
             registry::method("smyrf").unwrap().claims.decode,
             found.iter().any(|n| n.starts_with("smyrf"))

@@ -18,7 +18,8 @@ impl Point {
 /// The lower convex hull of points by divergence, from the most accurate on; what costs no less than a more accurate one
 /// is left out.
 pub(super) fn hull(points: &[Point]) -> Vec<Point> {
-    let mut sorted: Vec<Point> = points.iter().filter(|p| p.kl.is_finite() && p.cost.is_finite()).copied().collect();
+    let mut sorted: Vec<Point> =
+        points.iter().filter(|p| p.kl.is_finite() && p.cost.is_finite()).copied().collect();
     sorted.sort_by(|a, b| a.kl.total_cmp(&b.kl).then(a.cost.total_cmp(&b.cost)));
     let mut hull: Vec<Point> = Vec::new();
     for p in sorted {
@@ -109,7 +110,8 @@ mod tests {
 
     #[test]
     fn a_hull_keeps_what_no_mixture_beats() {
-        let points = [Point::EXACT, p(0.5, 0.01), p(0.9, 0.009), p(0.6, 0.02), p(0.1, 0.1), p(f64::MAX, f64::NAN)];
+        let points =
+            [Point::EXACT, p(0.5, 0.01), p(0.9, 0.009), p(0.6, 0.02), p(0.1, 0.1), p(f64::MAX, f64::NAN)];
         let found: Vec<f64> = hull(&points).iter().map(|p| p.cost).collect();
         assert_eq!(found, [1.0, 0.5, 0.1]);
         assert_eq!(hull(&[p(0.4, 0.0), Point::EXACT]).len(), 1, "as accurate as exact attention and faster");

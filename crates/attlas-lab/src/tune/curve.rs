@@ -45,7 +45,11 @@ pub(super) fn words(points: &[CurvePoint]) -> String {
 /// Reads what [`words`] wrote; pairs that are none are left out.
 pub(crate) fn read(words: &str) -> Vec<(f64, f64)> {
     let pair = |w: &str| w.split_once(':').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
-    words.split_whitespace().filter_map(pair).filter(|p: &(f64, f64)| p.0.is_finite() && p.1.is_finite()).collect()
+    words
+        .split_whitespace()
+        .filter_map(pair)
+        .filter(|p: &(f64, f64)| p.0.is_finite() && p.1.is_finite())
+        .collect()
 }
 
 const WIDTH: f64 = 720.0;
@@ -70,7 +74,9 @@ pub(crate) fn draw(line: &[(f64, f64)], dots: &[(f64, f64, bool)], title: &str) 
     let lo = values().fold(f64::INFINITY, f64::min).log10().floor().max(-9.0);
     let hi = values().fold(0.0, f64::max).log10().ceil();
     let (lo, hi) = if lo.is_finite() && hi.is_finite() { (lo, hi.max(lo + 1.0)) } else { (-6.0, 0.0) };
-    let x = |kl: f64| MARGIN + ((kl.max(1e-300).log10() - lo) / (hi - lo)).clamp(0.0, 1.0) * (WIDTH - 2.0 * MARGIN);
+    let x = |kl: f64| {
+        MARGIN + ((kl.max(1e-300).log10() - lo) / (hi - lo)).clamp(0.0, 1.0) * (WIDTH - 2.0 * MARGIN)
+    };
     let y = |cost: f64| HEIGHT - MARGIN - cost.clamp(0.0, 1.0) * (HEIGHT - 2.0 * MARGIN);
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"time of attention \
@@ -138,7 +144,8 @@ mod tests {
     #[test]
     fn the_curve_falls_from_exact_attention_to_the_fastest() {
         let p = |cost, kl| Point { candidate: Some(0), cost, kl };
-        let hulls = vec![hull(&[Point::EXACT, p(0.5, 1e-4), p(0.2, 1e-2)]), hull(&[Point::EXACT, p(0.4, 1e-3)])];
+        let hulls =
+            vec![hull(&[Point::EXACT, p(0.5, 1e-4), p(0.2, 1e-2)]), hull(&[Point::EXACT, p(0.4, 1e-3)])];
         let points = curve(&hulls);
         assert_eq!((points[0].cost, points[0].kl, points[0].changed), (1.0, 0.0, 0.0));
         assert!((points.last().unwrap().cost - 0.3).abs() < 1e-12);

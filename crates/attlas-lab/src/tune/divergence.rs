@@ -130,9 +130,10 @@ fn normalise(row: &mut [f32]) -> f64 {
 fn kl(p: &[f32], negentropy: f64, logits: &[f32]) -> f64 {
     let (mut cross, mut mass) = (0.0f64, 0.0f64);
     for (p, l) in p.chunks(512).zip(logits.chunks(512)) {
-        let sums = p.iter().zip(l).fold((0.0f64, 0.0f64), |(c, m), (p, l)| {
-            (c + f64::from(*p) * f64::from(*l), m + f64::from(*p))
-        });
+        let sums = p
+            .iter()
+            .zip(l)
+            .fold((0.0f64, 0.0f64), |(c, m), (p, l)| (c + f64::from(*p) * f64::from(*l), m + f64::from(*p)));
         cross += sums.0;
         mass += sums.1;
     }
@@ -170,7 +171,9 @@ mod tests {
 
     #[test]
     fn the_divergence_is_that_of_the_definition() {
-        let logits = |shift: f32| (0..700).map(|i| ((i * 37) % 101) as f32 / 9.0 + shift * (i % 3) as f32).collect::<Vec<f32>>();
+        let logits = |shift: f32| {
+            (0..700).map(|i| ((i * 37) % 101) as f32 / 9.0 + shift * (i % 3) as f32).collect::<Vec<f32>>()
+        };
         let (a, b) = (logits(0.0), logits(0.2));
         let mut p = a.clone();
         let negentropy = normalise(&mut p);

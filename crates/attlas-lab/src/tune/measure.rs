@@ -32,7 +32,12 @@ pub(super) struct Seen {
 
 impl<'a> Unit<'a> {
     /// With the exact output of the last `rows` rows, or of all.
-    pub(super) fn new(layer: &'a LayerData, g: usize, rows: Option<usize>, ws: &mut Workspace) -> Result<Self> {
+    pub(super) fn new(
+        layer: &'a LayerData,
+        g: usize,
+        rows: Option<usize>,
+        ws: &mut Workspace,
+    ) -> Result<Self> {
         let problem = layer.group_problem(Mask::Causal);
         let x = layer.group(g)?;
         let (n, rows) = (problem.n_q, rows.unwrap_or(problem.n_q));
@@ -148,7 +153,11 @@ mod tests {
 
     #[test]
     fn prompts_and_new_tokens_are_compared_with_the_same_rows() {
-        let workload = "synthetic:clustered,n=256,d=8,heads=4,kv_heads=2".parse::<crate::Source>().unwrap().load().unwrap();
+        let workload = "synthetic:clustered,n=256,d=8,heads=4,kv_heads=2"
+            .parse::<crate::Source>()
+            .unwrap()
+            .load()
+            .unwrap();
         let mut ws = Workspace::new(Schedule { threads: 1, ..Schedule::default() }).unwrap();
         let mut unit = Unit::new(&workload.layers[0], 1, None, &mut ws).unwrap();
         let window = |keys: usize| Candidate {

@@ -37,8 +37,11 @@ impl DecodePick {
     }
 
     fn rule(&self) -> Decode {
-        let measured = (!self.is_exact())
-            .then_some(Measured { error: Some(self.error), cost: Some(self.cost), kl: Some(self.kl) });
+        let measured = (!self.is_exact()).then_some(Measured {
+            error: Some(self.error),
+            cost: Some(self.cost),
+            kl: Some(self.kl),
+        });
         Decode { method: self.method.clone(), params: self.params.clone(), measured }
     }
 }
@@ -204,7 +207,8 @@ mod tests {
             Pick { decode: Some(quest), ..picks[1].clone() },
         ];
         let made = recipe(&apart, "a model");
-        let decodes: Vec<&str> = made.rules.iter().map(|r| r.decode.as_ref().unwrap().method.as_str()).collect();
+        let decodes: Vec<&str> =
+            made.rules.iter().map(|r| r.decode.as_ref().unwrap().method.as_str()).collect();
         assert_eq!((decodes, made.rules[1].method.as_str()), (vec!["exact", "quest"], "exact"));
         assert_eq!(Recipe::from_toml(&made.to_toml().unwrap()).unwrap(), made);
     }

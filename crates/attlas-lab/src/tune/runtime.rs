@@ -56,7 +56,8 @@ impl Check for Runtime<'_> {
     ) -> Result<Option<Record>> {
         let how = self.settings(recipe, context);
         let known = self.known.entry(key(check, context)).or_default();
-        let run = perplexity::perplexity_beside(self.model, check, &how, Some(known), &mut |_, _, _| (), stop);
+        let run =
+            perplexity::perplexity_beside(self.model, check, &how, Some(known), &mut |_, _, _| (), stop);
         match run {
             Err(Error::Model(attlas_model::Error::Interrupted)) => Ok(None),
             Ok(record) if record.interrupted => Ok(None),
@@ -102,7 +103,14 @@ impl Check for Runtime<'_> {
         if self.known.get(&name).is_none_or(|r| r.hidden().is_none()) {
             let exact = self.settings(recipe, context);
             let known = self.known.entry(name.clone()).or_default();
-            match perplexity::perplexity_beside(self.model, check, &exact, Some(known), &mut |_, _, _| (), stop) {
+            match perplexity::perplexity_beside(
+                self.model,
+                check,
+                &exact,
+                Some(known),
+                &mut |_, _, _| (),
+                stop,
+            ) {
                 Err(Error::Model(attlas_model::Error::Interrupted)) => return Ok(None),
                 other => other.map(|_| ())?,
             }

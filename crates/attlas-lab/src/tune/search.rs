@@ -86,7 +86,11 @@ impl<'a> Search<'a> {
                     if stop.load(Ordering::Relaxed) {
                         return Ok(None);
                     }
-                    watch(s * all.len() + done, count * all.len(), &format!("screening {}", candidate.method.id));
+                    watch(
+                        s * all.len() + done,
+                        count * all.len(),
+                        &format!("screening {}", candidate.method.id),
+                    );
                     let m = self.measure(phase, i, g, candidate, &mut unit, state)?.0;
                     let slow = m.cost > WORTH_IT;
                     if !m.exact && !slow && m.error.is_some_and(|e| e <= USELESS) {
@@ -98,9 +102,12 @@ impl<'a> Search<'a> {
                     }
                 }
             }
-            let points: Vec<(f64, f64)> = seen.iter().map(|(_, m)| (m.error.unwrap_or(f64::NAN), m.cost)).collect();
+            let points: Vec<(f64, f64)> =
+                seen.iter().map(|(_, m)| (m.error.unwrap_or(f64::NAN), m.cost)).collect();
             let front = crate::compare::front(&points);
-            for ((candidate, _), (&(error, cost), _)) in seen.iter().zip(points.iter().zip(&front)).filter(|x| *x.1.1) {
+            for ((candidate, _), (&(error, cost), _)) in
+                seen.iter().zip(points.iter().zip(&front)).filter(|x| *x.1.1)
+            {
                 let known = votes.entry(candidate.name()).or_insert((candidate.clone(), 0, f64::INFINITY));
                 (known.1, known.2) = (known.1 + 1, known.2.min(error * cost));
             }
@@ -180,7 +187,9 @@ impl<'a> Search<'a> {
         let mut points = vec![Point::EXACT];
         for (c, candidate) in kept.iter().enumerate() {
             let m = state.get(Phase::Prompt, number, g, candidate);
-            if let Some((m, e)) = m.and_then(|m| Some((m, m.error?))).filter(|(m, _)| !m.exact && m.cost <= WORTH_IT) {
+            if let Some((m, e)) =
+                m.and_then(|m| Some((m, m.error?))).filter(|(m, _)| !m.exact && m.cost <= WORTH_IT)
+            {
                 points.push(Point { candidate: Some(c), cost: m.cost, kl: e * e });
             }
         }
@@ -255,7 +264,12 @@ impl<'a> Search<'a> {
 
     /// What may be chosen in every key head: the hull of cost and divergence over exact attention and the candidates within
     /// the largest error.
-    pub(super) fn hulls(&mut self, phase: Phase, kept: &[Candidate], state: &State) -> Result<Vec<Vec<Point>>> {
+    pub(super) fn hulls(
+        &mut self,
+        phase: Phase,
+        kept: &[Candidate],
+        state: &State,
+    ) -> Result<Vec<Vec<Point>>> {
         let pooled: Vec<Option<f64>> = kept.iter().map(|c| self.pooled_cost(phase, c, state)).collect();
         let mut weights: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
         let mut all = Vec::new();
@@ -306,7 +320,13 @@ impl<'a> Search<'a> {
     }
 
     /// What was chosen, as picks.
-    pub(super) fn picks(&self, phase: Phase, points: &[Point], kept: &[Candidate], state: &State) -> Vec<Pick> {
+    pub(super) fn picks(
+        &self,
+        phase: Phase,
+        points: &[Point],
+        kept: &[Candidate],
+        state: &State,
+    ) -> Vec<Pick> {
         let one = |(&(i, g), point): (&(usize, usize), &Point)| {
             let (layer, number) = self.layer(i);
             let exact = Pick {
@@ -392,7 +412,10 @@ mod tests {
     }
 
     fn window(keys: usize) -> Candidate {
-        Candidate { method: registry::method("sink_window").unwrap(), options: Options::new().with("window", keys) }
+        Candidate {
+            method: registry::method("sink_window").unwrap(),
+            options: Options::new().with("window", keys),
+        }
     }
 
     fn made_up(kv_head: usize, c: &Candidate, error: f64, cost: f64, kl: Option<f64>) -> Measurement {
@@ -464,12 +487,22 @@ mod tests {
         let stop = AtomicBool::new(false);
         let kept = [window(16), window(64)];
         let mut model = Model;
-        assert!(search.measure_all(Phase::Prompt, &kept, Some(&mut model), &mut known, &mut |_, _, _| (), &stop).unwrap());
+        assert!(
+            search
+                .measure_all(Phase::Prompt, &kept, Some(&mut model), &mut known, &mut |_, _, _| (), &stop)
+                .unwrap()
+        );
         let made = known.made();
         assert!(known.of(Phase::Prompt, 0, 1).count() == 2);
-        assert!(search.measure_all(Phase::Prompt, &kept, Some(&mut model), &mut known, &mut |_, _, _| (), &stop).unwrap());
+        assert!(
+            search
+                .measure_all(Phase::Prompt, &kept, Some(&mut model), &mut known, &mut |_, _, _| (), &stop)
+                .unwrap()
+        );
         assert_eq!(known.made(), made, "nothing is measured twice");
-        assert!(search.measure_all(Phase::Decode, &kept, None, &mut known, &mut |_, _, _| (), &stop).unwrap());
+        assert!(
+            search.measure_all(Phase::Decode, &kept, None, &mut known, &mut |_, _, _| (), &stop).unwrap()
+        );
         let cost = known.get(Phase::Decode, 0, 0, &kept[0]).unwrap().cost;
         assert!(cost < 0.2, "{cost}");
         let stopped = AtomicBool::new(true);

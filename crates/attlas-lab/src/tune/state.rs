@@ -133,8 +133,14 @@ impl State {
     /// Measurements made on what `key` names, in a file if one is given. What the file already holds is used again; one
     /// made on something else, or that another process is writing, is refused. A last line that was cut off is dropped.
     pub fn open(path: Option<&Path>, key: &Key) -> Result<Self> {
-        let mut state =
-            Self { path: path.map(Into::into), file: None, key: key.clone(), done: BTreeMap::new(), checks: BTreeMap::new(), made: 0 };
+        let mut state = Self {
+            path: path.map(Into::into),
+            file: None,
+            key: key.clone(),
+            done: BTreeMap::new(),
+            checks: BTreeMap::new(),
+            made: 0,
+        };
         if let Some(path) = path {
             // Kept until the new file is in place with a lock of its own.
             let there = output::lock(path)?;
@@ -237,9 +243,17 @@ impl State {
     }
 
     /// Everything known of a key head.
-    pub(super) fn of(&self, phase: Phase, layer: usize, kv_head: usize) -> impl Iterator<Item = &Measurement> {
+    pub(super) fn of(
+        &self,
+        phase: Phase,
+        layer: usize,
+        kv_head: usize,
+    ) -> impl Iterator<Item = &Measurement> {
         let first = (phase, layer, kv_head, String::new());
-        self.done.range(first..).map(|(_, m)| m).take_while(move |m| (m.phase, m.layer, m.kv_head) == (phase, layer, kv_head))
+        self.done
+            .range(first..)
+            .map(|(_, m)| m)
+            .take_while(move |m| (m.phase, m.layer, m.kv_head) == (phase, layer, kv_head))
     }
 
     /// How many were made since it was opened.
