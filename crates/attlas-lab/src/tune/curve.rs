@@ -127,13 +127,13 @@ pub(crate) fn draw(line: &[(f64, f64)], dots: &[(f64, f64, bool)], title: &str) 
         "<text x=\"{0}\" y=\"20\" text-anchor=\"middle\">{1}</text>\
          <text x=\"{0}\" y=\"{2}\" text-anchor=\"middle\">divergence from exact attention, nats: predicted (line), on other text \
          (rings; filled: taken)</text>\
-         <text transform=\"translate(14 {3}) rotate(-90)\" text-anchor=\"middle\">time of attention</text></svg>\n",
+         <text transform=\"translate(14 {3}) rotate(-90)\" text-anchor=\"middle\">time of attention</text></svg>",
         WIDTH / 2.0,
         escape(title),
         HEIGHT - 10.0,
         HEIGHT / 2.0
     );
-    svg
+    svg + "\n"
 }
 
 #[cfg(test)]
