@@ -112,7 +112,7 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
     if let Some(path) = &args.pictures.svg {
         let picture = match result.curves.is_empty() {
             true => html::picture(&result),
-            false => curves::picture(&result.curves),
+            false => html::curves(&result.curves),
         };
         output::write(path, picture.as_bytes())?;
         note(common, &format!("wrote {}", path.display()));
@@ -214,12 +214,12 @@ fn show(result: &Comparison, args: &CompareArgs, common: &Common) {
         print(&format!("{}\n", wrap(&fell_back)));
     }
     // One line for all layers that a method refuses for the same reasons.
-    let mut told: Vec<(&str, &Vec<String>)> = Vec::new();
+    let mut reported: Vec<(&str, &Vec<String>)> = Vec::new();
     for r in &result.refused {
-        if told.contains(&(r.method, &r.reasons)) {
+        if reported.contains(&(r.method, &r.reasons)) {
             continue;
         }
-        told.push((r.method, &r.reasons));
+        reported.push((r.method, &r.reasons));
         let same = result.refused.iter().filter(|o| (o.method, &o.reasons) == (r.method, &r.reasons));
         let layers: Vec<String> = same.filter_map(|o| o.layer).map(|l| l.to_string()).collect();
         let on = if layers.is_empty() { String::new() } else { format!(" on layers {}", layers.join(", ")) };

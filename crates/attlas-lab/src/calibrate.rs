@@ -6,10 +6,10 @@
 
 use crate::run::execute;
 use crate::select::{Chosen, Selection};
-use crate::source::LayerData;
 use crate::stats::mean;
 use crate::table::{Table, number};
 use crate::text::Text;
+use crate::workload::LayerData;
 use crate::{Calibrations, Error, Result, extract};
 use attlas::{Calibration, Inputs, Mask, Near, Options, Problem, Qkv, Schedule, Workspace, registry};
 use attlas_model::Model;

@@ -4,16 +4,16 @@
 //! shared: half of it is the window, the rest is the method's, with a few sinks. What was spent is what is drawn, so that curves
 //! compare at the scores that were computed and the time that was taken, whatever a parameter is called.
 
+use super::budget;
 use super::{Group, Settings, refusal};
+use crate::Result;
 use crate::calibration::Calibrations;
 use crate::select::Chosen;
-use crate::source::Workload;
 use crate::stats::mean;
 use crate::table::{Table, number, percent, times};
-use crate::{Result, budget};
+use crate::workload::Workload;
 use attlas::{Near, Options, Schedule, Workspace};
 use serde::Serialize;
-use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -196,85 +196,6 @@ pub fn verdict(curves: &[Curve], tokens: usize) -> String {
     format!("At {tokens} tokens {}.", parts.join("; "))
 }
 
-const WIDTH: f64 = 900.0;
-const HEIGHT: f64 = 440.0;
-/// Left edges of the two panels.
-const PANELS: [f64; 2] = [60.0, 500.0];
-const PANEL: f64 = 340.0;
-
-/// A picture: error against the share of scores, and against the time over exact attention's; dashed as published, whole beside
-/// a near field or with one of its own. Exact attention stands at 1; an error of zero on the lowest line.
-pub fn picture(curves: &[Curve]) -> String {
-    let (top, bottom) = (30.0, HEIGHT - 60.0);
-    let y = |e: f64| bottom - ((e.max(1e-4).log10() + 4.0) / 4.0).clamp(0.0, 1.0) * (bottom - top);
-    let x = |panel: usize, share: f64| {
-        PANELS[panel] + ((share.max(1e-2).log10() + 2.0) / 3.0).clamp(0.0, 1.0) * PANEL
-    };
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"error against scores \
-         and time\" color=\"#222\"><style>text{{font:11px system-ui,sans-serif;fill:#222}}</style>\
-         <rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>"
-    );
-    for (panel, name) in ["share of the scores", "time over exact attention's"].iter().enumerate() {
-        for share in [0.01, 0.1, 1.0, 10.0] {
-            let px = x(panel, share);
-            let _ = write!(
-                svg,
-                "<line x1=\"{px:.1}\" y1=\"{top}\" x2=\"{px:.1}\" y2=\"{bottom}\" stroke=\"#8883\"/>\
-                 <text x=\"{px:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{share}</text>",
-                bottom + 16.0
-            );
-        }
-        for e in [1e-4, 1e-3, 1e-2, 1e-1, 1.0] {
-            let label = if e < 2e-4 { "0".into() } else { format!("{e}") };
-            let _ = write!(
-                svg,
-                "<line x1=\"{0}\" y1=\"{1:.1}\" x2=\"{2}\" y2=\"{1:.1}\" stroke=\"#8883\"/>\
-                 <text x=\"{3}\" y=\"{4:.1}\" text-anchor=\"end\">{label}</text>",
-                PANELS[panel],
-                y(e),
-                PANELS[panel] + PANEL,
-                PANELS[panel] - 6.0,
-                y(e) + 4.0
-            );
-        }
-        let _ = write!(
-            svg,
-            "<circle cx=\"{:.1}\" cy=\"{bottom}\" r=\"5\" fill=\"currentColor\"><title>exact attention</title></circle>\
-             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{name}</text>",
-            x(panel, 1.0),
-            PANELS[panel] + PANEL / 2.0,
-            HEIGHT - 14.0
-        );
-        for c in curves {
-            let at = |p: &CurvePoint| if panel == 0 { p.keys_share } else { 1.0 / p.speedup };
-            let points: Vec<String> =
-                c.points.iter().map(|p| format!("{:.1},{:.1}", x(panel, at(p)), y(p.error))).collect();
-            let own = !c.near && curves.iter().any(|o| o.method == c.method && o.near);
-            let dashes = if own { " stroke-dasharray=\"4 3\"" } else { "" };
-            let colour = crate::html::colour(c.family);
-            let told =
-                if c.near { format!("{} beside a near field", c.method) } else { c.method.to_string() };
-            let _ = write!(
-                svg,
-                "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.5\"{dashes}><title>{told}</title>\
-                 </polyline>",
-                points.join(" ")
-            );
-            if let Some(last) = c.points.last().filter(|p| p.error < 0.3) {
-                let _ = write!(
-                    svg,
-                    "<text x=\"{:.1}\" y=\"{:.1}\">{}</text>",
-                    x(panel, at(last)) + 4.0,
-                    y(last.error) + 3.0,
-                    crate::html::escape(c.method)
-                );
-            }
-        }
-    }
-    svg + "</svg>\n"
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -301,7 +222,6 @@ mod tests {
             assert!(c.points.iter().all(|p| p.error.is_finite() && p.keys_share > 0.0), "{c:?}");
         }
         assert!(table(&found).text().contains("sampled_columns"));
-        assert!(picture(&found).matches("<polyline").count() == 2 * found.len());
         assert!(verdict(&found, 512).starts_with("At 512 tokens "));
         let stopped = AtomicBool::new(true);
         let none =

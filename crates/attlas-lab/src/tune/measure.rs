@@ -3,8 +3,8 @@
 use super::candidates::Candidate;
 use crate::Result;
 use crate::run::{execute, timed};
-use crate::source::LayerData;
 use crate::stats::median;
+use crate::workload::LayerData;
 use attlas::{Calibration, DType, Mask, Options, Out, Problem, Qkv, Status, TensorMut, Workspace, registry};
 
 /// A key head with its query heads and their exact output.
