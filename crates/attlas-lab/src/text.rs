@@ -78,7 +78,7 @@ pub fn past_recipe(recipe: &Recipe, tokens: usize) -> Option<String> {
     ))
 }
 
-/// What attends in a model, as it is said on a command line.
+/// Command-line choice of attention: a recipe, or one method with its settings.
 #[derive(Clone, Debug, Default)]
 pub struct Attention {
     /// A recipe.

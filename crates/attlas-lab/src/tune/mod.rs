@@ -72,6 +72,7 @@ pub enum Phase {
 /// How much is tried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Effort {
     /// Two budgets of each method, one run of each; six candidates everywhere, two of them asked of the model on 128 rows.
     Quick,
