@@ -156,9 +156,8 @@ attlas bench\n  \
 attlas bench --methods sink_window,top_k --n 1k,4k,16k --d 64,128 --causal\n  \
 attlas bench --methods exact --n 32k --d 128 --heads 32 --kv-heads 8 --decode\n  \
 attlas bench --methods exact --n 1k,4k --peer-json torch.json --md\n  \
-attlas bench --methods exact,linear --n 1M,10M --causal --cluster nodes=64,gbps=100,us=2\n  \
-mpirun -n 8 attlas bench --methods exact,hyper,linear --n 1M --causal\n\n\
-Under mpirun one sequence lies on all processes (docs/scale.md)."))]
+attlas bench --methods exact,linear --n 1M,10M --causal --cluster nodes=64,gbps=100,us=2\n\n\
+Under `mpirun -n P attlas bench …` one sequence lies on all processes (docs/scale.md)."))]
     Bench(BenchArgs),
     /// Decompose a tensor from a file: canonical polyadic, Tucker, block terms.
     #[command(after_help = laid_out("Examples:\n  \
