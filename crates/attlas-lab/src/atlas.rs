@@ -91,6 +91,10 @@ pub struct LayerEntry {
     pub title: &'static str,
     /// Authors and year, or the section of the survey.
     pub reference: &'static str,
+    /// The parameter that names the grid of its tokens, where it folds them into one.
+    pub grid: Option<&'static str>,
+    /// Its weights, outputs × inputs, for hidden states of width 64 and 4 heads of width 16.
+    pub weights: String,
     /// Its parameters.
     pub params: Vec<ParamEntry>,
 }
@@ -426,6 +430,7 @@ impl MethodEntry {
         fact("approximates softmax", yes(c.softmax).into());
         fact("causal", yes(c.causal).into());
         fact("decodes token by token", yes(c.decode).into());
+        fact("has a gradient", yes(c.gradient).into());
         fact("needs", needs(c.needs).into());
         fact("time grows as", format!("N^{}", c.exponent));
         fact("random", yes(!c.deterministic).into());
@@ -492,12 +497,26 @@ fn wrapped(text: &str, first: usize, rest: usize) -> String {
 impl LayerEntry {
     /// What the registry says of `l`.
     pub fn new(l: &'static LayerKind) -> Self {
-        Self { id: l.id, title: l.title, reference: l.reference, params: params(l.params) }
+        Self {
+            id: l.id,
+            title: l.title,
+            reference: l.reference,
+            grid: l.grid,
+            weights: crate::layer::example_weights(l),
+            params: params(l.params),
+        }
     }
 
     fn described(&self) -> Described<'_> {
-        let Self { id, title, reference, params } = self;
-        Described { id, title, reference, more: String::new(), params }
+        let Self { id, title, reference, grid, weights, params } = self;
+        let fold = grid.map_or(String::new(), |name| {
+            format!(" Its tokens stand on a grid, `{name}`, which `attlas layer` takes from the shape of the input.")
+        });
+        let more = format!(
+            "{fold} Input and output: `[tokens, width]`. Weights, outputs × inputs, for width 64 and 4 heads of width 16: \
+             {weights}."
+        );
+        Described { id, title, reference, more, params }
     }
 
     /// Everything about the layer, fit for 80 columns.
