@@ -1,11 +1,12 @@
 //! The atlas: what the registry holds, as records and as pages.
 
 use crate::table::Table;
-use attlas::layer::{Conversion, LayerKind, LayerShape};
+use attlas::conversions::Conversion;
+use attlas::layer::{LayerKind, LayerShape};
 use attlas::layers::common::cache_size;
 use attlas::method::{Budget, Claims, Family, Needs, Promise, Withdrawn};
 use attlas::params::{ParamSpec, Value};
-use attlas::{Method, registry};
+use attlas::{Method, Options, registry};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -33,7 +34,7 @@ pub struct CacheEntry {
     pub numbers: Vec<(&'static str, usize)>,
 }
 
-/// Shapes that cache sizes are told for, with the rank of the latent.
+/// Shapes whose cache sizes are listed, with the rank of the latent.
 const SHAPES: [(&str, LayerShape, usize); 3] = [
     ("Llama-2-7B", LayerShape { d_model: 4096, n_heads: 32, n_kv_heads: 32, d: 128, d_v: 128 }, 512),
     ("Llama-3-8B", LayerShape { d_model: 4096, n_heads: 32, n_kv_heads: 8, d: 128, d_v: 128 }, 512),
@@ -494,6 +495,26 @@ fn wrapped(text: &str, first: usize, rest: usize) -> String {
     out + "\n"
 }
 
+/// The weights of a layer in a small example, in words: `q 64 × 64` and so on.
+fn example_weights(kind: &'static LayerKind) -> String {
+    let shape = LayerShape { d_model: 64, n_heads: 4, n_kv_heads: 4, d: 16, d_v: 16 };
+    // A step of 64 numbers is a grid of 8 × 8 where a layer has one, and heads of 2 × 2 do not fit 16.
+    let mut options = Options::new();
+    if kind.params.iter().any(|p| p.name == "head") {
+        options.set("head", "4x4");
+    }
+    match (kind.weights)(&shape, &options) {
+        Ok(specs) => specs
+            .iter()
+            .map(|w| {
+                format!("{} {} × {}{}", w.name, w.n_out, w.n_in, if w.optional { " (optional)" } else { "" })
+            })
+            .collect::<Vec<_>>()
+            .join(", "),
+        Err(e) => e.to_string(),
+    }
+}
+
 impl LayerEntry {
     /// What the registry says of `l`.
     pub fn new(l: &'static LayerKind) -> Self {
@@ -502,7 +523,7 @@ impl LayerEntry {
             title: l.title,
             reference: l.reference,
             grid: l.grid,
-            weights: crate::layer::example_weights(l),
+            weights: example_weights(l),
             params: params(l.params),
         }
     }
@@ -573,6 +594,7 @@ mod tests {
         };
         for l in registry::LAYERS {
             check("layer", l.id, LayerEntry::new(l).text(), l.params);
+            assert!(example_weights(l).contains('×'), "{}: {}", l.id, example_weights(l));
         }
         for c in registry::CONVERSIONS {
             check("conversion", c.id, ConversionEntry::new(c).text(), c.params);

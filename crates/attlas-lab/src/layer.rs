@@ -239,26 +239,6 @@ pub fn write_npy(path: &Path, shape: &[usize], data: &[f32]) -> Result<()> {
     output::write(path, &bytes)
 }
 
-/// The weights of a layer in a small example, in words: `q 64 × 64` and so on.
-pub(crate) fn example_weights(kind: &'static LayerKind) -> String {
-    let shape = LayerShape { d_model: 64, n_heads: 4, n_kv_heads: 4, d: 16, d_v: 16 };
-    // A step of 64 numbers is a grid of 8 × 8 where a layer has one, and heads of 2 × 2 do not fit 16.
-    let mut options = Options::new();
-    if kind.params.iter().any(|p| p.name == "head") {
-        options.set("head", "4x4");
-    }
-    match (kind.weights)(&shape, &options) {
-        Ok(specs) => specs
-            .iter()
-            .map(|w| {
-                format!("{} {} × {}{}", w.name, w.n_out, w.n_in, if w.optional { " (optional)" } else { "" })
-            })
-            .collect::<Vec<_>>()
-            .join(", "),
-        Err(e) => e.to_string(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -299,7 +279,6 @@ mod tests {
                 assert_eq!((record.shape, out.len()), (vec![4, 6, 64], 4 * 6 * 64));
                 assert!(out.iter().all(|y| y.is_finite()) && record.gain > 0.0, "{}", kind.id);
             }
-            assert!(example_weights(kind).contains('×'), "{}: {}", kind.id, example_weights(kind));
         }
     }
 
