@@ -14,6 +14,7 @@ use std::path::Path;
 /// The form of a decomposition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Form {
     /// A sum of outer products (CP, PARAFAC), by alternating least squares.
     Cp,
@@ -21,7 +22,7 @@ pub enum Form {
     Tucker,
     /// The same by one pass of singular value decompositions (ST-HOSVD).
     Hosvd,
-    /// A sum of small Tucker forms.
+    /// A sum of small Tucker forms (block terms).
     Btd,
 }
 

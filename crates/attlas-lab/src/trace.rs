@@ -296,6 +296,7 @@ fn assemble(
 
 /// Element type of a trace that is written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Elements {
     /// Single precision.
     #[default]

@@ -2,8 +2,9 @@
 
 use super::shared::{DeviceChoice, Inputs, MaskChoice, MethodChoice, Pictures, SpectraSize, count, positive};
 use attlas_lab::budget::Budget;
+use attlas_lab::survey::Figure;
 use attlas_model::recipe::Numbers;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use std::path::PathBuf;
 
 #[derive(Args, Clone, Debug)]
@@ -33,8 +34,8 @@ pub(crate) struct InspectArgs {
     #[command(flatten)]
     pub(crate) pictures: Pictures,
     /// What --svg shows: all of each head, or one of the survey's figures over layers.
-    #[arg(long, value_enum, default_value_t = FigureName::Heads, requires = "svg")]
-    pub(crate) figure: FigureName,
+    #[arg(long, value_enum, default_value_t = Figure::Heads, requires = "svg")]
+    pub(crate) figure: Figure,
     /// Draw the weights of each head before and after sorting queries and keys by hash codes, in place of the other
     /// figures.
     #[arg(long, value_enum, value_name = "METHOD", requires = "svg", conflicts_with = "html")]
@@ -48,18 +49,6 @@ pub(crate) struct InspectArgs {
 pub(crate) enum ReorderName {
     /// Signs of random projections in the order of their Gray ranks.
     Hyper,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum FigureName {
-    /// Patterns and spectra of each head.
-    Heads,
-    /// The first tokens' weights of every head.
-    Patterns,
-    /// Singular values of Q, K and V.
-    Inputs,
-    /// Singular values of QK^T, A and Z^-1 A.
-    Scores,
 }
 
 #[derive(Args, Clone, Debug)]

@@ -10,16 +10,12 @@ mod shared;
 mod simulate;
 
 pub(crate) use decompose::DecomposeArgs;
-pub(crate) use language::{
-    EffortName, ElementType, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs,
-};
+pub(crate) use language::{ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs};
 pub(crate) use layer::LayerArgs;
-pub(crate) use measure::{
-    BenchArgs, CompareArgs, FigureName, InspectArgs, MethodsArgs, ReorderName, ReportArgs,
-};
-pub(crate) use rewrite::{CompressArgs, ConvertArgs, FactorType, RecipeName, StageName, Target};
+pub(crate) use measure::{BenchArgs, CompareArgs, InspectArgs, MethodsArgs, ReorderName, ReportArgs};
+pub(crate) use rewrite::{CompressArgs, ConvertArgs, FactorType, RecipeName, Target};
 pub(crate) use shared::{Inputs, Limit};
-pub(crate) use simulate::{MatchArgs, ModelName, ParticlesArgs, SimulateArgs, Simulation, TaskName};
+pub(crate) use simulate::{MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
 
 use clap::{Args, Parser, Subcommand};
 
