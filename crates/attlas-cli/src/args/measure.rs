@@ -4,7 +4,7 @@ use super::shared::{DeviceChoice, Inputs, MaskChoice, MethodChoice, Pictures, Sp
 use attlas_lab::budget::Budget;
 use attlas_lab::survey::Figure;
 use attlas_model::recipe::Numbers;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
 #[derive(Args, Clone, Debug)]
