@@ -150,5 +150,8 @@ fn show(r: &Record, judged: &str, args: &ConvertArgs, common: &Common) {
         100.0 * r.cache_bytes_after as f64 / r.cache_bytes_before.max(1) as f64,
         number(r.written_diff),
     ));
+    if r.cache_bytes_after >= r.cache_bytes_before {
+        print("nothing is saved: this rank keeps everything; give a smaller --rank\n");
+    }
     note(common, &format!("wrote {}; transformers loads it as it is", args.out.path.display()));
 }

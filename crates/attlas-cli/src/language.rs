@@ -238,7 +238,7 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
     rows
 }
 
-/// What attended, and whether it came to exact attention.
+/// The attention that ran, and whether it was exact.
 fn attention(r: &Record) -> String {
     let named = format!("{} {}", r.attention, r.params).trim_end().to_string();
     match &r.against_exact {

@@ -35,7 +35,7 @@ pub enum Size {
     Error(f64),
 }
 
-/// What to compute.
+/// Settings of a decomposition.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// The form.
@@ -70,7 +70,7 @@ pub struct Record {
     pub rel_error: f64,
     /// How the iteration ended.
     pub status: String,
-    /// What a reader should know, such as terms that cancel.
+    /// Warnings, such as terms that cancel.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub warning: Option<String>,
     /// Seconds.

@@ -21,13 +21,13 @@ pub struct Settings {
     pub stop: Vec<String>,
     /// Go on after a token that ends a text.
     pub ignore_eos: bool,
-    /// What attends; exact attention where absent.
+    /// Recipe of attention; exact where absent.
     pub recipe: Option<Recipe>,
     /// Threads; 0 takes as many as the machine offers.
     pub threads: usize,
 }
 
-/// What was generated.
+/// The generated text.
 #[derive(Clone, Debug, Serialize)]
 pub struct Generated {
     /// Tokens of the prompt.

@@ -30,13 +30,13 @@ pub struct Settings {
     pub task: Option<Task>,
     /// Seed of the task's words and numbers.
     pub seed: u64,
-    /// What attends; exact attention where absent.
+    /// Recipe of attention; exact where absent.
     pub recipe: Option<Recipe>,
     /// Threads; 0 takes as many as the machine offers.
     pub threads: usize,
 }
 
-/// What was measured.
+/// The measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct Record {
     /// The text.
@@ -60,9 +60,9 @@ pub struct Record {
     pub bos: bool,
     /// Windows that were run.
     pub windows: usize,
-    /// What attended: `exact`, the id of a method, or `recipe`.
+    /// `exact`, the id of a method, or `recipe`.
     pub attention: String,
-    /// What was set of a single method.
+    /// Parameters set for a single method.
     pub params: Options,
     /// Mean negative log-likelihood, in nats.
     pub nll: f64,

@@ -75,11 +75,7 @@ fn read_with(paths: &[PathBuf], numbers: Numbers) -> Result<Workload> {
                 } else {
                     format!("synthetic:{meant}")
                 };
-                return Err(Error::argument(
-                    "source",
-                    format!("{meant}, perhaps"),
-                    format!("'{}'", names.join(",")),
-                ));
+                return Err(Error::Unknown { what: "source", found: names.join(","), meant });
             }
             return Err(Error::argument(
                 "source",

@@ -33,7 +33,7 @@ pub(crate) struct InspectArgs {
     pub(crate) spectra: SpectraSize,
     #[command(flatten)]
     pub(crate) pictures: Pictures,
-    /// What --svg shows: all of each head, or one of the survey's figures over layers.
+    /// Contents of --svg: all of each head, or one of the survey's figures over layers.
     #[arg(long, value_enum, default_value_t = Figure::Heads, requires = "svg")]
     pub(crate) figure: Figure,
     /// Draw the weights of each head before and after sorting queries and keys by hash codes, in place of the other

@@ -1,4 +1,4 @@
-//! What can be said on the command line: the commands and the flags that all of them have. Their arguments are in one file
+//! The commands, and the flags that all of them have. Their arguments are in one file
 //! for each kind of command, and groups of arguments that several commands take in [`shared`].
 
 mod decompose;

@@ -73,7 +73,7 @@ pub(crate) enum FactorType {
 pub(crate) struct ConvertArgs {
     #[command(flatten)]
     pub(crate) model: ModelChoice,
-    /// What to.
+    /// Target of the conversion.
     #[arg(long, value_enum)]
     pub(crate) to: Target,
     #[command(flatten)]
@@ -124,7 +124,7 @@ pub(crate) struct ConvertArgs {
     pub(crate) limit: Limit,
 }
 
-/// What a model can be converted to.
+/// Targets of a conversion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Target {
     /// Latent attention.

@@ -59,7 +59,7 @@ pub struct Particles {
     pub scheme: Scheme,
 }
 
-/// What a run of particles gives.
+/// Result of a run of particles.
 #[derive(Clone, Debug, Serialize)]
 pub struct ParticlesRun {
     /// Where they live.
