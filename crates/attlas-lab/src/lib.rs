@@ -17,6 +17,7 @@ pub mod certify;
 pub mod compare;
 pub mod compress;
 pub mod convert;
+pub mod crew;
 pub mod decompose;
 pub mod demo;
 pub mod device;

@@ -4,6 +4,7 @@ use super::shared::{DeviceChoice, Inputs, MaskChoice, MethodChoice, Pictures, Sp
 use attlas_lab::budget::Budget;
 use attlas_lab::survey::Figure;
 use attlas_model::recipe::Numbers;
+use attlas_mpi::cluster::Cluster;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
@@ -145,7 +146,21 @@ pub(crate) struct BenchArgs {
     /// Skip a length at which one run is expected to take longer.
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", value_parser = positive)]
     pub(crate) max_seconds: f64,
+    /// How keys and values travel between the processes of mpirun: as they are, or rounded to bf16.
+    #[arg(long, value_enum, default_value_t = WireName::Full)]
+    pub(crate) wire: WireName,
+    /// Predict times on a cluster instead, from this machine's rates: nodes=N,gbps=G,us=U; may be repeated.
+    #[arg(long, value_name = "nodes=N,gbps=G,us=U", conflicts_with_all = ["decode", "peer_json"])]
+    pub(crate) cluster: Vec<Cluster>,
     /// Figures measured by another program, merged where the shapes agree (docs/json.md).
     #[arg(long, value_name = "FILE")]
     pub(crate) peer_json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum WireName {
+    /// As they are.
+    Full,
+    /// Rounded to 8 significant bits.
+    Bf16,
 }

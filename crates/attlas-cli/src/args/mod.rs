@@ -12,7 +12,9 @@ mod simulate;
 pub(crate) use decompose::DecomposeArgs;
 pub(crate) use language::{ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs};
 pub(crate) use layer::LayerArgs;
-pub(crate) use measure::{BenchArgs, CompareArgs, InspectArgs, MethodsArgs, ReorderName, ReportArgs};
+pub(crate) use measure::{
+    BenchArgs, CompareArgs, InspectArgs, MethodsArgs, ReorderName, ReportArgs, WireName,
+};
 pub(crate) use rewrite::{CompressArgs, ConvertArgs, FactorType, RecipeName, Target};
 pub(crate) use shared::{Inputs, Limit};
 pub(crate) use simulate::{MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
@@ -159,7 +161,10 @@ attlas report trace.safetensors --methods sink_window,hyper --time-limit 60 --ou
 attlas bench\n  \
 attlas bench --methods sink_window,top_k --n 1k,4k,16k --d 64,128 --causal\n  \
 attlas bench --methods exact --n 32k --d 128 --heads 32 --kv-heads 8 --decode\n  \
-attlas bench --methods exact --n 1k,4k --peer-json torch.json --md"))]
+attlas bench --methods exact --n 1k,4k --peer-json torch.json --md\n  \
+attlas bench --methods exact,linear --n 1M,10M --causal --cluster nodes=64,gbps=100,us=2\n  \
+mpirun -n 8 attlas bench --methods exact,hyper,linear --n 1M --causal\n\n\
+Under mpirun one sequence lies on all processes (docs/scale.md)."))]
     Bench(BenchArgs),
     /// Decompose a tensor from a file: canonical polyadic, Tucker, block terms.
     #[command(after_help = laid_out("Examples:\n  \

@@ -28,7 +28,7 @@ use crate::gradient::GroupBackward;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Method, Promise, RunInfo, Spec, Tunable, Withdrawn};
 use crate::workspace::Context;
-use crate::{Mask, MatRef, Problem, Real, Result};
+use crate::{Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::kernels::{self, pages};
 
 /// Registry entry.
@@ -54,6 +54,7 @@ pub static METHOD: Method = Method {
                 reason: "the gradient is that of operands as they are given",
             },
         ],
+        spread: Spread::RING,
         ..Claims::BASE
     },
     tunable: &[Tunable::values("precision", &["bf16"])],
