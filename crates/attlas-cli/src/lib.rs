@@ -7,6 +7,7 @@
 
 mod args;
 mod bench;
+mod calibrate;
 mod compare;
 mod compress;
 mod convert;
@@ -95,6 +96,7 @@ fn dispatch(cli: &Cli) -> Outcome {
         Some(Command::Layer(a)) => layer::run(a, &cli.common),
         Some(Command::Simulate(a)) => simulate::run(a, &cli.common),
         Some(Command::Extract(a)) => language::extract(a, &cli.common),
+        Some(Command::Calibrate(a)) => calibrate::run(a, &cli.common),
         Some(Command::Tune(a)) => tune::run(a, &cli.common),
         Some(Command::Compress(a)) => compress::run(a, &cli.common),
         Some(Command::Convert(a)) => convert::run(a, &cli.common),
