@@ -1,6 +1,6 @@
 //! Times of the backward pass of exact attention beside those of the forward pass.
 //!
-//! `cargo run --release -p attlas-lab --example gradient_speed -- 4096 2`: tokens and threads.
+//! `cargo run --release -p xtask --example gradient_speed -- 4096 2`: tokens and threads.
 
 use attlas::gradient::Pass;
 use attlas::{Mask, Options, Out, Problem, Qkv, Schedule, TensorMut, TensorRef, Workspace, registry};

@@ -1,7 +1,7 @@
 //! What layers are for, on data made here, with weights written by hand: an image for axial and mode-wise attention, a
 //! series of sensors for TEAFormer, a sequence for two-simplicial attention, triples for third-order attention.
 //!
-//! `cargo run -p attlas-lab --example layers_on_data`
+//! `cargo run -p xtask --example layers_on_data`
 
 use attlas::layer::{Dense, Layer, LayerShape, Linear, Weights};
 use attlas::{Mask, Mat, Options, Workspace, registry};
