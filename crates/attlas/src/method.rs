@@ -206,6 +206,7 @@ pub trait Spec: ParamSet {
         let problem = &problem.with_near(problem.near.resolved(&method.claims));
         let mut reasons = self.supports(problem).reasons;
         reasons.extend(problem.near.reasons(method, problem));
+        reasons.extend(method.softcap_reason(problem));
         if method.claims.needs == Needs::Calibration && calibration.is_none() {
             reasons.push(format!("{} learns from data first: pass a calibration", method.id));
         }
@@ -238,10 +239,23 @@ impl Method {
                 let problem = problem.with_near(near);
                 let mut support = (self.supports)(&problem, &options);
                 support.reasons.extend(near.reasons(self, &problem));
+                support.reasons.extend(self.softcap_reason(&problem));
                 support
             }
             Err(error) => Support::unless(true, error.to_string()),
         }
+    }
+
+    /// Why the method cannot honour the problem's softcap, where it cannot.
+    fn softcap_reason(&self, problem: &Problem) -> Option<String> {
+        let cap = problem.softcap?;
+        if !self.claims.softcap {
+            return Some(format!(
+                "logits are capped at {cap}, and its weights are not those of capped logits"
+            ));
+        }
+        let near = !problem.near.is_none();
+        near.then(|| format!("logits are capped at {cap}, which a near field does not do"))
     }
 
     /// What the method promises with these options; laws are left to [`keeps_with`](Self::keeps_with).
@@ -350,6 +364,8 @@ pub struct Claims {
     pub lse: bool,
     /// Leaves out keys whose mass nothing stands for, so that a near field adds their means.
     pub drops: bool,
+    /// Honours [`Problem::softcap`]; other methods refuse it.
+    pub softcap: bool,
     /// Exponent of the sequence length in the time, as published.
     pub exponent: f64,
     /// What it needs before it is useful.
@@ -463,6 +479,7 @@ impl Claims {
         softmax: true,
         lse: true,
         drops: false,
+        softcap: false,
         exponent: 2.0,
         needs: Needs::Nothing,
         oracle: false,

@@ -39,6 +39,7 @@ pub fn add_sampled_error<T: Real>(g: &Group<'_, T>, tokens: usize, info: &mut Ru
                 isa: g.cx.schedule.isa,
                 precision: Precision::Full,
                 decode: true,
+                softcap: None,
             };
             job.run(g.cx.scratch, &mut o, &mut lse);
             for (x, y) in g.out[(h * n_q + i) * d_v..][..d_v].iter().zip(&o) {
