@@ -30,7 +30,7 @@ use attlas::{
 };
 use attlas_num::Scratch;
 use attlas_num::kernels::pages;
-use attlas_num::rope::{Angles, Scaling, Table};
+use attlas_num::rope::{Angles, Rope, Scaling, Table};
 use rayon::prelude::*;
 use std::sync::Arc;
 
@@ -133,6 +133,7 @@ impl Decoder {
             layers,
             len: 0,
             table: None,
+            local_table: None,
             inner: threads.sibling(),
             scratch: Scratch::new(),
             buffers: Buffers::default(),
@@ -215,7 +216,8 @@ impl Decoder {
         let state = &mut self.state;
         let chunk = if state.layers.iter().all(LayerState::chunks) { CHUNK } else { tokens.len().max(1) };
         let result = self.threads.install(|_| {
-            state.lengthen_table(c, total);
+            lengthen(&mut state.table, c.rope.as_ref(), c, total);
+            lengthen(&mut state.local_table, c.local_rope.as_ref(), c, total);
             if tokens.len() > 1 {
                 let own = state.layers.iter_mut().filter(|l| l.latents.is_none());
                 own.for_each(|l| l.cache.reserve(total));
@@ -248,6 +250,9 @@ impl Decoder {
         let x = MatRef::new(hidden, hidden.len() / c.hidden, c.hidden);
         self.threads.install(|cx| weights.output.apply(x, logits, cx.scratch));
         ops::scale_in_place(logits, c.multipliers.logit);
+        if let Some(cap) = c.logit_softcap {
+            ops::softcap_in_place(logits, cap);
+        }
     }
 
     /// The logits after the last token given.
@@ -269,6 +274,8 @@ struct State {
     layers: Vec<LayerState>,
     len: usize,
     table: Option<Table<f32>>,
+    /// Of layers with a window, where these rotate by other frequencies.
+    local_table: Option<Table<f32>>,
     /// What plans are run in, on the threads this already runs on.
     inner: Workspace,
     scratch: Scratch,
@@ -314,29 +321,32 @@ fn matrix(x: &[f32], width: usize) -> MatRef<'_, f32> {
     MatRef::new(x, x.len() / width.max(1), width)
 }
 
+/// Sines and cosines for `n` positions; grows by doubling. Where frequencies follow the length (dynamic NTK, LongRoPE),
+/// they are those of `n` tokens; what was rotated before stays as it was.
+fn lengthen(table: &mut Option<Table<f32>>, rope: Option<&Rope>, c: &ModelConfig, n: usize) {
+    let Some(rope) = rope else { return };
+    let dynamic = matches!(rope.scaling, Scaling::Dynamic { .. });
+    let stretched = |n: usize| rope.is_stretched(n);
+    let fits = |table: &Table<f32>| match table.positions() {
+        have if dynamic && stretched(n) => have == n,
+        have => have >= n && stretched(have) == stretched(n),
+    };
+    if !table.as_ref().is_some_and(fits) {
+        let most = if n > c.max_positions { c.longest_context() } else { c.max_positions };
+        let most = match &rope.scaling {
+            Scaling::LongRope(long) if !stretched(n) => most.min(long.original as usize),
+            _ => most,
+        };
+        let exact = dynamic && stretched(n);
+        let positions = if exact { n } else { n.next_power_of_two().max(1024).min(most) };
+        *table = Some(Table::new(rope, positions, Angles::Single));
+    }
+}
+
 impl State {
     fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
         self.layers.iter_mut().for_each(|l| l.truncate(len));
-    }
-
-    /// Sines and cosines for `n` positions; grows by doubling. Under dynamic NTK, past the context that the model was
-    /// made for, they are those of exactly `n` tokens; what was rotated before stays as it was.
-    fn lengthen_table(&mut self, c: &ModelConfig, n: usize) {
-        let Some(rope) = &c.rope else { return };
-        let stretched = |n: usize| match rope.scaling {
-            Scaling::Dynamic { max_positions, .. } => n as f64 > max_positions,
-            _ => false,
-        };
-        let fits = |table: &Table<f32>| match table.positions() {
-            have if stretched(n) => have == n,
-            have => have >= n && !stretched(have),
-        };
-        if !self.table.as_ref().is_some_and(fits) {
-            let most = if n > c.max_positions { c.longest_context() } else { c.max_positions };
-            let positions = if stretched(n) { n } else { n.next_power_of_two().max(1024).min(most) };
-            self.table = Some(Table::new(rope, positions, Angles::Single));
-        }
     }
 
     fn run(
@@ -379,7 +389,7 @@ impl State {
                     break;
                 }
                 let heads = sized(&mut buffers.heads, n * q_width);
-                result = self.attend(c, l, n, q, heads);
+                result = self.attend(c, l, q, layer.sinks.as_deref(), heads);
                 if result.is_err() {
                     break;
                 }
@@ -418,12 +428,12 @@ impl State {
                     let mut jobs = [(&layer.gate, &mut *gate), (&layer.up, &mut *up)];
                     apply_all(&mut jobs, matrix(normed, d), &self.scratch);
                     by_rows(gate, width, |first, rows| {
-                        ops::swiglu_in_place(rows, &up[first * width..][..rows.len()]);
+                        ops::gate_in_place(c.activation, rows, &up[first * width..][..rows.len()]);
                     });
                     layer.down.apply(matrix(gate, width), sum, &self.scratch);
                 }
                 if let (Some(experts), Some(e)) = (&layer.experts, &c.experts) {
-                    experts.add_into(e, matrix(normed, d), sum, &self.scratch);
+                    experts.add_into(e, c.activation, matrix(normed, d), sum, &self.scratch);
                 }
                 adjust(c, sum, layer.ffn_post_norm.as_deref());
                 by_rows(x, d, |first, rows| ops::add_in_place(rows, &sum[first * d..][..rows.len()]));
@@ -479,7 +489,8 @@ impl State {
         }
         ops::scale_in_place(q, c.multipliers.query);
         observer.before_rotation(l, first, q, k);
-        if let Some(table) = self.table.as_ref().filter(|_| !c.unrotated.contains(&l)) {
+        let local = self.local_table.as_ref().filter(|_| self.layers[l].window.is_some());
+        if let Some(table) = local.or(self.table.as_ref()).filter(|_| !c.unrotated.contains(&l)) {
             for (x, heads) in [(&mut *q, c.n_heads), (&mut *k, c.n_kv_heads)] {
                 by_rows(x, heads * dh, |i, rows| table.rotate_tokens_in_place(first + i, rows, heads, dh));
             }
@@ -491,11 +502,19 @@ impl State {
     }
 
     /// Attends in layer `l` with the queries of the last `n` tokens.
-    fn attend(&mut self, c: &ModelConfig, l: usize, n: usize, q: &[f32], out: &mut [f32]) -> Result<()> {
+    fn attend(
+        &mut self,
+        c: &ModelConfig,
+        l: usize,
+        q: &[f32],
+        sinks: Option<&[f32]>,
+        out: &mut [f32],
+    ) -> Result<()> {
         let layer = &mut self.layers[l];
+        let n = q.len() / (c.n_heads * c.head_dim);
         let q = TensorRef::bnhd(q, [1, c.n_heads, n, c.head_dim])?;
         for i in 0..layer.parts.len() {
-            let info = layer.attend(i, c, q, out, &mut self.inner)?;
+            let info = layer.attend(i, c, q, sinks, out, &mut self.inner)?;
             self.info = std::mem::take(&mut self.info).merge(info);
         }
         Ok(())
@@ -560,6 +579,8 @@ struct LayerState {
     /// For each part that is exact attention while it decodes, its plan, with room for more tokens than there are.
     plans: Vec<Option<Box<dyn Plan>>>,
     cache: KvCache<f32>,
+    /// Log-sum-exps of a call, where one more logit needs them.
+    lse: Vec<f32>,
     /// The cache of a layer that attends as a whole, which uses none of the others.
     latents: Option<Box<dyn LayerCache>>,
 }
@@ -573,6 +594,7 @@ impl LayerState {
             plans: parts.iter().map(|_| None).collect(),
             parts,
             cache: KvCache::new(1, c.n_kv_heads, c.head_dim, c.head_dim, 0),
+            lse: Vec::new(),
             latents: None,
         }
     }
@@ -601,16 +623,53 @@ impl LayerState {
         i: usize,
         c: &ModelConfig,
         q: TensorRef<'_, f32>,
+        sinks: Option<&[f32]>,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        let Some(sinks) = sinks else { return self.attend_keys(i, c, q, None, out, ws) };
+        let method = self.parts[i].method;
+        if !method.claims.lse {
+            let reasons =
+                vec!["heads have a logit beside those of the keys, and it has no log-sum-exp".to_owned()];
+            return Err(attlas::Error::Unsupported { method: method.id.into(), reasons }.into());
+        }
+        let (heads, n) = (self.parts[i].heads.clone(), q.dims()[2]);
+        let mut lse = std::mem::take(&mut self.lse);
+        lse.clear();
+        lse.resize(heads.len() * n, 0.0);
+        let result = self.attend_keys(i, c, q, Some(&mut lse), out, ws);
+        if result.is_ok() {
+            // One more logit takes its share of every row and brings no value.
+            for (lse, h) in lse.chunks_exact(n.max(1)).zip(heads) {
+                for (i, lse) in lse.iter().enumerate() {
+                    let row = &mut out[(i * c.n_heads + h) * c.head_dim..][..c.head_dim];
+                    ops::scale_in_place(row, 1.0 / (1.0 + (sinks[h] - lse).exp()));
+                }
+            }
+        }
+        self.lse = lse;
+        result
+    }
+
+    /// The same over the keys alone, with the log-sum-exp of every row, head by head, where it is needed.
+    fn attend_keys(
+        &mut self,
+        i: usize,
+        c: &ModelConfig,
+        q: TensorRef<'_, f32>,
+        lse: Option<&mut [f32]>,
         out: &mut [f32],
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
         let part = &self.parts[i];
         let (n, n_k, dh) = (q.dims()[2], self.cache.len(), c.head_dim);
         let problem = Problem::new(part.heads.len(), n, dh).with_kv_heads(part.groups.len()).causal();
+        let problem = problem.with_softcap(c.attention_softcap);
         let q = q.heads(part.heads.clone());
         let strides = [0, dh, c.n_heads * dh];
         let out = TensorMut::new(&mut out[part.heads.start * dh..], [1, part.heads.len(), n, dh], strides)?;
-        let mut out = Out::new(out).into();
+        let mut out = Out { o: out, lse }.into();
         let keys = self.cache.keys()?.heads(part.groups.clone());
         let values = self.cache.values()?.heads(part.groups.clone());
 
