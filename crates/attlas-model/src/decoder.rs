@@ -12,11 +12,16 @@
 //! into chunks of [`CHUNK`] tokens, which bounds memory; to other methods a prompt is one problem, because what
 //! they do with a row may depend on how many tokens there are.
 //!
+//! With [`Decoder::forget_keys`], a layer whose heads all decode by streams keeps no keys beside them: streams take a
+//! prompt while it is read, short ones as one problem, longer ones [`CHUNK`] tokens at a time. With
+//! [`Decoder::pack_keys`], what is kept is packed ([`CacheFormat`]).
+//!
 //! Layers with latent attention, and those whose attention a checkpoint says is another layer, attend as a whole,
 //! exactly, over a cache of their own; observers see what enters them.
 
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
+use crate::kept::{CacheFormat, Packed};
 use crate::linear::{Linear, apply_all};
 use crate::model::Model;
 use crate::ops;
@@ -24,6 +29,7 @@ use crate::recipe::{Part, Recipe};
 use crate::weights::{DecoderLayer, DecoderWeights, Weights};
 use attlas::cache::KvCache;
 use attlas::layer::{Layer, LayerCache};
+use attlas::method::Law;
 use attlas::{
     DType, MatRef, Options, Out, Plan, Problem, Qkv, RunInfo, Schedule, Stream, TensorMut, TensorRef,
     Workspace, registry,
@@ -32,6 +38,7 @@ use attlas_num::Scratch;
 use attlas_num::kernels::pages;
 use attlas_num::rope::{Angles, Rope, Scaling, Table};
 use rayon::prelude::*;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Tokens that pass through the linear layers together.
@@ -39,6 +46,9 @@ pub const CHUNK: usize = 512;
 
 /// Rows for which logits are computed together, where many are wanted.
 pub const LOGIT_ROWS: usize = 64;
+
+/// Tokens up to which a prompt is one problem to methods whose layers keep no keys.
+pub const ONE_PROBLEM: usize = 2048;
 
 /// Which of the new tokens' final hidden states are wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +59,17 @@ pub enum Rows {
     Last,
     /// Of none: nothing after the last observed layer is computed.
     None,
+}
+
+/// How the heads of a layer decode.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerDecoding {
+    /// The layer.
+    pub layer: usize,
+    /// Heads, the method that reads their prompts, and the one that decodes: exact attention where a method has no stream.
+    pub methods: Vec<(Range<usize>, &'static str, &'static str)>,
+    /// Whether keys and values are kept.
+    pub keeps_keys: bool,
 }
 
 /// Looks at what goes through a model.
@@ -134,6 +155,7 @@ impl Decoder {
             len: 0,
             table: None,
             local_table: None,
+            spare: None,
             inner: threads.sibling(),
             scratch: Scratch::new(),
             buffers: Buffers::default(),
@@ -167,11 +189,49 @@ impl Decoder {
         &self.state.info
     }
 
+    /// Layers whose heads all decode by streams keep no keys from now on. Their streams cannot go back: where the decoder
+    /// is truncated, or a call fails halfway, all tokens are forgotten. An error if tokens are held.
+    pub fn forget_keys(&mut self) -> Result<()> {
+        self.check_empty()?;
+        let c = &self.model.config;
+        for layer in &mut self.state.layers {
+            layer.streamed = layer.can_stream(c)?;
+        }
+        Ok(())
+    }
+
+    /// Keys and values that are kept are stored in this format from now on; latents stay as they are. An error if tokens
+    /// are held.
+    pub fn pack_keys(&mut self, format: CacheFormat) -> Result<()> {
+        self.check_empty()?;
+        let c = &self.model.config;
+        for layer in self.state.layers.iter_mut().filter(|l| l.latents.is_none()) {
+            let packed = || Packed::new(format, c.n_kv_heads, c.head_dim);
+            layer.packed = (format != CacheFormat::F32).then(packed);
+        }
+        Ok(())
+    }
+
+    fn check_empty(&self) -> Result<()> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        let found = format!("one with {} tokens", self.len());
+        Err(Error::invalid("the decoder", found, "one without tokens, as reset makes it"))
+    }
+
+    /// For each layer, how its heads decode.
+    pub fn decoding(&self) -> Vec<LayerDecoding> {
+        let c = &self.model.config;
+        self.state.layers.iter().map(|l| l.decoding(c)).collect()
+    }
+
     /// Makes room for `tokens` tokens in all, or for the longest context where that is less, so that taking them
     /// moves nothing.
     pub fn reserve(&mut self, tokens: usize) {
         let tokens = tokens.min(self.model.config.longest_context());
-        self.state.layers.iter_mut().for_each(|l| l.cache.reserve(tokens));
+        let kept = self.state.layers.iter_mut().filter(|l| l.keeps_numbers());
+        kept.for_each(|l| l.cache.reserve(tokens));
     }
 
     /// Forgets every token.
@@ -180,7 +240,7 @@ impl Decoder {
         self.state.info = RunInfo::default();
     }
 
-    /// Forgets all but the first `len` tokens; does nothing if there are fewer.
+    /// Forgets all but the first `len` tokens; does nothing if there are fewer. Where layers keep no keys, all tokens.
     pub fn truncate(&mut self, len: usize) {
         self.state.truncate(len);
     }
@@ -214,12 +274,14 @@ impl Decoder {
             return Err(Error::invalid("a token id", id, format!("below {}", c.vocab)));
         }
         let state = &mut self.state;
-        let chunk = if state.layers.iter().all(LayerState::chunks) { CHUNK } else { tokens.len().max(1) };
+        let chunks = |l: &LayerState| l.chunks(tokens.len());
+        let chunk = if state.layers.iter().all(chunks) { CHUNK } else { tokens.len().max(1) };
+        state.layers.iter_mut().for_each(|l| l.ahead = total);
         let result = self.threads.install(|_| {
             lengthen(&mut state.table, c.rope.as_ref(), c, total);
             lengthen(&mut state.local_table, c.local_rope.as_ref(), c, total);
             if tokens.len() > 1 {
-                let own = state.layers.iter_mut().filter(|l| l.latents.is_none());
+                let own = state.layers.iter_mut().filter(|l| l.latents.is_none() && l.keeps_numbers());
                 own.for_each(|l| l.cache.reserve(total));
             }
             let parts = tokens.chunks(chunk);
@@ -276,6 +338,8 @@ struct State {
     table: Option<Table<f32>>,
     /// Of layers with a window, where these rotate by other frequencies.
     local_table: Option<Table<f32>>,
+    /// Storage for the numbers of one layer that keeps none.
+    spare: Option<KvCache<f32>>,
     /// What plans are run in, on the threads this already runs on.
     inner: Workspace,
     scratch: Scratch,
@@ -345,6 +409,8 @@ fn lengthen(table: &mut Option<Table<f32>>, rope: Option<&Rope>, c: &ModelConfig
 
 impl State {
     fn truncate(&mut self, len: usize) {
+        let back = |l: &LayerState| l.streamed && l.streams.iter().flatten().any(|s| s.len() > len);
+        let len = if self.layers.iter().any(back) { 0 } else { len };
         self.len = self.len.min(len);
         self.layers.iter_mut().for_each(|l| l.truncate(len));
     }
@@ -371,6 +437,10 @@ impl State {
                 break;
             }
             if layer.whole().is_none() {
+                result = self.layers[l].begin(&mut self.spare);
+                if result.is_err() {
+                    break;
+                }
                 let q = sized(&mut buffers.q, n * q_width);
                 for (i, x) in x.chunks(CHUNK * d).enumerate() {
                     let (start, len) = (i * CHUNK, x.len() / d);
@@ -386,10 +456,12 @@ impl State {
                     }
                 }
                 if result.is_err() {
+                    self.layers[l].end(&mut self.spare);
                     break;
                 }
                 let heads = sized(&mut buffers.heads, n * q_width);
                 result = self.attend(c, l, q, layer.sinks.as_deref(), heads);
+                self.layers[l].end(&mut self.spare);
                 if result.is_err() {
                     break;
                 }
@@ -497,8 +569,11 @@ impl State {
         }
         observer.projected(l, first, q, k, v);
         let dims = [1, c.n_kv_heads, n, dh];
-        self.layers[l].cache.append(TensorRef::bnhd(k, dims)?, TensorRef::bnhd(v, dims)?)?;
-        Ok(())
+        let LayerState { cache, packed, streamed, .. } = &mut self.layers[l];
+        match packed {
+            Some(packed) if !*streamed => packed.take(k, v, cache),
+            _ => Ok(cache.append(TensorRef::bnhd(k, dims)?, TensorRef::bnhd(v, dims)?)?),
+        }
     }
 
     /// Attends in layer `l` with the queries of the last `n` tokens.
@@ -579,6 +654,12 @@ struct LayerState {
     /// For each part that is exact attention while it decodes, its plan, with room for more tokens than there are.
     plans: Vec<Option<Box<dyn Plan>>>,
     cache: KvCache<f32>,
+    /// Keeps no keys: everything is in the streams, and the cache holds the tokens of one call.
+    streamed: bool,
+    /// Tokens that will be held after the call.
+    ahead: usize,
+    /// What is kept, where that is packed; the cache holds its numbers while the layer attends.
+    packed: Option<Packed>,
     /// Log-sum-exps of a call, where one more logit needs them.
     lse: Vec<f32>,
     /// The cache of a layer that attends as a whole, which uses none of the others.
@@ -594,6 +675,9 @@ impl LayerState {
             plans: parts.iter().map(|_| None).collect(),
             parts,
             cache: KvCache::new(1, c.n_kv_heads, c.head_dim, c.head_dim, 0),
+            streamed: false,
+            ahead: 0,
+            packed: None,
             lse: Vec::new(),
             latents: None,
         }
@@ -601,15 +685,93 @@ impl LayerState {
 
     fn bytes(&self) -> usize {
         let latents = self.latents.as_ref().map_or(0, |c| c.bytes());
-        latents + self.cache.bytes() + self.streams.iter().flatten().map(|s| s.state_bytes()).sum::<usize>()
+        let packed = self.packed.as_ref().map_or(0, Packed::bytes);
+        latents
+            + packed
+            + self.cache.bytes()
+            + self.streams.iter().flatten().map(|s| s.state_bytes()).sum::<usize>()
     }
 
-    fn chunks(&self) -> bool {
-        self.parts.iter().all(Part::is_baseline)
+    /// Whether a call with so many tokens may be cut into pieces.
+    fn chunks(&self, tokens: usize) -> bool {
+        let alike = |p: &Part| p.method.keeps_with(&p.options, Law::DecodeIsPrefill);
+        let read = || tokens > ONE_PROBLEM && self.parts.iter().all(alike);
+        let begun = || self.streams.iter().any(Option::is_some);
+        self.parts.iter().all(Part::is_baseline) || self.streamed && (begun() || read())
+    }
+
+    /// Whether the numbers of keys and values stay in the cache.
+    fn keeps_numbers(&self) -> bool {
+        !self.streamed && self.packed.is_none()
+    }
+
+    /// Whether all heads decode by streams.
+    fn can_stream(&self, c: &ModelConfig) -> Result<bool> {
+        if self.latents.is_some() || self.window.is_some() || self.parts.is_empty() {
+            return Ok(false);
+        }
+        for part in &self.parts {
+            if part.is_baseline() || self.stream_of(part, c, ROOM)?.is_none() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// A new stream of a part, planned as a prompt of `tokens` tokens would be.
+    fn stream_of(&self, part: &Part, c: &ModelConfig, tokens: usize) -> Result<Option<Box<dyn Stream>>> {
+        let problem = Problem::new(part.heads.len(), tokens, c.head_dim).with_kv_heads(part.groups.len());
+        let problem = problem.causal().with_softcap(c.attention_softcap);
+        Ok(part.method.plan(&problem, &part.options)?.stream(DType::F32))
+    }
+
+    fn decoding(&self, c: &ModelConfig) -> LayerDecoding {
+        let kind = |part: &Part| {
+            let streams = || self.stream_of(part, c, ROOM).is_ok_and(|s| s.is_some());
+            if part.is_baseline() || streams() { part.method.id } else { registry::baseline().id }
+        };
+        let whole = self.latents.is_some();
+        LayerDecoding {
+            layer: self.index,
+            methods: self.parts.iter().map(|p| (p.heads.clone(), p.method.id, kind(p))).collect(),
+            keeps_keys: !self.streamed || whole,
+        }
+    }
+
+    /// Fills the cache of a layer that keeps no numbers in it, in storage that layers share.
+    fn begin(&mut self, spare: &mut Option<KvCache<f32>>) -> Result<()> {
+        if self.keeps_numbers() {
+            return Ok(());
+        }
+        if let Some(storage) = spare.take() {
+            self.cache = storage;
+        }
+        self.cache.truncate(0);
+        match &self.packed {
+            Some(packed) if !self.streamed => packed.unpack_into(&mut self.cache),
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives the storage back.
+    fn end(&mut self, spare: &mut Option<KvCache<f32>>) {
+        if !self.keeps_numbers() {
+            let (_, heads, d) = self.cache.sizes();
+            let mut storage = std::mem::replace(&mut self.cache, KvCache::new(1, heads, d, d, 0));
+            storage.truncate(0);
+            *spare = Some(storage);
+        }
     }
 
     fn truncate(&mut self, len: usize) {
         self.latents.iter_mut().for_each(|c| c.truncate(len));
+        if let Some(packed) = &mut self.packed {
+            packed.truncate(len);
+            self.streams.fill_with(|| None);
+        }
+        if self.streamed && len == 0 {
+            self.streams.fill_with(|| None);
+        }
         if len < self.cache.len() {
             self.cache.truncate(len);
             // Streams cannot go back; they are filled again from the cache.
@@ -688,6 +850,19 @@ impl LayerState {
         let problem = problem.with_lens(n, n_k - oldest);
         let inputs = Qkv::new(q, keys, values).into();
 
+        if self.streamed {
+            if self.streams[i].is_none() {
+                self.streams[i] = self.stream_of(&self.parts[i], c, self.ahead.max(2))?;
+            }
+            let part = &self.parts[i];
+            let Some(stream) = &mut self.streams[i] else { unreachable!("seen when keys were forgotten") };
+            if stream.is_empty() && n > 1 && n == self.ahead {
+                let info = part.method.plan(&problem, &part.options)?.execute(&inputs, &mut out, ws)?;
+                stream.push(keys.into(), values.into(), ws)?;
+                return Ok(info);
+            }
+            return Ok(stream.extend(&inputs, &mut out, ws)?);
+        }
         let decodes = n == 1 && n_k > 1;
         if decodes && !part.is_baseline() {
             if self.streams[i].is_none() {
