@@ -36,7 +36,7 @@ class Attlas:
     """The other side: a process that answers each request with the seconds of one run."""
 
     def __init__(self):
-        command = ["cargo", "build", "--release", "-q", "-p", "attlas-lab", "--example", "peer"]
+        command = ["cargo", "build", "--release", "-q", "-p", "xtask", "--example", "peer"]
         subprocess.check_call(command, cwd=ROOT)
         target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
         self.process = subprocess.Popen(

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """SmolLM2 in transformers with `attlas` beside `sdpa`, in the same process and minutes.
 
-    bench/peers/transformers.py [--lengths 2048,8000] [--threads 2] [--runs 3] [--out FILE]
+    bench/peers/transformers.py [--only prompts|decoding|overhead] [--lengths 2048,8000] [--threads 2] [--runs 3] [--out FILE]
 
 Times whole prompts, the attention function alone inside them, decoding after a prompt, and the overhead of one call of
 `attlas.attention` on one token of 9 heads against 1024 keys. Runs of both alternate; medians are told.
@@ -9,6 +9,7 @@ Times whole prompts, the attention function alone inside them, decoding after a 
 
 import argparse
 import json
+import os
 import pathlib
 import platform
 import statistics
@@ -114,6 +115,7 @@ def overhead():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("prompts", "decoding", "overhead"), help="one part, in less than three minutes")
     parser.add_argument("--lengths", default="2048,8000")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=int, default=3)
@@ -122,21 +124,30 @@ def main():
     torch.set_num_threads(args.threads)
     attlas.set_num_threads(args.threads)
     attlas.transformers.register()
-    folder = ROOT / ".models" / "smollm2"
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
-    ids = tokenizer((ROOT / "data" / "alice29.txt").read_text(), add_special_tokens=False)["input_ids"]
     record = {
         "threads": args.threads,
         "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "overhead": overhead(),
-        "prompts": prompts(model, ids, [int(n) for n in args.lengths.split(",")], args.runs),
-        "decoding": decoding(model, ids, args.runs),
     }
+    if args.only in (None, "overhead"):
+        record["overhead"] = overhead()
+    if args.only != "overhead":
+        model, ids = load()
+    if args.only in (None, "prompts"):
+        record["prompts"] = prompts(model, ids, [int(n) for n in args.lengths.split(",")], args.runs)
+    if args.only in (None, "decoding"):
+        record["decoding"] = decoding(model, ids, args.runs)
     if args.out:
         args.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def load():
+    """SmolLM2 and the tokens of a book."""
+    folder = pathlib.Path(os.environ.get("ATTLAS_MODELS") or ROOT / ".models") / "smollm2"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+    return model, tokenizer((ROOT / "data" / "alice29.txt").read_text(), add_special_tokens=False)["input_ids"]
 
 
 if __name__ == "__main__":

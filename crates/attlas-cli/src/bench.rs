@@ -1,12 +1,11 @@
 //! `attlas bench`.
 
-use crate::args::{BenchArgs, Common, Suite};
+use crate::args::{BenchArgs, Common};
 use crate::compare::meter;
 use crate::interrupt;
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas::Mask;
-use attlas_lab::bench::headline::{CLAIMS, THREADS_LENGTH, headline};
 use attlas_lab::bench::{Bench, Crossover, Settings, bench, read_peer};
 use attlas_lab::device::{Gpu, GpuBench};
 use attlas_lab::machine::Machine;
@@ -15,9 +14,6 @@ use attlas_lab::table::{Table, count, number, wrap};
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &BenchArgs, common: &Common) -> Outcome {
-    if let Some(Suite::Headline) = args.suite {
-        return suite(args, common);
-    }
     let selection = args.methods.choice().resolve()?;
     if let Some(gpu) = args.device.open()? {
         return on_gpu(&gpu, selection, args, common);
@@ -129,47 +125,6 @@ fn ceilings(m: &Machine) -> [String; 2] {
             number(m.copy_gbs)
         ),
     ]
-}
-
-fn suite(args: &BenchArgs, common: &Common) -> Outcome {
-    let settings = Settings {
-        runs: args.runs as usize,
-        max_seconds: args.max_seconds,
-        seed: common.seed,
-        threads: common.threads,
-        meter: meter(),
-        ..Settings::default()
-    };
-    interrupt::catch(common);
-    let progress = Progress::new(common);
-    let result = headline(
-        &settings,
-        &mut |s| progress.at(s.done, s.total, &format!("{} n = {}", s.method, s.n)),
-        &STOP,
-    );
-    progress.end();
-    let result = result?;
-    if common.json {
-        print_json(&result);
-    } else if common.csv {
-        print(&result.speedup_table().csv());
-    } else {
-        let held = result.speedups.iter().filter(|s| s.holds).count();
-        let tables = [
-            (String::new(), result.speedup_table()),
-            (format!("{held} of {} claims hold here.", CLAIMS.len()), result.growth_table()),
-            (format!("At {THREADS_LENGTH} tokens, the fastest of several runs:"), result.thread_table()),
-        ];
-        show(common, &ceilings(&result.machine), &tables);
-        result.notes.iter().for_each(|n| note(common, n));
-        note(
-            common,
-            "\nfaster: exact over set-up and run in the same rounds, over one token where decoding;\n\
-             share: F of the multiply-add peak, B of the read bandwidth, the larger; memory: most\n\
-             allocated, the output apart; below: less than asked for",
-        );
-    }
-    Ok(ending(result.interrupted))
 }
 
 fn growth(b: &Bench) -> Table {

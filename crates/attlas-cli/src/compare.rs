@@ -189,12 +189,12 @@ fn show(result: &Comparison, args: &CompareArgs, common: &Common) {
         print(&format!("{}\n", wrap(&fell_back)));
     }
     // One line for all layers that a method refuses for the same reasons.
-    let mut told: Vec<(&str, &Vec<String>)> = Vec::new();
+    let mut reported: Vec<(&str, &Vec<String>)> = Vec::new();
     for r in &result.refused {
-        if told.contains(&(r.method, &r.reasons)) {
+        if reported.contains(&(r.method, &r.reasons)) {
             continue;
         }
-        told.push((r.method, &r.reasons));
+        reported.push((r.method, &r.reasons));
         let same = result.refused.iter().filter(|o| (o.method, &o.reasons) == (r.method, &r.reasons));
         let layers: Vec<String> = same.filter_map(|o| o.layer).map(|l| l.to_string()).collect();
         let on = if layers.is_empty() { String::new() } else { format!(" on layers {}", layers.join(", ")) };

@@ -12,10 +12,10 @@ use std::path::Path;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Numerals {
     Finite,
-    AsTheyAre,
+    Unchecked,
 }
 
-/// An error if an output that was asked for could not be written, or would replace an input; `more` is a further input.
+/// An error if an output could not be written, or would replace an input; `more` is a further input.
 pub(crate) fn check_outputs(
     outputs: &[(&str, Option<&Path>)],
     inputs: &Inputs,
@@ -47,7 +47,7 @@ pub(crate) fn load(
         (source, None) if heads.is_some() && !matches!(source, Source::Model(_)) => {
             return Err(Error::argument("--heads", "a model as the source", source));
         }
-        (source, None) if numbers == Numerals::AsTheyAre => source.load_as_it_is()?,
+        (source, None) if numbers == Numerals::Unchecked => source.load_unchecked()?,
         (source, None) => source.load()?,
     };
     if let Some(layers) = &inputs.layers {

@@ -15,7 +15,7 @@ pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
     let outputs = [("--html", args.pictures.html.as_deref()), ("--svg", args.pictures.svg.as_deref())];
     check_outputs(&outputs, &args.inputs, None)?;
     interrupt::catch(common);
-    let workload = load(&args.inputs, None, Numerals::AsTheyAre, common)?;
+    let workload = load(&args.inputs, None, Numerals::Unchecked, common)?;
     let settings = Settings {
         mask: args.mask.mask(),
         heads: args.heads.clone(),

@@ -1,4 +1,4 @@
-//! Progress on standard error: a bar on a terminal, lines elsewhere where asked for.
+//! Progress on standard error: a bar on a terminal, lines elsewhere with `--progress`.
 
 use crate::args::Common;
 use indicatif::{ProgressBar, ProgressStyle};

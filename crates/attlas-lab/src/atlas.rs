@@ -1,7 +1,8 @@
 //! The atlas: what the registry holds, as records and as pages.
 
 use crate::table::Table;
-use attlas::layer::{Conversion, LayerKind, LayerShape};
+use attlas::conversions::Conversion;
+use attlas::layer::{LayerKind, LayerShape};
 use attlas::layers::common::cache_size;
 use attlas::method::{Budget, Claims, Family, Needs, Promise, Withdrawn};
 use attlas::params::{ParamSpec, Value};
@@ -33,7 +34,7 @@ pub struct CacheEntry {
     pub numbers: Vec<(&'static str, usize)>,
 }
 
-/// Shapes that cache sizes are told for, with the rank of the latent.
+/// Shapes whose cache sizes are listed, with the rank of the latent.
 const SHAPES: [(&str, LayerShape, usize); 3] = [
     ("Llama-2-7B", LayerShape { d_model: 4096, n_heads: 32, n_kv_heads: 32, d: 128, d_v: 128 }, 512),
     ("Llama-3-8B", LayerShape { d_model: 4096, n_heads: 32, n_kv_heads: 8, d: 128, d_v: 128 }, 512),

@@ -244,7 +244,7 @@ pub struct Converter {
 }
 
 impl Converter {
-    /// Calibrates on `tokens`. `progress` is told tokens done and tokens in all.
+    /// Calibrates on `tokens`. `progress` receives tokens done and tokens in all.
     pub fn new(
         model: &Arc<Model>,
         tokens: &[u32],
@@ -290,8 +290,8 @@ impl Converter {
     }
 }
 
-/// Converts `model`, measures every stage, and writes a folder at `out`, which appears when it is complete. Progress is
-/// told what is being done, how much of it, and how much there is.
+/// Converts `model`, measures every stage, and writes a folder at `out`, which appears when it is complete. `progress`
+/// receives the step, the parts of it that are done, and the parts in all.
 pub fn convert(
     model: &Arc<Model>,
     calibration: &[u32],
@@ -314,19 +314,19 @@ pub fn convert(
     let schedule = Schedule { threads: settings.threads, ..Schedule::default() };
     let threads = Workspace::new(schedule)?;
     let window = settings.calibration_window;
-    let mut told = |done: usize, all: usize| progress("calibrating", done, all);
-    let converter = Converter::new(model, calibration, window, threads.sibling(), &mut told, stop)?;
+    let mut report = |done: usize, all: usize| progress("calibrating", done, all);
+    let converter = Converter::new(model, calibration, window, threads.sibling(), &mut report, stop)?;
     let mut fold_search = Vec::new();
     if settings.search_fold {
         let tail = &calibration[calibration.len().saturating_sub(2048)..];
         let window = settings.check_window;
-        let mut told = |done: usize, all: usize| progress("searching the fold", done, all);
-        fold_search = search_fold(&converter, &params, tail, window, &mut told, stop)?;
+        let mut report = |done: usize, all: usize| progress("searching the fold", done, all);
+        fold_search = search_fold(&converter, &params, tail, window, &mut report, stop)?;
         let best = fold_search.iter().min_by(|a, b| a.1.total_cmp(&b.1));
         params.fold = best.map(|(fold, _)| *fold);
     }
-    let mut told = |done: usize, all: usize| progress("before", done, all);
-    let mut reference = SelfCheck::new(model, checked, settings.check_window, &threads, &mut told, stop)?;
+    let mut report = |done: usize, all: usize| progress("before", done, all);
+    let mut reference = SelfCheck::new(model, checked, settings.check_window, &threads, &mut report, stop)?;
 
     let wanted = |stage: &Stage| {
         *stage <= settings.until && (*stage < Stage::LowRankQueries || params.rank_q.is_some())
@@ -338,8 +338,8 @@ pub fn convert(
     let mut final_model = None;
     for stage in stages {
         if stage > Stage::PartialRope && settings.recalibrate && again.is_none() {
-            let mut told = |done: usize, all: usize| progress("calibrating again", done, all);
-            again = Some(converter.again(&params, calibration, &mut told, stop)?);
+            let mut report = |done: usize, all: usize| progress("calibrating again", done, all);
+            again = Some(converter.again(&params, calibration, &mut report, stop)?);
         }
         if stage != last && !settings.measured.contains(&stage) {
             continue;
@@ -347,8 +347,8 @@ pub fn convert(
         progress(&format!("converting, {}", stage.name()), 0, 1);
         let latents = converter.convert(&params, stage, again.as_deref(), false)?;
         let converted = Arc::new(latents.model);
-        let mut told = |done: usize, all: usize| progress(stage.name(), done, all);
-        let quality = reference.against(&converted, &threads, &mut told, stop)?;
+        let mut report = |done: usize, all: usize| progress(stage.name(), done, all);
+        let quality = reference.against(&converted, &threads, &mut report, stop)?;
         records.push(stage_record(stage, &converted, &latents.figures, quality));
         if stage == last {
             final_model = Some(Proof::new(&converted, checked, &threads)?);
@@ -360,8 +360,8 @@ pub fn convert(
     let folder = Folder::create(out)?;
     write(&latents.model, &folder)?;
     let reopened = Arc::new(Model::open(folder.path())?);
-    let mut told = |done: usize, all: usize| progress("as written", done, all);
-    let written = reference.against(&reopened, &threads, &mut told, stop)?;
+    let mut report = |done: usize, all: usize| progress("as written", done, all);
+    let written = reference.against(&reopened, &threads, &mut report, stop)?;
     let proof = Proof::new(&reopened, checked, &threads)?;
     let written_diff = match final_model {
         Some(memory) => memory.agrees(&proof)?,

@@ -7,7 +7,7 @@
 //! significant bits); errors are measured against exact attention on the rounded numbers. Licences of model and
 //! text: `data/LICENSE-demo.md`.
 
-use crate::source::Workload;
+use crate::workload::Workload;
 use crate::{Result, trace};
 use std::path::Path;
 

@@ -1,8 +1,8 @@
 //! Queries, keys and values of a model reading a text: causal models as they go, encoders in one piece, with the
 //! tokens they expect around a text.
 
-use crate::source::{LayerData, Workload};
 use crate::text::Text;
+use crate::workload::{LayerData, Workload};
 use crate::{Error, Result};
 use attlas::{Mask, Options, Problem, Schedule, TensorRef, Workspace, registry};
 use attlas_model::bert::Batch;
@@ -45,11 +45,11 @@ pub struct Extra {
 pub struct Extracted {
     /// Queries, keys after rotation, and values.
     pub workload: Workload,
-    /// `layer{l}.q_pre` and `layer{l}.k_pre`, where asked for.
+    /// `layer{l}.q_pre` and `layer{l}.k_pre`, where requested.
     pub extra: Vec<Extra>,
 }
 
-/// Runs the model over the text. `progress` is told layers done and layers in all.
+/// Runs the model over the text. `progress` receives layers done and layers in all.
 pub fn extract(
     model: &Arc<Model>,
     text: &Text,

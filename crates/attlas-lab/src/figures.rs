@@ -120,7 +120,7 @@ pub(crate) struct Cell {
     pub(crate) head: usize,
     /// What is drawn.
     pub(crate) value: f64,
-    /// What is told.
+    /// Its text.
     pub(crate) label: String,
 }
 

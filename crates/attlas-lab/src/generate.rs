@@ -54,7 +54,7 @@ pub struct Generated {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ended {
-    /// As many tokens as were asked for.
+    /// The limit on tokens was reached.
     MaxTokens,
     /// The model ended it.
     EndOfText,
@@ -87,7 +87,7 @@ impl Observer for Reading<'_> {
 }
 
 /// Continues `prompt_ids`. `show` is given the text as it grows, in pieces that are whole characters; text that may
-/// be the beginning of a stop text is held back until that is settled. `progress` is told how many tokens of the prompt are
+/// be the beginning of a stop text is held back until that is settled. `progress` receives how many tokens of the prompt are
 /// read, and of how many.
 pub fn generate(
     model: &Arc<Model>,

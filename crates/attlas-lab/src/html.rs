@@ -201,13 +201,13 @@ fn plot(c: &Comparison) -> String {
         // A ring where exact attention was computed under another name.
         let fill = if p.fell_back { "none" } else { colour };
         let (tx, ty) = labels.place(px, py, p.name.len());
-        let told = if p.fell_back { "exact at this length".into() } else { number(p.error[0]) };
+        let shown = if p.fell_back { "exact at this length".into() } else { number(p.error[0]) };
         let _ = write!(
             svg,
             "<g>\
              <line x1=\"{px:.1}\" y1=\"{lo:.1}\" x2=\"{px:.1}\" y2=\"{hi:.1}\" stroke=\"{colour}\"/>\
              <circle cx=\"{px:.1}\" cy=\"{py:.1}\" r=\"4\" fill=\"{fill}\" stroke=\"{colour}\" stroke-width=\"1.5\">\
-             <title>{name}: {told}, {time}</title></circle>\
+             <title>{name}: {shown}, {time}</title></circle>\
              <text x=\"{tx:.1}\" y=\"{ty:.1}\">{name}</text></g>",
             name = escape(p.name),
             time = seconds(p.seconds),

@@ -7,8 +7,8 @@
 use crate::figures::{Cell, heat_image, layer_map, named_spectra, spectra_lines};
 use crate::html::{STYLE, escape, origin, table_rows};
 use crate::run::timed;
-use crate::source::Workload;
 use crate::table::{Table, count, number, percent, raw, seconds};
+use crate::workload::Workload;
 use crate::{Error, Result};
 use attlas::diagnostics::{self, AtLeast, Head, HeadReport};
 use attlas::{Mask, Schedule, Workspace};

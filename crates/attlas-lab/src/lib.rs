@@ -12,7 +12,6 @@
 
 pub mod atlas;
 pub mod bench;
-pub mod budget;
 pub mod calibration;
 pub mod certify;
 pub mod compare;
@@ -49,8 +48,11 @@ pub mod text;
 pub mod trace;
 pub mod tune;
 pub mod words;
+pub mod workload;
 
 pub use calibration::Calibrations;
+pub use compare::budget;
 pub use error::{Error, Result};
 pub use run::Meter;
-pub use source::{LayerData, Source, Workload};
+pub use source::Source;
+pub use workload::{LayerData, Workload};

@@ -1,6 +1,6 @@
 //! What this machine can do at best: the ceiling beside every figure.
 
-use crate::run::{timed, timed_awake};
+use crate::run::{timed, timed_on_running_threads};
 use attlas::Workspace;
 use attlas_num::kernels::{self, pages};
 use attlas_num::rng::StreamKey;
@@ -165,7 +165,8 @@ fn scattered_peak(ws: &Workspace, source: &[f32]) -> f64 {
         let chosen: Vec<&[f32]> = runs.chunks(RUNS).map(|few| few[rng.below(few.len())]).collect();
         let piece = share(ws, chosen.len());
         let sum_of = |runs: &[&[f32]]| runs.iter().map(|run| kernels::read_sum(run)).sum::<f32>();
-        let (sum, seconds) = timed_awake(ws, || chosen.par_chunks(piece).map(sum_of).sum::<f32>());
+        let (sum, seconds) =
+            timed_on_running_threads(ws, || chosen.par_chunks(piece).map(sum_of).sum::<f32>());
         black_box(sum);
         (chosen.len() * RUN * size_of::<f32>()) as f64 / seconds
     })

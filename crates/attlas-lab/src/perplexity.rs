@@ -119,7 +119,7 @@ pub struct AgainstExact {
     pub fell_back: bool,
 }
 
-/// Runs the model over the text. `progress` is told tokens done, tokens in all, and the perplexity so far.
+/// Runs the model over the text. `progress` receives tokens done, tokens in all, and the perplexity so far.
 pub fn perplexity(
     model: &Arc<Model>,
     text: &Text,

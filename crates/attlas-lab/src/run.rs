@@ -5,7 +5,7 @@ use attlas::{Mat, Out, Plan, Qkv, RunInfo, TensorMut, Workspace};
 use attlas_num::linalg::matmul;
 use std::time::Instant;
 
-/// How much memory the process holds, told by whoever owns the allocator. [`Meter::NONE`] knows nothing.
+/// Memory use of the process, measured by the owner of the allocator. [`Meter::NONE`] measures nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct Meter {
     /// Most bytes allocated at one time since the last reset.
@@ -21,7 +21,7 @@ impl Meter {
     /// Runs `work`, which may use the threads of `ws`; the second result is how far allocations rose above where they
     /// began.
     pub(crate) fn watch<R>(&self, ws: &mut Workspace, work: impl FnOnce(&mut Workspace) -> R) -> (R, usize) {
-        // `faer` keeps megabytes for every thread from its first product on: they belong to no method, and are there before.
+        // faer allocates a per-thread workspace on first use. Trigger it now, so that no method is charged for it.
         let some = Mat::<f64>::identity(64);
         let multiply = || drop(matmul(some.as_ref(), some.as_ref()));
         multiply();
@@ -42,7 +42,7 @@ pub(crate) fn timed<R>(work: impl FnOnce() -> R) -> (R, f64) {
 }
 
 /// Runs `work` on all threads of `ws` once every one of them is awake; the result and the seconds from there.
-pub(crate) fn timed_awake<R: Send>(ws: &Workspace, work: impl FnOnce() -> R + Send) -> (R, f64) {
+pub(crate) fn timed_on_running_threads<R: Send>(ws: &Workspace, work: impl FnOnce() -> R + Send) -> (R, f64) {
     ws.install(|_| {
         rayon::broadcast(|_| ());
         timed(work)

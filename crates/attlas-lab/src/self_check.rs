@@ -102,7 +102,7 @@ pub struct SelfCheck<'a> {
 }
 
 impl<'a> SelfCheck<'a> {
-    /// Lets `before` read `tokens` in windows of `window`, or in one where there are fewer. `progress` is told tokens
+    /// Lets `before` read `tokens` in windows of `window`, or in one where there are fewer. `progress` receives tokens
     /// done and tokens in all.
     pub fn new(
         before: &Arc<Model>,

@@ -1,9 +1,8 @@
 //! Where queries, keys and values come from.
 
 use crate::synthetic::Synthetic;
+use crate::workload::Workload;
 use crate::{Error, Result, trace};
-use attlas::{Inputs, Mask, Problem, Qkv, TensorRef};
-use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -63,8 +62,8 @@ impl Source {
     }
 
     /// The same for a caller that checks numbers itself: files may hold some that are not finite.
-    pub fn load_as_it_is(&self) -> Result<Workload> {
-        self.load_with(trace::read_as_it_is)
+    pub fn load_unchecked(&self) -> Result<Workload> {
+        self.load_with(trace::read_unchecked)
     }
 
     fn load_with(&self, read: fn(&[PathBuf]) -> Result<Workload>) -> Result<Workload> {
@@ -82,112 +81,11 @@ impl Source {
     }
 }
 
-/// Queries, keys and values of one or more layers.
-#[derive(Clone, Debug)]
-pub struct Workload {
-    /// What it was loaded from.
-    pub source: String,
-    /// The mask these inputs are meant for.
-    pub mask: Mask,
-    /// What the file says of itself: model, text hash, token count, producer, ….
-    pub metadata: BTreeMap<String, String>,
-    /// The layers, in order.
-    pub layers: Vec<LayerData>,
-}
-
-impl Workload {
-    /// Keeps the layers named alone; an error that lists what there is if one is missing.
-    pub fn keep_layers(&mut self, wanted: &[usize]) -> Result<()> {
-        let number = |i: usize, x: &LayerData| x.layer.unwrap_or(i);
-        let there: Vec<usize> = self.layers.iter().enumerate().map(|(i, x)| number(i, x)).collect();
-        if let Some(missing) = wanted.iter().find(|l| !there.contains(l)) {
-            let names: Vec<String> = there.iter().map(usize::to_string).collect();
-            return Err(Error::argument("layer", format!("one of {}", names.join(", ")), missing));
-        }
-        let mut i = 0;
-        self.layers.retain(|x| {
-            i += 1;
-            wanted.contains(&number(i - 1, x))
-        });
-        Ok(())
-    }
-}
-
-/// Queries, keys and values of one layer, contiguous `[heads, rows, columns]`, all finite.
-#[derive(Clone, Debug)]
-pub struct LayerData {
-    /// Which layer of the model, where there is one.
-    pub layer: Option<usize>,
-    /// Sizes; the mask is the workload's.
-    pub problem: Problem,
-    /// `n_heads × n_q × d`.
-    pub q: Vec<f32>,
-    /// `n_kv_heads × n_k × d`.
-    pub k: Vec<f32>,
-    /// `n_kv_heads × n_k × d_v`.
-    pub v: Vec<f32>,
-}
-
-impl LayerData {
-    /// The problem of one key head with all query heads that share it.
-    pub fn group_problem(&self, mask: Mask) -> Problem {
-        Problem { n_heads: self.problem.group_size(), n_kv_heads: 1, mask, ..self.problem }
-    }
-
-    /// The query heads that share key head `group`.
-    pub fn heads_of(&self, group: usize) -> std::ops::Range<usize> {
-        let size = self.problem.group_size();
-        group * size..(group + 1) * size
-    }
-
-    /// The tensors of key head `group`, and of the query heads that share it.
-    pub fn group(&self, group: usize) -> Result<Qkv<'_, f32>> {
-        let p = &self.problem;
-        let size = p.group_size();
-        let q = TensorRef::bhnd(&self.q, [1, p.n_heads, p.n_q, p.d])?;
-        let k = TensorRef::bhnd(&self.k, [1, p.n_kv_heads, p.n_k, p.d])?;
-        let v = TensorRef::bhnd(&self.v, [1, p.n_kv_heads, p.n_k, p.d_v])?;
-        Ok(Qkv::new(
-            q.heads(group * size..(group + 1) * size),
-            k.heads(group..group + 1),
-            v.heads(group..group + 1),
-        ))
-    }
-
-    /// All heads at once.
-    pub fn inputs(&self) -> Result<Inputs<'_>> {
-        let p = &self.problem;
-        let q = TensorRef::bhnd(&self.q, [1, p.n_heads, p.n_q, p.d])?;
-        let k = TensorRef::bhnd(&self.k, [1, p.n_kv_heads, p.n_k, p.d])?;
-        let v = TensorRef::bhnd(&self.v, [1, p.n_kv_heads, p.n_k, p.d_v])?;
-        Ok(Qkv::new(q, k, v).into())
-    }
-}
-
-/// Reads a count with an optional suffix: `4k` is 4096, `2m` is 2²¹.
-pub fn parse_count(text: &str) -> Option<usize> {
-    let lower = text.trim().to_ascii_lowercase();
-    let (digits, factor) = match lower.strip_suffix(['k', 'm']) {
-        Some(digits) if lower.ends_with('k') => (digits, 1 << 10),
-        Some(digits) => (digits, 1 << 20),
-        None => (lower.as_str(), 1),
-    };
-    digits.replace('_', "").parse::<usize>().ok()?.checked_mul(factor)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn counts_take_suffixes() {
-        assert_eq!(parse_count("4k"), Some(4096));
-        assert_eq!(parse_count("1_000"), Some(1000));
-        assert_eq!(parse_count("2M"), Some(1 << 21));
-        for bad in ["", "k", "-1", "1.5k", "4kk", "99999999999999999999", "99999999999999999k"] {
-            assert_eq!(parse_count(bad), None, "{bad}");
-        }
-    }
+    use crate::workload::LayerData;
+    use attlas::Mask;
 
     #[test]
     fn sources_print_as_they_are_read() {

@@ -19,7 +19,8 @@
 //!   $s\sqrt d - (s^2 + 1)/2 = \ln n + 4$ (smaller root; $\sqrt d$ where there is none), so that the one matching
 //!   key outweighs all others by about $e^4$.
 
-use crate::source::{LayerData, Workload, parse_count};
+use crate::words::parse_count;
+use crate::workload::{LayerData, Workload};
 use crate::{Error, Result};
 use attlas::{Mask, Problem};
 use attlas_num::rng::{Rng, StreamKey};

@@ -1,9 +1,5 @@
 //! Tables for people, in three forms, and numbers short enough to read.
 
-use crate::bench::Bench;
-use crate::budget::Budget;
-use crate::compare::{Comparison, Matching, Summary};
-
 /// A table of words.
 #[derive(Clone, Debug, Default)]
 pub struct Table {
@@ -207,312 +203,69 @@ pub fn raw(x: f64) -> String {
     if x.is_finite() { x.to_string() } else { String::new() }
 }
 
-impl Matching {
-    /// One line for each method.
-    pub fn table(&self) -> Table {
-        let mut table = Table::new(&["<method", "<set", "spends", "<within"]);
-        for m in &self.methods {
-            let spent = |x: f64| match self.budget {
-                Budget::Keys(_) => number(x),
-                Budget::Time(_) => percent(x),
-                Budget::Memory(_) => bytes(x as usize),
-            };
-            let mut set: Vec<String> =
-                m.value.iter().flat_map(|v| m.params.iter().map(move |name| format!("{name}={v}"))).collect();
-            set.extend(m.switch.map(|(name, length)| format!("{name}={length}")));
-            table.push(vec![
-                m.method.into(),
-                if set.is_empty() { "defaults".into() } else { set.join(" ") },
-                m.measured.or(m.spent).map_or("-".into(), spent),
-                match (m.within, m.measured.or(m.spent)) {
-                    (true, _) => "yes".into(),
-                    (false, None) => "unknown".into(),
-                    (false, Some(_)) => "cannot match".into(),
-                },
-            ]);
-        }
-        table
+/// One column of a record, described once: its title in tables for people and its name in files, with how each shows the
+/// value. A column without a title is in files alone, one without a name in tables alone.
+#[derive(Debug)]
+pub struct Column<R> {
+    title: &'static str,
+    name: &'static str,
+    shown: fn(&R) -> String,
+    raw: fn(&R) -> String,
+}
+
+impl<R> Column<R> {
+    /// In files alone, with all digits.
+    pub fn file(name: &'static str, raw: fn(&R) -> String) -> Self {
+        Self { title: "", name, shown: raw, raw }
     }
 
-    /// The methods that are over the budget, each with the reason; none where all are within.
-    pub fn unmatched(&self) -> Option<String> {
-        let over = self.methods.iter().filter(|m| self.is_over(m.method));
-        let named: Vec<String> = over
-            .map(|m| format!("{} ({})", m.method, m.reason.as_deref().unwrap_or("more than the budget")))
-            .collect();
-        (!named.is_empty()).then(|| format!("Cannot match: {}.", named.join(", ")))
+    /// In tables alone.
+    pub fn table(title: &'static str, shown: fn(&R) -> String) -> Self {
+        Self { title, name: "", shown, raw: shown }
+    }
+
+    /// In both, the table with a short form of its own.
+    pub fn both(
+        title: &'static str,
+        name: &'static str,
+        shown: fn(&R) -> String,
+        raw: fn(&R) -> String,
+    ) -> Self {
+        Self { title, name, shown, raw }
     }
 }
 
-impl Comparison {
-    /// Whether any method has a certified bound.
-    pub fn has_bounds(&self) -> bool {
-        self.summary.iter().any(|s| s.certified.is_some())
+impl Table {
+    /// Records for people.
+    pub fn of<R>(records: &[R], columns: &[Column<R>]) -> Self {
+        Self::from_columns(records, columns, |c| c.title, |c| c.shown)
     }
 
-    /// One line for each method, smallest error first; methods that computed exact attention, or that refuse some of the
-    /// heads, are not ranked and come last. Bounds stand in it where there are any.
-    pub fn table(&self) -> Table {
-        let many = self.exact.heads.len() > 1;
-        let spread = if many { "worst" } else { "+-" };
-        let mut titles = vec!["<method", "error", spread];
-        titles.extend(self.has_bounds().then_some("sure"));
-        titles.extend(["set-up", "run", "faster", "memory", "keys", "<status"]);
-        let mut table = Table::new(&titles);
-        let mut lines: Vec<&Summary> = self.summary.iter().collect();
-        let part = |s: &Summary| s.heads < self.exact.heads.len();
-        let over = |s: &Summary| self.matched.as_ref().is_some_and(|m| m.is_over(s.method));
-        let unranked = |s: &Summary| !self.ranks(s);
-        lines.sort_by(|a, b| unranked(a).cmp(&unranked(b)).then(a.rel_fro.mean.total_cmp(&b.rel_fro.mean)));
-        for s in lines {
-            let gap = if many { s.rel_fro.hi } else { s.rel_fro.hi - s.rel_fro.mean };
-            let mut row = vec![s.method.into(), number(s.rel_fro.mean), number(gap)];
-            row.extend(self.has_bounds().then(|| s.certified.map_or("-".into(), number)));
-            row.extend([
-                seconds(s.setup_seconds),
-                seconds(s.run_seconds),
-                times(s.speedup),
-                bytes(s.peak_bytes),
-                if s.keys_share == 0.0 { "-".into() } else { percent(s.keys_share) },
-                match s.status {
-                    _ if part(s) => count(s.heads, "head"),
-                    _ if over(s) => "over".into(),
-                    "complete" if s.front => "front".into(),
-                    "complete" => "".into(),
-                    "stopped_early" => "early".into(),
-                    "not_finite" => "NaN".into(),
-                    other => other.into(),
-                },
-            ]);
-            table.push(row);
-        }
-        table
+    /// Records for other programs.
+    pub fn csv_of<R>(records: &[R], columns: &[Column<R>]) -> Self {
+        Self::from_columns(records, columns, |c| c.name, |c| c.raw)
     }
 
-    /// One line for each method and head, smallest error first within a head. A head of a layer reads `layer/head`.
-    pub fn head_table(&self) -> Table {
-        let mut table =
-            Table::new(&["head", "<method", "error", "lo", "hi", "sure", "run", "faster", "keys", "<status"]);
-        let mut lines: Vec<_> = self.rows.iter().collect();
-        lines.sort_by(|a, b| {
-            (a.layer, a.head).cmp(&(b.layer, b.head)).then(a.rel_fro.mean.total_cmp(&b.rel_fro.mean))
-        });
-        for r in lines {
-            table.push(vec![
-                r.layer.map_or(r.head.to_string(), |l| format!("{l}/{}", r.head)),
-                r.method.into(),
-                number(r.rel_fro.mean),
-                number(r.rel_fro.lo),
-                number(r.rel_fro.hi),
-                r.certified.bound.map_or("-".into(), number),
-                seconds(r.run_seconds),
-                times(r.speedup),
-                percent(r.keys_share),
-                if r.status == "complete" { String::new() } else { r.status.into() },
-            ]);
-        }
-        table
-    }
-
-    /// What the methods with feature maps or sketches predict of themselves, the worst head of each: the relative
-    /// standard deviation of an entry of their kernel, the features there are and those that their `target_error` would
-    /// take (kept keys, where keys are what is kept), and the bytes that decoding holds for each key head. Empty where no method was one.
-    pub fn feature_table(&self) -> Table {
-        let mut table = Table::new(&["<method", "features", "entry sd", "needed", "for sd", "decode"]);
-        for s in &self.summary {
-            let rows = || self.rows.iter().filter(|r| r.method == s.method);
-            let worst = |name: &str| {
-                rows()
-                    .filter_map(|r| r.figures.get(name))
-                    .copied()
-                    .fold(None, |m: Option<f64>, x| Some(m.map_or(x, |m| m.max(x))))
-            };
-            let Some(needed) = worst("features_needed").or(worst("keys_needed")) else { continue };
-            let rank = rows().filter_map(|r| r.rank).max();
-            let target = rows().find_map(|r| r.params.get("target_error")?.as_f64());
-            table.push(vec![
-                s.method.into(),
-                worst("features").or(rank.map(|m| m as f64)).map_or("-".into(), number),
-                worst("predicted_rel_sd").map_or("-".into(), number),
-                number(needed),
-                target.map_or("-".into(), number),
-                worst("decode_bytes").map_or("-".into(), |b| bytes(b as usize)),
-            ]);
-        }
-        table
-    }
-
-    /// Every row with all digits, for other programs.
-    pub fn csv_table(&self) -> Table {
-        let mut table = Table::new(&[
-            "method",
-            "family",
-            "params",
-            "layer",
-            "head",
-            "seeds",
-            "rel_fro",
-            "rel_fro_lo",
-            "rel_fro_hi",
-            "rel_spectral",
-            "max_abs",
-            "cosine",
-            "rel_l1",
-            "certified",
-            "confidence",
-            "setup_seconds",
-            "run_seconds",
-            "speedup",
-            "peak_bytes",
-            "scratch_bytes",
-            "keys_visited",
-            "keys_share",
-            "predicted_rel_sd",
-            "features_needed",
-            "decode_bytes",
-            "status",
-        ]);
-        for r in &self.rows {
-            let figure = |name: &str| r.figures.get(name).map_or(String::new(), |&x| raw(x));
-            table.push(vec![
-                r.method.into(),
-                r.family.into(),
-                params_text(&r.params),
-                r.layer.map_or(String::new(), |l| l.to_string()),
-                r.head.to_string(),
-                r.seeds.to_string(),
-                raw(r.rel_fro.mean),
-                raw(r.rel_fro.lo),
-                raw(r.rel_fro.hi),
-                raw(r.errors.rel_spectral),
-                raw(r.errors.max_abs),
-                raw(r.errors.cosine),
-                raw(r.errors.rel_l1),
-                r.certified.bound.map_or(String::new(), raw),
-                raw(r.certified.confidence),
-                raw(r.setup_seconds),
-                raw(r.run_seconds),
-                raw(r.speedup),
-                r.peak_bytes.to_string(),
-                r.scratch_bytes.to_string(),
-                r.keys_visited.to_string(),
-                raw(r.keys_share),
-                figure("predicted_rel_sd"),
-                figure("features_needed"),
-                figure("decode_bytes"),
-                r.status.into(),
-            ]);
-        }
+    fn from_columns<R>(
+        records: &[R],
+        columns: &[Column<R>],
+        header: fn(&Column<R>) -> &'static str,
+        cell: fn(&Column<R>) -> fn(&R) -> String,
+    ) -> Self {
+        let columns: Vec<&Column<R>> = columns.iter().filter(|c| !header(c).is_empty()).collect();
+        let mut table = Table::new(&columns.iter().map(|c| header(c)).collect::<Vec<_>>());
+        records.iter().for_each(|r| table.push(columns.iter().map(|c| cell(c)(r)).collect()));
         table
     }
 }
 
-impl Bench {
-    /// One line for each method, width and length.
-    pub fn table(&self) -> Table {
-        let peers = self.rows.iter().any(|r| !r.peers.is_empty());
-        let mut headers =
-            vec!["<method", "n", "d", "set-up", "run", "+-", "share", "faster", "scratch", "memory"];
-        if peers {
-            headers.push("vs peer");
-        }
-        let mut table = Table::new(&headers);
-        for r in &self.rows {
-            let run = r.run_seconds;
-            let flop = r.flop_share.unwrap_or(0.0);
-            let share = if flop >= r.read_share { percent(flop) + "F" } else { percent(r.read_share) + "B" };
-            let mut row = vec![
-                r.method.into(),
-                r.n.to_string(),
-                r.d.to_string(),
-                seconds(r.setup_seconds.median),
-                seconds(run.median),
-                percent((run.max - run.min) / 2.0 / run.median),
-                share,
-                match r.status {
-                    "exact" => "exact".into(),
-                    _ => r.speedup.map_or("-".into(), times),
-                },
-                bytes(r.scratch_bytes),
-                bytes(r.peak_bytes),
-            ];
-            row.extend(r.peers.first().map(|p| times(p.ratio)));
-            table.push(row);
-        }
-        table
-    }
-
-    /// Every row with all digits, for other programs.
-    pub fn csv_table(&self) -> Table {
-        let mut table = Table::new(&[
-            "method",
-            "family",
-            "params",
-            "n",
-            "d",
-            "heads",
-            "kv_heads",
-            "mask",
-            "mode",
-            "threads",
-            "setup_seconds",
-            "run_seconds",
-            "run_min",
-            "run_max",
-            "runs",
-            "exact_seconds",
-            "speedup",
-            "flops",
-            "gflops",
-            "flop_share",
-            "bytes",
-            "read_share",
-            "scratch_bytes",
-            "peak_bytes",
-            "fma_gflops",
-            "read_gbs",
-            "scattered_gbs",
-            "copy_gbs",
-        ]);
-        let optional = |x: Option<f64>| x.map_or(String::new(), raw);
-        for r in &self.rows {
-            table.push(vec![
-                r.method.into(),
-                r.family.into(),
-                params_text(&r.params),
-                r.n.to_string(),
-                r.d.to_string(),
-                self.heads.to_string(),
-                self.kv_heads.to_string(),
-                self.mask.to_string(),
-                r.mode.into(),
-                self.machine.threads.to_string(),
-                raw(r.setup_seconds.median),
-                raw(r.run_seconds.median),
-                raw(r.run_seconds.min),
-                raw(r.run_seconds.max),
-                r.run_seconds.runs.to_string(),
-                optional(r.exact_seconds),
-                optional(r.speedup),
-                r.flops.map_or(String::new(), |f| f.to_string()),
-                optional(r.gflops),
-                optional(r.flop_share),
-                r.bytes.to_string(),
-                raw(r.read_share),
-                r.scratch_bytes.to_string(),
-                r.peak_bytes.to_string(),
-                optional(self.machine.fma_gflops),
-                raw(self.machine.read_gbs),
-                raw(self.machine.scattered_gbs),
-                raw(self.machine.copy_gbs),
-            ]);
-        }
-        table
-    }
+/// An optional number as it stands in a CSV file.
+pub fn raw_or_empty(x: Option<f64>) -> String {
+    x.map_or(String::new(), raw)
 }
 
 /// Parameters as one cell: `name=value;name=value`.
-fn params_text(params: &serde_json::Map<String, serde_json::Value>) -> String {
+pub(crate) fn params_text(params: &serde_json::Map<String, serde_json::Value>) -> String {
     let pairs: Vec<String> =
         params.iter().map(|(k, v)| format!("{k}={}", v.to_string().trim_matches('"'))).collect();
     pairs.join(";")
@@ -548,6 +301,17 @@ mod tests {
             ("3.4%".into(), "50%".into(), "100%".into())
         );
         assert_eq!((times(0.05), times(1.234), times(45.6)), ("0.050x".into(), "1.23x".into(), "46x".into()));
+    }
+
+    #[test]
+    fn columns_without_a_title_are_in_files_and_those_without_a_name_in_tables() {
+        let columns = [
+            Column::both("<x", "x", |x: &f64| number(*x), |x| raw(*x)),
+            Column::file("square", |x| raw(x * x)),
+            Column::table("half", |x| number(x / 2.0)),
+        ];
+        assert_eq!(Table::of(&[1.23456], &columns).csv(), "x,half\n1.23,0.617\n");
+        assert_eq!(Table::csv_of(&[1.5], &columns).csv(), "x,square\n1.5,2.25\n");
     }
 
     #[test]

@@ -12,8 +12,8 @@
 use crate::extract::Extra;
 use crate::npy::{self, Header, Npy};
 use crate::output;
-use crate::source::{LayerData, Workload};
 use crate::words::nearest;
+use crate::workload::{LayerData, Workload};
 use crate::{Error, Result};
 use attlas::{Mask, Problem};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -37,7 +37,7 @@ pub fn read(paths: &[PathBuf]) -> Result<Workload> {
 }
 
 /// The same, with numbers kept as they are; heads that hold one which is not finite are for the caller to find.
-pub fn read_as_it_is(paths: &[PathBuf]) -> Result<Workload> {
+pub fn read_unchecked(paths: &[PathBuf]) -> Result<Workload> {
     read_with(paths, Numbers::Any)
 }
 

@@ -43,9 +43,30 @@ fn distance(a: &str, b: &str) -> usize {
     rows[2][b.len()]
 }
 
+/// Reads a count with an optional suffix: `4k` is 4096, `2m` is 2²¹.
+pub fn parse_count(text: &str) -> Option<usize> {
+    let lower = text.trim().to_ascii_lowercase();
+    let (digits, factor) = match lower.strip_suffix(['k', 'm']) {
+        Some(digits) if lower.ends_with('k') => (digits, 1 << 10),
+        Some(digits) => (digits, 1 << 20),
+        None => (lower.as_str(), 1),
+    };
+    digits.replace('_', "").parse::<usize>().ok()?.checked_mul(factor)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn counts_take_suffixes() {
+        assert_eq!(parse_count("4k"), Some(4096));
+        assert_eq!(parse_count("1_000"), Some(1000));
+        assert_eq!(parse_count("2M"), Some(1 << 21));
+        for bad in ["", "k", "-1", "1.5k", "4kk", "99999999999999999999", "99999999999999999k"] {
+            assert_eq!(parse_count(bad), None, "{bad}");
+        }
+    }
 
     #[test]
     fn letters_are_counted() {

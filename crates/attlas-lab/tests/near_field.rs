@@ -5,7 +5,7 @@
 use attlas::method::{Family, Needs};
 use attlas::metrics::relative_frobenius;
 use attlas::{Inputs, Options, Out, RunInfo, TensorMut, Workspace, registry};
-use attlas_lab::source::LayerData;
+use attlas_lab::LayerData;
 
 /// Output rows of the first key head of a layer.
 fn run(id: &str, options: &Options, layer: &LayerData, ws: &mut Workspace) -> Option<(Vec<f32>, RunInfo)> {

@@ -139,7 +139,7 @@ impl Observer for Collector<'_> {
 /// Moments of queries, keys and values of every layer of `model` over `tokens`, run as sequences of `window` tokens; the
 /// last may be shorter. Those between query heads are kept if `between_queries`. `hidden_of` is another model of the
 /// same sizes that runs instead and whose hidden states enter the projections: the model at [`Stage::PartialRope`],
-/// where moments are taken again for the low rank. `progress` is told how many tokens of how many are done.
+/// where moments are taken again for the low rank. `progress` receives how many tokens of how many are done.
 pub fn calibrate(
     model: &Model,
     hidden_of: &Arc<Model>,

@@ -327,6 +327,15 @@ pub(crate) fn intervals(x: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<(i32, i32)>>> 
     Ok((0..batch).map(|b| (0..rows).map(|i| (at(b, i, 0), at(b, i, 1))).collect()).collect())
 }
 
+/// Where an array is read: address of the first element, sizes `[batch, heads, rows, columns]`, and elements between
+/// neighbours along the first three. The same view that every call makes, so that a test can see that nothing is copied.
+#[pyfunction]
+#[pyo3(signature = (x, tokens_first = false))]
+pub(crate) fn view(x: &Bound<'_, PyAny>, tokens_first: bool) -> PyResult<(usize, [usize; 4], [usize; 3])> {
+    let view = View::new(x, "x", tokens_first, Access::Read)?;
+    Ok((view.data as usize, view.dims, view.strides))
+}
+
 fn bytes_of(dtype: DType) -> usize {
     match dtype {
         DType::F32 => size_of::<f32>(),

@@ -31,6 +31,8 @@ fn command_line(py: Python<'_>, arguments: Vec<OsString>) -> u8 {
 #[pymodule(gil_used = false)]
 mod _native {
     #[pymodule_export]
+    use super::array::view;
+    #[pymodule_export]
     use super::lab::{
         Memory, Trace, atlas_json, compare, inspect, method_text, methods_text, perplexity_of_file, report,
         tune,

@@ -1,6 +1,5 @@
 """Arrays of every library, layout, rank and type, without copies."""
 
-import ctypes
 import sys
 import tracemalloc
 
@@ -77,14 +76,45 @@ def test_nothing_is_copied():
     tracemalloc.stop()
 
 
-def test_the_memory_that_rust_reads_is_the_arrays_own():
-    # Writing through the address that was exported changes what is read: the same memory, not a copy made once.
-    q, k, v = qkv(batch=1, heads=1, kv_heads=1, n_q=1, n_k=1, d=4, d_v=4)
-    stream_of = attlas.plan("exact", n_q=1, n_k=1, d=4)
-    first = stream_of(q, k, v)
-    address = v.__array_interface__["data"][0]
-    ctypes.cast(address, ctypes.POINTER(ctypes.c_float))[0] = 42.0
-    assert first[0, 0, 0, 0] != 42 and stream_of(q, k, v)[0, 0, 0, 0] == 42
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_memory_that_rust_reads_is_the_arrays_own(library):
+    q, _, _ = qkv(batch=2, heads=4, n_q=10, d=8)
+    x = to(library, q)
+    address = {"numpy": lambda: x.ctypes.data, "torch": lambda: x.data_ptr(), "jax": lambda: x.unsafe_buffer_pointer()}[library]()
+    assert _native.view(x) == (address, [2, 4, 10, 8], [320, 80, 8])
+    assert _native.view(x, True) == (address, [2, 10, 4, 8], [320, 8, 80])
+    if library != "jax":
+        assert _native.view(x[1:, 1:, 2::2, :5]) == (address + 4 * (320 + 80 + 16), [1, 3, 4, 5], [0, 80, 16])
+    if library == "torch":
+        assert _native.view(x[:1].expand(3, -1, -1, -1)) == (address, [3, 4, 10, 8], [0, 80, 8])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+@pytest.mark.parametrize("library", [n for n in LIBRARIES if n != "jax"])
+def test_a_limit_on_memory_leaves_no_room_for_a_copy(library):
+    """128 MiB of keys are attended to while the process may have 32 MiB more than it has."""
+    import subprocess
+
+    code = f"""
+import numpy as np, attlas, resource
+make = np.ones
+if "{library}" == "torch":
+    import torch
+    make = lambda shape, dtype: torch.ones(shape)
+k = make((1, 1, 1 << 19, 64), np.float32)
+q, out = make((1, 2, 1, 64), np.float32), make((1, 2, 1, 64), np.float32)
+run = lambda: attlas.attention(q, k, k, out=out, num_threads=1)
+run()
+has = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (has + (32 << 20),) * 2)
+assert run() is out and (out == 1).all()
+try:
+    k + 1
+except (MemoryError, RuntimeError):
+    print("a copy does not fit")
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert told.stdout.strip() == "a copy does not fit", told.stderr
 
 
 @need("torch")

@@ -1,5 +1,7 @@
 """Models of transformers with every kind of mask, cache and recipe, made from configs, no download."""
 
+import contextlib
+
 import attlas
 import numpy as np
 import pytest
@@ -278,31 +280,138 @@ def test_registration_is_idempotent_and_names_are_checked():
         hf.stats("nothing")
 
 
-@pytest.mark.parametrize("name", [n for n in tiny.CAUSAL if n not in ("mistral", "gpt_oss")])
-def test_extraction_of_any_architecture(name):
-    model = tiny.causal(name).float()
-    tokens = tiny.ids(1, 24)
-    with pytest.warns(UserWarning) if name == "gemma3_text" else _nothing():
-        trace = attlas.extract(model, tokens)
-    assert trace.layers == ([1] if name == "gemma3_text" else [0, 1]) and trace.causal
+def warned(name):
+    """Layers that a trace leaves out, and those with sinks, are named in a warning."""
+    return pytest.warns(UserWarning) if name in ("gemma3_text", "gpt_oss", "mistral") else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("name", list(tiny.CAUSAL))
+def test_the_lab_on_any_architecture(name):
+    """Extraction, comparison, inspection, a report and a tuned recipe, all from the model object."""
+    # A window of 8 leaves nothing of mistral's layers to record; 32 is longer than the text that is compared.
+    model = tiny.causal(name, sliding_window=32) if name == "mistral" else tiny.causal(name)
+    model = model.float()
+    tokens = tiny.ids(1, 64)
+    layers = [1] if name in ("gemma3_text", "gpt_oss") else [0, 1]
+    with warned("" if name == "mistral" else name):
+        trace = attlas.extract(model, tokens[:, :24])
+    assert trace.layers == layers and trace.causal
+    assert trace.metadata.get("sinks") == ("1" if name == "gpt_oss" else None)
     layer = trace[1]
     assert layer.q.shape[1] == 24 and np.isfinite(layer.q).all() and not layer.q.flags.writeable
     told = attlas.compare(trace, methods=["top_k", "sink_window"], seeds=1)
     assert {r.method for r in told.rows} >= {"top_k", "sink_window"}
+    seen = attlas.inspect(trace)
+    assert {h.layer for h in seen.heads} == set(layers)
+    page = attlas.report(trace, methods="top_k", seeds=1, out=None)
+    assert page.html.startswith("<!doctype html>")
+    with warned("" if name == "mistral" else name):
+        tuned = attlas.tune(model, tokens, tokens=24, max_error=0.9, effort="quick", methods=["sink_window", "top_k"])
+    assert tuned.picks and isinstance(tuned.recipe, attlas.Recipe)
+    with hf.use(model, tuned.recipe) as used, torch.no_grad():
+        assert torch.isfinite(model(input_ids=tokens[:, :24]).logits).all()
+        assert used.stats().calls == 2
+
+
+def test_what_is_recorded_gives_the_output_of_the_model():
+    """The recorded queries, keys and values, attended by attlas, are what the next layer was handed."""
+    for name in ("llama", "gpt_oss", "deepseek_v3", "gemma2"):
+        model = tiny.causal(name)
+        tokens = tiny.ids(1, 24)
+        handed = {}
+        inner = model.model.layers[1].self_attn.o_proj
+        hook = inner.register_forward_hook(lambda _, x, __, to=handed: to.update(x=x[0]))
+        with hf.record(model) as recorded, torch.no_grad():
+            model(input_ids=tokens, use_cache=False)
+        hook.remove()
+        q, k, v, scale = recorded.layers[1]
+        o, lse, _ = attlas.attention(q[None], k[None], v[None], causal=True, scale=scale, return_lse=True)
+        if recorded.sinks:
+            sinks = model.model.layers[1].self_attn.sinks.detach()
+            o = o * torch.sigmoid(lse - sinks[None, :, None])[..., None]
+        o = o[0].transpose(0, 1).reshape(1, 24, -1)
+        close(o.double(), handed["x"].double(), atol=2e-6)
 
 
 def test_layers_that_a_trace_cannot_hold_are_named():
     with pytest.warns(UserWarning, match="window"):
         trace = attlas.extract(tiny.causal("gemma3_text"), tiny.ids(1, 24))
     assert trace.layers == [1]
-    with pytest.raises(attlas.ModelError, match=r"sinks|window"), pytest.warns(UserWarning):
-        attlas.extract(tiny.causal("gpt_oss"), tiny.ids(1, 24))
+    with pytest.raises(attlas.ModelError, match="window"), pytest.warns(UserWarning):
+        attlas.extract(tiny.causal("mistral"), tiny.ids(1, 24))
     with pytest.raises(attlas.ModelError, match="softcap"), pytest.warns(UserWarning):
         attlas.extract(tiny.causal("gemma2", attn_logit_softcapping=50.0), tiny.ids(1, 24))
     assert attlas.extract(tiny.causal("mistral"), tiny.ids(1, 6)).layers == [0, 1]
 
 
-def _nothing():
-    import contextlib
+def test_models_that_bias_their_scores_are_refused():
+    torch.manual_seed(0)
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    ).eval()
+    tokens = tiny.ids(1, 9)
+    # It does not follow the interface, or hands a bias: never a number.
+    with pytest.raises((attlas.Error, ValueError)), hf.use(t5, "exact"), torch.no_grad():
+        t5(input_ids=tokens, decoder_input_ids=tokens)
+    falcon = transformers.FalconForCausalLM(
+        transformers.FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)
+    )
+    with pytest.raises(attlas.ModelError, match="interface"):
+        hf.use(falcon, "exact")
 
-    return contextlib.nullcontext()
+
+def test_speech():
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(
+        vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=20, max_target_positions=32,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config).double().eval()
+    inputs = {"input_features": torch.randn(2, 8, 40).double(), "decoder_input_ids": tiny.ids(2, 9)}
+    close(logits(model, "attlas", **inputs), logits(model, "eager", **inputs))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3_text"])
+def test_static_caches(name):
+    """Zeros behind the tokens are told apart by the mask alone."""
+    model, peer = tiny.causal(name), tiny.peer(name)
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for inputs in (padded("left", (12, 7)), {"input_ids": tiny.ids(1, 11)}):
+        found = []
+        for implementation, more in ((peer, {}), ("attlas", {}), ("attlas", {"cache_implementation": "static", "disable_compile": True})):
+            model.set_attn_implementation(implementation)
+            found.append(model.generate(**inputs, **settings, **more).tolist())
+        assert found[0] == found[1] == found[2]
+
+
+def test_an_assistant_proposes_tokens():
+    """Assisted decoding: several rows over more keys, and a cache that is cropped."""
+    model, assistant = tiny.causal("llama"), tiny.causal("llama", seed=3, num_hidden_layers=1)
+    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    tokens = tiny.ids(1, 10)
+    found = []
+    for implementation in ("sdpa", "attlas"):
+        for m in (model, assistant):
+            m.set_attn_implementation(implementation)
+        found.append(model.generate(tokens, assistant_model=assistant, **settings).tolist())
+    assert found[0] == found[1]
+    hf.stats("attlas", reset=True)
+    model.generate(tokens, assistant_model=assistant, **settings)
+    kinds = {(r.kind, r.method) for r in hf.stats("attlas").rows}
+    assert ("causal", "exact") in kinds and ("full", "exact") in kinds
+
+
+def test_a_compiled_model_generates():
+    """`generate` compiles the decoding step of a static cache by itself."""
+    model = tiny.causal("llama")
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    inputs = padded("left", (12, 7))
+    model.set_attn_implementation("sdpa")
+    want = model.generate(**inputs, **settings).tolist()
+    model.set_attn_implementation("attlas")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model.forward = torch.compile(model.forward, backend="aot_eager")
+    assert model.generate(**inputs, **settings, cache_implementation="static").tolist() == want
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

@@ -114,8 +114,8 @@ impl<T: Real> KvCache<T> {
     }
 }
 
-/// Room for so many elements of every head from which on large pages are asked for, in bytes: each head begins a page, and
-/// what is reserved and not yet filled should not take up memory.
+/// Per-head size in bytes above which storage uses large pages. Below it, reserved but unused capacity would be backed by
+/// whole pages.
 const LARGE: usize = 16 << 20;
 
 fn room<T: Real>(heads: usize, each: usize) -> Vec<T> {

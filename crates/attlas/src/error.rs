@@ -1,4 +1,4 @@
-//! What can go wrong, with the facts a caller needs to mend it.
+//! What can go wrong, with the facts a caller needs to correct it.
 
 /// Result of anything in this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

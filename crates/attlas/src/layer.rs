@@ -1,6 +1,5 @@
 //! Layers: hidden states in, hidden states out, with weights and a cache of their own.
 
-use crate::conversions::common::network::{Request, Rewritten};
 use crate::params::ParamSpec;
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, MatRef, Options, Result, RunInfo, Workspace};
@@ -199,23 +198,4 @@ pub trait LayerCache: Debug + Send + Any {
     fn truncate(&mut self, len: usize);
     /// Bytes of the tokens held.
     fn bytes(&self) -> usize;
-}
-
-/// A conversion of a layer's weights into another layer or a factored form: its registry entry.
-#[derive(Debug)]
-pub struct Conversion {
-    /// Name in the literature, `snake_case`; public API.
-    pub id: &'static str,
-    /// One line for people.
-    pub title: &'static str,
-    /// Authors and year, or the section of the survey.
-    pub reference: &'static str,
-    /// Its parameters.
-    pub params: &'static [ParamSpec],
-    /// Id of the layer it starts from.
-    pub from: &'static str,
-    /// Id of the layer it ends in.
-    pub to: &'static str,
-    /// Applies it to a whole network; `None` where it needs more than weights.
-    pub run: Option<fn(&Request<'_>) -> Result<Rewritten>>,
 }

@@ -11,6 +11,8 @@
 //! # Ok::<(), attlas::Error>(())
 //! ```
 //!
+//! With the feature `ndarray`, `attention_array` takes and gives arrays; with `half`, elements may be `f16` or `bf16`.
+//!
 //! Any method by its name, with strided tensors, threads and scratch memory that are kept from call to call, and the
 //! log-sum-exp of each row: a [`Problem`] names the sizes and the mask, a [`Method`] from the [`registry`] plans it,
 //! and the [`Plan`] runs in a [`Workspace`].
@@ -70,6 +72,8 @@
 
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "ndarray")]
+mod array;
 mod attention;
 pub mod cache;
 pub mod conversions;
@@ -91,6 +95,8 @@ pub mod registry;
 pub mod testkit;
 pub mod workspace;
 
+#[cfg(feature = "ndarray")]
+pub use array::attention_array;
 pub use attention::{Attention, Element, attention};
 pub use attlas_num::kernels::{Band, Isa, merge_lse};
 pub use attlas_num::rng::StreamKey;

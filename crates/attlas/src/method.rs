@@ -304,7 +304,7 @@ pub trait Plan: Debug + Send + Sync {
     /// Upper bound on the scratch bytes in use at one time with this many threads.
     fn workspace_bytes(&self, threads: usize) -> usize;
 
-    /// Computes the output, and the log-sum-exp where the output asks for it. Nothing is written when an
+    /// Computes the output, and the log-sum-exp where the output has room for it. Nothing is written when an
     /// error is returned. NaN and infinities in the inputs of one key head leave the others their answers: rows that
     /// see them are NaN, and where a method then has no answer at all, so are all rows of that key head, unless a
     /// causal mask forbids it.
@@ -345,7 +345,7 @@ pub trait Stream: Debug + Send {
 /// What a method promises. `BASE` is strict: laws hold unless the entry names an exception with its reason.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct Claims {
-    /// Has a form for [`Mask::Causal`](crate::Mask::Causal) in which no later token can be felt.
+    /// Has a form for [`Mask::Causal`](crate::Mask::Causal) in which no later token changes a row.
     pub causal: bool,
     /// Plans of a causal problem offer a [`Stream`].
     pub decode: bool,

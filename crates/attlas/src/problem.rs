@@ -1,4 +1,4 @@
-//! What is asked: sizes, mask, strided inputs and outputs.
+//! The problem: sizes, mask, strided inputs and outputs.
 
 use crate::{Error, Near, Result};
 use attlas_num::{DType, MatRef, Real};
@@ -520,7 +520,7 @@ impl Inputs<'_> {
 pub struct Out<'a, T> {
     /// `[batch, n_heads, n_q, d_v]`.
     pub o: TensorMut<'a, T>,
-    /// Natural logarithm of each row's normaliser, contiguous `[batch, n_heads, n_q]`, where wanted.
+    /// Natural logarithm of each row's normaliser, contiguous `[batch, n_heads, n_q]`, where requested.
     pub lse: Option<&'a mut [T]>,
 }
 

@@ -1,6 +1,7 @@
 //! The only lists of methods, layers and conversions.
 
-use crate::layer::{Conversion, LayerKind};
+use crate::conversions::Conversion;
+use crate::layer::LayerKind;
 use crate::methods::{clustering, exact, kernel, low_rank};
 use crate::{Error, Method, Options, Result};
 use crate::{conversions, layers};

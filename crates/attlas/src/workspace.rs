@@ -89,7 +89,6 @@ pub struct Context<'a> {
     pub schedule: Schedule,
     /// Where to take buffers from.
     pub scratch: &'a Scratch,
-    /// Groups that the call computes at the same time: where there are many, one need not be cut finely to keep
-    /// all threads busy.
+    /// Number of groups processed concurrently; with many groups, each can be split more coarsely.
     pub groups: usize,
 }

@@ -134,7 +134,7 @@ pub(crate) struct GenerateArgs {
     /// The prompt is a message: use the model's chat template.
     #[arg(long)]
     pub(crate) chat: bool,
-    /// What the model is told before the message.
+    /// System message, before the user's.
     #[arg(long, value_name = "TEXT", requires = "chat")]
     pub(crate) system: Option<String>,
     /// Add this many tokens at most.

@@ -116,11 +116,6 @@ pub(crate) struct BenchArgs {
     pub(crate) methods: MethodChoice,
     #[command(flatten)]
     pub(crate) device: DeviceChoice,
-    /// A fixed set of measurements in place of the options: `headline` times every method at the
-    /// setting its paper is known for, how it grows and what threads bring (several minutes).
-    #[arg(long, value_enum, value_name = "NAME",
-          conflicts_with_all = ["methods", "family", "set", "n", "d", "heads", "kv_heads", "causal", "decode", "peer_json"])]
-    pub(crate) suite: Option<Suite>,
     /// Lengths; k stands for 1024.
     #[arg(long, value_delimiter = ',', default_value = "1k,2k,4k,8k", value_name = "N,…", value_parser = count)]
     pub(crate) n: Vec<usize>,
@@ -139,7 +134,7 @@ pub(crate) struct BenchArgs {
     /// One new token at a time over a cache of N.
     #[arg(long)]
     pub(crate) decode: bool,
-    /// Timed runs of each method at each length; of a suite, how often it goes through growth and threads.
+    /// Timed runs of each method at each length.
     #[arg(long, default_value_t = 7, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) runs: u32,
     /// Skip a length at which one run is expected to take longer.
@@ -148,10 +143,4 @@ pub(crate) struct BenchArgs {
     /// Figures measured by another program, merged where the shapes agree (docs/json.md).
     #[arg(long, value_name = "FILE")]
     pub(crate) peer_json: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum Suite {
-    /// Every paper's claim beside exact attention on this machine.
-    Headline,
 }

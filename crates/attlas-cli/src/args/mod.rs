@@ -12,7 +12,7 @@ pub(crate) use decompose::DecomposeArgs;
 pub(crate) use language::{
     EffortName, ElementType, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs,
 };
-pub(crate) use measure::{BenchArgs, CompareArgs, FigureName, InspectArgs, MethodsArgs, ReportArgs, Suite};
+pub(crate) use measure::{BenchArgs, CompareArgs, FigureName, InspectArgs, MethodsArgs, ReportArgs};
 pub(crate) use rewrite::{CompressArgs, ConvertArgs, FactorType, RecipeName, StageName, Target};
 pub(crate) use shared::{Inputs, Limit};
 pub(crate) use simulate::{MatchArgs, ModelName, ParticlesArgs, SimulateArgs, Simulation, TaskName};
@@ -157,8 +157,7 @@ attlas report trace.safetensors --methods sink_window,hyper --time-limit 60 --ou
 attlas bench\n  \
 attlas bench --methods sink_window,top_k --n 1k,4k,16k --d 64,128 --causal\n  \
 attlas bench --methods exact --n 32k --d 128 --heads 32 --kv-heads 8 --decode\n  \
-attlas bench --methods exact --n 1k,4k --peer-json torch.json --md\n  \
-attlas bench --suite headline --md > headline.md"))]
+attlas bench --methods exact --n 1k,4k --peer-json torch.json --md"))]
     Bench(BenchArgs),
     /// Decompose a tensor from a file: canonical polyadic, Tucker, block terms.
     #[command(after_help = laid_out("Examples:\n  \

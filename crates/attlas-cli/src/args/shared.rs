@@ -5,8 +5,8 @@ use attlas::{Mask, diagnostics};
 use attlas_lab::Source;
 use attlas_lab::device::{Gpu, GpuSetup};
 use attlas_lab::select::Choice;
-use attlas_lab::source::parse_count;
 use attlas_lab::text::Attention;
+use attlas_lab::words::parse_count;
 use attlas_model::recipe::Numbers;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
@@ -199,7 +199,7 @@ pub(crate) enum DeviceName {
 }
 
 impl DeviceChoice {
-    /// The GPU, where one is asked for.
+    /// The GPU, where one is chosen.
     pub(crate) fn open(&self) -> attlas_lab::Result<Option<Gpu>> {
         if self.device == DeviceName::Cpu {
             return Ok(None);

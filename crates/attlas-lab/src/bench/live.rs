@@ -4,7 +4,7 @@ use super::{LONG_RUN_SECONDS, PeerFigure, PeerRatio, Row, Settings};
 use crate::Result;
 use crate::compare::status_name;
 use crate::machine::Machine;
-use crate::run::{execute, timed, timed_awake};
+use crate::run::{execute, timed, timed_on_running_threads};
 use crate::select::Chosen;
 use crate::stats::{Spread, median};
 use crate::synthetic::{Kind, Synthetic};
@@ -166,7 +166,7 @@ impl<'a> Live<'a> {
         if let Some(stream) = &mut self.stream {
             let mut out = Out::new(TensorMut::bhnd(&mut self.output, [1, p.n_heads, 1, p.d_v])?).into();
             let inside = &mut self.inside;
-            let (done, seconds) = timed_awake(ws, || {
+            let (done, seconds) = timed_on_running_threads(ws, || {
                 stream.push(x.k.rows(0..1).into(), x.v.rows(0..1).into(), inside)?;
                 stream.attend(x.q.into(), &mut out, inside)
             });
@@ -176,7 +176,7 @@ impl<'a> Live<'a> {
         let (plan, setup) = timed(|| self.plan(&p));
         let plan = plan?;
         let (output, inside) = (&mut self.output, &mut self.inside);
-        let (info, run) = timed_awake(ws, || execute(&*plan, x, output, None, inside));
+        let (info, run) = timed_on_running_threads(ws, || execute(&*plan, x, output, None, inside));
         self.status = info?.status;
         self.cost = Some(plan.cost());
         Ok((setup, run))
@@ -192,17 +192,12 @@ impl<'a> Live<'a> {
         Ok(())
     }
 
-    /// Runs that the time allows: all that are wanted, fewer once a run is long.
-    pub(super) fn wanted(&self, settings: &Settings) -> usize {
+    /// Runs that the time allows: all of them, or fewer once a run is long.
+    pub(super) fn runs_allowed(&self, settings: &Settings) -> usize {
         if self.warm_seconds <= LONG_RUN_SECONDS {
             return settings.runs;
         }
         ((settings.max_seconds / self.warm_seconds) as usize).clamp(1, settings.runs)
-    }
-
-    /// Seconds of the run that did not count.
-    pub(super) fn warm_seconds(&self) -> f64 {
-        self.warm_seconds
     }
 
     pub(super) fn run(&self) -> f64 {
@@ -216,12 +211,6 @@ impl<'a> Live<'a> {
     /// What a length costs: set-up counts unless it was a prompt.
     pub(super) fn total(&self) -> f64 {
         if self.stream.is_some() { self.run() } else { self.setup() + self.run() }
-    }
-
-    /// The least that a length cost.
-    pub(super) fn fastest(&self) -> f64 {
-        let least = |times: &[f64]| times.iter().copied().reduce(f64::min).unwrap_or(0.0);
-        least(&self.runs) + if self.stream.is_some() { 0.0 } else { least(&self.setups) }
     }
 
     pub(super) fn row(

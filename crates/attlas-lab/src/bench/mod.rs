@@ -23,8 +23,8 @@ use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-pub mod headline;
 mod live;
+mod tables;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -357,8 +357,8 @@ pub fn bench(
                 }
                 for round in 0..settings.runs {
                     for (_, live) in live.iter_mut() {
-                        let wanted = live.wanted(settings);
-                        if round < wanted && !stop.load(Ordering::Relaxed) {
+                        let allowed = live.runs_allowed(settings);
+                        if round < allowed && !stop.load(Ordering::Relaxed) {
                             live.round(&data, &mut ws)?;
                         }
                     }
@@ -423,13 +423,13 @@ fn refusal(subject: &Chosen, problem: &Problem, settings: &Settings) -> Result<O
 
 impl Row {
     /// Seconds that a length costs.
-    fn total(&self) -> f64 {
+    pub fn total(&self) -> f64 {
         let run = self.run_seconds.median;
         if self.mode == "stream" { run } else { self.setup_seconds.median + run }
     }
 
     /// The least that a length cost.
-    fn fastest(&self) -> f64 {
+    pub fn fastest(&self) -> f64 {
         let run = self.run_seconds.min;
         if self.mode == "stream" { run } else { self.setup_seconds.min + run }
     }

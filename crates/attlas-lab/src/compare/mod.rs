@@ -11,8 +11,10 @@
 //! all methods finished which finished the first; rows of other heads are dropped, and methods that did not finish the
 //! first are named as skipped.
 
+pub mod budget;
 mod group;
 mod records;
+mod tables;
 mod verdict;
 
 pub(crate) use group::Group;
@@ -22,7 +24,7 @@ pub use records::{Baseline, BaselineHead, Comparison, Matching, Refused, Row, Sk
 use crate::calibration::Calibrations;
 use crate::run::Meter;
 use crate::select::{Chosen, baseline};
-use crate::source::{LayerData, Workload};
+use crate::workload::{LayerData, Workload};
 use crate::{Error, Result};
 use attlas::method::Needs;
 use attlas::{Mask, Problem, Schedule, Workspace};

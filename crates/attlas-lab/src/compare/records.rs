@@ -22,7 +22,7 @@ pub struct Comparison {
     pub threads: usize,
     /// Instruction set of the kernels.
     pub isa: String,
-    /// Seeds asked for.
+    /// Number of seeds.
     pub seeds: usize,
     /// The first seed.
     pub seed: u64,
@@ -46,7 +46,7 @@ pub struct Comparison {
     pub verdict: String,
     /// The caller asked to stop before everything was measured.
     pub interrupted: bool,
-    /// The budget that methods share, where one was asked for.
+    /// The budget that methods share, where there is one.
     pub matched: Option<Matching>,
     /// What methods learnt, to be saved.
     #[serde(skip)]

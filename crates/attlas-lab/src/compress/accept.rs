@@ -9,7 +9,7 @@ use super::Settings;
 use crate::self_check::SelfCheck;
 use crate::table::{Table, number};
 use crate::{Error, Result, stats};
-use attlas::layer::Conversion;
+use attlas::conversions::Conversion;
 use attlas::{Options, Workspace};
 use attlas_model::Model;
 use attlas_model::compress::{Compressed, compress};
@@ -89,7 +89,7 @@ pub fn set_rank(conversion: &Conversion, options: &mut Options, rank: usize) {
     ranks.for_each(|p| options.set(p.name, rank));
 }
 
-/// Tries the layers asked for, all where none are named. `progress` is told what is tried, trials done and trials in all.
+/// Tries the named layers, or all of them. `progress` receives what is tried, trials done and trials in all.
 pub(super) fn choose<'a>(
     model: &'a Arc<Model>,
     settings: &Settings,

@@ -12,8 +12,8 @@ use crate::self_check::{Quality, SelfCheck};
 use crate::table::{Table, bytes, number, seconds};
 use crate::text::{Text, open_model};
 use crate::{Error, Result};
+use attlas::conversions::Conversion;
 use attlas::conversions::common::network::Role;
-use attlas::layer::Conversion;
 use attlas::{Options, Schedule, Workspace, registry};
 use attlas_model::bert::Batch;
 use attlas_model::compress::{Compressed, Elements, compress, flops_per_token};
@@ -137,7 +137,7 @@ pub struct Record {
     pub slower: Vec<&'static str>,
 }
 
-/// Converts, writes, opens again and measures. `progress` is told what is done, parts done and parts in all.
+/// Converts, writes, opens again and measures. `progress` receives what is done, parts done and parts in all.
 pub fn run(
     settings: &Settings,
     progress: &(dyn Fn(&str, usize, usize) + Sync),
@@ -172,10 +172,10 @@ pub fn run(
     let (mut quality, mut embeddings) = (None, None);
     match &texts.content {
         Content::Tokens(tokens) => {
-            let mut told = |done: usize, all: usize| progress("reading", done, 2 * all);
-            let mut check = SelfCheck::new(&before, tokens, settings.window, &threads, &mut told, stop)?;
-            let mut told = |done: usize, all: usize| progress("reading", all + done, 2 * all);
-            quality = Some(check.against(&after, &threads, &mut told, stop)?);
+            let mut report = |done: usize, all: usize| progress("reading", done, 2 * all);
+            let mut check = SelfCheck::new(&before, tokens, settings.window, &threads, &mut report, stop)?;
+            let mut report = |done: usize, all: usize| progress("reading", all + done, 2 * all);
+            quality = Some(check.against(&after, &threads, &mut report, stop)?);
             let window = &tokens[..settings.window.min(tokens.len())];
             time_decoders(models, window, &mut figures, settings.repeats, &threads, progress)?;
         }
@@ -212,7 +212,7 @@ pub fn run(
     })
 }
 
-/// Applies the conversion to all that was asked for, or to what text set aside accepts of it.
+/// Applies the conversion everywhere, or only where text set aside accepts it.
 fn convert<'a>(
     model: &'a Arc<Model>,
     settings: &Settings,
@@ -226,8 +226,8 @@ fn convert<'a>(
         return Ok((kept, Some(acceptance)));
     }
     let Settings { options, layers, roles, .. } = settings;
-    let told = |done: usize, all: usize| progress("decomposing", done, all);
-    let all = compress(model, settings.conversion, options, layers.as_deref(), roles.as_deref(), &told)?;
+    let report = |done: usize, all: usize| progress("decomposing", done, all);
+    let all = compress(model, settings.conversion, options, layers.as_deref(), roles.as_deref(), &report)?;
     Ok((all, None))
 }
 

@@ -1,7 +1,7 @@
 //! Cards of methods: idea, mathematics, cost, guarantees and reference, as their modules tell them.
 //!
-//! The text is `assets/cards.json`, which `scripts/method-cards` writes from the modules with formulas as MathML, so
-//! that a page needs no program to set them. Methods that are not in it get a card from their registry entry alone.
+//! The text is `assets/cards.json`, which `cargo run -p xtask -- cards` writes from the modules with formulas as
+//! MathML, so that a page needs no program to set them. Methods that are not in it get a card from their registry entry alone.
 
 use crate::atlas::MethodEntry;
 use crate::html::escape;
@@ -133,8 +133,10 @@ mod tests {
     fn every_method_has_a_card_that_is_up_to_date() {
         let cards = Cards::new();
         for method in registry::METHODS {
-            let card =
-                cards.0.get(method.id).unwrap_or_else(|| panic!("run scripts/method-cards: {}", method.id));
+            let card = cards
+                .0
+                .get(method.id)
+                .unwrap_or_else(|| panic!("run `cargo run -p xtask -- cards`: {}", method.id));
             for part in [&card.idea, &card.math, &card.cost, &card.guarantees, &card.when] {
                 assert!(!part.is_empty(), "{}", method.id);
             }
@@ -145,7 +147,7 @@ mod tests {
                 .filter_map(|l| l.strip_prefix("//!").map(|l| l.strip_prefix(' ').unwrap_or(l)))
                 .collect();
             let found = sha256(doc.join("\n").as_bytes());
-            assert_eq!(found, card.sha256, "{} has changed: run scripts/method-cards", method.id);
+            assert_eq!(found, card.sha256, "{} has changed: run `cargo run -p xtask -- cards`", method.id);
         }
         assert!(cards.html(registry::method("hyper").unwrap()).contains("<math"));
     }

@@ -232,13 +232,13 @@ impl Report<'_> {
         let ids = self.comparison.summary.iter().map(|s| s.method);
         let body: String =
             ids.filter_map(|id| registry::method(id).ok()).map(|method| cards.html(method)).collect();
-        let mut told: Vec<(&str, &[String])> = Vec::new();
+        let mut reported: Vec<(&str, &[String])> = Vec::new();
         for r in &self.comparison.refused {
-            if !told.contains(&(r.method, &r.reasons)) {
-                told.push((r.method, &r.reasons));
+            if !reported.contains(&(r.method, &r.reasons)) {
+                reported.push((r.method, &r.reasons));
             }
         }
-        let refused: String = told
+        let refused: String = reported
             .iter()
             .map(|(id, reasons)| format!("<li><b>{}</b>: {}</li>", escape(id), escape(&reasons.join("; "))))
             .collect();

@@ -75,7 +75,7 @@ pub struct ParticlesRun {
     pub scheme: Scheme,
     /// Length of a step.
     pub dt: f64,
-    /// Time reached; less than asked for where the free system left the range of numbers.
+    /// Time reached; less than `t_end` where the free system left the range of numbers.
     pub t: f64,
     /// Cluster of each particle, numbered in order of first appearance.
     pub cluster: Vec<usize>,

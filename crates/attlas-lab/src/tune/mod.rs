@@ -30,9 +30,9 @@ pub use state::{Key, Measurement, PEAK_CLASS, State};
 use crate::hash::sha256;
 use crate::perplexity::{self, Record};
 use crate::select::Chosen;
-use crate::source::Workload;
 use crate::table::{Table, number, percent, seconds};
 use crate::text::Text;
+use crate::workload::Workload;
 use crate::{Error, Result, extract};
 use attlas::{Options, Schedule, Workspace};
 use attlas_model::Model;
@@ -119,7 +119,7 @@ impl std::str::FromStr for Shard {
     }
 }
 
-/// What is asked for.
+/// Settings of a search.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Largest relative error of a head's output.
@@ -315,7 +315,7 @@ impl Check for Runtime<'_> {
     }
 }
 
-/// Searches. `check` is text that was not used for tuning. `watch` is told key heads done, key heads in all, and what is
+/// Searches. `check` is text that was not used for tuning. `watch` receives key heads done, key heads in all, and what is
 /// being done.
 pub fn tune(
     model: &mut dyn Check,

@@ -23,9 +23,10 @@ use crate::save::{Folder, NamedTensor};
 use crate::tensor::Tensor;
 use crate::weights::{Naming, Weights};
 use attlas::Options;
+use attlas::conversions::Conversion;
 use attlas::conversions::common::network::{Request, Rewritten, Role, Slot, Weight};
 use attlas::conversions::common::product::{Factor, Values};
-use attlas::layer::{Conversion, Dense};
+use attlas::layer::Dense;
 use contents::{Contents, decoder_tensors, encoder_tensors};
 use matrices::Matrices;
 use settings::config_json;
@@ -43,7 +44,7 @@ pub struct Compressed<'a> {
     pub rewritten: Rewritten,
 }
 
-/// Applies a conversion to a model, to the layers and matrices given or those that it chooses. `progress` is told how many
+/// Applies a conversion to a model, to the layers and matrices given or those that it chooses. `progress` receives how many
 /// parts of how many are done.
 pub fn compress<'a>(
     model: &'a Model,

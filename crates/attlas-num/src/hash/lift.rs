@@ -93,6 +93,12 @@ impl<T: Real> LiftedLines<T> {
         Some(Self { flat, added: a.iter_rows().map(|row| [row[dim], row[dim + 1]]).collect() })
     }
 
+    /// The same in another element type: what drawing in that type from the same stream gives.
+    pub fn cast<U: Real>(&self) -> LiftedLines<U> {
+        let added = self.added.iter().map(|a| a.map(|x| U::from_f64(x.to_f64()))).collect();
+        LiftedLines { flat: self.flat.cast(), added }
+    }
+
     /// Number of directions.
     pub fn rounds(&self) -> usize {
         self.added.len()

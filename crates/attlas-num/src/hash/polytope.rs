@@ -67,6 +67,12 @@ impl<T: Real> CrossPolytope<T> {
         Self { dim, factors, rounds }
     }
 
+    /// The same in another element type: what drawing in that type from the same stream gives.
+    pub fn cast<U: Real>(&self) -> CrossPolytope<U> {
+        let rounds = self.rounds.iter().map(Mat::cast).collect();
+        CrossPolytope { dim: self.dim, factors: self.factors.clone(), rounds }
+    }
+
     /// Number of buckets: every code is below it.
     pub fn buckets(&self) -> usize {
         self.factors.iter().product()

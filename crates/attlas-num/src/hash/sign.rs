@@ -52,6 +52,11 @@ impl<T: Real> SignHash<T> {
         })
     }
 
+    /// The same in another element type: what drawing in that type from the same stream gives.
+    pub fn cast<U: Real>(&self) -> SignHash<U> {
+        SignHash { dim: self.dim, bits: self.bits, rounds: self.rounds.iter().map(Mat::cast).collect() }
+    }
+
     /// Bits of a code: every code is below `1 << bits`.
     pub fn bits(&self) -> usize {
         self.bits

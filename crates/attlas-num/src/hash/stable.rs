@@ -71,6 +71,17 @@ impl<T: Real> PStable<T> {
         })
     }
 
+    /// The same in another element type: what drawing in that type from the same stream gives.
+    pub fn cast<U: Real>(&self) -> PStable<U> {
+        let cast = |r: &Round<T>| Round { directions: r.directions.cast(), offsets: r.offsets.clone() };
+        PStable {
+            dim: self.dim,
+            width: self.width,
+            functions: self.functions,
+            rounds: self.rounds.iter().map(cast).collect(),
+        }
+    }
+
     /// Width of a bucket.
     pub fn width(&self) -> f64 {
         self.width

@@ -2,6 +2,12 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any, final
 
+__all__ = [
+    "Calibration", "Memory", "Plan", "Recipe", "Stream", "Streams", "Trace", "after_fork", "atlas_json", "attend",
+    "attend_runs", "calibrate", "command_line", "compare", "inspect", "method_text", "methods_text",
+    "perplexity_of_file", "report", "runs", "supports", "tune", "view",
+]  # fmt: skip
+
 _Watch = Callable[[int, int, str], None] | None
 _Problem = tuple[list[int], float, bool]
 _Count = tuple[str, str, int, int, int]
@@ -12,6 +18,7 @@ def command_line(arguments: list[str]) -> int: ...
 def atlas_json() -> str: ...
 def method_text(id: str) -> str: ...
 def methods_text(family: str | None) -> str: ...
+def view(x: Any, tokens_first: bool = False) -> tuple[int, list[int], list[int]]: ...
 def supports(method: str, options: Any, sizes: list[int], causal: bool, scale: float | None) -> list[str]: ...
 def attend(
     q: Any, k: Any, v: Any, out: Any, lse: Any, tokens_first: bool, method: str, options: Any, causal: bool,

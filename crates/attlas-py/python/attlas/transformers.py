@@ -74,6 +74,7 @@ class _Entry:
         self.lock = threading.Lock()
         self.record: dict[int, tuple[Any, Any, Any, float]] | None = None
         self.left_out: dict[int, str] = {}
+        self.sinks: set[int] = set()
         data = recipe.to_dict()
         plain = [data["default"], *data.get("rule", [])]
         self.exact = all(c["method"] == "exact" and not c.get("params") for c in plain)
@@ -315,8 +316,6 @@ def _keep(
     assert entry.record is not None
     n = q.shape[-2]
     why = "; ".join(reasons)
-    if s_aux is not None:
-        why = why or "its sinks take a part of every row"
     if not why and mask is not None:
         runs = _native.runs(mask, k.shape[-2])
         if runs != [[("causal", 0, n, 0, n, 0)]] * len(runs) and n > 1:
@@ -331,6 +330,8 @@ def _keep(
     elif layer not in entry.record:
         a, b, c = (x[0].detach().float().contiguous() for x in (q, k, v))
         entry.record[layer] = (a, b, c, scale)
+        if s_aux is not None:
+            entry.sinks.add(layer)
 
 
 def _by_hand(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, s_aux: Any, kwargs: dict[str, Any]) -> Any:
@@ -602,11 +603,22 @@ class record:
         """Layers that a trace cannot hold, with the reason."""
         return dict(self._used._entry.left_out)
 
+    @property
+    def sinks(self) -> list[int]:
+        """Recorded layers with learnt sinks. Their output is `out · sigmoid(lse - sink)`: the trace holds `out`."""
+        return sorted(self._used._entry.sinks & set(self.layers))
+
     def trace(self, source: str = "model", metadata: dict[str, str] | None = None) -> Trace:
         """What was recorded."""
         if self.left_out:
             words = "; ".join(f"layer {n}: {why}" for n, why in sorted(self.left_out.items()))
             warnings.warn(f"layers left out of the trace: {words}", stacklevel=2)
+        if self.sinks:
+            numbers = ",".join(map(str, self.sinks))
+            metadata = {**(metadata or {}), "sinks": numbers}
+            warnings.warn(
+                f"layers {numbers} have learnt sinks: the trace holds attention before they take their share of a row", stacklevel=2
+            )
         if not self.layers:
             why = "; ".join(sorted(set(self.left_out.values()))) or "the model did not call the attention interface"
             raise ModelError(f"nothing was recorded: {why}")

@@ -21,7 +21,8 @@
 
 use super::common::network::{Attention, Loss, Request, Rewritten, Role, Slot, Weight, new_weight};
 use super::common::refused;
-use crate::layer::{Conversion, Dense, LayerShape};
+use crate::conversions::Conversion;
+use crate::layer::{Dense, LayerShape};
 use crate::params::ParamValue;
 use crate::{Error, Mat, Options, Result, layers};
 use attlas_num::linalg::{matmul, matmul_nt, matmul_tn, svd, thin_qr};

@@ -8,3 +8,26 @@ pub mod svd;
 pub mod tensor_product;
 pub mod trawl;
 pub mod tucker;
+
+use crate::Result;
+use crate::params::ParamSpec;
+use common::network::{Request, Rewritten};
+
+/// A conversion of a layer's weights into another layer or a factored form: its registry entry.
+#[derive(Debug)]
+pub struct Conversion {
+    /// Name in the literature, `snake_case`; public API.
+    pub id: &'static str,
+    /// One line for people.
+    pub title: &'static str,
+    /// Authors and year, or the section of the survey.
+    pub reference: &'static str,
+    /// Its parameters.
+    pub params: &'static [ParamSpec],
+    /// Id of the layer it starts from.
+    pub from: &'static str,
+    /// Id of the layer it ends in.
+    pub to: &'static str,
+    /// Applies it to a whole network; `None` where it needs more than weights.
+    pub run: Option<fn(&Request<'_>) -> Result<Rewritten>>,
+}

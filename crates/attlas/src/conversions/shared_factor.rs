@@ -16,11 +16,11 @@
 //!
 //! **When to use.** Before distillation. After training alone it destroys a model: one basis serves all layers and roles.
 
+use super::Conversion;
 use super::common::network::{Loss, Request, Rewritten};
 use super::common::product::{Values, parameters};
 use super::common::refused;
 use super::common::stack::{Stack, stacks};
-use crate::layer::Conversion;
 use crate::{Error, Mat, Result};
 use attlas_num::tensor::{Tensor, tucker};
 use std::sync::Arc;

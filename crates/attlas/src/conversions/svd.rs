@@ -17,7 +17,8 @@
 use super::common::network::{Loss, Request, Rewritten, Slot};
 use super::common::product::{Factor, Product};
 use super::common::refused;
-use crate::layer::{Conversion, Linear};
+use crate::conversions::Conversion;
+use crate::layer::Linear;
 use crate::{Mat, Result};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicUsize, Ordering};

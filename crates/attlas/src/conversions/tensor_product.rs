@@ -19,7 +19,8 @@
 
 use super::common::network::{Attention, Loss, Request, Rewritten, Role, Slot, Weight, new_weight};
 use super::common::refused;
-use crate::layer::{Conversion, Dense, LayerShape};
+use crate::conversions::Conversion;
+use crate::layer::{Dense, LayerShape};
 use crate::{Error, Mat, Options, Result};
 use attlas_num::linalg::{Triangle, cholesky, solve_triangular_in_place, svd};
 use attlas_num::rope::{Layout, Scaling};

@@ -18,12 +18,12 @@
 //! **When to use.** As a post-training experiment with a validation metric at hand: sweep layers from the last, keep a
 //! change only where the metric does not fall. `attlas compress --with trawl --accept` does that on text set aside.
 
+use super::Conversion;
 use super::common::network::{Loss, Request, Rewritten, Role};
 use super::common::product::{Factor, Product, Values, parameters};
 use super::common::refused;
 use super::common::stack::{Member, Stack, stacks};
 use super::shared_factor::{self, check};
-use crate::layer::Conversion;
 use crate::{Mat, Result};
 use attlas_num::tensor::{Tensor, cp};
 use std::sync::Arc;

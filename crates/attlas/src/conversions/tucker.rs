@@ -14,11 +14,11 @@
 //!
 //! **When to use.** Before distillation; see `shared_factor`.
 
+use super::Conversion;
 use super::common::network::{Request, Rewritten};
 use super::common::product::{Values, mix};
 use super::common::refused;
 use super::shared_factor::{Shared, check, each_stack, slices};
-use crate::layer::Conversion;
 use crate::{Error, Mat, Result};
 use attlas_num::tensor::{Tensor, tucker};
 use std::sync::Arc;

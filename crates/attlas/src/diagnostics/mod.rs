@@ -112,7 +112,7 @@ impl Head {
     }
 }
 
-/// What [`inspect`] is asked for; the defaults are those of the survey's figures.
+/// Settings of [`inspect`]; the defaults are those of the survey's figures.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Settings {
     /// Share of the sum of squared singular values that an effective rank must hold.

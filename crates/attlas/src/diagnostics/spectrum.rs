@@ -155,7 +155,7 @@ fn leading(
 pub struct KeyComponents {
     /// Eigenvalues of the centred covariance, divided by one less than the number of keys, descending.
     pub eigenvalues: Vec<f64>,
-    /// Least number of them that holds the asked share of the variance; 0 where the keys do not vary.
+    /// Least number of them that holds the given share of the variance; 0 where the keys do not vary.
     pub rank: usize,
 }
 

@@ -34,16 +34,16 @@ impl Eviction {
         let (n_q, n_k, d_v, cx, scale) = (g.n_q(), g.n_k(), g.d_v(), g.cx, g.scale);
         let mut kept = Kept::new(*self, g.k.cols(), d_v);
         let mut info = RunInfo::default();
-        let blind = n_q.saturating_sub(n_k);
-        info.empty_rows = (blind * g.q.heads()) as u64;
+        let unseen = n_q.saturating_sub(n_k);
+        info.empty_rows = (unseen * g.q.heads()) as u64;
         for (out, lse) in g.out.chunks_mut(n_q * d_v).zip(g.lse.chunks_mut(n_q)) {
-            out[..blind * d_v].fill(T::ZERO);
-            lse[..blind].fill(T::NEG_INFINITY);
+            out[..unseen * d_v].fill(T::ZERO);
+            lse[..unseen].fill(T::NEG_INFINITY);
         }
         // What stands before the first row is the prompt, whose queries nobody knows.
         let prompt = n_k.saturating_sub(n_q);
         kept.push(g.k.sub_rows(0..prompt), g.v.sub_rows(0..prompt));
-        for first in (blind..n_q).step_by(self.interval) {
+        for first in (unseen..n_q).step_by(self.interval) {
             let rows = first..(first + self.interval).min(n_q);
             let keys = rows.start + n_k - n_q..rows.end + n_k - n_q;
             kept.push(g.k.sub_rows(keys.clone()), g.v.sub_rows(keys));

@@ -17,6 +17,7 @@
 //! | `chosen_blocks`, `token_blocks`, `far_field`, `sampled_error` | rows of all heads that share a choice of keys, means of the other keys, the error on sampled rows | `sampled_columns`, `block_sparse`, `multipole` |
 //! | `key_pages` | decoding over the best pages of keys, means of the others | `quest`, `block_sparse` |
 //! | `evict` | a cache of bounded size | `snap`, `h2o` |
+//! | `per_group` | random objects that a plan draws, one per sequence and key head | methods that hash, sketch or project |
 //! | `fallback`, [`moments`], `lanes` | rows without keys, running means and covariances, sums in f64 | several |
 
 mod always_seen;
@@ -36,6 +37,7 @@ mod lanes;
 pub mod linear;
 pub mod moments;
 pub mod near;
+mod per_group;
 pub mod poly_state;
 pub mod pool;
 mod sampled_error;
@@ -60,12 +62,13 @@ pub use fallback::Fallback;
 pub use far_field::{Gathered, RunMeans};
 pub use key_pages::{KeyPages, PageRule, PageScore};
 pub use lanes::lane_sum;
+pub use per_group::PerGroup;
 pub use sampled_error::add_sampled_error;
 pub use select::{Threshold, select_top};
 pub use sinks::{sinks_scratch_bytes, with_sinks};
 pub use sorted_blocks::{
-    Assign, Piece, Ranks, Row, RowSlot, SortedBlocks, UniformSamples, attend_blocks, blocks_scratch_bytes,
-    join_blocks, places,
+    Assign, Piece, Ranks, Row, RowSlot, SortHashes, SortedBlocks, UniformSamples, attend_blocks,
+    blocks_scratch_bytes, draw_sort_hashes, join_blocks, places,
 };
 pub use subset::{attend_subset, top_indices};
 pub use tile::{CodeIndex, attend_tile, tile_logits_len};

@@ -11,7 +11,7 @@
 //! [`attend_blocks`] attends to the block and to some more keys that are named block by block with a bias on
 //! their logits: samples with their weights. Both together are one call of the exact kernel on gathered rows.
 
-use super::{CausalPart, Rectangle, exact_rows};
+use super::{CausalPart, PerGroup, Rectangle, exact_rows};
 use crate::group::{Group, Queries};
 use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result, RunInfo};
@@ -57,12 +57,22 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// Ranks of codes of `hashes` bits (at most 31) whose directions are drawn from `key`; all 0 without bits.
-    pub fn new<T: Real>(q: Queries<'_, T>, k: MatRef<'_, T>, hashes: usize, key: StreamKey) -> Self {
-        let hash = SignHash::<T>::new(key, k.cols(), hashes, 1);
+    /// Ranks of the codes of `hash`; all 0 without one.
+    pub fn new<T: Real>(q: Queries<'_, T>, k: MatRef<'_, T>, hash: Option<&SignHash<f64>>) -> Self {
+        let hash = hash.map(SignHash::cast::<T>);
         let queries = (0..q.heads()).into_par_iter().map(|h| ranks(hash.as_ref(), q.head(h))).collect();
         Self { queries, keys: ranks(hash.as_ref(), k) }
     }
+}
+
+/// Hash functions of a plan that sorts rows by codes of `bits` bits (at most 31), one for each sequence and key head.
+pub type SortHashes = PerGroup<Option<SignHash<f64>>>;
+
+/// Draws the [`SortHashes`] of a plan.
+pub fn draw_sort_hashes(problem: &Problem, seed: u64, bits: usize) -> Result<SortHashes> {
+    PerGroup::draw(problem, |index| {
+        Ok(SignHash::new(index.stream_key(seed).named("directions"), problem.d, bits, 1))
+    })
 }
 
 /// Blocks of sorted queries and keys.
@@ -413,7 +423,7 @@ mod tests {
         let p = case.problem;
         let q = TensorRef::bhnd(&case.q, [1, p.n_heads, p.n_q, p.d]).unwrap();
         let k = MatRef::new(&case.k, p.n_k, p.d);
-        let ranks = Ranks::new(Queries::new(q), k, hashes, StreamKey::new(4));
+        let ranks = Ranks::new(Queries::new(q), k, SignHash::new(StreamKey::new(4), p.d, hashes, 1).as_ref());
         SortedBlocks::new(&ranks, &Rectangle { rows: 0..p.n_q, keys: 0..p.n_k }, None, block, assign)
     }
 

@@ -23,7 +23,8 @@ use super::common::{Rotary, check_io, check_shape, own, projections, take};
 use crate::cache::KvCache;
 use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, Weights};
 use crate::method::{Method, RunInfo};
-use crate::{Error, MatRef, Options, Out, Problem, Qkv, Result, TensorMut, TensorRef, Workspace, registry};
+use crate::methods::exact::exact::METHOD as EXACT;
+use crate::{Error, MatRef, Options, Out, Problem, Qkv, Result, TensorMut, TensorRef, Workspace};
 use attlas_num::rope::{Layout, Rope, Scaling};
 
 /// Registry entry.
@@ -37,7 +38,7 @@ pub static LAYER: LayerKind = LayerKind {
     build: |shape, options, weights| {
         let params = Params::from_options(options)?;
         let rope = params.rope(shape)?;
-        let layer = GroupedQuery::new(*shape, weights, rope, registry::method("exact")?, Options::new())?;
+        let layer = GroupedQuery::new(*shape, weights, rope, &EXACT, Options::new())?;
         Ok(Box::new(layer))
     },
 };

@@ -108,7 +108,7 @@ impl Default for How {
     }
 }
 
-/// Output, log-sum-exp (NaN where not asked for) and what happened.
+/// Output, log-sum-exp (NaN where the method has none) and what happened.
 #[derive(Clone, Debug)]
 pub struct Ran {
     /// Output rows, `[batch, heads, rows, columns]`, widened to double precision.

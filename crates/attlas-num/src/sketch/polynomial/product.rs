@@ -52,6 +52,18 @@ impl<T: Real> Node<T> {
         }
     }
 
+    fn cast<U: Real>(&self) -> Node<U> {
+        match self {
+            Self::Leaf => Node::Leaf,
+            Self::Product { left, right, g1, g2 } => Node::Product {
+                left: Box::new(left.cast()),
+                right: Box::new(right.cast()),
+                g1: g1.cast(),
+                g2: g2.cast(),
+            },
+        }
+    }
+
     /// [`apply`](Self::apply) with products by the fast kernel: `out` is `rows × r`.
     fn apply_into(&self, x: MatRef<'_, T>, isa: Isa, scratch: &Scratch, out: &mut [T]) {
         let Self::Product { left, right, g1, g2 } = self else {
@@ -133,6 +145,18 @@ impl<T: Real> ProductSketch<T> {
         let root = Node::draw(d, half, r, factor, key);
         let sketch_len = if half == 1 { d } else { r };
         Ok(Self { root, d, degree, sketch_len, self_tensored, options })
+    }
+
+    /// The same in another element type: what drawing in that type from the same stream gives.
+    pub fn cast<U: Real>(&self) -> ProductSketch<U> {
+        ProductSketch {
+            root: self.root.cast(),
+            d: self.d,
+            degree: self.degree,
+            sketch_len: self.sketch_len,
+            self_tensored: self.self_tensored,
+            options: self.options,
+        }
     }
 
     /// Writes the sketches (before they are squared) of rows as they are, neither divided by their lengths nor

@@ -38,7 +38,8 @@ pub use calibration::Calibration;
 pub use converted::Converted;
 pub use rotation::{Rotation, Widths};
 
-use crate::layer::{Conversion, Dense, LayerShape};
+use crate::conversions::Conversion;
+use crate::layer::{Dense, LayerShape};
 use crate::{Mat, Result};
 use assemble::assemble;
 use attlas_num::rope::{Layout, Rope, Scaling};

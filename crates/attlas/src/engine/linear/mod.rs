@@ -289,7 +289,7 @@ pub fn sub_block<'b, T: Real>(block: &'b mut RowBlock<'_, T>, rows: Range<usize>
 /// Exact attention for single rows.
 fn mend_rows<T: Real>(g: &mut Group<'_, T>, unstable: &[(usize, usize)]) {
     let (k, v, scale, cx, n_q, d_v) = (g.k, g.v, g.scale, g.cx, g.n_q(), g.d_v());
-    let mended: Vec<(Vec<T>, [T; 1])> = unstable
+    let recomputed: Vec<(Vec<T>, [T; 1])> = unstable
         .par_iter()
         .map(|&(head, row)| {
             let (q, seen) = (g.q.head(head).sub_rows(row..row + 1), g.visible(row));
@@ -299,7 +299,7 @@ fn mend_rows<T: Real>(g: &mut Group<'_, T>, unstable: &[(usize, usize)]) {
             (out, lse)
         })
         .collect();
-    for (&(head, row), (out, lse)) in unstable.iter().zip(&mended) {
+    for (&(head, row), (out, lse)) in unstable.iter().zip(&recomputed) {
         let at = head * n_q + row;
         g.out[at * d_v..(at + 1) * d_v].copy_from_slice(out);
         g.lse[at] = lse[0];

@@ -1,5 +1,6 @@
 //! The plan of a method that is a feature map: cost, memory, predicted error, decoding.
 
+use super::super::PerGroup;
 use super::{Accumulator, CHUNK, LinearStream, run_linear, scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
 use crate::method::{Cost, RunInfo};
@@ -19,12 +20,18 @@ pub struct Shape {
     pub d_v: usize,
     /// Factor on the inner products.
     pub scale: f64,
-    /// Whose random streams it draws from.
+    /// Which sequence and key head it is for.
     pub index: GroupIndex,
 }
 
 /// Where the feature maps of a method come from.
 pub trait Source: Debug + Clone + Send + Sync + 'static {
+    /// Random numbers of one sequence and key head; `()` where there are none.
+    type Draws: Debug + Send + Sync + 'static;
+
+    /// Draws them for width `d`, when a plan is made.
+    fn draw(&self, d: usize, index: GroupIndex) -> Result<Self::Draws>;
+
     /// Features of one token of width `d`.
     fn num_features(&self, d: usize) -> usize;
 
@@ -32,7 +39,12 @@ pub trait Source: Debug + Clone + Send + Sync + 'static {
     fn feature_flops(&self, d: usize) -> u64;
 
     /// The sums of one group; `data` is there when a whole group is run, and not for a stream.
-    fn prepare<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Prepared<T>>;
+    fn prepare<T: Real>(
+        &self,
+        shape: &Shape,
+        draws: &Self::Draws,
+        data: Option<&Group<'_, T>>,
+    ) -> Result<Prepared<T>>;
 
     /// Whether denominators are sums of exponentials.
     fn has_lse(&self) -> bool {
@@ -201,14 +213,16 @@ pub fn run_predicted<T: Real>(
 
 /// Linear attention with the feature maps of `S`.
 #[derive(Clone, Debug)]
-pub struct Linear<S> {
+pub struct Linear<S: Source> {
     source: S,
+    draws: PerGroup<S::Draws>,
 }
 
 impl<S: Source> Linear<S> {
-    /// A plan.
-    pub fn new(source: S) -> Self {
-        Self { source }
+    /// A plan, with the random numbers of every sequence and key head.
+    pub fn new(problem: &Problem, source: S) -> Result<Self> {
+        let draws = PerGroup::draw(problem, |index| source.draw(problem.d, index))?;
+        Ok(Self { source, draws })
     }
 }
 
@@ -243,7 +257,7 @@ impl<S: Source> GroupPlan for Linear<S> {
         }
         let shape = Shape { d: g.k.cols(), d_v: g.d_v(), scale: g.scale.to_f64(), index: g.index };
         let features = self.source.num_features(shape.d);
-        let Prepared { acc, error } = self.source.prepare(&shape, Some(&g))?;
+        let Prepared { acc, error } = self.source.prepare(&shape, self.draws.of(g.index), Some(&g))?;
         let target = self.source.target_error();
         let mut info = run_predicted(&mut g, features, error.as_ref(), target, |g| run_linear(&*acc, g))?;
         info.keys_visited = ((g.lse.len() as u64) - info.empty_rows) * features as u64;
@@ -260,7 +274,7 @@ impl<S: Source> GroupPlan for Linear<S> {
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
         // The scale in the element's precision, as a whole group sees it.
         let shape = Shape { d: p.d, d_v: p.d_v, scale: T::from_f64(p.scale).to_f64(), index };
-        let prepared = self.source.prepare::<T>(&shape, None).ok()?;
+        let prepared = self.source.prepare::<T>(&shape, self.draws.of(index), None).ok()?;
         Some(Box::new(LinearStream::new(prepared.acc, self.source.num_features(p.d), p.d, p.d_v)))
     }
 }

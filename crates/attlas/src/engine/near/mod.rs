@@ -54,7 +54,7 @@ impl<P: GroupPlan> NearField<P> {
     }
 
     /// Bias of the means: logarithm of the share of far keys that the method does not plan to visit. `None` where it visits all of
-    /// them, or means are not wanted.
+    /// them, or `means` is off.
     fn unseen(&self, problem: &Problem) -> Option<f64> {
         if self.near.rest != Rest::Mean {
             return None;

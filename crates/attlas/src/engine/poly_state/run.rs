@@ -75,7 +75,7 @@ impl<T: Real> SketchAttention<'_, T> {
             Ok(rows.into_iter().map(|i| (block.head, block.first + i)).collect::<Vec<_>>())
         })?;
         let guarded = guarded.concat();
-        self.mend(g, k, &guarded);
+        self.recompute(g, k, &guarded);
         let visited = rows * self.features() as u64;
         Ok(RunInfo { keys_visited: visited, fallback_rows: guarded.len() as u64, ..RunInfo::default() })
     }
@@ -139,7 +139,7 @@ impl<T: Real> SketchAttention<'_, T> {
             })
             .collect();
         let guarded = guarded.concat();
-        self.mend(g, k, &guarded);
+        self.recompute(g, k, &guarded);
         let rows = ((n_q - unseen_rows) * heads) as u64;
         let visited = rows * (self.features() + self.block.min(n_k) / 2) as u64;
         Ok(RunInfo {
@@ -201,19 +201,19 @@ impl<T: Real> SketchAttention<'_, T> {
     }
 
     /// Computes guarded rows again, where the guard asks for it.
-    fn mend(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>, rows: &[(usize, usize)]) {
+    fn recompute(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>, rows: &[(usize, usize)]) {
         let Some(kernel) = self.guard.kernel() else { return };
         let (n_q, d_v, v, cx) = (g.n_q(), g.d_v(), g.v, g.cx);
-        let mended: Vec<Vec<T>> = rows
+        let recomputed: Vec<Vec<T>> = rows
             .par_iter()
             .map(|&(head, row)| {
                 let (seen, q) = (g.visible(row), g.q.head(head).sub_rows(row..row + 1));
                 self.exact_row(kernel, q, k.sub_rows(0..seen), v.sub_rows(0..seen), cx)
             })
             .collect();
-        for (&(head, row), mended) in rows.iter().zip(&mended) {
+        for (&(head, row), recomputed) in rows.iter().zip(&recomputed) {
             let at = (head * n_q + row) * d_v;
-            g.out[at..at + d_v].copy_from_slice(mended);
+            g.out[at..at + d_v].copy_from_slice(recomputed);
         }
     }
 
@@ -260,9 +260,9 @@ impl<T: Real> SketchAttention<'_, T> {
         };
         let per_row = 4 * (p.d_v + 2) + 2 * p.d + 10 * width + m + 2 * block + 8;
         let per_block = p.d_v + 2 * p.d + 10 * width + 8;
-        let mended = p.d + TILE * (p.d_v + 2);
+        let recomputed = p.d + TILE * (p.d_v + 2);
         let per_thread =
-            (ROWS * per_row + block * per_block + mended) * size.max(8) + 2 * GEMM_SCRATCH_BYTES + 4096;
+            (ROWS * per_row + block * per_block + recomputed) * size.max(8) + 2 * GEMM_SCRATCH_BYTES + 4096;
         pieces * m * (p.d_v + 2) * size + 256 + threads * per_thread
     }
 }

@@ -3,9 +3,10 @@
 use super::{Latent, Queries};
 use crate::layer::Linear;
 use crate::layers::common::project;
+use crate::methods::exact::exact::METHOD as EXACT;
 use crate::workspace::Context;
 use crate::{
-    Mask, Mat, MatRef, Options, Out, Problem, Qkv, Result, RunInfo, TensorMut, TensorRef, Workspace, registry,
+    Mask, Mat, MatRef, Options, Out, Problem, Qkv, Result, RunInfo, TensorMut, TensorRef, Workspace,
 };
 use attlas_num::kernels::{Op, gemm};
 use rayon::prelude::*;
@@ -91,7 +92,7 @@ impl Latent {
     ) -> Result<RunInfo> {
         let s = self.sizes;
         let (tokens, total) = (problem.n_q, problem.n_k);
-        let plan = registry::baseline().plan(problem, &Options::new())?;
+        let plan = EXACT.plan(problem, &Options::new())?;
         let width = s.heads * (s.nope + s.d_v);
         let mut up = vec![0.0f32; total * width];
         let mut k = vec![0.0f32; total * s.heads * s.d()];
@@ -149,7 +150,7 @@ impl Latent {
     ) -> Result<RunInfo> {
         let s = self.sizes;
         let (tokens, total, row) = (problem.n_q, problem.n_k, s.row());
-        let plan = registry::baseline().plan(problem, &Options::new())?;
+        let plan = EXACT.plan(problem, &Options::new())?;
         let first = total - tokens;
         // Head by head where they are absorbed here, token by token where the weights are merged.
         let merged = self.merged_qk.is_some();

@@ -4,9 +4,8 @@ use super::TensorProduct;
 use super::factors::{Side, Sizes, attend_factors, combine};
 use super::maps::{Cache, Map, Maps, Queries, Rows};
 use crate::layers::common::project;
-use crate::{
-    Mask, MatRef, Options, Out, Problem, Qkv, Result, RunInfo, TensorMut, TensorRef, Workspace, registry,
-};
+use crate::methods::exact::exact::METHOD as EXACT;
+use crate::{Mask, MatRef, Options, Out, Problem, Qkv, Result, RunInfo, TensorMut, TensorRef, Workspace};
 use rayon::prelude::*;
 use std::borrow::Cow;
 use std::ops::Range;
@@ -132,7 +131,7 @@ impl TensorProduct {
             });
             return Ok((rows.concat(), RunInfo::visited(problem.visible_pairs())));
         }
-        let exact = registry::method("exact")?.plan(&problem, &Options::new())?;
+        let exact = EXACT.plan(&problem, &Options::new())?;
         let (q, k, v) = ws.install(|_| {
             let combine = |side: Side<'_, f32>, width| combine(&side, h, width);
             (

@@ -110,7 +110,7 @@ crate::params! {
         rope_dim: Option<usize> = None, in 2..=1 << 20;
         /// What is done to head factors.
         head_act: HeadAct = HeadAct::None;
-        /// How many tokens at once are treated; decoding always works on factors unless materialised is asked for.
+        /// Form in which several tokens are computed at once; decoding works on factors unless this is materialised.
         path: Path = Path::Auto;
     }
 }

@@ -20,7 +20,7 @@
 //! **Guarantees.** Windows as long as the sequence give causal `third_order`; $w_2 = 1$ with ones as second keys and
 //! values gives sliding-window attention. Both tested here.
 //!
-//! **When to use.** Where third-order attention is wanted at more than a few hundred tokens.
+//! **When to use.** For third-order attention over more than a few hundred tokens.
 
 pub mod gram;
 

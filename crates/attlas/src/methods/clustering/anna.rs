@@ -27,16 +27,15 @@
 //!
 //! **When to use.** For models made for it (matching, induction); as softmax attention it is a crude one.
 
-use crate::engine::{Fallback, attend_subset, exact_group, exact_scratch_bytes};
+use crate::engine::{Fallback, PerGroup, attend_subset, exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Status, Support, Tunable};
 use crate::workspace::Context;
-use crate::{Mask, MatRef, Problem, Real, Result};
+use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::cluster::order_by;
 use attlas_num::hash::stable::collision_probability;
 use attlas_num::hash::{Lsh, PStable};
 use attlas_num::kernels::{axpy, scale, sq_dist};
-use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -115,7 +114,7 @@ impl Spec for Params {
     }
 
     fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
-        Ok(Anna::new(self, x.problem))
+        Anna::new(self, x.problem)
     }
 }
 
@@ -133,23 +132,23 @@ pub struct Anna {
     params: Params,
     rounds: usize,
     hashes: usize,
+    functions: PerGroup<PStable<f64>>,
 }
 
 impl Anna {
     /// A plan for a problem of this many keys.
-    pub(crate) fn new(params: Params, p: &Problem) -> Self {
+    pub(crate) fn new(params: Params, p: &Problem) -> Result<Self> {
         let (hashes, _) = theory(p.n_k, params.radius, params.factor, params.width);
         let hashes = params.hashes.unwrap_or(hashes.clamp(0.0, 64.0) as usize);
         let near = collision_probability(params.radius, params.width);
         let tables = (near.powi(-(hashes as i32)) * (p.n_k.max(2) as f64).ln()).ceil();
         let rounds = params.rounds.unwrap_or(tables.clamp(1.0, 4096.0) as usize);
-        Self { params, rounds, hashes }
-    }
-
-    fn functions<T: Real>(&self, index: GroupIndex, d: usize) -> PStable<T> {
-        let key: StreamKey = index.stream_key(self.params.seed).named("anna");
-        PStable::new(key, d, self.params.width, self.hashes, self.rounds)
-            .unwrap_or_else(|| unreachable!("the width is in range"))
+        let functions = PerGroup::draw(p, |index| {
+            let key = index.stream_key(params.seed).named("anna");
+            PStable::new(key, p.d, params.width, hashes, rounds)
+                .ok_or_else(|| Error::param("width", params.width, "positive and finite"))
+        })?;
+        Ok(Self { params, rounds, hashes, functions })
     }
 
     /// Whether every collision must be looked at, rather than the sums of buckets.
@@ -230,7 +229,7 @@ impl GroupPlan for Anna {
         if self.hashes == 0 && self.params.weights == Weights::Softmax && !self.params.filter {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
         }
-        let functions = self.functions::<T>(g.index, g.k.cols());
+        let functions = self.functions.of(g.index).cast::<T>();
         let visited = if self.lists() {
             self.run_lists(&mut g, &functions)?
         } else {
@@ -247,7 +246,7 @@ impl GroupPlan for Anna {
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
         Some(Box::new(Tables {
             plan: self.clone(),
-            functions: self.functions(index, p.d),
+            functions: self.functions.of(index).cast(),
             tables: vec![HashMap::default(); self.rounds],
             k: Vec::new(),
             v: Vec::new(),
@@ -544,6 +543,7 @@ mod tests {
     use super::*;
     use crate::Options;
     use crate::testkit::{Case, assert_rows_close, check_method, reference, reference_masked, run_method};
+    use attlas_num::rng::StreamKey;
 
     #[test]
     fn honours_the_contract() {
@@ -553,8 +553,8 @@ mod tests {
     /// Tables in which each pair meets, and its distance.
     fn meetings(case: &Case, options: &Options) -> Vec<Vec<usize>> {
         let p = &case.problem;
-        let plan = Anna::new(Params::from_options(options).unwrap(), p);
-        let functions = plan.functions::<f64>(GroupIndex { batch: 0, kv_head: 0 }, p.d);
+        let plan = Anna::new(Params::from_options(options).unwrap(), p).unwrap();
+        let functions = plan.functions.of(GroupIndex { batch: 0, kv_head: 0 });
         let (q, k) = (MatRef::new(&case.q, p.n_q, p.d), MatRef::new(&case.k, p.n_k, p.d));
         let mut met = vec![vec![0; p.n_k]; p.n_q];
         for u in 0..plan.rounds {
@@ -761,7 +761,7 @@ mod tests {
         assert_eq!(tables, (p1.powf(-hashes) * 1000f64.ln()).ceil());
         let p = Problem::new(1, 1000, 4);
         let auto = Params { hashes: None, rounds: None, factor: 3.0, ..Params::default() };
-        let plan = Anna::new(auto, &p);
+        let plan = Anna::new(auto, &p).unwrap();
         assert_eq!((plan.hashes as f64, plan.rounds as f64), (hashes, tables.min(4096.0)));
     }
 }

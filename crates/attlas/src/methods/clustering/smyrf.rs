@@ -32,8 +32,8 @@
 //! round finds few of the heavy keys when norms are large; no decoding, since one query has no rank.
 
 use crate::engine::{
-    ALWAYS_LEAKS, BlockMask, BlockRow, Buckets, CodeIndex, FirstKeys, Join, always_leaks, attend_buckets,
-    buckets_scratch_len, exact_group, exact_rows, exact_scratch_bytes,
+    ALWAYS_LEAKS, BlockMask, BlockRow, Buckets, CodeIndex, FirstKeys, Join, PerGroup, always_leaks,
+    attend_buckets, buckets_scratch_len, exact_group, exact_rows, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupPlan};
 use crate::method::{
@@ -115,21 +115,26 @@ impl Spec for Params {
         Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
     }
 
-    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
-        Ok(Smyrf::new(self))
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Smyrf::new(x.problem, self)
     }
 }
 
-/// The plan: rounds, length of runs and merging.
+/// The plan: rounds, length of runs, merging, and the lines.
 #[derive(Clone, Debug)]
 pub struct Smyrf {
     params: Params,
+    lines: PerGroup<LiftedLines<f64>>,
 }
 
 impl Smyrf {
-    /// A plan with these parameters.
-    pub(crate) fn new(params: Params) -> Self {
-        Self { params }
+    /// A plan with these parameters; draws the lines.
+    pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
+        let lines = PerGroup::draw(p, |index| {
+            let key = index.stream_key(params.seed).named("smyrf");
+            Ok(LiftedLines::new(key, p.d, params.rounds))
+        })?;
+        Ok(Self { params, lines })
     }
 
     fn runs(&self, keys: usize) -> usize {
@@ -139,7 +144,7 @@ impl Smyrf {
     /// The same with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
-        Self { params }
+        Self { params, ..self.clone() }
     }
 }
 
@@ -193,8 +198,7 @@ impl GroupPlan for Smyrf {
         if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, g.n_k()) {
             return first.run(&mut g, |g| self.with_first(&first).run(g));
         }
-        let key = g.index.stream_key(self.params.seed).named("smyrf");
-        let lines = LiftedLines::new(key, g.k.cols(), self.params.rounds);
+        let lines = self.lines.of(g.index).cast::<T>();
         let mut visited = exact_part(&mut g, 0..0, 0..sinks);
         let heads: Vec<MatRef<'_, T>> = (0..g.q.heads()).map(|h| g.q.head(h)).collect();
         let n_q = g.n_q();
@@ -613,7 +617,8 @@ mod tests {
         merge: Merge,
     ) -> (Vec<f64>, Vec<f64>) {
         let lines = LiftedLines::from_directions(lines.as_ref()).unwrap();
-        let plan = Smyrf::new(Params { block: 10, merge, ..Params::default() });
+        let params = Params { block: 10, merge, ..Params::default() };
+        let plan = Smyrf::new(&Problem::new(1, q.rows(), q.cols()), params).unwrap();
         let ws = Workspace::single().unwrap();
         let n = q.rows();
         let (mut out, mut lse) = (vec![0.0; n * v.cols()], vec![f64::NEG_INFINITY; n]);

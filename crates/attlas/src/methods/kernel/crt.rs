@@ -37,7 +37,7 @@
 //! was no better than `performer` on a trained model. Beyond that size, no random feature map helps without training.
 
 use crate::engine::linear::{Directions, ErrorModel, Linear, Positive, Prepared, Shape, Source};
-use crate::group::{Group, GroupPlan};
+use crate::group::{Group, GroupIndex, GroupPlan};
 use crate::method::{
     Accepted, Calibration, Claims, Family, Law, Learn, Method, Promise, Spec, Support, Tunable, Withdrawn,
 };
@@ -148,7 +148,7 @@ impl Spec for Params {
     }
 
     fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
-        Ok(Linear::new(Crt::new(x.problem, self, x.calibration)?))
+        Linear::new(x.problem, Crt::new(x.problem, self, x.calibration)?)
     }
 }
 
@@ -294,6 +294,13 @@ fn add_sample<T: Real>(sides: &mut [SideMoments; 2], x: &Qkv<'_, T>, p: &Problem
 }
 
 impl Source for Crt {
+    type Draws = Mat<f64>;
+
+    fn draw(&self, d: usize, index: GroupIndex) -> Result<Mat<f64>> {
+        let key = index.stream_key(self.params.seed).named("directions");
+        Ok(draw_directions(self.params.directions.coupling(), self.num_directions(d), d, key)?)
+    }
+
     fn num_features(&self, d: usize) -> usize {
         self.num_directions(d) * if self.params.antithetic { 2 } else { 1 }
     }
@@ -306,14 +313,16 @@ impl Source for Crt {
         self.params.target_error
     }
 
-    fn prepare<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Prepared<T>> {
-        let Params { directions, antithetic, seed, .. } = self.params;
-        let key = shape.index.stream_key(seed).named("directions");
-        let draw = || draw_directions(directions.coupling(), self.num_directions(shape.d), shape.d, key);
-        let (exponent, omega) = rayon::join(|| self.exponent(shape, data), draw);
-        let (exponent, omega) = (exponent?, omega?);
+    fn prepare<T: Real>(
+        &self,
+        shape: &Shape,
+        omega: &Mat<f64>,
+        data: Option<&Group<'_, T>>,
+    ) -> Result<Prepared<T>> {
+        let antithetic = self.params.antithetic;
+        let exponent = self.exponent(shape, data)?;
         let options = MapOptions { scale: shape.scale, ..MapOptions::default() };
-        let map = ExpFeatures::new(&exponent, &omega, antithetic, options)?;
+        let map = ExpFeatures::new(&exponent, omega, antithetic, options)?;
         let directions = omega.rows();
         Ok(Prepared::new(Positive::new(map, shape.d_v)).with_error(ErrorModel::Exponential {
             exponent,
@@ -353,9 +362,7 @@ mod tests {
                 fit(&params, &Moments::new(&sides[0], &sides[1], p.scale).unwrap()).unwrap()
             }
         };
-        let key = GroupIndex { batch: 0, kv_head: 0 }.stream_key(params.seed).named("directions");
-        let omega =
-            draw_directions(params.directions.coupling(), source.num_directions(p.d), p.d, key).unwrap();
+        let omega = source.draw(p.d, GroupIndex { batch: 0, kv_head: 0 }).unwrap();
         let map = MapOptions { scale: p.scale, ..MapOptions::default() };
         ExpFeatures::new(&exponent, &omega, params.antithetic, map).unwrap()
     }

@@ -28,7 +28,7 @@ use crate::engine::linear::{
     DenominatorPolicy, Directions, ErrorModel, Linear, PairVariance, Positive, Prepared, Shape, Signed,
     Source,
 };
-use crate::group::{Group, GroupPlan};
+use crate::group::{Group, GroupIndex, GroupPlan};
 use crate::method::{Accepted, Claims, Family, Law, Method, Promise, Spec, Support, Tunable, Withdrawn};
 use crate::{Error, Mask, Mat, MatRef, Problem, Real, Result};
 use attlas_num::cluster::kmeans::{self, kmeans};
@@ -130,8 +130,8 @@ impl Spec for Params {
         )
     }
 
-    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
-        Ok(Linear::new(Hybrid { params: self }))
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Linear::new(x.problem, Hybrid { params: self })
     }
 }
 
@@ -142,21 +142,24 @@ pub struct Hybrid {
 }
 
 impl Hybrid {
-    fn draw(&self, shape: &Shape) -> Result<[Mat<f64>; 2]> {
-        let Params { bases, weights, directions, .. } = self.params;
-        let key = self.key(shape);
-        Ok([
-            draw_directions(directions.coupling(), bases, shape.d, key.named("directions"))?,
-            draw_directions(Coupling::Iid, weights, shape.d, key.named("weights"))?,
-        ])
-    }
-
-    fn key(&self, shape: &Shape) -> StreamKey {
-        shape.index.stream_key(self.params.seed)
+    fn key(&self, index: GroupIndex) -> StreamKey {
+        index.stream_key(self.params.seed)
     }
 }
 
 impl Source for Hybrid {
+    /// Directions of the bases and of the weights.
+    type Draws = [Mat<f64>; 2];
+
+    fn draw(&self, d: usize, index: GroupIndex) -> Result<[Mat<f64>; 2]> {
+        let Params { bases, weights, directions, .. } = self.params;
+        let key = self.key(index);
+        Ok([
+            draw_directions(directions.coupling(), bases, d, key.named("directions"))?,
+            draw_directions(Coupling::Iid, weights, d, key.named("weights"))?,
+        ])
+    }
+
     fn num_features(&self, _: usize) -> usize {
         let Params { kind, bases, weights, clusters, .. } = self.params;
         match kind {
@@ -176,15 +179,19 @@ impl Source for Hybrid {
         self.params.target_error
     }
 
-    fn prepare<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Prepared<T>> {
+    fn prepare<T: Real>(
+        &self,
+        shape: &Shape,
+        [bases, weights]: &[Mat<f64>; 2],
+        data: Option<&Group<'_, T>>,
+    ) -> Result<Prepared<T>> {
         let Params { kind, tau, denominator, den_floor, .. } = self.params;
-        let [bases, weights] = self.draw(shape)?;
         let weight = match kind {
             Kind::Angular => HybridWeight::Angular,
             Kind::Gaussian => HybridWeight::Gaussian { tau },
-            Kind::Clusters => return self.prepare_clusters(shape, data, &bases),
+            Kind::Clusters => return self.prepare_clusters(shape, data, bases),
         };
-        let map = HybridFeatures::new(&bases, &weights, weight, shape.scale)?;
+        let map = HybridFeatures::new(bases, weights, weight, shape.scale)?;
         let variance = Arc::new(Mixture { weight, bases: bases.rows(), weights: weights.rows() });
         let acc = Signed::new(map, shape.d_v, denominator, den_floor);
         Ok(Prepared::new(acc).with_error(ErrorModel::Pairs { variance, directions: bases.rows() }))
@@ -241,7 +248,7 @@ impl Hybrid {
         let queries = MatRef::new(&queries, g.q.heads() * g.n_q(), shape.d);
         let centroids = |x: MatRef<'_, T>, what: &str| {
             let options = kmeans::Options::new(self.params.clusters);
-            let key = self.key(shape).named(what);
+            let key = self.key(shape.index).named(what);
             kmeans(x, None, options, kmeans::Init::PlusPlus, key).centroids.cast::<f64>()
         };
         let map = ClusterFeatures::new(
@@ -289,9 +296,8 @@ mod tests {
             check_generic(&METHOD, &o, &[0.4], |x| {
                 let p = &x.problem;
                 let index = GroupIndex { batch: 0, kv_head: 0 };
-                let shape = Shape { d: p.d, d_v: p.d_v, scale: p.scale, index };
                 let [bases, weights] =
-                    Hybrid { params: Params::from_options(&o).unwrap() }.draw(&shape).unwrap();
+                    Hybrid { params: Params::from_options(&o).unwrap() }.draw(p.d, index).unwrap();
                 let map = HybridFeatures::new(&bases, &weights, weight, p.scale).unwrap();
                 naive_signed(&map, x)
             });

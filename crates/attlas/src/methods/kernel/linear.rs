@@ -24,7 +24,7 @@
 use crate::engine::linear::{
     DenominatorEps, DenominatorPolicy, Linear, Positive, Prepared, Shape, Signed, Source,
 };
-use crate::group::{Group, GroupPlan};
+use crate::group::{Group, GroupIndex, GroupPlan};
 use crate::method::{Accepted, Claims, Family, Method, Needs, Promise, Spec, Support, Withdrawn};
 use crate::{Problem, Real, Result};
 use attlas_num::sketch::MapOptions;
@@ -123,8 +123,8 @@ impl Spec for Params {
         )
     }
 
-    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
-        Ok(Linear::new(Coordinates { params: self }))
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Linear::new(x.problem, Coordinates { params: self })
     }
 }
 
@@ -135,6 +135,12 @@ pub struct Coordinates {
 }
 
 impl Source for Coordinates {
+    type Draws = ();
+
+    fn draw(&self, _: usize, _: GroupIndex) -> Result<()> {
+        Ok(())
+    }
+
     fn num_features(&self, d: usize) -> usize {
         d
     }
@@ -143,7 +149,7 @@ impl Source for Coordinates {
         2 * d as u64
     }
 
-    fn prepare<T: Real>(&self, shape: &Shape, _: Option<&Group<'_, T>>) -> Result<Prepared<T>> {
+    fn prepare<T: Real>(&self, shape: &Shape, _: &(), _: Option<&Group<'_, T>>) -> Result<Prepared<T>> {
         let Params { map, qk_scale, relu_eps, den_eps, denominator, den_floor } = self.params;
         let options = MapOptions { scale: qk_scale, ..MapOptions::default() };
         let function = match map {

@@ -15,14 +15,14 @@
 //! one.
 //!
 //! **Reference.** choromanski2021; directions: yu2016 (orthogonal), reid2023 (simplex). Departures: blocks are
-//! orthogonal with $\chi_d$ lengths and the sign of the QR factor mended, without which `pos` is biased; shifts per
+//! orthogonal with $\chi_d$ lengths and the sign of the QR factor corrected, without which `pos` is biased; shifts per
 //! feature and per row in place of one global key maximum; nothing is added to features unless `feature_eps` asks
 //! for it, which reproduces the reference implementation and, because it needs the maximum over all keys, exists
 //! without a mask only.
 //!
 //! **Cost.** $2(n_q + n_k)\,m\,(d + d_v)$, causal half as much again; state $m(d_v + 3)$, whatever the length.
 //!
-//! **Guarantees.** Un-normalised rows are unbiased (`pos`, `hyp`; `trig` before its denominator is mended): tested.
+//! **Guarantees.** Un-normalised rows are unbiased (`pos`, `hyp`; `trig` before its denominator is guarded): tested.
 //! The relative variance of an entry is $(e^{\|x+y\|^2} - 1)/M$ for independent directions, less for orthogonal
 //! ones: exponential in the norms. `RunInfo` carries the predicted relative standard deviation
 //! (`predicted_rel_sd`; above 0.5 rows mean little) and the `features_needed` for 10 %.
@@ -34,9 +34,10 @@
 use crate::engine::linear::{
     DenominatorPolicy, Directions, ErrorModel, Linear, Positive, Prepared, Shape, Signed, Source,
 };
-use crate::group::{Group, GroupPlan};
+use crate::group::{Group, GroupIndex, GroupPlan};
 use crate::method::{Accepted, Claims, Family, Method, Promise, Spec, Support, Tunable, Withdrawn};
 use crate::{Mask, MatRef, Problem, Real, Result};
+use attlas_num::Mat;
 use attlas_num::kernels;
 use attlas_num::sketch::features::{ExpFeatures, Exponent, RandomRelu, Trig, default_num_features};
 use attlas_num::sketch::{LogFeatures, MapOptions, Side, draw_directions};
@@ -63,7 +64,7 @@ pub static METHOD: Method = Method {
                 param: "map",
                 value: "trig",
                 promise: Promise::Unbiased,
-                reason: "a denominator that cancels has no logarithm, or is mended",
+                reason: "a denominator that cancels has no logarithm, or is replaced",
             },
             Withdrawn {
                 param: "map",
@@ -167,8 +168,8 @@ impl Spec for Params {
             )
     }
 
-    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
-        Ok(Linear::new(Performer::new(self)))
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Linear::new(x.problem, Performer::new(self))
     }
 }
 
@@ -198,6 +199,13 @@ impl Performer {
 }
 
 impl Source for Performer {
+    type Draws = Mat<f64>;
+
+    fn draw(&self, d: usize, index: GroupIndex) -> Result<Mat<f64>> {
+        let key = index.stream_key(self.params.seed).named("directions");
+        Ok(draw_directions(self.params.directions.coupling(), self.num_directions(d), d, key)?)
+    }
+
     fn num_features(&self, d: usize) -> usize {
         self.num_directions(d) * if self.is_even() { 2 } else { 1 }
     }
@@ -210,16 +218,19 @@ impl Source for Performer {
         self.params.target_error
     }
 
-    fn prepare<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Prepared<T>> {
-        let Params { map, directions, feature_eps, denominator, den_floor, seed, .. } = self.params;
-        let key = shape.index.stream_key(seed).named("directions");
-        let omega = draw_directions(directions.coupling(), self.num_directions(shape.d), shape.d, key)?;
+    fn prepare<T: Real>(
+        &self,
+        shape: &Shape,
+        omega: &Mat<f64>,
+        data: Option<&Group<'_, T>>,
+    ) -> Result<Prepared<T>> {
+        let Params { map, feature_eps, denominator, den_floor, .. } = self.params;
         let options = MapOptions { scale: shape.scale, ..MapOptions::default() };
         let (d_v, directions) = (shape.d_v, omega.rows());
         Ok(match map {
             Map::Pos | Map::Hyp => {
                 let (exponent, antithetic) = (Exponent::favor(shape.d), map == Map::Hyp);
-                let inner = ExpFeatures::new(&exponent, &omega, antithetic, options)?;
+                let inner = ExpFeatures::new(&exponent, omega, antithetic, options)?;
                 let acc = match data {
                     Some(g) if feature_eps > 0.0 => {
                         Positive::new(Lifted::new(inner, feature_eps, shape.scale, g.k), d_v)
@@ -228,9 +239,9 @@ impl Source for Performer {
                 };
                 Prepared::new(acc).with_error(ErrorModel::Exponential { exponent, antithetic, directions })
             }
-            Map::Relu => Prepared::new(Positive::new(RandomRelu::new(&omega, RELU_EPS, options)?, d_v)),
+            Map::Relu => Prepared::new(Positive::new(RandomRelu::new(omega, RELU_EPS, options)?, d_v)),
             Map::Trig => {
-                let acc = Signed::new(Trig::new(&omega, options)?, d_v, denominator, den_floor);
+                let acc = Signed::new(Trig::new(omega, options)?, d_v, denominator, den_floor);
                 Prepared::new(acc).with_error(ErrorModel::Trig { directions })
             }
         })
@@ -305,8 +316,7 @@ mod tests {
 
     fn directions(o: &Options, p: &Problem) -> attlas_num::Mat<f64> {
         let source = Performer::new(Params::from_options(o).unwrap());
-        let key = GroupIndex { batch: 0, kv_head: 0 }.stream_key(source.params.seed).named("directions");
-        draw_directions(source.params.directions.coupling(), source.num_directions(p.d), p.d, key).unwrap()
+        source.draw(p.d, GroupIndex { batch: 0, kv_head: 0 }).unwrap()
     }
 
     fn exponential(o: &Options, p: &Problem) -> ExpFeatures<f64> {

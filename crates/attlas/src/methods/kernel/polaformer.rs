@@ -23,7 +23,7 @@
 //! **When to use.** Models trained with it.
 
 use crate::engine::linear::{DenominatorEps, Linear, Positive, Prepared, Shape, Source};
-use crate::group::{Group, GroupPlan};
+use crate::group::{Group, GroupIndex, GroupPlan};
 use crate::method::{Accepted, Calibration, Claims, Family, Method, Needs, Spec, Support};
 use crate::{Error, MatRef, Problem, Real, Result};
 use attlas_num::sketch::features::Pola;
@@ -67,7 +67,7 @@ impl Spec for Params {
     }
 
     fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
-        Ok(Linear::new(Polarity::new(x.problem, self, x.calibration)?))
+        Linear::new(x.problem, Polarity::new(x.problem, self, x.calibration)?)
     }
 }
 
@@ -100,6 +100,12 @@ impl Polarity {
 }
 
 impl Source for Polarity {
+    type Draws = ();
+
+    fn draw(&self, _: usize, _: GroupIndex) -> Result<()> {
+        Ok(())
+    }
+
     fn num_features(&self, d: usize) -> usize {
         2 * d
     }
@@ -109,7 +115,7 @@ impl Source for Polarity {
         4 * d as u64
     }
 
-    fn prepare<T: Real>(&self, shape: &Shape, _: Option<&Group<'_, T>>) -> Result<Prepared<T>> {
+    fn prepare<T: Real>(&self, shape: &Shape, _: &(), _: Option<&Group<'_, T>>) -> Result<Prepared<T>> {
         let same = &self.maps[shape.index.kv_head % self.maps.len()];
         let (half, d_v) = (shape.d_v / 2, shape.d_v);
         let keys: Arc<dyn LogFeatures<T>> = Arc::new(same.clone());

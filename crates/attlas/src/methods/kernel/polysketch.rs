@@ -39,6 +39,7 @@
 //! With `alpha` 0, as in the paper, and $r = 32$ the error is above 1 without a mask. Against softmax, 16 and $r = 32$ err by 0.84
 //! (0.60), of which the kernel itself makes 0.69 (0.57).
 
+use crate::engine::PerGroup;
 use crate::engine::poly_state::{
     Form, Guard, HalfSketch, PowerKernel, Prepare, SketchAttention, SketchStream, unit_into,
 };
@@ -182,6 +183,22 @@ pub struct PolySketch {
     params: Params,
     kernel: PowerKernel,
     width_in: usize,
+    /// One sketch for each sequence and key head.
+    sketches: PerGroup<ProductSketch<f64>>,
+}
+
+impl Params {
+    /// The sketch of half the power, for rows of `width` elements.
+    fn draw(&self, index: GroupIndex, width: usize) -> Result<ProductSketch<f64>> {
+        let key = if self.share { StreamKey::new(self.seed) } else { index.stream_key(self.seed) };
+        let scaling = match self.scaling {
+            Scaling::Unbiased => ProductScale::Unbiased,
+            Scaling::ReferenceCode => ProductScale::ReferenceCode,
+        };
+        let (key, options) = (key.named("polysketch"), MapOptions::default());
+        ProductSketch::new(width, self.degree as u32 / 2, self.features, false, scaling, key, options)
+            .map_err(|e| Error::param("features", self.features, e.to_string()))
+    }
 }
 
 impl PolySketch {
@@ -201,7 +218,8 @@ impl PolySketch {
             power: params.degree as f64,
         };
         let width_in = problem.d + usize::from(params.alpha > 0.0);
-        Ok(Self { params, kernel, width_in })
+        let sketches = PerGroup::draw(problem, |index| params.draw(index, width_in))?;
+        Ok(Self { params, kernel, width_in, sketches })
     }
 
     /// Length of the sketch.
@@ -213,25 +231,10 @@ impl PolySketch {
         if self.params.layer_norm { Prepare::LayerNorm(EPS) } else { Prepare::Copy }
     }
 
-    fn draw<T: Real>(&self, index: GroupIndex) -> Result<Half<T>> {
-        let Params { degree, features, seed, share, scaling, .. } = self.params;
-        let key = if share { StreamKey::new(seed) } else { index.stream_key(seed) };
-        let scaling = match scaling {
-            Scaling::Unbiased => ProductScale::Unbiased,
-            Scaling::ReferenceCode => ProductScale::ReferenceCode,
-        };
-        let sketch = ProductSketch::new(
-            self.width_in,
-            degree as u32 / 2,
-            features,
-            false,
-            scaling,
-            key.named("polysketch"),
-            MapOptions::default(),
-        )
-        .map_err(|e| Error::param("features", features, e.to_string()))?;
+    fn half<T: Real>(&self, index: GroupIndex) -> Half<T> {
         let PowerKernel { scale, shift, power } = self.kernel;
-        Ok(Half { sketch, width_in: self.width_in, root: scale.sqrt(), extra: shift.sqrt(), power })
+        let sketch = self.sketches.of(index).cast();
+        Half { sketch, width_in: self.width_in, root: scale.sqrt(), extra: shift.sqrt(), power }
     }
 
     fn through<'a, T: Real>(&self, map: &'a Half<T>) -> SketchAttention<'a, T> {
@@ -317,7 +320,7 @@ impl GroupPlan for PolySketch {
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
-        let map = self.draw::<T>(g.index)?;
+        let map = self.half::<T>(g.index);
         let (k, cx) = (g.k, g.cx);
         let mut prepared = cx.scratch.take::<T>(k.rows() * k.cols());
         self.prepare().par_apply_into(k, &mut prepared);
@@ -328,7 +331,7 @@ impl GroupPlan for PolySketch {
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
-        let map = self.draw::<T>(index).ok()?;
+        let map = self.half::<T>(index);
         Some(Box::new(SketchStream::new(&self.through(&map), map.clone(), p.d, p.d_v)))
     }
 }

@@ -25,6 +25,7 @@
 //! 0.94, 0.80 and 0.62, and with $c = 4$ 0.77, 0.55 and 0.43. Take it over `polysketch` where $d$ is large and
 //! sketches are long: count sketches cost $d$, not $d r$.
 
+use crate::engine::PerGroup;
 use crate::engine::poly_state::{
     Form, Guard, HalfSketch, PowerKernel, Prepare, Signed, SketchAttention, SketchStream,
 };
@@ -146,6 +147,8 @@ pub struct TensorSketch {
     form: Form,
     d: usize,
     scale: f64,
+    /// One sketch for each sequence and key head.
+    maps: PerGroup<Scaled>,
 }
 
 impl TensorSketch {
@@ -177,15 +180,15 @@ impl TensorSketch {
             ..TensorSketchSpec::default()
         };
         let form = if squared { Form::Squared } else { Form::Direct };
-        Ok(Self { params, spec, form, d: p.d, scale: p.scale })
-    }
-
-    fn draw(&self, index: GroupIndex) -> Result<Scaled> {
-        let key = index.stream_key(self.params.seed).named("tensor sketch");
-        let options = MapOptions { scale: self.scale, ..MapOptions::default() };
-        let map = Sketch::new(self.d, self.spec, key, options)
-            .map_err(|e| Error::param("features", self.spec.r, e.to_string()))?;
-        Ok(Scaled { map: Signed(map), factor: if self.form == Form::Squared { 2.0 } else { 1.0 } })
+        let options = MapOptions { scale: p.scale, ..MapOptions::default() };
+        let factor = if squared { 2.0 } else { 1.0 };
+        let maps = PerGroup::draw(p, |index| {
+            let key = index.stream_key(params.seed).named("tensor sketch");
+            let map = Sketch::new(p.d, spec, key, options)
+                .map_err(|e| Error::param("features", spec.r, e.to_string()))?;
+            Ok(Scaled { map: Signed(map), factor })
+        })?;
+        Ok(Self { params, spec, form, d: p.d, scale: p.scale, maps })
     }
 
     fn through<'a, T: Real>(&self, map: &'a Scaled) -> SketchAttention<'a, T> {
@@ -286,15 +289,15 @@ impl GroupPlan for TensorSketch {
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
-        let map = self.draw(g.index)?;
+        let map = self.maps.of(g.index);
         let (k, figures) = (g.k, self.figures(&g));
-        let info = self.through(&map).run(&mut g, k)?;
+        let info = self.through(map).run(&mut g, k)?;
         Ok(RunInfo { figures, ..info })
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
-        let map = self.draw(index).ok()?;
-        Some(Box::new(SketchStream::new(&self.through::<T>(&map), map.clone(), p.d, p.d_v)))
+        let map = self.maps.of(index);
+        Some(Box::new(SketchStream::new(&self.through::<T>(map), map.clone(), p.d, p.d_v)))
     }
 }
 
@@ -316,8 +319,8 @@ mod tests {
     fn kernel_of(q: &[f64], k: &[f64], params: &Params, seed: u64) -> f64 {
         let p = Problem { scale: 1.0, ..Problem::new(1, 1, q.len()) };
         let plan = TensorSketch::new(&p, Params { seed, ..params.clone() }).unwrap();
-        let map = plan.draw(GroupIndex { batch: 0, kv_head: 0 }).unwrap();
-        let r = HalfSketch::<f64>::width(&map);
+        let map = plan.maps.of(GroupIndex { batch: 0, kv_head: 0 });
+        let r = HalfSketch::<f64>::width(map);
         let ws = Workspace::single().unwrap();
         let (mut short, mut log) = (vec![0.0; 2 * r], [0.0; 2]);
         let rows = [q, k].concat();

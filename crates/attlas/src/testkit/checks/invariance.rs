@@ -1,4 +1,4 @@
-//! Answers do not depend on how they are asked for: any shape, any number of threads, any tile, any layout, padding.
+//! Results do not depend on the form of the call: any shape, any number of threads, any tile, any layout, padding.
 
 use super::Subject;
 use crate::testkit::{Case, How, assert_same_bits};
@@ -42,8 +42,8 @@ impl Subject {
             assert!(ran.lse.iter().all(sane), "{name} as log-sum-exp");
         }
         for row in 0..p.batch * p.n_heads * p.n_q {
-            let blind = p.n_k == 0 || p.mask == Mask::Causal && row % p.n_q + p.n_k < p.n_q;
-            if blind {
+            let unseen = p.n_k == 0 || p.mask == Mask::Causal && row % p.n_q + p.n_k < p.n_q;
+            if unseen {
                 let zero = ran.o[row * p.d_v..(row + 1) * p.d_v].iter().all(|&x| x == 0.0);
                 let lse = !self.method.claims.lse || ran.lse[row] == f64::NEG_INFINITY;
                 assert!(zero && lse, "{}", self.name("a row that sees no key is not (0, −∞)", p));

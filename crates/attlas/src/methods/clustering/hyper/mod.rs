@@ -51,9 +51,9 @@
 mod theory;
 
 use crate::engine::{
-    ALWAYS_LEAKS, Assign, CausalPart, FirstKeys, Ranks, Rectangle, SortedBlocks, UniformSamples,
+    ALWAYS_LEAKS, Assign, CausalPart, FirstKeys, Ranks, Rectangle, SortHashes, SortedBlocks, UniformSamples,
     always_leaks, attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize,
-    exact_group, exact_scratch_bytes, join_blocks, sinks_scratch_bytes, with_sinks,
+    draw_sort_hashes, exact_group, exact_scratch_bytes, join_blocks, sinks_scratch_bytes, with_sinks,
 };
 use crate::group::{Group, GroupPlan};
 use crate::method::{
@@ -188,8 +188,8 @@ impl Spec for Params {
         )
     }
 
-    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
-        Hyper::new(self)
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Hyper::new(x.problem, self)
     }
 }
 
@@ -197,16 +197,18 @@ impl Spec for Params {
 #[derive(Clone, Debug)]
 pub struct Hyper {
     params: Params,
+    hashes: SortHashes,
 }
 
 impl Hyper {
     /// A plan with these parameters.
-    pub(crate) fn new(params: Params) -> Result<Self> {
+    pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         if params.variant == Variant::Theory && params.samples == 0 {
             return Err(Error::param("samples", 0, "at least 1 with variant = theory"));
         }
-        Ok(Self { params })
+        let hashes = draw_sort_hashes(p, params.seed, params.hashes)?;
+        Ok(Self { params, hashes })
     }
 
     /// Whether a part without a mask is computed exactly.
@@ -280,7 +282,7 @@ impl Hyper {
     /// The same with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
-        Self { params }
+        Self { params, ..self.clone() }
     }
 }
 
@@ -341,8 +343,7 @@ impl GroupPlan for Hyper {
             return first.run(&mut group, |g| self.with_first(&first).run(g));
         }
         with_sinks(&mut group, sinks, |rest| {
-            let key = rest.index.stream_key(self.params.seed).named("directions");
-            let ranks = Ranks::new(rest.q, rest.k, self.params.hashes, key);
+            let ranks = Ranks::new(rest.q, rest.k, self.hashes.of(rest.index).as_ref());
             match rest.mask {
                 Mask::None => self.whole(rest, &ranks),
                 Mask::Causal => {

@@ -5,6 +5,7 @@ use crate::testkit::{
     Case, assert_rows_close, assert_same_bits, check_method, reference, reference_masked, run_method,
     run_with,
 };
+use attlas_num::hash::SignHash;
 
 /// Approximate settings for short problems.
 fn options(pairs: &[(&str, &str)]) -> Options {
@@ -45,7 +46,7 @@ fn samples_of_all_keys_without_replacement_are_exact_for_any_block() {
                 cx,
             };
             let key = group.index.stream_key(3);
-            let ranks = Ranks::new(group.q, group.k, 5, key);
+            let ranks = Ranks::new(group.q, group.k, SignHash::new(key, 8, 5, 1).as_ref());
             for assign in [Assign::Balanced, Assign::Alone] {
                 let blocks = SortedBlocks::new(&ranks, &Rectangle::whole(&group), None, block, assign);
                 let all = UniformSamples::new(n_k, n_k, false, key);

@@ -46,11 +46,12 @@
 //! With a causal mask only what depends on keys alone can choose columns: `kde` modes are refused.
 
 use crate::engine::{
-    ALWAYS_LEAKS, Assign, Columns, FirstKeys, Operands, Ranks, Rectangle, Row, SortedBlocks, always_leaks,
-    attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, divide_by,
-    exact_group, exact_rows, exact_scratch_bytes, sinks_scratch_bytes, with_sinks,
+    ALWAYS_LEAKS, Assign, Columns, FirstKeys, Operands, Ranks, Rectangle, Row, SortHashes, SortedBlocks,
+    always_leaks, attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize,
+    divide_by, draw_sort_hashes, exact_group, exact_rows, exact_scratch_bytes, sinks_scratch_bytes,
+    with_sinks,
 };
-use crate::group::{Group, GroupPlan, Queries};
+use crate::group::{Group, GroupIndex, GroupPlan, Queries};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
     Withdrawn,
@@ -236,8 +237,8 @@ impl Spec for Params {
             )
     }
 
-    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
-        KdeFormer::new(self)
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        KdeFormer::new(x.problem, self)
     }
 }
 
@@ -245,16 +246,18 @@ impl Spec for Params {
 #[derive(Clone, Debug)]
 pub struct KdeFormer {
     params: Params,
+    hashes: SortHashes,
 }
 
 impl KdeFormer {
     /// A plan with these parameters.
-    pub(crate) fn new(params: Params) -> Result<Self> {
+    pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         if params.z_mode == Normaliser::Kde && params.samples == 0 {
             return Err(crate::Error::param("samples", 0, "at least 1 with z_mode = kde"));
         }
-        Ok(Self { params })
+        let hashes = draw_sort_hashes(p, params.seed, params.hashes)?;
+        Ok(Self { params, hashes })
     }
 
     fn is_exact(&self, n_k: usize) -> bool {
@@ -305,9 +308,9 @@ impl KdeFormer {
         let key = group.index.stream_key(self.params.seed);
         let of_part = part.stream(key);
         if !self.needs_density() {
-            let (q, k, v) = (group.q, group.k, group.v);
+            let (q, k, v, index) = (group.q, group.k, group.v, group.index);
             let (blocks, drawn) = rayon::join(
-                || self.blocks(q, k, assign, key),
+                || self.blocks(q, k, assign, index),
                 || self.columns(&self.weights(v, None, of_part), of_part),
             );
             return self.attend(&mut group, &blocks, &drawn);
@@ -322,7 +325,7 @@ impl KdeFormer {
                 lse: &mut group.lse[h * rows..(h + 1) * rows],
                 ..group
             };
-            info = info.merge(self.by_density(head, assign, key, of_part)?);
+            info = info.merge(self.by_density(head, assign, of_part)?);
         }
         Ok(info)
     }
@@ -332,7 +335,6 @@ impl KdeFormer {
         &self,
         mut group: Group<'_, T>,
         assign: Assign,
-        key: StreamKey,
         of_part: StreamKey,
     ) -> Result<RunInfo> {
         let (q, k, scale, cx) = (group.q.head(0), group.k, group.scale, group.cx);
@@ -343,7 +345,7 @@ impl KdeFormer {
         let weights = self.weights(group.v, columns.as_deref(), of_part);
         let mut info = match self.params.z_mode {
             Normaliser::SelfNorm => {
-                let blocks = self.blocks(group.q, k, assign, key);
+                let blocks = self.blocks(group.q, k, assign, group.index);
                 self.attend(&mut group, &blocks, &self.columns(&weights, of_part))?
             }
             Normaliser::Kde => self.divide(&mut group, &weights, &log_z, of_part)?,
@@ -399,10 +401,10 @@ impl KdeFormer {
         q: Queries<'_, T>,
         k: MatRef<'_, T>,
         assign: Assign,
-        key: StreamKey,
+        index: GroupIndex,
     ) -> SortedBlocks {
-        let Params { block, hashes, .. } = self.params;
-        let ranks = Ranks::new(q, k, hashes, key.named("directions"));
+        let block = self.params.block;
+        let ranks = Ranks::new(q, k, self.hashes.of(index).as_ref());
         SortedBlocks::new(&ranks, &Rectangle { rows: 0..q.n_q(), keys: 0..k.rows() }, None, block, assign)
     }
 
@@ -556,7 +558,7 @@ impl KdeFormer {
     /// The same with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
-        Self { params }
+        Self { params, ..self.clone() }
     }
 }
 

@@ -83,7 +83,7 @@ fn estimated_row_sums_are_unbiased_for_every_backend() {
         let mut sums = vec![(0.0, 0.0); 60];
         let o =
             options(&[("block", "6"), ("samples", "16"), ("kde", kde), ("kde_tables", "8"), ("hashes", "3")]);
-        let plan = KdeFormer::new(Params::from_options(&o).unwrap()).unwrap();
+        let plan = KdeFormer::new(&x.problem, Params::from_options(&o).unwrap()).unwrap();
         let ws = Workspace::single().unwrap();
         let (q, k) = (MatRef::new(&x.q, 60, 3), MatRef::new(&x.k, 60, 3));
         for seed in 0..seeds {
@@ -218,12 +218,13 @@ fn samples_are_met_as_defined(samples: usize) {
     let x = Case::gaussian(Problem::new(2, n, 6).with_kv_heads(1), 11);
     let p = x.problem;
     let o = options(&[("block", "256"), ("p_mode", "uniform"), ("hashes", "3")]).with("samples", samples);
-    let plan = KdeFormer::new(Params::from_options(&o).unwrap()).unwrap();
+    let plan = KdeFormer::new(&p, Params::from_options(&o).unwrap()).unwrap();
     assert_eq!(plan.blocks_together(), 2);
     let q = crate::TensorRef::bhnd(&x.q, [1, 2, n, 6]).unwrap();
     let (k, v) = (MatRef::new(&x.k, n, 6), MatRef::new(&x.v, n, 6));
-    let key = crate::group::GroupIndex { batch: 0, kv_head: 0 }.stream_key(0);
-    let blocks = plan.blocks(Queries::new(q), k, Assign::Balanced, key);
+    let index = crate::group::GroupIndex { batch: 0, kv_head: 0 };
+    let key = index.stream_key(0);
+    let blocks = plan.blocks(Queries::new(q), k, Assign::Balanced, index);
     let drawn = plan.columns(&vec![1.0; n], key.with(0).with(n as u64));
     let (got, got_lse) = run_method(&METHOD, &o, &x);
     for c in 0..blocks.blocks() {

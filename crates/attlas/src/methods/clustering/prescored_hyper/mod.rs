@@ -42,9 +42,9 @@
 
 use crate::engine::moments::mean_of;
 use crate::engine::{
-    ALWAYS_LEAKS, Assign, FirstKeys, Ranks, Rectangle, SortedBlocks, UniformSamples, always_leaks,
-    attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize, exact_group,
-    exact_scratch_bytes, sinks_scratch_bytes, top_indices, with_sinks,
+    ALWAYS_LEAKS, Assign, FirstKeys, Ranks, Rectangle, SortHashes, SortedBlocks, UniformSamples,
+    always_leaks, attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize,
+    draw_sort_hashes, exact_group, exact_scratch_bytes, sinks_scratch_bytes, top_indices, with_sinks,
 };
 use crate::group::{Group, GroupPlan, Queries};
 use crate::method::{
@@ -244,8 +244,8 @@ impl Spec for Params {
         Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
     }
 
-    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
-        PrescoredHyper::new(self)
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        PrescoredHyper::new(x.problem, self)
     }
 }
 
@@ -253,13 +253,15 @@ impl Spec for Params {
 #[derive(Clone, Debug)]
 pub struct PrescoredHyper {
     params: Params,
+    hashes: SortHashes,
 }
 
 impl PrescoredHyper {
     /// A plan with these parameters.
-    pub(crate) fn new(params: Params) -> Result<Self> {
+    pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
-        Ok(Self { params })
+        let hashes = draw_sort_hashes(p, params.seed, params.hashes)?;
+        Ok(Self { params, hashes })
     }
 
     /// Whether a part without a mask is computed exactly.
@@ -405,7 +407,7 @@ impl PrescoredHyper {
     /// The same with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
-        Self { params }
+        Self { params, ..self.clone() }
     }
 }
 
@@ -561,8 +563,7 @@ impl GroupPlan for PrescoredHyper {
             return first.run(&mut group, |g| self.with_first(&first).run(g));
         }
         with_sinks(&mut group, sinks, |rest| {
-            let key = rest.index.stream_key(self.params.seed).named("directions");
-            let ranks = Ranks::new(rest.q, rest.k, self.params.hashes, key);
+            let ranks = Ranks::new(rest.q, rest.k, self.hashes.of(rest.index).as_ref());
             let (q, scale) = (rest.q, rest.scale);
             let mean = |rows: std::ops::Range<usize>| match self.params.score {
                 Score::MeanQuery => MeanQuery::new(q, rows, scale),

@@ -12,7 +12,7 @@ fn options(pairs: &[(&str, &str)]) -> Options {
 }
 
 fn plan(pairs: &[(&str, &str)]) -> PrescoredHyper {
-    PrescoredHyper::new(Params::from_options(&options(pairs)).unwrap()).unwrap()
+    PrescoredHyper::new(&Problem::new(1, 60, 5), Params::from_options(&options(pairs)).unwrap()).unwrap()
 }
 
 fn kept(pairs: &[(&str, &str)], k: &[f64], d: usize) -> Vec<u32> {

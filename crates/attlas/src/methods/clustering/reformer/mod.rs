@@ -36,8 +36,8 @@ mod buckets;
 
 use crate::engine::moments::mean_of;
 use crate::engine::{
-    ALWAYS_LEAKS, Buckets, FirstKeys, Join, always_leaks, attend_buckets, attend_subset, buckets_scratch_len,
-    exact_group, exact_rows, exact_scratch_bytes,
+    ALWAYS_LEAKS, Buckets, FirstKeys, Join, PerGroup, always_leaks, attend_buckets, attend_subset,
+    buckets_scratch_len, exact_group, exact_rows, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
@@ -217,21 +217,34 @@ impl Spec for Params {
             )
     }
 
-    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
-        Ok(Reformer::new(self))
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Reformer::new(x.problem, self)
     }
 }
 
-/// The plan: rounds, chunks and merging.
+impl Params {
+    /// Hash functions for `n` keys; a single chunk needs none.
+    fn hash<T: Real>(&self, index: GroupIndex, d: usize, n: usize) -> Option<CrossPolytope<T>> {
+        let key = index.stream_key(self.seed).named("reformer");
+        let buckets = self.buckets.unwrap_or(2 * (n / self.block).max(1));
+        (n > self.block).then(|| CrossPolytope::new(key, d, buckets, self.rounds))
+    }
+}
+
+/// The plan: rounds, chunks, merging, and the hash functions.
 #[derive(Clone, Debug)]
 pub struct Reformer {
     params: Params,
+    /// For the planned number of keys.
+    hashes: PerGroup<Option<CrossPolytope<f64>>>,
+    planned: usize,
 }
 
 impl Reformer {
-    /// A plan with these parameters.
-    pub(crate) fn new(params: Params) -> Self {
-        Self { params }
+    /// A plan with these parameters; draws the hash functions.
+    pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
+        let hashes = PerGroup::draw(p, |index| Ok(params.hash(index, p.d, p.n_k)))?;
+        Ok(Self { params, hashes, planned: p.n_k })
     }
 
     fn shared(&self) -> bool {
@@ -240,12 +253,11 @@ impl Reformer {
 
     /// Hash functions for `n` keys; a single chunk needs one round and no hash.
     fn hash<T: Real>(&self, index: GroupIndex, d: usize, n: usize) -> Option<CrossPolytope<T>> {
-        let Params { block, rounds, buckets, seed, .. } = self.params;
-        if n <= block {
-            return None;
+        if n == self.planned {
+            return self.hashes.of(index).as_ref().map(CrossPolytope::cast);
         }
-        let key = index.stream_key(seed).named("reformer");
-        Some(CrossPolytope::new(key, d, buckets.unwrap_or(2 * (n / block).max(1)), rounds))
+        // The number of buckets follows that of the keys, which here are fewer than planned.
+        self.params.hash(index, d, n)
     }
 
     fn window(&self) -> usize {
@@ -280,7 +292,7 @@ impl Reformer {
     /// The same with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
-        Self { params }
+        Self { params, ..self.clone() }
     }
 }
 

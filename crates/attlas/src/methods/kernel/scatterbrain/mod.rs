@@ -40,13 +40,15 @@ mod support;
 mod tests;
 
 use crate::engine::linear::{self, Directions, ErrorModel, Positive};
-use crate::engine::{exact_group, exact_scratch_bytes, tile_logits_len};
+use crate::engine::{PerGroup, exact_group, exact_scratch_bytes, tile_logits_len};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
     Withdrawn,
 };
 use crate::{Mask, MatRef, Problem, Real, Result};
+use attlas_num::Mat;
+use attlas_num::hash::lift::LiftedLines;
 use attlas_num::sketch::features::{ExpFeatures, Exponent, optimal_a};
 use attlas_num::sketch::{MapOptions, draw_directions};
 use decode::Decoder;
@@ -168,7 +170,7 @@ impl Spec for Params {
     }
 
     fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
-        Ok(Scatterbrain::new(x.problem, self))
+        Scatterbrain::new(x.problem, self)
     }
 }
 
@@ -179,6 +181,10 @@ impl Params {
             (Sparse::Auto, Mask::None) => Sparse::Lsh,
             (other, _) => other,
         }
+    }
+
+    fn num_directions(&self) -> usize {
+        self.features.div_ceil(2)
     }
 
     /// Rows of a causal block.
@@ -204,6 +210,8 @@ pub struct Scatterbrain {
     params: Params,
     scale: f64,
     d: usize,
+    /// Directions of the features, and lines that rows are sorted along.
+    draws: PerGroup<(Mat<f64>, LiftedLines<f64>)>,
 }
 
 /// The sums of features, and what their error is predicted from.
@@ -214,16 +222,18 @@ struct Estimate<T> {
 
 impl Scatterbrain {
     /// With these parameters.
-    pub(crate) fn new(p: &Problem, params: Params) -> Self {
-        Self { params, scale: p.scale, d: p.d }
-    }
-
-    fn num_directions(&self) -> usize {
-        self.params.features.div_ceil(2)
+    pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
+        let draws = PerGroup::draw(p, |index| {
+            let key = index.stream_key(params.seed);
+            let (coupling, count) = (params.directions.coupling(), params.num_directions());
+            let directions = draw_directions(coupling, count, p.d, key.named("directions"))?;
+            Ok((directions, LiftedLines::new(key.named("hashes"), p.d, params.rounds)))
+        })?;
+        Ok(Self { params, scale: p.scale, d: p.d, draws })
     }
 
     fn features(&self) -> usize {
-        2 * self.num_directions()
+        2 * self.params.num_directions()
     }
 
     fn state_len(&self, d_v: usize) -> usize {
@@ -248,11 +258,11 @@ impl Scatterbrain {
                 Exponent::oprf(self.d, if mean.is_finite() { optimal_a(2.0 * mean, self.d) } else { 0.0 })?
             }
         };
-        let key = index.stream_key(self.params.seed).named("directions");
-        let omega = draw_directions(self.params.directions.coupling(), self.num_directions(), self.d, key)?;
+        let (omega, _) = self.draws.of(index);
         let options = MapOptions { scale: self.scale, ..MapOptions::default() };
-        let acc = Positive::new(ExpFeatures::new(&exponent, &omega, true, options)?, d_v);
-        let error = ErrorModel::Exponential { exponent, antithetic: true, directions: self.num_directions() };
+        let acc = Positive::new(ExpFeatures::new(&exponent, omega, true, options)?, d_v);
+        let error =
+            ErrorModel::Exponential { exponent, antithetic: true, directions: self.params.num_directions() };
         Ok(Estimate { acc, error })
     }
 }

@@ -31,8 +31,7 @@ impl Scatterbrain {
             Sparse::Window => vec![Buckets::window(q.rows(), k.rows(), self.params.keys)],
             Sparse::TopK => vec![Buckets::largest(q, k, self.params.keys, cx)],
             Sparse::Lsh | Sparse::Auto => {
-                let key = index.stream_key(self.params.seed).named("hashes");
-                let lines = LiftedLines::<T>::new(key, self.d, self.params.rounds);
+                let lines = self.draws.of(index).1.cast::<T>();
                 Buckets::clusters(q, k, Lift::from_max_norms(max_norm(q), key_norm), &lines, self.params.keys)
             }
         }

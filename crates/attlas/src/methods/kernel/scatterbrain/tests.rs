@@ -89,7 +89,7 @@ fn pairs_that_meet_in_several_rounds_count_once() {
     for (n_q, n_k) in [(60, 60), (25, 80)] {
         let x = scaled_case(Problem { d_v: 3, ..Problem::new(1, 1, 4).with_lens(n_q, n_k) }, 3, 0.7);
         let (q, k) = (MatRef::new(&x.q, n_q, 4), MatRef::new(&x.k, n_k, 4));
-        let plan = Scatterbrain::new(&x.problem, Params::from_options(&o).unwrap());
+        let plan = Scatterbrain::new(&x.problem, Params::from_options(&o).unwrap()).unwrap();
         let ws = crate::Workspace::single().unwrap();
         let index = GroupIndex { batch: 0, kv_head: 0 };
         let rounds = plan.rounds(q, k, max_norm(k), index, ws.context());
@@ -206,7 +206,7 @@ fn hashed_supports_lower_the_variance_by_the_chance_to_meet() {
     });
     // With one query, the cluster it falls into is the first; the key there is the smaller projection.
     let index = |batch| GroupIndex { batch, kv_head: 0 };
-    let plan = Scatterbrain::new(&x.problem, Params::from_options(&o).unwrap());
+    let plan = Scatterbrain::new(&x.problem, Params::from_options(&o).unwrap()).unwrap();
     let ws = crate::Workspace::single().unwrap();
     let (q, k) = (MatRef::new(&x.q[..4], 1, 4), MatRef::new(&x.k[..8], 2, 4));
     let mut first = 0;

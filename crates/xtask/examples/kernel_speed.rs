@@ -1,6 +1,6 @@
 //! How fast the kernels are on this machine, as a share of its measured peak.
 //!
-//! `cargo run --release -p attlas-num --example kernel_speed [quick | decode | isa]`. Rates count
+//! `cargo run --release -p xtask --example kernel_speed [quick | decode | isa]`. Rates count
 //! `4 · N² · d` operations per attention (half under the causal mask) and leave out the exponentials.
 //! Peak and rate are measured in turn, in the same run, so that a change of clock speed touches both.
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! scripts/fetch-models --lee
-//! cargo run --release -p attlas-lab --example latent_tables -- \
+//! cargo run --release -p xtask --example latent_tables -- \
 //!     .models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf .models/lee/lee_background.cor [stages|ranks|sweep] [figure.svg]
 //! ```
 //!
@@ -23,7 +23,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-static GO_ON: AtomicBool = AtomicBool::new(false);
+static NEVER_STOP: AtomicBool = AtomicBool::new(false);
 
 struct Run {
     model: Arc<Model>,
@@ -48,7 +48,8 @@ fn main() -> Outcome<()> {
     let model = open_model(Path::new(path))?;
     let tokens = Text::read(Path::new(text), &model, None)?.tokens;
     let threads = Workspace::new(Schedule::default())?;
-    let converter = Converter::new(&model, &tokens[..8192], 256, threads.sibling(), &mut |_, _| {}, &GO_ON)?;
+    let converter =
+        Converter::new(&model, &tokens[..8192], 256, threads.sibling(), &mut |_, _| {}, &NEVER_STOP)?;
     let mut run = Run { model, tokens, threads, converter, worst: 0.0 };
     if matches!(part, "all" | "stages") {
         run.stages()?;
@@ -69,7 +70,8 @@ fn params(rotate: Rotate, rope_dim: usize, fold: usize) -> Params {
 
 impl Run {
     fn perplexity(&self, model: &Arc<Model>, range: std::ops::Range<usize>) -> Outcome<f64> {
-        let read = SelfCheck::new(model, &self.tokens[range], 512, &self.threads, &mut |_, _| {}, &GO_ON)?;
+        let read =
+            SelfCheck::new(model, &self.tokens[range], 512, &self.threads, &mut |_, _| {}, &NEVER_STOP)?;
         Ok(read.perplexity().0)
     }
 
@@ -188,7 +190,7 @@ impl Run {
             }
         }
         let published = Params { pca: Metric::Activation, ..params(Rotate::Real, 64, 2) };
-        let again = self.converter.again(&published, &self.tokens[..8192], &mut |_, _| {}, &GO_ON)?;
+        let again = self.converter.again(&published, &self.tokens[..8192], &mut |_, _| {}, &NEVER_STOP)?;
         for (rank, known) in [(192, 36.09), (128, 46.45)] {
             let p = Params { rank: Some(rank), ..published.clone() };
             let model = Arc::new(self.converter.convert(&p, Stage::LowRank, Some(&again), false)?.model);

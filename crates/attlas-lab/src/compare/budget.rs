@@ -10,7 +10,8 @@
 use crate::calibration::Calibrations;
 use crate::compare::{self, Group, Row};
 use crate::select::Chosen;
-use crate::source::{Workload, parse_count};
+use crate::words::parse_count;
+use crate::workload::Workload;
 use crate::{Error, Result};
 use attlas::method::Ladder;
 use attlas::{Options, Workspace};

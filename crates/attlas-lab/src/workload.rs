@@ -1,0 +1,87 @@
+//! Queries, keys and values that everything here measures.
+
+use crate::{Error, Result};
+use attlas::{Inputs, Mask, Problem, Qkv, TensorRef};
+use std::collections::BTreeMap;
+
+/// Queries, keys and values of one or more layers.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    /// What it was loaded from.
+    pub source: String,
+    /// The mask these inputs are meant for.
+    pub mask: Mask,
+    /// What the file says of itself: model, text hash, token count, producer, ….
+    pub metadata: BTreeMap<String, String>,
+    /// The layers, in order.
+    pub layers: Vec<LayerData>,
+}
+
+impl Workload {
+    /// Keeps the layers named alone; an error that lists what there is if one is missing.
+    pub fn keep_layers(&mut self, wanted: &[usize]) -> Result<()> {
+        let number = |i: usize, x: &LayerData| x.layer.unwrap_or(i);
+        let there: Vec<usize> = self.layers.iter().enumerate().map(|(i, x)| number(i, x)).collect();
+        if let Some(missing) = wanted.iter().find(|l| !there.contains(l)) {
+            let names: Vec<String> = there.iter().map(usize::to_string).collect();
+            return Err(Error::argument("layer", format!("one of {}", names.join(", ")), missing));
+        }
+        let mut i = 0;
+        self.layers.retain(|x| {
+            i += 1;
+            wanted.contains(&number(i - 1, x))
+        });
+        Ok(())
+    }
+}
+
+/// Queries, keys and values of one layer, contiguous `[heads, rows, columns]`, all finite.
+#[derive(Clone, Debug)]
+pub struct LayerData {
+    /// Which layer of the model, where there is one.
+    pub layer: Option<usize>,
+    /// Sizes; the mask is the workload's.
+    pub problem: Problem,
+    /// `n_heads × n_q × d`.
+    pub q: Vec<f32>,
+    /// `n_kv_heads × n_k × d`.
+    pub k: Vec<f32>,
+    /// `n_kv_heads × n_k × d_v`.
+    pub v: Vec<f32>,
+}
+
+impl LayerData {
+    /// The problem of one key head with all query heads that share it.
+    pub fn group_problem(&self, mask: Mask) -> Problem {
+        Problem { n_heads: self.problem.group_size(), n_kv_heads: 1, mask, ..self.problem }
+    }
+
+    /// The query heads that share key head `group`.
+    pub fn heads_of(&self, group: usize) -> std::ops::Range<usize> {
+        let size = self.problem.group_size();
+        group * size..(group + 1) * size
+    }
+
+    /// The tensors of key head `group`, and of the query heads that share it.
+    pub fn group(&self, group: usize) -> Result<Qkv<'_, f32>> {
+        let p = &self.problem;
+        let size = p.group_size();
+        let q = TensorRef::bhnd(&self.q, [1, p.n_heads, p.n_q, p.d])?;
+        let k = TensorRef::bhnd(&self.k, [1, p.n_kv_heads, p.n_k, p.d])?;
+        let v = TensorRef::bhnd(&self.v, [1, p.n_kv_heads, p.n_k, p.d_v])?;
+        Ok(Qkv::new(
+            q.heads(group * size..(group + 1) * size),
+            k.heads(group..group + 1),
+            v.heads(group..group + 1),
+        ))
+    }
+
+    /// All heads at once.
+    pub fn inputs(&self) -> Result<Inputs<'_>> {
+        let p = &self.problem;
+        let q = TensorRef::bhnd(&self.q, [1, p.n_heads, p.n_q, p.d])?;
+        let k = TensorRef::bhnd(&self.k, [1, p.n_kv_heads, p.n_k, p.d])?;
+        let v = TensorRef::bhnd(&self.v, [1, p.n_kv_heads, p.n_k, p.d_v])?;
+        Ok(Qkv::new(q, k, v).into())
+    }
+}

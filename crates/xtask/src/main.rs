@@ -1,0 +1,51 @@
+//! Programs of the maintainers; nothing here is published.
+//!
+//! - `cargo run -p xtask -- cards`: the method cards of `attlas report`, from the documentation of the methods' modules.
+//! - `cargo run --release -p xtask -- headline`: speed-ups beside published ones, growth and threads, for
+//!   `docs/benchmarks/headline.md`.
+//!
+//! Examples of this crate make other tables: `latent_tables` those of `docs/latent.md`, `kernel_speed` rates of single
+//! kernels; `peer` and `peer_model` are driven by the programs in `bench/peers`.
+
+mod cards;
+mod headline;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+/// Counts allocated bytes, so that the headline suite can say how much memory a method needs.
+#[global_allocator]
+static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
+
+#[derive(Parser)]
+#[command(about = "Programs of the maintainers of attlas")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Write the method cards of the report.
+    Cards {
+        /// Write nothing; fail if the cards are out of date.
+        #[arg(long)]
+        check: bool,
+    },
+    /// Time methods at the settings of their papers, beside exact attention.
+    Headline(headline::Args),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Cards { check } => cards::run(check),
+        Command::Headline(args) => headline::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
