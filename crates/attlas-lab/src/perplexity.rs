@@ -10,6 +10,7 @@ use crate::text::Text;
 use crate::{Error, Result};
 use attlas::{Options, Schedule, Status, Workspace};
 use attlas_model::decoder::{LOGIT_ROWS, Observer};
+use attlas_model::kept::CacheFormat;
 use attlas_model::perplexity::{Divergence, Perplexity, Protocol, Window, nll};
 use attlas_model::{Decoder, Model, Recipe, Rows};
 use serde::Serialize;
@@ -32,6 +33,8 @@ pub struct Settings {
     pub seed: u64,
     /// What attends; exact attention where absent.
     pub recipe: Option<Recipe>,
+    /// How keys and values are stored; what that costs is measured beside single precision.
+    pub cache: CacheFormat,
     /// Threads; 0 takes as many as the machine offers.
     pub threads: usize,
 }
@@ -62,6 +65,8 @@ pub struct Record {
     pub windows: usize,
     /// What attended: `exact`, the id of a method, or `recipe`.
     pub attention: String,
+    /// How keys and values were stored.
+    pub cache: CacheFormat,
     /// What was set of a single method.
     pub params: Options,
     /// Mean negative log-likelihood, in nats.
@@ -145,7 +150,9 @@ pub fn perplexity(
     let threads = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let recipe = settings.recipe.clone().unwrap_or_default();
     let is_exact = settings.recipe.as_ref().is_none_or(|r| *r == Recipe::default());
+    let is_exact = is_exact && settings.cache == CacheFormat::F32;
     let mut subject = Runner::new(model, &recipe, &threads)?;
+    subject.decoder.pack_keys(settings.cache)?;
     let mut exact = if is_exact { None } else { Some(Runner::new(model, &Recipe::default(), &threads)?) };
     let mut divergence = Divergence::default();
     let total: usize = windows.iter().map(|(tokens, _)| tokens.len()).sum();
@@ -225,6 +232,7 @@ pub fn perplexity(
         stride,
         bos: bos.is_some(),
         windows: finished,
+        cache: settings.cache,
         attention: if recipe.rules.is_empty() { recipe.default.method } else { "recipe".into() },
         params: recipe.default.params,
         nll: subject.sum.nll().mean(),

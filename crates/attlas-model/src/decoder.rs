@@ -196,6 +196,9 @@ impl Decoder {
         let c = &self.model.config;
         for layer in &mut self.state.layers {
             layer.streamed = layer.can_stream(c)?;
+            if layer.streamed {
+                layer.packed = None;
+            }
         }
         Ok(())
     }
@@ -205,7 +208,7 @@ impl Decoder {
     pub fn pack_keys(&mut self, format: CacheFormat) -> Result<()> {
         self.check_empty()?;
         let c = &self.model.config;
-        for layer in self.state.layers.iter_mut().filter(|l| l.latents.is_none()) {
+        for layer in self.state.layers.iter_mut().filter(|l| l.latents.is_none() && !l.streamed) {
             let packed = || Packed::new(format, c.n_kv_heads, c.head_dim);
             layer.packed = (format != CacheFormat::F32).then(packed);
         }

@@ -296,6 +296,7 @@ impl Check for Runtime<'_> {
     ) -> Result<Option<Record>> {
         let protocol = Protocol::Strided { window: context, stride: context };
         let how = perplexity::Settings {
+            cache: attlas_model::kept::CacheFormat::F32,
             task: None,
             seed: 0,
             protocol,
