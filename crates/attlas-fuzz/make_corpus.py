@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the files under `corpus/`: small, valid, and between them using every part of each format."""
+"""Writes the files under `corpus/`: small, valid, and between them using every part of each format; `hostile` adds files that
+once exhausted stack, memory or time."""
 
 import io
 import json
@@ -323,6 +324,38 @@ def main():
 
     put("recipe", "rules.toml", "version = 1\nproducer = \"by hand\"\nmodel = \"a\"\n\n[default]\nmethod = \"exact\"\n\n[[rule]]\nlayers = \"0\"\nheads = [0, 1]\nmethod = \"sink_window\"\nparams = { sinks = 4, window = 256 }\nmeasured = { error = 0.012, cost = 0.31 }\n\n[[rule]]\nheads = \"0-1\"\nmethod = \"wildcat\"\nparams = { seed = 3 }\n")
     put("recipe", "short.toml", "version = 1\n[[rule]]\nlayers = 0\nmethod = \"top_k\"\n")
+
+    put("arguments", "synthetic.txt", "synthetic:clustered,n=2k,d=64,heads=4,kv_heads=2,seed=7\nsink_window.window=256\nhyper.block=32\nnear.sinks=4\n")
+    put("arguments", "files.txt", "q.npy,k.npy,v.npy\ncrt.variant=sderf\nperformer.features=auto\ntop_k.keys=-1\n")
+    square = lambda n: {"rows": n, "cols": n, "data": [float(i % (n + 1) == 0) for i in range(n * n)]}
+    row = lambda *x: {"rows": 1, "cols": len(x), "data": x}
+    learnt = {"method": "loki", "n_kv_heads": 1, "n_heads": 2, "d": 4, "d_v": 3, "matrices": {
+        "basis.0": square(4), "lambda.0": row(2.0, 1.0, 0.5, 0.25), "mean.0": row(0.0, 0.1, 0.2, 0.3), "count.0": row(16.0),
+        "a_q.0": square(4), "a_k.0": square(4)}}
+    crt = {**learnt, "method": "crt", "matrices": {f"{n}_{x}.0": m for x in "qk" for n, m in (("mean", row(0.0, 0.0, 0.0, 0.0)), ("outer", square(4)))}}
+    entries = [{"layer": None, "kv_head": 0, "calibration": learnt}, {"layer": 3, "kv_head": 0, "calibration": crt}]
+    put("calibrations", "two.json", json.dumps({"format": "attlas calibrations", "version": 1, "entries": entries}))
+    hostile()
+
+
+def hostile():
+    """What the limits of each parser are for."""
+    put("chat_template", "hostile_minus.jinja", "{{ " + "-" * 20400 + "1 }}")
+    put("chat_template", "hostile_chain.jinja", "{{ 1" + "|string" * 4000 + " }}")
+    put("chat_template", "hostile_double.jinja", "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}")
+    put("chat_template", "hostile_width.jinja", "{{ '%1000000000d'|format(1) }}{{ range(100000)|slice(1000000000)|list }}")
+    replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+    for name, normalizer in [("replace", {"type": "Sequence", "normalizers": [replace] * 4}),
+                             ("precompiled", {"type": "Precompiled", "precompiled_charsmap": "/////w=="})]:
+        put("tokenizer", f"hostile_{name}.json", json.dumps({**UNIGRAM, "normalizer": normalizer}, ensure_ascii=False))
+    zeros = npy([1 << 20, 4], raw=bytes(1 << 24))
+    put("trace_npz", "hostile_packed.npz", npz({"q": zeros, "k": npy([3, 4]), "v": npy([3, 2])}, zipfile.ZIP_DEFLATED))
+    up = "model.layers.0.mlp.up_proj"
+    many = {"cores": "attlas.factor.1", "mixture": "attlas.factor.2", "rows": [0] * 1024}
+    put("factored", "hostile_mixture", factored_folder(
+        {"conversion": "tucker", "maps": {up: [{"tensor": "attlas.factor.0", "transposed": True}, many, {"tensor": "attlas.factor.3"}]}},
+        {f"{up}.weight": None, "attlas.factor.0": matrix(8, 32), "attlas.factor.1": matrix(1, 32, 32), "attlas.factor.2": matrix(1, 1),
+         "attlas.factor.3": matrix(4, 32)}))
 
 
 if __name__ == "__main__":

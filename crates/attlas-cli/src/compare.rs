@@ -179,7 +179,10 @@ fn show(result: &Comparison, args: &CompareArgs, common: &Common) {
     if let Some(matching) = &result.matched {
         let text = matching.table();
         let text = if common.md { text.markdown() } else { text.text() };
-        print(&format!("\nat most {}, spent over all heads:\n\n{text}", matching.budget));
+        print(&format!(
+            "\nat most {} (a tenth more where heads differ), over all heads:\n\n{text}",
+            matching.budget
+        ));
         if let Some(over) = matching.unmatched() {
             print(&format!("{}\n", wrap(&over)));
         }

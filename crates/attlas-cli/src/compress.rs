@@ -126,7 +126,7 @@ fn show(r: &Record, judged: Option<&str>, common: &Common) {
     note(common, &format!("wrote {}; `attlas generate {}` runs it on its factors", r.out, r.out));
 }
 
-/// What came of changes that had to prove themselves.
+/// Lines about accepted and rejected changes.
 fn outcome(a: &Acceptance) -> String {
     let layers = a.layers();
     let kept = match &layers[..] {

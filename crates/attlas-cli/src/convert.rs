@@ -1,6 +1,6 @@
 //! `attlas convert`.
 
-use crate::args::{Common, ConvertArgs, RecipeName, StageName, Target};
+use crate::args::{Common, ConvertArgs, RecipeName, Target};
 use crate::interrupt;
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json, verdict};
@@ -30,9 +30,9 @@ pub(crate) fn run(args: &ConvertArgs, common: &Common) -> Outcome {
     let (text, check) = texts(args, &model)?;
     let settings = Settings {
         params,
-        until: args.until.map_or(Stage::LowRankQueries, StageName::stage),
+        until: args.until.unwrap_or(Stage::LowRankQueries),
         measured: match &args.stages {
-            Some(list) => list.iter().map(|s| s.stage()).collect(),
+            Some(list) => list.clone(),
             None => Stage::ALL.to_vec(),
         },
         recalibrate: args.recalibrate || args.recipe == RecipeName::Published,
@@ -150,5 +150,8 @@ fn show(r: &Record, judged: &str, args: &ConvertArgs, common: &Common) {
         100.0 * r.cache_bytes_after as f64 / r.cache_bytes_before.max(1) as f64,
         number(r.written_diff),
     ));
+    if r.cache_bytes_after >= r.cache_bytes_before {
+        print("nothing is saved: this rank keeps everything; give a smaller --rank\n");
+    }
     note(common, &format!("wrote {}; transformers loads it as it is", args.out.path.display()));
 }

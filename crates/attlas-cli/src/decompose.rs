@@ -20,7 +20,7 @@ pub(crate) fn run(args: &DecomposeArgs, common: &Common) -> Outcome {
         (None, None) => return Err(Error::argument("--rank", "ranks, or --error", "neither")),
     };
     let settings = lab::Settings {
-        form: args.form.into(),
+        form: args.form,
         size,
         blocks: args.blocks,
         restarts: args.restarts,

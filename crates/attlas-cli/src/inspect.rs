@@ -1,12 +1,11 @@
 //! `attlas inspect`.
 
-use crate::args::{Common, FigureName, InspectArgs};
+use crate::args::{Common, InspectArgs};
 use crate::inputs::{Numerals, check_outputs, load};
 use crate::interrupt;
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas_lab::inspect::{Inspection, Settings, inspect};
-use attlas_lab::survey::Figure;
 use attlas_lab::table::{count, wrap};
 use attlas_lab::{Error, output};
 use std::process::ExitCode;
@@ -36,13 +35,7 @@ pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
         note(common, &format!("wrote {}", path.display()));
     }
     if let Some(path) = &args.pictures.svg {
-        let figure = match args.figure {
-            FigureName::Heads => Figure::Heads,
-            FigureName::Patterns => Figure::Patterns,
-            FigureName::Inputs => Figure::Inputs,
-            FigureName::Scores => Figure::Scores,
-        };
-        output::write(path, figure.draw(&result).as_bytes())?;
+        output::write(path, args.figure.draw(&result).as_bytes())?;
         note(common, &format!("wrote {}", path.display()));
     }
     for head in &result.skipped {

@@ -12,7 +12,7 @@ pub(crate) fn catch(common: &Common) {
     }
 }
 
-/// What happens at each of them.
+/// Handler of each signal.
 fn interrupted() {
     if STOP.swap(true, Ordering::Relaxed) {
         std::process::exit(130);

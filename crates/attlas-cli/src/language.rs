@@ -1,13 +1,13 @@
 //! `attlas extract`, `attlas perplexity` and `attlas generate`.
 
-use crate::args::{Common, ElementType, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName};
+use crate::args::{Common, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName};
 use crate::interrupt;
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas_lab::perplexity::Record;
 use attlas_lab::table::{Table, bytes, count, csv_lines, number, seconds};
 use attlas_lab::text::{Text, check_recipe, open_model};
-use attlas_lab::trace::{Elements, check_name, write_as};
+use attlas_lab::trace::{check_name, write_as};
 use attlas_lab::{Error, extract, generate, output, perplexity};
 use attlas_model::kept::CacheFormat;
 use attlas_model::perplexity::Protocol;
@@ -21,12 +21,7 @@ use std::process::ExitCode;
 const CONTEXT: usize = 2048;
 
 pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {
-    let elements = match args.dtype {
-        ElementType::F32 => Elements::F32,
-        ElementType::F16 => Elements::F16,
-        ElementType::Bf16 => Elements::Bf16,
-    };
-    check_name(&args.out, elements)?;
+    check_name(&args.out, args.dtype)?;
     output::check(&[("--out", &args.out)], &[&args.model.path, &args.text.path])?;
     interrupt::catch(common);
     let model = open_model(&args.model.path)?;
@@ -50,7 +45,7 @@ pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {
     progress.end();
     let name = args.model.path.file_name().unwrap_or(args.model.path.as_os_str());
     extracted.workload.metadata.insert("model".into(), name.to_string_lossy().into_owned());
-    write_as(&extracted.workload, &extracted.extra, elements, &args.out)?;
+    write_as(&extracted.workload, &extracted.extra, args.dtype, &args.out)?;
     let layers = &extracted.workload.layers;
     let p = layers
         .first()
@@ -245,7 +240,7 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
     rows
 }
 
-/// What attended, and whether it came to exact attention.
+/// The attention that ran, and whether it was exact.
 fn attention(r: &Record) -> String {
     let mut named = format!("{} {}", r.attention, r.params).trim_end().to_string();
     if r.cache != CacheFormat::F32 {

@@ -44,7 +44,7 @@ static ARGUMENTS: OnceLock<Vec<OsString>> = OnceLock::new();
 /// Set by Ctrl-C.
 static STOP: AtomicBool = AtomicBool::new(false);
 
-/// What a command ends with.
+/// Result of a command.
 type Outcome = Result<ExitCode, attlas_lab::Error>;
 
 /// Runs one command: the words after the program's name in, the exit status out. To be called once in a process.
@@ -217,7 +217,7 @@ fn meant(error: &attlas::Error) -> String {
     }
 }
 
-/// What to do about an error of the system.
+/// Advice on an error of the system.
 fn about(kind: ErrorKind) -> &'static str {
     match kind {
         ErrorKind::NotFound => "check the path",
@@ -227,7 +227,7 @@ fn about(kind: ErrorKind) -> &'static str {
     }
 }
 
-/// What to do about an error.
+/// Advice on an error.
 fn next_step(error: &attlas_lab::Error, command: Option<&Command>) -> &'static str {
     use attlas_lab::Error as E;
     use attlas_model::Error as M;
@@ -263,6 +263,7 @@ fn next_step(error: &attlas_lab::Error, command: Option<&Command>) -> &'static s
         E::MissingTensor { .. } | E::TensorShape { .. } => {
             "a trace holds layer{l}.q, layer{l}.k and layer{l}.v of shape [heads, n, d]; see docs/json.md"
         }
+        E::NoRoom { .. } => "give fewer tokens, heads or columns",
         E::NonFinite { .. } => "remove rows that are not finite before writing the trace",
         _ => "run `attlas help` for examples of every command",
     }

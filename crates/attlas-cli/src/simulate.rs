@@ -1,6 +1,6 @@
 //! `attlas simulate`.
 
-use crate::args::{Common, MatchArgs, ModelName, ParticlesArgs, SimulateArgs, Simulation, TaskName};
+use crate::args::{Common, MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
 use crate::{Outcome, note, print, print_json};
 use attlas_lab::output;
 use attlas_lab::simulate::{Matching, Model, Particles, ParticlesRun, Scheme, Score, Task};
@@ -28,11 +28,7 @@ fn particles(args: &ParticlesArgs, common: &Common) -> Outcome {
     if let Some(path) = &args.svg {
         output::check(&[("--svg", path)], &[])?;
     }
-    let model = match args.model {
-        ModelName::Free => Model::Free,
-        ModelName::Rescaled => Model::Rescaled,
-        ModelName::Sphere => Model::Sphere,
-    };
+    let model = args.model;
     let (n, d) = match model {
         Model::Sphere => (64, 3),
         _ => (20, 2),
@@ -92,10 +88,7 @@ fn matching(args: &MatchArgs, common: &Common) -> Outcome {
         n: args.n,
         modulus: args.modulus,
         count: args.count,
-        task: match args.task {
-            TaskName::Match2 => Task::Match2,
-            TaskName::Match3 => Task::Match3,
-        },
+        task: args.task,
         single: args.single,
         seed: common.seed,
     }

@@ -1,13 +1,13 @@
 //! `attlas tune`.
 
-use crate::args::{Common, EffortName, TuneArgs};
+use crate::args::{Common, TuneArgs};
 use crate::interrupt;
 use crate::progress::Progress;
 use crate::report::command_line;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas_lab::table::{number, percent, wrap};
 use attlas_lab::text::{Text, open_model};
-use attlas_lab::tune::{Effort, Ended, Runtime, Settings, State, Tuned, extract_layers, key, tune};
+use attlas_lab::tune::{Ended, Runtime, Settings, State, Tuned, extract_layers, key, tune};
 use attlas_lab::{Error, output};
 use attlas_model::Model;
 use std::path::PathBuf;
@@ -25,11 +25,7 @@ pub(crate) fn run(args: &TuneArgs, common: &Common) -> Outcome {
         max_ppl_increase: args.max_ppl_increase,
         selection: args.methods.choice().resolve()?,
         layers: args.layers.clone(),
-        effort: match args.effort {
-            EffortName::Quick => Effort::Quick,
-            EffortName::Normal => Effort::Normal,
-            EffortName::Thorough => Effort::Thorough,
-        },
+        effort: args.effort,
         shard: args.shard,
         seed: common.seed,
         threads: common.threads,

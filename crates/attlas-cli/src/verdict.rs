@@ -1,4 +1,4 @@
-//! Whether a changed model is one that somebody would keep.
+//! Whether a changed model is within the limit on its loss.
 
 use crate::args::{Common, Limit};
 use crate::note;
@@ -6,7 +6,7 @@ use attlas_lab::self_check::Quality;
 use attlas_lab::table::bytes;
 use std::process::ExitCode;
 
-/// What a change came to, in a sentence, and whether it is within the limit. `sizes` are bytes before and after.
+/// Result of a change in a sentence, and whether it is within the limit. `sizes` are bytes before and after.
 pub(crate) fn of(q: &Quality, limit: Limit, sizes: Option<(usize, usize)>) -> (String, bool) {
     let rise = q.ppl_after / q.ppl_before - 1.0;
     // What is no number is past every limit.

@@ -138,12 +138,19 @@ fn unknown_names_list_what_is_accepted_and_exit_2() {
         [("demmo", "demo"), ("synthetic:needel", "needle"), ("gausian", "synthetic:gaussian")]
     {
         let ran = attlas(&["compare", source]);
-        assert!(ran.status == 2 && ran.err.contains(&format!("{meant}, perhaps")), "{}", ran.err);
+        assert!(ran.status == 2 && ran.err.contains(&format!("did you mean {meant}?")), "{}", ran.err);
     }
     let ran = attlas(&["compare", SMALL, "--set", "top_k.keys=0"]);
     let wanted = "error: parameter top_k.keys = 0 is not accepted; expected a whole number from 1 to 1073741824\n\
                   run `attlas methods ID` to see every parameter with its range\n";
     assert_eq!((ran.status, ran.err.as_str()), (2, wanted));
+    for args in [
+        &["bench", "--methods", "exact", "--n", "100000000000"][..],
+        &["compare", "synthetic:gaussian,n=100000000000", "--methods", "top_k"],
+    ] {
+        let ran = attlas(args);
+        assert!(ran.status == 2 && ran.err.contains("more than this machine has"), "{args:?}: {}", ran.err);
+    }
     assert_eq!(attlas(&["methods", "--family", "dense"]).status, 2);
     assert_eq!(attlas(&["nonsense"]).status, 2);
     assert_eq!(attlas(&["compare", "synthetic:noise"]).status, 2);

@@ -41,6 +41,11 @@ fn a_small_model_is_converted_stage_by_stage() {
         serde_json::from_slice(&std::fs::read(folder.0.join("out/check.json")).unwrap()).unwrap();
     assert_eq!(proof["logits"][0].as_str().map(str::len), Some(26 * 8));
 
+    assert!(!table.contains("nothing is saved"), "{table}");
+    // The largest rank is the default of a small model.
+    let (status, table, err) = convert(&[&model, "--text", &text, "--out", &folder.file("whole")]);
+    assert!(status <= 1 && table.contains("nothing is saved"), "{table}{err}");
+
     // What was written runs, and is not converted twice.
     let (status, _, err) = convert(&[&out, "--text", &text, "--out", &folder.file("twice")]);
     assert_eq!(status, 2);
@@ -109,7 +114,7 @@ fn what_cannot_be_done_is_said_and_nothing_is_written() {
     check(&["--set", "pca=best"], "functional");
     check(&["--tokens", "400"], "16 or more after them");
     check(&["--tokens", "20"], "32 tokens or more");
-    check(&["--until", "rotated"], "rotated");
+    check(&["--until", "rotated"], "--until: expected partial_rope or a later stage");
     let short = folder.text(10);
     refused(&[&model, "--text", &short, "--out", &out], "--check-text");
     refused(&[&model, "--text", &folder.file("none.txt"), "--out", &out], "none.txt");

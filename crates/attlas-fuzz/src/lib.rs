@@ -4,7 +4,7 @@
 
 #![forbid(unsafe_code)]
 
-use attlas::{Options, Workspace, registry};
+use attlas::{Calibration, Options, Out, Problem, Qkv, TensorMut, TensorRef, Workspace, registry};
 use attlas_model::bert::Batch;
 use attlas_model::checkpoint::{Tensors, shard_names};
 use attlas_model::gguf::Gguf;
@@ -24,7 +24,7 @@ pub struct Target {
 }
 
 /// All of them.
-pub static TARGETS: [Target; 12] = [
+pub static TARGETS: [Target; 14] = [
     Target { name: "gguf", run: gguf },
     Target { name: "gguf_vocabulary", run: gguf_vocabulary },
     Target { name: "safetensors", run: safetensors },
@@ -37,6 +37,8 @@ pub static TARGETS: [Target; 12] = [
     Target { name: "trace_safetensors", run: |bytes| trace(bytes, "safetensors") },
     Target { name: "trace_npy", run: |bytes| trace(bytes, "npy") },
     Target { name: "trace_npz", run: |bytes| trace(bytes, "npz") },
+    Target { name: "calibrations", run: calibrations },
+    Target { name: "arguments", run: arguments },
 ];
 
 fn text(error: impl std::fmt::Display) -> String {
@@ -181,6 +183,40 @@ fn trace(bytes: &[u8], extension: &str) -> Result<(), String> {
         assert_eq!(x.v.len(), p.n_kv_heads * p.n_k * p.d_v);
         assert!(x.q.iter().chain(&x.k).chain(&x.v).all(|v| v.is_finite()));
     }
+    Ok(())
+}
+
+fn calibrations(bytes: &[u8]) -> Result<(), String> {
+    let path = scratch("trace").join("input.json");
+    std::fs::write(&path, bytes).expect("a scratch file");
+    let read = attlas_lab::Calibrations::read(&path).map_err(|e| about(&path, e))?;
+    read.entries().iter().try_for_each(|e| attend_with(&e.calibration).map_err(text))
+}
+
+/// A few tokens in the shape that a calibration says it was made for, unless that is large.
+fn attend_with(c: &Calibration) -> attlas::Result<()> {
+    const N: usize = 12;
+    let method = registry::method(&c.method)?;
+    let (heads, groups, d, d_v) = (c.n_heads.min(4), c.n_kv_heads.min(4), c.d.min(16), c.d_v.min(16));
+    let p = Problem { d_v, ..Problem::new(heads, N, d).with_kv_heads(groups).causal() };
+    let plan = method.plan_with(&p, &Options::new(), Some(c))?;
+    let x: Vec<f32> = (0..4 * N * 16).map(|i| (i as f32 * 0.37).sin()).collect();
+    let view = |heads: usize, cols: usize| TensorRef::bhnd(&x[..heads * N * cols], [1, heads, N, cols]);
+    let inputs = Qkv::new(view(heads, d)?, view(groups, d)?, view(groups, d_v)?).into();
+    let mut o = vec![0.0f32; heads * N * d_v];
+    let mut out = Out::new(TensorMut::bhnd(&mut o, [1, heads, N, d_v])?).into();
+    THREADS.with_borrow_mut(|threads| plan.execute(&inputs, &mut out, threads)).map(drop)
+}
+
+/// A source on the first line, settings of methods on the others.
+fn arguments(bytes: &[u8]) -> Result<(), String> {
+    let lines = String::from_utf8_lossy(bytes);
+    let mut lines = lines.lines();
+    let source = lines.next().unwrap_or_default().parse::<attlas_lab::Source>();
+    let set = lines.map(String::from).collect();
+    let chosen = attlas_lab::select::Choice { set, ..Default::default() }.resolve();
+    source.map_err(text)?;
+    chosen.map_err(text)?;
     Ok(())
 }
 

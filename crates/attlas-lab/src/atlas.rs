@@ -19,11 +19,11 @@ pub struct Atlas {
     pub layers: Vec<LayerEntry>,
     /// Conversions of weights.
     pub conversions: Vec<ConversionEntry>,
-    /// What ways of attending keep of a token.
+    /// Cache sizes per token of the ways of attending.
     pub cache_sizes: Vec<CacheEntry>,
 }
 
-/// What a way of attending keeps of a token in one layer.
+/// Cache size per token of one way of attending, in one layer.
 #[derive(Clone, Debug, Serialize)]
 pub struct CacheEntry {
     /// The name it goes by.
@@ -62,7 +62,7 @@ pub struct MethodEntry {
     pub title: &'static str,
     /// Authors and year, or the section of the survey.
     pub reference: &'static str,
-    /// What it promises.
+    /// Its promises.
     pub claims: Claims,
     /// Its parameters.
     pub params: Vec<ParamEntry>,
@@ -77,7 +77,7 @@ pub struct ParamEntry {
     pub kind: &'static str,
     /// Its default.
     pub default: Value,
-    /// What is accepted, in words.
+    /// The accepted values, in words.
     pub accepted: String,
     /// Its documentation.
     pub doc: String,
@@ -324,7 +324,7 @@ fn param_text(params: &[ParamEntry]) -> String {
     out
 }
 
-/// What pages say of a layer or a conversion.
+/// Text of a page about a layer or a conversion.
 struct Described<'a> {
     id: &'a str,
     title: &'a str,
@@ -388,7 +388,7 @@ fn params(specs: &[ParamSpec]) -> Vec<ParamEntry> {
 }
 
 impl MethodEntry {
-    /// What the registry says of `m`.
+    /// The registry entry of `m`.
     pub fn new(m: &'static Method) -> Self {
         Self {
             id: m.id,
@@ -491,7 +491,7 @@ fn wrapped(text: &str, first: usize, rest: usize) -> String {
 }
 
 impl LayerEntry {
-    /// What the registry says of `l`.
+    /// The registry entry of `l`.
     pub fn new(l: &'static LayerKind) -> Self {
         Self { id: l.id, title: l.title, reference: l.reference, params: params(l.params) }
     }
@@ -518,7 +518,7 @@ impl ConversionEntry {
         self.described().text()
     }
 
-    /// What the registry says of `c`.
+    /// The registry entry of `c`.
     pub fn new(c: &'static Conversion) -> Self {
         let Conversion { id, title, reference, params: p, from, to, .. } = *c;
         Self { id, title, reference, from, to, params: params(p) }

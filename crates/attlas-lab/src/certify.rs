@@ -18,7 +18,7 @@ use crate::stats::hoeffding_upper;
 use attlas_num::rng::StreamKey;
 use serde::Serialize;
 
-/// What a sample of exact rows says about an output's relative Frobenius error.
+/// Bound on an output's relative Frobenius error from a sample of exact rows.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Certificate {
     /// Upper bound that holds with probability `confidence`; none where the sample is too small to give one.

@@ -60,7 +60,7 @@ pub struct Origin {
     pub check_text: String,
 }
 
-/// What a stage costs.
+/// Loss of a stage.
 #[derive(Clone, Debug, Serialize)]
 pub struct StageRecord {
     /// Its name.
@@ -78,12 +78,12 @@ pub struct StageRecord {
     pub quality: Quality,
 }
 
-/// What a layer kept and lost in the last stage.
+/// Energy kept and lost by a layer in the last stage.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct LayerRecord {
     /// Share of the keys' energy that is still rotated.
     pub kept_energy: f64,
-    /// What keys were divided by before the low rank.
+    /// Divisor of keys before the low rank.
     pub alpha: f64,
     /// Relative error of the low rank.
     pub rel_error: f64,
@@ -105,7 +105,7 @@ const WRITTEN_TOLERANCE: f64 = 2e-3;
 /// A conversion with everything that was measured.
 #[derive(Clone, Debug, Serialize)]
 pub struct Record {
-    /// What wrote it.
+    /// The program that wrote it.
     pub producer: String,
     /// The conversion's id.
     pub conversion: &'static str,
@@ -193,7 +193,7 @@ impl Record {
 /// Some logits of a model.
 #[derive(Clone, Debug, Serialize)]
 struct Proof {
-    /// What was read.
+    /// The texts read.
     tokens: Vec<u32>,
     /// Tokens whose logits follow.
     ids: Vec<usize>,
@@ -304,6 +304,10 @@ pub fn convert(
 ) -> Result<Record> {
     Folder::check(out)?;
     let mut params = check(model, &settings.params)?;
+    if settings.until < Stage::PartialRope {
+        let expected = "partial_rope or a later stage: no checkpoint has all features of a latent rotated";
+        return Err(Error::argument("--until", expected, settings.until.name()));
+    }
     if checked.len() < FEWEST {
         return Err(Error::argument(
             "the text of the check",

@@ -14,6 +14,7 @@ use std::path::Path;
 /// The form of a decomposition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Form {
     /// A sum of outer products (CP, PARAFAC), by alternating least squares.
     Cp,
@@ -21,7 +22,7 @@ pub enum Form {
     Tucker,
     /// The same by one pass of singular value decompositions (ST-HOSVD).
     Hosvd,
-    /// A sum of small Tucker forms.
+    /// A sum of small Tucker forms (block terms).
     Btd,
 }
 
@@ -34,7 +35,7 @@ pub enum Size {
     Error(f64),
 }
 
-/// What to compute.
+/// Settings of a decomposition.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// The form.
@@ -69,7 +70,7 @@ pub struct Record {
     pub rel_error: f64,
     /// How the iteration ended.
     pub status: String,
-    /// What a reader should know, such as terms that cancel.
+    /// Warnings, such as terms that cancel.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub warning: Option<String>,
     /// Seconds.

@@ -20,7 +20,7 @@ pub struct GpuSetup {
     pub nvrtc: Option<PathBuf>,
 }
 
-/// What is measured.
+/// Settings of a benchmark on a GPU.
 #[derive(Clone, Debug)]
 pub struct GpuBench {
     /// Lengths.

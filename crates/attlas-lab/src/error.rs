@@ -31,10 +31,28 @@ pub enum Error {
     Argument {
         /// Which argument.
         what: String,
-        /// What would be accepted.
+        /// The accepted values.
         expected: String,
+        /// The value found.
+        found: String,
+    },
+    /// A name that is nearly right.
+    #[error("{what}: there is no {found}; did you mean {meant}?")]
+    Unknown {
+        /// What it should have named.
+        what: &'static str,
         /// What was given.
         found: String,
+        /// What was probably meant.
+        meant: String,
+    },
+    /// Inputs that the machine has no room for.
+    #[error("{what} would take {} of memory, more than this machine has", crate::table::bytes(*needed))]
+    NoRoom {
+        /// What would take it.
+        what: String,
+        /// Bytes that it takes.
+        needed: usize,
     },
     /// A file that could not be read or written.
     #[error("{}: {action} failed: {reason}", path.display())]
@@ -43,7 +61,7 @@ pub enum Error {
         path: PathBuf,
         /// "reading" or "writing".
         action: &'static str,
-        /// What the system said.
+        /// The system's message.
         reason: std::io::Error,
     },
     /// A file whose bytes are not in its format, or end too early.
@@ -53,7 +71,7 @@ pub enum Error {
         path: PathBuf,
         /// Its format.
         format: &'static str,
-        /// What the reader said.
+        /// The reader's message.
         reason: String,
     },
     /// A file without a tensor that is needed.
@@ -61,7 +79,7 @@ pub enum Error {
     MissingTensor {
         /// The file.
         path: PathBuf,
-        /// What is needed.
+        /// The requirement.
         expected: String,
         /// The tensors that are there.
         found: Vec<String>,
@@ -73,9 +91,9 @@ pub enum Error {
         path: PathBuf,
         /// The tensor.
         tensor: String,
-        /// What is needed.
+        /// The requirement.
         expected: String,
-        /// What is there.
+        /// The state found.
         found: String,
     },
     /// A tensor with a value that is not a finite number.

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What is taken from a model.
+/// Settings of an extraction.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
     /// Layers, counted from 0; all where absent.
@@ -40,7 +40,7 @@ pub struct Extra {
     pub data: Vec<f32>,
 }
 
-/// What was taken from a model.
+/// Result of an extraction.
 #[derive(Clone, Debug)]
 pub struct Extracted {
     /// Queries, keys after rotation, and values.

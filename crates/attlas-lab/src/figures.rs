@@ -118,7 +118,7 @@ pub(crate) struct Cell {
     pub(crate) layer: usize,
     /// Column of the map.
     pub(crate) head: usize,
-    /// What is drawn.
+    /// The points.
     pub(crate) value: f64,
     /// Its text.
     pub(crate) label: String,
@@ -248,7 +248,7 @@ pub(crate) fn spectra_lines(s: &Spectra, x: f64, y: f64, width: f64, height: f64
 /// A line of a figure.
 #[derive(Clone, Debug)]
 pub struct Line {
-    /// What it is.
+    /// Its label.
     pub name: String,
     /// Points, in order.
     pub points: Vec<(f64, f64)>,

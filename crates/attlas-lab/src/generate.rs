@@ -22,7 +22,7 @@ pub struct Settings {
     pub stop: Vec<String>,
     /// Go on after a token that ends a text.
     pub ignore_eos: bool,
-    /// What attends; exact attention where absent.
+    /// Recipe of attention; exact where absent.
     pub recipe: Option<Recipe>,
     /// How keys and values are stored where layers keep them.
     pub cache: CacheFormat,
@@ -30,7 +30,7 @@ pub struct Settings {
     pub threads: usize,
 }
 
-/// What was generated.
+/// The generated text.
 #[derive(Clone, Debug, Serialize)]
 pub struct Generated {
     /// Tokens of the prompt.

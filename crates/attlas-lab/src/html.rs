@@ -251,7 +251,7 @@ pub fn picture(c: &Comparison) -> String {
 
 const FAMILIES: [&str; 5] = ["exact", "clustering", "low_rank", "kernel", "baseline"];
 
-/// What a page was made from, with what and when: model and text, machine, version and date.
+/// Origin of a page: model and text, machine, version and date.
 pub(crate) fn origin(source: &str, metadata: &BTreeMap<String, String>) -> String {
     let known = |key: &str| metadata.get(key).filter(|v| !v.is_empty() && !source.contains(v.as_str()));
     let named = |key: &str| known(key).map(|v| format!(", {key} {v}")).unwrap_or_default();

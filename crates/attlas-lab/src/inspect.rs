@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What is looked at, and how.
+/// Settings of an inspection.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
     /// Mask; the workload's own where absent.
@@ -34,9 +34,9 @@ pub struct Settings {
 /// Everything that was found.
 #[derive(Clone, Debug, Serialize)]
 pub struct Inspection {
-    /// What the inputs were loaded from.
+    /// Source of the inputs.
     pub source: String,
-    /// What the source says of itself.
+    /// Metadata of the source.
     pub metadata: BTreeMap<String, String>,
     /// Mask of every head.
     pub mask: Mask,
@@ -65,7 +65,7 @@ pub struct Inspected {
     pub kv_head: usize,
     /// Seconds it took.
     pub seconds: f64,
-    /// What was found.
+    /// The findings.
     #[serde(flatten)]
     pub report: HeadReport,
 }
@@ -259,7 +259,7 @@ impl Inspection {
         table
     }
 
-    /// What the columns mean.
+    /// Meaning of the columns.
     pub fn legend(&self) -> String {
         let s = &self.settings;
         format!(
@@ -384,7 +384,7 @@ impl Inspection {
     }
 }
 
-/// What the panels show.
+/// Captions of the panels.
 const CAPTION: &str = "Left: the first rows and keys of Z⁻¹A, each row over its largest weight. Middle: all of \
 it, averaged over blocks. Both on a logarithmic scale of four decades. Right: singular values over the largest one, \
 against their number, both axes logarithmic.";

@@ -1,6 +1,7 @@
 //! What this machine can do at best: the ceiling beside every figure.
 
 use crate::run::{timed, timed_on_running_threads};
+use crate::{Error, Result};
 use attlas::Workspace;
 use attlas_num::kernels::{self, pages};
 use attlas_num::rng::StreamKey;
@@ -11,7 +12,7 @@ use std::hint::black_box;
 /// A machine with its measured ceilings, for the threads and instruction set of a workspace.
 #[derive(Clone, Debug, Serialize)]
 pub struct Machine {
-    /// What the processor calls itself.
+    /// Name of the processor.
     pub cpu: String,
     /// Architecture and operating system.
     pub platform: String,
@@ -207,7 +208,24 @@ fn civil(days: u64) -> (u64, u64, u64) {
     (era * 400 + year + u64::from(month <= 2), month, day)
 }
 
-/// What the processor calls itself, where the system tells.
+/// An error where the product of `sizes` is more bytes than this machine has, or where that is not known, than can be
+/// set aside: a process that asks for them would be ended.
+pub(crate) fn check_room(what: &str, sizes: &[usize]) -> Result<()> {
+    let needed = sizes.iter().fold(1usize, |n, &size| n.saturating_mul(size));
+    let fits = match memory_of(&std::fs::read_to_string("/proc/meminfo").unwrap_or_default()) {
+        Some(there) => needed <= there,
+        None => Vec::<u8>::new().try_reserve_exact(needed).is_ok(),
+    };
+    if fits { Ok(()) } else { Err(Error::NoRoom { what: what.into(), needed }) }
+}
+
+/// Bytes of memory by the words of Linux.
+fn memory_of(text: &str) -> Option<usize> {
+    let line = text.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
+}
+
+/// Name of the processor, where the system gives it.
 fn cpu_name() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = text.lines().find(|l| l.starts_with("model name") || l.starts_with("Model"));
@@ -217,6 +235,20 @@ fn cpu_name() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_no_machine_holds_is_refused() {
+        assert_eq!(memory_of("MemTotal:       4021120 kB\nMemFree: 1 kB\n"), Some(4_021_120 << 10));
+        assert_eq!(memory_of("MemFree: 1 kB\n"), None);
+        check_room("a page", &[4, 1024]).unwrap();
+        for sizes in [&[1 << 40, 1 << 10][..], &[usize::MAX, usize::MAX]] {
+            let message = check_room("inputs", sizes).unwrap_err().to_string();
+            assert!(
+                message.starts_with("inputs would take") && message.contains("this machine"),
+                "{message}"
+            );
+        }
+    }
 
     #[test]
     fn every_ceiling_is_possible() {

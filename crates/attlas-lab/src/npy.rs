@@ -15,7 +15,7 @@ pub(crate) struct Npy<T> {
     pub(crate) data: Vec<T>,
 }
 
-/// What a header says.
+/// Contents of a header.
 #[derive(Debug)]
 pub(crate) struct Header {
     shape: Vec<usize>,
@@ -117,7 +117,7 @@ pub(crate) fn parse<T: Real>(bytes: &[u8]) -> Result<Npy<T>, String> {
     header.array(rest)
 }
 
-/// What follows `'key':` in the header.
+/// The text after `'key':` in the header.
 fn value<'a>(header: &'a str, key: &str) -> Result<&'a str, String> {
     ['\'', '"']
         .iter()

@@ -31,7 +31,7 @@ pub struct Settings {
     pub task: Option<Task>,
     /// Seed of the task's words and numbers.
     pub seed: u64,
-    /// What attends; exact attention where absent.
+    /// Recipe of attention; exact where absent.
     pub recipe: Option<Recipe>,
     /// How keys and values are stored; what that costs is measured beside single precision.
     pub cache: CacheFormat,
@@ -39,7 +39,7 @@ pub struct Settings {
     pub threads: usize,
 }
 
-/// What was measured.
+/// The measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct Record {
     /// The text.
@@ -63,11 +63,11 @@ pub struct Record {
     pub bos: bool,
     /// Windows that were run.
     pub windows: usize,
-    /// What attended: `exact`, the id of a method, or `recipe`.
+    /// `exact`, the id of a method, or `recipe`.
     pub attention: String,
     /// How keys and values were stored.
     pub cache: CacheFormat,
-    /// What was set of a single method.
+    /// Parameters set for a single method.
     pub params: Options,
     /// Mean negative log-likelihood, in nats.
     pub nll: f64,

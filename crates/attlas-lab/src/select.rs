@@ -11,7 +11,7 @@ use serde_json::Map;
 pub struct Chosen {
     /// The method.
     pub method: &'static Method,
-    /// What was set; everything else is at its default.
+    /// Parameters set; the others are at their defaults.
     pub options: Options,
     /// Asked for by name, so that a refusal is worth telling loudly.
     pub named: bool,
@@ -20,7 +20,7 @@ pub struct Chosen {
 /// Methods in the order of the registry.
 pub type Selection = Vec<Chosen>;
 
-/// What can be said on a command line about methods.
+/// Command-line choice of methods.
 #[derive(Clone, Debug, Default)]
 pub struct Choice {
     /// Ids, or the word `all`; everything but the baseline and the oracles where empty.

@@ -11,14 +11,15 @@ use std::fmt::Write;
 
 /// One of the figures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Figure {
-    /// Everything about each head: leading block, whole and spectra.
+    /// Patterns and spectra of each head.
     Heads,
-    /// The leading block of $Z^{-1}A$ of every head.
+    /// The weights of the first tokens, of every head.
     Patterns,
-    /// Singular values of $Q$, $K$ and $V$.
+    /// Singular values of Q, K and V.
     Inputs,
-    /// Singular values of $QK^\top$, $A$ and $Z^{-1}A$.
+    /// Singular values of scores QK^T, exponentials A and weights Z^-1 A.
     Scores,
 }
 

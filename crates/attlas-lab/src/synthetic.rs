@@ -103,13 +103,18 @@ impl FromStr for Synthetic {
     fn from_str(text: &str) -> Result<Self> {
         let mut parts = text.split(',');
         let name = parts.next().unwrap_or_default();
-        let kind = Kind::ALL.into_iter().find(|k| k.name() == name).ok_or_else(|| {
-            let expected = match crate::words::nearest(name, names()) {
-                Some(meant) => format!("{meant}, perhaps"),
-                None => format!("one of {}", names().collect::<Vec<_>>().join(", ")),
-            };
-            Error::argument("synthetic source", expected, format!("'{name}'"))
-        })?;
+        let kind =
+            Kind::ALL.into_iter().find(|k| k.name() == name).ok_or_else(|| {
+                match crate::words::nearest(name, names()) {
+                    Some(meant) => {
+                        Error::Unknown { what: "synthetic source", found: name.into(), meant: meant.into() }
+                    }
+                    None => {
+                        let expected = format!("one of {}", names().collect::<Vec<_>>().join(", "));
+                        Error::argument("synthetic source", expected, format!("'{name}'"))
+                    }
+                }
+            })?;
         let mut spec = Self { kind, ..Self::default() };
         let mut kv_heads = None;
         for part in parts {
@@ -140,6 +145,9 @@ impl Synthetic {
     pub fn generate(&self) -> Result<Workload> {
         let problem = self.problem();
         problem.validate()?;
+        // Drawn in double precision, one group after the other.
+        let sizes = [self.heads + 2 * self.kv_heads, self.n, self.d, size_of::<f32>()];
+        crate::machine::check_room(&format!("synthetic:{self}"), &sizes)?;
         let root = StreamKey::new(self.seed).named("synthetic").named(self.kind.name());
         let (mut q, mut k, mut v) = (Vec::new(), Vec::new(), Vec::new());
         for g in 0..self.kv_heads {
@@ -280,7 +288,7 @@ impl Synthetic {
     }
 }
 
-/// What one key head and its query heads draw.
+/// Random objects of one key head and its query heads.
 struct Drawn {
     q: Vec<f64>,
     k: Vec<f64>,

@@ -70,7 +70,7 @@ pub fn check_recipe(recipe: &Recipe, model: &Model) -> Result<()> {
     }
 }
 
-/// What attends in a model, as it is said on a command line.
+/// Command-line choice of attention: a recipe, or one method with its settings.
 #[derive(Clone, Debug, Default)]
 pub struct Attention {
     /// A recipe.

@@ -75,11 +75,7 @@ fn read_with(paths: &[PathBuf], numbers: Numbers) -> Result<Workload> {
                 } else {
                     format!("synthetic:{meant}")
                 };
-                return Err(Error::argument(
-                    "source",
-                    format!("{meant}, perhaps"),
-                    format!("'{}'", names.join(",")),
-                ));
+                return Err(Error::Unknown { what: "source", found: names.join(","), meant });
             }
             return Err(Error::argument(
                 "source",
@@ -303,6 +299,7 @@ fn assemble(
 
 /// Element type of a trace that is written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Elements {
     /// Single precision.
     #[default]

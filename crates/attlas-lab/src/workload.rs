@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 /// Queries, keys and values of one or more layers.
 #[derive(Clone, Debug)]
 pub struct Workload {
-    /// What it was loaded from.
+    /// Its source.
     pub source: String,
     /// The mask these inputs are meant for.
     pub mask: Mask,
-    /// What the file says of itself: model, text hash, token count, producer, ….
+    /// Metadata of the file: model, text hash, token count, producer, ….
     pub metadata: BTreeMap<String, String>,
     /// The layers, in order.
     pub layers: Vec<LayerData>,

@@ -1,4 +1,4 @@
-//! What can go wrong, with the facts a caller needs to correct it.
+//! Errors, each with the facts a caller needs to correct it.
 
 /// Result of anything in this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -20,15 +20,15 @@ pub enum Error {
     InvalidParam {
         /// Name of the parameter.
         name: String,
-        /// What was given.
+        /// The value found.
         value: String,
-        /// What would have been accepted.
+        /// The accepted values.
         expected: String,
     },
     /// No parameter of that name exists.
     #[error("there is no parameter {name}; accepted are {}", list(accepted))]
     UnknownParam {
-        /// What was given.
+        /// The value found.
         name: String,
         /// The names that exist.
         accepted: Vec<String>,
@@ -38,7 +38,7 @@ pub enum Error {
     UnknownId {
         /// "method", "layer" or "conversion".
         kind: &'static str,
-        /// What was given.
+        /// The value found.
         id: String,
         /// The ids that exist.
         known: Vec<String>,
@@ -48,9 +48,9 @@ pub enum Error {
     Shape {
         /// Which object.
         what: &'static str,
-        /// What the problem needs.
+        /// The shape that the problem needs.
         expected: String,
-        /// What was given.
+        /// The value found.
         found: String,
     },
     /// Sizes whose product does not fit into memory addresses.
@@ -66,15 +66,15 @@ pub enum Error {
     Calibration {
         /// Id of the method.
         method: String,
-        /// What the method needs.
+        /// The calibration that the method needs.
         expected: String,
-        /// What was given.
+        /// The value found.
         found: String,
     },
     /// A computation that has no answer for these numbers.
     #[error("{what}: {reason}")]
     Numerical {
-        /// What was being computed or looked at.
+        /// The computation.
         what: &'static str,
         /// Why there is no answer.
         reason: String,
@@ -84,15 +84,15 @@ pub enum Error {
     Device {
         /// Which device.
         device: String,
-        /// What it said.
+        /// Its message.
         reason: String,
     },
     /// The threads could not be started.
     #[error("could not start {threads} threads: {reason}")]
     Threads {
-        /// How many were asked for.
+        /// Number requested.
         threads: usize,
-        /// What the system said.
+        /// The system's message.
         reason: String,
     },
 }

@@ -264,7 +264,7 @@ pub struct RowBlock<'a, T> {
     pub lse: &'a mut [T],
 }
 
-/// What a method's author implements: numerics of one group.
+/// The numerics of one group, which the author of a method implements.
 pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
     /// Counted work for the whole problem, set-up included.
     fn cost(&self, problem: &Problem) -> Cost;

@@ -186,7 +186,7 @@ pub trait Layer: Debug + Send + Sync {
     }
 }
 
-/// What a layer remembers of the tokens it has seen. The layer that made it knows its type.
+/// State of a layer after the tokens it has seen. The layer that made it knows its type.
 pub trait LayerCache: Debug + Send + Any {
     /// Tokens held.
     fn len(&self) -> usize;

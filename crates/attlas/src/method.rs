@@ -1,4 +1,4 @@
-//! The contract of a method: what it says of itself, how it is planned, run and streamed.
+//! The contract of a method: its claims, and how it is planned, run and streamed.
 
 use crate::group::{GroupPlan, boxed};
 use crate::negated::Negated;
@@ -48,7 +48,7 @@ pub struct Method {
     pub title: &'static str,
     /// Authors and year, or the section of the survey.
     pub reference: &'static str,
-    /// What it promises; the shared checks try to refute it.
+    /// Its promises, which the shared checks try to refute.
     pub claims: Claims,
     /// Its parameters.
     pub params: &'static [ParamSpec],
@@ -58,7 +58,7 @@ pub struct Method {
     /// Settings under which it is the softmax over some of the keys: no row's log-sum-exp exceeds the exact one, and
     /// the error is at most the missing mass times the range of the values.
     pub subsets: &'static [&'static [Setting]],
-    /// The parameter that names the length below which it computes exact attention, where it has one.
+    /// The parameter that names the length below which it computes exact attention, with some mask, where it has one.
     pub exact_below: Option<&'static str>,
     /// Parameters that a tuner may move, and the values worth trying.
     pub tunable: &'static [Tunable],
@@ -225,9 +225,9 @@ pub trait Spec: ParamSet {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Accepted<'a> {
-    /// What is planned.
+    /// The problem.
     pub problem: &'a Problem,
-    /// What was learnt from data, made for this method, its heads and widths.
+    /// The calibration, made for this method, its heads and widths.
     pub calibration: Option<&'a Calibration>,
 }
 
@@ -258,7 +258,7 @@ impl Method {
         near.then(|| format!("logits are capped at {cap}, which a near field does not do"))
     }
 
-    /// What the method promises with these options; laws are left to [`keeps_with`](Self::keeps_with).
+    /// Promises of the method with these options; laws are left to [`keeps_with`](Self::keeps_with).
     pub fn claims_with(&self, options: &Options) -> Claims {
         let mut claims = self.claims;
         for promise in self.withdrawn(options) {
@@ -295,7 +295,7 @@ impl Method {
 /// The planned numbers of queries and keys are capacities: [`execute`](Self::execute) takes as many or fewer, so that
 /// one plan serves a cache that grows. What a method decides from the length, it decides from the planned one.
 pub trait Plan: Debug + Send + Sync {
-    /// What was planned.
+    /// The planned problem.
     fn problem(&self) -> &Problem;
 
     /// Counted work, set-up included.
@@ -323,7 +323,8 @@ pub trait Stream: Debug + Send {
     /// Appends the keys `[batch, n_kv_heads, t, d]` and values `[batch, n_kv_heads, t, d_v]` of `t` tokens.
     fn push(&mut self, k: Tensor<'_>, v: Tensor<'_>, ws: &mut Workspace) -> Result<()>;
 
-    /// Attends with the queries `[batch, n_heads, 1, d]` of the last pushed token to everything pushed.
+    /// Attends with the queries `[batch, n_heads, 1, d]` of the last pushed token to everything pushed. Several tokens
+    /// at a time, as speculative decoding has them: [`Stream::extend`].
     fn attend(&mut self, q: Tensor<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
 
     /// Appends `t` tokens and attends with each of them to itself and everything before: `t` rows of output. The
@@ -342,7 +343,7 @@ pub trait Stream: Debug + Send {
     fn state_bytes(&self) -> usize;
 }
 
-/// What a method promises. `BASE` is strict: laws hold unless the entry names an exception with its reason.
+/// Promises of a method. `BASE` is strict: laws hold unless the entry names an exception with its reason.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct Claims {
     /// Has a form for [`Mask::Causal`](crate::Mask::Causal) in which no later token changes a row.
@@ -368,7 +369,7 @@ pub struct Claims {
     pub softcap: bool,
     /// Exponent of the sequence length in the time, as published.
     pub exponent: f64,
-    /// What it needs before it is useful.
+    /// Requirement before it is useful.
     pub needs: Needs,
     /// The slow truth that others are checked against, left out of comparisons unless it is named.
     pub oracle: bool,
@@ -387,7 +388,7 @@ pub struct Withdrawn {
     /// Its value, as written in options, or a condition: `> 0` and `< 1` are numbers above and below, `!= word` is
     /// every other value, `*` every value but the default.
     pub value: &'static str,
-    /// What is not promised then.
+    /// The promise that does not hold then.
     pub promise: Promise,
     /// Why.
     pub reason: &'static str,
@@ -509,7 +510,7 @@ pub enum Law {
     QueriesAlone,
 }
 
-/// What a method needs before it is useful.
+/// Requirement of a method before it is useful.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Needs {
@@ -595,7 +596,7 @@ impl Cost {
     }
 }
 
-/// What happened in a run.
+/// Record of a run.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct RunInfo {
     /// Inner products of a query with a key, or with a vector that stands for keys: a centroid, landmark, sample or
@@ -657,7 +658,7 @@ pub enum Status {
     StoppedEarly,
 }
 
-/// What a method learnt from data: plain numbers by name, to be saved and loaded as they are.
+/// Result of learning from data: plain numbers by name, saved and loaded unchanged.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Calibration {
     /// Id of the method that made it.

@@ -13,7 +13,7 @@ use crate::method::{Claims, Law, Method};
 use crate::params::ParamSpec;
 use crate::{Error, Options, Problem, Result};
 
-/// What stands before the name of a field in [`Options`].
+/// Prefix of a field's name in [`Options`].
 pub const PREFIX: &str = "near.";
 
 crate::choices! {

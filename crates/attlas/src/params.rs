@@ -143,7 +143,7 @@ impl Display for Options {
     }
 }
 
-/// What is known of a parameter.
+/// Description of a parameter.
 #[derive(Clone, Copy)]
 pub struct ParamSpec {
     /// Its name.
@@ -154,7 +154,7 @@ pub struct ParamSpec {
     pub kind: &'static str,
     /// Its default.
     pub default: fn() -> Value,
-    /// What is accepted, in words.
+    /// The accepted values, in words.
     pub accepted: fn() -> String,
 }
 
@@ -171,7 +171,7 @@ impl std::fmt::Debug for ParamSpec {
 
 /// A struct of parameters, as [`params!`](crate::params!) declares it.
 pub trait ParamSet: Clone + std::fmt::Debug + Default + PartialEq + Send + Sync + 'static {
-    /// What is known of each parameter, in order of declaration.
+    /// Descriptions of the parameters, in order of declaration.
     const SPECS: &'static [ParamSpec];
 
     /// Defaults overridden by `options`, checked.
@@ -186,7 +186,7 @@ pub trait ParamSet: Clone + std::fmt::Debug + Default + PartialEq + Send + Sync 
 
 /// A type that a parameter can have.
 pub trait ParamValue: Sized + Clone {
-    /// What its range is given in.
+    /// Type of its range.
     type Bound: PartialOrd + Display + Copy;
     /// "integer", "number", "boolean", "choice", "sizes" or "list".
     const KIND: &'static str;
@@ -196,7 +196,7 @@ pub trait ParamValue: Sized + Clone {
     fn to_value(&self) -> Value;
     /// Whether it lies in `range`.
     fn within(&self, range: &RangeInclusive<Self::Bound>) -> bool;
-    /// What is accepted, in words.
+    /// The accepted values, in words.
     fn accepted(range: Option<&RangeInclusive<Self::Bound>>) -> String;
 }
 
@@ -451,7 +451,7 @@ macro_rules! params {
         }
 
         impl $name {
-            /// What is known of each parameter, in order of declaration.
+            /// Descriptions of the parameters, in order of declaration.
             $vis const SPECS: &'static [$crate::params::ParamSpec] = &[ $(
                 $crate::params::ParamSpec {
                     name: stringify!($field),

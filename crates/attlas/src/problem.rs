@@ -183,14 +183,17 @@ pub type Dims = [usize; 4];
 /// Elements between neighbours along batch, head and row; columns are contiguous.
 pub type Strides = [usize; 3];
 
-/// Strides of a contiguous `[batch, heads, rows, columns]` tensor.
+/// Strides of a contiguous `[batch, heads, rows, columns]` tensor; the largest number where a product exceeds it, which
+/// no tensor can have.
 pub fn bhnd([_, h, n, c]: Dims) -> Strides {
-    [h * n * c, n * c, c]
+    let head = n.saturating_mul(c);
+    [h.saturating_mul(head), head, c]
 }
 
-/// Strides of a contiguous `[batch, rows, heads, columns]` tensor.
+/// Strides of a contiguous `[batch, rows, heads, columns]` tensor, bounded likewise.
 pub fn bnhd([_, h, n, c]: Dims) -> Strides {
-    [n * h * c, c, h * c]
+    let row = h.saturating_mul(c);
+    [n.saturating_mul(row), c, row]
 }
 
 /// Index of the last element plus one, or `None` on overflow.
@@ -596,6 +599,19 @@ mod tests {
         assert!(TensorMut::new(&mut data, [1, 2, 4, 4], [0, 4, 8]).is_ok());
         assert!(TensorMut::new(&mut data, [1, 2, 4, 4], [0, 4, 4]).is_err());
         assert!(TensorMut::new(&mut data, [1, 2, 100, 4], [0, 4, 8]).is_err());
+    }
+
+    #[test]
+    fn sizes_whose_product_wraps_are_refused_or_empty() {
+        let data = [0.0f32; 64];
+        for dims in [[1 << 32, 1 << 16, 1 << 16, 1], [2, 1 << 32, 1 << 32, 1], [1, 1, 1 << 58, 64]] {
+            assert!(TensorRef::bhnd(&data, dims).is_err(), "{dims:?}");
+            assert!(TensorRef::bnhd(&data, dims).is_err(), "{dims:?}");
+            assert!(TensorMut::bhnd(&mut [0.0f32; 64], dims).is_err(), "{dims:?}");
+        }
+        // Nothing in it, whatever the other sizes are.
+        assert!(TensorRef::bhnd(&data, [1, 1 << 40, 1 << 40, 0]).is_ok());
+        assert!(TensorRef::bnhd(&data, [0, 1 << 40, 1 << 40, 8]).is_ok());
     }
 
     #[test]

@@ -5,7 +5,7 @@ use attlas_num::Scratch;
 use attlas_num::kernels::Isa;
 use std::sync::Arc;
 
-/// What changes speed and must not move results past rounding.
+/// Settings that change speed and must not move results past rounding.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Schedule {
     /// Threads to use; 0 takes as many as the machine offers.
@@ -61,7 +61,7 @@ impl Workspace {
         Self { schedule: self.schedule, pool: self.pool.clone(), scratch: Scratch::new() }
     }
 
-    /// What this workspace runs with; `threads` is the number really started.
+    /// The schedule of this workspace; `threads` is the number started.
     pub fn schedule(&self) -> &Schedule {
         &self.schedule
     }
@@ -71,7 +71,7 @@ impl Workspace {
         &self.scratch
     }
 
-    /// What code inside a plan is given.
+    /// The context of code inside a plan.
     pub fn context(&self) -> Context<'_> {
         Context { schedule: self.schedule, scratch: &self.scratch, groups: 1 }
     }

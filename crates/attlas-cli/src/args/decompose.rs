@@ -2,7 +2,7 @@
 
 use super::shared::{count, share};
 use attlas_lab::decompose::Form;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use std::path::PathBuf;
 
 #[derive(Args, Clone, Debug)]
@@ -16,7 +16,7 @@ pub(crate) struct DecomposeArgs {
     pub(crate) tensor: Option<String>,
     /// The form of the decomposition.
     #[arg(long = "with", value_enum, value_name = "FORM")]
-    pub(crate) form: FormName,
+    pub(crate) form: Form,
     /// Number of terms of cp; one rank for all modes, or one per mode, of the others.
     #[arg(long, value_name = "R,…", value_delimiter = ',', value_parser = count, group = "size")]
     pub(crate) rank: Option<Vec<usize>>,
@@ -35,27 +35,4 @@ pub(crate) struct DecomposeArgs {
     /// Write the error against numbers stored, up to this rank: .svg or .csv.
     #[arg(long, value_name = "FILE")]
     pub(crate) curve: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum FormName {
-    /// A sum of outer products (CP, PARAFAC).
-    Cp,
-    /// A core and one basis per mode, improved by HOOI.
-    Tucker,
-    /// The same in one pass (ST-HOSVD).
-    Hosvd,
-    /// A sum of small Tucker forms (block terms).
-    Btd,
-}
-
-impl From<FormName> for Form {
-    fn from(name: FormName) -> Self {
-        match name {
-            FormName::Cp => Form::Cp,
-            FormName::Tucker => Form::Tucker,
-            FormName::Hosvd => Form::Hosvd,
-            FormName::Btd => Form::Btd,
-        }
-    }
 }

@@ -1,7 +1,8 @@
 //! Commands that run a model.
 
 use super::shared::{AttentionChoice, MethodChoice, ModelChoice, TextChoice, count, positive, share};
-use attlas_lab::tune::Shard;
+use attlas_lab::trace::Elements;
+use attlas_lab::tune::{Effort, Shard};
 use attlas_model::kept::CacheFormat;
 use attlas_model::recipe::Numbers;
 use clap::{Args, ValueEnum};
@@ -26,15 +27,8 @@ pub(crate) struct ExtractArgs {
     #[arg(long)]
     pub(crate) pre_rope: bool,
     /// Element type in a safetensors file.
-    #[arg(long, value_enum, default_value_t = ElementType::F32)]
-    pub(crate) dtype: ElementType,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ElementType {
-    F32,
-    F16,
-    Bf16,
+    #[arg(long, value_enum, default_value_t = Elements::F32)]
+    pub(crate) dtype: Elements,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -72,8 +66,8 @@ pub(crate) struct TuneArgs {
     #[arg(long, value_name = "L,…")]
     pub(crate) layers: Option<Numbers>,
     /// How much is tried.
-    #[arg(long, value_enum, default_value_t = EffortName::Normal)]
-    pub(crate) effort: EffortName,
+    #[arg(long, value_enum, default_value_t = Effort::Normal)]
+    pub(crate) effort: Effort,
     /// Where measurements are kept; the name of the recipe with .jsonl added by default.
     #[arg(long, value_name = "FILE")]
     pub(crate) state: Option<PathBuf>,
@@ -83,13 +77,6 @@ pub(crate) struct TuneArgs {
     /// Take over the measurements in these files.
     #[arg(long, value_delimiter = ',', value_name = "FILE,…")]
     pub(crate) merge: Vec<PathBuf>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum EffortName {
-    Quick,
-    Normal,
-    Thorough,
 }
 
 #[derive(Args, Clone, Debug)]

@@ -2,8 +2,9 @@
 
 use super::shared::{DeviceChoice, Inputs, MaskChoice, MethodChoice, Pictures, SpectraSize, count, positive};
 use attlas_lab::budget::Budget;
+use attlas_lab::survey::Figure;
 use attlas_model::recipe::Numbers;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use std::path::PathBuf;
 
 #[derive(Args, Clone, Debug)]
@@ -29,21 +30,9 @@ pub(crate) struct InspectArgs {
     pub(crate) spectra: SpectraSize,
     #[command(flatten)]
     pub(crate) pictures: Pictures,
-    /// What --svg shows: all of each head, or one of the survey's figures over layers.
-    #[arg(long, value_enum, default_value_t = FigureName::Heads, requires = "svg")]
-    pub(crate) figure: FigureName,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum FigureName {
-    /// Patterns and spectra of each head.
-    Heads,
-    /// The first tokens' weights of every head.
-    Patterns,
-    /// Singular values of Q, K and V.
-    Inputs,
-    /// Singular values of QK^T, A and Z^-1 A.
-    Scores,
+    /// Contents of --svg: all of each head, or one of the survey's figures over layers.
+    #[arg(long, value_enum, default_value_t = Figure::Heads, requires = "svg")]
+    pub(crate) figure: Figure,
 }
 
 #[derive(Args, Clone, Debug)]

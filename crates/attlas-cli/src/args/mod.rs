@@ -1,4 +1,4 @@
-//! What can be said on the command line: the commands and the flags that all of them have. Their arguments are in one file
+//! The commands, and the flags that all of them have. Their arguments are in one file
 //! for each kind of command, and groups of arguments that several commands take in [`shared`].
 
 mod decompose;
@@ -9,13 +9,11 @@ mod shared;
 mod simulate;
 
 pub(crate) use decompose::DecomposeArgs;
-pub(crate) use language::{
-    EffortName, ElementType, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs,
-};
-pub(crate) use measure::{BenchArgs, CompareArgs, FigureName, InspectArgs, MethodsArgs, ReportArgs};
-pub(crate) use rewrite::{CompressArgs, ConvertArgs, FactorType, RecipeName, StageName, Target};
+pub(crate) use language::{ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs};
+pub(crate) use measure::{BenchArgs, CompareArgs, InspectArgs, MethodsArgs, ReportArgs};
+pub(crate) use rewrite::{CompressArgs, ConvertArgs, FactorType, RecipeName, Target};
 pub(crate) use shared::{Inputs, Limit};
-pub(crate) use simulate::{MatchArgs, ModelName, ParticlesArgs, SimulateArgs, Simulation, TaskName};
+pub(crate) use simulate::{MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
 
 use clap::{Args, Parser, Subcommand};
 

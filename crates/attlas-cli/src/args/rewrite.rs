@@ -3,6 +3,7 @@
 use super::shared::{Limit, ModelChoice, NewFolder, count, positive};
 use attlas::conversions::mla::Stage;
 use attlas_model::recipe::Numbers;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
@@ -72,7 +73,7 @@ pub(crate) enum FactorType {
 pub(crate) struct ConvertArgs {
     #[command(flatten)]
     pub(crate) model: ModelChoice,
-    /// What to.
+    /// Target of the conversion.
     #[arg(long, value_enum)]
     pub(crate) to: Target,
     #[command(flatten)]
@@ -102,11 +103,11 @@ pub(crate) struct ConvertArgs {
     #[arg(long)]
     pub(crate) recalibrate: bool,
     /// Write the model at this stage instead of the last.
-    #[arg(long, value_enum, value_name = "STAGE")]
-    pub(crate) until: Option<StageName>,
+    #[arg(long, value_parser = stage(), value_name = "STAGE")]
+    pub(crate) until: Option<Stage>,
     /// Stages whose loss is measured besides the last; all by default.
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "STAGE,…")]
-    pub(crate) stages: Option<Vec<StageName>>,
+    #[arg(long, value_parser = stage(), value_delimiter = ',', value_name = "STAGE,…")]
+    pub(crate) stages: Option<Vec<Stage>>,
     /// Calibrate on this many tokens; 8192 by default, or three quarters of a shorter text.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) tokens: Option<usize>,
@@ -123,7 +124,7 @@ pub(crate) struct ConvertArgs {
     pub(crate) limit: Limit,
 }
 
-/// What a model can be converted to.
+/// Targets of a conversion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Target {
     /// Latent attention.
@@ -139,26 +140,8 @@ pub(crate) enum RecipeName {
     Published,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-#[value(rename_all = "snake_case")]
-pub(crate) enum StageName {
-    Merged,
-    Rotated,
-    PartialRope,
-    Balanced,
-    LowRank,
-    LowRankQueries,
-}
-
-impl StageName {
-    pub(crate) fn stage(self) -> Stage {
-        match self {
-            Self::Merged => Stage::Merged,
-            Self::Rotated => Stage::Rotated,
-            Self::PartialRope => Stage::PartialRope,
-            Self::Balanced => Stage::Balanced,
-            Self::LowRank => Stage::LowRank,
-            Self::LowRankQueries => Stage::LowRankQueries,
-        }
-    }
+/// Reads a stage by its name.
+fn stage() -> impl TypedValueParser<Value = Stage> {
+    let find = |name: String| Stage::ALL.into_iter().find(|s| s.name() == name).ok_or("no such stage");
+    PossibleValuesParser::new(Stage::ALL.map(Stage::name)).try_map(find)
 }

@@ -102,7 +102,7 @@ pub(crate) struct NewFolder {
     pub(crate) path: PathBuf,
 }
 
-/// What a changed model may lose before it counts as ruined.
+/// Largest loss of a changed model.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct Limit {
     /// Largest increase of the perplexity, such as 50% or 0.5: past it the folder is written and the command exits
@@ -125,7 +125,7 @@ pub(crate) struct TextChoice {
     pub(crate) bos: bool,
 }
 
-/// What attends in a model.
+/// Choice of attention in a model.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct AttentionChoice {
     /// Which method attends in which head: a TOML file.

@@ -2,7 +2,8 @@
 
 use super::laid_out;
 use super::shared::{count, positive};
-use clap::{Args, Subcommand, ValueEnum};
+use attlas_lab::simulate::{Model, Task};
+use clap::{Args, Subcommand};
 use std::path::PathBuf;
 
 #[derive(Args, Clone, Debug)]
@@ -29,21 +30,11 @@ attlas simulate match3 --n 32 --modulus 61 --count 100 --single --json"))]
     Match3(MatchArgs),
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum ModelName {
-    /// In space, growing.
-    Free,
-    /// In space, in the frame that grows with the particles.
-    Rescaled,
-    /// On the unit sphere.
-    Sphere,
-}
-
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ParticlesArgs {
     /// Where particles live.
-    #[arg(long, value_enum, default_value_t = ModelName::Rescaled)]
-    pub(crate) model: ModelName,
+    #[arg(long, value_enum, default_value_t = Model::Rescaled)]
+    pub(crate) model: Model,
     /// Particles; 20, or 64 on the sphere, by default.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) n: Option<usize>,
@@ -73,14 +64,6 @@ pub(crate) struct ParticlesArgs {
     pub(crate) svg: Option<PathBuf>,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum TaskName {
-    /// One partner.
-    Match2,
-    /// Two partners.
-    Match3,
-}
-
 #[derive(Args, Clone, Debug)]
 pub(crate) struct MatchArgs {
     /// Tokens of a sequence.
@@ -93,8 +76,8 @@ pub(crate) struct MatchArgs {
     #[arg(long, default_value = "500", value_name = "N", value_parser = count)]
     pub(crate) count: usize,
     /// How many partners complete a sum.
-    #[arg(long, value_enum, default_value_t = TaskName::Match3)]
-    pub(crate) task: TaskName,
+    #[arg(long, value_enum, default_value_t = Task::Match3)]
+    pub(crate) task: Task,
     /// Single instead of double precision.
     #[arg(long)]
     pub(crate) single: bool,

@@ -1,4 +1,4 @@
-//! One method under the clock.
+//! Timing of one method.
 
 use super::{LONG_RUN_SECONDS, PeerFigure, PeerRatio, Row, Settings};
 use crate::Result;
@@ -29,6 +29,8 @@ pub(super) struct Data {
 impl Data {
     pub(super) fn draw(problem: Problem, settings: &Settings) -> Result<Self> {
         let p = &problem;
+        let what = format!("inputs of {} tokens", p.n_k);
+        crate::machine::check_room(&what, &[p.n_heads + 2 * p.n_kv_heads, p.n_k, p.d, size_of::<f32>()])?;
         if settings.kind != Kind::Gaussian {
             let (kind, heads, kv_heads) = (settings.kind, p.n_heads, p.n_kv_heads);
             let source = Synthetic { kind, n: p.n_k, d: p.d, heads, kv_heads, seed: settings.seed };
@@ -73,7 +75,7 @@ pub(super) struct Live<'a> {
     options: Options,
     calibration: Option<Calibration>,
     stream: Option<Box<dyn Stream>>,
-    /// What runs work with, which start on threads that are awake.
+    /// Workspace of runs that start on threads already awake.
     inside: Workspace,
     output: Vec<f32>,
     setups: Vec<f64>,
@@ -208,7 +210,7 @@ impl<'a> Live<'a> {
         median(&self.setups)
     }
 
-    /// What a length costs: set-up counts unless it was a prompt.
+    /// Seconds of a length; set-up counts unless it was a prompt.
     pub(super) fn total(&self) -> f64 {
         if self.stream.is_some() { self.run() } else { self.setup() + self.run() }
     }

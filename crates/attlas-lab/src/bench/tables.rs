@@ -6,7 +6,7 @@ use crate::table::{Column, Table, bytes, params_text, percent, raw, raw_or_empty
 /// A row with the run it belongs to.
 type Line<'a> = (&'a Bench, &'a Row);
 
-/// What tables and CSV files show of a row.
+/// Columns of tables and CSV files.
 fn columns<'a>(peers: bool) -> Vec<Column<Line<'a>>> {
     let mut columns: Vec<Column<Line<'a>>> = vec![
         Column::both("<method", "method", |(_, r)| r.method.into(), |(_, r)| r.method.into()),

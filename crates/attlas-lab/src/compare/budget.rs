@@ -376,7 +376,7 @@ mod tests {
     #[test]
     fn a_method_that_would_be_exact_at_this_length_is_made_to_spend_less() {
         let workload = "synthetic:clustered,n=512,d=8".parse::<crate::Source>().unwrap().load().unwrap();
-        let methods = ["hyper", "top_k"].map(String::from).to_vec();
+        let methods = ["hyper", "top_k", "wildcat"].map(String::from).to_vec();
         let selection = Choice { methods, ..Choice::default() }.resolve().unwrap();
         let mut ws = Workspace::new(Schedule { threads: 1, ..Schedule::default() }).unwrap();
         let settings =
@@ -389,6 +389,12 @@ mod tests {
         assert!(
             hyper.within && hyper.switch.is_some_and(|(name, n)| name == "n_min" && n < 512),
             "{hyper:?}"
+        );
+        // A causal block of 1024 would hold every key.
+        let wildcat = methods.iter().find(|m| m.method == "wildcat").unwrap();
+        assert!(
+            wildcat.within && wildcat.switch.is_some_and(|(name, n)| name == "block" && n < 512),
+            "{wildcat:?}"
         );
         let result = compare::compare(&workload, &chosen, &settings, &mut |_| (), &stop).unwrap();
         let result = result.matched_to(compare::Matching { budget, methods });

@@ -140,10 +140,13 @@ impl<'a> Group<'a> {
         // The warm-up stands in for the times until a warm run is there.
         let (mut setups, mut runs, mut exacts) = (Vec::new(), Vec::new(), Vec::new());
         let random = chosen.has_free_seed();
-        let wanted = if random { self.settings.seeds.max(2) } else { self.settings.runs.max(1) + 1 };
+        // Few seeds are run more often, too: the time of a single run says little.
+        let times = self.settings.runs.max(1) + 1;
+        let wanted = if random { self.settings.seeds.max(times) } else { times };
         for s in 1..wanted {
             let spent = begun.elapsed().as_secs_f64();
-            let enough = !random && !runs.is_empty() && spent > REPEAT_SECONDS;
+            let last_seed = !random || s >= self.settings.seeds;
+            let enough = last_seed && !runs.is_empty() && spent > REPEAT_SECONDS;
             if enough || share.is_some_and(|share| spent + spent / s as f64 > share) {
                 break;
             }

@@ -43,7 +43,7 @@ impl Matching {
     }
 }
 
-/// What tables and CSV files show of a method on a head.
+/// Columns of tables and CSV files: a method on a head.
 fn columns<'a>() -> Vec<Column<&'a Row>> {
     vec![
         Column::table("head", |r| r.layer.map_or(r.head.to_string(), |l| format!("{l}/{}", r.head))),
@@ -140,7 +140,7 @@ impl Comparison {
         Table::of(&lines, &columns())
     }
 
-    /// What the methods with feature maps or sketches predict of themselves, the worst head of each: the relative
+    /// Predictions of methods with feature maps or sketches, the worst head of each: the relative
     /// standard deviation of an entry of their kernel, the features there are and those that their `target_error` would
     /// take (kept keys, where keys are what is kept), and the bytes that decoding holds for each key head. Empty where no method was one.
     pub fn feature_table(&self) -> Table {

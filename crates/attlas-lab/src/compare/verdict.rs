@@ -1,14 +1,12 @@
 //! What a comparison comes to, in a sentence or two.
 
 use super::records::{Comparison, Summary};
-use crate::table::{percent_of, times};
+use crate::table::{count, percent_of, times};
 
 /// Errors that are looked for: what hardly shows, and what may do.
 const CLOSE: f64 = 0.01;
 /// A method that is not better than the mean of the values by this share has no use.
 const BETTER: f64 = 0.9;
-/// Parameters below which a method computes exact attention.
-const SWITCHES: [&str; 2] = ["n_min", "min_len"];
 
 impl Comparison {
     /// Which method is worth its error on these inputs, or that none is.
@@ -29,7 +27,7 @@ impl Comparison {
         };
         let at = match self.tokens {
             0 => String::new(),
-            n => format!(" at {n} tokens"),
+            n => format!(" at {}", count(n, "token")),
         };
         let closest = faster.iter().min_by(|a, b| a.rel_fro.mean.total_cmp(&b.rel_fro.mean));
         match (fastest(CLOSE), closest) {
@@ -61,9 +59,13 @@ impl Comparison {
             .filter(|s| s.family != "baseline" && s.fell_back())
             .map(|s| {
                 let params = self.rows.iter().find(|r| r.method == s.method).map(|r| &r.params);
+                // The length below which it is exact, where that is why.
                 let switch = params.and_then(|params| {
-                    let value = |name: &&str| Some((name.to_string(), params.get(*name)?.as_u64()?));
-                    SWITCHES.iter().find_map(value).filter(|(_, v)| *v > self.tokens as u64)
+                    let name = attlas::registry::method(s.method).ok()?.exact_below?;
+                    let value = params.get(name)?.as_u64()?;
+                    // Blocks are those of a causal mask.
+                    let here = name != "block" || self.mask == attlas::Mask::Causal;
+                    (here && value >= self.tokens as u64).then_some((name, value))
                 });
                 match switch {
                     Some((name, value)) => format!("{} ({name} = {value})", s.method),

@@ -18,7 +18,7 @@ use serde::Serialize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What decides.
+/// The rule of acceptance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Accept {
     /// Tokens set aside, after those that are measured on.
@@ -46,7 +46,7 @@ pub struct Trial {
     pub accepted: bool,
 }
 
-/// What was tried and what of it was kept.
+/// Trials, and those that were kept.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Acceptance {
     /// Tokens set aside that were scored.

@@ -24,12 +24,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What to do.
+/// Settings of a compression.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// The model.
     pub model: PathBuf,
-    /// What is applied to it.
+    /// The conversion.
     pub conversion: &'static Conversion,
     /// Parameters of that.
     pub options: Options,
@@ -55,7 +55,7 @@ pub struct Settings {
     pub accept: Option<Accept>,
 }
 
-/// What a model stores and costs.
+/// Storage and cost of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Figures {
     /// Numbers in the checkpoint.
@@ -85,7 +85,7 @@ pub struct Embeddings {
     pub cosine_min: f64,
 }
 
-/// What was lost in weights that were decomposed together.
+/// Loss of weights that were decomposed together.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Loss {
     /// Which weights.
@@ -100,14 +100,14 @@ pub struct Loss {
     pub after: usize,
 }
 
-/// What was measured.
+/// The measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct Record {
     /// The model.
     pub model: String,
-    /// What was applied to it.
+    /// The conversion.
     pub conversion: &'static str,
-    /// What was set of its parameters.
+    /// Its parameters.
     pub params: Options,
     /// The folder that was written.
     pub out: String,
@@ -121,13 +121,13 @@ pub struct Record {
     pub convert_seconds: f64,
     /// Root mean square of the relative errors of weights, by numbers.
     pub rel_error: f64,
-    /// What was lost where.
+    /// Losses by place.
     pub losses: Vec<Loss>,
-    /// What was tried and kept, where changes had to prove themselves.
+    /// Trials, where each change had to be accepted.
     pub acceptance: Option<Acceptance>,
     /// The model.
     pub before: Figures,
-    /// What was written.
+    /// The written folder.
     pub after: Figures,
     /// Predictions of both, where the model makes any.
     pub quality: Option<Quality>,
@@ -231,7 +231,7 @@ fn convert<'a>(
     Ok((all, None))
 }
 
-/// What both models read.
+/// The text that both models read.
 struct Texts {
     source: String,
     sha256: String,
@@ -410,7 +410,7 @@ fn cosine(a: &[f32], b: &[f32]) -> f64 {
 }
 
 impl Record {
-    /// What changed, one line a figure.
+    /// The changes, one line per figure.
     pub fn table(&self) -> Table {
         let mut table = Table::new(&["<figure", "before", "after", "after/before"]);
         let mut line = |name: &str, a: String, b: String, ratio: f64| {

@@ -1,4 +1,4 @@
-//! Cards of methods: idea, mathematics, cost, guarantees and reference, as their modules tell them.
+//! Cards of methods: idea, mathematics, cost, guarantees and reference, from the documentation of their modules.
 //!
 //! The text is `assets/cards.json`, which `cargo run -p xtask -- cards` writes from the modules with formulas as
 //! MathML, so that a page needs no program to set them. Methods that are not in it get a card from their registry entry alone.
@@ -13,7 +13,7 @@ use std::fmt::Write;
 
 static CARDS: &str = include_str!("../../assets/cards.json");
 
-/// What a module says; every part is HTML.
+/// The documentation of a module; every part is HTML.
 #[derive(Debug, Deserialize)]
 struct Card {
     /// Of the documentation that it was made from.

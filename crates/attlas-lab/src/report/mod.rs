@@ -20,12 +20,12 @@ use cards::Cards;
 use recipe::RecipeMap;
 use std::fmt::Write;
 
-/// What a report is made of.
+/// Contents of a report.
 #[derive(Debug)]
 pub struct Report<'a> {
-    /// What heads look like.
+    /// Structure of the heads.
     pub inspection: &'a Inspection,
-    /// What methods do on them.
+    /// Comparison of methods on them.
     pub comparison: &'a Comparison,
     /// The name and content of a recipe.
     pub recipe: Option<(&'a str, &'a Recipe)>,
@@ -146,7 +146,7 @@ impl Report<'_> {
         )
     }
 
-    /// What it comes to, in words.
+    /// Summary in words.
     fn said(&self) -> String {
         let c = self.comparison;
         let left = (c.exact.heads.len() < c.heads).then(|| {

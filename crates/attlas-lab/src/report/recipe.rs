@@ -91,7 +91,7 @@ impl<'a> RecipeMap<'a> {
         (other.count(), self.layers * self.heads)
     }
 
-    /// What it does in one line, for the overview.
+    /// One line for the overview.
     pub(super) fn headline(&self) -> Option<(String, String)> {
         let speed = self.figure("exact_seconds")? / self.figure("seconds")?;
         let rise = self.figure("ppl")? / self.figure("exact_ppl")? - 1.0;

@@ -14,10 +14,11 @@ use serde::Serialize;
 /// Which sum must vanish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Task {
-    /// $x_i + x_j \equiv 0$ for some $j$.
+    /// Pairs: x_i + x_j vanishes for some j.
     Match2,
-    /// $x_i + x_j + x_k \equiv 0$ for some $j$ and $k$.
+    /// Triples: x_i + x_j + x_k vanishes for some j and k.
     Match3,
 }
 

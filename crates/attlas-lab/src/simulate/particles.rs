@@ -18,10 +18,11 @@ use std::fmt::Write;
 /// Where particles live and how their frame moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Model {
-    /// In space; grows like $e^{tV}$.
+    /// In space, growing like exp(tV).
     Free,
-    /// In space, seen in the frame that grows like $e^{tV}$.
+    /// In space, in the frame that grows with the particles.
     Rescaled,
     /// On the unit sphere.
     Sphere,
@@ -58,7 +59,7 @@ pub struct Particles {
     pub scheme: Scheme,
 }
 
-/// What a run of particles gives.
+/// Result of a run of particles.
 #[derive(Clone, Debug, Serialize)]
 pub struct ParticlesRun {
     /// Where they live.

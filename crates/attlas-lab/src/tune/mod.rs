@@ -58,6 +58,7 @@ const CLOSE: f64 = 1.5;
 /// How much is tried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Effort {
     /// Three budgets of each method, one run of each; methods chosen by two key heads.
     Quick,

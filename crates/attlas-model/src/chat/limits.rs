@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 /// Steps that the engine may take.
 const FUEL: u64 = 10_000_000;
 /// Bytes that a value may hold besides those of the conversation; every item of a list or map counts as [`ITEM`].
-const VALUE: usize = 8 << 20;
+const VALUE: usize = 2 << 20;
+/// Bytes of text that it may write besides 32 times those of the conversation.
+const WRITTEN: usize = 4 << 20;
 /// Bytes of all values made and of all text written, together.
 const TOTAL: usize = 1 << 30;
 /// What an item of a list or map counts as.
@@ -36,6 +38,8 @@ pub(super) struct Budget {
     /// Bytes that a value may hold.
     value: usize,
     left: AtomicUsize,
+    /// Bytes of text that may still be written.
+    unwritten: AtomicUsize,
     end: Instant,
 }
 
@@ -44,7 +48,17 @@ impl Budget {
     pub(super) fn new(conversation: usize) -> Arc<Self> {
         let value = VALUE.saturating_add(conversation.saturating_mul(2));
         let left = AtomicUsize::new(TOTAL.saturating_add(conversation.saturating_mul(64)));
-        Arc::new(Self { value, left, end: Instant::now() + TIME })
+        let unwritten = AtomicUsize::new(WRITTEN.saturating_add(conversation.saturating_mul(32)));
+        Arc::new(Self { value, left, unwritten, end: Instant::now() + TIME })
+    }
+
+    /// An error if this text may not be written any more.
+    fn write(&self, text: &str) -> Made<()> {
+        let rest = |left: usize| left.checked_sub(text.len());
+        match self.unwritten.fetch_update(Ordering::Relaxed, Ordering::Relaxed, rest) {
+            Ok(_) => self.charge(text.len()),
+            Err(_) => Err(refused("it writes more text than a conversation has")),
+        }
     }
 
     fn charge(&self, bytes: usize) -> Made<()> {
@@ -414,7 +428,7 @@ pub(super) fn install(environment: &mut Environment<'_>, budget: &Arc<Budget>) {
             return Ok(());
         }
         let text = python(value);
-        b.charge(text.len())?;
+        b.write(&text)?;
         out.write_str(&text).map_err(|_| refused("its text is too long"))
     });
 

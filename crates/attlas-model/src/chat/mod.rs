@@ -321,6 +321,8 @@ mod tests {
             "{{% set y %}}{{% for i in range(99999) %}}{}{{% endfor %}}{{% endset %}}",
             "r".repeat(60_000)
         );
+        let long = format!("{{% for i in range(99999) %}}{}{{% endfor %}}", "r".repeat(100));
+        assert!(refused(&long).contains("writes more text"));
         for source in [
             "{{ '%1000000000d'|format(1) }}",
             "{{ '%1000000000d' % 1 }}",

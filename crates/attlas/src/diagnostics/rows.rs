@@ -220,7 +220,7 @@ fn median(values: &[f64]) -> f64 {
     Summary::of(values.to_vec()).median
 }
 
-/// What is kept of one row.
+/// Figures of one row.
 struct RowFigures {
     max: f64,
     lse: f64,
@@ -231,7 +231,7 @@ struct RowFigures {
     top: [f64; 6],
 }
 
-/// What is kept of some consecutive rows.
+/// Figures of some consecutive rows.
 struct Part {
     rows: Vec<RowFigures>,
     columns: Vec<f64>,

@@ -82,9 +82,9 @@ pub struct BlockRow {
     pub query: usize,
 }
 
-/// What the rows of a block see.
+/// The keys that each row of a block sees.
 pub trait BlockMask<T>: Sync {
-    /// What is prepared once for all rows of a block.
+    /// Data prepared once for all rows of a block.
     type Block;
 
     /// The keys that some row of block `b` may see, in the order in which they are gathered.

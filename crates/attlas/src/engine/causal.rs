@@ -42,7 +42,7 @@ impl Rectangle {
     }
 }
 
-/// The operands of a part, and what has been found for its rows so far, which its results are joined to.
+/// The operands of a part, and the results of its rows so far, which its own are merged with.
 #[derive(Debug)]
 pub struct CausalPart<'a, T> {
     /// Queries of the part.
@@ -61,7 +61,7 @@ pub struct CausalPart<'a, T> {
 }
 
 impl<'a, T: Real> CausalPart<'a, T> {
-    /// Runs the part as a group without a mask, in memory of its own, and joins what it finds by log-sum-exp.
+    /// Runs the part as a group without a mask, in memory of its own, and merges its results by log-sum-exp.
     pub fn run(self, work: impl FnOnce(Group<'_, T>) -> Result<RunInfo>) -> Result<RunInfo> {
         let Self { q, k, v, scale, index, cx, found } = self;
         let (n, d_v) = (q.n_q(), v.cols());
@@ -160,7 +160,7 @@ fn square_pairs(
     pairs
 }
 
-/// What every step of the recursion needs.
+/// Operands of every step of the recursion.
 struct Halver<'a, T, F> {
     q: Queries<'a, T>,
     k: MatRef<'a, T>,

@@ -6,6 +6,8 @@ use crate::group::{Group, Queries};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, Op, Precision, exp_sum, gemm, max};
+use attlas_num::scratch::Buf;
+use rayon::prelude::*;
 use std::ops::Range;
 
 /// Which rows share a choice, and which keys they see exactly without one.
@@ -106,6 +108,52 @@ impl Place {
 
 /// Elements of a cache line: rows of scores begin on different ones.
 const LINE: usize = 16;
+/// Keys that are scored at a time: the scores of all scouts stay in the second-level cache.
+const CHUNK: usize = 2048;
+
+/// Elements between the rows of a chunk, among `n` keys.
+fn chunk_stride(n: usize) -> usize {
+    n.min(CHUNK).next_multiple_of(LINE) + LINE
+}
+
+/// The keys of a group with tokens side by side, chunk by chunk: turned once, and not again for every block that scores them.
+#[derive(Debug)]
+pub struct TurnedKeys<'p, T> {
+    data: Buf<'p, T>,
+    n: usize,
+    d: usize,
+}
+
+impl<'p, T: Real> TurnedKeys<'p, T> {
+    /// Turns the keys, on all threads.
+    pub fn new(k: MatRef<'_, T>, cx: Context<'p>) -> Self {
+        let (n, d) = (k.rows(), k.cols());
+        let stride = chunk_stride(n);
+        let mut data = cx.scratch.take::<T>(n.div_ceil(CHUNK) * d * stride);
+        data.par_chunks_mut((d * stride).max(1)).with_max_len(1).enumerate().for_each(|(c, chunk)| {
+            let keys = k.sub_rows(c * CHUNK..n.min((c + 1) * CHUNK));
+            for first in (0..keys.rows()).step_by(LINE) {
+                let end = keys.rows().min(first + LINE);
+                for (i, line) in chunk.chunks_exact_mut(stride).enumerate() {
+                    (first..end).for_each(|j| line[j] = keys.at(j, i));
+                }
+            }
+        });
+        Self { data, n, d }
+    }
+
+    /// Bytes of scratch for `n` keys.
+    pub fn scratch_bytes(n: usize, d: usize, size: usize) -> usize {
+        n.div_ceil(CHUNK) * d * chunk_stride(n) * size + 64
+    }
+
+    /// The first `len` keys of chunk `c`, one in each column.
+    fn chunk(&self, c: usize, len: usize) -> MatRef<'_, T> {
+        let stride = chunk_stride(self.n);
+        let data = &self.data[c * self.d * stride..(c + 1) * self.d * stride];
+        MatRef::with_stride(data, self.d, len, stride).expect("a chunk holds its keys")
+    }
+}
 
 /// What a choice is made from.
 #[derive(Clone, Copy, Debug)]
@@ -114,6 +162,8 @@ pub struct Scored<'a, T> {
     pub q: Queries<'a, T>,
     /// Keys of the group.
     pub k: MatRef<'a, T>,
+    /// The keys turned, for those that score them many times.
+    pub turned: Option<&'a TurnedKeys<'a, T>>,
     /// Factor on the inner products.
     pub scale: T,
     /// Schedule and scratch memory.
@@ -121,27 +171,59 @@ pub struct Scored<'a, T> {
 }
 
 impl<T: Real> Scored<'_, T> {
-    /// The exact weights of some rows of all heads over all keys they see: calls `visit(row, weights, share)`, where weights
-    /// times share sum to one. Returns how many scores were computed.
-    pub fn weights(&self, place: &Place, rows: &[usize], mut visit: impl FnMut(usize, &[T], T)) -> u64 {
-        let Self { q, k, scale, cx } = *self;
+    /// The exact weights of some rows of all heads over all keys they see: calls `visit(row, first, weights, share)` for stretches
+    /// of keys from `first` on, where weights times share of all stretches of a row sum to one. Returns how many scores were
+    /// computed.
+    pub fn weights(
+        &self,
+        place: &Place,
+        rows: &[usize],
+        mut visit: impl FnMut(usize, usize, &[T], T),
+    ) -> u64 {
+        let Self { q, k, turned, scale, cx } = *self;
         let (heads, d) = (q.heads(), k.cols());
         let end = rows.iter().map(|&r| place.sees(r)).max().unwrap_or(0);
-        let (count, stride) = (rows.len() * heads, end.next_multiple_of(LINE) + LINE);
+        let (count, stride) = (rows.len() * heads, chunk_stride(end));
         let mut queries = cx.scratch.take::<T>(count * d);
         let places = rows.iter().flat_map(|&r| (0..heads).map(move |h| (r, h)));
         for (row, (r, h)) in queries.chunks_exact_mut(d).zip(places.clone()) {
             row.copy_from_slice(q.head(h).row(r));
         }
-        let mut logits = cx.scratch.take::<T>(count * stride);
-        let (left, right) = (Op::N(MatRef::new(&queries, count, d)), Op::T(k.sub_rows(0..end)));
-        gemm(cx.schedule.isa, scale, left, right, T::ZERO, &mut logits, stride, cx.scratch);
-        for (row, (r, _)) in logits.chunks_exact_mut(stride).zip(places) {
-            let weights = &mut row[..place.sees(r)];
-            let top = max(weights);
-            let total = exp_sum(weights, top);
-            if total != T::ZERO {
-                visit(r, weights, T::ONE / total);
+        let chunks = end.div_ceil(CHUNK);
+        let mut logits = cx.scratch.take::<T>(chunks * count * stride);
+        // Of each chunk and row: the largest logit, and the sum of weights measured from it.
+        let mut tops = cx.scratch.take::<T>(chunks * count);
+        let mut sums = cx.scratch.take::<T>(chunks * count);
+        let left = Op::N(MatRef::new(&queries, count, d));
+        for (c, logits) in logits.chunks_exact_mut((count * stride).max(1)).enumerate() {
+            let (first, last) = (c * CHUNK, end.min((c + 1) * CHUNK));
+            let right = match turned {
+                Some(turned) => Op::N(turned.chunk(c, last - first)),
+                None => Op::T(k.sub_rows(first..last)),
+            };
+            gemm(cx.schedule.isa, scale, left, right, T::ZERO, logits, stride, cx.scratch);
+            for (i, (row, (r, _))) in logits.chunks_exact_mut(stride).zip(places.clone()).enumerate() {
+                let weights = &mut row[..place.sees(r).clamp(first, last) - first];
+                let top = max(weights);
+                tops[c * count + i] = top;
+                sums[c * count + i] = if top == T::NEG_INFINITY { T::ZERO } else { exp_sum(weights, top) };
+            }
+        }
+        for (i, (r, _)) in places.enumerate() {
+            let of_row = || (0..chunks).map(|c| (tops[c * count + i], sums[c * count + i]));
+            let top = of_row().fold(T::NEG_INFINITY, |m, (top, _)| m.max(top));
+            let from_top = |t: T| if t == T::NEG_INFINITY { T::ZERO } else { (t - top).exp() };
+            let total = of_row().fold(T::ZERO, |total, (t, sum)| total + from_top(t) * sum);
+            if total == T::ZERO {
+                continue;
+            }
+            for (c, (t, sum)) in of_row().enumerate() {
+                let (first, last) = (c * CHUNK, end.min((c + 1) * CHUNK));
+                let seen = place.sees(r).clamp(first, last) - first;
+                if sum != T::ZERO {
+                    let row = &logits[(c * count + i) * stride..][..seen];
+                    visit(r, first, row, from_top(t) / total);
+                }
             }
         }
         (count * end) as u64
@@ -150,7 +232,8 @@ impl<T: Real> Scored<'_, T> {
     /// Upper bound on the scratch of [`Scored::weights`] for `rows` rows of each head, on one thread.
     pub fn scratch_bytes(p: &crate::Problem, rows: usize, size: usize) -> usize {
         // The product packs its operands.
-        rows * p.group_size() * (p.d + p.n_k + 2 * LINE) * size + (1 << 20) + 256
+        let (count, chunks) = (rows * p.group_size(), p.n_k.div_ceil(CHUNK));
+        count * (p.d + chunks * (chunk_stride(p.n_k) + 2)) * size + (1 << 20) + 512
     }
 }
 

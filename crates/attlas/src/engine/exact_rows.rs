@@ -32,7 +32,7 @@ const BLOCK_ROWS: usize = 576;
 /// Rows that fill a register on every instruction set.
 const LANES: usize = 16;
 
-/// What the kernel takes from scratch on one thread, at most, whatever the sizes.
+/// Most scratch bytes of the kernel on one thread, for any sizes.
 const KERNEL_SCRATCH_BYTES: usize = 1 << 20;
 
 /// Keys of one piece when a single query per head is split over keys. Fixed, so that the number of threads

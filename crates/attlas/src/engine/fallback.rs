@@ -1,4 +1,4 @@
-//! What a row gets that was given no key.
+//! The output of a row without keys.
 
 use super::attend_subset;
 use attlas_num::{MatRef, Real};

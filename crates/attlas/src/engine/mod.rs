@@ -51,7 +51,7 @@ mod token_blocks;
 pub use always_seen::{ALWAYS_LEAKS, FirstKeys, always_leaks};
 pub use block_mask::{BlockMask, BlockRow, Buckets, Join, attend_buckets, buckets_scratch_len};
 pub use causal::{CausalPart, Rectangle, causal_pairs, causal_parts, causal_scratch_bytes, causalize};
-pub use chosen_blocks::{NearField, Place, Scored, attend_chosen_blocks};
+pub use chosen_blocks::{NearField, Place, Scored, TurnedKeys, attend_chosen_blocks};
 pub use columns::{Columns, divide_by, relative_squares};
 pub use evict::Eviction;
 pub use exact_rows::{

@@ -13,7 +13,7 @@ const NORMAL_95: f64 = 1.645;
 /// `tokens` rows of every head, one in each of as many equal stretches of the sequence, and its upper 95 % bound by the
 /// normal approximation of a ratio of means.
 pub fn add_sampled_error<T: Real>(g: &Group<'_, T>, tokens: usize, info: &mut RunInfo) {
-    let (n_q, d_v, heads) = (g.n_q(), g.d_v(), g.q.heads());
+    let (n_q, d, d_v, heads) = (g.n_q(), g.k.cols(), g.d_v(), g.q.heads());
     let tokens = tokens.min(n_q);
     if tokens == 0 || heads == 0 {
         return;
@@ -24,25 +24,26 @@ pub fn add_sampled_error<T: Real>(g: &Group<'_, T>, tokens: usize, info: &mut Ru
         let (from, to) = (t * n_q / tokens, (t + 1) * n_q / tokens);
         let i = from + ((to - from) as f64 * place) as usize;
         let seen = g.visible(i);
-        let (mut o, mut lse) = (vec![T::ZERO; d_v], [T::ZERO]);
+        let (mut o, mut lse) = (vec![T::ZERO; heads * d_v], vec![T::ZERO; heads]);
+        let mut queries = Vec::with_capacity(heads * d);
+        (0..heads).for_each(|h| queries.extend_from_slice(g.q.head(h).row(i)));
+        // Every key is read once for all heads.
+        let job = Attend {
+            q: MatRef::new(&queries, heads, d),
+            k: g.k.sub_rows(0..seen),
+            v: g.v.sub_rows(0..seen),
+            scale: g.scale,
+            bias: None,
+            band: Band::ALL,
+            tile_k: 0,
+            isa: g.cx.schedule.isa,
+            precision: Precision::Full,
+            decode: true,
+        };
+        job.run(g.cx.scratch, &mut o, &mut lse);
         let (mut gap, mut size) = (0.0, 0.0);
-        for h in 0..heads {
-            let q = g.q.head(h);
-            let job = Attend {
-                q: MatRef::new(q.row(i), 1, q.cols()),
-                k: g.k.sub_rows(0..seen),
-                v: g.v.sub_rows(0..seen),
-                scale: g.scale,
-                bias: None,
-                band: Band::ALL,
-                tile_k: 0,
-                isa: g.cx.schedule.isa,
-                precision: Precision::Full,
-                decode: true,
-                softcap: None,
-            };
-            job.run(g.cx.scratch, &mut o, &mut lse);
-            for (x, y) in g.out[(h * n_q + i) * d_v..][..d_v].iter().zip(&o) {
+        for (h, o) in o.chunks_exact(d_v.max(1)).enumerate() {
+            for (x, y) in g.out[(h * n_q + i) * d_v..][..d_v].iter().zip(o) {
                 gap += (x.to_f64() - y.to_f64()).powi(2);
                 size += y.to_f64().powi(2);
             }

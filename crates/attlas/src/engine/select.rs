@@ -110,7 +110,7 @@ fn select_few<T: Real>(scores: &[T], count: usize, index: &mut Vec<usize>) {
     index.sort_unstable();
 }
 
-/// What [`select_top`] chooses, as a comparison: scores above one value, and those equal to it that come first.
+/// The choice of [`select_top`] as a comparison: scores above one value, and those equal to it that come first.
 #[derive(Clone, Copy, Debug)]
 pub struct Threshold<T> {
     value: T,

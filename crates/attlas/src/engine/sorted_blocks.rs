@@ -48,7 +48,7 @@ pub struct Row {
     pub row: u32,
 }
 
-/// What the rows of a group are sorted by: Gray ranks of their sign hashes.
+/// Sort keys of the rows of a group: Gray ranks of their sign hashes.
 #[derive(Debug)]
 pub struct Ranks {
     /// Of each head.

@@ -6,7 +6,7 @@ use crate::{Error, Mat, Options, Result};
 use attlas_num::rope::Rope;
 use std::collections::BTreeMap;
 
-/// What a matrix does in its layer.
+/// Role of a matrix in its layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Role {
     /// To queries.
@@ -78,7 +78,7 @@ impl Role {
 pub struct Slot {
     /// Layer, counted from 0.
     pub layer: usize,
-    /// What it does there.
+    /// Its role there.
     pub role: Role,
 }
 
@@ -88,7 +88,7 @@ impl std::fmt::Display for Slot {
     }
 }
 
-/// The matrices of a network. They are asked for one at a time, so that whoever holds them in a smaller form need not
+/// The matrices of a network. They are read one at a time, so that whoever holds them in a smaller form need not
 /// hold them all in this one.
 pub trait Network: Sync {
     /// Sizes of its attention layers.
@@ -106,7 +106,7 @@ pub trait Network: Sync {
     fn obstacles(&self) -> Vec<String>;
 }
 
-/// What is asked of a conversion.
+/// The work of a conversion: a network, layers and roles.
 #[derive(Clone, Copy)]
 pub struct Request<'a> {
     /// The network.
@@ -133,7 +133,7 @@ impl std::fmt::Debug for Request<'_> {
 }
 
 impl Request<'_> {
-    /// The layers asked for, or `default`; an error if the network has fewer, or there are none.
+    /// The named layers, or `default`; an error if the network has fewer, or there are none.
     pub fn layers_or(&self, default: impl FnOnce(usize) -> Vec<usize>) -> Result<Vec<usize>> {
         let n = self.network.n_layers();
         let mut layers = self.layers.map_or_else(|| default(n), <[usize]>::to_vec);
@@ -146,7 +146,7 @@ impl Request<'_> {
         }
     }
 
-    /// The places asked for, or those of all roles that `default` accepts; an error if there are none.
+    /// The named places, or those of all roles that `default` accepts; an error if there are none.
     pub fn slots(&self, layers: &[usize], default: impl Fn(Role) -> bool) -> Result<Vec<Slot>> {
         let wanted = |r: Role| self.roles.map_or_else(|| default(r), |roles| roles.contains(&r));
         let slots: Vec<Slot> = layers
@@ -162,7 +162,7 @@ impl Request<'_> {
         Ok(slots)
     }
 
-    /// An error where attention layers are asked for in parts: they are replaced as a whole.
+    /// An error where attention layers are named in parts: they are replaced as a whole.
     pub fn whole_attention(&self, id: &str) -> Result<()> {
         match self.roles {
             Some(roles) if roles.iter().any(|r| !r.in_attention()) || roles.len() != 4 => {
@@ -198,7 +198,7 @@ pub struct Attention {
     pub weights: BTreeMap<&'static str, Weight>,
 }
 
-/// What was lost in a matrix or in several that were decomposed together.
+/// Loss of a matrix, or of several that were decomposed together.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Loss {
     /// Which.
@@ -213,14 +213,14 @@ pub struct Loss {
     pub after: usize,
 }
 
-/// What a conversion makes of a network: everything not named stays as it is.
+/// Result of a conversion: the maps and layers that change; everything else stays.
 #[derive(Clone, Debug, Default)]
 pub struct Rewritten {
     /// Maps that are products now. Biases stay.
     pub maps: BTreeMap<Slot, Product>,
     /// By layer, attention that is another layer now; its kind is the conversion's `to`.
     pub attention: BTreeMap<usize, Attention>,
-    /// What was lost.
+    /// The losses.
     pub losses: Vec<Loss>,
 }
 

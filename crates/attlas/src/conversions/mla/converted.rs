@@ -27,7 +27,7 @@ pub struct Converted {
     pub kv_b: Mat<f32>,
     /// Output.
     pub o: Dense,
-    /// What was kept and lost.
+    /// Energy kept and lost.
     pub figures: Figures,
     /// No latent of a calibration token is longer: of keys and values, and of queries.
     pub(super) longest: [f64; 2],

@@ -154,12 +154,12 @@ pub struct Source<'a> {
     pub rope: Option<&'a Rope>,
 }
 
-/// What a conversion kept and lost.
+/// Energy kept and lost by a conversion.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Figures {
     /// Share of the keys' energy that is still rotated.
     pub kept_energy: f64,
-    /// What keys were divided by before the low rank.
+    /// Divisor of keys before the low rank.
     pub alpha: f64,
     /// Relative error of keys and values in the metric of the low rank, $\sqrt{1 - \sum_{j<r} \lambda_j / \sum \lambda_j}$.
     pub rel_error: f64,

@@ -29,7 +29,7 @@ crate::choices! {
 pub struct Finish {
     /// Clip every column to the range of the values seen.
     pub clip: bool,
-    /// What to do where the denominator has cancelled.
+    /// Treatment of rows whose denominator has cancelled.
     pub fallback: Fallback,
 }
 

@@ -194,7 +194,7 @@ impl<C: CompressKeys> BlockCausal<C> {
     }
 }
 
-/// What rows of one key block have in common.
+/// Data shared by the rows of one key block.
 struct Part<'a, T> {
     k: MatRef<'a, T>,
     v: MatRef<'a, T>,

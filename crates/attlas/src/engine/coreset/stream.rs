@@ -23,7 +23,7 @@ crate::choices! {
     }
 }
 
-/// What a stream compresses.
+/// The part of the past that a stream compresses.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Cache {
     /// Every block once it is complete, as the causal plan does.

@@ -51,7 +51,7 @@ const CHUNK: usize = 64;
 const MAX_PIECES: usize = 32;
 /// Tokens of a causal piece, at least.
 const MIN_PIECE: usize = 1024;
-/// What the dense product takes from scratch on one thread, at most.
+/// Most scratch bytes of the dense product on one thread.
 const PRODUCT_BYTES: usize = 1 << 20;
 
 /// A running sum over keys, and how query rows read it. The state is a plain slice of `state_len` elements, so
@@ -92,7 +92,7 @@ pub trait Accumulator<T: Real>: Debug + Send + Sync {
     }
 }
 
-/// What is to be said of the rows.
+/// Rows that need special treatment after a run.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
     /// Rows whose denominator vanished or cannot be trusted: head and row.

@@ -11,7 +11,7 @@ use attlas_num::sketch::variance::Diagnostic;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-/// What a feature map is made for.
+/// Sizes and place that a feature map is made for.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Width of queries and keys.
@@ -79,7 +79,7 @@ impl<T: Real> Prepared<T> {
     }
 }
 
-/// What predicts the error of random features.
+/// Model of the error of random features.
 #[derive(Clone, Debug)]
 pub enum ErrorModel {
     /// Exponential features.
@@ -117,7 +117,7 @@ const SAMPLE: usize = 512;
 /// Rows of each side whose pairs are looked at one by one.
 const PAIRS: usize = 16;
 
-/// What is predicted for an input.
+/// Prediction for an input.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Prediction {
     /// Relative standard deviation of a typical entry.

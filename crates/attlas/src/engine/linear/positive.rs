@@ -19,7 +19,7 @@ use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What is added to every denominator, in units of the kernel.
+/// Constant added to every denominator, in units of the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DenominatorEps {
     /// The number.
@@ -150,7 +150,7 @@ impl<T: Real> Positive<T> {
         self.query_features(&self.queries[0], state, q, w, shift);
     }
 
-    /// What a finished state says of some rows before anything is divided: their features
+    /// Sums of some rows over a finished state, before any division: their features
     /// $w_{il} = e^{b_{il} + s_l - c_i}$, the $c_i$, and the sums `[num, den]` over all keys in units of $e^{c_i}$.
     /// For one map of queries and no constant in denominators.
     pub fn sums(
@@ -319,7 +319,7 @@ impl<T: Real> Accumulator<T> for Positive<T> {
     }
 }
 
-/// What the rows of one head need of a chunk.
+/// Data of a chunk that the rows of one head need.
 struct ChunkRows<'a, T> {
     keys: &'a [T],
     values: MatRef<'a, T>,

@@ -16,10 +16,10 @@
 //! | file | what it holds |
 //! | --- | --- |
 //! | `power` | the kernel of a power, exactly, over tiles of keys |
-//! | `prepare` | what is done to rows before their products are taken |
+//! | `prepare` | preparation of rows before their products |
 //! | `sketch` | maps to short rows, and how these become features |
 //! | `state` | sums over keys: adding keys, adding sums |
-//! | `rows` | what a row of queries gets from a state and from near keys |
+//! | `rows` | the sums of a query row over a state and over near keys |
 //! | `run` | a whole group, with and without a mask |
 //! | `stream` | token by token |
 
@@ -39,7 +39,7 @@ pub use stream::SketchStream;
 
 use crate::Real;
 
-/// What one product takes from scratch on one thread, at most.
+/// Most scratch bytes of one product on one thread.
 pub const GEMM_SCRATCH_BYTES: usize = 2 << 20;
 
 /// Query rows of one task, and key rows of one update of a state.
@@ -58,9 +58,9 @@ pub struct SketchAttention<'a, T: Real> {
     pub c0: f64,
     /// Keys of a causal block.
     pub block: usize,
-    /// What is done to queries first; keys come prepared.
+    /// Preparation of the queries; keys come prepared.
     pub prepare: Prepare,
-    /// What vanishing normalisers lead to; [`Form::Squared`] has none.
+    /// Treatment of vanishing normalisers; [`Form::Squared`] has none.
     pub guard: Guard,
 }
 

@@ -1,4 +1,4 @@
-//! What is done to rows of queries and keys before their products are taken.
+//! Preparation of query and key rows before their products.
 //!
 //! Layer normalisation here has no gain: $\hat x = (x - \bar x) / \sqrt{\frac1d \sum_c (x_c - \bar x)^2 + \varepsilon}$.
 
@@ -9,7 +9,7 @@ use rayon::prelude::*;
 /// Rows that one task prepares.
 const ROWS_PER_TASK: usize = 1024;
 
-/// What is done to rows of queries and keys before their products are taken.
+/// Preparation of query and key rows before their products.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Prepare {
     /// Nothing.

@@ -12,10 +12,10 @@ use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::kernels::{self, Op, axpy, exp_in_place, gemm};
 
-/// What a row whose normaliser cannot be trusted gets, where kernels have either sign.
+/// Treatment of rows whose normaliser cannot be trusted, where kernels have either sign.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Guard {
-    /// What comes out.
+    /// The result.
     Strict,
     /// The normaliser is raised to this share of $D^+ = \sum_l |\varphi_l(q)| \sum_j |\varphi_l(k_j)|$.
     Clamp(f64),

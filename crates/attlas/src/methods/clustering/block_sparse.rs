@@ -30,8 +30,8 @@
 //! many keys for the same error.
 
 use crate::engine::{
-    Gathered, KeyPages, NearField, Operands, PageRule, PageScore, Place, RunMeans, Scored, add_sampled_error,
-    attend_chosen_blocks, exact_group_with, exact_scratch_bytes,
+    Gathered, KeyPages, NearField, Operands, PageRule, PageScore, Place, RunMeans, Scored, TurnedKeys,
+    add_sampled_error, attend_chosen_blocks, exact_group_with, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Tunable};
@@ -160,7 +160,8 @@ impl GroupPlan for BlockSparse {
     fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
         let Params { scouts, block, stride, .. } = self.params;
         let all = p.n_k + p.n_k / block + 4;
-        let scores = Scored::<f64>::scratch_bytes(p, scouts.min(2 * block), size);
+        let scores = Scored::<f64>::scratch_bytes(p, scouts.min(2 * block), size)
+            + TurnedKeys::<f64>::scratch_bytes(p.n_k, p.d, size);
         // Groups of rows, groups of keys and their scores.
         let groups = block.div_ceil(stride) * p.group_size();
         let strided = groups * (stride * p.d + p.n_k / stride + 32) + p.n_k * p.d + 64;
@@ -178,7 +179,8 @@ impl GroupPlan for BlockSparse {
         let mut means = RunMeans::new(self.params.block, 1, g.k.cols(), g.d_v());
         means.extend(g.k, g.v);
         let used = (self.params.far == Far::Mean).then_some(&means);
-        let scored = Scored { q: g.q, k: g.k, scale: g.scale, cx: g.cx };
+        let turned = (self.params.score == Score::Scouts).then(|| TurnedKeys::new(g.k, g.cx));
+        let scored = Scored { q: g.q, k: g.k, turned: turned.as_ref(), scale: g.scale, cx: g.cx };
         let choice = Choice { params: &self.params, mask: g.mask, scored, n_q: g.n_q() };
         let mut info =
             attend_chosen_blocks(&mut g, self.field(), used, precision, |place| choice.choose(place))?;
@@ -256,10 +258,13 @@ impl<T: Real> Choice<'_, T> {
         let block = self.params.block;
         let scouts = place.scouts(self.params.scouts, block);
         let mut total = 0.0;
-        let visited = self.scored.weights(place, &scouts, |_, weights, share| {
-            total += 1.0;
-            for (c, weights) in weights.chunks(block).enumerate() {
-                shares[c] += (sum(weights) * share).to_f64();
+        let visited = self.scored.weights(place, &scouts, |_, start, weights, share| {
+            let end = start + weights.len();
+            for c in start / block..end.div_ceil(block) {
+                let keys = (c * block).max(start)..((c + 1) * block).min(end);
+                let mass = (sum(&weights[keys.start - start..keys.end - start]) * share).to_f64();
+                shares[c] += mass;
+                total += mass;
             }
         });
         // Sinks and near keys are no part of a far block.
@@ -297,7 +302,7 @@ impl<T: Real> Choice<'_, T> {
     }
 
     fn by_antidiagonals(&self, place: &Place, shares: &mut [f64]) -> (f64, u64) {
-        let Self { params, scored: Scored { q, k, scale, cx }, .. } = *self;
+        let Self { params, scored: Scored { q, k, scale, cx, .. }, .. } = *self;
         let (rows, stride, d) = (self.rows(place), params.stride, k.cols());
         // Groups of rows from the last one backwards, and whole groups of keys that the first row sees.
         let counts = (rows.len() / stride, place.sees(place.first) / stride);

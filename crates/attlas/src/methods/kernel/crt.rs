@@ -170,8 +170,8 @@ impl Crt {
         let causal = p.mask == Mask::Causal;
         let fits = params.a.is_none();
         if causal && calibration.is_none() && params.variant != Variant::Oprf {
-            let reason = "its second moments would let causal rows see later tokens: calibrate first, or use \
-                          variant = oprf";
+            let reason = "with a causal mask the moments of this text would let rows see later tokens: it needs a \
+                          calibration on other text, or variant = oprf";
             return Err(Error::Unsupported { method: METHOD.id.into(), reasons: vec![reason.into()] });
         }
         let frozen = match calibration {

@@ -63,6 +63,7 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
+    exact_below: Some("block"),
     probes: &[
         &[("landmarks", "24"), ("block", "16"), ("sinks", "2"), ("window", "5"), ("cache", "prefix")],
         &[("landmarks", "20"), ("source", "both"), ("clip", "false")],

@@ -31,14 +31,15 @@ impl<T: Real> Choice<'_, T> {
         let scratch = self.scored.cx.scratch;
         let mut mass = scratch.take_zeroed::<T>(place.end);
         let mut votes = scratch.take_zeroed::<T>(if diagonals > 0 { place.end } else { 0 });
-        let visited = self.scored.weights(place, &scouts, |r, weights, share| {
-            axpy(share, weights, &mut mass[..weights.len()]);
+        let visited = self.scored.weights(place, &scouts, |r, start, weights, share| {
+            axpy(share, weights, &mut mass[start..start + weights.len()]);
             // A key at distance o from the scout votes for the run that begins at distance o from the first row.
             let (ahead, back) = (place.first.saturating_sub(r), r.saturating_sub(place.first));
-            let voters = &weights[back.min(weights.len())..];
-            let len = voters.len().min(votes.len().saturating_sub(ahead));
+            let skipped = back.saturating_sub(start).min(weights.len());
+            let (voters, to) = (&weights[skipped..], start + skipped + ahead - back.min(start + skipped));
+            let len = voters.len().min(votes.len().saturating_sub(to));
             if len > 0 {
-                axpy(share, &voters[..len], &mut votes[ahead..ahead + len]);
+                axpy(share, &voters[..len], &mut votes[to..to + len]);
             }
         });
         let mut chosen = self.heaviest(place, &mut mass);
@@ -48,7 +49,7 @@ impl<T: Real> Choice<'_, T> {
 
     /// By one score for each key: its product with the mean of the last queries up to the first row.
     fn by_mean_query(&self, place: &Place) -> (Vec<u32>, u64) {
-        let Self { params, scored: Scored { q, k, scale, cx }, .. } = *self;
+        let Self { params, scored: Scored { q, k, scale, cx, .. }, .. } = *self;
         let from = place.first.saturating_sub(params.recent - 1);
         let rows = match self.mask {
             Mask::Causal => from..place.first + 1,

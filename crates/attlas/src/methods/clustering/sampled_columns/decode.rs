@@ -6,7 +6,7 @@ use crate::group::GroupStream;
 use crate::method::RunInfo;
 use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result};
-use attlas_num::kernels::{Attend, Band, Precision, exp_sum, matvec, max, merge_lse, pages};
+use attlas_num::kernels::{Attend, Band, Precision, axpy, exp_sum, matvec, max, merge_lse, pages};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -72,34 +72,55 @@ impl<T: Real> ColumnStream<T> {
     fn refresh(&mut self, q: MatRef<'_, T>, scale: T, edge: usize, cx: Context<'_>) -> u64 {
         let (n, heads) = (self.len(), q.rows());
         let k = MatRef::new(&self.k, n, self.d);
-        let half = T::from_f64(0.5);
-        self.mass.iter_mut().for_each(|m| *m *= half);
-        self.mass.resize(n, T::ZERO);
+        let pieces = n.div_ceil(SCORED);
         let mut weights = cx.scratch.take::<T>(n * heads);
+        // Of each piece and head: the largest logit and the sum of weights measured from it.
+        let mut found = cx.scratch.take::<T>(2 * pieces * heads);
+        let each = weights.par_chunks_mut(SCORED * heads).zip(found.par_chunks_mut(2 * heads));
         // Piece after piece of the keys, so that each is read once for all heads.
-        let pieces = weights.par_chunks_mut(SCORED * heads).with_max_len(1).enumerate();
-        pieces.for_each(|(t, logits)| {
+        each.with_max_len(1).enumerate().for_each(|(t, (logits, found))| {
             let keys = k.sub_rows(t * SCORED..t * SCORED + logits.len() / heads);
-            for (q, logits) in q.iter_rows().zip(logits.chunks_exact_mut(keys.rows())) {
+            let rows = q.iter_rows().zip(logits.chunks_exact_mut(keys.rows()));
+            for ((q, logits), found) in rows.zip(found.chunks_exact_mut(2)) {
                 matvec(keys, q, logits);
                 logits.iter_mut().for_each(|x| *x *= scale);
+                let top = max(logits);
+                found[0] = top;
+                found[1] = exp_sum(logits, if top == T::NEG_INFINITY { T::ZERO } else { top });
             }
         });
-        let mut one = vec![T::ZERO; n];
+        // What makes the weights of a piece and head shares of the whole.
+        let mut shares = vec![T::ZERO; pieces * heads];
+        for h in 0..heads {
+            let of_head =
+                || (0..pieces).map(|t| (found[2 * (t * heads + h)], found[2 * (t * heads + h) + 1]));
+            let top = of_head().fold(T::NEG_INFINITY, |m, (top, _)| m.max(top));
+            let total = of_head().fold(T::ZERO, |total, (t, sum)| total + (t - top).exp() * sum);
+            for (t, (piece, _)) in of_head().enumerate() {
+                shares[t * heads + h] = (piece - top).exp() / total;
+            }
+        }
+        // The weights of all heads together take the place of the first head's.
+        let each = weights.par_chunks_mut(SCORED * heads).zip(shares.par_chunks(heads));
+        each.with_max_len(1).for_each(|(weights, shares)| {
+            let (first, others) = weights.split_at_mut(weights.len() / heads);
+            first.iter_mut().for_each(|w| *w *= shares[0]);
+            let others = others.chunks_exact(first.len()).zip(&shares[1..]);
+            others.for_each(|(weights, &share)| axpy(share, weights, first));
+        });
+        let half = T::from_f64(0.5);
+        self.mass.resize(n, T::ZERO);
         if self.plan.params.diagonals > 0 {
-            self.votes.iter_mut().for_each(|m| *m *= half);
             self.votes.resize(n, T::ZERO);
         }
-        for h in 0..heads {
-            for (piece, one) in weights.chunks(SCORED * heads).zip(one.chunks_mut(SCORED)) {
-                one.copy_from_slice(&piece[h * one.len()..(h + 1) * one.len()]);
+        for (t, weights) in weights.chunks(SCORED * heads).enumerate() {
+            let keys = t * SCORED..t * SCORED + weights.len() / heads;
+            let weights = &weights[..keys.len()];
+            self.mass[keys.clone()].iter_mut().zip(weights).for_each(|(m, &w)| *m = half * *m + w);
+            if !self.votes.is_empty() {
+                let votes = &mut self.votes[n - keys.end..n - keys.start];
+                votes.iter_mut().zip(weights.iter().rev()).for_each(|(m, &w)| *m = half * *m + w);
             }
-            let top = max(&one);
-            let total = exp_sum(&mut one, top);
-            let share = T::ONE / total;
-            self.mass.iter_mut().zip(&one).for_each(|(m, &w)| *m += share * w);
-            let of_distance = self.votes.iter_mut().zip(one.iter().rev());
-            of_distance.for_each(|(m, &w)| *m += share * w);
         }
         self.choose(n, edge);
         (n * heads) as u64

@@ -41,7 +41,7 @@ mod decode;
 mod tests;
 
 use crate::engine::{
-    Gathered, NearField, Operands, RunMeans, Scored, add_sampled_error, attend_chosen_blocks,
+    Gathered, NearField, Operands, RunMeans, Scored, TurnedKeys, add_sampled_error, attend_chosen_blocks,
     exact_group_with, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
@@ -243,7 +243,8 @@ impl GroupPlan for SampledColumns {
 
     fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
         let rows = self.params.scouts.min(2 * self.params.block);
-        let scores = Scored::<f64>::scratch_bytes(p, rows, size) + 2 * p.n_k * size;
+        let turned = TurnedKeys::<f64>::scratch_bytes(p.n_k, p.d, size);
+        let scores = Scored::<f64>::scratch_bytes(p, rows, size) + 2 * p.n_k * size + turned;
         let each = Gathered::<f64>::scratch_bytes(self.gathered(p), p.d, p.d_v, size) + scores;
         exact_scratch_bytes(p, threads, size) + threads * (each + 512)
     }
@@ -258,7 +259,8 @@ impl GroupPlan for SampledColumns {
             means.extend(g.k, g.v);
             &means
         });
-        let scored = Scored { q: g.q, k: g.k, scale: g.scale, cx: g.cx };
+        let turned = (self.params.chooser == Chooser::Scouts).then(|| TurnedKeys::new(g.k, g.cx));
+        let scored = Scored { q: g.q, k: g.k, turned: turned.as_ref(), scale: g.scale, cx: g.cx };
         let choice = Choice { params: &self.params, mask: g.mask, scored };
         let mut info =
             attend_chosen_blocks(&mut g, self.field(), means, precision, |place| choice.choose(place))?;

@@ -55,8 +55,12 @@ impl Calibrator {
     pub fn finish(&self, basis: Basis) -> Result<Calibration> {
         let mut out = Calibration::new(METHOD.id, &self.problem);
         for (g, (keys, queries)) in self.keys.iter().zip(&self.queries).enumerate() {
-            let covariance =
-                keys.covariance().ok_or_else(|| wrong("at least two keys per head", keys.count()))?;
+            // One key varies in no direction, and any basis ranks it first.
+            let alone = || (keys.count() == 1).then(|| Mat::zeros(self.problem.d, self.problem.d));
+            let covariance = keys
+                .covariance()
+                .or_else(alone)
+                .ok_or_else(|| wrong("at least one key per head", keys.count()))?;
             let eigen = symmetric_eigen(covariance.as_ref()).map_err(|e| wrong("finite keys", e))?;
             let row = |x: Vec<f64>| Mat::from_vec(x.clone(), 1, x.len());
             out.insert(format!("basis.{g}"), &eigen.vectors);

@@ -343,3 +343,12 @@ fn all_of_the_keys_are_exact_attention() {
     let (want, _) = run_method(registry::method("exact").unwrap(), &Options::new(), &x);
     assert_same_bits(&run(&x, &[("fraction", "1")]).o, &want, "fraction of one");
 }
+
+#[test]
+fn one_key_is_enough_to_learn_from() {
+    for basis in ["pca", "qk_optimal"] {
+        let x = Case::gaussian(Problem::new(2, 1, 8), 15);
+        let ran = run(&x, &[("basis", basis), ("keys", "1")]);
+        assert_rows_close(&ran.o, &x.v, 1e-15, basis);
+    }
+}

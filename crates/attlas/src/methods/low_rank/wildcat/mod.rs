@@ -69,6 +69,7 @@ pub static METHOD: Method = Method {
         ],
         ..Claims::BASE
     },
+    exact_below: Some("block"),
     probes: &[
         &[("rank", "24"), ("block", "16"), ("sinks", "2"), ("window", "5"), ("cache", "prefix")],
         &[("rank", "20"), ("bins", "3"), ("block", "32"), ("temperature", "const"), ("pivoting", "block")],
