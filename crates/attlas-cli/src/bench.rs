@@ -1,6 +1,6 @@
 //! `attlas bench`.
 
-use crate::args::{BenchArgs, Common};
+use crate::args::{BenchArgs, Common, WireName};
 use crate::compare::meter;
 use crate::interrupt;
 use crate::progress::Progress;
@@ -15,6 +15,16 @@ use std::process::ExitCode;
 
 pub(crate) fn run(args: &BenchArgs, common: &Common) -> Outcome {
     let selection = args.methods.choice().resolve()?;
+    if !args.cluster.is_empty() {
+        return crate::spread::predict(&selection, args, common);
+    }
+    if let Some(outcome) = crate::team::with(|t| crate::spread::bench(t, &selection, args, common)) {
+        return outcome;
+    }
+    if args.wire != WireName::Full {
+        let expected = "several processes, as under mpirun, between which keys travel";
+        return Err(attlas_lab::Error::argument("--wire", expected, "one process"));
+    }
     if let Some(gpu) = args.device.open()? {
         return on_gpu(&gpu, selection, args, common);
     }

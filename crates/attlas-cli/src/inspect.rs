@@ -4,10 +4,12 @@ use crate::args::{Common, InspectArgs};
 use crate::inputs::{Numerals, check_outputs, load};
 use crate::interrupt;
 use crate::progress::Progress;
-use crate::{Outcome, STOP, note, print, print_json};
-use attlas_lab::inspect::{Inspection, Settings, inspect};
+use crate::{Outcome, STOP, note, print, print_json, team};
+use attlas_lab::crew::Alone;
+use attlas_lab::inspect::{Inspection, Settings, inspect_with};
 use attlas_lab::table::{count, wrap};
 use attlas_lab::{Error, output};
+use attlas_mpi::Team;
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
@@ -22,10 +24,17 @@ pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
         figures: args.spectra.figures(common),
     };
     let progress = Progress::new(common);
-    let result =
-        inspect(&workload, &settings, &mut |done, total, what| progress.at(done, total, what), &STOP);
+    let mut watch = |done: usize, total: usize, what: &str| progress.at(done, total, what);
+    let spread = team::with(|t| inspect_with(&workload, &settings, &Team::new(t), &mut watch, &STOP));
+    let result = match spread {
+        Some(result) => result,
+        None => inspect_with(&workload, &settings, &Alone::default(), &mut watch, &STOP),
+    };
     progress.end();
     let result = result?;
+    if team::follows() {
+        return Ok(ExitCode::SUCCESS);
+    }
     if let (true, Some(head)) = (result.heads.is_empty(), result.skipped.first()) {
         return Err(Error::argument("source", "at least one head of finite numbers", head.line()));
     }

@@ -6,7 +6,7 @@ use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas_lab::perplexity::Record;
 use attlas_lab::table::{Table, bytes, count, csv_lines, number, seconds};
-use attlas_lab::text::{Text, check_recipe, open_model};
+use attlas_lab::text::{Text, check_recipe, open_model, past_recipe};
 use attlas_lab::trace::{check_name, write_as};
 use attlas_lab::{Error, extract, generate, output, perplexity};
 use attlas_model::kept::CacheFormat;
@@ -112,6 +112,9 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
             &format!("note: the model was made for {trained} tokens; beyond, its positions are extrapolated"),
         );
     }
+    if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, window)) {
+        eprintln!("warning: {warning}");
+    }
     let protocol = match args.protocol {
         ProtocolName::Strided => Protocol::Strided { window, stride: args.stride.unwrap_or(window) },
         ProtocolName::Llamacpp => Protocol::SecondHalf { window },
@@ -207,7 +210,12 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
         rows.extend([
             (
                 "exact perplexity",
-                format!("{}, increase {:+.2} %", fixed(x.exact_ppl), 100.0 * x.ppl_increase),
+                format!(
+                    "{}, increase {:+.2} %{}",
+                    fixed(x.exact_ppl),
+                    100.0 * x.ppl_increase,
+                    x.nll_increase_se.map_or(String::new(), |se| format!(" +- {:.2} %", 100.0 * se))
+                ),
             ),
             (
                 "KL to exact",
@@ -270,6 +278,9 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
     } else {
         model.tokenizer.encode(&prompt, true)?
     };
+    if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, ids.len() + args.max_tokens)) {
+        eprintln!("warning: {warning}");
+    }
     let settings = generate::Settings {
         max_tokens: args.max_tokens,
         sampling: Sampling {

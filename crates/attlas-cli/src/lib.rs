@@ -7,6 +7,7 @@
 
 mod args;
 mod bench;
+mod calibrate;
 mod compare;
 mod compress;
 mod convert;
@@ -18,6 +19,8 @@ mod language;
 mod progress;
 mod report;
 mod simulate;
+mod spread;
+mod team;
 mod tune;
 mod verdict;
 
@@ -62,8 +65,27 @@ fn command(arguments: &[OsString]) -> ExitCode {
             return u8::try_from(e.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from);
         }
     };
+    let joined = team::join(cli.command.as_ref());
+    cli.common.quiet |= team::follows();
     cap_threads(&mut cli.common);
-    let outcome = match &cli.command {
+    let outcome = joined.and_then(|()| dispatch(&cli));
+    let status = outcome.unwrap_or_else(|error| {
+        team::before_error();
+        if matches!(error, attlas_lab::Error::Model(attlas_model::Error::Interrupted)) {
+            eprintln!("interrupted: nothing was finished");
+            return ExitCode::from(130);
+        }
+        eprintln!("error: {}", printable(&described(&error)));
+        eprintln!("{}", next_step(&error, cli.command.as_ref()));
+        team::after_error();
+        ExitCode::from(2)
+    });
+    team::leave();
+    ending(status)
+}
+
+fn dispatch(cli: &Cli) -> Outcome {
+    match &cli.command {
         Some(Command::Methods(a)) => methods(a, &cli.common),
         Some(Command::Inspect(a)) => inspect::run(a, &cli.common),
         Some(Command::Compare(a)) => compare::run(a, &cli.common),
@@ -72,6 +94,7 @@ fn command(arguments: &[OsString]) -> ExitCode {
         Some(Command::Decompose(a)) => decompose::run(a, &cli.common),
         Some(Command::Simulate(a)) => simulate::run(a, &cli.common),
         Some(Command::Extract(a)) => language::extract(a, &cli.common),
+        Some(Command::Calibrate(a)) => calibrate::run(a, &cli.common),
         Some(Command::Tune(a)) => tune::run(a, &cli.common),
         Some(Command::Compress(a)) => compress::run(a, &cli.common),
         Some(Command::Convert(a)) => convert::run(a, &cli.common),
@@ -80,17 +103,7 @@ fn command(arguments: &[OsString]) -> ExitCode {
         Some(Command::Completions(a)) => completions(a),
         Some(Command::Man(a)) => manual(a),
         None => compare::run(&CompareArgs::first_look(&cli.common), &cli.common),
-    };
-    let status = outcome.unwrap_or_else(|error| {
-        if matches!(error, attlas_lab::Error::Model(attlas_model::Error::Interrupted)) {
-            eprintln!("interrupted: nothing was finished");
-            return ExitCode::from(130);
-        }
-        eprintln!("error: {}", printable(&described(&error)));
-        eprintln!("{}", next_step(&error, cli.command.as_ref()));
-        ExitCode::from(2)
-    });
-    ending(status)
+    }
 }
 
 /// Why a part of the result did not arrive, where one did not.
@@ -99,6 +112,9 @@ static LOST: Mutex<Option<std::io::Error>> = Mutex::new(None);
 /// Prints a result. A reader that has gone away, such as `head`, is no error; anything else that keeps a result from
 /// arriving is one, which [`ending`] tells.
 fn print(text: &str) {
+    if team::follows() {
+        return;
+    }
     let mut out = std::io::stdout().lock();
     if let Err(e) = out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         lose(e);

@@ -1,6 +1,7 @@
 //! The atlas: what the registry holds, as records and as pages.
 
 use crate::table::Table;
+use attlas::Spread;
 use attlas::conversions::Conversion;
 use attlas::layer::{LayerKind, LayerShape};
 use attlas::layers::common::cache_size;
@@ -433,6 +434,7 @@ impl MethodEntry {
         fact("weights sum to one", yes(c.row_stochastic).into());
         fact("normaliser unbiased", yes(c.unbiased).into());
         fact("gives log-sum-exp", yes(c.lse).into());
+        fact("on several processes", c.spread.name().unwrap_or("no").into());
         for (param, budget) in c.exact_at {
             let value = match budget {
                 Budget::NumKeys => "at least the number of keys".to_string(),
@@ -445,6 +447,9 @@ impl MethodEntry {
         out += &indent(facts.text().trim_start_matches('\n'));
         for (law, reason) in c.except {
             out += &wrapped(&format!("does not keep {}: {reason}", word(law)), 2, 4);
+        }
+        if let Spread::Refused { reason } = c.spread {
+            out += &wrapped(&format!("not on several processes: {reason}"), 2, 4);
         }
         for w in c.withdrawn {
             out += &wrapped(&format!("with {}: {}", withdrawn(w), w.reason), 2, 4);

@@ -4,6 +4,7 @@
 //! above a length. A head whose numbers are not finite, or that cannot be decomposed, is named and left out; the others
 //! are still reported.
 
+use crate::crew::{Alone, Crew};
 use crate::figures::{Cell, heat_image, layer_map, named_spectra, spectra_lines};
 use crate::html::{STYLE, escape, origin, table_rows};
 use crate::run::timed;
@@ -13,7 +14,7 @@ use crate::{Error, Result};
 use attlas::diagnostics::{self, AtLeast, Head, HeadReport};
 use attlas::{Mask, Schedule, Workspace};
 use attlas_model::recipe::Numbers;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -55,7 +56,7 @@ pub struct Inspection {
 }
 
 /// One head.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Inspected {
     /// Layer, where the source has layers.
     pub layer: Option<usize>,
@@ -71,7 +72,7 @@ pub struct Inspected {
 }
 
 /// A head that could not be looked at.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SkippedHead {
     /// Layer, where the source has layers.
     pub layer: Option<usize>,
@@ -86,6 +87,25 @@ pub struct SkippedHead {
 pub fn inspect(
     workload: &Workload,
     settings: &Settings,
+    watch: &mut dyn FnMut(usize, usize, &str),
+    stop: &AtomicBool,
+) -> Result<Inspection> {
+    inspect_with(workload, settings, &Alone::default(), watch, stop)
+}
+
+/// What one process says of one unit.
+#[derive(Serialize, Deserialize)]
+enum Said {
+    Head(usize, Box<Inspected>),
+    Skipped(usize, SkippedHead),
+    Interrupted,
+}
+
+/// The same with heads shared among the processes of a crew; every process gets all of them.
+pub fn inspect_with(
+    workload: &Workload,
+    settings: &Settings,
+    crew: &dyn Crew,
     watch: &mut dyn FnMut(usize, usize, &str),
     stop: &AtomicBool,
 ) -> Result<Inspection> {
@@ -114,9 +134,12 @@ pub fn inspect(
         return Err(Error::argument("heads", "at least one", "none"));
     }
     let total = work.len();
-    for (done, (layer, head)) in work.into_iter().enumerate() {
+    let mut said = Vec::new();
+    crew.begin(total);
+    while let Some(done) = crew.next() {
+        let (layer, head) = work[done];
         if stop.load(Ordering::Relaxed) {
-            result.interrupted = true;
+            said.push(Said::Interrupted);
             break;
         }
         let number = layer.layer;
@@ -131,14 +154,40 @@ pub fn inspect(
         });
         match report {
             Ok(report) => {
-                result.heads.push(Inspected { layer: number, head, kv_head, seconds, report });
+                let found = Inspected { layer: number, head, kv_head, seconds, report };
+                said.push(Said::Head(done, Box::new(found)));
             }
-            Err(e) => result.skipped.push(SkippedHead { layer: number, head, reason: e.to_string() }),
+            Err(e) => {
+                let skipped = SkippedHead { layer: number, head, reason: e.to_string() };
+                said.push(Said::Skipped(done, skipped));
+            }
+        }
+    }
+    if crew.size() > 1 {
+        said = exchanged(crew, &said)?;
+    }
+    said.sort_by_key(|s| match s {
+        Said::Head(unit, _) | Said::Skipped(unit, _) => *unit,
+        Said::Interrupted => usize::MAX,
+    });
+    for one in said {
+        match one {
+            Said::Head(_, head) => result.heads.push(*head),
+            Said::Skipped(_, head) => result.skipped.push(head),
+            Said::Interrupted => result.interrupted = true,
         }
     }
     let with = result.heads.iter().filter(|h| h.report.weights.sinks.iter().any(|s| s.key == 0)).count();
     result.first_key_sinks = with as f64 / result.heads.len().max(1) as f64;
     Ok(result)
+}
+
+/// What all processes said, on each of them.
+fn exchanged(crew: &dyn Crew, said: &[Said]) -> Result<Vec<Said>> {
+    let broken = |e: serde_json::Error| Error::argument("a record of a head", "finite figures", e);
+    let lines: std::result::Result<Vec<String>, _> = said.iter().map(serde_json::to_string).collect();
+    let all = crew.collect(&lines.map_err(broken)?);
+    all.iter().map(|line| serde_json::from_str(line).map_err(broken)).collect()
 }
 
 /// A rank as it is read: `>` where only that much is known.

@@ -84,6 +84,11 @@ pub trait Observer: Send {
         false
     }
 
+    /// The residual stream that enters a layer, for the tokens from `first` on.
+    fn residual(&mut self, layer: usize, first: usize, x: &[f32]) {
+        let _ = (layer, first, x);
+    }
+
     /// Normalised hidden states that enter a layer's attention, for the tokens from `first` on.
     fn entering(&mut self, layer: usize, first: usize, x: &[f32]) {
         let _ = (layer, first, x);
@@ -98,6 +103,11 @@ pub trait Observer: Send {
     /// Queries, keys and values as they attend, for the tokens from `first` on.
     fn projected(&mut self, layer: usize, first: usize, q: &[f32], k: &[f32], v: &[f32]) {
         let _ = (layer, first, q, k, v);
+    }
+
+    /// May change what the heads gave, `[tokens, heads, head_dim]`, before the output projection.
+    fn change(&mut self, layer: usize, first: usize, o: &mut [f32]) {
+        let _ = (layer, first, o);
     }
 
     /// What the heads gave, before the output projection.
@@ -291,7 +301,7 @@ impl Decoder {
             let last = parts.len().saturating_sub(1);
             for (i, part) in parts.enumerate() {
                 let rows = if rows == Rows::Last && i < last { Rows::None } else { rows };
-                state.run(c, weights, part, rows, hidden, observer)?;
+                state.run(c, weights, Begin::Tokens(part), rows, hidden, observer)?;
             }
             Ok(())
         });
@@ -302,6 +312,38 @@ impl Decoder {
         if result.is_err() {
             hidden.clear();
         }
+        result
+    }
+
+    /// Runs the layers from `layer` on for tokens after those that are held, whose residual stream `x` at that layer an
+    /// observer has seen ([`Observer::residual`]). The tokens are not kept. `hidden` becomes the normalised final hidden
+    /// states. Panics if `x` is not whole rows of the model's width.
+    pub fn forward_from(
+        &mut self,
+        layer: usize,
+        x: &[f32],
+        hidden: &mut Vec<f32>,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        hidden.clear();
+        let c = &self.model.config;
+        let Weights::Decoder(weights) = &self.model.weights else {
+            unreachable!("checked when the decoder was made")
+        };
+        assert!(x.len().is_multiple_of(c.hidden));
+        let first = self.state.len;
+        let total = first + x.len() / c.hidden.max(1);
+        if total > c.longest_context() {
+            return Err(Error::ContextTooShort { tokens: total, context: c.longest_context() });
+        }
+        let state = &mut self.state;
+        let result = self.threads.install(|_| {
+            lengthen(&mut state.table, c.rope.as_ref(), c, total);
+            lengthen(&mut state.local_table, c.local_rope.as_ref(), c, total);
+            state.layers.iter_mut().for_each(|l| l.ahead = total);
+            state.run(c, weights, Begin::Layer(layer, x), Rows::All, hidden, observer)
+        });
+        state.truncate(first);
         result
     }
 
@@ -422,23 +464,33 @@ impl State {
         &mut self,
         c: &ModelConfig,
         weights: &DecoderWeights,
-        tokens: &[u32],
+        begin: Begin<'_>,
         rows: Rows,
         hidden: &mut Vec<f32>,
         observer: &mut dyn Observer,
     ) -> Result<()> {
-        let (n, d, q_width) = (tokens.len(), c.hidden, c.n_heads * c.head_dim);
+        let (d, q_width) = (c.hidden, c.n_heads * c.head_dim);
+        let (n, from) = match begin {
+            Begin::Tokens(tokens) => (tokens.len(), 0),
+            Begin::Layer(layer, x) => (x.len() / d.max(1), layer),
+        };
         let mut buffers = std::mem::take(&mut self.buffers);
         let x = sized(&mut buffers.x, n * d);
-        ops::embed_into(&weights.embedding, tokens, x)?;
-        ops::scale_in_place(x, c.multipliers.embedding);
+        match begin {
+            Begin::Tokens(tokens) => {
+                ops::embed_into(&weights.embedding, tokens, x)?;
+                ops::scale_in_place(x, c.multipliers.embedding);
+            }
+            Begin::Layer(_, residual) => x.copy_from_slice(residual),
+        }
         let wanted = if rows == Rows::None { observer.layers() } else { usize::MAX };
         let mut result = Ok(());
-        for (l, layer) in weights.layers.iter().enumerate().take(wanted) {
+        for (l, layer) in weights.layers.iter().enumerate().take(wanted).skip(from) {
             if observer.interrupted() {
                 result = Err(Error::Interrupted);
                 break;
             }
+            observer.residual(l, self.len, x);
             if layer.whole().is_none() {
                 result = self.layers[l].begin(&mut self.spare);
                 if result.is_err() {
@@ -468,6 +520,7 @@ impl State {
                 if result.is_err() {
                     break;
                 }
+                observer.change(l, self.len, heads);
                 observer.attended(l, self.len, heads);
                 if rows == Rows::None && l + 1 == wanted.min(weights.layers.len()) {
                     break;
@@ -613,6 +666,14 @@ impl State {
     }
 }
 
+/// Where a pass begins.
+#[derive(Clone, Copy)]
+enum Begin<'a> {
+    Tokens(&'a [u32]),
+    /// At a layer, with the residual stream there.
+    Layer(usize, &'a [f32]),
+}
+
 struct Projections<'a> {
     normed: &'a mut [f32],
     k: &'a mut [f32],
@@ -654,8 +715,9 @@ struct LayerState {
     parts: Vec<Part>,
     /// For each part that decodes by a stream, the stream, once it was needed.
     streams: Vec<Option<Box<dyn Stream>>>,
-    /// For each part that is exact attention while it decodes, its plan, with room for more tokens than there are.
-    plans: Vec<Option<Box<dyn Plan>>>,
+    /// For each part that is exact attention in prompts, or while it decodes, its plan, with room for more tokens than
+    /// there are.
+    plans: Vec<[Option<Box<dyn Plan>>; 2]>,
     cache: KvCache<f32>,
     /// Keeps no keys: everything is in the streams, and the cache holds the tokens of one call.
     streamed: bool,
@@ -675,7 +737,7 @@ impl LayerState {
             index,
             window: c.windows.get(index).copied().flatten(),
             streams: parts.iter().map(|_| None).collect(),
-            plans: parts.iter().map(|_| None).collect(),
+            plans: parts.iter().map(|_| [None, None]).collect(),
             parts,
             cache: KvCache::new(1, c.n_kv_heads, c.head_dim, c.head_dim, 0),
             streamed: false,
@@ -697,7 +759,11 @@ impl LayerState {
 
     /// Whether a call with so many tokens may be cut into pieces.
     fn chunks(&self, tokens: usize) -> bool {
-        let alike = |p: &Part| p.method.keeps_with(&p.options, Law::DecodeIsPrefill);
+        let alike = |p: &Part| {
+            let (reads, decodes) = (p.attending(false), p.attending(true));
+            let same = std::ptr::eq(reads.method, decodes.method) && reads.options == decodes.options;
+            same && reads.method.keeps_with(&reads.options, Law::DecodeIsPrefill)
+        };
         let read = || tokens > ONE_PROBLEM && self.parts.iter().all(alike);
         let begun = || self.streams.iter().any(Option::is_some);
         self.parts.iter().all(Part::is_baseline) || self.streamed && (begun() || read())
@@ -714,7 +780,7 @@ impl LayerState {
             return Ok(false);
         }
         for part in &self.parts {
-            if part.is_baseline() || self.stream_of(part, c, ROOM)?.is_none() {
+            if part.attending(true).is_baseline() || self.stream_of(part, c, ROOM)?.is_none() {
                 return Ok(false);
             }
         }
@@ -725,13 +791,14 @@ impl LayerState {
     fn stream_of(&self, part: &Part, c: &ModelConfig, tokens: usize) -> Result<Option<Box<dyn Stream>>> {
         let problem = Problem::new(part.heads.len(), tokens, c.head_dim).with_kv_heads(part.groups.len());
         let problem = problem.causal().with_softcap(c.attention_softcap);
-        Ok(part.method.plan(&problem, &part.options)?.stream(DType::F32))
+        Ok(part.attending(true).plan(&problem)?.stream(DType::F32))
     }
 
     fn decoding(&self, c: &ModelConfig) -> LayerDecoding {
         let kind = |part: &Part| {
             let streams = || self.stream_of(part, c, ROOM).is_ok_and(|s| s.is_some());
-            if part.is_baseline() || streams() { part.method.id } else { registry::baseline().id }
+            let told = part.attending(true);
+            if told.is_baseline() || streams() { told.method.id } else { registry::baseline().id }
         };
         let whole = self.latents.is_some();
         LayerDecoding {
@@ -793,8 +860,8 @@ impl LayerState {
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
         let Some(sinks) = sinks else { return self.attend_keys(i, c, q, None, out, ws) };
-        let method = self.parts[i].method;
-        if !method.claims.lse {
+        let of_part = |decodes: bool| self.parts[i].attending(decodes).method;
+        if let Some(method) = [of_part(false), of_part(true)].into_iter().find(|m| !m.claims.lse) {
             let reasons =
                 vec!["heads have a logit beside those of the keys, and it has no log-sum-exp".to_owned()];
             return Err(attlas::Error::Unsupported { method: method.id.into(), reasons }.into());
@@ -840,13 +907,15 @@ impl LayerState {
 
         // Keys that the first of the queries no longer sees are left out.
         let window = self.window.filter(|&w| n_k > w);
-        if window.is_some() && !part.is_baseline() {
+        let decodes = n == 1 && n_k > 1;
+        let told = part.attending(decodes);
+        if window.is_some() && !told.is_baseline() {
             let reasons = vec![format!(
                 "layer {} sees the last {} tokens only, and {n_k} are held",
                 self.index,
                 window.unwrap_or_default()
             )];
-            return Err(attlas::Error::Unsupported { method: part.method.id.into(), reasons }.into());
+            return Err(attlas::Error::Unsupported { method: told.method.id.into(), reasons }.into());
         }
         let oldest = window.map_or(0, |w| (n_k - n + 1).saturating_sub(w));
         let (keys, values) = (keys.rows(oldest..n_k), values.rows(oldest..n_k));
@@ -860,17 +929,16 @@ impl LayerState {
             let part = &self.parts[i];
             let Some(stream) = &mut self.streams[i] else { unreachable!("seen when keys were forgotten") };
             if stream.is_empty() && n > 1 && n == self.ahead {
-                let info = part.method.plan(&problem, &part.options)?.execute(&inputs, &mut out, ws)?;
+                let info = part.attending(false).plan(&problem)?.execute(&inputs, &mut out, ws)?;
                 stream.push(keys.into(), values.into(), ws)?;
                 return Ok(info);
             }
             return Ok(stream.extend(&inputs, &mut out, ws)?);
         }
-        let decodes = n == 1 && n_k > 1;
-        if decodes && !part.is_baseline() {
+        if decodes && !told.is_baseline() {
             if self.streams[i].is_none() {
                 // Planned as the prompt would be.
-                let plan = part.method.plan(&problem.with_lens(n_k, n_k), &part.options)?;
+                let plan = told.plan(&problem.with_lens(n_k, n_k))?;
                 self.streams[i] = plan.stream(DType::F32);
             }
             if let Some(stream) = &mut self.streams[i] {
@@ -880,15 +948,16 @@ impl LayerState {
             }
         }
         let windowed = window.filter(|_| n > 1);
-        if windowed.is_none() && (decodes || part.is_baseline()) {
+        if windowed.is_none() && (decodes || told.is_baseline()) {
             // Exact attention decides nothing from the lengths, so its plan is made once for all tokens that fit.
             let fits = |p: &Problem| n <= p.n_q && problem.n_k <= p.n_k;
-            if !self.plans[i].as_ref().is_some_and(|plan| fits(plan.problem())) {
+            let kept = &mut self.plans[i][usize::from(decodes)];
+            if !kept.as_ref().is_some_and(|plan| fits(plan.problem())) {
                 let room = problem.n_k.max(n).max(ROOM).next_power_of_two();
-                let options = if part.is_baseline() { part.options.clone() } else { Options::new() };
-                self.plans[i] = Some(registry::baseline().plan(&problem.with_lens(room, room), &options)?);
+                let options = if told.is_baseline() { told.options.clone() } else { Options::new() };
+                *kept = Some(registry::baseline().plan(&problem.with_lens(room, room), &options)?);
             }
-            if let Some(plan) = &self.plans[i] {
+            if let Some(plan) = kept {
                 return Ok(plan.execute(&inputs, &mut out, ws)?);
             }
         }
@@ -897,7 +966,7 @@ impl LayerState {
                 let (method, options) = registry::sliding_window(w);
                 method.plan(&problem, &options)?
             }
-            None => part.method.plan(&problem, &part.options)?,
+            None => told.plan(&problem)?,
         };
         Ok(plan.execute(&inputs, &mut out, ws)?)
     }

@@ -258,6 +258,8 @@ impl Job<'_> {
         let everything = [recipe::Part {
             method: registry::baseline(),
             options: Options::new(),
+            calibration: None,
+            decode: None,
             heads: 0..heads,
             groups: 0..groups,
         }];

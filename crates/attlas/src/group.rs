@@ -7,6 +7,7 @@
 use crate::engine::near::NearField;
 use crate::method::{Cost, Plan, RunInfo, Spec, Stream};
 use crate::problem::Dims;
+use crate::spread::Numbers;
 use crate::workspace::Context;
 use crate::{Error, Inputs, Mask, Out, Output, Problem, Qkv, Result, Tensor, TensorRef, Workspace};
 use attlas_num::kernels::Band;
@@ -287,11 +288,40 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
         true
     }
 
+    /// Numbers of a few weighted keys that stand for a piece of keys, where the method makes such.
+    fn stand_ins<T: Real>(&self, piece: StandIns<'_, T>) -> Option<Vec<T>> {
+        let _ = piece;
+        None
+    }
+
+    /// Attends with the queries of a group to such numbers alone.
+    fn attend_stand_ins<T: Real>(&self, group: Group<'_, T>, stand_ins: &[T]) -> Result<RunInfo> {
+        let _ = (group, stand_ins);
+        Err(Error::shape("stand-ins", "a method that gathers", "another one"))
+    }
+
     /// Decoding for one group, where the method can.
     fn stream<T: Real>(&self, problem: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
         let _ = (problem, index);
         None
     }
+}
+
+/// Keys that are to be stood for: see [`Plan::stand_ins`].
+#[derive(Clone, Copy, Debug)]
+pub struct StandIns<'a, T> {
+    /// Keys.
+    pub k: MatRef<'a, T>,
+    /// Values.
+    pub v: MatRef<'a, T>,
+    /// Factor on the inner products.
+    pub scale: f64,
+    /// Which sequence and key head this is.
+    pub index: GroupIndex,
+    /// Which piece of the sequence.
+    pub piece: u64,
+    /// Schedule and scratch memory.
+    pub cx: Context<'a>,
 }
 
 /// The whole problem as a [`Plan`]. Not public: [`Spec::plan_with`](crate::method::Spec::plan_with) checks first.
@@ -342,6 +372,25 @@ pub trait GroupStream<T: Real>: Debug + Send {
 
     /// Bytes of state held now.
     fn state_bytes(&self) -> usize;
+
+    /// The sums that stand for everything pushed, where the stream holds nothing else.
+    fn sums(&self, cx: Context<'_>) -> Option<Vec<T>> {
+        let _ = cx;
+        None
+    }
+
+    /// Adds such sums, which stand for `tokens` tokens.
+    fn add_sums(&mut self, sums: &[T], tokens: usize) -> Result<()> {
+        let _ = (sums, tokens);
+        Err(Error::shape("sums", "a stream that is a sum over keys", "another one"))
+    }
+
+    /// Rows of `x` that see everything pushed and, with a causal mask, the keys of `x` up to their own. Nothing is
+    /// pushed.
+    fn rows(&mut self, x: Group<'_, T>) -> Result<RunInfo> {
+        let _ = x;
+        Err(Error::shape("rows", "a stream that is a sum over keys", "another one"))
+    }
 }
 
 /// A [`GroupPlan`] over all groups of a problem.
@@ -382,6 +431,34 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
         match dtype {
             DType::F32 => self.stream_typed::<f32>(|s| Box::new(s)),
             DType::F64 => self.stream_typed::<f64>(|s| Box::new(s)),
+        }
+    }
+
+    fn stand_ins(
+        &self,
+        k: Tensor<'_>,
+        v: Tensor<'_>,
+        piece: u64,
+        ws: &mut Workspace,
+    ) -> Result<Option<Vec<Numbers>>> {
+        match (k, v) {
+            (Tensor::F32(k), Tensor::F32(v)) => self.stand_ins_typed(k, v, piece, ws),
+            (Tensor::F64(k), Tensor::F64(v)) => self.stand_ins_typed(k, v, piece, ws),
+            (k, _) => Err(wrong_type(k.dtype())),
+        }
+    }
+
+    fn attend_stand_ins(
+        &self,
+        q: Tensor<'_>,
+        stand_ins: &[Numbers],
+        out: &mut Output<'_>,
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        match (q, out) {
+            (Tensor::F32(q), Output::F32(o)) => self.attend_stand_ins_typed(q, stand_ins, o, ws),
+            (Tensor::F64(q), Output::F64(o)) => self.attend_stand_ins_typed(q, stand_ins, o, ws),
+            (q, _) => Err(wrong_type(q.dtype())),
         }
     }
 }
@@ -428,7 +505,59 @@ impl<S: Spec, P: GroupPlan> Grouped<S, P> {
         run_groups(p, x, out, ws, !self.plan.can_fail(), &|group| self.plan.run(group))
     }
 
-    fn stream_typed<T: Real>(&self, wrap: fn(GroupedStream<T>) -> Box<dyn Stream>) -> Option<Box<dyn Stream>>
+    fn stand_ins_typed<T: Typed>(
+        &self,
+        k: TensorRef<'_, T>,
+        v: TensorRef<'_, T>,
+        piece: u64,
+        ws: &mut Workspace,
+    ) -> Result<Option<Vec<Numbers>>> {
+        let p = &self.problem;
+        let tokens = k.dims()[2];
+        expect("keys", k.dims(), [p.batch, p.n_kv_heads, tokens, p.d])?;
+        expect("values", v.dims(), [p.batch, p.n_kv_heads, tokens, p.d_v])?;
+        let groups = p.batch * p.n_kv_heads;
+        Ok(ws.install(|cx| {
+            (0..groups)
+                .into_par_iter()
+                .with_max_len(1)
+                .map(|g| {
+                    let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
+                    let (k, v) = (k.head(index.batch, index.kv_head), v.head(index.batch, index.kv_head));
+                    let made = self.plan.stand_ins(StandIns { k, v, scale: p.scale, index, piece, cx });
+                    made.map(T::numbers)
+                })
+                .collect()
+        }))
+    }
+
+    fn attend_stand_ins_typed<T: Typed>(
+        &self,
+        q: TensorRef<'_, T>,
+        stand_ins: &[Numbers],
+        out: &mut Out<'_, T>,
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        let p = &self.problem.with_lens(q.dims()[2], 0);
+        let p = &Problem { mask: Mask::None, ..*p };
+        let groups = p.batch * p.n_kv_heads;
+        let typed: Option<Vec<&[T]>> = stand_ins.iter().map(T::of_numbers).collect();
+        let typed = typed.filter(|lists| lists.len() == groups);
+        let typed = typed.ok_or_else(|| {
+            Error::shape("stand-ins", format!("{groups} lists of {:?}", T::DTYPE), stand_ins.len())
+        })?;
+        let none = TensorRef::new(&[], [p.batch, p.n_kv_heads, 0, p.d], [0, 0, p.d])?;
+        let no_values = TensorRef::new(&[], [p.batch, p.n_kv_heads, 0, p.d_v], [0, 0, p.d_v])?;
+        let x = Qkv::new(q, none, no_values);
+        x.validate(p)?;
+        out.validate(p)?;
+        run_groups(p, &x, out, ws, false, &|group| {
+            let list = typed[group.index.batch * p.n_kv_heads + group.index.kv_head];
+            self.plan.attend_stand_ins(group, list)
+        })
+    }
+
+    fn stream_typed<T: Typed>(&self, wrap: fn(GroupedStream<T>) -> Box<dyn Stream>) -> Option<Box<dyn Stream>>
     where
         Self: Sized,
     {
@@ -600,6 +729,8 @@ trait Typed: Real {
     fn inputs<'x, 'a>(inputs: &'x Inputs<'a>) -> Option<&'x Qkv<'a, Self>>;
     fn tensor<'a>(tensor: Tensor<'a>) -> Option<TensorRef<'a, Self>>;
     fn output<'x, 'a>(output: &'x mut Output<'a>) -> Option<&'x mut Out<'a, Self>>;
+    fn numbers(list: Vec<Self>) -> Numbers;
+    fn of_numbers(numbers: &Numbers) -> Option<&[Self]>;
 }
 
 macro_rules! typed {
@@ -620,6 +751,15 @@ macro_rules! typed {
             fn output<'x, 'a>(output: &'x mut Output<'a>) -> Option<&'x mut Out<'a, Self>> {
                 match output {
                     Output::$variant(x) => Some(x),
+                    _ => None,
+                }
+            }
+            fn numbers(list: Vec<Self>) -> Numbers {
+                Numbers::$variant(list)
+            }
+            fn of_numbers(numbers: &Numbers) -> Option<&[Self]> {
+                match numbers {
+                    Numbers::$variant(x) => Some(x),
                     _ => None,
                 }
             }
@@ -735,6 +875,42 @@ impl<T: Typed> Stream for GroupedStream<T> {
 
     fn state_bytes(&self) -> usize {
         self.groups.iter().map(|g| g.state_bytes()).sum()
+    }
+
+    fn sums(&self, ws: &mut Workspace) -> Option<Numbers> {
+        let lists: Option<Vec<Vec<T>>> = self.groups.iter().map(|g| g.sums(ws.context())).collect();
+        lists.map(|lists| T::numbers(lists.concat()))
+    }
+
+    fn add_sums(&mut self, sums: &Numbers, tokens: usize) -> Result<()> {
+        let sums = T::of_numbers(sums).ok_or_else(|| wrong_type(T::DTYPE))?;
+        let groups = self.groups.len().max(1);
+        if !sums.len().is_multiple_of(groups) {
+            return Err(Error::shape("sums", format!("{groups} lists of one length"), sums.len()));
+        }
+        let each = (sums.len() / groups).max(1);
+        for (group, sums) in self.groups.iter_mut().zip(sums.chunks_exact(each)) {
+            group.add_sums(sums, tokens)?;
+        }
+        self.len += tokens;
+        Ok(())
+    }
+
+    fn rows(
+        &mut self,
+        inputs: &Inputs<'_>,
+        causal: bool,
+        out: &mut Output<'_>,
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        let x = T::inputs(inputs).ok_or_else(|| wrong_type(T::DTYPE))?;
+        let out = T::output(out).ok_or_else(|| wrong_type(T::DTYPE))?;
+        let mask = if causal { Mask::Causal } else { Mask::None };
+        let p = Problem { mask, ..self.problem.with_lens(x.q.dims()[2], x.k.dims()[2]) };
+        x.validate(&p)?;
+        self.for_groups(p.n_q, out, ws, |group, index, o, lse, cx| {
+            group.rows(group_of(&p, x, index, o, lse, cx))
+        })
     }
 }
 

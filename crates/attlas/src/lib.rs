@@ -60,6 +60,7 @@
 //! | [`group`] | the numerics of one key head, which the author of a method writes, and the runner around them |
 //! | [`mod@params`] | parameters declared once, options read from text |
 //! | [`workspace`] | threads, tiles and scratch memory |
+//! | [`spread`] | how methods run when keys lie on several processes |
 //! | [`cache`] | keys and values for exact decoding |
 //! | [`methods`], [`engine`] | every method by family, and what they share |
 //! | [`layer`], [`layers`], [`conversions`] | attention layers with weights, and conversions between them |
@@ -91,6 +92,7 @@ mod negated;
 pub mod params;
 pub mod problem;
 pub mod registry;
+pub mod spread;
 #[cfg(any(test, feature = "testkit"))]
 pub mod testkit;
 pub mod workspace;
@@ -107,4 +109,5 @@ pub use method::{Calibration, Claims, Cost, Family, Method, Plan, RunInfo, Spec,
 pub use near::Near;
 pub use params::Options;
 pub use problem::{Align, Inputs, Mask, Out, Output, Problem, Qkv, Tensor, TensorMut, TensorRef};
+pub use spread::{Numbers, Spread};
 pub use workspace::{Context, Schedule, Workspace};

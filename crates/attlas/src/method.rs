@@ -3,6 +3,7 @@
 use crate::group::{GroupPlan, boxed};
 use crate::negated::Negated;
 use crate::params::{ParamSet, ParamSpec};
+use crate::spread::{Numbers, Spread};
 use crate::{Error, Inputs, Near, Options, Output, Problem, Result, Tensor, Workspace};
 use attlas_num::{DType, Mat};
 use std::collections::BTreeMap;
@@ -315,6 +316,33 @@ pub trait Plan: Debug + Send + Sync {
         let _ = dtype;
         None
     }
+
+    /// A few weighted keys that stand for the keys `[batch, n_kv_heads, t, d]` and values of one piece of a sequence, one
+    /// list for each sequence and key head, where the method makes such ([`Spread::Gather`]). `piece` names the random
+    /// streams.
+    fn stand_ins(
+        &self,
+        k: Tensor<'_>,
+        v: Tensor<'_>,
+        piece: u64,
+        ws: &mut Workspace,
+    ) -> Result<Option<Vec<Numbers>>> {
+        let _ = (k, v, piece, ws);
+        Ok(None)
+    }
+
+    /// Attends with the queries `[batch, n_heads, n, d]` to stand-ins of several pieces, all lists of one sequence and key
+    /// head joined, and to nothing else.
+    fn attend_stand_ins(
+        &self,
+        q: Tensor<'_>,
+        stand_ins: &[Numbers],
+        out: &mut Output<'_>,
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        let _ = (q, stand_ins, out, ws);
+        Err(Error::shape("stand-ins", "a method that gathers", "another one"))
+    }
 }
 
 /// Decoding one token at a time, causal by construction. Tensors have the element type that the stream was made
@@ -341,6 +369,30 @@ pub trait Stream: Debug + Send {
 
     /// Bytes of state held now.
     fn state_bytes(&self) -> usize;
+
+    /// The sums that stand for everything pushed, where the method keeps nothing else ([`Spread::Scan`]).
+    fn sums(&self, ws: &mut Workspace) -> Option<Numbers> {
+        let _ = ws;
+        None
+    }
+
+    /// Adds the sums of another stream of the same plan, which stand for `tokens` tokens.
+    fn add_sums(&mut self, sums: &Numbers, tokens: usize) -> Result<()> {
+        let _ = (sums, tokens);
+        Err(Error::shape("sums", "a stream that is a sum over keys", "another one"))
+    }
+
+    /// Rows that see everything pushed and, with `causal`, the keys of `inputs` up to their own. Nothing is pushed.
+    fn rows(
+        &mut self,
+        inputs: &Inputs<'_>,
+        causal: bool,
+        out: &mut Output<'_>,
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        let _ = (inputs, causal, out, ws);
+        Err(Error::shape("rows", "a stream that is a sum over keys", "another one"))
+    }
 }
 
 /// Promises of a method. `BASE` is strict: laws hold unless the entry names an exception with its reason.
@@ -367,6 +419,8 @@ pub struct Claims {
     pub drops: bool,
     /// Honours [`Problem::softcap`]; other methods refuse it.
     pub softcap: bool,
+    /// How it runs when keys lie on several processes.
+    pub spread: Spread,
     /// Exponent of the sequence length in the time, as published.
     pub exponent: f64,
     /// Requirement before it is useful.
@@ -481,6 +535,7 @@ impl Claims {
         lse: true,
         drops: false,
         softcap: false,
+        spread: Spread::SEES_ALL,
         exponent: 2.0,
         needs: Needs::Nothing,
         oracle: false,

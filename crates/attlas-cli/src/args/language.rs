@@ -57,11 +57,28 @@ pub(crate) struct TuneArgs {
     /// Another text to check on.
     #[arg(long, value_name = "FILE")]
     pub(crate) check_text: Option<PathBuf>,
+    /// A third text, which gives the answer; by default what follows the check, where there is enough of it.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) answer_text: Option<PathBuf>,
     /// Tokens to check on; as many as are tuned on by default.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) check_tokens: Option<usize>,
     #[command(flatten)]
     pub(crate) methods: MethodChoice,
+    /// What methods learnt: a file of calibrations, or the folder that `attlas calibrate` wrote. Methods that learn
+    /// first are candidates with it.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) calibration: Option<PathBuf>,
+    /// Tune for prompts whose scored tokens need far keys: a passage read twice (repeat), hidden facts
+    /// (needle) or a list to look up (lookup), made from the texts.
+    #[arg(long, value_name = "TASK")]
+    pub(crate) task: Option<attlas_lab::task::Task>,
+    /// Leave new tokens to the methods of the prompt instead of choosing for them apart.
+    #[arg(long)]
+    pub(crate) no_decode: bool,
+    /// Also draw time against divergence for every budget.
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) curve: Option<PathBuf>,
     /// Layers that may be changed, such as 0-3,7; all by default.
     #[arg(long, value_name = "L,…")]
     pub(crate) layers: Option<Numbers>,
@@ -77,6 +94,29 @@ pub(crate) struct TuneArgs {
     /// Take over the measurements in these files.
     #[arg(long, value_delimiter = ',', value_name = "FILE,…")]
     pub(crate) merge: Vec<PathBuf>,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CalibrateArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelChoice,
+    /// The text to learn from, and to try on what follows; - is standard input.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: PathBuf,
+    /// The folder to write: a file for each method, ID.calibration.json, and what was found, errors.json.
+    #[arg(long, short, value_name = "FOLDER")]
+    pub(crate) out: PathBuf,
+    #[command(flatten)]
+    pub(crate) methods: MethodChoice,
+    /// Tokens to learn from; by default 2048, or half the text.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) tokens: Option<usize>,
+    /// Tokens after them that the methods are tried on; as many as they learn from by default.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) check_tokens: Option<usize>,
+    /// Layers, such as 0-3,7; all by default.
+    #[arg(long, value_name = "L,…")]
+    pub(crate) layers: Option<Numbers>,
 }
 
 #[derive(Args, Clone, Debug)]

@@ -4,7 +4,8 @@ use super::shared::{DeviceChoice, Inputs, MaskChoice, MethodChoice, Pictures, Sp
 use attlas_lab::budget::Budget;
 use attlas_lab::survey::Figure;
 use attlas_model::recipe::Numbers;
-use clap::Args;
+use attlas_mpi::cluster::Cluster;
+use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
 #[derive(Args, Clone, Debug)]
@@ -51,9 +52,10 @@ pub(crate) struct CompareArgs {
     /// Seeds for methods that draw random numbers.
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) seeds: u32,
-    /// Rows of each head on which exact attention certifies the error.
-    #[arg(long, default_value_t = 256, value_name = "N")]
-    pub(crate) certify_rows: usize,
+    /// Show what exact attention on this many rows of each head would prove about the error; by default all rows
+    /// are compared, and the error is known.
+    #[arg(long, value_name = "N")]
+    pub(crate) certify_rows: Option<usize>,
     /// Begin nothing new after this many seconds.
     #[arg(long, value_name = "SECONDS", value_parser = positive)]
     pub(crate) time_limit: Option<f64>,
@@ -61,6 +63,9 @@ pub(crate) struct CompareArgs {
     /// time=P% of exact attention's seconds, or memory=SIZE beyond inputs and output (such as 8M).
     #[arg(long = "match", value_name = "WHAT=AMOUNT")]
     pub(crate) matched: Option<Budget>,
+    /// Also measure every method over a range of scores, as published and beside a near field.
+    #[arg(long, conflicts_with = "matched")]
+    pub(crate) curves: bool,
     /// Largest mean relative error accepted: exit with 1 if no method stays within it.
     #[arg(long, value_name = "ERROR", value_parser = positive)]
     pub(crate) budget: Option<f64>,
@@ -129,7 +134,21 @@ pub(crate) struct BenchArgs {
     /// Skip a length at which one run is expected to take longer.
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", value_parser = positive)]
     pub(crate) max_seconds: f64,
+    /// How keys and values travel between the processes of mpirun: as they are, or rounded to bf16.
+    #[arg(long, value_enum, default_value_t = WireName::Full)]
+    pub(crate) wire: WireName,
+    /// Predict times on a cluster instead, from this machine's rates: nodes=N,gbps=G,us=U; may be repeated.
+    #[arg(long, value_name = "nodes=N,gbps=G,us=U", conflicts_with_all = ["decode", "peer_json"])]
+    pub(crate) cluster: Vec<Cluster>,
     /// Figures measured by another program, merged where the shapes agree (docs/json.md).
     #[arg(long, value_name = "FILE")]
     pub(crate) peer_json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum WireName {
+    /// As they are.
+    Full,
+    /// Rounded to 8 significant bits.
+    Bf16,
 }

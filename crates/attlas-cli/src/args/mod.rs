@@ -9,8 +9,8 @@ mod shared;
 mod simulate;
 
 pub(crate) use decompose::DecomposeArgs;
-pub(crate) use language::{ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs};
-pub(crate) use measure::{BenchArgs, CompareArgs, InspectArgs, MethodsArgs, ReportArgs};
+pub(crate) use language::{CalibrateArgs, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs};
+pub(crate) use measure::{BenchArgs, CompareArgs, InspectArgs, MethodsArgs, ReportArgs, WireName};
 pub(crate) use rewrite::{CompressArgs, ConvertArgs, FactorType, RecipeName, Target};
 pub(crate) use shared::{Inputs, Limit};
 pub(crate) use simulate::{MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
@@ -155,7 +155,9 @@ attlas report trace.safetensors --methods sink_window,hyper --time-limit 60 --ou
 attlas bench\n  \
 attlas bench --methods sink_window,top_k --n 1k,4k,16k --d 64,128 --causal\n  \
 attlas bench --methods exact --n 32k --d 128 --heads 32 --kv-heads 8 --decode\n  \
-attlas bench --methods exact --n 1k,4k --peer-json torch.json --md"))]
+attlas bench --methods exact --n 1k,4k --peer-json torch.json --md\n  \
+attlas bench --methods exact,linear --n 1M,10M --causal --cluster nodes=64,gbps=100,us=2\n\n\
+Under `mpirun -n P attlas bench …` one sequence lies on all processes (docs/scale.md)."))]
     Bench(BenchArgs),
     /// Decompose a tensor from a file: canonical polyadic, Tucker, block terms.
     #[command(after_help = laid_out("Examples:\n  \
@@ -177,7 +179,16 @@ attlas extract ./Llama-3.2-1B --text - --layers 0-3,15 --pre-rope --out trace.np
 attlas extract model.gguf --text book.txt --layers 5 --heads 0 --out head.npy\n  \
 attlas compare trace.safetensors"))]
     Extract(ExtractArgs),
-    /// Choose a method for every head of a model within an error budget, and write the recipe.
+    /// Let methods learn from a text what they need for each head of a model.
+    #[command(after_help = laid_out("Examples:\n  \
+attlas calibrate model.gguf --text book.txt --out calibration\n  \
+attlas calibrate model.gguf --text book.txt --methods loki,crt --tokens 4096 --out calibration\n  \
+attlas perplexity model.gguf --text other.txt --method loki --calibration calibration\n  \
+attlas tune model.gguf --text book.txt --max-kl 0.01 --calibration calibration --out recipe.toml\n\n\
+Nothing is trained: bases and moments in closed form, one for each layer and key head. Errors are told on\n\
+the tokens after those that were learnt from, without and with what was learnt."))]
+    Calibrate(CalibrateArgs),
+    /// Choose a method for every head of a model within a budget, and write the recipe.
     #[command(after_help = laid_out("Examples:\n  \
 attlas tune model.gguf --text book.txt --max-error 0.02 --out recipe.toml\n  \
 attlas tune model.gguf --text book.txt --tokens 8192 --max-ppl-increase 1% --effort quick --out recipe.toml\n  \
@@ -185,9 +196,11 @@ attlas tune model.gguf --text book.txt --max-kl 0.01 --methods sink_window,hyper
 attlas tune model.gguf --text book.txt --max-kl 0.01 --out recipe.toml --state part0.jsonl --shard 0/4\n  \
 attlas tune model.gguf --text book.txt --max-kl 0.01 --out recipe.toml --merge part0.jsonl,part1.jsonl\n  \
 attlas perplexity model.gguf --text other.txt --recipe recipe.toml\n\n\
-The cheapest method by measured time whose error on the text stays within the target; then the model is\n\
-checked on text that was not used, and the target halved until the budget holds. Measurements are kept:\n\
-the same command goes on where it was interrupted."))]
+Methods are timed on every key head, and the model is asked what changing that head alone costs its\n\
+predictions. One price of a nat for all heads gives the least time; a second text moves it until the\n\
+budget holds there, with 95 % confidence, and a third one gives the answer. New tokens are chosen for\n\
+apart. Everything measured is kept: the same command goes on where it was interrupted.\n\
+--effort quick takes minutes, normal about three times as long, thorough hours."))]
     Tune(TuneArgs),
     /// Put a model's matrices into factored form, measure what that costs, and write a checkpoint.
     #[command(after_help = laid_out("Examples:\n  \

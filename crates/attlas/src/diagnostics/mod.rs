@@ -156,7 +156,7 @@ impl Default for Settings {
 }
 
 /// Everything there is to say about one head.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct HeadReport {
     /// Queries.
     pub n_q: usize,
@@ -186,7 +186,7 @@ pub fn inspect(head: &Head, settings: &Settings, ws: &Workspace) -> Result<HeadR
 }
 
 /// Norms that decide how hard a head is for methods that replace keys by fewer ones.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Hardness {
     /// $R_Q$, the length of the longest query.
     pub query_norm: f64,

@@ -24,7 +24,7 @@ const BUCKETS_PER_UNIT: f64 = 8.0;
 const BUCKETS: usize = 512;
 
 /// How the weights of a head are spread.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct WeightProfile {
     /// Rows that see at least one key.
     pub rows: usize,
@@ -56,7 +56,7 @@ pub struct WeightProfile {
 }
 
 /// Keys that hold a mass, over the rows.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct MassKeys {
     /// The mass.
     pub mass: f64,
@@ -65,7 +65,7 @@ pub struct MassKeys {
 }
 
 /// Mass of the largest weights, over the rows.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct TopMass {
     /// How many weights; a row that sees fewer keys has all its mass in them.
     pub keys: usize,
@@ -74,7 +74,7 @@ pub struct TopMass {
 }
 
 /// Mean and quantiles over rows.
-#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Summary {
     /// Mean.
     pub mean: f64,
@@ -97,7 +97,7 @@ impl Summary {
 }
 
 /// A key that rows look at whatever they ask (gu2025).
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Sink {
     /// Its place.
     pub key: usize,
@@ -110,7 +110,7 @@ pub struct Sink {
 }
 
 /// A small matrix to be drawn.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct HeatMap {
     /// Rows.
     pub rows: usize,

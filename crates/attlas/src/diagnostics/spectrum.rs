@@ -10,7 +10,7 @@ use attlas_num::randla::{LinearOperator, RandomizedSvd, randomized_svd};
 use attlas_num::rng::StreamKey;
 
 /// Singular values and ranks of the matrices of a head.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Spectra {
     /// Of the queries.
     pub q: Spectrum,
@@ -29,7 +29,7 @@ pub struct Spectra {
 }
 
 /// Singular values, descending, and ranks.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Spectrum {
     /// The singular values that were computed: all of them where `complete`.
     pub values: Vec<f64>,
@@ -48,7 +48,7 @@ pub struct Spectrum {
 }
 
 /// A number, or a lower bound of it where too few singular values were computed to tell.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct AtLeast {
     /// The number.
     pub value: usize,
@@ -151,7 +151,7 @@ fn leading(
 }
 
 /// Principal components of keys: what `loki` ranks them by.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct KeyComponents {
     /// Eigenvalues of the centred covariance, divided by one less than the number of keys, descending.
     pub eigenvalues: Vec<f64>,

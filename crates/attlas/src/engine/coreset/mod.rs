@@ -19,15 +19,18 @@
 //! | `weighted` | keys with weights, and values before and after compression |
 //! | `attend` | rows over a coreset: averages, their division, rows whose denominator cancelled |
 //! | `blocks` | the causal form: coresets of complete blocks, the own block exactly |
+//! | `stand_ins` | coresets as plain numbers, for keys on several processes |
 //! | `stream` | the same token by token, or a prefix compressed once |
 
 mod attend;
 mod blocks;
+mod stand_ins;
 mod stream;
 mod weighted;
 
 pub use attend::{Fallback, Finish, ValueRange, attend_coreset, attend_scratch_bytes};
 pub use blocks::BlockCausal;
+pub use stand_ins::{attend_stand_ins, stand_ins};
 pub use stream::{Cache, CacheMode, CoresetStream, Prefix};
 pub use weighted::{Coreset, Values};
 

@@ -32,7 +32,7 @@ pub use signed::{DenominatorPolicy, Signed};
 use crate::engine::exact_rows;
 use crate::group::{Group, GroupStream, RowBlock};
 use crate::workspace::Context;
-use crate::{Mask, MatRef, Problem, Real, Result, RunInfo};
+use crate::{Error, Mask, MatRef, Problem, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, Op, gemm};
 use attlas_num::scratch::Buf;
 use rayon::prelude::*;
@@ -103,7 +103,7 @@ pub struct Outcome {
 fn run_linear<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Result<RunInfo> {
     let (outcome, empty) = match g.mask {
         Mask::None => (run_plain(acc, g)?, 0),
-        Mask::Causal => (run_causal(acc, g), g.n_q().saturating_sub(g.n_k()) * g.q.heads()),
+        Mask::Causal => (run_causal(acc, g, None, 0), g.n_q().saturating_sub(g.n_k()) * g.q.heads()),
     };
     if acc.recomputes_rows() {
         mend_rows(g, &outcome.unstable);
@@ -162,14 +162,21 @@ pub fn causal_piece(n_k: usize) -> usize {
     n_k.div_ceil(MAX_PIECES).next_multiple_of(CHUNK).max(MIN_PIECE)
 }
 
-fn run_causal<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Outcome {
+/// The rows of a causal group; before its keys come those of `initial`, of which there are `before`.
+fn run_causal<T: Real>(
+    acc: &dyn Accumulator<T>,
+    g: &mut Group<'_, T>,
+    initial: Option<&[T]>,
+    before: usize,
+) -> Outcome {
     let (k, v, cx) = (g.k, g.v, g.cx);
     let parts = causal_pieces(
         acc,
         g,
         causal_piece(k.rows()),
+        initial,
         |start| start,
-        |state, piece| run_piece(acc, state, piece, k, v, cx).unstable,
+        |state, piece| run_piece(acc, state, piece, before, k, v, cx).unstable,
     );
     Outcome { unstable: parts.concat() }
 }
@@ -185,13 +192,14 @@ pub struct Piece<'a, T> {
     pub rows: Vec<RowBlock<'a, T>>,
 }
 
-/// Cuts a causal group into pieces of `piece` tokens and runs `work` on each in parallel, with a state of its own
+/// Cuts a causal group, before whose keys come those of the state `initial`, into pieces of `piece` tokens and runs `work` on each in parallel, with a state of its own
 /// that holds the keys before `cached(start)`, where `start` is the piece's first token and `cached(start) ≤ start` does
 /// not fall. Rows that see no key are written here.
 pub fn causal_pieces<T: Real, R: Send>(
     acc: &dyn Accumulator<T>,
     g: &mut Group<'_, T>,
     piece: usize,
+    initial: Option<&[T]>,
     cached: impl Fn(usize) -> usize + Sync,
     work: impl Fn(&mut [T], Piece<'_, T>) -> R + Sync,
 ) -> Vec<R> {
@@ -207,6 +215,9 @@ pub fn causal_pieces<T: Real, R: Send>(
         let before = if p == 0 { 0 } else { cached((p - 1) * piece) };
         absorb_range(acc, state, k, v, before..cached(p * piece), cx);
     });
+    if let (Some(initial), true) = (initial, pieces > 0) {
+        acc.combine(&mut states[..len], initial);
+    }
     for p in 1..pieces {
         let (before, state) = states[(p - 1) * len..].split_at_mut(len);
         acc.combine(&mut state[..len], before);
@@ -244,11 +255,12 @@ pub fn causal_pieces<T: Real, R: Send>(
         .collect()
 }
 
-/// The rows of one piece; `state` holds all tokens before it.
+/// The rows of one piece; `state` holds all tokens before it, `before` of which are not of the group.
 fn run_piece<T: Real>(
     acc: &dyn Accumulator<T>,
     state: &mut [T],
     piece: Piece<'_, T>,
+    before: usize,
     k: MatRef<'_, T>,
     v: MatRef<'_, T>,
     cx: Context<'_>,
@@ -268,7 +280,7 @@ fn run_piece<T: Real>(
             let mut heads: Vec<RowBlock<'_, T>> =
                 rows.iter_mut().map(|r| sub_block(r, split - first..end - first)).collect();
             let (k, v) = (k.sub_rows(split..end), v.sub_rows(split..end));
-            acc.chunk(state, split, k, v, &mut heads, cx, &mut outcome);
+            acc.chunk(state, before + split, k, v, &mut heads, cx, &mut outcome);
         }
     }
     outcome
@@ -350,6 +362,8 @@ fn headroom<T: Real>() -> T {
 struct LinearStream<T> {
     acc: Box<dyn Accumulator<T>>,
     features: usize,
+    /// Nothing but sums over keys stands behind a row.
+    whole: bool,
     state: Vec<T>,
     seen: usize,
     kept: [Vec<T>; 2],
@@ -357,10 +371,11 @@ struct LinearStream<T> {
 }
 
 impl<T: Real> LinearStream<T> {
-    fn new(acc: Box<dyn Accumulator<T>>, features: usize, d: usize, d_v: usize) -> Self {
+    fn new(acc: Box<dyn Accumulator<T>>, features: usize, whole: bool, d: usize, d_v: usize) -> Self {
+        let whole = whole && !acc.recomputes_rows();
         let mut state = vec![T::ZERO; acc.state_len()];
         acc.clear(&mut state);
-        Self { acc, features, state, seen: 0, kept: [Vec::new(), Vec::new()], widths: [d, d_v] }
+        Self { acc, features, whole, state, seen: 0, kept: [Vec::new(), Vec::new()], widths: [d, d_v] }
     }
 }
 
@@ -410,6 +425,45 @@ impl<T: Real> GroupStream<T> for LinearStream<T> {
 
     fn state_bytes(&self) -> usize {
         (self.state.len() + self.kept.iter().map(Vec::len).sum::<usize>()) * size_of::<T>()
+    }
+
+    fn sums(&self, _: Context<'_>) -> Option<Vec<T>> {
+        self.whole.then(|| self.state.clone())
+    }
+
+    fn add_sums(&mut self, sums: &[T], tokens: usize) -> Result<()> {
+        if !self.whole || sums.len() != self.state.len() {
+            return Err(Error::shape("sums", self.state.len(), sums.len()));
+        }
+        self.acc.combine(&mut self.state, sums);
+        self.seen += tokens;
+        Ok(())
+    }
+
+    fn rows(&mut self, mut x: Group<'_, T>) -> Result<RunInfo> {
+        let sees_nothing = self.seen == 0 && (x.mask == Mask::None || x.n_k() == 0);
+        if x.n_q() == 0 || sees_nothing {
+            return Ok(x.fill_empty());
+        }
+        let (acc, state, seen, cx) = (&*self.acc, &self.state[..], self.seen, x.cx);
+        let unstable: usize = match x.mask {
+            Mask::None => {
+                let parts = x.par_row_blocks(ROWS, |rows| {
+                    let mut outcome = Outcome::default();
+                    acc.read(state, seen, rows, cx, &mut outcome);
+                    Ok(outcome.unstable.len())
+                })?;
+                parts.into_iter().sum()
+            }
+            Mask::Causal => {
+                if x.n_q() > x.n_k() {
+                    return Err(Error::shape("queries", format!("at most {} keys", x.n_k()), x.n_q()));
+                }
+                run_causal(acc, &mut x, Some(state), seen).unstable.len()
+            }
+        };
+        let visited = (x.lse.len() * self.features) as u64;
+        Ok(RunInfo { fallback_rows: unstable as u64, ..RunInfo::visited(visited) })
     }
 }
 

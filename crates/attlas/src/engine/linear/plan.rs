@@ -51,6 +51,11 @@ pub trait Source: Debug + Clone + Send + Sync + 'static {
         true
     }
 
+    /// Whether the map of a whole group depends on its keys, so that no sum over some of them stands for it.
+    fn fits_keys(&self) -> bool {
+        false
+    }
+
     /// The relative error that `features_needed` is stated for.
     fn target_error(&self) -> f64 {
         0.1
@@ -275,7 +280,8 @@ impl<S: Source> GroupPlan for Linear<S> {
         // The scale in the element's precision, as a whole group sees it.
         let shape = Shape { d: p.d, d_v: p.d_v, scale: T::from_f64(p.scale).to_f64(), index };
         let prepared = self.source.prepare::<T>(&shape, self.draws.of(index), None).ok()?;
-        Some(Box::new(LinearStream::new(prepared.acc, self.source.num_features(p.d), p.d, p.d_v)))
+        let whole = !self.source.fits_keys();
+        Some(Box::new(LinearStream::new(prepared.acc, self.source.num_features(p.d), whole, p.d, p.d_v)))
     }
 }
 

@@ -36,16 +36,30 @@ struct Target<'a, T> {
 impl<T: Real> SketchAttention<'_, T> {
     /// A group whose keys `k` are prepared. Writes outputs; log-sum-exp is set to −∞.
     pub fn run(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>) -> Result<RunInfo> {
+        self.run_after(g, k, None)
+    }
+
+    /// The same after the keys of a state, which without a mask are all that rows see.
+    pub(super) fn run_after(
+        &self,
+        g: &mut Group<'_, T>,
+        k: MatRef<'_, T>,
+        initial: Option<State<'_, T>>,
+    ) -> Result<RunInfo> {
         g.lse.fill(T::NEG_INFINITY);
         if g.n_q() == 0 || g.q.heads() == 0 {
             return Ok(RunInfo::default());
         }
-        if k.rows() == 0 {
+        let sees_state = g.mask == Mask::None && initial.as_ref().is_some_and(|s| s.log > f64::NEG_INFINITY);
+        if k.rows() == 0 && !sees_state {
             return Ok(g.fill_empty());
         }
         let info = match g.mask {
-            Mask::None => self.run_all(g, k)?,
-            Mask::Causal => self.run_causal(g, k)?,
+            Mask::None => match initial {
+                Some(state) => self.read_all(g, k, &state)?,
+                None => self.run_all(g, k)?,
+            },
+            Mask::Causal => self.run_causal(g, k, initial)?,
         };
         Ok(RunInfo { rank: Some(self.features()), ..info })
     }
@@ -68,7 +82,12 @@ impl<T: Real> SketchAttention<'_, T> {
         let (first, rest) = sums.split_at_mut(len);
         let mut state = State { sums: first, log: logs[0] };
         rest.chunks_exact(len).zip(&logs[1..]).for_each(|(s, &log)| Self::combine(&mut state, s, log));
-        let state = &state;
+        self.read_all(g, k, &state)
+    }
+
+    /// Every row reads `state`, which holds the keys `k`.
+    fn read_all(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>, state: &State<'_, T>) -> Result<RunInfo> {
+        let cx = g.cx;
         let rows = (g.n_q() * g.q.heads()) as u64;
         let guarded = g.par_row_blocks(ROWS, |block| {
             let rows = self.attend(block.q, state, None, block.out, cx);
@@ -80,7 +99,12 @@ impl<T: Real> SketchAttention<'_, T> {
         Ok(RunInfo { keys_visited: visited, fallback_rows: guarded.len() as u64, ..RunInfo::default() })
     }
 
-    fn run_causal(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>) -> Result<RunInfo> {
+    fn run_causal(
+        &self,
+        g: &mut Group<'_, T>,
+        k: MatRef<'_, T>,
+        initial: Option<State<'_, T>>,
+    ) -> Result<RunInfo> {
         let (v, cx, len) = (g.v, g.cx, self.state_len(g.d_v()));
         let (n_q, n_k, d_v, heads) = (g.n_q(), k.rows(), g.d_v(), g.q.heads());
         // Rows before the first key see nothing; the others stand at key positions from `first` on.
@@ -105,6 +129,10 @@ impl<T: Real> SketchAttention<'_, T> {
                 state.log
             })
             .collect();
+        if let Some(initial) = initial {
+            sums[..len].copy_from_slice(initial.sums);
+            logs[0] = initial.log;
+        }
         for i in 1..pieces {
             let (before, own) = sums.split_at_mut(i * len);
             let mut state = State { sums: &mut own[..len], log: logs[i] };

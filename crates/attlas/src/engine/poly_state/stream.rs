@@ -7,9 +7,10 @@ use super::power::{KeyTile, PowerKernel, augment_into};
 use super::rows::Near;
 use super::state::State;
 use super::{Form, Guard, HalfSketch, Prepare, SketchAttention};
-use crate::group::GroupStream;
+use crate::group::{Group, GroupStream};
+use crate::spread::{join_log, split_log};
 use crate::workspace::Context;
-use crate::{MatRef, Real, Result, RunInfo};
+use crate::{Error, Mask, MatRef, Real, Result, RunInfo};
 
 /// Decoding with a state: keys of the current block are kept as they are and folded into the state when the
 /// next block begins.
@@ -130,5 +131,48 @@ impl<T: Real, M: HalfSketch<T> + 'static> GroupStream<T> for SketchStream<T, M> 
     fn state_bytes(&self) -> usize {
         let kept: usize = self.kept.iter().map(Vec::len).sum();
         (self.sums.len() + self.k.len() + self.v.len() + kept) * size_of::<T>()
+    }
+
+    /// The state with the current block in it, and the two halves of its scale.
+    fn sums(&self, cx: Context<'_>) -> Option<Vec<T>> {
+        if self.manner.guard.kernel().is_some() {
+            return None;
+        }
+        let mut sums = self.sums.clone();
+        let mut state = State { sums: &mut sums, log: self.log };
+        let n = self.v.len() / self.d_v;
+        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        self.manner.with(&self.map).absorb(k, v, &mut state, cx);
+        let log = state.log;
+        sums.extend(split_log::<T>(log));
+        Some(sums)
+    }
+
+    /// Other keys come before the current block or after it; either way that block must be complete.
+    fn add_sums(&mut self, sums: &[T], _: usize) -> Result<()> {
+        let len = self.sums.len();
+        if sums.len() != len + 2 || !self.k.is_empty() {
+            return Err(Error::shape("sums", format!("{} and no open block", len + 2), sums.len()));
+        }
+        let mut state = State { sums: &mut self.sums, log: self.log };
+        SketchAttention::combine(&mut state, &sums[..len], join_log([sums[len], sums[len + 1]]));
+        self.log = state.log;
+        Ok(())
+    }
+
+    fn rows(&mut self, mut x: Group<'_, T>) -> Result<RunInfo> {
+        if !self.k.is_empty() || self.manner.guard.kernel().is_some() {
+            return Err(Error::shape("rows", "sums of complete blocks alone", "a block that is open"));
+        }
+        if x.mask == Mask::Causal && x.n_q() > x.n_k() {
+            return Err(Error::shape("queries", format!("at most {} keys", x.n_k()), x.n_q()));
+        }
+        let (k, cx) = (x.k, x.cx);
+        let rows = if x.mask == Mask::Causal { k.rows() } else { 0 };
+        let mut prepared = cx.scratch.take::<T>(rows * k.cols());
+        self.manner.prepare.par_apply_into(k.sub_rows(0..rows), &mut prepared);
+        let k = MatRef::new(&prepared, rows, k.cols());
+        let state = State { sums: &mut self.sums, log: self.log };
+        self.manner.with(&self.map).run_after(&mut x, k, Some(state))
     }
 }

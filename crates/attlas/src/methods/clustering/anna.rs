@@ -31,7 +31,7 @@ use crate::engine::{Fallback, PerGroup, attend_subset, exact_group, exact_scratc
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Status, Support, Tunable};
 use crate::workspace::Context;
-use crate::{Error, Mask, MatRef, Problem, Real, Result};
+use crate::{Error, Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::cluster::order_by;
 use attlas_num::hash::stable::collision_probability;
 use attlas_num::hash::{Lsh, PStable};
@@ -55,6 +55,7 @@ pub static METHOD: Method = Method {
         drops: true,
         exponent: 1.75,
         needs: Needs::Training,
+        spread: Spread::RING,
         ..Claims::BASE
     },
     probes: &[

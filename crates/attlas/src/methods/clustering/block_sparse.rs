@@ -35,7 +35,7 @@ use crate::engine::{
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Tunable};
-use crate::{Mask, MatRef, Problem, Real, Result};
+use crate::{Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::kernels::{Op, axpy, dot, exp_sum, gemm, max, sum};
 
 /// Registry entry.
@@ -53,6 +53,7 @@ pub static METHOD: Method = Method {
             (Law::QueriesAlone, "blocks are chosen by earlier rows, once for a block of rows"),
             (Law::DecodeIsPrefill, "a decoded token chooses for itself, by means"),
         ],
+        spread: Spread::RANKS_KEYS,
         ..Claims::BASE
     },
     probes: &[

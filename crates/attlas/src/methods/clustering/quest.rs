@@ -26,7 +26,7 @@
 use crate::engine::{KeyPages, PageRule, PageScore, exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Tunable};
-use crate::{Error, MatRef, Problem, Real, Result};
+use crate::{Error, MatRef, Problem, Real, Result, Spread};
 use rayon::prelude::*;
 
 /// Registry entry.
@@ -42,6 +42,7 @@ pub static METHOD: Method = Method {
             (Law::KeyOrder, "pages are taken by position"),
             (Law::HeadsAlone, "the heads of a group choose their pages together"),
         ],
+        spread: Spread::RANKS_KEYS,
         ..Claims::BASE
     },
     probes: &[

@@ -41,7 +41,7 @@ use crate::method::{
 };
 use crate::params::Indices;
 use crate::workspace::Context;
-use crate::{DType, Mask, MatRef, Problem, Real, Result};
+use crate::{DType, Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::cluster::{Balanced, SortKey, order_by};
 use attlas_num::hash::lift::{Lift, LiftedLines, Side, max_norm};
 use attlas_num::kernels::{Band, merge_lse};
@@ -64,6 +64,7 @@ pub static METHOD: Method = Method {
             (Law::KeyOrder, "sinks are the first keys; without them the order does not matter (tested here)"),
             (Law::HeadsAlone, "the lift is taken over the queries of all heads of a group"),
         ],
+        spread: Spread::RING,
         ..Claims::BASE
     },
     probes: &[

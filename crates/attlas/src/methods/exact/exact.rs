@@ -24,7 +24,7 @@ use crate::engine::{Operands, exact_group_capped, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Method, Promise, RunInfo, Spec, Tunable, Withdrawn};
 use crate::workspace::Context;
-use crate::{Mask, MatRef, Problem, Real, Result};
+use crate::{Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::kernels::{self, pages};
 
 /// Registry entry.
@@ -42,6 +42,7 @@ pub static METHOD: Method = Method {
             promise: Promise::RowStochastic,
             reason: "values rounded to 8 significant bits leave the hull of the values",
         }],
+        spread: Spread::RING,
         ..Claims::BASE
     },
     tunable: &[Tunable::values("precision", &["bf16"])],

@@ -16,7 +16,7 @@
 
 use crate::group::{Group, GroupPlan};
 use crate::method::{Accepted, Claims, Cost, Family, Method, RunInfo, Spec};
-use crate::{Problem, Real, Result};
+use crate::{Problem, Real, Result, Spread};
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -24,7 +24,7 @@ pub static METHOD: Method = Method {
     family: Family::Exact,
     title: "Naive attention in double precision (oracle)",
     reference: "vaswani2017",
-    claims: Claims { oracle: true, softcap: true, ..Claims::BASE },
+    claims: Claims { oracle: true, softcap: true, spread: Spread::RING, ..Claims::BASE },
     probes: &[],
     ..Method::of::<Params>()
 };

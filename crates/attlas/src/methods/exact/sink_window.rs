@@ -24,7 +24,7 @@ use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Tunable, Withdrawn,
 };
 use crate::workspace::Context;
-use crate::{Mask, MatRef, Problem, Real, Result};
+use crate::{Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::kernels::{Band, Precision, merge_lse};
 
 /// Registry entry.
@@ -54,6 +54,7 @@ pub static METHOD: Method = Method {
                 reason: "operands are rounded to 8 significant bits",
             },
         ],
+        spread: Spread::Ring { window: Some(("sinks", "window")) },
         ..Claims::BASE
     },
     probes: &[

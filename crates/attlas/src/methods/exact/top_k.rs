@@ -20,7 +20,7 @@
 use crate::engine::{exact_group, exact_scratch_bytes, top_indices};
 use crate::group::{Group, GroupPlan};
 use crate::method::{Accepted, Budget, Claims, Cost, Family, Method, RunInfo, Spec, Status, Tunable};
-use crate::{Problem, Real, Result};
+use crate::{Problem, Real, Result, Spread};
 use attlas_num::kernels::{axpy, matvec, softmax_in_place};
 
 /// Registry entry.
@@ -29,7 +29,12 @@ pub static METHOD: Method = Method {
     family: Family::Exact,
     title: "Exact attention over the largest logits (yardstick)",
     reference: "gupta2021",
-    claims: Claims { exact_at: &[("keys", Budget::NumKeys)], drops: true, ..Claims::BASE },
+    claims: Claims {
+        exact_at: &[("keys", Budget::NumKeys)],
+        drops: true,
+        spread: Spread::RANKS_KEYS,
+        ..Claims::BASE
+    },
     probes: &[&[("keys", "9")]],
     subsets: &[&[("keys", "5")]],
     tunable: &[Tunable::budget("keys")],

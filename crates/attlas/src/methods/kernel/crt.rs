@@ -41,7 +41,7 @@ use crate::group::{Group, GroupIndex, GroupPlan};
 use crate::method::{
     Accepted, Calibration, Claims, Family, Law, Learn, Method, Promise, Spec, Support, Tunable, Withdrawn,
 };
-use crate::{Error, Inputs, Mask, MatRef, Problem, Qkv, Real, Result};
+use crate::{Error, Inputs, Mask, MatRef, Problem, Qkv, Real, Result, Spread};
 use attlas_num::Mat;
 use attlas_num::sketch::features::{
     ExpFeatures, Exponent, Moments, SideMoments, default_num_features, optimal_a,
@@ -86,6 +86,7 @@ pub static METHOD: Method = Method {
                 reason: "Hadamard blocks are only nearly uniform",
             },
         ],
+        spread: Spread::SCAN,
         ..Claims::BASE
     },
     probes: &[

@@ -30,7 +30,7 @@ use crate::engine::linear::{
 };
 use crate::group::{Group, GroupIndex, GroupPlan};
 use crate::method::{Accepted, Claims, Family, Law, Method, Promise, Spec, Support, Tunable, Withdrawn};
-use crate::{Error, Mask, Mat, MatRef, Problem, Real, Result};
+use crate::{Error, Mask, Mat, MatRef, Problem, Real, Result, Spread};
 use attlas_num::cluster::kmeans::{self, kmeans};
 use attlas_num::rng::StreamKey;
 use attlas_num::sketch::features::{ClusterFeatures, HybridFeatures, HybridWeight};
@@ -71,6 +71,7 @@ pub static METHOD: Method = Method {
                 reason: "k-means starts from rows drawn by position",
             },
         ],
+        spread: Spread::SCAN,
         ..Claims::BASE
     },
     probes: &[

@@ -26,7 +26,7 @@ use crate::engine::linear::{
 };
 use crate::group::{Group, GroupIndex, GroupPlan};
 use crate::method::{Accepted, Claims, Family, Method, Needs, Promise, Spec, Support, Withdrawn};
-use crate::{Problem, Real, Result};
+use crate::{Problem, Real, Result, Spread};
 use attlas_num::sketch::MapOptions;
 use attlas_num::sketch::features::{Elementwise, ElementwiseFeatures, Identity};
 
@@ -61,6 +61,7 @@ pub static METHOD: Method = Method {
                 reason: "weights sum to less than one when something is added to the denominator",
             },
         ],
+        spread: Spread::SCAN,
         ..Claims::BASE
     },
     probes: &[

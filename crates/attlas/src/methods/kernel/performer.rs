@@ -36,7 +36,7 @@ use crate::engine::linear::{
 };
 use crate::group::{Group, GroupIndex, GroupPlan};
 use crate::method::{Accepted, Claims, Family, Method, Promise, Spec, Support, Tunable, Withdrawn};
-use crate::{Mask, MatRef, Problem, Real, Result};
+use crate::{Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::Mat;
 use attlas_num::kernels;
 use attlas_num::sketch::features::{ExpFeatures, Exponent, RandomRelu, Trig, default_num_features};
@@ -97,6 +97,7 @@ pub static METHOD: Method = Method {
                 reason: "a constant added to features changes the kernel",
             },
         ],
+        spread: Spread::SCAN,
         ..Claims::BASE
     },
     probes: &[
@@ -212,6 +213,10 @@ impl Source for Performer {
 
     fn feature_flops(&self, d: usize) -> u64 {
         (2 * d * self.num_directions(d) + 2 * self.num_features(d)) as u64
+    }
+
+    fn fits_keys(&self) -> bool {
+        self.params.feature_eps > 0.0
     }
 
     fn target_error(&self) -> f64 {

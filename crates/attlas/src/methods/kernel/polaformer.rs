@@ -25,7 +25,7 @@
 use crate::engine::linear::{DenominatorEps, Linear, Positive, Prepared, Shape, Source};
 use crate::group::{Group, GroupIndex, GroupPlan};
 use crate::method::{Accepted, Calibration, Claims, Family, Method, Needs, Spec, Support};
-use crate::{Error, MatRef, Problem, Real, Result};
+use crate::{Error, MatRef, Problem, Real, Result, Spread};
 use attlas_num::sketch::features::Pola;
 use attlas_num::sketch::{LogFeatures, Side};
 use std::sync::Arc;
@@ -43,6 +43,7 @@ pub static METHOD: Method = Method {
         lse: false,
         exponent: 1.0,
         needs: Needs::Training,
+        spread: Spread::SCAN,
         ..Claims::BASE
     },
     probes: &[&[("alpha", "0"), ("den_eps", "0")], &[("alpha", "7")]],

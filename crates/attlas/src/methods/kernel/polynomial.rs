@@ -29,7 +29,7 @@ use crate::method::{
     Accepted, Claims, Cost, Family, Method, Needs, Promise, RunInfo, Spec, Support, Withdrawn,
 };
 use crate::workspace::Context;
-use crate::{Error, Mask, MatRef, Problem, Real, Result};
+use crate::{Error, Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::sketch::features::MapOptions;
 use attlas_num::sketch::polynomial::ExactPolynomial;
 
@@ -51,6 +51,7 @@ pub static METHOD: Method = Method {
             promise: Promise::RowStochastic,
             reason: "a constant added to the normaliser makes weights sum to less than one",
         }],
+        spread: Spread::Scan { block: Some("block") },
         ..Claims::BASE
     },
     probes: &[

@@ -46,7 +46,7 @@ use crate::engine::poly_state::{
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Support, Tunable};
 use crate::workspace::Context;
-use crate::{Error, Mask, MatRef, Problem, Real, Result};
+use crate::{Error, Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::rng::StreamKey;
 use attlas_num::sketch::features::MapOptions;
 use attlas_num::sketch::polynomial::{ProductScale, ProductSketch};
@@ -67,6 +67,7 @@ pub static METHOD: Method = Method {
         lse: false,
         exponent: 1.0,
         needs: Needs::Training,
+        spread: Spread::Scan { block: Some("block") },
         ..Claims::BASE
     },
     probes: &[

@@ -32,7 +32,7 @@ use crate::engine::poly_state::{
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Support, Tunable};
 use crate::workspace::Context;
-use crate::{Error, MatRef, Problem, Real, Result};
+use crate::{Error, MatRef, Problem, Real, Result, Spread};
 use attlas_num::sketch::features::MapOptions;
 use attlas_num::sketch::polynomial::{TensorSketch as Sketch, TensorSketchSpec};
 use attlas_num::sketch::variance::{SketchedPair, features_needed};
@@ -52,6 +52,7 @@ pub static METHOD: Method = Method {
         lse: false,
         exponent: 1.0,
         needs: Needs::Training,
+        spread: Spread::Scan { block: Some("block") },
         ..Claims::BASE
     },
     probes: &[

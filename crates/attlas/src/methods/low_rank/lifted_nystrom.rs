@@ -28,17 +28,17 @@
 
 use crate::engine::coreset::{
     BlockCausal, Cache, CacheMode, CompressKeys, Coreset, CoresetStream, Fallback, Finish, Prefix, Size,
-    Values, attend_coreset, attend_scratch_bytes,
+    Values, attend_coreset, attend_scratch_bytes, attend_stand_ins, stand_ins,
 };
 use crate::engine::gaussian::{self, Points, Sampling, SolverKind, Source};
 use crate::engine::moments::mean_of;
 use crate::engine::{exact_group, exact_scratch_bytes};
-use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries, StandIns};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
 };
 use crate::workspace::Context;
-use crate::{Mask, MatRef, Problem, Real, Result, TensorRef};
+use crate::{Mask, MatRef, Problem, Real, Result, Spread, TensorRef};
 use attlas_num::randla::{GaussianKernel, rp_cholesky, rpcholesky};
 use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
@@ -61,6 +61,7 @@ pub static METHOD: Method = Method {
             (Law::QueriesAlone, "with source = both some landmarks are queries"),
             (Law::DecodeIsPrefill, "with cache = prefix a stream compresses its first tokens at once"),
         ],
+        spread: Spread::Gather,
         ..Claims::BASE
     },
     exact_below: Some("block"),
@@ -461,6 +462,14 @@ impl GroupPlan for LiftedNystrom {
             info = info.merge(self.run_head(head, stream)?);
         }
         Ok(info)
+    }
+
+    fn stand_ins<T: Real>(&self, piece: StandIns<'_, T>) -> Option<Vec<T>> {
+        Some(stand_ins(self, self.params.seed, piece))
+    }
+
+    fn attend_stand_ins<T: Real>(&self, g: Group<'_, T>, numbers: &[T]) -> Result<RunInfo> {
+        attend_stand_ins(g, numbers)
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {

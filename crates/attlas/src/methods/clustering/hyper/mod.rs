@@ -61,7 +61,7 @@ use crate::method::{
     Withdrawn,
 };
 use crate::params::Indices;
-use crate::{Error, Mask, Problem, Real, Result};
+use crate::{Error, Mask, Problem, Real, Result, Spread};
 use attlas_num::rng::StreamKey;
 
 /// Registry entry.
@@ -105,6 +105,7 @@ pub static METHOD: Method = Method {
                 reason: "what lies outside the block is left out",
             },
         ],
+        spread: Spread::RING,
         ..Claims::BASE
     },
     probes: &[

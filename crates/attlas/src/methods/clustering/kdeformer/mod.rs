@@ -58,7 +58,7 @@ use crate::method::{
 };
 use crate::params::Indices;
 use crate::workspace::Context;
-use crate::{Mask, MatRef, Problem, Real, Result};
+use crate::{Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::Mat;
 use attlas_num::cluster::inverse_order;
 use attlas_num::hash::kde::{Backend, log_exp_sums, log_sum_exp};
@@ -116,6 +116,7 @@ pub static METHOD: Method = Method {
                 reason: "operands are rounded to 8 significant bits",
             },
         ],
+        spread: Spread::RING,
         ..Claims::BASE
     },
     probes: &[

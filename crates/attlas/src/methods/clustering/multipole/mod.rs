@@ -59,7 +59,7 @@ use crate::method::{
 };
 use crate::params::Indices;
 use crate::workspace::Context;
-use crate::{Error, Mask, MatRef, Problem, Real, Result};
+use crate::{Error, Mask, MatRef, Problem, Real, Result, Spread};
 use attend::{Cache, MEMBERS, PIECE};
 use attlas_num::kernels::pages;
 use rayon::prelude::*;
@@ -86,6 +86,7 @@ pub static METHOD: Method = Method {
             promise: Promise::Law(Law::QueriesAlone),
             reason: "clusters are chosen by scout rows, once for a block of rows",
         }],
+        spread: Spread::RING,
         ..Claims::BASE
     },
     probes: &[

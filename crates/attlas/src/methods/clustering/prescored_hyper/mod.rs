@@ -52,7 +52,7 @@ use crate::method::{
     Withdrawn,
 };
 use crate::params::Indices;
-use crate::{Mask, MatRef, Problem, Real, Result};
+use crate::{Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::Mat;
 use attlas_num::cluster::{self, Init, Metric, kmeans};
 use attlas_num::hash::sample::Reservoir;
@@ -97,6 +97,7 @@ pub static METHOD: Method = Method {
                 reason: "the mean is that of the queries of all heads of a group",
             },
         ],
+        spread: Spread::RING,
         ..Claims::BASE
     },
     probes: &[

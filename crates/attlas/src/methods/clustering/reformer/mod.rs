@@ -46,7 +46,7 @@ use crate::method::{
 };
 use crate::params::Indices;
 use crate::workspace::Context;
-use crate::{Error, Mask, MatRef, Problem, Real, Result};
+use crate::{Error, Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::hash::{CrossPolytope, Lsh};
 use attlas_num::kernels::{Band, dot, merge_lse};
 use buckets::{Chunks, KeyRound, QueryRound};
@@ -102,6 +102,7 @@ pub static METHOD: Method = Method {
                 reason: "a stream is not given the queries of its prompt, so their mean is another one",
             },
         ],
+        spread: Spread::RING,
         ..Claims::BASE
     },
     probes: &[

@@ -45,7 +45,7 @@ use crate::method::{
     Status, Support, Tunable, Withdrawn,
 };
 use crate::params::Indices;
-use crate::{Mask, Mat, MatRef, Problem, Real, Result};
+use crate::{Mask, Mat, MatRef, Problem, Real, Result, Spread};
 use attlas_num::cluster::Metric;
 use attlas_num::cluster::kmeans::assign_into;
 use attlas_num::kernels::Band;
@@ -92,6 +92,7 @@ pub static METHOD: Method = Method {
                 reason: "layer-normed queries and keys are a model of their own",
             },
         ],
+        spread: Spread::RING,
         ..Claims::BASE
     },
     probes: &[

@@ -43,7 +43,7 @@ use crate::method::{
     Tunable,
 };
 use crate::workspace::Context;
-use crate::{Error, Mask, MatRef, Problem, Real, Result};
+use crate::{Error, Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::Mat;
 use attlas_num::kernels::{self, Band, Op};
 use attlas_num::linalg::{self, variance_rank};
@@ -67,6 +67,7 @@ pub static METHOD: Method = Method {
             (Law::KeyOrder, "sinks and window keep keys by their position"),
             (Law::HeadsAlone, "group_max chooses keys for all heads of a group together"),
         ],
+        spread: Spread::RANKS_KEYS,
         ..Claims::BASE
     },
     probes: &[

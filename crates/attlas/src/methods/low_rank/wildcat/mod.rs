@@ -39,12 +39,12 @@ mod compress;
 
 use crate::engine::coreset::{
     BlockCausal, Cache, CacheMode, CompressKeys, CoresetStream, Fallback, Finish, Prefix, attend_coreset,
-    attend_scratch_bytes,
+    attend_scratch_bytes, attend_stand_ins, stand_ins,
 };
 use crate::engine::{exact_group, exact_scratch_bytes};
-use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, StandIns};
 use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Tunable};
-use crate::{Mask, Problem, Real, Result};
+use crate::{Mask, Problem, Real, Result, Spread};
 use attlas_num::randla::rpcholesky;
 pub use compress::Compressor;
 
@@ -67,6 +67,7 @@ pub static METHOD: Method = Method {
             (Law::QueriesAlone, "the temperature follows the largest query"),
             (Law::DecodeIsPrefill, "with cache = prefix a stream compresses its first tokens at once"),
         ],
+        spread: Spread::Gather,
         ..Claims::BASE
     },
     exact_below: Some("block"),
@@ -265,6 +266,14 @@ impl GroupPlan for Wildcat {
         let made = self.compressor.coreset(&g, size, largest, stream);
         let info = attend_coreset(&mut g, &made.coreset, self.params().finish())?;
         Ok(RunInfo { rank: Some(made.coreset.len()), figures: made.figures, ..info })
+    }
+
+    fn stand_ins<T: Real>(&self, piece: StandIns<'_, T>) -> Option<Vec<T>> {
+        Some(stand_ins(&self.compressor, self.params().seed, piece))
+    }
+
+    fn attend_stand_ins<T: Real>(&self, g: Group<'_, T>, numbers: &[T]) -> Result<RunInfo> {
+        attend_stand_ins(g, numbers)
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! scripts/fetch-models --lee
-//! cargo run --release -p attlas-lab --example real_heads -- errors|near|speed|decode [--model GGUF] [--text FILE,FILE]
+//! cargo run --release -p xtask --example real_heads -- errors|near|speed|decode [--model GGUF] [--text FILE,FILE]
 //!     [--calibrate FILE] [--traces FOLDER] [--layers 1,5,9] [--n 8192,32768] [--runs 3] [--try 'ID PARAM=VALUE …']
 //! ```
 //!

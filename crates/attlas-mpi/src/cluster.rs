@@ -1,0 +1,242 @@
+//! What more machines would bring, from this machine's rates and the α–β model.
+//!
+//! A message of $b$ bytes takes $\alpha + b\beta$ (Hockney 1994). A process computes at the rates that were measured here.
+//!
+//! - **ring**, $P$ processes, blocks of $b$ bytes, $c$ seconds of work in all: the first block is there, and each of the
+//!   other $P - 1$ is on its way while one is worked on: $c/P^2 + (P-1)\max(c/P^2, \alpha + b\beta)$. The communication
+//!   is hidden where $c/P^2 \ge \alpha + b\beta$; exact attention's work grows with the square of the length and a block
+//!   with the length, so there is a length from which that holds.
+//! - **scan**, states of $b$ bytes: $c/P + 3 \lceil\log_2 P\rceil(\alpha + b\beta)$, two scans and one broadcast.
+//! - **gather**, $b$ bytes of stand-ins from each: $c/P + (P-1)(\alpha + b\beta)$, and each row sees the stand-ins of all,
+//!   which is part of the work.
+
+use attlas::method::Cost;
+use attlas::{Mask, Method, Options, Problem, Result, Spread};
+
+/// Machines and what connects them.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub struct Cluster {
+    /// Machines, one process on each.
+    pub nodes: usize,
+    /// Billions of bits a second that a machine sends and at the same time receives.
+    pub gbps: f64,
+    /// Microseconds until the first byte of a message arrives.
+    pub us: f64,
+}
+
+impl std::str::FromStr for Cluster {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let expected = || format!("nodes=N,gbps=G,us=U such as nodes=64,gbps=100,us=2, not '{text}'");
+        let mut cluster = Self { nodes: 0, gbps: 100.0, us: 2.0 };
+        for part in text.split(',') {
+            let (name, value) = part.split_once('=').ok_or_else(expected)?;
+            let number: f64 = value.trim().parse().map_err(|_| expected())?;
+            match name.trim() {
+                "nodes" if number >= 1.0 && number.fract() == 0.0 && number <= 1e7 => {
+                    cluster.nodes = number as usize
+                }
+                "gbps" if number > 0.0 && number.is_finite() => cluster.gbps = number,
+                "us" if number >= 0.0 && number.is_finite() => cluster.us = number,
+                _ => return Err(expected()),
+            }
+        }
+        if cluster.nodes == 0 { Err(expected()) } else { Ok(cluster) }
+    }
+}
+
+impl Cluster {
+    /// Seconds that a message of this many bytes takes.
+    pub fn message(&self, bytes: f64) -> f64 {
+        self.us * 1e-6 + bytes * 8.0 / (self.gbps * 1e9)
+    }
+}
+
+/// What one machine does, measured: seconds of one run at one length.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub struct Measured {
+    /// Length.
+    pub n: usize,
+    /// Seconds.
+    pub seconds: f64,
+}
+
+/// What is predicted for one length.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct Prediction {
+    /// Id of the method.
+    pub method: &'static str,
+    /// `ring`, `scan` or `gather`.
+    pub schedule: &'static str,
+    /// Machines.
+    pub nodes: usize,
+    /// Length.
+    pub n: usize,
+    /// Seconds on one machine.
+    pub one: f64,
+    /// Seconds on all of them.
+    pub seconds: f64,
+    /// Time of one machine over that of all, over their number.
+    pub efficiency: f64,
+    /// Bytes that a machine sends.
+    pub bytes: f64,
+    /// Length from which a ring hides its communication.
+    pub hidden_from: Option<f64>,
+}
+
+/// Seconds of `problem` at another length: the counted work over the rate of the run that was measured.
+fn work(method: &Method, options: &Options, problem: &Problem, measured: &Measured, n: usize) -> Result<f64> {
+    let flops = |n: usize| -> Result<f64> {
+        let cost: Cost = method.plan(&problem.with_lens(n, n), options)?.cost();
+        Ok(cost.flops() as f64)
+    };
+    Ok(measured.seconds * flops(n)? / flops(measured.n)?.max(1.0))
+}
+
+/// Predicts the time of `problem` on a cluster. `state` is the number of bytes that a process of a scan sends, or one of a
+/// gather.
+pub fn predict(
+    cluster: &Cluster,
+    method: &'static Method,
+    options: &Options,
+    problem: &Problem,
+    measured: &Measured,
+    state: f64,
+) -> Result<Option<Prediction>> {
+    let p = cluster.nodes as f64;
+    let n = problem.n_k;
+    let one = work(method, options, problem, measured, n)?;
+    let Some(schedule) = method.claims.spread.name() else { return Ok(None) };
+    let token = (problem.batch * problem.n_kv_heads * (problem.d + problem.d_v) * size_of::<f32>()) as f64;
+    let (seconds, bytes, hidden_from) = match method.claims.spread {
+        Spread::Ring { .. } => {
+            let block = token * n as f64 / p;
+            let (step, message) = (one / (p * p), cluster.message(block));
+            let seconds = step + (p - 1.0) * step.max(message);
+            (seconds, (p - 1.0) * block, hidden(cluster, method, options, problem, measured, token)?)
+        }
+        Spread::Scan { .. } => {
+            let rounds = p.log2().ceil() * if problem.mask == Mask::Causal { 3.0 } else { 2.0 };
+            (one / p + rounds * cluster.message(state), rounds * state, None)
+        }
+        Spread::Gather => (one / p + (p - 1.0) * cluster.message(state), (p - 1.0) * state, None),
+        Spread::Refused { .. } => return Ok(None),
+    };
+    let efficiency = one / (seconds * p);
+    let nodes = cluster.nodes;
+    Ok(Some(Prediction {
+        method: method.id,
+        schedule,
+        nodes,
+        n,
+        one,
+        seconds,
+        efficiency,
+        bytes,
+        hidden_from,
+    }))
+}
+
+/// The length from which a step of the ring takes longer than its message; none where that holds for no length below 2⁵⁰.
+fn hidden(
+    cluster: &Cluster,
+    method: &Method,
+    options: &Options,
+    problem: &Problem,
+    measured: &Measured,
+    token: f64,
+) -> Result<Option<f64>> {
+    let p = cluster.nodes as f64;
+    if cluster.nodes < 2 {
+        return Ok(Some(0.0));
+    }
+    // Counted work at two lengths says how it grows: c(n) = a n^g.
+    let (low, high) = (1 << 16, 1 << 18);
+    let (a, b) =
+        (work(method, options, problem, measured, low)?, work(method, options, problem, measured, high)?);
+    let growth = (b / a).log2() / 2.0;
+    let hides = |n: f64| b * (n / high as f64).powf(growth) / (p * p) >= cluster.message(token * n / p);
+    let (mut from, mut to) = (1.0f64, (1u64 << 50) as f64);
+    if !hides(to) {
+        return Ok(None);
+    }
+    for _ in 0..200 {
+        let middle = (from * to).sqrt();
+        if hides(middle) { to = middle } else { from = middle }
+    }
+    Ok(Some(to))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use attlas::registry;
+
+    fn cluster(nodes: usize) -> Cluster {
+        Cluster { nodes, gbps: 100.0, us: 2.0 }
+    }
+
+    #[test]
+    fn clusters_are_read_from_text() {
+        assert_eq!("nodes=64,gbps=100,us=2".parse(), Ok(cluster(64)));
+        assert_eq!("nodes=8".parse(), Ok(cluster(8)));
+        for bad in
+            ["", "nodes=0", "nodes=1.5", "gbps=10", "nodes=4,gbps=0", "nodes=4,us=-1", "nodes=x", "n=4"]
+        {
+            assert!(bad.parse::<Cluster>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_ring_hides_its_messages_from_the_length_that_is_said() {
+        let exact = registry::baseline();
+        let problem = Problem::new(8, 1 << 20, 64);
+        let measured = Measured { n: 32768, seconds: 20.0 };
+        let at = |n: usize| {
+            predict(&cluster(64), exact, &Options::new(), &problem.with_lens(n, n), &measured, 0.0)
+                .unwrap()
+                .unwrap()
+        };
+        let from = at(1 << 20).hidden_from.unwrap();
+        let (below, above) = (at((0.5 * from) as usize), at((2.0 * from) as usize));
+        assert!(above.efficiency > 0.999 && below.efficiency < 0.99, "{from}: {below:?} {above:?}");
+        // Work of exact attention is a n², a block of keys β n / P: both meet at n = βP/a.
+        let a = 20.0 / 32768f64.powi(2);
+        let token = (8 * 128 * 4) as f64;
+        let slope = token * 8.0 / 100e9 / 64.0;
+        let latency = 2e-6;
+        let n = from;
+        let gap = a * n * n / (64.0 * 64.0) - latency - slope * n;
+        assert!(gap.abs() < 1e-6 * a * n * n / 4096.0, "{gap}");
+    }
+
+    #[test]
+    fn bytes_of_a_scan_do_not_depend_on_the_length() {
+        let linear = registry::method("linear").unwrap();
+        let measured = Measured { n: 32768, seconds: 0.5 };
+        let at = |n: usize| {
+            let problem = Problem::new(8, n, 64).causal();
+            predict(&cluster(8), linear, &Options::new(), &problem, &measured, 1e5).unwrap().unwrap()
+        };
+        assert_eq!(at(1 << 20).bytes, at(1 << 24).bytes);
+        assert!(at(1 << 24).efficiency > at(1 << 16).efficiency);
+        assert_eq!(at(1 << 20).schedule, "scan");
+    }
+
+    #[test]
+    fn one_machine_is_as_fast_as_itself() {
+        for id in ["exact", "linear", "wildcat"] {
+            let method = registry::method(id).unwrap();
+            let problem = Problem::new(8, 1 << 16, 64).causal();
+            let measured = Measured { n: 1 << 14, seconds: 1.0 };
+            let alone =
+                predict(&cluster(1), method, &Options::new(), &problem, &measured, 1e5).unwrap().unwrap();
+            assert!((alone.efficiency - 1.0).abs() < 1e-9, "{id}: {alone:?}");
+        }
+        let top = registry::method("top_k").unwrap();
+        let problem = Problem::new(1, 4096, 64);
+        let measured = Measured { n: 1024, seconds: 1.0 };
+        assert!(predict(&cluster(4), top, &Options::new(), &problem, &measured, 0.0).unwrap().is_none());
+    }
+}

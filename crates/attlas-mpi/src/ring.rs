@@ -1,0 +1,274 @@
+//! Keys and values travel round a ring.
+//!
+//! In step `s` process `p` holds the keys of process `p − s`, attends to them with its own queries, and merges by
+//! log-sum-exp; meanwhile they are on their way to `p + 1` and the next ones come from `p − 1`. A method sees one
+//! rectangle at a time: its queries and the keys of one piece. With a causal mask a rectangle of the same piece has the
+//! mask, one of an earlier piece has none, and a later one is left out.
+//!
+//! A method that draws random numbers draws them for each rectangle: the seed of a rectangle follows from the method's
+//! seed and the two pieces, and is the seed itself where there is one rectangle alone.
+//!
+//! Liu, Zaharia and Abbeel, *Ring Attention with Blockwise Transformers* (2023); the two stripes of a process are those of
+//! striped and zigzag layouts.
+
+use crate::attend::{Answer, Parts, Rows, number, rectangle, starts};
+use crate::{Element, Transport, Wire};
+use attlas::{Mask, Method, Options, Problem, Result, RunInfo, TensorRef, Workspace};
+use std::ops::Range;
+
+/// Attends with every method whose parts over disjoint keys merge.
+pub(crate) fn ring<T: Element>(
+    t: &dyn Transport,
+    p: &Problem,
+    method: &Method,
+    options: &Options,
+    x: &Parts<'_, T>,
+    wire: Wire,
+    ws: &mut Workspace,
+) -> Result<Answer<T>> {
+    let (q_layout, k_layout) = (x.q.layout(), x.k.layout());
+    let own = q_layout.pieces(t.rank());
+    let own_at = starts(&own);
+    let q = x.q.local()?;
+    let mut rows = Rows::new(p, q_layout.rows(t.rank()));
+    let mut info = RunInfo::default();
+    let mut failed = None;
+    pass_blocks(t, p, x, wire, &mut |owner, k, v, progress| {
+        let pieces = k_layout.pieces(owner);
+        for (piece, at) in pieces.iter().zip(starts(&pieces)) {
+            for (mine, mine_at) in own.iter().zip(&own_at) {
+                if failed.is_some() || p.mask == Mask::Causal && piece.start > mine.start {
+                    continue;
+                }
+                let same = p.mask == Mask::Causal && piece.start == mine.start;
+                let lens: Option<Vec<usize>> = x.key_lens.map(|lens| {
+                    lens.iter().map(|n| n.saturating_sub(piece.start).min(piece.len())).collect()
+                });
+                if lens.as_ref().is_some_and(|l| l.iter().all(|&n| n == 0)) {
+                    continue;
+                }
+                let mask = if same { Mask::Causal } else { Mask::None };
+                let part = Problem { mask, ..*p };
+                let options = seeded(method, options, mine.start, piece.start);
+                let queries = q.rows(*mine_at..mine_at + mine.len());
+                let (k, v) = (k.rows(at..at + piece.len()), v.rows(at..at + piece.len()));
+                match rectangle(&part, method, &options, queries, k, v, lens.as_deref(), ws) {
+                    Ok((o, lse, done)) => {
+                        rows.merge(*mine_at..mine_at + mine.len(), &o, &lse, mine.len(), ws);
+                        info = std::mem::take(&mut info).merge(done);
+                    }
+                    Err(e) => failed = Some(e),
+                }
+                progress();
+            }
+        }
+    })?;
+    if let Some(error) = failed {
+        return Err(error);
+    }
+    clear_padding(p, x, &own, &own_at, &mut rows);
+    count_empty(&mut info, &rows);
+    Ok(rows.answer(method.claims.lse, info))
+}
+
+/// Attends where a row sees the first keys and those around its position: each piece keeps these from the blocks that
+/// pass, and is one problem at the end.
+pub(crate) fn window<T: Element>(
+    t: &dyn Transport,
+    p: &Problem,
+    method: &Method,
+    options: &Options,
+    (first, last): (&str, &str),
+    x: &Parts<'_, T>,
+    wire: Wire,
+    ws: &mut Workspace,
+) -> Result<Answer<T>> {
+    let (q_layout, k_layout) = (x.q.layout(), x.k.layout());
+    let own = q_layout.pieces(t.rank());
+    let own_at = starts(&own);
+    let sinks = number(method, options, first).unwrap_or(0).min(p.n_k);
+    let window = number(method, options, last).unwrap_or(p.n_k);
+    // Positions of keys and of queries agree at their ends.
+    let shift = p.n_k as isize - p.n_q as isize;
+    let mut kept: Vec<Kept<T>> = own
+        .iter()
+        .map(|piece| {
+            let at = |i: usize| i as isize + shift;
+            let low = (at(piece.start) - window.min(isize::MAX as usize / 4) as isize + 1).max(0) as usize;
+            let high = match p.mask {
+                Mask::Causal => at(piece.end),
+                Mask::None => at(piece.end).saturating_add_unsigned(window - 1),
+            };
+            let high = high.clamp(0, p.n_k as isize) as usize;
+            Kept::new(p, [0..sinks.min(low).min(high), low.min(high)..high])
+        })
+        .collect();
+    pass_blocks(t, p, x, wire, &mut |owner, k, v, _| {
+        let pieces = k_layout.pieces(owner);
+        for (piece, at) in pieces.iter().zip(starts(&pieces)) {
+            kept.iter_mut().for_each(|kept| kept.take(piece, at, k, v));
+        }
+    })?;
+    let q = x.q.local()?;
+    let mut rows = Rows::new(p, q_layout.rows(t.rank()));
+    let mut info = RunInfo::default();
+    for ((piece, &at), kept) in own.iter().zip(&own_at).zip(&kept) {
+        // Without a mask, keys behind the last query need queries of their own to stand at: zeros, whose rows are dropped.
+        let end = (piece.end as isize + shift).max(0) as usize;
+        let behind = kept.ranges[1].end.saturating_sub(end);
+        let mut queries = Vec::with_capacity(p.batch * p.n_heads * (piece.len() + behind) * p.d);
+        for (b, h) in (0..p.batch).flat_map(|b| (0..p.n_heads).map(move |h| (b, h))) {
+            let head = q.head(b, h);
+            (at..at + piece.len()).for_each(|i| queries.extend_from_slice(head.row(i)));
+            queries.resize(queries.len() + behind * p.d, T::ZERO);
+        }
+        let step = piece.len() + behind;
+        let queries = TensorRef::bhnd(&queries, [p.batch, p.n_heads, step, p.d])?;
+        let (k, v) = kept.tensors(p)?;
+        let lens: Option<Vec<usize>> = x.key_lens.map(|lens| lens.iter().map(|&n| kept.valid(n)).collect());
+        let (o, lse, done) = rectangle(p, method, options, queries, k, v, lens.as_deref(), ws)?;
+        rows.merge(at..at + piece.len(), &o, &lse, step, ws);
+        info = info.merge(done);
+    }
+    clear_padding(p, x, &own, &own_at, &mut rows);
+    count_empty(&mut info, &rows);
+    Ok(rows.answer(method.claims.lse, info))
+}
+
+/// Keys that the rows of one piece see: some of the first, and a run.
+#[derive(Debug)]
+struct Kept<T> {
+    ranges: [Range<usize>; 2],
+    k: Vec<T>,
+    v: Vec<T>,
+}
+
+impl<T: Element> Kept<T> {
+    fn new(p: &Problem, ranges: [Range<usize>; 2]) -> Self {
+        let rows = p.batch * p.n_kv_heads * (ranges[0].len() + ranges[1].len());
+        Self { ranges, k: vec![T::ZERO; rows * p.d], v: vec![T::ZERO; rows * p.d_v] }
+    }
+
+    fn len(&self) -> usize {
+        self.ranges[0].len() + self.ranges[1].len()
+    }
+
+    /// How many of the kept keys come before token `n`.
+    fn valid(&self, n: usize) -> usize {
+        self.ranges.iter().map(|r| n.saturating_sub(r.start).min(r.len())).sum()
+    }
+
+    /// Takes what is wanted of a piece whose rows begin at `at`.
+    fn take(&mut self, piece: &Range<usize>, at: usize, k: TensorRef<'_, T>, v: TensorRef<'_, T>) {
+        let len = self.len();
+        let [batch, heads, ..] = k.dims();
+        let mut before = 0;
+        for range in self.ranges.clone() {
+            let tokens = range.start.max(piece.start)..range.end.min(piece.end);
+            for (x, store) in [(k, &mut self.k), (v, &mut self.v)] {
+                let cols = x.dims()[3];
+                for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
+                    let head = x.head(b, h);
+                    for token in tokens.clone() {
+                        let to = ((b * heads + h) * len + before + token - range.start) * cols;
+                        store[to..to + cols].copy_from_slice(head.row(at + token - piece.start));
+                    }
+                }
+            }
+            before += range.len();
+        }
+    }
+
+    fn tensors(&self, p: &Problem) -> Result<(TensorRef<'_, T>, TensorRef<'_, T>)> {
+        Ok((
+            TensorRef::bhnd(&self.k, [p.batch, p.n_kv_heads, self.len(), p.d])?,
+            TensorRef::bhnd(&self.v, [p.batch, p.n_kv_heads, self.len(), p.d_v])?,
+        ))
+    }
+}
+
+/// The options with the seed of a rectangle, where the method draws.
+fn seeded(method: &Method, options: &Options, query: usize, key: usize) -> Options {
+    let draws = !method.claims.deterministic && method.params.iter().any(|p| p.name == "seed");
+    if !draws || (query, key) == (0, 0) {
+        return options.clone();
+    }
+    let seed = options.get("seed").and_then(|s| s.to_string().parse::<u64>().ok()).unwrap_or(0);
+    // Places of pieces, not their numbers: they tell rectangles apart on any number of processes.
+    let mut x = seed ^ (query as u64).rotate_left(40) ^ (key as u64).rotate_left(8);
+    for _ in 0..2 {
+        x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^= x >> 31;
+    }
+    // Numbers in options are floating-point where they come from files.
+    options.clone().with("seed", x >> 12)
+}
+
+/// What is done with the keys and values of one process; it may call the last argument to move messages along.
+type Visit<'v, T> = dyn FnMut(usize, TensorRef<'_, T>, TensorRef<'_, T>, &dyn Fn()) + 'v;
+
+/// Sends this process's keys and values round the ring and visits those of all others, its own first.
+fn pass_blocks<T: Element>(
+    t: &dyn Transport,
+    p: &Problem,
+    x: &Parts<'_, T>,
+    wire: Wire,
+    visit: &mut Visit<'_, T>,
+) -> Result<()> {
+    let (rank, size, layout) = (t.rank(), t.size(), x.k.layout());
+    let groups = p.batch * p.n_kv_heads;
+    let mut current: Vec<T> = x.k.data().iter().chain(x.v.data()).copied().collect();
+    wire.round(&mut current);
+    let mut next: Vec<T> = Vec::new();
+    let (mut packed, mut came): (Vec<u8>, Vec<u8>) = (Vec::new(), Vec::new());
+    for step in 0..size {
+        let owner = (rank + size - step) % size;
+        let rows = layout.rows(owner);
+        let (k, v) = current.split_at(groups * rows * p.d);
+        let k = TensorRef::bhnd(k, [p.batch, p.n_kv_heads, rows, p.d])?;
+        let v = TensorRef::bhnd(v, [p.batch, p.n_kv_heads, rows, p.d_v])?;
+        if step + 1 == size {
+            visit(owner, k, v, &|| ());
+            break;
+        }
+        let count = groups * layout.rows((owner + size - 1) % size) * (p.d + p.d_v);
+        next.resize(count, T::ZERO);
+        let (to, from) = ((rank + 1) % size, (rank + size - 1) % size);
+        let mut work = |progress: &dyn Fn()| visit(owner, k, v, progress);
+        let send = wire.pack(&current, &mut packed);
+        match wire {
+            Wire::Full => t.exchange(to, send, from, bytemuck::cast_slice_mut(&mut next), &mut work),
+            Wire::Bf16 => {
+                came.resize(wire.bytes::<T>(count), 0);
+                t.exchange(to, send, from, &mut came, &mut work);
+                wire.unpack(&came, &mut next);
+            }
+        }
+        std::mem::swap(&mut current, &mut next);
+    }
+    Ok(())
+}
+
+/// With a causal mask, queries past the last valid key are padding.
+fn clear_padding<T: Element>(
+    p: &Problem,
+    x: &Parts<'_, T>,
+    own: &[Range<usize>],
+    own_at: &[usize],
+    rows: &mut Rows<T>,
+) {
+    let Some(lens) = x.key_lens.filter(|_| p.mask == Mask::Causal) else { return };
+    for (b, &len) in lens.iter().enumerate() {
+        for (piece, at) in own.iter().zip(own_at) {
+            let valid = len.saturating_sub(piece.start).min(piece.len());
+            rows.clear(b, p.n_heads, at + valid..at + piece.len());
+        }
+    }
+}
+
+/// Rows are empty where no part saw a key, not where one part did not.
+fn count_empty<T: Element>(info: &mut RunInfo, rows: &Rows<T>) {
+    info.empty_rows = rows.lse.iter().filter(|&&l| l == T::NEG_INFINITY).count() as u64;
+}

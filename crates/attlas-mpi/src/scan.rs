@@ -1,0 +1,172 @@
+//! Sums over keys are exchanged: bytes do not depend on the number of tokens.
+//!
+//! With a causal mask the state before a piece is the sum of all pieces before it. Early pieces lie on processes in their
+//! order and late ones in the opposite order, so two exclusive scans give both. Without a mask every process needs the sum
+//! of all. A scan takes $\lceil \log_2 P \rceil$ messages of one state (recursive doubling), which are added in the order of
+//! tokens: MPI leaves the order of its own `MPI_Exscan` and `MPI_Allreduce` open, and sums of floating-point numbers would
+//! then differ from run to run. Hillis and Steele, *Data parallel algorithms* (1986).
+
+use crate::attend::{Answer, Parts, Rows};
+use crate::{Element, Transport};
+use attlas::{
+    Error, Mask, Method, Numbers, Options, Out, Plan, Problem, Qkv, Result, RunInfo, Stream, TensorMut,
+    Workspace,
+};
+use std::ops::Range;
+
+/// Attends with a method whose state is a sum over keys.
+pub(crate) fn scan<T: Element>(
+    t: &dyn Transport,
+    p: &Problem,
+    method: &Method,
+    options: &Options,
+    x: &Parts<'_, T>,
+    ws: &mut Workspace,
+) -> Result<Answer<T>> {
+    let plan = method.plan(p, options)?;
+    let sums = Sums { plan: &*plan, method: method.id, dtype: T::DTYPE };
+    let (k, v, q) = (x.k.local()?, x.v.local()?, x.q.local()?);
+    let halves = x.k.layout().halves(t.rank());
+    let mut states = Vec::new();
+    let mut at = 0;
+    for half in &halves {
+        let rows = at..at + half.len();
+        at = rows.end;
+        let mut stream = sums.empty()?;
+        if !half.is_empty() {
+            stream.push(T::tensor(k.rows(rows.clone())), T::tensor(v.rows(rows)), ws)?;
+        }
+        states.push(sums.of(&*stream, ws)?);
+    }
+    let mut rows = Rows::new(p, x.q.layout().rows(t.rank()));
+    let mut info = RunInfo::default();
+    let mut run = |stream: &mut dyn Stream, range: Range<usize>, causal: bool, ws: &mut Workspace| {
+        let len = range.len();
+        let count = p.batch * p.n_heads * len;
+        let (mut o, mut lse) = (vec![T::ZERO; count * p.d_v], vec![T::ZERO; count]);
+        let tensor = TensorMut::bhnd(&mut o, [p.batch, p.n_heads, len, p.d_v])?;
+        let out = if method.claims.lse { Out::with_lse(tensor, &mut lse) } else { Out::new(tensor) };
+        let keys = if causal { range.clone() } else { 0..0 };
+        let x = Qkv::new(q.rows(range.clone()), k.rows(keys.clone()), v.rows(keys));
+        let done = stream.rows(&T::inputs(x), causal, &mut T::output(out), ws)?;
+        rows.set(range, &o, method.claims.lse.then_some(&lse), len);
+        info = std::mem::take(&mut info).merge(done);
+        Ok::<(), Error>(())
+    };
+    match p.mask {
+        Mask::None => {
+            let (_, all) = sums.before::<T>(t, states.swap_remove(0), false, ws)?;
+            let mut stream = sums.empty()?;
+            stream.add_sums(&all, p.n_k)?;
+            let own = x.q.layout().rows(t.rank());
+            if own > 0 {
+                run(&mut *stream, 0..own, false, ws)?;
+            }
+        }
+        Mask::Causal => {
+            let late = states.pop().unwrap_or_else(|| unreachable!("two halves"));
+            let early = states.pop().unwrap_or_else(|| unreachable!("two halves"));
+            let (before_early, all_early) = sums.before::<T>(t, early, false, ws)?;
+            let (after, _) = sums.before::<T>(t, late, true, ws)?;
+            let mut at = 0;
+            for (which, half) in halves.iter().enumerate().filter(|(_, h)| !h.is_empty()) {
+                let mut stream = sums.empty()?;
+                match which {
+                    0 => before_early.iter().try_for_each(|s| stream.add_sums(s, half.start))?,
+                    _ => {
+                        stream.add_sums(&all_early, half.start)?;
+                        after.iter().try_for_each(|s| stream.add_sums(s, 0))?;
+                    }
+                }
+                run(&mut *stream, at..at + half.len(), true, ws)?;
+                at += half.len();
+            }
+        }
+    }
+    Ok(rows.answer(method.claims.lse, info))
+}
+
+/// Sums of one plan.
+struct Sums<'a> {
+    plan: &'a dyn Plan,
+    method: &'static str,
+    dtype: attlas::DType,
+}
+
+impl Sums<'_> {
+    fn refused(&self, reason: &str) -> Error {
+        Error::Unsupported { method: self.method.into(), reasons: vec![reason.into()] }
+    }
+
+    fn empty(&self) -> Result<Box<dyn Stream>> {
+        self.plan.stream(self.dtype).ok_or_else(|| {
+            self.refused(
+                "with these settings its features are fitted to all queries and keys of the sequence",
+            )
+        })
+    }
+
+    fn of(&self, stream: &dyn Stream, ws: &mut Workspace) -> Result<Numbers> {
+        stream.sums(ws).ok_or_else(|| {
+            self.refused(
+                "with these settings it keeps keys and values beside its sums, or fits its features to them",
+            )
+        })
+    }
+
+    fn add(&self, a: &Numbers, b: &Numbers, ws: &mut Workspace) -> Result<Numbers> {
+        let mut stream = self.empty()?;
+        stream.add_sums(a, 0)?;
+        stream.add_sums(b, 0)?;
+        self.of(&*stream, ws)
+    }
+
+    /// The sum of the states of all processes before this one, none on the first, and the sum of all. `reverse`: before
+    /// means on processes of higher rank.
+    fn before<T: Element>(
+        &self,
+        t: &dyn Transport,
+        own: Numbers,
+        reverse: bool,
+        ws: &mut Workspace,
+    ) -> Result<(Option<Numbers>, Numbers)> {
+        let size = t.size();
+        let real = |place: usize| if reverse { size - 1 - place } else { place };
+        let place = real(t.rank());
+        let len = own.len();
+        let bytes = |x: &Numbers| T::list(x).map_or(Vec::new(), |x| bytemuck::cast_slice(x).to_vec());
+        let (mut upto, mut before): (Numbers, Option<Numbers>) = (own, None);
+        let mut step = 1;
+        while step < size {
+            let sent = bytes(&upto);
+            let mut came = vec![T::ZERO; len];
+            let (to, from) = (place + step < size, place >= step);
+            match (to, from) {
+                (true, true) => t.exchange(
+                    real(place + step),
+                    &sent,
+                    real(place - step),
+                    bytemuck::cast_slice_mut(&mut came),
+                    &mut |_| (),
+                ),
+                (true, false) => t.send(real(place + step), &sent),
+                (false, true) => t.receive(real(place - step), bytemuck::cast_slice_mut(&mut came)),
+                (false, false) => {}
+            }
+            if from {
+                let came = T::numbers(came);
+                upto = self.add(&came, &upto, ws)?;
+                before = Some(match before {
+                    Some(before) => self.add(&came, &before, ws)?,
+                    None => came,
+                });
+            }
+            step *= 2;
+        }
+        let mut all = bytes(&upto);
+        t.broadcast(real(size - 1), &mut all);
+        let mut list = vec![T::ZERO; len];
+        bytemuck::cast_slice_mut(&mut list).copy_from_slice(&all);
+        Ok((before, T::numbers(list)))
+    }
+}
