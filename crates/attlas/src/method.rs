@@ -1,5 +1,6 @@
 //! The contract of a method: its claims, and how it is planned, run and streamed.
 
+use crate::gradient::Backward;
 use crate::group::{GroupPlan, boxed};
 use crate::negated::Negated;
 use crate::params::{ParamSet, ParamSpec};
@@ -268,6 +269,7 @@ impl Method {
                 Promise::Unbiased => claims.unbiased = false,
                 Promise::Softmax => claims.softmax = false,
                 Promise::ExactAt => claims.exact_at = &[],
+                Promise::Gradient => claims.gradient = false,
                 Promise::Law(_) => {}
             }
         }
@@ -310,6 +312,13 @@ pub trait Plan: Debug + Send + Sync {
     /// see them are NaN, and where a method then has no answer at all, so are all rows of that key head, unless a
     /// causal mask forbids it.
     fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
+
+    /// The gradients of queries, keys and values, from the gradient that reaches the results of a run, for methods that
+    /// claim [`gradient`](Claims::gradient); the others refuse. Nothing is written when an error is returned.
+    fn backward(&self, pass: &mut Backward<'_>, ws: &mut Workspace) -> Result<()> {
+        let _ = (pass, ws);
+        Err(Error::Unsupported { method: "this plan".into(), reasons: vec!["it has no gradient".into()] })
+    }
 
     /// Token-by-token decoding, where the method can; empty at first.
     fn stream(&self, dtype: DType) -> Option<Box<dyn Stream>> {
@@ -402,6 +411,8 @@ pub struct Claims {
     pub causal: bool,
     /// Plans of a causal problem offer a [`Stream`].
     pub decode: bool,
+    /// Plans offer [`Plan::backward`], the exact gradient of what they compute; not with a near field.
+    pub gradient: bool,
     /// Parameter settings at which the output is bit-identical to `exact`.
     #[serde(serialize_with = "exact_settings")]
     pub exact_at: &'static [(&'static str, Budget)],
@@ -518,6 +529,8 @@ pub enum Promise {
     Softmax,
     /// [`Claims::exact_at`], all of it.
     ExactAt,
+    /// [`Claims::gradient`].
+    Gradient,
     /// A law.
     Law(Law),
 }
@@ -527,6 +540,7 @@ impl Claims {
     pub const BASE: Claims = Claims {
         causal: true,
         decode: false,
+        gradient: false,
         exact_at: &[],
         row_stochastic: true,
         unbiased: false,

@@ -245,7 +245,9 @@ macro_rules! variant {
     ($name:ident, $t:ty, $token:expr, $rows:literal, $keys:literal, $features:literal) => {
         pub(super) mod $name {
             use super::*;
-            use crate::kernels::{AttendChosen, Op, attend::Job, decode, product, tiled, vector};
+            use crate::kernels::{
+                AttendBackward, AttendChosen, Op, attend::Job, backward, decode, product, tiled, vector,
+            };
             use crate::mat::MatRef;
             use crate::scratch::Scratch;
 
@@ -260,6 +262,9 @@ macro_rules! variant {
                 fn attend_chosen(
                     job: &AttendChosen<'_, $t>, scratch: &Scratch, out: &mut [$t], lse: &mut [$t]
                 ) => |s| decode::attend_chosen(s, job, scratch, out, lse)
+                fn attend_backward(
+                    job: &AttendBackward<'_, $t>, scratch: &Scratch, dq: &mut [$t], dk: &mut [$t], dv: &mut [$t]
+                ) => |s| backward::run::<_, $keys, $rows>(s, job, scratch, dq, dk, dv)
                 #[allow(clippy::too_many_arguments)]
                 fn gemm(
                     alpha: $t, a: Op<MatRef<'_, $t>>, b: Op<MatRef<'_, $t>>, beta: $t, c: &mut [$t],

@@ -13,6 +13,9 @@
 //! **Cost.** $2 n_q n_k (d + d_v)$ operations and $n_q n_k$ exponentials, half of it when causal, because tiles
 //! that no row sees are skipped. Scratch: a few tiles per thread, whatever the length.
 //!
+//! The gradient computes the weights again from the log-sum-exp, tile by tile: five products where a run has two, in memory
+//! proportional to the number of tokens (dao2022, Algorithm 4).
+//!
 //! **Guarantees.** $|o - \hat o|_c \le \mathrm{range}_c\,(\delta + 32u)$ with
 //! $\delta = (d+2)\,u\,\beta \max_{ij} \sum_l |q_{il}||k_{jl}|$, tested with the kernels. A row's bits depend on
 //! its own query, the keys it sees and the key tile alone. With `precision = bf16` operands are rounded to 8
@@ -20,7 +23,8 @@
 //!
 //! **When to use.** Whenever it is fast enough; everything else is measured against it.
 
-use crate::engine::{Operands, exact_group_capped, exact_scratch_bytes};
+use crate::engine::{Operands, exact_backward, exact_group_capped, exact_scratch_bytes};
+use crate::gradient::GroupBackward;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Method, Promise, RunInfo, Spec, Tunable, Withdrawn};
 use crate::workspace::Context;
@@ -36,12 +40,21 @@ pub static METHOD: Method = Method {
     claims: Claims {
         decode: true,
         softcap: true,
-        withdrawn: &[Withdrawn {
-            param: "precision",
-            value: "bf16",
-            promise: Promise::RowStochastic,
-            reason: "values rounded to 8 significant bits leave the hull of the values",
-        }],
+        gradient: true,
+        withdrawn: &[
+            Withdrawn {
+                param: "precision",
+                value: "bf16",
+                promise: Promise::RowStochastic,
+                reason: "values rounded to 8 significant bits leave the hull of the values",
+            },
+            Withdrawn {
+                param: "precision",
+                value: "bf16",
+                promise: Promise::Gradient,
+                reason: "the gradient is that of operands as they are given",
+            },
+        ],
         spread: Spread::RING,
         ..Claims::BASE
     },
@@ -100,6 +113,15 @@ impl GroupPlan for Exact {
 
     fn can_fail(&self) -> bool {
         false
+    }
+
+    fn has_gradient(&self) -> bool {
+        self.precision == kernels::Precision::Full
+    }
+
+    fn backward<T: Real>(&self, g: GroupBackward<'_, T>) -> Result<()> {
+        exact_backward(g);
+        Ok(())
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
