@@ -15,6 +15,9 @@ pub(crate) struct MethodsArgs {
     /// One family alone: exact, clustering, low_rank or kernel.
     #[arg(long, value_name = "NAME", conflicts_with = "id")]
     pub(crate) family: Option<String>,
+    /// Write a picture of all methods, layers and conversions by family.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["id", "family"])]
+    pub(crate) svg: Option<std::path::PathBuf>,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -34,6 +37,19 @@ pub(crate) struct InspectArgs {
     /// Contents of --svg: all of each head, or one of the survey's figures over layers.
     #[arg(long, value_enum, default_value_t = Figure::Heads, requires = "svg")]
     pub(crate) figure: Figure,
+    /// Draw the weights of each head before and after sorting queries and keys by hash codes, in place of the other
+    /// figures.
+    #[arg(long, value_enum, value_name = "METHOD", requires = "svg", conflicts_with = "html")]
+    pub(crate) reorder: Option<ReorderName>,
+    /// Tokens of a block on the diagonal, for --reorder.
+    #[arg(long, default_value = "256", value_name = "N", value_parser = count, requires = "reorder")]
+    pub(crate) block: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ReorderName {
+    /// Signs of random projections in the order of their Gray ranks.
+    Hyper,
 }
 
 #[derive(Args, Clone, Debug)]

@@ -3,6 +3,7 @@
 
 mod decompose;
 mod language;
+mod layer;
 mod measure;
 mod rewrite;
 mod shared;
@@ -10,7 +11,10 @@ mod simulate;
 
 pub(crate) use decompose::DecomposeArgs;
 pub(crate) use language::{CalibrateArgs, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs};
-pub(crate) use measure::{BenchArgs, CompareArgs, InspectArgs, MethodsArgs, ReportArgs, WireName};
+pub(crate) use layer::LayerArgs;
+pub(crate) use measure::{
+    BenchArgs, CompareArgs, InspectArgs, MethodsArgs, ReorderName, ReportArgs, WireName,
+};
 pub(crate) use rewrite::{CompressArgs, ConvertArgs, FactorType, RecipeName, Target};
 pub(crate) use shared::{Inputs, Limit};
 pub(crate) use simulate::{MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
@@ -124,7 +128,8 @@ pub(crate) enum Command {
 attlas methods\n  \
 attlas methods top_k\n  \
 attlas methods --family kernel --json\n  \
-attlas methods --md > docs/methods.md"))]
+attlas methods --md > docs/methods.md\n  \
+attlas methods --svg docs/img/taxonomy.svg"))]
     Methods(MethodsArgs),
     /// Look inside heads: sparsity patterns, attention sinks, singular values, ranks, entropy.
     #[command(after_help = laid_out("Examples:\n  \
@@ -132,7 +137,8 @@ attlas inspect\n  \
 attlas inspect trace.safetensors --layers 0-3 --heads 0 --html inside.html\n  \
 attlas inspect model.gguf --text book.txt --tokens 2048 --layers 5,20 --svg heads.svg\n  \
 attlas inspect model.gguf --text book.txt --layers 5,20 --svg spectra.svg --figure scores\n  \
-attlas inspect synthetic:low_rank,n=8k --rank 128 --json"))]
+attlas inspect synthetic:low_rank,n=8k --rank 128 --json\n  \
+attlas inspect --heads 0,4 --reorder hyper --svg blocks.svg"))]
     Inspect(InspectArgs),
     /// Measure errors and times of methods on given inputs, beside exact attention.
     #[command(after_help = laid_out("Examples:\n  \
@@ -165,6 +171,14 @@ attlas decompose weights.npy --with cp --rank 8 --restarts 10 --out factors.npz\
 attlas decompose model.safetensors --tensor model.layers.0.mlp.up_proj.weight --with hosvd --error 10%\n  \
 attlas decompose weights.npy --with tucker --rank 16,32,32 --curve curve.svg"))]
     Decompose(DecomposeArgs),
+    /// Run a layer on hidden states from a file, with weights from a file or drawn.
+    #[command(after_help = laid_out("Examples:\n  \
+attlas layer axial --input image.npy --random 1 --out y.npy\n  \
+attlas layer grouped_query --input x.npy --weights w.safetensors --heads 8 --kv-heads 2 --causal --out y.npy\n  \
+attlas layer higher_order --input video.npy --random 1 --set combine=sum --json\n\n\
+`attlas methods ID` lists the parameters and weights of a layer. A layer that folds its tokens into a grid takes the grid\n\
+from the shape of the input: [32, 32, 64] is a grid of 32 x 32 tokens of width 64."))]
+    Layer(LayerArgs),
     /// Small simulations: attention as a system of particles, and a task about triples.
     #[command(after_help = laid_out("Examples:\n  \
 attlas simulate particles --svg particles.svg\n  \
