@@ -500,15 +500,18 @@ fn wrapped(text: &str, first: usize, rest: usize) -> String {
     out + "\n"
 }
 
+/// Settings under which a layer fits heads of width 16: steps of 8 × 8 numbers have heads of 4 × 4, and no more than half of
+/// a head is rotated.
+pub(crate) fn example_options(kind: &'static LayerKind) -> Options {
+    let known = |name: &str| kind.params.iter().any(|p| p.name == name);
+    let fitting = [("head", "4x4"), ("rope_dim", "8")].into_iter().filter(|(name, _)| known(name));
+    fitting.fold(Options::new(), |options, (name, value)| options.with(name, value))
+}
+
 /// The weights of a layer in a small example, in words: `q 64 × 64` and so on.
 fn example_weights(kind: &'static LayerKind) -> String {
     let shape = LayerShape { d_model: 64, n_heads: 4, n_kv_heads: 4, d: 16, d_v: 16 };
-    // A step of 64 numbers is a grid of 8 × 8 where a layer has one, and heads of 2 × 2 do not fit 16.
-    let mut options = Options::new();
-    if kind.params.iter().any(|p| p.name == "head") {
-        options.set("head", "4x4");
-    }
-    match (kind.weights)(&shape, &options) {
+    match (kind.weights)(&shape, &example_options(kind)) {
         Ok(specs) => specs
             .iter()
             .map(|w| {

@@ -265,10 +265,7 @@ mod tests {
     fn every_layer_runs_on_data_with_or_without_a_mask() {
         let mut ws = Workspace::single().unwrap();
         for kind in registry::LAYERS {
-            let mut options = Options::new();
-            if kind.params.iter().any(|p| p.name == "head") {
-                options.set("head", "4x4");
-            }
+            let options = crate::atlas::example_options(kind);
             let x = states(&[4, 6, 64]);
             let ran: Vec<_> = [Mask::None, Mask::Causal]
                 .map(|mask| run(kind, &x, &settings(mask, options.clone()), &mut ws))

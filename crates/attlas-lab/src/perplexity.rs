@@ -10,6 +10,7 @@ use crate::text::Text;
 use crate::{Error, Result};
 use attlas::{Options, Schedule, Status, Workspace};
 use attlas_model::decoder::{LOGIT_ROWS, Observer};
+use attlas_model::kept::CacheFormat;
 use attlas_model::perplexity::{Divergence, Mean, Perplexity, Protocol, Window, nll};
 use attlas_model::{Decoder, Model, Recipe, Rows};
 use serde::Serialize;
@@ -32,6 +33,8 @@ pub struct Settings {
     pub seed: u64,
     /// Recipe of attention; exact where absent.
     pub recipe: Option<Recipe>,
+    /// How keys and values are stored; what that costs is measured beside single precision.
+    pub cache: CacheFormat,
     /// Threads; 0 takes as many as the machine offers.
     pub threads: usize,
 }
@@ -62,6 +65,8 @@ pub struct Record {
     pub windows: usize,
     /// `exact`, the id of a method, or `recipe`.
     pub attention: String,
+    /// How keys and values were stored.
+    pub cache: CacheFormat,
     /// Parameters set for a single method.
     pub params: Options,
     /// Mean negative log-likelihood, in nats.
@@ -203,7 +208,9 @@ pub fn perplexity_beside(
     let threads = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let recipe = settings.recipe.clone().unwrap_or_default();
     let is_exact = settings.recipe.as_ref().is_none_or(|r| r.rules.is_empty() && r.is_exact());
+    let is_exact = is_exact && settings.cache == CacheFormat::F32;
     let mut subject = Runner::new(model, &recipe, &threads)?;
+    subject.decoder.pack_keys(settings.cache)?;
     let mut exact = if is_exact { None } else { Some(Runner::new(model, &Recipe::default(), &threads)?) };
     let mut divergence = Divergence::default();
     let mut paired = Paired::default();
@@ -292,6 +299,7 @@ pub fn perplexity_beside(
         stride,
         bos: bos.is_some(),
         windows: finished,
+        cache: settings.cache,
         attention: if recipe.rules.is_empty() { recipe.default.method } else { "recipe".into() },
         params: recipe.default.params,
         nll: subject.sum.nll().mean(),

@@ -16,6 +16,7 @@ pub mod experts;
 pub mod factored;
 pub mod gguf;
 pub mod hub;
+pub mod kept;
 pub mod linear;
 pub mod model;
 pub mod ops;

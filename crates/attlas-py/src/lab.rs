@@ -545,6 +545,7 @@ fn record(text: &str) -> Result<Record, String> {
         bos: x["bos"].as_bool().unwrap_or(false),
         windows: whole("windows")?,
         attention: word("attention"),
+        cache: attlas_model::kept::CacheFormat::F32,
         params: Options::new(),
         nll: number("nll")?,
         nll_se: number("nll_se")?,
@@ -691,6 +692,7 @@ pub(crate) fn perplexity_of_file(
     watch: Option<Py<PyAny>>,
 ) -> PyResult<String> {
     let settings = perplexity::Settings {
+        cache: attlas_model::kept::CacheFormat::F32,
         protocol: Protocol::Strided { window, stride },
         bos: false,
         task: None,

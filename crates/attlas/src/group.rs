@@ -526,6 +526,12 @@ impl<S: Spec, P: GroupPlan> Grouped<S, P> {
 
     fn backward_typed<T: Real>(&self, pass: &mut Pass<'_, T>, ws: &mut Workspace) -> Result<()> {
         let p = &self.call(pass.x.q.dims()[2], pass.x.k.dims()[2])?;
+        if p.softcap.is_some() {
+            return Err(Error::Unsupported {
+                method: S::METHOD.id.into(),
+                reasons: vec!["it has no gradient where logits are capped: leave softcap out".into()],
+            });
+        }
         if !self.plan.has_gradient() {
             let near = if p.near.is_none() { "" } else { ", and none with a near field" };
             return Err(Error::Unsupported {

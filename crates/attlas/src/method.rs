@@ -208,6 +208,7 @@ pub trait Spec: ParamSet {
         let problem = &problem.with_near(problem.near.resolved(&method.claims));
         let mut reasons = self.supports(problem).reasons;
         reasons.extend(problem.near.reasons(method, problem));
+        reasons.extend(method.softcap_reason(problem));
         if method.claims.needs == Needs::Calibration && calibration.is_none() {
             reasons.push(format!("{} learns from data first: pass a calibration", method.id));
         }
@@ -240,10 +241,23 @@ impl Method {
                 let problem = problem.with_near(near);
                 let mut support = (self.supports)(&problem, &options);
                 support.reasons.extend(near.reasons(self, &problem));
+                support.reasons.extend(self.softcap_reason(&problem));
                 support
             }
             Err(error) => Support::unless(true, error.to_string()),
         }
+    }
+
+    /// Why the method cannot honour the problem's softcap, where it cannot.
+    fn softcap_reason(&self, problem: &Problem) -> Option<String> {
+        let cap = problem.softcap?;
+        if !self.claims.softcap {
+            return Some(format!(
+                "logits are capped at {cap}, and its weights are not those of capped logits"
+            ));
+        }
+        let near = !problem.near.is_none();
+        near.then(|| format!("logits are capped at {cap}, which a near field does not do"))
     }
 
     /// Promises of the method with these options; laws are left to [`keeps_with`](Self::keeps_with).
@@ -414,6 +428,8 @@ pub struct Claims {
     pub lse: bool,
     /// Leaves out keys whose mass nothing stands for, so that a near field adds their means.
     pub drops: bool,
+    /// Honours [`Problem::softcap`]; other methods refuse it.
+    pub softcap: bool,
     /// How it runs when keys lie on several processes.
     pub spread: Spread,
     /// Exponent of the sequence length in the time, as published.
@@ -532,6 +548,7 @@ impl Claims {
         softmax: true,
         lse: true,
         drops: false,
+        softcap: false,
         spread: Spread::SEES_ALL,
         exponent: 2.0,
         needs: Needs::Nothing,

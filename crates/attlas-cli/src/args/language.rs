@@ -3,6 +3,7 @@
 use super::shared::{AttentionChoice, MethodChoice, ModelChoice, TextChoice, count, positive, share};
 use attlas_lab::trace::Elements;
 use attlas_lab::tune::{Effort, Shard};
+use attlas_model::kept::CacheFormat;
 use attlas_model::recipe::Numbers;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
@@ -139,6 +140,8 @@ pub(crate) struct PerplexityArgs {
     pub(crate) task: Option<attlas_lab::task::Task>,
     #[command(flatten)]
     pub(crate) attention: AttentionChoice,
+    #[command(flatten)]
+    pub(crate) cache: CacheChoice,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -184,4 +187,13 @@ pub(crate) struct GenerateArgs {
     pub(crate) ignore_eos: bool,
     #[command(flatten)]
     pub(crate) attention: AttentionChoice,
+    #[command(flatten)]
+    pub(crate) cache: CacheChoice,
+}
+
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct CacheChoice {
+    /// How cached keys and values are stored: f32, bf16 or q8. perplexity says what it costs.
+    #[arg(long, default_value = "f32", value_name = "TYPE")]
+    pub(crate) cache: CacheFormat,
 }

@@ -177,7 +177,9 @@ mod tests {
         let (a, b) = (logits(0.0), logits(0.2));
         let mut p = a.clone();
         let negentropy = normalise(&mut p);
-        assert!(kl(&p, negentropy, &a) < 1e-7, "{}", kl(&p, negentropy, &a));
+        // The normaliser adds in single precision, 512 terms at a time.
+        let rounding = 40.0 * f64::from(f32::EPSILON);
+        assert!(kl(&p, negentropy, &a) < rounding, "{}", kl(&p, negentropy, &a));
         let z = |l: &[f32]| l.iter().map(|x| f64::from(*x).exp()).sum::<f64>().ln();
         let (za, zb) = (z(&a), z(&b));
         let wanted: f64 = a
@@ -189,6 +191,6 @@ mod tests {
             })
             .sum();
         let found = kl(&p, negentropy, &b);
-        assert!((found / wanted - 1.0).abs() < 1e-4, "{found} for {wanted}");
+        assert!(wanted > 1e-3 && (found - wanted).abs() < rounding, "{found} for {wanted}");
     }
 }

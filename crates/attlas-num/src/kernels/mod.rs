@@ -24,6 +24,7 @@
 //!     isa: Isa::best(),
 //!     precision: Precision::Full,
 //!     decode: false,
+//!     softcap: None,
 //! };
 //! attend.run(&Scratch::new(), &mut out, &mut lse);
 //! assert!(out[0] < 0.01 && (out[1] - 1.0).abs() < 0.01);

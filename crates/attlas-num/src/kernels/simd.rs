@@ -74,6 +74,7 @@ pub(super) trait Simd: Copy {
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    fn div(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a · b + c`, rounded once.
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// The larger of two; `old` where `new` is NaN.
@@ -214,6 +215,16 @@ pub(super) trait Simd: Copy {
 
     /// Asks for the cache line at `p`; harmless wherever it points.
     fn prefetch(self, p: *const Self::T);
+}
+
+/// Logits in base 2 with a cap $c$ in base $e$: $c \log_2(e) \tanh(x \ln(2) / c)$, by $\tanh y = 1 - 2 / (e^{2y} + 1)$.
+#[inline(always)]
+pub(super) fn softcap<S: Simd>(s: S, x: S::V, cap: S::T) -> S::V {
+    let two = S::T::ONE + S::T::ONE;
+    let slope = S::T::from_f64(2.0 * std::f64::consts::LN_2 / cap.to_f64());
+    let power = s.exp(s.mul(x, s.splat(slope)));
+    let tanh = s.sub(s.splat(S::T::ONE), s.div(s.splat(two), s.add(power, s.splat(S::T::ONE))));
+    s.mul(tanh, s.splat(S::T::from_f64(cap.to_f64() * std::f64::consts::LOG2_E)))
 }
 
 /// $2^r$ for $|r| \le 1/2$.

@@ -33,6 +33,7 @@ impl<T: Real> Data<T> {
             k: self.k.as_ref(),
             v: self.v.as_ref(),
             scale: T::from_f64(SCALE),
+            softcap: None,
             bias: None,
             band: self.band,
             tile_k: 0,
