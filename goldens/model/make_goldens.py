@@ -20,6 +20,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 ALICE = HERE.parent.parent / "data" / "alice29.txt"
 
 TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+TYPES += ["IQ4_NL", "IQ4_XS", "MXFP4"]
 
 
 def quants():

@@ -7,7 +7,7 @@ use crate::progress::Progress;
 use crate::{ALLOCATOR, Outcome, STOP, note, print, print_json};
 use attlas::{Schedule, Workspace};
 use attlas_lab::budget::{Budget, equalise};
-use attlas_lab::compare::{Comparison, Matching, Settings, compare_with};
+use attlas_lab::compare::{Comparison, Matching, Settings, compare_with, curves};
 use attlas_lab::select::Selection;
 use attlas_lab::table::{bytes, count, number, seconds, wrap};
 use attlas_lab::{Calibrations, Error, Meter, Workload, html, output};
@@ -58,7 +58,7 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         seeds: args.seeds as usize,
         seed: common.seed,
         threads: common.threads,
-        certify_rows: args.certify_rows,
+        certify_rows: args.certify_rows.unwrap_or(usize::MAX),
         time_limit: args.time_limit,
         meter: meter(),
         ..Settings::default()
@@ -78,10 +78,24 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         &STOP,
     );
     progress.end();
-    let result = match matched {
+    let mut result = match matched {
         Some(matching) => result?.matched_to(matching),
         None => result?,
     };
+    if args.curves && !result.interrupted {
+        let progress = Progress::new(common);
+        let found = curves::curves(
+            &workload,
+            &selection,
+            &settings,
+            &given,
+            &mut |done, total, method| progress.at(done, total, &format!("curve of {method}")),
+            &STOP,
+        );
+        progress.end();
+        result.curves = found?;
+        result.verdict = curves::verdict(&result.curves, result.tokens);
+    }
     show(&result, args, common);
     if let Some(gpu) = &gpu {
         note(common, &format!("\n{}\n{}", gpu.heading(), gpu.times(&result).text()));
@@ -96,7 +110,11 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         note(common, &format!("wrote {}", path.display()));
     }
     if let Some(path) = &args.pictures.svg {
-        output::write(path, html::picture(&result).as_bytes())?;
+        let picture = match result.curves.is_empty() {
+            true => html::picture(&result),
+            false => html::curves(&result.curves),
+        };
+        output::write(path, picture.as_bytes())?;
         note(common, &format!("wrote {}", path.display()));
     }
     if result.interrupted {
@@ -186,6 +204,13 @@ fn show(result: &Comparison, args: &CompareArgs, common: &Common) {
         if let Some(over) = matching.unmatched() {
             print(&format!("{}\n", wrap(&over)));
         }
+    }
+    if !result.curves.is_empty() {
+        let curves = curves::table(&result.curves);
+        let text = if common.md { curves.markdown() } else { curves.text() };
+        print(&format!(
+            "\nbest within a quarter of the scores, as published and beside a near field:\n\n{text}"
+        ));
     }
     print(&format!("\n{}\n", wrap(&result.verdict)));
     if let Some(fell_back) = result.fallbacks() {

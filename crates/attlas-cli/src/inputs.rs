@@ -3,8 +3,9 @@
 use crate::STOP;
 use crate::args::{Common, Inputs};
 use crate::progress::Progress;
+use attlas_lab::compare;
 use attlas_lab::text::{Text, open_model};
-use attlas_lab::{Error, Source, Workload, extract, output};
+use attlas_lab::{Error, Source, Workload, extract, output, task};
 use attlas_model::recipe::Numbers;
 use std::path::Path;
 
@@ -64,7 +65,14 @@ fn read_by_model(
     common: &Common,
 ) -> Result<Workload, Error> {
     let model = open_model(path)?;
-    let text = Text::read(text, &model, Some(inputs.tokens))?;
+    let mut text = Text::read(text, &model, Some(inputs.tokens))?;
+    let mut scored_from = None;
+    if let Some(task) = inputs.task {
+        let prompt = task::prompt(task, &model.tokenizer, &text, inputs.tokens, common.seed)?;
+        // The state that predicts a token stands before it.
+        scored_from = prompt.targets.first().map(|t| (task, t.start.saturating_sub(1)));
+        text.tokens = prompt.tokens;
+    }
     let settings = extract::Settings {
         layers: inputs.layers.clone(),
         heads: heads.cloned(),
@@ -82,5 +90,9 @@ fn read_by_model(
     progress.end();
     let mut workload = extracted?.workload;
     workload.source = format!("{} reading {}", path.display(), text.source);
+    if let Some((task, first)) = scored_from {
+        workload.source += &format!(", task {}", task.name());
+        workload.metadata.insert(compare::SCORED_FROM.into(), first.to_string());
+    }
     Ok(workload)
 }

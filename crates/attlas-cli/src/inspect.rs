@@ -1,15 +1,16 @@
 //! `attlas inspect`.
 
-use crate::args::{Common, InspectArgs};
+use crate::args::{Common, InspectArgs, ReorderName};
 use crate::inputs::{Numerals, check_outputs, load};
 use crate::interrupt;
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json, team};
 use attlas_lab::crew::Alone;
 use attlas_lab::inspect::{Inspection, Settings, inspect_with};
-use attlas_lab::table::{count, wrap};
-use attlas_lab::{Error, output};
+use attlas_lab::table::{Table, count, percent, wrap};
+use attlas_lab::{Error, Workload, output, reorder};
 use attlas_mpi::Team;
+use std::path::Path;
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
@@ -17,6 +18,9 @@ pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
     check_outputs(&outputs, &args.inputs, None)?;
     interrupt::catch(common);
     let workload = load(&args.inputs, None, Numerals::Unchecked, common)?;
+    if let (Some(ReorderName::Hyper), Some(path)) = (args.reorder, &args.pictures.svg) {
+        return reordered(args, path, &workload, common);
+    }
     let settings = Settings {
         mask: args.mask.mask(),
         heads: args.heads.clone(),
@@ -54,6 +58,37 @@ pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
         eprintln!("interrupted: what was finished is printed");
         return Ok(ExitCode::from(130));
     }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The figure of heads before and after sorting.
+fn reordered(args: &InspectArgs, path: &Path, workload: &Workload, common: &Common) -> Outcome {
+    let found = reorder::reorder(workload, args.heads.as_ref(), args.mask.mask(), args.block, common.seed)?;
+    output::write(path, reorder::svg(&found).as_bytes())?;
+    if common.json {
+        let entry = |h: &reorder::Reordered| {
+            let [before, after] = h.inside;
+            serde_json::json!({"layer": h.layer, "head": h.head, "block": h.block, "before": before, "after": after})
+        };
+        print_json(&found.iter().map(entry).collect::<Vec<_>>());
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut table = Table::new(&["layer", "head", "before", "after"]);
+    for h in &found {
+        let [before, after] = h.inside.map(percent);
+        table.push(vec![h.layer.map_or("-".into(), |l| l.to_string()), h.head.to_string(), before, after]);
+    }
+    if common.csv {
+        print(&table.csv());
+    } else if common.md {
+        print(&table.markdown());
+    } else {
+        print(&table.text());
+    }
+    note(
+        common,
+        &format!("share of the weight in blocks of {} on the diagonal; wrote {}", args.block, path.display()),
+    );
     Ok(ExitCode::SUCCESS)
 }
 

@@ -6,9 +6,10 @@ use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas_lab::perplexity::Record;
 use attlas_lab::table::{Table, bytes, count, csv_lines, number, seconds};
-use attlas_lab::text::{Text, check_recipe, open_model};
+use attlas_lab::text::{Text, check_recipe, open_model, past_recipe};
 use attlas_lab::trace::{check_name, write_as};
 use attlas_lab::{Error, extract, generate, output, perplexity};
+use attlas_model::kept::CacheFormat;
 use attlas_model::perplexity::Protocol;
 use attlas_model::sample::Sampling;
 use attlas_model::{ChatTemplate, Message, Model};
@@ -111,6 +112,9 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
             &format!("note: the model was made for {trained} tokens; beyond, its positions are extrapolated"),
         );
     }
+    if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, window)) {
+        eprintln!("warning: {warning}");
+    }
     let protocol = match args.protocol {
         ProtocolName::Strided => Protocol::Strided { window, stride: args.stride.unwrap_or(window) },
         ProtocolName::Llamacpp => Protocol::SecondHalf { window },
@@ -133,6 +137,7 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
         task: args.task,
         seed: common.seed,
         recipe,
+        cache: args.cache.cache,
         threads: common.threads,
     };
     let progress = Progress::new(common);
@@ -205,7 +210,12 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
         rows.extend([
             (
                 "exact perplexity",
-                format!("{}, increase {:+.2} %", fixed(x.exact_ppl), 100.0 * x.ppl_increase),
+                format!(
+                    "{}, increase {:+.2} %{}",
+                    fixed(x.exact_ppl),
+                    100.0 * x.ppl_increase,
+                    x.nll_increase_se.map_or(String::new(), |se| format!(" +- {:.2} %", 100.0 * se))
+                ),
             ),
             (
                 "KL to exact",
@@ -240,7 +250,10 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
 
 /// The attention that ran, and whether it was exact.
 fn attention(r: &Record) -> String {
-    let named = format!("{} {}", r.attention, r.params).trim_end().to_string();
+    let mut named = format!("{} {}", r.attention, r.params).trim_end().to_string();
+    if r.cache != CacheFormat::F32 {
+        named += &format!(", cache in {}", r.cache.name());
+    }
     match &r.against_exact {
         Some(x) if x.fell_back => {
             format!("{named}: exact at this length, its settings cover {} tokens", r.context)
@@ -265,6 +278,9 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
     } else {
         model.tokenizer.encode(&prompt, true)?
     };
+    if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, ids.len() + args.max_tokens)) {
+        eprintln!("warning: {warning}");
+    }
     let settings = generate::Settings {
         max_tokens: args.max_tokens,
         sampling: Sampling {
@@ -276,6 +292,7 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
         stop: args.stop.clone(),
         ignore_eos: args.ignore_eos,
         recipe,
+        cache: args.cache.cache,
         threads: common.threads,
     };
     let live = !common.json && !common.csv;
@@ -294,6 +311,14 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
     if result.fell_back {
         let id = args.attention.method.as_deref().unwrap_or("the method");
         note(common, &format!("{id} is exact at this length: its settings cover {} tokens", ids.len()));
+    }
+    if !result.decodes_exactly.is_empty() {
+        let n = result.decodes_exactly.len();
+        let layers = if n == model.config.n_layers { "all layers".into() } else { count(n, "layer") };
+        note(
+            common,
+            &format!("in {layers} a method without a stream read the prompt; exact attention decodes there"),
+        );
     }
     if common.json {
         print_json(&result);

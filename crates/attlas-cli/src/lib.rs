@@ -7,6 +7,7 @@
 
 mod args;
 mod bench;
+mod calibrate;
 mod compare;
 mod compress;
 mod convert;
@@ -15,6 +16,7 @@ mod inputs;
 mod inspect;
 mod interrupt;
 mod language;
+mod layer;
 mod progress;
 mod report;
 mod simulate;
@@ -91,8 +93,10 @@ fn dispatch(cli: &Cli) -> Outcome {
         Some(Command::Report(a)) => report::run(a, &cli.common),
         Some(Command::Bench(a)) => bench::run(a, &cli.common),
         Some(Command::Decompose(a)) => decompose::run(a, &cli.common),
+        Some(Command::Layer(a)) => layer::run(a, &cli.common),
         Some(Command::Simulate(a)) => simulate::run(a, &cli.common),
         Some(Command::Extract(a)) => language::extract(a, &cli.common),
+        Some(Command::Calibrate(a)) => calibrate::run(a, &cli.common),
         Some(Command::Tune(a)) => tune::run(a, &cli.common),
         Some(Command::Compress(a)) => compress::run(a, &cli.common),
         Some(Command::Convert(a)) => convert::run(a, &cli.common),
@@ -323,6 +327,11 @@ fn width() -> Option<usize> {
 fn methods(args: &MethodsArgs, common: &args::Common) -> Outcome {
     if let Some(id) = &args.id {
         return describe(id, common);
+    }
+    if let Some(path) = &args.svg {
+        attlas_lab::output::check(&[("--svg", path)], &[])?;
+        attlas_lab::output::write(path, attlas_lab::taxonomy::svg().as_bytes())?;
+        return Ok(ExitCode::SUCCESS);
     }
     let atlas = Atlas::new(args.family.as_deref().map(select::family).transpose()?);
     if common.json {

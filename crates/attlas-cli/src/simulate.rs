@@ -2,9 +2,10 @@
 
 use crate::args::{Common, MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
 use crate::{Outcome, note, print, print_json};
-use attlas_lab::output;
+use attlas::Mat;
 use attlas_lab::simulate::{Matching, Model, Particles, ParticlesRun, Scheme, Score, Task};
 use attlas_lab::table::{Table, count, number};
+use attlas_lab::{Error, output};
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &SimulateArgs, common: &Common) -> Outcome {
@@ -34,6 +35,16 @@ fn particles(args: &ParticlesArgs, common: &Common) -> Outcome {
         _ => (20, 2),
     };
     let mut system = Particles::new(model, args.n.unwrap_or(n), args.d.unwrap_or(d), common.seed);
+    let matrices = [
+        ("--query-matrix", &args.query_matrix),
+        ("--key-matrix", &args.key_matrix),
+        ("--value-matrix", &args.value_matrix),
+    ];
+    for (place, (flag, text)) in system.qkv.iter_mut().zip(matrices) {
+        if let Some(text) = text {
+            *place = matrix(flag, text)?;
+        }
+    }
     system.beta = args.beta;
     system.causal = args.causal;
     system.t_end = args.t_end.unwrap_or(system.t_end);
@@ -61,6 +72,28 @@ fn particles(args: &ParticlesArgs, common: &Common) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
+/// A matrix from a file, or from its rows.
+fn matrix(flag: &'static str, text: &str) -> Result<Mat<f64>, Error> {
+    if text.ends_with(".npy") {
+        let t = attlas_lab::decompose::read_tensor(std::path::Path::new(text), None)?;
+        return match t.shape() {
+            [rows, cols] => Ok(Mat::from_vec(t.data().to_vec(), *rows, *cols)),
+            other => Err(Error::argument(flag, "a file that holds a matrix", format!("shape {other:?}"))),
+        };
+    }
+    let wrong =
+        || Error::argument(flag, "rows of numbers such as 1,0;0,2, or a .npy file", format!("'{text}'"));
+    let rows: Vec<Vec<f64>> = text
+        .split(';')
+        .map(|row| row.split(',').map(|x| x.trim().parse().map_err(|_| wrong())).collect())
+        .collect::<Result<_, Error>>()?;
+    let cols = rows[0].len();
+    if rows.iter().any(|row| row.len() != cols) {
+        return Err(wrong());
+    }
+    Ok(Mat::from_vec(rows.concat(), rows.len(), cols))
+}
+
 fn headline(run: &ParticlesRun) -> Vec<String> {
     let last = |series: &[f64]| series.last().copied().unwrap_or(0.0);
     let mut lines = vec![
@@ -73,6 +106,9 @@ fn headline(run: &ParticlesRun) -> Vec<String> {
         ),
         format!("diameter {} -> {}", number(run.diameter[0]), number(last(&run.diameter))),
     ];
+    if let Some(rate) = run.contraction_rate {
+        lines.push(format!("the diameter falls like exp(-{} t)", number(rate)));
+    }
     if let Some(hull) = &run.hull {
         let what = if run.d == 1 { "length" } else { "area" };
         lines.push(format!("{what} of the convex hull {} -> {}", number(hull[0]), number(last(hull))));

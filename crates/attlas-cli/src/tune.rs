@@ -5,13 +5,14 @@ use crate::interrupt;
 use crate::progress::Progress;
 use crate::report::command_line;
 use crate::{Outcome, STOP, note, print, print_json};
-use attlas_lab::table::{number, percent, wrap};
+use attlas_lab::table::{percent, wrap};
 use attlas_lab::text::{Text, open_model};
-use attlas_lab::tune::{Ended, Runtime, Settings, State, Tuned, extract_layers, key, tune};
-use attlas_lab::{Error, output};
+use attlas_lab::tune::{Ended, Runtime, Settings, State, Tuned, curve, extract_layers, key, tune};
+use attlas_lab::{Calibrations, Error, output, task};
 use attlas_model::Model;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// Tokens that are tuned on where nothing is said.
 const TOKENS: usize = 2048;
@@ -19,11 +20,16 @@ const TOKENS: usize = 2048;
 const FEWEST: usize = 16;
 
 pub(crate) fn run(args: &TuneArgs, common: &Common) -> Outcome {
-    let settings = Settings {
+    let learnt = args.calibration.as_deref().map(Calibrations::read).transpose()?.unwrap_or_default();
+    let mut settings = Settings {
         max_error: args.max_error,
         max_kl: args.max_kl,
         max_ppl_increase: args.max_ppl_increase,
         selection: args.methods.choice().resolve()?,
+        calibrations: Arc::new(learnt),
+        answer: None,
+        task: args.task,
+        decode: !args.no_decode,
         layers: args.layers.clone(),
         effort: args.effort,
         shard: args.shard,
@@ -41,10 +47,17 @@ pub(crate) fn run(args: &TuneArgs, common: &Common) -> Outcome {
     let path = args.state.clone().unwrap_or_else(|| beside(&args.out));
     let mut inputs = vec![args.model.path.as_path(), args.text.as_path()];
     inputs.extend(args.check_text.as_deref());
-    output::check(&[("--out", &args.out), ("--state", &path)], &inputs)?;
+    inputs.extend(args.answer_text.as_deref());
+    let mut outputs = vec![("--out", args.out.as_path()), ("--state", path.as_path())];
+    outputs.extend(args.curve.as_deref().map(|c| ("--curve", c)));
+    output::check(&outputs, &inputs)?;
     interrupt::catch(common);
     let model = open_model(&args.model.path)?;
-    let (text, check) = texts(args, &model)?;
+    let (text, check, answer) = texts(args, &model, common.seed)?;
+    if answer.is_none() && args.max_error.is_none() {
+        note(common, "note: no third text is left for the answer; --answer-text names one");
+    }
+    settings.answer = answer;
     let progress = Progress::new(common);
     let extracted = extract_layers(
         &model,
@@ -65,7 +78,7 @@ pub(crate) fn run(args: &TuneArgs, common: &Common) -> Outcome {
     }
     let progress = Progress::new(common);
     let ended = tune(
-        &mut Runtime { model: &model, threads: common.threads },
+        &mut Runtime::new(&model, common.threads, args.task, common.seed),
         &text,
         &check,
         &workload,
@@ -84,7 +97,19 @@ pub(crate) fn run(args: &TuneArgs, common: &Common) -> Outcome {
         }
     };
     if let Some(recipe) = &tuned.recipe {
+        let mut recipe = recipe.clone();
+        // A recipe finds what its methods learnt by its full path, wherever it is run from.
+        recipe.calibration = match &args.calibration {
+            Some(path) if uses_calibration(&recipe) => {
+                Some(path.canonicalize().map_err(|e| Error::reading(path, e))?)
+            }
+            _ => None,
+        };
         output::write(&args.out, recipe.to_toml()?.as_bytes())?;
+    }
+    if let (Some(path), false) = (&args.curve, tuned.curve.is_empty()) {
+        output::write(path, curve::picture(&tuned).as_bytes())?;
+        note(common, &format!("wrote {}", path.display()));
     }
     show(&tuned, common);
     match &tuned.recipe {
@@ -101,8 +126,16 @@ fn beside(out: &std::path::Path) -> PathBuf {
     out.with_file_name(name)
 }
 
-/// The text to tune on, and the one to check on: another, or what follows.
-fn texts(args: &TuneArgs, model: &Model) -> Result<(Text, Text), Error> {
+/// Whether a method of the recipe learnt something.
+fn uses_calibration(recipe: &attlas_model::Recipe) -> bool {
+    let decodes = recipe.rules.iter().filter_map(|r| r.decode.as_ref()).map(|d| &d.method);
+    let mut ids = recipe.rules.iter().map(|r| &r.method).chain(decodes);
+    ids.any(|id| recipe.calibrations.has(id))
+}
+
+/// The text to tune on, the one to check on, which is another or what follows, and what follows that, where there is
+/// enough of it.
+fn texts(args: &TuneArgs, model: &Model, seed: u64) -> Result<(Text, Text, Option<Text>), Error> {
     let mut text = Text::read(&args.text, model, None)?;
     let all = text.tokens.len();
     let longest = model.config.max_positions;
@@ -121,14 +154,32 @@ fn texts(args: &TuneArgs, model: &Model) -> Result<(Text, Text), Error> {
             Text { source: format!("{} after its first {n} tokens", text.source), tokens, ..text.clone() }
         }
     };
+    let m = args.check_tokens.unwrap_or(n);
+    let mut answer = match &args.answer_text {
+        Some(path) => Some(Text::read(path, model, None)?),
+        None if check.tokens.len() >= m.saturating_mul(2) => {
+            let tokens = check.tokens[m..].to_vec();
+            let source = match &args.check_text {
+                Some(_) => format!("{} after its first {m} tokens", check.source),
+                None => format!("{} after its first {} tokens", text.source, n + m),
+            };
+            Some(Text { source, tokens, ..check.clone() })
+        }
+        None => None,
+    };
+    answer.iter_mut().for_each(|a| a.tokens.truncate(m));
     text.tokens.truncate(n);
-    check.tokens.truncate(args.check_tokens.unwrap_or(n));
+    check.tokens.truncate(m);
     if check.tokens.len() < FEWEST {
         let expected =
             format!("a text with {FEWEST} tokens or more that were not used for tuning, or --check-text");
         return Err(Error::argument("--text", expected, check.tokens.len()));
     }
-    Ok((text, check))
+    if let Some(task) = args.task {
+        // Read as the prompts of the check are.
+        text.tokens = task::prompt(task, &model.tokenizer, &text, n, seed)?.tokens;
+    }
+    Ok((text, check, answer))
 }
 
 fn show(tuned: &Tuned, common: &Common) {
@@ -150,15 +201,16 @@ fn show(tuned: &Tuned, common: &Common) {
     }
     if let Some(why) = &tuned.note {
         print(&format!("\nexact attention everywhere: {why}\n"));
-    } else if let Some(round) = tuned.chosen.map(|i| &tuned.rounds[i]) {
-        note(
-            common,
-            &format!(
-                "\n{} of the key heads changed within an error of {}; attention takes {} of exact attention's time there",
-                percent(round.changed),
-                number(round.target),
-                percent(round.cost)
-            ),
+    } else {
+        let changed = tuned.picks.iter().filter(|p| p.cost < 1.0).count();
+        let mut line = format!(
+            "\n{changed} of {} key heads changed; attention of a prompt takes {} of exact attention's time",
+            tuned.picks.len(),
+            percent(tuned.cost())
         );
+        if let Some(read) = tuned.decode_cost() {
+            line += &format!(", a new token reads {} of the cache", percent(read));
+        }
+        note(common, &line);
     }
 }

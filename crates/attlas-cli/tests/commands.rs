@@ -652,3 +652,26 @@ fn a_tensor_is_decomposed_and_its_factors_are_written() {
         attlas_in(&folder, &["decompose", "w.npy", "--with", "cp", "--rank", "1", "--out", "w.npy"]);
     assert_eq!(refused.status, 2, "an input is not replaced");
 }
+
+#[test]
+fn a_layer_runs_on_hidden_states_from_a_file() {
+    let folder = Folder::new("layer");
+    let header = "{'descr': '<f4', 'fortran_order': False, 'shape': (4, 6, 64), }\n";
+    let mut file = b"\x93NUMPY\x01\x00".to_vec();
+    file.extend((header.len() as u16).to_le_bytes());
+    file.extend(header.bytes());
+    file.extend((0..4 * 6 * 64).flat_map(|i| (i as f32 * 0.1).sin().to_le_bytes()));
+    std::fs::write(folder.0.join("x.npy"), file).unwrap();
+    let axial = ["layer", "axial", "--input", "x.npy", "--random", "1", "--out", "y.npy", "--json"];
+    let record = attlas_in(&folder, &axial).json();
+    assert_eq!(record["shape"], serde_json::json!([4, 6, 64]));
+    assert_eq!(record["parameters"], 2 * 4 * 64 * 64);
+    assert!(folder.0.join("y.npy").exists());
+    let y = attlas_in(&folder, &["layer", "axial", "--input", "y.npy", "--random", "1", "--json"]).json();
+    assert_eq!(y["shape"], record["shape"], "what is written can be read again");
+    let refused =
+        attlas_in(&folder, &["layer", "axial", "--input", "x.npy", "--random", "1", "--heads", "5"]);
+    assert!(refused.status == 2 && refused.err.contains("divides the width 64"), "{}", refused.err);
+    let unknown = attlas_in(&folder, &["layer", "axal", "--input", "x.npy", "--random", "1"]);
+    assert!(unknown.status == 2 && unknown.err.contains("did you mean axial?"), "{}", unknown.err);
+}

@@ -503,3 +503,40 @@ fn a_prompt_that_is_read_tells_its_progress() {
         attlas(&["generate", &model, "--prompt", "abcdefgh", "--max-tokens", "1", "--progress"]);
     assert!(status == 0 && err.contains("reading the prompt"), "{err}");
 }
+
+#[test]
+fn what_methods_learnt_attends_in_the_model() {
+    let folder = Folder::new("calibrate");
+    let (model, text, out) = (model(), alice(), folder.file("learnt"));
+    let learn =
+        ["calibrate", &model, "--text", &text, "--tokens", "96", "--methods", "loki,crt", "--out", &out];
+    let x = json(&[&learn[..], &["--json"]].concat());
+    let rows = x["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 2 * 90);
+    let of = |id: &str| rows.iter().filter(|r| r["method"] == id).cloned().collect::<Vec<Value>>();
+    assert!(of("loki").iter().all(|r| r["before"].is_null() && r["after"].as_f64().unwrap() < 1.5));
+    assert!(of("crt").iter().all(|r| r["before"].as_f64().is_some() && r["after"].as_f64().is_some()));
+    let score = ["perplexity", &model, "--text", &text, "--tokens", "96", "--method", "loki", "--json"];
+    let (status, _, err) = attlas(&score);
+    assert!(status == 2 && err.contains("attlas calibrate --methods loki"), "{err}");
+    let run = json(&[&score[..], &["--calibration", &out]].concat());
+    assert!(run["ppl"].as_f64().unwrap() > 1.0 && run["attention"] == "loki");
+    let (status, _, err) =
+        attlas(&["calibrate", &model, "--text", &text, "--methods", "top_k", "--out", &out]);
+    assert!(status == 2 && err.contains("loki"), "{err}");
+}
+
+#[test]
+fn a_recipe_warns_past_the_length_it_was_checked_at() {
+    let folder = Folder::new("past");
+    let (model, text, recipe) = (model(), alice(), folder.file("r.toml"));
+    let written = "version = 1\ntokens = 32\n[default]\nmethod = \"sink_window\"\n[default.decode]\nmethod = \"exact\"\n";
+    std::fs::write(&recipe, written).unwrap();
+    let score = ["perplexity", &model, "--text", &text, "--tokens", "64", "--recipe", &recipe, "--json"];
+    let (status, out, err) = attlas(&[&score[..], &["--context", "64"]].concat());
+    assert!(status == 0 && err.contains("checked on texts of 32 tokens"), "{err}");
+    let x: Value = serde_json::from_str(&out).unwrap();
+    assert!(x["past_recipe"] == true && x["nll_increase"].as_f64().is_some());
+    let (_, _, err) = attlas(&[&score[..], &["--context", "32"]].concat());
+    assert!(!err.contains("checked on"), "{err}");
+}

@@ -1,6 +1,6 @@
 //! Device forms over host tensors: the one file that knows both contracts.
 
-use crate::plan::NO_NEAR;
+use crate::plan::{NO_NEAR, NO_SOFTCAP};
 use crate::registry::FORMS;
 use crate::{
     Device, DeviceBuffer, DeviceMut, DeviceOut, DevicePlan, DeviceQkv, DeviceRef, DeviceStream,
@@ -93,7 +93,9 @@ const _: () = assert!(FORMS.len() <= 12, "every form needs an entry");
 
 fn supports_at<const I: usize>(p: &Problem, o: &Options) -> Support {
     let form = FORMS[I.min(FORMS.len() - 1)];
-    let mut support = (form.method.supports)(p, o).and_unless(!p.near.is_none(), NO_NEAR);
+    let mut support = (form.method.supports)(p, o)
+        .and_unless(!p.near.is_none(), NO_NEAR)
+        .and_unless(p.softcap.is_some(), NO_SOFTCAP);
     if let Some(device) = DEVICE.get() {
         for dtype in [DType::F32, DType::F64] {
             let more = (form.supports)(p, o, element_of(dtype), device.info()).reasons;

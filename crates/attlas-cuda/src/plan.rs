@@ -157,6 +157,8 @@ pub struct Form {
 
 /// Why a near field is refused.
 pub(crate) const NO_NEAR: &str = "a near field has no form on the device: leave near.* out";
+/// Why capped logits are refused.
+pub(crate) const NO_SOFTCAP: &str = "capped logits have no form on the device: leave softcap out";
 
 /// Plans the method `id` on a device, or says everything that stands in the way.
 pub fn plan(
@@ -174,6 +176,9 @@ pub fn plan(
     let mut reasons = (method.supports)(problem, options).reasons;
     if !near.is_none() {
         reasons.push(NO_NEAR.into());
+    }
+    if problem.softcap.is_some() {
+        reasons.push(NO_SOFTCAP.into());
     }
     reasons.extend((form.supports)(problem, options, element, device.info()).reasons);
     if method.claims.needs == Needs::Calibration && calibration.is_none() {

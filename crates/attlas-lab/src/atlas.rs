@@ -7,7 +7,7 @@ use attlas::layer::{LayerKind, LayerShape};
 use attlas::layers::common::cache_size;
 use attlas::method::{Budget, Claims, Family, Needs, Promise, Withdrawn};
 use attlas::params::{ParamSpec, Value};
-use attlas::{Method, registry};
+use attlas::{Method, Options, registry};
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -93,6 +93,10 @@ pub struct LayerEntry {
     pub title: &'static str,
     /// Authors and year, or the section of the survey.
     pub reference: &'static str,
+    /// The parameter that names the grid of its tokens, where it folds them into one.
+    pub grid: Option<&'static str>,
+    /// Its weights, outputs × inputs, for hidden states of width 64 and 4 heads of width 16.
+    pub weights: String,
     /// Its parameters.
     pub params: Vec<ParamEntry>,
 }
@@ -428,6 +432,7 @@ impl MethodEntry {
         fact("approximates softmax", yes(c.softmax).into());
         fact("causal", yes(c.causal).into());
         fact("decodes token by token", yes(c.decode).into());
+        fact("has a gradient", yes(c.gradient).into());
         fact("needs", needs(c.needs).into());
         fact("time grows as", format!("N^{}", c.exponent));
         fact("random", yes(!c.deterministic).into());
@@ -495,15 +500,52 @@ fn wrapped(text: &str, first: usize, rest: usize) -> String {
     out + "\n"
 }
 
+/// Settings under which a layer fits heads of width 16: steps of 8 × 8 numbers have heads of 4 × 4, and no more than half of
+/// a head is rotated.
+pub(crate) fn example_options(kind: &'static LayerKind) -> Options {
+    let known = |name: &str| kind.params.iter().any(|p| p.name == name);
+    let fitting = [("head", "4x4"), ("rope_dim", "8")].into_iter().filter(|(name, _)| known(name));
+    fitting.fold(Options::new(), |options, (name, value)| options.with(name, value))
+}
+
+/// The weights of a layer in a small example, in words: `q 64 × 64` and so on.
+fn example_weights(kind: &'static LayerKind) -> String {
+    let shape = LayerShape { d_model: 64, n_heads: 4, n_kv_heads: 4, d: 16, d_v: 16 };
+    match (kind.weights)(&shape, &example_options(kind)) {
+        Ok(specs) => specs
+            .iter()
+            .map(|w| {
+                format!("{} {} × {}{}", w.name, w.n_out, w.n_in, if w.optional { " (optional)" } else { "" })
+            })
+            .collect::<Vec<_>>()
+            .join(", "),
+        Err(e) => e.to_string(),
+    }
+}
+
 impl LayerEntry {
     /// The registry entry of `l`.
     pub fn new(l: &'static LayerKind) -> Self {
-        Self { id: l.id, title: l.title, reference: l.reference, params: params(l.params) }
+        Self {
+            id: l.id,
+            title: l.title,
+            reference: l.reference,
+            grid: l.grid,
+            weights: example_weights(l),
+            params: params(l.params),
+        }
     }
 
     fn described(&self) -> Described<'_> {
-        let Self { id, title, reference, params } = self;
-        Described { id, title, reference, more: String::new(), params }
+        let Self { id, title, reference, grid, weights, params } = self;
+        let fold = grid.map_or(String::new(), |name| {
+            format!(" Its tokens stand on a grid, `{name}`, which `attlas layer` takes from the shape of the input.")
+        });
+        let more = format!(
+            "{fold} Input and output: `[tokens, width]`. Weights, outputs × inputs, for width 64 and 4 heads of width 16: \
+             {weights}."
+        );
+        Described { id, title, reference, more, params }
     }
 
     /// Everything about the layer, fit for 80 columns.
@@ -560,6 +602,7 @@ mod tests {
         };
         for l in registry::LAYERS {
             check("layer", l.id, LayerEntry::new(l).text(), l.params);
+            assert!(example_weights(l).contains('×'), "{}: {}", l.id, example_weights(l));
         }
         for c in registry::CONVERSIONS {
             check("conversion", c.id, ConversionEntry::new(c).text(), c.params);

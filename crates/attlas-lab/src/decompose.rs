@@ -156,7 +156,7 @@ fn pick(path: &Path, name: Option<&str>, mut found: Vec<String>) -> Result<Strin
     }
 }
 
-fn numbers(path: &Path, name: &str, view: &TensorView<'_>) -> Result<Vec<f64>> {
+pub(crate) fn numbers(path: &Path, name: &str, view: &TensorView<'_>) -> Result<Vec<f64>> {
     let words = |size: usize| view.data().chunks_exact(size);
     Ok(match view.dtype() {
         Dtype::F64 => words(8).filter_map(|b| b.try_into().ok()).map(f64::from_le_bytes).collect(),

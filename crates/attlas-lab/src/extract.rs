@@ -116,6 +116,7 @@ pub fn extract(
     }
 
     let problem = Problem::new(heads.query.len(), n, c.head_dim).with_kv_heads(heads.key.len());
+    let problem = problem.with_softcap(c.attention_softcap);
     let mut extra = Vec::new();
     let mut data = Vec::new();
     for (l, x) in collector.layers {

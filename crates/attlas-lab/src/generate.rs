@@ -3,7 +3,8 @@
 use crate::run::timed;
 use crate::{Error, Result};
 use attlas::{Schedule, Status};
-use attlas_model::decoder::Observer;
+use attlas_model::decoder::{LayerDecoding, Observer};
+use attlas_model::kept::CacheFormat;
 use attlas_model::sample::{Sampler, Sampling};
 use attlas_model::{Decoder, Model, Recipe, Rows};
 use serde::Serialize;
@@ -23,6 +24,8 @@ pub struct Settings {
     pub ignore_eos: bool,
     /// Recipe of attention; exact where absent.
     pub recipe: Option<Recipe>,
+    /// How keys and values are stored where layers keep them.
+    pub cache: CacheFormat,
     /// Threads; 0 takes as many as the machine offers.
     pub threads: usize,
 }
@@ -46,6 +49,12 @@ pub struct Generated {
     pub seconds: f64,
     /// Bytes of the cache and of the states of streams at the end.
     pub cache_bytes: usize,
+    /// How keys and values are stored where layers keep them.
+    pub cache: CacheFormat,
+    /// Layers with heads whose method has no stream: exact attention decodes there.
+    pub decodes_exactly: Vec<usize>,
+    /// Layers whose heads all decode by streams, and that keep no keys beside them.
+    pub without_keys: Vec<usize>,
     /// Whether the method's settings cover the prompt, so that exact attention read it under the method's name.
     pub fell_back: bool,
 }
@@ -106,6 +115,8 @@ pub fn generate(
     let recipe = settings.recipe.clone().unwrap_or_default();
     let schedule = Schedule { threads: settings.threads, ..Schedule::default() };
     let mut decoder = Decoder::new(model.clone(), &recipe, schedule)?;
+    decoder.pack_keys(settings.cache)?;
+    decoder.forget_keys()?;
     let mut sampler = Sampler::new(settings.sampling)?;
     // Growing later would copy the cache.
     decoder.reserve(prompt_ids.len().saturating_add(settings.max_tokens.min(1024)));
@@ -154,6 +165,9 @@ pub fn generate(
     });
     let ended = ended?;
     text.finish(show);
+    let decoding = decoder.decoding();
+    let fallen = |l: &&LayerDecoding| l.methods.iter().any(|(_, reads, decodes)| reads != decodes);
+    let decodes_exactly = decoding.iter().filter(fallen);
     // The first token comes from the prompt's own pass.
     let steps = ids.len().saturating_sub(1);
     Ok(Generated {
@@ -164,6 +178,9 @@ pub fn generate(
         tokens_per_second: (steps > 0).then(|| steps as f64 / seconds),
         seconds: prompt_seconds + seconds,
         cache_bytes: decoder.cache_bytes(),
+        cache: settings.cache,
+        decodes_exactly: decodes_exactly.map(|l| l.layer).collect(),
+        without_keys: decoding.iter().filter(|l| !l.keeps_keys).map(|l| l.layer).collect(),
         fell_back,
         ids,
     })

@@ -1,6 +1,7 @@
 //! A comparison as one self-contained page: a plot of error against time, and the table. No script, no network.
 
 use crate::compare::Comparison;
+use crate::compare::curves::{Curve, CurvePoint};
 use crate::table::{Table, count, number, seconds};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -17,7 +18,7 @@ pub fn comparison(c: &Comparison) -> String {
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n<title>attlas: {source}</title>\n<style>{STYLE}</style>\
          </head><body>\n<h1>Error against time</h1>\n<p>{origin}</p>\n<p>Mask {mask}, {heads}, {threads}, {isa}, {seeds}. \
-         Exact attention takes {exact}, {gflops} GF/s.</p>\n<p><b>{verdict}</b> {fallbacks}</p>\n{plot}\n<p>{legend}</p>\n<p>Relative Frobenius error and seconds of set-up \
+         Exact attention takes {exact}, {gflops} GF/s.</p>\n<p><b>{verdict}</b> {fallbacks}</p>\n{plot}\n{curves}<p>{legend}</p>\n<p>Relative Frobenius error and seconds of set-up \
          and run, all heads together, both axes logarithmic, an error of zero on the lowest line. The line joins what nothing \
          beats in both, exact attention and the mean of the values included; the dashed one is the time of exact attention. \
          Rings are methods whose settings cover everything at this length: they computed exact attention.</p>\n<table>\n{rows}</table>\n<p>error: mean; sure: upper bound from exact \
@@ -38,6 +39,13 @@ pub fn comparison(c: &Comparison) -> String {
         exact = seconds(c.exact.run_seconds),
         gflops = number(c.exact.gflops),
         plot = plot(c),
+        curves = match c.curves.is_empty() {
+            true => String::new(),
+            false => format!(
+                "<h2>Over a range of scores</h2>\n{}<p>Dashed: as published; whole: beside sinks and a window, or with a near field of its own.</p>\n",
+                self::curves(&c.curves)
+            ),
+        },
     )
 }
 
@@ -309,6 +317,85 @@ pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
+/// Left edges of the two panels.
+const PANELS: [f64; 2] = [60.0, 500.0];
+const PANEL: f64 = 340.0;
+
+/// A picture: error against the share of scores, and against the time over exact attention's; dashed as published, whole beside
+/// a near field or with one of its own. Exact attention stands at 1; an error of zero on the lowest line.
+pub fn curves(curves: &[Curve]) -> String {
+    const WIDTH: f64 = 900.0;
+    const HEIGHT: f64 = 440.0;
+    let (top, bottom) = (30.0, HEIGHT - 60.0);
+    let y = |e: f64| bottom - ((e.max(1e-4).log10() + 4.0) / 4.0).clamp(0.0, 1.0) * (bottom - top);
+    let x = |panel: usize, share: f64| {
+        PANELS[panel] + ((share.max(1e-2).log10() + 2.0) / 3.0).clamp(0.0, 1.0) * PANEL
+    };
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"error against scores \
+         and time\" color=\"#222\"><style>text{{font:11px system-ui,sans-serif;fill:#222}}</style>\
+         <rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>"
+    );
+    for (panel, name) in ["share of the scores", "time over exact attention's"].iter().enumerate() {
+        for share in [0.01, 0.1, 1.0, 10.0] {
+            let px = x(panel, share);
+            let _ = write!(
+                svg,
+                "<line x1=\"{px:.1}\" y1=\"{top}\" x2=\"{px:.1}\" y2=\"{bottom}\" stroke=\"#8883\"/>\
+                 <text x=\"{px:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{share}</text>",
+                bottom + 16.0
+            );
+        }
+        for e in [1e-4, 1e-3, 1e-2, 1e-1, 1.0] {
+            let label = if e < 2e-4 { "0".into() } else { format!("{e}") };
+            let _ = write!(
+                svg,
+                "<line x1=\"{0}\" y1=\"{1:.1}\" x2=\"{2}\" y2=\"{1:.1}\" stroke=\"#8883\"/>\
+                 <text x=\"{3}\" y=\"{4:.1}\" text-anchor=\"end\">{label}</text>",
+                PANELS[panel],
+                y(e),
+                PANELS[panel] + PANEL,
+                PANELS[panel] - 6.0,
+                y(e) + 4.0
+            );
+        }
+        let _ = write!(
+            svg,
+            "<circle cx=\"{:.1}\" cy=\"{bottom}\" r=\"5\" fill=\"currentColor\"><title>exact attention</title></circle>\
+             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{name}</text>",
+            x(panel, 1.0),
+            PANELS[panel] + PANEL / 2.0,
+            HEIGHT - 14.0
+        );
+        for c in curves {
+            let at = |p: &CurvePoint| if panel == 0 { p.keys_share } else { 1.0 / p.speedup };
+            let points: Vec<String> =
+                c.points.iter().map(|p| format!("{:.1},{:.1}", x(panel, at(p)), y(p.error))).collect();
+            let own = !c.near && curves.iter().any(|o| o.method == c.method && o.near);
+            let dashes = if own { " stroke-dasharray=\"4 3\"" } else { "" };
+            let colour = colour(c.family);
+            let told =
+                if c.near { format!("{} beside a near field", c.method) } else { c.method.to_string() };
+            let _ = write!(
+                svg,
+                "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.5\"{dashes}><title>{told}</title>\
+                 </polyline>",
+                points.join(" ")
+            );
+            if let Some(last) = c.points.last().filter(|p| p.error < 0.3) {
+                let _ = write!(
+                    svg,
+                    "<text x=\"{:.1}\" y=\"{:.1}\">{}</text>",
+                    x(panel, at(last)) + 4.0,
+                    y(last.error) + 3.0,
+                    escape(c.method)
+                );
+            }
+        }
+    }
+    svg + "</svg>\n"
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -350,6 +437,24 @@ mod tests {
                 assert!((a.0 - b.0).abs() >= 62.0 || (a.1 - b.1).abs() >= 11.0, "{a:?} {b:?}");
             }
         }
+    }
+
+    #[test]
+    fn curves_have_a_line_in_both_panels() {
+        let point = |error, keys_share| CurvePoint {
+            params: attlas::Options::new(),
+            error,
+            keys_share,
+            speedup: 2.0,
+        };
+        let curve = |near| Curve {
+            method: "hyper",
+            family: "clustering",
+            near,
+            points: vec![point(0.2, 0.1), point(0.0, 0.3)],
+        };
+        let svg = curves(&[curve(false), curve(true)]);
+        assert_eq!((svg.matches("<polyline").count(), svg.matches("stroke-dasharray").count()), (4, 2));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! A [`Source`] names inputs and loads them, a [`Selection`](select::Selection) names methods with their
 //! settings, [`budget`] makes them spend the same, [`mod@compare`] measures errors and times on those inputs, [`mod@bench`] measures how times grow with
 //! the length beside what the [`machine`] can do, and [`atlas`] describes everything the registry holds.
-//! [`mod@extract`], [`mod@perplexity`] and [`mod@generate`] run a pretrained model over a text, [`mod@inspect`] looks
+//! [`mod@calibrate`] lets methods learn from text, [`mod@extract`], [`mod@perplexity`] and [`mod@generate`] run a pretrained model over a text, [`mod@inspect`] looks
 //! inside heads, [`mod@tune`] chooses a method for each, and [`report`] puts it on one page. Results
 //! are plain records that serialise; [`table`] lays them out for people. This is the one crate that reads the
 //! clock.
@@ -12,7 +12,7 @@
 
 pub mod atlas;
 pub mod bench;
-pub mod calibration;
+pub mod calibrate;
 pub mod certify;
 pub mod compare;
 pub mod compress;
@@ -28,10 +28,12 @@ pub mod generate;
 pub mod hash;
 pub mod html;
 pub mod inspect;
+pub mod layer;
 pub mod machine;
 mod npy;
 pub mod output;
 pub mod perplexity;
+pub mod reorder;
 pub mod report;
 mod run;
 pub mod select;
@@ -45,13 +47,14 @@ mod survey_page;
 pub mod synthetic;
 pub mod table;
 pub mod task;
+pub mod taxonomy;
 pub mod text;
 pub mod trace;
 pub mod tune;
 pub mod words;
 pub mod workload;
 
-pub use calibration::Calibrations;
+pub use attlas_model::calibration::{self, Calibrations};
 pub use compare::budget;
 pub use error::{Error, Result};
 pub use run::Meter;

@@ -10,7 +10,8 @@ use crate::text::Text;
 use crate::{Error, Result};
 use attlas::{Options, Schedule, Status, Workspace};
 use attlas_model::decoder::{LOGIT_ROWS, Observer};
-use attlas_model::perplexity::{Divergence, Perplexity, Protocol, Window, nll};
+use attlas_model::kept::CacheFormat;
+use attlas_model::perplexity::{Divergence, Mean, Perplexity, Protocol, Window, nll};
 use attlas_model::{Decoder, Model, Recipe, Rows};
 use serde::Serialize;
 use std::ops::Range;
@@ -32,6 +33,8 @@ pub struct Settings {
     pub seed: u64,
     /// Recipe of attention; exact where absent.
     pub recipe: Option<Recipe>,
+    /// How keys and values are stored; what that costs is measured beside single precision.
+    pub cache: CacheFormat,
     /// Threads; 0 takes as many as the machine offers.
     pub threads: usize,
 }
@@ -62,6 +65,8 @@ pub struct Record {
     pub windows: usize,
     /// `exact`, the id of a method, or `recipe`.
     pub attention: String,
+    /// How keys and values were stored.
+    pub cache: CacheFormat,
     /// Parameters set for a single method.
     pub params: Options,
     /// Mean negative log-likelihood, in nats.
@@ -92,6 +97,10 @@ pub struct AgainstExact {
     pub exact_ppl: f64,
     /// Relative increase of the perplexity.
     pub ppl_increase: f64,
+    /// Mean increase of the negative log-likelihood, token by token, in nats.
+    pub nll_increase: f64,
+    /// Its standard error, from means of runs of 64 scored tokens; none for fewer than two runs.
+    pub nll_increase_se: Option<f64>,
     /// Mean Kullback–Leibler divergence from exact attention's prediction, in nats.
     pub kl_mean: f64,
     /// Its standard error.
@@ -117,6 +126,48 @@ pub struct AgainstExact {
     /// Whether the method's settings cover everything at this length, so that exact attention was computed under its
     /// name and every prediction is the same to the bit.
     pub fell_back: bool,
+    /// Whether a window was longer than the texts that the recipe was checked on.
+    pub past_recipe: bool,
+}
+
+/// Scored tokens whose mean counts as one observation: neighbours are not independent.
+const RUN: usize = 64;
+
+/// Differences of neighbouring tokens, joined to means of runs.
+#[derive(Default)]
+struct Paired {
+    all: Mean,
+    run: Mean,
+    runs: Mean,
+}
+
+impl Paired {
+    fn push(&mut self, x: f64) {
+        self.all.push(x);
+        self.run.push(x);
+        if self.run.count() == RUN as u64 {
+            self.runs.push(std::mem::take(&mut self.run).mean());
+        }
+    }
+
+    fn standard_error(&self) -> Option<f64> {
+        let se = self.runs.standard_error();
+        se.is_finite().then_some(se)
+    }
+}
+
+/// What the model with exact attention gave for each window of one text, so that several recipes are compared with one run
+/// of it.
+#[derive(Debug, Default)]
+pub struct Reference {
+    windows: Vec<(Vec<f32>, f64, u64)>,
+}
+
+impl Reference {
+    /// Final hidden states of the first window, where it was run.
+    pub fn hidden(&self) -> Option<&[f32]> {
+        self.windows.first().map(|w| w.0.as_slice())
+    }
 }
 
 /// Runs the model over the text. `progress` receives tokens done, tokens in all, and the perplexity so far.
@@ -124,6 +175,18 @@ pub fn perplexity(
     model: &Arc<Model>,
     text: &Text,
     settings: &Settings,
+    progress: &mut dyn FnMut(usize, usize, f64),
+    stop: &AtomicBool,
+) -> Result<Record> {
+    perplexity_beside(model, text, settings, None, progress, stop)
+}
+
+/// The same beside what exact attention gave before, for the same text cut in the same way; what is missing is run and kept.
+pub fn perplexity_beside(
+    model: &Arc<Model>,
+    text: &Text,
+    settings: &Settings,
+    mut reference: Option<&mut Reference>,
     progress: &mut dyn FnMut(usize, usize, f64),
     stop: &AtomicBool,
 ) -> Result<Record> {
@@ -144,10 +207,13 @@ pub fn perplexity(
     };
     let threads = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let recipe = settings.recipe.clone().unwrap_or_default();
-    let is_exact = settings.recipe.as_ref().is_none_or(|r| *r == Recipe::default());
+    let is_exact = settings.recipe.as_ref().is_none_or(|r| r.rules.is_empty() && r.is_exact());
+    let is_exact = is_exact && settings.cache == CacheFormat::F32;
     let mut subject = Runner::new(model, &recipe, &threads)?;
+    subject.decoder.pack_keys(settings.cache)?;
     let mut exact = if is_exact { None } else { Some(Runner::new(model, &Recipe::default(), &threads)?) };
     let mut divergence = Divergence::default();
+    let mut paired = Paired::default();
     let total: usize = windows.iter().map(|(tokens, _)| tokens.len()).sum();
     let (mut done, mut finished, mut run, mut interrupted) = (0, 0, 0, false);
     let mut tokens = Vec::new();
@@ -159,8 +225,10 @@ pub fn perplexity(
         let shift = usize::from(bos.is_some() && !replace);
         let outcome = (|| {
             subject.run(&tokens, stop)?;
-            if let Some(exact) = &mut exact {
-                exact.run(&tokens, stop)?;
+            match (&mut exact, &mut reference) {
+                (Some(exact), Some(known)) => exact.recall(finished, &tokens, known, stop)?,
+                (Some(exact), None) => exact.run(&tokens, stop)?,
+                (None, _) => {}
             }
             Ok(())
         })();
@@ -180,7 +248,10 @@ pub fn perplexity(
                 exact.score(rows, targets);
                 let vocab = model.config.vocab;
                 let pairs = exact.logits.chunks(vocab).zip(subject.logits.chunks(vocab));
-                pairs.zip(targets).for_each(|((p, q), &t)| divergence.push(p, q, t));
+                for ((p, q), &t) in pairs.zip(targets) {
+                    divergence.push(p, q, t);
+                    paired.push(nll(q, t) - nll(p, t));
+                }
             }
         }
         done += window.len();
@@ -199,6 +270,8 @@ pub fn perplexity(
         exact_nll: exact.sum.nll().mean(),
         exact_ppl: exact.sum.perplexity(),
         ppl_increase: subject.sum.perplexity() / exact.sum.perplexity() - 1.0,
+        nll_increase: paired.all.mean(),
+        nll_increase_se: paired.standard_error(),
         kl_mean: divergence.kl().mean(),
         kl_se: divergence.kl().standard_error(),
         kl_median: divergence.kl_quantile(0.5),
@@ -213,6 +286,7 @@ pub fn perplexity(
         fell_back: subject.status == Status::Exact
             && divergence.kl_quantile(1.0).is_some_and(|kl| kl == 0.0)
             && divergence.delta_p().root_mean_square() == 0.0,
+        past_recipe: recipe.tokens.is_some_and(|most| context > most),
     });
     Ok(Record {
         text: text.source.clone(),
@@ -225,6 +299,7 @@ pub fn perplexity(
         stride,
         bos: bos.is_some(),
         windows: finished,
+        cache: settings.cache,
         attention: if recipe.rules.is_empty() { recipe.default.method } else { "recipe".into() },
         params: recipe.default.params,
         nll: subject.sum.nll().mean(),
@@ -319,6 +394,26 @@ impl Runner {
         self.keys += self.decoder.info().keys_visited;
         self.status = self.status.max(self.decoder.info().status);
         result
+    }
+
+    /// The same as [`run`](Self::run) for window `i`, or what is known of it.
+    fn recall(
+        &mut self,
+        i: usize,
+        tokens: &[u32],
+        known: &mut Reference,
+        stop: &AtomicBool,
+    ) -> attlas_model::Result<()> {
+        if let Some((hidden, seconds, keys)) = known.windows.get(i) {
+            self.hidden.clone_from(hidden);
+            self.seconds += seconds;
+            self.keys += keys;
+            return Ok(());
+        }
+        let (seconds, keys) = (self.seconds, self.keys);
+        self.run(tokens, stop)?;
+        known.windows.push((self.hidden.clone(), self.seconds - seconds, self.keys - keys));
+        Ok(())
     }
 
     /// Scores `targets`, the first of which is predicted by row `first`.

@@ -214,6 +214,11 @@ pub struct Column<R> {
 }
 
 impl<R> Column<R> {
+    /// Its title in tables; empty where it is in files alone.
+    pub fn title(&self) -> &'static str {
+        self.title
+    }
+
     /// In files alone, with all digits.
     pub fn file(name: &'static str, raw: fn(&R) -> String) -> Self {
         Self { title: "", name, shown: raw, raw }

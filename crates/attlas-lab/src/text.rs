@@ -70,6 +70,14 @@ pub fn check_recipe(recipe: &Recipe, model: &Model) -> Result<()> {
     }
 }
 
+/// What to say where a recipe meets more tokens than it was checked on.
+pub fn past_recipe(recipe: &Recipe, tokens: usize) -> Option<String> {
+    let most = recipe.tokens.filter(|most| tokens > *most)?;
+    Some(format!(
+        "the recipe was checked on texts of {most} tokens; what it does to {tokens} is not known: tune with --tokens {tokens}"
+    ))
+}
+
 /// Command-line choice of attention: a recipe, or one method with its settings.
 #[derive(Clone, Debug, Default)]
 pub struct Attention {
@@ -79,11 +87,27 @@ pub struct Attention {
     pub method: Option<String>,
     /// Settings `param=value` or `id.param=value` of that method.
     pub set: Vec<String>,
+    /// What methods learnt: a file of calibrations, or a folder of them.
+    pub calibration: Option<std::path::PathBuf>,
 }
 
 impl Attention {
     /// The recipe, or `None` for exact attention everywhere.
     pub fn resolve(&self) -> Result<Option<Recipe>> {
+        let recipe = self.without_calibration()?;
+        match (&self.calibration, recipe) {
+            (Some(path), Some(recipe)) => {
+                let learnt = attlas_model::Calibrations::read(path)?;
+                Ok(Some(recipe.with_calibrations(Arc::new(learnt))))
+            }
+            (Some(_), None) => {
+                Err(Error::argument("--calibration", "a --method or --recipe that uses it", "neither"))
+            }
+            (None, recipe) => Ok(recipe),
+        }
+    }
+
+    fn without_calibration(&self) -> Result<Option<Recipe>> {
         if let Some(path) = &self.recipe {
             return Ok(Some(Recipe::open(path)?));
         }

@@ -1,8 +1,8 @@
 //! Traces: queries, keys and values of a model in a file.
 //!
 //! - **safetensors**: tensors `layer{l}.q`, `layer{l}.k`, `layer{l}.v` of shape `[heads, n, d]`, in F32, F64, F16 or
-//!   BF16, keys as they enter the inner product. Metadata `scale` (a number; $1/\sqrt d$ where absent) and `mask`
-//!   (`causal`, the default, or `none`) are used, everything else is carried along.
+//!   BF16, keys as they enter the inner product. Metadata `scale` (a number; $1/\sqrt d$ where absent), `softcap`
+//!   (caps the logits; none where absent) and `mask` (`causal`, the default, or `none`) are used, everything else is carried along.
 //! - **npz**: arrays with the same names, or `q`, `k`, `v` for one layer; `[n, d]` stands for one head.
 //! - **npy**: three files `q.npy,k.npy,v.npy` in this order, or one file that stacks them, `[3, n, d]` or
 //!   `[3, heads, n, d]`.
@@ -251,6 +251,13 @@ fn assemble(
             _ => return Err(wrong("scale", "a finite number", text)),
         },
     };
+    let softcap = match metadata.get("softcap") {
+        None => None,
+        Some(text) => match text.parse::<f64>() {
+            Ok(x) if x.is_finite() && x > 0.0 => Some(x),
+            _ => return Err(wrong("softcap", "a positive number", text)),
+        },
+    };
     let mut numbers: Vec<Option<usize>> = names.iter().filter_map(|n| layer_of(n)).map(|(l, _)| l).collect();
     numbers.sort();
     numbers.dedup();
@@ -282,7 +289,7 @@ fn assemble(
             let expected = format!("{kv_heads} heads of {n_k} rows as in {k_name}");
             return Err(shape(path, &v_name, expected, format!("[{v_heads}, {n_v}, {d_v}]")));
         }
-        let base = Problem::new(heads, n_q, d);
+        let base = Problem::new(heads, n_q, d).with_softcap(softcap);
         let problem = Problem { n_kv_heads: kv_heads, n_k, d_v, scale: scale.unwrap_or(base.scale), ..base };
         problem.validate().map_err(|e| shape(path, &q_name, "sizes that fit together", e))?;
         layers.push(LayerData { layer, problem, q, k, v });
@@ -390,6 +397,9 @@ fn write_safetensors(workload: &Workload, all: &[Named<'_>], elements: Elements,
     metadata.insert("mask".into(), workload.mask.to_string());
     if let Some(x) = workload.layers.first() {
         metadata.insert("scale".into(), x.problem.scale.to_string());
+        if let Some(cap) = x.problem.softcap {
+            metadata.insert("softcap".into(), cap.to_string());
+        }
     }
     let bytes = safetensors::serialize(views?, Some(metadata.into_iter().collect())).map_err(invalid)?;
     output::write(path, &bytes)

@@ -10,6 +10,7 @@ use safetensors::tensor::Metadata;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value as Json;
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -17,6 +18,8 @@ use std::sync::Arc;
 #[derive(Clone, Debug, Default)]
 pub struct Tensors {
     by_name: HashMap<String, Tensor>,
+    /// Tensors of bytes: where they lie, and their shapes.
+    bytes: HashMap<String, (Arc<Source>, Range<usize>, Vec<usize>)>,
     /// Maps that are products, by name, where the checkpoint has any.
     maps: HashMap<String, Linear>,
     /// Attention of another kind, by layer.
@@ -27,6 +30,12 @@ impl Tensors {
     /// The tensor of that name.
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.by_name.get(name)
+    }
+
+    /// The bytes of that name, where the tensor is one of bytes, and its shape.
+    pub fn bytes(&self, name: &str) -> Option<(&[u8], &[usize])> {
+        let (source, range, shape) = self.bytes.get(name)?;
+        Some((source.bytes().get(range.clone())?, shape))
     }
 
     /// The map of that name, where it is a product.
@@ -121,8 +130,15 @@ impl Tensors {
                         raw.as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b) as f32).collect();
                     Tensor::from_f32(&values, shape)
                 }
+                Dtype::U8 => {
+                    let len = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
+                    if len != Some(range.len()) || bytes.get(range.clone()).is_none() {
+                        return Err(wrong());
+                    }
+                    self.bytes.insert(name, (source.clone(), range, shape));
+                    continue;
+                }
                 Dtype::BOOL
-                | Dtype::U8
                 | Dtype::I8
                 | Dtype::I16
                 | Dtype::U16

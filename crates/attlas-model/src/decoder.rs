@@ -12,11 +12,16 @@
 //! into chunks of [`CHUNK`] tokens, which bounds memory; to other methods a prompt is one problem, because what
 //! they do with a row may depend on how many tokens there are.
 //!
+//! With [`Decoder::forget_keys`], a layer whose heads all decode by streams keeps no keys beside them: streams take a
+//! prompt while it is read, short ones as one problem, longer ones [`CHUNK`] tokens at a time. With
+//! [`Decoder::pack_keys`], what is kept is packed ([`CacheFormat`]).
+//!
 //! Layers with latent attention, and those whose attention a checkpoint says is another layer, attend as a whole,
 //! exactly, over a cache of their own; observers see what enters them.
 
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
+use crate::kept::{CacheFormat, Packed};
 use crate::linear::{Linear, apply_all};
 use crate::model::Model;
 use crate::ops;
@@ -24,14 +29,16 @@ use crate::recipe::{Part, Recipe};
 use crate::weights::{DecoderLayer, DecoderWeights, Weights};
 use attlas::cache::KvCache;
 use attlas::layer::{Layer, LayerCache};
+use attlas::method::Law;
 use attlas::{
     DType, MatRef, Options, Out, Plan, Problem, Qkv, RunInfo, Schedule, Stream, TensorMut, TensorRef,
     Workspace, registry,
 };
 use attlas_num::Scratch;
 use attlas_num::kernels::pages;
-use attlas_num::rope::{Angles, Scaling, Table};
+use attlas_num::rope::{Angles, Rope, Scaling, Table};
 use rayon::prelude::*;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Tokens that pass through the linear layers together.
@@ -39,6 +46,9 @@ pub const CHUNK: usize = 512;
 
 /// Rows for which logits are computed together, where many are wanted.
 pub const LOGIT_ROWS: usize = 64;
+
+/// Tokens up to which a prompt is one problem to methods whose layers keep no keys.
+pub const ONE_PROBLEM: usize = 2048;
 
 /// Which of the new tokens' final hidden states are wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +61,17 @@ pub enum Rows {
     None,
 }
 
+/// How the heads of a layer decode.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerDecoding {
+    /// The layer.
+    pub layer: usize,
+    /// Heads, the method that reads their prompts, and the one that decodes: exact attention where a method has no stream.
+    pub methods: Vec<(Range<usize>, &'static str, &'static str)>,
+    /// Whether keys and values are kept.
+    pub keeps_keys: bool,
+}
+
 /// Looks at what goes through a model.
 pub trait Observer: Send {
     /// Layers from this one on are of no interest, and are not run when no hidden states are wanted.
@@ -61,6 +82,11 @@ pub trait Observer: Send {
     /// Asked before every layer; the pass ends with [`Error::Interrupted`] if so.
     fn interrupted(&self) -> bool {
         false
+    }
+
+    /// The residual stream that enters a layer, for the tokens from `first` on.
+    fn residual(&mut self, layer: usize, first: usize, x: &[f32]) {
+        let _ = (layer, first, x);
     }
 
     /// Normalised hidden states that enter a layer's attention, for the tokens from `first` on.
@@ -77,6 +103,11 @@ pub trait Observer: Send {
     /// Queries, keys and values as they attend, for the tokens from `first` on.
     fn projected(&mut self, layer: usize, first: usize, q: &[f32], k: &[f32], v: &[f32]) {
         let _ = (layer, first, q, k, v);
+    }
+
+    /// May change what the heads gave, `[tokens, heads, head_dim]`, before the output projection.
+    fn change(&mut self, layer: usize, first: usize, o: &mut [f32]) {
+        let _ = (layer, first, o);
     }
 
     /// What the heads gave, before the output projection.
@@ -133,6 +164,8 @@ impl Decoder {
             layers,
             len: 0,
             table: None,
+            local_table: None,
+            spare: None,
             inner: threads.sibling(),
             scratch: Scratch::new(),
             buffers: Buffers::default(),
@@ -166,11 +199,52 @@ impl Decoder {
         &self.state.info
     }
 
+    /// Layers whose heads all decode by streams keep no keys from now on. Their streams cannot go back: where the decoder
+    /// is truncated, or a call fails halfway, all tokens are forgotten. An error if tokens are held.
+    pub fn forget_keys(&mut self) -> Result<()> {
+        self.check_empty()?;
+        let c = &self.model.config;
+        for layer in &mut self.state.layers {
+            layer.streamed = layer.can_stream(c)?;
+            if layer.streamed {
+                layer.packed = None;
+            }
+        }
+        Ok(())
+    }
+
+    /// Keys and values that are kept are stored in this format from now on; latents stay as they are. An error if tokens
+    /// are held.
+    pub fn pack_keys(&mut self, format: CacheFormat) -> Result<()> {
+        self.check_empty()?;
+        let c = &self.model.config;
+        for layer in self.state.layers.iter_mut().filter(|l| l.latents.is_none() && !l.streamed) {
+            let packed = || Packed::new(format, c.n_kv_heads, c.head_dim);
+            layer.packed = (format != CacheFormat::F32).then(packed);
+        }
+        Ok(())
+    }
+
+    fn check_empty(&self) -> Result<()> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        let found = format!("one with {} tokens", self.len());
+        Err(Error::invalid("the decoder", found, "one without tokens, as reset makes it"))
+    }
+
+    /// For each layer, how its heads decode.
+    pub fn decoding(&self) -> Vec<LayerDecoding> {
+        let c = &self.model.config;
+        self.state.layers.iter().map(|l| l.decoding(c)).collect()
+    }
+
     /// Makes room for `tokens` tokens in all, or for the longest context where that is less, so that taking them
     /// moves nothing.
     pub fn reserve(&mut self, tokens: usize) {
         let tokens = tokens.min(self.model.config.longest_context());
-        self.state.layers.iter_mut().for_each(|l| l.cache.reserve(tokens));
+        let kept = self.state.layers.iter_mut().filter(|l| l.keeps_numbers());
+        kept.for_each(|l| l.cache.reserve(tokens));
     }
 
     /// Forgets every token.
@@ -179,7 +253,7 @@ impl Decoder {
         self.state.info = RunInfo::default();
     }
 
-    /// Forgets all but the first `len` tokens; does nothing if there are fewer.
+    /// Forgets all but the first `len` tokens; does nothing if there are fewer. Where layers keep no keys, all tokens.
     pub fn truncate(&mut self, len: usize) {
         self.state.truncate(len);
     }
@@ -213,18 +287,21 @@ impl Decoder {
             return Err(Error::invalid("a token id", id, format!("below {}", c.vocab)));
         }
         let state = &mut self.state;
-        let chunk = if state.layers.iter().all(LayerState::chunks) { CHUNK } else { tokens.len().max(1) };
+        let chunks = |l: &LayerState| l.chunks(tokens.len());
+        let chunk = if state.layers.iter().all(chunks) { CHUNK } else { tokens.len().max(1) };
+        state.layers.iter_mut().for_each(|l| l.ahead = total);
         let result = self.threads.install(|_| {
-            state.lengthen_table(c, total);
+            lengthen(&mut state.table, c.rope.as_ref(), c, total);
+            lengthen(&mut state.local_table, c.local_rope.as_ref(), c, total);
             if tokens.len() > 1 {
-                let own = state.layers.iter_mut().filter(|l| l.latents.is_none());
+                let own = state.layers.iter_mut().filter(|l| l.latents.is_none() && l.keeps_numbers());
                 own.for_each(|l| l.cache.reserve(total));
             }
             let parts = tokens.chunks(chunk);
             let last = parts.len().saturating_sub(1);
             for (i, part) in parts.enumerate() {
                 let rows = if rows == Rows::Last && i < last { Rows::None } else { rows };
-                state.run(c, weights, part, rows, hidden, observer)?;
+                state.run(c, weights, Begin::Tokens(part), rows, hidden, observer)?;
             }
             Ok(())
         });
@@ -238,6 +315,38 @@ impl Decoder {
         result
     }
 
+    /// Runs the layers from `layer` on for tokens after those that are held, whose residual stream `x` at that layer an
+    /// observer has seen ([`Observer::residual`]). The tokens are not kept. `hidden` becomes the normalised final hidden
+    /// states. Panics if `x` is not whole rows of the model's width.
+    pub fn forward_from(
+        &mut self,
+        layer: usize,
+        x: &[f32],
+        hidden: &mut Vec<f32>,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        hidden.clear();
+        let c = &self.model.config;
+        let Weights::Decoder(weights) = &self.model.weights else {
+            unreachable!("checked when the decoder was made")
+        };
+        assert!(x.len().is_multiple_of(c.hidden));
+        let first = self.state.len;
+        let total = first + x.len() / c.hidden.max(1);
+        if total > c.longest_context() {
+            return Err(Error::ContextTooShort { tokens: total, context: c.longest_context() });
+        }
+        let state = &mut self.state;
+        let result = self.threads.install(|_| {
+            lengthen(&mut state.table, c.rope.as_ref(), c, total);
+            lengthen(&mut state.local_table, c.local_rope.as_ref(), c, total);
+            state.layers.iter_mut().for_each(|l| l.ahead = total);
+            state.run(c, weights, Begin::Layer(layer, x), Rows::All, hidden, observer)
+        });
+        state.truncate(first);
+        result
+    }
+
     /// The logits of normalised hidden states: `logits` is as many rows of the vocabulary's size as `hidden`
     /// has rows of the model's width. Panics if the lengths do not belong together.
     pub fn logits_into(&self, hidden: &[f32], logits: &mut [f32]) {
@@ -248,6 +357,9 @@ impl Decoder {
         let x = MatRef::new(hidden, hidden.len() / c.hidden, c.hidden);
         self.threads.install(|cx| weights.output.apply(x, logits, cx.scratch));
         ops::scale_in_place(logits, c.multipliers.logit);
+        if let Some(cap) = c.logit_softcap {
+            ops::softcap_in_place(logits, cap);
+        }
     }
 
     /// The logits after the last token given.
@@ -269,6 +381,10 @@ struct State {
     layers: Vec<LayerState>,
     len: usize,
     table: Option<Table<f32>>,
+    /// Of layers with a window, where these rotate by other frequencies.
+    local_table: Option<Table<f32>>,
+    /// Storage for the numbers of one layer that keeps none.
+    spare: Option<KvCache<f32>>,
     /// What plans are run in, on the threads this already runs on.
     inner: Workspace,
     scratch: Scratch,
@@ -314,53 +430,72 @@ fn matrix(x: &[f32], width: usize) -> MatRef<'_, f32> {
     MatRef::new(x, x.len() / width.max(1), width)
 }
 
+/// Sines and cosines for `n` positions; grows by doubling. Where frequencies follow the length (dynamic NTK, LongRoPE),
+/// they are those of `n` tokens; what was rotated before stays as it was.
+fn lengthen(table: &mut Option<Table<f32>>, rope: Option<&Rope>, c: &ModelConfig, n: usize) {
+    let Some(rope) = rope else { return };
+    let dynamic = matches!(rope.scaling, Scaling::Dynamic { .. });
+    let stretched = |n: usize| rope.is_stretched(n);
+    let fits = |table: &Table<f32>| match table.positions() {
+        have if dynamic && stretched(n) => have == n,
+        have => have >= n && stretched(have) == stretched(n),
+    };
+    if !table.as_ref().is_some_and(fits) {
+        let most = if n > c.max_positions { c.longest_context() } else { c.max_positions };
+        let most = match &rope.scaling {
+            Scaling::LongRope(long) if !stretched(n) => most.min(long.original as usize),
+            _ => most,
+        };
+        let exact = dynamic && stretched(n);
+        let positions = if exact { n } else { n.next_power_of_two().max(1024).min(most) };
+        *table = Some(Table::new(rope, positions, Angles::Single));
+    }
+}
+
 impl State {
     fn truncate(&mut self, len: usize) {
+        let back = |l: &LayerState| l.streamed && l.streams.iter().flatten().any(|s| s.len() > len);
+        let len = if self.layers.iter().any(back) { 0 } else { len };
         self.len = self.len.min(len);
         self.layers.iter_mut().for_each(|l| l.truncate(len));
-    }
-
-    /// Sines and cosines for `n` positions; grows by doubling. Under dynamic NTK, past the context that the model was
-    /// made for, they are those of exactly `n` tokens; what was rotated before stays as it was.
-    fn lengthen_table(&mut self, c: &ModelConfig, n: usize) {
-        let Some(rope) = &c.rope else { return };
-        let stretched = |n: usize| match rope.scaling {
-            Scaling::Dynamic { max_positions, .. } => n as f64 > max_positions,
-            _ => false,
-        };
-        let fits = |table: &Table<f32>| match table.positions() {
-            have if stretched(n) => have == n,
-            have => have >= n && !stretched(have),
-        };
-        if !self.table.as_ref().is_some_and(fits) {
-            let most = if n > c.max_positions { c.longest_context() } else { c.max_positions };
-            let positions = if stretched(n) { n } else { n.next_power_of_two().max(1024).min(most) };
-            self.table = Some(Table::new(rope, positions, Angles::Single));
-        }
     }
 
     fn run(
         &mut self,
         c: &ModelConfig,
         weights: &DecoderWeights,
-        tokens: &[u32],
+        begin: Begin<'_>,
         rows: Rows,
         hidden: &mut Vec<f32>,
         observer: &mut dyn Observer,
     ) -> Result<()> {
-        let (n, d, q_width) = (tokens.len(), c.hidden, c.n_heads * c.head_dim);
+        let (d, q_width) = (c.hidden, c.n_heads * c.head_dim);
+        let (n, from) = match begin {
+            Begin::Tokens(tokens) => (tokens.len(), 0),
+            Begin::Layer(layer, x) => (x.len() / d.max(1), layer),
+        };
         let mut buffers = std::mem::take(&mut self.buffers);
         let x = sized(&mut buffers.x, n * d);
-        ops::embed_into(&weights.embedding, tokens, x)?;
-        ops::scale_in_place(x, c.multipliers.embedding);
+        match begin {
+            Begin::Tokens(tokens) => {
+                ops::embed_into(&weights.embedding, tokens, x)?;
+                ops::scale_in_place(x, c.multipliers.embedding);
+            }
+            Begin::Layer(_, residual) => x.copy_from_slice(residual),
+        }
         let wanted = if rows == Rows::None { observer.layers() } else { usize::MAX };
         let mut result = Ok(());
-        for (l, layer) in weights.layers.iter().enumerate().take(wanted) {
+        for (l, layer) in weights.layers.iter().enumerate().take(wanted).skip(from) {
             if observer.interrupted() {
                 result = Err(Error::Interrupted);
                 break;
             }
+            observer.residual(l, self.len, x);
             if layer.whole().is_none() {
+                result = self.layers[l].begin(&mut self.spare);
+                if result.is_err() {
+                    break;
+                }
                 let q = sized(&mut buffers.q, n * q_width);
                 for (i, x) in x.chunks(CHUNK * d).enumerate() {
                     let (start, len) = (i * CHUNK, x.len() / d);
@@ -376,13 +511,16 @@ impl State {
                     }
                 }
                 if result.is_err() {
+                    self.layers[l].end(&mut self.spare);
                     break;
                 }
                 let heads = sized(&mut buffers.heads, n * q_width);
-                result = self.attend(c, l, n, q, heads);
+                result = self.attend(c, l, q, layer.sinks.as_deref(), heads);
+                self.layers[l].end(&mut self.spare);
                 if result.is_err() {
                     break;
                 }
+                observer.change(l, self.len, heads);
                 observer.attended(l, self.len, heads);
                 if rows == Rows::None && l + 1 == wanted.min(weights.layers.len()) {
                     break;
@@ -418,12 +556,12 @@ impl State {
                     let mut jobs = [(&layer.gate, &mut *gate), (&layer.up, &mut *up)];
                     apply_all(&mut jobs, matrix(normed, d), &self.scratch);
                     by_rows(gate, width, |first, rows| {
-                        ops::swiglu_in_place(rows, &up[first * width..][..rows.len()]);
+                        ops::gate_in_place(c.activation, rows, &up[first * width..][..rows.len()]);
                     });
                     layer.down.apply(matrix(gate, width), sum, &self.scratch);
                 }
                 if let (Some(experts), Some(e)) = (&layer.experts, &c.experts) {
-                    experts.add_into(e, matrix(normed, d), sum, &self.scratch);
+                    experts.add_into(e, c.activation, matrix(normed, d), sum, &self.scratch);
                 }
                 adjust(c, sum, layer.ffn_post_norm.as_deref());
                 by_rows(x, d, |first, rows| ops::add_in_place(rows, &sum[first * d..][..rows.len()]));
@@ -479,23 +617,35 @@ impl State {
         }
         ops::scale_in_place(q, c.multipliers.query);
         observer.before_rotation(l, first, q, k);
-        if let Some(table) = self.table.as_ref().filter(|_| !c.unrotated.contains(&l)) {
+        let local = self.local_table.as_ref().filter(|_| self.layers[l].window.is_some());
+        if let Some(table) = local.or(self.table.as_ref()).filter(|_| !c.unrotated.contains(&l)) {
             for (x, heads) in [(&mut *q, c.n_heads), (&mut *k, c.n_kv_heads)] {
                 by_rows(x, heads * dh, |i, rows| table.rotate_tokens_in_place(first + i, rows, heads, dh));
             }
         }
         observer.projected(l, first, q, k, v);
         let dims = [1, c.n_kv_heads, n, dh];
-        self.layers[l].cache.append(TensorRef::bnhd(k, dims)?, TensorRef::bnhd(v, dims)?)?;
-        Ok(())
+        let LayerState { cache, packed, streamed, .. } = &mut self.layers[l];
+        match packed {
+            Some(packed) if !*streamed => packed.take(k, v, cache),
+            _ => Ok(cache.append(TensorRef::bnhd(k, dims)?, TensorRef::bnhd(v, dims)?)?),
+        }
     }
 
     /// Attends in layer `l` with the queries of the last `n` tokens.
-    fn attend(&mut self, c: &ModelConfig, l: usize, n: usize, q: &[f32], out: &mut [f32]) -> Result<()> {
+    fn attend(
+        &mut self,
+        c: &ModelConfig,
+        l: usize,
+        q: &[f32],
+        sinks: Option<&[f32]>,
+        out: &mut [f32],
+    ) -> Result<()> {
         let layer = &mut self.layers[l];
+        let n = q.len() / (c.n_heads * c.head_dim);
         let q = TensorRef::bnhd(q, [1, c.n_heads, n, c.head_dim])?;
         for i in 0..layer.parts.len() {
-            let info = layer.attend(i, c, q, out, &mut self.inner)?;
+            let info = layer.attend(i, c, q, sinks, out, &mut self.inner)?;
             self.info = std::mem::take(&mut self.info).merge(info);
         }
         Ok(())
@@ -514,6 +664,14 @@ impl State {
         self.info = std::mem::take(&mut self.info).merge(info);
         Ok(())
     }
+}
+
+/// Where a pass begins.
+#[derive(Clone, Copy)]
+enum Begin<'a> {
+    Tokens(&'a [u32]),
+    /// At a layer, with the residual stream there.
+    Layer(usize, &'a [f32]),
 }
 
 struct Projections<'a> {
@@ -557,9 +715,18 @@ struct LayerState {
     parts: Vec<Part>,
     /// For each part that decodes by a stream, the stream, once it was needed.
     streams: Vec<Option<Box<dyn Stream>>>,
-    /// For each part that is exact attention while it decodes, its plan, with room for more tokens than there are.
-    plans: Vec<Option<Box<dyn Plan>>>,
+    /// For each part that is exact attention in prompts, or while it decodes, its plan, with room for more tokens than
+    /// there are.
+    plans: Vec<[Option<Box<dyn Plan>>; 2]>,
     cache: KvCache<f32>,
+    /// Keeps no keys: everything is in the streams, and the cache holds the tokens of one call.
+    streamed: bool,
+    /// Tokens that will be held after the call.
+    ahead: usize,
+    /// What is kept, where that is packed; the cache holds its numbers while the layer attends.
+    packed: Option<Packed>,
+    /// Log-sum-exps of a call, where one more logit needs them.
+    lse: Vec<f32>,
     /// The cache of a layer that attends as a whole, which uses none of the others.
     latents: Option<Box<dyn LayerCache>>,
 }
@@ -570,24 +737,111 @@ impl LayerState {
             index,
             window: c.windows.get(index).copied().flatten(),
             streams: parts.iter().map(|_| None).collect(),
-            plans: parts.iter().map(|_| None).collect(),
+            plans: parts.iter().map(|_| [None, None]).collect(),
             parts,
             cache: KvCache::new(1, c.n_kv_heads, c.head_dim, c.head_dim, 0),
+            streamed: false,
+            ahead: 0,
+            packed: None,
+            lse: Vec::new(),
             latents: None,
         }
     }
 
     fn bytes(&self) -> usize {
         let latents = self.latents.as_ref().map_or(0, |c| c.bytes());
-        latents + self.cache.bytes() + self.streams.iter().flatten().map(|s| s.state_bytes()).sum::<usize>()
+        let packed = self.packed.as_ref().map_or(0, Packed::bytes);
+        latents
+            + packed
+            + self.cache.bytes()
+            + self.streams.iter().flatten().map(|s| s.state_bytes()).sum::<usize>()
     }
 
-    fn chunks(&self) -> bool {
-        self.parts.iter().all(Part::is_baseline)
+    /// Whether a call with so many tokens may be cut into pieces.
+    fn chunks(&self, tokens: usize) -> bool {
+        let alike = |p: &Part| {
+            let (reads, decodes) = (p.attending(false), p.attending(true));
+            let same = std::ptr::eq(reads.method, decodes.method) && reads.options == decodes.options;
+            same && reads.method.keeps_with(&reads.options, Law::DecodeIsPrefill)
+        };
+        let read = || tokens > ONE_PROBLEM && self.parts.iter().all(alike);
+        let begun = || self.streams.iter().any(Option::is_some);
+        self.parts.iter().all(Part::is_baseline) || self.streamed && (begun() || read())
+    }
+
+    /// Whether the numbers of keys and values stay in the cache.
+    fn keeps_numbers(&self) -> bool {
+        !self.streamed && self.packed.is_none()
+    }
+
+    /// Whether all heads decode by streams.
+    fn can_stream(&self, c: &ModelConfig) -> Result<bool> {
+        if self.latents.is_some() || self.window.is_some() || self.parts.is_empty() {
+            return Ok(false);
+        }
+        for part in &self.parts {
+            if part.attending(true).is_baseline() || self.stream_of(part, c, ROOM)?.is_none() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// A new stream of a part, planned as a prompt of `tokens` tokens would be.
+    fn stream_of(&self, part: &Part, c: &ModelConfig, tokens: usize) -> Result<Option<Box<dyn Stream>>> {
+        let problem = Problem::new(part.heads.len(), tokens, c.head_dim).with_kv_heads(part.groups.len());
+        let problem = problem.causal().with_softcap(c.attention_softcap);
+        Ok(part.attending(true).plan(&problem)?.stream(DType::F32))
+    }
+
+    fn decoding(&self, c: &ModelConfig) -> LayerDecoding {
+        let kind = |part: &Part| {
+            let streams = || self.stream_of(part, c, ROOM).is_ok_and(|s| s.is_some());
+            let told = part.attending(true);
+            if told.is_baseline() || streams() { told.method.id } else { registry::baseline().id }
+        };
+        let whole = self.latents.is_some();
+        LayerDecoding {
+            layer: self.index,
+            methods: self.parts.iter().map(|p| (p.heads.clone(), p.method.id, kind(p))).collect(),
+            keeps_keys: !self.streamed || whole,
+        }
+    }
+
+    /// Fills the cache of a layer that keeps no numbers in it, in storage that layers share.
+    fn begin(&mut self, spare: &mut Option<KvCache<f32>>) -> Result<()> {
+        if self.keeps_numbers() {
+            return Ok(());
+        }
+        if let Some(storage) = spare.take() {
+            self.cache = storage;
+        }
+        self.cache.truncate(0);
+        match &self.packed {
+            Some(packed) if !self.streamed => packed.unpack_into(&mut self.cache),
+            _ => Ok(()),
+        }
+    }
+
+    /// Gives the storage back.
+    fn end(&mut self, spare: &mut Option<KvCache<f32>>) {
+        if !self.keeps_numbers() {
+            let (_, heads, d) = self.cache.sizes();
+            let mut storage = std::mem::replace(&mut self.cache, KvCache::new(1, heads, d, d, 0));
+            storage.truncate(0);
+            *spare = Some(storage);
+        }
     }
 
     fn truncate(&mut self, len: usize) {
         self.latents.iter_mut().for_each(|c| c.truncate(len));
+        if let Some(packed) = &mut self.packed {
+            packed.truncate(len);
+            self.streams.fill_with(|| None);
+        }
+        if self.streamed && len == 0 {
+            self.streams.fill_with(|| None);
+        }
         if len < self.cache.len() {
             self.cache.truncate(len);
             // Streams cannot go back; they are filled again from the cache.
@@ -601,39 +855,90 @@ impl LayerState {
         i: usize,
         c: &ModelConfig,
         q: TensorRef<'_, f32>,
+        sinks: Option<&[f32]>,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        let Some(sinks) = sinks else { return self.attend_keys(i, c, q, None, out, ws) };
+        let of_part = |decodes: bool| self.parts[i].attending(decodes).method;
+        if let Some(method) = [of_part(false), of_part(true)].into_iter().find(|m| !m.claims.lse) {
+            let reasons =
+                vec!["heads have a logit beside those of the keys, and it has no log-sum-exp".to_owned()];
+            return Err(attlas::Error::Unsupported { method: method.id.into(), reasons }.into());
+        }
+        let (heads, n) = (self.parts[i].heads.clone(), q.dims()[2]);
+        let mut lse = std::mem::take(&mut self.lse);
+        lse.clear();
+        lse.resize(heads.len() * n, 0.0);
+        let result = self.attend_keys(i, c, q, Some(&mut lse), out, ws);
+        if result.is_ok() {
+            // One more logit takes its share of every row and brings no value.
+            for (lse, h) in lse.chunks_exact(n.max(1)).zip(heads) {
+                for (i, lse) in lse.iter().enumerate() {
+                    let row = &mut out[(i * c.n_heads + h) * c.head_dim..][..c.head_dim];
+                    ops::scale_in_place(row, 1.0 / (1.0 + (sinks[h] - lse).exp()));
+                }
+            }
+        }
+        self.lse = lse;
+        result
+    }
+
+    /// The same over the keys alone, with the log-sum-exp of every row, head by head, where it is needed.
+    fn attend_keys(
+        &mut self,
+        i: usize,
+        c: &ModelConfig,
+        q: TensorRef<'_, f32>,
+        lse: Option<&mut [f32]>,
         out: &mut [f32],
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
         let part = &self.parts[i];
         let (n, n_k, dh) = (q.dims()[2], self.cache.len(), c.head_dim);
         let problem = Problem::new(part.heads.len(), n, dh).with_kv_heads(part.groups.len()).causal();
+        let problem = problem.with_softcap(c.attention_softcap);
         let q = q.heads(part.heads.clone());
         let strides = [0, dh, c.n_heads * dh];
         let out = TensorMut::new(&mut out[part.heads.start * dh..], [1, part.heads.len(), n, dh], strides)?;
-        let mut out = Out::new(out).into();
+        let mut out = Out { o: out, lse }.into();
         let keys = self.cache.keys()?.heads(part.groups.clone());
         let values = self.cache.values()?.heads(part.groups.clone());
 
         // Keys that the first of the queries no longer sees are left out.
         let window = self.window.filter(|&w| n_k > w);
-        if window.is_some() && !part.is_baseline() {
+        let decodes = n == 1 && n_k > 1;
+        let told = part.attending(decodes);
+        if window.is_some() && !told.is_baseline() {
             let reasons = vec![format!(
                 "layer {} sees the last {} tokens only, and {n_k} are held",
                 self.index,
                 window.unwrap_or_default()
             )];
-            return Err(attlas::Error::Unsupported { method: part.method.id.into(), reasons }.into());
+            return Err(attlas::Error::Unsupported { method: told.method.id.into(), reasons }.into());
         }
         let oldest = window.map_or(0, |w| (n_k - n + 1).saturating_sub(w));
         let (keys, values) = (keys.rows(oldest..n_k), values.rows(oldest..n_k));
         let problem = problem.with_lens(n, n_k - oldest);
         let inputs = Qkv::new(q, keys, values).into();
 
-        let decodes = n == 1 && n_k > 1;
-        if decodes && !part.is_baseline() {
+        if self.streamed {
+            if self.streams[i].is_none() {
+                self.streams[i] = self.stream_of(&self.parts[i], c, self.ahead.max(2))?;
+            }
+            let part = &self.parts[i];
+            let Some(stream) = &mut self.streams[i] else { unreachable!("seen when keys were forgotten") };
+            if stream.is_empty() && n > 1 && n == self.ahead {
+                let info = part.attending(false).plan(&problem)?.execute(&inputs, &mut out, ws)?;
+                stream.push(keys.into(), values.into(), ws)?;
+                return Ok(info);
+            }
+            return Ok(stream.extend(&inputs, &mut out, ws)?);
+        }
+        if decodes && !told.is_baseline() {
             if self.streams[i].is_none() {
                 // Planned as the prompt would be.
-                let plan = part.method.plan(&problem.with_lens(n_k, n_k), &part.options)?;
+                let plan = told.plan(&problem.with_lens(n_k, n_k))?;
                 self.streams[i] = plan.stream(DType::F32);
             }
             if let Some(stream) = &mut self.streams[i] {
@@ -643,15 +948,16 @@ impl LayerState {
             }
         }
         let windowed = window.filter(|_| n > 1);
-        if windowed.is_none() && (decodes || part.is_baseline()) {
+        if windowed.is_none() && (decodes || told.is_baseline()) {
             // Exact attention decides nothing from the lengths, so its plan is made once for all tokens that fit.
             let fits = |p: &Problem| n <= p.n_q && problem.n_k <= p.n_k;
-            if !self.plans[i].as_ref().is_some_and(|plan| fits(plan.problem())) {
+            let kept = &mut self.plans[i][usize::from(decodes)];
+            if !kept.as_ref().is_some_and(|plan| fits(plan.problem())) {
                 let room = problem.n_k.max(n).max(ROOM).next_power_of_two();
-                let options = if part.is_baseline() { part.options.clone() } else { Options::new() };
-                self.plans[i] = Some(registry::baseline().plan(&problem.with_lens(room, room), &options)?);
+                let options = if told.is_baseline() { told.options.clone() } else { Options::new() };
+                *kept = Some(registry::baseline().plan(&problem.with_lens(room, room), &options)?);
             }
-            if let Some(plan) = &self.plans[i] {
+            if let Some(plan) = kept {
                 return Ok(plan.execute(&inputs, &mut out, ws)?);
             }
         }
@@ -660,7 +966,7 @@ impl LayerState {
                 let (method, options) = registry::sliding_window(w);
                 method.plan(&problem, &options)?
             }
-            None => part.method.plan(&problem, &part.options)?,
+            None => told.plan(&problem)?,
         };
         Ok(plan.execute(&inputs, &mut out, ws)?)
     }

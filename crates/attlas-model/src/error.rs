@@ -66,7 +66,8 @@ pub enum Error {
     },
     /// A block format that no product is defined for.
     #[error(
-        "tensor {} has type {}, which is not supported; supported are {supported}",
+        "tensor {} has type {}, which is not supported; supported are {supported}: take a file of the model in one of \
+         these, or make one from its F16 file with llama-quantize",
         plain(tensor),
         plain(format)
     )]

@@ -7,7 +7,7 @@
 //!
 //! References: Shazeer et al. 2017; Jiang et al. 2024 (Mixtral); DeepSeek-V2 and V3 technical reports.
 
-use crate::config::{ExpertConfig, Scores};
+use crate::config::{Activation, ExpertConfig, Scores};
 use crate::linear::{Linear, apply_all};
 use crate::ops;
 use attlas_num::{MatRef, Scratch};
@@ -39,7 +39,14 @@ pub struct Mlp {
 impl Experts {
     /// Adds what the chosen experts give for the rows of `x` to those of `sum`. What the expert of every token gave is
     /// expected there and is weighted first, where the layer has a gate for it.
-    pub fn add_into(&self, config: &ExpertConfig, x: MatRef<'_, f32>, sum: &mut [f32], scratch: &Scratch) {
+    pub fn add_into(
+        &self,
+        config: &ExpertConfig,
+        activation: Activation,
+        x: MatRef<'_, f32>,
+        sum: &mut [f32],
+        scratch: &Scratch,
+    ) {
         let (n, d) = (x.rows(), x.cols());
         if let Some(gate) = &self.shared_gate {
             let mut open = vec![0.0; n];
@@ -68,7 +75,7 @@ impl Experts {
             out.resize(m * d, 0.0);
             let jobs = &mut [(&expert.gate, &mut gate[..m * width]), (&expert.up, &mut up[..m * width])];
             apply_all(jobs, MatRef::new(&rows, m, d), scratch);
-            ops::swiglu_in_place(&mut gate[..m * width], &up[..m * width]);
+            ops::gate_in_place(activation, &mut gate[..m * width], &up[..m * width]);
             expert.down.apply(MatRef::new(&gate[..m * width], m, width), &mut out[..m * d], scratch);
             for (&(i, weight), row) in tokens.iter().zip(out.chunks_exact(d)) {
                 sum[i * d..][..d].iter_mut().zip(row).for_each(|(y, o)| *y += weight * o);

@@ -87,6 +87,7 @@ impl Array {
     /// The elements as integers, if they are integers.
     pub fn to_integers(&self) -> Option<Vec<i64>> {
         Some(match self {
+            Self::Bool(v) => v.iter().map(|&x| i64::from(x)).collect(),
             Self::U8(v) => v.iter().map(|&x| i64::from(x)).collect(),
             Self::I8(v) => v.iter().map(|&x| i64::from(x)).collect(),
             Self::U16(v) => v.iter().map(|&x| i64::from(x)).collect(),
@@ -337,7 +338,10 @@ pub fn format_of(id: u32) -> std::result::Result<Format, String> {
         13 => Format::Q5K,
         14 => Format::Q6K,
         15 => Format::Q8K,
+        20 => Format::Iq4Nl,
+        23 => Format::Iq4Xs,
         30 => Format::BF16,
+        39 => Format::Mxfp4,
         other => {
             let name = match other {
                 9 => "Q8_1",
@@ -345,10 +349,8 @@ pub fn format_of(id: u32) -> std::result::Result<Format, String> {
                 17 => "IQ2_XS",
                 18 => "IQ3_XXS",
                 19 => "IQ1_S",
-                20 => "IQ4_NL",
                 21 => "IQ3_S",
                 22 => "IQ2_S",
-                23 => "IQ4_XS",
                 24 => "I8",
                 25 => "I16",
                 26 => "I32",
@@ -357,7 +359,6 @@ pub fn format_of(id: u32) -> std::result::Result<Format, String> {
                 29 => "IQ1_M",
                 34 => "TQ1_0",
                 35 => "TQ2_0",
-                39 => "MXFP4",
                 40 => "NVFP4",
                 _ => return Err(format!("number {other}")),
             };

@@ -4,6 +4,7 @@
 //! treated as hostile: a header that lies is an [`Error`], never a panic or a huge allocation.
 
 pub mod bert;
+pub mod calibration;
 pub mod chat;
 pub mod checkpoint;
 pub mod compress;
@@ -15,6 +16,7 @@ pub mod experts;
 pub mod factored;
 pub mod gguf;
 pub mod hub;
+pub mod kept;
 pub mod linear;
 pub mod model;
 pub mod ops;
@@ -28,6 +30,7 @@ pub mod tokenizer;
 pub mod weights;
 
 pub use bert::Encoder;
+pub use calibration::Calibrations;
 pub use chat::{ChatTemplate, Message};
 pub use config::{Architecture, LatentConfig, ModelConfig};
 pub use decoder::{Decoder, Rows};

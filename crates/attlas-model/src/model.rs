@@ -52,10 +52,7 @@ impl Model {
 
     fn from_gguf(gguf: &Gguf, tensors: &Tensors) -> Result<Self> {
         let mut config = ModelConfig::from_gguf(gguf)?;
-        if tensors.get("rope_factors_long.weight").is_some() {
-            let what = "LongRoPE, two sets of rotary frequencies (rope_factors_long.weight),".into();
-            return Err(Error::Unsupported { what });
-        }
+        config.set_long_rope(gguf, tensors)?;
         if let (Some(rope), Some(divisors)) = (&mut config.rope, tensors.get("rope_freqs.weight")) {
             let expected = vec![rope.dim / 2];
             if divisors.shape() != expected {

@@ -2,6 +2,7 @@
 //!
 //! Rows are independent. Sums that decide a scale are taken in double precision; everything else is single.
 
+use crate::config::Activation;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
@@ -102,6 +103,35 @@ pub fn swiglu_in_place(gate: &mut [f32], up: &[f32]) {
     gate.iter_mut().zip(up).for_each(|(g, u)| *g = *g / (1.0 + exp(-*g)) * u);
 }
 
+/// `gate ← f(gate) ⊙ up` with the activation of a family.
+pub fn gate_in_place(activation: Activation, gate: &mut [f32], up: &[f32]) {
+    match activation {
+        Activation::Silu => swiglu_in_place(gate, up),
+        Activation::Gelu => {
+            assert_eq!(gate.len(), up.len());
+            gate.iter_mut().zip(up).for_each(|(g, u)| *g = tanh_gelu(*g) * u);
+        }
+        Activation::Clamped { alpha, limit } => {
+            assert_eq!(gate.len(), up.len());
+            for (g, u) in gate.iter_mut().zip(up) {
+                let z = if *g > limit { limit } else { *g };
+                *g = z / (1.0 + exp(-alpha * z)) * (u.clamp(-limit, limit) + 1.0);
+            }
+        }
+    }
+}
+
+/// $\frac z2 (1 + \tanh(\sqrt{2/\pi}(z + 0.044715 z^3))) = z / (1 + e^{-2y})$ with $y$ the argument of the tangent.
+fn tanh_gelu(z: f32) -> f32 {
+    const SLOPE: f32 = 0.797_884_6;
+    z / (1.0 + exp(-2.0 * SLOPE * (z + 0.044_715 * z * z * z)))
+}
+
+/// `x ← c tanh(x / c)`.
+pub fn softcap_in_place(x: &mut [f32], cap: f32) {
+    x.iter_mut().for_each(|x| *x = cap * libm::tanhf(*x / cap));
+}
+
 /// $x \leftarrow x\,\Phi(x)$ with the normal distribution function $\Phi$.
 pub fn gelu_in_place(x: &mut [f32]) {
     // Φ(x) = erfc(−x/√2)/2 keeps its relative precision far to the left.
@@ -186,6 +216,23 @@ mod tests {
             // Rounding the argument by ε moves Φ by ε·x² relative to itself on the left.
             assert!((got - want).abs() <= f32::EPSILON * (2.0 + x * x) * want.abs(), "{got} {want}");
         }
+    }
+
+    #[test]
+    fn gates_of_other_families_have_their_known_values() {
+        let mut gate = [0.0, 1.0, -1.0, 9.0];
+        gate_in_place(Activation::Gelu, &mut gate, &[1.0, 1.0, 2.0, 1.0]);
+        for (got, want) in gate.iter().zip([0.0, 0.841_192, -0.317_616, 9.0]) {
+            assert!((got - want).abs() < 1e-6, "{got} {want}");
+        }
+        let mut gate = [1.0, 9.0, -9.0];
+        gate_in_place(Activation::Clamped { alpha: 1.702, limit: 7.0 }, &mut gate, &[0.0, 9.0, -9.0]);
+        for (got, want) in gate.iter().zip([0.845_796, 55.999_6, 1.202_3e-5]) {
+            assert!((got - want).abs() < 1e-4, "{got} {want}");
+        }
+        let mut x = [0.0, 30.0, -1e9];
+        softcap_in_place(&mut x, 30.0);
+        assert!(x[0] == 0.0 && (x[1] - 22.847_825).abs() < 1e-4 && x[2] == -30.0);
     }
 
     #[test]

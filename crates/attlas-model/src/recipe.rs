@@ -13,20 +13,25 @@
 //! method = "sink_window"
 //! params = { sinks = 4, window = 256 }
 //! measured = { error = 0.012, cost = 0.31 }
+//!
+//! [rule.decode]                  # another method for new tokens; the same one where absent
+//! method = "quest"
 //! ```
 //!
 //! [`Recipe::resolve`] turns it into [`Part`]s: neighbouring heads that share a method and its settings are
 //! planned together, and a method that cannot attend causally is refused with all its reasons before any
 //! token is run.
 
+use crate::calibration::Calibrations;
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
 use attlas::params::Value;
-use attlas::{Method, Options, Problem, registry};
+use attlas::{Calibration, Method, Options, Problem, registry};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The version of the format that is written.
 pub const VERSION: u32 = 1;
@@ -43,6 +48,15 @@ pub struct Recipe {
     /// The model it was made for, in words.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
+    /// Tokens of the longest text that it was checked on; what it does to longer ones is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<usize>,
+    /// What its methods learnt: a file of calibrations or a folder of them, beside the recipe unless the path is absolute.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<PathBuf>,
+    /// The calibrations themselves; [`Recipe::open`] reads them.
+    #[serde(skip)]
+    pub calibrations: Arc<Calibrations>,
     /// What was measured when it was made: names and numbers, for people.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub evidence: BTreeMap<String, Value>,
@@ -63,6 +77,23 @@ pub struct Choice {
     /// Its parameters, seeds among them; defaults where absent.
     #[serde(default, skip_serializing_if = "Options::is_empty")]
     pub params: Options,
+    /// What attends for new tokens; the same method where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decode: Option<Decode>,
+}
+
+/// A method for new tokens, with its settings.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Decode {
+    /// Id of the method.
+    pub method: String,
+    /// Its parameters, seeds among them; defaults where absent.
+    #[serde(default, skip_serializing_if = "Options::is_empty")]
+    pub params: Options,
+    /// What was measured when it was chosen.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measured: Option<Measured>,
 }
 
 /// A method for some heads.
@@ -83,6 +114,9 @@ pub struct Rule {
     /// What was measured when the rule was made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured: Option<Measured>,
+    /// What attends for new tokens; the same method where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub decode: Option<Decode>,
 }
 
 /// The figures that a rule was chosen by.
@@ -92,9 +126,12 @@ pub struct Measured {
     /// Relative error of the heads' outputs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<f64>,
-    /// Time as a share of exact attention's.
+    /// Time as a share of exact attention's; in decoding, keys read as a share of all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cost: Option<f64>,
+    /// Divergence of the model's predictions with this rule alone, nats.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kl: Option<f64>,
 }
 
 /// A set of whole numbers, written as `"0-3,7"` or as a list.
@@ -197,7 +234,7 @@ impl From<Numbers> for String {
 impl Default for Choice {
     /// Exact attention.
     fn default() -> Self {
-        Self { method: registry::baseline().id.into(), params: Options::new() }
+        Self { method: registry::baseline().id.into(), params: Options::new(), decode: None }
     }
 }
 
@@ -211,11 +248,14 @@ impl Default for Recipe {
 impl Recipe {
     /// The same method everywhere.
     pub fn uniform(method: &str, params: Options) -> Self {
-        let default = Choice { method: method.into(), params };
+        let default = Choice { method: method.into(), params, decode: None };
         Self {
             version: VERSION,
             producer: None,
             model: None,
+            tokens: None,
+            calibration: None,
+            calibrations: Arc::default(),
             evidence: BTreeMap::new(),
             default,
             rules: Vec::new(),
@@ -239,7 +279,19 @@ impl Recipe {
     /// Reads the recipe in a file.
     pub fn open(path: &Path) -> Result<Self> {
         let bytes = crate::checkpoint::read_file(path)?;
-        Self::from_toml(&String::from_utf8_lossy(&bytes)).map_err(|e| e.in_file(path))
+        let mut recipe = Self::from_toml(&String::from_utf8_lossy(&bytes)).map_err(|e| e.in_file(path))?;
+        if let Some(learnt) = &recipe.calibration {
+            let beside = path.parent().unwrap_or(Path::new("")).join(learnt);
+            recipe.calibrations = Arc::new(Calibrations::read(&beside)?);
+        }
+        Ok(recipe)
+    }
+
+    /// The same recipe with what methods learnt.
+    #[must_use]
+    pub fn with_calibrations(mut self, calibrations: Arc<Calibrations>) -> Self {
+        self.calibrations = calibrations;
+        self
     }
 
     /// The recipe as text.
@@ -257,6 +309,22 @@ impl Recipe {
             .map_or((&self.default.method, &self.default.params), |r| (&r.method, &r.params))
     }
 
+    /// The method of one query head for new tokens, where it is another than for prompts.
+    pub fn decode_choice(&self, layer: usize, head: usize) -> Option<&Decode> {
+        let matches = |numbers: &Option<Numbers>, n| numbers.as_ref().is_none_or(|x| x.contains(n));
+        let rule = self.rules.iter().rev().find(|r| matches(&r.layers, layer) && matches(&r.heads, head));
+        rule.map_or(self.default.decode.as_ref(), |r| r.decode.as_ref())
+    }
+
+    /// Whether exact attention in full precision attends everywhere.
+    pub fn is_exact(&self) -> bool {
+        let exact = |method: &str, params: &Options| method == registry::baseline().id && params.is_empty();
+        let decodes = |d: &Option<Decode>| d.as_ref().is_none_or(|d| exact(&d.method, &d.params));
+        exact(&self.default.method, &self.default.params)
+            && decodes(&self.default.decode)
+            && self.rules.iter().all(|r| exact(&r.method, &r.params) && decodes(&r.decode))
+    }
+
     /// What attends in one layer with `n_heads` query heads over `n_kv_heads` key heads. Whether the methods can is
     /// for the caller to ask.
     pub fn parts(&self, layer: usize, n_heads: usize, n_kv_heads: usize) -> Result<Vec<Part>> {
@@ -264,14 +332,24 @@ impl Recipe {
         let mut runs: Vec<Part> = Vec::new();
         for head in 0..n_heads {
             let (id, options) = self.choice(layer, head);
-            let method = registry::method(id)?;
             let group = head / size.max(1);
+            let told = |id: &str, options: &Options| -> Result<Attending> {
+                let method = registry::method(id)?;
+                let calibration = self.calibrations.find(id, Some(layer), group)?.cloned().map(Arc::new);
+                Ok(Attending { method, options: options.clone(), calibration })
+            };
+            let prompt = told(id, options)?;
+            let decode = self.decode_choice(layer, head).map(|d| told(&d.method, &d.params)).transpose()?;
             match runs.last_mut() {
                 // Runs of equal choices inside a key head; whole key heads are joined below.
-                Some(run) if run.groups.start == group && run.is(method, options) => run.heads.end = head + 1,
+                Some(run) if run.groups.start == group && run.is(&prompt, decode.as_ref()) => {
+                    run.heads.end = head + 1;
+                }
                 _ => runs.push(Part {
-                    method,
-                    options: options.clone(),
+                    method: prompt.method,
+                    options: prompt.options,
+                    calibration: prompt.calibration,
+                    decode,
                     heads: head..head + 1,
                     groups: group..group + 1,
                 }),
@@ -290,16 +368,21 @@ impl Recipe {
                 heads.check("a head of the recipe", config.n_heads)?;
             }
         }
-        let mut accepted: Vec<(&'static Method, Options)> = Vec::new();
+        let mut accepted: Vec<(&'static Method, Options, bool)> = Vec::new();
         let mut layers = Vec::with_capacity(config.n_layers);
         for layer in 0..config.n_layers {
             let parts = self.parts(layer, config.n_heads, config.n_kv_heads)?;
             for part in &parts {
-                let known =
-                    |(m, o): &(&'static Method, Options)| std::ptr::eq(*m, part.method) && *o == part.options;
-                if !accepted.iter().any(known) {
-                    check_causal(part.method, &part.options, config)?;
-                    accepted.push((part.method, part.options.clone()));
+                for decodes in [false, true] {
+                    let told = part.attending(decodes);
+                    let known = |(m, o, d): &(&'static Method, Options, bool)| {
+                        std::ptr::eq(*m, told.method) && *o == told.options && *d == decodes
+                    };
+                    if decodes && part.decode.is_none() || accepted.iter().any(known) {
+                        continue;
+                    }
+                    check_causal(&told, part, config, decodes)?;
+                    accepted.push((told.method, told.options, decodes));
                 }
             }
             layers.push(parts);
@@ -315,15 +398,68 @@ pub struct Part {
     pub method: &'static Method,
     /// Its settings.
     pub options: Options,
+    /// What it learnt for this key head.
+    pub calibration: Option<Arc<Calibration>>,
+    /// What attends for new tokens, where that is another.
+    pub decode: Option<Attending>,
     /// Query heads.
     pub heads: Range<usize>,
     /// Key heads.
     pub groups: Range<usize>,
 }
 
+/// A method with its settings and what it learnt.
+#[derive(Clone, Debug)]
+pub struct Attending {
+    /// The method.
+    pub method: &'static Method,
+    /// Its settings.
+    pub options: Options,
+    /// What it learnt for the key head it attends in.
+    pub calibration: Option<Arc<Calibration>>,
+}
+
+impl Attending {
+    /// Plans a problem.
+    pub fn plan(&self, problem: &Problem) -> Result<Box<dyn attlas::Plan>> {
+        Ok(self.method.plan_with(problem, &self.options, self.calibration.as_deref())?)
+    }
+
+    /// Whether this is exact attention.
+    pub fn is_baseline(&self) -> bool {
+        std::ptr::eq(self.method, registry::baseline())
+    }
+
+    fn is(&self, other: &Attending) -> bool {
+        std::ptr::eq(self.method, other.method) && self.options == other.options
+    }
+}
+
 impl Part {
-    fn is(&self, method: &'static Method, options: &Options) -> bool {
-        std::ptr::eq(self.method, method) && self.options == *options
+    /// What attends in a prompt, or for a new token.
+    pub fn attending(&self, decodes: bool) -> Attending {
+        match &self.decode {
+            Some(other) if decodes => other.clone(),
+            _ => Attending {
+                method: self.method,
+                options: self.options.clone(),
+                calibration: self.calibration.clone(),
+            },
+        }
+    }
+
+    fn is(&self, prompt: &Attending, decode: Option<&Attending>) -> bool {
+        let same = match (&self.decode, decode) {
+            (Some(a), Some(b)) => a.is(b),
+            (None, None) => true,
+            _ => false,
+        };
+        same && self.attending(false).is(prompt)
+    }
+
+    /// Whether something of it was learnt for one key head alone.
+    fn is_calibrated(&self) -> bool {
+        self.calibration.is_some() || self.decode.as_ref().is_some_and(|d| d.calibration.is_some())
     }
 
     /// Whether this is exact attention.
@@ -339,8 +475,9 @@ fn join_whole_groups(runs: Vec<Part>, size: usize) -> Vec<Part> {
         match parts.last_mut() {
             Some(last)
                 if whole
+                    && !run.is_calibrated()
                     && last.heads.len() == last.groups.len() * size
-                    && last.is(run.method, &run.options) =>
+                    && last.is(&run.attending(false), run.decode.as_ref()) =>
             {
                 last.heads.end = run.heads.end;
                 last.groups.end = run.groups.end;
@@ -352,10 +489,27 @@ fn join_whole_groups(runs: Vec<Part>, size: usize) -> Vec<Part> {
 }
 
 /// Plans a short causal problem, so that a refusal comes with all its reasons before any work.
-fn check_causal(method: &'static Method, options: &Options, c: &ModelConfig) -> Result<()> {
-    let problem = Problem::new(c.n_heads, 64, c.head_dim).with_kv_heads(c.n_kv_heads).causal();
-    method.plan(&problem, options)?;
-    Ok(())
+fn check_causal(told: &Attending, part: &Part, c: &ModelConfig, decodes: bool) -> Result<()> {
+    let (heads, groups) = match told.calibration {
+        Some(_) => (part.heads.len(), part.groups.len()),
+        None => (c.n_heads, c.n_kv_heads),
+    };
+    let problem = Problem::new(heads, 64, c.head_dim).with_kv_heads(groups).causal();
+    if decodes && !told.is_baseline() && !told.method.claims.decode {
+        let reasons =
+            vec!["it has no form for new tokens; leave [rule.decode] out to attend exactly".to_owned()];
+        return Err(attlas::Error::Unsupported { method: told.method.id.into(), reasons }.into());
+    }
+    match told.plan(&problem) {
+        Err(Error::Attention(attlas::Error::Unsupported { method, mut reasons }))
+            if told.calibration.is_none()
+                && told.method.claims.needs == attlas::method::Needs::Calibration =>
+        {
+            reasons.push(format!("attlas calibrate --methods {method} makes one, --calibration passes it"));
+            Err(attlas::Error::Unsupported { method, reasons }.into())
+        }
+        other => other.map(|_| ()),
+    }
 }
 
 #[cfg(test)]
@@ -377,6 +531,10 @@ mod tests {
             max_positions: 100,
             norm_eps: 1e-5,
             rope: None,
+            local_rope: None,
+            activation: crate::config::Activation::Silu,
+            attention_softcap: None,
+            logit_softcap: None,
             unrotated: Vec::new(),
             experts: None,
             multipliers: crate::config::Multipliers::default(),
@@ -440,6 +598,56 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn new_tokens_may_have_another_method() {
+        let text = r#"
+            version = 1
+            tokens = 4096
+            [default]
+            method = "exact"
+            decode = { method = "quest" }
+            [[rule]]
+            layers = "1"
+            method = "sink_window"
+            [rule.decode]
+            method = "sampled_columns"
+            params = { keys = 32 }
+            [[rule]]
+            layers = "2"
+            method = "sink_window"
+        "#;
+        let recipe = Recipe::from_toml(text).unwrap();
+        assert_eq!(Recipe::from_toml(&recipe.to_toml().unwrap()).unwrap(), recipe);
+        assert_eq!(recipe.tokens, Some(4096));
+        let layers = recipe.resolve(&config()).unwrap();
+        let decodes = |l: usize| layers[l][0].attending(true).method.id;
+        assert_eq!([decodes(0), decodes(1), decodes(2)], ["quest", "sampled_columns", "sink_window"]);
+        assert_eq!(layers[1][0].attending(false).method.id, "sink_window");
+        assert!(!recipe.is_exact() && Recipe::default().is_exact());
+        let wrong = text.replace("sampled_columns", "prescored_hyper").replace("{ keys = 32 }", "{}");
+        let found = Recipe::from_toml(&wrong).and_then(|r| r.resolve(&config()));
+        let stream = registry::method("prescored_hyper").unwrap().claims.decode;
+        assert_eq!(found.is_err(), !stream, "{found:?}");
+    }
+
+    #[test]
+    fn what_a_method_learnt_belongs_to_one_key_head() {
+        let problem = Problem::new(3, 100, 16).with_kv_heads(1);
+        let data: Vec<f64> = (0..3 * 100 * 16).map(|i| (0.37 * f64::from(i)).sin() / 3.0).collect();
+        let view = |h: usize| attlas::TensorRef::bhnd(&data[..h * 1600], [1, h, 100, 16]).unwrap();
+        let x = attlas::Qkv::new(view(3), view(1), view(1));
+        let loki = registry::method("loki").unwrap();
+        let learn = loki.calibrate.unwrap();
+        let learnt = learn(&problem, &Options::new(), &[attlas::Inputs::F64(x)]).unwrap();
+        let mut all = Calibrations::default();
+        (0..4).for_each(|l| (0..2).for_each(|g| all.insert(Some(l), g, learnt.clone())));
+        let recipe = Recipe::uniform("loki", Options::new());
+        let refused = recipe.resolve(&config()).unwrap_err().to_string();
+        assert!(refused.contains("attlas calibrate"), "{refused}");
+        let layers = recipe.with_calibrations(Arc::new(all)).resolve(&config()).unwrap();
+        assert!(layers.iter().all(|parts| parts.len() == 2 && parts.iter().all(|p| p.calibration.is_some())));
     }
 
     #[test]

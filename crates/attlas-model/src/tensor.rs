@@ -66,6 +66,12 @@ impl Tensor {
         Self::new(Arc::new(Source::Owned(bytes)), range, Format::F32, shape)
     }
 
+    /// A tensor of bytes held in memory; `None` if they are not exactly as many as it takes.
+    pub fn owned(bytes: Vec<u8>, format: Format, shape: Vec<usize>) -> Option<Self> {
+        let range = 0..bytes.len();
+        Self::new(Arc::new(Source::Owned(bytes)), range, format, shape)
+    }
+
     /// Dimensions, outermost first.
     pub fn shape(&self) -> &[usize] {
         &self.shape
@@ -111,6 +117,16 @@ impl Tensor {
         let row = self.bytes().len().checked_div(rows).unwrap_or(0);
         let bytes = self.range.start + range.start * row..self.range.start + range.end * row;
         Self::new(self.source.clone(), bytes, self.format, vec![range.len(), self.cols()])
+    }
+
+    /// A matrix of the rows named, copied as they are stored; `None` if one does not exist.
+    pub fn some_rows(&self, rows: impl ExactSizeIterator<Item = usize>) -> Option<Self> {
+        let (count, size) = (rows.len(), self.bytes().len().checked_div(self.rows()).unwrap_or(0));
+        let mut bytes = Vec::with_capacity(count * size);
+        for i in rows {
+            bytes.extend_from_slice(self.bytes().get(i * size..(i + 1) * size)?);
+        }
+        Self::owned(bytes, self.format, vec![count, self.cols()])
     }
 
     /// All values in single precision.

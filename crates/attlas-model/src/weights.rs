@@ -1,7 +1,7 @@
 //! The tensors of a model by role, whatever file they came from and whatever that file calls them.
 
 use crate::checkpoint::Tensors;
-use crate::config::{Architecture, ExpertConfig, HeadNorm, ModelConfig, Norms};
+use crate::config::{Architecture, ExpertConfig, HeadNorm, LatentConfig, ModelConfig, Norms};
 use crate::error::{Error, Result};
 use crate::experts::{Experts, Mlp};
 use crate::factored::Attention;
@@ -10,6 +10,7 @@ use crate::tensor::Tensor;
 use attlas::Mat;
 use attlas::layer::{Dense, Layer, LayerShape};
 use attlas::layers::latent::{self, Latent};
+use attlas_num::kernels::quant::Format;
 use attlas_num::rope::{Rope, Scaling};
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -65,6 +66,8 @@ pub struct DecoderLayer {
     pub q_norm: Option<Vec<f32>>,
     /// Norm of each key head or of all of them, where the family has one.
     pub k_norm: Option<Vec<f32>>,
+    /// A logit for each head beside those of the keys, where the family has it; it brings no value.
+    pub sinks: Option<Vec<f32>>,
     /// Latent attention made of the maps above, where the family has it.
     pub latent: Option<Arc<LatentAttention>>,
     /// Attention of another kind, where the checkpoint has it; the maps above are its own then, as far as it has them.
@@ -143,7 +146,8 @@ impl Weights {
     /// Finds and checks every tensor that `config` asks for.
     pub fn collect(config: &ModelConfig, tensors: &Tensors, naming: Naming) -> Result<Self> {
         let seen = RefCell::new(HashSet::new());
-        let finder = Finder { tensors, prefix: prefix(tensors, config, naming), seen: &seen };
+        let beyond_one = config.architecture.traits().norms_beyond_one && naming == Naming::HuggingFace;
+        let finder = Finder { tensors, prefix: prefix(tensors, config, naming), beyond_one, seen: &seen };
         let weights = if config.architecture.is_encoder() {
             Self::Encoder(encoder(config, &finder, naming)?)
         } else {
@@ -160,7 +164,7 @@ fn all_read(c: &ModelConfig, tensors: &Tensors, seen: &HashSet<String>) -> Resul
     if tensors.is_factored() {
         return Ok(());
     }
-    const IDLE: [&str; 4] = ["rope_freqs.weight", "pooler.", "bert.pooler.", "cls."];
+    const IDLE: [&str; 5] = ["rope_freqs.weight", "rope_factors_", "pooler.", "bert.pooler.", "cls."];
     let beyond = |name: &str| {
         let number = name.strip_prefix("model.layers.").or_else(|| name.strip_prefix("blk."));
         let number = number.and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
@@ -220,6 +224,8 @@ fn prefix(tensors: &Tensors, config: &ModelConfig, naming: Naming) -> &'static s
 struct Finder<'a> {
     tensors: &'a Tensors,
     prefix: &'static str,
+    /// Norms are stored as what they are beyond one.
+    beyond_one: bool,
     /// The names that were asked for.
     seen: &'a RefCell<HashSet<String>>,
 }
@@ -244,6 +250,15 @@ impl Finder<'_> {
         Ok(self.tensor(name, &[len])?.to_f32())
     }
 
+    /// The weight of a norm, of which some files store what it is beyond one.
+    fn norm(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+        let mut weight = self.vector(name, len)?;
+        if self.beyond_one {
+            weight.iter_mut().for_each(|w| *w += 1.0);
+        }
+        Ok(weight)
+    }
+
     /// `name.weight` and, if the file has it, `name.bias`.
     fn linear(&self, name: &str, outputs: usize, inputs: usize) -> Result<Linear> {
         let full = format!("{}{name}", self.prefix);
@@ -257,6 +272,37 @@ impl Finder<'_> {
         let weight = self.tensor(&format!("{name}.weight"), &[outputs, inputs])?;
         let bias = self.optional(&format!("{name}.bias"), &[outputs])?.map(|b| b.to_f32());
         Linear::new(weight, bias).ok_or_else(|| Error::MissingTensor { name: name.to_owned() })
+    }
+
+    /// The bytes of that name.
+    fn bytes(&self, name: &str) -> Option<(&[u8], &[usize])> {
+        let name = format!("{}{name}", self.prefix);
+        self.seen.borrow_mut().insert(name.clone());
+        self.tensors.bytes(&name)
+    }
+
+    /// `count` matrices of `rows × cols` numbers of four bits, from blocks `[count, rows, cols / 32, 16]` of two numbers
+    /// a byte and scales `[count, rows, cols / 32]`, as ggml stores them.
+    fn mxfp4(&self, name: &str, count: usize, rows: usize, cols: usize) -> Result<Tensor> {
+        let part = |tail: &str, expected: Vec<usize>| {
+            let name = format!("{name}_{tail}");
+            match self.bytes(&name) {
+                Some((bytes, shape)) if shape == expected => Ok(bytes),
+                Some((_, shape)) => Err(Error::Shape { name, found: shape.to_vec(), expected }),
+                None => Err(Error::MissingTensor { name }),
+            }
+        };
+        let blocks = part("blocks", vec![count, rows, cols / 32, 16])?;
+        let scales = part("scales", vec![count, rows, cols / 32])?;
+        let mut bytes = Vec::with_capacity(scales.len() * 17);
+        for (scale, block) in scales.iter().zip(blocks.as_chunks::<16>().0) {
+            // Neighbours share a byte here; there, number j shares one with number j + 16.
+            let number = |t: usize| block[t / 2] >> (4 * (t % 2)) & 15;
+            bytes.push(*scale);
+            bytes.extend((0..16).map(|t| number(t) | number(t + 16) << 4));
+        }
+        let wrong = || Error::MissingTensor { name: format!("{}{name}_blocks", self.prefix) };
+        Tensor::owned(bytes, Format::Mxfp4, vec![count, rows, cols]).ok_or_else(wrong)
     }
 
     /// Maps that are rows of one matrix, one after another.
@@ -339,11 +385,18 @@ type NormNames = [Option<&'static str>; 4];
 fn norm_names(norms: Norms, naming: Naming) -> NormNames {
     match (naming, norms) {
         (Naming::Gguf, Norms::Before) => [Some("attn_norm"), None, Some("ffn_norm"), None],
+        (Naming::Gguf, Norms::BeforeEach) => [Some("attn_norm"), None, Some("post_attention_norm"), None],
         (Naming::Gguf, Norms::After) => [None, Some("post_attention_norm"), None, Some("post_ffw_norm")],
-        (Naming::Gguf, Norms::Around) => {
+        (Naming::Gguf, Norms::Around | Norms::Sandwich) => {
             [Some("attn_norm"), Some("post_attention_norm"), Some("ffn_norm"), Some("post_ffw_norm")]
         }
-        (Naming::HuggingFace, Norms::Before) => {
+        (Naming::HuggingFace, Norms::Sandwich) => [
+            Some("input_layernorm"),
+            Some("post_attention_layernorm"),
+            Some("pre_feedforward_layernorm"),
+            Some("post_feedforward_layernorm"),
+        ],
+        (Naming::HuggingFace, Norms::Before | Norms::BeforeEach) => {
             [Some("input_layernorm"), None, Some("post_attention_layernorm"), None]
         }
         (Naming::HuggingFace, Norms::After) => {
@@ -415,17 +468,16 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
         };
         let head_norm = |part: &str, heads: usize| match traits.head_norm {
             HeadNorm::None => Ok(None),
-            HeadNorm::EachHead => finder.vector(&name(part), c.head_dim).map(Some),
-            HeadNorm::AllHeads => finder.vector(&name(part), heads * c.head_dim).map(Some),
+            HeadNorm::EachHead => finder.norm(&name(part), c.head_dim).map(Some),
+            HeadNorm::AllHeads => finder.norm(&name(part), heads * c.head_dim).map(Some),
         };
-        let norm = |i: usize| {
-            norm_names[i].map(|part| finder.vector(&name(&format!("{part}.weight")), d)).transpose()
-        };
+        let norm =
+            |i: usize| norm_names[i].map(|part| finder.norm(&name(&format!("{part}.weight")), d)).transpose();
         let attention = finder.attention(i, d)?;
         let ([q, k, v, o], latent) = match (&attention, c.latent) {
             (Some(a), _) => (a.projections()?, None),
             (None, Some(_)) => {
-                let latent = latent_attention(c, finder, &layer)?;
+                let latent = latent_attention(c, finder, &layer, naming)?;
                 let m = latent.maps();
                 ([&m.q, &m.kv_a, &m.kv_b, &m.o].map(Clone::clone), Some(Arc::new(latent)))
             }
@@ -461,6 +513,11 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
             o,
             q_norm: head_norm(names.q_norm, c.n_heads)?,
             k_norm: head_norm(names.k_norm, c.n_kv_heads)?,
+            sinks: match (traits.sinks, naming) {
+                (false, _) => None,
+                (true, Naming::Gguf) => Some(finder.vector(&name("attn_sinks.weight"), c.n_heads)?),
+                (true, Naming::HuggingFace) => Some(finder.vector(&name("self_attn.sinks"), c.n_heads)?),
+            },
             latent,
             attention,
             ffn_norm: norm(2)?,
@@ -480,7 +537,7 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
     };
     let output = Linear::new(output.unwrap_or_else(|| embedding.clone()), None)
         .ok_or_else(|| Error::MissingTensor { name: "lm_head.weight".into() })?;
-    Ok(DecoderWeights { final_norm: finder.vector(names.final_norm, d)?, embedding, layers, output })
+    Ok(DecoderWeights { final_norm: finder.norm(names.final_norm, d)?, embedding, layers, output })
 }
 
 /// The experts of a layer, and the one of every token, of width zero where there is none.
@@ -497,13 +554,16 @@ fn mixture(
     let (router, bias, shared_gate) = match naming {
         Naming::Gguf => ("ffn_gate_inp".to_owned(), "exp_probs_b.bias".to_owned(), "ffn_gate_inp_shexp"),
         Naming::HuggingFace => (
-            format!("{}.gate", names.prefix),
-            format!("{}.gate.e_score_correction_bias", names.prefix),
+            names.router.to_owned(),
+            format!("{}.e_score_correction_bias", names.router),
             "mlp.shared_expert_gate",
         ),
     };
     let mut experts = Vec::with_capacity(e.count);
     match naming {
+        Naming::HuggingFace if c.architecture == Architecture::GptOss => {
+            experts = alternating(e, d, finder, &name(&format!("{}.experts", names.prefix)))?;
+        }
         Naming::HuggingFace => {
             for i in 0..e.count {
                 let part = |p: &str| name(&format!("{}.experts.{i}.{p}", names.prefix));
@@ -512,15 +572,18 @@ fn mixture(
         }
         Naming::Gguf => {
             let stack = |part: &str, rows: usize, cols: usize| {
-                finder.tensor(&name(&format!("{part}.weight")), &[e.count, rows, cols])
+                let weight = finder.tensor(&name(&format!("{part}.weight")), &[e.count, rows, cols])?;
+                let bias = finder.optional(&name(&format!("{part}.bias")), &[e.count, rows])?;
+                Ok::<_, Error>((weight, bias.map(|b| b.to_f32())))
             };
             let gate = stack("ffn_gate_exps", e.width, d)?;
             let up = stack("ffn_up_exps", e.width, d)?;
             let down = stack("ffn_down_exps", d, e.width)?;
             for i in 0..e.count {
-                let part = |stack: &Tensor, rows: usize| {
+                let part = |(stack, bias): &(Tensor, Option<Vec<f32>>), rows: usize| {
                     let own = stack.row_range(i * rows..(i + 1) * rows);
-                    own.and_then(|t| Linear::new(t, None))
+                    let bias = bias.as_ref().map(|b| b[i * rows..(i + 1) * rows].to_vec());
+                    own.and_then(|t| Linear::new(t, bias))
                         .ok_or_else(|| Error::MissingTensor { name: name("ffn_gate_exps.weight") })
                 };
                 let (gate, up) = (part(&gate, e.width)?, part(&up, e.width)?);
@@ -559,6 +622,62 @@ fn mixture(
         shared_gate,
     };
     Ok((experts, shared))
+}
+
+/// The experts of gpt-oss in a Hugging Face folder: gate and up alternate in one map, and all experts are in one tensor,
+/// of numbers with the inputs before the outputs, or of blocks of four bits row by row.
+fn alternating(e: &ExpertConfig, d: usize, finder: &Finder<'_>, name: &str) -> Result<Vec<Mlp>> {
+    let width = e.width;
+    let bias = |part: &str, rows: usize| {
+        Ok::<_, Error>(finder.tensor(&format!("{name}.{part}_bias"), &[e.count, rows])?.to_f32())
+    };
+    let (both_bias, down_bias) = (bias("gate_up_proj", 2 * width)?, bias("down_proj", d)?);
+    let missing = || Error::MissingTensor { name: format!("{name}.gate_up_proj") };
+    let four = finder.bytes(&format!("{name}.gate_up_proj_blocks")).is_some();
+    let read = |part: &str, rows: usize, cols: usize| {
+        if four {
+            finder.mxfp4(&format!("{name}.{part}"), e.count, rows, cols)
+        } else {
+            let stored = finder.tensor(&format!("{name}.{part}"), &[e.count, cols, rows])?;
+            transposed(&stored).ok_or_else(missing)
+        }
+    };
+    let (both, down) = (read("gate_up_proj", 2 * width, d)?, read("down_proj", d, width)?);
+    let part = |stack: &Tensor, bias: &[f32], first: usize, step: usize, rows: usize| {
+        let rows_of = |i: usize| first + i * step;
+        let own = stack.some_rows((0..rows).map(rows_of)).ok_or_else(missing)?;
+        Linear::new(own, Some((0..rows).map(|i| bias[rows_of(i)]).collect())).ok_or_else(missing)
+    };
+    (0..e.count)
+        .map(|i| {
+            Ok(Mlp {
+                gate: part(&both, &both_bias, 2 * width * i, 2, width)?,
+                up: part(&both, &both_bias, 2 * width * i + 1, 2, width)?,
+                down: part(&down, &down_bias, d * i, 1, d)?,
+            })
+        })
+        .collect()
+}
+
+/// Every matrix of a stack `[n, cols, rows]` transposed: `[n, rows, cols]`, element by element as stored; `None` where
+/// elements are in blocks.
+fn transposed(stack: &Tensor) -> Option<Tensor> {
+    let &[n, cols, rows] = stack.shape() else { return None };
+    let format = stack.format();
+    let size = format.block_bytes();
+    if format.block_len() != 1 {
+        return None;
+    }
+    let from = stack.bytes();
+    let mut bytes = Vec::with_capacity(from.len());
+    for m in 0..n {
+        for r in 0..rows {
+            for c in 0..cols {
+                bytes.extend_from_slice(&from[((m * cols + c) * rows + r) * size..][..size]);
+            }
+        }
+    }
+    Tensor::owned(bytes, format, vec![n, rows, cols])
 }
 
 /// Latent attention with the maps it is made of.
@@ -624,9 +743,29 @@ impl LatentAttention {
 }
 
 /// Latent attention of a layer. Latents are normalised with an epsilon of their own.
-fn latent_attention(c: &ModelConfig, finder: &Finder<'_>, layer: &str) -> Result<LatentAttention> {
+fn latent_attention(
+    c: &ModelConfig,
+    finder: &Finder<'_>,
+    layer: &str,
+    naming: Naming,
+) -> Result<LatentAttention> {
     let (Some(l), Some(rope)) = (c.latent, &c.rope) else { unreachable!("read from the same configuration") };
-    let name = |part: &str| format!("{layer}.self_attn.{part}");
+    let name = |part: &str| match naming {
+        Naming::HuggingFace => format!("{layer}.self_attn.{part}"),
+        Naming::Gguf => {
+            let own = match part {
+                "q_proj" => "attn_q",
+                "q_a_proj" => "attn_q_a",
+                "q_a_layernorm" => "attn_q_a_norm",
+                "q_b_proj" => "attn_q_b",
+                "kv_a_proj_with_mqa" => "attn_kv_a_mqa",
+                "kv_a_layernorm" => "attn_kv_a_norm",
+                "kv_b_proj" => "attn_kv_b",
+                _ => "attn_output",
+            };
+            format!("{layer}.{own}")
+        }
+    };
     let norm = |part: &str, width: usize| finder.vector(&name(&format!("{part}.weight")), width);
     let queries = c.n_heads * c.head_dim;
     let (q_a, q_a_norm, q) = match l.rank_q {
@@ -643,7 +782,10 @@ fn latent_attention(c: &ModelConfig, finder: &Finder<'_>, layer: &str) -> Result
         q,
         kv_a: finder.linear(&name("kv_a_proj_with_mqa"), l.rank + rope.dim, c.hidden)?,
         kv_a_norm: Some(norm("kv_a_layernorm", l.rank)?),
-        kv_b: finder.linear(&name("kv_b_proj"), c.n_heads * (l.nope + l.v_dim), l.rank)?,
+        kv_b: match split_kv_b(c, l, finder, layer)? {
+            Some(map) => map,
+            None => finder.linear(&name("kv_b_proj"), c.n_heads * (l.nope + l.v_dim), l.rank)?,
+        },
         o: finder.linear(&name("o_proj"), c.hidden, c.n_heads * l.v_dim)?,
     };
     let shape = LayerShape {
@@ -663,6 +805,27 @@ fn latent_attention(c: &ModelConfig, finder: &Finder<'_>, layer: &str) -> Result
         ..latent::Params::default()
     };
     LatentAttention::new(shape, params, Some(rope.clone()), maps)
+}
+
+/// Keys and values from the latent where a GGUF file keeps them apart, the maps of keys transposed; `None` where not.
+fn split_kv_b(c: &ModelConfig, l: LatentConfig, finder: &Finder<'_>, layer: &str) -> Result<Option<Linear>> {
+    let name = |part: &str| format!("{layer}.{part}.weight");
+    let Some(keys) = finder.optional(&name("attn_k_b"), &[c.n_heads, l.rank, l.nope])? else {
+        return Ok(None);
+    };
+    let values = finder.tensor(&name("attn_v_b"), &[c.n_heads, l.v_dim, l.rank])?.to_f32();
+    let keys = keys.to_f32();
+    let mut rows = Vec::with_capacity(c.n_heads * (l.nope + l.v_dim) * l.rank);
+    for h in 0..c.n_heads {
+        let keys = &keys[h * l.rank * l.nope..][..l.rank * l.nope];
+        for i in 0..l.nope {
+            rows.extend((0..l.rank).map(|r| keys[r * l.nope + i]));
+        }
+        rows.extend_from_slice(&values[h * l.v_dim * l.rank..][..l.v_dim * l.rank]);
+    }
+    let map = Tensor::from_f32(&rows, vec![c.n_heads * (l.nope + l.v_dim), l.rank]);
+    let map = map.and_then(|t| Linear::new(t, None));
+    map.map(Some).ok_or_else(|| Error::MissingTensor { name: name("attn_k_b") })
 }
 
 /// The names of an encoder's tensors; those of a layer follow its prefix.

@@ -182,6 +182,7 @@ fn a_recipe_by_head_with_the_same_method_everywhere_changes_nothing_but_rounding
         method: "top_k".into(),
         params: Options::new().with("keys", keys),
         measured: None,
+        decode: None,
     };
     // A budget of all keys is exact attention; three different budgets split every key head.
     let recipe = Recipe {
@@ -208,6 +209,7 @@ fn approximate_methods_attend_in_prompts_and_where_they_stream_in_decoding() {
         method: "top_k".into(),
         params: Options::new().with("keys", 2u64),
         measured: None,
+        decode: None,
     };
     let recipe = Recipe { rules: vec![rule], ..Recipe::default() };
     let prompt = logits_after(&recipe, &tokens, &[200]);
@@ -284,4 +286,64 @@ fn attention_recomputed_from_what_is_observed_reproduces_the_heads() {
             }
         }
     }
+}
+
+/// Keeps the residual stream before every layer, and may put other rows in place of one head's.
+#[derive(Default)]
+struct Again {
+    residuals: Vec<Vec<f32>>,
+    zero: Option<(usize, usize)>,
+}
+
+impl Observer for Again {
+    fn residual(&mut self, layer: usize, _: usize, x: &[f32]) {
+        self.residuals.resize_with(self.residuals.len().max(layer + 1), Vec::new);
+        self.residuals[layer].extend_from_slice(x);
+    }
+
+    fn change(&mut self, layer: usize, _: usize, o: &mut [f32]) {
+        if let Some((l, head)) = self.zero.filter(|z| z.0 == layer) {
+            assert_eq!(l, layer);
+            o.chunks_mut(9 * 64).for_each(|row| row[head * 64..][..64].fill(0.0));
+        }
+    }
+}
+
+#[test]
+fn layers_run_again_from_the_middle_give_the_same_and_changed_heads_something_else() {
+    let tokens = alice_tokens(96);
+    let mut decoder = decoder(&Recipe::default());
+    let (mut whole, mut again) = (Vec::new(), Vec::new());
+    decoder.forward(&tokens[..64], Rows::None, &mut whole).unwrap();
+    let mut seen = Again::default();
+    decoder.forward_observed(&tokens[64..], Rows::All, &mut whole, &mut seen).unwrap();
+    decoder.truncate(64);
+    assert_eq!(seen.residuals.len(), 30);
+    for layer in [29, 0, 12] {
+        decoder.forward_from(layer, &seen.residuals[layer], &mut again, &mut Again::default()).unwrap();
+        assert_eq!((decoder.len(), again.len()), (64, whole.len()));
+        assert!(largest_difference(&again, &whole) < 1e-4, "layer {layer}");
+        let mut change = Again { zero: Some((layer, 3)), ..Again::default() };
+        decoder.forward_from(layer, &seen.residuals[layer], &mut again, &mut change).unwrap();
+        assert!(largest_difference(&again, &whole) > 1e-3, "layer {layer}");
+    }
+    // The tokens can still be taken as if nothing had been.
+    decoder.forward(&tokens[64..], Rows::All, &mut again).unwrap();
+    assert!(largest_difference(&again, &whole) < 1e-4);
+}
+
+#[test]
+fn new_tokens_go_to_the_method_that_the_recipe_has_for_them() {
+    let tokens = alice_tokens(96);
+    let text = "version = 1\n[default]\nmethod = \"exact\"\n[default.decode]\nmethod = \"sink_window\"\n";
+    let narrow = Recipe::from_toml(&format!("{text}params = {{ sinks = 1, window = 4 }}")).unwrap();
+    let wide = Recipe::from_toml(&format!("{text}params = {{ window = 512 }}")).unwrap();
+    let exact = logits_after(&Recipe::default(), &tokens, &[90, 1, 1, 1, 1, 1, 1]);
+    let gap =
+        |recipe: &Recipe| largest_difference(&logits_after(recipe, &tokens, &[90, 1, 1, 1, 1, 1, 1]), &exact);
+    assert!(gap(&wide) < 1e-3, "{}", gap(&wide));
+    assert!(gap(&narrow) > 0.1, "{}", gap(&narrow));
+    // A prompt in one piece is exact with both.
+    let whole = logits_after(&Recipe::default(), &tokens, &[96]);
+    assert!(largest_difference(&logits_after(&narrow, &tokens, &[96]), &whole) < 1e-4);
 }

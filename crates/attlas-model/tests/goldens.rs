@@ -9,7 +9,7 @@ use common::{numbers, repository};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-const FAMILIES: [(&str, Architecture); 10] = [
+const FAMILIES: [(&str, Architecture); 14] = [
     ("phi3", Architecture::Phi3),
     ("olmo2", Architecture::Olmo2),
     ("granite", Architecture::Granite),
@@ -20,6 +20,11 @@ const FAMILIES: [(&str, Architecture); 10] = [
     ("qwen3_moe", Architecture::Qwen3Moe),
     ("deepseek_v2", Architecture::DeepseekV2),
     ("deepseek_v3", Architecture::DeepseekV3),
+    ("gemma2", Architecture::Gemma2),
+    ("gemma3", Architecture::Gemma3),
+    ("gpt_oss", Architecture::GptOss),
+    // The same model, experts in blocks of four bits as they are published.
+    ("gpt_oss_mxfp4", Architecture::GptOss),
 ];
 
 fn folder(name: &str) -> PathBuf {
@@ -44,8 +49,8 @@ fn logits(model: &Arc<Model>, tokens: &[u32], chunks: &[usize]) -> Vec<f32> {
 #[test]
 fn logits_are_those_of_transformers_in_prompts_and_decoding() {
     for (name, architecture) in FAMILIES {
-        let json: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(folder(name).join("logits.json")).unwrap()).unwrap();
+        let golden = folder(name.trim_end_matches("_mxfp4")).join("logits.json");
+        let json: serde_json::Value = serde_json::from_slice(&std::fs::read(golden).unwrap()).unwrap();
         let tokens: Vec<u32> =
             json["tokens"].as_array().unwrap().iter().map(|t| t.as_u64().unwrap() as u32).collect();
         let want: Vec<f32> = json["logits"].as_array().unwrap().iter().flat_map(numbers).collect();
@@ -92,6 +97,52 @@ fn contexts_grow_past_the_trained_one_where_positions_are_extrapolated() {
     ));
 }
 
+/// Two sets of frequencies: a prompt takes those of its length, a token those of the context that it ends.
+#[test]
+fn long_rope_changes_its_frequencies_with_the_length() {
+    let folder = folder("phi3_long");
+    let json: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(folder.join("logits.json")).unwrap()).unwrap();
+    let tokens: Vec<u32> =
+        json["tokens"].as_array().unwrap().iter().map(|t| t.as_u64().unwrap() as u32).collect();
+    for path in [folder.clone(), folder.join("model.gguf")] {
+        let model = Arc::new(Model::open(&path).unwrap_or_else(|e| panic!("{e}")));
+        for (key, chunks) in [("logits", &[20usize][..]), ("decoded", &[1; 20])] {
+            let want: Vec<f32> = json[key].as_array().unwrap().iter().flat_map(numbers).collect();
+            let got = logits(&model, &tokens, chunks);
+            let gap = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(gap < 1e-4, "{} {key}: {gap}", path.display());
+        }
+    }
+}
+
+/// Where a family caps its logits, methods that cannot are refused, and one more logit is honoured by every method that
+/// has a log-sum-exp.
+#[test]
+fn caps_are_never_dropped_and_sinks_are_honoured_by_other_methods() {
+    let tokens: Vec<u32> = (0..5).collect();
+    let run = |name: &str, method: &str, options: &[(&str, &str)]| {
+        let model = Arc::new(Model::open(&folder(name)).unwrap());
+        let options = options.iter().fold(attlas::Options::new(), |o, (k, v)| o.with(k, *v));
+        let recipe = Recipe::uniform(method, options);
+        let mut decoder = Decoder::new(model, &recipe, Schedule::default())?;
+        let mut logits = Vec::new();
+        decoder.next_logits(&tokens, &mut logits)?;
+        Ok::<_, Error>(logits)
+    };
+    let error = run("gemma2", "performer", &[]).unwrap_err().to_string();
+    assert!(error.contains("capped at 2"), "{error}");
+    // Within the window, a method that sees every key gives what exact attention gives, sinks included.
+    let want = run("gpt_oss", "exact", &[]).unwrap();
+    for (method, options) in [("top_k", &[("keys", "5")][..]), ("naive", &[]), ("quest", &[])] {
+        let got = run("gpt_oss", method, options).unwrap();
+        let gap = got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(gap < 1e-5, "{method}: {gap}");
+    }
+    let error = run("gpt_oss", "polynomial", &[]).unwrap_err().to_string();
+    assert!(error.contains("log-sum-exp"), "{error}");
+}
+
 /// A folder with the files of another, `config.json` changed.
 fn copied(name: &str, from: &Path, change: impl Fn(&mut serde_json::Value)) -> PathBuf {
     let to = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
@@ -131,7 +182,7 @@ fn what_cannot_be_read_says_what_can() {
     std::fs::rename(pickled.join("model.safetensors"), pickled.join("pytorch_model.bin")).unwrap();
     let error = Model::open(&pickled).unwrap_err().to_string();
     assert!(error.contains("pytorch_model.bin") && error.contains("save_pretrained"), "{error}");
-    let deepseek = common::Writer::default().text("general.architecture", "deepseek2").bytes();
-    let error = Model::from_gguf_bytes(deepseek).unwrap_err().to_string();
-    assert!(error.contains("deepseek2") && error.contains("folder"), "{error}");
+    let seen = copied("seen", &folder("granite"), |c| c["model_type"] = "gemma3".into());
+    let error = Model::open(&seen).unwrap_err().to_string();
+    assert!(error.contains("vision") && error.contains("gemma3_text"), "{error}");
 }

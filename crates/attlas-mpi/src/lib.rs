@@ -10,7 +10,7 @@
 //! | [`scan`](mod@scan) | sums over keys: bytes do not depend on the number of tokens |
 //! | [`gather`](mod@gather) | a few weighted keys that stand for each process's own |
 //!
-//! [`attend`] is the door: a problem, a method, and this process's part of queries, keys and values ([`Sharded`]), cut
+//! [`attend()`] is the door: a problem, a method, and this process's part of queries, keys and values ([`Sharded`]), cut
 //! by a [`Layout`]. [`SpreadCache`] decodes over a cache that lies on all processes. [`cluster`] predicts what more
 //! machines would bring. Who moves the bytes is a [`Transport`]: [`Threads`] of one program, or with the feature `mpi` the
 //! processes of `mpirun`.

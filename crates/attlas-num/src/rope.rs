@@ -8,7 +8,7 @@
 //! speaks fluently and is wrong.
 //!
 //! References: Su et al. 2021 (RoFormer); Chen et al. 2023 (linear); bloc97 2023 (dynamic NTK);
-//! Peng et al. 2023 (YaRN); Llama 3.1 model card (llama3).
+//! Peng et al. 2023 (YaRN); Ding et al. 2024 (LongRoPE); Llama 3.1 model card (llama3).
 //!
 //! ```
 //! use attlas_num::rope::{Angles, Layout, Rope, Scaling, Table};
@@ -63,8 +63,32 @@ pub enum Scaling {
     },
     /// YaRN.
     Yarn(Yarn),
+    /// Two sets of divisors, for short and for long contexts.
+    LongRope(LongRope),
     /// Pair `l` is divided by entry `l`; the form in which GGUF files store the llama3 scaling.
     Divisors(Vec<f64>),
+}
+
+/// The parameters of [`Scaling::LongRope`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct LongRope {
+    /// Divisors of the pairs up to `original` tokens.
+    pub short: Vec<f64>,
+    /// Divisors of the pairs for more tokens.
+    pub long: Vec<f64>,
+    /// Context the model was trained with first.
+    pub original: f64,
+    /// What sines and cosines are multiplied with.
+    pub magnitude: f64,
+}
+
+impl LongRope {
+    /// The usual magnitude of a model whose context grew from `original` to `positions` tokens:
+    /// $\sqrt{1 + \ln(\mathrm{positions}/\mathrm{original}) / \ln(\mathrm{original})}$.
+    pub fn usual_magnitude(original: f64, positions: f64) -> f64 {
+        let ratio = positions / original;
+        if ratio <= 1.0 { 1.0 } else { (1.0 + ratio.ln() / original.ln()).sqrt() }
+    }
 }
 
 /// The parameters of [`Scaling::Yarn`].
@@ -153,7 +177,8 @@ pub struct Rope {
 }
 
 impl Rope {
-    /// The frequencies $\theta_l$ for a context of `length` tokens; only [`Scaling::Dynamic`] looks at it.
+    /// The frequencies $\theta_l$ for a context of `length` tokens; [`Scaling::Dynamic`] and
+    /// [`Scaling::LongRope`] look at it.
     pub fn frequencies(&self, length: usize) -> Vec<f64> {
         let dim = self.dim;
         let mut base = self.base;
@@ -182,15 +207,32 @@ impl Rope {
                         }
                     }
                     Scaling::Yarn(yarn) => yarn.frequency(theta, l, dim, base),
+                    Scaling::LongRope(rope) => {
+                        let list = if length as f64 > rope.original { &rope.long } else { &rope.short };
+                        theta / list.get(l).copied().unwrap_or(1.0)
+                    }
                     Scaling::Divisors(d) => theta / d.get(l).copied().unwrap_or(1.0),
                 }
             })
             .collect()
     }
 
-    /// What sines and cosines are multiplied with; 1 except under YaRN.
+    /// Whether the frequencies of a context of `length` tokens differ from those of short ones.
+    pub fn is_stretched(&self, length: usize) -> bool {
+        match &self.scaling {
+            Scaling::Dynamic { max_positions, .. } => length as f64 > *max_positions,
+            Scaling::LongRope(rope) => length as f64 > rope.original,
+            _ => false,
+        }
+    }
+
+    /// What sines and cosines are multiplied with; 1 except under YaRN and LongRoPE.
     pub fn magnitude(&self) -> f64 {
-        if let Scaling::Yarn(yarn) = &self.scaling { yarn.magnitude() } else { 1.0 }
+        match &self.scaling {
+            Scaling::Yarn(yarn) => yarn.magnitude(),
+            Scaling::LongRope(rope) => rope.magnitude,
+            _ => 1.0,
+        }
     }
 }
 

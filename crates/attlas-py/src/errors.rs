@@ -83,6 +83,8 @@ pub(crate) fn lab(py: Python<'_>, error: attlas_lab::Error) -> PyErr {
         E::Attlas(inner) => library(py, inner),
         E::Model(inner) => model(py, inner),
         E::Argument { what, expected, found } => param(py, text, &what, &found, &expected),
+        E::Unknown { what, found, meant } => param(py, text, what, &found, &meant),
+        E::NoRoom { .. } => make(py, "TooLargeError", (text,)),
         E::TensorShape { tensor, expected, found, .. } => {
             make(py, "ShapeError", (text, tensor, expected, found))
         }

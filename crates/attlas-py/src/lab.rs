@@ -515,6 +515,9 @@ fn record(text: &str) -> Result<Record, String> {
             exact_nll: number("exact_nll")?,
             exact_ppl: number("exact_ppl")?,
             ppl_increase: number("ppl_increase")?,
+            nll_increase: number("nll_increase")
+                .or_else(|_| Ok::<f64, String>(number("nll")? - number("exact_nll")?))?,
+            nll_increase_se: x["nll_increase_se"].as_f64(),
             kl_mean: number("kl_mean")?,
             kl_se: number("kl_se")?,
             kl_median: x["kl_median"].as_f64(),
@@ -527,6 +530,7 @@ fn record(text: &str) -> Result<Record, String> {
             exact_seconds: number("exact_seconds")?,
             keys_share: number("keys_share")?,
             fell_back: x["fell_back"].as_bool().unwrap_or(false),
+            past_recipe: x["past_recipe"].as_bool().unwrap_or(false),
         }),
     };
     Ok(Record {
@@ -541,6 +545,7 @@ fn record(text: &str) -> Result<Record, String> {
         bos: x["bos"].as_bool().unwrap_or(false),
         windows: whole("windows")?,
         attention: word("attention"),
+        cache: attlas_model::kept::CacheFormat::F32,
         params: Options::new(),
         nll: number("nll")?,
         nll_se: number("nll_se")?,
@@ -629,6 +634,10 @@ pub(crate) fn tune(
         max_ppl_increase: budgets.2,
         selection: selection(py, methods, set)?,
         layers: None,
+        calibrations: std::sync::Arc::default(),
+        answer: None,
+        task: None,
+        decode: false,
         effort,
         shard: None,
         seed,
@@ -683,6 +692,7 @@ pub(crate) fn perplexity_of_file(
     watch: Option<Py<PyAny>>,
 ) -> PyResult<String> {
     let settings = perplexity::Settings {
+        cache: attlas_model::kept::CacheFormat::F32,
         protocol: Protocol::Strided { window, stride },
         bos: false,
         task: None,

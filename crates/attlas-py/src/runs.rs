@@ -115,6 +115,34 @@ pub(crate) struct Recipe {
     pub(crate) inner: recipe::Recipe,
 }
 
+fn refused(method: &str, reason: &str) -> attlas_model::Error {
+    attlas::Error::Unsupported { method: method.into(), reasons: vec![reason.into()] }.into()
+}
+
+impl Recipe {
+    /// Heads of one layer that are planned together. What a method learnt in the Rust runtime is in the coordinates of
+    /// the model's file, which transformers may keep in another order: a recipe with calibrations is refused.
+    fn parts_of(
+        &self,
+        layer: usize,
+        heads: usize,
+        kv_heads: usize,
+    ) -> Result<Vec<recipe::Part>, attlas_model::Error> {
+        let parts = self.inner.parts(layer, heads, kv_heads)?;
+        let learnt = |p: &recipe::Part| {
+            [p.attending(false), p.attending(true)].into_iter().find(|told| told.calibration.is_some())
+        };
+        match parts.iter().find_map(learnt) {
+            None => Ok(parts),
+            Some(told) => Err(refused(
+                told.method.id,
+                "the recipe brings calibrations in the coordinates of the model's file, which transformers keeps in another order: \
+                 run it by `attlas generate --recipe`, or tune without this method",
+            )),
+        }
+    }
+}
+
 /// A group of heads with its method: method, settings, first head, end, first key head, end.
 type Told = (&'static str, String, usize, usize, usize, usize);
 
@@ -187,10 +215,19 @@ impl Recipe {
                 problem([1, heads, 64, d], [1, kv_heads, 64, d], [1, kv_heads, 64, d], causal, None);
             let mut accepted: Vec<(&str, Options)> = Vec::new();
             for layer in 0..layers {
-                for part in self.inner.parts(layer, heads, kv_heads)? {
-                    if !accepted.iter().any(|(m, o)| *m == part.method.id && *o == part.options) {
-                        part.method.plan(&problem, &part.options)?;
-                        accepted.push((part.method.id, part.options));
+                for part in self.parts_of(layer, heads, kv_heads)? {
+                    for told in [part.attending(false), part.attending(true)] {
+                        if !accepted.iter().any(|(m, o)| *m == told.method.id && *o == told.options) {
+                            told.method.plan(&problem, &told.options)?;
+                            accepted.push((told.method.id, told.options));
+                        }
+                    }
+                    if let Some(told) =
+                        part.decode.filter(|told| !told.is_baseline() && !told.method.claims.decode)
+                    {
+                        let reason =
+                            "it has no form for new tokens; leave [rule.decode] out to attend exactly";
+                        return Err(refused(told.method.id, reason));
                     }
                 }
             }
@@ -258,6 +295,8 @@ impl Job<'_> {
         let everything = [recipe::Part {
             method: registry::baseline(),
             options: Options::new(),
+            calibration: None,
+            decode: None,
             heads: 0..heads,
             groups: 0..groups,
         }];
@@ -377,7 +416,7 @@ pub(crate) fn attend_runs<'py>(
         None if n_k == 0 || n_q == 0 => vec![Vec::new(); batch],
         None => vec![vec![Run { kind: Kind::Full, rows: 0..n_q, keys: 0..n_k }]; batch],
     };
-    let parts = recipe.inner.parts(layer, heads, kv_heads).map_err(|e| errors::model(py, e))?;
+    let parts = recipe.parts_of(layer, heads, kv_heads).map_err(|e| errors::model(py, e))?;
     let job = Job { q: &q, k: &k, v: &v, parts: &parts, scale };
     let done = py.detach(|| {
         threads::run(threads, |ws| -> attlas::Result<(Vec<Count>, u64)> {
@@ -468,11 +507,15 @@ impl Streams {
     ) -> PyResult<Self> {
         let [batch, heads, kv_heads, n, d, d_v] = sizes;
         let dtype = if double { DType::F64 } else { DType::F32 };
-        let parts = recipe.inner.parts(layer, heads, kv_heads).map_err(|e| errors::model(py, e))?;
+        let parts = recipe.parts_of(layer, heads, kv_heads).map_err(|e| errors::model(py, e))?;
         let made = py.detach(|| {
             threads::run(0, |_| -> attlas::Result<_> {
                 let mut all = Vec::new();
                 for part in parts {
+                    // What attends for new tokens, where the recipe names another method for them.
+                    let told = part.attending(true);
+                    let part =
+                        recipe::Part { method: told.method, options: told.options, decode: None, ..part };
                     let (h, g) = (part.heads.len(), part.groups.len());
                     let problem =
                         problem([batch, h, n, d], [batch, g, n, d], [batch, g, n, d_v], true, scale);

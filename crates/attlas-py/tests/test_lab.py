@@ -125,6 +125,8 @@ class TestModels:
         assert exact.scored == 119 and exact.ppl == pytest.approx(np.exp(exact.nll))
         told = attlas.perplexity(model, tokens, recipe={"version": 1, "default": {"method": "sink_window", "params": {"sinks": 1, "window": 8}}}, window=60)
         assert told.kl_mean >= 0 and told.exact_ppl > 1 and 0 <= told.same_top <= 1
+        assert told.nll_increase == pytest.approx(told.nll - told.exact_nll) and not told.past_recipe
+        assert told.nll_increase_se is None, "119 tokens are one run of 64"
         with pytest.raises(attlas.ParameterError, match="tokenizer"):
             attlas.perplexity(model, "a text")
 

@@ -28,6 +28,11 @@ impl<T: Real> KvCache<T> {
         Self { batch, n_kv_heads, d, d_v, len: 0, capacity, k, v }
     }
 
+    /// Key heads, and the widths of keys and values, of every sequence: batch, heads, width of keys.
+    pub fn sizes(&self) -> (usize, usize, usize) {
+        (self.batch, self.n_kv_heads, self.d)
+    }
+
     /// Tokens held.
     pub fn len(&self) -> usize {
         self.len

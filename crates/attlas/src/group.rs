@@ -5,6 +5,7 @@
 //! memory and the names of random streams, and writes outputs in the caller's layout.
 
 use crate::engine::near::NearField;
+use crate::gradient::{Backward, GroupBackward, Pass, run_backward};
 use crate::method::{Cost, Plan, RunInfo, Spec, Stream};
 use crate::problem::Dims;
 use crate::spread::Numbers;
@@ -288,6 +289,17 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
         true
     }
 
+    /// Whether `backward` is there; must agree with the method's claim.
+    fn has_gradient(&self) -> bool {
+        false
+    }
+
+    /// Writes the gradients of one group. Only called where `has_gradient` says so.
+    fn backward<T: Real>(&self, g: GroupBackward<'_, T>) -> Result<()> {
+        let _ = g;
+        Err(Error::Unsupported { method: "this plan".into(), reasons: vec!["it has no gradient".into()] })
+    }
+
     /// Numbers of a few weighted keys that stand for a piece of keys, where the method makes such.
     fn stand_ins<T: Real>(&self, piece: StandIns<'_, T>) -> Option<Vec<T>> {
         let _ = piece;
@@ -427,6 +439,13 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
         }
     }
 
+    fn backward(&self, pass: &mut Backward<'_>, ws: &mut Workspace) -> Result<()> {
+        match pass {
+            Backward::F32(pass) => self.backward_typed(pass, ws),
+            Backward::F64(pass) => self.backward_typed(pass, ws),
+        }
+    }
+
     fn stream(&self, dtype: DType) -> Option<Box<dyn Stream>> {
         match dtype {
             DType::F32 => self.stream_typed::<f32>(|s| Box::new(s)),
@@ -503,6 +522,24 @@ impl<S: Spec, P: GroupPlan> Grouped<S, P> {
             });
         }
         run_groups(p, x, out, ws, !self.plan.can_fail(), &|group| self.plan.run(group))
+    }
+
+    fn backward_typed<T: Real>(&self, pass: &mut Pass<'_, T>, ws: &mut Workspace) -> Result<()> {
+        let p = &self.call(pass.x.q.dims()[2], pass.x.k.dims()[2])?;
+        if p.softcap.is_some() {
+            return Err(Error::Unsupported {
+                method: S::METHOD.id.into(),
+                reasons: vec!["it has no gradient where logits are capped: leave softcap out".into()],
+            });
+        }
+        if !self.plan.has_gradient() {
+            let near = if p.near.is_none() { "" } else { ", and none with a near field" };
+            return Err(Error::Unsupported {
+                method: S::METHOD.id.into(),
+                reasons: vec![format!("it has no gradient with these settings{near}: exact has one")],
+            });
+        }
+        run_backward(p, pass, ws, &|g| self.plan.backward(g))
     }
 
     fn stand_ins_typed<T: Typed>(

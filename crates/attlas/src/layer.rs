@@ -40,6 +40,8 @@ pub struct LayerKind {
     pub weights: fn(&LayerShape, &Options) -> Result<Vec<WeightSpec>>,
     /// Numbers that the cache holds for each token.
     pub cache_elements: fn(&LayerShape, &Options) -> Result<usize>,
+    /// The parameter that names the grid into which the layer folds its tokens, where it has one.
+    pub grid: Option<&'static str>,
     /// Makes the layer from its weights. Called by [`LayerKind::layer`] after they were checked.
     pub build: fn(&LayerShape, &Options, Weights) -> Result<Box<dyn Layer>>,
 }

@@ -57,6 +57,7 @@
 //! | [`problem`] | sizes, masks, strided tensors |
 //! | [`registry`] | the lists of methods, layers and conversions |
 //! | [`method`] | the contract of a method: claims, plans, streams, calibration |
+//! | [`gradient`] | backward passes, for methods that claim a gradient |
 //! | [`group`] | the numerics of one key head, which the author of a method writes, and the runner around them |
 //! | [`mod@params`] | parameters declared once, options read from text |
 //! | [`workspace`] | threads, tiles and scratch memory |
@@ -81,6 +82,7 @@ pub mod conversions;
 pub mod diagnostics;
 pub mod engine;
 mod error;
+pub mod gradient;
 pub mod group;
 pub mod layer;
 pub mod layers;

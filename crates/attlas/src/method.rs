@@ -1,5 +1,6 @@
 //! The contract of a method: its claims, and how it is planned, run and streamed.
 
+use crate::gradient::Backward;
 use crate::group::{GroupPlan, boxed};
 use crate::negated::Negated;
 use crate::params::{ParamSet, ParamSpec};
@@ -207,6 +208,7 @@ pub trait Spec: ParamSet {
         let problem = &problem.with_near(problem.near.resolved(&method.claims));
         let mut reasons = self.supports(problem).reasons;
         reasons.extend(problem.near.reasons(method, problem));
+        reasons.extend(method.softcap_reason(problem));
         if method.claims.needs == Needs::Calibration && calibration.is_none() {
             reasons.push(format!("{} learns from data first: pass a calibration", method.id));
         }
@@ -239,10 +241,23 @@ impl Method {
                 let problem = problem.with_near(near);
                 let mut support = (self.supports)(&problem, &options);
                 support.reasons.extend(near.reasons(self, &problem));
+                support.reasons.extend(self.softcap_reason(&problem));
                 support
             }
             Err(error) => Support::unless(true, error.to_string()),
         }
+    }
+
+    /// Why the method cannot honour the problem's softcap, where it cannot.
+    fn softcap_reason(&self, problem: &Problem) -> Option<String> {
+        let cap = problem.softcap?;
+        if !self.claims.softcap {
+            return Some(format!(
+                "logits are capped at {cap}, and its weights are not those of capped logits"
+            ));
+        }
+        let near = !problem.near.is_none();
+        near.then(|| format!("logits are capped at {cap}, which a near field does not do"))
     }
 
     /// Promises of the method with these options; laws are left to [`keeps_with`](Self::keeps_with).
@@ -254,6 +269,7 @@ impl Method {
                 Promise::Unbiased => claims.unbiased = false,
                 Promise::Softmax => claims.softmax = false,
                 Promise::ExactAt => claims.exact_at = &[],
+                Promise::Gradient => claims.gradient = false,
                 Promise::Law(_) => {}
             }
         }
@@ -296,6 +312,13 @@ pub trait Plan: Debug + Send + Sync {
     /// see them are NaN, and where a method then has no answer at all, so are all rows of that key head, unless a
     /// causal mask forbids it.
     fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
+
+    /// The gradients of queries, keys and values, from the gradient that reaches the results of a run, for methods that
+    /// claim [`gradient`](Claims::gradient); the others refuse. Nothing is written when an error is returned.
+    fn backward(&self, pass: &mut Backward<'_>, ws: &mut Workspace) -> Result<()> {
+        let _ = (pass, ws);
+        Err(Error::Unsupported { method: "this plan".into(), reasons: vec!["it has no gradient".into()] })
+    }
 
     /// Token-by-token decoding, where the method can; empty at first.
     fn stream(&self, dtype: DType) -> Option<Box<dyn Stream>> {
@@ -388,6 +411,8 @@ pub struct Claims {
     pub causal: bool,
     /// Plans of a causal problem offer a [`Stream`].
     pub decode: bool,
+    /// Plans offer [`Plan::backward`], the exact gradient of what they compute; not with a near field.
+    pub gradient: bool,
     /// Parameter settings at which the output is bit-identical to `exact`.
     #[serde(serialize_with = "exact_settings")]
     pub exact_at: &'static [(&'static str, Budget)],
@@ -403,6 +428,8 @@ pub struct Claims {
     pub lse: bool,
     /// Leaves out keys whose mass nothing stands for, so that a near field adds their means.
     pub drops: bool,
+    /// Honours [`Problem::softcap`]; other methods refuse it.
+    pub softcap: bool,
     /// How it runs when keys lie on several processes.
     pub spread: Spread,
     /// Exponent of the sequence length in the time, as published.
@@ -502,6 +529,8 @@ pub enum Promise {
     Softmax,
     /// [`Claims::exact_at`], all of it.
     ExactAt,
+    /// [`Claims::gradient`].
+    Gradient,
     /// A law.
     Law(Law),
 }
@@ -511,6 +540,7 @@ impl Claims {
     pub const BASE: Claims = Claims {
         causal: true,
         decode: false,
+        gradient: false,
         exact_at: &[],
         row_stochastic: true,
         unbiased: false,
@@ -518,6 +548,7 @@ impl Claims {
         softmax: true,
         lse: true,
         drops: false,
+        softcap: false,
         spread: Spread::SEES_ALL,
         exponent: 2.0,
         needs: Needs::Nothing,

@@ -3,8 +3,9 @@
 //! $-\beta\, q^\top k = \beta\, (-q)^\top k$. Methods that rank or hash queries and keys never see the sign of the scale, so
 //! it goes into the queries here, once for all methods.
 
+use crate::gradient::Backward;
 use crate::method::{Cost, Plan, RunInfo, Stream};
-use crate::{Inputs, Output, Problem, Qkv, Result, Tensor, TensorRef, Workspace};
+use crate::{Inputs, Output, Problem, Qkv, Result, Tensor, TensorMut, TensorRef, Workspace};
 use attlas_num::{DType, Real};
 
 /// A plan for a positive scale, run with negated queries.
@@ -38,6 +39,24 @@ impl Plan for Negated<dyn Plan> {
 
     fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
         with_negated(inputs, |inputs| self.inner.execute(inputs, out, ws))
+    }
+
+    fn backward(&self, pass: &mut Backward<'_>, ws: &mut Workspace) -> Result<()> {
+        match pass {
+            Backward::F32(pass) => {
+                let q = negated(pass.x.q);
+                let x = Qkv { q: TensorRef::bhnd(&q, pass.x.q.dims())?, ..pass.x };
+                self.inner.backward(&mut pass.reborrow_with(x).into(), ws)?;
+                negate_rows(&mut pass.dq);
+            }
+            Backward::F64(pass) => {
+                let q = negated(pass.x.q);
+                let x = Qkv { q: TensorRef::bhnd(&q, pass.x.q.dims())?, ..pass.x };
+                self.inner.backward(&mut pass.reborrow_with(x).into(), ws)?;
+                negate_rows(&mut pass.dq);
+            }
+        }
+        Ok(())
     }
 
     fn stream(&self, dtype: DType) -> Option<Box<dyn Stream>> {
@@ -81,6 +100,15 @@ fn with_negated<R>(inputs: &Inputs<'_>, work: impl FnOnce(&Inputs<'_>) -> Result
         Inputs::F64(x) => {
             let q = negated(x.q);
             work(&Inputs::F64(Qkv { q: TensorRef::bhnd(&q, x.q.dims())?, ..*x }))
+        }
+    }
+}
+
+fn negate_rows<T: Real>(x: &mut TensorMut<'_, T>) {
+    let [batch, heads, rows, _] = x.dims();
+    for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
+        for i in 0..rows {
+            x.row_mut(b, h, i).iter_mut().for_each(|x| *x = -*x);
         }
     }
 }

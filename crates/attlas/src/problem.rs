@@ -57,6 +57,9 @@ pub struct Problem {
     /// Keys that are seen exactly, beside what the method does with the others.
     #[serde(default, skip_serializing_if = "Near::is_none")]
     pub near: Near,
+    /// Caps logits smoothly, $c \tanh(s / c)$, as Gemma 2 does. Methods that do not claim it refuse the problem.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub softcap: Option<f64>,
 }
 
 impl Problem {
@@ -73,7 +76,14 @@ impl Problem {
             scale: 1.0 / (d.max(1) as f64).sqrt(),
             mask: Mask::None,
             near: Near::NONE,
+            softcap: None,
         }
+    }
+
+    /// The same with logits capped at a number, where there is one.
+    #[must_use]
+    pub fn with_softcap(self, softcap: Option<f64>) -> Self {
+        Self { softcap, ..self }
     }
 
     /// The same with a near field.
@@ -149,6 +159,9 @@ impl Problem {
         }
         if !self.scale.is_finite() {
             return Err(Error::param("scale", self.scale, "a finite number"));
+        }
+        if let Some(cap) = self.softcap.filter(|c| !(c.is_finite() && *c > 0.0)) {
+            return Err(Error::param("softcap", cap, "a positive number"));
         }
         let product = |what, sizes: &[usize]| {
             let total = sizes.iter().try_fold(size_of::<f64>(), |a, &b| a.checked_mul(b));

@@ -58,6 +58,8 @@ pub static LAYERS: &[&LayerKind] = &[
     &layers::higher_order::LAYER,
     &layers::axial::LAYER,
     &layers::teaformer::LAYER,
+    &layers::feature_wise::LAYER,
+    &layers::gau::LAYER,
 ];
 
 /// Every conversion of a layer's weights into another form.

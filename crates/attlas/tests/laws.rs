@@ -27,6 +27,7 @@ fn problems() -> impl Strategy<Value = Problem> {
             scale,
             mask: if causal { Mask::Causal } else { Mask::None },
             near: attlas::Near::NONE,
+            softcap: None,
         })
 }
 

@@ -57,6 +57,7 @@ fn attend<T: Real>(isa: Isa, precision: Precision, shape: &Shape, threads: usize
             isa,
             precision,
             decode: true,
+            softcap: None,
         }
         .run(&scratch, out, lse);
     };
@@ -145,6 +146,7 @@ fn decode() {
                 isa: Isa::best(),
                 precision: Precision::Full,
                 decode: true,
+                softcap: None,
             };
             let seconds = best(1, || job.run(&scratch, &mut out, &mut lse)) / bytes;
             fastest = (fastest.0.min(read), fastest.1.min(seconds));

@@ -3,6 +3,7 @@
 use super::shared::{AttentionChoice, MethodChoice, ModelChoice, TextChoice, count, positive, share};
 use attlas_lab::trace::Elements;
 use attlas_lab::tune::{Effort, Shard};
+use attlas_model::kept::CacheFormat;
 use attlas_model::recipe::Numbers;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
@@ -56,11 +57,28 @@ pub(crate) struct TuneArgs {
     /// Another text to check on.
     #[arg(long, value_name = "FILE")]
     pub(crate) check_text: Option<PathBuf>,
+    /// A third text, which gives the answer; by default what follows the check, where there is enough of it.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) answer_text: Option<PathBuf>,
     /// Tokens to check on; as many as are tuned on by default.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) check_tokens: Option<usize>,
     #[command(flatten)]
     pub(crate) methods: MethodChoice,
+    /// What methods learnt: a file of calibrations, or the folder that `attlas calibrate` wrote. Methods that learn
+    /// first are candidates with it.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) calibration: Option<PathBuf>,
+    /// Tune for prompts whose scored tokens need far keys: a passage read twice (repeat), hidden facts
+    /// (needle) or a list to look up (lookup), made from the texts.
+    #[arg(long, value_name = "TASK")]
+    pub(crate) task: Option<attlas_lab::task::Task>,
+    /// Leave new tokens to the methods of the prompt instead of choosing for them apart.
+    #[arg(long)]
+    pub(crate) no_decode: bool,
+    /// Also draw time against divergence for every budget.
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) curve: Option<PathBuf>,
     /// Layers that may be changed, such as 0-3,7; all by default.
     #[arg(long, value_name = "L,…")]
     pub(crate) layers: Option<Numbers>,
@@ -76,6 +94,29 @@ pub(crate) struct TuneArgs {
     /// Take over the measurements in these files.
     #[arg(long, value_delimiter = ',', value_name = "FILE,…")]
     pub(crate) merge: Vec<PathBuf>,
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CalibrateArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelChoice,
+    /// The text to learn from, and to try on what follows; - is standard input.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) text: PathBuf,
+    /// The folder to write: a file for each method, ID.calibration.json, and what was found, errors.json.
+    #[arg(long, short, value_name = "FOLDER")]
+    pub(crate) out: PathBuf,
+    #[command(flatten)]
+    pub(crate) methods: MethodChoice,
+    /// Tokens to learn from; by default 2048, or half the text.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) tokens: Option<usize>,
+    /// Tokens after them that the methods are tried on; as many as they learn from by default.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) check_tokens: Option<usize>,
+    /// Layers, such as 0-3,7; all by default.
+    #[arg(long, value_name = "L,…")]
+    pub(crate) layers: Option<Numbers>,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -99,6 +140,8 @@ pub(crate) struct PerplexityArgs {
     pub(crate) task: Option<attlas_lab::task::Task>,
     #[command(flatten)]
     pub(crate) attention: AttentionChoice,
+    #[command(flatten)]
+    pub(crate) cache: CacheChoice,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -144,4 +187,13 @@ pub(crate) struct GenerateArgs {
     pub(crate) ignore_eos: bool,
     #[command(flatten)]
     pub(crate) attention: AttentionChoice,
+    #[command(flatten)]
+    pub(crate) cache: CacheChoice,
+}
+
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct CacheChoice {
+    /// How cached keys and values are stored: f32, bf16 or q8. perplexity says what it costs.
+    #[arg(long, default_value = "f32", value_name = "TYPE")]
+    pub(crate) cache: CacheFormat,
 }

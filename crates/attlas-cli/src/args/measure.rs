@@ -15,6 +15,9 @@ pub(crate) struct MethodsArgs {
     /// One family alone: exact, clustering, low_rank or kernel.
     #[arg(long, value_name = "NAME", conflicts_with = "id")]
     pub(crate) family: Option<String>,
+    /// Write a picture of all methods, layers and conversions by family.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["id", "family"])]
+    pub(crate) svg: Option<std::path::PathBuf>,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -34,6 +37,19 @@ pub(crate) struct InspectArgs {
     /// Contents of --svg: all of each head, or one of the survey's figures over layers.
     #[arg(long, value_enum, default_value_t = Figure::Heads, requires = "svg")]
     pub(crate) figure: Figure,
+    /// Draw the weights of each head before and after sorting queries and keys by hash codes, in place of the other
+    /// figures.
+    #[arg(long, value_enum, value_name = "METHOD", requires = "svg", conflicts_with = "html")]
+    pub(crate) reorder: Option<ReorderName>,
+    /// Tokens of a block on the diagonal, for --reorder.
+    #[arg(long, default_value = "256", value_name = "N", value_parser = count, requires = "reorder")]
+    pub(crate) block: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ReorderName {
+    /// Signs of random projections in the order of their Gray ranks.
+    Hyper,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -52,9 +68,10 @@ pub(crate) struct CompareArgs {
     /// Seeds for methods that draw random numbers.
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) seeds: u32,
-    /// Rows of each head on which exact attention certifies the error.
-    #[arg(long, default_value_t = 256, value_name = "N")]
-    pub(crate) certify_rows: usize,
+    /// Show what exact attention on this many rows of each head would prove about the error; by default all rows
+    /// are compared, and the error is known.
+    #[arg(long, value_name = "N")]
+    pub(crate) certify_rows: Option<usize>,
     /// Begin nothing new after this many seconds.
     #[arg(long, value_name = "SECONDS", value_parser = positive)]
     pub(crate) time_limit: Option<f64>,
@@ -62,6 +79,9 @@ pub(crate) struct CompareArgs {
     /// time=P% of exact attention's seconds, or memory=SIZE beyond inputs and output (such as 8M).
     #[arg(long = "match", value_name = "WHAT=AMOUNT")]
     pub(crate) matched: Option<Budget>,
+    /// Also measure every method over a range of scores, as published and beside a near field.
+    #[arg(long, conflicts_with = "matched")]
+    pub(crate) curves: bool,
     /// Largest mean relative error accepted: exit with 1 if no method stays within it.
     #[arg(long, value_name = "ERROR", value_parser = positive)]
     pub(crate) budget: Option<f64>,

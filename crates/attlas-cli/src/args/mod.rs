@@ -3,14 +3,18 @@
 
 mod decompose;
 mod language;
+mod layer;
 mod measure;
 mod rewrite;
 mod shared;
 mod simulate;
 
 pub(crate) use decompose::DecomposeArgs;
-pub(crate) use language::{ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs};
-pub(crate) use measure::{BenchArgs, CompareArgs, InspectArgs, MethodsArgs, ReportArgs, WireName};
+pub(crate) use language::{CalibrateArgs, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs};
+pub(crate) use layer::LayerArgs;
+pub(crate) use measure::{
+    BenchArgs, CompareArgs, InspectArgs, MethodsArgs, ReorderName, ReportArgs, WireName,
+};
 pub(crate) use rewrite::{CompressArgs, ConvertArgs, FactorType, RecipeName, Target};
 pub(crate) use shared::{Inputs, Limit};
 pub(crate) use simulate::{MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
@@ -124,7 +128,8 @@ pub(crate) enum Command {
 attlas methods\n  \
 attlas methods top_k\n  \
 attlas methods --family kernel --json\n  \
-attlas methods --md > docs/methods.md"))]
+attlas methods --md > docs/methods.md\n  \
+attlas methods --svg docs/img/taxonomy.svg"))]
     Methods(MethodsArgs),
     /// Look inside heads: sparsity patterns, attention sinks, singular values, ranks, entropy.
     #[command(after_help = laid_out("Examples:\n  \
@@ -132,7 +137,8 @@ attlas inspect\n  \
 attlas inspect trace.safetensors --layers 0-3 --heads 0 --html inside.html\n  \
 attlas inspect model.gguf --text book.txt --tokens 2048 --layers 5,20 --svg heads.svg\n  \
 attlas inspect model.gguf --text book.txt --layers 5,20 --svg spectra.svg --figure scores\n  \
-attlas inspect synthetic:low_rank,n=8k --rank 128 --json"))]
+attlas inspect synthetic:low_rank,n=8k --rank 128 --json\n  \
+attlas inspect --heads 0,4 --reorder hyper --svg blocks.svg"))]
     Inspect(InspectArgs),
     /// Measure errors and times of methods on given inputs, beside exact attention.
     #[command(after_help = laid_out("Examples:\n  \
@@ -156,9 +162,8 @@ attlas bench\n  \
 attlas bench --methods sink_window,top_k --n 1k,4k,16k --d 64,128 --causal\n  \
 attlas bench --methods exact --n 32k --d 128 --heads 32 --kv-heads 8 --decode\n  \
 attlas bench --methods exact --n 1k,4k --peer-json torch.json --md\n  \
-attlas bench --methods exact,linear --n 1M,10M --causal --cluster nodes=64,gbps=100,us=2\n  \
-mpirun -n 8 attlas bench --methods exact,hyper,linear --n 1M --causal\n\n\
-Under mpirun one sequence lies on all processes (docs/scale.md)."))]
+attlas bench --methods exact,linear --n 1M,10M --causal --cluster nodes=64,gbps=100,us=2\n\n\
+Under `mpirun -n P attlas bench …` one sequence lies on all processes (docs/scale.md)."))]
     Bench(BenchArgs),
     /// Decompose a tensor from a file: canonical polyadic, Tucker, block terms.
     #[command(after_help = laid_out("Examples:\n  \
@@ -166,6 +171,14 @@ attlas decompose weights.npy --with cp --rank 8 --restarts 10 --out factors.npz\
 attlas decompose model.safetensors --tensor model.layers.0.mlp.up_proj.weight --with hosvd --error 10%\n  \
 attlas decompose weights.npy --with tucker --rank 16,32,32 --curve curve.svg"))]
     Decompose(DecomposeArgs),
+    /// Run a layer on hidden states from a file, with weights from a file or drawn.
+    #[command(after_help = laid_out("Examples:\n  \
+attlas layer axial --input image.npy --random 1 --out y.npy\n  \
+attlas layer grouped_query --input x.npy --weights w.safetensors --heads 8 --kv-heads 2 --causal --out y.npy\n  \
+attlas layer higher_order --input video.npy --random 1 --set combine=sum --json\n\n\
+`attlas methods ID` lists the parameters and weights of a layer. A layer that folds its tokens into a grid takes the grid\n\
+from the shape of the input: [32, 32, 64] is a grid of 32 x 32 tokens of width 64."))]
+    Layer(LayerArgs),
     /// Small simulations: attention as a system of particles, and a task about triples.
     #[command(after_help = laid_out("Examples:\n  \
 attlas simulate particles --svg particles.svg\n  \
@@ -180,7 +193,16 @@ attlas extract ./Llama-3.2-1B --text - --layers 0-3,15 --pre-rope --out trace.np
 attlas extract model.gguf --text book.txt --layers 5 --heads 0 --out head.npy\n  \
 attlas compare trace.safetensors"))]
     Extract(ExtractArgs),
-    /// Choose a method for every head of a model within an error budget, and write the recipe.
+    /// Let methods learn from a text what they need for each head of a model.
+    #[command(after_help = laid_out("Examples:\n  \
+attlas calibrate model.gguf --text book.txt --out calibration\n  \
+attlas calibrate model.gguf --text book.txt --methods loki,crt --tokens 4096 --out calibration\n  \
+attlas perplexity model.gguf --text other.txt --method loki --calibration calibration\n  \
+attlas tune model.gguf --text book.txt --max-kl 0.01 --calibration calibration --out recipe.toml\n\n\
+Nothing is trained: bases and moments in closed form, one for each layer and key head. Errors are told on\n\
+the tokens after those that were learnt from, without and with what was learnt."))]
+    Calibrate(CalibrateArgs),
+    /// Choose a method for every head of a model within a budget, and write the recipe.
     #[command(after_help = laid_out("Examples:\n  \
 attlas tune model.gguf --text book.txt --max-error 0.02 --out recipe.toml\n  \
 attlas tune model.gguf --text book.txt --tokens 8192 --max-ppl-increase 1% --effort quick --out recipe.toml\n  \
@@ -188,9 +210,11 @@ attlas tune model.gguf --text book.txt --max-kl 0.01 --methods sink_window,hyper
 attlas tune model.gguf --text book.txt --max-kl 0.01 --out recipe.toml --state part0.jsonl --shard 0/4\n  \
 attlas tune model.gguf --text book.txt --max-kl 0.01 --out recipe.toml --merge part0.jsonl,part1.jsonl\n  \
 attlas perplexity model.gguf --text other.txt --recipe recipe.toml\n\n\
-The cheapest method by measured time whose error on the text stays within the target; then the model is\n\
-checked on text that was not used, and the target halved until the budget holds. Measurements are kept:\n\
-the same command goes on where it was interrupted."))]
+Methods are timed on every key head, and the model is asked what changing that head alone costs its\n\
+predictions. One price of a nat for all heads gives the least time; a second text moves it until the\n\
+budget holds there, with 95 % confidence, and a third one gives the answer. New tokens are chosen for\n\
+apart. Everything measured is kept: the same command goes on where it was interrupted.\n\
+--effort quick takes minutes, normal about three times as long, thorough hours."))]
     Tune(TuneArgs),
     /// Put a model's matrices into factored form, measure what that costs, and write a checkpoint.
     #[command(after_help = laid_out("Examples:\n  \

@@ -28,6 +28,10 @@ pub(crate) struct Inputs {
     /// Tokens of it that are read.
     #[arg(long, default_value = "2048", value_name = "N", value_parser = count, requires = "text")]
     pub(crate) tokens: usize,
+    /// Make a prompt of --tokens tokens from the text that needs far keys: a passage read twice (repeat), hidden
+    /// facts (needle) or a list to look up (lookup). Errors are then those of the rows at its end.
+    #[arg(long, value_name = "TASK", requires = "text")]
+    pub(crate) task: Option<attlas_lab::task::Task>,
 }
 
 /// Which keys a query sees.
@@ -140,12 +144,20 @@ pub(crate) struct AttentionChoice {
     /// Keys that every query sees exactly around that method: sinks, window, heavy, …, such as sinks=4,window=128.
     #[arg(long, value_delimiter = ',', value_name = "NAME=VALUE,…", requires = "method")]
     pub(crate) near: Vec<String>,
+    /// What methods learnt: a file of calibrations, or the folder that `attlas calibrate` wrote.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) calibration: Option<PathBuf>,
 }
 
 impl AttentionChoice {
     pub(crate) fn attention(&self) -> Attention {
         let set = self.set.iter().cloned().chain(near_settings(&self.near)).collect();
-        Attention { recipe: self.recipe.clone(), method: self.method.clone(), set }
+        Attention {
+            recipe: self.recipe.clone(),
+            method: self.method.clone(),
+            set,
+            calibration: self.calibration.clone(),
+        }
     }
 }
 

@@ -19,7 +19,8 @@ pub(crate) enum Simulation {
     #[command(after_help = laid_out("Examples:\n  \
 attlas simulate particles --seed 3 --svg particles.svg\n  \
 attlas simulate particles --model rescaled --n 40 --d 80 --t-end 11\n  \
-attlas simulate particles --model sphere --causal --t-end 30 --json"))]
+attlas simulate particles --model sphere --causal --t-end 30 --json\n  \
+attlas simulate particles --value-matrix \"1,0;0,-1\" --svg planes.svg"))]
     Particles(ParticlesArgs),
     /// Which tokens have two partners that complete their sum to zero: one head of third-order
     /// attention knows, one of ordinary attention cannot.
@@ -44,6 +45,15 @@ pub(crate) struct ParticlesArgs {
     /// Sharpness of attention on the sphere.
     #[arg(long, default_value_t = 1.0, value_name = "X", value_parser = positive)]
     pub(crate) beta: f64,
+    /// The matrix of queries: rows joined by semicolons, such as "1,0;0,2", or a .npy file; the identity by default.
+    #[arg(long, value_name = "M", allow_hyphen_values = true)]
+    pub(crate) query_matrix: Option<String>,
+    /// The matrix of keys.
+    #[arg(long, value_name = "M", allow_hyphen_values = true)]
+    pub(crate) key_matrix: Option<String>,
+    /// The matrix of values: with eigenvalues of both signs, rescaled particles end on hyperplanes.
+    #[arg(long, value_name = "M", allow_hyphen_values = true)]
+    pub(crate) value_matrix: Option<String>,
     /// A particle sees those before it only.
     #[arg(long)]
     pub(crate) causal: bool,

@@ -25,6 +25,8 @@ pub(crate) struct Group<'a> {
     kv_head: usize,
     layer: Option<usize>,
     first_head: usize,
+    /// Errors are those of the rows from here on.
+    first_row: usize,
     problem: Problem,
     x: Qkv<'a, f32>,
     exact_plan: Box<dyn Plan>,
@@ -56,12 +58,13 @@ impl<'a> Group<'a> {
             settings.meter.watch(ws, |ws| execute(&*exact_plan, x, &mut exact, Some(&mut lse), ws));
         info?;
         let first_head = g * problem.n_heads;
+        let first_row = settings.first_row.min(problem.n_q.saturating_sub(1));
         let samples = (0..problem.n_heads)
             .map(|h| {
                 let label = StreamKey::new(settings.seed).with(layer.layer.unwrap_or(0) as u64);
                 let seed = label.with((first_head + h) as u64).rng().next_u64();
-                let sample = sample_rows(problem.n_q, settings.certify_rows, seed);
-                let row = |i: usize| &exact[(h * problem.n_q + i) * problem.d_v..][..problem.d_v];
+                let sample = sample_rows(problem.n_q - first_row, settings.certify_rows, seed);
+                let row = |i: usize| &exact[(h * problem.n_q + first_row + i) * problem.d_v..][..problem.d_v];
                 let rows = sample.iter().flat_map(|&i| row(i)).copied().collect();
                 (sample, rows)
             })
@@ -73,6 +76,7 @@ impl<'a> Group<'a> {
             kv_head: g,
             layer: layer.layer,
             first_head,
+            first_row,
             problem,
             x,
             exact_plan,
@@ -204,7 +208,7 @@ impl<'a> Group<'a> {
 
     fn head_rows<'b>(&self, all: &'b [f32], head: usize, width: usize) -> &'b [f32] {
         let len = self.problem.n_q * width;
-        &all[head * len..(head + 1) * len]
+        &all[head * len + self.first_row * width..(head + 1) * len]
     }
 
     fn relative_errors(&self, output: &[f32]) -> Vec<f64> {

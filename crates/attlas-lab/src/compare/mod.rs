@@ -12,6 +12,7 @@
 //! first are named as skipped.
 
 pub mod budget;
+pub mod curves;
 mod group;
 mod records;
 mod tables;
@@ -32,6 +33,9 @@ use records::summarise;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+/// The name under which a workload's metadata say from which row on errors count.
+pub const SCORED_FROM: &str = "scored_from";
+
 /// How to compare.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
@@ -43,8 +47,10 @@ pub struct Settings {
     pub seed: u64,
     /// Threads; 0 for all.
     pub threads: usize,
-    /// Rows of each head that certificates are made from.
+    /// Rows of each head that certificates are made from; all of them give the error itself.
     pub certify_rows: usize,
+    /// The first row whose error counts; [`SCORED_FROM`] of the workload comes before it.
+    pub first_row: usize,
     /// Probability with which each certificate holds.
     pub confidence: f64,
     /// Most timed runs of a method that draws nothing.
@@ -62,7 +68,8 @@ impl Default for Settings {
             seeds: 5,
             seed: 0,
             threads: 0,
-            certify_rows: 256,
+            certify_rows: usize::MAX,
+            first_row: 0,
             confidence: 0.95,
             runs: 5,
             time_limit: None,
@@ -104,6 +111,8 @@ pub fn compare_with(
     stop: &AtomicBool,
 ) -> Result<Comparison> {
     let mask = settings.mask.unwrap_or(workload.mask);
+    let told = workload.metadata.get(SCORED_FROM).and_then(|row| row.parse().ok());
+    let settings = &Settings { first_row: told.unwrap_or(settings.first_row), ..*settings };
     let mut ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let exact = baseline()?;
     let mut result = Comparison {
@@ -125,6 +134,7 @@ pub fn compare_with(
         heads: 0,
         tokens: workload.layers.iter().map(|l| l.problem.n_k).max().unwrap_or(0),
         verdict: String::new(),
+        curves: Vec::new(),
         learnt: Calibrations::default(),
     };
 

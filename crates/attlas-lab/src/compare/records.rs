@@ -44,6 +44,9 @@ pub struct Comparison {
     pub tokens: usize,
     /// Which method is worth its error, in a sentence.
     pub verdict: String,
+    /// Methods over a range of scores, where that was asked for.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub curves: Vec<super::curves::Curve>,
     /// The caller asked to stop before everything was measured.
     pub interrupted: bool,
     /// The budget that methods share, where there is one.

@@ -87,9 +87,9 @@ fn columns<'a>() -> Vec<Column<&'a Row>> {
 }
 
 impl Comparison {
-    /// Whether any method has a certified bound.
+    /// Whether any method has a bound from fewer rows than there are.
     pub fn has_bounds(&self) -> bool {
-        self.summary.iter().any(|s| s.certified.is_some())
+        self.rows.iter().any(|r| r.certified.bound.is_some() && r.certified.confidence < 1.0)
     }
 
     /// One line for each method, smallest error first; methods that computed exact attention, or that refuse some of the
@@ -137,7 +137,9 @@ impl Comparison {
         lines.sort_by(|a, b| {
             (a.layer, a.head).cmp(&(b.layer, b.head)).then(a.rel_fro.mean.total_cmp(&b.rel_fro.mean))
         });
-        Table::of(&lines, &columns())
+        let mut columns = columns();
+        columns.retain(|c| c.title() != "sure" || self.has_bounds());
+        Table::of(&lines, &columns)
     }
 
     /// Predictions of methods with feature maps or sketches, the worst head of each: the relative

@@ -214,13 +214,18 @@ impl Report<'_> {
              <p>Relative Frobenius error of outputs against exact attention, mean over heads, bars from the best to the worst; \
              cost of all heads together, set-up included; both axes logarithmic, an error of zero on the lowest line. The line \
              joins what nothing beats in both, exact attention and the mean of the values included; the dashed one is exact \
-             attention. Rings are methods whose settings cover everything at this length: they computed exact attention. A certified error is a bound at {} % from exact attention on \
-             sampled rows, of the worst head.</p>\n\
+             attention. Rings are methods whose settings cover everything at this length: they computed exact attention.{}</p>\n\
              <div class=\"wide\"><table id=\"methods-table\">{}</table></div>",
-            number(100.0 * c.rows.iter().map(|r| r.certified.confidence).fold(1.0, f64::min)),
+            match c.has_bounds() {
+                true => format!(
+                    " A certified error is a bound at {} % from exact attention on sampled rows, of the worst head.",
+                    number(100.0 * c.rows.iter().map(|r| r.certified.confidence).fold(1.0, f64::min))
+                ),
+                false => String::new(),
+            },
             table_rows(&c.table()),
             // A choice that would leave the figure empty is none.
-            certified = match c.summary.iter().any(|s| s.certified.is_some()) {
+            certified = match c.has_bounds() {
                 true => "<option value=\"certified\">certified</option>",
                 false => "",
             }

@@ -18,7 +18,7 @@ pub(super) struct RecipeMap<'a> {
 }
 
 /// Names of evidence that stand in the comparison of before and after, and need no line of their own.
-const QUALITY: [&str; 6] = ["ppl", "exact_ppl", "kl_mean", "same_top", "seconds", "exact_seconds"];
+const QUALITY: [&str; 7] = ["ppl", "exact_ppl", "kl_mean", "same_top", "seconds", "exact_seconds", "curve"];
 
 impl<'a> RecipeMap<'a> {
     /// The recipe over the layers and heads that the model says it has, or that rules name.
@@ -118,13 +118,25 @@ impl<'a> RecipeMap<'a> {
             ]);
         }
         format!(
-            "<p><b>{}</b>: {changed} of {all} heads do not have exact attention.</p>\n\
+            "<p><b>{}</b>: {changed} of {all} heads do not have exact attention.</p>\n{}\
              <div class=\"pair\"><figure id=\"recipe-map\" class=\"plot\"></figure>\n<div>{}</div></div>\n{}\
              <details><summary>The rules</summary><div class=\"wide\"><table>{}</table></div></details>\n",
             escape(self.name),
+            self.curve(),
             self.quality(),
             self.evidence(),
             table_rows(&rules)
+        )
+    }
+
+    /// Time against divergence for every budget, where the recipe was tuned by it.
+    fn curve(&self) -> String {
+        let Some(Setting::Text(words)) = self.recipe.evidence.get("curve") else { return String::new() };
+        let taken = self.figure("kl_mean").zip(self.figure("attention_cost"));
+        let dots: Vec<(f64, f64, bool)> = taken.map(|(kl, cost)| (kl, cost, true)).into_iter().collect();
+        let svg = crate::tune::curve::draw(&crate::tune::curve::read(words), &dots, self.name);
+        format!(
+            "<figure>{svg}<figcaption>What every budget would cost; the dot is this recipe.</figcaption></figure>\n"
         )
     }
 

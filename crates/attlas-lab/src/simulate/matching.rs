@@ -170,6 +170,7 @@ pub fn pairwise_head<T: Real>(x: &[u64], modulus: u64, ws: &Workspace) -> Vec<f6
         isa: ws.schedule().isa,
         precision: Precision::Full,
         decode: false,
+        softcap: None,
     }
     .run(ws.scratch(), &mut out, &mut lse);
     out.iter().map(|x| x.to_f64()).collect()

@@ -92,6 +92,9 @@ pub struct ParticlesRun {
     pub leader: Vec<usize>,
     /// Largest distance between two particles, over the recorded times.
     pub diameter: Vec<f64>,
+    /// $\lambda$ of the fit $\mathrm{diameter} \sim e^{-\lambda t}$ over the times at which particles have come to a tenth
+    /// of their first distance, where they have: the rate at which they contract to one point (chen2025).
+    pub contraction_rate: Option<f64>,
     /// Length or area of the convex hull over the recorded times, in one and two dimensions.
     pub hull: Option<Vec<f64>>,
     /// $\sum_{ij} e^{\beta\langle x_i, x_j\rangle} / (2\beta n^2)$ over the recorded times, on the sphere.
@@ -290,6 +293,7 @@ impl Particles {
             rank: linalg::eps_rank(&singular, 1e-6),
             boolean_gap: p.data().iter().map(|p| (p - p.round()).abs()).fold(0.0, f64::max),
             leader,
+            contraction_rate: contraction_rate(&times, &path.iter().map(diameter).collect::<Vec<_>>()),
             diameter: path.iter().map(diameter).collect(),
             hull: (x.cols() <= 2).then(|| path.iter().map(hull).collect()),
             energy: (self.model == Model::Sphere).then(|| path.iter().map(|x| self.energy(x)).collect()),
@@ -489,6 +493,24 @@ impl ParticlesRun {
     }
 }
 
+/// The slope of $-\ln \mathrm{diameter}$ by least squares, from a tenth of the first diameter down to where rounding begins;
+/// `None` with fewer than five times in between.
+fn contraction_rate(times: &[f64], diameter: &[f64]) -> Option<f64> {
+    let first = *diameter.first()?;
+    let near = |d: f64| d < 0.1 * first && d > 1e-9 * first;
+    let points: Vec<(f64, f64)> =
+        times.iter().zip(diameter).filter(|(_, d)| near(**d)).map(|(t, d)| (*t, d.ln())).collect();
+    if points.len() < 5 {
+        return None;
+    }
+    let n = points.len() as f64;
+    let mean = |f: fn(&(f64, f64)) -> f64| points.iter().map(f).sum::<f64>() / n;
+    let (t, y) = (mean(|p| p.0), mean(|p| p.1));
+    let (up, down) =
+        points.iter().fold((0.0, 0.0), |(a, b), p| (a + (p.0 - t) * (p.1 - y), b + (p.0 - t).powi(2)));
+    Some(-up / down)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -661,5 +683,37 @@ mod tests {
             assert_eq!(svg.matches("<polyline").count(), 7);
             assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n") && !svg.contains("NaN"));
         }
+    }
+
+    #[test]
+    fn one_cluster_on_the_sphere_contracts_at_a_rate_that_is_found() {
+        // Close particles with Q = K = V = I: the linearised system contracts like e^(-t).
+        let mut system = Particles::new(Model::Sphere, 12, 3, 4);
+        let mut near = Mat::from_fn(12, 3, |i, j| if j == 0 { 1.0 } else { 0.01 * system.start[(i, j)] });
+        normalise(&mut near);
+        system.start = near;
+        system.t_end = 12.0;
+        let rate = system.run().unwrap().contraction_rate.unwrap();
+        assert!((rate - 1.0).abs() < 0.02, "{rate}");
+        // A value matrix twice as large contracts twice as fast.
+        system.qkv[2].data_mut().iter_mut().for_each(|v| *v *= 2.0);
+        let twice = system.run().unwrap().contraction_rate.unwrap();
+        assert!((twice / rate - 2.0).abs() < 0.02, "{twice}");
+        assert!(Particles::new(Model::Rescaled, 20, 2, 1).run().unwrap().contraction_rate.is_none());
+    }
+
+    #[test]
+    fn a_value_matrix_of_one_good_direction_sends_particles_to_hyperplanes() {
+        // V = diag(1, −1): rescaled particles keep what lies across and meet in few values along the first axis
+        // (geshkovski2023, Theorem 4.2: at most three parallel hyperplanes).
+        let mut system = Particles::new(Model::Rescaled, 20, 2, 2);
+        system.qkv[2] = Mat::from_fn(2, 2, |i, j| if i == j { 1.0 - 2.0 * i as f64 } else { 0.0 });
+        system.t_end = 10.0;
+        let run = system.run().unwrap();
+        let end = &run.path[run.path.len() - 1];
+        let mut along: Vec<f64> = end.iter().map(|x| x[0]).collect();
+        along.sort_by(f64::total_cmp);
+        let planes = 1 + along.windows(2).filter(|w| w[1] - w[0] > 0.1).count();
+        assert!(planes <= 3, "{along:?}");
     }
 }

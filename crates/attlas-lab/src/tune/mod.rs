@@ -1,71 +1,85 @@
-//! Which method for which head of a model, within an error that is accepted.
+//! Which method for which head of a model, by what the model loses.
 //!
-//! For every layer and key head the methods of a selection are run, with growing budgets, on the queries, keys and
-//! values of the model reading a text. The choice is the method with the least measured time, as a share of exact
-//! attention's in the same process, whose error stays within the target; exact attention is always a choice, also with
-//! its inputs rounded. The error is the largest relative Frobenius error of the heads that share the key head. It is
-//! certified by a census: exact attention is computed on every row, so the bound of [`certify`](crate::certify) is the
-//! error itself.
+//! For every layer and key head, candidates are measured on the queries, keys and values of the model reading a text: methods
+//! of a selection with growing budgets, beside a near field where they have none of their own, with rounded inputs, and with
+//! what they learnt from calibration text. A few key heads, spread over the layers, decide which candidates are worth trying on
+//! all. Exact attention is the baseline and always a choice; a candidate that computed exact attention under another name is
+//! none.
 //!
-//! Budgets are tried from the smallest up, and no further than the first that is accurate enough or no longer faster
-//! than what is already found: a larger one takes longer. Methods that are nowhere faster than exact attention on a few
-//! key heads, spread over the layers, or nowhere near it, are not tried on the others.
+//! Then the model is asked: for candidates on the front of error and time, the divergence of its predictions from exact
+//! attention's with that key head changed alone ([`Replace`]). Other candidates of the same key head are taken to cost as the
+//! square of their error. Small divergences add up, so that the choice is one price of a nat for all key heads: the least time
+//! within a sum of divergences. Where the model cannot be asked, the error relative to the layer's output stands in.
 //!
-//! Then the model runs with that recipe over text that was not used for tuning. Where its budget is one on the model,
-//! the divergence from exact attention or the increase of the perplexity, the target is searched: halved until the
-//! budget holds, doubled while it does, then once more in between; with exact attention everywhere both are zero, so it
-//! ends. Such a target is one for the layer: a head whose output is a third of the layer's others, root mean square over
-//! heads, may be off by three times as much. With a largest error of heads the target is for each of them, and never
-//! above it. A recipe that is not faster than exact attention in that run is given up for exact attention.
+//! The recipe then runs over a second text, and the sum is searched until the budget holds there: doubled while it does,
+//! halved until it does, then in between. A budget holds where the upper 95 % bound of the increase, from differences token by
+//! token, is within it, and the divergence is, too: it is what texts like the model's own would lose. A third text gives the
+//! answer; a choice that does not hold there is made smaller. New tokens have choices of their own, by the share of the cache
+//! that is read.
 //!
-//! Every measurement is appended to a file as soon as it is made ([`State`]), so that an interrupted search resumes, and
-//! parts of a search made elsewhere ([`Shard`]) can be merged.
+//! Every measurement and every check is appended to a file as soon as it is made ([`State`]), so that an interrupted search
+//! resumes, and parts of a search made elsewhere ([`Shard`]) can be merged.
 
+mod candidates;
+mod choose;
+pub mod curve;
+mod divergence;
+mod measure;
 mod recipe;
+mod run;
+mod runtime;
 mod search;
 mod state;
 
+pub use curve::CurvePoint;
+pub use divergence::Replace;
+pub use runtime::Runtime;
 pub use state::{Key, Measurement, PEAK_CLASS, State};
 
 use crate::hash::sha256;
-use crate::perplexity::{self, Record};
+use crate::perplexity::Record;
 use crate::select::Chosen;
-use crate::table::{Table, number, percent, seconds};
+use crate::table::{Table, number, percent};
+use crate::task::Task;
 use crate::text::Text;
 use crate::workload::Workload;
 use crate::{Error, Result, extract};
 use attlas::{Options, Schedule, Workspace};
-use attlas_model::Model;
-use attlas_model::perplexity::Protocol;
 use attlas_model::recipe::{Numbers, Recipe};
-use search::{Bench, Search};
-use serde::Serialize;
+use attlas_model::{Calibrations, Model};
+use run::Run;
+use search::Search;
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 /// A method replaces exact attention where it takes at most this share of its time: what is gained below is less than
 /// what a measurement is uncertain by.
 const WORTH_IT: f64 = 0.9;
-/// Where the search for a target begins.
-const FIRST_TARGET: f64 = 0.2;
-/// Where it ends: what is further off is no approximation.
-const LAST_TARGET: f64 = 0.8;
-/// Targets after which the best that was found is taken.
-const ROUNDS: usize = 8;
-/// Ratio of a target that fails to one that holds below which nothing is tried between them.
-const CLOSE: f64 = 1.5;
+/// Standard errors of the upper bound: 95 % of a normal distribution lie below.
+const BOUND: f64 = 1.645;
+
+/// What attention is for: a prompt, or a token after it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Phase {
+    /// Whole prompts, by time.
+    Prompt,
+    /// Single new tokens, by the share of the cache that is read.
+    Decode,
+}
 
 /// How much is tried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Effort {
-    /// Three budgets of each method, one run of each; methods chosen by two key heads.
+    /// Two budgets of each method, one run of each; six candidates everywhere, two of them asked of the model on 128 rows.
     Quick,
-    /// Four budgets, up to three runs; methods chosen by four key heads.
+    /// Four budgets; ten candidates, four asked on 256 rows.
     #[default]
     Normal,
-    /// Six budgets, up to five runs, every method everywhere, those that are models of their own included.
+    /// Six budgets, three runs, also as published; two dozen candidates, all of the front asked on 512 rows.
     Thorough,
 }
 
@@ -73,26 +87,63 @@ impl Effort {
     /// Budgets as halvings of the number of keys, from the smallest.
     fn halvings(self) -> &'static [u32] {
         match self {
-            Self::Quick => &[5, 3, 2],
-            Self::Normal => &[5, 4, 3, 2],
-            Self::Thorough => &[6, 5, 4, 3, 2, 1],
+            Self::Quick => &[6, 4],
+            Self::Normal => &[6, 5, 4, 3],
+            Self::Thorough => &[7, 6, 5, 4, 3, 2],
         }
     }
 
     fn runs(self) -> usize {
-        match self {
-            Self::Quick => 1,
-            Self::Normal => 3,
-            Self::Thorough => 5,
-        }
+        if self == Self::Thorough { 3 } else { 1 }
     }
 
-    /// Key heads on which methods are screened; none where every method is tried everywhere.
+    /// Key heads on which candidates are screened.
     fn screens(self) -> usize {
         match self {
             Self::Quick => 2,
             Self::Normal => 4,
-            Self::Thorough => 0,
+            Self::Thorough => 8,
+        }
+    }
+
+    /// Candidates that are tried on every key head.
+    fn candidates(self) -> usize {
+        match self {
+            Self::Quick => 6,
+            Self::Normal => 10,
+            Self::Thorough => 24,
+        }
+    }
+
+    /// Candidates of a key head that the model is asked about.
+    fn asked(self) -> usize {
+        match self {
+            Self::Quick => 2,
+            Self::Normal => 4,
+            Self::Thorough => usize::MAX,
+        }
+    }
+
+    /// Rows that divergences are means of.
+    fn rows(self) -> usize {
+        match self {
+            Self::Quick => 128,
+            Self::Normal => 256,
+            Self::Thorough => 512,
+        }
+    }
+
+    /// New tokens of a measurement.
+    fn steps(self) -> usize {
+        if self == Self::Quick { 32 } else { 64 }
+    }
+
+    /// Sums of divergences that are tried on the second text.
+    fn rounds(self) -> usize {
+        match self {
+            Self::Quick => 4,
+            Self::Normal => 6,
+            Self::Thorough => 9,
         }
     }
 }
@@ -131,6 +182,14 @@ pub struct Settings {
     pub max_ppl_increase: Option<f64>,
     /// Methods that may be chosen.
     pub selection: Vec<Chosen>,
+    /// What methods learnt before; those that have to learn first are candidates with it.
+    pub calibrations: Arc<Calibrations>,
+    /// The third text, which gives the answer; without it the second one does.
+    pub answer: Option<Text>,
+    /// Texts are made into prompts that need far keys, and the tokens that need them are scored.
+    pub task: Option<Task>,
+    /// Choose for new tokens, too.
+    pub decode: bool,
     /// Layers that may be changed; all where absent.
     pub layers: Option<Numbers>,
     /// How much is tried.
@@ -171,19 +230,87 @@ pub struct Pick {
     pub error: f64,
     /// Time over exact attention's.
     pub cost: f64,
+    /// Divergence of the model with this alone, nats.
+    pub kl: f64,
+    /// What new tokens got, where that was chosen.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decode: Option<DecodePick>,
 }
 
-/// One target and what the model did with it.
+/// What one key head got for new tokens.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct DecodePick {
+    /// Id of the method.
+    pub method: String,
+    /// What is set.
+    pub params: Options,
+    /// Largest error of the query heads.
+    pub error: f64,
+    /// Scores over exact attention's.
+    pub cost: f64,
+    /// Divergence of the model with this alone, estimated from that of prompts, nats.
+    pub kl: f64,
+}
+
+/// What a model did with a recipe.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Outcome {
+    /// Tokens scored.
+    pub scored: u64,
+    /// Perplexity.
+    pub ppl: f64,
+    /// Perplexity with exact attention.
+    pub exact_ppl: f64,
+    /// Relative increase of the perplexity.
+    pub ppl_increase: f64,
+    /// Its upper 95 % bound.
+    pub ppl_increase_upper: f64,
+    /// Mean divergence, nats.
+    pub kl_mean: f64,
+    /// Its standard error.
+    pub kl_se: f64,
+    /// Share of tokens with the same likeliest one.
+    pub same_top: f64,
+    /// Scores over exact attention's.
+    pub keys_share: f64,
+    /// Seconds of the model, logits included.
+    pub seconds: f64,
+    /// The same with exact attention; none where it was not timed.
+    pub exact_seconds: Option<f64>,
+}
+
+impl Outcome {
+    /// Of a record with exact attention beside it.
+    pub fn new(record: &Record) -> Option<Self> {
+        let x = record.against_exact.as_ref()?;
+        let upper = x.nll_increase + BOUND * x.nll_increase_se.unwrap_or(0.0);
+        Some(Self {
+            scored: record.scored,
+            ppl: record.ppl,
+            exact_ppl: x.exact_ppl,
+            ppl_increase: x.ppl_increase,
+            ppl_increase_upper: upper.exp_m1(),
+            kl_mean: x.kl_mean,
+            kl_se: x.kl_se,
+            same_top: x.same_top,
+            keys_share: x.keys_share,
+            seconds: record.seconds,
+            exact_seconds: Some(x.exact_seconds),
+        })
+    }
+}
+
+/// One sum of divergences and what the model did with it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Round {
-    /// Error target of heads.
-    pub target: f64,
+    /// The divergences of single key heads add up to at most this, nats; none with a largest error of heads alone.
+    pub target: Option<f64>,
     /// Share of key heads that do not have exact attention.
     pub changed: f64,
     /// Mean time of attention over exact attention's, from the heads' measurements.
     pub cost: f64,
-    /// The model on text that was not used for tuning; none where exact attention is everywhere.
-    pub check: Option<Record>,
+    /// The model on the second text; none where exact attention is everywhere.
+    pub check: Option<Outcome>,
     /// Whether every budget holds.
     pub holds: bool,
 }
@@ -203,8 +330,16 @@ pub struct Tuned {
     pub measurements: usize,
     /// Methods that computed exact attention at this length, and are no choice of their own.
     pub fell_back: Vec<String>,
-    /// One for each target.
+    /// Candidates that were tried on every key head.
+    pub candidates: Vec<String>,
+    /// Time against divergence for every budget, as it is predicted.
+    pub curve: Vec<CurvePoint>,
+    /// One for each sum of divergences that was tried.
     pub rounds: Vec<Round>,
+    /// The model on the third text, with the choices that stand.
+    pub answer: Option<Outcome>,
+    /// The model decoding the second text, with the choices for new tokens.
+    pub decoded: Option<Outcome>,
     /// The round whose choices stand, counted from 0.
     pub chosen: Option<usize>,
     /// What each key head got; empty for a shard.
@@ -276,43 +411,25 @@ pub trait Check {
 
     /// The model's sizes in one line, as [`shape`](crate::text::shape) gives them.
     fn shape(&self) -> String;
-}
 
-/// A model of this workspace's runtime.
-#[derive(Debug)]
-pub struct Runtime<'a> {
-    /// The model.
-    pub model: &'a Arc<Model>,
-    /// Threads; 0 for all.
-    pub threads: usize,
-}
+    /// The model that has read `text`, to be asked what changed key heads cost; `None` where it cannot be.
+    fn replace(&mut self, text: &Text, rows: usize, stop: &AtomicBool) -> Result<Option<Box<dyn Replace>>> {
+        let _ = (text, rows, stop);
+        Ok(None)
+    }
 
-impl Check for Runtime<'_> {
-    fn check(
+    /// The model with a recipe that decodes the last `steps` of the first `context` tokens of `check` one by one; `None`
+    /// where it cannot, or once `stop` is set.
+    fn decode(
         &mut self,
         recipe: &Recipe,
         check: &Text,
         context: usize,
+        steps: usize,
         stop: &AtomicBool,
-    ) -> Result<Option<Record>> {
-        let protocol = Protocol::Strided { window: context, stride: context };
-        let how = perplexity::Settings {
-            task: None,
-            seed: 0,
-            protocol,
-            bos: false,
-            recipe: Some(recipe.clone()),
-            threads: self.threads,
-        };
-        match perplexity::perplexity(self.model, check, &how, &mut |_, _, _| (), stop) {
-            Err(Error::Model(attlas_model::Error::Interrupted)) => Ok(None),
-            Ok(record) if record.interrupted => Ok(None),
-            other => other.map(Some),
-        }
-    }
-
-    fn shape(&self) -> String {
-        crate::text::shape(&self.model.config)
+    ) -> Result<Option<Outcome>> {
+        let _ = (recipe, check, context, steps, stop);
+        Ok(None)
     }
 }
 
@@ -328,140 +445,24 @@ pub fn tune(
     watch: &mut dyn FnMut(usize, usize, &str),
     stop: &AtomicBool,
 ) -> Result<Ended> {
-    let bench = Bench::new(workload, settings);
-    let mut search = Search::new(workload, settings, &bench)?;
-    let mut tuned = Tuned {
-        model: settings.model.clone(),
-        text: text.source.clone(),
-        tokens: text.tokens.len(),
-        effort: settings.effort,
-        measurements: 0,
-        fell_back: Vec::new(),
-        rounds: Vec::new(),
-        chosen: None,
-        picks: Vec::new(),
-        note: None,
-        recipe: None,
-    };
-    let (first, last) = match settings.max_error {
-        Some(error) => (error, error),
-        None => (FIRST_TARGET, LAST_TARGET),
-    };
-    let mut targets = Targets { holds: None, fails: None, last, on_model: settings.on_model() };
-    let mut best: Option<(usize, Vec<Pick>, Recipe)> = None;
-    let mut seen: Vec<(Recipe, Option<Record>)> = Vec::new();
-    let mut latest = Vec::new();
-    let mut next = Some(first);
-    while let Some(target) = next.filter(|_| tuned.rounds.len() < ROUNDS) {
-        let Some(picks) = search.round(target, state, watch, stop)? else {
-            return Ok(Ended::Interrupted(state.len()));
-        };
-        tuned.measurements = state.len();
-        tuned.fell_back = state.fell_back();
-        if settings.shard.is_some() {
-            return Ok(Ended::Done(Box::new(tuned)));
-        }
-        let changed = picks.iter().filter(|p| !p.is_exact()).count();
-        let n = picks.len().max(1) as f64;
-        let recipe = recipe::recipe(&picks, &settings.model);
-        let check = match seen.iter().find(|(other, _)| *other == recipe) {
-            Some((_, known)) => known.clone(),
-            None if changed == 0 => None,
-            None => {
-                watch(0, 1, &format!("checking on other text, target {}", number(target)));
-                match model.check(&recipe, check, text.tokens.len(), stop)? {
-                    Some(record) => Some(record),
-                    None => return Ok(Ended::Interrupted(state.len())),
-                }
-            }
-        };
-        seen.push((recipe.clone(), check.clone()));
-        let holds = check.as_ref().is_none_or(|record| holds(record, settings));
-        tuned.rounds.push(Round {
-            target,
-            changed: changed as f64 / n,
-            cost: picks.iter().map(|p| p.cost).sum::<f64>() / n,
-            check,
-            holds,
-        });
-        if holds {
-            best = Some((tuned.rounds.len() - 1, picks.clone(), recipe));
-        }
-        latest = picks;
-        next = targets.after(target, holds);
-    }
-    let (picks, mut recipe) = match best {
-        Some((round, picks, recipe)) => {
-            tuned.chosen = Some(round);
-            tuned.note = objection(&tuned.rounds[round]);
-            (picks, recipe)
-        }
-        None => {
-            let target = tuned.rounds.last().map_or(first, |r| r.target);
-            tuned.note = Some(format!("no recipe held the budget down to an error of {}", number(target)));
-            (latest, Recipe::default())
-        }
-    };
-    tuned.picks = picks;
-    if tuned.note.is_some() {
-        tuned.picks = std::mem::take(&mut tuned.picks).into_iter().map(Pick::exact).collect();
-        recipe = recipe::recipe(&tuned.picks, &settings.model);
-    }
-    recipe.evidence = recipe::evidence(&tuned, text, check, settings, model.shape());
-    tuned.recipe = Some(recipe);
-    Ok(Ended::Done(Box::new(tuned)))
-}
-
-/// Which target comes next.
-struct Targets {
-    /// The largest that held.
-    holds: Option<f64>,
-    /// The smallest that did not.
-    fails: Option<f64>,
-    last: f64,
-    /// Whether the budget is one on the model, so that a larger target may do.
-    on_model: bool,
-}
-
-impl Targets {
-    fn after(&mut self, target: f64, holds: bool) -> Option<f64> {
-        if holds {
-            self.holds = Some(self.holds.map_or(target, |h| h.max(target)));
-        } else {
-            self.fails = Some(self.fails.map_or(target, |f| f.min(target)));
-        }
-        match (self.holds, self.fails) {
-            (None, Some(fails)) => Some(fails / 2.0),
-            (Some(holds), None) if self.on_model && holds < self.last => Some((2.0 * holds).min(self.last)),
-            (Some(holds), Some(fails)) if fails > CLOSE * holds => Some((holds * fails).sqrt()),
-            _ => None,
-        }
+    let mut run =
+        Run { model, text, check, settings, search: Search::new(workload, settings)?, state, watch, stop };
+    match run.whole()? {
+        Some(tuned) => Ok(Ended::Done(Box::new(tuned))),
+        None => Ok(Ended::Interrupted(run.state.len())),
     }
 }
 
-/// Why the best recipe is not worth having, where it is not.
-fn objection(round: &Round) -> Option<String> {
-    if round.changed == 0.0 {
-        return Some("no method was both accurate enough and faster".into());
+impl Settings {
+    /// Whether every budget on the model holds. What is no number is over every one.
+    fn holds(&self, x: &Outcome) -> bool {
+        let within = |value: f64, limit: Option<f64>| limit.is_none_or(|limit| value <= limit);
+        let kl = x.kl_mean + BOUND * if x.kl_se.is_finite() { x.kl_se } else { 0.0 };
+        within(kl, self.max_kl)
+            && within(x.ppl_increase_upper, self.max_ppl_increase)
+            && within(x.kl_mean.exp_m1(), self.max_ppl_increase)
+            && x.kl_mean.is_finite()
     }
-    let record = round.check.as_ref()?;
-    let exact = record.against_exact.as_ref()?.exact_seconds;
-    (record.seconds >= exact).then(|| {
-        format!(
-            "the best recipe took {} where exact attention took {}",
-            seconds(record.seconds),
-            seconds(exact)
-        )
-    })
-}
-
-fn holds(record: &Record, settings: &Settings) -> bool {
-    let Some(x) = &record.against_exact else { return true };
-    // What is no number is over every budget.
-    let within = |value: f64, limit: Option<f64>| limit.is_none_or(|limit| value <= limit);
-    within(x.kl_mean, settings.max_kl)
-        && within(x.ppl_increase, settings.max_ppl_increase)
-        && x.kl_mean.is_finite()
 }
 
 impl Tuned {
@@ -481,28 +482,59 @@ impl Tuned {
         table
     }
 
-    /// One line for each target.
+    /// One line for each sum of divergences.
     pub fn round_table(&self) -> Table {
-        let mut table =
-            Table::new(&["target", "changed", "attention", "KL", "perplexity", "same top", "time", "<holds"]);
-        for (i, r) in self.rounds.iter().enumerate() {
-            let x = r.check.as_ref().and_then(|c| Some((c, c.against_exact.as_ref()?)));
+        let mut table = Table::new(&[
+            "divergence",
+            "changed",
+            "attention",
+            "KL",
+            "perplexity",
+            "at most",
+            "same top",
+            "time",
+            "<holds",
+        ]);
+        let mut push = |first: String, r: Option<&Round>, x: Option<&Outcome>, holds: &str| {
+            let time = |x: &Outcome| x.exact_seconds.map_or("-".into(), |exact| percent(x.seconds / exact));
             table.push(vec![
-                number(r.target),
-                percent(r.changed),
-                percent(r.cost),
-                x.map_or("0".into(), |(_, x)| number(x.kl_mean)),
-                x.map_or("+0.00%".into(), |(_, x)| format!("{:+.2}%", 100.0 * x.ppl_increase)),
-                x.map_or("100.0%".into(), |(_, x)| format!("{:.1}%", 100.0 * x.same_top)),
-                x.map_or("100%".into(), |(c, x)| percent(c.seconds / x.exact_seconds)),
-                match (r.holds, self.chosen == Some(i) && self.note.is_none()) {
-                    (true, true) => "taken".into(),
-                    (true, false) => "yes".into(),
-                    (false, _) => "no".into(),
-                },
+                first,
+                r.map_or("".into(), |r| percent(r.changed)),
+                r.map_or("".into(), |r| percent(r.cost)),
+                x.map_or("0".into(), |x| number(x.kl_mean)),
+                x.map_or("+0.00%".into(), |x| format!("{:+.2}%", 100.0 * x.ppl_increase)),
+                x.map_or("+0.00%".into(), |x| format!("{:+.2}%", 100.0 * x.ppl_increase_upper)),
+                x.map_or("100.0%".into(), |x| format!("{:.1}%", 100.0 * x.same_top)),
+                x.map_or("100%".into(), time),
+                holds.into(),
             ]);
+        };
+        for (i, r) in self.rounds.iter().enumerate() {
+            let holds = match (r.holds, self.chosen == Some(i) && self.note.is_none()) {
+                (true, true) => "taken",
+                (true, false) => "yes",
+                (false, _) => "no",
+            };
+            push(r.target.map_or("any".into(), number), Some(r), r.check.as_ref(), holds);
+        }
+        if let Some(x) = &self.answer {
+            push("third text".into(), None, Some(x), "yes");
+        }
+        if let Some(x) = &self.decoded {
+            push("new tokens".into(), None, Some(x), "yes");
         }
         table
+    }
+
+    /// Mean time of attention over exact attention's, of what stands.
+    pub fn cost(&self) -> f64 {
+        self.picks.iter().map(|p| p.cost).sum::<f64>() / self.picks.len().max(1) as f64
+    }
+
+    /// Mean share of the cache that a new token reads; none where new tokens were not tuned.
+    pub fn decode_cost(&self) -> Option<f64> {
+        let costs: Vec<f64> = self.picks.iter().filter_map(|p| Some(p.decode.as_ref()?.cost)).collect();
+        (!costs.is_empty()).then(|| crate::stats::mean(&costs))
     }
 }
 
@@ -510,25 +542,48 @@ impl Tuned {
 mod tests {
     use super::*;
 
+    /// Nothing but defaults.
+    pub(super) fn settings() -> Settings {
+        Settings {
+            max_error: None,
+            max_kl: None,
+            max_ppl_increase: None,
+            selection: Vec::new(),
+            calibrations: Arc::default(),
+            answer: None,
+            task: None,
+            decode: false,
+            layers: None,
+            effort: Effort::Quick,
+            shard: None,
+            seed: 7,
+            threads: 1,
+            model: "a model".into(),
+            command: None,
+        }
+    }
+
     #[test]
-    fn targets_are_halved_until_they_hold_and_doubled_while_they_do() {
-        let path = |holds: &dyn Fn(f64) -> bool, on_model: bool| {
-            let mut targets = Targets { holds: None, fails: None, last: 0.8, on_model };
-            let mut seen = vec![0.2];
-            while let Some(next) = targets.after(*seen.last().unwrap(), holds(*seen.last().unwrap())) {
-                seen.push(next);
-                if seen.len() == 9 {
-                    break;
-                }
-            }
-            (seen, targets.holds)
+    fn a_budget_holds_where_its_upper_bound_does_and_the_divergence() {
+        let one = Settings { max_ppl_increase: Some(0.01), ..settings() };
+        let x = |upper: f64, kl: f64| Outcome {
+            scored: 100,
+            ppl: 10.0,
+            exact_ppl: 10.0,
+            ppl_increase: 0.0,
+            ppl_increase_upper: upper,
+            kl_mean: kl,
+            kl_se: 0.0,
+            same_top: 1.0,
+            keys_share: 0.1,
+            seconds: 1.0,
+            exact_seconds: Some(2.0),
         };
-        let (seen, best) = path(&|t| t < 0.06, true);
-        assert_eq!((&seen[..3], best), (&[0.2, 0.1, 0.05][..], Some(0.05)));
-        assert!((seen[3] - 0.005f64.sqrt()).abs() < 1e-12 && seen.len() == 4, "{seen:?}");
-        assert_eq!(path(&|_| true, true), (vec![0.2, 0.4, 0.8], Some(0.8)));
-        assert_eq!(path(&|_| true, false), (vec![0.2], Some(0.2)));
-        assert_eq!(path(&|_| false, true).1, None);
+        assert!(one.holds(&x(0.009, 0.009)) && !one.holds(&x(0.011, 0.001)));
+        assert!(!one.holds(&x(-0.5, 0.02)), "luck on one text is no promise");
+        assert!(!one.holds(&x(f64::NAN, 0.0)) && !one.holds(&x(0.0, f64::NAN)));
+        let kl = Settings { max_kl: Some(0.1), ..settings() };
+        assert!(kl.holds(&x(9.0, 0.1)) && !kl.holds(&Outcome { kl_se: 0.01, ..x(0.0, 0.1) }));
     }
 
     #[test]

@@ -1,10 +1,10 @@
 //! What was chosen, as a recipe with its evidence.
 
-use super::{Pick, Settings, Tuned};
+use super::{DecodePick, Pick, Settings, Tuned, curve};
 use crate::text::Text;
 use attlas::params::Value;
 use attlas::{Options, registry};
-use attlas_model::recipe::{Measured, Numbers, Recipe, Rule};
+use attlas_model::recipe::{Decode, Measured, Numbers, Recipe, Rule};
 use std::collections::BTreeMap;
 
 impl Pick {
@@ -13,27 +13,72 @@ impl Pick {
         self.method == registry::baseline().id && self.params.is_empty()
     }
 
-    pub(super) fn exact(self) -> Self {
-        Self { method: registry::baseline().id.into(), params: Options::new(), error: 0.0, cost: 1.0, ..self }
+    /// Whether nothing at all is changed.
+    fn is_default(&self) -> bool {
+        self.is_exact() && self.decode.as_ref().is_none_or(DecodePick::is_exact)
     }
+
+    pub(super) fn exact(self) -> Self {
+        Self {
+            method: registry::baseline().id.into(),
+            params: Options::new(),
+            error: 0.0,
+            cost: 1.0,
+            kl: 0.0,
+            decode: None,
+            ..self
+        }
+    }
+}
+
+impl DecodePick {
+    fn is_exact(&self) -> bool {
+        self.method == registry::baseline().id && self.params.is_empty()
+    }
+
+    fn rule(&self) -> Decode {
+        let measured = (!self.is_exact()).then_some(Measured {
+            error: Some(self.error),
+            cost: Some(self.cost),
+            kl: Some(self.kl),
+        });
+        Decode { method: self.method.clone(), params: self.params.clone(), measured }
+    }
+}
+
+/// Whether two choices for new tokens are the same but for what was measured.
+fn same(a: Option<&Decode>, b: Option<&Decode>) -> bool {
+    let plain = |d: Option<&Decode>| d.map(|d| (d.method.clone(), d.params.clone()));
+    plain(a) == plain(b)
 }
 
 /// Rules for every layer; key heads of a layer with the same choice share one.
 pub(super) fn recipe(picks: &[Pick], model: &str) -> Recipe {
     let mut rules: Vec<(usize, Rule, f64)> = Vec::new();
     for p in picks {
-        if p.is_exact() {
+        if p.is_default() {
             continue;
         }
-        let same = |(layer, rule, _): &&mut (usize, Rule, f64)| {
-            *layer == p.layer && rule.method == p.method && rule.params == p.params
+        let decode = p.decode.as_ref().map(DecodePick::rule);
+        let alike = |(layer, rule, _): &&mut (usize, Rule, f64)| {
+            *layer == p.layer
+                && rule.method == p.method
+                && rule.params == p.params
+                && same(rule.decode.as_ref(), decode.as_ref())
         };
-        if let Some((_, rule, members)) = rules.iter_mut().find(same) {
+        if let Some((_, rule, members)) = rules.iter_mut().find(alike) {
             let heads = rule.heads.iter().flat_map(Numbers::iter).chain(p.heads.iter()).collect();
             rule.heads = Some(heads);
             if let Some(m) = &mut rule.measured {
                 m.error = m.error.map(|e| e.max(p.error));
                 m.cost = m.cost.map(|c| (c * *members + p.cost) / (*members + 1.0));
+                m.kl = m.kl.map(|kl| kl + p.kl);
+            }
+            let known = rule.decode.as_mut().and_then(|d| d.measured.as_mut());
+            if let (Some(m), Some(new)) = (known, &p.decode) {
+                m.error = m.error.map(|e| e.max(new.error));
+                m.cost = m.cost.map(|c| (c * *members + new.cost) / (*members + 1.0));
+                m.kl = m.kl.map(|kl| kl + new.kl);
             }
             *members += 1.0;
             continue;
@@ -43,7 +88,8 @@ pub(super) fn recipe(picks: &[Pick], model: &str) -> Recipe {
             heads: Some(p.heads.clone()),
             method: p.method.clone(),
             params: p.params.clone(),
-            measured: Some(Measured { error: Some(p.error), cost: Some(p.cost) }),
+            measured: Some(Measured { error: Some(p.error), cost: Some(p.cost), kl: Some(p.kl) }),
+            decode,
         };
         rules.push((p.layer, rule, 1.0));
     }
@@ -89,16 +135,34 @@ pub(super) fn evidence(
     if let Some(note) = &tuned.note {
         put("note", Value::Text(note.clone()));
     }
+    if !tuned.curve.is_empty() {
+        put("curve", Value::Text(curve::words(&tuned.curve)));
+    }
+    if let Some(cost) = tuned.decode_cost() {
+        put("decode_cost", cost.into());
+    }
+    if let Some(x) = &tuned.decoded {
+        put("decode_kl_mean", x.kl_mean.into());
+        put("decode_tokens", (x.scored as usize).into());
+    }
     if let (Some(round), None) = (tuned.chosen.map(|i| &tuned.rounds[i]), &tuned.note) {
-        put("target_error", round.target.into());
-        put("attention_cost", round.cost.into());
-        if let Some((r, x)) = round.check.as_ref().and_then(|r| Some((r, r.against_exact.as_ref()?))) {
-            put("ppl", r.ppl.into());
+        put("attention_cost", tuned.cost().into());
+        put("predicted_kl", tuned.picks.iter().map(|p| p.kl).sum::<f64>().into());
+        if let (Some(text), Some(_)) = (&settings.answer, &tuned.answer) {
+            put("answer_text", Value::Text(text.source.clone()));
+            put("answer_tokens", text.tokens.len().into());
+        }
+        // What the third text says, or the second where there is none.
+        if let Some(x) = tuned.answer.as_ref().or(round.check.as_ref()) {
+            put("ppl", x.ppl.into());
             put("exact_ppl", x.exact_ppl.into());
+            put("ppl_increase_upper", x.ppl_increase_upper.into());
             put("kl_mean", x.kl_mean.into());
             put("same_top", x.same_top.into());
-            put("seconds", r.seconds.into());
-            put("exact_seconds", x.exact_seconds.into());
+            put("seconds", x.seconds.into());
+            if let Some(exact) = x.exact_seconds {
+                put("exact_seconds", exact.into());
+            }
         }
     }
     out
@@ -118,6 +182,8 @@ mod tests {
             params: if method == "exact" { Options::new() } else { Options::new().with("window", 32) },
             error,
             cost,
+            kl: 0.001,
+            decode: None,
         };
         let picks = [
             pick(0, 0, "sink_window", 0.02, 0.5),
@@ -129,9 +195,21 @@ mod tests {
         assert_eq!(made.rules.len(), 2);
         assert_eq!(made.rules[0].heads.as_ref().unwrap().to_string(), "0-2,6-8");
         let m = made.rules[0].measured.unwrap();
-        assert_eq!((m.error, m.cost), (Some(0.04), Some(0.4)));
+        assert_eq!((m.error, m.cost, m.kl), (Some(0.04), Some(0.4), Some(0.002)));
         assert_eq!(made.choice(0, 4).0, "exact");
         assert_eq!(made.choice(1, 1).0, "sink_window");
+        assert_eq!(Recipe::from_toml(&made.to_toml().unwrap()).unwrap(), made);
+        // New tokens of an exact head may have a method, and those of a changed head none.
+        let quest = Pick { method: "quest".into(), ..picks[0].clone() }.as_decode();
+        let exact = picks[1].clone().exact().as_decode();
+        let apart = [
+            Pick { decode: Some(exact), ..picks[0].clone() },
+            Pick { decode: Some(quest), ..picks[1].clone() },
+        ];
+        let made = recipe(&apart, "a model");
+        let decodes: Vec<&str> =
+            made.rules.iter().map(|r| r.decode.as_ref().unwrap().method.as_str()).collect();
+        assert_eq!((decodes, made.rules[1].method.as_str()), (vec!["exact", "quest"], "exact"));
         assert_eq!(Recipe::from_toml(&made.to_toml().unwrap()).unwrap(), made);
     }
 }

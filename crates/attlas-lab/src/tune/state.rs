@@ -1,6 +1,7 @@
 //! Measurements that are kept: a file of JSON lines that is added to as they are made.
 
-use super::search::Candidate;
+use super::candidates::Candidate;
+use super::{Outcome, Phase};
 use crate::output;
 use crate::{Error, Result};
 use attlas::Options;
@@ -13,6 +14,8 @@ use std::path::{Path, PathBuf};
 /// One method with one budget on one key head.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Measurement {
+    /// Prompts or new tokens.
+    pub phase: Phase,
     /// Layer.
     pub layer: usize,
     /// Key head.
@@ -25,11 +28,29 @@ pub struct Measurement {
     pub error: Option<f64>,
     /// Seconds of set-up and run, all query heads together.
     pub seconds: f64,
-    /// The same over exact attention's.
+    /// The same over exact attention's; for new tokens, scores over exact attention's.
     pub cost: f64,
     /// Whether its settings covered everything, so that exact attention was timed under its name.
     #[serde(default)]
     pub exact: bool,
+    /// Divergence of the model's predictions with this key head changed alone, nats, where it was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kl: Option<f64>,
+}
+
+/// What a model did with a recipe on a text.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Checked {
+    /// SHA-256 of the recipe, the text and the number of tokens.
+    pub(super) checked: String,
+    pub(super) outcome: Outcome,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum Line {
+    Checked(Checked),
+    Measured(Measurement),
 }
 
 /// What measurements were made on. Times of another machine, registry, effort or version are not comparable, so every part
@@ -93,7 +114,9 @@ pub struct State {
     /// Held open, for its lock and to append to.
     file: Option<File>,
     key: Key,
-    pub(super) done: BTreeMap<(usize, usize, String), Measurement>,
+    done: BTreeMap<(Phase, usize, usize, String), Measurement>,
+    checks: BTreeMap<String, Outcome>,
+    made: usize,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -104,14 +127,20 @@ struct Header {
 }
 
 const FORMAT: &str = "attlas measurements";
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 impl State {
     /// Measurements made on what `key` names, in a file if one is given. What the file already holds is used again; one
     /// made on something else, or that another process is writing, is refused. A last line that was cut off is dropped.
     pub fn open(path: Option<&Path>, key: &Key) -> Result<Self> {
-        let mut state =
-            Self { path: path.map(Into::into), file: None, key: key.clone(), done: BTreeMap::new() };
+        let mut state = Self {
+            path: path.map(Into::into),
+            file: None,
+            key: key.clone(),
+            done: BTreeMap::new(),
+            checks: BTreeMap::new(),
+            made: 0,
+        };
         if let Some(path) = path {
             // Kept until the new file is in place with a lock of its own.
             let there = output::lock(path)?;
@@ -171,9 +200,12 @@ impl State {
         }
         let lines: Vec<&str> = lines.collect();
         for (i, line) in lines.iter().enumerate() {
-            match serde_json::from_str::<Measurement>(line) {
-                Ok(m) => {
+            match serde_json::from_str::<Line>(line) {
+                Ok(Line::Measured(m)) => {
                     self.done.insert(key_of(&m), m);
+                }
+                Ok(Line::Checked(c)) => {
+                    self.checks.insert(c.checked, c.outcome);
                 }
                 // The last line of an interrupted run.
                 Err(_) if i + 1 == lines.len() => {}
@@ -192,26 +224,72 @@ impl State {
         for m in self.done.values() {
             text += &(serde_json::to_string(m).map_err(failed)? + "\n");
         }
+        for (checked, outcome) in &self.checks {
+            let line = Checked { checked: checked.clone(), outcome: outcome.clone() };
+            text += &(serde_json::to_string(&line).map_err(failed)? + "\n");
+        }
         self.file = Some(output::write_locked(path, text.as_bytes())?);
         Ok(())
     }
 
-    pub(super) fn get(&self, layer: usize, kv_head: usize, candidate: &Candidate) -> Option<&Measurement> {
-        self.done.get(&(layer, kv_head, candidate.name()))
+    pub(super) fn get(
+        &self,
+        phase: Phase,
+        layer: usize,
+        kv_head: usize,
+        candidate: &Candidate,
+    ) -> Option<&Measurement> {
+        self.done.get(&(phase, layer, kv_head, candidate.name()))
+    }
+
+    /// Everything known of a key head.
+    pub(super) fn of(
+        &self,
+        phase: Phase,
+        layer: usize,
+        kv_head: usize,
+    ) -> impl Iterator<Item = &Measurement> {
+        let first = (phase, layer, kv_head, String::new());
+        self.done
+            .range(first..)
+            .map(|(_, m)| m)
+            .take_while(move |m| (m.phase, m.layer, m.kv_head) == (phase, layer, kv_head))
+    }
+
+    /// How many were made since it was opened.
+    pub(super) fn made(&self) -> usize {
+        self.made
     }
 
     pub(super) fn push(&mut self, m: Measurement) -> Result<()> {
+        self.append(&m)?;
+        self.made += 1;
+        self.done.insert(key_of(&m), m);
+        Ok(())
+    }
+
+    /// What is known of a recipe on a text.
+    pub(super) fn checked(&self, name: &str) -> Option<&Outcome> {
+        self.checks.get(name)
+    }
+
+    pub(super) fn push_check(&mut self, name: &str, outcome: &Outcome) -> Result<()> {
+        self.append(&Checked { checked: name.into(), outcome: outcome.clone() })?;
+        self.checks.insert(name.into(), outcome.clone());
+        Ok(())
+    }
+
+    fn append(&mut self, line: &impl Serialize) -> Result<()> {
         if let (Some(path), Some(file)) = (&self.path, &mut self.file) {
-            let line = serde_json::to_string(&m).map_err(|e| Error::writing(path, e.into()))? + "\n";
+            let line = serde_json::to_string(line).map_err(|e| Error::writing(path, e.into()))? + "\n";
             file.write_all(line.as_bytes()).map_err(|e| Error::writing(path, e))?;
         }
-        self.done.insert(key_of(&m), m);
         Ok(())
     }
 }
 
-fn key_of(m: &Measurement) -> (usize, usize, String) {
-    (m.layer, m.kv_head, format!("{} {}", m.method, m.params))
+fn key_of(m: &Measurement) -> (Phase, usize, usize, String) {
+    (m.phase, m.layer, m.kv_head, format!("{} {}", m.method, m.params))
 }
 
 #[cfg(test)]
@@ -224,6 +302,7 @@ mod tests {
 
     fn made_up(kv_head: usize, params: &Options) -> Measurement {
         Measurement {
+            phase: Phase::Prompt,
             layer: 0,
             kv_head,
             method: "sink_window".into(),
@@ -232,6 +311,7 @@ mod tests {
             seconds: 0.25,
             cost: 0.25,
             exact: false,
+            kl: None,
         }
     }
 

@@ -77,6 +77,15 @@ fn rope_json(rope: &Rope, head_dim: usize) -> Result<Json> {
                 ("truncate", json!(y.truncate)),
             ],
         ),
+        Scaling::LongRope(long) => set(
+            "longrope",
+            &[
+                ("short_factor", json!(long.short)),
+                ("long_factor", json!(long.long)),
+                ("original_max_position_embeddings", json!(long.original)),
+                ("attention_factor", json!(long.magnitude)),
+            ],
+        ),
         Scaling::Divisors(_) => {
             return Err(Error::Unsupported { what: "writing rotary frequencies given one by one".into() });
         }

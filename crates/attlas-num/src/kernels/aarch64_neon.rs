@@ -156,6 +156,12 @@ macro_rules! arithmetic {
 }
 
 impl Simd for Single {
+    #[inline(always)]
+    fn div(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
+        // SAFETY: the token proves that the machine has the instructions.
+        unsafe { vdivq_f32(a, b) }
+    }
+
     arithmetic!(
         f32,
         float32x4_t,
@@ -201,6 +207,12 @@ impl Simd for Single {
 }
 
 impl Simd for Double {
+    #[inline(always)]
+    fn div(self, a: float64x2_t, b: float64x2_t) -> float64x2_t {
+        // SAFETY: the token proves that the machine has the instructions.
+        unsafe { vdivq_f64(a, b) }
+    }
+
     arithmetic!(
         f64,
         float64x2_t,

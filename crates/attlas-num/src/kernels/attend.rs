@@ -85,6 +85,8 @@ pub struct Attend<'a, T> {
     pub v: MatRef<'a, T>,
     /// Factor of the dot products.
     pub scale: T,
+    /// Caps the products smoothly before the bias: $c \tanh(s / c)$ for $c$ positive.
+    pub softcap: Option<T>,
     /// Per key, added to its logit; −∞ hides the key.
     pub bias: Option<&'a [T]>,
     /// Which keys a row sees.

@@ -7,7 +7,7 @@
 
 use super::Precision;
 use super::attend::{AttendChosen, Job};
-use super::simd::{Exponential, Kernel, Simd};
+use super::simd::{Exponential, Kernel, Simd, softcap};
 use crate::mat::{DType, MatRef, Real};
 use crate::scratch::Scratch;
 use std::ops::Range;
@@ -94,6 +94,7 @@ struct Few<'a, T> {
     k: MatRef<'a, T>,
     v: MatRef<'a, T>,
     scale: T,
+    softcap: Option<T>,
     /// By place.
     bias: Option<&'a [T]>,
     rounded: bool,
@@ -108,7 +109,8 @@ pub(super) fn attend<S: Simd>(
     lse: &mut [S::T],
 ) {
     let rounded = job.precision == Precision::Bf16 && S::T::DTYPE == DType::F32;
-    let few = Few { q: job.q, k: job.k, v: job.v, scale: job.scale, bias: job.bias, rounded };
+    let Job { q, k, v, scale, softcap, bias, .. } = *job;
+    let few = Few { q, k, v, scale, softcap, bias, rounded };
     attend_few(s, few, InOrder, job.band.range(0, job.k.rows()), scratch, out, lse);
 }
 
@@ -124,7 +126,8 @@ pub(super) fn attend_chosen<S: Simd>(
     for first in (0..rows).step_by(ROWS_MAX) {
         let some = first..(first + ROWS_MAX).min(rows);
         let q = job.q.sub_rows(some.clone());
-        let few = Few { q, k: job.k, v: job.v, scale: job.scale, bias: job.bias, rounded: false };
+        let (k, v, scale, bias) = (job.k, job.v, job.scale, job.bias);
+        let few = Few { q, k, v, scale, softcap: None, bias, rounded: false };
         let out = &mut out[some.start * d_v..some.end * d_v];
         attend_few(s, few, Listed(job.chosen), 0..job.chosen.len(), scratch, out, &mut lse[some]);
     }
@@ -187,6 +190,9 @@ fn attend_few<S: Simd, P: Places>(
         }
         for r in 0..rows {
             let logits = &mut logits[r * CHUNK..(r + 1) * CHUNK];
+            if let Some(cap) = job.softcap {
+                s.call(Cap { logits: &mut *logits, cap });
+            }
             if let Some(bias) = job.bias {
                 for (x, &b) in logits.iter_mut().zip(&bias[keys.clone()]) {
                     *x = if b == S::T::NEG_INFINITY { b } else { *x + b * S::T::LOG2_E.0 };
@@ -291,6 +297,22 @@ impl<S: Simd, P: Places, const R: usize, const K: usize> Kernel<S> for Rows<'_, 
                 let at = r * CHUNK + j - keys.start;
                 logits[at..at + count].copy_from_slice(&sums[r * K..r * K + count]);
             }
+        }
+    }
+}
+
+/// Caps a row's logits; those past the last key are whatever they were.
+struct Cap<'t, T> {
+    logits: &'t mut [T],
+    cap: T,
+}
+
+impl<S: Simd> Kernel<S> for Cap<'_, S::T> {
+    #[inline(always)]
+    fn run(self, s: S) {
+        for x in self.logits.chunks_exact_mut(S::LANES) {
+            // SAFETY: chunks hold a register.
+            unsafe { s.store(x.as_mut_ptr(), softcap(s, s.load(x.as_ptr()), self.cap)) };
         }
     }
 }

@@ -24,6 +24,7 @@
 //!     isa: Isa::best(),
 //!     precision: Precision::Full,
 //!     decode: false,
+//!     softcap: None,
 //! };
 //! attend.run(&Scratch::new(), &mut out, &mut lse);
 //! assert!(out[0] < 0.01 && (out[1] - 1.0).abs() < 0.01);
@@ -35,6 +36,7 @@
 #[cfg(target_arch = "aarch64")]
 mod aarch64_neon;
 mod attend;
+mod backward;
 mod block;
 mod decode;
 
@@ -53,6 +55,7 @@ mod x86_avx2;
 mod x86_avx512;
 
 pub use attend::{Attend, AttendChosen, Band, merge_lse};
+pub use backward::AttendBackward;
 pub use isa::{Isa, UnknownIsa};
 
 use crate::mat::{MatRef, Real};
@@ -108,7 +111,7 @@ impl<T: Copy> Op<MatRef<'_, T>> {
 mod dispatch {
     #[cfg(target_arch = "aarch64")]
     use super::aarch64_neon;
-    use super::{AttendChosen, Isa, MatRef, Op, Scratch, attend::Job, log, scalar};
+    use super::{AttendBackward, AttendChosen, Isa, MatRef, Op, Scratch, attend::Job, backward, log, scalar};
     #[cfg(target_arch = "x86_64")]
     use super::{x86_avx2, x86_avx512};
 
@@ -120,6 +123,13 @@ mod dispatch {
             scratch: &Scratch,
             out: &mut [Self],
             lse: &mut [Self],
+        );
+        fn attend_backward_on(
+            job: &AttendBackward<'_, Self>,
+            scratch: &Scratch,
+            dq: &mut [Self],
+            dk: &mut [Self],
+            dv: &mut [Self],
         );
         #[allow(clippy::too_many_arguments)]
         fn gemm_on(
@@ -185,6 +195,20 @@ mod dispatch {
                         $module,
                         attend_chosen(job, scratch, out, lse),
                         scalar::attend_chosen(job, scratch, out, lse)
+                    )
+                }
+                fn attend_backward_on(
+                    job: &AttendBackward<'_, Self>,
+                    scratch: &Scratch,
+                    dq: &mut [Self],
+                    dk: &mut [Self],
+                    dv: &mut [Self],
+                ) {
+                    choose!(
+                        job.isa,
+                        $module,
+                        attend_backward(job, scratch, dq, dk, dv),
+                        backward::scalar(job, dq, dk, dv)
                     )
                 }
                 fn gemm_on(

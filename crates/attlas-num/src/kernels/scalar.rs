@@ -90,7 +90,11 @@ pub(super) fn attend<T: Real>(job: &Job<'_, T>, scratch: &Scratch, out: &mut [T]
             let s = &mut weights[..end - first];
             for (s, j) in s.iter_mut().zip(first..) {
                 key.iter_mut().zip(job.k.row(j)).for_each(|(x, &k)| *x = round(k));
-                *s = dot(&query, &key) + job.bias.map_or(T::ZERO, |b| b[j]);
+                let product = dot(&query, &key);
+                let capped = job
+                    .softcap
+                    .map_or(product, |c| T::from_f64(c.to_f64() * libm::tanh(product.to_f64() / c.to_f64())));
+                *s = capped + job.bias.map_or(T::ZERO, |b| b[j]);
                 if is_hidden(j) {
                     *s = T::NEG_INFINITY;
                 }

@@ -74,6 +74,7 @@ pub(super) trait Simd: Copy {
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    fn div(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a · b + c`, rounded once.
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// The larger of two; `old` where `new` is NaN.
@@ -216,6 +217,16 @@ pub(super) trait Simd: Copy {
     fn prefetch(self, p: *const Self::T);
 }
 
+/// Logits in base 2 with a cap $c$ in base $e$: $c \log_2(e) \tanh(x \ln(2) / c)$, by $\tanh y = 1 - 2 / (e^{2y} + 1)$.
+#[inline(always)]
+pub(super) fn softcap<S: Simd>(s: S, x: S::V, cap: S::T) -> S::V {
+    let two = S::T::ONE + S::T::ONE;
+    let slope = S::T::from_f64(2.0 * std::f64::consts::LN_2 / cap.to_f64());
+    let power = s.exp(s.mul(x, s.splat(slope)));
+    let tanh = s.sub(s.splat(S::T::ONE), s.div(s.splat(two), s.add(power, s.splat(S::T::ONE))));
+    s.mul(tanh, s.splat(S::T::from_f64(cap.to_f64() * std::f64::consts::LOG2_E)))
+}
+
 /// $2^r$ for $|r| \le 1/2$.
 #[inline(always)]
 pub(super) fn exp2_fraction<S: Simd>(s: S, r: S::V) -> S::V {
@@ -234,7 +245,9 @@ macro_rules! variant {
     ($name:ident, $t:ty, $token:expr, $rows:literal, $keys:literal, $features:literal) => {
         pub(super) mod $name {
             use super::*;
-            use crate::kernels::{AttendChosen, Op, attend::Job, decode, product, tiled, vector};
+            use crate::kernels::{
+                AttendBackward, AttendChosen, Op, attend::Job, backward, decode, product, tiled, vector,
+            };
             use crate::mat::MatRef;
             use crate::scratch::Scratch;
 
@@ -249,6 +262,9 @@ macro_rules! variant {
                 fn attend_chosen(
                     job: &AttendChosen<'_, $t>, scratch: &Scratch, out: &mut [$t], lse: &mut [$t]
                 ) => |s| decode::attend_chosen(s, job, scratch, out, lse)
+                fn attend_backward(
+                    job: &AttendBackward<'_, $t>, scratch: &Scratch, dq: &mut [$t], dk: &mut [$t], dv: &mut [$t]
+                ) => |s| backward::run::<_, $keys, $rows>(s, job, scratch, dq, dk, dv)
                 #[allow(clippy::too_many_arguments)]
                 fn gemm(
                     alpha: $t, a: Op<MatRef<'_, $t>>, b: Op<MatRef<'_, $t>>, beta: $t, c: &mut [$t],

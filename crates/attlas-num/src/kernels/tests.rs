@@ -275,6 +275,7 @@ struct Case<T> {
     v: Mat<T>,
     scale: f64,
     bias: Option<Vec<T>>,
+    softcap: Option<f64>,
     band: Band,
     tile_k: usize,
     precision: Precision,
@@ -288,6 +289,7 @@ impl<T: Real> Case<T> {
             v: normal(10 * seed + 2, n_k, d_v),
             scale: 1.0 / (d.max(1) as f64).sqrt(),
             bias: None,
+            softcap: None,
             band: Band::ALL,
             tile_k: 0,
             precision: Precision::Full,
@@ -314,6 +316,7 @@ impl<T: Real> Case<T> {
             isa,
             precision: self.precision,
             decode: true,
+            softcap: self.softcap.map(T::from_f64),
         };
         job.run(&Scratch::poisoned(), out.data_mut(), &mut lse);
         (out, lse)
@@ -343,8 +346,8 @@ impl<T: Real> Case<T> {
                     self.q.row(i).iter().zip(self.k.row(j)).map(|(q, k)| q.to_f64() * k.to_f64() * scale);
                 let (s, size) = terms.fold((0.0, 0.0), |(s, z), t| (s + t, z + t.abs()));
                 let bias = self.bias.as_ref().map_or(0.0, |b| b[j].to_f64());
-                spread = spread.max(size + bias.abs());
-                s + bias
+                spread = spread.max(size + bias.abs() + self.softcap.unwrap_or(0.0));
+                self.softcap.map_or(s, |c| c * (s / c).tanh()) + bias
             })
             .collect();
         let m = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -456,6 +459,28 @@ fn bands_biases_and_tiles_agree_with_two_passes_in_f64() {
 }
 
 #[test]
+fn softcaps_agree_with_two_passes_in_f64() {
+    fn check<T: Real>() {
+        for (rows, cap) in [(1, 0.5), (5, 2.0), (40, 30.0), (70, 0.01)] {
+            let mut case = Case::<T>::new(rows as u64 + 77, rows, 300, 24, 20);
+            case.scale = 3.0;
+            case.softcap = Some(cap);
+            case.check("softcap");
+            case.bias = Some((0..300).map(|j| T::from_f64((j % 7) as f64 - 3.0)).collect());
+            case.causal().check("softcap, causal, bias");
+        }
+        // What is far outside lands on the cap, whatever its size.
+        for isa in Isa::available() {
+            let mut case = Case::<T>::new(3, 3, 1, 4, 2);
+            (case.scale, case.softcap) = (1e30, Some(5.0));
+            assert!(case.run(isa).1.iter().all(|l| (l.to_f64().abs() - 5.0).abs() < 1e-5), "{isa}");
+        }
+    }
+    check::<f32>();
+    check::<f64>();
+}
+
+#[test]
 fn golden_values_are_reproduced() {
     fn check<T: Real>(tol: f64) {
         let case = Case::<T> {
@@ -466,6 +491,7 @@ fn golden_values_are_reproduced() {
             v: Mat::from_fn(6, 3, |i, j| T::from_f64((0.3 * (i * (j + 1)) as f64 + 0.4).sin())),
             scale: 0.5,
             bias: None,
+            softcap: None,
             band: Band::ALL,
             tile_k: 0,
             precision: Precision::Full,
@@ -848,6 +874,7 @@ fn strided_inputs_give_the_bits_of_contiguous_ones() {
                 isa,
                 precision: Precision::Full,
                 decode: true,
+                softcap: None,
             }
             .run(&Scratch::poisoned(), &mut o2, &mut lse2);
             assert_eq!(bits(o.data()), bits(&o2), "{isa}");
@@ -904,6 +931,7 @@ fn extra_memory_does_not_grow_with_the_keys() {
                 isa,
                 precision: Precision::Full,
                 decode: true,
+                softcap: None,
             };
             job.run(&scratch, &mut out, &mut lse);
             assert!(scratch.peak_bytes() <= 1 << 20, "{isa} {rows}×{n_k}: {} bytes", scratch.peak_bytes());

@@ -151,6 +151,12 @@ macro_rules! arithmetic {
 }
 
 impl Simd for Single {
+    #[inline(always)]
+    fn div(self, a: __m256, b: __m256) -> __m256 {
+        // SAFETY: the token proves that the machine has the instructions.
+        unsafe { _mm256_div_ps(a, b) }
+    }
+
     arithmetic!(
         f32,
         __m256,
@@ -215,6 +221,12 @@ impl Simd for Single {
 }
 
 impl Simd for Double {
+    #[inline(always)]
+    fn div(self, a: __m256d, b: __m256d) -> __m256d {
+        // SAFETY: the token proves that the machine has the instructions.
+        unsafe { _mm256_div_pd(a, b) }
+    }
+
     arithmetic!(
         f64,
         __m256d,

@@ -280,6 +280,12 @@ macro_rules! single {
 }
 
 impl Simd for Single {
+    #[inline(always)]
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the token proves that the machine has the instructions.
+        unsafe { _mm512_div_ps(a, b) }
+    }
+
     single!("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
 
     #[inline(always)]
@@ -306,6 +312,12 @@ unsafe fn attend_pairs(job: &Job<'_, f32>, scratch: &Scratch, out: &mut [f32], l
 struct Pairs(());
 
 impl Simd for Pairs {
+    #[inline(always)]
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the token proves that the machine has the instructions.
+        unsafe { _mm512_div_ps(a, b) }
+    }
+
     single!("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma");
 
     const PAIRS: bool = true;
@@ -353,6 +365,12 @@ const DEAL: [i16; 32] = {
 };
 
 impl Simd for Double {
+    #[inline(always)]
+    fn div(self, a: __m512d, b: __m512d) -> __m512d {
+        // SAFETY: the token proves that the machine has the instructions.
+        unsafe { _mm512_div_pd(a, b) }
+    }
+
     arithmetic!(
         "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma",
         f64,

@@ -95,6 +95,11 @@ impl<T: Real> Projection<T> {
         self.omega.rows()
     }
 
+    /// The directions, one per row.
+    pub(super) fn directions(&self) -> &Mat<T> {
+        &self.omega
+    }
+
     /// Length of a direction.
     pub(super) fn dim(&self) -> usize {
         self.omega.cols()

@@ -31,7 +31,7 @@ class RunInfo:
 
 
 class Result(NamedTuple):
-    """Output, log-sum-exp and what happened; parts that were not wanted are `None`."""
+    """Output, log-sum-exp and what happened; parts that were left out are `None`."""
 
     out: Any
     lse: Any = None

@@ -48,7 +48,7 @@ class ModelError(Error, ValueError):
 
 
 class TooLargeError(Error, MemoryError):
-    """Sizes whose product does not fit into memory addresses."""
+    """Sizes that do not fit into the memory of the machine, or into addresses."""
 
 
 class ThreadsError(Error, RuntimeError):

@@ -636,12 +636,25 @@ def _score(
         moved = torch.cat(change)
         record |= {
             "exact_nll": exact_mean, "exact_ppl": math.exp(exact_mean), "ppl_increase": math.exp(mean - exact_mean) - 1,
+            **_paired(losses - torch.cat(base)),
             "kl_mean": kl_mean, "kl_se": kl_se, **quantile, "same_top": float(torch.cat(top).double().mean()),
             "delta_p_mean": float(moved.mean()), "delta_p_rms": float(moved.square().mean().sqrt()),
             "exact_seconds": exact_seconds, "keys_share": keys / max(exact_keys, 1),
             "fell_back": float(divergence.max()) == 0 and float(moved.abs().max()) == 0,
+            "past_recipe": window > subject.to_dict().get("tokens", window),
         }  # fmt: skip
     return record | {"interrupted": False}
+
+
+_RUN = 64
+"""Scored tokens whose mean counts as one observation: neighbours are not independent."""
+
+
+def _paired(increase: Any) -> dict[str, float | None]:
+    """Mean increase of the loss token by token, and its standard error from means of runs; none for fewer than two."""
+    runs = increase[: len(increase) // _RUN * _RUN].reshape(-1, _RUN).mean(-1)
+    se = _mean(runs)[1] if len(runs) > 1 else None
+    return {"nll_increase": float(increase.mean()), "nll_increase_se": se}
 
 
 def _mean(x: Any) -> tuple[float, float]:

@@ -62,7 +62,7 @@ _NAMED = {
     "block_indices": "the model chooses its own sparse keys",
     "cache": "a paged cache is read through a table",
     "head_mask": "heads are masked one by one",
-    "output_attentions": "attention weights are wanted, which are never stored",
+    "output_attentions": "attention weights as output, which are never stored",
 }
 
 

@@ -148,6 +148,7 @@ pub(super) fn attend(
                 isa: cx.schedule.isa,
                 precision: Precision::Full,
                 decode: false,
+                softcap: None,
             }
             .run(cx.scratch, out, lse);
         });

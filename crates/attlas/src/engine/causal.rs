@@ -131,6 +131,27 @@ pub fn causal_parts(p: &Problem, n_min: usize) -> usize {
     2 * p.n_q.div_ceil(n_min.max(1)) + 1
 }
 
+/// The parts without a mask of a causal problem, in the order in which [`causalize`] cuts it.
+pub fn causal_rectangles(n_q: usize, n_k: usize, n_min: usize) -> Vec<Rectangle> {
+    fn square(rows: Range<usize>, offset: isize, n_min: usize, out: &mut Vec<Rectangle>) {
+        if rows.len() <= n_min {
+            return;
+        }
+        let middle = rows.start + rows.len() / 2;
+        let at = |i: usize| (i as isize + offset).max(0) as usize;
+        square(rows.start..middle, offset, n_min, out);
+        square(middle..rows.end, offset, n_min, out);
+        out.push(Rectangle { rows: middle..rows.end, keys: at(rows.start)..at(middle) });
+    }
+    let (unseen_rows, offset) = (n_q.saturating_sub(n_k), n_k as isize - n_q as isize);
+    let mut out = Vec::new();
+    square(unseen_rows..n_q, offset, n_min.max(1), &mut out);
+    if n_k > n_q {
+        out.push(Rectangle { rows: 0..n_q, keys: 0..n_k - n_q });
+    }
+    out
+}
+
 /// Pairs of a row and a key that are visited for each head when a part of `rows` rows and `keys` keys visits
 /// `unmasked(rows, keys)` of them.
 pub fn causal_pairs(n_q: usize, n_k: usize, n_min: usize, unmasked: &dyn Fn(usize, usize) -> u64) -> u64 {
@@ -347,6 +368,9 @@ mod tests {
                 assert_eq!(2 * per_head, p.causal().visible_pairs(), "{name}");
                 assert_eq!(info.empty_rows, 2 * n_q.saturating_sub(n_k) as u64);
                 assert!(parts.len() <= causal_parts(&p, n_min), "{name}");
+                let mut known = causal_rectangles(n_q, n_k, n_min);
+                known.sort_by_key(|part| (part.keys.start, part.keys.end));
+                assert_eq!(parts, known, "{name}");
             }
         }
     }

@@ -152,6 +152,7 @@ impl<T: Real> Kept<T> {
             isa: cx.schedule.isa,
             precision: Precision::Full,
             decode,
+            softcap: None,
         };
         job.run(cx.scratch, out, lse);
     }

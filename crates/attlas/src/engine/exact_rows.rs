@@ -48,18 +48,28 @@ pub fn exact_group<T: Real>(group: &mut Group<'_, T>) -> Result<RunInfo> {
 
 /// The same in a given precision.
 pub fn exact_group_with<T: Real>(g: &mut Group<'_, T>, precision: Precision) -> Result<RunInfo> {
+    exact_group_capped(g, precision, None)
+}
+
+/// The same with logits capped at a number.
+pub fn exact_group_capped<T: Real>(
+    g: &mut Group<'_, T>,
+    precision: Precision,
+    softcap: Option<f64>,
+) -> Result<RunInfo> {
     let visited = g.visible_pairs();
     let empty = (0..g.n_q()).filter(|&i| g.visible(i) == 0).count() * g.q.heads();
     if g.n_q() == 1
         && let Some(q) = g.q.token(0)
     {
-        exact_split_keys(q, g.k, g.v, g.scale, precision, g.cx, g.out, g.lse);
+        exact_split_keys(q, g.k, g.v, g.scale, (precision, softcap), g.cx, g.out, g.lse);
     } else {
         let (k, v, scale, band, cx) = (g.k, g.v, g.scale, g.band(), g.cx);
         let rows = rows_per_task(g.n_q(), g.q.heads(), cx);
         g.par_row_blocks(rows, |block| {
             let band = band.from_row(block.first);
-            attend(block.q, k, v, None, scale, band, precision, cx).run(cx.scratch, block.out, block.lse);
+            let job = attend(block.q, k, v, None, scale, band, precision, cx);
+            capped(job, softcap).run(cx.scratch, block.out, block.lse);
             Ok(())
         })?;
     }
@@ -82,7 +92,7 @@ pub fn exact_rows<T: Real>(
     attend(q, k, v, bias, scale, band, Precision::Full, cx).run(cx.scratch, out, lse);
 }
 
-/// The same without a bias in a given precision.
+/// The same without a bias in a given precision, with logits capped at a number where there is one.
 #[allow(clippy::too_many_arguments)]
 pub fn exact_rows_with<T: Real>(
     q: MatRef<'_, T>,
@@ -90,12 +100,12 @@ pub fn exact_rows_with<T: Real>(
     v: MatRef<'_, T>,
     scale: T,
     band: Band,
-    precision: Precision,
+    (precision, softcap): (Precision, Option<f64>),
     cx: Context<'_>,
     out: &mut [T],
     lse: &mut [T],
 ) {
-    attend(q, k, v, None, scale, band, precision, cx).run(cx.scratch, out, lse);
+    capped(attend(q, k, v, None, scale, band, precision, cx), softcap).run(cx.scratch, out, lse);
 }
 
 /// Exact attention of a few rows over many keys without a mask: pieces of keys in parallel, of fixed length, so
@@ -109,7 +119,7 @@ pub fn exact_few_rows<T: Real>(
     out: &mut [T],
     lse: &mut [T],
 ) {
-    exact_split_keys(q, k, v, scale, Precision::Full, cx, out, lse);
+    exact_split_keys(q, k, v, scale, (Precision::Full, None), cx, out, lse);
 }
 
 /// Merges the rows of several parts, in order.
@@ -175,7 +185,12 @@ fn attend<'a, T: Real>(
         isa: cx.schedule.isa,
         precision,
         decode: false,
+        softcap: None,
     }
+}
+
+fn capped<T: Real>(job: Attend<'_, T>, softcap: Option<f64>) -> Attend<'_, T> {
+    Attend { softcap: softcap.map(T::from_f64), ..job }
 }
 
 /// One query row per head over all keys: pieces of keys in parallel, merged in order by log-sum-exp. Every
@@ -186,7 +201,7 @@ fn exact_split_keys<T: Real>(
     k: MatRef<'_, T>,
     v: MatRef<'_, T>,
     scale: T,
-    precision: Precision,
+    (precision, softcap): (Precision, Option<f64>),
     cx: Context<'_>,
     out: &mut [T],
     lse: &mut [T],
@@ -195,7 +210,7 @@ fn exact_split_keys<T: Real>(
     let run = |range: std::ops::Range<usize>, out: &mut [T], lse: &mut [T]| {
         let (k, v) = (k.sub_rows(range.clone()), v.sub_rows(range));
         let job = attend(q, k, v, None, scale, Band::ALL, precision, cx);
-        Attend { decode: true, ..job }.run(cx.scratch, out, lse);
+        capped(Attend { decode: true, ..job }, softcap).run(cx.scratch, out, lse);
     };
     let pieces = k.rows().div_ceil(KEYS_PER_PIECE);
     if pieces <= 1 {

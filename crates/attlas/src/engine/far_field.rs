@@ -111,6 +111,7 @@ impl<'p, T: Real> Gathered<'p, T> {
             isa: cx.schedule.isa,
             precision,
             decode: false,
+            softcap: None,
         };
         job.run(cx.scratch, out, lse);
     }

@@ -172,6 +172,7 @@ impl<T: Real> KeyPages<T> {
                 isa: cx.schedule.isa,
                 precision: Precision::Full,
                 decode: true,
+                softcap: None,
             };
             job.run(cx.scratch, out, lse);
         };

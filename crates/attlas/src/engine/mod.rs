@@ -27,6 +27,7 @@ mod chosen_blocks;
 mod columns;
 pub mod coreset;
 mod evict;
+mod exact_backward;
 mod exact_rows;
 mod fallback;
 mod far_field;
@@ -50,12 +51,15 @@ mod token_blocks;
 
 pub use always_seen::{ALWAYS_LEAKS, FirstKeys, always_leaks};
 pub use block_mask::{BlockMask, BlockRow, Buckets, Join, attend_buckets, buckets_scratch_len};
-pub use causal::{CausalPart, Rectangle, causal_pairs, causal_parts, causal_scratch_bytes, causalize};
+pub use causal::{
+    CausalPart, Rectangle, causal_pairs, causal_parts, causal_rectangles, causal_scratch_bytes, causalize,
+};
 pub use chosen_blocks::{NearField, Place, Scored, TurnedKeys, attend_chosen_blocks};
 pub use columns::{Columns, divide_by, relative_squares};
 pub use evict::Eviction;
+pub use exact_backward::exact_backward;
 pub use exact_rows::{
-    Operands, exact_few_rows, exact_group, exact_group_with, exact_rows, exact_rows_with,
+    Operands, exact_few_rows, exact_group, exact_group_capped, exact_group_with, exact_rows, exact_rows_with,
     exact_scratch_bytes, few_rows_scratch_bytes,
 };
 pub use fallback::Fallback;

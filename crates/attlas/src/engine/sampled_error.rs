@@ -39,6 +39,7 @@ pub fn add_sampled_error<T: Real>(g: &Group<'_, T>, tokens: usize, info: &mut Ru
             isa: g.cx.schedule.isa,
             precision: Precision::Full,
             decode: true,
+            softcap: None,
         };
         job.run(g.cx.scratch, &mut o, &mut lse);
         let (mut gap, mut size) = (0.0, 0.0);

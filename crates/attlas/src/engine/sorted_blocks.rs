@@ -363,7 +363,7 @@ pub fn blocks_scratch_bytes(p: &Problem, block: usize, extra: usize, threads: us
 /// Without replacement, the $m_c$ samples outside block $c$ each stand for $(n - |c|)/m_c$ keys; with
 /// replacement, each of $m$ draws stands for $n/m$, and those inside the block are dropped. Both make the
 /// residual sum unbiased (given $m_c > 0$); the first has the smaller variance and is exact at $m = n$.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct UniformSamples {
     /// Ranks, in increasing order.
     ranks: Vec<usize>,

@@ -36,6 +36,7 @@ layer_kind! {
         reference: "ho2019",
         weights: weight_specs,
         cache_elements: |s, p| Ok(p.dims.0.len() * s.n_kv_heads * (s.d + s.d_v)),
+        grid: "dims",
     }
 }
 

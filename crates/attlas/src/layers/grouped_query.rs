@@ -24,7 +24,7 @@ use crate::cache::KvCache;
 use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, Weights};
 use crate::method::{Method, RunInfo};
 use crate::methods::exact::exact::METHOD as EXACT;
-use crate::{Error, MatRef, Options, Out, Problem, Qkv, Result, TensorMut, TensorRef, Workspace};
+use crate::{Error, Mask, MatRef, Options, Out, Problem, Qkv, Result, TensorMut, TensorRef, Workspace};
 use attlas_num::rope::{Layout, Rope, Scaling};
 
 /// Registry entry.
@@ -32,6 +32,7 @@ pub static LAYER: LayerKind = LayerKind {
     id: "grouped_query",
     title: "Grouped-query attention (MHA, GQA, MQA) with rotary positions",
     reference: "vaswani2017, shazeer2019, ainslie2023, su2024",
+    grid: None,
     params: Params::SPECS,
     weights: |shape, _| Ok(projections(["q", "k", "v", "o"], shape).into()),
     cache_elements: |shape, _| Ok(shape.n_kv_heads * (shape.d + shape.d_v)),
@@ -122,13 +123,32 @@ impl Layer for GroupedQuery {
         out: &mut [f32],
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
+        self.append_and_attend(x, own::<Cache>(cache, LAYER.id)?, Mask::Causal, out, ws)
+    }
+
+    fn forward_all(&self, x: MatRef<'_, f32>, out: &mut [f32], ws: &mut Workspace) -> Result<RunInfo> {
+        let s = &self.shape;
+        let mut cache = Cache(KvCache::new(1, s.n_kv_heads, s.d, s.d_v, 0));
+        self.append_and_attend(x, &mut cache, Mask::None, out, ws)
+    }
+}
+
+impl GroupedQuery {
+    /// Appends the tokens of `x` to a cache and attends with them.
+    fn append_and_attend(
+        &self,
+        x: MatRef<'_, f32>,
+        Cache(cache): &mut Cache,
+        mask: Mask,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
         let s = self.shape;
         let tokens = x.rows();
         check_io(x, out, s.d_model)?;
-        let Cache(cache) = own::<Cache>(cache, LAYER.id)?;
         let first = cache.len();
-        let p = Problem { d_v: s.d_v, ..Problem::new(s.n_heads, 1, s.d).with_kv_heads(s.n_kv_heads) };
-        let problem = p.with_lens(tokens, first + tokens).causal();
+        let p = Problem { d_v: s.d_v, mask, ..Problem::new(s.n_heads, 1, s.d).with_kv_heads(s.n_kv_heads) };
+        let problem = p.with_lens(tokens, first + tokens);
         let plan = self.method.plan(&problem, &self.options)?;
 
         let mut q = vec![0.0f32; tokens * s.n_heads * s.d];

@@ -49,6 +49,7 @@ layer_kind! {
         reference: "omranpour2025",
         weights: weight_specs,
         cache_elements: |_, _| Ok(0),
+        grid: "dims",
     }
 }
 

@@ -3,6 +3,8 @@
 pub mod axial;
 pub mod collaborative;
 pub mod common;
+pub mod feature_wise;
+pub mod gau;
 pub mod grouped_query;
 pub mod higher_order;
 pub mod latent;

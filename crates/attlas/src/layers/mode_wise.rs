@@ -43,6 +43,7 @@ layer_kind! {
         reference: "feng2024",
         weights: |s, _| Ok(projections(["q", "k", "v", "o"], s).into()),
         cache_elements: |s, p| Ok(cache_elements(s, p)),
+        grid: "modes",
     }
 }
 

@@ -172,23 +172,13 @@ pub(crate) fn near(args: &Args) -> Outcome<()> {
     Ok(())
 }
 
-/// Settings that read at most a quarter of the scores at 4096 tokens.
+/// Settings other than the defaults: methods that are exact attention below a length longer than these heads, or would read
+/// most of the keys.
 const SETTINGS: &[(&str, &str)] = &[
-    ("smyrf", "rounds=2 block=32"),
-    ("kdeformer", "n_min=128 samples=64"),
-    ("multipole", "budget=64"),
     ("anna", "weights=softmax"),
-    ("hyper", "n_min=128 block=64 samples=32"),
-    ("prescored_hyper", "n_min=128 keys=256 block=64"),
-    ("sampled_columns", "window=0 sinks=0 keys=128 scouts=2"),
-    ("block_sparse", "window=0 sinks=0 threshold=0.7"),
-    ("quest", "window=0 sinks=0 keys=128"),
-    ("snap", "keys=224"),
-    ("h2o", "keys=128 recent=128"),
-    ("loki", "rank=8 keys=128"),
-    ("lifted_nystrom", "landmarks=64 block=512 sinks=0 window=0"),
-    ("wildcat", "rank=64 block=512 sinks=0 window=0"),
-    ("hybrid_features", "bases=8 weights=4"),
+    ("hyper", "n_min=256"),
+    ("kdeformer", "n_min=256 samples=128"),
+    ("prescored_hyper", "n_min=256"),
 ];
 
 /// Every clustering, low-rank and positive-feature method with a log-sum-exp, or those of `--try`.

@@ -31,8 +31,9 @@ pub(crate) fn speed(args: &Args) -> Outcome<()> {
     let subjects = args.subjects_or(&[
         "sampled_columns",
         "sampled_columns precision=bf16",
-        "sampled_columns block=128 far_block=128",
-        "sampled_columns block=128 far_block=128 precision=bf16",
+        "sampled_columns block=128",
+        "sampled_columns block=128 precision=bf16",
+        "multipole prompt=blocks",
         "multipole prompt=blocks chunk=512",
     ])?;
     let layers = args.layers.clone().unwrap_or(LAYERS.to_vec());

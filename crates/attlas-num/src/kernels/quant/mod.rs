@@ -53,11 +53,17 @@ pub enum Format {
     Q6K,
     /// 256 values of 8 bits, one scale in single precision; ggml's format of intermediate results.
     Q8K,
+    /// 32 values from a table of 16 that are denser near zero, one scale.
+    Iq4Nl,
+    /// 256 values from the same table, 6-bit scales per 32.
+    Iq4Xs,
+    /// 32 floating-point numbers of 4 bits, one power of two: the microscaling format of the Open Compute Project.
+    Mxfp4,
 }
 
 impl Format {
     /// Every format.
-    pub const ALL: [Format; 14] = [
+    pub const ALL: [Format; 17] = [
         Self::F32,
         Self::F16,
         Self::BF16,
@@ -72,6 +78,9 @@ impl Format {
         Self::Q5K,
         Self::Q6K,
         Self::Q8K,
+        Self::Iq4Nl,
+        Self::Iq4Xs,
+        Self::Mxfp4,
     ];
 
     /// Values in a block; the columns of a matrix are a multiple of it.
@@ -79,7 +88,8 @@ impl Format {
         match self {
             Self::F32 | Self::F16 | Self::BF16 => 1,
             Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1 | Self::Q8_0 => 32,
-            Self::Q2K | Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K | Self::Q8K => 256,
+            Self::Iq4Nl | Self::Mxfp4 => 32,
+            Self::Q2K | Self::Q3K | Self::Q4K | Self::Q5K | Self::Q6K | Self::Q8K | Self::Iq4Xs => 256,
         }
     }
 
@@ -99,6 +109,9 @@ impl Format {
             Self::Q5K => 176,
             Self::Q6K => 210,
             Self::Q8K => 292,
+            Self::Iq4Nl => 18,
+            Self::Iq4Xs => 136,
+            Self::Mxfp4 => 17,
         }
     }
 
@@ -119,6 +132,9 @@ impl Format {
             Self::Q5K => "Q5_K",
             Self::Q6K => "Q6_K",
             Self::Q8K => "Q8_K",
+            Self::Iq4Nl => "IQ4_NL",
+            Self::Iq4Xs => "IQ4_XS",
+            Self::Mxfp4 => "MXFP4",
         }
     }
 

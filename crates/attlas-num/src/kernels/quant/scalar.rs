@@ -69,6 +69,53 @@ pub(super) fn dequantise(format: Format, bytes: &[u8], out: &mut [f32]) {
                 y[j] = d * f32::from(b[4 + j] as i8);
             }
         }),
+        Format::Iq4Nl => each(bytes, out, iq4_nl),
+        Format::Iq4Xs => each(bytes, out, iq4_xs),
+        Format::Mxfp4 => each(bytes, out, mxfp4),
+    }
+}
+
+/// What four bits stand for in IQ4_NL and IQ4_XS.
+const IQ4_VALUES: [f32; 16] = [
+    -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
+];
+/// Twice what four bits stand for in MXFP4: sign, two bits of exponent, one of mantissa.
+const MXFP4_DOUBLES: [f32; 16] =
+    [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
+
+#[inline(always)]
+fn iq4_nl(b: &[u8; 18], y: &mut [f32; 32]) {
+    let d = half_at(b, 0);
+    for j in 0..16 {
+        y[j] = d * IQ4_VALUES[usize::from(b[2 + j] & 15)];
+        y[j + 16] = d * IQ4_VALUES[usize::from(b[2 + j] >> 4)];
+    }
+}
+
+/// Eight sub-blocks of 32, whose scales have four bits in one place and two in another.
+#[inline(always)]
+fn iq4_xs(b: &[u8; 136], y: &mut [f32; 256]) {
+    let d = half_at(b, 0);
+    let high = u16::from_le_bytes([b[2], b[3]]);
+    for s in 0..8 {
+        let low = b[4 + s / 2] >> (4 * (s % 2)) & 15;
+        let scale = d * (f32::from(low | ((high >> (2 * s)) as u8 & 3) << 4) - 32.0);
+        for j in 0..16 {
+            let q = b[8 + 16 * s + j];
+            y[32 * s + j] = scale * IQ4_VALUES[usize::from(q & 15)];
+            y[32 * s + j + 16] = scale * IQ4_VALUES[usize::from(q >> 4)];
+        }
+    }
+}
+
+#[inline(always)]
+fn mxfp4(b: &[u8; 17], y: &mut [f32; 32]) {
+    // Half of the power of two, subnormal for the two least exponents.
+    let e = u32::from(b[0]);
+    let d = f32::from_bits(if e < 2 { 0x0020_0000 << e } else { (e - 1) << 23 });
+    for j in 0..16 {
+        y[j] = d * MXFP4_DOUBLES[usize::from(b[1 + j] & 15)];
+        y[j + 16] = d * MXFP4_DOUBLES[usize::from(b[1 + j] >> 4)];
     }
 }
 

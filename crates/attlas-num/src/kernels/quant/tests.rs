@@ -11,13 +11,17 @@ fn random_weights(format: Format, rows: usize, cols: usize, seed: u64) -> Vec<u8
     let halves: &[usize] = match format {
         Format::F32 | Format::Q8K => &[],
         Format::F16 | Format::BF16 | Format::Q4_0 | Format::Q5_0 | Format::Q8_0 => &[0],
+        Format::Iq4Nl | Format::Iq4Xs => &[0],
+        Format::Mxfp4 => &[],
         Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => &[0, 2],
         Format::Q2K => &[80, 82],
         Format::Q3K => &[108],
         Format::Q6K => &[208],
     };
     for block in bytes.chunks_exact_mut(format.block_bytes()) {
-        if halves.is_empty() {
+        if format == Format::Mxfp4 {
+            block[0] = 120 + block[0] % 16;
+        } else if halves.is_empty() {
             block[..4].copy_from_slice(&(rng.normal() as f32).to_le_bytes());
         }
         for &at in halves {

@@ -2,7 +2,7 @@
 
 use super::super::attend::Job;
 use super::super::block::{Block, accumulate};
-use super::super::simd::{Exponential, Kernel, Simd};
+use super::super::simd::{Exponential, Kernel, Simd, softcap};
 use super::near::Rows;
 use super::{Plan, State, load, store};
 use crate::mat::Real;
@@ -105,6 +105,13 @@ impl<S: Simd, const MR: usize, const NV: usize> Kernel<S> for Logits<'_, '_, S, 
             unsafe {
                 let keys = tile.keys.data.as_ptr().add(p * MR * stride);
                 accumulate::<S, MR, NV>(s, depth, keys, (stride, 1), queries.as_ptr(), &mut acc);
+            }
+            if let Some(cap) = tile.job.softcap {
+                for r in 0..MR {
+                    for v in 0..NV {
+                        acc[r][v] = softcap(s, acc[r][v], cap);
+                    }
+                }
             }
             if let Some(bias) = bias {
                 for r in 0..MR {

@@ -88,6 +88,56 @@ impl<T: Real> LogFeatures<T> for ElementwiseFeatures {
             }
         }
     }
+
+    fn has_gradient(&self) -> bool {
+        true
+    }
+
+    fn pull_back(&self, x: MatRef<'_, T>, side: Side, g: &[T], dx: &mut [T]) {
+        check_call(x, self.d, g, self.d);
+        assert_eq!(dx.len(), x.rows() * self.d, "one gradient per entry");
+        let root = T::from_f64(self.options.scale.sqrt());
+        let mut weights = vec![T::ZERO; self.d];
+        let normalised = side == Side::Query && !self.options.drops(side);
+        let rows = g.chunks_exact(self.d.max(1)).zip(dx.chunks_exact_mut(self.d.max(1)));
+        for (row, (g, dx)) in x.iter_rows().zip(rows) {
+            pull_back_row(self.function, root, row, normalised.then_some(&mut weights), g, dx);
+        }
+    }
+}
+
+/// The gradient of one row of log-features.
+fn pull_back_row<T: Real>(
+    function: Elementwise,
+    root: T,
+    row: &[T],
+    softmax: Option<&mut [T]>,
+    g: &[T],
+    dx: &mut [T],
+) {
+    let total = g.iter().copied().sum::<T>();
+    match (function, softmax) {
+        (Elementwise::Softmax, Some(weights)) => {
+            map_row(row, weights, |x| x * root);
+            softmax_in_place(weights);
+            dx.iter_mut().zip(g).zip(&*weights).for_each(|((d, &g), &w)| *d = root * (g - total * w));
+        }
+        (Elementwise::Softmax, None) => dx.iter_mut().zip(g).for_each(|(d, &g)| *d = root * g),
+        (Elementwise::Elu1, _) => {
+            // The logarithm is x up to 0 and ln(1 + x) above.
+            let slope = |x: T| if x > T::ZERO { root / (T::ONE + x) } else { root };
+            dx.iter_mut().zip(g).zip(row).for_each(|((d, &g), &x)| *d = g * slope(x * root));
+        }
+        (Elementwise::Relu { eps }, _) => {
+            let eps = T::from_f64(eps);
+            let slope = |x: T| if x > T::ZERO { root / (x + eps) } else { T::ZERO };
+            dx.iter_mut().zip(g).zip(row).for_each(|((d, &g), &x)| *d = g * slope(x * root));
+        }
+        (Elementwise::Square, _) => {
+            let slope = |x: T| if x == T::ZERO { T::ZERO } else { (T::ONE + T::ONE) / x };
+            dx.iter_mut().zip(g).zip(row).for_each(|((d, &g), &x)| *d = g * slope(x));
+        }
+    }
 }
 
 fn map_row<T: Real>(row: &[T], out: &mut [T], f: impl Fn(T) -> T) {
@@ -169,6 +219,36 @@ mod tests {
         assert!((kernel_of(&map(Elementwise::Softmax, 3), &x, &y) - softmax).abs() < 1e-13);
         let id = Identity::new(3, MapOptions { scale: 0.25, constants: Constants::Keep }).unwrap();
         assert!((signed_kernel_of(&id, &x, &y) - 0.25 * -5.5).abs() < 1e-15);
+    }
+
+    #[test]
+    fn gradients_agree_with_finite_differences() {
+        let functions = [
+            Elementwise::Elu1,
+            Elementwise::Relu { eps: 0.0 },
+            Elementwise::Relu { eps: 0.2 },
+            Elementwise::Softmax,
+            Elementwise::Square,
+        ];
+        let options = MapOptions { scale: 0.7, constants: Constants::Keep };
+        for (function, side) in functions.into_iter().flat_map(|f| [(f, Side::Query), (f, Side::Key)]) {
+            let f = ElementwiseFeatures::new(function, 3, options).unwrap();
+            let (x, g) = ([0.5, -0.4, 1.3], [0.3, 1.1, -0.6]);
+            let sum = |x: &[f64]| {
+                let mut out = [f64::NAN; 3];
+                f.log_features(MatRef::new(x, 1, 3), side, &mut out);
+                // A feature that is exactly zero has no logarithm, and no gradient.
+                out.iter().zip(&g).filter(|(o, _)| o.is_finite()).map(|(o, g)| o * g).sum::<f64>()
+            };
+            let mut dx = [f64::NAN; 3];
+            f.pull_back(MatRef::new(&x, 1, 3), side, &g, &mut dx);
+            for c in 0..3 {
+                let moved =
+                    |h: f64| sum(&std::array::from_fn::<f64, 3, _>(|i| x[i] + if i == c { h } else { 0.0 }));
+                let slope = (moved(1e-6) - moved(-1e-6)) / 2e-6;
+                assert!((slope - dx[c]).abs() < 1e-8, "{function:?} {side:?} {c}: {slope} {}", dx[c]);
+            }
+        }
     }
 
     #[test]

@@ -200,6 +200,14 @@ impl Linear {
         }
     }
 
+    /// $L^\top x$.
+    fn apply_transposed(&self, x: &[f64]) -> Vec<f64> {
+        match self {
+            Self::Dense(m) => (0..m.cols()).map(|j| (0..m.rows()).map(|i| m[(i, j)] * x[i]).sum()).collect(),
+            diagonal => diagonal.apply(x),
+        }
+    }
+
     /// $\|L x\|^2$.
     fn norm2(&self, x: &[f64]) -> f64 {
         let y = self.apply(x);
@@ -521,6 +529,35 @@ impl<T: Real> LogFeatures<T> for ExpFeatures<T> {
                 }
             },
         );
+    }
+
+    fn has_gradient(&self) -> bool {
+        true
+    }
+
+    fn pull_back(&self, x: MatRef<'_, T>, side: Side, g: &[T], dx: &mut [T]) {
+        let (m, d) = (LogFeatures::<T>::num_features(self), LogFeatures::<T>::input_dim(self));
+        let map = match side {
+            Side::Query => &self.query,
+            Side::Key => self.key.as_ref().unwrap_or(&self.query),
+        };
+        check_call(x, d, g, m);
+        assert_eq!(dx.len(), x.rows() * d, "one gradient per entry");
+        for ((row, g), dx) in x.iter_rows().zip(g.chunks_exact(m)).zip(dx.chunks_exact_mut(d)) {
+            dx.fill(T::ZERO);
+            let (plus, minus) = g.split_at(self.offsets.len());
+            for (l, &up) in plus.iter().enumerate() {
+                let g = if self.antithetic { up - minus[l] } else { up };
+                crate::kernels::axpy(g, map.omega.directions().row(l), dx);
+            }
+            if !self.options.drops(side) {
+                // −½ s‖Lx‖² has the gradient −s LᵀLx.
+                let total = g.iter().map(|g| g.to_f64()).sum::<f64>() * self.options.scale;
+                let wide: Vec<f64> = row.iter().map(|x| x.to_f64()).collect();
+                let back = map.l.apply_transposed(&map.l.apply(&wide));
+                dx.iter_mut().zip(&back).for_each(|(d, b)| *d -= T::from_f64(total * b));
+            }
+        }
     }
 }
 

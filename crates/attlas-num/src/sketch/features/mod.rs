@@ -82,6 +82,19 @@ pub trait LogFeatures<T: Real>: std::fmt::Debug + Send + Sync {
     /// Writes the logarithms of the features of every row of `x`, `rows × num_features`. Panics on wrong
     /// shapes.
     fn log_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T]);
+
+    /// Whether [`pull_back`](Self::pull_back) is there.
+    fn has_gradient(&self) -> bool {
+        false
+    }
+
+    /// Writes the gradient of $\sum_{il} g_{il} \log \varphi_l(x_i)$ with respect to the rows of `x`, for given $g$,
+    /// `rows × num_features`. An exact zero has the gradient 0. Panics on wrong shapes, and where
+    /// [`has_gradient`](Self::has_gradient) says no.
+    fn pull_back(&self, x: MatRef<'_, T>, side: Side, g: &[T], dx: &mut [T]) {
+        let _ = (x, side, g, dx);
+        panic!("{self:?} has no gradient");
+    }
 }
 
 /// A map to features of either sign.

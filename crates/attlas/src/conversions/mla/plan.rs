@@ -115,10 +115,10 @@ pub(super) fn narrow_rope(rope: &Rope, collapse: usize) -> Result<Rope> {
     let scaling = match &rope.scaling {
         same @ (Scaling::None | Scaling::Linear { .. } | Scaling::Llama3 { .. }) => same.clone(),
         Scaling::Divisors(d) => Scaling::Divisors(d.iter().copied().step_by(collapse).collect()),
-        Scaling::Dynamic { .. } | Scaling::Yarn(_) => {
+        Scaling::Dynamic { .. } | Scaling::Yarn(_) | Scaling::LongRope(_) => {
             return Err(refused(
                 CONVERSION.id,
-                "context extension by dynamic or yarn scaling has no equal of another width",
+                "context extension by dynamic, yarn or longrope scaling has no equal of another width",
             ));
         }
     };

@@ -17,6 +17,7 @@
 //!
 //! Both orders are fixed by the sizes, so that threads cannot change a bit; keys are read once for all query heads.
 
+mod backward;
 mod directions;
 mod plan;
 mod positive;
@@ -30,6 +31,7 @@ pub use positive::{DenominatorEps, Positive};
 pub use signed::{DenominatorPolicy, Signed};
 
 use crate::engine::exact_rows;
+use crate::gradient::GroupBackward;
 use crate::group::{Group, GroupStream, RowBlock};
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result, RunInfo};
@@ -88,6 +90,12 @@ pub trait Accumulator<T: Real>: Debug + Send + Sync {
 
     /// Whether unstable rows are to be computed again by exact attention.
     fn recomputes_rows(&self) -> bool {
+        false
+    }
+
+    /// Writes the gradients of a group that has keys; says whether it can.
+    fn backward(&self, g: GroupBackward<'_, T>) -> bool {
+        let _ = g;
         false
     }
 }

@@ -2,6 +2,7 @@
 
 use super::super::PerGroup;
 use super::{Accumulator, CHUNK, LinearStream, run_linear, scratch_bytes};
+use crate::gradient::GroupBackward;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
 use crate::method::{Cost, RunInfo};
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
@@ -49,6 +50,11 @@ pub trait Source: Debug + Clone + Send + Sync + 'static {
     /// Whether denominators are sums of exponentials.
     fn has_lse(&self) -> bool {
         true
+    }
+
+    /// Whether the sums do not depend on data and their map has a gradient.
+    fn has_gradient(&self) -> bool {
+        false
     }
 
     /// Whether the map of a whole group depends on its keys, so that no sum over some of them stands for it.
@@ -274,6 +280,22 @@ impl<S: Source> GroupPlan for Linear<S> {
 
     fn has_lse(&self) -> bool {
         self.source.has_lse()
+    }
+
+    fn has_gradient(&self) -> bool {
+        self.source.has_gradient()
+    }
+
+    fn backward<T: Real>(&self, g: GroupBackward<'_, T>) -> Result<()> {
+        if g.k.rows() == 0 {
+            g.dq.fill(T::ZERO);
+            return Ok(());
+        }
+        let shape = Shape { d: g.k.cols(), d_v: g.v.cols(), scale: g.scale.to_f64(), index: g.index };
+        if self.source.prepare::<T>(&shape, self.draws.of(g.index), None)?.acc.backward(g) {
+            return Ok(());
+        }
+        Err(Error::param("map", "one without a gradient", "a map whose features are positive and smooth"))
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {

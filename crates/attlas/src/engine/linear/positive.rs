@@ -10,6 +10,7 @@
 //! [`headroom`] before a new chunk begins.
 
 use super::{Accumulator, BLOCK, Outcome, columns, headroom, product, sub_block};
+use crate::gradient::GroupBackward;
 use crate::group::RowBlock;
 use crate::workspace::Context;
 use crate::{MatRef, Real};
@@ -198,6 +199,11 @@ impl<T: Real> Positive<T> {
         Some(lse)
     }
 
+    /// The sums $z$ and $S$ of a state, in units of its references.
+    pub(super) fn sums_of<'a>(&self, state: &'a [T]) -> (&'a [T], &'a [T]) {
+        state[2 * self.features()..].split_at(self.features())
+    }
+
     /// How many keys, counted from the first, can share a chunk: until one exceeds a reference by too much or is not
     /// finite. The first key may be anything.
     fn chunk_len(&self, a: &[T], v: MatRef<'_, T>, reference: &[T], limit: &mut [T]) -> usize {
@@ -213,6 +219,15 @@ impl<T: Real> Positive<T> {
 }
 
 impl<T: Real> Accumulator<T> for Positive<T> {
+    fn backward(&self, g: GroupBackward<'_, T>) -> bool {
+        let one_map = matches!(&self.queries[..], [(map, _)] if Arc::ptr_eq(map, &self.keys));
+        let known = one_map && self.keys.has_gradient();
+        if known {
+            super::backward::backward(self, &*self.keys, g);
+        }
+        known
+    }
+
     fn state_len(&self) -> usize {
         self.features() * (self.d_v + 3)
     }

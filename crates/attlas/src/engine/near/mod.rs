@@ -128,6 +128,7 @@ impl<P: GroupPlan> GroupPlan for NearField<P> {
             scale: group.scale.to_f64(),
             mask: group.mask,
             near: self.near,
+            softcap: None,
         };
         let plan = &*self.plan;
         field.run(&mut group, self.unseen(&problem), &|far| plan.run(far))

@@ -143,6 +143,7 @@ pub(crate) fn attend<T: Real>(
         isa: cx.schedule.isa,
         precision: Precision::Full,
         decode: false,
+        softcap: None,
     };
     job.run(cx.scratch, &mut out, &mut lse);
     (out, lse)

@@ -4,6 +4,7 @@ pub mod cache_size;
 pub(crate) mod fold;
 pub(crate) mod rows;
 pub mod third;
+pub mod third_backward;
 
 use crate::layer::{LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::workspace::Context;
@@ -16,6 +17,8 @@ use std::sync::{Arc, RwLock};
 /// The registry entry of a layer made by `new(shape, params, weights)`. Its `Params` are those of the module; `weights`
 /// and `cache_elements` are functions of shape and parameters.
 macro_rules! layer_kind {
+    (@grid) => { None };
+    (@grid $grid:literal) => { Some($grid) };
     (
         $(#[$doc:meta])*
         $layer:ident {
@@ -24,6 +27,7 @@ macro_rules! layer_kind {
             reference: $reference:literal,
             weights: $weights:expr,
             cache_elements: $cache_elements:expr,
+            $(grid: $grid:literal,)?
         }
     ) => {
         $(#[$doc])*
@@ -32,6 +36,7 @@ macro_rules! layer_kind {
             title: $title,
             reference: $reference,
             params: Params::SPECS,
+            grid: $crate::layers::common::layer_kind!(@grid $($grid)?),
             weights: |shape, options| {
                 type Of = fn(&$crate::layer::LayerShape, &Params) -> $crate::Result<Vec<$crate::layer::WeightSpec>>;
                 let of: Of = $weights;

@@ -44,6 +44,7 @@ pub static LAYER: LayerKind = LayerKind {
     id: "latent",
     title: "Multi-head latent attention (MLA): a cache of one latent a token",
     reference: "deepseek2024, deepseek2024v3",
+    grid: None,
     params: Params::SPECS,
     weights: |shape, options| Ok(Sizes::new(shape, &Params::from_options(options)?)?.weight_specs()),
     cache_elements: |shape, options| Ok(Sizes::new(shape, &Params::from_options(options)?)?.row()),

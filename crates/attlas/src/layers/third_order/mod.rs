@@ -218,6 +218,48 @@ impl ThirdOrder {
         (parts.into_iter().map(|p| p.0).collect(), pairs)
     }
 
+    /// Outputs of `x` with first keys and values from one sequence and second ones from another, of any lengths, without a
+    /// mask: attention to pairs of tokens of two views (Cao et al.). Over all pairs alone; refused where keys are tied.
+    pub fn forward_views(
+        &self,
+        x: MatRef<'_, f32>,
+        first: MatRef<'_, f32>,
+        second: MatRef<'_, f32>,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        let s = &self.shape;
+        check_io(x, out, s.d_model)?;
+        for view in [first, second] {
+            if view.cols() != s.d_model {
+                return Err(Error::shape(
+                    "hidden states of a view",
+                    format!("{} columns", s.d_model),
+                    view.cols(),
+                ));
+            }
+        }
+        let Some((k2, v2)) = &self.second else {
+            return refuse(LAYER.id, "a second view needs second keys: tied = false");
+        };
+        if self.features.is_some() {
+            return refuse(LAYER.id, "two views are computed over all pairs: compute = exact");
+        }
+        ws.install(|cx| {
+            let y = Projected {
+                q: project(&*self.q, x, cx),
+                first: (project(&*self.k1, first, cx), project(&*self.v1, first, cx)),
+                second: Some((project(&**k2, second, cx), project(&**v2, second, cx))),
+            };
+            let mut all = Exact::new(s, false);
+            all.append(&y);
+            let (parts, pairs) = self.attend(&all, &y.q, x.rows(), Band::ALL, cx);
+            let heads = interleave(&parts, x.rows(), s.d_v);
+            self.o.apply(MatRef::new(&heads, x.rows(), s.n_heads * s.d_v), out, cx);
+            Ok(RunInfo::visited(pairs))
+        })
+    }
+
     /// Refuses where the polynomial may be off by more than the tolerance.
     fn check_bound(&self, z: f64) -> Result<Option<f64>> {
         let p = &self.params;
@@ -494,7 +536,7 @@ mod tests {
         assert_close, check_causal, forward, forward_all, random, random_layer, random_weights,
     };
     use super::*;
-    use crate::Options;
+    use crate::{Mat, Options};
 
     const SHAPE: LayerShape = LayerShape { d_model: 20, n_heads: 4, n_kv_heads: 2, d: 6, d_v: 5 };
 
@@ -561,5 +603,31 @@ mod tests {
         assert!(info.figures["least_denominator"] <= 1.0 && out.iter().all(|x| x.is_finite()));
         let odd = Params { compute: Compute::Polynomial, degree: 3, ..Params::default() };
         assert!(ThirdOrder::new(SHAPE, odd, Weights::new()).is_err());
+    }
+
+    #[test]
+    fn keys_and_values_may_come_from_two_other_sequences() {
+        let s = LayerShape { d_model: 10, n_heads: 2, n_kv_heads: 2, d: 4, d_v: 3 };
+        let specs = (LAYER.weights)(&s, &Options::new()).unwrap();
+        let layer = ThirdOrder::new(s, Params::default(), random_weights(&specs)).unwrap();
+        let mut ws = Workspace::single().unwrap();
+        let (x, first, second) = (random("x", 9, 10), random("first", 5, 10), random("second", 7, 10));
+        let mut run = |x: &Mat<f32>, first: &Mat<f32>, second: &Mat<f32>| {
+            let mut out = vec![f32::NAN; x.rows() * 10];
+            let info =
+                layer.forward_views(x.as_ref(), first.as_ref(), second.as_ref(), &mut out, &mut ws).unwrap();
+            (out, info.keys_visited)
+        };
+        let same = run(&x, &x, &x).0;
+        assert_close(&same, &forward_all(&layer, &x));
+        let (out, pairs) = run(&x, &first, &second);
+        assert_eq!(pairs, 2 * 9 * 5 * 7);
+        // Tokens of a view in another order change nothing; another view does.
+        let turned = Mat::from_fn(7, 10, |i, j| second[(6 - i, j)]);
+        assert_close(&run(&x, &first, &turned).0, &out);
+        assert!(out.iter().zip(&same).any(|(a, b)| (a - b).abs() > 1e-3));
+        let mut out = vec![0.0; 90];
+        let narrow = random("narrow", 5, 9);
+        assert!(layer.forward_views(x.as_ref(), narrow.as_ref(), x.as_ref(), &mut out, &mut ws).is_err());
     }
 }

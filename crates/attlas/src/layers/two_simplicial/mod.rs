@@ -38,6 +38,7 @@ pub static LAYER: LayerKind = LayerKind {
     id: "two_simplicial",
     title: "Two-simplicial attention over windows of pairs",
     reference: "clift2020, roy2025",
+    grid: None,
     params: Params::SPECS,
     weights: |s, options| {
         let p = Params::from_options(options)?;

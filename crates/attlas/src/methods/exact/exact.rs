@@ -6,12 +6,15 @@
 //! **Math.** For logits $s$ of a new tile and running $(m, l, a)$: $m' = \max(m, \max s)$,
 //! $l \leftarrow e^{m - m'} l + \sum e^{s - m'}$, $a \leftarrow e^{m - m'} a + \sum_j e^{s_j - m'} v_j$; at the
 //! end $o = a / l$ and the log-sum-exp is $m + \ln l$. With one query per head, keys are split into pieces of
-//! fixed length whose results merge by log-sum-exp.
+//! fixed length whose results merge by log-sum-exp. A softcap $c$ replaces $s$ by $c \tanh(s / c)$ first.
 //!
 //! **Reference.** milakov2018 (online softmax), dao2022 (tiling); survey, Section 2.
 //!
 //! **Cost.** $2 n_q n_k (d + d_v)$ operations and $n_q n_k$ exponentials, half of it when causal, because tiles
 //! that no row sees are skipped. Scratch: a few tiles per thread, whatever the length.
+//!
+//! The gradient computes the weights again from the log-sum-exp, tile by tile: five products where a run has two, in memory
+//! proportional to the number of tokens (dao2022, Algorithm 4).
 //!
 //! **Guarantees.** $|o - \hat o|_c \le \mathrm{range}_c\,(\delta + 32u)$ with
 //! $\delta = (d+2)\,u\,\beta \max_{ij} \sum_l |q_{il}||k_{jl}|$, tested with the kernels. A row's bits depend on
@@ -20,7 +23,8 @@
 //!
 //! **When to use.** Whenever it is fast enough; everything else is measured against it.
 
-use crate::engine::{Operands, exact_group_with, exact_scratch_bytes};
+use crate::engine::{Operands, exact_backward, exact_group_capped, exact_scratch_bytes};
+use crate::gradient::GroupBackward;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Method, Promise, RunInfo, Spec, Tunable, Withdrawn};
 use crate::workspace::Context;
@@ -35,12 +39,22 @@ pub static METHOD: Method = Method {
     reference: "milakov2018, dao2022",
     claims: Claims {
         decode: true,
-        withdrawn: &[Withdrawn {
-            param: "precision",
-            value: "bf16",
-            promise: Promise::RowStochastic,
-            reason: "values rounded to 8 significant bits leave the hull of the values",
-        }],
+        softcap: true,
+        gradient: true,
+        withdrawn: &[
+            Withdrawn {
+                param: "precision",
+                value: "bf16",
+                promise: Promise::RowStochastic,
+                reason: "values rounded to 8 significant bits leave the hull of the values",
+            },
+            Withdrawn {
+                param: "precision",
+                value: "bf16",
+                promise: Promise::Gradient,
+                reason: "the gradient is that of operands as they are given",
+            },
+        ],
         spread: Spread::RING,
         ..Claims::BASE
     },
@@ -59,21 +73,22 @@ crate::params! {
 impl Spec for Params {
     const METHOD: &'static Method = &METHOD;
 
-    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
-        Ok(Exact::new(self))
+    fn build(self, accepted: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Exact::new(self, accepted.problem.softcap))
     }
 }
 
-/// The plan: the precision.
+/// The plan: the precision and the cap.
 #[derive(Clone, Debug)]
 pub struct Exact {
     precision: kernels::Precision,
+    softcap: Option<f64>,
 }
 
 impl Exact {
-    /// A plan with this precision.
-    pub(crate) fn new(params: Params) -> Self {
-        Self { precision: params.precision.precision() }
+    /// A plan with this precision and this cap.
+    pub(crate) fn new(params: Params, softcap: Option<f64>) -> Self {
+        Self { precision: params.precision.precision(), softcap }
     }
 }
 
@@ -93,11 +108,20 @@ impl GroupPlan for Exact {
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
-        exact_group_with(&mut g, self.precision)
+        exact_group_capped(&mut g, self.precision, self.softcap)
     }
 
     fn can_fail(&self) -> bool {
         false
+    }
+
+    fn has_gradient(&self) -> bool {
+        self.precision == kernels::Precision::Full
+    }
+
+    fn backward<T: Real>(&self, g: GroupBackward<'_, T>) -> Result<()> {
+        exact_backward(g);
+        Ok(())
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
@@ -193,6 +217,60 @@ mod tests {
         assert!(o[..6].iter().all(|&x| x == 0.0) && lse[..2].iter().all(|&l| l == f64::NEG_INFINITY));
         golden::assert_row(&o, 2, &[0.3894183423; 3]);
         golden::assert_fro(&o, 2.1254241812);
+    }
+
+    /// The rows of a stream that takes the tokens of `x` one after another.
+    fn streamed(method: &crate::Method, options: &Options, x: &crate::testkit::Case) -> Vec<f64> {
+        let p = x.problem;
+        let mut stream = method.plan(&p, options).unwrap().stream(crate::DType::F64).unwrap();
+        let mut ws = crate::Workspace::single().unwrap();
+        let mut all = vec![f64::NAN; p.n_heads * p.n_q * p.d_v];
+        let q = crate::TensorRef::bhnd(&x.q, [1, p.n_heads, p.n_q, p.d]).unwrap();
+        let k = crate::TensorRef::bhnd(&x.k, [1, p.n_kv_heads, p.n_k, p.d]).unwrap();
+        let v = crate::TensorRef::bhnd(&x.v, [1, p.n_kv_heads, p.n_k, p.d_v]).unwrap();
+        for i in 0..p.n_q {
+            let mut o = vec![f64::NAN; p.n_heads * p.d_v];
+            let out = crate::Out::new(crate::TensorMut::bhnd(&mut o, [1, p.n_heads, 1, p.d_v]).unwrap());
+            stream.push(k.rows(i..i + 1).into(), v.rows(i..i + 1).into(), &mut ws).unwrap();
+            stream.attend(q.rows(i..i + 1).into(), &mut out.into(), &mut ws).unwrap();
+            for h in 0..p.n_heads {
+                all[(h * p.n_q + i) * p.d_v..][..p.d_v].copy_from_slice(&o[h * p.d_v..][..p.d_v]);
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn softcaps_are_honoured_in_prompts_and_decoding() {
+        use crate::testkit::{Case, assert_rows_close, reference_weights};
+        for cap in [0.3, 2.0, 50.0] {
+            let p = Problem::new(4, 37, 8).with_kv_heads(2).causal().with_softcap(Some(cap));
+            let x = Case::gaussian(Problem { scale: 2.0, ..p }, 9);
+            let (want, want_lse) = reference_weights(&x, |_, _, s| cap * (s / cap).tanh());
+            for method in [&super::METHOD, &crate::methods::exact::naive::METHOD] {
+                let (o, lse) = run_method(method, &Options::new(), &x);
+                assert_rows_close(&o, &want, 1e-12, method.id);
+                assert_rows_close(&lse, &want_lse, 1e-12, method.id);
+            }
+            let narrow = Options::new().with("sinks", 1).with("window", 5);
+            let (o, _) = run_method(&crate::methods::exact::sink_window::METHOD, &narrow, &x);
+            let (want, _) = reference_weights(&x, |i, j, s| {
+                if j < 1 || j + 5 > i { cap * (s / cap).tanh() } else { f64::NEG_INFINITY }
+            });
+            assert_rows_close(&o, &want, 1e-12, "sink_window");
+            for (method, options) in
+                [(&super::METHOD, Options::new()), (&crate::methods::exact::sink_window::METHOD, narrow)]
+            {
+                let (want, _) = run_method(method, &options, &x);
+                assert_rows_close(&streamed(method, &options, &x), &want, 1e-12, method.id);
+            }
+        }
+        let p = Problem::new(2, 64, 8).causal().with_softcap(Some(30.0));
+        for method in crate::registry::METHODS.iter().filter(|m| !m.claims.softcap) {
+            let error = method.plan(&p, &Options::new()).unwrap_err().to_string();
+            assert!(error.contains("capped at 30"), "{}: {error}", method.id);
+        }
+        assert!(super::METHOD.plan(&p.with_softcap(Some(0.0)), &Options::new()).is_err());
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! **Idea.** Compute every logit of a row, subtract the maximum, exponentiate, normalise, average.
 //!
-//! **Math.** With $s_{ij} = \beta\, q_i^\top k_j$ over the keys that row $i$ sees, $m_i = \max_j s_{ij}$ and
+//! **Math.** With $s_{ij} = \beta\, q_i^\top k_j$, or $c \tanh(s_{ij} / c)$ of it under a softcap $c$, over the keys that row $i$ sees, $m_i = \max_j s_{ij}$ and
 //! $Z_i = \sum_j e^{s_{ij} - m_i}$: $o_i = Z_i^{-1} \sum_j e^{s_{ij} - m_i} v_j$ and the log-sum-exp is
 //! $m_i + \ln Z_i$.
 //!
@@ -24,7 +24,7 @@ pub static METHOD: Method = Method {
     family: Family::Exact,
     title: "Naive attention in double precision (oracle)",
     reference: "vaswani2017",
-    claims: Claims { oracle: true, spread: Spread::RING, ..Claims::BASE },
+    claims: Claims { oracle: true, softcap: true, spread: Spread::RING, ..Claims::BASE },
     probes: &[],
     ..Method::of::<Params>()
 };
@@ -37,14 +37,16 @@ crate::params! {
 impl Spec for Params {
     const METHOD: &'static Method = &METHOD;
 
-    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
-        Ok(Naive)
+    fn build(self, accepted: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(Naive { softcap: accepted.problem.softcap })
     }
 }
 
-/// The plan: nothing to decide.
+/// The plan: the cap alone.
 #[derive(Debug)]
-pub struct Naive;
+pub struct Naive {
+    softcap: Option<f64>,
+}
 
 impl GroupPlan for Naive {
     fn cost(&self, p: &Problem) -> Cost {
@@ -73,6 +75,7 @@ impl GroupPlan for Naive {
                 let mut max = f64::NEG_INFINITY;
                 for (j, s) in logits.iter_mut().enumerate() {
                     *s = scale * q.iter().zip(k.row(j)).map(|(a, b)| a.to_f64() * b.to_f64()).sum::<f64>();
+                    *s = self.softcap.map_or(*s, |c| c * (*s / c).tanh());
                     max = max.max(*s);
                 }
                 sum.fill(0.0);

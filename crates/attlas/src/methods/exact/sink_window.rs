@@ -18,7 +18,7 @@
 //!
 //! **When to use.** As the yardstick of every method that claims to use the middle of the context.
 
-use crate::engine::{Operands, exact_group, exact_group_with, exact_rows_with, exact_scratch_bytes};
+use crate::engine::{Operands, exact_group_capped, exact_rows_with, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Tunable, Withdrawn,
@@ -37,6 +37,7 @@ pub static METHOD: Method = Method {
         decode: true,
         exact_at: &[("window", Budget::NumTokens)],
         drops: true,
+        softcap: true,
         exponent: 1.0,
         except: &[(Law::KeyOrder, "which keys are seen depends on their positions")],
         withdrawn: &[
@@ -81,8 +82,8 @@ crate::params! {
 impl Spec for Params {
     const METHOD: &'static Method = &METHOD;
 
-    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
-        Ok(SinkWindow::new(self))
+    fn build(self, accepted: Accepted<'_>) -> Result<impl GroupPlan> {
+        Ok(SinkWindow::new(self, accepted.problem.softcap))
     }
 }
 
@@ -93,12 +94,13 @@ const BLOCK_ROWS: usize = 96;
 #[derive(Clone, Debug)]
 pub struct SinkWindow {
     params: Params,
+    softcap: Option<f64>,
 }
 
 impl SinkWindow {
-    /// A plan with these parameters.
-    pub(crate) fn new(params: Params) -> Self {
-        Self { params }
+    /// A plan with these parameters and this cap.
+    pub(crate) fn new(params: Params, softcap: Option<f64>) -> Self {
+        Self { params, softcap }
     }
 
     /// Whether every row sees every key it may see.
@@ -122,9 +124,10 @@ impl GroupPlan for SinkWindow {
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
-        let precision = self.params.precision.precision();
+        let precision = (self.params.precision.precision(), self.softcap);
         if self.covers(&g) {
-            return Ok(RunInfo { status: Status::Exact, ..exact_group_with(&mut g, precision)? });
+            let info = exact_group_capped(&mut g, precision.0, precision.1)?;
+            return Ok(RunInfo { status: Status::Exact, ..info });
         }
         let (k, v, scale, cx) = (g.k, g.v, g.scale, g.cx);
         let sinks = self.params.sinks.min(k.rows());
@@ -182,7 +185,7 @@ fn merge_sinks<T: Real>(
     v: MatRef<'_, T>,
     scale: T,
     band: Band,
-    precision: Precision,
+    precision: (Precision, Option<f64>),
     cx: Context<'_>,
 ) {
     if k.rows() == 0 {
@@ -239,7 +242,8 @@ impl<T: Real> GroupStream<T> for Ring<T> {
     ) -> Result<RunInfo> {
         let n = self.k.len() / self.d;
         let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
-        exact_group(&mut Group::decode(q, k, v, scale, out, lse, self.index, cx)?)
+        let mut group = Group::decode(q, k, v, scale, out, lse, self.index, cx)?;
+        exact_group_capped(&mut group, Precision::Full, self.plan.softcap)
     }
 
     fn state_bytes(&self) -> usize {

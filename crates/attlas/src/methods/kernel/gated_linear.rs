@@ -9,9 +9,8 @@
 //! after the activation. *Far*: causally $M_i = \sum_{j < gC} \tilde k_j v_j^\top / (gC)$, nothing in the first chunk; without a mask
 //! $\sum_j \tilde k_j v_j^\top / n_k$ over all keys. The last chunk is shorter, never padded. $\tau$ is the problem's scale, 1 in the paper.
 //!
-//! *What is not here.* GAU and FLASH are layers: norm, projections with SiLU, the affine views of a shared $Z$, the gate
-//! $U \odot$, the output projection and learned relative biases belong to a layer with weights. The method takes the views
-//! as its inputs: with `views = split` the first half of the columns of queries and keys is the quadratic view and the
+//! Norm, projections with SiLU, the affine views of a shared $Z$, the gate $U \odot$ and the output projection are the layer
+//! [`gau`](crate::layers::gau). The method takes the views as its inputs: with `views = split` the first half of the columns of queries and keys is the quadratic view and the
 //! second half the linear one ($\tilde q$, $\tilde k$), with `shared` both are the whole row. A constant bias is a parameter.
 //!
 //! **Reference.** hua2022. Only the far field is linear: squared ReLU has no small feature map. Public code divides the

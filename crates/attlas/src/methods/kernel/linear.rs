@@ -38,10 +38,17 @@ pub static METHOD: Method = Method {
     reference: "katharopoulos2020",
     claims: Claims {
         decode: true,
+        gradient: true,
         softmax: false,
         exponent: 1.0,
         needs: Needs::Training,
         withdrawn: &[
+            Withdrawn {
+                param: "map",
+                value: "identity",
+                promise: Promise::Gradient,
+                reason: "a denominator that nearly cancels is mended, and the mending has no gradient",
+            },
             Withdrawn {
                 param: "map",
                 value: "identity",
@@ -148,6 +155,10 @@ impl Source for Coordinates {
 
     fn feature_flops(&self, d: usize) -> u64 {
         2 * d as u64
+    }
+
+    fn has_gradient(&self) -> bool {
+        self.params.map != Map::Identity
     }
 
     fn prepare<T: Real>(&self, shape: &Shape, _: &(), _: Option<&Group<'_, T>>) -> Result<Prepared<T>> {

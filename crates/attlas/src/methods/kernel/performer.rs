@@ -50,10 +50,29 @@ pub static METHOD: Method = Method {
     reference: "choromanski2021",
     claims: Claims {
         decode: true,
+        gradient: true,
         unbiased: true,
         deterministic: false,
         exponent: 1.0,
         withdrawn: &[
+            Withdrawn {
+                param: "map",
+                value: "trig",
+                promise: Promise::Gradient,
+                reason: "a denominator that nearly cancels is mended, and the mending has no gradient",
+            },
+            Withdrawn {
+                param: "map",
+                value: "relu",
+                promise: Promise::Gradient,
+                reason: "no gradient is written for ReLU features",
+            },
+            Withdrawn {
+                param: "feature_eps",
+                value: "*",
+                promise: Promise::Gradient,
+                reason: "the constant is added relative to the largest feature of the data",
+            },
             Withdrawn {
                 param: "map",
                 value: "trig",
@@ -213,6 +232,10 @@ impl Source for Performer {
 
     fn feature_flops(&self, d: usize) -> u64 {
         (2 * d * self.num_directions(d) + 2 * self.num_features(d)) as u64
+    }
+
+    fn has_gradient(&self) -> bool {
+        matches!(self.params.map, Map::Pos | Map::Hyp) && self.params.feature_eps == 0.0
     }
 
     fn fits_keys(&self) -> bool {

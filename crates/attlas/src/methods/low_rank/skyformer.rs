@@ -26,8 +26,9 @@
 //! listing of it among methods that compress trained models holds for `lifted_nystrom` only. The size of outputs
 //! grows with the number of keys. Poor on short sequences.
 
+use crate::engine::PerGroup;
 use crate::engine::gaussian::{self, Points, Sampling, SolverKind, Source};
-use crate::group::{Group, GroupPlan};
+use crate::group::{Group, GroupIndex, GroupPlan};
 use crate::method::{
     Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Status, Support, Tunable,
 };
@@ -35,6 +36,7 @@ use crate::workspace::Context;
 use crate::{Mask, Mat, MatRef, Problem, Real, Result};
 use attlas_num::randla::{GaussianKernel, rp_cholesky, rpcholesky};
 use attlas_num::rng::StreamKey;
+use std::borrow::Cow;
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -97,18 +99,42 @@ impl Spec for Params {
         )
     }
 
-    fn build(self, _: Accepted<'_>) -> Result<impl GroupPlan> {
-        Ok(Skyformer::new(self))
+    fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
+        Skyformer::new(x.problem, self)
     }
 }
 
 /// Query rows of one task.
 const ROWS: usize = 192;
 
-/// The plan.
+impl Params {
+    /// Whether the target is computed directly.
+    fn covers(&self, n_q: usize, n_k: usize) -> bool {
+        let m = self.landmarks;
+        m >= n_k || self.source == Source::Both && m / 2 >= n_q.min(n_k)
+    }
+
+    /// Landmarks drawn uniformly, those from `n_k` on being queries; `None` where pivots choose them, or there are none.
+    fn uniform(&self, n_q: usize, n_k: usize, index: GroupIndex) -> Option<Vec<usize>> {
+        if self.covers(n_q, n_k) || self.sampling == Sampling::RpCholesky {
+            return None;
+        }
+        let stream = index.stream_key(self.seed).named("landmarks");
+        let replace = self.sampling == Sampling::UniformWr;
+        let from_q = if self.source == Source::Keys { 0 } else { self.landmarks / 2 };
+        let of_k = gaussian::uniform(n_k, self.landmarks - from_q, replace, stream.named("keys"));
+        let of_q = gaussian::uniform(n_q, from_q, replace, stream.named("queries"));
+        Some(of_k.into_iter().chain(of_q.into_iter().map(|i| n_k + i)).collect())
+    }
+}
+
+/// The plan: the parameters, and uniform landmarks for the planned lengths.
 #[derive(Clone, Debug)]
 pub struct Skyformer {
     params: Params,
+    uniform: PerGroup<Option<Vec<usize>>>,
+    /// Queries and keys as planned.
+    planned: (usize, usize),
 }
 
 /// Landmarks with what the values become on them: few keys for the Gaussian kernel.
@@ -120,19 +146,14 @@ struct Compressed<T> {
 }
 
 impl Skyformer {
-    /// A plan with these parameters.
-    pub(crate) fn new(params: Params) -> Self {
-        Self { params }
+    /// A plan with these parameters; draws uniform landmarks.
+    pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
+        let uniform = PerGroup::draw(p, |index| Ok(params.uniform(p.n_q, p.n_k, index)))?;
+        Ok(Self { params, uniform, planned: (p.n_q, p.n_k) })
     }
 
-    /// Whether the target is computed directly.
-    fn covers(&self, n_q: usize, n_k: usize) -> bool {
-        let m = self.params.landmarks;
-        m >= n_k || self.params.source == Source::Both && m / 2 >= n_q.min(n_k)
-    }
-
-    /// Landmarks of scaled keys `y` and queries `x`, those below the number of keys being keys.
-    fn choose<T: Real>(
+    /// Pivots of scaled keys `y` and queries `x`, those below the number of keys being keys.
+    fn pivots<T: Real>(
         &self,
         y: MatRef<'_, T>,
         x: Option<Lifted<'_, T>>,
@@ -141,13 +162,6 @@ impl Skyformer {
     ) -> Option<Vec<usize>> {
         let (n, d, m) = (y.rows(), y.cols(), self.params.landmarks);
         let n_q = x.map_or(0, |x| x.q.rows());
-        if self.params.sampling != Sampling::RpCholesky {
-            let replace = self.params.sampling == Sampling::UniformWr;
-            let from_q = if n_q == 0 { 0 } else { m / 2 };
-            let of_k = gaussian::uniform(n, m - from_q, replace, stream.named("keys"));
-            let of_q = gaussian::uniform(n_q, from_q, replace, stream.named("queries"));
-            return Some(of_k.into_iter().chain(of_q.into_iter().map(|i| n + i)).collect());
-        }
         let mut all = cx.scratch.take::<T>((n + n_q) * d);
         all.chunks_exact_mut(d).enumerate().for_each(|(i, dst)| row_into(y, x, i, dst));
         let kernel = GaussianKernel::new(MatRef::new(&all[..], n + n_q, d));
@@ -204,7 +218,7 @@ impl GroupPlan for Skyformer {
         let wide = (p.d + p.d_v) as u64;
         let groups = (p.batch * p.n_kv_heads) as u64;
         let bytes = 4 * (groups * p.n_k as u64 + rows) * wide;
-        if self.covers(p.n_q, p.n_k) {
+        if self.params.covers(p.n_q, p.n_k) {
             return Cost { setup_flops: 0, run_flops: 2 * p.visible_pairs() * wide, bytes };
         }
         let m = self.params.landmarks as u64;
@@ -249,12 +263,20 @@ impl GroupPlan for Skyformer {
         let keys = Points { x: y, half_norms: &half };
         let stream = g.index.stream_key(self.params.seed).named("landmarks");
 
+        let uniform: Option<Cow<'_, [usize]>> = match (n_q, n) == self.planned {
+            true => self.uniform.of(g.index).as_deref().map(Cow::Borrowed),
+            false => self.params.uniform(n_q, n, g.index).map(Cow::Owned),
+        };
         let mut made: Vec<Compressed<T>> = Vec::new();
-        if !self.covers(n_q, n) {
+        if !self.params.covers(n_q, n) {
             let shared = self.params.source == Source::Keys;
             for h in 0..if shared { 1 } else { g.q.heads() } {
                 let x = (!shared).then(|| Lifted { q: g.q.head(h), factor: lift });
-                let found = self.choose(y, x, stream, cx).and_then(|s| self.compress(keys, x, v, &s, cx));
+                let chosen = match &uniform {
+                    Some(drawn) => Some(drawn.to_vec()),
+                    None => self.pivots(y, x, stream, cx),
+                };
+                let found = chosen.and_then(|s| self.compress(keys, x, v, &s, cx));
                 made.extend(found);
             }
         }
@@ -326,8 +348,8 @@ mod tests {
 
     /// Outputs with given landmarks.
     fn outputs(pairs: &[(&str, &str)], case: &Case, chosen: &[usize]) -> Vec<f64> {
-        let plan = Skyformer::new(Params::from_options(&options(pairs)).unwrap());
         let p = &case.problem;
+        let plan = Skyformer::new(p, Params::from_options(&options(pairs)).unwrap()).unwrap();
         let ws = Workspace::single().unwrap();
         let scaled = |x: &[f64]| x.iter().map(|x| x * p.scale.sqrt()).collect::<Vec<f64>>();
         let (x, y) = (scaled(&case.q), scaled(&case.k));

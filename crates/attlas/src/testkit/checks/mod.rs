@@ -6,11 +6,13 @@
 //! | `invariance` | shapes, threads, tiles, layouts and padding that change an answer |
 //! | `laws` | what holds of values, heads, keys and queries; extreme inputs |
 //! | `causality` | rows that feel later tokens; streams that differ from the plan |
+//! | `gradient` | gradients that differ from finite differences, or with threads, layouts and padding |
 //! | `claims` | exact limits, unbiased normalisers, seeds |
 
 mod causality;
 mod claims;
 mod entry;
+mod gradient;
 mod invariance;
 mod laws;
 
@@ -36,6 +38,7 @@ pub fn check_method(method: &'static Method) {
         subject.check_causality();
         subject.check_decoding();
         subject.check_refusals();
+        subject.check_gradient();
     }
     for options in near_settings(method) {
         let subject = Subject { method, options };

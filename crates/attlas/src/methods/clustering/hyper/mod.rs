@@ -51,18 +51,20 @@
 mod theory;
 
 use crate::engine::{
-    ALWAYS_LEAKS, Assign, CausalPart, FirstKeys, Ranks, Rectangle, SortHashes, SortedBlocks, UniformSamples,
-    always_leaks, attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize,
-    draw_sort_hashes, exact_group, exact_scratch_bytes, join_blocks, sinks_scratch_bytes, with_sinks,
+    ALWAYS_LEAKS, Assign, CausalPart, FirstKeys, PerGroup, Ranks, Rectangle, SortHashes, SortedBlocks,
+    UniformSamples, always_leaks, attend_blocks, blocks_scratch_bytes, causal_pairs, causal_rectangles,
+    causal_scratch_bytes, causalize, draw_sort_hashes, exact_group, exact_scratch_bytes, join_blocks,
+    sinks_scratch_bytes, with_sinks,
 };
-use crate::group::{Group, GroupPlan};
+use crate::group::{Group, GroupIndex, GroupPlan};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
     Withdrawn,
 };
 use crate::params::Indices;
 use crate::{Error, Mask, Problem, Real, Result, Spread};
-use attlas_num::rng::StreamKey;
+use std::borrow::Cow;
+use std::collections::BTreeMap;
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -194,11 +196,38 @@ impl Spec for Params {
     }
 }
 
-/// The plan: the parameters.
+impl Params {
+    /// Whether a part without a mask is computed exactly.
+    fn is_exact(&self, n_q: usize, n_k: usize) -> bool {
+        n_k <= self.block || n_k <= self.samples || n_q < self.n_min
+    }
+
+    /// The keys drawn for the rows of a part, from its own stream: directions alone are those of the whole group.
+    fn samples_of(&self, part: &Rectangle, index: GroupIndex) -> UniformSamples {
+        let replacement = self.sampling == Sampling::WithReplacement;
+        let key = part.stream(index.stream_key(self.seed)).named("samples");
+        UniformSamples::new(part.keys.len(), self.samples, replacement, key)
+    }
+
+    /// Samples of all parts of a problem that are not exact.
+    fn samples_of_parts(&self, p: &Problem, index: GroupIndex) -> BTreeMap<(usize, usize), UniformSamples> {
+        let n_k = p.n_k.saturating_sub(self.sinks);
+        let parts = match p.mask {
+            Mask::None => vec![Rectangle { rows: 0..p.n_q, keys: 0..n_k }],
+            Mask::Causal => causal_rectangles(p.n_q, n_k, self.n_min),
+        };
+        let sampled = parts.iter().filter(|part| !self.is_exact(part.rows.len(), part.keys.len()));
+        sampled.map(|part| ((part.keys.start, part.keys.end), self.samples_of(part, index))).collect()
+    }
+}
+
+/// The plan: the parameters, hash directions and samples.
 #[derive(Clone, Debug)]
 pub struct Hyper {
     params: Params,
     hashes: SortHashes,
+    /// Samples of the parts that the planned lengths are cut into, by the keys of a part.
+    samples: PerGroup<BTreeMap<(usize, usize), UniformSamples>>,
 }
 
 impl Hyper {
@@ -209,13 +238,8 @@ impl Hyper {
             return Err(Error::param("samples", 0, "at least 1 with variant = theory"));
         }
         let hashes = draw_sort_hashes(p, params.seed, params.hashes)?;
-        Ok(Self { params, hashes })
-    }
-
-    /// Whether a part without a mask is computed exactly.
-    fn is_exact(&self, n_q: usize, n_k: usize) -> bool {
-        let Params { block, samples, n_min, .. } = self.params;
-        n_k <= block || n_k <= samples || n_q < n_min
+        let samples = PerGroup::draw(p, |index| Ok(params.samples_of_parts(p, index)))?;
+        Ok(Self { params, hashes, samples })
     }
 
     /// Whether the whole problem is computed exactly.
@@ -231,7 +255,8 @@ impl Hyper {
         }
         let n_k = p.n_k - self.params.sinks;
         let part = |rows: usize, keys: usize| {
-            let seen = if self.is_exact(rows, keys) { keys } else { self.params.block + self.params.samples };
+            let seen =
+                if self.params.is_exact(rows, keys) { keys } else { self.params.block + self.params.samples };
             rows as u64 * seen.min(keys) as u64
         };
         let rest = match p.mask {
@@ -243,16 +268,16 @@ impl Hyper {
 
     /// A whole group without a mask.
     fn whole<T: Real>(&self, group: &mut Group<'_, T>, ranks: &Ranks) -> Result<RunInfo> {
-        if self.is_exact(group.n_q(), group.n_k()) {
+        if self.params.is_exact(group.n_q(), group.n_k()) {
             return exact_group(group);
         }
         let part = Rectangle::whole(group);
-        let key = part.stream(group.index.stream_key(self.params.seed));
         let blocks = SortedBlocks::new(ranks, &part, None, self.params.block, Assign::Balanced);
         if self.params.variant == Variant::Theory {
+            let key = part.stream(group.index.stream_key(self.params.seed));
             return theory::run(&self.params, group, &blocks, key);
         }
-        let drawn = self.samples(group.n_k(), key);
+        let drawn = self.samples(&part, group.index);
         let info = attend_blocks(group, &blocks, |c| drawn.outside(&blocks, c))?;
         Ok(count_dropped(info, &drawn, &blocks))
     }
@@ -264,20 +289,22 @@ impl Hyper {
         part: &Rectangle,
         ranks: &Ranks,
     ) -> Result<RunInfo> {
-        if self.is_exact(part.rows.len(), part.keys.len()) {
+        if self.params.is_exact(part.rows.len(), part.keys.len()) {
             return part_rows.run(|mut group| exact_group(&mut group));
         }
         let blocks = SortedBlocks::new(ranks, part, None, self.params.block, Assign::Alone);
-        let key = part.stream(part_rows.index.stream_key(self.params.seed));
-        let drawn = self.samples(part.keys.len(), key);
+        let drawn = self.samples(part, part_rows.index);
         let info = join_blocks(part_rows, &blocks, |c| drawn.outside(&blocks, c))?;
         Ok(count_dropped(info, &drawn, &blocks))
     }
 
-    /// The keys drawn for the rows of a part, from its own stream: directions alone are those of the whole group.
-    fn samples(&self, n_k: usize, key: StreamKey) -> UniformSamples {
-        let replacement = self.params.sampling == Sampling::WithReplacement;
-        UniformSamples::new(n_k, self.params.samples, replacement, key.named("samples"))
+    /// The keys drawn for the rows of a part: those of the plan, or for a part that only a shorter call has, from the same
+    /// stream.
+    fn samples(&self, part: &Rectangle, index: GroupIndex) -> Cow<'_, UniformSamples> {
+        match self.samples.of(index).get(&(part.keys.start, part.keys.end)) {
+            Some(planned) => Cow::Borrowed(planned),
+            None => Cow::Owned(self.params.samples_of(part, index)),
+        }
     }
 
     /// The same with the first keys as sinks.

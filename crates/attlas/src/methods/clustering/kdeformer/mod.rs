@@ -505,6 +505,7 @@ impl KdeFormer {
                 isa: cx.schedule.isa,
                 precision: self.params.precision.precision(),
                 decode: false,
+                softcap: None,
             };
             job.run(cx.scratch, out, lse);
         });

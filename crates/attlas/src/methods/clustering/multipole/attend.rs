@@ -340,6 +340,7 @@ impl<'a, T: Real> Field<'a, T> {
                         isa,
                         precision: Precision::Full,
                         decode: true,
+                        softcap: None,
                     };
                     job.run(cx.scratch, &mut o, &mut l);
                 }

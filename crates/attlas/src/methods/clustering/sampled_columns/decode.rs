@@ -235,6 +235,7 @@ impl<T: Real> GroupStream<T> for ColumnStream<T> {
                     isa: cx.schedule.isa,
                     precision: Precision::Full,
                     decode: true,
+                    softcap: None,
                 };
                 job.run(cx.scratch, out, lse);
             };

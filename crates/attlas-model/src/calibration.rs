@@ -1,4 +1,4 @@
-//! What methods learnt, as a plain file.
+//! What methods learnt, as plain files.
 //!
 //! A method that learns from data does so once for every layer and key head. A file of calibrations is JSON:
 //!
@@ -11,15 +11,18 @@
 //!
 //! `layer` is `null` for inputs that name no layer. Numbers are written with all their digits, so a calibration that was
 //! read gives the bits of the one that was written. One made by another method or for other shapes is refused when a
-//! plan is made with it.
+//! plan is made with it. A folder stands for all files in it whose names end in [`SUFFIX`].
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 use attlas::Calibration;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
 const FORMAT: &str = "attlas calibrations";
 const VERSION: u32 = 1;
+
+/// How the names of calibration files in a folder end.
+pub const SUFFIX: &str = ".calibration.json";
 
 /// Calibrations by layer, key head and method.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -57,9 +60,21 @@ impl Calibrations {
         &self.entries
     }
 
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
     /// Whether any is of this method.
     pub fn has(&self, method: &str) -> bool {
         self.entries.iter().any(|e| e.calibration.method == method)
+    }
+
+    /// Those of one method.
+    #[must_use]
+    pub fn of(&self, method: &str) -> Self {
+        let entries = self.entries.iter().filter(|e| e.calibration.method == method).cloned().collect();
+        Self { entries, ..Self::default() }
     }
 
     /// The one of a method for a key head of a layer; an error where the method has others only.
@@ -69,7 +84,7 @@ impl Calibrations {
             Some(entry) => Ok(Some(&entry.calibration)),
             None if self.has(method) => {
                 let layer = layer.map_or(String::new(), |l| format!("layer {l}, "));
-                Err(Error::Attlas(attlas::Error::Calibration {
+                Err(Error::Attention(attlas::Error::Calibration {
                     method: method.into(),
                     expected: format!("one for {layer}key head {kv_head}"),
                     found: format!("{} for others", self.entries.len()),
@@ -81,18 +96,51 @@ impl Calibrations {
 
     /// Writes a file, under a temporary name first.
     pub fn write(&self, path: &Path) -> Result<()> {
-        let text = serde_json::to_string(self).map_err(|e| Error::writing(path, e.into()))?;
-        crate::output::write(path, text.as_bytes())
+        let text = serde_json::to_string(self)?;
+        let mut name = path.file_name().unwrap_or_default().to_os_string();
+        name.push(format!(".{}.part", std::process::id()));
+        let part = path.with_file_name(name);
+        let failed = |source| Error::Io { path: path.into(), source };
+        std::fs::write(&part, text).map_err(failed)?;
+        std::fs::rename(&part, path).map_err(|e| {
+            // What is left behind is of no use to anyone.
+            let _ = std::fs::remove_file(&part);
+            failed(e)
+        })
     }
 
-    /// Reads a file.
+    /// Reads a file, or every file of calibrations in a folder.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).map_err(|e| Error::reading(path, e))?;
-        let malformed = |reason: String| Error::Malformed { path: path.into(), format: FORMAT, reason };
-        let read: Self = serde_json::from_str(&text).map_err(|e| malformed(e.to_string()))?;
+        if !path.is_dir() {
+            return Self::read_file(path);
+        }
+        let failed = |source| Error::Io { path: path.into(), source };
+        let mut files = Vec::new();
+        for entry in std::fs::read_dir(path).map_err(failed)? {
+            let file = entry.map_err(failed)?.path();
+            if file.to_string_lossy().ends_with(SUFFIX) {
+                files.push(file);
+            }
+        }
+        files.sort();
+        if files.is_empty() {
+            let expected = format!("files named *{SUFFIX}, as attlas calibrate writes them");
+            return Err(Error::invalid(format!("the folder {}", path.display()), "without them", expected));
+        }
+        let mut all = Self::default();
+        for file in files {
+            all.entries.extend(Self::read_file(&file)?.entries);
+        }
+        Ok(all)
+    }
+
+    fn read_file(path: &Path) -> Result<Self> {
+        let bytes = crate::checkpoint::read_file(path)?;
+        let read: Self = serde_json::from_slice(&bytes).map_err(|e| Error::from(e).in_file(path))?;
         if (read.format.as_str(), read.version) != (FORMAT, VERSION) {
             let found = format!("{} of version {}", read.format, read.version);
-            return Err(malformed(format!("expected {FORMAT} of version {VERSION}, found {found}")));
+            let expected = format!("{FORMAT} of version {VERSION}");
+            return Err(Error::invalid("the format", found, expected).in_file(path));
         }
         Ok(read)
     }
@@ -117,10 +165,15 @@ mod tests {
         let problem = Problem::new(2, 100, 8).with_kv_heads(1);
         let mut all = Calibrations::default();
         all.insert(Some(3), 1, learnt(&problem));
-        let path = std::env::temp_dir().join(format!("attlas-calibration-{}.json", std::process::id()));
+        let folder = std::env::temp_dir().join(format!("attlas-calibration-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        assert!(Calibrations::read(&folder).unwrap_err().to_string().contains("attlas calibrate"));
+        let path = folder.join("loki.calibration.json");
         all.write(&path).unwrap();
+        assert_eq!(Calibrations::read(&folder).unwrap(), all);
         let again = Calibrations::read(&path).unwrap();
-        assert_eq!(again, all);
+        assert_eq!((&again, &again.of("loki")), (&all, &all));
+        assert!(again.of("routing").is_empty());
         let found = again.find("loki", Some(3), 1).unwrap().unwrap();
         let loki = registry::method("loki").unwrap();
         assert!(loki.plan_with(&problem, &Options::new(), Some(found)).is_ok());
@@ -133,7 +186,6 @@ mod tests {
         assert!(
             again.find("loki", Some(4), 1).is_err() && again.find("routing", Some(4), 1).unwrap().is_none()
         );
-
         for broken in [
             "",
             "{}",
@@ -141,9 +193,9 @@ mod tests {
             &std::fs::read_to_string(&path).unwrap().replace("\"version\":1", "\"version\":9"),
         ] {
             std::fs::write(&path, broken).unwrap();
-            assert!(matches!(Calibrations::read(&path), Err(Error::Malformed { .. })), "{broken:.40}");
+            assert!(matches!(Calibrations::read(&path), Err(Error::InFile { .. })), "{broken:.40}");
         }
-        std::fs::remove_file(&path).unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
         assert!(matches!(Calibrations::read(&path), Err(Error::Io { .. })));
     }
 }

@@ -1,0 +1,181 @@
+//! One key head under the clock: candidates beside exact attention, in prompts and for new tokens.
+
+use super::candidates::Candidate;
+use crate::Result;
+use crate::run::{execute, timed};
+use crate::stats::median;
+use crate::workload::LayerData;
+use attlas::{Calibration, DType, Mask, Options, Out, Problem, Qkv, Status, TensorMut, Workspace, registry};
+
+/// A key head with its query heads and their exact output.
+pub(super) struct Unit<'a> {
+    problem: Problem,
+    x: Qkv<'a, f32>,
+    /// Rows of every head whose exact output is known: the last ones.
+    rows: usize,
+    exact: Vec<f32>,
+    exact_seconds: Vec<f64>,
+}
+
+/// What a candidate did.
+pub(super) struct Seen {
+    /// Largest relative error of the query heads; none where an output is no number.
+    pub(super) error: Option<f64>,
+    pub(super) seconds: f64,
+    /// Time over exact attention's; for new tokens, scores over exact attention's.
+    pub(super) cost: f64,
+    /// Whether exact attention was computed under another name.
+    pub(super) exact: bool,
+    /// The output, `[heads, rows, d_v]`: every row of a prompt, or those of the new tokens.
+    pub(super) output: Vec<f32>,
+}
+
+impl<'a> Unit<'a> {
+    /// With the exact output of the last `rows` rows, or of all.
+    pub(super) fn new(
+        layer: &'a LayerData,
+        g: usize,
+        rows: Option<usize>,
+        ws: &mut Workspace,
+    ) -> Result<Self> {
+        let problem = layer.group_problem(Mask::Causal);
+        let x = layer.group(g)?;
+        let (n, rows) = (problem.n_q, rows.unwrap_or(problem.n_q));
+        let plan = registry::baseline().plan(&problem.with_lens(rows, problem.n_k), &Options::new())?;
+        let mut exact = vec![f32::NAN; problem.n_heads * rows * problem.d_v];
+        let last = Qkv::new(x.q.rows(n - rows..n), x.k, x.v);
+        let (info, seconds) = timed(|| execute(&*plan, last, &mut exact, None, ws));
+        info?;
+        Ok(Self { problem, x, rows, exact, exact_seconds: vec![seconds] })
+    }
+
+    /// The last `rows` rows of every head of an output of the whole prompt.
+    pub(super) fn last(&self, output: &[f32], rows: usize) -> Vec<f32> {
+        let (n, d) = (self.problem.n_q, self.problem.d_v);
+        output.chunks(n * d).flat_map(|h| h[(n - rows) * d..].iter().copied()).collect()
+    }
+
+    /// The whole prompt. Exact attention is timed beside every run after the first.
+    pub(super) fn prompt(
+        &mut self,
+        candidate: &Candidate,
+        calibration: Option<&Calibration>,
+        runs: usize,
+        ws: &mut Workspace,
+    ) -> Result<Seen> {
+        let p = self.problem;
+        let mut output = vec![f32::NAN; self.exact.len()];
+        let (mut all, mut exact) = (Vec::new(), false);
+        for run in 0..runs.max(1) {
+            if run > 0 {
+                let plan = registry::baseline().plan(&p, &Options::new())?;
+                let mut again = vec![0.0; self.exact.len()];
+                let (info, seconds) = timed(|| execute(&*plan, self.x, &mut again, None, ws));
+                info?;
+                self.exact_seconds.push(seconds);
+            }
+            let (info, seconds) = timed(|| -> Result<_> {
+                let plan = candidate.method.plan_with(&p, &candidate.options, calibration)?;
+                execute(&*plan, self.x, &mut output, None, ws)
+            });
+            exact = info?.status == Status::Exact;
+            all.push(seconds);
+        }
+        let seconds = median(&all);
+        let cost = seconds / median(&self.exact_seconds).max(1e-9);
+        let error = self.error(&output, p.n_q);
+        Ok(Seen { error, seconds, cost, exact, output })
+    }
+
+    /// The last `steps` tokens one after another, behind the others.
+    pub(super) fn decode(
+        &self,
+        candidate: &Candidate,
+        calibration: Option<&Calibration>,
+        steps: usize,
+        ws: &mut Workspace,
+    ) -> Result<Seen> {
+        let p = self.problem;
+        let (n, d_v) = (p.n_k, p.d_v);
+        let plan = candidate.method.plan_with(&p, &candidate.options, calibration)?;
+        let Some(mut stream) = plan.stream(DType::F32) else {
+            let reasons = vec!["it has no form for new tokens".to_owned()];
+            return Err(attlas::Error::Unsupported { method: candidate.method.id.into(), reasons }.into());
+        };
+        let mut output = vec![f32::NAN; p.n_heads * steps * d_v];
+        let mut row = vec![f32::NAN; p.n_heads * d_v];
+        let (mut scores, mut exact) = (0, true);
+        let (done, seconds) = timed(|| -> Result<()> {
+            let known = 0..n - steps;
+            stream.push(self.x.k.rows(known.clone()).into(), self.x.v.rows(known).into(), ws)?;
+            for (i, t) in (n - steps..n).enumerate() {
+                stream.push(self.x.k.rows(t..t + 1).into(), self.x.v.rows(t..t + 1).into(), ws)?;
+                let out = TensorMut::new(&mut row, [1, p.n_heads, 1, d_v], [0, d_v, d_v])?;
+                let info = stream.attend(self.x.q.rows(t..t + 1).into(), &mut Out::new(out).into(), ws)?;
+                scores += info.keys_visited;
+                exact &= info.status == Status::Exact;
+                for (h, row) in row.chunks(d_v).enumerate() {
+                    output[(h * steps + i) * d_v..][..d_v].copy_from_slice(row);
+                }
+            }
+            Ok(())
+        });
+        done?;
+        let all: usize = (n - steps..n).map(|t| t + 1).sum::<usize>() * p.n_heads;
+        let cost = scores as f64 / (all as f64).max(1.0);
+        Ok(Seen { error: self.error(&output, steps), seconds, cost, exact, output })
+    }
+
+    /// The largest relative error of a head over the last `rows` rows.
+    fn error(&self, output: &[f32], rows: usize) -> Option<f64> {
+        let (n, d) = (self.rows, self.problem.d_v);
+        let mut worst = 0.0f64;
+        for (got, exact) in output.chunks(rows * d).zip(self.exact.chunks(n * d)) {
+            let exact = &exact[(n - rows) * d..];
+            let (gap, size) = got.iter().zip(exact).fold((0.0, 0.0), |(gap, size), (g, e)| {
+                let (g, e) = (f64::from(*g), f64::from(*e));
+                (gap + (g - e) * (g - e), size + e * e)
+            });
+            let error = if gap == 0.0 { 0.0 } else { (gap / size).sqrt() };
+            if !error.is_finite() {
+                return None;
+            }
+            worst = worst.max(error);
+        }
+        Some(worst)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use attlas::Schedule;
+
+    #[test]
+    fn prompts_and_new_tokens_are_compared_with_the_same_rows() {
+        let workload = "synthetic:clustered,n=256,d=8,heads=4,kv_heads=2"
+            .parse::<crate::Source>()
+            .unwrap()
+            .load()
+            .unwrap();
+        let mut ws = Workspace::new(Schedule { threads: 1, ..Schedule::default() }).unwrap();
+        let mut unit = Unit::new(&workload.layers[0], 1, None, &mut ws).unwrap();
+        let window = |keys: usize| Candidate {
+            method: registry::method("sink_window").unwrap(),
+            options: Options::new().with("window", keys),
+        };
+        let whole = unit.prompt(&window(32), None, 2, &mut ws).unwrap();
+        assert!(whole.error.unwrap() > 0.01 && whole.cost > 0.0 && !whole.exact);
+        let new = unit.decode(&window(32), None, 16, &mut ws).unwrap();
+        // A window does the same to a token in a prompt and after it.
+        let last = unit.last(&whole.output, 16);
+        let gap = new.output.iter().zip(&last).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(gap < 1e-5, "{gap}");
+        assert!(new.cost > 0.1 && new.cost < 0.2, "{}", new.cost);
+        let few = Unit::new(&workload.layers[0], 1, Some(16), &mut ws).unwrap();
+        let again = few.decode(&window(32), None, 16, &mut ws).unwrap();
+        assert!((again.error.unwrap() - new.error.unwrap()).abs() < 1e-5);
+        let all = few.decode(&window(512), None, 16, &mut ws).unwrap();
+        assert!(all.error.unwrap() < 1e-5);
+    }
+}

@@ -1,0 +1,330 @@
+//! A search from screening to the recipe.
+
+use super::candidates::Candidate;
+use super::choose::{Point, choose};
+use super::search::Search;
+use super::{Check, Outcome, Phase, Pick, Replace, Round, Settings, State, Tuned, curve, recipe};
+use crate::Result;
+use crate::hash::sha256;
+use crate::table::{number, seconds};
+use crate::text::Text;
+use attlas_model::recipe::Recipe;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Ratio of a sum of divergences that fails to one that holds below which nothing is tried between them.
+const CLOSE: f64 = 1.3;
+/// Times that a choice is made smaller for the third text.
+const SMALLER: usize = 3;
+
+/// Everything that a search needs at hand.
+pub(super) struct Run<'r, 'a> {
+    pub(super) model: &'r mut dyn Check,
+    pub(super) text: &'r Text,
+    pub(super) check: &'r Text,
+    pub(super) settings: &'r Settings,
+    pub(super) search: Search<'a>,
+    pub(super) state: &'r mut State,
+    pub(super) watch: &'r mut dyn FnMut(usize, usize, &str),
+    pub(super) stop: &'r AtomicBool,
+}
+
+impl Run<'_, '_> {
+    /// `None` once it is to stop.
+    pub(super) fn whole(&mut self) -> Result<Option<Tuned>> {
+        let mut tuned = Tuned {
+            model: self.settings.model.clone(),
+            text: self.text.source.clone(),
+            tokens: self.text.tokens.len(),
+            effort: self.settings.effort,
+            measurements: 0,
+            fell_back: Vec::new(),
+            candidates: Vec::new(),
+            curve: Vec::new(),
+            rounds: Vec::new(),
+            answer: None,
+            decoded: None,
+            chosen: None,
+            picks: Vec::new(),
+            note: None,
+            recipe: None,
+        };
+        let Some(kept) = self.measured(Phase::Prompt)? else { return Ok(None) };
+        tuned.candidates = kept.iter().map(Candidate::name).collect();
+        let new = match self.settings.decode {
+            true => match self.measured(Phase::Decode)? {
+                Some(kept) => kept,
+                None => return Ok(None),
+            },
+            false => Vec::new(),
+        };
+        tuned.measurements = self.state.len();
+        tuned.fell_back = self.state.fell_back();
+        if self.settings.shard.is_some() {
+            return Ok(Some(tuned));
+        }
+        let hulls = self.search.hulls(Phase::Prompt, &kept, self.state)?;
+        tuned.curve = curve::curve(&hulls);
+        let Some(best) = self.rounds(&hulls, &kept, &mut tuned)? else { return Ok(None) };
+        let (mut picks, taken) = match best {
+            Some(best) => best,
+            None => (self.search.picks(Phase::Prompt, &[], &kept, self.state), 0.0),
+        };
+        if tuned.chosen.is_some() && tuned.note.is_none() {
+            match self.answer(&hulls, &kept, picks, taken, &mut tuned)? {
+                Some(found) => picks = found,
+                None => return Ok(None),
+            }
+        }
+        if tuned.note.is_some() {
+            let exact = vec![Point::EXACT; self.search.units.len()];
+            picks = self.search.picks(Phase::Prompt, &exact, &kept, self.state);
+        }
+        if self.settings.decode && !new.is_empty() && !self.new_tokens(&mut picks, &new, &mut tuned)? {
+            return Ok(None);
+        }
+        tuned.picks = picks;
+        let mut recipe = self.recipe(&tuned.picks);
+        recipe.evidence = recipe::evidence(&tuned, self.text, self.check, self.settings, self.model.shape());
+        recipe.tokens = (!recipe.rules.is_empty()).then_some(tuned.tokens);
+        tuned.recipe = Some(recipe);
+        Ok(Some(tuned))
+    }
+
+    fn recipe(&self, picks: &[Pick]) -> Recipe {
+        let recipe = recipe::recipe(picks, &self.settings.model);
+        recipe.with_calibrations(self.settings.calibrations.clone())
+    }
+
+    /// Screens and measures; the candidates that were tried everywhere.
+    fn measured(&mut self, phase: Phase) -> Result<Option<Vec<Candidate>>> {
+        let Some(kept) = self.search.screen(phase, self.state, self.watch, self.stop)? else {
+            return Ok(None);
+        };
+        let mut replace = None;
+        if phase == Phase::Prompt && self.settings.on_model() && !kept.is_empty() {
+            (self.watch)(0, 1, "reading the text for divergences");
+            let rows = self.settings.effort.rows().min(self.text.tokens.len() / 2).max(1);
+            replace = self.model.replace(self.text, rows, self.stop)?;
+            if self.stop.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+        }
+        let asked = replace.as_mut().map(|r| &mut **r as &mut dyn Replace);
+        let done = self.search.measure_all(phase, &kept, asked, self.state, self.watch, self.stop)?;
+        Ok(done.then_some(kept))
+    }
+
+    /// What the model does with a recipe on a text, known or new; `None` once it is to stop.
+    fn checked(&mut self, recipe: &Recipe, text: &Text, what: &str) -> Result<Option<Outcome>> {
+        let name = sha256(
+            format!(
+                "{} {} {} {:?}",
+                recipe.to_toml()?,
+                text.sha256,
+                text.source,
+                (text.tokens.len(), self.settings.task)
+            )
+            .as_bytes(),
+        );
+        if let Some(known) = self.state.checked(&name) {
+            return Ok(Some(known.clone()));
+        }
+        (self.watch)(0, 1, what);
+        let record = self.model.check(recipe, text, self.text.tokens.len(), self.stop)?;
+        let Some(outcome) = record.as_ref().and_then(Outcome::new) else { return Ok(None) };
+        self.state.push_check(&name, &outcome)?;
+        Ok(Some(outcome))
+    }
+
+    /// Searches the sum of divergences on the second text: the picks of the best that held and its sum, `Some(None)` where
+    /// none did.
+    #[allow(clippy::type_complexity)]
+    fn rounds(
+        &mut self,
+        hulls: &[Vec<Point>],
+        kept: &[Candidate],
+        tuned: &mut Tuned,
+    ) -> Result<Option<Option<(Vec<Pick>, f64)>>> {
+        let most: f64 = hulls.iter().filter_map(|h| h.last()).map(|p| p.kl).sum();
+        let budget = self.settings.max_kl.or(self.settings.max_ppl_increase.map(f64::ln_1p));
+        let mut targets = Targets { holds: None, fails: None, last: most };
+        let mut next = Some(budget.map_or(most, |b| b.min(most)));
+        let mut best = None;
+        let mut seen: Vec<(Recipe, Option<Outcome>)> = Vec::new();
+        while let Some(target) = next.filter(|_| tuned.rounds.len() < self.settings.effort.rounds()) {
+            let points = choose(hulls, target);
+            let picks = self.search.picks(Phase::Prompt, &points, kept, self.state);
+            let n = picks.len().max(1) as f64;
+            let recipe = self.recipe(&picks);
+            let changed = picks.iter().filter(|p| !p.is_exact()).count();
+            let check = match seen.iter().find(|(other, _)| *other == recipe) {
+                Some((_, known)) => known.clone(),
+                None if changed == 0 => None,
+                None => {
+                    let what = format!("checking on other text, divergence {}", number(target));
+                    let check = self.check.clone();
+                    match self.checked(&recipe, &check, &what)? {
+                        Some(outcome) => Some(outcome),
+                        None => return Ok(None),
+                    }
+                }
+            };
+            seen.push((recipe, check.clone()));
+            let holds = check.as_ref().is_none_or(|x| self.settings.holds(x));
+            tuned.rounds.push(Round {
+                target: budget.map(|_| target),
+                changed: changed as f64 / n,
+                cost: picks.iter().map(|p| p.cost).sum::<f64>() / n,
+                check,
+                holds,
+            });
+            if holds {
+                best = Some((picks, target));
+                tuned.chosen = Some(tuned.rounds.len() - 1);
+            }
+            next = budget.and_then(|_| targets.after(target, holds));
+        }
+        match tuned.chosen.map(|i| &tuned.rounds[i]) {
+            Some(round) => tuned.note = objection(round),
+            None => tuned.note = Some("no choice held the budget on the second text".into()),
+        }
+        Ok(Some(best))
+    }
+
+    /// The third text, with smaller sums where the budget does not hold there.
+    fn answer(
+        &mut self,
+        hulls: &[Vec<Point>],
+        kept: &[Candidate],
+        mut picks: Vec<Pick>,
+        mut target: f64,
+        tuned: &mut Tuned,
+    ) -> Result<Option<Vec<Pick>>> {
+        let Some(text) = self.settings.answer.clone() else { return Ok(Some(picks)) };
+        for smaller in 0..=SMALLER {
+            let recipe = self.recipe(&picks);
+            let Some(outcome) = self.checked(&recipe, &text, "running the third text")? else {
+                return Ok(None);
+            };
+            let holds = self.settings.holds(&outcome);
+            tuned.answer = Some(outcome);
+            if holds {
+                return Ok(Some(picks));
+            }
+            if smaller < SMALLER {
+                target /= 2.0;
+                picks = self.search.picks(Phase::Prompt, &choose(hulls, target), kept, self.state);
+                if picks.iter().all(Pick::is_exact) {
+                    break;
+                }
+            }
+        }
+        tuned.answer = None;
+        tuned.note = Some("no choice held the budget on the third text".into());
+        Ok(Some(picks))
+    }
+
+    /// Chooses for new tokens by what is read; `false` once it is to stop.
+    fn new_tokens(&mut self, picks: &mut [Pick], kept: &[Candidate], tuned: &mut Tuned) -> Result<bool> {
+        let hulls = self.search.hulls(Phase::Decode, kept, self.state)?;
+        let budget = self.settings.max_kl.or(self.settings.max_ppl_increase.map(f64::ln_1p));
+        let mut target = budget.unwrap_or(f64::INFINITY);
+        for _ in 0..self.settings.effort.rounds().div_ceil(2) {
+            let found = self.search.picks(Phase::Decode, &choose(&hulls, target), kept, self.state);
+            for (pick, new) in picks.iter_mut().zip(&found) {
+                pick.decode = Some(new.as_decode());
+            }
+            let changed = found.iter().any(|p| !p.is_exact());
+            if !changed || budget.is_none() {
+                return Ok(true);
+            }
+            (self.watch)(0, 1, &format!("decoding other text, divergence {}", number(target)));
+            // Prompts are read exactly, so that nothing but new tokens differs.
+            let alone: Vec<Pick> =
+                picks.iter().map(|p| Pick { decode: p.decode.clone(), ..p.clone().exact() }).collect();
+            let recipe = self.recipe(&alone);
+            let steps = 2 * self.settings.effort.steps();
+            let outcome = self.model.decode(&recipe, self.check, self.text.tokens.len(), steps, self.stop)?;
+            if self.stop.load(Ordering::Relaxed) {
+                return Ok(false);
+            }
+            let Some(outcome) = outcome else { return Ok(true) };
+            // A few dozen tokens bound a divergence, not an increase.
+            let holds = outcome.kl_mean <= budget.unwrap_or(f64::INFINITY);
+            tuned.decoded = Some(outcome);
+            if holds {
+                return Ok(true);
+            }
+            target /= 3.0;
+        }
+        tuned.decoded = None;
+        picks.iter_mut().for_each(|p| p.decode = Some(p.clone().exact().as_decode()));
+        Ok(true)
+    }
+}
+
+/// Which sum comes next.
+struct Targets {
+    /// The largest that held.
+    holds: Option<f64>,
+    /// The smallest that did not.
+    fails: Option<f64>,
+    /// Nothing costs more than this.
+    last: f64,
+}
+
+impl Targets {
+    fn after(&mut self, target: f64, holds: bool) -> Option<f64> {
+        if holds {
+            self.holds = Some(self.holds.map_or(target, |h| h.max(target)));
+        } else {
+            self.fails = Some(self.fails.map_or(target, |f| f.min(target)));
+        }
+        match (self.holds, self.fails) {
+            (None, Some(fails)) => Some(fails / 2.0),
+            (Some(holds), None) if holds < self.last => Some((2.0 * holds).min(self.last)),
+            (Some(holds), Some(fails)) if fails > CLOSE * holds => Some((holds * fails).sqrt()),
+            _ => None,
+        }
+    }
+}
+
+/// Why the best choice is not worth having, where it is not.
+fn objection(round: &Round) -> Option<String> {
+    if round.changed == 0.0 {
+        return Some("no method was both accurate enough and faster".into());
+    }
+    let outcome = round.check.as_ref()?;
+    let exact = outcome.exact_seconds?;
+    (outcome.seconds >= exact).then(|| {
+        format!(
+            "the best recipe took {} where exact attention took {}",
+            seconds(outcome.seconds),
+            seconds(exact)
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_are_doubled_while_they_hold_and_halved_until_they_do() {
+        let path = |holds: &dyn Fn(f64) -> bool| {
+            let mut targets = Targets { holds: None, fails: None, last: 0.8 };
+            let mut seen = vec![0.2];
+            while let Some(next) = targets.after(*seen.last().unwrap(), holds(*seen.last().unwrap())) {
+                seen.push(next);
+                if seen.len() == 9 {
+                    break;
+                }
+            }
+            (seen, targets.holds)
+        };
+        let (seen, best) = path(&|t| t < 0.06);
+        assert_eq!((&seen[..3], best), (&[0.2, 0.1, 0.05][..], Some(0.05)));
+        assert_eq!(path(&|_| true), (vec![0.2, 0.4, 0.8], Some(0.8)));
+        assert_eq!(path(&|_| false).1, None);
+    }
+}

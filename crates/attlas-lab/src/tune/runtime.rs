@@ -1,0 +1,160 @@
+//! Recipes on a model of this workspace's runtime.
+
+use super::divergence::{Changed, Replace};
+use super::{Check, Outcome};
+use crate::perplexity::{self, Record, Reference};
+use crate::run::timed;
+use crate::task::{self, Task};
+use crate::text::Text;
+use crate::{Error, Result};
+use attlas::{Schedule, Workspace};
+use attlas_model::perplexity::{Divergence, Perplexity, Protocol, nll};
+use attlas_model::{Decoder, Model, Recipe, Rows};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A model of this workspace's runtime. What exact attention gave for a text is kept.
+#[derive(Debug)]
+pub struct Runtime<'a> {
+    model: &'a Arc<Model>,
+    threads: usize,
+    task: Option<Task>,
+    seed: u64,
+    known: BTreeMap<String, Reference>,
+}
+
+impl<'a> Runtime<'a> {
+    /// A model on that many threads, 0 for all, with texts made into prompts of a task where there is one.
+    pub fn new(model: &'a Arc<Model>, threads: usize, task: Option<Task>, seed: u64) -> Self {
+        Self { model, threads, task, seed, known: BTreeMap::new() }
+    }
+
+    fn settings(&self, recipe: &Recipe, context: usize) -> perplexity::Settings {
+        perplexity::Settings {
+            cache: attlas_model::kept::CacheFormat::F32,
+            task: self.task,
+            seed: self.seed,
+            protocol: Protocol::Strided { window: context, stride: context },
+            bos: false,
+            recipe: Some(recipe.clone()),
+            threads: self.threads,
+        }
+    }
+}
+
+fn key(text: &Text, context: usize) -> String {
+    format!("{} {} {} {context}", text.sha256, text.source, text.tokens.len())
+}
+
+impl Check for Runtime<'_> {
+    fn check(
+        &mut self,
+        recipe: &Recipe,
+        check: &Text,
+        context: usize,
+        stop: &AtomicBool,
+    ) -> Result<Option<Record>> {
+        let how = self.settings(recipe, context);
+        let known = self.known.entry(key(check, context)).or_default();
+        let run =
+            perplexity::perplexity_beside(self.model, check, &how, Some(known), &mut |_, _, _| (), stop);
+        match run {
+            Err(Error::Model(attlas_model::Error::Interrupted)) => Ok(None),
+            Ok(record) if record.interrupted => Ok(None),
+            other => other.map(Some),
+        }
+    }
+
+    fn shape(&self) -> String {
+        crate::text::shape(&self.model.config)
+    }
+
+    fn replace(&mut self, text: &Text, rows: usize, stop: &AtomicBool) -> Result<Option<Box<dyn Replace>>> {
+        if self.model.weights.has_other_attention() {
+            return Ok(None);
+        }
+        let threads = Workspace::new(Schedule { threads: self.threads, ..Schedule::default() })?;
+        match Changed::new(self.model, text, rows, &threads, stop) {
+            Err(Error::Model(attlas_model::Error::Interrupted)) => Ok(None),
+            other => Ok(Some(Box::new(other?))),
+        }
+    }
+
+    fn decode(
+        &mut self,
+        recipe: &Recipe,
+        check: &Text,
+        context: usize,
+        steps: usize,
+        stop: &AtomicBool,
+    ) -> Result<Option<Outcome>> {
+        let tokens = match self.task {
+            Some(task) => task::prompt(task, &self.model.tokenizer, check, context, self.seed)?.tokens,
+            None => check.tokens[..context.min(check.tokens.len())].to_vec(),
+        };
+        let n = tokens.len();
+        let steps = steps.min(n / 2);
+        if steps == 0 {
+            return Ok(None);
+        }
+        let threads = Workspace::new(Schedule { threads: self.threads, ..Schedule::default() })?;
+        // Exact predictions of the same tokens, where a check has made them.
+        let name = key(check, context);
+        if self.known.get(&name).is_none_or(|r| r.hidden().is_none()) {
+            let exact = self.settings(recipe, context);
+            let known = self.known.entry(name.clone()).or_default();
+            match perplexity::perplexity_beside(
+                self.model,
+                check,
+                &exact,
+                Some(known),
+                &mut |_, _, _| (),
+                stop,
+            ) {
+                Err(Error::Model(attlas_model::Error::Interrupted)) => return Ok(None),
+                other => other.map(|_| ())?,
+            }
+        }
+        let Some(exact) = self.known.get(&name).and_then(Reference::hidden) else { return Ok(None) };
+        let (d, vocab) = (self.model.config.hidden, self.model.config.vocab);
+        let mut decoder = Decoder::on(self.model.clone(), recipe, &threads)?;
+        decoder.reserve(n);
+        let mut hidden = Vec::new();
+        decoder.forward(&tokens[..n - steps], Rows::None, &mut hidden)?;
+        let (mut p, mut q) = (vec![0.0; vocab], vec![0.0; vocab]);
+        let (mut ours, mut theirs, mut divergence) =
+            (Perplexity::default(), Perplexity::default(), Divergence::default());
+        let (before, mut seconds) = (decoder.info().keys_visited, 0.0);
+        for t in n - steps..n - 1 {
+            if stop.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            let (done, took) = timed(|| decoder.forward(&tokens[t..=t], Rows::Last, &mut hidden));
+            done?;
+            seconds += took;
+            decoder.logits_into(&hidden, &mut q);
+            decoder.logits_into(&exact[t * d..][..d], &mut p);
+            let target = tokens[t + 1];
+            divergence.push(&p, &q, target);
+            ours.push(nll(&q, target));
+            theirs.push(nll(&p, target));
+        }
+        let c = &self.model.config;
+        let all: usize = (n - steps..n - 1).map(|t| t + 1).sum::<usize>() * c.n_heads * c.n_layers;
+        let increase = ours.nll().mean() - theirs.nll().mean();
+        Ok(Some(Outcome {
+            scored: ours.count(),
+            ppl: ours.perplexity(),
+            exact_ppl: theirs.perplexity(),
+            ppl_increase: increase.exp_m1(),
+            ppl_increase_upper: increase.exp_m1(),
+            kl_mean: divergence.kl().mean(),
+            kl_se: divergence.kl().standard_error(),
+            same_top: divergence.same_top(),
+            keys_share: (decoder.info().keys_visited - before) as f64 / (all as f64).max(1.0),
+            seconds,
+            exact_seconds: None,
+        }))
+    }
+}

@@ -1,0 +1,118 @@
+//! What a decoder keeps between tokens: streams without keys, packed keys and values.
+
+mod common;
+
+use attlas::{Options, Schedule};
+use attlas_model::kept::CacheFormat;
+use attlas_model::{Decoder, Model, Recipe, Rows};
+use common::repository;
+use std::sync::Arc;
+
+fn model(name: &str) -> Arc<Model> {
+    Arc::new(Model::open(&repository().join("goldens/model/families").join(name)).unwrap())
+}
+
+fn decoder(name: &str, recipe: &Recipe) -> Decoder {
+    Decoder::new(model(name), recipe, Schedule { threads: 2, ..Schedule::default() }).unwrap()
+}
+
+/// The logits of every position, fed in chunks.
+fn logits(decoder: &mut Decoder, tokens: &[u32], chunks: &[usize]) -> Vec<f32> {
+    let (mut all, mut hidden, mut start) = (Vec::new(), Vec::new(), 0);
+    for &n in chunks {
+        decoder.forward(&tokens[start..start + n], Rows::All, &mut hidden).unwrap();
+        let mut out = vec![f32::NAN; n * decoder.model().config.vocab];
+        decoder.logits_into(&hidden, &mut out);
+        all.extend(out);
+        start += n;
+    }
+    all
+}
+
+fn gap(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+fn tokens(n: u32) -> Vec<u32> {
+    (0..n).map(|i| (i * i + i / 3) % 32).collect()
+}
+
+#[test]
+fn streams_decode_without_keys_what_they_decode_with_them() {
+    let recipe = Recipe::uniform("performer", Options::new().with("features", 32));
+    let tokens = tokens(40);
+    for chunks in [&[40usize][..], &[1; 40], &[9, 1, 1, 20, 1, 8]] {
+        let want = logits(&mut decoder("granite", &recipe), &tokens, &[40]);
+        let mut lean = decoder("granite", &recipe);
+        lean.forget_keys().unwrap();
+        let got = logits(&mut lean, &tokens, chunks);
+        assert!(gap(&got, &want) < 1e-3, "{chunks:?}: {}", gap(&got, &want));
+        assert!(lean.decoding().iter().all(|l| !l.keeps_keys));
+    }
+    // What is held does not grow with the tokens.
+    let mut lean = decoder("granite", &recipe);
+    lean.forget_keys().unwrap();
+    logits(&mut lean, &tokens, &[8]);
+    let held = lean.cache_bytes();
+    logits(&mut lean, &tokens[8..], &[32]);
+    assert_eq!((lean.cache_bytes(), lean.len()), (held, 40));
+    assert!(lean.forget_keys().is_err(), "tokens are held");
+    // Streams cannot go back.
+    lean.truncate(40);
+    assert_eq!(lean.len(), 40);
+    lean.truncate(39);
+    assert_eq!((lean.len(), lean.cache_bytes()), (0, 0));
+    let again = logits(&mut lean, &tokens, &[40]);
+    assert!(gap(&again, &logits(&mut decoder("granite", &recipe), &tokens, &[40])) < 1e-3);
+}
+
+#[test]
+fn methods_without_a_stream_are_said_to_decode_exactly_and_keep_their_keys() {
+    let recipe = Recipe::uniform("prescored_hyper", Options::new());
+    let mut decoder = decoder("granite", &recipe);
+    decoder.forget_keys().unwrap();
+    for layer in decoder.decoding() {
+        assert!(layer.keeps_keys);
+        assert!(
+            layer
+                .methods
+                .iter()
+                .all(|(_, reads, decodes)| (*reads, *decodes) == ("prescored_hyper", "exact"))
+        );
+    }
+}
+
+#[test]
+fn packed_caches_cost_their_rounding_whenever_tokens_are_read() {
+    let tokens = tokens(20);
+    // Windows and one more logit for each head among them.
+    for name in ["granite", "gemma3", "gpt_oss"] {
+        let exact = logits(&mut decoder(name, &Recipe::default()), &tokens, &[20]);
+        for (format, most) in [(CacheFormat::Bf16, 0.2), (CacheFormat::Q8, 0.2)] {
+            let packed = |chunks: &[usize]| {
+                let mut decoder = decoder(name, &Recipe::default());
+                decoder.pack_keys(format).unwrap();
+                let all = logits(&mut decoder, &tokens, chunks);
+                (all, decoder.cache_bytes())
+            };
+            let (whole, bytes) = packed(&[20]);
+            assert!(gap(&whole, &exact) > 0.0 && gap(&whole, &exact) < most, "{name} {format:?}");
+            for chunks in [&[1usize; 20][..], &[9, 1, 1, 9]] {
+                assert!(gap(&packed(chunks).0, &whole) < 1e-4, "{name} {format:?} {chunks:?}");
+            }
+            let mut full = decoder(name, &Recipe::default());
+            logits(&mut full, &tokens, &[20]);
+            assert!(
+                bytes <= full.cache_bytes() / 2 || format == CacheFormat::Q8 && bytes < full.cache_bytes()
+            );
+        }
+        // Going back and reading again gives the same.
+        let mut decoder = decoder(name, &Recipe::default());
+        decoder.pack_keys(CacheFormat::Bf16).unwrap();
+        let first = logits(&mut decoder, &tokens, &[20]);
+        decoder.truncate(7);
+        let again = logits(&mut decoder, &tokens[7..], &[13]);
+        assert!(gap(&again, &first[7 * decoder.model().config.vocab..]) < 1e-4);
+    }
+}
