@@ -126,7 +126,8 @@ struct Tally {
 
 /// Runs the corpus and its mutations; an input that fails comes back with its failure.
 fn fuzz(target: &Target, args: &Args) -> Result<Tally, (Vec<u8>, Failure)> {
-    let mut pool: Vec<Vec<u8>> = corpus(target).unwrap_or_default().into_iter().map(|(_, file)| file).collect();
+    let mut pool: Vec<Vec<u8>> =
+        corpus(target).unwrap_or_default().into_iter().map(|(_, file)| file).collect();
     let seeds = pool.len();
     let mut rng: Rng = StreamKey::new(args.seed).named(target.name).rng();
     let mut tally = Tally::default();
