@@ -34,6 +34,12 @@ fn gap(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
+/// Norm of a difference over the norm of what it is a difference to.
+fn relative(a: &[f32], b: &[f32]) -> f32 {
+    let squares = |x: &mut dyn Iterator<Item = f32>| x.map(|x| x * x).sum::<f32>().sqrt();
+    squares(&mut a.iter().zip(b).map(|(a, b)| a - b)) / squares(&mut b.iter().copied())
+}
+
 fn tokens(n: u32) -> Vec<u32> {
     (0..n).map(|i| (i * i + i / 3) % 32).collect()
 }
@@ -89,7 +95,7 @@ fn packed_caches_cost_their_rounding_whenever_tokens_are_read() {
     // Windows and one more logit for each head among them.
     for name in ["granite", "gemma3", "gpt_oss"] {
         let exact = logits(&mut decoder(name, &Recipe::default()), &tokens, &[20]);
-        for (format, most) in [(CacheFormat::Bf16, 0.2), (CacheFormat::Q8, 0.2)] {
+        for format in [CacheFormat::Bf16, CacheFormat::Q8] {
             let packed = |chunks: &[usize]| {
                 let mut decoder = decoder(name, &Recipe::default());
                 decoder.pack_keys(format).unwrap();
@@ -97,8 +103,10 @@ fn packed_caches_cost_their_rounding_whenever_tokens_are_read() {
                 (all, decoder.cache_bytes())
             };
             let (whole, bytes) = packed(&[20]);
-            let cost = gap(&whole, &exact);
-            assert!(cost > 0.0 && cost < most, "{name} {format:?}: {cost}");
+            // Rounding keys by 2^-9 moves a logit of attention by that share of itself, and those of gemma3 are the largest:
+            // 3 % of its logits, 0.3 % of the others'. A wrong scale or row moves them by their own size.
+            let cost = relative(&whole, &exact);
+            assert!(cost > 0.0 && cost < 0.05, "{name} {format:?}: {cost}");
             for chunks in [&[1usize; 20][..], &[9, 1, 1, 9]] {
                 assert!(gap(&packed(chunks).0, &whole) < 1e-4, "{name} {format:?} {chunks:?}");
             }
