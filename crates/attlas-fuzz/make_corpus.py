@@ -325,8 +325,8 @@ def main():
     put("recipe", "rules.toml", "version = 1\nproducer = \"by hand\"\nmodel = \"a\"\n\n[default]\nmethod = \"exact\"\n\n[[rule]]\nlayers = \"0\"\nheads = [0, 1]\nmethod = \"sink_window\"\nparams = { sinks = 4, window = 256 }\nmeasured = { error = 0.012, cost = 0.31 }\n\n[[rule]]\nheads = \"0-1\"\nmethod = \"wildcat\"\nparams = { seed = 3 }\n")
     put("recipe", "short.toml", "version = 1\n[[rule]]\nlayers = 0\nmethod = \"top_k\"\n")
 
-    put("arguments", "synthetic.txt", "synthetic:clustered,n=2k,d=64,heads=4,kv_heads=2,seed=7\nsink_window.window=256\nhyper.block=32\nnear.sinks=4\n")
-    put("arguments", "files.txt", "q.npy,k.npy,v.npy\ncrt.variant=sderf\nperformer.features=auto\ntop_k.keys=-1\n")
+    put("arguments", "synthetic.txt", "synthetic:clustered,n=2k,d=64,heads=4,kv_heads=2,seed=7\nsink_window.window=256\nhyper.block=32\n")
+    put("arguments", "files.txt", "q.npy,k.npy,v.npy\ncrt.variant=sderf\nperformer.features=auto\n")
     square = lambda n: {"rows": n, "cols": n, "data": [float(i % (n + 1) == 0) for i in range(n * n)]}
     row = lambda *x: {"rows": 1, "cols": len(x), "data": x}
     learnt = {"method": "loki", "n_kv_heads": 1, "n_heads": 2, "d": 4, "d_v": 3, "matrices": {

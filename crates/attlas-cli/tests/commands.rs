@@ -94,13 +94,17 @@ top_k: Exact attention over the largest logits (yardstick)
   approximates softmax   yes
   causal                 yes
   decodes token by token no
+  has a gradient         no
   needs                  nothing
   time grows as          N^2
   random                 no
   weights sum to one     yes
   normaliser unbiased    no
   gives log-sum-exp      yes
+  on several processes   no
   exact bit for bit at   keys = at least the number of keys
+  not on several processes: a row chooses among all of its keys, and one
+    process ranks its own alone
 
 parameters
   keys = 64 (a whole number from 1 to 1073741824)

@@ -761,12 +761,13 @@ fn latent_attention(
                 "kv_a_proj_with_mqa" => "attn_kv_a_mqa",
                 "kv_a_layernorm" => "attn_kv_a_norm",
                 "kv_b_proj" => "attn_kv_b",
-                _ => "attn_output",
+                "o_proj" => "attn_output",
+                other => unreachable!("latent attention has no part {other}"),
             };
             format!("{layer}.{own}")
         }
     };
-    let norm = |part: &str, width: usize| finder.vector(&name(&format!("{part}.weight")), width);
+    let norm = |part: &str, width: usize| finder.vector(&format!("{}.weight", name(part)), width);
     let queries = c.n_heads * c.head_dim;
     let (q_a, q_a_norm, q) = match l.rank_q {
         None => (None, None, finder.linear(&name("q_proj"), queries, c.hidden)?),

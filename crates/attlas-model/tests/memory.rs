@@ -97,7 +97,8 @@ fn packed_caches_cost_their_rounding_whenever_tokens_are_read() {
                 (all, decoder.cache_bytes())
             };
             let (whole, bytes) = packed(&[20]);
-            assert!(gap(&whole, &exact) > 0.0 && gap(&whole, &exact) < most, "{name} {format:?}");
+            let cost = gap(&whole, &exact);
+            assert!(cost > 0.0 && cost < most, "{name} {format:?}: {cost}");
             for chunks in [&[1usize; 20][..], &[9, 1, 1, 9]] {
                 assert!(gap(&packed(chunks).0, &whole) < 1e-4, "{name} {format:?} {chunks:?}");
             }

@@ -32,6 +32,12 @@ pub fn params(chosen: &Chosen) -> Vec<&'static str> {
     budgets.filter(|name| chosen.options.get(name).is_none()).collect()
 }
 
+/// Whether a method keeps keys near a query exact by default: it has sinks of its own, and some of them.
+pub fn has_near_field(method: &attlas::Method) -> bool {
+    let sinks = method.params.iter().find(|p| p.name == "sinks").map(|p| (p.default)());
+    matches!(sinks, Some(attlas::params::Value::Int(n)) if n > 0)
+}
+
 /// What every method may spend.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]

@@ -94,10 +94,12 @@ pub fn curves(
     }
     let mut found = Vec::new();
     for (done, chosen) in selection.iter().enumerate() {
-        let has = |name: &str| chosen.method.params.iter().any(|p| p.name == name);
         let named = chosen.options.iter().any(|(name, _)| Near::names(name));
-        let kinds: &[bool] =
-            if has("sinks") || named || !chosen.method.claims.lse { &[false] } else { &[false, true] };
+        let kinds: &[bool] = if budget::has_near_field(chosen.method) || named || !chosen.method.claims.lse {
+            &[false]
+        } else {
+            &[false, true]
+        };
         for &near in kinds {
             let mut curve = Curve {
                 method: chosen.method.id,

@@ -59,10 +59,10 @@ pub(super) fn all(settings: &Settings, problem: &Problem, phase: Phase) -> Vec<S
 
 fn of(chosen: &Chosen, settings: &Settings, problem: &Problem, phase: Phase) -> Vec<Steps> {
     let method = chosen.method;
-    let has = |name: &str| method.params.iter().any(|p| p.name == name);
     let mut bases = vec![below_the_switch(chosen, settings.seed, problem.n_k)];
     // A method with sinks of its own has a near field; others get one, and are tried as published by those who have time.
-    let own = has("sinks") || chosen.options.iter().any(|(name, _)| Near::names(name));
+    let own =
+        crate::budget::has_near_field(method) || chosen.options.iter().any(|(name, _)| Near::names(name));
     if !own && method.claims.lse {
         let near = NEAR.iter().fold(bases[0].clone(), |o, (name, value)| o.with(name, *value));
         if settings.effort == Effort::Thorough {
