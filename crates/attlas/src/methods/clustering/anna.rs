@@ -55,7 +55,9 @@ pub static METHOD: Method = Method {
         drops: true,
         exponent: 1.75,
         needs: Needs::Training,
-        spread: Spread::RING,
+        spread: Spread::Refused {
+            reason: "a row that meets no key of its own piece falls back there, though it may meet some of another",
+        },
         ..Claims::BASE
     },
     probes: &[
