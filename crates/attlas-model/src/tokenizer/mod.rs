@@ -113,8 +113,11 @@ impl Tokenizer {
     /// From the text of a `tokenizer.json`. Which special tokens it adds is up to its post-processor.
     pub fn from_json(text: &[u8]) -> Result<Self> {
         // Syntax first: most malformed files end here.
-        check_growth(&serde_json::from_slice(text)?)?;
-        let mut inner = guarded(|| tokenizers::Tokenizer::from_bytes(text))?;
+        let json = serde_json::from_slice(text)?;
+        check_growth(&json)?;
+        // Written again, since of a name that stands twice the check sees the last and `tokenizers` the first.
+        let text = serde_json::to_vec(&json)?;
+        let mut inner = guarded(|| tokenizers::Tokenizer::from_bytes(&text))?;
         inner.with_truncation(None).map_err(failed)?;
         inner.with_padding(None);
         Ok(Self {
