@@ -12,8 +12,9 @@ use attlas::{Options, Schedule, Status, Workspace};
 use attlas_model::decoder::{LOGIT_ROWS, Observer};
 use attlas_model::kept::CacheFormat;
 use attlas_model::perplexity::{Divergence, Mean, Perplexity, Protocol, Window, nll};
-use attlas_model::{Decoder, Model, Recipe, Rows};
+use attlas_model::{Compute, Decoder, Model, Recipe, Rows};
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,6 +36,8 @@ pub struct Settings {
     pub recipe: Option<Recipe>,
     /// How keys and values are stored; what that costs is measured beside single precision.
     pub cache: CacheFormat,
+    /// What linear layers round their operands to; what that costs is measured beside single precision.
+    pub compute: Compute,
     /// Threads; 0 takes as many as the machine offers.
     pub threads: usize,
 }
@@ -67,6 +70,12 @@ pub struct Record {
     pub attention: String,
     /// How keys and values were stored.
     pub cache: CacheFormat,
+    /// What linear layers rounded their operands to.
+    #[serde(serialize_with = "crate::text::compute_name")]
+    pub compute: Compute,
+    /// Formats of matrices that were multiplied in single precision nevertheless, with how many there are of each.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub in_f32: BTreeMap<&'static str, usize>,
     /// Parameters set for a single method.
     pub params: Options,
     /// Mean negative log-likelihood, in nats.
@@ -208,9 +217,10 @@ pub fn perplexity_beside(
     let threads = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let recipe = settings.recipe.clone().unwrap_or_default();
     let is_exact = settings.recipe.as_ref().is_none_or(|r| r.rules.is_empty() && r.is_exact());
-    let is_exact = is_exact && settings.cache == CacheFormat::F32;
+    let is_exact = is_exact && settings.cache == CacheFormat::F32 && settings.compute == Compute::F32;
     let mut subject = Runner::new(model, &recipe, &threads)?;
     subject.decoder.pack_keys(settings.cache)?;
+    subject.decoder.compute_in(settings.compute);
     let mut exact = if is_exact { None } else { Some(Runner::new(model, &Recipe::default(), &threads)?) };
     let mut divergence = Divergence::default();
     let mut paired = Paired::default();
@@ -300,6 +310,8 @@ pub fn perplexity_beside(
         bos: bos.is_some(),
         windows: finished,
         cache: settings.cache,
+        compute: settings.compute,
+        in_f32: subject.decoder.in_single(),
         attention: if recipe.rules.is_empty() { recipe.default.method } else { "recipe".into() },
         params: recipe.default.params,
         nll: subject.sum.nll().mean(),
