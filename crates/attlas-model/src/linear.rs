@@ -174,7 +174,7 @@ pub fn apply_all_in(
         }
     } else {
         // As many as a transformer applies together need no list of them.
-        match layers {
+        match &mut *layers {
             [a] => products_in(compute, x, &mut [job(a)], scratch),
             [a, b] => products_in(compute, x, &mut [job(a), job(b)], scratch),
             [a, b, c] => products_in(compute, x, &mut [job(a), job(b), job(c)], scratch),
