@@ -73,6 +73,7 @@ fn a_budget_of_all_keys_does_not_diverge() {
 fn generating_is_greedy_by_default_and_reproducible_by_seed() {
     let model = model();
     let prompt = ["generate", &model, "--prompt", "The capital of France is", "--json", "--max-tokens", "8"];
+    let prompt = [&prompt[..], &["--compute", "f32"]].concat();
     let x = json(&prompt);
     assert_eq!(x["prompt_ids"], serde_json::json!([504, 3575, 282, 4649, 314]));
     assert_eq!(x["ids"], serde_json::json!([7042, 30, 198, 198, 504, 2988, 314, 42]));

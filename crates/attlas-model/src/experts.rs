@@ -78,7 +78,12 @@ impl Experts {
             let jobs = &mut [(&expert.gate, &mut gate[..m * width]), (&expert.up, &mut up[..m * width])];
             apply_all_in(compute, jobs, MatRef::new(&rows, m, d), scratch);
             ops::gate_in_place(activation, &mut gate[..m * width], &up[..m * width]);
-            expert.down.apply_in(compute, MatRef::new(&gate[..m * width], m, width), &mut out[..m * d], scratch);
+            expert.down.apply_in(
+                compute,
+                MatRef::new(&gate[..m * width], m, width),
+                &mut out[..m * d],
+                scratch,
+            );
             for (&(i, weight), row) in tokens.iter().zip(out.chunks_exact(d)) {
                 sum[i * d..][..d].iter_mut().zip(row).for_each(|(y, o)| *y += weight * o);
             }

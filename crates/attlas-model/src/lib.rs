@@ -29,11 +29,11 @@ pub mod tensor;
 pub mod tokenizer;
 pub mod weights;
 
+pub use attlas_num::kernels::quant::Compute;
 pub use bert::Encoder;
 pub use calibration::Calibrations;
 pub use chat::{ChatTemplate, Message};
 pub use config::{Architecture, LatentConfig, ModelConfig};
-pub use attlas_num::kernels::quant::Compute;
 pub use decoder::{Decoder, Rows};
 pub use error::{Error, Result};
 pub use linear::Linear;

@@ -223,7 +223,8 @@ fn run_panel(
         let pieces = (x.cols - k).div_ceil(DEPTH);
         let align = weight.format.block_len().max(16);
         let depth = (x.cols - k).div_ceil(pieces).next_multiple_of(align).min(x.cols - k);
-        let (steps, block, bytes) = (depth.div_ceil(2), weight.format.block_len(), weight.format.block_bytes());
+        let (steps, block, bytes) =
+            (depth.div_ceil(2), weight.format.block_len(), weight.format.block_bytes());
         let of_rows = &mut of_rows[..NR * steps];
         of_rows[rows.len() * steps..].fill(0);
         for (r, to) in rows.clone().zip(of_rows.chunks_exact_mut(steps)) {

@@ -425,9 +425,13 @@ fn transpose(isa: Isa, from: &[u32], rows: usize, to: &mut [u32]) {
         Isa::Avx2 | Isa::AvxVnni | Isa::Avx512Vnni => {
             // SAFETY: the caller checked the instruction set, which moves bits as they are; both slices hold `rows · k`
             // elements and `rows` is a multiple of eight.
-            unsafe { super::x86_avx2::transpose(bytemuck::cast_slice(from), k, rows, bytemuck::cast_slice_mut(to)) }
+            unsafe {
+                super::x86_avx2::transpose(bytemuck::cast_slice(from), k, rows, bytemuck::cast_slice_mut(to))
+            }
         }
-        _ => super::scalar::transpose(bytemuck::cast_slice(from), k, rows, bytemuck::cast_slice_mut(to), rows),
+        _ => {
+            super::scalar::transpose(bytemuck::cast_slice(from), k, rows, bytemuck::cast_slice_mut(to), rows)
+        }
     }
 }
 

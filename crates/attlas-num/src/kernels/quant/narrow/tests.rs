@@ -187,7 +187,9 @@ fn a_row_depends_neither_on_its_company_nor_on_the_thread_count() {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let mut out = vec![0.0; n * 300];
         let mut jobs = [Job { weight: w, out: &mut out }];
-        pool.install(|| products(Isa::best(), MatRef::new(&x[..n * 320], n, 320), &mut jobs, &Scratch::new()));
+        pool.install(|| {
+            products(Isa::best(), MatRef::new(&x[..n * 320], n, 320), &mut jobs, &Scratch::new())
+        });
         out
     };
     for sizes in [[1, 4, 17], [21, 34, 50]] {

@@ -72,8 +72,7 @@ unsafe fn tile_of<const M: usize, const GROUP: usize, const MIN: bool>(t: &Tile<
     let scale = t.blocks * at::SCALE + t.first;
     let zero = _mm_cvtsi32_si128(t.form.zero.unwrap_or(0) as i32);
     let mut sums = [[_mm512_setzero_ps(); 2]; M];
-    let (mut w, mut d, mut m) =
-        (t.panel.words.as_ptr(), t.panel.scales.as_ptr(), t.panel.minima.as_ptr());
+    let (mut w, mut d, mut m) = (t.panel.words.as_ptr(), t.panel.scales.as_ptr(), t.panel.minima.as_ptr());
     let mut word = t.first * 8;
     for g in 0..groups {
         // SAFETY: x holds M rows with the numbers and sums of all blocks, the panel `groups` groups: asserted above.

@@ -232,12 +232,8 @@ unsafe fn fifth_bits(p: *const u8) -> __m256i {
     // SAFETY: the callers run with AVX2 and can read four bytes.
     unsafe {
         let word = _mm256_set1_epi32(p.cast::<i32>().read_unaligned());
-        let spread = _mm256_setr_epi64x(
-            0,
-            0x0101_0101_0101_0101,
-            0x0202_0202_0202_0202,
-            0x0303_0303_0303_0303,
-        );
+        let spread =
+            _mm256_setr_epi64x(0, 0x0101_0101_0101_0101, 0x0202_0202_0202_0202, 0x0303_0303_0303_0303);
         let bit = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64 as i64);
         let bytes = _mm256_and_si256(_mm256_shuffle_epi8(word, spread), bit);
         _mm256_and_si256(_mm256_cmpeq_epi8(bytes, bit), _mm256_set1_epi8(16))
@@ -294,13 +290,17 @@ blocks_of_32!(Q4_1, 20, |p| nibbles(p.add(4)), minimum_after_scale!(););
 blocks_of_32!(Q5_0, 22, |p| _mm256_or_si256(nibbles(p.add(6)), fifth_bits(p.add(2))), const ZERO: i32 = 4;);
 blocks_of_32!(Q5_1, 24, |p| _mm256_or_si256(nibbles(p.add(8)), fifth_bits(p.add(4))), minimum_after_scale!(););
 blocks_of_32!(
-    Q8_0, 34, |p| _mm256_xor_si256(_mm256_loadu_si256(p.add(2).cast()), _mm256_set1_epi8(-128)),
-    const ZERO: i32 = 7;
+    Q8_0,
+    34,
+    |p| _mm256_xor_si256(_mm256_loadu_si256(p.add(2).cast()), _mm256_set1_epi8(-128)),
+    const ZERO: i32 = 7;,
     const WIDE: bool = true;
 );
 blocks_of_32!(
-    Iq4Nl, 18, |p| looked_up(p.add(2), &scalar::IQ4_BYTES),
-    const ZERO: i32 = 7;
+    Iq4Nl,
+    18,
+    |p| looked_up(p.add(2), &scalar::IQ4_BYTES),
+    const ZERO: i32 = 7;,
     const WIDE: bool = true;
 );
 
@@ -520,10 +520,13 @@ macro_rules! by_definition {
 }
 
 by_definition!(Q3K, Format::Q3K, 110, 16, const ZERO: i32 = 2;);
-by_definition!(Q8K, Format::Q8K, 292, 32, const ZERO: i32 = 7; const WIDE: bool = true;);
+by_definition!(Q8K, Format::Q8K, 292, 32, const ZERO: i32 = 7;, const WIDE: bool = true;);
 by_definition!(
-    Q2K, Format::Q2K, 84, 16,
-    const MINIMA: usize = 2;
+    Q2K,
+    Format::Q2K,
+    84,
+    16,
+    const MINIMA: usize = 2;,
     #[inline(always)]
     unsafe fn minima(_: *const u8, h: usize, scales: &Unpacked) -> __m256 {
         // SAFETY: passed on from the caller; the array holds sixteen numbers.
