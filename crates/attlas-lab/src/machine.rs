@@ -113,10 +113,20 @@ pub fn name(ws: &Workspace) -> String {
         cpu_name(),
         std::env::consts::ARCH,
         std::env::consts::OS,
-        std::thread::available_parallelism().map_or(1, usize::from),
+        processors(),
         schedule.isa,
         schedule.threads
     )
+}
+
+/// Processors of the machine, whichever of them this process may use: a launcher that binds processes to them does not make
+/// it another one.
+fn processors() -> usize {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    match text.lines().filter(|l| l.starts_with("processor")).count() {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        n => n,
+    }
 }
 
 /// The greatest of several measurements.
