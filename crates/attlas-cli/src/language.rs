@@ -17,7 +17,7 @@ use std::io::Read;
 use std::path::Path;
 use std::process::ExitCode;
 
-/// Tokens of a window where nothing is said.
+/// Tokens of a window by default.
 const CONTEXT: usize = 2048;
 
 pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {

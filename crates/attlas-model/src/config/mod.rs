@@ -30,9 +30,9 @@ pub struct ExpertConfig {
     pub normalised: bool,
     /// What the weights are multiplied with.
     pub factor: f64,
-    /// Experts are in so many groups,
+    /// Number of groups of experts.
     pub groups: usize,
-    /// of which a token chooses among these many.
+    /// Groups among which a token chooses its experts.
     pub groups_per_token: usize,
     /// For each layer, whether it has experts.
     pub layers: Vec<bool>,
