@@ -104,7 +104,7 @@ pub fn factor(blocks: &[Mat<f32>], params: &Params) -> Result<Mixture> {
     Ok(Mixture { a: basis(0, blocks.len()), shared })
 }
 
-/// The matrices asked for, all of them by default, stack by stack.
+/// The selected matrices, all of them by default, stack by stack.
 fn run(request: &Request<'_>) -> Result<Rewritten> {
     let params = Params::from_options(request.options)?;
     each_stack(request, |stack, blocks, out| {
