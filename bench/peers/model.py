@@ -12,7 +12,7 @@ after a prompt of 1024, so that nobody's sampler is timed.
 
 llama-cpp-python has no wheel for every platform; pip then compiles it, which takes a C++ compiler and several minutes.
 """
-import argparse, json, os, pathlib, statistics, subprocess, time
+import argparse, json, os, pathlib, statistics, subprocess, sys, time
 
 from sdpa import PAUSE, ROOT, cpu_model, ensure
 
@@ -47,6 +47,8 @@ class Attlas:
 
 class Transformers:
     def __init__(self, threads):
+        # A script beside this one has the name of the library.
+        sys.path[:] = [p for p in sys.path if pathlib.Path(p).resolve() != pathlib.Path(__file__).resolve().parent]
         import torch, transformers
 
         torch.set_num_threads(threads)

@@ -18,7 +18,7 @@ use std::process::ExitCode;
 const FIRST_LOOK_SECONDS: &str = "18";
 
 impl CompareArgs {
-    /// What runs when nothing is said.
+    /// What runs by default.
     pub(crate) fn first_look(common: &Common) -> Self {
         note(
             common,

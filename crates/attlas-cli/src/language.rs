@@ -6,7 +6,7 @@ use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json};
 use attlas_lab::perplexity::Record;
 use attlas_lab::table::{Table, bytes, count, csv_lines, number, seconds};
-use attlas_lab::text::{Text, check_recipe, open_model, past_recipe};
+use attlas_lab::text::{Text, check_recipe, open_model, open_model_for, past_recipe};
 use attlas_lab::trace::{check_name, write_as};
 use attlas_lab::{Error, extract, generate, output, perplexity};
 use attlas_model::kept::CacheFormat;
@@ -17,7 +17,7 @@ use std::io::Read;
 use std::path::Path;
 use std::process::ExitCode;
 
-/// Tokens of a window where nothing is said.
+/// Tokens of a window by default.
 const CONTEXT: usize = 2048;
 
 pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {
@@ -97,21 +97,11 @@ fn print_pairs(rows: &[(&'static str, String)], common: &Common) {
 pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
     let recipe = args.attention.attention().resolve()?;
     interrupt::catch(common);
-    let model = open_model(&args.model.path)?;
+    let (model, trained) = open_model_for(&args.model.path, args.context)?;
     recipe.as_ref().map_or(Ok(()), |r| check_recipe(r, &model))?;
     let text = Text::read(&args.text.path, &model, args.text.tokens)?;
-    let (trained, longest) = (model.config.max_positions, model.config.longest_context());
     let window = args.context.unwrap_or_else(|| trained.min(CONTEXT));
-    if window > longest {
-        let expected = format!("at most {longest}, the context of the model");
-        return Err(Error::argument("--context", expected, window));
-    }
-    if window > trained {
-        note(
-            common,
-            &format!("note: the model was made for {trained} tokens; beyond, its positions are extrapolated"),
-        );
-    }
+    note_past(common, window, trained);
     if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, window)) {
         eprintln!("warning: {warning}");
     }
@@ -262,10 +252,19 @@ fn attention(r: &Record) -> String {
     }
 }
 
+/// Says that `tokens` are past what a model was made for.
+fn note_past(common: &Common, tokens: usize, trained: usize) {
+    if tokens > trained {
+        let what =
+            format!("note: the model was made for {trained} tokens; beyond, its positions are extrapolated");
+        note(common, &what);
+    }
+}
+
 pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
     let recipe = args.attention.attention().resolve()?;
     interrupt::catch(common);
-    let model = open_model(&args.model.path)?;
+    let (model, trained) = open_model_for(&args.model.path, args.context)?;
     recipe.as_ref().map_or(Ok(()), |r| check_recipe(r, &model))?;
     let prompt = match (&args.prompt, &args.prompt_file) {
         (Some(text), _) => text.clone(),
@@ -281,6 +280,7 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
     if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, ids.len() + args.max_tokens)) {
         eprintln!("warning: {warning}");
     }
+    note_past(common, (ids.len() + args.max_tokens).min(model.config.longest_context()), trained);
     let settings = generate::Settings {
         max_tokens: args.max_tokens,
         sampling: Sampling {

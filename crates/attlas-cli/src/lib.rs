@@ -258,7 +258,7 @@ fn next_step(error: &attlas_lab::Error, command: Option<&Command>) -> &'static s
         E::Model(M::Attention(inner)) => next_step_of_library(inner),
         E::Attlas(inner) => next_step_of_library(inner),
         E::Model(M::ContextTooShort { .. }) => match command {
-            Some(Command::Generate(_)) => "give a shorter prompt, or a model with a longer context",
+            Some(Command::Generate(_)) => "give a shorter prompt, or make room with --context",
             Some(Command::Perplexity(_)) => "read fewer tokens with --tokens, or in windows with --context",
             _ => "read fewer tokens with --tokens",
         },

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// Tokens that are tuned on where nothing is said.
+/// Tokens to tune on by default.
 const TOKENS: usize = 2048;
 /// Fewest tokens that a check is made on.
 const FEWEST: usize = 16;

@@ -769,7 +769,7 @@ impl LayerState {
             + self.streams.iter().flatten().map(|s| s.state_bytes()).sum::<usize>()
     }
 
-    /// Whether a call with so many tokens may be cut into pieces.
+    /// Whether a call with this number of tokens may be cut into pieces.
     fn chunks(&self, tokens: usize) -> bool {
         let alike = |p: &Part| {
             let (reads, decodes) = (p.attending(false), p.attending(true));

@@ -125,7 +125,8 @@ pub(crate) struct PerplexityArgs {
     pub(crate) model: ModelChoice,
     #[command(flatten)]
     pub(crate) text: TextChoice,
-    /// Tokens of a window; by default 2048, or the model's context where that is shorter.
+    /// Tokens of a window; by default 2048, or the model's context where that is shorter. Past that context the base of
+    /// the model's rotation is stretched (NTK-aware).
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) context: Option<usize>,
     /// Tokens from the start of a window to the next; as many as a window has by default.
@@ -170,6 +171,10 @@ pub(crate) struct GenerateArgs {
     /// Add this many tokens at most.
     #[arg(long, short = 'n', default_value_t = 128, value_name = "N")]
     pub(crate) max_tokens: usize,
+    /// Make room for this many tokens. Past the model's context the base of its rotation is stretched (NTK-aware), which costs
+    /// some accuracy; by default as many as the model was made for.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) context: Option<usize>,
     /// Divides the logits; 0 always takes the likeliest token.
     #[arg(long, default_value_t = 0.0, value_name = "T")]
     pub(crate) temperature: f64,

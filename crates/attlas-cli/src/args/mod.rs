@@ -199,8 +199,8 @@ attlas calibrate model.gguf --text book.txt --out calibration\n  \
 attlas calibrate model.gguf --text book.txt --methods loki,crt --tokens 4096 --out calibration\n  \
 attlas perplexity model.gguf --text other.txt --method loki --calibration calibration\n  \
 attlas tune model.gguf --text book.txt --max-kl 0.01 --calibration calibration --out recipe.toml\n\n\
-Nothing is trained: bases and moments in closed form, one for each layer and key head. Errors are told on\n\
-the tokens after those that were learnt from, without and with what was learnt."))]
+Nothing is trained: bases and moments in closed form, one for each layer and key head. Errors are measured\n\
+on the tokens that follow those learnt from, without and with what was learnt."))]
     Calibrate(CalibrateArgs),
     /// Choose a method for every head of a model within a budget, and write the recipe.
     #[command(after_help = laid_out("Examples:\n  \
@@ -210,7 +210,7 @@ attlas tune model.gguf --text book.txt --max-kl 0.01 --methods sink_window,hyper
 attlas tune model.gguf --text book.txt --max-kl 0.01 --out recipe.toml --state part0.jsonl --shard 0/4\n  \
 attlas tune model.gguf --text book.txt --max-kl 0.01 --out recipe.toml --merge part0.jsonl,part1.jsonl\n  \
 attlas perplexity model.gguf --text other.txt --recipe recipe.toml\n\n\
-Methods are timed on every key head, and the model is asked what changing that head alone costs its\n\
+Methods are timed on every key head, and the model measures what changing that head alone costs its\n\
 predictions. One price of a nat for all heads gives the least time; a second text moves it until the\n\
 budget holds there, with 95 % confidence, and a third one gives the answer. New tokens are chosen for\n\
 apart. Everything measured is kept: the same command goes on where it was interrupted.\n\

@@ -6,10 +6,10 @@
 //! all. Exact attention is the baseline and always a choice; a candidate that computed exact attention under another name is
 //! none.
 //!
-//! Then the model is asked: for candidates on the front of error and time, the divergence of its predictions from exact
+//! Then the model is measured: for candidates on the front of error and time, the divergence of its predictions from exact
 //! attention's with that key head changed alone ([`Replace`]). Other candidates of the same key head are taken to cost as the
 //! square of their error. Small divergences add up, so that the choice is one price of a nat for all key heads: the least time
-//! within a sum of divergences. Where the model cannot be asked, the error relative to the layer's output stands in.
+//! within a sum of divergences. Without a model, the error relative to the layer's output stands in.
 //!
 //! The recipe then runs over a second text, and the sum is searched until the budget holds there: doubled while it does,
 //! halved until it does, then in between. A budget holds where the upper 95 % bound of the increase, from differences token by
@@ -74,12 +74,12 @@ pub enum Phase {
 #[serde(rename_all = "lowercase")]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Effort {
-    /// Two budgets of each method, one run of each; six candidates everywhere, two of them asked of the model on 128 rows.
+    /// Two budgets of each method, one run of each; eight candidates for every key head, two of them measured in the model on 128 rows.
     Quick,
-    /// Four budgets; ten candidates, four asked on 256 rows.
+    /// Four budgets; a dozen candidates, four of them in the model on 256 rows.
     #[default]
     Normal,
-    /// Six budgets, three runs, also as published; two dozen candidates, all of the front asked on 512 rows.
+    /// Six budgets, three runs, also as published; two dozen candidates, all of the front in the model on 512 rows.
     Thorough,
 }
 
@@ -100,8 +100,8 @@ impl Effort {
     /// Key heads on which candidates are screened.
     fn screens(self) -> usize {
         match self {
-            Self::Quick => 2,
-            Self::Normal => 4,
+            Self::Quick => 4,
+            Self::Normal => 6,
             Self::Thorough => 8,
         }
     }
@@ -109,13 +109,13 @@ impl Effort {
     /// Candidates that are tried on every key head.
     fn candidates(self) -> usize {
         match self {
-            Self::Quick => 6,
-            Self::Normal => 10,
+            Self::Quick => 8,
+            Self::Normal => 12,
             Self::Thorough => 24,
         }
     }
 
-    /// Candidates of a key head that the model is asked about.
+    /// Candidates of a key head that are measured in the model.
     fn asked(self) -> usize {
         match self {
             Self::Quick => 2,
@@ -412,7 +412,7 @@ pub trait Check {
     /// The model's sizes in one line, as [`shape`](crate::text::shape) gives them.
     fn shape(&self) -> String;
 
-    /// The model that has read `text`, to be asked what changed key heads cost; `None` where it cannot be.
+    /// The model that has read `text`, which measures what changed key heads cost; `None` where it cannot.
     fn replace(&mut self, text: &Text, rows: usize, stop: &AtomicBool) -> Result<Option<Box<dyn Replace>>> {
         let _ = (text, rows, stop);
         Ok(None)

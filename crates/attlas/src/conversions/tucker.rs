@@ -162,7 +162,7 @@ fn weights(
     Ok(solved.data().iter().map(|x| *x as f32).collect())
 }
 
-/// The matrices asked for, all of them by default, stack by stack.
+/// The selected matrices, all of them by default, stack by stack.
 fn run(request: &Request<'_>) -> Result<Rewritten> {
     let params = Params::from_options(request.options)?;
     each_stack(request, |stack, blocks, seen, out| {

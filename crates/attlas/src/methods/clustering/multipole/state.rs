@@ -19,7 +19,7 @@ pub(super) struct Level<T> {
     /// What cluster `c` holds is `members[starts[c]..starts[c + 1]]`.
     members: Vec<u32>,
     starts: Vec<usize>,
-    /// The first so many clusters hold consecutive members, one cluster after the other, from `first` on.
+    /// Number of leading clusters that hold consecutive members, one cluster after the other, from `first` on.
     arranged: usize,
     first: u32,
     d: usize,
