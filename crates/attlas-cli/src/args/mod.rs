@@ -17,7 +17,7 @@ pub(crate) use measure::{
 };
 pub(crate) use rewrite::{CompressArgs, ConvertArgs, FactorType, RecipeName, Target};
 pub(crate) use shared::{Inputs, Limit};
-pub(crate) use simulate::{MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
+pub(crate) use simulate::{KhopArgs, MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
 
 use clap::{Args, Parser, Subcommand};
 
