@@ -53,6 +53,8 @@ class Attlas:
 
 class Transformers:
     def __init__(self, threads):
+        # A script beside this one has the name of the library.
+        sys.path[:] = [p for p in sys.path if pathlib.Path(p).resolve() != pathlib.Path(__file__).resolve().parent]
         import torch, transformers
 
         torch.set_num_threads(threads)

@@ -116,6 +116,16 @@ pub trait Observer: Send {
     fn attended(&mut self, layer: usize, first: usize, o: &[f32]) {
         let _ = (layer, first, o);
     }
+
+    /// Normalised hidden states that enter a feed-forward layer, for the tokens from `first` on.
+    fn entering_ffn(&mut self, layer: usize, first: usize, x: &[f32]) {
+        let _ = (layer, first, x);
+    }
+
+    /// Gated hidden units of a feed-forward layer, before the projection out of it; not of experts.
+    fn gated(&mut self, layer: usize, first: usize, x: &[f32]) {
+        let _ = (layer, first, x);
+    }
 }
 
 /// Looks at nothing.
@@ -591,6 +601,7 @@ impl State {
                 }
                 adjust(c, sum, layer.attention_post_norm.as_deref());
                 add_and_norm(x, sum, layer.ffn_norm.as_deref(), c, normed);
+                observer.entering_ffn(l, self.len + i * CHUNK, normed);
                 // Zero where experts do everything.
                 let width = layer.gate.outputs();
                 let gate = sized(&mut buffers.gate, len * width);
@@ -603,6 +614,7 @@ impl State {
                     by_rows(gate, width, |first, rows| {
                         ops::gate_in_place(c.activation, rows, &up[first * width..][..rows.len()]);
                     });
+                    observer.gated(l, self.len + i * CHUNK, gate);
                     layer.down.apply_in(self.compute, matrix(gate, width), sum, &self.scratch);
                 }
                 if let (Some(experts), Some(e)) = (&layer.experts, &c.experts) {
@@ -802,7 +814,7 @@ impl LayerState {
             + self.streams.iter().flatten().map(|s| s.state_bytes()).sum::<usize>()
     }
 
-    /// Whether a call with so many tokens may be cut into pieces.
+    /// Whether a call with this number of tokens may be cut into pieces.
     fn chunks(&self, tokens: usize) -> bool {
         let alike = |p: &Part| {
             let (reads, decodes) = (p.attending(false), p.attending(true));
