@@ -3,7 +3,9 @@
 use crate::args::{Common, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName};
 use crate::interrupt;
 use crate::progress::Progress;
-use crate::{Outcome, STOP, note, print, print_json};
+use crate::{Outcome, STOP, note, print, print_json, team};
+use attlas_lab::crew::Crew;
+use attlas_lab::hash::sha256_of;
 use attlas_lab::perplexity::Record;
 use attlas_lab::table::{Table, bytes, count, csv_lines, number, seconds};
 use attlas_lab::text::{Text, check_recipe, open_model, open_model_for, past_recipe};
@@ -95,6 +97,13 @@ fn print_pairs(rows: &[(&'static str, String)], common: &Common) {
 }
 
 pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
+    team::crewed(|crew| perplexity_on(crew, args, common))
+}
+
+fn perplexity_on(crew: &dyn Crew, args: &PerplexityArgs, common: &Common) -> Outcome {
+    if let (Some(path), true) = (&args.state, crew.leads()) {
+        output::check(&[("--state", path)], &[&args.model.path, &args.text.path])?;
+    }
     let recipe = args.attention.attention().resolve()?;
     interrupt::catch(common);
     let (model, trained) = open_model_for(&args.model.path, args.context)?;
@@ -102,7 +111,7 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
     let text = Text::read(&args.text.path, &model, args.text.tokens)?;
     let window = args.context.unwrap_or_else(|| trained.min(CONTEXT));
     note_past(common, window, trained);
-    if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, window)) {
+    if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, window)).filter(|_| crew.leads()) {
         eprintln!("warning: {warning}");
     }
     let protocol = match args.protocol {
@@ -130,16 +139,29 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
         cache: args.cache.cache,
         threads: common.threads,
     };
+    let key = || {
+        let path = &args.model.path;
+        // What is no path is the name of a model elsewhere.
+        let weights = if path.exists() { sha256_of(path) } else { Ok(path.display().to_string()) };
+        perplexity::key(&weights.map_err(|e| Error::reading(path, e))?, &text, &settings)
+    };
+    let mut ledger = team::ledger(args.state.as_deref(), "perplexity", key, common)?;
     let progress = Progress::new(common);
-    let record = perplexity::perplexity(
+    let record = perplexity::perplexity_with(
         &model,
         &text,
         &settings,
+        crew,
+        &mut ledger,
+        None,
         &mut |done, total, ppl| progress.at(done, total, &format!("perplexity {ppl:.3}")),
         &STOP,
     );
     progress.end();
     let record = record?;
+    if !crew.leads() {
+        return Ok(ExitCode::SUCCESS);
+    }
     if common.json {
         print_json(&record);
     } else if common.csv {

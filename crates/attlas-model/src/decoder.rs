@@ -114,6 +114,16 @@ pub trait Observer: Send {
     fn attended(&mut self, layer: usize, first: usize, o: &[f32]) {
         let _ = (layer, first, o);
     }
+
+    /// Normalised hidden states that enter a feed-forward layer, for the tokens from `first` on.
+    fn entering_ffn(&mut self, layer: usize, first: usize, x: &[f32]) {
+        let _ = (layer, first, x);
+    }
+
+    /// Gated hidden units of a feed-forward layer, before the projection out of it; not of experts.
+    fn gated(&mut self, layer: usize, first: usize, x: &[f32]) {
+        let _ = (layer, first, x);
+    }
 }
 
 /// Looks at nothing.
@@ -546,6 +556,7 @@ impl State {
                 }
                 adjust(c, sum, layer.attention_post_norm.as_deref());
                 add_and_norm(x, sum, layer.ffn_norm.as_deref(), c, normed);
+                observer.entering_ffn(l, self.len + i * CHUNK, normed);
                 // Zero where experts do everything.
                 let width = layer.gate.outputs();
                 let gate = sized(&mut buffers.gate, len * width);
@@ -558,6 +569,7 @@ impl State {
                     by_rows(gate, width, |first, rows| {
                         ops::gate_in_place(c.activation, rows, &up[first * width..][..rows.len()]);
                     });
+                    observer.gated(l, self.len + i * CHUNK, gate);
                     layer.down.apply(matrix(gate, width), sum, &self.scratch);
                 }
                 if let (Some(experts), Some(e)) = (&layer.experts, &c.experts) {

@@ -554,6 +554,7 @@ fn record(text: &str) -> Result<Record, String> {
         seconds: number("seconds")?,
         tokens_per_second: number("tokens_per_second")?,
         against_exact,
+        nodes: Vec::new(),
         interrupted: false,
     })
 }

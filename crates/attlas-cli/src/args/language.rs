@@ -88,6 +88,10 @@ pub(crate) struct TuneArgs {
     /// Where measurements are kept; the name of the recipe with .jsonl added by default.
     #[arg(long, value_name = "FILE")]
     pub(crate) state: Option<PathBuf>,
+    /// Under mpirun, let machines take part whose measured peaks differ by more than 10 %: times of their key heads
+    /// do not compare.
+    #[arg(long)]
+    pub(crate) mixed: bool,
     /// Measure part I of N alone, counted from 0, and write no recipe.
     #[arg(long, value_name = "I/N")]
     pub(crate) shard: Option<Shard>,
@@ -141,6 +145,9 @@ pub(crate) struct PerplexityArgs {
     pub(crate) task: Option<attlas_lab::task::Task>,
     #[command(flatten)]
     pub(crate) attention: AttentionChoice,
+    /// Keep finished windows in this file; the same command goes on from it, on any number of processes.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) state: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) cache: CacheChoice,
 }
