@@ -3,7 +3,9 @@
 use crate::args::{Common, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName};
 use crate::interrupt;
 use crate::progress::Progress;
-use crate::{Outcome, STOP, note, print, print_json};
+use crate::{Outcome, STOP, note, print, print_json, team};
+use attlas_lab::crew::Crew;
+use attlas_lab::hash::sha256_of;
 use attlas_lab::perplexity::Record;
 use attlas_lab::table::{Table, bytes, count, csv_lines, number, seconds};
 use attlas_lab::text::{Text, check_recipe, open_model, open_model_for, past_recipe};
@@ -12,7 +14,8 @@ use attlas_lab::{Error, extract, generate, output, perplexity};
 use attlas_model::kept::CacheFormat;
 use attlas_model::perplexity::Protocol;
 use attlas_model::sample::Sampling;
-use attlas_model::{ChatTemplate, Message, Model};
+use attlas_model::{ChatTemplate, Compute, Message, Model};
+use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 use std::process::ExitCode;
@@ -95,6 +98,13 @@ fn print_pairs(rows: &[(&'static str, String)], common: &Common) {
 }
 
 pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
+    team::crewed(|crew| perplexity_on(crew, args, common))
+}
+
+fn perplexity_on(crew: &dyn Crew, args: &PerplexityArgs, common: &Common) -> Outcome {
+    if let (Some(path), true) = (&args.state, crew.leads()) {
+        output::check(&[("--state", path)], &[&args.model.path, &args.text.path])?;
+    }
     let recipe = args.attention.attention().resolve()?;
     interrupt::catch(common);
     let (model, trained) = open_model_for(&args.model.path, args.context)?;
@@ -102,7 +112,7 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
     let text = Text::read(&args.text.path, &model, args.text.tokens)?;
     let window = args.context.unwrap_or_else(|| trained.min(CONTEXT));
     note_past(common, window, trained);
-    if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, window)) {
+    if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, window)).filter(|_| crew.leads()) {
         eprintln!("warning: {warning}");
     }
     let protocol = match args.protocol {
@@ -128,18 +138,32 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
         seed: common.seed,
         recipe,
         cache: args.cache.cache,
+        compute: args.compute,
         threads: common.threads,
     };
+    let key = || {
+        let path = &args.model.path;
+        // What is no path is the name of a model elsewhere.
+        let weights = if path.exists() { sha256_of(path) } else { Ok(path.display().to_string()) };
+        perplexity::key(&weights.map_err(|e| Error::reading(path, e))?, &text, &settings)
+    };
+    let mut ledger = team::ledger(args.state.as_deref(), "perplexity", key, common)?;
     let progress = Progress::new(common);
-    let record = perplexity::perplexity(
+    let record = perplexity::perplexity_with(
         &model,
         &text,
         &settings,
+        crew,
+        &mut ledger,
+        None,
         &mut |done, total, ppl| progress.at(done, total, &format!("perplexity {ppl:.3}")),
         &STOP,
     );
     progress.end();
     let record = record?;
+    if !crew.leads() {
+        return Ok(ExitCode::SUCCESS);
+    }
     if common.json {
         print_json(&record);
     } else if common.csv {
@@ -189,6 +213,7 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
             ),
         ),
         ("attention", attention(r)),
+        ("products", products(r.compute, &r.in_f32)),
         (
             if r.task.is_some() { "perplexity of the far tokens" } else { "perplexity" },
             format!("{} +- {}", fixed(r.ppl), fixed(r.ppl_se)),
@@ -236,6 +261,12 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
     }
     rows.push(("speed", format!("{} tokens/s, logits included", number(r.tokens_per_second))));
     rows
+}
+
+/// What products were computed in, and of which matrices not.
+fn products(compute: Compute, in_f32: &BTreeMap<&str, usize>) -> String {
+    let others: Vec<String> = in_f32.iter().map(|(format, n)| format!("{n} in {format}")).collect();
+    if others.is_empty() { compute.to_string() } else { format!("{compute}; f32 of {}", others.join(", ")) }
 }
 
 /// The attention that ran, and whether it was exact.
@@ -293,6 +324,7 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
         ignore_eos: args.ignore_eos,
         recipe,
         cache: args.cache.cache,
+        compute: args.compute,
         threads: common.threads,
     };
     let live = !common.json && !common.csv;
@@ -330,11 +362,12 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
         note(
             common,
             &format!(
-                "{} after a prompt of {}: {rate} tokens/s, prompt {} tokens/s, cache {}",
+                "{} after a prompt of {}: {rate} tokens/s, prompt {} tokens/s, cache {}, products {}",
                 count(result.ids.len(), "token"),
                 result.prompt_ids.len(),
                 number(result.prompt_tokens_per_second),
-                bytes(result.cache_bytes)
+                bytes(result.cache_bytes),
+                products(result.compute, &result.in_f32)
             ),
         );
     }

@@ -74,11 +74,12 @@ fn command(arguments: &[OsString]) -> ExitCode {
         team::before_error();
         if matches!(error, attlas_lab::Error::Model(attlas_model::Error::Interrupted)) {
             eprintln!("interrupted: nothing was finished");
+            team::after_error(130);
             return ExitCode::from(130);
         }
         eprintln!("error: {}", printable(&described(&error)));
         eprintln!("{}", next_step(&error, cli.command.as_ref()));
-        team::after_error();
+        team::after_error(2);
         ExitCode::from(2)
     });
     team::leave();

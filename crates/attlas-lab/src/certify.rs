@@ -14,25 +14,30 @@
 //! as $B$ allows, so it cannot fall below about $\sqrt{B \ln(1/\delta) / m}$ over the size of a row. For that case
 //! the percentile bootstrap of the sample stands beside it. It is usually close, and guarantees nothing.
 
+use crate::reread::Name;
 use crate::stats::hoeffding_upper;
 use attlas_num::rng::StreamKey;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Bound on an output's relative Frobenius error from a sample of exact rows.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Certificate {
     /// Upper bound that holds with probability `confidence`; none where the sample is too small to give one.
     pub bound: Option<f64>,
     /// Probability with which the bound holds; 1 where every row was sampled.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub confidence: f64,
     /// Rows on which exact attention was computed.
     pub rows: usize,
     /// The error of the sampled rows alone.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub estimate: f64,
     /// The `confidence` quantile of the bootstrap distribution of the estimate; not a guarantee.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub bootstrap: f64,
     /// The inequality behind the bound.
-    pub inequality: &'static str,
+    #[serde(deserialize_with = "crate::reread::name")]
+    pub inequality: Name,
 }
 
 /// Names the inequality in records.

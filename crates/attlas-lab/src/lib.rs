@@ -35,6 +35,7 @@ pub mod output;
 pub mod perplexity;
 pub mod reorder;
 pub mod report;
+mod reread;
 mod run;
 pub mod select;
 pub mod self_check;
@@ -51,6 +52,7 @@ pub mod taxonomy;
 pub mod text;
 pub mod trace;
 pub mod tune;
+pub mod units;
 pub mod words;
 pub mod workload;
 

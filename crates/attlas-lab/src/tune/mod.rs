@@ -34,8 +34,9 @@ mod state;
 pub use curve::CurvePoint;
 pub use divergence::Replace;
 pub use runtime::Runtime;
-pub use state::{Key, Measurement, PEAK_CLASS, State};
+pub use state::{Key, Measurement, Node, PEAK_CLASS, PEAK_MIXED, State, check_nodes};
 
+use crate::crew::{Alone, Crew};
 use crate::hash::sha256;
 use crate::perplexity::Record;
 use crate::select::Chosen;
@@ -258,22 +259,31 @@ pub struct Outcome {
     /// Tokens scored.
     pub scored: u64,
     /// Perplexity.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub ppl: f64,
     /// Perplexity with exact attention.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub exact_ppl: f64,
     /// Relative increase of the perplexity.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub ppl_increase: f64,
     /// Its upper 95 % bound.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub ppl_increase_upper: f64,
     /// Mean divergence, nats.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub kl_mean: f64,
     /// Its standard error.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub kl_se: f64,
     /// Share of tokens with the same likeliest one.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub same_top: f64,
     /// Scores over exact attention's.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub keys_share: f64,
     /// Seconds of the model, logits included.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub seconds: f64,
     /// The same with exact attention; none where it was not timed.
     pub exact_seconds: Option<f64>,
@@ -328,6 +338,9 @@ pub struct Tuned {
     pub effort: Effort,
     /// Measurements made or found.
     pub measurements: usize,
+    /// Key heads that were measured in a second, by all processes, once for prompts and once for new tokens; none where all
+    /// were known.
+    pub heads_per_second: Option<f64>,
     /// Methods that computed exact attention at this length, and are no choice of their own.
     pub fell_back: Vec<String>,
     /// Candidates that were tried on every key head.
@@ -445,8 +458,24 @@ pub fn tune(
     watch: &mut dyn FnMut(usize, usize, &str),
     stop: &AtomicBool,
 ) -> Result<Ended> {
-    let mut run =
-        Run { model, text, check, settings, search: Search::new(workload, settings)?, state, watch, stop };
+    tune_with(model, text, check, workload, settings, state, &Alone::default(), watch, stop)
+}
+
+/// The same with key heads shared among the processes of a crew, each of which has a state of its own
+/// ([`State::open_with`]) and comes to the same answer.
+pub fn tune_with(
+    model: &mut dyn Check,
+    text: &Text,
+    check: &Text,
+    workload: &Workload,
+    settings: &Settings,
+    state: &mut State,
+    crew: &dyn Crew,
+    watch: &mut dyn FnMut(usize, usize, &str),
+    stop: &AtomicBool,
+) -> Result<Ended> {
+    let search = Search::new(workload, settings, crew)?;
+    let mut run = Run { model, text, check, settings, search, state, crew, watch, stop };
     match run.whole()? {
         Some(tuned) => Ok(Ended::Done(Box::new(tuned))),
         None => Ok(Ended::Interrupted(run.state.len())),
