@@ -31,21 +31,31 @@ def sampled_columns(q, k, v, scale, block, sinks, window, scouts, keys, diagonal
             # Scouts: the block's first row, the others spread over the block before. None is later than `first`.
             before = max(first - block, 0)
             rest = [before + (block * (s + 1)) // scouts - 1 for s in range(scouts - 1)]
-            mass, by_distance = np.zeros(n), np.zeros(n)
-            for r in sorted({first, *[r for r in rest if r < first]}):
+            mass, votes = np.zeros(n), {}
+            scout_rows = sorted({first, *[r for r in rest if r < first]})
+            for r in scout_rows:
                 for h in range(heads):
                     p = softmax(scale * (k[: r + 1] @ q[h, r]))
                     mass[: r + 1] += p
-                    np.add.at(by_distance, r - np.arange(r + 1), p)
+                    # A heavy key votes for its distance, named by the key at that distance from the first row.
+                    for j in range(sink, min(edge, r + 1)):
+                        if p[j] >= 1 / 64:
+                            of_scouts = votes.setdefault(j + first - r, {})
+                            of_scouts[r] = of_scouts.get(r, 0) + p[j]
             far_keys = np.arange(sink, edge)
             best = far_keys[np.lexsort((far_keys, -mass[far_keys]))][:keys]  # ties to the smaller index
             chosen[best] = True
-            # Distances whose run of keys ends before the near field.
-            by_distance[: first - edge + block] = 0
-            for d in np.lexsort((np.arange(n), -by_distance))[:diagonals]:
-                if by_distance[d] > 0:
-                    run = np.arange(first - d, first - d + block)
-                    chosen[run[(run >= sink) & (run < edge)]] = True
+            # A distance counts the votes of all scouts but the one that gives most.
+            count = {t: sum(w.values()) - (max(w.values()) if len(scout_rows) > 1 else 0) for t, w in votes.items()}
+            taken = []
+            for t in sorted((t for t in count if count[t] > 0), key=lambda t: (-count[t], -t)):
+                run = np.arange(t, min(t + block, edge))
+                run = run[run >= sink]
+                beside = any(abs(t - other) <= 2 for other in taken)
+                if beside or len(taken) < diagonals:
+                    chosen[run] = True
+                    if not beside and len(run) > 0:
+                        taken.append(t)
         exact = np.zeros(n, bool)
         exact[:sink] = True
         exact[edge:] = True

@@ -3,14 +3,17 @@
 //! **Idea.** Sinks and a window are exact. Most of the far mass of neighbouring rows lies on the same few keys, and which
 //! they are shows in the exact scores of a few rows. Rows go in blocks; scout rows that are not later than the block's
 //! first row choose its keys, once for all query heads of a group. Heads that copy look at another key in every row,
-//! always at the same distance: scouts also vote by distance and add runs of keys along diagonals. Each aligned run of the
-//! keys that are left is one pseudo key, so that no mass is lost.
+//! always at the same distance: a distance at which two scouts look adds the run of keys along its diagonal. Each aligned
+//! run of the keys that are left is one pseudo key, so that no mass is lost.
 //!
 //! **Math.** A block begins at row $i_0$ (as a position among the keys); $E = \max(i_0 - w, 0)$ is the edge of its near
 //! field and $F = [s, E)$ its far keys, behind $s$ sinks. For the scouts $R$ (the row $i_0$ and others spread over the block
 //! before), $m_j = \sum_{r \in R} \sum_h p^h_{rj}$ with $p^h_r$ the exact softmax of row $r$ over all keys it sees. $C$ holds
-//! the `keys` heaviest of $F$ (ties to the smaller index), or fewer that hold the share `mass` of $\sum_F m_j$, and for each
-//! of the `diagonals` heaviest distances $o$ by $\sum_{r} \sum_h p^h_{r, r - o}$ the keys $i_0 - o, \dots, i_0 - o + B - 1$.
+//! the `keys` heaviest of $F$ (ties to the smaller index), or fewer that hold the share `mass` of $\sum_F m_j$, and diagonals.
+//! At a distance $o$ scout $r$ votes with $a_r(o) = \sum_h p^h_{r, r - o}$, summed over heads with $r - o \in F$ and
+//! $p^h_{r, r - o} \ge 1/64$; the distance counts $\sum_r a_r(o) - \max_r a_r(o)$, so that a key which every scout looks at, and
+//! lies at another distance from each, counts nothing (a single scout counts $a_r$). The `diagonals` distances that count most,
+//! and those within 2 of them, add the keys $i_0 - o, \dots, i_0 - o + B - 1$ that are far.
 //! For each aligned run $A$ of `far_block` keys let $U = A \cap F \setminus C$, $\bar k, \bar v$ its means: row $i$ is the
 //! softmax over the logits $\tau \langle q_i, k_j \rangle$ of sinks, $C$ and $[E, i]$ with values $v_j$, and
 //! $\tau \langle q_i, \bar k \rangle + \ln |U|$ with values $\bar v$. With `chooser = mean_query`,
@@ -19,7 +22,8 @@
 //!
 //! **Decoding.** Every `refresh` tokens the exact weights of the token over all keys are added to half the masses so far,
 //! and keys are chosen from these; the window begins at an aligned run, so that all runs in the far field are whole. A
-//! token reads sinks, chosen keys, window and the means of runs; each `refresh`-th also reads every key once.
+//! token reads sinks, chosen keys, window and the means of runs; each `refresh`-th also reads every key once. A distance counts
+//! as much weight as tokens before also held at it, or as the key at it is new; its run lasts until the next refresh.
 //!
 //! **Reference.** zhu2024 (SampleAttention: columns by sampled rows), jiang2024 (MInference: vertical and slash lines),
 //! zhang2023 (H2O: masses of keys). Departures: scouts are strictly causal; the choice is shared by a group; runs of
@@ -151,7 +155,7 @@ crate::params! {
         keys: usize = 192, in 0..=1 << 30;
         /// Share of the far mass after which no more keys are chosen; 1 takes all `keys`.
         mass: f64 = 1.0, in 0.0..=1.0;
-        /// Distances whose runs of keys are added to the choice; only scouts can vote for them.
+        /// Most distances whose runs of keys are added to the choice; only scouts can vote for them.
         diagonals: usize = 1, in 0..=1 << 20;
         /// Who chooses the far keys.
         chooser: Chooser = Chooser::Scouts;
