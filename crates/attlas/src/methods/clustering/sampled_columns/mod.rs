@@ -3,17 +3,18 @@
 //! **Idea.** Sinks and a window are exact. Most of the far mass of neighbouring rows lies on the same few keys, and which
 //! they are shows in the exact scores of a few rows. Rows go in blocks; scout rows that are not later than the block's
 //! first row choose its keys, once for all query heads of a group. Heads that copy look at another key in every row,
-//! always at the same distance: a distance at which two scouts look adds the run of keys along its diagonal. Each aligned
+//! always at the same distance: a distance at which several scouts look adds the run of keys along its diagonal. Each aligned
 //! run of the keys that are left is one pseudo key, so that no mass is lost.
 //!
 //! **Math.** A block begins at row $i_0$ (as a position among the keys); $E = \max(i_0 - w, 0)$ is the edge of its near
 //! field and $F = [s, E)$ its far keys, behind $s$ sinks. For the scouts $R$ (the row $i_0$ and others spread over the block
 //! before), $m_j = \sum_{r \in R} \sum_h p^h_{rj}$ with $p^h_r$ the exact softmax of row $r$ over all keys it sees. $C$ holds
 //! the `keys` heaviest of $F$ (ties to the smaller index), or fewer that hold the share `mass` of $\sum_F m_j$, and diagonals.
-//! At a distance $o$ scout $r$ votes with $a_r(o) = \sum_h p^h_{r, r - o}$, summed over heads with $r - o \in F$ and
-//! $p^h_{r, r - o} \ge 1/64$; the distance counts $\sum_r a_r(o) - \max_r a_r(o)$, so that a key which every scout looks at, and
-//! lies at another distance from each, counts nothing (a single scout counts $a_r$). The `diagonals` distances that count most,
-//! and those within 2 of them, add the keys $i_0 - o, \dots, i_0 - o + B - 1$ that are far.
+//! At a distance $o$ scout $r$ votes with $a_r(o) = \sum_h p^h_{r, r - o}$, summed over heads with $r - o$ far from $r$'s block and
+//! $p^h_{r, r - o} \ge 1/128$; over the scouts of the block and of the 7 before, the distance counts $\sum_r a_r(o) - \max_r a_r(o)$,
+//! so that a key which every scout looks at, and which lies at another distance from each, counts nothing (with `scouts` = 1,
+//! $\sum_r a_r$). The `diagonals` distances that count most, and those within 2 of them, add the keys
+//! $i_0 - o, \dots, i_0 - o + B - 1$ that are far.
 //! For each aligned run $A$ of `far_block` keys let $U = A \cap F \setminus C$, $\bar k, \bar v$ its means: row $i$ is the
 //! softmax over the logits $\tau \langle q_i, k_j \rangle$ of sinks, $C$ and $[E, i]$ with values $v_j$, and
 //! $\tau \langle q_i, \bar k \rangle + \ln |U|$ with values $\bar v$. With `chooser = mean_query`,
@@ -53,7 +54,8 @@ use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Tunable, Withdrawn,
 };
 use crate::{Mask, Problem, Real, Result};
-use choose::Choice;
+use choose::{Choice, Scouted};
+use rayon::prelude::*;
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -156,7 +158,7 @@ crate::params! {
         /// Share of the far mass after which no more keys are chosen; 1 takes all `keys`.
         mass: f64 = 1.0, in 0.0..=1.0;
         /// Most distances whose runs of keys are added to the choice; only scouts can vote for them.
-        diagonals: usize = 1, in 0..=1 << 20;
+        diagonals: usize = 2, in 0..=1 << 20;
         /// Who chooses the far keys.
         chooser: Chooser = Chooser::Scouts;
         /// Scout rows of a block.
@@ -266,8 +268,14 @@ impl GroupPlan for SampledColumns {
         let turned = (self.params.chooser == Chooser::Scouts).then(|| TurnedKeys::new(g.k, g.cx));
         let scored = Scored { q: g.q, k: g.k, turned: turned.as_ref(), scale: g.scale, cx: g.cx };
         let choice = Choice { params: &self.params, mask: g.mask, scored };
-        let mut info =
-            attend_chosen_blocks(&mut g, self.field(), means, precision, |place| choice.choose(place))?;
+        let (field, mask, n_q, n_k) = (self.field(), g.mask, g.n_q(), g.n_k());
+        let blocks = (0..n_q.div_ceil(field.block)).into_par_iter().with_max_len(1);
+        let scouted: Vec<Scouted> =
+            blocks.map(|b| choice.scout(&field.place(mask, b * field.block, n_q, n_k))).collect();
+        let mut info = attend_chosen_blocks(&mut g, field, means, precision, |place| {
+            let b = place.first / field.block;
+            (choice.choose(place, &scouted[..=b]), scouted[b].visited)
+        })?;
         add_sampled_error(&g, self.params.certify, &mut info);
         Ok(info)
     }
