@@ -36,7 +36,7 @@
 //!
 //! **Guarantees.** Exact when `keys` covers the far field. Weights are non-negative and sum to one. A row depends on
 //! queries up to the first row of its block and on keys up to itself, on nothing later. `error_estimate` and `error_upper`
-//! of a run are the relative error on `certify` rows of each head and its upper 95 % bound (normal approximation).
+//! of a run are the relative error on `check_rows` rows of each head and its upper 95 % bound (normal approximation).
 //!
 //! **When to use.** Long prompts and long contexts of trained causal models, from a few thousand tokens on.
 
@@ -114,7 +114,7 @@ pub static METHOD: Method = Method {
             ("recent", "5"),
             ("scouts", "1"),
         ],
-        &[("block", "16"), ("window", "8"), ("keys", "0"), ("diagonals", "0"), ("certify", "0")],
+        &[("block", "16"), ("window", "8"), ("keys", "0"), ("diagonals", "0"), ("check_rows", "0")],
     ],
     tunable: &[Tunable::budget("keys"), Tunable::values("precision", &["bf16"])],
     ..Method::of::<Params>()
@@ -180,7 +180,7 @@ crate::params! {
         /// Decoded tokens between two whose exact weights renew the choice.
         refresh: usize = 16, in 1..=1 << 30;
         /// Rows of each head on which the error of a run is measured; 0 for none.
-        certify: usize = 32, in 0..=1 << 20;
+        check_rows: usize = 32, in 0..=1 << 20;
         /// Precision of the operands: full, or bf16 with sums in single precision; scores and decoding are in full
         /// precision.
         precision: Operands = Operands::Full;
@@ -230,7 +230,7 @@ impl SampledColumns {
 
 impl GroupPlan for SampledColumns {
     fn cost(&self, p: &Problem) -> Cost {
-        let Params { scouts, block, certify, .. } = self.params;
+        let Params { scouts, block, check_rows, .. } = self.params;
         let rows = (p.batch * p.n_heads * p.n_q) as f64;
         let pairs = p.visible_pairs() as f64;
         let gathered = (self.gathered(p) as f64 * rows).min(pairs);
@@ -238,11 +238,11 @@ impl GroupPlan for SampledColumns {
             Chooser::Scouts => pairs * (scouts as f64 / block as f64).min(1.0),
             Chooser::MeanQuery => pairs / (block * p.group_size()) as f64,
         };
-        let certified = pairs * (certify as f64 / p.n_q.max(1) as f64).min(1.0);
+        let checked = pairs * (check_rows as f64 / p.n_q.max(1) as f64).min(1.0);
         let width = (p.d + p.d_v) as f64;
         Cost {
             setup_flops: 2 * (scored * p.d as f64) as u64,
-            run_flops: 2 * ((gathered + certified).max(1.0) * width) as u64,
+            run_flops: 2 * ((gathered + checked).max(1.0) * width) as u64,
             bytes: (4.0 * (2.0 * rows + gathered / block as f64) * width) as u64,
         }
     }
@@ -276,7 +276,7 @@ impl GroupPlan for SampledColumns {
             let b = place.first / field.block;
             (choice.choose(place, &scouted[..=b]), scouted[b].visited)
         })?;
-        add_sampled_error(&g, self.params.certify, &mut info);
+        add_sampled_error(&g, self.params.check_rows, &mut info);
         Ok(info)
     }
 
