@@ -13,14 +13,18 @@ import os
 import pathlib
 import platform
 import statistics
+import sys
 import time
 
-import attlas
-import attlas.transformers
-import numpy as np
-import torch
-import transformers
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+# This file has the name of the library that it measures, and a script's own folder is searched first.
+sys.path[:] = [p for p in sys.path if pathlib.Path(p).resolve() != pathlib.Path(__file__).resolve().parent]
+
+import attlas  # noqa: E402
+import attlas.transformers  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -11,7 +11,7 @@ use attlas_lab::text::{Text, open_model};
 use attlas_lab::{Error, output};
 use std::process::ExitCode;
 
-/// Tokens that are learnt from where nothing is said.
+/// Tokens to learn from by default.
 const TOKENS: usize = 2048;
 
 pub(crate) fn run(args: &CalibrateArgs, common: &Common) -> Outcome {

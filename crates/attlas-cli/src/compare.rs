@@ -4,11 +4,12 @@ use crate::args::{Cli, Command, Common, CompareArgs};
 use crate::inputs::{Numerals, check_outputs, load};
 use crate::interrupt;
 use crate::progress::Progress;
-use crate::{ALLOCATOR, Outcome, STOP, note, print, print_json};
+use crate::{ALLOCATOR, Outcome, STOP, note, print, print_json, team};
 use attlas::{Schedule, Workspace};
 use attlas_lab::budget::{Budget, equalise};
-use attlas_lab::compare::{Comparison, Matching, Settings, compare_with, curves};
-use attlas_lab::select::Selection;
+use attlas_lab::compare::{Comparison, Matching, Settings, compare_with, curves, key};
+use attlas_lab::crew::Crew;
+use attlas_lab::select::{Chosen, Selection};
 use attlas_lab::table::{bytes, count, number, seconds, wrap};
 use attlas_lab::{Calibrations, Error, Meter, Workload, html, output};
 use clap::Parser;
@@ -18,7 +19,7 @@ use std::process::ExitCode;
 const FIRST_LOOK_SECONDS: &str = "18";
 
 impl CompareArgs {
-    /// What runs when nothing is said.
+    /// What runs by default.
     pub(crate) fn first_look(common: &Common) -> Self {
         note(
             common,
@@ -39,8 +40,15 @@ pub(crate) fn meter() -> Meter {
 }
 
 pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
+    team::crewed(|crew| run_on(crew, args, common))
+}
+
+fn run_on(crew: &dyn Crew, args: &CompareArgs, common: &Common) -> Outcome {
     let selection = args.methods.choice().resolve()?;
     let gpu = args.device.open()?;
+    if gpu.is_some() && !crew.is_alone() {
+        return Err(Error::argument("--device", "cpu with several processes", "cuda"));
+    }
     let (selection, left_out) = match &gpu {
         Some(gpu) => gpu.select(selection)?,
         None => (selection, Vec::new()),
@@ -49,6 +57,7 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
         ("--save-calibration", args.save_calibration.as_deref()),
         ("--html", args.pictures.html.as_deref()),
         ("--svg", args.pictures.svg.as_deref()),
+        ("--state", args.state.as_deref()),
     ];
     check_outputs(&outputs, &args.inputs, args.calibration.as_deref())?;
     interrupt::catch(common);
@@ -64,15 +73,19 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
     };
     let given = args.calibration.as_deref().map(Calibrations::read).transpose()?.unwrap_or_default();
     let (selection, matched) = match args.matched {
-        Some(budget) => equal_budgets(&workload, selection, budget, &settings, common)?,
+        Some(budget) => equal_budgets(crew, &workload, selection, budget, &settings, common)?,
         None => (selection, None),
     };
+    let of = || key(&workload, &selection, &settings, &given);
+    let mut ledger = team::ledger(args.state.as_deref(), "comparison", of, common)?;
     let progress = Progress::new(common);
     let result = compare_with(
         &workload,
         &selection,
         &settings,
         &given,
+        crew,
+        &mut ledger,
         &mut |step| progress.at(step.done, step.total, step.method),
         &STOP,
     );
@@ -88,12 +101,16 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
             &selection,
             &settings,
             &given,
+            crew,
             &mut |done, total, method| progress.at(done, total, &format!("curve of {method}")),
             &STOP,
         );
         progress.end();
         result.curves = found?;
         result.verdict = curves::verdict(&result.curves, result.tokens);
+    }
+    if !crew.leads() {
+        return Ok(ExitCode::SUCCESS);
     }
     show(&result, args, common);
     if let Some(gpu) = &gpu {
@@ -134,14 +151,22 @@ pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {
     }
 }
 
-/// Settings with which all methods spend the same, and what they are.
+/// Settings with which all methods spend the same, and what they are. The first process looks for them; the others take them
+/// over.
 fn equal_budgets(
+    crew: &dyn Crew,
     workload: &Workload,
     selection: Selection,
     budget: Budget,
     settings: &Settings,
     common: &Common,
 ) -> Result<(Selection, Option<Matching>), Error> {
+    let broken = |e: serde_json::Error| Error::argument("the settings of methods", "a list", e);
+    if !crew.leads() {
+        let told: Vec<attlas::Options> = serde_json::from_str(&crew.tell(String::new())).map_err(broken)?;
+        let with = |(chosen, options)| Chosen { options, ..chosen };
+        return Ok((selection.into_iter().zip(told).map(with).collect(), None));
+    }
     let mut ws = Workspace::new(Schedule { threads: common.threads, ..Schedule::default() })?;
     let progress = Progress::new(common);
     let found = equalise(
@@ -155,6 +180,8 @@ fn equal_budgets(
     );
     progress.end();
     let (selection, methods) = found?;
+    let options: Vec<&attlas::Options> = selection.iter().map(|c| &c.options).collect();
+    crew.tell(serde_json::to_string(&options).map_err(broken)?);
     Ok((selection, Some(Matching { budget, methods })))
 }
 

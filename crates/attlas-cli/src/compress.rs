@@ -7,7 +7,7 @@ use crate::{Outcome, STOP, note, print, print_json, verdict};
 use attlas::conversions::common::network::Role;
 use attlas::{Options, registry};
 use attlas_lab::Error;
-use attlas_lab::compress::{Accept, Acceptance, Record, Settings, run as measure, set_rank};
+use attlas_lab::compress::{Accept, Acceptance, Calibrate, Record, Settings, run as measure, set_rank};
 use attlas_lab::table::{Table, number, wrap};
 use attlas_model::compress::Elements;
 use std::process::ExitCode;
@@ -54,6 +54,12 @@ fn settings(args: &CompressArgs, common: &Common) -> Result<Settings, Error> {
     if let Some(error) = args.max_weight_error {
         options.set("rel_error", error);
     }
+    if let Some(share) = args.keep {
+        options.set("keep", share);
+    }
+    if let Some(loss) = args.max_loss {
+        options.set("max_loss", loss);
+    }
     if common.seed != 0 && conversion.params.iter().any(|p| p.name == "seed") {
         options.set("seed", common.seed);
     }
@@ -85,6 +91,11 @@ fn settings(args: &CompressArgs, common: &Common) -> Result<Settings, Error> {
             tokens: args.accept_tokens,
             ranks: if args.rank.len() > 1 { args.rank.clone() } else { Vec::new() },
         }),
+        calibrate: args.calibrate.as_ref().map(|text| Calibrate {
+            text: text.clone(),
+            tokens: args.calibrate_tokens,
+            probe: args.probe_tokens,
+        }),
     })
 }
 
@@ -107,10 +118,11 @@ fn show(r: &Record, judged: Option<&str>, common: &Common) {
     if let Some(a) = &r.acceptance {
         print(&format!("{}\n{}\n", form(&a.table()), outcome(a)));
     }
-    let mut losses = Table::new(&["<weights", "rank", "error", "numbers", "kept"]);
+    let mut losses = Table::new(&["<weights", "rank", "error", "on text", "numbers", "kept"]);
     let share = |a: usize, b: usize| format!("{:.1} %", 100.0 * b as f64 / a.max(1) as f64);
     for l in r.losses.iter().take(SHOWN) {
-        let cells = [l.what.clone(), l.rank.to_string(), number(l.rel_error), l.after.to_string()];
+        let seen = l.seen_error.map_or("-".into(), number);
+        let cells = [l.what.clone(), l.rank.to_string(), number(l.rel_error), seen, l.after.to_string()];
         losses.push(cells.into_iter().chain([share(l.before, l.after)]).collect());
     }
     if !losses.is_empty() {
@@ -120,6 +132,18 @@ fn show(r: &Record, judged: Option<&str>, common: &Common) {
         print(&format!("and {} more; --json has all\n", r.losses.len() - SHOWN));
     }
     print(&format!("\nrelative error of the weights {}; {}\n", number(r.rel_error), r.verdict()));
+    if let Some(c) = &r.calibration {
+        let predicted = c.predicted_kl.map_or(String::new(), |kl| {
+            format!("; losses of single matrices add up to a KL of {}", number(kl))
+        });
+        let said = format!(
+            "fitted to {} tokens of {}: relative error of the outputs on them {}{predicted}",
+            c.tokens,
+            c.text,
+            number(c.seen_error)
+        );
+        print(&format!("{}\n", wrap(&said)));
+    }
     if let Some(judged) = judged {
         print(&format!("{}\n", wrap(judged)));
     }

@@ -13,9 +13,9 @@ use attlas_lab::text::{Text, open_model};
 use attlas_model::Model;
 use attlas_model::save::Folder;
 
-/// Tokens that are calibrated on where nothing is said.
+/// Tokens to calibrate on by default.
 const TOKENS: usize = 8192;
-/// Tokens that are checked on where nothing is said.
+/// Tokens to check on by default.
 const CHECK_TOKENS: usize = 2048;
 
 pub(crate) fn run(args: &ConvertArgs, common: &Common) -> Outcome {

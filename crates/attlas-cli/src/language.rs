@@ -3,21 +3,24 @@
 use crate::args::{Common, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName};
 use crate::interrupt;
 use crate::progress::Progress;
-use crate::{Outcome, STOP, note, print, print_json};
+use crate::{Outcome, STOP, note, print, print_json, team};
+use attlas_lab::crew::Crew;
+use attlas_lab::hash::sha256_of;
 use attlas_lab::perplexity::Record;
 use attlas_lab::table::{Table, bytes, count, csv_lines, number, seconds};
-use attlas_lab::text::{Text, check_recipe, open_model, past_recipe};
+use attlas_lab::text::{Text, check_recipe, open_model, open_model_for, past_recipe};
 use attlas_lab::trace::{check_name, write_as};
 use attlas_lab::{Error, extract, generate, output, perplexity};
 use attlas_model::kept::CacheFormat;
 use attlas_model::perplexity::Protocol;
 use attlas_model::sample::Sampling;
-use attlas_model::{ChatTemplate, Message, Model};
+use attlas_model::{ChatTemplate, Compute, Message, Model};
+use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 use std::process::ExitCode;
 
-/// Tokens of a window where nothing is said.
+/// Tokens of a window by default.
 const CONTEXT: usize = 2048;
 
 pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {
@@ -95,24 +98,21 @@ fn print_pairs(rows: &[(&'static str, String)], common: &Common) {
 }
 
 pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
+    team::crewed(|crew| perplexity_on(crew, args, common))
+}
+
+fn perplexity_on(crew: &dyn Crew, args: &PerplexityArgs, common: &Common) -> Outcome {
+    if let (Some(path), true) = (&args.state, crew.leads()) {
+        output::check(&[("--state", path)], &[&args.model.path, &args.text.path])?;
+    }
     let recipe = args.attention.attention().resolve()?;
     interrupt::catch(common);
-    let model = open_model(&args.model.path)?;
+    let (model, trained) = open_model_for(&args.model.path, args.context)?;
     recipe.as_ref().map_or(Ok(()), |r| check_recipe(r, &model))?;
     let text = Text::read(&args.text.path, &model, args.text.tokens)?;
-    let (trained, longest) = (model.config.max_positions, model.config.longest_context());
     let window = args.context.unwrap_or_else(|| trained.min(CONTEXT));
-    if window > longest {
-        let expected = format!("at most {longest}, the context of the model");
-        return Err(Error::argument("--context", expected, window));
-    }
-    if window > trained {
-        note(
-            common,
-            &format!("note: the model was made for {trained} tokens; beyond, its positions are extrapolated"),
-        );
-    }
-    if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, window)) {
+    note_past(common, window, trained);
+    if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, window)).filter(|_| crew.leads()) {
         eprintln!("warning: {warning}");
     }
     let protocol = match args.protocol {
@@ -138,18 +138,32 @@ pub(crate) fn perplexity(args: &PerplexityArgs, common: &Common) -> Outcome {
         seed: common.seed,
         recipe,
         cache: args.cache.cache,
+        compute: args.compute,
         threads: common.threads,
     };
+    let key = || {
+        let path = &args.model.path;
+        // What is no path is the name of a model elsewhere.
+        let weights = if path.exists() { sha256_of(path) } else { Ok(path.display().to_string()) };
+        perplexity::key(&weights.map_err(|e| Error::reading(path, e))?, &text, &settings)
+    };
+    let mut ledger = team::ledger(args.state.as_deref(), "perplexity", key, common)?;
     let progress = Progress::new(common);
-    let record = perplexity::perplexity(
+    let record = perplexity::perplexity_with(
         &model,
         &text,
         &settings,
+        crew,
+        &mut ledger,
+        None,
         &mut |done, total, ppl| progress.at(done, total, &format!("perplexity {ppl:.3}")),
         &STOP,
     );
     progress.end();
     let record = record?;
+    if !crew.leads() {
+        return Ok(ExitCode::SUCCESS);
+    }
     if common.json {
         print_json(&record);
     } else if common.csv {
@@ -199,6 +213,7 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
             ),
         ),
         ("attention", attention(r)),
+        ("products", products(r.compute, &r.in_f32)),
         (
             if r.task.is_some() { "perplexity of the far tokens" } else { "perplexity" },
             format!("{} +- {}", fixed(r.ppl), fixed(r.ppl_se)),
@@ -248,6 +263,12 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
     rows
 }
 
+/// What products were computed in, and of which matrices not.
+fn products(compute: Compute, in_f32: &BTreeMap<&str, usize>) -> String {
+    let others: Vec<String> = in_f32.iter().map(|(format, n)| format!("{n} in {format}")).collect();
+    if others.is_empty() { compute.to_string() } else { format!("{compute}; f32 of {}", others.join(", ")) }
+}
+
 /// The attention that ran, and whether it was exact.
 fn attention(r: &Record) -> String {
     let mut named = format!("{} {}", r.attention, r.params).trim_end().to_string();
@@ -262,10 +283,19 @@ fn attention(r: &Record) -> String {
     }
 }
 
+/// Says that `tokens` are past what a model was made for.
+fn note_past(common: &Common, tokens: usize, trained: usize) {
+    if tokens > trained {
+        let what =
+            format!("note: the model was made for {trained} tokens; beyond, its positions are extrapolated");
+        note(common, &what);
+    }
+}
+
 pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
     let recipe = args.attention.attention().resolve()?;
     interrupt::catch(common);
-    let model = open_model(&args.model.path)?;
+    let (model, trained) = open_model_for(&args.model.path, args.context)?;
     recipe.as_ref().map_or(Ok(()), |r| check_recipe(r, &model))?;
     let prompt = match (&args.prompt, &args.prompt_file) {
         (Some(text), _) => text.clone(),
@@ -281,6 +311,7 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
     if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, ids.len() + args.max_tokens)) {
         eprintln!("warning: {warning}");
     }
+    note_past(common, (ids.len() + args.max_tokens).min(model.config.longest_context()), trained);
     let settings = generate::Settings {
         max_tokens: args.max_tokens,
         sampling: Sampling {
@@ -293,6 +324,7 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
         ignore_eos: args.ignore_eos,
         recipe,
         cache: args.cache.cache,
+        compute: args.compute,
         threads: common.threads,
     };
     let live = !common.json && !common.csv;
@@ -330,11 +362,12 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
         note(
             common,
             &format!(
-                "{} after a prompt of {}: {rate} tokens/s, prompt {} tokens/s, cache {}",
+                "{} after a prompt of {}: {rate} tokens/s, prompt {} tokens/s, cache {}, products {}",
                 count(result.ids.len(), "token"),
                 result.prompt_ids.len(),
                 number(result.prompt_tokens_per_second),
-                bytes(result.cache_bytes)
+                bytes(result.cache_bytes),
+                products(result.compute, &result.in_f32)
             ),
         );
     }

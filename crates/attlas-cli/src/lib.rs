@@ -74,11 +74,12 @@ fn command(arguments: &[OsString]) -> ExitCode {
         team::before_error();
         if matches!(error, attlas_lab::Error::Model(attlas_model::Error::Interrupted)) {
             eprintln!("interrupted: nothing was finished");
+            team::after_error(130);
             return ExitCode::from(130);
         }
         eprintln!("error: {}", printable(&described(&error)));
         eprintln!("{}", next_step(&error, cli.command.as_ref()));
-        team::after_error();
+        team::after_error(2);
         ExitCode::from(2)
     });
     team::leave();
@@ -258,7 +259,7 @@ fn next_step(error: &attlas_lab::Error, command: Option<&Command>) -> &'static s
         E::Model(M::Attention(inner)) => next_step_of_library(inner),
         E::Attlas(inner) => next_step_of_library(inner),
         E::Model(M::ContextTooShort { .. }) => match command {
-            Some(Command::Generate(_)) => "give a shorter prompt, or a model with a longer context",
+            Some(Command::Generate(_)) => "give a shorter prompt, or make room with --context",
             Some(Command::Perplexity(_)) => "read fewer tokens with --tokens, or in windows with --context",
             _ => "read fewer tokens with --tokens",
         },

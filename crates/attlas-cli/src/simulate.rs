@@ -1,9 +1,9 @@
 //! `attlas simulate`.
 
-use crate::args::{Common, MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
+use crate::args::{Common, KhopArgs, MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
 use crate::{Outcome, note, print, print_json};
-use attlas::Mat;
-use attlas_lab::simulate::{Matching, Model, Particles, ParticlesRun, Scheme, Score, Task};
+use attlas::{Mat, Options, registry};
+use attlas_lab::simulate::{KHop, Matching, Model, Particles, ParticlesRun, Scheme, Score, Task};
 use attlas_lab::table::{Table, count, number};
 use attlas_lab::{Error, output};
 use std::process::ExitCode;
@@ -12,7 +12,46 @@ pub(crate) fn run(args: &SimulateArgs, common: &Common) -> Outcome {
     match &args.what {
         Simulation::Particles(a) => particles(a, common),
         Simulation::Match3(a) => matching(a, common),
+        Simulation::Khop(a) => khop(a, common),
     }
+}
+
+fn khop(args: &KhopArgs, common: &Common) -> Outcome {
+    let mut options = Options::new();
+    for text in &args.set {
+        let expected = || Error::argument("--set", "parameter=value, such as window=64", format!("'{text}'"));
+        let (name, value) = text.split_once('=').ok_or_else(expected)?;
+        options.set(name, value);
+    }
+    let task = KHop {
+        n: args.n,
+        k: args.k,
+        vocabulary: args.vocabulary,
+        count: args.count,
+        method: registry::method(&args.method)?,
+        options,
+        seed: common.seed,
+    };
+    let run = task.run(common.threads)?;
+    if common.json {
+        print_json(&run);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let percent = |x: f64| format!("{:.1} %", 100.0 * x);
+    let mut table = Table::new(&["<method", "layers", "right", "chains that long", "keys visited"]);
+    table.push(vec![
+        run.method.into(),
+        run.layers.to_string(),
+        percent(run.accuracy),
+        percent(run.reached),
+        percent(run.keys_visited),
+    ]);
+    if !common.csv {
+        let tokens = count(run.answers, "token");
+        print(&format!("{} hops in sequences of {}, {tokens} answered\n\n", run.k, run.n));
+    }
+    print(&form(&table, common));
+    Ok(ExitCode::SUCCESS)
 }
 
 fn form(table: &Table, common: &Common) -> String {

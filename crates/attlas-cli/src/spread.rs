@@ -4,9 +4,10 @@ use crate::args::{BenchArgs, Common, WireName};
 use crate::{Outcome, note, print, print_json};
 use attlas::{Mask, Options, Problem, Schedule, Workspace};
 use attlas_lab::Error;
+use attlas_lab::machine::Machine;
 use attlas_lab::select::{Chosen, baseline};
 use attlas_lab::table::{Table, bytes, count, number, percent, seconds};
-use attlas_mpi::bench::{Row, Settings, measure, measure_decode, state_bytes};
+use attlas_mpi::bench::{Row, Settings, link, measure, measure_decode, state_bytes};
 use attlas_mpi::cluster::{Measured, Prediction, predict as predicted};
 use attlas_mpi::{Threads, Transport, Wire};
 use std::process::ExitCode;
@@ -26,6 +27,28 @@ fn problem(args: &BenchArgs, n: usize, d: usize) -> Problem {
     Problem { mask, ..Problem::new(args.heads, n, d).with_kv_heads(kv_heads) }
 }
 
+/// Operations a second of all processes together, as if each were as slow as the slowest; none where one cannot tell.
+fn all_peaks(t: &dyn Transport, ws: &Workspace) -> Option<f64> {
+    let own = Machine::fma_peak(ws).unwrap_or(0.0);
+    let all = t.gather_all(&own.to_le_bytes());
+    let each = all.iter().map(|b| b.as_slice().try_into().map_or(0.0, f64::from_le_bytes));
+    Some(1e9 * t.size() as f64 * each.fold(f64::INFINITY, f64::min)).filter(|p| *p > 0.0)
+}
+
+/// Why a run is left out, where its counted operations take longer than allowed even at the peak.
+fn too_long(
+    peak: Option<f64>,
+    most: f64,
+    chosen: &Chosen,
+    options: &Options,
+    problem: &Problem,
+) -> Option<String> {
+    let least = chosen.method.plan(problem, options).ok()?.cost().flops() as f64 / peak?;
+    (least > most).then(|| {
+        format!("{} tokens take {} or more; --max-seconds allows longer runs", problem.n_k, seconds(least))
+    })
+}
+
 /// One sequence over all processes.
 pub(crate) fn bench(t: &dyn Transport, selection: &[Chosen], args: &BenchArgs, common: &Common) -> Outcome {
     if args.peer_json.is_some() {
@@ -41,6 +64,8 @@ pub(crate) fn bench(t: &dyn Transport, selection: &[Chosen], args: &BenchArgs, c
     };
     let settings = Settings { runs: args.runs as usize, wire, seed: common.seed };
     let mut ws = Workspace::new(Schedule { threads: common.threads, ..Schedule::default() })?;
+    let link = link(t);
+    let peak = all_peaks(t, &ws);
     let (mut rows, mut refused): (Vec<Row>, Vec<(&str, Vec<String>)>) = (Vec::new(), Vec::new());
     for &d in &args.d {
         for &n in &args.n {
@@ -52,6 +77,10 @@ pub(crate) fn bench(t: &dyn Transport, selection: &[Chosen], args: &BenchArgs, c
             }
             for chosen in subjects(selection)? {
                 let options = chosen.options_for(common.seed);
+                if let Some(reason) = too_long(peak, args.max_seconds, &chosen, &options, &problem) {
+                    refused.push((chosen.method.id, vec![reason]));
+                    continue;
+                }
                 match measure(t, &problem, chosen.method, &options, &settings, &mut ws)? {
                     Ok(row) => rows.push(row),
                     Err(reasons) if refused.iter().any(|r| r.0 == chosen.method.id) => drop(reasons),
@@ -66,7 +95,7 @@ pub(crate) fn bench(t: &dyn Transport, selection: &[Chosen], args: &BenchArgs, c
         let (mask, threads) = (problem(args, 1, 1).mask, ws.schedule().threads);
         print_json(&serde_json::json!({
             "processes": t.size(), "threads": threads, "mask": mask, "heads": args.heads,
-            "kv_heads": args.kv_heads.unwrap_or(args.heads), "rows": rows, "refused": reasons,
+            "kv_heads": args.kv_heads.unwrap_or(args.heads), "link": link, "rows": rows, "refused": reasons,
         }));
         return Ok(ExitCode::SUCCESS);
     }
@@ -103,8 +132,11 @@ pub(crate) fn bench(t: &dyn Transport, selection: &[Chosen], args: &BenchArgs, c
             count(args.heads, "query head"),
             count(args.kv_heads.unwrap_or(args.heads), "key head")
         );
+        let between = link.map_or(String::new(), |l| {
+            format!("\nbetween processes: {} us a message, {} Gbit/s", number(l.us), number(l.gbps))
+        });
         let form = if common.md { table.markdown() } else { table.text() };
-        print(&format!("{heading}\n\n{form}"));
+        print(&format!("{heading}{between}\n\n{form}"));
         note(
             common,
             "\ntime: median of the slowest process; sent: by all processes in one run; waited: longest of a process;\n\

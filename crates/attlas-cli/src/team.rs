@@ -2,13 +2,18 @@
 //!
 //! Process 0 prints and writes files; the others work and stay silent. An error ends all of them.
 
-use crate::args::Command;
+use crate::args::{Command, Common};
+use crate::note;
 use attlas_lab::Error;
+use attlas_lab::crew::{Alone, Crew};
 #[cfg(feature = "mpi")]
-use attlas_lab::hash::sha256;
-use attlas_mpi::{Transport, launch};
+use attlas_lab::hash::{sha256, sha256_of};
+use attlas_lab::table::count;
+use attlas_lab::units::Ledger;
+use attlas_mpi::{Team, Transport, launch};
 #[cfg(feature = "mpi")]
 use std::cell::RefCell;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Whether this process is not the first of several.
@@ -28,7 +33,16 @@ const BUILD: &str = "build it with MPI (Debian: apt-get install libopenmpi-dev o
 /// Commands that run over several processes.
 #[cfg(feature = "mpi")]
 fn runs_spread(command: Option<&Command>) -> bool {
-    matches!(command, Some(Command::Bench(_) | Command::Inspect(_)))
+    matches!(
+        command,
+        Some(
+            Command::Bench(_)
+                | Command::Inspect(_)
+                | Command::Compare(_)
+                | Command::Tune(_)
+                | Command::Perplexity(_)
+        )
+    )
 }
 
 /// Joins the processes of `mpirun`, if there are several.
@@ -48,8 +62,7 @@ pub(crate) fn join(command: Option<&Command>) -> Result<(), Error> {
     #[cfg(feature = "mpi")]
     {
         if !runs_spread(command) {
-            let expected = "bench or inspect under mpirun; start other commands in one process (attlas tune takes \
-                            --shard i/n in each, and --merge at the end)";
+            let expected = "bench, compare, inspect, perplexity or tune under mpirun; start other commands in one process";
             return Err(Error::argument("more than one process", expected, found));
         }
         let world = attlas_mpi::World::join()
@@ -80,6 +93,34 @@ pub(crate) fn with<R>(work: impl FnOnce(&dyn Transport) -> R) -> Option<R> {
     }
 }
 
+/// Runs `work` with all processes, or with this one alone.
+pub(crate) fn crewed<R>(work: impl FnOnce(&dyn Crew) -> R) -> R {
+    let mut work = Some(work);
+    let mut once = |crew: &dyn Crew| match work.take() {
+        Some(work) => work(crew),
+        None => unreachable!("it is run once"),
+    };
+    match with(|t| once(&Team::new(t))) {
+        Some(result) => result,
+        None => once(&Alone::default()),
+    }
+}
+
+/// The finished units of a command, where they are kept: process 0 has them.
+pub(crate) fn ledger(
+    path: Option<&Path>,
+    command: &str,
+    key: impl FnOnce() -> Result<String, Error>,
+    common: &Common,
+) -> Result<Ledger, Error> {
+    let Some(path) = path.filter(|_| !follows()) else { return Ok(Ledger::none()) };
+    let ledger = Ledger::open(path, command, &key()?)?;
+    if !ledger.is_empty() {
+        note(common, &format!("{} known from {}", count(ledger.len(), "unit"), path.display()));
+    }
+    Ok(ledger)
+}
+
 /// Before an error is told: the first process tells it, and the others only where it has nothing to say.
 pub(crate) fn before_error() {
     if follows() {
@@ -94,14 +135,16 @@ pub(crate) fn before_error() {
     }
 }
 
-/// After an error was told: ends all processes.
-pub(crate) fn after_error() {
+/// After an error was told: ends all processes with this status.
+pub(crate) fn after_error(status: u8) {
     #[cfg(feature = "mpi")]
     WORLD.with(|cell| {
         if let Some(world) = cell.borrow().as_ref() {
-            world.abort(2);
+            world.abort(status.into());
         }
     });
+    #[cfg(not(feature = "mpi"))]
+    let _ = status;
 }
 
 /// The end of a command that went well on this process.
@@ -111,33 +154,41 @@ pub(crate) fn leave() {
     WORLD.with(|cell| drop(cell.take()));
 }
 
-/// Flags whose value is a file that is written.
+/// Flags whose value is a file that is written, or read by the first process alone.
 #[cfg(feature = "mpi")]
-const OUTPUTS: [&str; 7] = ["--out", "-o", "--state", "--html", "--svg", "--save-calibration", "--merge"];
+const OUTPUTS: [&str; 8] =
+    ["--out", "-o", "--state", "--html", "--svg", "--curve", "--save-calibration", "--merge"];
+
+/// Words that may name an input: those behind `=` as well, and none that an output flag stands before.
+#[cfg(feature = "mpi")]
+fn inputs(arguments: &[String]) -> Vec<&str> {
+    let mut found = Vec::new();
+    for (i, argument) in arguments.iter().enumerate() {
+        let (flag, value) = match argument.split_once('=') {
+            Some((flag, value)) if flag.starts_with('-') => (Some(flag), value),
+            _ => (i.checked_sub(1).map(|i| arguments[i].as_str()), argument.as_str()),
+        };
+        if flag.is_none_or(|flag| !OUTPUTS.contains(&flag)) {
+            found.push(value);
+            // Files of one source stand between commas.
+            found.extend(value.split(',').filter(|part| *part != value));
+        }
+    }
+    found
+}
 
 /// Refuses processes with other programs, arguments or input files than the first.
 #[cfg(feature = "mpi")]
 fn agree(world: &attlas_mpi::World) -> Result<(), Error> {
-    let hash = |path: &std::path::Path| std::fs::read(path).map(|bytes| sha256(&bytes)).unwrap_or_default();
-    let program = std::env::current_exe().map(|path| hash(&path)).unwrap_or_default();
+    let program = std::env::current_exe().and_then(|path| sha256_of(&path)).unwrap_or_default();
     let mut lines = vec![format!("the program {program}")];
     let arguments: Vec<String> =
         crate::ARGUMENTS.get().into_iter().flatten().map(|a| a.to_string_lossy().into_owned()).collect();
     lines.push(format!("the arguments {}", sha256(arguments.join("\0").as_bytes())));
-    for (i, argument) in arguments.iter().enumerate() {
-        let written = i > 0 && OUTPUTS.contains(&arguments[i - 1].as_str());
-        let path = std::path::Path::new(argument);
-        if written {
-            continue;
-        }
-        if path.is_file() {
-            lines.push(format!("{argument} {}", hash(path)));
-        } else if path.is_dir() {
-            let mut files: Vec<_> =
-                std::fs::read_dir(path).into_iter().flatten().flatten().map(|e| e.path()).collect();
-            files.retain(|p| p.is_file());
-            files.sort();
-            lines.extend(files.iter().map(|p| format!("{} {}", p.display(), hash(p))));
+    for input in inputs(&arguments) {
+        let path = Path::new(input);
+        if path.exists() {
+            lines.push(format!("{input} {}", sha256_of(path).unwrap_or_default()));
         }
     }
     let node = world.node();
@@ -159,4 +210,18 @@ fn agree(world: &attlas_mpi::World) -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+#[cfg(all(test, feature = "mpi"))]
+mod tests {
+    use super::inputs;
+
+    #[test]
+    fn what_is_written_is_no_input() {
+        let words =
+            ["tune", "m.gguf", "--text=a.txt", "--out", "r.toml", "--state=s", "--check-text", "b.txt"];
+        let found = words.map(str::to_owned);
+        assert_eq!(inputs(&found), ["tune", "m.gguf", "a.txt", "--out", "--check-text", "b.txt"]);
+        assert_eq!(inputs(&["q.npy,k.npy".to_owned()]), ["q.npy,k.npy", "q.npy", "k.npy"]);
+    }
 }

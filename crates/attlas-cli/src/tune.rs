@@ -4,22 +4,27 @@ use crate::args::{Common, TuneArgs};
 use crate::interrupt;
 use crate::progress::Progress;
 use crate::report::command_line;
-use crate::{Outcome, STOP, note, print, print_json};
+use crate::{Outcome, STOP, note, print, print_json, team};
+use attlas_lab::crew::Crew;
 use attlas_lab::table::{percent, wrap};
 use attlas_lab::text::{Text, open_model};
-use attlas_lab::tune::{Ended, Runtime, Settings, State, Tuned, curve, extract_layers, key, tune};
+use attlas_lab::tune::{Ended, Runtime, Settings, State, Tuned, curve, extract_layers, key, tune_with};
 use attlas_lab::{Calibrations, Error, output, task};
 use attlas_model::Model;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// Tokens that are tuned on where nothing is said.
+/// Tokens to tune on by default.
 const TOKENS: usize = 2048;
 /// Fewest tokens that a check is made on.
 const FEWEST: usize = 16;
 
 pub(crate) fn run(args: &TuneArgs, common: &Common) -> Outcome {
+    team::crewed(|crew| run_on(crew, args, common))
+}
+
+fn run_on(crew: &dyn Crew, args: &TuneArgs, common: &Common) -> Outcome {
     let learnt = args.calibration.as_deref().map(Calibrations::read).transpose()?.unwrap_or_default();
     let mut settings = Settings {
         max_error: args.max_error,
@@ -50,7 +55,9 @@ pub(crate) fn run(args: &TuneArgs, common: &Common) -> Outcome {
     inputs.extend(args.answer_text.as_deref());
     let mut outputs = vec![("--out", args.out.as_path()), ("--state", path.as_path())];
     outputs.extend(args.curve.as_deref().map(|c| ("--curve", c)));
-    output::check(&outputs, &inputs)?;
+    if crew.leads() {
+        output::check(&outputs, &inputs)?;
+    }
     interrupt::catch(common);
     let model = open_model(&args.model.path)?;
     let (text, check, answer) = texts(args, &model, common.seed)?;
@@ -68,27 +75,29 @@ pub(crate) fn run(args: &TuneArgs, common: &Common) -> Outcome {
     );
     progress.end();
     let workload = extracted?;
-    let mut state = State::open(Some(&path), &key(&workload, &settings)?)?;
-    if !args.merge.is_empty() {
-        args.merge.iter().try_for_each(|other| state.merge(other))?;
-        state.rewrite()?;
-    }
+    let key = key(&workload, &settings)?;
+    let mut state = State::open_with(&path, &key, &args.merge, args.mixed, crew)?;
     if !state.is_empty() {
         note(common, &format!("{} measurements are known from {}", state.len(), path.display()));
     }
     let progress = Progress::new(common);
-    let ended = tune(
-        &mut Runtime::new(&model, common.threads, args.task, common.seed),
+    let ended = tune_with(
+        &mut Runtime::new(&model, common.threads, args.task, common.seed).with_crew(crew),
         &text,
         &check,
         &workload,
         &settings,
         &mut state,
+        crew,
         &mut |done, total, what| progress.at(done, total, what),
         &STOP,
     );
     progress.end();
-    let tuned = match ended? {
+    let ended = ended?;
+    if !crew.leads() {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let tuned = match ended {
         Ended::Done(tuned) => tuned,
         Ended::Interrupted(kept) => {
             let name = path.display();

@@ -58,6 +58,35 @@ fn a_model_is_written_measured_and_runs_from_what_was_written() {
 }
 
 #[test]
+fn factors_are_fitted_to_what_follows_the_tokens_that_are_measured() {
+    let folder = Folder::new("fitted");
+    let (model, text) = (model(), alice());
+    let run = |name: &str, more: &[&str]| {
+        let out = folder.file(name);
+        let common = ["--text", &text, "--tokens", "130", "--context", "64", "--repeats", "0", "--json"];
+        let what = ["compress", &model, "--with", "svd", "--layers", "3", "--matrices", "q,o", "--out", &out];
+        json(&[&what[..], &common, more].concat())
+    };
+    let kl = |record: &serde_json::Value| record["quality"]["kl_mean"].as_f64().unwrap();
+    let plain = run("plain", &["--rank", "200"]);
+    assert!(plain["calibration"].is_null() && plain["losses"][0]["seen_error"].is_null());
+    let read = ["--calibrate", &text, "--calibrate-tokens", "1024"];
+    let fitted = run("fitted", &[&["--rank", "200"], &read[..]].concat());
+    assert_eq!(fitted["calibration"]["tokens"], 1024);
+    assert!(fitted["calibration"]["sensitivity"].is_null());
+    let seen = fitted["losses"][0]["seen_error"].as_f64().unwrap();
+    assert!(seen > 0.0 && seen < plain["losses"][0]["rel_error"].as_f64().unwrap());
+    assert!(kl(&fitted) < kl(&plain), "{} and {}", kl(&fitted), kl(&plain));
+
+    // One budget for both matrices, in numbers stored.
+    let spread = run("spread", &[&["--keep", "70%", "--probe-tokens", "64"], &read[..]].concat());
+    let after: u64 = spread["losses"].as_array().unwrap().iter().map(|l| l["after"].as_u64().unwrap()).sum();
+    assert!(after as f64 <= 0.7 * 2.0 * 576.0 * 576.0, "{after}");
+    assert_eq!(spread["calibration"]["sensitivity"].as_array().unwrap().len(), 2);
+    assert!(spread["calibration"]["predicted_kl"].as_f64().unwrap() > 0.0);
+}
+
+#[test]
 fn people_get_tables_and_a_word_about_speed() {
     let folder = Folder::new("people");
     let (model, text, out) = (model(), alice(), folder.file("smaller"));
@@ -144,6 +173,7 @@ fn requests_that_make_no_sense_are_refused_in_two_lines_and_leave_nothing() {
     refused(&["--with", "mla"], "one of");
     refused(&["--with", "collaborative"], "rotary positions");
     refused(&["--with", "svd", "--set", "ranks=3"], "rank");
+    refused(&["--with", "tensor_product", "--keep", "0.5"], "keep");
     refused(&["--with", "svd", "--set", "rank"], "parameter=value");
     refused(&["--with", "svd", "--matrices", "w"], "attention, ffn or all");
     refused(&["--with", "svd", "--layers", "30"], "0 to 29");

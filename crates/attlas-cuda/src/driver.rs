@@ -382,7 +382,7 @@ impl Module {
         Ok(Self { context: context.clone(), raw })
     }
 
-    /// A kernel that may use so many bytes of dynamic shared memory.
+    /// A kernel that may use `shared` bytes of dynamic shared memory.
     pub(crate) fn kernel(self: &Arc<Self>, name: &str, shared: usize) -> Result<Kernel> {
         self.context.bind()?;
         let c_name = CString::new(name).unwrap_or_default();

@@ -55,7 +55,7 @@ pub enum Error {
         need: i32,
     },
     /// Memory of the device is used up.
-    #[error("{asked} bytes of device memory asked for, {free} free")]
+    #[error("{asked} bytes of device memory are needed, {free} are free")]
     OutOfMemory {
         /// Bytes asked for.
         asked: usize,

@@ -1,12 +1,13 @@
 //! Processes that share the units of a search.
 //!
 //! A search is a list of independent units. Alone, one process does all of them; in a crew, each takes the next one from a
-//! counter that all share. Records go to process 0 as they are made, and at the end of a list everybody has all of them.
+//! counter that all share. Records go to process 0 as they are made; at the end of a list everybody gets what process 0 has.
 
+use crate::Result;
 use std::fmt::Debug;
 
-/// Who works on a list of units. Every process calls the same functions in the same order, but for [`report`](Self::report)
-/// and [`arrived`](Self::arrived).
+/// Who works on a list of units. Every process calls the same functions in the same order, but for
+/// [`next`](Self::next), [`report`](Self::report) and [`arrived`](Self::arrived).
 pub trait Crew: Debug {
     /// This process, from 0. Process 0 owns files and prints.
     fn rank(&self) -> usize;
@@ -25,18 +26,34 @@ pub trait Crew: Debug {
     /// The next unit of the list that nobody has taken.
     fn next(&self) -> Option<usize>;
 
-    /// Hands a record to process 0, which writes it as soon as it is not busy.
+    /// Hands a record, a line of text, to process 0. Nothing happens on process 0 itself.
     fn report(&self, record: &str);
 
-    /// Records that others have handed over, on process 0.
+    /// Records that others have handed over since the last call, on process 0.
     fn arrived(&self) -> Vec<String>;
 
-    /// Ends a list: the records of all processes, in the order of ranks, on every process.
-    fn collect(&self, own: &[String]) -> Vec<String>;
+    /// Ends a list: process 0 calls `take` with records as they arrive until every process has ended its list.
+    fn end(&self, take: &mut dyn FnMut(&str) -> Result<()>) -> Result<()>;
+
+    /// What process 0 says, on every process.
+    fn tell(&self, text: String) -> String;
+
+    /// What every process says, in the order of ranks, on every process.
+    fn gather(&self, own: &str) -> Vec<String>;
 
     /// Process 0 owns files and prints.
     fn leads(&self) -> bool {
         self.rank() == 0
+    }
+
+    /// Whether this process has nobody to share with.
+    fn is_alone(&self) -> bool {
+        self.size() == 1
+    }
+
+    /// Whether one of the processes says so.
+    fn any(&self, own: bool) -> bool {
+        if self.is_alone() { own } else { self.gather(if own { "1" } else { "" }).iter().any(|x| x == "1") }
     }
 }
 
@@ -71,7 +88,15 @@ impl Crew for Alone {
         Vec::new()
     }
 
-    fn collect(&self, own: &[String]) -> Vec<String> {
-        own.to_vec()
+    fn end(&self, _: &mut dyn FnMut(&str) -> Result<()>) -> Result<()> {
+        Ok(())
+    }
+
+    fn tell(&self, text: String) -> String {
+        text
+    }
+
+    fn gather(&self, own: &str) -> Vec<String> {
+        vec![own.to_owned()]
     }
 }

@@ -18,6 +18,22 @@ pub fn sha256(bytes: &[u8]) -> String {
     state.iter().map(|word| format!("{word:08x}")).collect()
 }
 
+/// The hash of a file, or of the files of a folder with their names, in their order.
+pub fn sha256_of(path: &std::path::Path) -> std::io::Result<String> {
+    if !path.is_dir() {
+        return Ok(sha256(&std::fs::read(path)?));
+    }
+    let mut files = std::fs::read_dir(path)?.map(|e| Ok(e?.path())).collect::<std::io::Result<Vec<_>>>()?;
+    files.retain(|f| f.is_file());
+    files.sort();
+    let mut all = String::new();
+    for file in files {
+        let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        all += &format!("{name} {}\n", sha256(&std::fs::read(&file)?));
+    }
+    Ok(sha256(all.as_bytes()))
+}
+
 fn first_primes<const N: usize>() -> [u32; N] {
     let mut candidates = (2u32..).filter(|n| (2..*n).take_while(|d| d * d <= *n).all(|d| n % d != 0));
     std::array::from_fn(|_| candidates.next().unwrap_or(0))

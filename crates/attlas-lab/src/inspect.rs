@@ -9,7 +9,8 @@ use crate::figures::{Cell, heat_image, layer_map, named_spectra, spectra_lines};
 use crate::html::{STYLE, escape, origin, table_rows};
 use crate::run::timed;
 use crate::table::{Table, count, number, percent, raw, seconds};
-use crate::workload::Workload;
+use crate::units::{Done, Ledger, share};
+use crate::workload::{LayerData, Workload};
 use crate::{Error, Result};
 use attlas::diagnostics::{self, AtLeast, Head, HeadReport};
 use attlas::{Mask, Schedule, Workspace};
@@ -66,6 +67,9 @@ pub struct Inspected {
     pub kv_head: usize,
     /// Seconds it took.
     pub seconds: f64,
+    /// The machine it was done on, where several processes shared the heads.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node: Option<String>,
     /// The findings.
     #[serde(flatten)]
     pub report: HeadReport,
@@ -90,22 +94,34 @@ pub fn inspect(
     watch: &mut dyn FnMut(usize, usize, &str),
     stop: &AtomicBool,
 ) -> Result<Inspection> {
-    inspect_with(workload, settings, &Alone::default(), watch, stop)
+    inspect_with(workload, settings, &Alone::default(), &mut Ledger::none(), watch, stop)
 }
 
-/// What one process says of one unit.
+/// What was found of one head.
 #[derive(Serialize, Deserialize)]
 enum Said {
-    Head(usize, Box<Inspected>),
-    Skipped(usize, SkippedHead),
-    Interrupted,
+    Head(Box<Inspected>),
+    Skipped(SkippedHead),
 }
 
-/// The same with heads shared among the processes of a crew; every process gets all of them.
+/// What decides the figures of a head: two runs with the same key may share heads.
+pub fn key(workload: &Workload, settings: &Settings) -> String {
+    format!(
+        "{} {:?} {:?} {:?} {}",
+        workload.hash(),
+        settings.mask,
+        settings.heads,
+        settings.figures,
+        env!("CARGO_PKG_VERSION")
+    )
+}
+
+/// The same with heads shared among the processes of a crew and kept in a ledger; every process gets all of them.
 pub fn inspect_with(
     workload: &Workload,
     settings: &Settings,
     crew: &dyn Crew,
+    ledger: &mut Ledger,
     watch: &mut dyn FnMut(usize, usize, &str),
     stop: &AtomicBool,
 ) -> Result<Inspection> {
@@ -134,16 +150,13 @@ pub fn inspect_with(
         return Err(Error::argument("heads", "at least one", "none"));
     }
     let total = work.len();
-    let mut said = Vec::new();
-    crew.begin(total);
-    while let Some(done) = crew.next() {
-        let (layer, head) = work[done];
+    let mut look = |unit: usize, at: usize| -> Result<Done<Said>> {
+        let (layer, head) = work[unit];
         if stop.load(Ordering::Relaxed) {
-            said.push(Said::Interrupted);
-            break;
+            return Ok(Done::Stopped);
         }
         let number = layer.layer;
-        watch(done, total, &number.map_or(format!("head {head}"), |l| format!("layer {l}, head {head}")));
+        watch(at, total, &number.map_or(format!("head {head}"), |l| format!("layer {l}, head {head}")));
         let size = layer.problem.group_size();
         let kv_head = head / size;
         let x = layer.group(kv_head)?;
@@ -152,42 +165,27 @@ pub fn inspect_with(
             let head = Head::new(q, x.k.head(0, 0), x.v.head(0, 0), layer.problem.scale, mask)?;
             diagnostics::inspect(&head, &settings.figures, &ws)
         });
-        match report {
+        Ok(Done::Whole(match report {
             Ok(report) => {
-                let found = Inspected { layer: number, head, kv_head, seconds, report };
-                said.push(Said::Head(done, Box::new(found)));
+                let node = crew.node();
+                Said::Head(Box::new(Inspected { layer: number, head, kv_head, seconds, node, report }))
             }
-            Err(e) => {
-                let skipped = SkippedHead { layer: number, head, reason: e.to_string() };
-                said.push(Said::Skipped(done, skipped));
-            }
-        }
-    }
-    if crew.size() > 1 {
-        said = exchanged(crew, &said)?;
-    }
-    said.sort_by_key(|s| match s {
-        Said::Head(unit, _) | Said::Skipped(unit, _) => *unit,
-        Said::Interrupted => usize::MAX,
-    });
-    for one in said {
-        match one {
-            Said::Head(_, head) => result.heads.push(*head),
-            Said::Skipped(_, head) => result.skipped.push(head),
-            Said::Interrupted => result.interrupted = true,
+            Err(e) => Said::Skipped(SkippedHead { layer: number, head, reason: e.to_string() }),
+        }))
+    };
+    let weight = |layer: &LayerData| (layer.problem.n_q * layer.problem.n_k) as u64;
+    let weights: Vec<u64> = work.iter().map(|(layer, _)| weight(layer)).collect();
+    let shared = share(crew, ledger, &weights, &mut look)?;
+    result.interrupted = shared.interrupted;
+    for (said, _) in shared.records.into_iter().flatten() {
+        match said {
+            Said::Head(head) => result.heads.push(*head),
+            Said::Skipped(head) => result.skipped.push(head),
         }
     }
     let with = result.heads.iter().filter(|h| h.report.weights.sinks.iter().any(|s| s.key == 0)).count();
     result.first_key_sinks = with as f64 / result.heads.len().max(1) as f64;
     Ok(result)
-}
-
-/// What all processes said, on each of them.
-fn exchanged(crew: &dyn Crew, said: &[Said]) -> Result<Vec<Said>> {
-    let broken = |e: serde_json::Error| Error::argument("a record of a head", "finite figures", e);
-    let lines: std::result::Result<Vec<String>, _> = said.iter().map(serde_json::to_string).collect();
-    let all = crew.collect(&lines.map_err(broken)?);
-    all.iter().map(|line| serde_json::from_str(line).map_err(broken)).collect()
 }
 
 /// A rank as it is read: `>` where only that much is known.

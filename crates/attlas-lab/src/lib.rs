@@ -34,6 +34,7 @@ pub mod output;
 pub mod perplexity;
 pub mod reorder;
 pub mod report;
+mod reread;
 mod run;
 pub mod select;
 pub mod self_check;
@@ -50,6 +51,7 @@ pub mod taxonomy;
 pub mod text;
 pub mod trace;
 pub mod tune;
+pub mod units;
 pub mod words;
 pub mod workload;
 

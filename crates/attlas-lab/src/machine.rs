@@ -35,6 +35,8 @@ pub struct Machine {
 /// Seconds of one burst of multiply-adds, and the number of bursts and passes whose best is taken.
 const BURST_SECONDS: f64 = 0.04;
 const BURSTS: usize = 7;
+/// Bursts that are shorter by this factor, and their number.
+const SHORT_BURSTS: u64 = 32;
 /// Elements of a run, and runs of which one is read, where runs lie scattered.
 const RUN: usize = 8192 / size_of::<f32>();
 const RUNS: usize = 16;
@@ -91,12 +93,13 @@ impl Machine {
             (flops as f64, seconds)
         };
         let iterations = enough_iterations(|iterations| burst(iterations).1)?;
-        Some(
-            1e-9 * best(|| {
-                let (flops, seconds) = burst(iterations);
-                flops / seconds
-            }),
-        )
+        let rate = |iterations: u64| {
+            let (flops, seconds) = burst(iterations);
+            flops / seconds
+        };
+        // Where others use the machine, a short burst may find it free when a long one does not.
+        let short = (0..SHORT_BURSTS).map(|_| rate((iterations / SHORT_BURSTS).max(1))).fold(0.0, f64::max);
+        Some(1e-9 * best(|| rate(iterations)).max(short))
     }
 
     /// [`Self::read_gbs`] alone.
@@ -113,10 +116,20 @@ pub fn name(ws: &Workspace) -> String {
         cpu_name(),
         std::env::consts::ARCH,
         std::env::consts::OS,
-        std::thread::available_parallelism().map_or(1, usize::from),
+        processors(),
         schedule.isa,
         schedule.threads
     )
+}
+
+/// Processors of the machine, whichever of them this process may use: a launcher that binds processes to them does not make
+/// it another one.
+fn processors() -> usize {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    match text.lines().filter(|l| l.starts_with("processor")).count() {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        n => n,
+    }
 }
 
 /// The greatest of several measurements.

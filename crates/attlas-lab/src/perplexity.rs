@@ -1,19 +1,23 @@
 //! How well a model predicts a text, and what another attention does to that.
 //!
 //! With a recipe the model runs twice over every window, once with exact attention, and the two predictions are
-//! compared token by token as they are made; no logits are kept.
+//! compared token by token as they are made; no logits are kept. Windows are independent: several processes share them,
+//! and the figures of single tokens are added up in the order of the text, so that the sums are those of one process.
 
+use crate::crew::{Alone, Crew};
 use crate::extract::bos;
 use crate::run::timed;
 use crate::task::{self, Task};
 use crate::text::Text;
+use crate::units::{Done, Ledger, share};
 use crate::{Error, Result};
 use attlas::{Options, Schedule, Status, Workspace};
 use attlas_model::decoder::{LOGIT_ROWS, Observer};
 use attlas_model::kept::CacheFormat;
-use attlas_model::perplexity::{Divergence, Mean, Perplexity, Protocol, Window, nll};
-use attlas_model::{Decoder, Model, Recipe, Rows};
-use serde::Serialize;
+use attlas_model::perplexity::{Difference, Divergence, Mean, Perplexity, Protocol, Window, nll};
+use attlas_model::{Compute, Decoder, Model, Recipe, Rows};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,6 +39,8 @@ pub struct Settings {
     pub recipe: Option<Recipe>,
     /// How keys and values are stored; what that costs is measured beside single precision.
     pub cache: CacheFormat,
+    /// What linear layers round their operands to; what that costs is measured beside single precision.
+    pub compute: Compute,
     /// Threads; 0 takes as many as the machine offers.
     pub threads: usize,
 }
@@ -67,6 +73,12 @@ pub struct Record {
     pub attention: String,
     /// How keys and values were stored.
     pub cache: CacheFormat,
+    /// What linear layers rounded their operands to.
+    #[serde(serialize_with = "crate::text::compute_name")]
+    pub compute: Compute,
+    /// Formats of matrices that were multiplied in single precision nevertheless, with how many there are of each.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub in_f32: BTreeMap<&'static str, usize>,
     /// Parameters set for a single method.
     pub params: Options,
     /// Mean negative log-likelihood, in nats.
@@ -84,6 +96,9 @@ pub struct Record {
     /// The model with exact attention beside it, where something else attended.
     #[serde(flatten)]
     pub against_exact: Option<AgainstExact>,
+    /// The machines that windows were run on, where several processes shared them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub nodes: Vec<String>,
     /// Whether it was ended early; the figures are then those of the finished windows.
     pub interrupted: bool,
 }
@@ -160,13 +175,95 @@ impl Paired {
 /// of it.
 #[derive(Debug, Default)]
 pub struct Reference {
-    windows: Vec<(Vec<f32>, f64, u64)>,
+    windows: BTreeMap<usize, (Vec<f32>, f64, u64)>,
 }
 
 impl Reference {
     /// Final hidden states of the first window, where it was run.
     pub fn hidden(&self) -> Option<&[f32]> {
-        self.windows.first().map(|w| w.0.as_slice())
+        self.windows.get(&0).map(|w| w.0.as_slice())
+    }
+}
+
+/// What one model did with one window: seconds, counts, and the negative log-likelihood of every scored token.
+#[derive(Serialize, Deserialize)]
+struct Scored {
+    seconds: f64,
+    keys: u64,
+    status: Status,
+    nll: Bits,
+}
+
+/// Both models on one window, and how far they are apart token by token.
+#[derive(Serialize, Deserialize)]
+struct Scores {
+    /// Tokens that were run.
+    run: usize,
+    subject: Scored,
+    exact: Option<Scored>,
+    kl: Bits,
+    delta_p: Bits,
+    same_top: Vec<bool>,
+}
+
+/// Numbers as their bits, which every one survives.
+#[derive(Serialize, Deserialize)]
+#[serde(from = "Vec<u64>", into = "Vec<u64>")]
+#[derive(Clone, Default)]
+struct Bits(Vec<f64>);
+
+impl From<Vec<u64>> for Bits {
+    fn from(bits: Vec<u64>) -> Self {
+        Self(bits.into_iter().map(f64::from_bits).collect())
+    }
+}
+
+impl From<Bits> for Vec<u64> {
+    fn from(numbers: Bits) -> Self {
+        numbers.0.into_iter().map(f64::to_bits).collect()
+    }
+}
+
+/// The sums over windows.
+#[derive(Default)]
+struct Sums {
+    windows: usize,
+    run: usize,
+    subject: Sum,
+    exact: Sum,
+    divergence: Divergence,
+    paired: Paired,
+}
+
+#[derive(Default)]
+struct Sum {
+    nll: Perplexity,
+    seconds: f64,
+    keys: u64,
+    status: Status,
+}
+
+impl Sum {
+    fn add(&mut self, x: &Scored) {
+        x.nll.0.iter().for_each(|nll| self.nll.push(*nll));
+        self.seconds += x.seconds;
+        self.keys += x.keys;
+        self.status = self.status.max(x.status);
+    }
+}
+
+impl Sums {
+    fn add(&mut self, x: &Scores) {
+        self.windows += 1;
+        self.run += x.run;
+        self.subject.add(&x.subject);
+        let Some(exact) = &x.exact else { return };
+        self.exact.add(exact);
+        for (i, (q, p)) in x.subject.nll.0.iter().zip(&exact.nll.0).enumerate() {
+            let (kl, delta_p, same_top) = (x.kl.0[i], x.delta_p.0[i], x.same_top[i]);
+            self.divergence.add(&Difference { kl, same_top, delta_p });
+            self.paired.push(q - p);
+        }
     }
 }
 
@@ -178,14 +275,36 @@ pub fn perplexity(
     progress: &mut dyn FnMut(usize, usize, f64),
     stop: &AtomicBool,
 ) -> Result<Record> {
-    perplexity_beside(model, text, settings, None, progress, stop)
+    perplexity_with(model, text, settings, &Alone::default(), &mut Ledger::none(), None, progress, stop)
 }
 
-/// The same beside what exact attention gave before, for the same text cut in the same way; what is missing is run and kept.
-pub fn perplexity_beside(
+/// What decides the figures of a window: two runs with the same key may share windows. `model` names the model's weights.
+pub fn key(model: &str, text: &Text, settings: &Settings) -> Result<String> {
+    let recipe = settings.recipe.as_ref().map(Recipe::to_toml).transpose()?;
+    let learnt = settings.recipe.as_ref().and_then(|r| serde_json::to_string(&*r.calibrations).ok());
+    Ok(format!(
+        "{model} {} {} {:?} {} {:?} {} {recipe:?} {learnt:?} {:?} {} {} {}",
+        text.sha256,
+        text.tokens.len(),
+        settings.protocol,
+        settings.bos,
+        settings.task,
+        settings.seed,
+        settings.cache,
+        settings.compute,
+        crate::atlas::fingerprint(),
+        env!("CARGO_PKG_VERSION"),
+    ))
+}
+
+/// The same with windows shared among the processes of a crew and kept in a ledger; every process gets the record. What exact
+/// attention gave before, for the same text cut in the same way, is used again, and what is missing is run and kept.
+pub fn perplexity_with(
     model: &Arc<Model>,
     text: &Text,
     settings: &Settings,
+    crew: &dyn Crew,
+    ledger: &mut Ledger,
     mut reference: Option<&mut Reference>,
     progress: &mut dyn FnMut(usize, usize, f64),
     stop: &AtomicBool,
@@ -208,37 +327,40 @@ pub fn perplexity_beside(
     let threads = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let recipe = settings.recipe.clone().unwrap_or_default();
     let is_exact = settings.recipe.as_ref().is_none_or(|r| r.rules.is_empty() && r.is_exact());
-    let is_exact = is_exact && settings.cache == CacheFormat::F32;
+    let is_exact = is_exact && settings.cache == CacheFormat::F32 && settings.compute == Compute::F32;
     let mut subject = Runner::new(model, &recipe, &threads)?;
     subject.decoder.pack_keys(settings.cache)?;
+    subject.decoder.compute_in(settings.compute);
+    let in_f32 = subject.decoder.in_single();
     let mut exact = if is_exact { None } else { Some(Runner::new(model, &Recipe::default(), &threads)?) };
-    let mut divergence = Divergence::default();
-    let mut paired = Paired::default();
     let total: usize = windows.iter().map(|(tokens, _)| tokens.len()).sum();
-    let (mut done, mut finished, mut run, mut interrupted) = (0, 0, 0, false);
+    let mut done = 0;
+    let mut so_far = Perplexity::default();
     let mut tokens = Vec::new();
-    for (window, targets) in &windows {
+    let replace = prompt.is_none() && matches!(settings.protocol, Protocol::SecondHalf { .. });
+    let shift = usize::from(bos.is_some() && !replace);
+    let mut work = |unit: usize, at: usize| -> Result<Done<Scores>> {
+        if at > 0 && stop.load(Ordering::Relaxed) {
+            return Ok(Done::Stopped);
+        }
+        let (window, targets) = &windows[unit];
         tokens.clear();
-        let replace = prompt.is_none() && matches!(settings.protocol, Protocol::SecondHalf { .. });
         tokens.extend(bos);
         tokens.extend_from_slice(&source[window.clone()][usize::from(replace && bos.is_some())..]);
-        let shift = usize::from(bos.is_some() && !replace);
         let outcome = (|| {
             subject.run(&tokens, stop)?;
             match (&mut exact, &mut reference) {
-                (Some(exact), Some(known)) => exact.recall(finished, &tokens, known, stop)?,
+                (Some(exact), Some(known)) => exact.recall(unit, &tokens, known, stop)?,
                 (Some(exact), None) => exact.run(&tokens, stop)?,
                 (None, _) => {}
             }
             Ok(())
         })();
         match outcome {
-            Err(attlas_model::Error::Interrupted) => {
-                interrupted = true;
-                break;
-            }
+            Err(attlas_model::Error::Interrupted) => return Ok(Done::Stopped),
             other => other?,
         }
+        let (mut kl, mut delta_p, mut same_top) = (Bits::default(), Bits::default(), Vec::new());
         for target in chunks(targets, LOGIT_ROWS) {
             // Row of the state that predicts the first target.
             let rows = target.start - window.start - 1 + shift;
@@ -249,27 +371,33 @@ pub fn perplexity_beside(
                 let vocab = model.config.vocab;
                 let pairs = exact.logits.chunks(vocab).zip(subject.logits.chunks(vocab));
                 for ((p, q), &t) in pairs.zip(targets) {
-                    divergence.push(p, q, t);
-                    paired.push(nll(q, t) - nll(p, t));
+                    let x = Difference::new(p, q, t);
+                    kl.0.push(x.kl);
+                    delta_p.0.push(x.delta_p);
+                    same_top.push(x.same_top);
                 }
             }
         }
-        done += window.len();
-        run += tokens.len();
-        finished += 1;
-        progress(done, total, subject.sum.perplexity());
-        if stop.load(Ordering::Relaxed) && finished < windows.len() {
-            interrupted = true;
-            break;
-        }
-    }
-    if finished == 0 {
+        let ours = subject.take();
+        ours.nll.0.iter().for_each(|nll| so_far.push(*nll));
+        // Others have the windows between.
+        done = (done + window.len()).max((at + 1) * total / windows.len().max(1)).min(total);
+        progress(done, total, so_far.perplexity());
+        let theirs = exact.as_mut().map(Runner::take);
+        Ok(Done::Whole(Scores { run: tokens.len(), subject: ours, exact: theirs, kl, delta_p, same_top }))
+    };
+    let weights: Vec<u64> = windows.iter().map(|(tokens, _)| tokens.len() as u64).collect();
+    let shared = share(crew, ledger, &weights, &mut work)?;
+    let mut sums = Sums::default();
+    shared.records.iter().flatten().for_each(|(window, _)| sums.add(window));
+    if sums.windows == 0 {
         return Err(Error::Model(attlas_model::Error::Interrupted));
     }
-    let against_exact = exact.map(|exact| AgainstExact {
-        exact_nll: exact.sum.nll().mean(),
-        exact_ppl: exact.sum.perplexity(),
-        ppl_increase: subject.sum.perplexity() / exact.sum.perplexity() - 1.0,
+    let Sums { windows: finished, run, subject, exact, divergence, paired } = sums;
+    let against_exact = (!is_exact).then(|| AgainstExact {
+        exact_nll: exact.nll.nll().mean(),
+        exact_ppl: exact.nll.perplexity(),
+        ppl_increase: subject.nll.perplexity() / exact.nll.perplexity() - 1.0,
         nll_increase: paired.all.mean(),
         nll_increase_se: paired.standard_error(),
         kl_mean: divergence.kl().mean(),
@@ -292,7 +420,7 @@ pub fn perplexity_beside(
         text: text.source.clone(),
         text_sha256: text.sha256.clone(),
         tokens: n,
-        scored: subject.sum.count(),
+        scored: subject.nll.count(),
         protocol: name,
         task: settings.task,
         context,
@@ -300,16 +428,19 @@ pub fn perplexity_beside(
         bos: bos.is_some(),
         windows: finished,
         cache: settings.cache,
+        compute: settings.compute,
+        in_f32,
         attention: if recipe.rules.is_empty() { recipe.default.method } else { "recipe".into() },
         params: recipe.default.params,
-        nll: subject.sum.nll().mean(),
-        nll_se: subject.sum.nll().standard_error(),
-        ppl: subject.sum.perplexity(),
-        ppl_se: subject.sum.standard_error(),
+        nll: subject.nll.nll().mean(),
+        nll_se: subject.nll.nll().standard_error(),
+        ppl: subject.nll.perplexity(),
+        ppl_se: subject.nll.standard_error(),
         seconds: subject.seconds,
         tokens_per_second: run as f64 / subject.seconds,
         against_exact,
-        interrupted,
+        nodes: shared.nodes(),
+        interrupted: shared.interrupted,
     })
 }
 
@@ -352,15 +483,12 @@ fn windows(protocol: Protocol, n: usize, bos: bool) -> Result<(Vec<Window>, &'st
     Ok((cut.windows(n)?, name, context, stride))
 }
 
-/// A model under the clock.
+/// A model under the clock. What it did since the last window is in `scored`.
 struct Runner {
     decoder: Decoder,
     hidden: Vec<f32>,
     logits: Vec<f32>,
-    sum: Perplexity,
-    seconds: f64,
-    keys: u64,
-    status: Status,
+    scored: Scored,
 }
 
 struct Stopper<'a>(&'a AtomicBool);
@@ -374,25 +502,18 @@ impl Observer for Stopper<'_> {
 impl Runner {
     fn new(model: &Arc<Model>, recipe: &Recipe, threads: &Workspace) -> Result<Self> {
         let decoder = Decoder::on(model.clone(), recipe, threads)?;
-        Ok(Self {
-            decoder,
-            hidden: Vec::new(),
-            logits: Vec::new(),
-            sum: Perplexity::default(),
-            seconds: 0.0,
-            keys: 0,
-            status: Status::default(),
-        })
+        Ok(Self { decoder, hidden: Vec::new(), logits: Vec::new(), scored: Scored::nothing() })
     }
 
     fn run(&mut self, tokens: &[u32], stop: &AtomicBool) -> attlas_model::Result<()> {
         self.decoder.reset();
+        self.scored = Scored::nothing();
         let Self { decoder, hidden, .. } = self;
         let (result, seconds) =
             timed(|| decoder.forward_observed(tokens, Rows::All, hidden, &mut Stopper(stop)));
-        self.seconds += seconds;
-        self.keys += self.decoder.info().keys_visited;
-        self.status = self.status.max(self.decoder.info().status);
+        let info = self.decoder.info();
+        (self.scored.seconds, self.scored.keys, self.scored.status) =
+            (seconds, info.keys_visited, info.status);
         result
     }
 
@@ -404,15 +525,13 @@ impl Runner {
         known: &mut Reference,
         stop: &AtomicBool,
     ) -> attlas_model::Result<()> {
-        if let Some((hidden, seconds, keys)) = known.windows.get(i) {
+        if let Some((hidden, seconds, keys)) = known.windows.get(&i) {
             self.hidden.clone_from(hidden);
-            self.seconds += seconds;
-            self.keys += keys;
+            self.scored = Scored { seconds: *seconds, keys: *keys, ..Scored::nothing() };
             return Ok(());
         }
-        let (seconds, keys) = (self.seconds, self.keys);
         self.run(tokens, stop)?;
-        known.windows.push((self.hidden.clone(), self.seconds - seconds, self.keys - keys));
+        known.windows.insert(i, (self.hidden.clone(), self.scored.seconds, self.scored.keys));
         Ok(())
     }
 
@@ -422,9 +541,20 @@ impl Runner {
         self.logits.resize(targets.len() * vocab, 0.0);
         let rows = &self.hidden[first * d..][..targets.len() * d];
         let ((), seconds) = timed(|| self.decoder.logits_into(rows, &mut self.logits));
-        self.seconds += seconds;
-        let sum = &mut self.sum;
-        self.logits.chunks(vocab).zip(targets).for_each(|(logits, &t)| sum.push(nll(logits, t)));
+        self.scored.seconds += seconds;
+        let nlls = self.logits.chunks(vocab).zip(targets).map(|(logits, &t)| nll(logits, t));
+        self.scored.nll.0.extend(nlls);
+    }
+
+    /// What was scored, and nothing after it.
+    fn take(&mut self) -> Scored {
+        std::mem::replace(&mut self.scored, Scored::nothing())
+    }
+}
+
+impl Scored {
+    fn nothing() -> Self {
+        Self { seconds: 0.0, keys: 0, status: Status::default(), nll: Bits::default() }
     }
 }
 

@@ -1,15 +1,18 @@
 //! Small statistics: means with intervals, medians with spread, fits in logarithms, tail bounds.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// A mean with an interval around it.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Interval {
     /// The mean.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub mean: f64,
     /// Lower end, not below 0: everything measured here is non-negative.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub lo: f64,
     /// Upper end.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub hi: f64,
 }
 

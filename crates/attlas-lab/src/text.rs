@@ -11,8 +11,17 @@ use std::sync::Arc;
 
 /// Opens a GGUF file, a Hugging Face folder, or a model on the hub by its name (see [`attlas_model::hub`]).
 pub fn open_model(path: &Path) -> Result<Arc<Model>> {
+    Ok(open_model_for(path, None)?.0)
+}
+
+/// Opens a model that is to read `context` tokens, and stretches its positions where that is past what it was made for
+/// ([`ModelConfig::stretch_context`](attlas_model::ModelConfig::stretch_context)). Also returns the context it was made for.
+pub fn open_model_for(path: &Path, context: Option<usize>) -> Result<(Arc<Model>, usize)> {
     let located = path.to_str().map(attlas_model::hub::locate).transpose()?;
-    Ok(Arc::new(Model::open(located.as_deref().unwrap_or(path))?))
+    let mut model = Model::open(located.as_deref().unwrap_or(path))?;
+    let trained = model.config.max_positions;
+    context.map_or(Ok(()), |tokens| model.config.stretch_context(tokens))?;
+    Ok((Arc::new(model), trained))
 }
 
 /// A text as a model sees it.
@@ -135,4 +144,12 @@ impl Attention {
         }
         Ok(Some(Recipe::uniform(method.id, options)))
     }
+}
+
+/// Writes the name of what products are computed in.
+pub(crate) fn compute_name<S: serde::Serializer>(
+    compute: &attlas_model::Compute,
+    to: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    to.serialize_str(compute.name())
 }

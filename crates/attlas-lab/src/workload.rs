@@ -1,5 +1,6 @@
 //! Queries, keys and values that everything here measures.
 
+use crate::hash::sha256;
 use crate::{Error, Result};
 use attlas::{Inputs, Mask, Problem, Qkv, TensorRef};
 use std::collections::BTreeMap;
@@ -32,6 +33,19 @@ impl Workload {
             wanted.contains(&number(i - 1, x))
         });
         Ok(())
+    }
+
+    /// SHA-256 of all numbers with their sizes.
+    pub fn hash(&self) -> String {
+        let mut all = String::new();
+        for layer in &self.layers {
+            all += &format!("{:?} {:?}", layer.layer, layer.problem);
+            for part in [&layer.q, &layer.k, &layer.v] {
+                let bytes: Vec<u8> = part.iter().flat_map(|x| x.to_le_bytes()).collect();
+                all += &sha256(&bytes);
+            }
+        }
+        sha256(all.as_bytes())
     }
 }
 

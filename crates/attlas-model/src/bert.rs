@@ -19,6 +19,19 @@ use attlas::{
 };
 use rayon::prelude::*;
 
+/// What enters linear maps of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Input {
+    /// Those of queries, keys and values.
+    Attention,
+    /// The output projection.
+    Heads,
+    /// Those into the feed-forward layer.
+    Ffn,
+    /// That out of it.
+    Inner,
+}
+
 /// An encoder, borrowed from its model.
 #[derive(Clone, Copy, Debug)]
 pub struct Encoder<'a> {
@@ -122,7 +135,21 @@ impl<'a> Encoder<'a> {
         batch: &Batch,
         plans: &[Box<dyn Plan>],
         ws: &mut Workspace,
+        look: impl FnMut(usize, &Qkv<'_, f32>),
+    ) -> Result<Hidden> {
+        self.forward_seen(batch, plans, ws, look, |_, _, _| ())
+    }
+
+    /// The same; `seen` receives the inputs of the linear maps of each layer, rows of padding included: those of queries,
+    /// keys and values, of the output, and of the maps into and out of the feed-forward layer. Attention of another kind is
+    /// not looked into.
+    pub fn forward_seen(
+        &self,
+        batch: &Batch,
+        plans: &[Box<dyn Plan>],
+        ws: &mut Workspace,
         mut look: impl FnMut(usize, &Qkv<'_, f32>),
+        mut seen: impl FnMut(usize, Input, &[f32]) + Send,
     ) -> Result<Hidden> {
         let c = self.config;
         self.check(batch, plans)?;
@@ -145,6 +172,7 @@ impl<'a> Encoder<'a> {
                     info = info.merge(attention.layer.forward_all(x, &mut sum[rows], ws)?);
                 }
             } else {
+                seen(l, Input::Attention, &x);
                 ws.install(|ctx| {
                     let mut jobs: [(&Linear, &mut [f32]); 3] =
                         [(&layer.q, &mut q), (&layer.k, &mut k), (&layer.v, &mut v)];
@@ -155,12 +183,15 @@ impl<'a> Encoder<'a> {
                 look(l, &inputs);
                 let out = Out::new(TensorMut::bnhd(&mut heads, dims)?);
                 info = info.merge(plan.execute(&Inputs::F32(inputs), &mut out.into(), ws)?);
+                seen(l, Input::Heads, &heads);
                 ws.install(|ctx| layer.o.apply(MatRef::new(&heads, rows, width), &mut sum, ctx.scratch));
             }
             ws.install(|ctx| {
                 add_and_norm(&mut x, &sum, &layer.attention_norm, c.norm_eps);
+                seen(l, Input::Ffn, &x);
                 layer.up.apply(MatRef::new(&x, rows, d), &mut inner, ctx.scratch);
                 inner.par_chunks_mut(c.intermediate).for_each(ops::gelu_in_place);
+                seen(l, Input::Inner, &inner);
                 layer.down.apply(MatRef::new(&inner, rows, c.intermediate), &mut sum, ctx.scratch);
                 add_and_norm(&mut x, &sum, &layer.output_norm, c.norm_eps);
             });

@@ -220,9 +220,20 @@ pub struct Divergence {
     delta_p: Mean,
 }
 
-impl Divergence {
+/// How far two predictions of one token are apart.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Difference {
+    /// Kullback–Leibler divergence of the other prediction from the reference, in nats.
+    pub kl: f64,
+    /// Whether both find the same token likeliest.
+    pub same_top: bool,
+    /// Change of the probability of the right token.
+    pub delta_p: f64,
+}
+
+impl Difference {
     /// Compares two predictions of the token `target`. Panics if the lengths differ.
-    pub fn push(&mut self, reference: &[f32], other: &[f32], target: u32) {
+    pub fn new(reference: &[f32], other: &[f32], target: u32) -> Self {
         assert_eq!(reference.len(), other.len());
         let (zp, zq) = (log_sum_exp(reference), log_sum_exp(other));
         let mut kl = 0.0;
@@ -233,13 +244,28 @@ impl Divergence {
                 kl += log_p.exp() * (log_p - log_q);
             }
         }
-        // Rounding alone may take it below zero.
-        let kl = if kl < 0.0 { 0.0 } else { kl };
-        self.kl.push(kl);
-        self.values.push(kl as f32);
-        self.same_top += u64::from(argmax(reference) == argmax(other));
         let p = |logits: &[f32], z: f64| (f64::from(logits[target as usize]) - z).exp();
-        self.delta_p.push(p(other, zq) - p(reference, zp));
+        Self {
+            // Rounding alone may take it below zero.
+            kl: if kl < 0.0 { 0.0 } else { kl },
+            same_top: argmax(reference) == argmax(other),
+            delta_p: p(other, zq) - p(reference, zp),
+        }
+    }
+}
+
+impl Divergence {
+    /// Compares two predictions of the token `target`. Panics if the lengths differ.
+    pub fn push(&mut self, reference: &[f32], other: &[f32], target: u32) {
+        self.add(&Difference::new(reference, other, target));
+    }
+
+    /// Takes one token that was compared.
+    pub fn add(&mut self, x: &Difference) {
+        self.kl.push(x.kl);
+        self.values.push(x.kl as f32);
+        self.same_top += u64::from(x.same_top);
+        self.delta_p.push(x.delta_p);
     }
 
     /// Takes over what `other` has compared.

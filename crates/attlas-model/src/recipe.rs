@@ -27,6 +27,7 @@ use crate::config::ModelConfig;
 use crate::error::{Error, Result};
 use attlas::params::Value;
 use attlas::{Calibration, Method, Options, Problem, registry};
+use attlas_num::rope::{Layout, Scaling};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -371,7 +372,13 @@ impl Recipe {
         let mut accepted: Vec<(&'static Method, Options, bool)> = Vec::new();
         let mut layers = Vec::with_capacity(config.n_layers);
         for layer in 0..config.n_layers {
-            let parts = self.parts(layer, config.n_heads, config.n_kv_heads)?;
+            let mut parts = self.parts(layer, config.n_heads, config.n_kv_heads)?;
+            for part in &mut parts {
+                fill_rope(part.method, &mut part.options, config, layer)?;
+                if let Some(decode) = &mut part.decode {
+                    fill_rope(decode.method, &mut decode.options, config, layer)?;
+                }
+            }
             for part in &parts {
                 for decodes in [false, true] {
                     let told = part.attending(decodes);
@@ -486,6 +493,36 @@ fn join_whole_groups(runs: Vec<Part>, size: usize) -> Vec<Part> {
         }
     }
     parts
+}
+
+/// Gives a method that asks for the rotary embedding of the model (`rope_base = model`, or positions in the cache without a
+/// base) the parameters of the layer's own.
+fn fill_rope(method: &Method, options: &mut Options, c: &ModelConfig, layer: usize) -> Result<()> {
+    let word = |name: &str| options.get(name).map(|v| v.to_string());
+    let asked = match word("rope_base").as_deref() {
+        Some("model") => true,
+        Some(_) => false,
+        None => word("positions").as_deref() == Some("cache_relative"),
+    };
+    if !asked || !method.params.iter().any(|p| p.name == "rope_base") {
+        return Ok(());
+    }
+    let local = c.local_rope.as_ref().filter(|_| c.windows.get(layer).copied().flatten().is_some());
+    let rope = local.or(c.rope.as_ref()).filter(|_| !c.unrotated.contains(&layer));
+    match rope {
+        Some(rope) if rope.scaling == Scaling::None => {
+            let layout = if rope.layout == Layout::Half { "half" } else { "interleaved" };
+            options.set("rope_base", rope.base);
+            options.set("rope_dim", rope.dim);
+            options.set("rope_layout", layout);
+            Ok(())
+        }
+        found => {
+            let found = found.map_or("none", |_| "one with a context extension");
+            let expected = format!("a rotary embedding without a context extension, for {}", method.id);
+            Err(Error::invalid(format!("the positions of layer {layer}"), found, expected))
+        }
+    }
 }
 
 /// Plans a short causal problem, so that a refusal comes with all its reasons before any work.

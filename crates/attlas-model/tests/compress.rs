@@ -7,7 +7,9 @@ use attlas::conversions::common::product::{Factor, Product};
 use attlas::{Mat, MatRef, Options, Schedule, Workspace, registry};
 use attlas_model::bert::Batch;
 use attlas_model::checkpoint;
-use attlas_model::compress::{Compressed, Elements, compress, flops_per_token};
+use attlas_model::compress::{
+    Calibration, Compressed, Elements, Learnt, compress, compress_seen, flops_per_token,
+};
 use attlas_model::save::{Folder, NamedTensor};
 use attlas_model::{Decoder, Encoder, Error, Model, Recipe, Rows, Weights};
 use common::{alice, minilm, smollm2, tiny_llama};
@@ -604,4 +606,44 @@ fn a_model_without_a_folder_is_the_one_that_is_written() {
             [&whole, &parts].map(|c| logits(&Arc::new(c.model(Elements::F32).unwrap()), &tokens, 17));
         assert_eq!(a, b, "{which}");
     }
+}
+
+#[test]
+fn factors_fitted_to_a_text_predict_it_better_than_those_fitted_to_nothing() {
+    let model = Arc::new(small("seen-source"));
+    let tokens: Vec<u32> = (0..240u32).map(|i| (i * i * 3 + i / 7) % 11).collect();
+    let go_on = std::sync::atomic::AtomicBool::new(false);
+    let read = Calibration::Tokens { tokens: &tokens, window: 48 };
+    let mut told = Vec::new();
+    let mut progress = |done: usize, all: usize| told.push((done, all));
+    let learnt = Learnt::read(&model, read, None, None, &threads(), &mut progress, &go_on).unwrap();
+    assert_eq!((learnt.tokens, told.last()), (240, Some(&(240, 240))));
+    let text = &tokens[..48];
+    let want = logits(&model, text, 48);
+    let gap = |learnt: Option<&Learnt>, rank: usize| {
+        let svd = registry::conversion("svd").unwrap();
+        let options = Options::new().with("rank", rank);
+        let changed = compress_seen(&model, svd, &options, None, None, learnt, &|_, _| ()).unwrap();
+        let seen = changed.rewritten.losses.iter().filter_map(|l| l.seen_error).count();
+        assert_eq!(seen, if learnt.is_some() { 14 } else { 0 });
+        let got = logits(&Arc::new(changed.model(Elements::F32).unwrap()), text, 48);
+        got.iter().zip(&want).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt()
+    };
+    assert!(gap(Some(&learnt), 16) < 1e-3, "full rank");
+    let (seen, blind) = (gap(Some(&learnt), 6), gap(None, 6));
+    assert!(seen < blind, "{seen} and {blind}");
+    // Moments of what is not asked for are not kept, and encoders read texts.
+    let part =
+        Learnt::read(&model, read, Some(&[1]), Some(&[Role::Down]), &threads(), &mut |_, _| (), &go_on);
+    let part = part.unwrap();
+    assert!(part.moments(Slot { layer: 1, role: Role::Down }).is_some_and(|m| m.width() == 24));
+    assert!(part.moments(Slot { layer: 0, role: Role::Down }).is_none());
+    assert!(part.moments(Slot { layer: 1, role: Role::Query }).is_none());
+    let texts = [tokens.clone()];
+    let wrong =
+        Learnt::read(&model, Calibration::Texts(&texts), None, None, &threads(), &mut |_, _| (), &go_on);
+    assert!(matches!(wrong, Err(Error::Unsupported { .. })));
+    let stopped = std::sync::atomic::AtomicBool::new(true);
+    let ended = Learnt::read(&model, read, None, None, &threads(), &mut |_, _| (), &stopped);
+    assert!(matches!(ended, Err(Error::Interrupted)));
 }

@@ -97,6 +97,31 @@ fn contexts_grow_past_the_trained_one_where_positions_are_extrapolated() {
     ));
 }
 
+#[test]
+fn a_plain_rotation_is_stretched_past_the_trained_context() {
+    let mut model = Model::open(&folder("olmo2")).unwrap();
+    let (trained, rope) = (model.config.max_positions, model.config.rope.clone().unwrap());
+    model.config.stretch_context(trained).unwrap();
+    assert_eq!(model.config.rope.as_ref().unwrap().base, rope.base, "nothing to stretch");
+    model.config.stretch_context(2 * trained).unwrap();
+    // The slowest pair turns as far over the longer context as it did over the trained one.
+    let slowest = |base: f64, n: usize| n as f64 * base.powf(2.0 / rope.dim as f64 - 1.0);
+    let stretched = model.config.rope.as_ref().unwrap().base;
+    assert!((slowest(stretched, 2 * trained) / slowest(rope.base, trained) - 1.0).abs() < 1e-12);
+    let mut decoder = Decoder::new(Arc::new(model), &Recipe::default(), Schedule::default()).unwrap();
+    let mut hidden = Vec::new();
+    decoder.forward(&vec![1; 2 * trained], Rows::Last, &mut hidden).unwrap();
+    assert!(hidden.iter().all(|x| x.is_finite()) && !hidden.is_empty());
+
+    let mut far = Model::open(&folder("olmo2")).unwrap();
+    assert!(matches!(far.config.stretch_context(65 * trained), Err(Error::Invalid { .. })));
+    let mut scaled = Model::open(&folder("yarn")).unwrap();
+    assert!(
+        matches!(scaled.config.stretch_context(12 * 64 + 1), Err(Error::Invalid { .. })),
+        "it has a rule of its own"
+    );
+}
+
 /// Two sets of frequencies: a prompt takes those of its length, a token those of the context that it ends.
 #[test]
 fn long_rope_changes_its_frequencies_with_the_length() {

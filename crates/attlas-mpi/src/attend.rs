@@ -78,6 +78,10 @@ pub fn support(problem: &Problem, method: &Method, options: &Options, padded: bo
         Spread::Ring { window } => support.and_unless(
             window.is_some() && padded && problem.mask == Mask::None,
             "without a mask the window of a padded sequence stands at its own end: run sequences of one length",
+        )
+        .and_unless(
+            window.is_some() && options.get("positions").is_some_and(|v| v.to_string() != "original"),
+            "positions = cache_relative turns queries by their place in the whole sequence",
         ),
     };
     support

@@ -93,6 +93,42 @@ fn join(t: &dyn Transport, own: Run) -> Run {
     })
 }
 
+/// What connects the processes, as the α–β model has it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Link {
+    /// Microseconds of a message of a few bytes.
+    pub us: f64,
+    /// Billions of bits a second that a process sends and at the same time receives, in long messages.
+    pub gbps: f64,
+}
+
+/// Measures messages round the ring, all processes at once as in a schedule; the slowest process counts. None where there is
+/// nobody to send to.
+pub fn link(t: &dyn Transport) -> Option<Link> {
+    const SHORT: (usize, usize) = (8, 200);
+    const LONG: (usize, usize) = (16 << 20, 3);
+    let (rank, size) = (t.rank(), t.size());
+    if size < 2 {
+        return None;
+    }
+    let (to, from) = ((rank + 1) % size, (rank + size - 1) % size);
+    // Seconds of one message: the best of a few rounds, since others may use the machine.
+    let message = |(bytes, count): (usize, usize)| {
+        let (send, mut recv) = (vec![1u8; bytes], vec![0u8; bytes]);
+        let mut best = f64::INFINITY;
+        for _ in 0..5 {
+            t.barrier();
+            let begun = Instant::now();
+            (0..count).for_each(|_| t.exchange(to, &send, from, &mut recv, &mut |_| ()));
+            let seconds = begun.elapsed().as_secs_f64() / count as f64;
+            best = best.min(join(t, Run { seconds, traffic: Traffic::default() }).seconds);
+        }
+        best
+    };
+    let (short, long) = (message(SHORT), message(LONG));
+    Some(Link { us: short * 1e6, gbps: LONG.0 as f64 * 8e-9 / (long - short).max(1e-12) })
+}
+
 /// Measures a method on one sequence over all processes, or says why it cannot be done. Every process gets the same row.
 pub fn measure(
     t: &dyn Transport,
@@ -215,4 +251,19 @@ pub fn state_bytes(problem: &Problem, method: &'static Method, options: &Options
         }
         _ => 0.0,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Threads;
+
+    #[test]
+    fn everybody_measures_the_same_link() {
+        for size in [2, 3] {
+            let found = Threads::run(size, |t| link(t).unwrap());
+            assert!(found.iter().all(|l| *l == found[0] && l.us > 0.0 && l.gbps > 0.0), "{found:?}");
+        }
+        assert_eq!(Threads::run(1, |t| link(t)), [None]);
+    }
 }

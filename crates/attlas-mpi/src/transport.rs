@@ -62,6 +62,9 @@ pub trait Transport: Debug {
     /// The next number of a counter that all processes share, from 0.
     fn fetch_add(&self, counter: usize) -> u64;
 
+    /// Sets a counter back to 0. Nobody may use it at the same time.
+    fn reset(&self, counter: usize);
+
     /// Sends a message of any length to process 0, which finds it with [`arrived`](Self::arrived).
     fn report(&self, bytes: &[u8]);
 
@@ -148,8 +151,8 @@ struct Mailbox {
 /// How long a process waits for a message before it gives up: another one has failed, and said why.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Counters that a team has.
-pub(crate) const COUNTERS: usize = 64;
+/// Counters that processes share.
+pub(crate) const COUNTERS: usize = 2;
 
 impl Threads {
     /// Runs `work` as each of `size` processes; the results in the order of ranks.
@@ -244,6 +247,10 @@ impl Transport for Threads {
 
     fn fetch_add(&self, counter: usize) -> u64 {
         self.shared.counters[counter % COUNTERS].fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn reset(&self, counter: usize) {
+        self.shared.counters[counter % COUNTERS].store(0, Ordering::Relaxed);
     }
 
     fn report(&self, bytes: &[u8]) {

@@ -6,6 +6,7 @@ use mpi::ffi;
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{AsRaw, Communicator};
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::time::Instant;
 
@@ -14,14 +15,18 @@ const MESSAGE: usize = 1 << 30;
 /// Messages of a schedule, and reports to process 0.
 const TAG: c_int = 1;
 const REPORT: c_int = 2;
+/// Bytes of one piece of a report: few enough to be sent at once, whether process 0 looks or not.
+const PIECE: usize = 3072;
 
 /// All processes that `mpirun` started. Errors of MPI end all of them, which is what MPI does unless told otherwise.
 pub struct World {
     comm: SimpleCommunicator,
     window: ffi::MPI_Win,
     traffic: RefCell<Traffic>,
-    /// Reports on their way, with their requests.
+    /// Pieces of reports on their way, with their requests.
     sent: RefCell<Vec<(Vec<u8>, ffi::MPI_Request)>>,
+    /// Reports of which pieces are missing, by process.
+    parts: RefCell<BTreeMap<i32, Vec<u8>>>,
     /// Dropped last: ends MPI.
     _universe: Universe,
 }
@@ -59,8 +64,8 @@ impl World {
             }
             ffi::MPI_Barrier(comm.as_raw());
         }
-        let (traffic, sent) = (RefCell::default(), RefCell::default());
-        Some(Self { comm, window, traffic, sent, _universe: universe })
+        let (traffic, sent, parts) = (RefCell::default(), RefCell::default(), RefCell::default());
+        Some(Self { comm, window, traffic, sent, parts, _universe: universe })
     }
 
     /// Ends all processes at once.
@@ -197,31 +202,72 @@ impl Transport for World {
     }
 
     #[allow(unsafe_code)]
-    fn report(&self, bytes: &[u8]) {
-        let bytes = bytes.to_vec();
-        // SAFETY: as below.
-        let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
-        // SAFETY: the bytes are kept beside the request until the world ends, which waits for it.
+    fn reset(&self, counter: usize) {
+        let zero: u64 = 0;
+        // SAFETY: the window holds that many counters on process 0, and the number lives until the window is unlocked.
         unsafe {
-            ffi::MPI_Isend(
-                bytes.as_ptr().cast::<c_void>(),
-                bytes.len() as c_int,
-                ffi::RSMPI_UINT8_T,
+            ffi::MPI_Win_lock(ffi::MPI_LOCK_EXCLUSIVE as c_int, 0, 0, self.window);
+            ffi::MPI_Put(
+                (&raw const zero).cast::<c_void>(),
+                1,
+                ffi::RSMPI_UINT64_T,
                 0,
-                REPORT,
-                self.comm.as_raw(),
-                &raw mut request,
+                (counter % COUNTERS) as ffi::MPI_Aint,
+                1,
+                ffi::RSMPI_UINT64_T,
+                self.window,
             );
+            ffi::MPI_Win_unlock(0, self.window);
+        }
+    }
+
+    #[allow(unsafe_code)]
+    fn report(&self, bytes: &[u8]) {
+        let mut sent = self.sent.borrow_mut();
+        sent.retain_mut(|(_, request)| {
+            let mut done: c_int = 0;
+            // SAFETY: the request was begun by this process; once it is done its bytes may go.
+            unsafe {
+                ffi::MPI_Test(request, &raw mut done, ffi::RSMPI_STATUS_IGNORE);
+            }
+            done == 0
+        });
+        let pieces: Vec<&[u8]> = if bytes.is_empty() { vec![bytes] } else { bytes.chunks(PIECE).collect() };
+        for (i, piece) in pieces.iter().enumerate() {
+            // The first byte says whether more follows.
+            let mut message = vec![u8::from(i + 1 < pieces.len())];
+            message.extend_from_slice(piece);
+            // SAFETY: as below.
+            let mut request = unsafe { ffi::RSMPI_REQUEST_NULL };
+            // SAFETY: the bytes are kept beside the request until it is done, for which the world waits at its end.
+            unsafe {
+                ffi::MPI_Isend(
+                    message.as_ptr().cast::<c_void>(),
+                    message.len() as c_int,
+                    ffi::RSMPI_UINT8_T,
+                    0,
+                    REPORT,
+                    self.comm.as_raw(),
+                    &raw mut request,
+                );
+            }
+            sent.push((message, request));
         }
         self.count(bytes.len());
-        self.sent.borrow_mut().push((bytes, request));
     }
 
     fn arrived(&self) -> Vec<Vec<u8>> {
         use mpi::point_to_point::{MatchedReceiveVec, Source};
-        let mut all = Vec::new();
+        let (mut all, mut parts) = (Vec::new(), self.parts.borrow_mut());
+        // Pieces of one process come in their order.
         while let Some(message) = self.comm.any_process().immediate_matched_probe_with_tag(REPORT) {
-            all.push(message.matched_receive_vec::<u8>().0);
+            let (piece, status) = message.matched_receive_vec::<u8>();
+            let from = status.source_rank();
+            let Some((more, bytes)) = piece.split_first() else { continue };
+            parts.entry(from).or_default().extend_from_slice(bytes);
+            if *more == 0 {
+                all.push(parts.remove(&from).unwrap_or_default());
+            }
         }
         all
     }

@@ -2,7 +2,7 @@
 //!
 //! A [`Scratch`] hands out buffers and takes them back when they are dropped, so that repeated calls
 //! allocate nothing. Contents of a fresh buffer are unspecified; [`Scratch::poisoned`] fills them with NaN
-//! bit patterns, for tests that look for reads of memory nobody wrote. Buffers start on a cache line.
+//! bit patterns, for tests that look for reads of uninitialised memory. Buffers start on a cache line.
 //!
 //! ```
 //! use attlas_num::Scratch;

@@ -68,6 +68,8 @@ def test_an_approximation_beside_the_rust_runtime(smol, models):
     )
     print(f"KL of sink_window: transformers {ours.kl_mean:.4f} ± {ours.kl_se:.4f}, runtime {theirs.kl_mean:.4f} ± {theirs.kl_se:.4f}")
     assert ours.kl_mean > 0 and abs(ours.kl_mean - theirs.kl_mean) <= 3 * (ours.kl_se + theirs.kl_se)
+    assert ours.nll_increase == pytest.approx(theirs.nll_increase, rel=0.02)
+    assert ours.nll_increase_se == pytest.approx(theirs.nll_increase_se, rel=0.02)
     assert ours.keys_share < 1 and abs(ours.keys_share - theirs.keys_share) < 0.02
 
 

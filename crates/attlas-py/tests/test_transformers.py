@@ -241,6 +241,23 @@ def test_streams_decode_by_the_method():
         assert again.shape == (1, 65)
 
 
+def test_a_recipe_names_another_method_for_new_tokens():
+    model = tiny.causal("llama")
+    tokens = tiny.ids(1, 40)
+    recipe = attlas.Recipe.from_toml(
+        'version = 1\n[[rule]]\nlayers = "1"\nmethod = "exact"\n[rule.decode]\nmethod = "sink_window"\nparams = { window = 8, sinks = 1 }\n'
+    )
+    with hf.use(model, recipe) as used, torch.no_grad():
+        cache = hf.StreamCache()
+        model(input_ids=tokens[:, :39], past_key_values=cache, use_cache=True)
+        model(input_ids=tokens[:, 39:], past_key_values=cache, use_cache=True)
+        rows = {(r.layer, r.method, r.kind) for r in used.stats().rows}
+    assert rows == {(0, "exact", "causal"), (1, "exact", "causal"), (0, "exact", "full"), (1, "sink_window", "stream")}
+    without = next(m.id for m in attlas.methods(causal=True) if not m.claims.decode and m.claims.needs != "calibration")
+    with pytest.raises(attlas.UnsupportedError, match="new tokens"):
+        hf.use(model, attlas.Recipe.from_toml(f'version = 1\n[[rule]]\nmethod = "exact"\n[rule.decode]\nmethod = "{without}"\n'))
+
+
 def test_gradients_reach_the_weights():
     model = tiny.causal("llama").train()
     inputs = padded("left")

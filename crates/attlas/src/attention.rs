@@ -27,7 +27,7 @@ impl Attention {
         Self { batch: 1, n_heads, n_kv_heads: n_heads, d, d_v: d, scale: None, causal: false }
     }
 
-    /// The problem of slices with so many elements.
+    /// The problem of slices with these numbers of elements.
     fn problem(&self, q: usize, k: usize, v: usize) -> Result<Problem> {
         let rows = |what, len: usize, heads: usize, width: usize| {
             let each = self.batch.checked_mul(heads).and_then(|x| x.checked_mul(width)).filter(|&x| x > 0);

@@ -7,33 +7,53 @@ use attlas_num::Real;
 use attlas_num::rng::StreamKey;
 
 /// Distances between an output and the exact one.
-#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Errors {
     /// $\|\hat O - O\|_F / \|O\|_F$.
+    #[serde(deserialize_with = "number")]
     pub rel_fro: f64,
     /// $\|\hat O - O\|_2 / \|O\|_2$, largest singular values, by power iteration.
+    #[serde(deserialize_with = "number")]
     pub rel_spectral: f64,
     /// $\max |\hat o - o|$.
+    #[serde(deserialize_with = "number")]
     pub max_abs: f64,
     /// Mean over rows of the cosine between $\hat o_i$ and $o_i$.
+    #[serde(deserialize_with = "number")]
     pub cosine: f64,
     /// $\sum |\hat o - o| / \sum |o|$.
+    #[serde(deserialize_with = "number")]
     pub rel_l1: f64,
     /// Quantiles 0.5, 0.9, 0.99 and 1 of the relative error of rows.
+    #[serde(deserialize_with = "numbers")]
     pub row_quantiles: [f64; 4],
     /// Largest and root-mean-square difference of log-sum-exp, where both have one.
     pub lse: Option<LseError>,
 }
 
 /// Differences of log-sum-exp over rows that see a key.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct LseError {
     /// Largest absolute difference.
+    #[serde(deserialize_with = "number")]
     pub max: f64,
     /// Root mean square.
+    #[serde(deserialize_with = "number")]
     pub rms: f64,
     /// Mean of $e^{\hat\ell - \ell}$: the share of the normaliser that was found.
+    #[serde(deserialize_with = "number")]
     pub mass: f64,
+}
+
+/// A number that was read again: JSON has no word for those that are not finite.
+fn number<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    use serde::Deserialize;
+    Ok(Option::<f64>::deserialize(from)?.unwrap_or(f64::NAN))
+}
+
+fn numbers<'de, D: serde::Deserializer<'de>>(from: D) -> Result<[f64; 4], D::Error> {
+    use serde::Deserialize;
+    Ok(<[Option<f64>; 4]>::deserialize(from)?.map(|x| x.unwrap_or(f64::NAN)))
 }
 
 impl Errors {

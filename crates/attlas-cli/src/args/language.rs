@@ -3,6 +3,7 @@
 use super::shared::{AttentionChoice, MethodChoice, ModelChoice, TextChoice, count, positive, share};
 use attlas_lab::trace::Elements;
 use attlas_lab::tune::{Effort, Shard};
+use attlas_model::Compute;
 use attlas_model::kept::CacheFormat;
 use attlas_model::recipe::Numbers;
 use clap::{Args, ValueEnum};
@@ -88,6 +89,10 @@ pub(crate) struct TuneArgs {
     /// Where measurements are kept; the name of the recipe with .jsonl added by default.
     #[arg(long, value_name = "FILE")]
     pub(crate) state: Option<PathBuf>,
+    /// Under mpirun, let machines take part whose measured peaks differ by more than 10 %: times of their key heads
+    /// do not compare.
+    #[arg(long)]
+    pub(crate) mixed: bool,
     /// Measure part I of N alone, counted from 0, and write no recipe.
     #[arg(long, value_name = "I/N")]
     pub(crate) shard: Option<Shard>,
@@ -125,7 +130,8 @@ pub(crate) struct PerplexityArgs {
     pub(crate) model: ModelChoice,
     #[command(flatten)]
     pub(crate) text: TextChoice,
-    /// Tokens of a window; by default 2048, or the model's context where that is shorter.
+    /// Tokens of a window; by default 2048, or the model's context where that is shorter. Past that context the base of
+    /// the model's rotation is stretched (NTK-aware).
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) context: Option<usize>,
     /// Tokens from the start of a window to the next; as many as a window has by default.
@@ -140,8 +146,15 @@ pub(crate) struct PerplexityArgs {
     pub(crate) task: Option<attlas_lab::task::Task>,
     #[command(flatten)]
     pub(crate) attention: AttentionChoice,
+    /// Keep finished windows in this file; the same command goes on from it, on any number of processes.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) state: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) cache: CacheChoice,
+    /// What linear layers round their operands to before they multiply: f32 (nothing), bf16, or int8, whole numbers of
+    /// eight bits, 32 with one scale, as llama.cpp does. Weights stored as f32, f16 or bf16 have no int8 form and stay f32.
+    #[arg(long, default_value_t = Compute::F32, value_name = "TYPE")]
+    pub(crate) compute: Compute,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -170,6 +183,10 @@ pub(crate) struct GenerateArgs {
     /// Add this many tokens at most.
     #[arg(long, short = 'n', default_value_t = 128, value_name = "N")]
     pub(crate) max_tokens: usize,
+    /// Make room for this many tokens. Past the model's context the base of its rotation is stretched (NTK-aware), which costs
+    /// some accuracy; by default as many as the model was made for.
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) context: Option<usize>,
     /// Divides the logits; 0 always takes the likeliest token.
     #[arg(long, default_value_t = 0.0, value_name = "T")]
     pub(crate) temperature: f64,
@@ -189,6 +206,10 @@ pub(crate) struct GenerateArgs {
     pub(crate) attention: AttentionChoice,
     #[command(flatten)]
     pub(crate) cache: CacheChoice,
+    /// What linear layers round their operands to before they multiply: f32 (nothing), bf16, or int8, whole numbers of
+    /// eight bits, 32 with one scale, as llama.cpp does. Weights stored as f32, f16 or bf16 have no int8 form and stay f32.
+    #[arg(long, default_value_t = Compute::Int8, value_name = "TYPE")]
+    pub(crate) compute: Compute,
 }
 
 #[derive(Args, Clone, Copy, Debug)]

@@ -44,6 +44,9 @@ pub(crate) struct InspectArgs {
     /// Tokens of a block on the diagonal, for --reorder.
     #[arg(long, default_value = "256", value_name = "N", value_parser = count, requires = "reorder")]
     pub(crate) block: usize,
+    /// Keep finished heads in this file; the same command goes on from it, on any number of processes.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) state: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -90,6 +93,9 @@ pub(crate) struct CompareArgs {
     /// Also write what methods learnt to a file of calibrations.
     #[arg(long, value_name = "FILE")]
     pub(crate) save_calibration: Option<PathBuf>,
+    /// Keep finished key heads in this file; the same command goes on from it, on any number of processes.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) state: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) pictures: Pictures,
 }

@@ -17,7 +17,7 @@ pub(crate) use measure::{
 };
 pub(crate) use rewrite::{CompressArgs, ConvertArgs, FactorType, RecipeName, Target};
 pub(crate) use shared::{Inputs, Limit};
-pub(crate) use simulate::{MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
+pub(crate) use simulate::{KhopArgs, MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
 
 use clap::{Args, Parser, Subcommand};
 
@@ -138,7 +138,8 @@ attlas inspect trace.safetensors --layers 0-3 --heads 0 --html inside.html\n  \
 attlas inspect model.gguf --text book.txt --tokens 2048 --layers 5,20 --svg heads.svg\n  \
 attlas inspect model.gguf --text book.txt --layers 5,20 --svg spectra.svg --figure scores\n  \
 attlas inspect synthetic:low_rank,n=8k --rank 128 --json\n  \
-attlas inspect --heads 0,4 --reorder hyper --svg blocks.svg"))]
+attlas inspect --heads 0,4 --reorder hyper --svg blocks.svg\n\n\
+Under `mpirun -n P attlas inspect …` the processes share the heads (docs/scale.md)."))]
     Inspect(InspectArgs),
     /// Measure errors and times of methods on given inputs, beside exact attention.
     #[command(after_help = laid_out("Examples:\n  \
@@ -148,7 +149,9 @@ attlas compare model.gguf --text book.txt --layers 5,20\n  \
 attlas compare trace.safetensors --methods sink_window,top_k --set top_k.keys=128\n  \
 attlas compare q.npy,k.npy,v.npy --family low_rank --seeds 10 --json\n  \
 attlas compare --match keys=256 --methods hyper,reformer,sink_window\n  \
-attlas compare --budget 0.05 --html report.html"))]
+attlas compare --budget 0.05 --html report.html\n\n\
+Under `mpirun -n P attlas compare …` the processes share the key heads, and with --state the same command goes\n\
+on after an interruption (docs/scale.md)."))]
     Compare(CompareArgs),
     /// Write one page about a model's attention: structure, spectra, methods, recipe; no network needed.
     #[command(after_help = laid_out("Examples:\n  \
@@ -199,8 +202,8 @@ attlas calibrate model.gguf --text book.txt --out calibration\n  \
 attlas calibrate model.gguf --text book.txt --methods loki,crt --tokens 4096 --out calibration\n  \
 attlas perplexity model.gguf --text other.txt --method loki --calibration calibration\n  \
 attlas tune model.gguf --text book.txt --max-kl 0.01 --calibration calibration --out recipe.toml\n\n\
-Nothing is trained: bases and moments in closed form, one for each layer and key head. Errors are told on\n\
-the tokens after those that were learnt from, without and with what was learnt."))]
+Nothing is trained: bases and moments in closed form, one for each layer and key head. Errors are measured\n\
+on the tokens that follow those learnt from, without and with what was learnt."))]
     Calibrate(CalibrateArgs),
     /// Choose a method for every head of a model within a budget, and write the recipe.
     #[command(after_help = laid_out("Examples:\n  \
@@ -210,11 +213,12 @@ attlas tune model.gguf --text book.txt --max-kl 0.01 --methods sink_window,hyper
 attlas tune model.gguf --text book.txt --max-kl 0.01 --out recipe.toml --state part0.jsonl --shard 0/4\n  \
 attlas tune model.gguf --text book.txt --max-kl 0.01 --out recipe.toml --merge part0.jsonl,part1.jsonl\n  \
 attlas perplexity model.gguf --text other.txt --recipe recipe.toml\n\n\
-Methods are timed on every key head, and the model is asked what changing that head alone costs its\n\
+Methods are timed on every key head, and the model measures what changing that head alone costs its\n\
 predictions. One price of a nat for all heads gives the least time; a second text moves it until the\n\
 budget holds there, with 95 % confidence, and a third one gives the answer. New tokens are chosen for\n\
 apart. Everything measured is kept: the same command goes on where it was interrupted.\n\
---effort quick takes minutes, normal about three times as long, thorough hours."))]
+--effort quick takes minutes, normal about three times as long, thorough hours.\n\n\
+Under `mpirun -n P attlas tune …` the processes share the key heads (docs/scale.md)."))]
     Tune(TuneArgs),
     /// Put a model's matrices into factored form, measure what that costs, and write a checkpoint.
     #[command(after_help = laid_out("Examples:\n  \
@@ -256,7 +260,9 @@ attlas perplexity model.gguf --text book.txt --method sink_window --set window=2
 attlas perplexity model.gguf --text book.txt --recipe recipe.toml --json\n\n\
 Protocols: strided scores every token once, with the context its first window gives it; llamacpp\n\
 scores the second half of windows without overlap; windows scores all but the first token of windows\n\
-without overlap and drops the rest. Numbers of different protocols cannot be compared."))]
+without overlap and drops the rest. Numbers of different protocols cannot be compared.\n\n\
+Under `mpirun -n P attlas perplexity …` the processes share the windows, and with --state the same command goes\n\
+on after an interruption (docs/scale.md)."))]
     Perplexity(PerplexityArgs),
     /// Continue a text.
     #[command(after_help = laid_out("Examples:\n  \

@@ -1,6 +1,6 @@
 //! Commands that make another checkpoint of a model.
 
-use super::shared::{Limit, ModelChoice, NewFolder, count, positive};
+use super::shared::{Limit, ModelChoice, NewFolder, count, positive, share};
 use attlas::conversions::mla::Stage;
 use attlas_model::recipe::Numbers;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -25,6 +25,24 @@ pub(crate) struct CompressArgs {
     /// Instead of a rank, the largest relative error of weights; the same as --set rel_error=E.
     #[arg(long, value_name = "E", value_parser = positive, conflicts_with = "rank")]
     pub(crate) max_weight_error: Option<f64>,
+    /// Instead of a rank, the share of the numbers of all matrices together that is stored, such as 75%: ranks are spread
+    /// over them by one multiplier (svd).
+    #[arg(long, value_name = "SHARE", value_parser = share, conflicts_with_all = ["rank", "max_weight_error"])]
+    pub(crate) keep: Option<f64>,
+    /// Instead of a rank, the largest loss of all matrices together, spread in the same way: nats a token with
+    /// --calibrate, otherwise the sum of relative squared errors (svd).
+    #[arg(long, value_name = "LOSS", value_parser = positive, conflicts_with_all = ["rank", "max_weight_error", "keep"])]
+    pub(crate) max_loss: Option<f64>,
+    /// Fit to the inputs that this text gives the matrices, instead of to all inputs alike. Where it is the file of
+    /// --text, what follows the tokens that are measured on is read.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) calibrate: Option<PathBuf>,
+    /// Tokens of it; paragraphs for an encoder.
+    #[arg(long, default_value = "8192", value_name = "N", value_parser = count, requires = "calibrate")]
+    pub(crate) calibrate_tokens: usize,
+    /// Tokens of it on which losses of different matrices are made comparable, with --keep and --max-loss.
+    #[arg(long, default_value = "256", value_name = "N", value_parser = count, requires = "calibrate")]
+    pub(crate) probe_tokens: usize,
     /// Set any parameter of the conversion; may be repeated.
     #[arg(long, value_name = "PARAM=VALUE")]
     pub(crate) set: Vec<String>,

@@ -29,6 +29,35 @@ attlas simulate match3\n  \
 attlas simulate match3 --task match2\n  \
 attlas simulate match3 --n 32 --modulus 61 --count 100 --single --json"))]
     Match3(MatchArgs),
+    /// Which token stands at the end of a chain of repetitions: a few layers find it by doubling pointers,
+    /// with any method looking up.
+    #[command(after_help = laid_out("Examples:\n  \
+attlas simulate khop --k 16\n  \
+attlas simulate khop --n 1024 --k 16 --method anna\n  \
+attlas simulate khop --method sink_window --set window=64 --json"))]
+    Khop(KhopArgs),
+}
+
+#[derive(Args, Clone, Debug)]
+pub(crate) struct KhopArgs {
+    /// Tokens of a sequence.
+    #[arg(long, default_value = "256", value_name = "N", value_parser = count)]
+    pub(crate) n: usize,
+    /// Hops.
+    #[arg(long, default_value = "8", value_name = "K", value_parser = count)]
+    pub(crate) k: usize,
+    /// Different tokens.
+    #[arg(long, default_value = "8", value_name = "N", value_parser = count)]
+    pub(crate) vocabulary: usize,
+    /// Sequences.
+    #[arg(long, default_value = "20", value_name = "N", value_parser = count)]
+    pub(crate) count: usize,
+    /// The method that looks up, by id.
+    #[arg(long, default_value = "exact", value_name = "ID")]
+    pub(crate) method: String,
+    /// Set a parameter of that method; may be repeated.
+    #[arg(long, value_name = "PARAM=VALUE")]
+    pub(crate) set: Vec<String>,
 }
 
 #[derive(Args, Clone, Debug)]

@@ -15,6 +15,10 @@ pub(crate) static FORM: Form = Form {
             asked && !element.is_half(),
             "precision = bf16 rounds operands on the host; on the device the tensors themselves are bf16",
         )
+        .and_unless(
+            options.get("positions").is_some_and(|v| v.to_string() != "original"),
+            "positions = cache_relative turns queries on the host alone",
+        )
     },
     build: |r| Ok(Box::new(SinkWindow::new(r)?)),
 };

@@ -8,12 +8,15 @@ use super::budget;
 use super::{Group, Settings, refusal};
 use crate::Result;
 use crate::calibration::Calibrations;
+use crate::crew::Crew;
+use crate::reread::Name;
 use crate::select::Chosen;
 use crate::stats::mean;
 use crate::table::{Table, number, percent, times};
+use crate::units::{Done, Ledger, share};
 use crate::workload::Workload;
 use attlas::{Near, Options, Schedule, Workspace};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -23,12 +26,14 @@ const HALVINGS: [u32; 5] = [6, 5, 4, 3, 2];
 const SINKS: usize = 4;
 
 /// One method, as published or beside a near field.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Curve {
     /// Id of the method.
-    pub method: &'static str,
+    #[serde(deserialize_with = "crate::reread::name")]
+    pub method: Name,
     /// Its family.
-    pub family: &'static str,
+    #[serde(deserialize_with = "crate::reread::name")]
+    pub family: Name,
     /// Whether it stands beside sinks and a window.
     pub near: bool,
     /// What was measured, by growing budget.
@@ -36,15 +41,18 @@ pub struct Curve {
 }
 
 /// One setting of it, mean over heads.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct CurvePoint {
     /// What was set.
     pub params: Options,
     /// Mean relative Frobenius error.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub error: f64,
     /// Share of the scores of exact attention.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub keys_share: f64,
     /// Exact seconds over those of set-up and run.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub speedup: f64,
 }
 
@@ -70,12 +78,14 @@ fn settings_of(chosen: &Chosen, near: bool, n_k: usize) -> Vec<Options> {
 }
 
 /// Measures the curves of every method on every head, one run of each. Stops early with what is finished once `stop` is set or
-/// the time limit is reached; a method whose time ran out has no curve.
+/// the time limit is reached; a method whose time ran out has no curve. The processes of a crew share the curves, and each
+/// gets all of them.
 pub fn curves(
     workload: &Workload,
     selection: &[Chosen],
     settings: &Settings,
     given: &Calibrations,
+    crew: &dyn Crew,
     watch: &mut dyn FnMut(usize, usize, &str),
     stop: &AtomicBool,
 ) -> Result<Vec<Curve>> {
@@ -92,58 +102,54 @@ pub fn curves(
             groups.push((layer.group_problem(mask), Group::new(layer, g, mask, settings, given, &mut ws)?));
         }
     }
-    let mut found = Vec::new();
-    for (done, chosen) in selection.iter().enumerate() {
+    let mut kinds: Vec<(&Chosen, bool)> = Vec::new();
+    for chosen in selection {
         let named = chosen.options.iter().any(|(name, _)| Near::names(name));
-        let kinds: &[bool] = if budget::has_near_field(chosen.method) || named || !chosen.method.claims.lse {
-            &[false]
-        } else {
-            &[false, true]
-        };
-        for &near in kinds {
-            let mut curve = Curve {
-                method: chosen.method.id,
-                family: chosen.method.family.name(),
-                near,
-                points: Vec::new(),
-            };
-            let n_k = groups.iter().map(|(p, _)| p.n_k).max().unwrap_or(0);
-            for options in settings_of(chosen, near, n_k) {
-                if stop.load(Ordering::Relaxed) || over() {
-                    return Ok(found);
-                }
-                watch(done, selection.len(), chosen.method.id);
-                let tried = Chosen { options, ..chosen.clone() };
-                let mut rows = Vec::new();
-                for (problem, group) in &mut groups {
-                    if refusal(&tried, problem, settings.seed, given).ok().is_none_or(|r| r.is_some()) {
-                        break;
-                    }
-                    match group.measure(&tried, None, &mut Calibrations::default(), &mut ws) {
-                        Ok(more) => rows.extend(more),
-                        Err(_) => break,
-                    }
-                }
-                // All heads or none: methods are never compared on different ones.
-                let heads: usize = groups.iter().map(|(p, _)| p.n_heads).sum();
-                if rows.len() < heads || rows.iter().all(|r| r.status == "exact") {
-                    continue;
-                }
-                let taken: f64 = rows.iter().map(|r| r.setup_seconds + r.run_seconds).sum();
-                let exact: f64 = rows.iter().map(|r| r.speedup * (r.setup_seconds + r.run_seconds)).sum();
-                curve.points.push(CurvePoint {
-                    params: tried.options,
-                    error: mean(&rows.iter().map(|r| r.rel_fro.mean).collect::<Vec<_>>()),
-                    keys_share: mean(&rows.iter().map(|r| r.keys_share).collect::<Vec<_>>()),
-                    speedup: exact / taken,
-                });
-            }
-            if !curve.points.is_empty() {
-                found.push(curve);
-            }
+        kinds.push((chosen, false));
+        if !budget::has_near_field(chosen.method) && !named && chosen.method.claims.lse {
+            kinds.push((chosen, true));
         }
     }
-    Ok(found)
+    let mut work = |unit: usize, at: usize| -> Result<Done<Curve>> {
+        let (chosen, near) = kinds[unit];
+        let (method, family) = (chosen.method.id, chosen.method.family.name());
+        let mut curve = Curve { method, family, near, points: Vec::new() };
+        let n_k = groups.iter().map(|(p, _)| p.n_k).max().unwrap_or(0);
+        for options in settings_of(chosen, near, n_k) {
+            if stop.load(Ordering::Relaxed) || over() {
+                return Ok(Done::Stopped);
+            }
+            watch(at, kinds.len(), chosen.method.id);
+            let tried = Chosen { options, ..chosen.clone() };
+            let mut rows = Vec::new();
+            for (problem, group) in &mut groups {
+                if refusal(&tried, problem, settings.seed, given).ok().is_none_or(|r| r.is_some()) {
+                    break;
+                }
+                match group.measure(&tried, None, &mut Calibrations::default(), &mut ws) {
+                    Ok(more) => rows.extend(more),
+                    Err(_) => break,
+                }
+            }
+            // All heads or none: methods are never compared on different ones.
+            let heads: usize = groups.iter().map(|(p, _)| p.n_heads).sum();
+            if rows.len() < heads || rows.iter().all(|r| r.status == "exact") {
+                continue;
+            }
+            let taken: f64 = rows.iter().map(|r| r.setup_seconds + r.run_seconds).sum();
+            let exact: f64 = rows.iter().map(|r| r.speedup * (r.setup_seconds + r.run_seconds)).sum();
+            curve.points.push(CurvePoint {
+                params: tried.options,
+                error: mean(&rows.iter().map(|r| r.rel_fro.mean).collect::<Vec<_>>()),
+                keys_share: mean(&rows.iter().map(|r| r.keys_share).collect::<Vec<_>>()),
+                speedup: exact / taken,
+            });
+        }
+        Ok(Done::Whole(curve))
+    };
+    let shared = share(crew, &mut Ledger::none(), &vec![1; kinds.len()], &mut work)?;
+    let found = shared.records.into_iter().flatten().map(|(curve, _)| curve);
+    Ok(found.filter(|curve| !curve.points.is_empty()).collect())
 }
 
 /// One line for each curve: the best error within a quarter of the scores, or at the fewest scores of a method that reads
@@ -202,6 +208,7 @@ pub fn verdict(curves: &[Curve], tokens: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::crew::Alone;
     use crate::select::Choice;
 
     #[test]
@@ -215,9 +222,16 @@ mod tests {
         let selection = Choice { methods, ..Choice::default() }.resolve().unwrap();
         let settings = Settings { mask: Some(attlas::Mask::Causal), threads: 1, ..Settings::default() };
         let stop = AtomicBool::new(false);
-        let found =
-            curves(&workload, &selection, &settings, &Calibrations::default(), &mut |_, _, _| (), &stop)
-                .unwrap();
+        let found = curves(
+            &workload,
+            &selection,
+            &settings,
+            &Calibrations::default(),
+            &Alone::default(),
+            &mut |_, _, _| (),
+            &stop,
+        )
+        .unwrap();
         let kinds: Vec<(&str, bool)> = found.iter().map(|c| (c.method, c.near)).collect();
         assert!(kinds.contains(&("hyper", true)) && kinds.contains(&("sampled_columns", false)), "{kinds:?}");
         assert!(!kinds.contains(&("sampled_columns", true)), "it has a near field of its own");
@@ -227,8 +241,15 @@ mod tests {
         assert!(table(&found).text().contains("sampled_columns"));
         assert!(verdict(&found, 512).starts_with("At 512 tokens "));
         let stopped = AtomicBool::new(true);
-        let none =
-            curves(&workload, &selection, &settings, &Calibrations::default(), &mut |_, _, _| (), &stopped);
+        let none = curves(
+            &workload,
+            &selection,
+            &settings,
+            &Calibrations::default(),
+            &Alone::default(),
+            &mut |_, _, _| (),
+            &stopped,
+        );
         assert!(none.unwrap().is_empty());
         assert!(verdict(&[], 8).contains("nothing is faster within 1 %"));
     }

@@ -261,6 +261,7 @@ impl<'a> Group<'a> {
             rank: info.rank,
             iterations: info.iterations,
             figures: info.figures.clone(),
+            node: None,
             status: if got.iter().all(|x| x.is_finite()) { status_name(info.status) } else { "not_finite" },
         }
     }

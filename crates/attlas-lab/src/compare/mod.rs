@@ -23,13 +23,17 @@ pub(crate) use records::status_name;
 pub use records::{Baseline, BaselineHead, Comparison, Matching, Refused, Row, Skipped, Summary, front};
 
 use crate::calibration::Calibrations;
+use crate::crew::{Alone, Crew};
+use crate::reread::Name;
 use crate::run::Meter;
 use crate::select::{Chosen, baseline};
+use crate::units::{Done, Ledger, share};
 use crate::workload::{LayerData, Workload};
 use crate::{Error, Result};
 use attlas::method::Needs;
 use attlas::{Mask, Problem, Schedule, Workspace};
 use records::summarise;
+use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -92,15 +96,46 @@ pub fn compare(
     watch: &mut dyn FnMut(Step<'_>),
     stop: &AtomicBool,
 ) -> Result<Comparison> {
-    compare_with(workload, selection, settings, &Calibrations::default(), watch, stop)
+    let (crew, given) = (Alone::default(), Calibrations::default());
+    compare_with(workload, selection, settings, &given, &crew, &mut Ledger::none(), watch, stop)
 }
 
-/// The same with calibrations from before; methods that have none there learn from the inputs.
+/// What decides the figures of a key head: two runs with the same key may share them. Times are those of one kind of machine.
+pub fn key(
+    workload: &Workload,
+    selection: &[Chosen],
+    settings: &Settings,
+    given: &Calibrations,
+) -> Result<String> {
+    let ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
+    let methods: Vec<String> = selection.iter().map(|c| format!("{} {}", c.method.id, c.options)).collect();
+    Ok(format!(
+        "{} {:?} {:?} {} {} {} {} {} {} {} {} {} {:?}",
+        workload.hash(),
+        methods,
+        settings.mask,
+        settings.seeds,
+        settings.seed,
+        settings.certify_rows,
+        settings.first_row,
+        settings.confidence,
+        settings.runs,
+        crate::machine::name(&ws),
+        crate::atlas::fingerprint(),
+        env!("CARGO_PKG_VERSION"),
+        serde_json::to_string(given).ok(),
+    ))
+}
+
+/// The same with calibrations from before, methods that have none there learn from the inputs; with key heads shared among
+/// the processes of a crew and kept in a ledger. Every process gets the whole comparison.
 pub fn compare_with(
     workload: &Workload,
     selection: &[Chosen],
     settings: &Settings,
     given: &Calibrations,
+    crew: &dyn Crew,
+    ledger: &mut Ledger,
     watch: &mut dyn FnMut(Step<'_>),
     stop: &AtomicBool,
 ) -> Result<Comparison> {
@@ -151,60 +186,80 @@ pub fn compare_with(
     let units = units(&workload.layers, settings.time_limit.is_some());
     let total: usize = units.iter().map(|&(i, _)| runnable[i].len() + 1).sum();
     result.heads = units.iter().map(|&(i, _)| workload.layers[i].problem.group_size()).sum();
-    let clock = Clock { start: Instant::now(), limit: settings.time_limit };
-    let mut done = 0;
-    let mut finished: Vec<Finished> = Vec::new();
-    for &(i, g) in &units {
+    let clock = Clock { start: Instant::now(), limit: settings.time_limit, processes: crew.size() };
+    let node = crew.node();
+    let mut cut = false;
+    let mut work = |unit: usize, at: usize| -> Result<Done<Finished>> {
+        let (i, g) = units[unit];
         let (layer, able) = (&workload.layers[i], &runnable[i]);
-        // The first one always has its baseline.
-        if !finished.is_empty() && clock.share(1).is_some_and(|share| share <= 0.0) {
-            result.skipped.extend(able.iter().map(|c| Skipped {
-                method: c.method.id,
-                layer: layer.layer,
-                heads: layer.heads_of(g).collect(),
-                reason: TIME_LIMIT.into(),
-            }));
-            continue;
-        }
-        if !finished.is_empty() && stop.load(Ordering::Relaxed) {
-            result.interrupted = true;
-            break;
-        }
-        watch(Step { done, total, method: exact.id });
-        let mut bench = Group::new(layer, g, mask, settings, given, &mut ws)?;
-        done += 1;
         let mut here = Finished {
-            rows: bench.mean_of_values(),
+            rows: Vec::new(),
             able: able.iter().map(|c| c.method.id).collect(),
             methods: Vec::new(),
             exact: Baseline::default(),
+            skipped: Vec::new(),
+            learnt: Calibrations::default(),
         };
+        let late = |method: Name| Skipped {
+            method,
+            layer: layer.layer,
+            heads: layer.heads_of(g).collect(),
+            reason: TIME_LIMIT.into(),
+        };
+        // The first one always has its baseline.
+        if at > 0 && clock.share(1).is_some_and(|share| share <= 0.0) {
+            here.skipped.extend(able.iter().map(|c| late(c.method.id)));
+            return Ok(Done::Part(here));
+        }
+        if at > 0 && stop.load(Ordering::Relaxed) {
+            return Ok(Done::Stopped);
+        }
+        // Units of the list before this one are done or somebody else's.
+        let mut done = (at * total / units.len().max(1)).min(total);
+        watch(Step { done, total, method: exact.id });
+        let mut bench = Group::new(layer, g, mask, settings, given, &mut ws)?;
+        done += 1;
+        here.rows = bench.mean_of_values();
+        let mut whole = true;
         for chosen in able {
             if stop.load(Ordering::Relaxed) {
-                result.interrupted = true;
+                (whole, cut) = (false, true);
                 break;
             }
             watch(Step { done, total, method: chosen.method.id });
-            match clock.share(total - done) {
-                Some(share) if share <= 0.0 => result.skipped.push(Skipped {
-                    method: chosen.method.id,
-                    layer: layer.layer,
-                    heads: bench.heads().collect(),
-                    reason: TIME_LIMIT.into(),
-                }),
+            match clock.share(total.saturating_sub(done)) {
+                Some(share) if share <= 0.0 => {
+                    here.skipped.push(late(chosen.method.id));
+                    whole = false;
+                }
                 share => {
-                    here.rows.extend(bench.measure(chosen, share, &mut result.learnt, &mut ws)?);
+                    here.rows.extend(bench.measure(chosen, share, &mut here.learnt, &mut ws)?);
                     here.methods.push(chosen.method.id);
                 }
             }
             done += 1;
         }
         bench.finish(&mut here.exact);
-        finished.push(here);
-        if result.interrupted {
-            break;
+        here.rows.iter_mut().for_each(|row| row.node.clone_from(&node));
+        Ok(if whole { Done::Whole(here) } else { Done::Part(here) })
+    };
+    // Where time may not suffice, the order of units says which heads are compared.
+    let short = settings.time_limit.is_some();
+    let weight = |&(i, _): &(usize, usize)| {
+        let p = workload.layers[i].group_problem(mask);
+        if short { 1 } else { p.visible_pairs() * (p.d + p.d_v) as u64 }
+    };
+    let weights: Vec<u64> = units.iter().map(weight).collect();
+    let shared = share(crew, ledger, &weights, &mut work)?;
+    result.interrupted = shared.interrupted || crew.any(cut);
+    let mut finished: Vec<Finished> = shared.records.into_iter().flatten().map(|(unit, _)| unit).collect();
+    for unit in &mut finished {
+        result.skipped.append(&mut unit.skipped);
+        for entry in std::mem::take(&mut unit.learnt).entries() {
+            result.learnt.insert(entry.layer, entry.kv_head, entry.calibration.clone());
         }
     }
+    finished.retain(|unit| !unit.exact.heads.is_empty());
     keep_common(&finished, &mut result);
     let b = &mut result.exact;
     b.gflops = if b.run_seconds > 0.0 { b.flops as f64 / b.run_seconds * 1e-9 } else { 0.0 };
@@ -230,13 +285,18 @@ fn units(layers: &[LayerData], short: bool) -> Vec<(usize, usize)> {
 }
 
 /// What was measured on one key head.
+#[derive(Serialize, Deserialize)]
 struct Finished {
     rows: Vec<Row>,
     /// Methods that can do it.
-    able: Vec<&'static str>,
+    #[serde(deserialize_with = "crate::reread::names")]
+    able: Vec<Name>,
     /// Those that did.
-    methods: Vec<&'static str>,
+    #[serde(deserialize_with = "crate::reread::names")]
+    methods: Vec<Name>,
     exact: Baseline,
+    skipped: Vec<Skipped>,
+    learnt: Calibrations,
 }
 
 /// Keeps the key heads that every method finished which finished the first, and the rows of these methods.
@@ -288,12 +348,14 @@ fn name_method(chosen: &Chosen, error: attlas::Error) -> Error {
 struct Clock {
     start: Instant,
     limit: Option<f64>,
+    processes: usize,
 }
 
 impl Clock {
-    /// Seconds that each of `left` steps may take.
+    /// Seconds that each of `left` steps may take, which all processes share.
     fn share(&self, left: usize) -> Option<f64> {
-        self.limit.map(|limit| (limit - self.start.elapsed().as_secs_f64()) / left.max(1) as f64)
+        let each = left.div_ceil(self.processes).max(1) as f64;
+        self.limit.map(|limit| (limit - self.start.elapsed().as_secs_f64()) / each)
     }
 }
 
@@ -404,6 +466,8 @@ mod tests {
             able: vec!["top_k", "sink_window", "linear"],
             methods: methods.to_vec(),
             exact: Baseline { heads: c.exact.heads[2 * g..2 * g + 2].to_vec(), ..Baseline::default() },
+            skipped: Vec::new(),
+            learnt: Calibrations::default(),
         };
         let parts = [
             part(0, &["top_k", "sink_window"]),

@@ -2,10 +2,11 @@
 
 use crate::budget::{Budget, CLOSE, Matched};
 use crate::calibration::Calibrations;
+use crate::reread::Name;
 use crate::stats::{Interval, mean};
 use attlas::metrics::Errors;
 use attlas::{Mask, Status};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// The result: everything measured, in the order it was measured.
@@ -110,15 +111,18 @@ impl Comparison {
 }
 
 /// Exact attention on the same inputs.
-#[derive(Clone, Debug, Default, Serialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Baseline {
     /// Id of the method.
-    pub method: &'static str,
+    #[serde(deserialize_with = "crate::reread::name")]
+    pub method: Name,
     /// Median seconds of all heads together.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub run_seconds: f64,
     /// Counted operations of all heads together.
     pub flops: u64,
     /// Billions of counted operations per second.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub gflops: f64,
     /// Most bytes allocated by one run.
     pub peak_bytes: usize,
@@ -127,25 +131,28 @@ pub struct Baseline {
 }
 
 /// Exact attention on one head.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct BaselineHead {
     /// Layer, where the source has layers.
     pub layer: Option<usize>,
     /// Query head.
     pub head: usize,
     /// Median seconds.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub run_seconds: f64,
     /// Runs behind the median.
     pub runs: usize,
 }
 
 /// One method on one head.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Row {
     /// Id of the method, or `mean_v`.
-    pub method: &'static str,
+    #[serde(deserialize_with = "crate::reread::name")]
+    pub method: Name,
     /// Its family, or `baseline`.
-    pub family: &'static str,
+    #[serde(deserialize_with = "crate::reread::name")]
+    pub family: Name,
     /// Every parameter with its value.
     pub params: serde_json::Map<String, serde_json::Value>,
     /// Layer, where the source has layers.
@@ -161,18 +168,23 @@ pub struct Row {
     /// Further distances, of the first seed.
     pub errors: Errors,
     /// Median seconds of planning, per query head.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub setup_seconds: f64,
     /// Median seconds of executing, per query head.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub run_seconds: f64,
     /// Shortest and longest run, per query head.
+    #[serde(deserialize_with = "crate::reread::pair")]
     pub run_range: [f64; 2],
     /// Runs behind the median; 0 where only the warm-up was affordable and stands in.
     pub runs: usize,
     /// Seconds of learning from data, per query head, where the method does.
     pub calibrate_seconds: Option<f64>,
     /// Seconds of exact attention over set-up and run together.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub speedup: f64,
     /// Share of the counted operations that comes before the first row.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub counted_setup_share: f64,
     /// Most bytes allocated while planning and running the whole group.
     pub peak_bytes: usize,
@@ -181,6 +193,7 @@ pub struct Row {
     /// Scores computed, per query head.
     pub keys_visited: u64,
     /// The same as a share of the pairs that exact attention visits.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub keys_share: f64,
     /// Rows answered by a fallback, in the whole group.
     pub fallback_rows: u64,
@@ -189,9 +202,14 @@ pub struct Row {
     /// Most iterations, where the method iterates.
     pub iterations: Option<usize>,
     /// Further figures that the method reports.
-    pub figures: BTreeMap<&'static str, f64>,
+    #[serde(deserialize_with = "crate::reread::figures")]
+    pub figures: BTreeMap<Name, f64>,
+    /// The machine it was measured on, where several processes shared the heads.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node: Option<String>,
     /// `complete`, `exact`, `stopped_early`, or `not_finite` where an output is no number.
-    pub status: &'static str,
+    #[serde(deserialize_with = "crate::reread::name")]
+    pub status: Name,
 }
 
 /// One method over all heads.
@@ -246,10 +264,11 @@ pub struct Refused {
 }
 
 /// Something that was not measured.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Skipped {
     /// Id of the method.
-    pub method: &'static str,
+    #[serde(deserialize_with = "crate::reread::name")]
+    pub method: Name,
     /// Layer, where the source has layers.
     pub layer: Option<usize>,
     /// Query heads.

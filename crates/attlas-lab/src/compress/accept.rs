@@ -12,7 +12,7 @@ use crate::{Error, Result, stats};
 use attlas::conversions::Conversion;
 use attlas::{Options, Workspace};
 use attlas_model::Model;
-use attlas_model::compress::{Compressed, compress};
+use attlas_model::compress::{Compressed, Learnt, compress_seen};
 use attlas_model::perplexity::Mean;
 use serde::Serialize;
 use std::sync::Arc;
@@ -95,6 +95,7 @@ pub(super) fn choose<'a>(
     settings: &Settings,
     accept: &Accept,
     set_aside: &[u32],
+    learnt: Option<&Learnt>,
     threads: &Workspace,
     progress: &(dyn Fn(&str, usize, usize) + Sync),
     stop: &AtomicBool,
@@ -129,8 +130,8 @@ pub(super) fn choose<'a>(
         let mut best: Option<(usize, Compressed<'a>, Vec<f64>)> = None;
         for variant in &variants {
             progress(&format!("trying layer {layer}"), trials.len(), layers.len() * variants.len());
-            let one =
-                compress(model, conversion, variant, Some(&[layer]), settings.roles.as_deref(), &|_, _| ())?;
+            let (roles, only) = (settings.roles.as_deref(), [layer]);
+            let one = compress_seen(model, conversion, variant, Some(&only), roles, learnt, &|_, _| ())?;
             if stop.load(Ordering::Relaxed) {
                 return Err(attlas_model::Error::Interrupted.into());
             }
@@ -241,6 +242,7 @@ mod tests {
             repeats: 0,
             threads: 1,
             accept: None,
+            calibrate: None,
         }
     }
 
@@ -261,7 +263,8 @@ mod tests {
         let progress =
             |what: &str, done: usize, all: usize| told.lock().unwrap().push((what.to_owned(), done, all));
         let go_on = AtomicBool::new(false);
-        let (kept, chosen) = choose(&model, &settings, &accept, &text, &threads, &progress, &go_on).unwrap();
+        let (kept, chosen) =
+            choose(&model, &settings, &accept, &text, None, &threads, &progress, &go_on).unwrap();
 
         assert_eq!(told.lock().unwrap().len(), 8);
         assert_eq!(told.lock().unwrap()[2], ("trying layer 2".to_owned(), 2, 8));
@@ -305,7 +308,8 @@ mod tests {
         let settings = Settings { layers: Some(vec![2, 0]), ..settings("trawl", full) };
         let accept = Accept { tokens: 192, ranks: Vec::new() };
         let go_on = AtomicBool::new(false);
-        let (_, chosen) = choose(&model, &settings, &accept, &text, &threads, &|_, _, _| (), &go_on).unwrap();
+        let (_, chosen) =
+            choose(&model, &settings, &accept, &text, None, &threads, &|_, _, _| (), &go_on).unwrap();
         assert_eq!(chosen.trials.iter().map(|t| t.layer).collect::<Vec<_>>(), [2, 0]);
         for t in &chosen.trials {
             // Logits of a few units, sums of at most twelve products in single precision.
@@ -320,11 +324,13 @@ mod tests {
         let accept = Accept { tokens: 192, ranks: Vec::new() };
         let go_on = AtomicBool::new(false);
         let beyond = Settings { layers: Some(vec![4]), ..settings("trawl", Options::new()) };
-        let error = choose(&model, &beyond, &accept, &text, &threads, &|_, _, _| (), &go_on).unwrap_err();
+        let error =
+            choose(&model, &beyond, &accept, &text, None, &threads, &|_, _, _| (), &go_on).unwrap_err();
         assert!(error.to_string().contains("0 to 3"), "{error}");
         let stopped = AtomicBool::new(true);
         let all = settings("trawl", Options::new());
-        let error = choose(&model, &all, &accept, &text, &threads, &|_, _, _| (), &stopped).unwrap_err();
+        let error =
+            choose(&model, &all, &accept, &text, None, &threads, &|_, _, _| (), &stopped).unwrap_err();
         assert!(matches!(error, Error::Model(attlas_model::Error::Interrupted)));
         assert!(check(None).is_err() && check(Some(&[1])).is_err() && check(Some(&[1, 2])).is_ok());
     }

@@ -4,8 +4,10 @@
 //! not always faster: times of both models are taken in turn, and the record says which got slower.
 
 mod accept;
+mod calibrate;
 
 pub use accept::{Accept, Acceptance, Trial, set_rank};
+pub use calibrate::{Calibrate, Calibrated};
 
 use crate::run::timed;
 use crate::self_check::{Quality, SelfCheck};
@@ -16,7 +18,7 @@ use attlas::conversions::Conversion;
 use attlas::conversions::common::network::Role;
 use attlas::{Options, Schedule, Workspace, registry};
 use attlas_model::bert::Batch;
-use attlas_model::compress::{Compressed, Elements, compress, flops_per_token};
+use attlas_model::compress::{Compressed, Elements, Learnt, compress_seen, flops_per_token};
 use attlas_model::save::Folder;
 use attlas_model::{Decoder, Encoder, Model, Recipe, Rows};
 use serde::Serialize;
@@ -53,6 +55,8 @@ pub struct Settings {
     pub threads: usize,
     /// Change one layer at a time and keep what text set aside accepts.
     pub accept: Option<Accept>,
+    /// Fit to the inputs that a text gives the matrices.
+    pub calibrate: Option<Calibrate>,
 }
 
 /// Storage and cost of a model.
@@ -94,6 +98,8 @@ pub struct Loss {
     pub rank: usize,
     /// Relative Frobenius error.
     pub rel_error: f64,
+    /// Relative root mean square error of the outputs on calibration text.
+    pub seen_error: Option<f64>,
     /// Numbers before.
     pub before: usize,
     /// Numbers after.
@@ -125,6 +131,8 @@ pub struct Record {
     pub losses: Vec<Loss>,
     /// Trials, where each change had to be accepted.
     pub acceptance: Option<Acceptance>,
+    /// The text that weights were fitted to.
+    pub calibration: Option<Calibrated>,
     /// The model.
     pub before: Figures,
     /// The written folder.
@@ -148,9 +156,13 @@ pub fn run(
     let before = open_model(&settings.model)?;
     let texts = Texts::read(settings, &before)?;
     let threads = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
-    let (converted, convert_seconds) =
-        timed(|| convert(&before, settings, &texts.set_aside, &threads, progress, stop));
-    let (compressed, acceptance) = converted?;
+    let ((learnt, calibration), learn_seconds) =
+        timed_result(|| calibrate::learn(&before, settings, &threads, progress, stop))?;
+    let ((compressed, acceptance), convert_seconds) = timed_result(|| {
+        convert(&before, settings, &texts.set_aside, learnt.as_ref(), &threads, progress, stop)
+    })?;
+    let convert_seconds = learn_seconds + convert_seconds;
+    let calibration = calibration.map(|c: Calibrated| c.with_losses(&compressed.rewritten.losses));
     if stop.load(Ordering::Relaxed) {
         return Err(attlas_model::Error::Interrupted.into());
     }
@@ -161,6 +173,7 @@ pub fn run(
             what: l.what.clone(),
             rank: l.rank,
             rel_error: l.rel_error,
+            seen_error: l.seen_error,
             before: l.before,
             after: l.after,
         })
@@ -204,6 +217,7 @@ pub fn run(
         rel_error,
         losses,
         acceptance,
+        calibration,
         before,
         after,
         quality,
@@ -217,18 +231,27 @@ fn convert<'a>(
     model: &'a Arc<Model>,
     settings: &Settings,
     set_aside: &[u32],
+    learnt: Option<&Learnt>,
     threads: &Workspace,
     progress: &(dyn Fn(&str, usize, usize) + Sync),
     stop: &AtomicBool,
 ) -> Result<(Compressed<'a>, Option<Acceptance>)> {
     if let Some(accept) = &settings.accept {
-        let (kept, acceptance) = accept::choose(model, settings, accept, set_aside, threads, progress, stop)?;
+        let (kept, acceptance) =
+            accept::choose(model, settings, accept, set_aside, learnt, threads, progress, stop)?;
         return Ok((kept, Some(acceptance)));
     }
     let Settings { options, layers, roles, .. } = settings;
     let report = |done: usize, all: usize| progress("decomposing", done, all);
-    let all = compress(model, settings.conversion, options, layers.as_deref(), roles.as_deref(), &report)?;
+    let (layers, roles) = (layers.as_deref(), roles.as_deref());
+    let all = compress_seen(model, settings.conversion, options, layers, roles, learnt, &report)?;
     Ok((all, None))
+}
+
+/// The result of work that may fail, and the seconds it took.
+fn timed_result<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
+    let (done, seconds) = timed(work);
+    Ok((done?, seconds))
 }
 
 /// The text that both models read.
@@ -275,24 +298,7 @@ impl Texts {
             accept::check(None)?;
         }
         let whole = Text::read(&settings.text, model, None)?;
-        let all = std::fs::read_to_string(&settings.text).map_err(|e| Error::reading(&settings.text, e))?;
-        let paragraphs = all.split("\n\n").map(|p| p.split_whitespace().collect::<Vec<_>>().join(" "));
-        let mut ids = Vec::new();
-        for text in paragraphs.filter(|p| p.len() > PARAGRAPH).take(settings.tokens) {
-            let mut list = model.tokenizer.encode(&text, true)?;
-            let longest = PARAGRAPH_TOKENS.min(model.config.max_positions);
-            if list.len() > longest {
-                // The token that ends a text stays.
-                let last = list[list.len() - 1];
-                list.truncate(longest - 1);
-                list.push(last);
-            }
-            ids.push(list);
-        }
-        if ids.is_empty() {
-            let expected = format!("a paragraph of more than {PARAGRAPH} characters");
-            return Err(Error::argument("--text", expected, "none"));
-        }
+        let ids = paragraphs(&settings.text, model, 0, settings.tokens)?;
         Ok(Self {
             source: whole.source,
             sha256: whole.sha256,
@@ -300,6 +306,29 @@ impl Texts {
             set_aside: Vec::new(),
         })
     }
+}
+
+/// Paragraphs of a text as an encoder reads them, all but the first `skip` of them, `most` at most.
+fn paragraphs(path: &Path, model: &Model, skip: usize, most: usize) -> Result<Vec<Vec<u32>>> {
+    let all = std::fs::read_to_string(path).map_err(|e| Error::reading(path, e))?;
+    let paragraphs = all.split("\n\n").map(|p| p.split_whitespace().collect::<Vec<_>>().join(" "));
+    let mut ids = Vec::new();
+    for text in paragraphs.filter(|p| p.len() > PARAGRAPH).skip(skip).take(most) {
+        let mut list = model.tokenizer.encode(&text, true)?;
+        let longest = PARAGRAPH_TOKENS.min(model.config.max_positions);
+        if list.len() > longest {
+            // The token that ends a text stays.
+            let last = list[list.len() - 1];
+            list.truncate(longest - 1);
+            list.push(last);
+        }
+        ids.push(list);
+    }
+    if ids.is_empty() {
+        let expected = format!("a paragraph of more than {PARAGRAPH} characters");
+        return Err(Error::argument(path.display(), expected, "none"));
+    }
+    Ok(ids)
 }
 
 fn sizes(model: &Arc<Model>, path: &Path, settings: &Settings) -> Result<Figures> {

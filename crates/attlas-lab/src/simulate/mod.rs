@@ -1,8 +1,10 @@
-//! Small simulations: tokens as particles, and a task about triples.
+//! Small simulations: tokens as particles, a task about triples, and one about chains.
 
+mod khop;
 mod matching;
 mod particles;
 
+pub use khop::{KHop, KHopRun, hops};
 pub use matching::{
     Matching, MatchingRun, Score, Task, balanced_modulus, labels, pairwise_head, third_order_head,
 };

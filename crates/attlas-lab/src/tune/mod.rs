@@ -6,10 +6,10 @@
 //! all. Exact attention is the baseline and always a choice; a candidate that computed exact attention under another name is
 //! none.
 //!
-//! Then the model is asked: for candidates on the front of error and time, the divergence of its predictions from exact
+//! Then the model is measured: for candidates on the front of error and time, the divergence of its predictions from exact
 //! attention's with that key head changed alone ([`Replace`]). Other candidates of the same key head are taken to cost as the
 //! square of their error. Small divergences add up, so that the choice is one price of a nat for all key heads: the least time
-//! within a sum of divergences. Where the model cannot be asked, the error relative to the layer's output stands in.
+//! within a sum of divergences. Without a model, the error relative to the layer's output stands in.
 //!
 //! The recipe then runs over a second text, and the sum is searched until the budget holds there: doubled while it does,
 //! halved until it does, then in between. A budget holds where the upper 95 % bound of the increase, from differences token by
@@ -34,8 +34,9 @@ mod state;
 pub use curve::CurvePoint;
 pub use divergence::Replace;
 pub use runtime::Runtime;
-pub use state::{Key, Measurement, PEAK_CLASS, State};
+pub use state::{Key, Measurement, Node, PEAK_CLASS, PEAK_MIXED, State, check_nodes};
 
+use crate::crew::{Alone, Crew};
 use crate::hash::sha256;
 use crate::perplexity::Record;
 use crate::select::Chosen;
@@ -74,12 +75,12 @@ pub enum Phase {
 #[serde(rename_all = "lowercase")]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Effort {
-    /// Two budgets of each method, one run of each; six candidates everywhere, two of them asked of the model on 128 rows.
+    /// Two budgets of each method, one run of each; eight candidates for every key head, two of them measured in the model on 128 rows.
     Quick,
-    /// Four budgets; ten candidates, four asked on 256 rows.
+    /// Four budgets; a dozen candidates, four of them in the model on 256 rows.
     #[default]
     Normal,
-    /// Six budgets, three runs, also as published; two dozen candidates, all of the front asked on 512 rows.
+    /// Six budgets, three runs, also as published; two dozen candidates, all of the front in the model on 512 rows.
     Thorough,
 }
 
@@ -100,8 +101,8 @@ impl Effort {
     /// Key heads on which candidates are screened.
     fn screens(self) -> usize {
         match self {
-            Self::Quick => 2,
-            Self::Normal => 4,
+            Self::Quick => 4,
+            Self::Normal => 6,
             Self::Thorough => 8,
         }
     }
@@ -109,13 +110,13 @@ impl Effort {
     /// Candidates that are tried on every key head.
     fn candidates(self) -> usize {
         match self {
-            Self::Quick => 6,
-            Self::Normal => 10,
+            Self::Quick => 8,
+            Self::Normal => 12,
             Self::Thorough => 24,
         }
     }
 
-    /// Candidates of a key head that the model is asked about.
+    /// Candidates of a key head that are measured in the model.
     fn asked(self) -> usize {
         match self {
             Self::Quick => 2,
@@ -258,22 +259,31 @@ pub struct Outcome {
     /// Tokens scored.
     pub scored: u64,
     /// Perplexity.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub ppl: f64,
     /// Perplexity with exact attention.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub exact_ppl: f64,
     /// Relative increase of the perplexity.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub ppl_increase: f64,
     /// Its upper 95 % bound.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub ppl_increase_upper: f64,
     /// Mean divergence, nats.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub kl_mean: f64,
     /// Its standard error.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub kl_se: f64,
     /// Share of tokens with the same likeliest one.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub same_top: f64,
     /// Scores over exact attention's.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub keys_share: f64,
     /// Seconds of the model, logits included.
+    #[serde(deserialize_with = "crate::reread::number")]
     pub seconds: f64,
     /// The same with exact attention; none where it was not timed.
     pub exact_seconds: Option<f64>,
@@ -328,6 +338,9 @@ pub struct Tuned {
     pub effort: Effort,
     /// Measurements made or found.
     pub measurements: usize,
+    /// Key heads that were measured in a second, by all processes, once for prompts and once for new tokens; none where all
+    /// were known.
+    pub heads_per_second: Option<f64>,
     /// Methods that computed exact attention at this length, and are no choice of their own.
     pub fell_back: Vec<String>,
     /// Candidates that were tried on every key head.
@@ -412,7 +425,7 @@ pub trait Check {
     /// The model's sizes in one line, as [`shape`](crate::text::shape) gives them.
     fn shape(&self) -> String;
 
-    /// The model that has read `text`, to be asked what changed key heads cost; `None` where it cannot be.
+    /// The model that has read `text`, which measures what changed key heads cost; `None` where it cannot.
     fn replace(&mut self, text: &Text, rows: usize, stop: &AtomicBool) -> Result<Option<Box<dyn Replace>>> {
         let _ = (text, rows, stop);
         Ok(None)
@@ -445,8 +458,24 @@ pub fn tune(
     watch: &mut dyn FnMut(usize, usize, &str),
     stop: &AtomicBool,
 ) -> Result<Ended> {
-    let mut run =
-        Run { model, text, check, settings, search: Search::new(workload, settings)?, state, watch, stop };
+    tune_with(model, text, check, workload, settings, state, &Alone::default(), watch, stop)
+}
+
+/// The same with key heads shared among the processes of a crew, each of which has a state of its own
+/// ([`State::open_with`]) and comes to the same answer.
+pub fn tune_with(
+    model: &mut dyn Check,
+    text: &Text,
+    check: &Text,
+    workload: &Workload,
+    settings: &Settings,
+    state: &mut State,
+    crew: &dyn Crew,
+    watch: &mut dyn FnMut(usize, usize, &str),
+    stop: &AtomicBool,
+) -> Result<Ended> {
+    let search = Search::new(workload, settings, crew)?;
+    let mut run = Run { model, text, check, settings, search, state, crew, watch, stop };
     match run.whole()? {
         Some(tuned) => Ok(Ended::Done(Box::new(tuned))),
         None => Ok(Ended::Interrupted(run.state.len())),

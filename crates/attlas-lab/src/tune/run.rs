@@ -5,6 +5,7 @@ use super::choose::{Point, choose};
 use super::search::Search;
 use super::{Check, Outcome, Phase, Pick, Replace, Round, Settings, State, Tuned, curve, recipe};
 use crate::Result;
+use crate::crew::Crew;
 use crate::hash::sha256;
 use crate::table::{number, seconds};
 use crate::text::Text;
@@ -24,6 +25,7 @@ pub(super) struct Run<'r, 'a> {
     pub(super) settings: &'r Settings,
     pub(super) search: Search<'a>,
     pub(super) state: &'r mut State,
+    pub(super) crew: &'r dyn Crew,
     pub(super) watch: &'r mut dyn FnMut(usize, usize, &str),
     pub(super) stop: &'r AtomicBool,
 }
@@ -37,6 +39,7 @@ impl Run<'_, '_> {
             tokens: self.text.tokens.len(),
             effort: self.settings.effort,
             measurements: 0,
+            heads_per_second: None,
             fell_back: Vec::new(),
             candidates: Vec::new(),
             curve: Vec::new(),
@@ -58,6 +61,8 @@ impl Run<'_, '_> {
             false => Vec::new(),
         };
         tuned.measurements = self.state.len();
+        let (heads, seconds) = self.search.pace;
+        tuned.heads_per_second = (heads > 0).then(|| heads as f64 / seconds.max(1e-9));
         tuned.fell_back = self.state.fell_back();
         if self.settings.shard.is_some() {
             return Ok(Some(tuned));
@@ -105,7 +110,7 @@ impl Run<'_, '_> {
             (self.watch)(0, 1, "reading the text for divergences");
             let rows = self.settings.effort.rows().min(self.text.tokens.len() / 2).max(1);
             replace = self.model.replace(self.text, rows, self.stop)?;
-            if self.stop.load(Ordering::Relaxed) {
+            if self.crew.any(self.stop.load(Ordering::Relaxed)) {
                 return Ok(None);
             }
         }
@@ -245,7 +250,7 @@ impl Run<'_, '_> {
             let recipe = self.recipe(&alone);
             let steps = 2 * self.settings.effort.steps();
             let outcome = self.model.decode(&recipe, self.check, self.text.tokens.len(), steps, self.stop)?;
-            if self.stop.load(Ordering::Relaxed) {
+            if self.crew.any(self.stop.load(Ordering::Relaxed)) {
                 return Ok(false);
             }
             let Some(outcome) = outcome else { return Ok(true) };

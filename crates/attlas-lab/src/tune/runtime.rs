@@ -2,10 +2,12 @@
 
 use super::divergence::{Changed, Replace};
 use super::{Check, Outcome};
+use crate::crew::{Alone, Crew};
 use crate::perplexity::{self, Record, Reference};
 use crate::run::timed;
 use crate::task::{self, Task};
 use crate::text::Text;
+use crate::units::Ledger;
 use crate::{Error, Result};
 use attlas::{Schedule, Workspace};
 use attlas_model::perplexity::{Divergence, Perplexity, Protocol, nll};
@@ -22,17 +24,48 @@ pub struct Runtime<'a> {
     task: Option<Task>,
     seed: u64,
     known: BTreeMap<String, Reference>,
+    /// Who shares the windows of a check.
+    crew: Option<&'a dyn Crew>,
 }
 
 impl<'a> Runtime<'a> {
     /// A model on that many threads, 0 for all, with texts made into prompts of a task where there is one.
     pub fn new(model: &'a Arc<Model>, threads: usize, task: Option<Task>, seed: u64) -> Self {
-        Self { model, threads, task, seed, known: BTreeMap::new() }
+        Self { model, threads, task, seed, known: BTreeMap::new(), crew: None }
+    }
+
+    /// The same with windows shared among the processes of a crew; all of them check and decode at the same time.
+    #[must_use]
+    pub fn with_crew(self, crew: &'a dyn Crew) -> Self {
+        Self { crew: Some(crew), ..self }
+    }
+
+    /// The model with a recipe beside the exact one, on the processes of `crew`.
+    fn beside(
+        &mut self,
+        crew: &dyn Crew,
+        recipe: &Recipe,
+        check: &Text,
+        context: usize,
+        stop: &AtomicBool,
+    ) -> Result<Option<Record>> {
+        let how = self.settings(recipe, context);
+        let known = self.known.entry(key(check, context)).or_default();
+        let (model, mut ledger) = (self.model, Ledger::none());
+        let quiet = &mut |_, _, _| ();
+        let run =
+            perplexity::perplexity_with(model, check, &how, crew, &mut ledger, Some(known), quiet, stop);
+        match run {
+            Err(Error::Model(attlas_model::Error::Interrupted)) => Ok(None),
+            Ok(record) if record.interrupted => Ok(None),
+            other => other.map(Some),
+        }
     }
 
     fn settings(&self, recipe: &Recipe, context: usize) -> perplexity::Settings {
         perplexity::Settings {
             cache: attlas_model::kept::CacheFormat::F32,
+            compute: attlas_model::Compute::F32,
             task: self.task,
             seed: self.seed,
             protocol: Protocol::Strided { window: context, stride: context },
@@ -55,15 +88,8 @@ impl Check for Runtime<'_> {
         context: usize,
         stop: &AtomicBool,
     ) -> Result<Option<Record>> {
-        let how = self.settings(recipe, context);
-        let known = self.known.entry(key(check, context)).or_default();
-        let run =
-            perplexity::perplexity_beside(self.model, check, &how, Some(known), &mut |_, _, _| (), stop);
-        match run {
-            Err(Error::Model(attlas_model::Error::Interrupted)) => Ok(None),
-            Ok(record) if record.interrupted => Ok(None),
-            other => other.map(Some),
-        }
+        let alone = Alone::default();
+        self.beside(self.crew.unwrap_or(&alone), recipe, check, context, stop)
     }
 
     fn shape(&self) -> String {
@@ -89,6 +115,26 @@ impl Check for Runtime<'_> {
         steps: usize,
         stop: &AtomicBool,
     ) -> Result<Option<Outcome>> {
+        // One token follows another: the first process decodes for all.
+        let Some(crew) = self.crew.filter(|c| !c.is_alone()) else {
+            return self.decode_alone(recipe, check, context, steps, stop);
+        };
+        let found = if crew.leads() { self.decode_alone(recipe, check, context, steps, stop)? } else { None };
+        let broken = |e: serde_json::Error| Error::argument("a record of new tokens", "finite figures", e);
+        let told = crew.tell(serde_json::to_string(&found).map_err(broken)?);
+        serde_json::from_str(&told).map_err(broken)
+    }
+}
+
+impl Runtime<'_> {
+    fn decode_alone(
+        &mut self,
+        recipe: &Recipe,
+        check: &Text,
+        context: usize,
+        steps: usize,
+        stop: &AtomicBool,
+    ) -> Result<Option<Outcome>> {
         let tokens = match self.task {
             Some(task) => task::prompt(task, &self.model.tokenizer, check, context, self.seed)?.tokens,
             None => check.tokens[..context.min(check.tokens.len())].to_vec(),
@@ -101,20 +147,10 @@ impl Check for Runtime<'_> {
         let threads = Workspace::new(Schedule { threads: self.threads, ..Schedule::default() })?;
         // Exact predictions of the same tokens, where a check has made them.
         let name = key(check, context);
-        if self.known.get(&name).is_none_or(|r| r.hidden().is_none()) {
-            let exact = self.settings(recipe, context);
-            let known = self.known.entry(name.clone()).or_default();
-            match perplexity::perplexity_beside(
-                self.model,
-                check,
-                &exact,
-                Some(known),
-                &mut |_, _, _| (),
-                stop,
-            ) {
-                Err(Error::Model(attlas_model::Error::Interrupted)) => return Ok(None),
-                other => other.map(|_| ())?,
-            }
+        if self.known.get(&name).is_none_or(|r| r.hidden().is_none())
+            && self.beside(&Alone::default(), recipe, check, context, stop)?.is_none()
+        {
+            return Ok(None);
         }
         let Some(exact) = self.known.get(&name).and_then(Reference::hidden) else { return Ok(None) };
         let (d, vocab) = (self.model.config.hidden, self.model.config.vocab);

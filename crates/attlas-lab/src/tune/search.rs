@@ -1,17 +1,19 @@
 //! What is measured on which key head.
 
-use super::candidates::{self, Candidate};
+use super::candidates::{self, Candidate, Steps};
 use super::choose::{Point, hull, interpolate};
 use super::divergence::Replace;
 use super::measure::Unit;
 use super::state::{Measurement, State};
 use super::{DecodePick, Effort, Phase, Pick, Settings, WORTH_IT};
 use crate::Result;
+use crate::crew::Crew;
 use crate::run::execute;
 use crate::stats::median;
 use crate::table::seconds;
 use crate::workload::{LayerData, Workload};
 use attlas::{Calibration, Mask, Options, Schedule, Workspace, registry};
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -32,14 +34,17 @@ pub(super) struct Search<'a> {
     /// Layer of the workload and key head.
     pub(super) units: Vec<(usize, usize)>,
     ws: Workspace,
+    crew: &'a dyn Crew,
+    /// Key heads that were measured by all processes, and the seconds it took.
+    pub(super) pace: (usize, f64),
 }
 
 impl<'a> Search<'a> {
-    pub(super) fn new(workload: &'a Workload, settings: &'a Settings) -> Result<Self> {
+    pub(super) fn new(workload: &'a Workload, settings: &'a Settings, crew: &'a dyn Crew) -> Result<Self> {
         let all = workload.layers.iter().enumerate();
         let units = all.flat_map(|(i, l)| (0..l.problem.n_kv_heads).map(move |g| (i, g))).collect();
         let ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
-        Ok(Self { workload, settings, units, ws })
+        Ok(Self { workload, settings, units, ws, crew, pace: (0, 0.0) })
     }
 
     fn layer(&self, i: usize) -> (&'a LayerData, usize) {
@@ -75,28 +80,26 @@ impl<'a> Search<'a> {
             c.method.plan(&problem, &c.options).map_or(true, |p| p.cost().flops() as f64 <= DEAR * exact)
         };
         let count = self.settings.effort.screens().min(self.units.len()).max(1);
+        // The middles of equal parts of the model.
+        let screened: Vec<(usize, usize)> =
+            (0..count).map(|s| self.units[(2 * s + 1) * self.units.len() / (2 * count)]).collect();
+        let all: Vec<Steps> = all
+            .into_iter()
+            .map(|steps| steps.into_iter().filter(|c| phase == Phase::Decode || cheap(c)).collect())
+            .collect();
+        if !self.climb(phase, &screened, &all, state, watch, stop)? {
+            return Ok(None);
+        }
         let mut votes: BTreeMap<String, (Candidate, usize, f64)> = BTreeMap::new();
-        for s in 0..count {
-            // The middles of equal parts of the model.
-            let (i, g) = self.units[(2 * s + 1) * self.units.len() / (2 * count)];
-            let mut unit = None;
-            let mut seen: Vec<(Candidate, Measurement)> = Vec::new();
-            for (done, steps) in all.iter().enumerate() {
-                for candidate in steps.iter().filter(|c| phase == Phase::Decode || cheap(c)) {
-                    if stop.load(Ordering::Relaxed) {
-                        return Ok(None);
-                    }
-                    watch(
-                        s * all.len() + done,
-                        count * all.len(),
-                        &format!("screening {}", candidate.method.id),
-                    );
-                    let m = self.measure(phase, i, g, candidate, &mut unit, state)?.0;
+        for &(i, g) in &screened {
+            let mut seen: Vec<(&Candidate, &Measurement)> = Vec::new();
+            for steps in &all {
+                for candidate in steps {
+                    let Some(m) = state.get(phase, self.layer(i).1, g, candidate) else { break };
                     let slow = m.cost > WORTH_IT;
                     if !m.exact && !slow && m.error.is_some_and(|e| e <= USELESS) {
-                        seen.push((candidate.clone(), m));
+                        seen.push((candidate, m));
                     }
-                    // A larger budget takes longer.
                     if slow {
                         break;
                     }
@@ -108,7 +111,7 @@ impl<'a> Search<'a> {
             for ((candidate, _), (&(error, cost), _)) in
                 seen.iter().zip(points.iter().zip(&front)).filter(|x| *x.1.1)
             {
-                let known = votes.entry(candidate.name()).or_insert((candidate.clone(), 0, f64::INFINITY));
+                let known = votes.entry(candidate.name()).or_insert(((*candidate).clone(), 0, f64::INFINITY));
                 (known.1, known.2) = (known.1 + 1, known.2.min(error * cost));
             }
         }
@@ -117,6 +120,43 @@ impl<'a> Search<'a> {
         kept.sort_by(|a, b| b.1.cmp(&a.1).then(a.2.total_cmp(&b.2)));
         kept.truncate(self.settings.effort.candidates());
         Ok(Some(kept.into_iter().map(|k| k.0).collect()))
+    }
+
+    /// Measures candidates with growing budgets on a few key heads, each until it is too slow; the processes of a crew share
+    /// key heads and methods. `false` once `stop` is set.
+    fn climb(
+        &mut self,
+        phase: Phase,
+        screened: &[(usize, usize)],
+        all: &[Steps],
+        state: &mut State,
+        watch: Watch<'_>,
+        stop: &AtomicBool,
+    ) -> Result<bool> {
+        let total = screened.len() * all.len();
+        let mut unit: (usize, Option<Unit<'a>>) = (0, None);
+        let mut stopped = false;
+        self.crew.begin(total);
+        'list: while let Some(at) = self.crew.next() {
+            let (s, steps) = (at / all.len(), &all[at % all.len()]);
+            let (i, g) = screened[s];
+            if unit.0 != s {
+                unit = (s, None);
+            }
+            for candidate in steps {
+                if stop.load(Ordering::Relaxed) {
+                    stopped = true;
+                    break 'list;
+                }
+                watch(at, total, &format!("screening {}", candidate.method.id));
+                // A larger budget takes longer.
+                if self.measure(phase, i, g, candidate, &mut unit.1, state)?.0.cost > WORTH_IT {
+                    break;
+                }
+            }
+        }
+        state.settle(self.crew)?;
+        Ok(!self.crew.any(stopped))
     }
 
     /// Measures the candidates on every key head of the shard, and asks the model what some of them cost it. `false` once
@@ -130,18 +170,24 @@ impl<'a> Search<'a> {
         watch: Watch<'_>,
         stop: &AtomicBool,
     ) -> Result<bool> {
-        let (begun, total) = (Instant::now(), self.units.len());
-        let mut fresh = 0usize;
-        for done in 0..total {
-            let (i, g) = self.units[done];
-            if self.settings.shard.is_some_and(|s| done % s.count != s.index) {
-                continue;
-            }
+        let (begun, mut fresh, mut stopped) = (Instant::now(), 0usize, false);
+        let mine = |u: &usize| self.settings.shard.is_none_or(|s| u % s.count == s.index);
+        let mut list: Vec<usize> = (0..self.units.len()).filter(mine).collect();
+        // The longest first: most candidates to measure, then most layers to run again behind a change.
+        list.sort_by_key(|&u| {
+            let (i, g) = self.units[u];
+            let missing = kept.iter().filter(|c| state.get(phase, self.layer(i).1, g, c).is_none()).count();
+            (Reverse(missing), i)
+        });
+        let total = list.len();
+        self.crew.begin(total);
+        'list: while let Some(done) = self.crew.next() {
+            let (i, g) = self.units[list[done]];
             // What is already known takes no time, so it says nothing about the rest.
             let left = match fresh {
                 0 => String::new(),
                 n => {
-                    let each = begun.elapsed().as_secs_f64() / n as f64;
+                    let each = begun.elapsed().as_secs_f64() / n as f64 / self.crew.size() as f64;
                     format!(", about {} left", seconds(each * (total - done) as f64))
                 }
             };
@@ -153,7 +199,8 @@ impl<'a> Search<'a> {
             let rows = model.as_ref().map_or(0, |m| m.rows());
             for candidate in kept {
                 if stop.load(Ordering::Relaxed) {
-                    return Ok(false);
+                    stopped = true;
+                    break 'list;
                 }
                 let (_, output) = self.measure(phase, i, g, candidate, &mut unit, state)?;
                 if let (Some(output), Some(unit), Phase::Prompt) = (output, &unit, phase) {
@@ -163,7 +210,8 @@ impl<'a> Search<'a> {
             if let (Some(model), Phase::Prompt) = (&mut model, phase) {
                 for candidate in self.to_ask(i, g, kept, state) {
                     if stop.load(Ordering::Relaxed) {
-                        return Ok(false);
+                        stopped = true;
+                        break 'list;
                     }
                     let tail = match tails.remove(&candidate.name()) {
                         Some(tail) => tail,
@@ -171,14 +219,20 @@ impl<'a> Search<'a> {
                     };
                     let (layer, number) = self.layer(i);
                     let kl = model.replaced(number, layer.heads_of(g), &tail)?;
+                    // What is no number is over every budget, also once it was written and read.
+                    let kl = if kl.is_finite() { kl } else { f64::MAX };
                     if let Some(m) = state.get(phase, number, g, &candidate).cloned() {
-                        state.push(Measurement { kl: Some(kl), ..m })?;
+                        state.keep(Measurement { kl: Some(kl), ..m }, self.crew)?;
                     }
                 }
             }
             fresh += usize::from(state.made() > before);
         }
-        Ok(true)
+        state.settle(self.crew)?;
+        if self.crew.any(fresh > 0) {
+            self.pace = (self.pace.0 + total, self.pace.1 + begun.elapsed().as_secs_f64());
+        }
+        Ok(!self.crew.any(stopped))
     }
 
     /// Candidates whose divergence is measured: on the front of squared error and time, the fastest first, spread over it.
@@ -252,13 +306,14 @@ impl<'a> Search<'a> {
             cost: f64::MAX,
             exact: false,
             kl: None,
+            node: self.crew.node(),
         };
         let mut output = None;
         if let Ok(seen) = seen {
             (m.error, m.seconds, m.cost, m.exact) = (seen.error, seen.seconds, seen.cost, seen.exact);
             output = Some(seen.output);
         }
-        state.push(m.clone())?;
+        state.keep(m.clone(), self.crew)?;
         Ok((m, output))
     }
 
@@ -392,6 +447,7 @@ mod tests {
     use super::super::choose::choose;
     use super::super::tests::settings;
     use super::*;
+    use crate::crew::Alone;
     use crate::select::Choice;
 
     fn with(methods: &[&str], effort: Effort) -> Settings {
@@ -430,13 +486,15 @@ mod tests {
             cost,
             exact: false,
             kl,
+            node: None,
         }
     }
 
     #[test]
     fn the_divergence_decides_not_the_error() {
+        let alone = Alone::default();
         let (workload, s) = (workload(), with(&["sink_window"], Effort::Thorough));
-        let mut search = Search::new(&workload, &s).unwrap();
+        let mut search = Search::new(&workload, &s, &alone).unwrap();
         let mut known = state();
         let kept = [window(16), window(64)];
         for g in 0..2 {
@@ -460,7 +518,7 @@ mod tests {
         assert!(picks.iter().all(|p| p.params == kept[1].options));
         // Nor is anything past the largest error.
         let strict = Settings { max_error: Some(0.05), ..s.clone() };
-        let mut search = Search::new(&workload, &strict).unwrap();
+        let mut search = Search::new(&workload, &strict, &alone).unwrap();
         let hulls = search.hulls(Phase::Prompt, &kept, &known).unwrap();
         assert!(hulls.iter().all(|h| *h == [Point::EXACT]));
     }
@@ -481,8 +539,9 @@ mod tests {
 
     #[test]
     fn every_key_head_is_measured_once_and_the_model_is_asked() {
+        let alone = Alone::default();
         let (workload, s) = (workload(), with(&["sink_window", "sampled_columns"], Effort::Quick));
-        let mut search = Search::new(&workload, &s).unwrap();
+        let mut search = Search::new(&workload, &s, &alone).unwrap();
         let mut known = state();
         let stop = AtomicBool::new(false);
         let kept = [window(16), window(64)];

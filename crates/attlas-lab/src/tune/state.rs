@@ -2,6 +2,7 @@
 
 use super::candidates::Candidate;
 use super::{Outcome, Phase};
+use crate::crew::Crew;
 use crate::output;
 use crate::{Error, Result};
 use attlas::Options;
@@ -36,6 +37,9 @@ pub struct Measurement {
     /// Divergence of the model's predictions with this key head changed alone, nats, where it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kl: Option<f64>,
+    /// The machine it was made on, where several processes shared the search.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node: Option<String>,
 }
 
 /// What a model did with a recipe on a text.
@@ -46,11 +50,40 @@ pub(super) struct Checked {
     pub(super) outcome: Outcome,
 }
 
+/// A machine that took part.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Node {
+    /// Its name.
+    pub node: String,
+    /// Most billions of multiply-add operations per second of one of its processes; none where it could not be measured.
+    pub peak_gflops: Option<f64>,
+}
+
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
 enum Line {
     Checked(Checked),
     Measured(Measurement),
+    Node(Node),
+}
+
+/// Ratio of measured peaks above which machines are not mixed in one search.
+pub const PEAK_MIXED: f64 = 1.1;
+
+/// An error where two machines differ in their peaks by more than a tenth: times of their units do not compare.
+pub fn check_nodes<'n>(nodes: impl IntoIterator<Item = &'n Node>) -> Result<()> {
+    let known: Vec<(&str, f64)> =
+        nodes.into_iter().filter_map(|n| Some((n.node.as_str(), n.peak_gflops?))).collect();
+    let by = |a: &&(&str, f64), b: &&(&str, f64)| a.1.total_cmp(&b.1);
+    let (Some(slow), Some(fast)) = (known.iter().min_by(by), known.iter().max_by(by)) else { return Ok(()) };
+    if fast.1 <= PEAK_MIXED * slow.1 {
+        return Ok(());
+    }
+    Err(Error::argument(
+        "the machines",
+        "peaks within 10 % of each other, so that times compare; leave one out, or allow it with --mixed",
+        format!("{} with {:.1} GF/s and {} with {:.1} GF/s", fast.0, fast.1, slow.0, slow.1),
+    ))
 }
 
 /// What measurements were made on. Times of another machine, registry, effort or version are not comparable, so every part
@@ -116,7 +149,10 @@ pub struct State {
     key: Key,
     done: BTreeMap<(Phase, usize, usize, String), Measurement>,
     checks: BTreeMap<String, Outcome>,
+    nodes: BTreeMap<String, Node>,
     made: usize,
+    /// Lines since the processes of a crew were last told.
+    news: Vec<String>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -139,7 +175,9 @@ impl State {
             key: key.clone(),
             done: BTreeMap::new(),
             checks: BTreeMap::new(),
+            nodes: BTreeMap::new(),
             made: 0,
+            news: Vec::new(),
         };
         if let Some(path) = path {
             // Kept until the new file is in place with a lock of its own.
@@ -148,6 +186,51 @@ impl State {
                 state.merge(path)?;
             }
             state.rewrite()?;
+        }
+        Ok(state)
+    }
+
+    /// The same for all processes of a crew: process 0 has the file, and the others what it holds. With `merge`, what other
+    /// files hold is taken over. The peak of every machine is measured and kept; machines that differ too much are refused
+    /// unless they are `mixed`.
+    pub fn open_with(
+        path: &Path,
+        key: &Key,
+        merge: &[PathBuf],
+        mixed: bool,
+        crew: &dyn Crew,
+    ) -> Result<Self> {
+        let mut state = Self::open(crew.leads().then_some(path), key)?;
+        if crew.leads() && !merge.is_empty() {
+            merge.iter().try_for_each(|other| state.merge(other))?;
+            state.rewrite()?;
+        }
+        if crew.is_alone() {
+            return Ok(state);
+        }
+        let broken =
+            |e: serde_json::Error| Error::argument("what another process says", "a line of the state", e);
+        for line in crew.tell(state.lines()?.join("\n")).lines().filter(|_| !crew.leads()) {
+            state.absorb(line)?;
+        }
+        let own = Node { node: crew.node().unwrap_or_default(), peak_gflops: key.peak_gflops };
+        let mut here: BTreeMap<String, Node> = BTreeMap::new();
+        for line in crew.gather(&serde_json::to_string(&own).map_err(broken)?) {
+            let node: Node = serde_json::from_str(&line).map_err(broken)?;
+            let known = here.entry(node.node.clone()).or_insert(node.clone());
+            // The best of its processes: they measure at the same time.
+            known.peak_gflops = known.peak_gflops.into_iter().chain(node.peak_gflops).reduce(f64::max);
+        }
+        let before = state.nodes.clone();
+        let all = before.values().filter(|n| !here.contains_key(&n.node)).chain(here.values());
+        if !mixed {
+            check_nodes(all)?;
+        }
+        for node in here.into_values() {
+            if crew.leads() {
+                state.append(&node)?;
+            }
+            state.nodes.insert(node.node.clone(), node);
         }
         Ok(state)
     }
@@ -207,6 +290,9 @@ impl State {
                 Ok(Line::Checked(c)) => {
                     self.checks.insert(c.checked, c.outcome);
                 }
+                Ok(Line::Node(n)) => {
+                    self.nodes.insert(n.node.clone(), n);
+                }
                 // The last line of an interrupted run.
                 Err(_) if i + 1 == lines.len() => {}
                 Err(e) => return Err(malformed(format!("line {}: {e}", i + 2))),
@@ -221,14 +307,66 @@ impl State {
         let header = Header { format: FORMAT.into(), version: VERSION, key: self.key.clone() };
         let failed = |e: serde_json::Error| Error::writing(path, e.into());
         let mut text = serde_json::to_string(&header).map_err(failed)? + "\n";
-        for m in self.done.values() {
-            text += &(serde_json::to_string(m).map_err(failed)? + "\n");
-        }
-        for (checked, outcome) in &self.checks {
-            let line = Checked { checked: checked.clone(), outcome: outcome.clone() };
-            text += &(serde_json::to_string(&line).map_err(failed)? + "\n");
+        for line in self.lines()? {
+            text += &(line + "\n");
         }
         self.file = Some(output::write_locked(path, text.as_bytes())?);
+        Ok(())
+    }
+
+    /// Everything but the first line.
+    fn lines(&self) -> Result<Vec<String>> {
+        let failed = |e| Error::argument("a measurement", "one that can be written", e);
+        let nodes = self.nodes.values().map(serde_json::to_string);
+        let done = self.done.values().map(serde_json::to_string);
+        let check = |(checked, outcome): (&String, &Outcome)| {
+            serde_json::to_string(&Checked { checked: checked.clone(), outcome: outcome.clone() })
+        };
+        let all = nodes.chain(done).chain(self.checks.iter().map(check));
+        all.map(|line| line.map_err(failed)).collect()
+    }
+
+    /// Takes a line from another process, where it says something new.
+    pub(super) fn absorb(&mut self, line: &str) -> Result<()> {
+        let broken = |e| Error::argument("what another process says", "a line of the state", e);
+        match serde_json::from_str::<Line>(line).map_err(broken)? {
+            Line::Measured(m) => {
+                // What the model said is never forgotten again.
+                let known = self.done.get(&key_of(&m));
+                if known.is_none_or(|k| *k != m && (k.kl.is_none() || m.kl.is_some())) {
+                    self.append(&m)?;
+                    self.done.insert(key_of(&m), m);
+                }
+            }
+            Line::Checked(c) if !self.checks.contains_key(&c.checked) => {
+                self.append(&c)?;
+                self.checks.insert(c.checked, c.outcome);
+            }
+            Line::Checked(_) => {}
+            Line::Node(n) => drop(self.nodes.insert(n.node.clone(), n)),
+        }
+        Ok(())
+    }
+
+    /// Keeps a new measurement and tells process 0, which takes what has arrived meanwhile.
+    pub(super) fn keep(&mut self, m: Measurement, crew: &dyn Crew) -> Result<()> {
+        if !crew.leads() {
+            let failed = |e| Error::argument("a measurement", "one that can be written", e);
+            crew.report(&serde_json::to_string(&m).map_err(failed)?);
+        }
+        self.push(m)?;
+        crew.arrived().iter().try_for_each(|line| self.absorb(line))
+    }
+
+    /// Ends a list of measurements: every process gets those of all.
+    pub(super) fn settle(&mut self, crew: &dyn Crew) -> Result<()> {
+        crew.end(&mut |line| self.absorb(line))?;
+        let news = std::mem::take(&mut self.news);
+        if !crew.is_alone() {
+            let told = crew.tell(news.join("\n"));
+            told.lines().filter(|_| !crew.leads()).try_for_each(|line| self.absorb(line))?;
+            self.news.clear();
+        }
         Ok(())
     }
 
@@ -280,10 +418,12 @@ impl State {
     }
 
     fn append(&mut self, line: &impl Serialize) -> Result<()> {
+        let failed = |e| Error::argument("a measurement", "one that can be written", e);
+        let line = serde_json::to_string(line).map_err(failed)?;
         if let (Some(path), Some(file)) = (&self.path, &mut self.file) {
-            let line = serde_json::to_string(line).map_err(|e| Error::writing(path, e.into()))? + "\n";
-            file.write_all(line.as_bytes()).map_err(|e| Error::writing(path, e))?;
+            file.write_all(format!("{line}\n").as_bytes()).map_err(|e| Error::writing(path, e))?;
         }
+        self.news.push(line);
         Ok(())
     }
 }
@@ -312,11 +452,33 @@ mod tests {
             cost: 0.25,
             exact: false,
             kl: None,
+            node: None,
         }
     }
 
     fn key(machine: &str) -> Key {
         Key { machine: machine.into(), effort: "quick".into(), ..Key::default() }
+    }
+
+    #[test]
+    fn machines_whose_peaks_differ_by_more_than_a_tenth_are_not_mixed() {
+        let node = |name: &str, peak: Option<f64>| Node { node: name.into(), peak_gflops: peak };
+        check_nodes(&[node("a", Some(100.0)), node("b", Some(109.0)), node("c", None)]).unwrap();
+        check_nodes(&[]).unwrap();
+        let error = check_nodes(&[node("a", Some(100.0)), node("b", Some(111.0))]).unwrap_err().to_string();
+        assert!(error.contains("b with 111") && error.contains("--mixed"), "{error}");
+    }
+
+    #[test]
+    fn what_the_model_said_is_not_forgotten() {
+        let mut state = State::open(None, &key("one")).unwrap();
+        let plain = made_up(0, &window(16));
+        let said = Measurement { kl: Some(0.5), node: Some("there".into()), ..plain.clone() };
+        for m in [&plain, &said, &plain] {
+            state.absorb(&serde_json::to_string(m).unwrap()).unwrap();
+        }
+        assert_eq!(state.done.into_values().collect::<Vec<_>>(), [said]);
+        assert!(State::open(None, &key("one")).unwrap().absorb("{}").is_err());
     }
 
     #[test]

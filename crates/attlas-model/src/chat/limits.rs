@@ -44,7 +44,7 @@ pub(super) struct Budget {
 }
 
 impl Budget {
-    /// For a conversation of so many bytes.
+    /// For a conversation of `conversation` bytes.
     pub(super) fn new(conversation: usize) -> Arc<Self> {
         let value = VALUE.saturating_add(conversation.saturating_mul(2));
         let left = AtomicUsize::new(TOTAL.saturating_add(conversation.saturating_mul(64)));
@@ -72,7 +72,7 @@ impl Budget {
         }
     }
 
-    /// An error if a value of so many bytes may not be made.
+    /// An error if a value of `bytes` is too large.
     fn make(&self, bytes: Option<usize>) -> Made<()> {
         match bytes.filter(|&b| b <= self.value) {
             Some(bytes) => self.charge(bytes),

@@ -1,11 +1,13 @@
 //! A model as conversions see it.
 
+use super::learn::Learnt;
 use crate::error::{Error, Result};
 use crate::linear::Linear;
 use crate::model::Model;
 use crate::tensor::{Source, Tensor};
 use crate::weights::{HF_DECODER, HF_ENCODER, Weights};
 use attlas::Mat;
+use attlas::conversions::common::moments::Moments;
 use attlas::conversions::common::network::{Network, Role, Slot};
 use attlas::layer::{Dense, LayerShape};
 use attlas_num::rope::{Layout, Rope};
@@ -16,6 +18,8 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Matrices<'a> {
     pub(super) model: &'a Model,
+    /// What a calibration text said about them.
+    pub(super) learnt: Option<&'a Learnt>,
 }
 
 impl<'a> Matrices<'a> {
@@ -29,7 +33,7 @@ impl<'a> Matrices<'a> {
             let what = format!("compressing a {} model", model.config.architecture.name());
             return Err(Error::Unsupported { what });
         }
-        Ok(Self { model })
+        Ok(Self { model, learnt: None })
     }
 
     fn linear(&self, slot: Slot) -> Option<&'a Linear> {
@@ -143,6 +147,14 @@ impl Network for Matrices<'_> {
 
     fn rope(&self) -> Option<Rope> {
         self.model.config.rope.clone().map(|rope| Rope { layout: Layout::Half, ..rope })
+    }
+
+    fn moments(&self, slot: Slot) -> Option<Arc<Moments>> {
+        self.learnt?.moments(slot).cloned()
+    }
+
+    fn sensitivity(&self, slot: Slot) -> Option<f64> {
+        self.learnt?.sensitivity.get(&slot).copied()
     }
 
     fn obstacles(&self) -> Vec<String> {

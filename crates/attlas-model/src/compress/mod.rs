@@ -8,11 +8,13 @@
 mod contents;
 mod cost;
 mod elements;
+mod learn;
 mod matrices;
 mod settings;
 
 pub use cost::flops_per_token;
 pub use elements::Elements;
+pub use learn::{Calibration, Learnt};
 
 use crate::checkpoint::Tensors;
 use crate::config::ModelConfig;
@@ -24,7 +26,7 @@ use crate::tensor::Tensor;
 use crate::weights::{Naming, Weights};
 use attlas::Options;
 use attlas::conversions::Conversion;
-use attlas::conversions::common::network::{Request, Rewritten, Role, Slot, Weight};
+use attlas::conversions::common::network::{Network, Request, Rewritten, Role, Slot, Weight};
 use attlas::conversions::common::product::{Factor, Values};
 use attlas::layer::Dense;
 use contents::{Contents, decoder_tensors, encoder_tensors};
@@ -54,12 +56,30 @@ pub fn compress<'a>(
     roles: Option<&[Role]>,
     progress: &(dyn Fn(usize, usize) + Sync),
 ) -> Result<Compressed<'a>> {
-    let matrices = Matrices::new(model)?;
+    compress_seen(model, conversion, options, layers, roles, None, progress)
+}
+
+/// The same for inputs such as those of a calibration text.
+pub fn compress_seen<'a>(
+    model: &'a Model,
+    conversion: &'static Conversion,
+    options: &Options,
+    layers: Option<&[usize]>,
+    roles: Option<&[Role]>,
+    learnt: Option<&Learnt>,
+    progress: &(dyn Fn(usize, usize) + Sync),
+) -> Result<Compressed<'a>> {
+    let matrices = Matrices { learnt, ..Matrices::new(model)? };
     let run = conversion.run.ok_or_else(|| Error::Unsupported {
-        what: format!("applying {} without calibration text, as compress does,", conversion.id),
+        what: format!("applying {} without its own calibration, as compress does,", conversion.id),
     })?;
     let rewritten = run(&Request { network: &matrices, layers, roles, options, progress })?;
     Ok(Compressed { model, conversion, options: options.clone(), rewritten })
+}
+
+/// Outputs and inputs of a matrix, where the model has it; an error if its matrices cannot be factored.
+pub fn size(model: &Model, slot: Slot) -> Result<Option<(usize, usize)>> {
+    Ok(Matrices::new(model)?.size(slot))
 }
 
 impl<'a> Compressed<'a> {
@@ -114,7 +134,7 @@ impl<'a> Compressed<'a> {
 
     /// All tensors of the checkpoint, and the section that says what they are good for.
     fn contents(&self, elements: Elements) -> Result<(Contents<'a>, Section)> {
-        let matrices = Matrices { model: self.model };
+        let matrices = Matrices { model: self.model, learnt: None };
         let mut contents = Contents::default();
         match &self.model.weights {
             Weights::Decoder(w) => decoder_tensors(w, &mut contents),

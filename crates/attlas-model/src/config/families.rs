@@ -77,7 +77,7 @@ pub(crate) struct Traits {
     /// Where the parts of a rotated pair lie in a Hugging Face folder, and in a GGUF file.
     pub(crate) layouts: [Layout; 2],
     pub(crate) windows: Windows,
-    /// Every so many layers one does not rotate; 0 if all do.
+    /// Period of the layers that do not rotate; 0 if all do.
     pub(crate) unrotated_step: usize,
     pub(crate) experts: Option<ExpertNames>,
     /// Of feed-forward layers.

@@ -30,9 +30,9 @@ pub struct ExpertConfig {
     pub normalised: bool,
     /// What the weights are multiplied with.
     pub factor: f64,
-    /// Experts are in so many groups,
+    /// Number of groups of experts.
     pub groups: usize,
-    /// of which a token chooses among these many.
+    /// Groups among which a token chooses its experts.
     pub groups_per_token: usize,
     /// For each layer, whether it has experts.
     pub layers: Vec<bool>,
@@ -149,6 +149,37 @@ impl ModelConfig {
             _ => false,
         };
         if extends { self.max_positions.saturating_mul(MAX_EXTENSION) } else { self.max_positions }
+    }
+
+    /// Makes room for `tokens`, past the context that the model was made for: the base of the rotation grows by
+    /// $s^{d/(d-2)}$ for $s$ times the length, so that the slowest pair turns as far as it did and the fastest one does
+    /// not change (NTK-aware scaling, Peng et al. 2024). Does nothing where the tokens fit as it is.
+    ///
+    /// # Errors
+    /// Where frequencies follow another rule already, or the context would be more than 64 times longer.
+    pub fn stretch_context(&mut self, tokens: usize) -> Result<()> {
+        let longest = self.longest_context();
+        if tokens <= longest {
+            return Ok(());
+        }
+        let most = self.max_positions.saturating_mul(MAX_EXTENSION);
+        let plain = self.latent.is_none() && self.local_rope.is_none();
+        match self.rope.as_mut().filter(|r| plain && r.dim > 2 && matches!(r.scaling, Scaling::None)) {
+            Some(rope) if tokens <= most => {
+                let (stretch, dim) = (tokens as f64 / self.max_positions as f64, rope.dim as f64);
+                rope.base *= stretch.powf(dim / (dim - 2.0));
+                self.max_positions = tokens;
+                Ok(())
+            }
+            Some(_) => {
+                Err(Error::invalid("the context", tokens, format!("at most {most}, 64 times the model's")))
+            }
+            None => Err(Error::invalid(
+                "the context",
+                tokens,
+                format!("at most {longest}: only a plain rotation can be stretched past the model's context"),
+            )),
+        }
     }
 
     /// Whether layers are those of Llama: norms before attention and before one feed-forward layer, nothing multiplied,

@@ -1,8 +1,8 @@
 //! The best of many items within a budget, in linear time.
 //!
 //! Items come in order of their score, the larger first, equal ones by position, and are taken while their weights
-//! together stay within a budget; the first that does not fit ends it. With equal weights these are the largest so many
-//! scores. NaN counts as the largest, so that it is never dropped silently; the two zeros are equal.
+//! together stay within a budget; the first that does not fit ends it. With equal weights these are the
+//! largest scores. NaN counts as the largest, so that it is never dropped silently; the two zeros are equal.
 //!
 //! What is taken is a [`Cut`]: everything above one score, and of the items of that score those up to one position. A
 //! histogram of the leading bits of the scores, with weights ([`Counts`]), shows the bin in which the cut lies; the items

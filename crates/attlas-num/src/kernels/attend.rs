@@ -100,7 +100,7 @@ pub struct Attend<'a, T> {
     pub precision: Precision,
     /// For decoding: where at most eight rows all see the same keys, read every key and value once, straight from
     /// memory, for all of them. Rounds differently from the tiles that everything else goes through, which is why
-    /// it is asked for and not guessed from the number of rows.
+    /// the caller chooses it and the number of rows does not.
     pub decode: bool,
 }
 
@@ -125,7 +125,7 @@ impl<T: Real> Attend<'_, T> {
 }
 
 /// Attention of a few rows to some keys, named in the order in which they are to be read: decoding over the best keys of
-/// a cache. Keys and values are read where they lie, the memory of later ones asked for meanwhile.
+/// a cache. Keys and values are read where they lie, and later ones are prefetched.
 ///
 /// The rules of [`Attend`] hold for the rows named; the bits of a row depend on its query, on the named keys, values and
 /// biases, on their order and on `isa`. The memory is that of [`Attend`], in the scalar definition one element for each

@@ -19,32 +19,32 @@ const CHUNK: usize = 256;
 /// Keys whose values are added to one block of columns before the next block: few enough that memory is read
 /// nearly in order.
 const RUN: usize = 16;
-/// How far ahead of the reading memory is asked for. The hardware's own prefetching stops at every page.
+/// Prefetch distance in bytes. The hardware's own prefetching stops at every page.
 pub(super) const AHEAD_BYTES: usize = 8192;
-/// The same for the keys and values of a list, and the fewest and most rows that this is: rows may be wide or narrow.
+/// Prefetch distance for the keys and values of a list, and its least and largest number of rows: rows may be wide or narrow.
 const LISTED_BYTES: usize = 12 << 10;
 const LISTED_ROWS: (usize, usize) = (4, 64);
-/// What memory is fetched in.
+/// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
 /// Rows and registers of columns of a block of outputs.
 const BLOCK: usize = 4;
 
-/// Whether this path was asked for and can be taken: at most eight rows, all with the same keys in sight.
+/// Whether the call names this path and fits it: at most eight rows, all of which see the same keys.
 pub(super) fn applies<T: Real>(job: &Job<'_, T>) -> bool {
     let (rows, n_k) = (job.q.rows(), job.k.rows());
     job.decode && rows > 0 && rows <= ROWS_MAX && job.band.range(0, n_k) == job.band.range(rows - 1, n_k)
 }
 
-/// The keys of a call in the order of its biases: which row each is, and what to ask for while it is read.
+/// The keys of a call in the order of its biases: which row each is, and what to prefetch while it is read.
 trait Places: Copy {
-    /// Whether every row is a place of its own in memory: then a key's value is asked for with the key, and the values
-    /// of a chunk wait in the cache for their weights.
+    /// Whether rows lie scattered in memory: then a key's value is prefetched with the key, and the values of a chunk
+    /// wait in the cache for their weights.
     const SCATTERED: bool;
     /// Row of the key at `place`.
     fn row(self, place: usize) -> usize;
-    /// How far ahead of the reading memory is asked for, as [`Places::ahead`] takes it.
+    /// Prefetch distance, as [`Places::ahead`] takes it.
     fn distance<T: Real>(k: MatRef<'_, T>, v: MatRef<'_, T>) -> usize;
-    /// Where the memory starts that is wanted some time after the key at `place` of `x`.
+    /// The address to prefetch while the key at `place` of `x` is read.
     fn ahead<T: Real>(self, x: MatRef<'_, T>, place: usize, distance: usize) -> *const T;
 }
 

@@ -2,7 +2,7 @@
 //!
 //! `scalar.rs` is the readable definition of every kernel; the other files offer the same functions for one
 //! instruction set each. The functions here check lengths and hand over to the best instruction set of the
-//! machine, or to the one asked for. All run on the calling thread: splitting work is the caller's business.
+//! machine, or to the one that the caller names. All run on the calling thread: splitting work is the caller's business.
 //!
 //! ```
 //! use attlas_num::kernels::{Attend, Band, Isa, Precision};
@@ -155,7 +155,7 @@ mod dispatch {
         fn fma_burn_on(isa: Isa, iterations: u64) -> (u64, Self);
     }
 
-    /// Hands a call to the instruction set asked for, or to the scalar definition where the machine lacks it.
+    /// Dispatches a call to the instruction set that it names, or to the scalar definition where the machine lacks it.
     macro_rules! choose {
         ($isa:expr, $module:ident, $f:ident($($arg:expr),*), $fallback:expr) => {
             match $isa {
@@ -372,12 +372,12 @@ pub fn matvec<T: Real>(rows: MatRef<'_, T>, x: &[T], out: &mut [T]) {
     T::matvec_on(Isa::best(), rows, x, out);
 }
 
-/// How many rows ahead of the one at work memory is best asked for, where rows of some hundred bytes are copied or joined
-/// in no order: what one takes times this is about what memory takes to answer.
+/// Prefetch distance, in rows, for gathers of rows of some hundred bytes in random order: long enough to cover one memory
+/// latency.
 pub const ROWS_AHEAD: usize = 12;
 
-/// Asks for the memory behind `x` before it is read, for rows that are visited in an order no hardware foresees.
-/// Changes nothing but time; does nothing on machines without such an instruction.
+/// Prefetches the memory behind `x`, for rows that are visited in an order that no hardware prefetcher predicts.
+/// Changes time alone; does nothing on machines without such an instruction.
 pub fn prefetch<T: Real>(x: &[T]) {
     #[cfg(target_arch = "x86_64")]
     for line in x.chunks(64 / size_of::<T>()) {

@@ -2,8 +2,8 @@
 //! gathers from: the processor finds one page of 2 MiB faster than 512 of 4 KiB, most of all where rows are read here and
 //! there.
 //!
-//! Linux gives large pages to memory that asks for them before it is first written, and joins small ones where it is
-//! asked to. Elsewhere, and where memory is short, nothing changes.
+//! Linux gives large pages to memory that is marked before it is first written, and joins small pages on request.
+//! Elsewhere, and where memory is short, nothing changes.
 
 use bytemuck::Pod;
 
@@ -49,8 +49,8 @@ fn ask<T: Pod>(memory: *mut T, len: usize) {
     unsafe {
         let start = memory.cast::<u8>().add(skipped).cast();
         libc::madvise(start, whole, libc::MADV_HUGEPAGE);
-        // What an allocator hands out again was written before, in small pages: these are joined. Memory that nobody
-        // wrote stays as it is.
+        // What an allocator hands out again was written before, in small pages: these are joined. Memory that was
+        // never written stays as it is.
         libc::madvise(start, whole, libc::MADV_COLLAPSE);
     }
 }

@@ -156,7 +156,7 @@ pub(super) fn exp_sum<S: Simd>(s: S, x: &mut [S::T], shift: S::T) -> S::T {
     total(s, acc)
 }
 
-/// Four rows at a time, so that as many streams are read at once, and memory further on asked for meanwhile.
+/// Four rows at a time, so that four streams are read at once, with prefetching.
 #[inline(always)]
 pub(super) fn matvec<S: Simd>(s: S, a: MatRef<'_, S::T>, x: &[S::T], out: &mut [S::T]) {
     assert!(a.cols() == x.len() && a.rows() == out.len());

@@ -37,6 +37,7 @@ pub static CONVERSION: Conversion = Conversion {
     params: Params::SPECS,
     from: "grouped_query",
     to: "collaborative",
+    reads_text: false,
     run: Some(run),
 };
 
@@ -212,6 +213,7 @@ fn run(request: &Request<'_>) -> Result<Rewritten> {
             what: format!("layer {layer} q and k"),
             rank,
             rel_error: c.rel_error,
+            seen_error: None,
             before: count(&q.weight) + count(&k.weight) + bias(&q) + bias(&k),
             after,
         });

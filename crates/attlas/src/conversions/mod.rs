@@ -28,6 +28,8 @@ pub struct Conversion {
     pub from: &'static str,
     /// Id of the layer it ends in.
     pub to: &'static str,
+    /// Whether it fits weights to the inputs that a calibration text gives them.
+    pub reads_text: bool,
     /// Applies it to a whole network; `None` where it needs more than weights.
     pub run: Option<fn(&Request<'_>) -> Result<Rewritten>>,
 }

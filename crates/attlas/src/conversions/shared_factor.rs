@@ -4,9 +4,12 @@
 //! each block keeps a small core.
 //!
 //! **Math.** $X_i \approx B G_i C^\top$ with orthonormal $B, C \in \mathbb{R}^{d \times R}$ and $G_i = B^\top X_i C$: the
-//! partial Tucker decomposition of the stack on its last two modes (the paper calls it a tensor train).
+//! partial Tucker decomposition of the stack on its last two modes (the paper calls it a tensor train). With moments
+//! $H_i = X^\top X / n$ of the inputs of each block, bases are those of the stack of $L^\top X_i$, $LL^\top$ the mean of all
+//! $H_i$, each scaled to the same trace, and cores are the best for their own inputs:
+//! $G_i = (B^\top H_i B)^{-1} B^\top H_i X_i C$.
 //!
-//! **Reference.** ren2022 (its variant III). Blocks are those of [`common::stack`](super::common::stack): where matrices
+//! **Reference.** ren2022 (its variant III); whitening after wang2025svdllm. Blocks are those of [`common::stack`](super::common::stack): where matrices
 //! have different shapes there are several stacks, each with bases of its own.
 //!
 //! **Cost.** $2dR + mR^2$ numbers a stack; $2(2dR + R^2)$ operations a token and block, less where $xB$ serves several
@@ -17,12 +20,15 @@
 //! **When to use.** Before distillation. After training alone it destroys a model: one basis serves all layers and roles.
 
 use super::Conversion;
+use super::common::moments::Seen;
 use super::common::network::{Loss, Request, Rewritten};
 use super::common::product::{Values, parameters};
 use super::common::refused;
 use super::common::stack::{Stack, stacks};
 use crate::{Error, Mat, Result};
+use attlas_num::linalg::psd_factor;
 use attlas_num::tensor::{Tensor, tucker};
+use rayon::prelude::*;
 use std::sync::Arc;
 
 /// Registry entry.
@@ -33,6 +39,7 @@ pub static CONVERSION: Conversion = Conversion {
     params: Params::SPECS,
     from: "grouped_query",
     to: "grouped_query",
+    reads_text: true,
     run: Some(run),
 };
 
@@ -61,6 +68,8 @@ pub struct Shared {
     pub cores: Vec<Mat<f32>>,
     /// Relative Frobenius error over the whole stack.
     pub rel_error: f64,
+    /// Relative root mean square error of the outputs, where moments of the inputs are known.
+    pub seen_error: Option<f64>,
 }
 
 impl Shared {
@@ -70,6 +79,12 @@ impl Shared {
         self.b.data().len() + self.c.data().len() + cores
     }
 
+    /// Both errors, block by block.
+    fn measure(&mut self, blocks: &[Mat<f32>], seen: &Seen) {
+        self.rel_error = stack_error(blocks, |i| self.block(i));
+        self.seen_error = Some(seen.relative_error(blocks, |i| self.block(i)));
+    }
+
     /// Block `i`, dense.
     pub fn block(&self, i: usize) -> Mat<f32> {
         let bg = attlas_num::linalg::matmul(self.b.as_ref().as_ref(), self.cores[i].as_ref());
@@ -77,11 +92,10 @@ impl Shared {
     }
 }
 
-/// Shared bases for the blocks, all of one shape.
-pub fn factor(blocks: &[Mat<f32>], params: &Params) -> Result<Shared> {
+/// Shared bases for the blocks, all of one shape; for inputs with these moments, where they are known.
+pub fn factor(blocks: &[Mat<f32>], params: &Params, seen: Option<&Seen>) -> Result<Shared> {
     params.validate()?;
     let (rows, cols) = check(blocks)?;
-    let stack = Tensor::stack(blocks).map_err(|e| refused(CONVERSION.id, e))?;
     let options = tucker::Options {
         method: tucker::Method::Hooi,
         // ST-HOSVD is a good start for stacks of weights, and a sweep over them is expensive.
@@ -95,22 +109,73 @@ pub fn factor(blocks: &[Mat<f32>], params: &Params) -> Result<Shared> {
         Some(e) => tucker::Ranks::RelError(e),
         None => tucker::Ranks::Given(vec![blocks.len(), params.rank.min(rows), params.rank.min(cols)]),
     };
-    let fit = tucker::decompose(&stack, &ranks, &options).map_err(|e| refused(CONVERSION.id, e))?;
-    let basis =
-        |m: usize, n: usize| Arc::new(fit.tucker.factors[m].clone().unwrap_or_else(|| Mat::identity(n)));
-    Ok(Shared {
-        b: basis(1, rows),
-        c: basis(2, cols),
-        cores: slices(&fit.tucker.core),
-        rel_error: fit.rel_error,
-    })
+    let fail = |e: attlas_num::tensor::Error| refused(CONVERSION.id, e);
+    let Some(seen) = seen else {
+        let stack = Tensor::stack(blocks).map_err(fail)?;
+        let fit = tucker::decompose(&stack, &ranks, &options).map_err(fail)?;
+        let basis =
+            |m: usize, n: usize| Arc::new(fit.tucker.factors[m].clone().unwrap_or_else(|| Mat::identity(n)));
+        return Ok(Shared {
+            b: basis(1, rows),
+            c: basis(2, cols),
+            cores: slices(&fit.tucker.core),
+            rel_error: fit.rel_error,
+            seen_error: None,
+        });
+    };
+    let (stack, root) = weighted_stack(blocks, seen, CONVERSION.id)?;
+    let fit = tucker::decompose(&stack, &ranks, &options).map_err(fail)?.tucker.cast::<f64>();
+    let basis = |m: usize, n: usize| fit.factors[m].clone().unwrap_or_else(|| Mat::identity(n));
+    let (b, c) = (basis(1, rows), basis(2, cols));
+    let (b, c) =
+        if seen.turned { (b, seen.unweighted(&c, &root)?.0) } else { (seen.unweighted(&b, &root)?.0, c) };
+    let core = |(i, block): (usize, &Mat<f32>)| {
+        let (inputs, outputs) = if seen.turned { (&c, &b) } else { (&b, &c) };
+        let (normal, right) = seen.normal(i, block, inputs, outputs);
+        let solved = psd_factor(normal.as_ref()).and_then(|f| f.solve(right.as_ref()));
+        let core = solved.map_err(|e| refused(CONVERSION.id, e))?;
+        Ok(if seen.turned { core.transpose() } else { core }.cast::<f32>())
+    };
+    let cores = blocks.par_iter().enumerate().map(core).collect::<Result<Vec<_>>>()?;
+    let mut shared =
+        Shared { b: Arc::new(b.cast()), c: Arc::new(c.cast()), cores, rel_error: 0.0, seen_error: None };
+    shared.measure(blocks, seen);
+    Ok(shared)
+}
+
+/// The blocks with their inputs weighted by the mean of all moments, stacked, and the factor of that mean.
+pub(super) fn weighted_stack(blocks: &[Mat<f32>], seen: &Seen, id: &str) -> Result<(Tensor<f32>, Mat<f64>)> {
+    if seen.each.len() != blocks.len() {
+        return Err(Error::shape(
+            "calibration moments",
+            format!("{} of them", blocks.len()),
+            seen.each.len(),
+        ));
+    }
+    let (root, inputs) = (seen.root()?, if seen.turned { blocks[0].cols() } else { blocks[0].rows() });
+    if root.rows() != inputs {
+        return Err(Error::shape("calibration moments", format!("{inputs} inputs"), root.rows()));
+    }
+    let weighted: Vec<Mat<f32>> = blocks.par_iter().map(|b| seen.weighted(b, &root).cast()).collect();
+    Ok((Tensor::stack(&weighted).map_err(|e| refused(id, e))?, root))
+}
+
+/// Relative Frobenius error of all blocks together.
+pub(super) fn stack_error(blocks: &[Mat<f32>], approximate: impl Fn(usize) -> Mat<f32>) -> f64 {
+    let (mut gap, mut all) = (0.0, 0.0);
+    for (i, block) in blocks.iter().enumerate() {
+        let norm = block.frobenius().powi(2);
+        gap += super::common::relative_error(block, &approximate(i)).powi(2) * norm;
+        all += norm;
+    }
+    if all > 0.0 { (gap / all).sqrt() } else { 0.0 }
 }
 
 /// Shared bases for the matrices asked for, all of them by default, stack by stack.
 fn run(request: &Request<'_>) -> Result<Rewritten> {
     let params = Params::from_options(request.options)?;
-    each_stack(request, |stack, blocks, out| {
-        let shared = factor(&blocks, &params)?;
+    each_stack(request, |stack, blocks, seen, out| {
+        let shared = factor(&blocks, &params, seen)?;
         for (member, range) in stack.numbered() {
             let cores: Vec<f32> = range.flat_map(|i| shared.cores[i].data()).copied().collect();
             let width = shared.c.cols();
@@ -118,26 +183,34 @@ fn run(request: &Request<'_>) -> Result<Rewritten> {
             let product = member.product(&shared.b, Values::Matrix(Arc::new(core)), &shared.c);
             out.maps.insert(member.slot, product);
         }
-        Ok((shared.b.cols().max(shared.c.cols()), shared.rel_error))
+        Ok((shared.b.cols().max(shared.c.cols()), shared.rel_error, shared.seen_error))
     })
 }
 
-/// Decomposes the stacks of a request one after another; `work` adds maps and gives rank and error.
+/// Decomposes the stacks of a request one after another; `work` adds maps and gives rank, error, and that of the outputs.
 pub(super) fn each_stack(
     request: &Request<'_>,
-    mut work: impl FnMut(&Stack, Vec<Mat<f32>>, &mut Rewritten) -> Result<(usize, f64)>,
+    mut work: impl FnMut(
+        &Stack,
+        Vec<Mat<f32>>,
+        Option<&Seen>,
+        &mut Rewritten,
+    ) -> Result<(usize, f64, Option<f64>)>,
 ) -> Result<Rewritten> {
     let slots = request.slots(&request.layers_or(|n| (0..n).collect())?, |_| true)?;
     let stacks = stacks(request.network, &slots, true)?;
     let mut out = Rewritten::default();
     for (i, stack) in stacks.iter().enumerate() {
-        let (rank, rel_error) = work(stack, stack.blocks(request.network)?, &mut out)?;
+        let seen = stack.seen(request.network);
+        let (rank, rel_error, seen_error) =
+            work(stack, stack.blocks(request.network)?, seen.as_ref(), &mut out)?;
         let products = stack.members.iter().filter_map(|m| out.maps.get(&m.slot));
         let after = parameters(products);
         out.losses.push(Loss {
             what: format!("{} blocks of {}", stack.len(), stack.name),
             rank,
             rel_error,
+            seen_error,
             before: stack.numbers(),
             after,
         });
@@ -163,7 +236,8 @@ pub(super) fn check(blocks: &[Mat<f32>]) -> Result<(usize, usize)> {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use super::super::common::network::Network;
+    use super::super::common::network::{Network, Slot};
+    use super::super::common::product::Product;
     use super::super::common::relative_error;
     use super::super::common::tests::{Toy, request};
     use super::super::svd;
@@ -185,7 +259,7 @@ pub(super) mod tests {
     #[test]
     fn full_rank_reproduces_every_block() {
         let blocks = blocks(1);
-        let shared = factor(&blocks, &at(8)).unwrap();
+        let shared = factor(&blocks, &at(8), None).unwrap();
         assert!(shared.rel_error < 1e-12);
         for (i, block) in blocks.iter().enumerate() {
             assert_close(shared.block(i).data(), block.data());
@@ -198,12 +272,12 @@ pub(super) mod tests {
         let blocks = blocks(2);
         let norm: f64 = blocks.iter().map(|b| b.frobenius().powi(2)).sum();
         for rank in 1..8 {
-            let shared = factor(&blocks, &at(rank)).unwrap();
+            let shared = factor(&blocks, &at(rank), None).unwrap();
             let alone: f64 = blocks
                 .iter()
                 .map(|b| {
                     let params = svd::Params { rank, ..Default::default() };
-                    (svd::factor(b, &params).unwrap().rel_error * b.frobenius()).powi(2)
+                    (svd::factor(b, &params, None).unwrap().rel_error * b.frobenius()).powi(2)
                 })
                 .sum();
             assert!((alone / norm).sqrt() <= shared.rel_error + 1e-9);
@@ -214,7 +288,7 @@ pub(super) mod tests {
                 .sum();
             assert!(((worst / norm).sqrt() - shared.rel_error).abs() < 1e-5);
         }
-        let target = factor(&blocks, &Params { rel_error: Some(0.5), ..Params::default() }).unwrap();
+        let target = factor(&blocks, &Params { rel_error: Some(0.5), ..Params::default() }, None).unwrap();
         assert!(target.rel_error <= 0.5 && target.b.cols() < 8);
     }
 
@@ -223,10 +297,10 @@ pub(super) mod tests {
         let count = |m: usize, d: usize, r: usize| 2 * d * r + m * r * r;
         assert_eq!((count(144, 768, 64), count(144, 768, 384)), (688_128, 21_823_488));
         let blocks = blocks(1);
-        let shared = factor(&blocks, &at(3)).unwrap();
+        let shared = factor(&blocks, &at(3), None).unwrap();
         assert_eq!(shared.parameters(), count(8, 8, 3));
-        assert_eq!(factor(&blocks, &at(9)).unwrap().b.cols(), 8, "lowered to the width of the blocks");
-        assert!(factor(&[], &Params::default()).is_err());
+        assert_eq!(factor(&blocks, &at(9), None).unwrap().b.cols(), 8, "lowered to the width of the blocks");
+        assert!(factor(&[], &Params::default(), None).is_err());
     }
 
     #[test]
@@ -243,6 +317,40 @@ pub(super) mod tests {
             let square = small.losses.iter().find(|l| l.what.contains('q')).unwrap();
             let m = if toy.gated { 4 } else { 16 };
             assert_eq!(square.after, 2 * 8 * 3 + m * 9);
+        }
+    }
+
+    #[test]
+    fn moments_of_the_inputs_lower_the_error_of_the_outputs() {
+        for gated in [false, true] {
+            let toy = Toy { kv_heads: 2, ffn: 12, gated, ..Toy::default() };
+            let seen = Toy { seen: true, ..Toy { kv_heads: 2, ffn: 12, gated, ..Toy::default() } };
+            let full = Options::new().with("rank", 12);
+            for (slot, map) in &run(&request(&seen, &full)).unwrap().maps {
+                assert!(relative_error(&toy.map(*slot).unwrap().weight, &map.dense()) < 1e-4, "{slot}");
+            }
+            let small = Options::new().with("rank", 3);
+            let (blind, better) =
+                (run(&request(&toy, &small)).unwrap(), run(&request(&seen, &small)).unwrap());
+            let error = |r: &Rewritten| {
+                let of = |(slot, map): (&Slot, &Product)| {
+                    let m = seen.moments(*slot).unwrap();
+                    m.relative_error(&toy.map(*slot).unwrap().weight, &map.dense()).powi(2)
+                };
+                r.maps.iter().map(of).sum::<f64>()
+            };
+            assert!(error(&better) < 0.8 * error(&blind), "{} {}", error(&better), error(&blind));
+            // The record's own figures are those of the maps.
+            let told: f64 = better
+                .losses
+                .iter()
+                .map(|l| {
+                    let count = l.what.split(' ').next().unwrap().parse::<f64>().unwrap();
+                    l.seen_error.unwrap().powi(2) * count
+                })
+                .sum();
+            assert!((told / error(&better) - 1.0).abs() < 1e-4, "{told}");
+            assert!(blind.losses.iter().all(|l| l.seen_error.is_none()));
         }
     }
 }

@@ -5,7 +5,8 @@
 //!
 //! **Math.** View the key weights as $H_{kv} \times (d D)$; its rank-$R$ approximation $\sum_r \sigma_r u_r v_r^\top$ gives
 //! $a_r = R\,u_r$ (repeated for the query heads of a group) and $W^b_r = \sigma_r v_r$. With calibration inputs the
-//! decomposition is that of $W L$, $LL^\top = X^\top X / n$, and $L^{-1}$ is applied afterwards. Rotary positions act on
+//! decomposition is that of $W L$, $LL^\top = X^\top X / n$, and $L^{-1}$ is applied afterwards; a bias is one more input,
+//! always 1. Rotary positions act on
 //! $b$ and need nothing.
 //!
 //! **Reference.** zhang2025tpa for the form; the fit is this project's.
@@ -17,12 +18,13 @@
 //!
 //! **When to use.** The exact form, to run a model in this layer; the lossy one as a diagnosis.
 
+use super::common::moments::{Moments, RIDGE};
 use super::common::network::{Attention, Loss, Request, Rewritten, Role, Slot, Weight, new_weight};
 use super::common::refused;
 use crate::conversions::Conversion;
 use crate::layer::{Dense, LayerShape};
 use crate::{Error, Mat, Options, Result};
-use attlas_num::linalg::{Triangle, cholesky, solve_triangular_in_place, svd};
+use attlas_num::linalg::{Triangle, solve_triangular_in_place, svd};
 use attlas_num::rope::{Layout, Scaling};
 
 /// Registry entry.
@@ -33,6 +35,7 @@ pub static CONVERSION: Conversion = Conversion {
     params: Params::SPECS,
     from: "grouped_query",
     to: "tensor_product",
+    reads_text: true,
     run: Some(run),
 };
 
@@ -57,22 +60,24 @@ pub struct Factors {
     pub rank: usize,
     /// Relative Frobenius error of the weights.
     pub rel_error: f64,
+    /// Relative root mean square error of keys or values, where moments of the inputs are known.
+    pub seen_error: Option<f64>,
 }
 
 /// Factors of keys and of values from their projections (`n_kv_heads · width × d_model`). Queries and output stay as
-/// they are. `gram` is $X^\top X / n$ of calibration inputs, `d_model × d_model`, where there are any.
+/// they are. `seen` holds moments of calibration inputs, where there are any.
 pub fn convert(
     shape: &LayerShape,
     params: &Params,
     k: &Mat<f32>,
     v: &Mat<f32>,
-    gram: Option<&Mat<f64>>,
+    seen: Option<&Moments>,
 ) -> Result<(Factors, Factors)> {
     params.validate()?;
     let rank = |r: Option<usize>| r.unwrap_or(shape.n_kv_heads).min(shape.n_kv_heads);
     Ok((
-        factors(shape, k, shape.d, rank(params.rank_k), gram)?,
-        factors(shape, v, shape.d_v, rank(params.rank_v), gram)?,
+        factors(shape, k, shape.d, rank(params.rank_k), seen)?,
+        factors(shape, v, shape.d_v, rank(params.rank_v), seen)?,
     ))
 }
 
@@ -112,8 +117,11 @@ fn run(request: &Request<'_>) -> Result<Rewritten> {
                 None => 0.0,
             })
         };
-        let (fk, fv) =
-            convert(&LayerShape { d_model: inputs, ..shape }, &params, &wider(&k), &wider(&v), None)?;
+        // Keys and values have the same inputs.
+        let seen = network.moments(Slot { layer, role: Role::Key });
+        let seen = seen.map(|m| if inputs > shape.d_model { m.with_one() } else { m.as_ref().clone() });
+        let wide = LayerShape { d_model: inputs, ..shape };
+        let (fk, fv) = convert(&wide, &params, &wider(&k), &wider(&v), seen.as_ref())?;
         let mut weights = std::collections::BTreeMap::from([
             ("q", Weight::Kept(Role::Query)),
             ("o", Weight::Kept(Role::Output)),
@@ -133,6 +141,7 @@ fn run(request: &Request<'_>) -> Result<Rewritten> {
                 what: format!("layer {layer} {side}"),
                 rank: f.rank,
                 rel_error: f.rel_error,
+                seen_error: f.seen_error,
                 before: before.weight.data().len() + bias(before),
                 after: f.a.data().len() + b.weight.data().len() + bias(&b),
             });
@@ -152,7 +161,7 @@ fn factors(
     w: &Mat<f32>,
     width: usize,
     rank: usize,
-    gram: Option<&Mat<f64>>,
+    seen: Option<&Moments>,
 ) -> Result<Factors> {
     let (groups, d) = (s.n_kv_heads, s.d_model);
     if (w.rows(), w.cols()) != (groups * width, d) {
@@ -164,33 +173,20 @@ fn factors(
         let a = Mat::from_fn(groups * s.n_heads, 1, |i, _| {
             if group(i % s.n_heads) == i / s.n_heads { groups as f32 } else { 0.0 }
         });
-        return Ok(Factors { a, b: w.clone(), rank, rel_error: 0.0 });
+        return Ok(Factors { a, b: w.clone(), rank, rel_error: 0.0, seen_error: seen.map(|_| 0.0) });
     }
     let fail = |e: attlas_num::linalg::LinalgError| refused(CONVERSION.id, e);
-    let factor = match gram {
-        Some(g) if (g.rows(), g.cols()) != (d, d) => {
-            return Err(Error::shape(
-                "calibration Gram matrix",
-                format!("{d} × {d}"),
-                format!("{} × {}", g.rows(), g.cols()),
-            ));
-        }
-        Some(g) => {
-            // A small ridge keeps directions that no input used.
-            let trace: f64 = (0..d).map(|i| g[(i, i)]).sum::<f64>() / d as f64;
-            let ridge = 1e-6 * trace.max(f64::MIN_POSITIVE);
-            let shifted = Mat::from_fn(d, d, |i, j| g[(i, j)] + if i == j { ridge } else { 0.0 });
-            Some(cholesky(shifted.as_ref()).map_err(fail)?)
-        }
-        None => None,
-    };
+    if let Some(m) = seen.filter(|m| m.width() != d) {
+        return Err(Error::shape("calibration moments", format!("{d} inputs"), m.width()));
+    }
+    let factor = seen.map(|m| m.root(RIDGE)).transpose()?;
     let wide = w.cast::<f64>();
-    let seen = match &factor {
+    let weighted = match &factor {
         Some(l) => attlas_num::linalg::matmul(wide.as_ref(), l.as_ref()),
         None => wide.clone(),
     };
     // Row g of the unfolding holds the weights of key head g.
-    let unfolded = Mat::from_vec(seen.into_vec(), groups, width * d);
+    let unfolded = Mat::from_vec(weighted.into_vec(), groups, width * d);
     let svd = svd(unfolded.as_ref()).map_err(fail)?.truncated(rank);
     let mut b = Mat::from_fn(rank * width, d, |i, j| {
         let r = i / width;
@@ -203,15 +199,11 @@ fn factors(
         solve_triangular_in_place(Triangle::LowerTransposed, l.as_ref(), columns.data_mut(), cols);
         b = columns.transpose();
     }
-    let mut gap = 0.0;
-    for g in 0..groups {
-        for e in 0..width {
-            for j in 0..d {
-                let model: f64 = (0..rank).map(|r| svd.u[(g, r)] * b[(r * width + e, j)]).sum();
-                gap += (wide[(g * width + e, j)] - model).powi(2);
-            }
-        }
-    }
+    let residual = Mat::from_fn(groups * width, d, |i, j| {
+        let terms = (0..rank).map(|r| svd.u[(i / width, r)] * b[(r * width + i % width, j)]);
+        wide[(i, j)] - terms.sum::<f64>()
+    });
+    let gap = residual.frobenius();
     let norm = wide.frobenius();
     Ok(Factors {
         a: Mat::from_fn(rank * s.n_heads, 1, |i, _| {
@@ -219,17 +211,21 @@ fn factors(
         }),
         b: b.cast(),
         rank,
-        rel_error: if norm > 0.0 { gap.sqrt() / norm } else { 0.0 },
+        rel_error: if norm > 0.0 { gap / norm } else { 0.0 },
+        seen_error: seen.map(|m| {
+            let all = m.energy(&wide);
+            if all > 0.0 { (m.energy(&residual) / all).sqrt() } else { 0.0 }
+        }),
     })
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::common::moments::tests::moments_of;
     use super::*;
     use crate::Options;
     use crate::layers::testing::{assert_close, forward, random, random_layer, weights_from};
     use crate::layers::{grouped_query, tensor_product};
-    use attlas_num::linalg::matmul_tn;
 
     const SHAPE: LayerShape = LayerShape { d_model: 20, n_heads: 6, n_kv_heads: 3, d: 8, d_v: 4 };
 
@@ -330,12 +326,12 @@ mod tests {
     fn calibration_lowers_the_error_on_the_inputs() {
         let (k, v) = (random("k", 24, 20), random("v", 12, 20));
         // Inputs that hardly use half of the coordinates.
-        let x = random("x", 200, 20);
-        let x = Mat::from_fn(200, 20, |i, j| f64::from(x[(i, j)]) * if j < 10 { 1.0 } else { 0.01 });
-        let mut gram = matmul_tn(x.as_ref(), x.as_ref());
-        gram.data_mut().iter_mut().for_each(|g| *g /= 200.0);
-        let error = |gram: Option<&Mat<f64>>| {
-            let (f, _) = convert(&SHAPE, &Params { rank_k: Some(1), rank_v: None }, &k, &v, gram).unwrap();
+        let flat = random("x", 200, 20);
+        let x = Mat::from_fn(200, 20, |i, j| flat[(i, j)] * if j < 10 { 1.0 } else { 0.01 });
+        let seen = moments_of(&x);
+        let x = x.cast::<f64>();
+        let error = |seen: Option<&Moments>| {
+            let (f, _) = convert(&SHAPE, &Params { rank_k: Some(1), rank_v: None }, &k, &v, seen).unwrap();
             let mut total = 0.0;
             for row in 0..200 {
                 for g in 0..3 {
@@ -347,13 +343,55 @@ mod tests {
                     }
                 }
             }
+            let energy = 200.0 * seen.map_or(1.0, |m| m.energy(&k.cast()));
+            if let Some(told) = f.seen_error {
+                assert!((told - (total / energy).sqrt()).abs() < 1e-4, "{told}");
+            }
             total
         };
-        assert!(error(Some(&gram)) < error(None));
-        assert!(
-            convert(&SHAPE, &Params { rank_k: Some(1), rank_v: None }, &k, &v, Some(&Mat::zeros(3, 3)))
-                .is_err()
-        );
+        assert!(error(Some(&seen)) < error(None));
+        let narrow = moments_of(&random("x", 9, 3));
+        assert!(convert(&SHAPE, &Params { rank_k: Some(1), rank_v: None }, &k, &v, Some(&narrow)).is_err());
         assert!(convert(&SHAPE, &Params::default(), &v, &k, None).is_err());
+    }
+
+    #[test]
+    fn a_network_is_fitted_to_its_inputs() {
+        use super::super::common::network::Network;
+        use super::super::common::tests::{Toy, request};
+        let options = Options::new().with("rank_k", 2).with("rank_v", 2);
+        for biased in [false, true] {
+            let toy = Toy { biased, ..Toy::default() };
+            let seen = Toy { biased, seen: true, ..Toy::default() };
+            let (blind, better) =
+                (run(&request(&toy, &options)).unwrap(), run(&request(&seen, &options)).unwrap());
+            assert!(blind.losses.iter().all(|l| l.seen_error.is_none()));
+            for (a, b) in blind.losses.iter().zip(&better.losses) {
+                assert!(a.rel_error <= b.rel_error && b.seen_error.unwrap() < 1.0, "{}", b.what);
+            }
+            // Keys of layer 0 by hand: heads mix terms of the layer, and biases are outputs for the input 1.
+            let error = |r: &Rewritten| {
+                let weights = &r.attention[&0].weights;
+                let (Weight::New(a), Weight::New(b)) = (&weights["a_k"], &weights["b_k"]) else { panic!() };
+                let exact = toy.map(Slot { layer: 0, role: Role::Key }).unwrap();
+                let with_bias = |d: &Dense| {
+                    Mat::from_fn(d.weight.rows(), 9, |i, j| match &d.bias {
+                        _ if j < 8 => d.weight[(i, j)],
+                        Some(bias) => bias[i],
+                        None => 0.0,
+                    })
+                };
+                let terms = with_bias(b);
+                let model = Mat::from_fn(8, 9, |i, j| {
+                    (0..2)
+                        .map(|t| a.weight[(t * 4 + i / 2, 0)] / 2.0 * terms[(t * 2 + i % 2, j)])
+                        .sum::<f32>()
+                });
+                let m = seen.moments(Slot { layer: 0, role: Role::Key }).unwrap().with_one();
+                m.relative_error(&with_bias(&exact), &model)
+            };
+            assert!(error(&better) < error(&blind), "{} {}", error(&better), error(&blind));
+            assert!((error(&better) - better.losses[0].seen_error.unwrap()).abs() < 1e-4);
+        }
     }
 }

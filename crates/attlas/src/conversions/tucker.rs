@@ -3,9 +3,10 @@
 //! **Idea.** As `shared_factor`, and the cores of the blocks are themselves mixtures of a few.
 //!
 //! **Math.** $X_i \approx B \big(\sum_{k=1}^{\ell} A_{ik} G_k\big) C^\top$, $G_k$ the slices of the core (the survey
-//! prints $G_i$ inside the sum).
+//! prints $G_i$ inside the sum). With moments of the inputs, bases and cores are those of the weighted stack (see
+//! `shared_factor`), and the weights $A_{i\cdot}$ of each block are the best for its own inputs.
 //!
-//! **Reference.** ren2022 (its variant IV). Blocks are those of [`common::stack`](super::common::stack).
+//! **Reference.** ren2022 (its variant IV); whitening after wang2025svdllm. Blocks are those of [`common::stack`](super::common::stack).
 //!
 //! **Cost.** $m\ell + \ell R^2 + 2dR$ numbers; mixed cores are formed when loaded, so that running costs what
 //! `shared_factor` costs.
@@ -15,12 +16,15 @@
 //! **When to use.** Before distillation; see `shared_factor`.
 
 use super::Conversion;
+use super::common::moments::Seen;
 use super::common::network::{Request, Rewritten};
 use super::common::product::{Values, mix};
 use super::common::refused;
-use super::shared_factor::{Shared, check, each_stack, slices};
+use super::shared_factor::{Shared, check, each_stack, slices, stack_error, weighted_stack};
 use crate::{Error, Mat, Result};
+use attlas_num::linalg::{matmul, matmul_nt, psd_factor};
 use attlas_num::tensor::{Tensor, tucker};
+use rayon::prelude::*;
 use std::sync::Arc;
 
 /// Registry entry.
@@ -31,6 +35,7 @@ pub static CONVERSION: Conversion = Conversion {
     params: Params::SPECS,
     from: "grouped_query",
     to: "grouped_query",
+    reads_text: true,
     run: Some(run),
 };
 
@@ -72,15 +77,14 @@ impl Mixture {
     }
 }
 
-/// The decomposition of the blocks, all of one shape.
-pub fn factor(blocks: &[Mat<f32>], params: &Params) -> Result<Mixture> {
+/// The decomposition of the blocks, all of one shape; for inputs with these moments, where they are known.
+pub fn factor(blocks: &[Mat<f32>], params: &Params, seen: Option<&Seen>) -> Result<Mixture> {
     params.validate()?;
     let (rows, cols) = check(blocks)?;
     if params.layer_rank > blocks.len() && params.rel_error.is_none() {
         let expected = format!("at most the number of blocks, {}", blocks.len());
         return Err(Error::param("layer_rank", params.layer_rank, expected));
     }
-    let stack = Tensor::stack(blocks).map_err(|e| refused(CONVERSION.id, e))?;
     let options = tucker::Options {
         method: tucker::Method::Hooi,
         // ST-HOSVD is a good start for stacks of weights, and a sweep over them is expensive.
@@ -93,36 +97,90 @@ pub fn factor(blocks: &[Mat<f32>], params: &Params) -> Result<Mixture> {
         Some(e) => tucker::Ranks::RelError(e),
         None => tucker::Ranks::Given(vec![params.layer_rank, params.rank.min(rows), params.rank.min(cols)]),
     };
-    let fit = tucker::decompose(&stack, &ranks, &options).map_err(|e| refused(CONVERSION.id, e))?;
-    let basis = |m: usize, n: usize| fit.tucker.factors[m].clone().unwrap_or_else(|| Mat::identity(n));
-    let shared = Shared {
-        b: Arc::new(basis(1, rows)),
-        c: Arc::new(basis(2, cols)),
-        cores: slices(&fit.tucker.core),
-        rel_error: fit.rel_error,
+    let fail = |e: attlas_num::tensor::Error| refused(CONVERSION.id, e);
+    let Some(seen) = seen else {
+        let stack = Tensor::stack(blocks).map_err(fail)?;
+        let fit = tucker::decompose(&stack, &ranks, &options).map_err(fail)?;
+        let basis = |m: usize, n: usize| fit.tucker.factors[m].clone().unwrap_or_else(|| Mat::identity(n));
+        let shared = Shared {
+            b: Arc::new(basis(1, rows)),
+            c: Arc::new(basis(2, cols)),
+            cores: slices(&fit.tucker.core),
+            rel_error: fit.rel_error,
+            seen_error: None,
+        };
+        return Ok(Mixture { a: basis(0, blocks.len()), shared });
     };
-    Ok(Mixture { a: basis(0, blocks.len()), shared })
+    let (stack, root) = weighted_stack(blocks, seen, CONVERSION.id)?;
+    let fit = tucker::decompose(&stack, &ranks, &options).map_err(fail)?.tucker;
+    let basis = |m: usize, n: usize| fit.factors[m].clone().unwrap_or_else(|| Mat::identity(n)).cast::<f64>();
+    let (b, c) = (basis(1, rows), basis(2, cols));
+    let cores: Vec<Mat<f64>> = slices(&fit.core).iter().map(Mat::cast).collect();
+    // What is left of the basis of the inputs goes into the cores.
+    let (b, c, cores) = if seen.turned {
+        let (q, r) = seen.unweighted(&c, &root)?;
+        (b, q, cores.iter().map(|g| matmul_nt(g.as_ref(), r.as_ref())).collect::<Vec<_>>())
+    } else {
+        let (q, r) = seen.unweighted(&b, &root)?;
+        (q, c, cores.iter().map(|g| matmul(r.as_ref(), g.as_ref())).collect())
+    };
+    let row = |(i, block): (usize, &Mat<f32>)| weights(seen, i, block, &b, &c, &cores);
+    let a: Vec<Vec<f32>> = blocks.par_iter().enumerate().map(row).collect::<Result<_>>()?;
+    let a = Mat::from_vec(a.concat(), blocks.len(), cores.len());
+    let cores = cores.iter().map(Mat::cast).collect();
+    let shared =
+        Shared { b: Arc::new(b.cast()), c: Arc::new(c.cast()), cores, rel_error: 0.0, seen_error: None };
+    let mut mixture = Mixture { a, shared };
+    let mixed = mixture.mixed();
+    mixture.shared.rel_error = stack_error(blocks, |i| mixed.block(i));
+    mixture.shared.seen_error = Some(seen.relative_error(blocks, |i| mixed.block(i)));
+    Ok(mixture)
 }
 
-/// The matrices asked for, all of them by default, stack by stack.
+/// The weights of the cores in block `i` that are best for its own inputs.
+fn weights(
+    seen: &Seen,
+    i: usize,
+    block: &Mat<f32>,
+    b: &Mat<f64>,
+    c: &Mat<f64>,
+    cores: &[Mat<f64>],
+) -> Result<Vec<f32>> {
+    let (inputs, outputs) = if seen.turned { (c, b) } else { (b, c) };
+    let (normal, right) = seen.normal(i, block, inputs, outputs);
+    let right = if seen.turned { right.transpose() } else { right };
+    let through = |g: &Mat<f64>| {
+        if seen.turned { matmul(g.as_ref(), normal.as_ref()) } else { matmul(normal.as_ref(), g.as_ref()) }
+    };
+    let dot = |a: &Mat<f64>, b: &Mat<f64>| a.data().iter().zip(b.data()).map(|(x, y)| x * y).sum::<f64>();
+    let weighted: Vec<Mat<f64>> = cores.iter().map(through).collect();
+    let n = cores.len();
+    let system = Mat::from_fn(n, n, |k, l| dot(&cores[k], &weighted[l]));
+    let goal = Mat::from_fn(n, 1, |k, _| dot(&cores[k], &right));
+    let solved = psd_factor(system.as_ref()).and_then(|f| f.solve(goal.as_ref()));
+    let solved = solved.map_err(|e| refused(CONVERSION.id, e))?;
+    Ok(solved.data().iter().map(|x| *x as f32).collect())
+}
+
+/// The selected matrices, all of them by default, stack by stack.
 fn run(request: &Request<'_>) -> Result<Rewritten> {
     let params = Params::from_options(request.options)?;
-    each_stack(request, |stack, blocks, out| {
-        let Mixture { a, shared } = factor(&blocks, &params)?;
+    each_stack(request, |stack, blocks, seen, out| {
+        let Mixture { a, shared } = factor(&blocks, &params, seen)?;
         let (weights, cores) = (Arc::new(a), Arc::new(shared.cores));
         for (member, range) in stack.numbered() {
             let core =
                 Values::Mixture { cores: cores.clone(), weights: weights.clone(), rows: range.collect() };
             out.maps.insert(member.slot, member.product(&shared.b, core, &shared.c));
         }
-        Ok((shared.b.cols().max(shared.c.cols()), shared.rel_error))
+        Ok((shared.b.cols().max(shared.c.cols()), shared.rel_error, shared.seen_error))
     })
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::common::network::Network;
-    use super::super::common::product::parameters;
+    use super::super::common::network::{Network, Role, Slot};
+    use super::super::common::product::{Product, parameters};
     use super::super::common::relative_error;
     use super::super::common::tests::{Toy, request};
     use super::super::shared_factor;
@@ -134,7 +192,7 @@ mod tests {
     #[test]
     fn full_ranks_reproduce_every_block() {
         let blocks = blocks(1);
-        let m = factor(&blocks, &Params { rank: 8, layer_rank: 8, ..Params::default() }).unwrap();
+        let m = factor(&blocks, &Params { rank: 8, layer_rank: 8, ..Params::default() }, None).unwrap();
         let mixed = m.mixed();
         blocks.iter().enumerate().for_each(|(i, b)| assert_close(mixed.block(i).data(), b.data()));
         assert_eq!(m.parameters(), 64 + 8 * 64 + 128);
@@ -144,13 +202,17 @@ mod tests {
     fn all_cores_give_shared_factors_and_fewer_do_worse() {
         let blocks = blocks(2);
         let shared =
-            shared_factor::factor(&blocks, &shared_factor::Params { rank: 3, ..Default::default() }).unwrap();
+            shared_factor::factor(&blocks, &shared_factor::Params { rank: 3, ..Default::default() }, None)
+                .unwrap();
         let at = |layer_rank| {
-            factor(&blocks, &Params { rank: 3, layer_rank, ..Params::default() }).unwrap().shared.rel_error
+            factor(&blocks, &Params { rank: 3, layer_rank, ..Params::default() }, None)
+                .unwrap()
+                .shared
+                .rel_error
         };
         assert!((at(16) - shared.rel_error).abs() < 1e-6, "{} {}", at(16), shared.rel_error);
         assert!(at(9) >= shared.rel_error && at(4) >= at(9));
-        assert!(factor(&blocks, &Params { rank: 3, layer_rank: 17, ..Params::default() }).is_err());
+        assert!(factor(&blocks, &Params { rank: 3, layer_rank: 17, ..Params::default() }, None).is_err());
     }
 
     #[test]
@@ -173,5 +235,27 @@ mod tests {
         for (slot, map) in &run(&request(&toy, &options)).unwrap().maps {
             assert!(relative_error(&toy.map(*slot).unwrap().weight, &map.dense()) < 1e-5, "{slot}");
         }
+    }
+
+    #[test]
+    fn moments_of_the_inputs_lower_the_error_of_the_outputs() {
+        let (toy, seen) = (Toy::default(), Toy { seen: true, ..Toy::default() });
+        let full = Options::new().with("rank", 16).with("layer_rank", 8);
+        let attention = [Role::Query, Role::Key, Role::Value, Role::Output];
+        let part = |toy, options| Request { roles: Some(&attention), ..request(toy, options) };
+        for (slot, map) in &run(&part(&seen, &full)).unwrap().maps {
+            assert!(relative_error(&toy.map(*slot).unwrap().weight, &map.dense()) < 1e-4, "{slot}");
+        }
+        let small = Options::new().with("rank", 4).with("layer_rank", 6);
+        let (blind, better) = (run(&part(&toy, &small)).unwrap(), run(&part(&seen, &small)).unwrap());
+        let error = |r: &Rewritten| {
+            let of = |(slot, map): (&Slot, &Product)| {
+                let m = seen.moments(*slot).unwrap();
+                m.relative_error(&toy.map(*slot).unwrap().weight, &map.dense()).powi(2)
+            };
+            (r.maps.iter().map(of).sum::<f64>() / r.maps.len() as f64).sqrt()
+        };
+        assert!(error(&better) < 0.9 * error(&blind), "{} {}", error(&better), error(&blind));
+        assert!((better.losses[0].seen_error.unwrap() / error(&better) - 1.0).abs() < 1e-4);
     }
 }

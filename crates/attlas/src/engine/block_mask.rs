@@ -169,7 +169,7 @@ pub fn attend_buckets<T: Real, M: BlockMask<T>>(
     out.par_chunks_mut(MERGE_ROWS * d_v).zip(lse.par_chunks_mut(MERGE_ROWS)).enumerate().for_each(
         |(t, (out, lse))| {
             for ((i, out), lse) in (t * MERGE_ROWS..).zip(out.chunks_exact_mut(d_v)).zip(lse) {
-                // Rows of the buckets lie anywhere: those of later queries are asked for meanwhile.
+                // Rows of the buckets lie anywhere: those of later queries are prefetched.
                 if let Some(&later) = places.get(starts[i] + ROWS_AHEAD) {
                     prefetch(&rows[later as usize * d_v..(later as usize + 1) * d_v]);
                 }

@@ -19,7 +19,7 @@ pub struct Eviction {
     pub interval: usize,
     /// Rows before an eviction that are counted; all rows ever where absent.
     pub observed: Option<usize>,
-    /// A key is judged by the best score among so many neighbours, itself in the middle.
+    /// Width of the max pooling: a key is judged by the best score among this number of neighbours, itself in the middle.
     pub pool: usize,
 }
 
@@ -40,7 +40,7 @@ impl Eviction {
             out[..unseen * d_v].fill(T::ZERO);
             lse[..unseen].fill(T::NEG_INFINITY);
         }
-        // What stands before the first row is the prompt, whose queries nobody knows.
+        // Before the first row stands the prompt, whose queries are unknown.
         let prompt = n_k.saturating_sub(n_q);
         kept.push(g.k.sub_rows(0..prompt), g.v.sub_rows(0..prompt));
         for first in (unseen..n_q).step_by(self.interval) {

@@ -5,6 +5,7 @@
 //! | [`exact_rows`](exact_rows()) | softmax attention over whole groups or given rows | nearly every method |
 //! | `block_mask` | blocks of queries over gathered lists of keys | `reformer`, `routing`, `smyrf` |
 //! | `sorted_blocks` | block diagonal of hash-sorted rows, with sampled columns | `hyper`, `kdeformer`, `prescored_hyper` |
+//! | `hashed_stream` | decoding with old keys sorted by their hash, and samples of the others | `hyper`, `kdeformer` |
 //! | `causal` | causal attention as rectangles without a mask | `hyper`, `kdeformer`, `prescored_hyper` |
 //! | [`linear`] | linear attention from feature maps: sums, causal prefix, streams | `linear`, `polaformer`, `performer`, `crt`, `hybrid_features`, `scatterbrain` |
 //! | [`poly_state`] | powers of inner products, exact tiles and sketched states | `polynomial`, `polysketch`, `tensor_sketch`, `lev`, `gated_linear` |
@@ -18,6 +19,7 @@
 //! | `key_pages` | decoding over the best pages of keys, means of the others | `quest`, `block_sparse` |
 //! | `evict` | a cache of bounded size | `snap`, `h2o` |
 //! | `per_group` | random objects that a plan draws, one per sequence and key head | methods that hash, sketch or project |
+//! | `turn` | rows moved along rotary positions | `multipole`, `sink_window` |
 //! | `fallback`, [`moments`], `lanes` | rows without keys, running means and covariances, sums in f64 | several |
 
 mod always_seen;
@@ -32,6 +34,7 @@ mod exact_rows;
 mod fallback;
 mod far_field;
 pub mod gaussian;
+mod hashed_stream;
 mod key_pages;
 pub mod landmarks;
 mod lanes;
@@ -48,6 +51,7 @@ mod sorted_blocks;
 mod subset;
 mod tile;
 mod token_blocks;
+mod turn;
 
 pub use always_seen::{ALWAYS_LEAKS, FirstKeys, always_leaks};
 pub use block_mask::{BlockMask, BlockRow, Buckets, Join, attend_buckets, buckets_scratch_len};
@@ -64,6 +68,7 @@ pub use exact_rows::{
 };
 pub use fallback::Fallback;
 pub use far_field::{Gathered, RunMeans};
+pub use hashed_stream::{HashedRule, HashedStream};
 pub use key_pages::{KeyPages, PageRule, PageScore};
 pub use lanes::lane_sum;
 pub use per_group::PerGroup;
@@ -77,3 +82,4 @@ pub use sorted_blocks::{
 pub use subset::{attend_subset, top_indices};
 pub use tile::{CodeIndex, attend_tile, tile_logits_len};
 pub use token_blocks::{TokenBlock, par_token_blocks};
+pub use turn::{RopeLayout, Turn};

@@ -77,7 +77,7 @@ pub fn select_top<T: Real>(scores: &[T], count: usize, index: &mut Vec<usize>) {
     index.truncate(count);
 }
 
-/// One score in so many counts as few.
+/// The share of scores, one in this number, that counts as few.
 const FEW: usize = 16;
 
 /// [`select_top`] for few scores among many: the largest of each of `4 · count` blocks show a bound that at least `count`

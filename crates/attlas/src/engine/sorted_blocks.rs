@@ -391,7 +391,13 @@ impl UniformSamples {
 
     /// The samples outside block `c`, as key and bias.
     pub fn outside<T: Real>(&self, blocks: &SortedBlocks, c: usize) -> Vec<(u32, T)> {
-        let (n, block) = (blocks.keys().len(), blocks.ranks(c));
+        let (ranks, weight) = self.beside(blocks.keys().len(), blocks.ranks(c));
+        let bias = T::from_f64(weight.ln());
+        ranks.iter().map(|&r| (blocks.keys()[r], bias)).collect()
+    }
+
+    /// The samples outside the ranks of a block of `n` keys, and how many keys each stands for.
+    pub fn beside(&self, n: usize, block: Range<usize>) -> (Vec<usize>, f64) {
         let inside =
             self.ranks.partition_point(|&r| r < block.start)..self.ranks.partition_point(|&r| r < block.end);
         let outside = self.ranks.len() - inside.len();
@@ -400,9 +406,7 @@ impl UniformSamples {
         } else {
             (n - block.len()) as f64 / outside as f64
         };
-        let bias = T::from_f64(weight.ln());
-        let far = self.ranks[..inside.start].iter().chain(&self.ranks[inside.end..]);
-        far.map(|&r| (blocks.keys()[r], bias)).collect()
+        (self.ranks[..inside.start].iter().chain(&self.ranks[inside.end..]).copied().collect(), weight)
     }
 
     /// Query rows in whose block all samples lie, so that their residual is dropped.

@@ -23,7 +23,7 @@ use group::Tile;
 use near::{PackQueries, near};
 use std::ops::Range;
 
-/// Most keys in a tile, and how many it has unless asked otherwise: the weights of a group stay near.
+/// Largest and default number of keys in a tile: the weights of a group stay in the first-level cache.
 const TILE_MAX: usize = 512;
 const TILE: usize = 128;
 /// Bytes of keys and values per tile, and of transposed queries and outputs per block: together they stay in a

@@ -1,4 +1,4 @@
-//! A decomposition and what is told of it: order and signs of its terms, and whether two of them cancel.
+//! A decomposition and its report: order and signs of its terms, and whether two of them cancel.
 //!
 //! The cosine of the angle between terms $r$ and $s$ is $\prod_n \langle a^{(n)}_r, a^{(n)}_s\rangle$. One near −1 between terms that are both
 //! larger than the tensor is the mark of a border-rank approximation, which no finite terms attain.

@@ -1,6 +1,8 @@
 //! What several conversions need: a network as a list of matrices, maps that are products of matrices, and matrices of
 //! one shape on a stack.
 
+pub mod fill;
+pub mod moments;
 pub mod network;
 pub mod product;
 pub mod stack;
@@ -21,11 +23,14 @@ pub fn relative_error(a: &Mat<f32>, b: &Mat<f32>) -> f64 {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use super::moments::Moments;
+    use super::moments::tests::moments_of;
     use super::network::{Network, Request, Role, Slot};
     use crate::layer::{Dense, LayerShape};
     use crate::layers::testing::random;
-    use crate::{Options, Result};
+    use crate::{Mat, Options, Result};
     use attlas_num::rope::Rope;
+    use std::sync::Arc;
 
     /// A network of random matrices: width 8, four query heads, a feed-forward layer of the width given.
     pub(crate) struct Toy {
@@ -35,11 +40,13 @@ pub(crate) mod tests {
         pub(crate) gated: bool,
         pub(crate) biased: bool,
         pub(crate) rope: Option<Rope>,
+        /// Inputs of every matrix have moments of their own.
+        pub(crate) seen: bool,
     }
 
     impl Default for Toy {
         fn default() -> Self {
-            Self { layers: 2, kv_heads: 4, ffn: 16, gated: false, biased: false, rope: None }
+            Self { layers: 2, kv_heads: 4, ffn: 16, gated: false, biased: false, rope: None, seen: false }
         }
     }
 
@@ -77,6 +84,25 @@ pub(crate) mod tests {
         fn obstacles(&self) -> Vec<String> {
             Vec::new()
         }
+
+        fn moments(&self, slot: Slot) -> Option<Arc<Moments>> {
+            let width = self.size(slot)?.1;
+            let inputs = match slot.role {
+                Role::Query | Role::Key | Role::Value => "attention",
+                Role::Output => "heads",
+                Role::Gate | Role::Up => "ffn",
+                Role::Down => "inner",
+            };
+            self.seen.then(|| Arc::new(moments_of(&inputs_of(&format!("{inputs} {}", slot.layer), width))))
+        }
+    }
+
+    /// Inputs that are long in some directions and short in others.
+    pub(crate) fn inputs_of(name: &str, width: usize) -> Mat<f32> {
+        let flat = random(name, 60, width);
+        let stretched = Mat::from_fn(60, width, |i, j| flat[(i, j)] * 0.6f32.powi(j as i32));
+        let mixed = random(&format!("mixed {name}"), width, width);
+        attlas_num::linalg::matmul(stretched.as_ref(), mixed.as_ref())
     }
 
     /// Everything of a network, with these settings.

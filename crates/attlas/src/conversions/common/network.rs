@@ -1,10 +1,12 @@
 //! A whole network as conversions see it: matrices by place, and what is made of them.
 
+use super::moments::Moments;
 use super::product::Product;
 use crate::layer::{Dense, LayerShape};
 use crate::{Error, Mat, Options, Result};
 use attlas_num::rope::Rope;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Role of a matrix in its layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -104,6 +106,17 @@ pub trait Network: Sync {
     /// What its attention does beside projections, rotary positions, a softmax over all tokens, and values; each in
     /// words such as "sliding windows".
     fn obstacles(&self) -> Vec<String>;
+    /// Moments of the inputs of a matrix on calibration text, where there was any.
+    fn moments(&self, slot: Slot) -> Option<Arc<Moments>> {
+        let _ = slot;
+        None
+    }
+    /// Nats a token that the network's predictions lose for each unit of relative squared error in the outputs of a
+    /// matrix, where that was measured.
+    fn sensitivity(&self, slot: Slot) -> Option<f64> {
+        let _ = slot;
+        None
+    }
 }
 
 /// The work of a conversion: a network, layers and roles.
@@ -207,6 +220,8 @@ pub struct Loss {
     pub rank: usize,
     /// Relative Frobenius error.
     pub rel_error: f64,
+    /// Relative root mean square error of the outputs on calibration text, where there was any.
+    pub seen_error: Option<f64>,
     /// Numbers before.
     pub before: usize,
     /// Numbers after.

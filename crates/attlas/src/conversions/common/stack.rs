@@ -5,8 +5,10 @@
 //! slices of $W_{in}$ transposed and the slices of $W_{out}$, so that in feed-forward blocks the rows are always the
 //! hidden slice and the columns the model width. Feed-forward layers that have a gate, or a width that is no multiple of
 //! the model's, make a stack of their own, $d \times f$; so do keys and values of grouped-query attention. Nothing is
-//! ever padded.
+//! ever padded. Where moments of inputs are known, matrices are not cut, and those whose inputs are rows and those whose
+//! inputs are columns are stacked apart.
 
+use super::moments::{Moments, Seen};
 use super::network::{Network, Role, Slot};
 use super::product::{Factor, Product, Values};
 use crate::layer::Dense;
@@ -99,6 +101,17 @@ impl Stack {
         Ok(blocks)
     }
 
+    /// Moments of the inputs of all blocks, where all of them are known.
+    pub fn seen(&self, network: &dyn Network) -> Option<Seen> {
+        let turned = self.members.first()?.turned;
+        let alike = |m: &Member| m.slices == 1 && m.turned == turned;
+        if !self.members.iter().all(alike) {
+            return None;
+        }
+        let each: Option<Vec<Arc<Moments>>> = self.members.iter().map(|m| network.moments(m.slot)).collect();
+        Some(Seen { turned, each: each? })
+    }
+
     /// The members with the numbers of their blocks.
     pub fn numbered(&self) -> impl Iterator<Item = (&Member, std::ops::Range<usize>)> {
         let mut next = 0;
@@ -119,8 +132,9 @@ pub fn stacks(network: &dyn Network, slots: &[Slot], slice: bool) -> Result<Vec<
         let Some((n_out, n_in)) = network.size(slot) else { continue };
         let gated = network.size(Slot { role: Role::Gate, ..slot }).is_some();
         let hidden = if slot.role == Role::Down { n_in } else { n_out };
-        let cut =
-            slice && !slot.role.in_attention() && !gated && d > 0 && hidden.is_multiple_of(d) && hidden > 0;
+        let seen = network.moments(slot).is_some();
+        let whole = seen || slot.role.in_attention() || gated;
+        let cut = slice && !whole && d > 0 && hidden.is_multiple_of(d) && hidden > 0;
         let (turned, slices) = match slot.role {
             Role::Up if cut => (true, hidden / d),
             Role::Down if cut => (false, hidden / d),
@@ -133,7 +147,8 @@ pub fn stacks(network: &dyn Network, slots: &[Slot], slice: bool) -> Result<Vec<
         let shape = (along / slices, across);
         // Attention and feed-forward matrices share a stack only as square blocks of the whole network.
         let apart = !slot.role.in_attention() && !cut;
-        match stacks.iter_mut().find(|(a, s)| *a == apart && s.shape == shape) {
+        let fits = |s: &Stack| s.shape == shape && (!seen || s.members.iter().all(|m| m.turned == turned));
+        match stacks.iter_mut().find(|(a, s)| *a == apart && fits(s)) {
             Some((_, stack)) => stack.members.push(member),
             None => stacks.push((apart, Stack { name: String::new(), shape, members: vec![member] })),
         }

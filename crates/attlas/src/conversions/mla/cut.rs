@@ -1,4 +1,4 @@
-//! The low rank of keys and values: the maps to and from the latent, in the metric asked for.
+//! The low rank of keys and values: the maps to and from the latent, in the chosen metric.
 
 use super::assemble::stacked;
 use super::plan::Plan;

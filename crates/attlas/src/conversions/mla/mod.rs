@@ -54,6 +54,7 @@ pub static CONVERSION: Conversion = Conversion {
     params: Params::SPECS,
     from: "grouped_query",
     to: "latent",
+    reads_text: true,
     run: None,
 };
 

@@ -63,7 +63,7 @@ pub trait CompressKeys: Clone + Debug + Send + Sync + 'static {
         cx: Context<'_>,
     ) -> Coreset<T>;
 
-    /// How far `n` keys are compressed if nothing else is asked for.
+    /// How far `n` keys are compressed by default.
     fn size(&self, n: usize) -> Size;
 
     /// Upper bound on the scratch bytes to compress `n` keys to `size`, for elements of `bytes` bytes.

@@ -2,7 +2,7 @@
 //!
 //! **Idea.** Few keys hold most of the weight of all rows, and they show early. A cache of bounded size keeps those with
 //! the greatest sums of weights so far, beside the most recent ones. What it evicts is gone: a later row that needs a key
-//! nobody looked at before does not find it.
+//! no query looked at before does not find it.
 //!
 //! **Math.** The cache $S$ begins empty. A row attends to the keys in $S$ up to itself, $o = \sum_{j \in S} p_j v_j$ with
 //! $p$ the softmax over $S$, and adds $p_j$, summed over the query heads of the group, to the score $a_j$. After every

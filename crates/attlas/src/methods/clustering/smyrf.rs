@@ -355,7 +355,7 @@ impl<'a, T: Real> KeySide<'a, T> {
     }
 }
 
-/// One table of what each round says of `n` rows, `n × rounds`: what is asked of a row lies together.
+/// One table of what each round says of `n` rows, `n × rounds`: the entries of a row lie together.
 fn by_row(rounds: &[Vec<u32>]) -> Vec<u32> {
     let (n, width) = (rounds.first().map_or(0, Vec::len), rounds.len());
     let mut table = vec![0; n * width];

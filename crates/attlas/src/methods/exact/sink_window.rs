@@ -7,8 +7,11 @@
 //! $\{j < s\} \cup \{p_i - w < j \le p_i\}$ when causal, $\{j < s\} \cup \{|j - p_i| < w\}$ without a mask; softmax
 //! attention over that set. Sinks and window are two exact parts over disjoint keys, merged by log-sum-exp.
 //!
-//! **Reference.** xiao2024 (StreamingLLM). Keys keep their original positions; the paper's re-rotation by cache
-//! index happens before keys reach a method.
+//! With `positions = cache_relative`, as the paper has it, a query that sees $s + w$ keys stands at the last of as many
+//! places: keys of the window are as far away as they are, sinks at most $s + w - 1$ tokens. Rotated keys need not be
+//! rotated anew for that: the query is turned back to place $s + w - 1$ where it meets the sinks.
+//!
+//! **Reference.** xiao2024 (StreamingLLM). Keys keep their original positions by default, as the survey has it.
 //!
 //! **Cost.** $2 n_q (s + w)(d + d_v)$; scratch as exact attention plus one output block per thread.
 //!
@@ -18,10 +21,11 @@
 //!
 //! **When to use.** As the yardstick of every method that claims to use the middle of the context.
 
-use crate::engine::{Operands, exact_group_capped, exact_rows_with, exact_scratch_bytes};
+use crate::engine::{Operands, RopeLayout, Turn, exact_group_capped, exact_rows_with, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
-    Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Tunable, Withdrawn,
+    Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
+    Withdrawn,
 };
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result, Spread};
@@ -61,11 +65,28 @@ pub static METHOD: Method = Method {
         &[("sinks", "3"), ("window", "11")],
         &[("sinks", "0"), ("window", "1")],
         &[("sinks", "2"), ("window", "9"), ("precision", "bf16")],
+        &[
+            ("sinks", "3"),
+            ("window", "11"),
+            ("positions", "cache_relative"),
+            ("rope_base", "100"),
+            ("rope_dim", "4"),
+        ],
     ],
     subsets: &[&[("sinks", "2"), ("window", "6")]],
     tunable: &[Tunable::budget("window"), Tunable::values("precision", &["bf16"])],
     ..Method::of::<Params>()
 };
+
+crate::choices! {
+    /// Where a query stands when it meets the sinks.
+    pub enum Positions {
+        /// At its own position.
+        Original = "original",
+        /// Behind sinks and window, wherever it is in the text.
+        CacheRelative = "cache_relative",
+    }
+}
 
 crate::params! {
     /// Parameters of [`SinkWindow`].
@@ -76,14 +97,48 @@ crate::params! {
         window: usize = 512, in 1..=1 << 30;
         /// Precision of the operands: full, or bf16 with sums in single precision; decoding is in full precision.
         precision: Operands = Operands::Full;
+        /// Where a query stands when it meets the sinks; with a causal mask only.
+        positions: Positions = Positions::Original;
+        /// Base of the rotary embedding that queries came with, for cache_relative; in a model that of the model where it
+        /// is not set.
+        rope_base: Option<f64> = None, in 1.0..=1e12;
+        /// Features that are rotated; auto for all.
+        rope_dim: Option<usize> = None, in 2..=1 << 20;
+        /// Where the parts of a rotated pair lie.
+        rope_layout: RopeLayout = RopeLayout::Half;
     }
 }
 
 impl Spec for Params {
     const METHOD: &'static Method = &METHOD;
 
+    fn supports(&self, p: &Problem) -> Support {
+        let relative = self.positions == Positions::CacheRelative;
+        let dim = self.rope_dim.unwrap_or(p.d);
+        Support::unless(
+            relative && self.rope_base.is_none(),
+            "positions = cache_relative turns queries by the rotary embedding that they came with: set rope_base",
+        )
+        .and_unless(
+            !relative && self.rope_base.is_some(),
+            "rope_base is used by positions = cache_relative alone: set that, or leave rope_base out",
+        )
+        .and_unless(
+            relative && p.mask == Mask::None,
+            "places in a cache are those of tokens that come one after another: without a mask, set positions = original",
+        )
+        .and_unless(
+            relative && !p.near.is_none(),
+            "queries are turned by their place, which a near field shifts: set positions = original",
+        )
+        .and_unless(
+            relative && (dim > p.d || !dim.is_multiple_of(2)),
+            format!("rope_dim = {dim} rotates whole pairs of the {} features; give an even number up to it", p.d),
+        )
+    }
+
     fn build(self, accepted: Accepted<'_>) -> Result<impl GroupPlan> {
-        Ok(SinkWindow::new(self, accepted.problem.softcap))
+        Ok(SinkWindow::new(self, accepted.problem))
     }
 }
 
@@ -95,12 +150,25 @@ const BLOCK_ROWS: usize = 96;
 pub struct SinkWindow {
     params: Params,
     softcap: Option<f64>,
+    /// Turns queries to their place in the cache.
+    turn: Option<Turn>,
 }
 
 impl SinkWindow {
-    /// A plan with these parameters and this cap.
-    pub(crate) fn new(params: Params, softcap: Option<f64>) -> Self {
-        Self { params, softcap }
+    /// A plan with these parameters.
+    pub(crate) fn new(params: Params, p: &Problem) -> Self {
+        let Params { rope_base, rope_dim, rope_layout, .. } = params;
+        let of = |base| Turn::new(base, rope_dim.unwrap_or(p.d), rope_layout == RopeLayout::Half);
+        let relative = params.positions == Positions::CacheRelative;
+        Self { turn: rope_base.filter(|_| relative).map(of), params, softcap: p.softcap }
+    }
+
+    /// Moves a query at `position` to its place in the cache, where that is another.
+    fn to_cache<T: Real>(&self, position: isize, row: &mut [T]) {
+        let last = (self.params.sinks.saturating_add(self.params.window) as isize).saturating_sub(1);
+        if let Some(turn) = self.turn.as_ref().filter(|_| position > last) {
+            turn.apply((last - position) as f64, row);
+        }
     }
 
     /// Whether every row sees every key it may see.
@@ -120,7 +188,7 @@ impl GroupPlan for SinkWindow {
     }
 
     fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        exact_scratch_bytes(p, threads, size) + threads * (BLOCK_ROWS * (p.d_v + 1) * size + 256)
+        exact_scratch_bytes(p, threads, size) + threads * (BLOCK_ROWS * (p.d + p.d_v + 1) * size + 512)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
@@ -142,8 +210,21 @@ impl GroupPlan for SinkWindow {
             let (k_near, v_near) = (k.sub_rows(sinks..k.rows()), v.sub_rows(sinks..v.rows()));
             exact_rows_with(block.q, k_near, v_near, scale, band, precision, cx, block.out, block.lse);
             let band_sinks = Band { lower: None, upper: causal.then_some(p) };
+            let mut turned =
+                cx.scratch.take::<T>(if self.turn.is_some() { block.q.rows() * k.cols() } else { 0 });
+            let q = if self.turn.is_some() {
+                let rows = turned.chunks_exact_mut(k.cols()).zip(block.q.iter_rows());
+                for (r, (to, from)) in rows.enumerate() {
+                    to.copy_from_slice(from);
+                    self.to_cache(p + r as isize, to);
+                }
+                MatRef::new(&turned, block.q.rows(), k.cols())
+            } else {
+                block.q
+            };
             merge_sinks(
                 &mut block,
+                q,
                 k.sub_rows(0..sinks),
                 v.sub_rows(0..sinks),
                 scale,
@@ -181,6 +262,7 @@ impl GroupPlan for SinkWindow {
 /// Adds the part of the sinks to the rows of `block`.
 fn merge_sinks<T: Real>(
     block: &mut crate::group::RowBlock<'_, T>,
+    q: MatRef<'_, T>,
     k: MatRef<'_, T>,
     v: MatRef<'_, T>,
     scale: T,
@@ -194,7 +276,7 @@ fn merge_sinks<T: Real>(
     let (rows, d_v) = (block.lse.len(), v.cols());
     let mut out = cx.scratch.take::<T>(rows * d_v);
     let mut lse = cx.scratch.take::<T>(rows);
-    exact_rows_with(block.q, k, v, scale, band, precision, cx, &mut out, &mut lse);
+    exact_rows_with(q, k, v, scale, band, precision, cx, &mut out, &mut lse);
     for ((o, l), (o2, &l2)) in
         block.out.chunks_exact_mut(d_v).zip(block.lse.iter_mut()).zip(out.chunks_exact(d_v).zip(lse.iter()))
     {
@@ -242,8 +324,29 @@ impl<T: Real> GroupStream<T> for Ring<T> {
     ) -> Result<RunInfo> {
         let n = self.k.len() / self.d;
         let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
-        let mut group = Group::decode(q, k, v, scale, out, lse, self.index, cx)?;
-        exact_group_capped(&mut group, Precision::Full, self.plan.softcap)
+        let (sinks, softcap) = (self.plan.params.sinks.min(n), self.plan.softcap);
+        let attend = |q, rows: std::ops::Range<usize>, out: &mut [T], lse: &mut [T]| {
+            let (k, v) = (k.sub_rows(rows.clone()), v.sub_rows(rows));
+            let mut group = Group::decode(q, k, v, scale, out, lse, self.index, cx)?;
+            exact_group_capped(&mut group, Precision::Full, softcap)
+        };
+        if self.plan.turn.is_none() || self.len <= n || sinks == 0 {
+            return attend(q, 0..n, out, lse);
+        }
+        let info = attend(q, sinks..n, out, lse)?;
+        let mut turned = cx.scratch.take::<T>(q.rows() * self.d);
+        for (to, from) in turned.chunks_exact_mut(self.d).zip(q.iter_rows()) {
+            to.copy_from_slice(from);
+            self.plan.to_cache(self.len as isize - 1, to);
+        }
+        let mut part = cx.scratch.take::<T>(q.rows() * self.d_v);
+        let mut part_lse = cx.scratch.take::<T>(q.rows());
+        let sunk = attend(MatRef::new(&turned, q.rows(), self.d), 0..sinks, &mut part, &mut part_lse)?;
+        let rows = out.chunks_exact_mut(self.d_v).zip(lse.iter_mut());
+        for ((o, l), (o2, &l2)) in rows.zip(part.chunks_exact(self.d_v).zip(&*part_lse)) {
+            merge_lse(o, l, o2, l2);
+        }
+        Ok(info.merge(sunk))
     }
 
     fn state_bytes(&self) -> usize {
@@ -291,5 +394,66 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Keys before rotation, rotated by their place in the cache, the query by the last of those: the paper's own form.
+    #[test]
+    fn cache_relative_positions_are_those_of_keys_rotated_in_the_cache() {
+        use attlas_num::rope::{Angles, Layout, Rope, Scaling, Table};
+        for (layout, name) in [(Layout::Half, "half"), (Layout::Interleaved, "interleaved")] {
+            let (n, d, sinks, window) = (40, 8, 3, 9);
+            let plain = Case::gaussian(Problem::new(1, n, d).causal(), 7);
+            let rope = Rope { dim: 6, base: 50.0, layout, scaling: Scaling::None };
+            let table = Table::<f64>::new(&rope, n, Angles::Double);
+            let rotated = |x: &[f64]| {
+                let mut out = x.to_vec();
+                out.chunks_exact_mut(d).enumerate().for_each(|(i, row)| table.rotate_in_place(i, row));
+                out
+            };
+            let case = Case { q: rotated(&plain.q), k: rotated(&plain.k), ..plain.clone() };
+            let options = Options::new()
+                .with("sinks", sinks)
+                .with("window", window)
+                .with("positions", "cache_relative")
+                .with("rope_base", 50.0)
+                .with("rope_dim", 6)
+                .with("rope_layout", name);
+            let (got, _) = run_method(&super::METHOD, &options, &case);
+            for i in 0..n {
+                let first = (i + 1).saturating_sub(window).max(sinks.min(i + 1));
+                let seen: Vec<usize> = (0..sinks.min(i + 1)).chain(first..=i).collect();
+                let at = |x: &[f64], from: usize, place: usize| {
+                    let mut row = x[from * d..(from + 1) * d].to_vec();
+                    table.rotate_in_place(place, &mut row);
+                    row
+                };
+                let q = at(&plain.q, i, seen.len() - 1);
+                let logit = |(place, &j): (usize, &usize)| {
+                    let k = at(&plain.k, j, place);
+                    plain.problem.scale * q.iter().zip(&k).map(|(a, b)| a * b).sum::<f64>()
+                };
+                let logits: Vec<f64> = seen.iter().enumerate().map(logit).collect();
+                let top = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let total: f64 = logits.iter().map(|l| (l - top).exp()).sum();
+                let want: Vec<f64> = (0..d)
+                    .map(|c| {
+                        let terms = seen.iter().zip(&logits);
+                        terms.map(|(&j, l)| (l - top).exp() / total * plain.v[j * d + c]).sum()
+                    })
+                    .collect();
+                assert_rows_close(&got[i * d..(i + 1) * d], &want, 1e-10, &format!("{name}, row {i}"));
+            }
+        }
+    }
+
+    #[test]
+    fn settings_that_make_no_sense_are_refused() {
+        let p = Problem::new(1, 40, 8).causal();
+        let relative = Options::new().with("positions", "cache_relative");
+        let refused = |p: &Problem, o: &Options| !super::METHOD.support(p, o).is_yes();
+        assert!(refused(&p, &relative) && refused(&p, &Options::new().with("rope_base", 10.0)));
+        let based = relative.with("rope_base", 10.0);
+        assert!(!refused(&p, &based) && refused(&Problem::new(1, 40, 8), &based));
+        assert!(refused(&p, &based.clone().with("rope_dim", 10)) && refused(&p, &based.with("rope_dim", 3)));
     }
 }

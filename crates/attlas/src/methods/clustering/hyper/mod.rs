@@ -13,6 +13,10 @@
 //! of the rows attends to the first half of the keys in this way, and both halves are treated in turn; at
 //! `n_min` rows the exact kernel takes over.
 //!
+//! Token by token, the last `n_min` keys are exact, as they are at the end of that recursion; of the others a query sees the
+//! `block` keys around its own Gray rank among theirs, and `samples` draws stand for the rest
+//! (`engine::hashed_stream`). The paper has no decoding.
+//!
 //! The variant `theory` is the algorithm that the paper analyses. With $B_i$ the block's sum and $r$ the largest
 //! sum outside the block over `samples` random rows:
 //! $D_i = \frac{n}{m} \sum_{j \in T \setminus c} \min(e^{s_{ij}}, C_i)$,
@@ -39,7 +43,7 @@
 //!
 //! **Cost.** Hashing $2(n_q + n_k)\, d\, r$, then $2 n_q (b + m)(d + d_v)$; causally
 //! $n\,n_{\min}/2 + \frac n2 \log_2(n/n_{\min}) (b + m)$ keys per row. Memory $O(n)$ indices and one block per
-//! thread.
+//! thread. A decoded token visits $n_{\min} + b + m$ keys; all are kept.
 //!
 //! **Guarantees.** `practical`: $E\, e^{\hat\ell_i} = e^{\ell_i}$ over seeds, rows are convex combinations of
 //! values, the error falls as $m^{-1/2}$; all tested here. Exact when `block` or `samples` cover all keys, or
@@ -51,12 +55,12 @@
 mod theory;
 
 use crate::engine::{
-    ALWAYS_LEAKS, Assign, CausalPart, FirstKeys, PerGroup, Ranks, Rectangle, SortHashes, SortedBlocks,
-    UniformSamples, always_leaks, attend_blocks, blocks_scratch_bytes, causal_pairs, causal_rectangles,
-    causal_scratch_bytes, causalize, draw_sort_hashes, exact_group, exact_scratch_bytes, join_blocks,
-    sinks_scratch_bytes, with_sinks,
+    ALWAYS_LEAKS, Assign, CausalPart, FirstKeys, HashedRule, HashedStream, PerGroup, Ranks, Rectangle,
+    SortHashes, SortedBlocks, UniformSamples, always_leaks, attend_blocks, blocks_scratch_bytes,
+    causal_pairs, causal_rectangles, causal_scratch_bytes, causalize, draw_sort_hashes, exact_group,
+    exact_scratch_bytes, join_blocks, sinks_scratch_bytes, with_sinks,
 };
-use crate::group::{Group, GroupIndex, GroupPlan};
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
     Withdrawn,
@@ -73,6 +77,7 @@ pub static METHOD: Method = Method {
     title: "HyperAttention: hashed block diagonal and sampled columns",
     reference: "han2024",
     claims: Claims {
+        decode: true,
         exact_at: &[("block", Budget::NumKeys), ("samples", Budget::NumKeys), ("n_min", Budget::NumTokens)],
         unbiased: true,
         deterministic: false,
@@ -80,6 +85,10 @@ pub static METHOD: Method = Method {
         except: &[
             (Law::KeyOrder, "keys are sampled by their place in the sorted order"),
             (Law::QueriesAlone, "without a mask, queries are cut into blocks by their rank among each other"),
+            (
+                Law::DecodeIsPrefill,
+                "a prompt is halved recursively, and each part has blocks and samples of its own",
+            ),
         ],
         withdrawn: &[
             Withdrawn {
@@ -379,6 +388,20 @@ impl GroupPlan for Hyper {
                 }
             }
         })
+    }
+
+    fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, usize::MAX) {
+            return self.with_first(&first).stream(p, index);
+        }
+        let Params { block, samples, n_min, sinks, seed, .. } = self.params;
+        let replacement = self.params.sampling == Sampling::WithReplacement;
+        let key = index.stream_key(seed);
+        let rule = HashedRule { block, samples, replacement, recent: n_min, sinks, key };
+        let practical = self.params.variant == Variant::Practical;
+        let hash = self.hashes.of(index).as_ref();
+        practical
+            .then(|| Box::new(HashedStream::new(rule, hash, (p.d, p.d_v), index)) as Box<dyn GroupStream<T>>)
     }
 }
 

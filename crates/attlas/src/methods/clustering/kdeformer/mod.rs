@@ -23,6 +23,9 @@
 //! | `public` | $\lvert \hat v_l\rvert / \lambda_{\max}(\hat V^\top \hat V) + 1/n$ with $\hat v = [v, 1]$, as in the authors' code |
 //! | `kde` | $b_l + \lvert v_l\rvert^2 / \lVert V\rVert_2^2$, in the practical pipeline mixed half and half with $1/n$ |
 //!
+//! Token by token, the last `n_min` keys are exact; of the others a query sees the `block` keys around its own Gray rank
+//! among theirs, and `samples` uniform draws stand for the rest (`engine::hashed_stream`). The paper has no decoding.
+//!
 //! **Reference.** zandieh2023; charikar2017 and karppa2022 for the estimators; survey, clustering and sampling.
 //! The densities are estimated by the backends of `kde`: the paper's primitive of Charikar et al. cannot be
 //! implemented as such, and the authors did not. Corrections of the survey's text: both density identities need
@@ -46,12 +49,12 @@
 //! With a causal mask only what depends on keys alone can choose columns: `kde` modes are refused.
 
 use crate::engine::{
-    ALWAYS_LEAKS, Assign, Columns, FirstKeys, Operands, Ranks, Rectangle, Row, SortHashes, SortedBlocks,
-    always_leaks, attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize,
-    divide_by, draw_sort_hashes, exact_group, exact_rows, exact_scratch_bytes, sinks_scratch_bytes,
-    with_sinks,
+    ALWAYS_LEAKS, Assign, Columns, FirstKeys, HashedRule, HashedStream, Operands, Ranks, Rectangle, Row,
+    SortHashes, SortedBlocks, always_leaks, attend_blocks, blocks_scratch_bytes, causal_pairs,
+    causal_scratch_bytes, causalize, divide_by, draw_sort_hashes, exact_group, exact_rows,
+    exact_scratch_bytes, sinks_scratch_bytes, with_sinks,
 };
-use crate::group::{Group, GroupIndex, GroupPlan, Queries};
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
     Withdrawn,
@@ -75,6 +78,7 @@ pub static METHOD: Method = Method {
     title: "KDEformer: hashed block diagonal and columns sampled by importance",
     reference: "zandieh2023",
     claims: Claims {
+        decode: true,
         exact_at: &[("block", Budget::NumKeys), ("samples", Budget::NumKeys)],
         unbiased: true,
         deterministic: false,
@@ -83,6 +87,10 @@ pub static METHOD: Method = Method {
             (Law::KeyOrder, "columns are drawn by their place"),
             (Law::QueriesAlone, "without a mask, queries are cut into blocks by their rank among each other"),
             (Law::LinearInValues, "columns are drawn by the norms of their values"),
+            (
+                Law::DecodeIsPrefill,
+                "a prompt is halved recursively with columns of its own in each part; decoding draws keys uniformly",
+            ),
         ],
         withdrawn: &[
             Withdrawn {
@@ -751,6 +759,19 @@ impl GroupPlan for KdeFormer {
                 part_rows.run(|group| self.part(group, &part, Assign::Alone))
             }),
         })
+    }
+
+    fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, usize::MAX) {
+            return self.with_first(&first).stream(p, index);
+        }
+        if self.needs_density() {
+            return None;
+        }
+        let Params { block, samples, n_min, sinks, seed, .. } = self.params;
+        let key = index.stream_key(seed);
+        let rule = HashedRule { block, samples, replacement: false, recent: n_min, sinks, key };
+        Some(Box::new(HashedStream::new(rule, self.hashes.of(index).as_ref(), (p.d, p.d_v), index)))
     }
 }
 

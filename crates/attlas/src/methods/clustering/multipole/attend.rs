@@ -1,7 +1,8 @@
 //! One token: clusters are scored and chosen, the keys of the best are attended exactly, each of the others as one.
 
-use super::state::{Level, State, Turn};
+use super::state::{Level, State};
 use super::{Far, Multipole};
+use crate::engine::Turn;
 use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::cluster::{Counts, Cut};

@@ -51,7 +51,7 @@ mod attend;
 mod blocks;
 mod state;
 
-use crate::engine::{ALWAYS_LEAKS, FirstKeys, always_leaks, exact_group, exact_scratch_bytes};
+use crate::engine::{ALWAYS_LEAKS, FirstKeys, Turn, always_leaks, exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
@@ -63,7 +63,9 @@ use crate::{Error, Mask, MatRef, Problem, Real, Result, Spread};
 use attend::{Cache, MEMBERS, PIECE};
 use attlas_num::kernels::pages;
 use rayon::prelude::*;
-use state::{State, Turn};
+use state::State;
+
+pub use crate::engine::RopeLayout;
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -146,16 +148,6 @@ crate::choices! {
     }
 }
 
-crate::choices! {
-    /// Where the two parts of a rotated pair lie.
-    pub enum RopeLayout {
-        /// Half the rotated features apart.
-        Half = "half",
-        /// Next to each other.
-        Interleaved = "interleaved",
-    }
-}
-
 crate::params! {
     /// Parameters of [`Multipole`].
     pub struct Params {
@@ -186,7 +178,8 @@ crate::params! {
         far: Far = Far::Monopole;
         /// Whether each query head chooses its own clusters.
         per_head: bool = false;
-        /// Base of the rotary embedding that keys came with, to cluster them unrotated; auto takes them as they are.
+        /// Base of the rotary embedding that keys came with, to cluster them unrotated; auto takes them as they are. In a
+        /// model, `model` stands for its own.
         rope_base: Option<f64> = None, in 1.0..=1e12;
         /// Features that are rotated; auto for all.
         rope_dim: Option<usize> = None, in 2..=1 << 20;

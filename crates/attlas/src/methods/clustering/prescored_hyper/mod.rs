@@ -22,6 +22,9 @@
 //! With `select = drawn` the keys are drawn without replacement by their score (by $u_j$ for the outlier scores)
 //! instead, the authors' variant for vision models; with `block` at least `keys` it is plain softmax over them.
 //!
+//! Token by token, the last `n_min` keys are exact and old ones are scored anew every 256 tokens: a query sees all keys that
+//! were kept, all that came since, and with `residual = all_keys` the samples of the others. There is nothing to hash.
+//!
 //! **Reference.** li2025; han2024; survey, clustering and sampling. Keys that are not kept are *removed*; the
 //! authors' code zeroes them, which leaves each with weight one in every row. Their "leverage" multiplies the
 //! keys by a random orthogonal matrix and takes norms, which is `norm2`; here it is leverage. k-means runs for
@@ -40,13 +43,15 @@
 //! scores that see keys alone do not. On clustered inputs no score beats a random subset
 //! of the same size; report the exact result beside it.
 
+mod decode;
+
 use crate::engine::moments::mean_of;
 use crate::engine::{
     ALWAYS_LEAKS, Assign, FirstKeys, Ranks, Rectangle, SortHashes, SortedBlocks, UniformSamples,
     always_leaks, attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize,
     draw_sort_hashes, exact_group, exact_scratch_bytes, sinks_scratch_bytes, top_indices, with_sinks,
 };
-use crate::group::{Group, GroupPlan, Queries};
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
     Withdrawn,
@@ -68,6 +73,7 @@ pub static METHOD: Method = Method {
     title: "Pre-scored HyperAttention: hashing and sampling on the best keys alone",
     reference: "li2025",
     claims: Claims {
+        decode: true,
         exact_at: &[("block", Budget::NumKeys), ("samples", Budget::NumKeys), ("n_min", Budget::NumTokens)],
         unbiased: true,
         deterministic: false,
@@ -76,6 +82,10 @@ pub static METHOD: Method = Method {
         except: &[
             (Law::KeyOrder, "keys are sampled and clustered by their place"),
             (Law::QueriesAlone, "without a mask, queries are cut into blocks by their rank among each other"),
+            (
+                Law::DecodeIsPrefill,
+                "parts of a prompt are scored and hashed on their own; decoding sees all keys that were kept",
+            ),
         ],
         withdrawn: &[
             Withdrawn {
@@ -584,6 +594,13 @@ impl GroupPlan for PrescoredHyper {
                 }),
             }
         })
+    }
+
+    fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, usize::MAX) {
+            return self.with_first(&first).stream(p, index);
+        }
+        Some(Box::new(decode::BestKeys::new(self.clone(), (p.d, p.d_v), index)))
     }
 }
 

@@ -9,11 +9,11 @@ use std::ops::Range;
 /// How sorted keys are cut into chunks.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Chunks {
-    /// Every so many ranks; the last chunk may be short.
+    /// Chunks of this number of ranks; the last may be short.
     Ragged(usize),
-    /// Into so many chunks, whose sizes differ by at most one.
+    /// This number of chunks, whose sizes differ by at most one.
     Balanced(usize),
-    /// Every so many ranks of each bucket, which always ends with a chunk that is not full.
+    /// Chunks of this number of ranks within each bucket, which always ends with a chunk that is not full.
     PerBucket(usize),
 }
 

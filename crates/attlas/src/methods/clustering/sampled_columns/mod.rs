@@ -116,7 +116,11 @@ pub static METHOD: Method = Method {
         ],
         &[("block", "16"), ("window", "8"), ("keys", "0"), ("diagonals", "0"), ("check_rows", "0")],
     ],
-    tunable: &[Tunable::budget("keys"), Tunable::values("precision", &["bf16"])],
+    tunable: &[
+        Tunable::budget("keys"),
+        Tunable::values("precision", &["bf16"]),
+        Tunable::values("block", &["128"]),
+    ],
     ..Method::of::<Params>()
 };
 
