@@ -110,15 +110,13 @@ pub fn key(
     let ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let methods: Vec<String> = selection.iter().map(|c| format!("{} {}", c.method.id, c.options)).collect();
     Ok(format!(
-        "{} {:?} {:?} {} {} {} {} {} {} {} {} {} {:?}",
+        "{} {:?} {:?} {} {} {} {} {} {} {} {:?}",
         workload.hash(),
         methods,
         settings.mask,
         settings.seeds,
         settings.seed,
-        settings.certify_rows,
         settings.first_row,
-        settings.confidence,
         settings.runs,
         crate::machine::name(&ws),
         crate::atlas::fingerprint(),
