@@ -285,24 +285,21 @@ macro_rules! minimum_after_scale {
     };
 }
 
-blocks_of_32!(Q4_0, 18, |p| nibbles(p.add(2)), const ZERO: i32 = 3;);
-blocks_of_32!(Q4_1, 20, |p| nibbles(p.add(4)), minimum_after_scale!(););
-blocks_of_32!(Q5_0, 22, |p| _mm256_or_si256(nibbles(p.add(6)), fifth_bits(p.add(2))), const ZERO: i32 = 4;);
-blocks_of_32!(Q5_1, 24, |p| _mm256_or_si256(nibbles(p.add(8)), fifth_bits(p.add(4))), minimum_after_scale!(););
-blocks_of_32!(
-    Q8_0,
-    34,
-    |p| _mm256_xor_si256(_mm256_loadu_si256(p.add(2).cast()), _mm256_set1_epi8(-128)),
-    const ZERO: i32 = 7;,
+// In braces, or the formatter would put commas between items.
+blocks_of_32! { Q4_0, 18, |p| nibbles(p.add(2)), const ZERO: i32 = 3; }
+blocks_of_32! { Q4_1, 20, |p| nibbles(p.add(4)), minimum_after_scale!(); }
+blocks_of_32! { Q5_0, 22, |p| _mm256_or_si256(nibbles(p.add(6)), fifth_bits(p.add(2))), const ZERO: i32 = 4; }
+blocks_of_32! { Q5_1, 24, |p| _mm256_or_si256(nibbles(p.add(8)), fifth_bits(p.add(4))), minimum_after_scale!(); }
+blocks_of_32! {
+    Q8_0, 34, |p| _mm256_xor_si256(_mm256_loadu_si256(p.add(2).cast()), _mm256_set1_epi8(-128)),
+    const ZERO: i32 = 7;
     const WIDE: bool = true;
-);
-blocks_of_32!(
-    Iq4Nl,
-    18,
-    |p| looked_up(p.add(2), &scalar::IQ4_BYTES),
-    const ZERO: i32 = 7;,
+}
+blocks_of_32! {
+    Iq4Nl, 18, |p| looked_up(p.add(2), &scalar::IQ4_BYTES),
+    const ZERO: i32 = 7;
     const WIDE: bool = true;
-);
+}
 
 struct Mxfp4;
 impl Load for Mxfp4 {
@@ -519,17 +516,14 @@ macro_rules! by_definition {
     };
 }
 
-by_definition!(Q3K, Format::Q3K, 110, 16, const ZERO: i32 = 2;);
-by_definition!(Q8K, Format::Q8K, 292, 32, const ZERO: i32 = 7;, const WIDE: bool = true;);
-by_definition!(
-    Q2K,
-    Format::Q2K,
-    84,
-    16,
-    const MINIMA: usize = 2;,
+by_definition! { Q3K, Format::Q3K, 110, 16, const ZERO: i32 = 2; }
+by_definition! { Q8K, Format::Q8K, 292, 32, const ZERO: i32 = 7; const WIDE: bool = true; }
+by_definition! {
+    Q2K, Format::Q2K, 84, 16,
+    const MINIMA: usize = 2;
     #[inline(always)]
     unsafe fn minima(_: *const u8, h: usize, scales: &Unpacked) -> __m256 {
         // SAFETY: passed on from the caller; the array holds sixteen numbers.
         unsafe { _mm256_loadu_ps(scales.m.as_ptr().add(8 * h)) }
     }
-);
+}
