@@ -3,16 +3,19 @@
 
 All sides read the same Q4_1 file and the same tokens of data/alice29.txt, alternately, one run each; the table gives the median
 of the repetitions. Prefill is one pass over the prompt with logits of its last token; decoding feeds one known token at a time
-after a prompt of 1024, so that nobody's sampler is timed.
+after a prompt of 1024, so that nobody's sampler is timed. Repetitions go round all cases, so that a run that is stopped, or that
+ends after --seconds, has a table of them all.
 
     bench/peers/model.py                              installs the peers into .cache/peers-model, builds attlas, prints the table
     bench/peers/model.py --cases prefill:512 --repeats 3 --records FILE.jsonl     one case, kept
     bench/peers/model.py --cases none --records FILE.jsonl --out FILE.md          the table of what was kept
     bench/peers/model.py --sides transformers,llama                               without building attlas
+    bench/peers/model.py --sides attlas,attlas-int8                               attlas alone, with nothing to install
+    bench/peers/model.py --recipe FILE.toml                                       a tuned recipe as a further side, in int8
 
 llama-cpp-python has no wheel for every platform; pip then compiles it, which takes a C++ compiler and several minutes.
 """
-import argparse, json, os, pathlib, statistics, subprocess, sys, time
+import argparse, json, os, pathlib, signal, statistics, subprocess, sys, time
 
 from sdpa import PAUSE, ROOT, cpu_model, ensure
 
@@ -20,28 +23,31 @@ VENV = ROOT / ".cache" / "peers-model"
 MODELS = pathlib.Path(os.environ.get("ATTLAS_MODELS", ROOT / ".models"))
 GGUF = MODELS / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 CASES = ["prefill:512", "prefill:2048", "prefill:8000", "decode:1024"]
-SIDES = ["attlas", "attlas-bf16", "transformers", "llama"]
+SIDES = ["attlas", "attlas-bf16", "attlas-int8", "attlas-int8-bf16", "attlas-recipe", "transformers", "llama"]
 STEPS = 64
 
 
 class Attlas:
-    def __init__(self, threads, precision="full"):
+    def __init__(self, threads, precision="full", compute="f32", recipe=None):
         target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
         binary = os.environ.get("ATTLAS_PEER_MODEL")
         if not binary:
             command = ["cargo", "build", "--release", "-q", "-p", "xtask", "--example", "peer_model"]
             subprocess.check_call(command, cwd=ROOT)
             binary = str(target / "release" / "examples" / "peer_model")
-        self.threads, self.precision = threads, precision
+        self.how = dict(threads=threads, precision=precision, compute=compute, recipe=recipe)
         self.process = subprocess.Popen([binary, str(GGUF)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def version(self):
         return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
 
-    def run(self, prompt, steps):
-        self.process.stdin.write(json.dumps(dict(threads=self.threads, precision=self.precision, prompt=prompt, steps=steps)) + "\n")
+    def ask(self, **request):
+        self.process.stdin.write(json.dumps({**self.how, **request}) + "\n")
         self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
+        return json.loads(self.process.stdout.readline())
+
+    def run(self, prompt, steps):
+        answer = self.ask(prompt=prompt, steps=steps)
         return answer["prefill"], answer["decode"]
 
 
@@ -96,70 +102,124 @@ class Llama:
         return prefill, time.perf_counter() - start
 
 
-MAKE = {"attlas": Attlas, "attlas-bf16": lambda threads: Attlas(threads, "bf16"), "transformers": Transformers, "llama": Llama}
+MAKE = {
+    "attlas": Attlas,
+    "attlas-bf16": lambda threads: Attlas(threads, "bf16"),
+    "attlas-int8": lambda threads: Attlas(threads, "full", "int8"),
+    "attlas-int8-bf16": lambda threads: Attlas(threads, "bf16", "int8"),
+    "transformers": Transformers,
+    "llama": Llama,
+}
+HEADINGS = {
+    "attlas": "attlas", "attlas-bf16": "attlas bf16", "attlas-int8": "attlas int8", "attlas-int8-bf16": "attlas int8, bf16",
+    "attlas-recipe": "attlas int8, recipe", "transformers": "transformers f32", "llama": "llama.cpp",
+}
+# The packages of a side.
+NEEDS = {"transformers": ["torch", "transformers", "accelerate", "gguf", "sentencepiece", "numpy"], "llama": ["llama-cpp-python"]}
 
 
-def tokens():
-    """Alice's first tokens, by llama.cpp's tokeniser."""
+def tokens(sides):
+    """Alice's first tokens."""
+    text = ROOT / "data" / "alice29.txt"
+    for side in sides.values():
+        if isinstance(side, Attlas):
+            return side.ask(tokens=str(text))["tokens"]
     import llama_cpp
 
     vocabulary = llama_cpp.Llama(str(GGUF), vocab_only=True, verbose=False)
-    return vocabulary.tokenize((ROOT / "data" / "alice29.txt").read_bytes(), add_bos=False, special=False)
+    return vocabulary.tokenize(text.read_bytes(), add_bos=False, special=False)
 
 
-def measure(cases, names, threads, repeats):
-    ids = tokens()
-    sides = {name: MAKE[name](threads) for name in names}
-    for case in cases:
-        kind, n = case.split(":")
-        prompt = ids[: int(n)]
-        steps = ids[int(n) : int(n) + STEPS] if kind == "decode" else []
-        for side in sides.values():
-            side.run(ids[:64], ids[64:66])
-        for _ in range(repeats):
+def measure(cases, names, threads, repeats, recipe, seconds):
+    end = time.monotonic() + seconds
+    make = dict(MAKE, **{"attlas-recipe": lambda threads: Attlas(threads, "full", "int8", recipe)})
+    sides = {name: make[name](threads) for name in names}
+    ids = tokens(sides)
+    ceilings = next((side.ask(ceilings=True) for side in sides.values() if isinstance(side, Attlas)), None)
+    for side in sides.values():
+        side.run(ids[:64], ids[64:66])
+    for _ in range(repeats):
+        for case in cases:
+            kind, n = case.split(":")
+            prompt = ids[: int(n)]
+            steps = ids[int(n) : int(n) + STEPS] if kind == "decode" else []
             for name, side in sides.items():
+                if time.monotonic() > end:
+                    return
                 # The other side's threads spin for a while after their work: let them go to sleep first.
                 time.sleep(PAUSE)
                 prefill, decode = side.run(prompt, steps)
                 rate = len(steps) / decode if kind == "decode" else len(prompt) / prefill
-                yield dict(case=case, side=name, threads=threads, tokens_per_second=rate, version=side.version(), cpu=cpu_model())
+                yield dict(
+                    case=case, side=name, threads=threads, tokens_per_second=rate, version=side.version(), cpu=cpu_model(),
+                    ceilings=ceilings,
+                )
+
+
+def share(case, rate, ceilings):
+    """What a rate is of the machine's: products of eight bits in a prompt, bytes read while decoding."""
+    kind, n = case.split(":")
+    if kind == "prefill":
+        return rate * ceilings["products"] / ceilings["int8_per_second"]
+    return rate * (ceilings["stored"] + int(n) * ceilings["cached"]) / ceilings["read_per_second"]
 
 
 def table(records):
     lines = ["# SmolLM2-135M beside transformers and llama.cpp", ""]
+    if not records:
+        return "\n".join(lines + ["Nothing was measured."]) + "\n"
     last = {r["side"]: r["version"] for r in records}
-    repeats = statistics.median([sum(r["case"] == c and r["side"] == s for r in records) for c in CASES for s in last] or [0])
+    sides = [side for side in SIDES if side in last]
+    counts = [sum(r["case"] == c and r["side"] == s for r in records) for c in CASES for s in last]
     lines += [
         f"CPU {records[-1]['cpu']}; " + "; ".join(f"{side} {version}" for side, version in last.items())
-        + f"; median of {repeats:.0f} alternating runs.",
-        "Command: `bench/peers/model.py`. Tokens per second; ratios are attlas over the peer.",
-        "`bf16` is attlas with `--method exact --set precision=bf16`: operands of attention in 16 bits, sums in f32, as",
-        "llama.cpp keeps its keys and values in f16.", "",
-        "| threads | case | attlas | attlas bf16 | transformers f32 | llama.cpp | over transformers | over llama.cpp | bf16 over llama.cpp |",
-        "|---|---|---|---|---|---|---|---|---|",
+        + f"; median of {statistics.median([c for c in counts if c] or [0]):.0f} alternating runs.",
+        "Command: `bench/peers/model.py`. Tokens per second. `attlas` multiplies in f32; `int8` with `--compute int8`, as llama.cpp does;",
+        "`bf16` with `--method exact --set precision=bf16`: operands of attention in 16 bits, sums in f32, as llama.cpp keeps its keys and",
+        "values in f16.", "",
+        "| threads | case | " + " | ".join(HEADINGS[s] for s in sides) + " |",
+        "|---|---|" + "---|" * len(sides),
     ]
+    peers, ours = [s for s in ["transformers", "llama"] if s in last], [s for s in sides if s.startswith("attlas")]
+    over, shares = [], []
     for threads in sorted({r["threads"] for r in records}):
         for case in CASES:
-            rates = {}
-            for side in SIDES:
-                runs = [r["tokens_per_second"] for r in records if (r["case"], r["side"], r["threads"]) == (case, side, threads)]
+            rates, of = {}, {}
+            for side in sides:
+                runs = [r for r in records if (r["case"], r["side"], r["threads"]) == (case, side, threads)]
                 if runs:
-                    rates[side] = statistics.median(runs)
+                    rates[side] = statistics.median(r["tokens_per_second"] for r in runs)
+                    of[side] = runs[-1].get("ceilings")
             if not rates:
                 continue
-            cell = lambda side: f"{rates[side]:.1f}" if side in rates else "-"
-            ratio = lambda side, ours="attlas": f"{rates[ours] / rates[side]:.2f}" if side in rates and ours in rates else "-"
-            lines.append(
-                f"| {threads} | {case.replace(':', ' ')} | {cell('attlas')} | {cell('attlas-bf16')} | {cell('transformers')} | {cell('llama')} "
-                f"| {ratio('transformers')} | {ratio('llama')} | {ratio('llama', 'attlas-bf16')} |"
-            )
+            start = f"| {threads} | {case.replace(':', ' ')} |"
+            lines.append(start + "".join(f" {rates[s]:.1f} |" if s in rates else " - |" for s in sides))
+            ratio = lambda a, b: f" {rates[a] / rates[b]:.2f} |" if a in rates and b in rates else " - |"
+            over.append(start + "".join(ratio(a, b) for b in peers for a in ours))
+            part = lambda s: f" {100 * share(case, rates[s], of[s]):.0f} % |" if of.get(s) else " - |"
+            shares.append(start + "".join(part(s) for s in ours))
+    if peers and ours:
+        lines += ["", "Ratios, attlas over the peer:", "", "| threads | case | "
+                  + " | ".join(f"{HEADINGS[a]} over {HEADINGS[b]}" for b in peers for a in ours) + " |", "|---|---|" + "---|" * (len(peers) * len(ours))]
+        lines += over
+    found = [r["ceilings"] for r in records if r.get("ceilings")]
+    if found and ours:
+        c = found[-1]
+        lines += [
+            "",
+            f"Shares of what the machine does on the same threads: products of prompts, attention left out, of {c['int8_per_second'] / 1e12:.2f} T",
+            f"multiplications and additions of eight bits a second; bytes of weights and cached f32 read while decoding, of {c['read_per_second'] / 1e9:.1f} GB/s.",
+            "", "| threads | case | " + " | ".join(HEADINGS[a] for a in ours) + " |", "|---|---|" + "---|" * len(ours),
+        ] + shares
     return "\n".join(lines) + "\n"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES), help="comma separated, or none")
-    parser.add_argument("--sides", default=",".join(SIDES), help="comma separated")
+    parser.add_argument("--sides", default=",".join(s for s in SIDES if s != "attlas-recipe"), help="comma separated")
+    parser.add_argument("--recipe", help="a recipe that a further side attends by")
+    parser.add_argument("--seconds", type=float, default=540, help="start no run after so many seconds")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--records", help="JSON lines: what is measured is added, what is there joins the table")
@@ -169,12 +229,21 @@ def main():
     if args.records and pathlib.Path(args.records).exists():
         records = [json.loads(line) for line in pathlib.Path(args.records).read_text().splitlines()]
     if args.cases != "none":
-        ensure(VENV, "torch", "transformers", "accelerate", "gguf", "sentencepiece", "numpy", "llama-cpp-python")
-        for record in measure(args.cases.split(","), args.sides.split(","), args.threads, args.repeats):
-            records.append(record)
-            if args.records:
-                with open(args.records, "a") as file:
-                    file.write(json.dumps(record) + "\n")
+        sides = args.sides.split(",") + (["attlas-recipe"] if args.recipe else [])
+        needs = [package for side in sides for package in NEEDS.get(side, [])]
+        if needs:
+            ensure(VENV, *needs)
+        # What was measured is printed when the script is stopped.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        recipe = str(pathlib.Path(args.recipe).resolve()) if args.recipe else None
+        try:
+            for record in measure(args.cases.split(","), sides, args.threads, args.repeats, recipe, args.seconds):
+                records.append(record)
+                if args.records:
+                    with open(args.records, "a") as file:
+                        file.write(json.dumps(record) + "\n")
+        except KeyboardInterrupt:
+            print("stopped: the table is of the runs that ended", file=sys.stderr)
     text = table(records)
     print(text)
     if args.out:

@@ -14,7 +14,8 @@ use attlas_lab::{Error, extract, generate, output, perplexity};
 use attlas_model::kept::CacheFormat;
 use attlas_model::perplexity::Protocol;
 use attlas_model::sample::Sampling;
-use attlas_model::{ChatTemplate, Message, Model};
+use attlas_model::{ChatTemplate, Compute, Message, Model};
+use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 use std::process::ExitCode;
@@ -137,6 +138,7 @@ fn perplexity_on(crew: &dyn Crew, args: &PerplexityArgs, common: &Common) -> Out
         seed: common.seed,
         recipe,
         cache: args.cache.cache,
+        compute: args.compute,
         threads: common.threads,
     };
     let key = || {
@@ -211,6 +213,7 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
             ),
         ),
         ("attention", attention(r)),
+        ("products", products(r.compute, &r.in_f32)),
         (
             if r.task.is_some() { "perplexity of the far tokens" } else { "perplexity" },
             format!("{} +- {}", fixed(r.ppl), fixed(r.ppl_se)),
@@ -258,6 +261,12 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
     }
     rows.push(("speed", format!("{} tokens/s, logits included", number(r.tokens_per_second))));
     rows
+}
+
+/// What products were computed in, and of which matrices not.
+fn products(compute: Compute, in_f32: &BTreeMap<&str, usize>) -> String {
+    let others: Vec<String> = in_f32.iter().map(|(format, n)| format!("{n} in {format}")).collect();
+    if others.is_empty() { compute.to_string() } else { format!("{compute}; f32 of {}", others.join(", ")) }
 }
 
 /// The attention that ran, and whether it was exact.
@@ -315,6 +324,7 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
         ignore_eos: args.ignore_eos,
         recipe,
         cache: args.cache.cache,
+        compute: args.compute,
         threads: common.threads,
     };
     let live = !common.json && !common.csv;
@@ -352,11 +362,12 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
         note(
             common,
             &format!(
-                "{} after a prompt of {}: {rate} tokens/s, prompt {} tokens/s, cache {}",
+                "{} after a prompt of {}: {rate} tokens/s, prompt {} tokens/s, cache {}, products {}",
                 count(result.ids.len(), "token"),
                 result.prompt_ids.len(),
                 number(result.prompt_tokens_per_second),
-                bytes(result.cache_bytes)
+                bytes(result.cache_bytes),
+                products(result.compute, &result.in_f32)
             ),
         );
     }

@@ -73,6 +73,7 @@ fn a_budget_of_all_keys_does_not_diverge() {
 fn generating_is_greedy_by_default_and_reproducible_by_seed() {
     let model = model();
     let prompt = ["generate", &model, "--prompt", "The capital of France is", "--json", "--max-tokens", "8"];
+    let prompt = [&prompt[..], &["--compute", "f32"]].concat();
     let x = json(&prompt);
     assert_eq!(x["prompt_ids"], serde_json::json!([504, 3575, 282, 4649, 314]));
     assert_eq!(x["ids"], serde_json::json!([7042, 30, 198, 198, 504, 2988, 314, 42]));
@@ -539,4 +540,25 @@ fn a_recipe_warns_past_the_length_it_was_checked_at() {
     assert!(x["past_recipe"] == true && x["nll_increase"].as_f64().is_some());
     let (_, _, err) = attlas(&[&score[..], &["--context", "32"]].concat());
     assert!(!err.contains("checked on"), "{err}");
+}
+
+#[test]
+fn products_in_narrow_types_are_named_and_their_cost_is_measured() {
+    let (model, text) = (model(), alice());
+    let read = ["perplexity", &model, "--text", &text, "--tokens", "96", "--context", "96", "--json"];
+    let plain = json(&read);
+    assert_eq!(plain["compute"], "f32");
+    assert!(plain.get("kl_mean").is_none() && plain.get("in_f32").is_none(), "{plain}");
+    for compute in ["int8", "bf16"] {
+        let x = json(&[&read[..], &["--compute", compute]].concat());
+        assert_eq!((&x["compute"], &x["exact_ppl"]), (&compute.into(), &plain["ppl"]));
+        let kl = x["kl_mean"].as_f64().unwrap();
+        assert!(kl > 0.0 && kl < 0.01, "{compute}: {kl}");
+    }
+    let generate = ["generate", &model, "--prompt", "abc", "--max-tokens", "2"];
+    assert_eq!(json(&[&generate[..], &["--json"]].concat())["compute"], "int8");
+    let (status, _, err) = attlas(&generate);
+    assert!(status == 0 && err.contains("products int8"), "{err}");
+    let (status, _, err) = attlas(&[&generate[..], &["--compute", "int4"]].concat());
+    assert!(status == 2 && err.contains("f32, bf16 or int8"), "{err}");
 }

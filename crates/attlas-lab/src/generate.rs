@@ -6,8 +6,9 @@ use attlas::{Schedule, Status};
 use attlas_model::decoder::{LayerDecoding, Observer};
 use attlas_model::kept::CacheFormat;
 use attlas_model::sample::{Sampler, Sampling};
-use attlas_model::{Decoder, Model, Recipe, Rows};
+use attlas_model::{Compute, Decoder, Model, Recipe, Rows};
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -26,6 +27,8 @@ pub struct Settings {
     pub recipe: Option<Recipe>,
     /// How keys and values are stored where layers keep them.
     pub cache: CacheFormat,
+    /// What linear layers round their operands to.
+    pub compute: Compute,
     /// Threads; 0 takes as many as the machine offers.
     pub threads: usize,
 }
@@ -51,6 +54,12 @@ pub struct Generated {
     pub cache_bytes: usize,
     /// How keys and values are stored where layers keep them.
     pub cache: CacheFormat,
+    /// What linear layers rounded their operands to.
+    #[serde(serialize_with = "crate::text::compute_name")]
+    pub compute: Compute,
+    /// Formats of matrices that were multiplied in single precision nevertheless, with how many there are of each.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub in_f32: BTreeMap<&'static str, usize>,
     /// Layers with heads whose method has no stream: exact attention decodes there.
     pub decodes_exactly: Vec<usize>,
     /// Layers whose heads all decode by streams, and that keep no keys beside them.
@@ -115,6 +124,7 @@ pub fn generate(
     let recipe = settings.recipe.clone().unwrap_or_default();
     let schedule = Schedule { threads: settings.threads, ..Schedule::default() };
     let mut decoder = Decoder::new(model.clone(), &recipe, schedule)?;
+    decoder.compute_in(settings.compute);
     decoder.pack_keys(settings.cache)?;
     decoder.forget_keys()?;
     let mut sampler = Sampler::new(settings.sampling)?;
@@ -179,6 +189,8 @@ pub fn generate(
         seconds: prompt_seconds + seconds,
         cache_bytes: decoder.cache_bytes(),
         cache: settings.cache,
+        compute: settings.compute,
+        in_f32: decoder.in_single(),
         decodes_exactly: decodes_exactly.map(|l| l.layer).collect(),
         without_keys: decoding.iter().filter(|l| !l.keeps_keys).map(|l| l.layer).collect(),
         fell_back,

@@ -15,7 +15,7 @@ use attlas::{Options, Schedule, Status, Workspace};
 use attlas_model::decoder::{LOGIT_ROWS, Observer};
 use attlas_model::kept::CacheFormat;
 use attlas_model::perplexity::{Difference, Divergence, Mean, Perplexity, Protocol, Window, nll};
-use attlas_model::{Decoder, Model, Recipe, Rows};
+use attlas_model::{Compute, Decoder, Model, Recipe, Rows};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -39,6 +39,8 @@ pub struct Settings {
     pub recipe: Option<Recipe>,
     /// How keys and values are stored; what that costs is measured beside single precision.
     pub cache: CacheFormat,
+    /// What linear layers round their operands to; what that costs is measured beside single precision.
+    pub compute: Compute,
     /// Threads; 0 takes as many as the machine offers.
     pub threads: usize,
 }
@@ -71,6 +73,12 @@ pub struct Record {
     pub attention: String,
     /// How keys and values were stored.
     pub cache: CacheFormat,
+    /// What linear layers rounded their operands to.
+    #[serde(serialize_with = "crate::text::compute_name")]
+    pub compute: Compute,
+    /// Formats of matrices that were multiplied in single precision nevertheless, with how many there are of each.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub in_f32: BTreeMap<&'static str, usize>,
     /// Parameters set for a single method.
     pub params: Options,
     /// Mean negative log-likelihood, in nats.
@@ -275,7 +283,7 @@ pub fn key(model: &str, text: &Text, settings: &Settings) -> Result<String> {
     let recipe = settings.recipe.as_ref().map(Recipe::to_toml).transpose()?;
     let learnt = settings.recipe.as_ref().and_then(|r| serde_json::to_string(&*r.calibrations).ok());
     Ok(format!(
-        "{model} {} {} {:?} {} {:?} {} {recipe:?} {learnt:?} {:?} {} {}",
+        "{model} {} {} {:?} {} {:?} {} {recipe:?} {learnt:?} {:?} {} {} {}",
         text.sha256,
         text.tokens.len(),
         settings.protocol,
@@ -283,6 +291,7 @@ pub fn key(model: &str, text: &Text, settings: &Settings) -> Result<String> {
         settings.task,
         settings.seed,
         settings.cache,
+        settings.compute,
         crate::atlas::fingerprint(),
         env!("CARGO_PKG_VERSION"),
     ))
@@ -318,9 +327,11 @@ pub fn perplexity_with(
     let threads = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let recipe = settings.recipe.clone().unwrap_or_default();
     let is_exact = settings.recipe.as_ref().is_none_or(|r| r.rules.is_empty() && r.is_exact());
-    let is_exact = is_exact && settings.cache == CacheFormat::F32;
+    let is_exact = is_exact && settings.cache == CacheFormat::F32 && settings.compute == Compute::F32;
     let mut subject = Runner::new(model, &recipe, &threads)?;
     subject.decoder.pack_keys(settings.cache)?;
+    subject.decoder.compute_in(settings.compute);
+    let in_f32 = subject.decoder.in_single();
     let mut exact = if is_exact { None } else { Some(Runner::new(model, &Recipe::default(), &threads)?) };
     let total: usize = windows.iter().map(|(tokens, _)| tokens.len()).sum();
     let mut done = 0;
@@ -417,6 +428,8 @@ pub fn perplexity_with(
         bos: bos.is_some(),
         windows: finished,
         cache: settings.cache,
+        compute: settings.compute,
+        in_f32,
         attention: if recipe.rules.is_empty() { recipe.default.method } else { "recipe".into() },
         params: recipe.default.params,
         nll: subject.nll.nll().mean(),

@@ -145,3 +145,11 @@ impl Attention {
         Ok(Some(Recipe::uniform(method.id, options)))
     }
 }
+
+/// Writes the name of what products are computed in.
+pub(crate) fn compute_name<S: serde::Serializer>(
+    compute: &attlas_model::Compute,
+    to: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    to.serialize_str(compute.name())
+}

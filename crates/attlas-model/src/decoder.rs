@@ -22,7 +22,7 @@
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
 use crate::kept::{CacheFormat, Packed};
-use crate::linear::{Linear, apply_all};
+use crate::linear::{Linear, apply_all_in};
 use crate::model::Model;
 use crate::ops;
 use crate::recipe::{Part, Recipe};
@@ -36,8 +36,10 @@ use attlas::{
 };
 use attlas_num::Scratch;
 use attlas_num::kernels::pages;
+use attlas_num::kernels::quant::{Compute, Format};
 use attlas_num::rope::{Angles, Rope, Scaling, Table};
 use rayon::prelude::*;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -180,6 +182,7 @@ impl Decoder {
             scratch: Scratch::new(),
             buffers: Buffers::default(),
             info: RunInfo::default(),
+            compute: Compute::F32,
         };
         Ok(Self { model, threads: threads.sibling(), state })
     }
@@ -233,6 +236,45 @@ impl Decoder {
             layer.packed = (format != CacheFormat::F32).then(packed);
         }
         Ok(())
+    }
+
+    /// Linear layers round their operands as `compute` says from now on, where weights are stored in a format that has it.
+    /// Layers that attend as a whole keep single precision.
+    pub fn compute_in(&mut self, compute: Compute) {
+        self.state.compute = compute;
+    }
+
+    /// What linear layers round their operands to.
+    pub fn compute(&self) -> Compute {
+        self.state.compute
+    }
+
+    /// The formats of matrices that are multiplied in single precision although [`compute`](Self::compute) says
+    /// otherwise, and how many matrices each has.
+    pub fn in_single(&self) -> BTreeMap<&'static str, usize> {
+        let mut found = BTreeMap::new();
+        let Weights::Decoder(weights) = &self.model.weights else { return found };
+        let compute = self.state.compute;
+        let mut count = |format: Format, kept: bool| {
+            if compute != Compute::F32 && (kept || compute.of(format) == Compute::F32) {
+                *found.entry(format.name()).or_insert(0) += 1;
+            }
+        };
+        for layer in &weights.layers {
+            let whole = layer.whole().is_some();
+            let attention = [&layer.q, &layer.k, &layer.v, &layer.o].into_iter().map(|l| (l, whole));
+            let dense = [&layer.gate, &layer.up, &layer.down].into_iter().map(|l| (l, false));
+            let experts = layer.experts.iter().flat_map(|e| {
+                let of_experts = e.experts.iter().flat_map(|m| [&m.gate, &m.up, &m.down]);
+                of_experts.chain([&e.router]).chain(e.shared_gate.as_ref())
+            });
+            let maps = attention.chain(dense).chain(experts.map(|l| (l, false)));
+            for (map, kept) in maps.filter(|(l, _)| l.outputs() > 0 && l.inputs() > 0) {
+                map.matrices().for_each(|m| count(m.format(), kept));
+            }
+        }
+        weights.output.matrices().for_each(|m| count(m.format(), false));
+        found
     }
 
     fn check_empty(&self) -> Result<()> {
@@ -365,7 +407,8 @@ impl Decoder {
             unreachable!("checked when the decoder was made")
         };
         let x = MatRef::new(hidden, hidden.len() / c.hidden, c.hidden);
-        self.threads.install(|cx| weights.output.apply(x, logits, cx.scratch));
+        let compute = self.state.compute;
+        self.threads.install(|cx| weights.output.apply_in(compute, x, logits, cx.scratch));
         ops::scale_in_place(logits, c.multipliers.logit);
         if let Some(cap) = c.logit_softcap {
             ops::softcap_in_place(logits, cap);
@@ -400,6 +443,8 @@ struct State {
     scratch: Scratch,
     buffers: Buffers,
     info: RunInfo,
+    /// What the operands of linear layers are rounded to.
+    compute: Compute,
 }
 
 /// Reused from call to call; resized to what a call needs.
@@ -552,7 +597,7 @@ impl State {
                     }
                 } else {
                     let heads = &buffers.heads[i * CHUNK * q_width..][..len * q_width];
-                    layer.o.apply(matrix(heads, q_width), sum, &self.scratch);
+                    layer.o.apply_in(self.compute, matrix(heads, q_width), sum, &self.scratch);
                 }
                 adjust(c, sum, layer.attention_post_norm.as_deref());
                 add_and_norm(x, sum, layer.ffn_norm.as_deref(), c, normed);
@@ -565,15 +610,15 @@ impl State {
                     sum.fill(0.0);
                 } else {
                     let mut jobs = [(&layer.gate, &mut *gate), (&layer.up, &mut *up)];
-                    apply_all(&mut jobs, matrix(normed, d), &self.scratch);
+                    apply_all_in(self.compute, &mut jobs, matrix(normed, d), &self.scratch);
                     by_rows(gate, width, |first, rows| {
                         ops::gate_in_place(c.activation, rows, &up[first * width..][..rows.len()]);
                     });
                     observer.gated(l, self.len + i * CHUNK, gate);
-                    layer.down.apply(matrix(gate, width), sum, &self.scratch);
+                    layer.down.apply_in(self.compute, matrix(gate, width), sum, &self.scratch);
                 }
                 if let (Some(experts), Some(e)) = (&layer.experts, &c.experts) {
-                    experts.add_into(e, c.activation, matrix(normed, d), sum, &self.scratch);
+                    experts.add_into(e, c.activation, matrix(normed, d), sum, self.compute, &self.scratch);
                 }
                 adjust(c, sum, layer.ffn_post_norm.as_deref());
                 by_rows(x, d, |first, rows| ops::add_in_place(rows, &sum[first * d..][..rows.len()]));
@@ -620,7 +665,7 @@ impl State {
         observer.entering(l, first, normed);
         let mut jobs: [(&Linear, &mut [f32]); 3] =
             [(&layer.q, &mut *q), (&layer.k, &mut *k), (&layer.v, &mut *v)];
-        apply_all(&mut jobs, matrix(normed, d), &self.scratch);
+        apply_all_in(self.compute, &mut jobs, matrix(normed, d), &self.scratch);
         for (x, norm, heads) in [(&mut *q, &layer.q_norm, c.n_heads), (&mut *k, &layer.k_norm, c.n_kv_heads)]
         {
             if let Some(norm) = norm {

@@ -8,8 +8,9 @@
 //! References: Shazeer et al. 2017; Jiang et al. 2024 (Mixtral); DeepSeek-V2 and V3 technical reports.
 
 use crate::config::{Activation, ExpertConfig, Scores};
-use crate::linear::{Linear, apply_all};
+use crate::linear::{Linear, apply_all_in};
 use crate::ops;
+use attlas_num::kernels::quant::Compute;
 use attlas_num::{MatRef, Scratch};
 
 /// The experts of a layer.
@@ -45,19 +46,20 @@ impl Experts {
         activation: Activation,
         x: MatRef<'_, f32>,
         sum: &mut [f32],
+        compute: Compute,
         scratch: &Scratch,
     ) {
         let (n, d) = (x.rows(), x.cols());
         if let Some(gate) = &self.shared_gate {
             let mut open = vec![0.0; n];
-            gate.apply(x, &mut open, scratch);
+            gate.apply_in(compute, x, &mut open, scratch);
             for (row, g) in sum.chunks_exact_mut(d).zip(open) {
                 let g = 1.0 / (1.0 + (-g).exp());
                 row.iter_mut().for_each(|y| *y *= g);
             }
         }
         let mut logits = vec![0.0; n * config.count];
-        self.router.apply(x, &mut logits, scratch);
+        self.router.apply_in(compute, x, &mut logits, scratch);
         // For every expert, the tokens that chose it, with their weights.
         let mut chosen: Vec<Vec<(usize, f32)>> = vec![Vec::new(); config.count];
         for (i, row) in logits.chunks_exact(config.count).enumerate() {
@@ -74,9 +76,14 @@ impl Experts {
             up.resize(m * width, 0.0);
             out.resize(m * d, 0.0);
             let jobs = &mut [(&expert.gate, &mut gate[..m * width]), (&expert.up, &mut up[..m * width])];
-            apply_all(jobs, MatRef::new(&rows, m, d), scratch);
+            apply_all_in(compute, jobs, MatRef::new(&rows, m, d), scratch);
             ops::gate_in_place(activation, &mut gate[..m * width], &up[..m * width]);
-            expert.down.apply(MatRef::new(&gate[..m * width], m, width), &mut out[..m * d], scratch);
+            expert.down.apply_in(
+                compute,
+                MatRef::new(&gate[..m * width], m, width),
+                &mut out[..m * d],
+                scratch,
+            );
             for (&(i, weight), row) in tokens.iter().zip(out.chunks_exact(d)) {
                 sum[i * d..][..d].iter_mut().zip(row).for_each(|(y, o)| *y += weight * o);
             }

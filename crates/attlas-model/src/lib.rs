@@ -29,6 +29,7 @@ pub mod tensor;
 pub mod tokenizer;
 pub mod weights;
 
+pub use attlas_num::kernels::quant::Compute;
 pub use bert::Encoder;
 pub use calibration::Calibrations;
 pub use chat::{ChatTemplate, Message};

@@ -1,7 +1,7 @@
 //! Linear layers whose weights stay as they are stored.
 
 use crate::tensor::Tensor;
-use attlas_num::kernels::quant::{Isa, Job, products};
+use attlas_num::kernels::quant::{Compute, Job, products_in};
 use attlas_num::{MatRef, Scratch};
 use std::sync::Arc;
 
@@ -114,7 +114,20 @@ impl Linear {
     /// Runs on the current rayon pool; a caller that applies many layers in a row does well to run inside
     /// one (`ThreadPool::install`), where starting a parallel pass costs least.
     pub fn apply(&self, x: MatRef<'_, f32>, out: &mut [f32], scratch: &Scratch) {
-        apply_all(&mut [(self, out)], x, scratch);
+        self.apply_in(Compute::F32, x, out, scratch);
+    }
+
+    /// The same with operands rounded as `compute` says, where weights are stored in a format that has it.
+    pub fn apply_in(&self, compute: Compute, x: MatRef<'_, f32>, out: &mut [f32], scratch: &Scratch) {
+        apply_all_in(compute, &mut [(self, out)], x, scratch);
+    }
+
+    /// The stored matrices that the layer multiplies with.
+    pub fn matrices(&self) -> impl Iterator<Item = &Tensor> {
+        self.factors.iter().filter_map(|f| match f {
+            Factor::Matrix(m, _) => Some(m),
+            Factor::Diagonal(_) => None,
+        })
     }
 }
 
@@ -140,16 +153,36 @@ impl attlas::layer::Linear for Linear {
 /// Applies several layers to the same input in one parallel pass. Products that begin with the same factor compute it
 /// once.
 pub fn apply_all(layers: &mut [(&Linear, &mut [f32])], x: MatRef<'_, f32>, scratch: &Scratch) {
+    apply_all_in(Compute::F32, layers, x, scratch);
+}
+
+/// The same with operands rounded as `compute` says, where weights are stored in a format that has it.
+pub fn apply_all_in(
+    compute: Compute,
+    layers: &mut [(&Linear, &mut [f32])],
+    x: MatRef<'_, f32>,
+    scratch: &Scratch,
+) {
+    fn job<'a>(layer: &'a mut (&Linear, &mut [f32])) -> Job<'a> {
+        Job { weight: layer.0.weight().as_weight(), out: &mut *layer.1 }
+    }
     if layers.iter().any(|(layer, _)| layer.is_product()) {
         let maps = layers.iter_mut().map(|(layer, out)| (&layer.factors[..], &mut **out)).collect();
         match x.as_contiguous() {
-            Some(data) => apply_products(maps, data, x.rows(), scratch),
-            None => apply_products(maps, x.to_mat().data(), x.rows(), scratch),
+            Some(data) => apply_products(compute, maps, data, x.rows(), scratch),
+            None => apply_products(compute, maps, x.to_mat().data(), x.rows(), scratch),
         }
     } else {
-        let mut jobs: Vec<Job<'_>> =
-            layers.iter_mut().map(|(layer, out)| Job { weight: layer.weight().as_weight(), out }).collect();
-        products(Isa::best(), x, &mut jobs, scratch);
+        // As many as a transformer applies together need no list of them.
+        match &mut *layers {
+            [a] => products_in(compute, x, &mut [job(a)], scratch),
+            [a, b] => products_in(compute, x, &mut [job(a), job(b)], scratch),
+            [a, b, c] => products_in(compute, x, &mut [job(a), job(b), job(c)], scratch),
+            more => {
+                let mut jobs: Vec<Job<'_>> = more.iter_mut().map(job).collect();
+                products_in(compute, x, &mut jobs, scratch);
+            }
+        }
     }
     for (layer, out) in layers {
         if let Some(bias) = &layer.bias {
@@ -173,7 +206,13 @@ fn by_first<T>(maps: Vec<(&[Factor], T)>) -> Vec<(&Factor, Vec<(&[Factor], T)>)>
     groups
 }
 
-fn apply_products(maps: Vec<(&[Factor], &mut [f32])>, x: &[f32], rows: usize, scratch: &Scratch) {
+fn apply_products(
+    compute: Compute,
+    maps: Vec<(&[Factor], &mut [f32])>,
+    x: &[f32],
+    rows: usize,
+    scratch: &Scratch,
+) {
     let mut groups = by_first(maps);
     // What acts last writes to its place, everything else to a buffer.
     let mut buffers: Vec<Vec<f32>> = groups
@@ -187,7 +226,7 @@ fn apply_products(maps: Vec<(&[Factor], &mut [f32])>, x: &[f32], rows: usize, sc
             Factor::Matrix(m, 1) => plain.push(Job { weight: m.as_weight(), out }),
             Factor::Matrix(m, slices) => {
                 let sliced = MatRef::new(x, rows * slices, m.cols());
-                products(Isa::best(), sliced, &mut [Job { weight: m.as_weight(), out }], scratch);
+                products_in(compute, sliced, &mut [Job { weight: m.as_weight(), out }], scratch);
             }
             Factor::Diagonal(d) => {
                 for (out, x) in out.chunks_exact_mut(d.len().max(1)).zip(x.chunks_exact(d.len().max(1))) {
@@ -197,11 +236,11 @@ fn apply_products(maps: Vec<(&[Factor], &mut [f32])>, x: &[f32], rows: usize, sc
         }
     }
     if let Some(width) = plain.first().map(|job| job.weight.cols()) {
-        products(Isa::best(), MatRef::new(x, rows, width), &mut plain, scratch);
+        products_in(compute, MatRef::new(x, rows, width), &mut plain, scratch);
     }
     for ((_, group), buffer) in groups.into_iter().zip(&buffers) {
         if !group[0].0.is_empty() {
-            apply_products(group, buffer, rows, scratch);
+            apply_products(compute, group, buffer, rows, scratch);
         }
     }
 }

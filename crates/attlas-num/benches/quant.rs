@@ -2,7 +2,7 @@
 //!
 //! `cargo bench -p attlas-num --bench quant`
 
-use attlas_num::kernels::quant::{Format, Isa, Job, WeightRef, products};
+use attlas_num::kernels::quant::{Compute, Format, Job, WeightRef, narrow, products_in};
 use attlas_num::{MatRef, Scratch};
 use std::time::Instant;
 
@@ -30,7 +30,10 @@ fn main() {
 fn run(threads: usize) {
     let scratch = Scratch::new();
     let format = Format::Q4_1;
-    for &isa in &Isa::available()[1..] {
+    let start = Instant::now();
+    let (operations, _) = narrow::burn(narrow::Isa::best(), 2_000_000);
+    println!("eight bits, one thread: {:.0} Gop/s", 1e-9 * operations as f64 / start.elapsed().as_secs_f64());
+    for compute in Compute::ALL {
         for (rows, cols) in [(576, 576), (192, 576), (1536, 576), (576, 1536), (49152, 576)] {
             let format = if rows == 49152 { Format::Q8_0 } else { format };
             // Enough copies that they do not fit in cache.
@@ -49,11 +52,11 @@ fn run(threads: usize) {
                 let seconds = median_seconds(|| {
                     for weight in &weights[..calls] {
                         let mut jobs = [Job { weight: *weight, out: &mut out }];
-                        products(isa, MatRef::new(&x, n, cols), &mut jobs, &scratch);
+                        products_in(compute, MatRef::new(&x, n, cols), &mut jobs, &scratch);
                     }
                 }) / calls as f64;
                 println!(
-                    "{threads} threads {isa:?} {format} {rows}×{cols} n={n}: {:.1} µs, {:.1} GB/s, {:.1} Gflop/s",
+                    "{threads} threads {compute} {format} {rows}×{cols} n={n}: {:.1} µs, {:.1} GB/s, {:.1} Gflop/s",
                     seconds * 1e6,
                     size as f64 / seconds * 1e-9,
                     2e-9 * (n * rows * cols) as f64 / seconds

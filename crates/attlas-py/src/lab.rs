@@ -546,6 +546,8 @@ fn record(text: &str) -> Result<Record, String> {
         windows: whole("windows")?,
         attention: word("attention"),
         cache: attlas_model::kept::CacheFormat::F32,
+        compute: attlas_model::Compute::F32,
+        in_f32: std::collections::BTreeMap::new(),
         params: Options::new(),
         nll: number("nll")?,
         nll_se: number("nll_se")?,
@@ -694,6 +696,7 @@ pub(crate) fn perplexity_of_file(
 ) -> PyResult<String> {
     let settings = perplexity::Settings {
         cache: attlas_model::kept::CacheFormat::F32,
+        compute: attlas_model::Compute::F32,
         protocol: Protocol::Strided { window, stride },
         bos: false,
         task: None,

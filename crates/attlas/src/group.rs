@@ -626,25 +626,24 @@ fn run_groups<T: Real>(
             let rows = p.group_size() * p.n_q;
             let groups = p.batch * p.n_kv_heads;
             let cx = Context { groups, ..cx };
-            let mut work: Vec<(usize, &mut [T], &mut [T])> = Vec::with_capacity(groups);
-            let (mut o, mut lse) = (o, lse);
-            for g in 0..groups {
-                let (head, tail) = std::mem::take(&mut o).split_at_mut(rows * p.d_v);
-                let (lse_head, lse_tail) = std::mem::take(&mut lse).split_at_mut(rows);
-                (o, lse) = (tail, lse_tail);
-                work.push((g, head, lse_head));
+            let one = |g: usize, out: &mut [T], lse: &mut [T]| {
+                let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
+                let group = group_of(p, x, index, out, lse, cx);
+                let rows = x.valid_rows(p, index.batch);
+                if rows == p.n_q { answer(run, group) } else { run_padded(run, group, rows) }
+            };
+            if rows * p.d_v == 0 {
+                return (0..groups).try_fold(RunInfo::default(), |all, g| {
+                    Ok(all.merge(one(g, &mut [], &mut lse[g * rows..][..rows])?))
+                });
             }
-            let infos: Result<Vec<RunInfo>> = work
-                .into_par_iter()
+            // Nothing is listed: a token of a model is one such pass for every layer.
+            o.par_chunks_mut(rows * p.d_v)
+                .zip(lse.par_chunks_mut(rows))
+                .enumerate()
                 .with_max_len(1)
-                .map(|(g, out, lse)| {
-                    let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
-                    let group = group_of(p, x, index, out, lse, cx);
-                    let rows = x.valid_rows(p, index.batch);
-                    if rows == p.n_q { answer(run, group) } else { run_padded(run, group, rows) }
-                })
-                .collect();
-            Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
+                .map(|(g, (out, lse))| one(g, out, lse))
+                .try_reduce(RunInfo::default, |a, b| Ok(a.merge(b)))
         })
     })
 }

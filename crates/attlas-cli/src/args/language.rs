@@ -3,6 +3,7 @@
 use super::shared::{AttentionChoice, MethodChoice, ModelChoice, TextChoice, count, positive, share};
 use attlas_lab::trace::Elements;
 use attlas_lab::tune::{Effort, Shard};
+use attlas_model::Compute;
 use attlas_model::kept::CacheFormat;
 use attlas_model::recipe::Numbers;
 use clap::{Args, ValueEnum};
@@ -150,6 +151,10 @@ pub(crate) struct PerplexityArgs {
     pub(crate) state: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) cache: CacheChoice,
+    /// What linear layers round their operands to before they multiply: f32 (nothing), bf16, or int8, whole numbers of
+    /// eight bits, 32 with one scale, as llama.cpp does. Weights stored as f32, f16 or bf16 have no int8 form and stay f32.
+    #[arg(long, default_value_t = Compute::F32, value_name = "TYPE")]
+    pub(crate) compute: Compute,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -201,6 +206,10 @@ pub(crate) struct GenerateArgs {
     pub(crate) attention: AttentionChoice,
     #[command(flatten)]
     pub(crate) cache: CacheChoice,
+    /// What linear layers round their operands to before they multiply: f32 (nothing), bf16, or int8, whole numbers of
+    /// eight bits, 32 with one scale, as llama.cpp does. Weights stored as f32, f16 or bf16 have no int8 form and stay f32.
+    #[arg(long, default_value_t = Compute::Int8, value_name = "TYPE")]
+    pub(crate) compute: Compute,
 }
 
 #[derive(Args, Clone, Copy, Debug)]

@@ -65,6 +65,7 @@ impl<'a> Runtime<'a> {
     fn settings(&self, recipe: &Recipe, context: usize) -> perplexity::Settings {
         perplexity::Settings {
             cache: attlas_model::kept::CacheFormat::F32,
+            compute: attlas_model::Compute::F32,
             task: self.task,
             seed: self.seed,
             protocol: Protocol::Strided { window: context, stride: context },

@@ -8,16 +8,23 @@
 //! - many rows of x (prefill): a panel of weight rows is dequantised into a tile that stays in cache, laid
 //!   out so that a register tile of outputs is updated by broadcast multiply-adds.
 //!
+//! [`Compute`] names what the operands are rounded to before they are multiplied: nothing, bfloat16, or whole numbers of
+//! eight bits ([`narrow`]).
+//!
 //! Output rows are independent, and the order of additions in an element depends on the schedule and the
 //! instruction set alone: neither on the thread count nor on which other rows are computed with it.
 //!
 //! Block layouts: ggml, `ggml-common.h` and `ggml-quants.c`.
 
+mod half_width;
+pub mod narrow;
 mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod x86_avx2;
 #[cfg(target_arch = "x86_64")]
 mod x86_avx512;
+#[cfg(target_arch = "x86_64")]
+mod x86_bf16;
 
 use crate::{MatRef, Scratch};
 use rayon::prelude::*;
@@ -288,23 +295,149 @@ pub fn product(x: MatRef<'_, f32>, weight: WeightRef<'_>, out: &mut [f32], scrat
 /// Panics if the shapes do not belong together.
 pub fn products(isa: Isa, x: MatRef<'_, f32>, jobs: &mut [Job<'_>], scratch: &Scratch) {
     let isa = checked(isa);
-    for job in jobs.iter() {
-        assert_eq!(x.cols(), job.weight.cols, "columns of x and of the weights");
-        assert_eq!(Some(job.out.len()), x.rows().checked_mul(job.weight.rows), "length of the product");
-    }
+    check(x, jobs);
     if x.cols() == 0 {
         jobs.iter_mut().for_each(|job| job.out.fill(0.0));
         return;
     }
-    let targets: Vec<Target<'_>> = jobs
-        .iter_mut()
-        .map(|job| Target { weight: job.weight, out: Output(job.out.as_mut_ptr()) })
-        .filter(|t| t.weight.rows > 0 && x.rows() > 0)
-        .collect();
-    if x.rows() <= FUSED_ROWS {
-        fused(isa, x, &targets);
-    } else {
-        tiled(isa, x, &targets, scratch);
+    for jobs in jobs.chunks_mut(AT_ONCE) {
+        let targets = Targets::new(x.rows(), jobs);
+        if x.rows() <= FUSED_ROWS {
+            fused(isa, x, false, &targets);
+        } else {
+            tiled(isa, x, false, &targets, scratch);
+        }
+    }
+}
+
+/// Panics if the shapes do not belong together.
+fn check(x: MatRef<'_, f32>, jobs: &[Job<'_>]) {
+    for job in jobs {
+        assert_eq!(x.cols(), job.weight.cols, "columns of x and of the weights");
+        assert_eq!(Some(job.out.len()), x.rows().checked_mul(job.weight.rows), "length of the product");
+    }
+}
+
+/// What the operands of a product are rounded to. Sums are in f32 in any case.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Compute {
+    /// Nothing: weights have the value that is stored.
+    #[default]
+    F32,
+    /// bfloat16, eight significant bits.
+    Bf16,
+    /// x to whole numbers of eight bits, 32 of a row with one scale; weights are the whole numbers that they are stored as.
+    /// Formats without whole numbers are multiplied as by [`Compute::F32`].
+    Int8,
+}
+
+impl Compute {
+    /// Every one.
+    pub const ALL: [Self; 3] = [Self::F32, Self::Bf16, Self::Int8];
+
+    /// A short name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+            Self::Int8 => "int8",
+        }
+    }
+
+    /// What products with weights of a format are computed in.
+    pub fn of(self, format: Format) -> Self {
+        match self {
+            Self::Int8 if !narrow::is_narrow(format) => Self::F32,
+            other => other,
+        }
+    }
+}
+
+impl std::fmt::Display for Compute {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A name that is none of [`Compute::ALL`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("products: expected f32, bf16 or int8, found '{0}'")]
+pub struct UnknownCompute(String);
+
+impl std::str::FromStr for Compute {
+    type Err = UnknownCompute;
+
+    fn from_str(text: &str) -> Result<Self, UnknownCompute> {
+        Self::ALL.into_iter().find(|c| c.name() == text).ok_or_else(|| UnknownCompute(text.to_owned()))
+    }
+}
+
+/// Several products with the same x, each in what [`Compute::of`] says of its format. The order of `jobs` may change.
+///
+/// Panics if the shapes do not belong together.
+pub fn products_in(compute: Compute, x: MatRef<'_, f32>, jobs: &mut [Job<'_>], scratch: &Scratch) {
+    match compute {
+        Compute::F32 => products(Isa::best(), x, jobs, scratch),
+        Compute::Bf16 => half_width::products(Isa::best(), x, jobs, scratch),
+        Compute::Int8 => {
+            jobs.sort_unstable_by_key(|job| !narrow::is_narrow(job.weight.format));
+            let split = jobs.partition_point(|job| narrow::is_narrow(job.weight.format));
+            let (narrow, wide) = jobs.split_at_mut(split);
+            narrow::products(narrow::Isa::best(), x, narrow, scratch);
+            products(Isa::best(), x, wide, scratch);
+        }
+    }
+}
+
+/// Products that one pass computes.
+const AT_ONCE: usize = 8;
+
+/// Where the products of one pass go, those without elements left out.
+struct Targets<'a> {
+    all: [Option<Target<'a>>; AT_ONCE],
+}
+
+impl<'a> Targets<'a> {
+    fn new(rows: usize, jobs: &'a mut [Job<'_>]) -> Self {
+        let mut all = [const { None }; AT_ONCE];
+        for (place, job) in all.iter_mut().zip(jobs).filter(|(_, job)| job.weight.rows > 0 && rows > 0) {
+            *place = Some(Target { weight: job.weight, out: Output(job.out.as_mut_ptr()) });
+        }
+        Self { all }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &Target<'a>> {
+        self.all.iter().flatten()
+    }
+
+    /// Weight rows in tiles of `nr`, over all matrices.
+    fn tiles(&self, nr: usize) -> usize {
+        self.iter().map(|t| t.weight.rows.div_ceil(nr)).sum()
+    }
+
+    /// Runs `work` on shares of equal stored size, cut at row boundaries, over all matrices.
+    fn share(&self, work: impl Fn(&Target<'a>, std::ops::Range<usize>) + Sync + Send) {
+        let total: usize = self.iter().map(|t| t.weight.bytes.len()).sum();
+        let threads = rayon::current_num_threads();
+        let tasks = if threads == 1 { 1 } else { (total / MIN_TASK_BYTES).clamp(1, 4 * threads) };
+        let share = |task: usize| {
+            let (from, to) =
+                (total / tasks * task, if task + 1 == tasks { total } else { total / tasks * (task + 1) });
+            let mut start = 0;
+            for t in self.iter() {
+                let row_bytes = t.weight.row_bytes();
+                // A row belongs to the share that holds its first byte.
+                let first = from.saturating_sub(start).div_ceil(row_bytes).min(t.weight.rows);
+                let last = to.saturating_sub(start).div_ceil(row_bytes).min(t.weight.rows);
+                work(t, first..last);
+                start += t.weight.bytes.len();
+            }
+        };
+        if tasks == 1 {
+            share(0);
+        } else {
+            (0..tasks).into_par_iter().with_max_len(1).for_each(share);
+        }
     }
 }
 
@@ -326,43 +459,28 @@ struct Strip<'a> {
     weight: WeightRef<'a>,
     rows: std::ops::Range<usize>,
     x: MatRef<'a, f32>,
+    /// Round weights to bfloat16, as x is already.
+    rounds: bool,
     /// Where the first row of x has its output for weight row 0.
     out: *mut f32,
 }
 
-/// Few rows of x: shares of equal stored size, cut at row boundaries, over all matrices.
-fn fused(isa: Isa, x: MatRef<'_, f32>, targets: &[Target<'_>]) {
-    let total: usize = targets.iter().map(|t| t.weight.bytes.len()).sum();
-    let threads = rayon::current_num_threads();
-    let tasks = if threads == 1 { 1 } else { (total / MIN_TASK_BYTES).clamp(1, 4 * threads) };
-    let share = |task: usize| {
-        let (from, to) =
-            (total / tasks * task, if task + 1 == tasks { total } else { total / tasks * (task + 1) });
-        let mut start = 0;
-        for t in targets {
-            let row_bytes = t.weight.row_bytes();
-            // A row belongs to the share that holds its first byte.
-            let first = from.saturating_sub(start).div_ceil(row_bytes).min(t.weight.rows);
-            let last = to.saturating_sub(start).div_ceil(row_bytes).min(t.weight.rows);
-            for n in (0..x.rows()).step_by(FEW_ROWS) {
-                let strip = Strip {
-                    weight: t.weight,
-                    rows: first..last,
-                    x: x.sub_rows(n..(n + FEW_ROWS).min(x.rows())),
-                    // SAFETY: the output holds `x.rows() · weight.rows` elements.
-                    out: unsafe { t.out.0.add(n * t.weight.rows) },
-                };
-                // SAFETY: shares are disjoint ranges of weight rows, so nobody else writes these columns.
-                unsafe { run_strip(isa, &strip) };
-            }
-            start += t.weight.bytes.len();
+/// Few rows of x; weights are rounded to bfloat16 if `rounds`.
+fn fused(isa: Isa, x: MatRef<'_, f32>, rounds: bool, targets: &Targets<'_>) {
+    targets.share(|t, rows| {
+        for n in (0..x.rows()).step_by(FEW_ROWS) {
+            let strip = Strip {
+                weight: t.weight,
+                rows: rows.clone(),
+                x: x.sub_rows(n..(n + FEW_ROWS).min(x.rows())),
+                rounds: rounds && t.weight.format != Format::BF16,
+                // SAFETY: the output holds `x.rows() · weight.rows` elements.
+                out: unsafe { t.out.0.add(n * t.weight.rows) },
+            };
+            // SAFETY: shares are disjoint ranges of weight rows, so nobody else writes these columns.
+            unsafe { run_strip(isa, &strip) };
         }
-    };
-    if tasks == 1 {
-        share(0);
-    } else {
-        (0..tasks).into_par_iter().with_max_len(1).for_each(share);
-    }
+    });
 }
 
 /// # Safety
@@ -401,6 +519,9 @@ unsafe fn generic_strip(
             let len = PIECE.min(weight.cols - k);
             let at = |k: usize| k / weight.format.block_len() * weight.format.block_bytes();
             dequantise(weight.format, &row[at(k)..at(k + len)], &mut piece[..len]);
+            if strip.rounds {
+                piece[..len].iter_mut().for_each(|w| *w = half_width::rounded(*w));
+            }
             for (n, sum) in sums.iter_mut().enumerate().take(x.rows()) {
                 *sum += dot(&piece[..len], &x.row(n)[k..k + len]);
             }
@@ -440,11 +561,15 @@ fn tile_shape(isa: Isa) -> (usize, usize) {
     }
 }
 
-/// Many rows of x: panels of weight rows, and row ranges of x where there are fewer panels than threads.
-fn tiled(isa: Isa, x: MatRef<'_, f32>, targets: &[Target<'_>], scratch: &Scratch) {
+/// Many rows of x: panels of weight rows, and row ranges of x where there are fewer panels than threads. Weights are rounded
+/// to bfloat16 if `rounds`.
+fn tiled(isa: Isa, x: MatRef<'_, f32>, rounds: bool, targets: &Targets<'_>, scratch: &Scratch) {
     let (mr, nr) = tile_shape(isa);
     let threads = rayon::current_num_threads();
-    let units: usize = targets.iter().map(|t| t.weight.rows.div_ceil(nr)).sum();
+    let units = targets.tiles(nr);
+    if units == 0 {
+        return;
+    }
     // The panel height with the shortest longest share; of equals the tallest, which reads x least often.
     let tiles = (1..=PANEL_TILES)
         .min_by_key(|&p| {
@@ -456,7 +581,7 @@ fn tiled(isa: Isa, x: MatRef<'_, f32>, targets: &[Target<'_>], scratch: &Scratch
     let part = x.rows().div_ceil(row_parts).next_multiple_of(mr);
 
     let mut tasks = Vec::new();
-    for target in targets {
+    for target in targets.iter() {
         for first in (0..target.weight.rows).step_by(tiles * nr) {
             for n in (0..x.rows()).step_by(part) {
                 tasks.push((
@@ -497,7 +622,7 @@ fn tiled(isa: Isa, x: MatRef<'_, f32>, targets: &[Target<'_>], scratch: &Scratch
             for (t, first) in rows.clone().step_by(nr).enumerate() {
                 let count = nr.min(rows.end - first);
                 let dst = &mut panel[t * depth * nr..][..depth * nr];
-                pack(isa, weight, first..first + count, k..k + depth, &mut rows_f32, dst);
+                pack(isa, weight, first..first + count, k..k + depth, rounds, &mut rows_f32, dst);
             }
             for n in part.clone().step_by(mr) {
                 for (t, first) in rows.clone().step_by(nr).enumerate() {
@@ -545,6 +670,7 @@ fn pack(
     weight: WeightRef<'_>,
     rows: std::ops::Range<usize>,
     depth: std::ops::Range<usize>,
+    rounds: bool,
     rows_f32: &mut [f32],
     panel: &mut [f32],
 ) {
@@ -556,6 +682,9 @@ fn pack(
         dequantise_into(isa, weight.format, &weight.row(r)[at(depth.start)..at(depth.end)], values);
     }
     rows_f32[count * k..].fill(0.0);
+    if rounds {
+        rows_f32.iter_mut().for_each(|w| *w = half_width::rounded(*w));
+    }
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 | Isa::Avx512 => {

@@ -22,12 +22,12 @@ pub(super) fn half_to_f32(h: u16) -> f32 {
 }
 
 #[inline(always)]
-fn half_at(b: &[u8], at: usize) -> f32 {
+pub(super) fn half_at(b: &[u8], at: usize) -> f32 {
     half_to_f32(u16::from_le_bytes([b[at], b[at + 1]]))
 }
 
 #[inline(always)]
-fn f32_at(b: &[u8], at: usize) -> f32 {
+pub(super) fn f32_at(b: &[u8], at: usize) -> f32 {
     f32::from_le_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]])
 }
 
@@ -76,11 +76,11 @@ pub(super) fn dequantise(format: Format, bytes: &[u8], out: &mut [f32]) {
 }
 
 /// What four bits stand for in IQ4_NL and IQ4_XS.
-const IQ4_VALUES: [f32; 16] = [
+pub(super) const IQ4_VALUES: [f32; 16] = [
     -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
 ];
 /// Twice what four bits stand for in MXFP4: sign, two bits of exponent, one of mantissa.
-const MXFP4_DOUBLES: [f32; 16] =
+pub(super) const MXFP4_DOUBLES: [f32; 16] =
     [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 
 #[inline(always)]
@@ -108,11 +108,16 @@ fn iq4_xs(b: &[u8; 136], y: &mut [f32; 256]) {
     }
 }
 
+/// Half of the power of two of a block, subnormal for the two least exponents.
+#[inline(always)]
+pub(super) fn mxfp4_scale(exponent: u8) -> f32 {
+    let e = u32::from(exponent);
+    f32::from_bits(if e < 2 { 0x0020_0000 << e } else { (e - 1) << 23 })
+}
+
 #[inline(always)]
 fn mxfp4(b: &[u8; 17], y: &mut [f32; 32]) {
-    // Half of the power of two, subnormal for the two least exponents.
-    let e = u32::from(b[0]);
-    let d = f32::from_bits(if e < 2 { 0x0020_0000 << e } else { (e - 1) << 23 });
+    let d = mxfp4_scale(b[0]);
     for j in 0..16 {
         y[j] = d * MXFP4_DOUBLES[usize::from(b[1 + j] & 15)];
         y[j + 16] = d * MXFP4_DOUBLES[usize::from(b[1 + j] >> 4)];
@@ -192,7 +197,7 @@ fn q3_k(b: &[u8; 110], y: &mut [f32; 256]) {
 
 /// The 6-bit scale and minimum of sub-block `s` of Q4_K and Q5_K.
 #[inline(always)]
-fn scale_min(t: &[u8], s: usize) -> (f32, f32) {
+pub(super) fn scale_min(t: &[u8], s: usize) -> (f32, f32) {
     let (scale, min) = if s < 4 {
         (t[s] & 63, t[s + 4] & 63)
     } else {

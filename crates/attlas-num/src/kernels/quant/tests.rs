@@ -4,7 +4,7 @@ use super::*;
 use crate::rng::StreamKey;
 
 /// Random legal bytes whose scales are ordinary numbers.
-fn random_weights(format: Format, rows: usize, cols: usize, seed: u64) -> Vec<u8> {
+pub(super) fn random_weights(format: Format, rows: usize, cols: usize, seed: u64) -> Vec<u8> {
     let mut rng = StreamKey::new(seed).named(format.name()).rng();
     let mut bytes: Vec<u8> =
         (0..format.bytes_of(rows * cols).unwrap()).map(|_| rng.next_u32() as u8).collect();
@@ -36,7 +36,7 @@ fn random_weights(format: Format, rows: usize, cols: usize, seed: u64) -> Vec<u8
     bytes
 }
 
-fn random_x(rows: usize, cols: usize, seed: u64) -> Vec<f32> {
+pub(super) fn random_x(rows: usize, cols: usize, seed: u64) -> Vec<f32> {
     let mut x = vec![0.0; rows * cols];
     StreamKey::new(seed).named("x").rng().fill_normal(&mut x);
     x
@@ -239,4 +239,56 @@ fn views_that_do_not_fit_are_refused() {
     assert!(WeightRef::new(&[0; 20], Format::Q4_1, 2, 32).is_none());
     assert!(WeightRef::new(&[0; 20], Format::F32, usize::MAX, usize::MAX).is_none());
     assert!(WeightRef::new(&[], Format::Q6K, 0, 256).is_some());
+}
+
+#[test]
+fn products_in_bf16_are_those_of_rounded_operands() {
+    let eps = f64::from(f32::EPSILON) / 2.0;
+    for &isa in Isa::available() {
+        for format in Format::ALL {
+            for (n, rows, cols) in [(1, 5, 512), (3, 33, 256), (21, 67, 1024), (35, 9, 256)] {
+                check_bf16(isa, format, n, rows, cols, eps);
+            }
+        }
+        for format in [Format::F32, Format::F16, Format::BF16] {
+            for cols in [1, 15, 33, 67, 801] {
+                check_bf16(isa, format, 1 + cols % 4, 5, cols, eps);
+                check_bf16(isa, format, 22 + cols % 13, 1 + cols % 7, cols, eps);
+            }
+        }
+    }
+}
+
+fn check_bf16(isa: Isa, format: Format, n: usize, rows: usize, cols: usize, eps: f64) {
+    let bytes = random_weights(format, rows, cols, 5);
+    let w = WeightRef::new(&bytes, format, rows, cols).unwrap();
+    let x = random_x(n, cols, 9);
+    let mut out = vec![f32::NAN; n * rows];
+    let jobs = &mut [Job { weight: w, out: &mut out }];
+    half_width::products(isa, MatRef::new(&x, n, cols), jobs, &Scratch::poisoned());
+    let round = |x: f32| f64::from(half::bf16::from_f32(x).to_f32());
+    let mut values = vec![0.0; cols];
+    for r in 0..rows {
+        dequantise_into(Isa::Scalar, format, w.row(r), &mut values);
+        for i in 0..n {
+            let terms = x[i * cols..][..cols].iter().zip(&values).map(|(x, w)| round(*x) * round(*w));
+            let (want, size) = terms.fold((0.0, 0.0), |(s, m), t| (s + t, m + t.abs()));
+            let got = f64::from(out[i * rows + r]);
+            assert!(
+                (got - want).abs() <= eps * (cols as f64 + 2.0) * size,
+                "{isa:?} {format} {n}×{rows}×{cols}: {got} {want}"
+            );
+        }
+    }
+}
+
+#[test]
+fn numbers_of_eight_bits_are_the_nearest() {
+    for bits in (0..=u32::MAX).step_by(65_521) {
+        let x = f32::from_bits(bits);
+        let (ours, theirs) = (half_width::rounded(x), half::bf16::from_f32(x).to_f32());
+        assert!(ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan(), "{bits:#x}");
+    }
+    assert_eq!("int8".parse(), Ok(Compute::Int8));
+    assert!("int4".parse::<Compute>().unwrap_err().to_string().contains("bf16"));
 }

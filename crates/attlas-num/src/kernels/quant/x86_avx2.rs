@@ -129,6 +129,7 @@ pub(super) unsafe fn strip(s: &Strip<'_>) {
     // SAFETY: passed on from the caller.
     unsafe {
         match s.weight.format {
+            _ if s.rounds => generic_strip(s, |f, b, y| dequantise(f, b, y), |w, x| dot(w, x)),
             Format::Q4_0 => rows_of::<Q4_0>(s),
             Format::Q4_1 => rows_of::<Q4_1>(s),
             Format::Q8_0 => rows_of::<Q8_0>(s),

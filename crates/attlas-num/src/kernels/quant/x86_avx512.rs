@@ -75,7 +75,7 @@ unsafe fn tile_of<const M: usize>(t: &Tile) {
 
 /// Bits for the first `n` of sixteen lanes; all of them if there are more.
 #[inline(always)]
-fn tail_mask(n: usize) -> u16 {
+pub(super) fn tail_mask(n: usize) -> u16 {
     if n >= 16 { u16::MAX } else { (1 << n) - 1 }
 }
 
@@ -88,6 +88,7 @@ pub(super) unsafe fn strip(s: &Strip<'_>) {
     // SAFETY: passed on from the caller.
     unsafe {
         match s.weight.format {
+            _ if s.rounds => generic_strip(s, |f, b, y| dequantise(f, b, y), |w, x| dot(w, x)),
             Format::Q4_0 => rows_of::<Q4_0>(s),
             Format::Q4_1 => rows_of::<Q4_1>(s),
             Format::Q8_0 => rows_of::<Q8_0>(s),
@@ -160,7 +161,7 @@ unsafe fn rows_by<L: Load, const M: usize>(s: &Strip<'_>) {
 }
 
 /// Thirty-two consecutive weights in two registers.
-trait Load {
+pub(super) trait Load {
     /// Bytes of thirty-two weights.
     const BYTES: usize;
     /// # Safety
@@ -193,7 +194,7 @@ unsafe fn half(p: *const u8) -> __m128 {
     unsafe { _mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(p.cast::<u16>().read_unaligned()))) }
 }
 
-struct Q4_0;
+pub(super) struct Q4_0;
 impl Load for Q4_0 {
     const BYTES: usize = 18;
     #[inline(always)]
@@ -206,7 +207,7 @@ impl Load for Q4_0 {
     }
 }
 
-struct Q4_1;
+pub(super) struct Q4_1;
 impl Load for Q4_1 {
     const BYTES: usize = 20;
     #[inline(always)]
@@ -221,7 +222,7 @@ impl Load for Q4_1 {
     }
 }
 
-struct Q8_0;
+pub(super) struct Q8_0;
 impl Load for Q8_0 {
     const BYTES: usize = 34;
     #[inline(always)]
@@ -236,7 +237,7 @@ impl Load for Q8_0 {
     }
 }
 
-struct F32;
+pub(super) struct F32;
 impl Load for F32 {
     const BYTES: usize = 128;
     #[inline(always)]
@@ -246,7 +247,7 @@ impl Load for F32 {
     }
 }
 
-struct F16;
+pub(super) struct F16;
 impl Load for F16 {
     const BYTES: usize = 64;
     #[inline(always)]
@@ -260,7 +261,7 @@ impl Load for F16 {
     }
 }
 
-struct BF16;
+pub(super) struct BF16;
 impl Load for BF16 {
     const BYTES: usize = 64;
     #[inline(always)]

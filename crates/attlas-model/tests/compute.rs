@@ -1,0 +1,79 @@
+//! Products in narrow types: what they cost, and where they are not had.
+
+mod common;
+
+use attlas::Schedule;
+use attlas_model::{Compute, Decoder, Model, Recipe, Rows};
+use std::sync::Arc;
+
+fn decoder(model: &Arc<Model>, compute: Compute) -> Decoder {
+    let schedule = Schedule { threads: 2, ..Schedule::default() };
+    let mut decoder = Decoder::new(model.clone(), &Recipe::default(), schedule).unwrap();
+    decoder.compute_in(compute);
+    decoder
+}
+
+/// The logits of every position, fed in chunks.
+fn logits(decoder: &mut Decoder, tokens: &[u32], chunk: usize) -> Vec<f32> {
+    let (mut all, mut hidden) = (Vec::new(), Vec::new());
+    for part in tokens.chunks(chunk) {
+        decoder.forward(part, Rows::All, &mut hidden).unwrap();
+        let mut out = vec![f32::NAN; part.len() * decoder.model().config.vocab];
+        decoder.logits_into(&hidden, &mut out);
+        all.extend(out);
+    }
+    all
+}
+
+/// Norm of a difference over the norm of what it is a difference to.
+fn relative(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let squares = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+    let gap = squares(&mut a.iter().zip(b).map(|(a, b)| f64::from(a - b)));
+    gap / squares(&mut b.iter().map(|b| f64::from(*b)))
+}
+
+#[test]
+fn narrow_products_move_logits_by_their_rounding() {
+    let model = Arc::new(Model::open(&common::smollm2()).unwrap());
+    let text = common::alice();
+    let tokens = &model.tokenizer.encode(&text[..4000], false).unwrap()[..60];
+    let exact = logits(&mut decoder(&model, Compute::F32), tokens, 60);
+    // Both have eight bits for a number, of which int8 spends none on the exponent.
+    for (compute, most) in [(Compute::Int8, 0.03), (Compute::Bf16, 0.03)] {
+        let mut narrow = decoder(&model, compute);
+        assert_eq!((narrow.compute(), narrow.in_single().len()), (compute, 0));
+        let whole = logits(&mut narrow, tokens, 60);
+        let cost = relative(&whole, &exact);
+        assert!(cost > 0.0 && cost < most, "{compute}: {cost}");
+        // Tokens read one by one meet other kernels, which round alike: what differs is the order of sums.
+        let single = logits(&mut decoder(&model, compute), tokens, 1);
+        let order = relative(&single, &whole);
+        assert!(order < cost / 2.0, "{compute}: {order} beside {cost}");
+    }
+}
+
+#[test]
+fn weights_without_whole_numbers_stay_in_single_precision_and_are_named() {
+    let folder = common::repository().join("goldens/model/families/granite");
+    let model = Arc::new(Model::open(&folder).unwrap());
+    let tokens: Vec<u32> = (0..30).map(|i| (i * i + i / 3) % 32).collect();
+    let exact = logits(&mut decoder(&model, Compute::F32), &tokens, 30);
+    let mut narrow = decoder(&model, Compute::Int8);
+    assert_eq!(logits(&mut narrow, &tokens, 30), exact);
+    let maps = 7 * model.config.n_layers + 1;
+    assert_eq!(narrow.in_single().into_iter().collect::<Vec<_>>(), [("F32", maps)]);
+    assert!(decoder(&model, Compute::F32).in_single().is_empty());
+    let mut rounded = decoder(&model, Compute::Bf16);
+    assert!(rounded.in_single().is_empty());
+    let cost = relative(&logits(&mut rounded, &tokens, 30), &exact);
+    assert!(cost > 0.0 && cost < 0.03, "{cost}");
+}
+
+#[test]
+fn latent_attention_stays_in_single_precision_and_is_named() {
+    let folder = common::repository().join("goldens/model/families/deepseek_v2");
+    let model = Arc::new(Model::open(&folder).unwrap());
+    let named = decoder(&model, Compute::Bf16).in_single();
+    assert!(named["F32"] >= 4 * model.config.n_layers, "{named:?}");
+}

@@ -1,0 +1,458 @@
+//! Products in whole numbers of eight bits.
+//!
+//! A row of x is cut into blocks of 32, each rounded to $x_i \approx s\,a_i$ with $s = \max|x_i| / 127$ and whole $a_i$, as
+//! llama.cpp rounds activations (its formats Q8_0 and Q8_1). Weights are stored as whole numbers anyway: in groups of 32, or
+//! of 16, $w_i = d\,(u_i - z) + m$ with $u_i$ of eight bits, a zero point $z$ of the format and a minimum $m$ where the format
+//! has one. A group then adds
+//!
+//! $$ s\,d \sum_i (u_i - z)\,a_i \;+\; s\,m \sum_i a_i $$
+//!
+//! where both sums are exact in 32 bits: whatever computes them, the result differs only in the order in which groups are
+//! added. Beside the product with unrounded x the error of an element is at most $\sum_b \tfrac12 s_b \sum_{i \in b} |w_i|$.
+//!
+//! `scalar.rs` is the definition. Few rows of x (decoding) are multiplied with each weight row as it is read; for many
+//! (prefill), a panel of weight rows is unpacked to eight bits once and multiplied with tiles of rows of x.
+
+mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod x86_avx2;
+#[cfg(target_arch = "x86_64")]
+mod x86_avx512;
+#[cfg(target_arch = "x86_64")]
+mod x86_rows;
+
+use super::{AT_ONCE, DEPTH, FEW_ROWS, FUSED_ROWS, Format, Job, Target, Targets, WeightRef};
+use crate::scratch::Buf;
+use crate::{MatRef, Scratch};
+use rayon::prelude::*;
+
+/// Numbers of x with one scale.
+pub const BLOCK: usize = 32;
+/// Most weights of a stored block.
+const MOST: usize = 256;
+
+/// The instruction set a product in eight bits runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// Plain Rust.
+    Scalar,
+    /// AVX2, FMA and F16C: products of pairs in 16 bits.
+    Avx2,
+    /// The above and AVX-VNNI: four products at once.
+    AvxVnni,
+    /// AVX-512 F, BW, DQ, VL and VNNI.
+    Avx512Vnni,
+}
+
+impl Isa {
+    /// Those this processor has, slowest first.
+    pub fn available() -> &'static [Isa] {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::is_x86_feature_detected as has;
+            if has!("avx2") && has!("fma") && has!("f16c") {
+                let wide = has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
+                return match (has!("avxvnni"), wide && has!("avx512vnni")) {
+                    (true, true) => &[Self::Scalar, Self::Avx2, Self::AvxVnni, Self::Avx512Vnni],
+                    (false, true) => &[Self::Scalar, Self::Avx2, Self::Avx512Vnni],
+                    (true, false) => &[Self::Scalar, Self::Avx2, Self::AvxVnni],
+                    (false, false) => &[Self::Scalar, Self::Avx2],
+                };
+            }
+        }
+        &[Self::Scalar]
+    }
+
+    /// The fastest one this processor has.
+    pub fn best() -> Isa {
+        *Self::available().last().unwrap_or(&Self::Scalar)
+    }
+}
+
+/// How a format is made of whole numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Form {
+    /// Weights with one scale: 16 or 32.
+    group: usize,
+    /// The zero point is two to this power; none where groups have a minimum.
+    zero: Option<u32>,
+}
+
+fn form(format: Format) -> Option<Form> {
+    let (group, zero) = match format {
+        Format::F32 | Format::F16 | Format::BF16 => return None,
+        Format::Q4_0 => (32, Some(3)),
+        Format::Q5_0 | Format::Mxfp4 => (32, Some(4)),
+        Format::Q8_0 | Format::Q8K | Format::Iq4Nl | Format::Iq4Xs => (32, Some(7)),
+        Format::Q4_1 | Format::Q5_1 | Format::Q4K | Format::Q5K => (32, None),
+        Format::Q2K => (16, None),
+        Format::Q3K => (16, Some(2)),
+        Format::Q6K => (16, Some(5)),
+    };
+    Some(Form { group, zero })
+}
+
+/// Whether weights of the format are whole numbers of at most eight bits.
+pub fn is_narrow(format: Format) -> bool {
+    form(format).is_some()
+}
+
+/// Rows of x in eight bits, each a run of words: the numbers, four to a word, then for its blocks what products need of them.
+struct Rounded<'p> {
+    words: Buf<'p, u32>,
+    rows: usize,
+    /// Blocks of a row.
+    blocks: usize,
+    stride: usize,
+}
+
+/// Where the parts of a row begin, in words for each block.
+mod at {
+    /// Scales, one f32 a block.
+    pub(super) const SCALE: usize = 8;
+    /// Minus the sum, one i32 a block.
+    pub(super) const MINUS: usize = 9;
+    /// Minus the sums of both halves, two i32 a block.
+    pub(super) const MINUS_HALVES: usize = 10;
+    /// Scale times sum, one f32 a block.
+    pub(super) const TIMES: usize = 12;
+    /// Scale times the sums of both halves, two f32 a block.
+    pub(super) const TIMES_HALVES: usize = 13;
+    /// Minus the sums of four neighbours, eight i32 a block; only where rows are few.
+    pub(super) const LANES: usize = 15;
+    /// Words a block without and with the last.
+    pub(super) const MANY: usize = 15;
+    pub(super) const FEW: usize = 23;
+}
+
+impl<'p> Rounded<'p> {
+    fn new(isa: Isa, x: MatRef<'_, f32>, scratch: &'p Scratch) -> Self {
+        let (rows, blocks) = (x.rows(), x.cols() / BLOCK);
+        let few = rows <= FUSED_ROWS;
+        let stride = blocks * if few { at::FEW } else { at::MANY };
+        let mut words = scratch.take::<u32>(rows * stride);
+        let round = |(i, row): (usize, &mut [u32])| match isa {
+            Isa::Scalar => scalar::round(x.row(i), few, row),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the caller checked that the processor has the features.
+            Isa::Avx2 | Isa::AvxVnni => unsafe { x86_avx2::round(x.row(i), few, row) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Isa::Avx512Vnni => unsafe { x86_avx512::round(x.row(i), few, row) },
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => scalar::round(x.row(i), few, row),
+        };
+        if few {
+            words.chunks_exact_mut(stride).enumerate().for_each(round);
+        } else {
+            words.par_chunks_exact_mut(stride).with_min_len(8).enumerate().for_each(round);
+        }
+        Self { words, rows, blocks, stride }
+    }
+
+    fn row(&self, n: usize) -> &[u32] {
+        &self.words[n * self.stride..][..self.stride]
+    }
+}
+
+/// Several products with the same x in one parallel pass.
+///
+/// Panics if the shapes do not belong together or a format has no such form.
+pub fn products(isa: Isa, x: MatRef<'_, f32>, jobs: &mut [Job<'_>], scratch: &Scratch) {
+    assert!(Isa::available().contains(&isa), "this processor has no {isa:?}");
+    for job in jobs.iter() {
+        assert!(is_narrow(job.weight.format), "{} is not made of whole numbers", job.weight.format);
+        assert_eq!(x.cols(), job.weight.cols, "columns of x and of the weights");
+        assert_eq!(Some(job.out.len()), x.rows().checked_mul(job.weight.rows), "length of the product");
+    }
+    if x.cols() == 0 || x.rows() == 0 || jobs.is_empty() {
+        jobs.iter_mut().for_each(|job| job.out.fill(0.0));
+        return;
+    }
+    let rounded = Rounded::new(isa, x, scratch);
+    for jobs in jobs.chunks_mut(AT_ONCE) {
+        let targets = Targets::new(x.rows(), jobs);
+        if x.rows() <= FUSED_ROWS {
+            fused(isa, &rounded, &targets);
+        } else {
+            tiled(isa, &rounded, &targets, scratch);
+        }
+    }
+}
+
+/// Weight rows `rows` of a matrix against at most [`FEW_ROWS`] rows of x.
+struct Strip<'a> {
+    weight: WeightRef<'a>,
+    form: Form,
+    rows: std::ops::Range<usize>,
+    x: &'a [&'a [u32]],
+    /// Where the first row of x has its output for weight row 0.
+    out: *mut f32,
+}
+
+fn form_of(target: &Target<'_>) -> Form {
+    form(target.weight.format).unwrap_or_else(|| unreachable!("seen before the pass"))
+}
+
+/// Few rows of x.
+fn fused(isa: Isa, x: &Rounded<'_>, targets: &Targets<'_>) {
+    targets.share(|t, rows| {
+        for n in (0..x.rows).step_by(FEW_ROWS) {
+            let count = FEW_ROWS.min(x.rows - n);
+            let some: [&[u32]; FEW_ROWS] = std::array::from_fn(|i| x.row(n + i.min(count - 1)));
+            let strip = Strip {
+                weight: t.weight,
+                form: form_of(t),
+                rows: rows.clone(),
+                x: &some[..count],
+                // SAFETY: the output holds `x.rows · weight.rows` elements.
+                out: unsafe { t.out.0.add(n * t.weight.rows) },
+            };
+            // SAFETY: shares are disjoint ranges of weight rows, so nobody else writes these columns.
+            unsafe { run_strip(isa, &strip) };
+        }
+    });
+}
+
+/// # Safety
+/// The processor has `isa`; `strip.out` is valid for the whole product and its columns `strip.rows` are
+/// written by nobody else meanwhile.
+unsafe fn run_strip(isa: Isa, strip: &Strip<'_>) {
+    // SAFETY: passed on from the caller.
+    unsafe {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => x86_rows::pairs(strip),
+            #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => x86_rows::vnni(strip),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni => x86_rows::vnni_512(strip),
+            _ => scalar::strip(strip),
+        }
+    }
+}
+
+/// What a register tile is computed from.
+struct Tile<'a> {
+    form: Form,
+    /// Rows of x, `stride` words apart, and the blocks of each.
+    x: &'a [u32],
+    stride: usize,
+    blocks: usize,
+    /// The first block of this piece, and how many it has.
+    first: usize,
+    count: usize,
+    rows: usize,
+    panel: &'a Panel<'a>,
+    /// `rows × cols`, rows `out_stride` apart.
+    out: *mut f32,
+    out_stride: usize,
+    cols: usize,
+    /// Add to the output instead of replacing it.
+    accumulate: bool,
+}
+
+/// Some weight rows of a piece of depth, zero past the last: for four neighbours at a time, these of every row.
+struct Panel<'a> {
+    words: &'a [u32],
+    /// For each group, those of every row.
+    scales: &'a [f32],
+    /// As the scales; only where groups have minima.
+    minima: &'a [f32],
+}
+
+/// Rows and columns of the register tile.
+fn tile_shape(isa: Isa) -> (usize, usize) {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 | Isa::AvxVnni => (x86_avx2::MR, x86_avx2::NR),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vnni => (x86_avx512::MR, x86_avx512::NR),
+        _ => (scalar::MR, scalar::NR),
+    }
+}
+
+/// Many rows of x: a task for every register tile's width of weight rows, and row ranges of x where these are fewer than
+/// threads.
+fn tiled(isa: Isa, x: &Rounded<'_>, targets: &Targets<'_>, scratch: &Scratch) {
+    let (mr, nr) = tile_shape(isa);
+    let tiles = targets.tiles(nr);
+    if tiles == 0 {
+        return;
+    }
+    let threads = rayon::current_num_threads();
+    let parts = threads.div_ceil(tiles).min(x.rows.div_ceil(4 * mr)).max(1);
+    let part = x.rows.div_ceil(parts).next_multiple_of(mr);
+    (0..tiles * parts).into_par_iter().with_max_len(1).for_each(|task| {
+        let (mut tile, n) = (task / parts, task % parts * part);
+        for target in targets.iter() {
+            let count = target.weight.rows.div_ceil(nr);
+            if tile < count {
+                let rows = tile * nr..(tile * nr + nr).min(target.weight.rows);
+                run_panel(isa, x, n..(n + part).min(x.rows), target, rows, scratch);
+                return;
+            }
+            tile -= count;
+        }
+    });
+}
+
+/// Weight rows `rows`, as many as a register tile is wide, against the rows `part` of x.
+fn run_panel(
+    isa: Isa,
+    x: &Rounded<'_>,
+    part: std::ops::Range<usize>,
+    target: &Target<'_>,
+    rows: std::ops::Range<usize>,
+    scratch: &Scratch,
+) {
+    let (mr, nr) = tile_shape(isa);
+    let (weight, form) = (target.weight, form_of(target));
+    let depth = DEPTH.min(weight.cols);
+    let (words, groups) = (nr * depth / 4, nr * depth / form.group);
+    let mut buffer = scratch.take::<u32>(2 * words + 4 * groups);
+    let (rows_u8, rest) = buffer.split_at_mut(words);
+    let (panel, rest) = rest.split_at_mut(words);
+    let scales: &mut [f32] = bytemuck::cast_slice_mut(rest);
+    let mut k = 0;
+    while k < weight.cols {
+        // Equal pieces, cut at block boundaries.
+        let pieces = (weight.cols - k).div_ceil(DEPTH);
+        let align = weight.format.block_len();
+        let depth = (weight.cols - k).div_ceil(pieces).next_multiple_of(align).min(weight.cols - k);
+        let (words, groups) = (nr * depth / 4, nr * depth / form.group);
+        let (of_rows, of_panel) = scales.split_at_mut(2 * groups);
+        let of_panel = &mut of_panel[..2 * groups];
+        unpack_rows(isa, weight, rows.clone(), k..k + depth, &mut rows_u8[..words], of_rows);
+        transpose(isa, &rows_u8[..words], nr, &mut panel[..words]);
+        let kinds = if form.zero.is_some() { 1 } else { 2 };
+        let both = of_rows.chunks_exact(groups).zip(of_panel.chunks_exact_mut(groups));
+        for (rows, panel) in both.take(kinds) {
+            transpose(isa, bytemuck::cast_slice(rows), nr, bytemuck::cast_slice_mut(panel));
+        }
+        let (scales, minima) = of_panel.split_at(groups);
+        let panel = Panel { words: &panel[..words], scales, minima };
+        for n in part.clone().step_by(mr) {
+            let tile = Tile {
+                form,
+                x: &x.words[n * x.stride..],
+                stride: x.stride,
+                blocks: x.blocks,
+                first: k / BLOCK,
+                count: depth / BLOCK,
+                rows: mr.min(part.end - n),
+                panel: &panel,
+                // SAFETY: `n < x.rows` and `rows.start < weight.rows`.
+                out: unsafe { target.out.0.add(n * weight.rows + rows.start) },
+                out_stride: weight.rows,
+                cols: rows.len(),
+                accumulate: k > 0,
+            };
+            // SAFETY: x has `tile.rows` rows from `n` on, the panel was made for this depth, and tasks are disjoint in
+            // rows of x or of the weights.
+            unsafe { run_tile(isa, &tile) };
+        }
+        k += depth;
+    }
+}
+
+/// # Safety
+/// The processor has `isa`; x and the panel hold what `tile` states, its outputs are valid and touched by nobody else
+/// meanwhile.
+unsafe fn run_tile(isa: Isa, tile: &Tile<'_>) {
+    // SAFETY: passed on from the caller.
+    unsafe {
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => x86_avx2::tile_pairs(tile),
+            #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => x86_avx2::tile_vnni(tile),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni => x86_avx512::tile(tile),
+            _ => scalar::tile(tile),
+        }
+    }
+}
+
+/// Columns `depth` of weight rows `rows` as whole numbers, four to a word, with scales and then minima of all groups; zero
+/// past the last row.
+fn unpack_rows(
+    isa: Isa,
+    weight: WeightRef<'_>,
+    rows: std::ops::Range<usize>,
+    depth: std::ops::Range<usize>,
+    words: &mut [u32],
+    scales: &mut [f32],
+) {
+    let (block, bytes) = (weight.format.block_len(), weight.format.block_bytes());
+    let stored = depth.start / block * bytes..depth.end / block * bytes;
+    let numbers: &mut [u8] = bytemuck::cast_slice_mut(words);
+    let (used, count) = (rows.len(), scales.len() / 2);
+    let groups = count * depth.len() / numbers.len();
+    let (scales, minima) = scales.split_at_mut(count);
+    numbers[used * depth.len()..].fill(0);
+    scales[used * groups..].fill(0.0);
+    minima[used * groups..].fill(0.0);
+    let of_row = numbers
+        .chunks_exact_mut(depth.len())
+        .zip(scales.chunks_exact_mut(groups).zip(minima.chunks_exact_mut(groups)));
+    for ((numbers, (scales, minima)), r) in of_row.zip(rows) {
+        let stored = &weight.row(r)[stored.clone()];
+        match isa {
+            Isa::Scalar => scalar::unpack(weight.format, stored, numbers, scales, minima),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the caller checked that the processor has the features.
+            Isa::Avx2 | Isa::AvxVnni => unsafe {
+                x86_avx2::unpack(weight.format, stored, numbers, scales, minima);
+            },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Isa::Avx512Vnni => unsafe {
+                x86_avx512::unpack(weight.format, stored, numbers, scales, minima);
+            },
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => scalar::unpack(weight.format, stored, numbers, scales, minima),
+        }
+    }
+}
+
+/// `rows` rows of words side by side.
+fn transpose(isa: Isa, from: &[u32], rows: usize, to: &mut [u32]) {
+    assert!(from.len() == to.len() && from.len().is_multiple_of(rows));
+    let k = from.len() / rows;
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 | Isa::AvxVnni | Isa::Avx512Vnni => {
+            // SAFETY: the caller checked the instruction set, which moves bits as they are; both slices hold `rows · k`
+            // elements and `rows` is a multiple of eight.
+            unsafe {
+                super::x86_avx2::transpose(bytemuck::cast_slice(from), k, rows, bytemuck::cast_slice_mut(to))
+            }
+        }
+        _ => {
+            super::scalar::transpose(bytemuck::cast_slice(from), k, rows, bytemuck::cast_slice_mut(to), rows)
+        }
+    }
+}
+
+/// Runs products in eight bits on registers alone, with enough independent chains to fill the pipes; returns how many
+/// multiplications and additions that was, and a value that depends on all of them. Timed by the caller, it shows the
+/// machine's peak.
+pub fn burn(isa: Isa, iterations: u64) -> (u64, i32) {
+    assert!(Isa::available().contains(&isa), "this processor has no {isa:?}");
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the processor has the features.
+        Isa::Avx2 => unsafe { x86_avx2::burn_pairs(iterations) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Isa::AvxVnni => unsafe { x86_avx2::burn_vnni(iterations) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Isa::Avx512Vnni => unsafe { x86_avx512::burn(iterations) },
+        _ => scalar::burn(iterations),
+    }
+}
+
+#[cfg(test)]
+mod tests;
