@@ -189,15 +189,9 @@ fn compare_measures_and_keeps_its_shape() {
         [("mean_v", 0), ("mean_v", 1), ("sink_window", 0), ("sink_window", 1), ("top_k", 0), ("top_k", 1)];
     assert_eq!(names, wanted);
     for row in rows {
-        for field in [
-            "params",
-            "layer",
-            "setup_seconds",
-            "run_seconds",
-            "speedup",
-            "peak_bytes",
-            "keys_visited",
-        ] {
+        for field in
+            ["params", "layer", "setup_seconds", "run_seconds", "speedup", "peak_bytes", "keys_visited"]
+        {
             assert!(row.get(field).is_some(), "{field}");
         }
         for end in ["mean", "lo", "hi"] {

@@ -308,12 +308,8 @@ mod tests {
         assert_eq!(data["recipe"]["cells"].as_array().unwrap().len(), 4);
         assert_eq!(data["methods"].as_array().unwrap().len(), 3);
         // The page draws the front that the table marks.
-        let on: Vec<&str> = data["fronts"]["seconds"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .filter_map(|v| v.as_str())
-            .collect();
+        let on: Vec<&str> =
+            data["fronts"]["seconds"].as_array().unwrap().iter().filter_map(|v| v.as_str()).collect();
         let marked = comparison.summary.iter().filter(|s| s.front).map(|s| s.method);
         assert_eq!(on, std::iter::once("exact").chain(marked).collect::<Vec<_>>());
         assert!(page.contains(&escape(&comparison.verdict)) && page.contains(&crate::machine::date()));
