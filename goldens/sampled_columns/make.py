@@ -22,6 +22,7 @@ def sampled_columns(q, k, v, scale, block, sinks, window, scouts, keys, diagonal
     out = np.zeros((heads, n, v.shape[1]))
     prefix_k = np.concatenate([np.zeros((1, k.shape[1])), np.cumsum(k, 0)])
     prefix_v = np.concatenate([np.zeros((1, v.shape[1])), np.cumsum(v, 0)])
+    recent = []  # votes (distance, scout, weight) of the blocks before
     for first in range(0, n, block):
         rows = np.arange(first, min(first + block, n))
         edge = max(first - window, 0)  # keys from here on are near, for every row of the block
@@ -31,21 +32,32 @@ def sampled_columns(q, k, v, scale, block, sinks, window, scouts, keys, diagonal
             # Scouts: the block's first row, the others spread over the block before. None is later than `first`.
             before = max(first - block, 0)
             rest = [before + (block * (s + 1)) // scouts - 1 for s in range(scouts - 1)]
-            mass, by_distance = np.zeros(n), np.zeros(n)
+            mass, own = np.zeros(n), []
             for r in sorted({first, *[r for r in rest if r < first]}):
                 for h in range(heads):
                     p = softmax(scale * (k[: r + 1] @ q[h, r]))
                     mass[: r + 1] += p
-                    np.add.at(by_distance, r - np.arange(r + 1), p)
+                    # A heavy key votes for its distance.
+                    own += [(r - j, r, p[j]) for j in range(sink, min(edge, r + 1)) if p[j] >= 1 / 128]
+            recent.append(own)
+            votes = {}
+            for distance, r, weight in sum(recent[-8:], []):
+                of_scouts = votes.setdefault(distance, {})
+                of_scouts[r] = of_scouts.get(r, 0) + weight
             far_keys = np.arange(sink, edge)
             best = far_keys[np.lexsort((far_keys, -mass[far_keys]))][:keys]  # ties to the smaller index
             chosen[best] = True
-            # Distances whose run of keys ends before the near field.
-            by_distance[: first - edge + block] = 0
-            for d in np.lexsort((np.arange(n), -by_distance))[:diagonals]:
-                if by_distance[d] > 0:
-                    run = np.arange(first - d, first - d + block)
-                    chosen[run[(run >= sink) & (run < edge)]] = True
+            # A distance counts the votes of all scouts but the one that gives most.
+            count = {d: sum(w.values()) - (max(w.values()) if scouts > 1 else 0) for d, w in votes.items()}
+            taken = []
+            for distance in sorted((d for d in count if count[d] > 0), key=lambda d: (-count[d], d)):
+                run = np.arange(first - distance, first - distance + block)
+                run = run[(run >= sink) & (run < edge)]
+                beside = any(abs(distance - other) <= 2 for other in taken)
+                if beside or len(taken) < diagonals:
+                    chosen[run] = True
+                    if not beside and len(run) > 0:
+                        taken.append(distance)
         exact = np.zeros(n, bool)
         exact[:sink] = True
         exact[edge:] = True

@@ -67,7 +67,6 @@ fn run_on(crew: &dyn Crew, args: &CompareArgs, common: &Common) -> Outcome {
         seeds: args.seeds as usize,
         seed: common.seed,
         threads: common.threads,
-        certify_rows: args.certify_rows.unwrap_or(usize::MAX),
         time_limit: args.time_limit,
         meter: meter(),
         ..Settings::default()
@@ -310,15 +309,8 @@ fn legend(result: &Comparison) -> String {
     } else {
         "+-: 95 % Student t interval over seeds"
     };
-    let confidence =
-        result.rows.iter().map(|r| r.certified.confidence).fold(f64::INFINITY, f64::min).min(1.0) * 100.0;
     // Only what is shown is explained.
     let mut lines = vec![format!("error: relative Frobenius error, mean; {spread}")];
-    if result.has_bounds() {
-        lines.push(format!(
-            "sure: upper bound at {confidence:.0} % from exact attention on sampled rows; - where none"
-        ));
-    }
     lines.push("set-up: planning; run: executing; faster: exact over both; keys: share of scores".into());
     lines.push("mean_v: the mean of the visible values, which any method should beat".into());
     if result.summary.iter().any(|s| s.front) {

@@ -94,7 +94,7 @@ fn read_by_model(
     let mut workload = extracted?.workload;
     workload.source = format!("{} reading {}", path.display(), text.source);
     if let Some((task, first)) = scored_from {
-        workload.source += &format!(", task {}", task.name());
+        workload.source += &format!(", task {task}");
         workload.metadata.insert(compare::SCORED_FROM.into(), first.to_string());
     }
     Ok(workload)

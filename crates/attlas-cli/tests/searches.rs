@@ -264,10 +264,10 @@ fn a_killed_process_ends_the_windows_and_any_number_goes_on() {
 #[test]
 fn a_killed_process_ends_the_search_and_any_number_goes_on() {
     let folder = Folder::new("killed-search");
-    let (model, text, out) = (folder.model("qwen3", 24), folder.text(400), folder.file("r.toml"));
+    let (model, text, out) = (folder.model("qwen3", 80), folder.text(400), folder.file("r.toml"));
     let state = folder.file("r.toml.jsonl");
     let args = tune_args(&model, &text, &out, "thorough");
-    // The first process, too: it has the file.
+    // The first process, too: it has the file. The launcher takes a second to end the others, which go on meanwhile.
     let mut before = 0;
     for (processes, rank) in [(2, 1), (3, 0)] {
         before = killed(processes, rank, &args, &state, before + 8).lines().count();
@@ -281,6 +281,6 @@ fn a_killed_process_ends_the_search_and_any_number_goes_on() {
         .unwrap_or_else(|| panic!("{}", said(&done)));
     assert!((10..before).contains(&known), "{known} of {before}");
     let found: Value = serde_json::from_slice(&done.stdout).unwrap();
-    assert!(found["picks"].as_array().unwrap().len() == 48 && Path::new(&out).exists());
+    assert!(found["picks"].as_array().unwrap().len() == 160 && Path::new(&out).exists());
     assert_eq!(json(&args)["picks"], found["picks"]);
 }

@@ -184,25 +184,24 @@
     const box = find("pareto");
     const boxes = [...document.querySelectorAll("input[data-filter]")];
     const on = new Set(boxes.filter((b) => b.checked).map((b) => b.dataset.filter));
-    const [cost, error] = [find("cost").value, find("error").value];
+    const cost = find("cost").value;
     // Errors of zero have no logarithm: they stand on a line of their own, a power of ten below the others.
     const drawn = [data.exact, ...data.methods.filter((m) => on.has(m.family))]
-      .filter((m) => m[error] !== null && m[error] >= 0 && m[cost] > 0);
-    const errors = drawn.map((m) => m[error]).filter((e) => e > 0);
+      .filter((m) => m.error !== null && m.error >= 0 && m[cost] > 0);
+    const errors = drawn.map((m) => m.error).filter((e) => e > 0);
     const above = powers(errors.length ? errors : [0.1, 1], 10);
     const floor = above[0] / 10;
     const up = [floor, ...above];
     const points = drawn
-      .map((m) => ({ ...m, x: m[cost], y: Math.max(m[error], floor), lo: Math.max(m.lo, floor), hi: Math.max(m.hi, floor) }))
+      .map((m) => ({ ...m, x: m[cost], y: Math.max(m.error, floor), lo: Math.max(m.lo, floor), hi: Math.max(m.hi, floor) }))
       .sort((a, b) => a.x - b.x);
     // Who is on the front is known from the measurements; the line joins those that are shown.
-    const members = new Set(data.fronts[cost][error]);
+    const members = new Set(data.fronts[cost]);
     const front = points.filter((p) => members.has(p.method));
     const { label, show } = costs[cost];
-    const tell = (p) => `${p.method}: error ${digits(p.error)}${p.exact ? " (exact at this length)" : ""}, certified ${digits(p.certified)}, ${time(p.seconds)} ` +
+    const tell = (p) => `${p.method}: error ${digits(p.error)}${p.exact ? " (exact at this length)" : ""}, ${time(p.seconds)} ` +
       `(${digits(p.speedup)}× exact's speed), ${size(p.bytes)}, ${p.keys ? `${percent(p.keys)} of the scores` : "no scores"}`;
     const exact = data.exact[cost];
-    const bars = error === "error" ? points : [];
     const width = box.clientWidth - 26;
     const across = powers([...points.map((p) => p.x), exact || 1], cost === "bytes" ? 16 : 10);
     const svg = Plot.plot({
@@ -212,7 +211,7 @@
       y: { type: "log", label: "↑ relative error", domain: d3.extent(up), ticks: up, tickFormat: (v) => (v === floor ? "0" : digits(v)), clamp: true },
       marks: [
         exact > 0 ? Plot.ruleX([exact], { stroke: "var(--ink)", strokeDasharray: "5 4", strokeOpacity: 0.7 }) : null,
-        Plot.ruleX(bars, { x: "x", y1: "lo", y2: "hi", stroke: (p) => `var(--${p.family})`, strokeOpacity: 0.35 }),
+        Plot.ruleX(points, { x: "x", y1: "lo", y2: "hi", stroke: (p) => `var(--${p.family})`, strokeOpacity: 0.35 }),
         Plot.line(front, { x: "x", y: "y", stroke: "var(--front)", strokeOpacity: 0.9, strokeWidth: 2 }),
         Plot.dot(points, { x: "x", y: "y", r: 5, fill: (p) => (p.exact ? "var(--card)" : `var(--${p.family})`), stroke: (p) => (p.exact ? `var(--${p.family})` : "var(--card)"), strokeWidth: 1.5 }),
         Plot.tip(points, Plot.pointer({ x: "x", y: "y", title: (p) => tell(p).replace(/: |, /g, "\n") })),
@@ -300,7 +299,7 @@
   const draw = () => { drawMaps(); drawHead(); drawFront(); drawRecipe(); };
   draw();
 
-  for (const input of document.querySelectorAll("input[data-filter], #cost, #error")) input.addEventListener("change", drawFront);
+  for (const input of document.querySelectorAll("input[data-filter], #cost")) input.addEventListener("change", drawFront);
   find("head").addEventListener("change", (event) => chooseHead(Number(event.target.value)));
   find("before").addEventListener("click", () => chooseHead(head - 1));
   find("after").addEventListener("click", () => chooseHead(head + 1));

@@ -13,7 +13,6 @@
 pub mod atlas;
 pub mod bench;
 pub mod calibrate;
-pub mod certify;
 pub mod compare;
 pub mod compress;
 pub mod convert;

@@ -104,21 +104,6 @@ pub fn log_slope(points: &[(f64, f64)]) -> Option<f64> {
     (sxx > 0.0).then(|| sxy / sxx)
 }
 
-/// Largest mean $\mu$ of a variable in $[0, 1]$ that `samples` draws with average `x` do not contradict at
-/// level `delta`: the root of $m\,\mathrm{kl}(\bar x, \mu) = \ln(1/\delta)$ with
-/// $\mathrm{kl}(x,\mu) = x\ln\frac x\mu + (1-x)\ln\frac{1-x}{1-\mu}$. Hoeffding (1963, Theorem 1) for independent
-/// draws; his Section 6 extends it to draws without replacement from a finite population.
-pub fn hoeffding_upper(x: f64, samples: usize, delta: f64) -> f64 {
-    let level = (1.0 / delta).ln() / samples as f64;
-    let term = |a: f64, b: f64| if a == 0.0 { 0.0 } else { a * (a / b).ln() };
-    let (mut lo, mut hi) = (x, 1.0);
-    for _ in 0..100 {
-        let mid = 0.5 * (lo + hi);
-        if term(x, mid) + term(1.0 - x, 1.0 - mid) <= level { lo = mid } else { hi = mid }
-    }
-    hi
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -143,14 +128,5 @@ mod tests {
         assert!((log_slope(&cubic).unwrap() - 3.0).abs() < 1e-12);
         assert_eq!(log_slope(&[(2.0, 1.0)]), None);
         assert_eq!(Interval::range(&[2.0, 1.0, 3.0]), Interval { mean: 2.0, lo: 1.0, hi: 3.0 });
-    }
-
-    #[test]
-    fn the_upper_bound_inverts_the_tail() {
-        // No success in m draws: (1 − μ)^m = δ.
-        let exact = 1.0 - 0.05f64.powf(1.0 / 40.0);
-        assert!((hoeffding_upper(0.0, 40, 0.05) - exact).abs() < 1e-12);
-        assert!(hoeffding_upper(0.3, 100, 0.05) > 0.3 && hoeffding_upper(0.3, 100, 0.05) < 0.45);
-        assert_eq!(hoeffding_upper(1.0, 10, 0.05), 1.0);
     }
 }

@@ -4,7 +4,8 @@
 //! them passes unnoticed. Each [`Task`] builds one prompt and names the tokens to score: those that the model can
 //! know only by looking far back.
 //!
-//! - `repeat`: a passage, other text, the passage again; the second reading is scored.
+//! - `repeat`: a passage, other text, the passage again; the second reading is scored. `repeat=1024` names the tokens of the
+//!   passage; twice as many in all leave no other text between the readings.
 //! - `needle`: sentences with a random number hidden at even depths, and a question for each at the end; the
 //!   numbers of the answers are scored.
 //! - `lookup`: a list of words with random numbers, other text, half of the words again in another order; their
@@ -25,11 +26,13 @@ const ENTRIES: usize = 24;
 const PASSAGE: usize = 1024;
 
 /// A kind of text that needs far keys.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Task {
     /// A passage read twice.
-    Repeat,
+    Repeat {
+        /// Its tokens; without them a quarter of the prompt, at most 1024.
+        passage: Option<usize>,
+    },
     /// Facts hidden in a long text.
     Needle,
     /// A list to be looked up.
@@ -37,13 +40,28 @@ pub enum Task {
 }
 
 impl Task {
-    /// All of them, by name.
-    pub const ALL: [(&'static str, Task); 3] =
-        [("repeat", Task::Repeat), ("needle", Task::Needle), ("lookup", Task::Lookup)];
-
     /// The name on the command line and in records.
     pub fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(_, task)| *task == self).map_or("", |(name, _)| name)
+        match self {
+            Task::Repeat { .. } => "repeat",
+            Task::Needle => "needle",
+            Task::Lookup => "lookup",
+        }
+    }
+}
+
+impl std::fmt::Display for Task {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Task::Repeat { passage: Some(tokens) } => write!(f, "repeat={tokens}"),
+            other => f.write_str(other.name()),
+        }
+    }
+}
+
+impl serde::Serialize for Task {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
     }
 }
 
@@ -51,8 +69,20 @@ impl std::str::FromStr for Task {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let found = Self::ALL.iter().find(|(name, _)| *name == text).map(|(_, task)| *task);
-        found.ok_or_else(|| Error::argument("--task", "repeat, needle or lookup", text))
+        let expected = "repeat, repeat=TOKENS, needle or lookup";
+        match text.split_once('=') {
+            Some(("repeat", tokens)) => match tokens.parse() {
+                Ok(tokens) if tokens > 1 => Ok(Task::Repeat { passage: Some(tokens) }),
+                _ => Err(Error::argument("--task", "repeat=TOKENS with at least two tokens", text)),
+            },
+            Some(_) => Err(Error::argument("--task", expected, text)),
+            None => match text {
+                "repeat" => Ok(Task::Repeat { passage: None }),
+                "needle" => Ok(Task::Needle),
+                "lookup" => Ok(Task::Lookup),
+                _ => Err(Error::argument("--task", expected, text)),
+            },
+        }
     }
 }
 
@@ -85,7 +115,7 @@ pub fn prompt(task: Task, tokenizer: &Tokenizer, text: &Text, context: usize, se
     let encode = |piece: &str| -> Result<Vec<u32>> { Ok(tokenizer.encode(piece, false)?) };
     let mut rng = StreamKey::new(seed).named("task").named(task.name()).rng();
     match task {
-        Task::Repeat => repeat(&text.tokens, context),
+        Task::Repeat { passage } => repeat(&text.tokens, context, passage),
         Task::Needle => {
             let words = words(&tokenizer.decode(&text.tokens, true)?, NEEDLES, &mut rng)?;
             needle(&text.tokens, &words, context, &encode, &mut rng)
@@ -98,9 +128,12 @@ pub fn prompt(task: Task, tokenizer: &Tokenizer, text: &Text, context: usize, se
 }
 
 /// The first tokens of a text as a passage, the following ones as filler, the passage again.
-fn repeat(text: &[u32], context: usize) -> Result<Prompt> {
-    let passage = (context / 4).min(PASSAGE);
-    let filler = context - 2 * passage;
+fn repeat(text: &[u32], context: usize, passage: Option<usize>) -> Result<Prompt> {
+    let passage = passage.unwrap_or((context / 4).min(PASSAGE));
+    let Some(filler) = context.checked_sub(passage.saturating_mul(2)) else {
+        let expected = format!("--context of at least {}", passage.saturating_mul(2));
+        return Err(Error::argument("--task repeat", expected, format!("a context of {context}")));
+    };
     if passage < 2 || text.len() < passage + filler {
         let expected = format!("a text of at least {} tokens for --context {context}", passage + filler);
         return Err(Error::argument("--task repeat", expected, format!("{} tokens", text.len())));
@@ -233,11 +266,28 @@ mod tests {
     #[test]
     fn a_repeated_passage_is_scored_from_its_second_token_on() {
         let source: Vec<u32> = (0..4096).collect();
-        let prompt = repeat(&source, 4096).unwrap();
+        let prompt = repeat(&source, 4096, None).unwrap();
         assert_eq!(prompt.tokens.len(), 4096);
         assert!(prompt.targets.len() == 1 && prompt.targets[0] == (3073..4096));
         assert_eq!(prompt.tokens[3073..], source[1..1024]);
-        assert!(repeat(&source[..100], 4096).is_err() && repeat(&source, 4).is_err());
+        assert!(repeat(&source[..100], 4096, None).is_err() && repeat(&source, 4, None).is_err());
+        let at_once = repeat(&source, 2048, Some(1024)).unwrap();
+        assert_eq!(at_once.tokens, [&source[..1024], &source[..1024]].concat());
+        assert_eq!(at_once.targets, [1025..2048]);
+        let error = repeat(&source, 2047, Some(1024)).unwrap_err().to_string();
+        assert!(error.contains("--context of at least 2048"), "{error}");
+    }
+
+    #[test]
+    fn a_task_is_read_as_it_is_written() {
+        for name in ["repeat", "repeat=1024", "needle", "lookup"] {
+            let task: Task = name.parse().unwrap();
+            assert_eq!(task.to_string(), name);
+            assert_eq!(serde_json::to_string(&task).unwrap(), format!("\"{name}\""));
+        }
+        for wrong in ["", "repeat=", "repeat=1", "repeat=-4", "needle=3", "repeats"] {
+            assert!(wrong.parse::<Task>().is_err(), "{wrong}");
+        }
     }
 
     #[test]

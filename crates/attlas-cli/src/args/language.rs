@@ -70,7 +70,7 @@ pub(crate) struct TuneArgs {
     /// first are candidates with it.
     #[arg(long, value_name = "PATH")]
     pub(crate) calibration: Option<PathBuf>,
-    /// Tune for prompts whose scored tokens need far keys: a passage read twice (repeat), hidden facts
+    /// Tune for prompts whose scored tokens need far keys: a passage read twice (repeat, repeat=TOKENS), hidden facts
     /// (needle) or a list to look up (lookup), made from the texts.
     #[arg(long, value_name = "TASK")]
     pub(crate) task: Option<attlas_lab::task::Task>,
@@ -141,7 +141,7 @@ pub(crate) struct PerplexityArgs {
     #[arg(long, value_enum, default_value_t = ProtocolName::Strided)]
     pub(crate) protocol: ProtocolName,
     /// Make a prompt of --context tokens from the text whose scored tokens need far keys: a passage read twice
-    /// (repeat), hidden facts (needle) or a list to look up (lookup).
+    /// (repeat, repeat=TOKENS), hidden facts (needle) or a list to look up (lookup).
     #[arg(long, value_name = "TASK", conflicts_with_all = ["stride", "protocol"])]
     pub(crate) task: Option<attlas_lab::task::Task>,
     #[command(flatten)]

@@ -71,10 +71,6 @@ pub(crate) struct CompareArgs {
     /// Seeds for methods that draw random numbers.
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) seeds: u32,
-    /// Show what exact attention on this many rows of each head would prove about the error; by default all rows
-    /// are compared, and the error is known.
-    #[arg(long, value_name = "N")]
-    pub(crate) certify_rows: Option<usize>,
     /// Begin nothing new after this many seconds.
     #[arg(long, value_name = "SECONDS", value_parser = positive)]
     pub(crate) time_limit: Option<f64>,

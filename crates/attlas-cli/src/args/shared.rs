@@ -28,7 +28,7 @@ pub(crate) struct Inputs {
     /// Tokens of it that are read.
     #[arg(long, default_value = "2048", value_name = "N", value_parser = count, requires = "text")]
     pub(crate) tokens: usize,
-    /// Make a prompt of --tokens tokens from the text that needs far keys: a passage read twice (repeat), hidden
+    /// Make a prompt of --tokens tokens from the text that needs far keys: a passage read twice (repeat, repeat=TOKENS), hidden
     /// facts (needle) or a list to look up (lookup). Errors are then those of the rows at its end.
     #[arg(long, value_name = "TASK", requires = "text")]
     pub(crate) task: Option<attlas_lab::task::Task>,

@@ -33,7 +33,7 @@ attlas simulate match3 --n 32 --modulus 61 --count 100 --single --json"))]
     /// with any method looking up.
     #[command(after_help = laid_out("Examples:\n  \
 attlas simulate khop --k 16\n  \
-attlas simulate khop --n 1024 --k 16 --method anna\n  \
+attlas simulate khop --n 1024 --k 16 --method anna --set weights=softmax\n  \
 attlas simulate khop --method sink_window --set window=64 --json"))]
     Khop(KhopArgs),
 }

@@ -146,7 +146,7 @@ pub fn equalise(
 ) -> Result<(Vec<Chosen>, Vec<Matched>)> {
     let layer = &workload.layers[workload.layers.len() / 2];
     let mask = settings.mask.unwrap_or(workload.mask);
-    let short = compare::Settings { seeds: 1, runs: 1, certify_rows: 1, ..*settings };
+    let short = compare::Settings { seeds: 1, runs: 1, ..*settings };
     let given = Calibrations::default();
     let mut group = Group::new(layer, layer.problem.n_kv_heads / 2, mask, &short, &given, ws)?;
     let problem = layer.group_problem(mask);

@@ -4,7 +4,6 @@ use super::records::{Baseline, BaselineHead, Row, status_name};
 use super::{Settings, name_method};
 use crate::Result;
 use crate::calibration::Calibrations;
-use crate::certify::{Evidence, certify, sample_rows};
 use crate::run::{execute, timed};
 use crate::select::{Chosen, baseline};
 use crate::stats::{Interval, median};
@@ -12,7 +11,6 @@ use crate::workload::LayerData;
 use attlas::method::Needs;
 use attlas::metrics::Errors;
 use attlas::{Calibration, Inputs, Mask, Options, Plan, Problem, Qkv, RunInfo, Workspace};
-use attlas_num::rng::StreamKey;
 use std::time::Instant;
 
 /// Seconds after which a run that need not be is not repeated.
@@ -34,8 +32,6 @@ pub(crate) struct Group<'a> {
     exact_lse: Vec<f32>,
     exact_seconds: Vec<f64>,
     exact_peak: usize,
-    /// Sampled rows of each head, and exact attention on them.
-    samples: Vec<(Vec<usize>, Vec<f32>)>,
     values: Vec<f32>,
 }
 
@@ -59,16 +55,6 @@ impl<'a> Group<'a> {
         info?;
         let first_head = g * problem.n_heads;
         let first_row = settings.first_row.min(problem.n_q.saturating_sub(1));
-        let samples = (0..problem.n_heads)
-            .map(|h| {
-                let label = StreamKey::new(settings.seed).with(layer.layer.unwrap_or(0) as u64);
-                let seed = label.with((first_head + h) as u64).rng().next_u64();
-                let sample = sample_rows(problem.n_q - first_row, settings.certify_rows, seed);
-                let row = |i: usize| &exact[(h * problem.n_q + first_row + i) * problem.d_v..][..problem.d_v];
-                let rows = sample.iter().flat_map(|&i| row(i)).copied().collect();
-                (sample, rows)
-            })
-            .collect();
         let values = layer.v[g * problem.n_k * problem.d_v..][..problem.n_k * problem.d_v].to_vec();
         let mut group = Self {
             settings,
@@ -84,7 +70,6 @@ impl<'a> Group<'a> {
             exact_lse: lse,
             exact_seconds: Vec::new(),
             exact_peak,
-            samples,
             values,
         };
         for _ in 0..3 {
@@ -250,15 +235,6 @@ impl<'a> Group<'a> {
         let exact = self.head_rows(&self.exact, h, p.d_v);
         let lse = lse.map(|l| (self.head_rows(l, h, 1), self.head_rows(&self.exact_lse, h, 1)));
         let errors = Errors::new(got, exact, p.d_v, lse);
-        let (sample, sampled) = &self.samples[h];
-        let evidence = Evidence {
-            output: got,
-            values: &self.values,
-            d_v: p.d_v,
-            sample,
-            exact: sampled,
-            empty_rows: p.mask == Mask::Causal && p.n_q > p.n_k || p.n_k == 0,
-        };
         let pairs = p.visible_pairs();
         Row {
             method,
@@ -269,7 +245,6 @@ impl<'a> Group<'a> {
             queries: p.n_q,
             seeds: 1,
             rel_fro: Interval::student(&[errors.rel_fro]),
-            certified: certify(&evidence, self.settings.confidence, self.settings.seed),
             errors,
             setup_seconds: 0.0,
             run_seconds: 0.0,

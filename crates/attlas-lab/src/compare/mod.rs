@@ -47,16 +47,12 @@ pub struct Settings {
     pub mask: Option<Mask>,
     /// Seeds for methods that draw random numbers.
     pub seeds: usize,
-    /// The first seed; also seeds the sample of certified rows.
+    /// The first seed.
     pub seed: u64,
     /// Threads; 0 for all.
     pub threads: usize,
-    /// Rows of each head that certificates are made from; all of them give the error itself.
-    pub certify_rows: usize,
     /// The first row whose error counts; [`SCORED_FROM`] of the workload comes before it.
     pub first_row: usize,
-    /// Probability with which each certificate holds.
-    pub confidence: f64,
     /// Most timed runs of a method that draws nothing.
     pub runs: usize,
     /// Seconds after which nothing new is begun; every method gets an equal share of what is left.
@@ -72,9 +68,7 @@ impl Default for Settings {
             seeds: 5,
             seed: 0,
             threads: 0,
-            certify_rows: usize::MAX,
             first_row: 0,
-            confidence: 0.95,
             runs: 5,
             time_limit: None,
             meter: Meter::NONE,
@@ -116,15 +110,13 @@ pub fn key(
     let ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let methods: Vec<String> = selection.iter().map(|c| format!("{} {}", c.method.id, c.options)).collect();
     Ok(format!(
-        "{} {:?} {:?} {} {} {} {} {} {} {} {} {} {:?}",
+        "{} {:?} {:?} {} {} {} {} {} {} {} {:?}",
         workload.hash(),
         methods,
         settings.mask,
         settings.seeds,
         settings.seed,
-        settings.certify_rows,
         settings.first_row,
-        settings.confidence,
         settings.runs,
         crate::machine::name(&ws),
         crate::atlas::fingerprint(),
@@ -424,25 +416,6 @@ mod tests {
             let found = error(&c, "mean_v", 0);
             assert!((found / wanted - 1.0).abs() < 0.1, "{kind}: {found} for {wanted}");
         }
-    }
-
-    #[test]
-    fn certificates_cover_the_error_they_bound() {
-        let settings = Settings { certify_rows: 200, ..Settings::default() };
-        let c = run(
-            "synthetic:clustered,n=400,d=32,heads=6",
-            &["top_k", "sink_window"],
-            &["sink_window.window=380"],
-            settings,
-        );
-        let certified: Vec<&Row> = c.rows.iter().filter(|r| r.certified.bound.is_some()).collect();
-        assert!(!certified.is_empty());
-        for row in certified {
-            assert!(row.certified.bound.unwrap() >= row.errors.rel_fro, "{} {:?}", row.method, row.certified);
-        }
-        let all = run("synthetic:clustered,n=100,d=8", &["top_k"], &["top_k.keys=9"], Settings::default());
-        assert_eq!(all.rows[1].certified.bound, Some(all.rows[1].certified.estimate));
-        assert!((all.rows[1].certified.estimate / all.rows[1].errors.rel_fro - 1.0).abs() < 1e-9);
     }
 
     #[test]

@@ -2,7 +2,6 @@
 
 use crate::budget::{Budget, CLOSE, Matched};
 use crate::calibration::Calibrations;
-use crate::certify::Certificate;
 use crate::reread::Name;
 use crate::stats::{Interval, mean};
 use attlas::metrics::Errors;
@@ -168,8 +167,6 @@ pub struct Row {
     pub rel_fro: Interval,
     /// Further distances, of the first seed.
     pub errors: Errors,
-    /// What a sample of exact rows proves about the first seed's error.
-    pub certified: Certificate,
     /// Median seconds of planning, per query head.
     #[serde(deserialize_with = "crate::reread::number")]
     pub setup_seconds: f64,
@@ -227,8 +224,6 @@ pub struct Summary {
     /// Mean error over heads, with the Student t interval over seeds where there is one head, and the smallest
     /// and largest head where there are more.
     pub rel_fro: Interval,
-    /// Largest certified bound; none where a head has none.
-    pub certified: Option<f64>,
     /// Seconds of planning, all heads together.
     pub setup_seconds: f64,
     /// Seconds of running, all heads together.
@@ -316,7 +311,6 @@ pub(super) fn summarise(result: &Comparison) -> Vec<Summary> {
             family: rows[0].family,
             heads: rows.len(),
             rel_fro: if let [row] = rows[..] { row.rel_fro } else { Interval::range(&errors) },
-            certified: rows.iter().try_fold(0.0, |a: f64, r| r.certified.bound.map(|b| a.max(b))),
             setup_seconds,
             run_seconds,
             speedup: exact / (setup_seconds + run_seconds),

@@ -60,13 +60,6 @@ fn columns<'a>() -> Vec<Column<&'a Row>> {
         Column::file("max_abs", |r| raw(r.errors.max_abs)),
         Column::file("cosine", |r| raw(r.errors.cosine)),
         Column::file("rel_l1", |r| raw(r.errors.rel_l1)),
-        Column::both(
-            "sure",
-            "certified",
-            |r| r.certified.bound.map_or("-".into(), number),
-            |r| raw_or_empty(r.certified.bound),
-        ),
-        Column::file("confidence", |r| raw(r.certified.confidence)),
         Column::file("setup_seconds", |r| raw(r.setup_seconds)),
         Column::both("run", "run_seconds", |r| seconds(r.run_seconds), |r| raw(r.run_seconds)),
         Column::both("faster", "speedup", |r| times(r.speedup), |r| raw(r.speedup)),
@@ -87,18 +80,12 @@ fn columns<'a>() -> Vec<Column<&'a Row>> {
 }
 
 impl Comparison {
-    /// Whether any method has a bound from fewer rows than there are.
-    pub fn has_bounds(&self) -> bool {
-        self.rows.iter().any(|r| r.certified.bound.is_some() && r.certified.confidence < 1.0)
-    }
-
     /// One line for each method, smallest error first; methods that computed exact attention, or that refuse some of the
-    /// heads, are not ranked and come last. Bounds stand in it where there are any.
+    /// heads, are not ranked and come last.
     pub fn table(&self) -> Table {
         let many = self.exact.heads.len() > 1;
         let spread = if many { "worst" } else { "+-" };
         let mut titles = vec!["<method", "error", spread];
-        titles.extend(self.has_bounds().then_some("sure"));
         titles.extend(["set-up", "run", "faster", "memory", "keys", "<status"]);
         let mut table = Table::new(&titles);
         let mut lines: Vec<&Summary> = self.summary.iter().collect();
@@ -109,7 +96,6 @@ impl Comparison {
         for s in lines {
             let gap = if many { s.rel_fro.hi } else { s.rel_fro.hi - s.rel_fro.mean };
             let mut row = vec![s.method.into(), number(s.rel_fro.mean), number(gap)];
-            row.extend(self.has_bounds().then(|| s.certified.map_or("-".into(), number)));
             row.extend([
                 seconds(s.setup_seconds),
                 seconds(s.run_seconds),
@@ -137,9 +123,7 @@ impl Comparison {
         lines.sort_by(|a, b| {
             (a.layer, a.head).cmp(&(b.layer, b.head)).then(a.rel_fro.mean.total_cmp(&b.rel_fro.mean))
         });
-        let mut columns = columns();
-        columns.retain(|c| c.title() != "sure" || self.has_bounds());
-        Table::of(&lines, &columns)
+        Table::of(&lines, &columns())
     }
 
     /// Predictions of methods with feature maps or sketches, the worst head of each: the relative

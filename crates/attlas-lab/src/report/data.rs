@@ -80,7 +80,6 @@ pub(super) fn data(report: &Report<'_>, recipe: Option<&RecipeMap>) -> Value {
                 "error": round(s.rel_fro.mean),
                 "lo": round(s.rel_fro.lo),
                 "hi": round(s.rel_fro.hi),
-                "certified": s.certified.map(round),
                 "seconds": round(s.setup_seconds + s.run_seconds),
                 "setup": round(s.setup_seconds),
                 "speedup": round(s.speedup),
@@ -96,7 +95,6 @@ pub(super) fn data(report: &Report<'_>, recipe: Option<&RecipeMap>) -> Value {
         "error": 0.0,
         "lo": 0.0,
         "hi": 0.0,
-        "certified": 0.0,
         "seconds": round(c.exact.run_seconds),
         "setup": 0.0,
         "speedup": 1.0,
@@ -114,29 +112,22 @@ pub(super) fn data(report: &Report<'_>, recipe: Option<&RecipeMap>) -> Value {
     })
 }
 
-/// For each cost and each error, who is on the front: computed here alone, so that table, picture and page agree.
+/// For each cost, who is on the front: computed here alone, so that table, picture and page agree.
 fn fronts(c: &Comparison) -> Value {
     let costs: [(&str, fn(&Summary) -> f64, f64); 3] = [
         ("seconds", Summary::seconds, c.exact.run_seconds),
         ("bytes", |s| s.peak_bytes as f64, c.exact.peak_bytes as f64),
         ("keys", |s| s.keys_share, 1.0),
     ];
-    let errors: [(&str, fn(&Summary) -> Option<f64>); 2] =
-        [("error", |s| Some(s.rel_fro.mean)), ("certified", |s| s.certified)];
     let whole = |s: &&Summary| s.heads == c.exact.heads.len();
     let mut all = serde_json::Map::new();
     for (cost_name, cost, of_exact) in costs {
-        let mut by_error = serde_json::Map::new();
-        for (error_name, error) in errors {
-            let ranked: Vec<&Summary> = c.summary.iter().filter(whole).filter(|s| !s.fell_back()).collect();
-            let mut points = vec![(0.0, of_exact)];
-            points.extend(ranked.iter().map(|s| (error(s).unwrap_or(f64::NAN), cost(s))));
-            let names = std::iter::once(c.exact.method).chain(ranked.iter().map(|s| s.method));
-            let on: Vec<&str> =
-                names.zip(front(&points)).filter(|(_, on)| *on).map(|(name, _)| name).collect();
-            by_error.insert(error_name.into(), on.into());
-        }
-        all.insert(cost_name.into(), by_error.into());
+        let ranked: Vec<&Summary> = c.summary.iter().filter(whole).filter(|s| !s.fell_back()).collect();
+        let mut points = vec![(0.0, of_exact)];
+        points.extend(ranked.iter().map(|s| (s.rel_fro.mean, cost(s))));
+        let names = std::iter::once(c.exact.method).chain(ranked.iter().map(|s| s.method));
+        let on: Vec<&str> = names.zip(front(&points)).filter(|(_, on)| *on).map(|(name, _)| name).collect();
+        all.insert(cost_name.into(), on.into());
     }
     all.into()
 }

@@ -208,27 +208,14 @@ impl Report<'_> {
             "<div class=\"controls\"><fieldset><legend>Families</legend>{boxes}</fieldset>\
              <label>Cost <select id=\"cost\"><option value=\"seconds\">time</option><option value=\"bytes\">memory</option>\
              <option value=\"keys\">scores computed</option></select></label>\
-             <label>Error <select id=\"error\"><option value=\"error\">measured</option>{certified}\
-             </select></label></div>\n<figure id=\"pareto\" class=\"plot\"></figure>\n\
+             </div>\n<figure id=\"pareto\" class=\"plot\"></figure>\n\
              <p class=\"status\" id=\"front-status\" role=\"status\"></p>\n\
              <p>Relative Frobenius error of outputs against exact attention, mean over heads, bars from the best to the worst; \
              cost of all heads together, set-up included; both axes logarithmic, an error of zero on the lowest line. The line \
              joins what nothing beats in both, exact attention and the mean of the values included; the dashed one is exact \
-             attention. Rings are methods whose settings cover everything at this length: they computed exact attention.{}</p>\n\
+             attention. Rings are methods whose settings cover everything at this length: they computed exact attention.</p>\n\
              <div class=\"wide\"><table id=\"methods-table\">{}</table></div>",
-            match c.has_bounds() {
-                true => format!(
-                    " A certified error is a bound at {} % from exact attention on sampled rows, of the worst head.",
-                    number(100.0 * c.rows.iter().map(|r| r.certified.confidence).fold(1.0, f64::min))
-                ),
-                false => String::new(),
-            },
             table_rows(&c.table()),
-            // A choice that would leave the figure empty is none.
-            certified = match c.has_bounds() {
-                true => "<option value=\"certified\">certified</option>",
-                false => "",
-            }
         )
     }
 
@@ -321,12 +308,8 @@ mod tests {
         assert_eq!(data["recipe"]["cells"].as_array().unwrap().len(), 4);
         assert_eq!(data["methods"].as_array().unwrap().len(), 3);
         // The page draws the front that the table marks.
-        let on: Vec<&str> = data["fronts"]["seconds"]["error"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .filter_map(|v| v.as_str())
-            .collect();
+        let on: Vec<&str> =
+            data["fronts"]["seconds"].as_array().unwrap().iter().filter_map(|v| v.as_str()).collect();
         let marked = comparison.summary.iter().filter(|s| s.front).map(|s| s.method);
         assert_eq!(on, std::iter::once("exact").chain(marked).collect::<Vec<_>>());
         assert!(page.contains(&escape(&comparison.verdict)) && page.contains(&crate::machine::date()));

@@ -4,8 +4,8 @@
 //! $k$ times and read the token there (sanford2024). Heads with weights written by hand solve it in
 //! $\lfloor \log_2 k \rfloor + 3$ layers: one looks up the token before, one finds the latest match, each further one looks
 //! pointers up at the end of pointers and so doubles their reach, the last reads the token. Look-ups are searches for the
-//! nearest neighbour, which is what ANNA (liu2025) answers from hash tables: they run by any method of the registry with a
-//! causal form. The head that wants the *latest* of several matches attends exactly.
+//! nearest neighbour, which is what ANNA (liu2025) answers from hash tables (with `weights = softmax` among the keys that a
+//! query meets): they run by any method of the registry with a causal form. The head that wants the *latest* of several matches attends exactly.
 //!
 //! Positions and tokens are codes of $\pm 1$ for the bits of their number, so that a wrong key is at least 2 behind the right
 //! one; outputs are rounded to the nearest code, as a feed-forward layer would.
@@ -251,7 +251,8 @@ mod tests {
 
     #[test]
     fn nearest_neighbours_from_hash_tables_do_as_well_and_a_window_does_not() {
-        let found = run("anna", Options::new(), 8, 128);
+        // A key meets its own query in every table; of all that meet, the softmax takes it.
+        let found = run("anna", Options::new().with("weights", "softmax"), 8, 128);
         assert_eq!(found.accuracy, 1.0, "{found:?}");
         let near = run("sink_window", Options::new().with("window", 8).with("sinks", 0), 8, 128);
         assert!(near.accuracy < 0.9 && near.keys_visited < 0.2, "{near:?}");

@@ -115,7 +115,7 @@ crate::params! {
         /// What becomes of blocks that are not taken.
         far: Far = Far::Mean;
         /// Rows of each head on which the error of a run is measured; 0 for none.
-        certify: usize = 32, in 0..=1 << 20;
+        check_rows: usize = 32, in 0..=1 << 20;
         /// Precision of the operands: full, or bf16 with sums in single precision; scores and decoding are in full
         /// precision.
         precision: Operands = Operands::Full;
@@ -185,7 +185,7 @@ impl GroupPlan for BlockSparse {
         let choice = Choice { params: &self.params, mask: g.mask, scored, n_q: g.n_q() };
         let mut info =
             attend_chosen_blocks(&mut g, self.field(), used, precision, |place| choice.choose(place))?;
-        add_sampled_error(&g, self.params.certify, &mut info);
+        add_sampled_error(&g, self.params.check_rows, &mut info);
         Ok(info)
     }
 

@@ -4,6 +4,7 @@ use super::{Chooser, Params};
 use crate::engine::{Place, Scored, select_top};
 use crate::{Mask, Real};
 use attlas_num::kernels::{axpy, exp_sum, matvec, max, sum};
+use std::ops::Range;
 
 /// Chooses by the parameters of a plan.
 #[derive(Clone, Copy, Debug)]
@@ -13,11 +14,21 @@ pub(super) struct Choice<'a, T> {
     pub(super) scored: Scored<'a, T>,
 }
 
+/// What scouts found for a block of rows.
+#[derive(Debug, Default)]
+pub(super) struct Scouted {
+    /// The heaviest far keys, in increasing order.
+    keys: Vec<u32>,
+    votes: Vec<Vote>,
+    /// Scores that were computed.
+    pub(super) visited: u64,
+}
+
 impl<T: Real> Choice<'_, T> {
-    /// The chosen far keys in increasing order, and how many scores were computed.
-    pub(super) fn choose(&self, place: &Place) -> (Vec<u32>, u64) {
+    /// Scouts for the block at `place`.
+    pub(super) fn scout(&self, place: &Place) -> Scouted {
         if place.far_len() == 0 || self.params.keys == 0 && self.params.diagonals == 0 {
-            return (Vec::new(), 0);
+            return Scouted::default();
         }
         match self.params.chooser {
             Chooser::Scouts => self.by_scouts(place),
@@ -25,30 +36,39 @@ impl<T: Real> Choice<'_, T> {
         }
     }
 
-    fn by_scouts(&self, place: &Place) -> (Vec<u32>, u64) {
+    /// The chosen far keys in increasing order: those that the block's own scouts found, and the diagonals by these and by the
+    /// scouts of the blocks before, which stand before it in `scouted`.
+    pub(super) fn choose(&self, place: &Place, scouted: &[Scouted]) -> Vec<u32> {
+        let mut chosen = scouted.last().map_or_else(Vec::new, |own| own.keys.clone());
+        let blocks = if self.mask == Mask::Causal { BLOCKS } else { 1 };
+        let from = scouted.len().saturating_sub(blocks);
+        let votes = scouted[from..].iter().flat_map(|s| &s.votes).copied().collect();
+        self.add_diagonals(place, counted(votes, self.params.scouts), &mut chosen);
+        chosen
+    }
+
+    fn by_scouts(&self, place: &Place) -> Scouted {
         let Params { scouts, block, diagonals, .. } = *self.params;
         let scouts = place.scouts(scouts, block);
-        let scratch = self.scored.cx.scratch;
-        let mut mass = scratch.take_zeroed::<T>(place.end);
-        let mut votes = scratch.take_zeroed::<T>(if diagonals > 0 { place.end } else { 0 });
+        let far = place.far();
+        let mut mass = self.scored.cx.scratch.take_zeroed::<T>(place.end);
+        let mut votes = Vec::new();
         let visited = self.scored.weights(place, &scouts, |r, start, weights, share| {
             axpy(share, weights, &mut mass[start..start + weights.len()]);
-            // A key at distance o from the scout votes for the run that begins at distance o from the first row.
-            let (ahead, back) = (place.first.saturating_sub(r), r.saturating_sub(place.first));
-            let skipped = back.saturating_sub(start).min(weights.len());
-            let (voters, to) = (&weights[skipped..], start + skipped + ahead - back.min(start + skipped));
-            let len = voters.len().min(votes.len().saturating_sub(to));
-            if len > 0 {
-                axpy(share, &voters[..len], &mut votes[to..to + len]);
+            if diagonals > 0 {
+                let position = r as isize + place.position - place.first as isize;
+                far.iter().for_each(|far| {
+                    voters(weights, share, start, far, |j, weight| {
+                        votes.push(Vote { distance: position - j as isize, scout: r, weight });
+                    });
+                });
             }
         });
-        let mut chosen = self.heaviest(place, &mut mass);
-        self.add_diagonals(place, &mut votes, &mut chosen);
-        (chosen, visited)
+        Scouted { keys: self.heaviest(place, &mut mass), votes, visited }
     }
 
     /// By one score for each key: its product with the mean of the last queries up to the first row.
-    fn by_mean_query(&self, place: &Place) -> (Vec<u32>, u64) {
+    fn by_mean_query(&self, place: &Place) -> Scouted {
         let Self { params, scored: Scored { q, k, scale, cx, .. }, .. } = *self;
         let from = place.first.saturating_sub(params.recent - 1);
         let rows = match self.mask {
@@ -66,7 +86,8 @@ impl<T: Real> Choice<'_, T> {
         mass.iter_mut().for_each(|x| *x *= scale);
         let most = place.far().iter().fold(T::NEG_INFINITY, |m, far| m.max(max(&mass[far.clone()])));
         exp_sum(&mut mass, most);
-        (self.heaviest(place, &mut mass), place.end as u64)
+        let keys = self.heaviest(place, &mut mass);
+        Scouted { keys, votes: Vec::new(), visited: place.end as u64 }
     }
 
     /// The heaviest far keys, at most `keys`, and no more than hold the share `mass` of the mass of all far keys.
@@ -98,31 +119,85 @@ impl<T: Real> Choice<'_, T> {
         found.into_iter().map(|i| key(i) as u32).collect()
     }
 
-    /// Adds the runs of keys at the heaviest distances beyond the near field.
-    fn add_diagonals(&self, place: &Place, votes: &mut [T], chosen: &mut Vec<u32>) {
-        if votes.is_empty() {
-            return;
-        }
-        let block = self.params.block;
-        let [before, behind] = place.far();
-        // Where a run may begin: it ends before the near field, or begins behind it.
-        let starts =
-            [0..(place.near.start + 1).saturating_sub(block), behind.start.min(votes.len())..votes.len()];
-        for _ in 0..self.params.diagonals {
-            let tops = starts.clone().map(|range| max(&votes[range]));
-            let best = if tops[1] > tops[0] { 1 } else { 0 };
-            if tops[best].partial_cmp(&T::ZERO).is_none_or(|order| order.is_le()) {
-                break;
+    /// Adds the runs of keys at the distances with most votes, those beside them included.
+    fn add_diagonals(&self, place: &Place, counted: Vec<(isize, f64)>, chosen: &mut Vec<u32>) {
+        let far = place.far();
+        let mut taken: Vec<isize> = Vec::new();
+        for (distance, _) in counted {
+            let beside = taken.iter().any(|t| distance.abs_diff(*t) <= BESIDE);
+            if !beside && taken.len() == self.params.diagonals {
+                continue;
             }
-            // Ties go to the smaller distance.
-            let Some(start) = starts[best].clone().rev().find(|&t| votes[t] == tops[best]) else { break };
-            votes[start] = T::ZERO;
-            let run = start..start + block;
-            for far in [&before, &behind] {
-                chosen.extend((run.start.max(far.start)..run.end.min(far.end)).map(|j| j as u32));
+            let run = place.position - distance..place.position - distance + self.params.block as isize;
+            let known = chosen.len();
+            for far in &far {
+                let (start, end) = (far.start as isize, far.end as isize);
+                chosen.extend((run.start.max(start)..run.end.min(end)).map(|j| j as u32));
+            }
+            if !beside && chosen.len() > known {
+                taken.push(distance);
             }
         }
-        chosen.sort_unstable();
-        chosen.dedup();
+        if !taken.is_empty() {
+            chosen.sort_unstable();
+            chosen.dedup();
+        }
     }
+}
+
+/// Share of a row's weight from which on a key votes for its distance.
+pub(super) const VOTE: f64 = 1.0 / 128.0;
+
+/// Blocks whose scouts vote: a passage that is read again goes on for many rows, and a head need not look at it in each.
+const BLOCKS: usize = 8;
+
+/// Distances that differ by no more than this count as one: heads that copy look at a key and at its neighbours.
+const BESIDE: usize = 2;
+
+/// Calls `vote` with every key of `range` that holds at least the share [`VOTE`] of a row's weight; `weights` times `share`
+/// are those of the keys from `start` on.
+pub(super) fn voters<T: Real>(
+    weights: &[T],
+    share: T,
+    start: usize,
+    range: &Range<usize>,
+    mut vote: impl FnMut(usize, f64),
+) {
+    let from = range.start.clamp(start, start + weights.len());
+    let to = range.end.clamp(from, start + weights.len());
+    let least = T::from_f64(VOTE) / share;
+    for (i, keys) in weights[from - start..to - start].chunks(PIECE).enumerate() {
+        // A loop without a way out runs over many weights at a time.
+        if keys.iter().fold(false, |any, w| any | (*w >= least)) {
+            let heavy = keys.iter().enumerate().filter(|(_, w)| **w >= least);
+            heavy.for_each(|(j, w)| vote(from + i * PIECE + j, (*w * share).to_f64()));
+        }
+    }
+}
+
+/// Weights that are looked through at a time.
+const PIECE: usize = 64;
+
+/// The weight that one head of a scout holds at a distance.
+#[derive(Clone, Copy, Debug)]
+struct Vote {
+    distance: isize,
+    scout: usize,
+    weight: f64,
+}
+
+/// Distances with their votes, most votes first, ties to the smaller distance: the weight of all scouts but the one that
+/// holds most. A key that every row looks at lies at another distance from each scout, and gets none.
+fn counted(mut votes: Vec<Vote>, scouts: usize) -> Vec<(isize, f64)> {
+    votes.sort_by_key(|vote| (vote.distance, vote.scout));
+    let distances = votes.chunk_by(|a, b| a.distance == b.distance);
+    let counted = distances.map(|votes| {
+        let of_scouts = votes.chunk_by(|a, b| a.scout == b.scout);
+        let of_scouts = of_scouts.map(|votes| votes.iter().map(|vote| vote.weight).sum::<f64>());
+        let (all, most) = of_scouts.fold((0.0, 0.0), |(all, most): (f64, f64), w| (all + w, most.max(w)));
+        (votes[0].distance, if scouts > 1 { all - most } else { all })
+    });
+    let mut counted: Vec<(isize, f64)> = counted.filter(|(_, votes)| *votes > 0.0).collect();
+    counted.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+    counted
 }

@@ -1,5 +1,6 @@
 //! Decoding: a choice of keys that is renewed now and then, the means of all other runs, and the window.
 
+use super::choose::{VOTE, voters};
 use super::{Params, SampledColumns};
 use crate::engine::{Gathered, RunMeans, select_top};
 use crate::group::GroupStream;
@@ -14,6 +15,18 @@ use std::ops::Range;
 const SCORED: usize = 2048;
 const PIECE: usize = 1024;
 
+/// Votes below this are dropped: those of the least voter, three refreshes ago.
+const FORGOTTEN: f64 = VOTE / 8.0;
+
+/// A key that holds a good part of a token's weight.
+#[derive(Clone, Copy, Debug)]
+struct Vote {
+    key: usize,
+    /// What all heads of the token give to the key, and its decayed mass before.
+    weight: f64,
+    known: f64,
+}
+
 /// The cache, the masses of its keys, and what the next tokens attend to beside the window.
 #[derive(Debug)]
 pub(super) struct ColumnStream<T> {
@@ -23,9 +36,10 @@ pub(super) struct ColumnStream<T> {
     k: Vec<T>,
     v: Vec<T>,
     means: RunMeans<T>,
-    /// Decayed mass of each key, and decayed votes for each distance.
+    /// Decayed mass of each key.
     mass: Vec<T>,
-    votes: Vec<T>,
+    /// Decayed votes for distances, in increasing order of these.
+    votes: Vec<(usize, f64)>,
     /// Keys chosen at the last refresh, in increasing order.
     chosen: Vec<u32>,
     /// Whether there was a refresh, and tokens attended since.
@@ -110,24 +124,24 @@ impl<T: Real> ColumnStream<T> {
         });
         let half = T::from_f64(0.5);
         self.mass.resize(n, T::ZERO);
-        if self.plan.params.diagonals > 0 {
-            self.votes.resize(n, T::ZERO);
-        }
+        let far = self.plan.params.sinks.min(edge)..edge;
+        let mut votes = Vec::new();
         for (t, weights) in weights.chunks(SCORED * heads).enumerate() {
             let keys = t * SCORED..t * SCORED + weights.len() / heads;
             let weights = &weights[..keys.len()];
-            self.mass[keys.clone()].iter_mut().zip(weights).for_each(|(m, &w)| *m = half * *m + w);
-            if !self.votes.is_empty() {
-                let votes = &mut self.votes[n - keys.end..n - keys.start];
-                votes.iter_mut().zip(weights.iter().rev()).for_each(|(m, &w)| *m = half * *m + w);
+            if self.plan.params.diagonals > 0 {
+                voters(weights, T::ONE, keys.start, &far, |j, weight| {
+                    votes.push(Vote { key: j, weight, known: self.mass[j].to_f64() });
+                });
             }
+            self.mass[keys].iter_mut().zip(weights).for_each(|(m, &w)| *m = half * *m + w);
         }
-        self.choose(n, edge);
+        self.choose(n, edge, &votes);
         (n * heads) as u64
     }
 
-    /// The heaviest keys between sinks and `edge`, and the runs at the heaviest distances.
-    fn choose(&mut self, n: usize, edge: usize) {
+    /// The heaviest keys between sinks and `edge`, and the runs at the distances with most votes.
+    fn choose(&mut self, n: usize, edge: usize, votes: &[Vote]) {
         let Params { keys, mass: wanted, diagonals, refresh, sinks, .. } = self.plan.params;
         let far = sinks.min(edge)..edge;
         let mass = &self.mass[far.clone()];
@@ -147,18 +161,35 @@ impl<T: Real> ColumnStream<T> {
         }
         self.chosen.clear();
         self.chosen.extend(found.iter().map(|&i| (far.start + i) as u32));
-        // Distances whose run of keys up to the next refresh ends before the window.
         let run = refresh.min(n);
-        let least = (n - 1 + run).saturating_sub(edge).min(self.votes.len());
-        let mut best = Vec::new();
-        let votes = &self.votes[least..];
-        select_top(votes, diagonals, &mut best);
-        for o in best.into_iter().filter(|&o| votes[o] > T::ZERO) {
-            let start = n - 1 - (least + o);
+        for distance in self.count(n, votes).into_iter().take(diagonals) {
+            let start = n - 1 - distance;
             self.chosen.extend((start.max(far.start)..(start + run).min(edge)).map(|j| j as u32));
         }
         self.chosen.sort_unstable();
         self.chosen.dedup();
+    }
+
+    /// Distances by their votes: as much weight as tokens before also held at this distance, or as the key did not have
+    /// before. A key that every token looks at has neither.
+    fn count(&mut self, n: usize, votes: &[Vote]) -> Vec<usize> {
+        let earlier = |distance| match self.votes.binary_search_by_key(&distance, |v| v.0) {
+            Ok(i) => self.votes[i].1,
+            Err(_) => 0.0,
+        };
+        let counted = votes.iter().map(|vote| {
+            let distance = n - 1 - vote.key;
+            (distance, earlier(distance).min(vote.weight).max(vote.weight - vote.known))
+        });
+        let mut counted: Vec<(usize, f64)> = counted.filter(|(_, votes)| *votes > 0.0).collect();
+        counted.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+        let mut all: Vec<(usize, f64)> = self.votes.iter().map(|(o, weight)| (*o, 0.5 * weight)).collect();
+        all.extend(votes.iter().map(|vote| (n - 1 - vote.key, vote.weight)));
+        all.sort_by_key(|(distance, _)| *distance);
+        let sums = all.chunk_by(|a, b| a.0 == b.0);
+        let sums = sums.map(|votes| (votes[0].0, votes.iter().map(|(_, weight)| weight).sum()));
+        self.votes = sums.filter(|(_, weight)| *weight >= FORGOTTEN).collect();
+        counted.into_iter().map(|(distance, _)| distance).collect()
     }
 
     /// Gathers sinks, chosen keys and means anew.
@@ -265,7 +296,7 @@ impl<T: Real> GroupStream<T> for ColumnStream<T> {
 
     fn state_bytes(&self) -> usize {
         let far = self.far.k.len() + self.far.v.len() + self.far.bias.len();
-        let own = self.k.len() + self.v.len() + self.mass.len() + self.votes.len() + far;
-        own * size_of::<T>() + self.means.bytes() + 4 * self.chosen.len()
+        let own = self.k.len() + self.v.len() + self.mass.len() + far;
+        own * size_of::<T>() + self.means.bytes() + 4 * self.chosen.len() + size_of_val(&self.votes[..])
     }
 }

@@ -3,14 +3,18 @@
 //! **Idea.** Sinks and a window are exact. Most of the far mass of neighbouring rows lies on the same few keys, and which
 //! they are shows in the exact scores of a few rows. Rows go in blocks; scout rows that are not later than the block's
 //! first row choose its keys, once for all query heads of a group. Heads that copy look at another key in every row,
-//! always at the same distance: scouts also vote by distance and add runs of keys along diagonals. Each aligned run of the
-//! keys that are left is one pseudo key, so that no mass is lost.
+//! always at the same distance: a distance at which several scouts look adds the run of keys along its diagonal. Each aligned
+//! run of the keys that are left is one pseudo key, so that no mass is lost.
 //!
 //! **Math.** A block begins at row $i_0$ (as a position among the keys); $E = \max(i_0 - w, 0)$ is the edge of its near
 //! field and $F = [s, E)$ its far keys, behind $s$ sinks. For the scouts $R$ (the row $i_0$ and others spread over the block
 //! before), $m_j = \sum_{r \in R} \sum_h p^h_{rj}$ with $p^h_r$ the exact softmax of row $r$ over all keys it sees. $C$ holds
-//! the `keys` heaviest of $F$ (ties to the smaller index), or fewer that hold the share `mass` of $\sum_F m_j$, and for each
-//! of the `diagonals` heaviest distances $o$ by $\sum_{r} \sum_h p^h_{r, r - o}$ the keys $i_0 - o, \dots, i_0 - o + B - 1$.
+//! the `keys` heaviest of $F$ (ties to the smaller index), or fewer that hold the share `mass` of $\sum_F m_j$, and diagonals.
+//! At a distance $o$ scout $r$ votes with $a_r(o) = \sum_h p^h_{r, r - o}$, summed over heads with $r - o$ far from $r$'s block and
+//! $p^h_{r, r - o} \ge 1/128$; over the scouts of the block and of the 7 before, the distance counts $\sum_r a_r(o) - \max_r a_r(o)$,
+//! so that a key which every scout looks at, and which lies at another distance from each, counts nothing (with `scouts` = 1,
+//! $\sum_r a_r$). The `diagonals` distances that count most, and those within 2 of them, add the keys
+//! $i_0 - o, \dots, i_0 - o + B - 1$ that are far.
 //! For each aligned run $A$ of `far_block` keys let $U = A \cap F \setminus C$, $\bar k, \bar v$ its means: row $i$ is the
 //! softmax over the logits $\tau \langle q_i, k_j \rangle$ of sinks, $C$ and $[E, i]$ with values $v_j$, and
 //! $\tau \langle q_i, \bar k \rangle + \ln |U|$ with values $\bar v$. With `chooser = mean_query`,
@@ -19,7 +23,8 @@
 //!
 //! **Decoding.** Every `refresh` tokens the exact weights of the token over all keys are added to half the masses so far,
 //! and keys are chosen from these; the window begins at an aligned run, so that all runs in the far field are whole. A
-//! token reads sinks, chosen keys, window and the means of runs; each `refresh`-th also reads every key once.
+//! token reads sinks, chosen keys, window and the means of runs; each `refresh`-th also reads every key once. A distance counts
+//! as much weight as tokens before also held at it, or as the key at it is new; its run lasts until the next refresh.
 //!
 //! **Reference.** zhu2024 (SampleAttention: columns by sampled rows), jiang2024 (MInference: vertical and slash lines),
 //! zhang2023 (H2O: masses of keys). Departures: scouts are strictly causal; the choice is shared by a group; runs of
@@ -31,7 +36,7 @@
 //!
 //! **Guarantees.** Exact when `keys` covers the far field. Weights are non-negative and sum to one. A row depends on
 //! queries up to the first row of its block and on keys up to itself, on nothing later. `error_estimate` and `error_upper`
-//! of a run are the relative error on `certify` rows of each head and its upper 95 % bound (normal approximation).
+//! of a run are the relative error on `check_rows` rows of each head and its upper 95 % bound (normal approximation).
 //!
 //! **When to use.** Long prompts and long contexts of trained causal models, from a few thousand tokens on.
 
@@ -49,7 +54,8 @@ use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Tunable, Withdrawn,
 };
 use crate::{Mask, Problem, Real, Result};
-use choose::Choice;
+use choose::{Choice, Scouted};
+use rayon::prelude::*;
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -108,7 +114,7 @@ pub static METHOD: Method = Method {
             ("recent", "5"),
             ("scouts", "1"),
         ],
-        &[("block", "16"), ("window", "8"), ("keys", "0"), ("diagonals", "0"), ("certify", "0")],
+        &[("block", "16"), ("window", "8"), ("keys", "0"), ("diagonals", "0"), ("check_rows", "0")],
     ],
     tunable: &[
         Tunable::budget("keys"),
@@ -155,8 +161,8 @@ crate::params! {
         keys: usize = 192, in 0..=1 << 30;
         /// Share of the far mass after which no more keys are chosen; 1 takes all `keys`.
         mass: f64 = 1.0, in 0.0..=1.0;
-        /// Distances whose runs of keys are added to the choice; only scouts can vote for them.
-        diagonals: usize = 1, in 0..=1 << 20;
+        /// Most distances whose runs of keys are added to the choice; only scouts can vote for them.
+        diagonals: usize = 2, in 0..=1 << 20;
         /// Who chooses the far keys.
         chooser: Chooser = Chooser::Scouts;
         /// Scout rows of a block.
@@ -178,7 +184,7 @@ crate::params! {
         /// Decoded tokens between two whose exact weights renew the choice.
         refresh: usize = 16, in 1..=1 << 30;
         /// Rows of each head on which the error of a run is measured; 0 for none.
-        certify: usize = 32, in 0..=1 << 20;
+        check_rows: usize = 32, in 0..=1 << 20;
         /// Precision of the operands: full, or bf16 with sums in single precision; scores and decoding are in full
         /// precision.
         precision: Operands = Operands::Full;
@@ -228,7 +234,7 @@ impl SampledColumns {
 
 impl GroupPlan for SampledColumns {
     fn cost(&self, p: &Problem) -> Cost {
-        let Params { scouts, block, certify, .. } = self.params;
+        let Params { scouts, block, check_rows, .. } = self.params;
         let rows = (p.batch * p.n_heads * p.n_q) as f64;
         let pairs = p.visible_pairs() as f64;
         let gathered = (self.gathered(p) as f64 * rows).min(pairs);
@@ -236,11 +242,11 @@ impl GroupPlan for SampledColumns {
             Chooser::Scouts => pairs * (scouts as f64 / block as f64).min(1.0),
             Chooser::MeanQuery => pairs / (block * p.group_size()) as f64,
         };
-        let certified = pairs * (certify as f64 / p.n_q.max(1) as f64).min(1.0);
+        let checked = pairs * (check_rows as f64 / p.n_q.max(1) as f64).min(1.0);
         let width = (p.d + p.d_v) as f64;
         Cost {
             setup_flops: 2 * (scored * p.d as f64) as u64,
-            run_flops: 2 * ((gathered + certified).max(1.0) * width) as u64,
+            run_flops: 2 * ((gathered + checked).max(1.0) * width) as u64,
             bytes: (4.0 * (2.0 * rows + gathered / block as f64) * width) as u64,
         }
     }
@@ -266,9 +272,15 @@ impl GroupPlan for SampledColumns {
         let turned = (self.params.chooser == Chooser::Scouts).then(|| TurnedKeys::new(g.k, g.cx));
         let scored = Scored { q: g.q, k: g.k, turned: turned.as_ref(), scale: g.scale, cx: g.cx };
         let choice = Choice { params: &self.params, mask: g.mask, scored };
-        let mut info =
-            attend_chosen_blocks(&mut g, self.field(), means, precision, |place| choice.choose(place))?;
-        add_sampled_error(&g, self.params.certify, &mut info);
+        let (field, mask, n_q, n_k) = (self.field(), g.mask, g.n_q(), g.n_k());
+        let blocks = (0..n_q.div_ceil(field.block)).into_par_iter().with_max_len(1);
+        let scouted: Vec<Scouted> =
+            blocks.map(|b| choice.scout(&field.place(mask, b * field.block, n_q, n_k))).collect();
+        let mut info = attend_chosen_blocks(&mut g, field, means, precision, |place| {
+            let b = place.first / field.block;
+            (choice.choose(place, &scouted[..=b]), scouted[b].visited)
+        })?;
+        add_sampled_error(&g, self.params.check_rows, &mut info);
         Ok(info)
     }
 

@@ -112,6 +112,33 @@ fn a_repeated_passage_is_found_along_its_diagonal() {
 }
 
 #[test]
+fn a_key_that_every_row_looks_at_does_not_hide_a_diagonal() {
+    // Two heads whose rows give most of their weight to one key, and the rest to the key 100 before them.
+    let (n, d) = (320, 64);
+    let mut case =
+        Case::gaussian(Problem { scale: 1.0, ..Problem::new(2, n, d).with_kv_heads(1).causal() }, 9);
+    case.k.chunks_exact_mut(d).for_each(|k| k[0] = 0.0);
+    for k in case.k.chunks_exact_mut(d) {
+        let norm = k.iter().map(|x| x * x).sum::<f64>().sqrt();
+        k.iter_mut().for_each(|x| *x *= 7.0 / norm);
+    }
+    case.k[20 * d..21 * d].fill(0.0);
+    case.k[20 * d] = 8.0;
+    for (i, q) in case.q.chunks_exact_mut(d).enumerate().map(|(row, q)| (row % n, q)) {
+        if i >= 100 {
+            q.copy_from_slice(&case.k[(i - 100) * d..(i - 99) * d]);
+        }
+        q[0] = 51.0 / 8.0;
+    }
+    let options = Options::new().with("block", 16).with("window", 16).with("keys", 1).with("sinks", 0);
+    let (want, _) = reference(&case);
+    let error = |o: &[f64]| metrics::relative_frobenius(&o[160 * d..n * d], &want[160 * d..n * d]);
+    let with = error(&run_method(&METHOD, &options.clone().with("diagonals", 1), &case).0);
+    let without = error(&run_method(&METHOD, &options.with("diagonals", 0), &case).0);
+    assert!(with < 1e-3 && without > 0.1, "error {with} with a diagonal, {without} without");
+}
+
+#[test]
 fn the_estimate_of_the_error_is_close_to_it_and_the_bound_above() {
     let mut below = 0;
     for seed in 0..10 {
