@@ -201,7 +201,7 @@ fn mistakes_are_named_with_a_way_out() {
     refused(&["perplexity", &text, "--text", &text], "alice29.txt");
     refused(&["perplexity", &model, "--text", "nowhere.txt"], "nowhere.txt");
     refused(&["perplexity", &model, "--text", &empty], "at least one token");
-    refused(&["perplexity", &model, "--text", &text, "--context", "9000"], "at most 8192");
+    refused(&["perplexity", &model, "--text", &text, "--context", "600000"], "at most 524288");
     refused(&["perplexity", &model, "--text", &text, "--method", "nonsense"], "nonsense");
     refused(&["perplexity", &model, "--text", &text, "--method", "top_k", "--set", "nonsense=1"], "keys");
     let bidirectional = attlas::registry::METHODS.iter().find(|m| !m.claims.causal).unwrap();

@@ -231,9 +231,16 @@ fn killed(processes: usize, rank: usize, args: &[&str], state: &str, lines: usiz
     assert!(!done.status.success() && done.stdout.is_empty());
     assert!(begun.elapsed() < Duration::from_secs(60), "the others went on");
     assert!(said(&done).contains(&format!("rank {rank}")), "{}", said(&done));
+    // The launcher does not wait for the others to be gone.
     for id in ids.values() {
-        let status = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
-        assert!(status.is_empty() || status.contains(" Z "), "process {id} goes on: {status}");
+        let alive = || {
+            let status = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
+            !status.is_empty() && !status.contains(") Z ") && !status.contains(") X ")
+        };
+        while alive() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "process {id} goes on");
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
     std::fs::read_to_string(state).unwrap()
 }

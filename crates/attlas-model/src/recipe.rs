@@ -663,9 +663,9 @@ mod tests {
         assert_eq!([decodes(0), decodes(1), decodes(2)], ["quest", "sampled_columns", "sink_window"]);
         assert_eq!(layers[1][0].attending(false).method.id, "sink_window");
         assert!(!recipe.is_exact() && Recipe::default().is_exact());
-        let wrong = text.replace("sampled_columns", "prescored_hyper").replace("{ keys = 32 }", "{}");
+        let wrong = text.replace("sampled_columns", "smyrf").replace("{ keys = 32 }", "{}");
         let found = Recipe::from_toml(&wrong).and_then(|r| r.resolve(&config()));
-        let stream = registry::method("prescored_hyper").unwrap().claims.decode;
+        let stream = registry::method("smyrf").unwrap().claims.decode;
         assert_eq!(found.is_err(), !stream, "{found:?}");
     }
 
