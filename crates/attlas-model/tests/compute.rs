@@ -49,10 +49,11 @@ fn narrow_products_move_logits_by_their_rounding() {
         let whole = logits(&mut narrow, tokens, 60);
         let cost = relative(&whole, &exact);
         assert!(cost > 0.0 && cost < most, "{compute}: {cost}");
-        // Tokens read one by one meet other kernels, which round alike: what differs is the order of sums.
+        // Tokens read one by one meet other kernels; both are roundings of the same products.
         let single = logits(&mut decoder(&model, compute), tokens, 1);
-        let order = relative(&single, &whole);
-        assert!(order < cost / 2.0, "{compute}: {order} beside {cost}");
+        assert!(relative(&single, &exact) < most);
+        let apart = relative(&single, &whole);
+        assert!(apart < 1.5 * cost, "{compute}: {apart} beside {cost}");
     }
 }
 

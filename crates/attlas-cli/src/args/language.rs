@@ -208,7 +208,7 @@ pub(crate) struct GenerateArgs {
     pub(crate) cache: CacheChoice,
     /// What linear layers round their operands to before they multiply: f32 (nothing), bf16, or int8, whole numbers of
     /// eight bits, 32 with one scale, as llama.cpp does. Weights stored as f32, f16 or bf16 have no int8 form and stay f32.
-    #[arg(long, default_value_t = Compute::Int8, value_name = "TYPE")]
+    #[arg(long, default_value_t = Compute::F32, value_name = "TYPE")]
     pub(crate) compute: Compute,
 }
 

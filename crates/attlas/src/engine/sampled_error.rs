@@ -6,25 +6,8 @@ use attlas_num::MatRef;
 use attlas_num::kernels::{Attend, Band, Precision};
 use rayon::prelude::*;
 
-/// Factor of the standard error in the one-sided bound of 95 %.
-const NORMAL_95: f64 = 1.645;
-
-/// How far the mean of `x`, whose sample mean is 0, may lie above it with a confidence of 95 %: the normal approximation,
-/// corrected for skewness (Johnson 1978), since a few rows hold most of an error.
-fn above_mean(x: &[f64]) -> f64 {
-    let m = x.len() as f64;
-    let variance = x.iter().map(|x| x * x).sum::<f64>() / (m - 1.0);
-    if x.len() < 2 || variance == 0.0 {
-        return if x.len() < 2 { f64::INFINITY } else { 0.0 };
-    }
-    let third = x.iter().map(|x| x.powi(3)).sum::<f64>() / m;
-    let skew = third.max(0.0) / (variance * m) * (1.0 / 6.0 + NORMAL_95 * NORMAL_95 / 3.0);
-    NORMAL_95 * (variance / m).sqrt() + skew
-}
-
-/// Adds the figures `error_estimate` and `error_upper` to `info`: the relative Frobenius error of the outputs in `g.out` on
-/// `tokens` rows of every head, one in each of as many equal stretches of the sequence, and its upper 95 % bound by the
-/// skewness-corrected normal approximation of a ratio of means.
+/// Adds the figure `error_estimate` to `info`: the relative Frobenius error of the outputs in `g.out` on `tokens` rows of
+/// every head, one in each of as many equal stretches of the sequence.
 pub fn add_sampled_error<T: Real>(g: &Group<'_, T>, tokens: usize, info: &mut RunInfo) {
     let (n_q, d, d_v, heads) = (g.n_q(), g.k.cols(), g.d_v(), g.q.heads());
     let tokens = tokens.min(n_q);
@@ -67,10 +50,6 @@ pub fn add_sampled_error<T: Real>(g: &Group<'_, T>, tokens: usize, info: &mut Ru
     let squares: Vec<(f64, f64)> = (0..tokens).into_par_iter().map(squares).collect();
     let (gap, size) = squares.iter().fold((0.0, 0.0), |a, b| (a.0 + b.0, a.1 + b.1));
     if size > 0.0 {
-        let ratio = gap / size;
-        let m = tokens as f64;
-        let residuals: Vec<f64> = squares.iter().map(|(e, s)| (e - ratio * s) * m / size).collect();
-        info.figures.insert("error_estimate", ratio.sqrt());
-        info.figures.insert("error_upper", (ratio + above_mean(&residuals)).sqrt());
+        info.figures.insert("error_estimate", (gap / size).sqrt());
     }
 }

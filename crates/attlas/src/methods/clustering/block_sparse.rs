@@ -23,7 +23,7 @@
 //! $2 (d + d_v)$ for each taken key and each mean.
 //!
 //! **Guarantees.** Exact at `threshold` = 1. Weights are non-negative and sum to one. A row depends on queries up to the
-//! first row of its block and on keys up to itself, on nothing later. `error_estimate` and `error_upper` as in
+//! first row of its block and on keys up to itself, on nothing later. `error_estimate` as in
 //! `sampled_columns`.
 //!
 //! **When to use.** As the yardstick of `sampled_columns`: whole blocks are simpler to read and need two to three times as

@@ -356,7 +356,7 @@ unsafe fn half_of_pair(p: *const u8, g: usize) -> __m256i {
     // SAFETY: the callers run with AVX2 and can read the bytes of all groups.
     unsafe {
         let both = _mm256_loadu_si256(p.add(32 * (g / 2)).cast());
-        let low = if g % 2 == 0 { both } else { _mm256_srli_epi16::<4>(both) };
+        let low = if g.is_multiple_of(2) { both } else { _mm256_srli_epi16::<4>(both) };
         _mm256_and_si256(low, _mm256_set1_epi8(15))
     }
 }

@@ -35,8 +35,8 @@
 //! $n/\mathrm{refresh}$ keys. Scratch: scouts times keys scores per thread.
 //!
 //! **Guarantees.** Exact when `keys` covers the far field. Weights are non-negative and sum to one. A row depends on
-//! queries up to the first row of its block and on keys up to itself, on nothing later. `error_estimate` and `error_upper`
-//! of a run are the relative error on `check_rows` rows of each head and its upper 95 % bound (normal approximation).
+//! queries up to the first row of its block and on keys up to itself, on nothing later. `error_estimate` of
+//! a run is the relative error on `check_rows` rows of each head.
 //!
 //! **When to use.** Long prompts and long contexts of trained causal models, from a few thousand tokens on.
 

@@ -139,19 +139,16 @@ fn a_key_that_every_row_looks_at_does_not_hide_a_diagonal() {
 }
 
 #[test]
-fn the_estimate_of_the_error_is_close_to_it_and_the_bound_above() {
-    let mut below = 0;
+fn the_estimate_of_the_error_is_close_to_it() {
     for seed in 0..10 {
         let case = clustered(seed).with_problem(Problem::new(1, 2048, 64).causal());
         let options = Options::new().with("keys", 48);
         let plan = METHOD.plan(&case.problem, &options).unwrap();
         let ran = run_with(&*plan, &case, How::default()).unwrap();
         let error = metrics::relative_frobenius(&ran.o, &reference_of(&case));
-        let (estimate, upper) = (ran.info.figures["error_estimate"], ran.info.figures["error_upper"]);
+        let estimate = ran.info.figures["error_estimate"];
         assert!((estimate / error - 1.0).abs() < 0.6, "{estimate} for {error}");
-        below += usize::from(error <= upper);
     }
-    assert!(below >= 8, "{below} of 10 errors are below the 95 % bound");
 }
 
 fn reference_of(case: &Case) -> Vec<f64> {
