@@ -273,7 +273,7 @@ mod tests {
         assert!(repeat(&source[..100], 4096, None).is_err() && repeat(&source, 4, None).is_err());
         let at_once = repeat(&source, 2048, Some(1024)).unwrap();
         assert_eq!(at_once.tokens, [&source[..1024], &source[..1024]].concat());
-        assert_eq!(at_once.targets, [1025..2048]);
+        assert!(at_once.targets.len() == 1 && at_once.targets[0] == (1025..2048));
         let error = repeat(&source, 2047, Some(1024)).unwrap_err().to_string();
         assert!(error.contains("--context of at least 2048"), "{error}");
     }
