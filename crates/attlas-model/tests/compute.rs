@@ -49,11 +49,16 @@ fn narrow_products_move_logits_by_their_rounding() {
         let whole = logits(&mut narrow, tokens, 60);
         let cost = relative(&whole, &exact);
         assert!(cost > 0.0 && cost < most, "{compute}: {cost}");
-        // Tokens read one by one meet other kernels; both are roundings of the same products.
-        let single = logits(&mut decoder(&model, compute), tokens, 1);
-        assert!(relative(&single, &exact) < most);
-        let apart = relative(&single, &whole);
-        assert!(apart < 1.5 * cost, "{compute}: {apart} beside {cost}");
+        // One token, a few and many go through three kernels that add in other orders. Where a sum lies near the middle of two
+        // whole numbers it is rounded to the other one, and thirty layers make that as large as the rounding itself: the three
+        // are no closer to each other than to exact products, and equally far from these.
+        for chunk in [1, 7] {
+            let other = logits(&mut decoder(&model, compute), tokens, chunk);
+            let far = relative(&other, &exact);
+            assert!(far > 0.7 * cost && far < 1.4 * cost, "{compute} by {chunk}: {far} beside {cost}");
+            let apart = relative(&other, &whole);
+            assert!(apart < 1.5 * cost, "{compute} by {chunk}: {apart} beside {cost}");
+        }
     }
 }
 
