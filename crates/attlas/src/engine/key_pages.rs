@@ -1,12 +1,12 @@
 //! Pages of cached keys: each token scores them by a bound or a mean, attends to the keys of the best ones exactly, and to
 //! every run of the others at its mean.
 
-use crate::engine::select_top;
+use crate::engine::{CachedRows, select_top};
 use crate::group::GroupStream;
 use crate::method::RunInfo;
 use crate::workspace::Context;
 use crate::{MatRef, Real, Result};
-use attlas_num::kernels::{Attend, AttendChosen, Band, Precision, matvec, max, merge_lse, pages};
+use attlas_num::kernels::{Attend, AttendChosen, Band, Precision, matvec, max, merge_lse};
 use rayon::prelude::*;
 
 /// How a page is scored.
@@ -290,27 +290,21 @@ fn push_mean_of<T: Real>(to: &mut Vec<T>, x: MatRef<'_, T>, rows: &[usize], shar
 /// A growing cache with its pages.
 #[derive(Debug)]
 pub(super) struct PagedStream<T> {
-    k: Vec<T>,
-    v: Vec<T>,
+    cached: CachedRows<T>,
     known: KeyPages<T>,
 }
 
 impl<T: Real> KeyPages<T> {
     /// A stream that starts empty.
     pub fn stream(rule: PageRule, d: usize, d_v: usize) -> Box<dyn GroupStream<T>> {
-        Box::new(PagedStream { k: Vec::new(), v: Vec::new(), known: KeyPages::new(rule, d, d_v) })
+        Box::new(PagedStream { cached: CachedRows::new(d, d_v), known: KeyPages::new(rule, d, d_v) })
     }
 }
 
 impl<T: Real> GroupStream<T> for PagedStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
-        let (d, d_v) = (self.known.d, self.known.d_v);
-        pages::reserve(&mut self.k, k.rows() * d);
-        pages::reserve(&mut self.v, v.rows() * d_v);
-        k.iter_rows().for_each(|row| self.k.extend_from_slice(row));
-        v.iter_rows().for_each(|row| self.v.extend_from_slice(row));
-        let n = self.k.len() / d;
-        self.known.extend(MatRef::new(&self.k, n, d), MatRef::new(&self.v, n, d_v));
+        self.cached.append(k, v);
+        self.known.extend(self.cached.keys(), self.cached.values());
         Ok(())
     }
 
@@ -322,12 +316,11 @@ impl<T: Real> GroupStream<T> for PagedStream<T> {
         lse: &mut [T],
         cx: Context<'_>,
     ) -> Result<RunInfo> {
-        let n = self.k.len() / self.known.d;
-        let (k, v) = (MatRef::new(&self.k, n, self.known.d), MatRef::new(&self.v, n, self.known.d_v));
+        let (k, v, n) = (self.cached.keys(), self.cached.values(), self.cached.len());
         Ok(RunInfo::visited(self.known.attend(q, k, v, n, scale, true, cx, out, lse)))
     }
 
     fn state_bytes(&self) -> usize {
-        (self.k.len() + self.v.len()) * size_of::<T>() + self.known.bytes()
+        self.cached.bytes() + self.known.bytes()
     }
 }
