@@ -200,21 +200,6 @@ impl<'a> SelfCheck<'a> {
     }
 }
 
-/// Compares two models once; [`SelfCheck`] compares several with one reference.
-pub fn quality(
-    before: &Arc<Model>,
-    after: &Arc<Model>,
-    tokens: &[u32],
-    window: usize,
-    threads: &Workspace,
-    progress: &mut dyn FnMut(usize, usize),
-) -> Result<Quality> {
-    let go_on = AtomicBool::new(false);
-    let mut first = |done: usize, all: usize| progress(done, 2 * all);
-    let mut check = SelfCheck::new(before, tokens, window, threads, &mut first, &go_on)?;
-    check.against(after, threads, &mut |done, all| progress(all + done, 2 * all), &go_on)
-}
-
 fn scores<'l>(logits: &'l [f32], targets: &'l [u32]) -> impl Iterator<Item = f64> + 'l {
     let vocab = logits.len() / targets.len().max(1);
     logits.chunks(vocab.max(1)).zip(targets).map(|(logits, &t)| nll(logits, t))
@@ -300,6 +285,21 @@ mod tests {
         let model = Arc::new(Model::open(&path).unwrap());
         std::fs::remove_dir_all(&path).unwrap();
         model
+    }
+
+    /// Compares two models once.
+    fn quality(
+        before: &Arc<Model>,
+        after: &Arc<Model>,
+        tokens: &[u32],
+        window: usize,
+        threads: &Workspace,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Quality> {
+        let go_on = AtomicBool::new(false);
+        let mut first = |done: usize, all: usize| progress(done, 2 * all);
+        let mut check = SelfCheck::new(before, tokens, window, threads, &mut first, &go_on)?;
+        check.against(after, threads, &mut |done, all| progress(all + done, 2 * all), &go_on)
     }
 
     #[test]

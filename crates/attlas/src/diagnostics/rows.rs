@@ -1,6 +1,6 @@
 //! Figures of the rows of the weights, from blocks of rows that are dropped at once.
 
-use super::{Head, HeadReport, Settings, norm};
+use super::{Head, Settings, norm};
 use crate::workspace::Context;
 use crate::{Mask, Workspace};
 use attlas_num::Mat;
@@ -118,12 +118,6 @@ pub struct HeatMap {
     pub cols: usize,
     /// Entries, row after row.
     pub data: Vec<f64>,
-}
-
-/// Share of the heads that have a sink at key `key`.
-pub fn sink_share(heads: &[HeadReport], key: usize) -> f64 {
-    let with = heads.iter().filter(|h| h.weights.sinks.iter().any(|s| s.key == key)).count();
-    with as f64 / heads.len().max(1) as f64
 }
 
 /// Sparsity, mass, entropy and sinks of the weights. Holds $O(n)$ numbers, beside blocks of a few rows.

@@ -309,7 +309,7 @@ mod tests {
     use crate::group::GroupIndex;
     use crate::testkit::{Case, How, assert_rows_close, check_method, run_method, run_with};
     use crate::{MatRef, Options, Problem, Workspace};
-    use attlas_num::sketch::variance::tensor_sketch_variance;
+    use attlas_num::sketch::variance::SketchedPair;
 
     #[test]
     fn honours_the_contract() {
@@ -337,7 +337,8 @@ mod tests {
         for (degree, r, variance) in
             [(1, 8, 6.125), (2, 8, 523.125), (2, 7, 584.265_306_1), (3, 16, 17138.40625)]
         {
-            assert!((tensor_sketch_variance(&x, &y, 0.0, degree as u32, r) / variance - 1.0).abs() < 1e-9);
+            let stated = SketchedPair::of(&x, &y, 0.0).variance(degree as u32, r);
+            assert!((stated / variance - 1.0).abs() < 1e-9);
             let nonneg = super::Nonneg::None;
             let params = Params { degree, features: Some(r), nonneg, ..Params::default() };
             let n = 6000;
