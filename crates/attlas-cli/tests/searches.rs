@@ -9,7 +9,7 @@ use mpi::stderr;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use support::{Folder, json};
 
@@ -245,7 +245,11 @@ fn a_killed_process_ends_the_windows_and_any_number_goes_on() {
     assert!(done.status.success(), "{}", stderr(&done));
     let known: usize = stderr(&done).split_whitespace().next().unwrap().parse().unwrap();
     // The last line may have been cut off.
-    assert!((20 - 2..=kept).contains(&known) && stderr(&done).contains("units known from"), "{}", stderr(&done));
+    assert!(
+        (20 - 2..=kept).contains(&known) && stderr(&done).contains("units known from"),
+        "{}",
+        stderr(&done)
+    );
     let found: Value = serde_json::from_slice(&done.stdout).unwrap();
     assert_eq!(timeless(found), timeless(json(&base)));
     let names: Vec<_> = std::fs::read_dir(&folder.0).unwrap().map(|e| e.unwrap().file_name()).collect();

@@ -307,9 +307,10 @@ mod tests {
         let (before, after) = (model("before", 1.0), model("after", 1.2));
         let threads = Workspace::new(Schedule { threads: 1, ..Schedule::default() }).unwrap();
         let tokens: Vec<u32> = (0..70).map(|i| i * i % 11).collect();
-        let mut told = Vec::new();
-        let same = quality(&before, &before, &tokens, 32, &threads, &mut |a, b| told.push((a, b))).unwrap();
-        assert_eq!(told, [(32, 128), (64, 128), (96, 128), (128, 128)]);
+        let mut reported = Vec::new();
+        let same =
+            quality(&before, &before, &tokens, 32, &threads, &mut |a, b| reported.push((a, b))).unwrap();
+        assert_eq!(reported, [(32, 128), (64, 128), (96, 128), (128, 128)]);
         assert_eq!((same.scored, same.window, same.max_logit_diff), (62, 32, 0.0));
         assert_eq!((same.kl_mean, same.nll_increase, same.same_top), (0.0, 0.0, 1.0));
         assert_eq!(same.ppl_before, same.ppl_after);

@@ -127,9 +127,9 @@ impl Recipe {
         layer: usize,
         heads: usize,
         kv_heads: usize,
-    ) -> Result<Vec<recipe::Part>, attlas_model::Error> {
+    ) -> Result<Vec<recipe::HeadRun>, attlas_model::Error> {
         let parts = self.inner.parts(layer, heads, kv_heads)?;
-        let learnt = |p: &recipe::Part| {
+        let learnt = |p: &recipe::HeadRun| {
             [p.attending(false), p.attending(true)].into_iter().find(|told| told.calibration.is_some())
         };
         match parts.iter().find_map(learnt) {
@@ -190,7 +190,7 @@ impl Recipe {
     /// Heads of one layer that are planned together.
     fn parts(&self, py: Python<'_>, layer: usize, heads: usize, kv_heads: usize) -> PyResult<Vec<Told>> {
         let parts = self.inner.parts(layer, heads, kv_heads).map_err(|e| errors::model(py, e))?;
-        let tell = |p: recipe::Part| {
+        let tell = |p: recipe::HeadRun| {
             (p.method.id, p.options.to_string(), p.heads.start, p.heads.end, p.groups.start, p.groups.end)
         };
         Ok(parts.into_iter().map(tell).collect())
@@ -262,7 +262,7 @@ struct Job<'a> {
     q: &'a View,
     k: &'a View,
     v: &'a View,
-    parts: &'a [recipe::Part],
+    parts: &'a [recipe::HeadRun],
     scale: Option<f64>,
 }
 
@@ -292,7 +292,7 @@ impl Job<'_> {
         };
         let square = run.rows.len() == run.keys.len();
         let groups = self.k.dims()[1];
-        let everything = [recipe::Part {
+        let everything = [recipe::HeadRun {
             method: registry::baseline(),
             options: Options::new(),
             calibration: None,
@@ -472,14 +472,14 @@ where
 /// The streams of one layer: one for each part whose method decodes, exact attention for the others.
 #[pyclass(frozen, module = "attlas._native")]
 pub(crate) struct Streams {
-    parts: Mutex<Vec<(recipe::Part, Option<Box<dyn attlas::Stream>>)>>,
+    parts: Mutex<Vec<(recipe::HeadRun, Option<Box<dyn attlas::Stream>>)>>,
     dtype: DType,
 }
 
 impl Streams {
     fn with<R>(
         &self,
-        work: impl FnOnce(&mut Vec<(recipe::Part, Option<Box<dyn attlas::Stream>>)>) -> R,
+        work: impl FnOnce(&mut Vec<(recipe::HeadRun, Option<Box<dyn attlas::Stream>>)>) -> R,
     ) -> PyResult<R> {
         match self.parts.try_lock() {
             Ok(mut parts) => Ok(work(&mut parts)),
@@ -515,7 +515,7 @@ impl Streams {
                     // What attends for new tokens, where the recipe names another method for them.
                     let told = part.attending(true);
                     let part =
-                        recipe::Part { method: told.method, options: told.options, decode: None, ..part };
+                        recipe::HeadRun { method: told.method, options: told.options, decode: None, ..part };
                     let (h, g) = (part.heads.len(), part.groups.len());
                     let problem =
                         problem([batch, h, n, d], [batch, g, n, d], [batch, g, n, d_v], true, scale);

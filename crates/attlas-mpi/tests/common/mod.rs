@@ -8,7 +8,14 @@ use std::process::{Command, Output};
 /// The command that runs `program` under `mpirun`.
 pub fn launch(program: &str, processes: usize, args: &[&str]) -> Command {
     let mut command = Command::new("mpirun");
-    command.args(["--oversubscribe", "--allow-run-as-root", "--timeout", "300", "-n", &processes.to_string()]);
+    command.args([
+        "--oversubscribe",
+        "--allow-run-as-root",
+        "--timeout",
+        "300",
+        "-n",
+        &processes.to_string(),
+    ]);
     // More processes than processors give way to each other instead of spinning.
     command.arg(program).args(args).env("OMPI_MCA_mpi_yield_when_idle", "1");
     command

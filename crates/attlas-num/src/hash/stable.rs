@@ -35,11 +35,11 @@ pub struct PStable<T> {
     dim: usize,
     width: f64,
     functions: usize,
-    rounds: Vec<Round<T>>,
+    rounds: Vec<RoundFunctions<T>>,
 }
 
 #[derive(Clone, Debug)]
-struct Round<T> {
+struct RoundFunctions<T> {
     directions: Mat<T>,
     offsets: Vec<f64>,
 }
@@ -51,7 +51,7 @@ impl<T: Real> PStable<T> {
         let draw = |r: usize| {
             let key = key.with(r as u64);
             let mut offset = key.named("offsets").rng();
-            Round {
+            RoundFunctions {
                 directions: directions(&mut key.rng(), functions, dim),
                 offsets: (0..functions).map(|_| offset.uniform() * width).collect(),
             }
@@ -66,7 +66,10 @@ impl<T: Real> PStable<T> {
 
     /// The same in another element type: what drawing in that type from the same stream gives.
     pub fn cast<U: Real>(&self) -> PStable<U> {
-        let cast = |r: &Round<T>| Round { directions: r.directions.cast(), offsets: r.offsets.clone() };
+        let cast = |r: &RoundFunctions<T>| RoundFunctions {
+            directions: r.directions.cast(),
+            offsets: r.offsets.clone(),
+        };
         PStable {
             dim: self.dim,
             width: self.width,
@@ -96,7 +99,7 @@ impl<T: Real> PStable<T> {
         round: usize,
         mut f: impl FnMut(usize, &mut dyn Iterator<Item = i64>),
     ) {
-        let Round { directions, offsets } = &self.rounds[round];
+        let RoundFunctions { directions, offsets } = &self.rounds[round];
         project_tiles(x, directions.as_ref(), |i, y| {
             let bucket = |(y, b): (&T, &f64)| ((y.to_f64() + b) / self.width).floor() as i64;
             f(i, &mut y.iter().zip(offsets).map(bucket));
@@ -231,7 +234,7 @@ mod tests {
         let buckets = bucket_numbers(&hash, x.as_ref(), 0);
         for i in 0..20 {
             for t in 0..3 {
-                let Round { directions, offsets } = &hash.rounds[0];
+                let RoundFunctions { directions, offsets } = &hash.rounds[0];
                 assert!((0.0..0.7).contains(&offsets[t]));
                 let y = crate::hash::dot(x.row(i), directions.row(t)).to_f64() + offsets[t];
                 let low = buckets[(i, t)] as f64 * 0.7;

@@ -169,8 +169,7 @@ mod tests {
             let g = gaussian(n, n, 3);
             let a = Mat::from_fn(n, n, |i, j| g[(i, j)] + g[(j, i)]);
             let bound = 20.0 * n as f64 * U;
-            let (first, second) =
-                (symmetric_eigen(a.as_ref()).unwrap(), run(a.as_ref(), &[jacobi]).unwrap());
+            let (first, second) = (symmetric_eigen(a.as_ref()).unwrap(), run(a.as_ref(), &[jacobi]).unwrap());
             for e in [&first, &second] {
                 assert!(distance(&rebuilt(e), &a) <= bound * a.frobenius());
                 assert!(departure_from_orthonormal(&e.vectors) <= bound);

@@ -46,9 +46,7 @@ pub use dense::{Op, dot, gemm, matmul, matmul_nt, matmul_tn};
 pub use eigen::{SymmetricEigen, symmetric_eigen};
 pub use lambert::lambert_w0_exp;
 pub use lu::{Lu, inverse, lu, solve};
-pub use norms::{
-    entropy_rank, eps_rank, norm_inf, norm_one, stable_rank, variance_rank,
-};
+pub use norms::{entropy_rank, eps_rank, norm_inf, norm_one, stable_rank, variance_rank};
 pub use pinv::{Iteration, PinvReport, PinvStart, iterative_pinv, pinv};
 pub use qr::{PivotedQr, ThinQr, pivoted_qr, thin_qr};
 pub use svd::{Svd, singular_values, singular_values_of_product, svd};

@@ -2,7 +2,7 @@
 
 use super::small::{Op, gemm};
 use super::{Error, Result};
-use crate::{Mat, MatRef, Real};
+use crate::{Mat, Real};
 use rayon::prelude::*;
 use std::borrow::Cow;
 

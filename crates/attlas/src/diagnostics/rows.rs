@@ -132,9 +132,9 @@ pub fn weight_profile(head: &Head, settings: &Settings, ws: &Workspace) -> Weigh
             .with_max_len(1)
             .map(|part| {
                 let rows = part * n_q / PARTS..(part + 1) * n_q / PARTS;
-                Part::new(head, rows, (map_rows, map_cols), leading, settings.sink, cx)
+                RowsProfile::new(head, rows, (map_rows, map_cols), leading, settings.sink, cx)
             })
-            .collect::<Vec<Part>>()
+            .collect::<Vec<RowsProfile>>()
     });
 
     let mut columns = vec![0.0; n_k];
@@ -226,7 +226,7 @@ struct RowFigures {
 }
 
 /// Figures of some consecutive rows.
-struct Part {
+struct RowsProfile {
     rows: Vec<RowFigures>,
     columns: Vec<f64>,
     /// Rows that give a key far more than a uniform row would.
@@ -237,7 +237,7 @@ struct Part {
     visible: u64,
 }
 
-impl Part {
+impl RowsProfile {
     fn new(
         head: &Head,
         rows: Range<usize>,
@@ -247,7 +247,7 @@ impl Part {
         cx: Context<'_>,
     ) -> Self {
         let (n_q, n_k) = (head.q.rows(), head.k.rows());
-        let mut part = Part {
+        let mut part = RowsProfile {
             rows: Vec::with_capacity(rows.len()),
             columns: vec![0.0; n_k],
             heavy: vec![0; n_k],

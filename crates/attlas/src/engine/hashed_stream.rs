@@ -213,7 +213,7 @@ mod tests {
                 stream.attend(MatRef::new(&q, 2, p.d), p.scale, &mut out, &mut lse, cx).unwrap();
             });
         }
-        assert_eq!(stream.len(), p.n_k);
+        assert_eq!(stream.cached.len(), p.n_k);
         (out, lse)
     }
 

@@ -224,7 +224,7 @@ impl<T: Real> KeyPages<T> {
         let known = MatRef::new(&self.scores, self.scores.len() / width, width);
         let mut logits = cx.scratch.take::<T>(count);
         let mut total = vec![T::ZERO; count];
-        let mut held = 0.0;
+        let mut covered = 0.0;
         for (q, &near) in q.iter_rows().zip(near) {
             let query: Vec<T> = match score {
                 PageScore::Mean => q.iter().map(|&x| x * scale).collect(),
@@ -252,7 +252,7 @@ impl<T: Real> KeyPages<T> {
             attlas_num::kernels::exp_in_place(&mut logits);
             let rest = (near - top).exp();
             let sum = rest + attlas_num::kernels::sum(&logits);
-            held += (rest / sum).to_f64();
+            covered += (rest / sum).to_f64();
             total.iter_mut().zip(logits.iter()).for_each(|(t, &x)| *t += x / sum);
         }
         let mut best = Vec::new();
@@ -261,8 +261,8 @@ impl<T: Real> KeyPages<T> {
             let wanted = share * q.rows() as f64;
             best.sort_by(|&a, &b| total[b].partial_cmp(&total[a]).unwrap_or(std::cmp::Ordering::Equal));
             let enough = best.iter().take_while(|&&p| {
-                let short = held.partial_cmp(&wanted).is_none_or(|order| order.is_lt());
-                held += total[p].to_f64();
+                let short = covered.partial_cmp(&wanted).is_none_or(|order| order.is_lt());
+                covered += total[p].to_f64();
                 short
             });
             let enough = enough.count();

@@ -125,11 +125,7 @@ impl GroupPlan for Exact {
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
-        Some(Box::new(ExactStream {
-            cached: CachedRows::new(p.d, p.d_v),
-            index,
-            plan: self.clone(),
-        }))
+        Some(Box::new(ExactStream { cached: CachedRows::new(p.d, p.d_v), index, plan: self.clone() }))
     }
 }
 

@@ -473,20 +473,22 @@ mod tests {
                 let plan = METHOD.plan(&p, &options).unwrap();
                 run_with(&*plan, &x, How { lse: false, ..How::default() }).unwrap()
             };
-            let (zero, mended) = (run("zero"), run("exact_row"));
+            let (zero, recomputed) = (run("zero"), run("exact_row"));
             let polynomial = crate::registry::method("polynomial").unwrap();
             let exact = run_method(polynomial, &Options::new().with("degree", 2usize), &x).0;
             let mut seen = 0;
-            for ((zero, mended), exact) in zero.o.chunks(3).zip(mended.o.chunks(3)).zip(exact.chunks(3)) {
+            for ((zero, recomputed), exact) in
+                zero.o.chunks(3).zip(recomputed.o.chunks(3)).zip(exact.chunks(3))
+            {
                 if zero == [0.0; 3] {
                     seen += 1;
-                    assert_rows_close(mended, exact, 1e-11, "a row computed again");
+                    assert_rows_close(recomputed, exact, 1e-11, "a row computed again");
                 } else {
-                    assert_eq!(zero, mended);
+                    assert_eq!(zero, recomputed);
                 }
             }
             assert!(seen > 0 && seen < 140, "{seen}");
-            assert_eq!((zero.info.fallback_rows, mended.info.fallback_rows), (seen, seen));
+            assert_eq!((zero.info.fallback_rows, recomputed.info.fallback_rows), (seen, seen));
         }
         let odd = Options::new().with("degree", 3usize).with("guard", "exact_row").with("nonneg", "none");
         assert!(METHOD.plan(&base, &odd).is_err());

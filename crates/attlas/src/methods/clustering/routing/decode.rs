@@ -14,7 +14,7 @@ use attlas_num::cluster::kmeans::assign_into;
 
 /// Decoding: one list of positions for every centroid, which only grows.
 #[derive(Debug)]
-pub(super) struct Lists<T> {
+pub(super) struct CentroidStream<T> {
     plan: Routing,
     sizes: Sizes,
     exact: bool,
@@ -28,7 +28,7 @@ pub(super) struct Lists<T> {
     index: GroupIndex,
 }
 
-impl<T: Real> Lists<T> {
+impl<T: Real> CentroidStream<T> {
     /// With no key yet.
     pub(super) fn new(plan: &Routing, p: &Problem, index: GroupIndex) -> Self {
         let sizes = plan.sizes(p.n_k, index.kv_head);
@@ -62,7 +62,7 @@ impl<T: Real> Lists<T> {
     }
 }
 
-impl<T: Real> GroupStream<T> for Lists<T> {
+impl<T: Real> GroupStream<T> for CentroidStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
         let first = self.cached.len();
         self.cached.append(k, v);

@@ -140,10 +140,10 @@ impl<T: Real> ColumnStream<T> {
         if wanted < 1.0 {
             let total = wanted * mass.iter().map(|m| m.to_f64()).sum::<f64>();
             found.sort_by(|&a, &b| mass[b].partial_cmp(&mass[a]).unwrap_or(std::cmp::Ordering::Equal));
-            let mut held = 0.0;
+            let mut covered = 0.0;
             let enough = found.iter().take_while(|&&i| {
-                let short = held < total;
-                held += mass[i].to_f64();
+                let short = covered < total;
+                covered += mass[i].to_f64();
                 short
             });
             let count = enough.count();
