@@ -3,8 +3,8 @@
 
     bench/peers/transformers.py [--only prompts|decoding|overhead] [--lengths 2048,8000] [--threads 2] [--runs 3] [--out FILE]
 
-Times whole prompts, the attention function alone inside them, decoding after a prompt, and the overhead of one call of
-`attlas.attention` on one token of 9 heads against 1024 keys. Runs of both alternate; medians are told.
+Times whole prompts, the attention function alone inside them, decoding after a prompt, and one call of `attlas.attention` on one
+token of 9 heads against 1024 keys and against one, beside the same problem without Python. Runs of both alternate; medians are told.
 """
 
 import argparse
@@ -77,43 +77,60 @@ def prompts(model, ids, lengths, runs):
 
 
 def decoding(model, ids, runs):
-    found = {name: [] for name in ("attlas", "sdpa")}
+    clocks = {name: timed_attention(name) for name in ("attlas", "sdpa")}
+    found = {name: [] for name in clocks}
     for _ in range(runs):
-        for name in found:
-            model.set_attn_implementation(name)
+        for name, (clocked, spent) in clocks.items():
+            model.set_attn_implementation(clocked)
             cache = transformers.DynamicCache()
             with torch.no_grad():
                 model(input_ids=torch.tensor([ids[:1024]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+                spent.clear()
                 begun = time.perf_counter()
                 for i in range(64):
                     model(input_ids=torch.tensor([[ids[1024 + i]]]), past_key_values=cache, use_cache=True)
-                found[name].append(64 / (time.perf_counter() - begun))
-    row = {f"{name}_tokens_per_second": statistics.median(x) for name, x in found.items()}
+                found[name].append((64 / (time.perf_counter() - begun), statistics.median(spent)))
+    row = {}
+    for name, seen in found.items():
+        row[f"{name}_tokens_per_second"] = statistics.median(speed for speed, _ in seen)
+        row[f"{name}_layer_microseconds"] = statistics.median(layer for _, layer in seen) * 1e6
     print(json.dumps(row), flush=True)
     return row
 
 
 def overhead():
-    """One call beyond the time of the same call on one key, which is all call and no work."""
-    rows = {}
-    for name, make in (("numpy", lambda x: x), ("torch", torch.from_numpy)):
-        times = {}
-        for n in (1, 1024):
-            rng = np.random.default_rng(0)
-            q = make(rng.standard_normal((1, 9, 1, 64), dtype=np.float32))
-            k, v = (make(rng.standard_normal((1, 3, n, 64), dtype=np.float32)) for _ in range(2))
-            best = []
-            with torch.no_grad():
-                for _ in range(200):
-                    attlas.attention(q, k, v, num_threads=1)
-                for _ in range(20):
-                    begun = time.perf_counter()
-                    for _ in range(100):
-                        attlas.attention(q, k, v, num_threads=1)
-                    best.append((time.perf_counter() - begun) / 100)
-            times[n] = statistics.median(best)
-        rows[name] = {"call_microseconds": times[1024] * 1e6, "one_key_microseconds": times[1] * 1e6}
-    print(json.dumps({"overhead": rows}), flush=True)
+    """Microseconds of one call on one thread: NumPy, torch, and Rust alone, in turns, 20 times 100 calls; medians."""
+    rows = []
+    calls = 100
+    for n in (1, 1024):
+        rng = np.random.default_rng(0)
+        arrays = [rng.standard_normal((1, heads, rows_, 64), dtype=np.float32) for heads, rows_ in ((9, 1), (3, n), (3, n))]
+        tensors = [torch.from_numpy(x) for x in arrays]
+
+        def called(x):
+            begun = time.perf_counter()
+            for _ in range(calls):
+                attlas.attention(*x, num_threads=1)
+            return (time.perf_counter() - begun) / calls
+
+        sizes = [1, 9, 3, 1, n, 64, 64]
+        kinds = {
+            "rust": lambda sizes=sizes: attlas._native.own_seconds("exact", None, sizes, False, 1, calls),
+            "numpy": lambda x=arrays: called(x),
+            "torch": lambda x=tensors: called(x),
+        }
+        found = {name: [] for name in kinds}
+        with torch.no_grad():
+            for run in range(21):
+                for name, measure in kinds.items():
+                    seconds = measure()
+                    if run:
+                        found[name].append(seconds * 1e6)
+        row = {"keys": n} | {f"{name}_microseconds": statistics.median(x) for name, x in found.items()}
+        for name in ("numpy", "torch"):
+            row[f"{name}_beyond_rust"] = row[f"{name}_microseconds"] - row["rust_microseconds"]
+        rows.append(row)
+        print(json.dumps(row), flush=True)
     return rows
 
 

@@ -1,5 +1,5 @@
-//! Views of Python arrays: NumPy's array interface where there is one, DLPack otherwise. The only room with `unsafe`
-//! code.
+//! Views of Python arrays: the buffer of a plain NumPy array, NumPy's array interface where there is one, DLPack otherwise.
+//! The only room with `unsafe` code.
 //!
 //! A view keeps the exporting object alive and checks, in this order: element type, alignment, strides in whole elements,
 //! extents without overflow. Memory that the core cannot read as it lies is refused with `NeedsCopy`, and copied once by
@@ -7,10 +7,12 @@
 
 use crate::errors;
 use attlas::{DType, Error, Real, Result, TensorMut, TensorRef};
+use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyTuple};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyTuple, PyType};
 use std::ffi::CStr;
 use std::ops::Range;
 
@@ -28,7 +30,19 @@ pub(crate) struct View {
     /// Elements between neighbours along batch, head and row.
     strides: [usize; 3],
     dtype: DType,
-    _owner: Py<PyAny>,
+    _owner: Owner,
+}
+
+/// What keeps the memory of an array alive.
+enum Owner {
+    Object { _held: Py<PyAny> },
+    Buffer { _held: PyUntypedBuffer },
+}
+
+impl Owner {
+    fn object(x: Bound<'_, PyAny>) -> Self {
+        Self::Object { _held: x.unbind() }
+    }
 }
 
 // SAFETY: the pointer is to memory that `_owner` keeps alive; what is done with it is said where slices are made.
@@ -44,7 +58,7 @@ struct Exported {
     strides: Option<Vec<isize>>,
     dtype: DType,
     read_only: bool,
-    owner: Py<PyAny>,
+    owner: Owner,
 }
 
 impl View {
@@ -268,7 +282,7 @@ pub(crate) struct Flat {
     data: *mut u8,
     len: usize,
     dtype: DType,
-    _owner: Py<PyAny>,
+    _owner: Owner,
 }
 
 // SAFETY: as for `View`.
@@ -353,15 +367,46 @@ fn contiguous(shape: &[usize], size: isize) -> Vec<isize> {
 
 fn export(x: &Bound<'_, PyAny>, name: &str) -> PyResult<Exported> {
     let py = x.py();
+    static NDARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    if x.get_type().is(NDARRAY.import(py, "numpy", "ndarray")?)
+        && let Some(exported) = from_buffer(x)
+    {
+        return Ok(exported);
+    }
+    if let Some(object) = torch_export(x, name)? {
+        return from_capsule(opened(object, name)?, name);
+    }
     // NumPy's own interface first: it also tells of read-only arrays, which older versions do not export by DLPack.
     match x.getattr_opt(intern!(py, "__array_interface__"))? {
         Some(interface) => from_interface(x, interface.cast::<PyDict>()?, name),
-        None => from_dlpack(x, name),
+        None => from_capsule(opened(exported_capsule(x, name)?, name)?, name),
     }
 }
 
 fn wrong_type(name: &str, found: &str) -> PyErr {
     PyTypeError::new_err(format!("{name}: expected elements float32 or float64 here, found {found}"))
+}
+
+/// A plain NumPy array of floats in this machine's order of bytes: a tenth of the time that the interface takes. `None`
+/// for everything else, which the interface describes in its own words.
+fn from_buffer(x: &Bound<'_, PyAny>) -> Option<Exported> {
+    let buffer = PyUntypedBuffer::get(x).ok()?;
+    let dtype = match buffer.format().to_bytes() {
+        b"f" => DType::F32,
+        b"d" => DType::F64,
+        _ => return None,
+    };
+    if buffer.suboffsets().is_some() || buffer.item_size() != bytes_of(dtype) {
+        return None;
+    }
+    Some(Exported {
+        data: buffer.buf_ptr().cast(),
+        shape: buffer.shape().to_vec(),
+        strides: Some(buffer.strides().to_vec()),
+        dtype,
+        read_only: buffer.readonly(),
+        owner: Owner::Buffer { _held: buffer },
+    })
 }
 
 fn from_interface(x: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, name: &str) -> PyResult<Exported> {
@@ -382,7 +427,7 @@ fn from_interface(x: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, name: &st
     let shape: Vec<usize> = get("shape")?.extract()?;
     let strides = interface.get_item(intern!(py, "strides"))?.filter(|s| !s.is_none());
     let strides: Option<Vec<isize>> = strides.map(|s| s.extract()).transpose()?;
-    Ok(Exported { data: data as *mut u8, shape, strides, dtype, read_only, owner: x.clone().unbind() })
+    Ok(Exported { data: data as *mut u8, shape, strides, dtype, read_only, owner: Owner::object(x.clone()) })
 }
 
 #[repr(C)]
@@ -469,20 +514,43 @@ impl DlTensor {
     }
 }
 
-fn capsule<'py>(x: &Bound<'py, PyAny>, name: &str) -> PyResult<Capsule<'py>> {
+/// The capsule of a tensor of PyTorch by its own function; `Tensor.__dlpack__` is written in Python and takes ten times as
+/// long. `None` for other arrays and for subclasses, which say themselves what they export.
+fn torch_export<'py>(x: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
+    static TORCH: PyOnceLock<(Py<PyAny>, Py<PyAny>)> = PyOnceLock::new();
     let py = x.py();
-    let Some(method) = x.getattr_opt(intern!(py, "__dlpack__"))? else {
-        let found = x.get_type().name()?;
-        return Err(PyTypeError::new_err(format!(
-            "{name}: expected an array of NumPy, PyTorch or JAX, found {found}"
-        )));
+    let (class, export) = match TORCH.get(py) {
+        Some(found) => found,
+        None => {
+            let modules = py.import("sys")?.getattr("modules")?;
+            let get = |name: &str| modules.call_method1("get", (name,));
+            let (torch, dlpack) = (get("torch")?, get("torch.utils.dlpack")?);
+            if torch.is_none() || dlpack.is_none() {
+                return Ok(None);
+            }
+            let found = (torch.getattr("Tensor")?.unbind(), dlpack.getattr("to_dlpack")?.unbind());
+            TORCH.get_or_init(py, || found)
+        }
     };
-    let version = PyDict::new(py);
-    version.set_item(intern!(py, "max_version"), (1, 0))?;
-    let object = match method.call(PyTuple::empty(py), Some(&version)) {
-        Err(e) if e.is_instance_of::<PyTypeError>(py) => method.call0()?,
-        other => other?,
+    if !x.get_type().is(class) {
+        return Ok(None);
+    }
+    if x.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
+        return Err(errors::needs_copy(py, &format!("{name}: negated when it is read")));
+    }
+    export.bind(py).call1((x,)).map(Some)
+}
+
+fn capsule<'py>(x: &Bound<'py, PyAny>, name: &str) -> PyResult<Capsule<'py>> {
+    let object = match torch_export(x, name)? {
+        Some(object) => object,
+        None => exported_capsule(x, name)?,
     };
+    opened(object, name)
+}
+
+fn opened<'py>(object: Bound<'py, PyAny>, name: &str) -> PyResult<Capsule<'py>> {
+    let py = object.py();
     let object = object.cast_into::<PyCapsule>()?;
     let (tensor, read_only) = if object.is_valid_checked(Some(VERSIONED)) {
         let managed = object.pointer_checked(Some(VERSIONED))?.cast::<Versioned>().as_ptr();
@@ -509,8 +577,23 @@ fn capsule<'py>(x: &Bound<'py, PyAny>, name: &str) -> PyResult<Capsule<'py>> {
     Ok(found)
 }
 
-fn from_dlpack(x: &Bound<'_, PyAny>, name: &str) -> PyResult<Exported> {
-    let found = capsule(x, name)?;
+fn exported_capsule<'py>(x: &Bound<'py, PyAny>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+    let py = x.py();
+    let Some(method) = x.getattr_opt(intern!(py, "__dlpack__"))? else {
+        let found = x.get_type().name()?;
+        return Err(PyTypeError::new_err(format!(
+            "{name}: expected an array of NumPy, PyTorch or JAX, found {found}"
+        )));
+    };
+    let version = PyDict::new(py);
+    version.set_item(intern!(py, "max_version"), (1, 0))?;
+    match method.call(PyTuple::empty(py), Some(&version)) {
+        Err(e) if e.is_instance_of::<PyTypeError>(py) => method.call0(),
+        other => other,
+    }
+}
+
+fn from_capsule(found: Capsule<'_>, name: &str) -> PyResult<Exported> {
     let t = found.tensor();
     let dtype = match (t.dtype.code, t.dtype.bits, t.dtype.lanes) {
         (2, 32, 1) => DType::F32,
@@ -527,6 +610,6 @@ fn from_dlpack(x: &Bound<'_, PyAny>, name: &str) -> PyResult<Exported> {
         strides,
         dtype,
         read_only: found.read_only,
-        owner: found.object.into_any().unbind(),
+        owner: Owner::object(found.object.into_any()),
     })
 }

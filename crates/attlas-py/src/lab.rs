@@ -675,7 +675,7 @@ pub(crate) fn tune(
         Ended::Done(tuned) => {
             let table = tuned.round_table().text() + "\n" + &tuned.table().text();
             let markdown = tuned.round_table().markdown() + "\n" + &tuned.table().markdown();
-            let recipe = tuned.recipe.clone().map(|inner| Recipe { inner });
+            let recipe = tuned.recipe.clone().map(Recipe::new);
             Ok((json(&*tuned)?, table, markdown, recipe))
         }
     }

@@ -4,6 +4,7 @@
 mod array;
 mod errors;
 mod lab;
+mod own;
 mod plan;
 mod runs;
 mod threads;
@@ -37,6 +38,8 @@ mod _native {
         Memory, Trace, atlas_json, compare, inspect, method_text, methods_text, perplexity_of_file, report,
         tune,
     };
+    #[pymodule_export]
+    use super::own::own_seconds;
     #[pymodule_export]
     use super::plan::{Calibration, Plan, Stream, attend, calibrate, supports};
     #[pymodule_export]

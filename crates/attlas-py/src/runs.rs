@@ -12,9 +12,10 @@ use attlas::{DType, Inputs, Options, Out, Output, Problem, Qkv, Real, RunInfo, W
 use attlas_model::recipe;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
+use std::collections::HashMap;
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::{Mutex, TryLockError};
+use std::sync::{Arc, Mutex, TryLockError};
 
 /// Rows that are one ordinary problem.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,6 +33,10 @@ enum Kind {
 }
 
 impl Kind {
+    fn window(self) -> Option<usize> {
+        if let Kind::Window(w) = self { Some(w) } else { None }
+    }
+
     fn name(self) -> &'static str {
         match self {
             Kind::Full => "full",
@@ -93,7 +98,7 @@ pub(crate) fn runs(
         .map(|rows| {
             let runs = cut(rows, n_k).map_err(|i| gap(py, i))?;
             let tell = |r: Run| {
-                let window = if let Kind::Window(w) = r.kind { w } else { 0 };
+                let window = r.kind.window().unwrap_or(0);
                 (r.kind.name(), r.rows.start, r.rows.end, r.keys.start, r.keys.end, window)
             };
             Ok(runs.into_iter().map(tell).collect())
@@ -113,13 +118,44 @@ fn gap(py: Python<'_>, row: usize) -> PyErr {
 #[pyclass(frozen, module = "attlas._native")]
 pub(crate) struct Recipe {
     pub(crate) inner: recipe::Recipe,
+    resolved: Mutex<Resolved>,
 }
+
+/// Parts of layers by layer, heads and key heads.
+type Resolved = HashMap<(usize, usize, usize), Arc<[recipe::Part]>>;
+
+/// Layers that are kept; a model has fewer.
+const LAYERS_KEPT: usize = 1024;
 
 fn refused(method: &str, reason: &str) -> attlas_model::Error {
     attlas::Error::Unsupported { method: method.into(), reasons: vec![reason.into()] }.into()
 }
 
 impl Recipe {
+    pub(crate) fn new(inner: recipe::Recipe) -> Self {
+        Self { inner, resolved: Mutex::default() }
+    }
+
+    /// The same as [`parts_of`](Self::parts_of), found out once: a model that decodes asks for every layer and token. The lock
+    /// is never waited for, so that a fork cannot leave it taken.
+    fn parts_kept(
+        &self,
+        layer: usize,
+        heads: usize,
+        kv_heads: usize,
+    ) -> Result<Arc<[recipe::Part]>, attlas_model::Error> {
+        let key = (layer, heads, kv_heads);
+        let mut kept = self.resolved.try_lock().ok();
+        if let Some(parts) = kept.as_ref().and_then(|kept| kept.get(&key)) {
+            return Ok(parts.clone());
+        }
+        let parts: Arc<[recipe::Part]> = self.parts_of(layer, heads, kv_heads)?.into();
+        if let Some(kept) = kept.as_mut().filter(|kept| kept.len() < LAYERS_KEPT) {
+            kept.insert(key, parts.clone());
+        }
+        Ok(parts)
+    }
+
     /// Heads of one layer that are planned together. What a method learnt in the Rust runtime is in the coordinates of
     /// the model's file, which transformers may keep in another order: a recipe with calibrations is refused.
     fn parts_of(
@@ -150,12 +186,12 @@ type Told = (&'static str, String, usize, usize, usize, usize);
 impl Recipe {
     #[staticmethod]
     fn from_toml(py: Python<'_>, text: &str) -> PyResult<Self> {
-        Ok(Self { inner: recipe::Recipe::from_toml(text).map_err(|e| errors::model(py, e))? })
+        Ok(Self::new(recipe::Recipe::from_toml(text).map_err(|e| errors::model(py, e))?))
     }
 
     #[staticmethod]
     fn load(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        Ok(Self { inner: recipe::Recipe::open(&path).map_err(|e| errors::model(py, e))? })
+        Ok(Self::new(recipe::Recipe::open(&path).map_err(|e| errors::model(py, e))?))
     }
 
     #[staticmethod]
@@ -164,13 +200,13 @@ impl Recipe {
             .map_err(|e| errors::model(py, attlas_model::Error::Recipe(e.to_string())))?;
         // Reading it back checks the version, too.
         let written = inner.to_toml().and_then(|t| recipe::Recipe::from_toml(&t));
-        Ok(Self { inner: written.map_err(|e| errors::model(py, e))? })
+        Ok(Self::new(written.map_err(|e| errors::model(py, e))?))
     }
 
     #[staticmethod]
     fn uniform(py: Python<'_>, method: &str, params: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
         let method = registry::method(method).map_err(|e| errors::library(py, e))?;
-        Ok(Self { inner: recipe::Recipe::uniform(method.id, options(method, params)?) })
+        Ok(Self::new(recipe::Recipe::uniform(method.id, options(method, params)?)))
     }
 
     fn to_toml(&self, py: Python<'_>) -> PyResult<String> {
@@ -267,6 +303,17 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
+    /// Whether everything is a single run of exact attention, as for a new token: it plans in no time and goes to the threads itself
+    /// where it needs them.
+    fn is_one_exact_run(&self, sequences: &[Vec<Run>]) -> bool {
+        let Some([run]) = sequences.first().map(Vec::as_slice) else { return false };
+        let square = run.rows.len() == run.keys.len();
+        let exact = matches!(self.parts, [part] if part.is_baseline() && part.options.is_empty());
+        run.kind.window().is_none()
+            && (!square || exact)
+            && sequences.iter().all(|other| other[..] == [run.clone()])
+    }
+
     /// One run of some sequences; `lse` is that of the whole call.
     fn run<T: Real>(
         &self,
@@ -300,10 +347,7 @@ impl Job<'_> {
             heads: 0..heads,
             groups: 0..groups,
         }];
-        let window = match run.kind {
-            Kind::Window(w) => Some(registry::sliding_window(w)),
-            _ => None,
-        };
+        let window = run.kind.window().map(registry::sliding_window);
         // Exact attention stands in where a method has no form: few rows over many keys, windows.
         let parts = if square && window.is_none() { self.parts } else { &everything[..] };
         let mut lse = lse;
@@ -321,7 +365,12 @@ impl Job<'_> {
             let (method, options) = match &window {
                 Some(window) => window.clone(),
                 // An encoder's heads go on with exact attention where the method has no unmasked form.
-                None if !causal && !part.method.support(&problem, &part.options).is_yes() => baseline,
+                None if !causal
+                    && !part.is_baseline()
+                    && !part.method.support(&problem, &part.options).is_yes() =>
+                {
+                    baseline
+                }
                 None => (part.method, part.options.clone()),
             };
             if lse.is_some() && !method.claims.lse {
@@ -416,15 +465,17 @@ pub(crate) fn attend_runs<'py>(
         None if n_k == 0 || n_q == 0 => vec![Vec::new(); batch],
         None => vec![vec![Run { kind: Kind::Full, rows: 0..n_q, keys: 0..n_k }]; batch],
     };
-    let parts = recipe.parts_of(layer, heads, kv_heads).map_err(|e| errors::model(py, e))?;
+    let parts = recipe.parts_kept(layer, heads, kv_heads).map_err(|e| errors::model(py, e))?;
     let job = Job { q: &q, k: &k, v: &v, parts: &parts, scale };
+    let here = job.is_one_exact_run(&sequences);
     let done = py.detach(|| {
-        threads::run(threads, |ws| -> attlas::Result<(Vec<Count>, u64)> {
+        let work = |ws: &mut Workspace| -> attlas::Result<(Vec<Count>, u64)> {
             match q.dtype() {
                 DType::F32 => all_runs::<f32>(&job, &sequences, &mut out, lse.as_mut().map(Flat::write), ws),
                 DType::F64 => all_runs::<f64>(&job, &sequences, &mut out, lse.as_mut().map(Flat::write), ws),
             }
-        })?
+        };
+        if here { threads::run_here(threads, work)? } else { threads::run(threads, work)? }
     });
     done.map_err(|e| errors::library(py, e))
 }

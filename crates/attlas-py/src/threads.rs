@@ -57,8 +57,18 @@ pub(crate) fn after_fork() {
 /// Runs `work` on a pool of that many threads (0: as many as the process may use), with scratch memory of its own. Plans
 /// made and executed inside start at once, and never on rayon's global pool.
 pub(crate) fn run<R: Send>(threads: usize, work: impl FnOnce(&mut Workspace) -> R + Send) -> Result<R> {
+    with(threads, |base, ws| base.install(|_| work(ws)))
+}
+
+/// Runs `work` on the calling thread, with a workspace of that many threads. For one plan that is at hand, or that is made without
+/// work of its own: it goes to the threads itself, or finds that it is done before they wake.
+pub(crate) fn run_here<R>(threads: usize, work: impl FnOnce(&mut Workspace) -> R) -> Result<R> {
+    with(threads, |_, ws| work(ws))
+}
+
+fn with<R>(threads: usize, work: impl FnOnce(&Workspace, &mut Workspace) -> R) -> Result<R> {
     let (base, mut ws) = take(threads)?;
-    let result = base.install(|_| work(&mut ws));
+    let result = work(&base, &mut ws);
     let mut pools = pools().lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(pool) = pools.pools.get_mut(&threads)
         && Arc::ptr_eq(&pool.base, &base)

@@ -190,6 +190,9 @@ def test_out_is_refused_where_it_cannot_be_written():
     half = [x.astype(np.float16) for x in (q, k, v)]
     with pytest.raises(ValueError, match="share"):
         attlas.attention(*half, out=half[0])
+    plan = attlas.plan("exact", n_q=33, n_k=33, heads=6, kv_heads=2, d=16, batch=2)
+    with pytest.raises(ValueError, match=r"out: .*contiguous"):
+        plan(q, k, v, out=np.empty((*q.shape[:-1], 32), np.float32)[..., ::2])
     out = np.empty_like(half[0])
     assert attlas.attention(*half, out=out) is out
     np.testing.assert_array_equal(out, attlas.attention(*half))
@@ -241,8 +244,15 @@ def test_tensors_elsewhere_and_lazy_ones():
     assert lazy.is_neg()
     y = lazy.contiguous()
     torch.testing.assert_close(attlas.attention(lazy, lazy, lazy), attlas.attention(y.clone(), y.clone(), y.clone()))
+    assert not attlas.attention(y, y, y, out=torch.zeros_like(y)).is_neg()
+    with pytest.raises((ValueError, RuntimeError), match=r"negative|negated"):
+        attlas.attention(y, y, y, out=torch.zeros(1, 1, 4, 4, dtype=torch.complex64).conj().imag)
     with pytest.raises(TypeError, match="one library"):
         attlas.attention(y, y.numpy(), y)
+    with torch.no_grad():
+        z = y.clone().requires_grad_()
+        torch.testing.assert_close(attlas.attention(z, y, y), attlas.attention(y, y, y))
+        torch.testing.assert_close(attlas.attention(torch.nn.Parameter(y), y, y), attlas.attention(y, y, y))
 
 
 sizes = st.integers(0, 9)

@@ -154,6 +154,9 @@ def test_models_off_the_interface_are_refused():
     config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
     with pytest.raises(attlas.ModelError, match="interface"):
         hf.use(transformers.BloomForCausalLM(config), "exact")
+    config = transformers.FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    with pytest.raises(attlas.ModelError, match="interface"):
+        hf.use(transformers.FalconForCausalLM(config), "exact")
     with pytest.raises(attlas.ModelError, match="model of transformers"):
         hf.use(torch.nn.Linear(2, 2), "exact")
 

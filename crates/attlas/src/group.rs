@@ -10,7 +10,7 @@ use crate::method::{Cost, Plan, RunInfo, Spec, Stream};
 use crate::problem::Dims;
 use crate::spread::Numbers;
 use crate::workspace::Context;
-use crate::{Error, Inputs, Mask, Out, Output, Problem, Qkv, Result, Tensor, TensorRef, Workspace};
+use crate::{Error, Inputs, Mask, Out, Output, Problem, Qkv, Result, Schedule, Tensor, TensorRef, Workspace};
 use attlas_num::kernels::Band;
 use attlas_num::rng::StreamKey;
 use attlas_num::{DType, MatRef, Real};
@@ -242,13 +242,16 @@ fn run_blocks<T: Real>(
         let block = blocks.get(at)?.lock().unwrap_or_else(PoisonError::into_inner).take()?;
         Some((at, block))
     };
-    let of_thread = |_| {
+    let of_thread = |_: usize| {
         while let Some((at, block)) = take() {
             work(at, block)?;
         }
         Ok(())
     };
-    (0..threads.clamp(1, blocks.len().max(1))).into_par_iter().with_max_len(1).try_for_each(of_thread)
+    match threads.min(blocks.len()) {
+        0 | 1 => of_thread(0),
+        threads => (0..threads).into_par_iter().with_max_len(1).try_for_each(of_thread),
+    }
 }
 
 /// Some consecutive query rows of one head, with the places for their results.
@@ -287,6 +290,14 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
     /// caller's output as it was.
     fn can_fail(&self) -> bool {
         true
+    }
+
+    /// Whether a run with this many threads ends sooner on the thread that calls than where others must be woken for it.
+    /// It is asked for calls from outside the workspace's threads, of plans that cannot fail; `run` then finds one thread in its context, and
+    /// must not use rayon, whose threads would be those of the process.
+    fn on_caller(&self, problem: &Problem, threads: usize) -> bool {
+        let _ = (problem, threads);
+        false
     }
 
     /// Whether `backward` is there; must agree with the method's claim.
@@ -521,7 +532,13 @@ impl<S: Spec, P: GroupPlan> Grouped<S, P> {
                 reasons: vec!["it has no log-sum-exp: its sums are not exponentials of logits".into()],
             });
         }
-        run_groups(p, x, out, ws, !self.plan.can_fail(), &|group| self.plan.run(group))
+        let direct = !self.plan.can_fail();
+        let run = &|group: Group<'_, T>| self.plan.run(group);
+        let outside = rayon::current_thread_index().is_none();
+        if direct && outside && self.plan.on_caller(p, ws.schedule().threads) {
+            return run_groups_here(p, x, out, ws.context(), run);
+        }
+        run_groups(p, x, out, ws, direct, run)
     }
 
     fn backward_typed<T: Real>(&self, pass: &mut Pass<'_, T>, ws: &mut Workspace) -> Result<()> {
@@ -626,12 +643,7 @@ fn run_groups<T: Real>(
             let rows = p.group_size() * p.n_q;
             let groups = p.batch * p.n_kv_heads;
             let cx = Context { groups, ..cx };
-            let one = |g: usize, out: &mut [T], lse: &mut [T]| {
-                let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
-                let group = group_of(p, x, index, out, lse, cx);
-                let rows = x.valid_rows(p, index.batch);
-                if rows == p.n_q { answer(run, group) } else { run_padded(run, group, rows) }
-            };
+            let one = |g: usize, out: &mut [T], lse: &mut [T]| run_one(p, x, g, out, lse, cx, run);
             if rows * p.d_v == 0 {
                 return (0..groups).try_fold(RunInfo::default(), |all, g| {
                     Ok(all.merge(one(g, &mut [], &mut lse[g * rows..][..rows])?))
@@ -646,6 +658,41 @@ fn run_groups<T: Real>(
                 .try_reduce(RunInfo::default, |a, b| Ok(a.merge(b)))
         })
     })
+}
+
+/// The same one after another on the calling thread, for plans that cannot fail and use no other thread then.
+fn run_groups_here<T: Real>(
+    p: &Problem,
+    x: &Qkv<'_, T>,
+    out: &mut Out<'_, T>,
+    cx: Context<'_>,
+    run: RunGroup<'_, T>,
+) -> Result<RunInfo> {
+    let groups = p.batch * p.n_kv_heads;
+    let cx = Context { groups, schedule: Schedule { threads: 1, ..cx.schedule }, ..cx };
+    with_staging(p, out, cx, true, |o, lse| {
+        let rows = p.group_size() * p.n_q;
+        (0..groups).try_fold(RunInfo::default(), |all, g| {
+            let (o, lse) = (&mut o[g * rows * p.d_v..][..rows * p.d_v], &mut lse[g * rows..][..rows]);
+            Ok(all.merge(run_one(p, x, g, o, lse, cx, run)?))
+        })
+    })
+}
+
+/// Runs group number `g`, whose last rows may be padding.
+fn run_one<T: Real>(
+    p: &Problem,
+    x: &Qkv<'_, T>,
+    g: usize,
+    out: &mut [T],
+    lse: &mut [T],
+    cx: Context<'_>,
+    run: RunGroup<'_, T>,
+) -> Result<RunInfo> {
+    let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
+    let group = group_of(p, x, index, out, lse, cx);
+    let rows = x.valid_rows(p, index.batch);
+    if rows == p.n_q { answer(run, group) } else { run_padded(run, group, rows) }
 }
 
 /// The first `rows` rows of every head; the rest is padding and sees nothing.

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ._errors import ParameterError, UnsupportedError
+
 _ACCEPTED = "float32, float64, bfloat16 or float16"
 _HALF = frozenset({"float16", "bfloat16"})
 _FULL = frozenset({"float32", "float64"})
@@ -34,8 +36,6 @@ def get_num_threads() -> int:
 
 
 def _count(n: Any) -> int:
-    from ._errors import ParameterError
-
     if isinstance(n, bool) or not hasattr(n, "__index__") or not 0 <= n.__index__() <= 4096:
         expected = "a whole number from 0 to 4096"
         raise ParameterError(f"num_threads = {n!r} is not accepted; expected {expected}", "num_threads", repr(n), expected)
@@ -104,7 +104,8 @@ class _Numpy(Library):
         return x.copy() if x.flags.c_contiguous else np.ascontiguousarray(x)
 
     def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
-        return np.empty(shape, like.dtype.newbyteorder("="))
+        dtype = like.dtype
+        return np.empty(shape, dtype if dtype.isnative else dtype.newbyteorder("="))
 
     def finish(self, x: Any, dtype: str) -> Any:
         if dtype == "float16":
@@ -195,8 +196,8 @@ def check_type(lib: Library, **arrays: Any) -> str:
 
 def check_device(lib: Library, **arrays: Any) -> None:
     """Refuse tensors elsewhere than on the cpu, and those without memory of their own."""
-    from ._errors import UnsupportedError
-
+    if lib is NUMPY:
+        return
     for name, x in arrays.items():
         if lib is TORCH:
             if not x.is_cpu:
@@ -207,6 +208,18 @@ def check_device(lib: Library, **arrays: Any) -> None:
         elif lib is JAX and any(d.platform != "cpu" for d in x.devices()):
             reason = f"arrays are read on the cpu, {name} is on {x.devices()}"
             raise UnsupportedError(f"attention cannot do this: {reason}", "attention", [reason])
+
+
+def common(q: Any, k: Any, v: Any) -> tuple[Library, str]:
+    """The library and element type of queries, keys and values on the cpu; the order of the checks is that of the three below."""
+    kind = type(q)
+    lib = library(q, "q") if type(k) is kind and type(v) is kind else same_library(q=q, k=k, v=v)
+    dtype = q.dtype
+    name = lib.dtype(q) if k.dtype is dtype and v.dtype is dtype else ""
+    if name not in _FULL:
+        name = check_type(lib, q=q, k=k, v=v)
+    check_device(lib, q=q, k=k, v=v)
+    return lib, name
 
 
 def same_library(**arrays: Any) -> Library:
@@ -221,8 +234,8 @@ def same_library(**arrays: Any) -> Library:
 
 
 def plain(lib: Library, x: Any) -> Any:
-    """A tensor whose memory can be exported: no gradient, nothing lazy."""
-    if lib is TORCH:
+    """A tensor whose memory can be exported: no gradient, nothing lazy. The native module sees to tensors that are no subclass."""
+    if lib is TORCH and type(x) is not sys.modules["torch"].Tensor:
         if x.requires_grad:
             x = x.detach()
         if x.is_neg() or x.is_conj():

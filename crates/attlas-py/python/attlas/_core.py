@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from . import _native
-from ._arrays import JAX, TORCH, Library, check_device, check_type, plain, same_library, threads_for
+from ._arrays import JAX, NUMPY, TORCH, Library, check_device, common, plain, same_library, threads_for
 from ._errors import NeedsCopy, ParameterError, ShapeError
 
 A = TypeVar("A")
@@ -99,13 +99,18 @@ def _shape(x: Any, name: str, rank: int) -> tuple[int, ...]:
 
 def _sizes(q: Any, k: Any, v: Any, tokens_first: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the output and of its log-sum-exp."""
-    rank = len(q.shape)
-    qs, _, vs = _shape(q, "q", rank), _shape(k, "k", rank), _shape(v, "v", rank)
+    qs, ks, vs = q.shape, k.shape, v.shape
+    rank = len(qs)
+    if not 2 <= rank <= 4 or len(ks) != rank or len(vs) != rank:
+        for x, name in ((q, "q"), (k, "k"), (v, "v")):
+            _shape(x, name, rank)
     lead = (qs[0], qs[2], qs[1]) if tokens_first and rank == 4 else qs[1::-1] if tokens_first and rank == 3 else qs[:-1]
     return (*qs[:-1], vs[-1]), tuple(lead)
 
 
 def _arrays(lib: Library, dtype: str, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    if lib is NUMPY and dtype in ("float32", "float64"):
+        return q, k, v
     if dtype in ("float32", "float64"):
         return plain(lib, q), plain(lib, k), plain(lib, v)
     return lib.widen(q), lib.widen(k), lib.widen(v)
@@ -115,7 +120,11 @@ def _call(lib: Library, q: Any, k: Any, v: Any, run: Callable[[Any, Any, Any], A
     try:
         return run(q, k, v)
     except NeedsCopy:
-        return run(lib.copy(q), lib.copy(k), lib.copy(v))
+        q, k, v = lib.copy(q), lib.copy(k), lib.copy(v)
+    try:
+        return run(q, k, v)
+    except NeedsCopy as error:  # the output is the only array left
+        raise ValueError(f"{error}: leave it out, or give an array with contiguous rows") from None
 
 
 def _check_out(lib: Library, out: Any, q: Any, dtype: str, shape: tuple[int, ...]) -> None:
@@ -198,24 +207,24 @@ def attention(
     >>> o.shape, lse.shape, info.keys_visited
     ((1, 6, 2, 8), (1, 6, 2), 54)
     """
-    lib = same_library(q=q, k=k, v=v)
-    if lib is TORCH:
-        torch = sys.modules["torch"]
-        tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)  # type: ignore[attr-defined]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(q, torch.Tensor):
+        tracked = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v))
         if tracked or torch.compiler.is_compiling():
             from .torch import _through_op
 
+            same_library(q=q, k=k, v=v)
             return _through_op(
                 q, k, v, method, causal, scale, layout, key_lengths, calibration, out, return_lse, return_info,
                 num_threads, _merged(options, params),
             )  # fmt: skip
-    dtype = check_type(lib, q=q, k=k, v=v)
-    check_device(lib, q=q, k=k, v=v)
+    lib, dtype = common(q, k, v)
     tokens_first = _tokens_first(layout)
     shape, lse_shape = _sizes(q, k, v, tokens_first)
     wide = dtype in ("float32", "float64")
     threads = threads_for(num_threads, lib)
-    options = _merged(options, params)
+    if params or options is not None:
+        options = _merged(options, params)
     lengths = None if key_lengths is None else _lengths(key_lengths)
     if out is not None:
         _check_out(lib, out, q, dtype, shape)
@@ -326,9 +335,7 @@ def calibrate(
     >>> attlas.calibrate("loki", q, k, v, causal=True).method
     'loki'
     """
-    lib = same_library(q=q, k=k, v=v)
-    dtype = check_type(lib, q=q, k=k, v=v)
-    check_device(lib, q=q, k=k, v=v)
+    lib, dtype = common(q, k, v)
     a, b, c = _arrays(lib, dtype, q, k, v)
     given, first, threads = _merged(options, params), _tokens_first(layout), threads_for(num_threads, lib)
 
@@ -374,9 +381,7 @@ class Plan:
         num_threads: int | None = None,
     ) -> Any:
         """Run it; as `attention`."""
-        lib = same_library(q=q, k=k, v=v)
-        dtype = check_type(lib, q=q, k=k, v=v)
-        check_device(lib, q=q, k=k, v=v)
+        lib, dtype = common(q, k, v)
         if lib is TORCH:
             torch = sys.modules["torch"]
             if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):

@@ -5,7 +5,7 @@ from typing import Any, final
 __all__ = [
     "Calibration", "Memory", "Plan", "Recipe", "Stream", "Streams", "Trace", "after_fork", "atlas_json", "attend",
     "attend_runs", "calibrate", "command_line", "compare", "inspect", "method_text", "methods_text",
-    "perplexity_of_file", "report", "runs", "supports", "tune", "view",
+    "own_seconds", "perplexity_of_file", "report", "runs", "supports", "tune", "view",
 ]  # fmt: skip
 
 _Watch = Callable[[int, int, str], None] | None
@@ -24,6 +24,9 @@ def attend(
     q: Any, k: Any, v: Any, out: Any, lse: Any, tokens_first: bool, method: str, options: Any, causal: bool,
     scale: float | None, key_lengths: list[int] | None, calibration: Calibration | None, threads: int, want_info: bool,
 ) -> tuple[Any, ...] | None: ...  # fmt: skip
+def own_seconds(
+    method: str, params: Any, sizes: list[int], causal: bool, threads: int, calls: int
+) -> float: ...
 def calibrate(
     method: str, options: Any, samples: list[tuple[Any, Any, Any]], tokens_first: bool, causal: bool, scale: float | None, threads: int
 ) -> Calibration: ...

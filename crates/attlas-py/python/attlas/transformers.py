@@ -183,7 +183,7 @@ def _reduced(mask: Any, n_k: int) -> Any:
 def _run(entry: _Entry, layer: int, q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, lse: Any, streams: Any) -> Any:
     """One layer's attention, `[B, N, H, Dv]`."""
     wide = _wide(q)
-    a, b, c = (x.detach().to(wide) for x in (q, k, v))
+    a, b, c = (x if x.dtype is wide and type(x) is torch.Tensor else x.detach().to(wide) for x in (q, k, v))
     out = torch.empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), dtype=wide)
     threads = threads_for(None, TORCH)
     native = entry.recipe._native

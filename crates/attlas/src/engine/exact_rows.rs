@@ -39,6 +39,9 @@ const KERNEL_SCRATCH_BYTES: usize = 1 << 20;
 /// cannot change a bit.
 const KEYS_PER_PIECE: usize = 4096;
 
+/// Elements of keys and values that one thread reads while another is woken and answers.
+const ELEMENTS_ON_CALLER: usize = 1 << 19;
+
 /// Exact attention of a group, in parallel over query blocks, or over keys when each head has one query.
 ///
 /// Methods call this when their budget covers every key, which makes them bit-identical to `exact`.
@@ -120,6 +123,13 @@ pub fn exact_few_rows<T: Real>(
     lse: &mut [T],
 ) {
     exact_split_keys(q, k, v, scale, (Precision::Full, None), cx, out, lse);
+}
+
+/// Whether exact attention ends sooner on the thread that calls: with one thread always, and for one token as long as its
+/// keys and values take less time than waking another thread saves.
+pub fn exact_on_caller(p: &crate::Problem, threads: usize) -> bool {
+    let elements = (p.batch * p.n_kv_heads * p.n_k).saturating_mul(p.d + p.d_v);
+    threads == 1 || p.n_q == 1 && p.n_k <= KEYS_PER_PIECE && elements <= ELEMENTS_ON_CALLER
 }
 
 /// Merges the rows of several parts, in order.
@@ -218,14 +228,15 @@ fn exact_split_keys<T: Real>(
     }
     let mut part_out = cx.scratch.take::<T>(pieces * heads * d_v);
     let mut part_lse = cx.scratch.take::<T>(pieces * heads);
-    part_out
-        .par_chunks_mut(heads * d_v)
-        .zip(part_lse.par_chunks_mut(heads))
-        .with_max_len(1)
-        .enumerate()
-        .for_each(|(piece, (out, lse))| {
-            let start = piece * KEYS_PER_PIECE;
-            run(start..(start + KEYS_PER_PIECE).min(k.rows()), out, lse);
-        });
+    let one = |(piece, (out, lse)): (usize, (&mut [T], &mut [T]))| {
+        let start = piece * KEYS_PER_PIECE;
+        run(start..(start + KEYS_PER_PIECE).min(k.rows()), out, lse);
+    };
+    if cx.schedule.threads == 1 {
+        part_out.chunks_mut(heads * d_v).zip(part_lse.chunks_mut(heads)).enumerate().for_each(one);
+    } else {
+        let parts = part_out.par_chunks_mut(heads * d_v).zip(part_lse.par_chunks_mut(heads));
+        parts.with_max_len(1).enumerate().for_each(one);
+    }
     merge_parts(&part_out, &part_lse, out, lse);
 }

@@ -66,8 +66,8 @@ pub use columns::{Columns, divide_by, relative_squares};
 pub use evict::Eviction;
 pub use exact_backward::exact_backward;
 pub use exact_rows::{
-    Operands, exact_few_rows, exact_group, exact_group_capped, exact_group_with, exact_rows, exact_rows_with,
-    exact_scratch_bytes, few_rows_scratch_bytes,
+    Operands, exact_few_rows, exact_group, exact_group_capped, exact_group_with, exact_on_caller, exact_rows,
+    exact_rows_with, exact_scratch_bytes, few_rows_scratch_bytes,
 };
 pub use fallback::Fallback;
 pub use far_field::{Gathered, RunMeans};

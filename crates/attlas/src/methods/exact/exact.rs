@@ -23,7 +23,9 @@
 //!
 //! **When to use.** Whenever it is fast enough; everything else is measured against it.
 
-use crate::engine::{CachedRows, Operands, exact_backward, exact_group_capped, exact_scratch_bytes};
+use crate::engine::{
+    CachedRows, Operands, exact_backward, exact_group_capped, exact_on_caller, exact_scratch_bytes,
+};
 use crate::gradient::GroupBackward;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Method, Promise, RunInfo, Spec, Tunable, Withdrawn};
@@ -113,6 +115,10 @@ impl GroupPlan for Exact {
 
     fn can_fail(&self) -> bool {
         false
+    }
+
+    fn on_caller(&self, p: &Problem, threads: usize) -> bool {
+        exact_on_caller(p, threads)
     }
 
     fn has_gradient(&self) -> bool {
@@ -255,6 +261,45 @@ mod tests {
             assert!(error.contains("capped at 30"), "{}: {error}", method.id);
         }
         assert!(super::METHOD.plan(&p.with_softcap(Some(0.0)), &Options::new()).is_err());
+    }
+
+    /// One call on the caller's thread, and the same inside the threads of the workspace.
+    #[test]
+    fn the_thread_that_calls_gives_the_bits_of_the_others() {
+        use crate::testkit::Case;
+        use crate::{Out, Qkv, Schedule, TensorMut, TensorRef, Workspace};
+        // New tokens over a piece of keys and over several, prompts, rows that see nothing, padding.
+        let cases = [(1, 1, 7), (2, 1, 1024), (1, 1, 9001), (2, 70, 70), (1, 60, 41), (2, 1, 0), (1, 0, 5)];
+        for (batch, n_q, n_k) in cases {
+            for mask in [Mask::None, Mask::Causal] {
+                let p = Problem { batch, n_k, mask, ..Problem::new(6, n_q, 8).with_kv_heads(2) };
+                let x = Case::gaussian(p, 5);
+                let lens: Vec<usize> = (0..batch).map(|b| n_k - n_k.min(b)).collect();
+                let plan = super::METHOD.plan(&p, &Options::new()).unwrap();
+                let run = |ws: &mut Workspace, key_lens: Option<&[usize]>, tokens_first: bool| {
+                    let (mut o, mut lse) =
+                        (vec![f64::NAN; 6 * batch * n_q * 8], vec![f64::NAN; 6 * batch * n_q]);
+                    let strides = if tokens_first { [6 * n_q * 8, 8, 48] } else { [6 * n_q * 8, n_q * 8, 8] };
+                    let out = TensorMut::new(&mut o, [batch, 6, n_q, 8], strides).unwrap();
+                    let q = TensorRef::bhnd(&x.q, [batch, 6, n_q, 8]).unwrap();
+                    let k = TensorRef::bhnd(&x.k, [batch, 2, n_k, 8]).unwrap();
+                    let v = TensorRef::bhnd(&x.v, [batch, 2, n_k, 8]).unwrap();
+                    let inputs = Qkv { key_lens, ..Qkv::new(q, k, v) };
+                    let info =
+                        plan.execute(&inputs.into(), &mut Out::with_lse(out, &mut lse).into(), ws).unwrap();
+                    let bits = |x: &[f64]| x.iter().map(|x| x.to_bits()).collect::<Vec<u64>>();
+                    (bits(&o), bits(&lse), info.keys_visited, info.empty_rows)
+                };
+                for threads in [1, 3] {
+                    let base = Workspace::new(Schedule { threads, ..Schedule::default() }).unwrap();
+                    for (key_lens, tokens_first) in [(None, false), (Some(&lens[..]), false), (None, true)] {
+                        let here = run(&mut base.sibling(), key_lens, tokens_first);
+                        let there = base.install(|_| run(&mut base.sibling(), key_lens, tokens_first));
+                        assert_eq!(here, there, "{batch} × {n_q} × {n_k}, {mask:?}, {threads} threads");
+                    }
+                }
+            }
+        }
     }
 
     #[test]

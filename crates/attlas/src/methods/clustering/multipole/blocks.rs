@@ -133,7 +133,8 @@ impl Multipole {
 
             let first = if m > 0 { sinks } else { 0 };
             let exact: usize = taken.iter().map(|&c| chunks.members(c as usize).len()).sum();
-            let mut all = Gathered::new(first + exact + m + query_block.end - near.min(query_block.end), d, d_v, cx);
+            let mut all =
+                Gathered::new(first + exact + m + query_block.end - near.min(query_block.end), d, d_v, cx);
             all.append(k, v, 0..first);
             for &c in &taken {
                 all.append(k, v, chunks.members(c as usize).iter().map(|&j| j as usize));
