@@ -122,7 +122,7 @@ pub(crate) struct Recipe {
 }
 
 /// Parts of layers by layer, heads and key heads.
-type Resolved = HashMap<(usize, usize, usize), Arc<[recipe::Part]>>;
+type Resolved = HashMap<(usize, usize, usize), Arc<[recipe::HeadRun]>>;
 
 /// Layers that are kept; a model has fewer.
 const LAYERS_KEPT: usize = 1024;
@@ -143,13 +143,13 @@ impl Recipe {
         layer: usize,
         heads: usize,
         kv_heads: usize,
-    ) -> Result<Arc<[recipe::Part]>, attlas_model::Error> {
+    ) -> Result<Arc<[recipe::HeadRun]>, attlas_model::Error> {
         let key = (layer, heads, kv_heads);
         let mut kept = self.resolved.try_lock().ok();
         if let Some(parts) = kept.as_ref().and_then(|kept| kept.get(&key)) {
             return Ok(parts.clone());
         }
-        let parts: Arc<[recipe::Part]> = self.parts_of(layer, heads, kv_heads)?.into();
+        let parts: Arc<[recipe::HeadRun]> = self.parts_of(layer, heads, kv_heads)?.into();
         if let Some(kept) = kept.as_mut().filter(|kept| kept.len() < LAYERS_KEPT) {
             kept.insert(key, parts.clone());
         }

@@ -27,7 +27,7 @@ impl<T: Real> CachedRows<T> {
     }
 
     /// Number of tokens.
-    pub fn len(&self) -> usize {
+    pub fn tokens(&self) -> usize {
         self.k.len() / self.d
     }
 
@@ -38,12 +38,12 @@ impl<T: Real> CachedRows<T> {
 
     /// The keys, a row each.
     pub fn keys(&self) -> MatRef<'_, T> {
-        MatRef::new(&self.k, self.len(), self.d)
+        MatRef::new(&self.k, self.tokens(), self.d)
     }
 
     /// The values, a row each.
     pub fn values(&self) -> MatRef<'_, T> {
-        MatRef::new(&self.v, self.len(), self.d_v)
+        MatRef::new(&self.v, self.tokens(), self.d_v)
     }
 
     /// Bytes of the rows.

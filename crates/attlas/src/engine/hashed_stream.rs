@@ -121,7 +121,7 @@ impl<T: Real> GroupStream<T> for HashedStream<T> {
         cx: Context<'_>,
     ) -> Result<RunInfo> {
         let HashedRule { block, samples, replacement, recent, sinks, key } = self.rule;
-        let (n, (d, d_v), heads) = (self.cached.len(), self.cached.widths(), q.rows());
+        let (n, (d, d_v), heads) = (self.cached.tokens(), self.cached.widths(), q.rows());
         let edge = n.saturating_sub(recent.max(1));
         let old = edge.saturating_sub(sinks);
         let covered = old <= block.max(samples);
@@ -213,7 +213,7 @@ mod tests {
                 stream.attend(MatRef::new(&q, 2, p.d), p.scale, &mut out, &mut lse, cx).unwrap();
             });
         }
-        assert_eq!(stream.cached.len(), p.n_k);
+        assert_eq!(stream.cached.tokens(), p.n_k);
         (out, lse)
     }
 

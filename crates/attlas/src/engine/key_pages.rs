@@ -316,7 +316,7 @@ impl<T: Real> GroupStream<T> for PagedStream<T> {
         lse: &mut [T],
         cx: Context<'_>,
     ) -> Result<RunInfo> {
-        let (k, v, n) = (self.cached.keys(), self.cached.values(), self.cached.len());
+        let (k, v, n) = (self.cached.keys(), self.cached.values(), self.cached.tokens());
         Ok(RunInfo::visited(self.known.attend(q, k, v, n, scale, true, cx, out, lse)))
     }
 

@@ -102,7 +102,7 @@ impl<T: Real> GroupStream<T> for BestKeys<T> {
         lse: &mut [T],
         cx: Context<'_>,
     ) -> Result<RunInfo> {
-        let (n, (d, d_v)) = (self.cached.len(), self.cached.widths());
+        let (n, (d, d_v)) = (self.cached.tokens(), self.cached.widths());
         let (n_min, sinks) = (self.plan.params.n_min, self.plan.params.sinks);
         self.remember(q);
         // The token itself is always seen.

@@ -64,7 +64,7 @@ impl<T: Real> CentroidStream<T> {
 
 impl<T: Real> GroupStream<T> for CentroidStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
-        let first = self.cached.len();
+        let first = self.cached.tokens();
         self.cached.append(k, v);
         if self.exact {
             return Ok(());
@@ -100,7 +100,7 @@ impl<T: Real> GroupStream<T> for CentroidStream<T> {
         lse: &mut [T],
         cx: Context<'_>,
     ) -> Result<RunInfo> {
-        let n = self.cached.len();
+        let n = self.cached.tokens();
         let mut norm_q = vec![T::ZERO; q.rows() * self.d];
         norm_into(q, &mut norm_q);
         let norm_q = MatRef::new(&norm_q, q.rows(), self.d);

@@ -74,7 +74,7 @@ impl<T: Real> ColumnStream<T> {
 
     /// Adds the exact weights of a token over all keys to half the masses so far, and chooses anew.
     fn refresh(&mut self, q: MatRef<'_, T>, scale: T, edge: usize, cx: Context<'_>) -> u64 {
-        let (n, heads) = (self.cached.len(), q.rows());
+        let (n, heads) = (self.cached.tokens(), q.rows());
         let k = self.cached.keys();
         let pieces = n.div_ceil(SCORED);
         let mut weights = cx.scratch.take::<T>(n * heads);
@@ -223,7 +223,7 @@ impl<T: Real> GroupStream<T> for ColumnStream<T> {
         cx: Context<'_>,
     ) -> Result<RunInfo> {
         let Params { window, far_block, refresh, .. } = self.plan.params;
-        let (n, heads) = (self.cached.len(), q.rows());
+        let (n, heads) = (self.cached.tokens(), q.rows());
         // The token itself is always near.
         let edge = n.saturating_sub(window.max(1)) / far_block * far_block;
         let mut visited = 0;
