@@ -1,11 +1,11 @@
 //! Queries, keys and values of a real model, embedded, so that everything runs without a download.
 //!
-//! SmolLM2-135M-Instruct (30 layers, 9 query heads over 3 key heads, width 64) reading the first 2048 tokens
-//! of *Alice's Adventures in Wonderland*: key head 2 and the three query heads that share it (6 to 8), keys after
-//! rotation, in four layers with contrasting attention: 0 is nearly flat, 5 sharp and far, 11 local, and 18 looks
-//! at the first tokens alone. `scripts/make-demo` wrote the file. Numbers are rounded to half precision (11
-//! significant bits); errors are measured against exact attention on the rounded numbers. Licences of model and
-//! text: `data/LICENSE-demo.md`.
+//! SmolLM2-135M-Instruct (30 layers, 9 query heads over 3 key heads, width 64) reading the first 8192 tokens of *Alice's
+//! Adventures in Wonderland*: key head 2 and two of the three query heads that share it (6 and 7), keys after rotation, in
+//! layers 5 and 29. Both layers look far: a window of the last 704 tokens misses half of layer 5 and a quarter of layer 29.
+//! They were chosen because methods err on them about as they do over all layers. `scripts/make-demo` wrote the file.
+//! Numbers are rounded to half precision (11 significant bits); errors are measured against exact attention on the
+//! rounded numbers. Licences of model and text: `data/LICENSE-demo.md`.
 
 use crate::workload::Workload;
 use crate::{Result, trace};
@@ -25,17 +25,17 @@ mod tests {
 
     #[test]
     fn the_demo_is_a_real_trace_within_its_size() {
-        assert!(TRACE.len() <= 6 << 20, "{} bytes", TRACE.len());
+        assert!(TRACE.len() <= 9 << 20, "{} bytes", TRACE.len());
         let demo = load().unwrap();
         assert_eq!(demo.mask, Mask::Causal);
-        assert!(demo.layers.len() >= 3);
+        assert!(demo.layers.len() >= 2);
         for layer in &demo.layers {
             let p = &layer.problem;
-            assert_eq!((p.n_heads, p.n_kv_heads, p.n_q, p.n_k, p.d, p.d_v), (3, 1, 2048, 2048, 64, 64));
+            assert_eq!((p.n_heads, p.n_kv_heads, p.n_q, p.n_k, p.d, p.d_v), (2, 1, 8192, 8192, 64, 64));
             assert_eq!(p.scale, 0.125);
         }
         assert!(demo.metadata["model"].contains("SmolLM2-135M-Instruct"));
-        assert_eq!(demo.metadata["tokens"], "2048");
+        assert_eq!(demo.metadata["tokens"], "8192");
         assert_eq!(demo.metadata["text_sha256"].len(), 64);
     }
 }

@@ -52,14 +52,13 @@ fn assert_perplexity(nlls: &[f64], reference: f64) {
 
 #[test]
 fn perplexities_of_512_and_2048_tokens_are_the_reference_ones() {
-    // No token feels a later one, so the short window is the beginning of the long one.
+    // No token sees a later one, so the short window is the beginning of the long one.
     let nlls = nlls(&alice_tokens(2048));
     assert_perplexity(&nlls[..511], 24.276);
     assert_perplexity(&nlls, 19.783);
 }
 
 #[test]
-#[ignore = "half a minute: cargo test --release -p attlas-model --test decoder -- --ignored"]
 fn the_perplexity_of_8192_tokens_is_the_reference_one() {
     assert_perplexity(&nlls(&alice_tokens(8192)), 18.795);
 }

@@ -80,13 +80,15 @@ def test_an_approximation_beside_the_rust_runtime(smol, models):
 
 
 def test_hyper_approximates_as_in_the_rust_runtime(smol, models):
+    """As many keys and a divergence of the same kind. Not the same: the coordinates of a head lie in another order, so that one
+    seed draws other hyperplanes, and draws differ by more than the error over tokens (docs/benchmarks/transformers.md)."""
     model, _, ids = smol
     recipe = {"version": 1, "default": {"method": "hyper", "params": {"n_min": 256, "block": 64, "samples": 64}}}
-    ours = attlas.perplexity(model, ids, tokens=2048, recipe=recipe)
-    theirs = attlas.perplexity(models / "smollm2" / FILE, TEXT, tokens=2048, recipe=recipe)
+    ours = attlas.perplexity(model, ids, tokens=1024, recipe=recipe)
+    theirs = attlas.perplexity(models / "smollm2" / FILE, TEXT, tokens=1024, recipe=recipe)
     print(f"KL of hyper: transformers {ours.kl_mean:.4f} ± {ours.kl_se:.4f}, runtime {theirs.kl_mean:.4f} ± {theirs.kl_se:.4f}")
-    assert ours.kl_mean > 0 and theirs.kl_mean > 0 and ours.keys_share < 1
-    assert abs(ours.kl_mean - theirs.kl_mean) <= 3 * (ours.kl_se + theirs.kl_se)
+    assert min(ours.kl_mean, theirs.kl_mean) > 5 * max(ours.kl_se, theirs.kl_se)
+    assert ours.keys_share < 0.6 and abs(ours.keys_share - theirs.keys_share) < 0.01
 
 
 def test_streams_decode_as_the_prompt_does(smol):

@@ -344,11 +344,10 @@ impl<'a, T> TensorMut<'a, T> {
     pub fn new(data: &'a mut [T], dims: Dims, strides: Strides) -> Result<Self> {
         check_extent("output", data.len(), dims, strides)?;
         // Along axes in order of stride, each step must clear everything the shorter axes reach.
-        let mut axes: Vec<(usize, usize)> =
-            (0..3).map(|a| (strides[a], dims[a])).filter(|&(_, n)| n > 1).collect();
+        let mut axes = [0, 1, 2].map(|a| (strides[a], dims[a]));
         axes.sort_unstable();
         let mut reach = dims[3];
-        for (stride, n) in axes {
+        for (stride, n) in axes.into_iter().filter(|&(_, n)| n > 1) {
             if stride < reach && !dims.contains(&0) {
                 return Err(Error::shape(
                     "output strides",

@@ -189,11 +189,32 @@ impl Run<'_, '_> {
             }
             next = budget.and_then(|_| targets.after(target, holds));
         }
-        match tuned.chosen.map(|i| &tuned.rounds[i]) {
-            Some(round) => tuned.note = objection(round),
-            None => tuned.note = Some("no choice held the budget on the second text".into()),
+        match (tuned.chosen, &best) {
+            (Some(i), Some((picks, _))) => {
+                let round = &mut tuned.rounds[i];
+                if self.crew.any(objection(round).is_some()) {
+                    self.time_again(picks, round)?;
+                }
+                tuned.note = objection(round);
+            }
+            _ => tuned.note = Some("no choice held the budget on the second text".into()),
         }
         Ok(Some(best))
+    }
+
+    /// Runs the check of a round once more and keeps the smaller times: a single pass beside another process says little, and
+    /// a recipe that was not faster is thrown away.
+    fn time_again(&mut self, picks: &[Pick], round: &mut Round) -> Result<()> {
+        let Some(first) = &mut round.check else { return Ok(()) };
+        (self.watch)(0, 1, "timing the recipe once more");
+        let recipe = self.recipe(picks);
+        let record = self.model.check(&recipe, self.check, self.text.tokens.len(), self.stop)?;
+        if let Some(second) = record.as_ref().and_then(Outcome::new) {
+            first.seconds = first.seconds.min(second.seconds);
+            let both = first.exact_seconds.zip(second.exact_seconds);
+            first.exact_seconds = both.map_or(first.exact_seconds, |(a, b)| Some(a.min(b)));
+        }
+        Ok(())
     }
 
     /// The third text, with smaller sums where the budget does not hold there.

@@ -41,7 +41,7 @@ class Trace:
     >>> import attlas
     >>> trace = attlas.demo()
     >>> trace.layers, trace[5].q.shape
-    ([0, 5, 11, 18], (3, 2048, 64))
+    ([5, 29], (2, 8192, 64))
     """
 
     def __init__(self, native: _native.Trace) -> None:
