@@ -3,8 +3,8 @@
 use crate::args::{BenchArgs, Common, WireName};
 use crate::compare::meter;
 use crate::interrupt;
-use crate::progress::Progress;
-use crate::{Outcome, STOP, note, print, print_json};
+use crate::progress::measured;
+use crate::{Outcome, note, print, print_json};
 use attlas::Mask;
 use attlas_lab::bench::{Bench, Crossover, Settings, bench, read_peer};
 use attlas_lab::device::{Gpu, GpuBench};
@@ -37,22 +37,12 @@ pub(crate) fn run(args: &BenchArgs, common: &Common) -> Outcome {
         decode: args.decode,
         runs: args.runs as usize,
         max_seconds: args.max_seconds,
-        seed: common.seed,
-        threads: common.threads,
         meter: meter(),
         peers: args.peer_json.iter().map(|path| read_peer(path)).collect::<Result<_, _>>()?,
         ..Settings::default()
     };
     interrupt::catch(common);
-    let progress = Progress::new(common);
-    let result = bench(
-        &selection,
-        &settings,
-        &mut |s| progress.at(s.done, s.total, &format!("{} n = {}", s.method, s.n)),
-        &STOP,
-    );
-    progress.end();
-    let result = result?;
+    let result = measured(common, "", |run| bench(&selection, &settings, run))?;
     if common.json {
         print_json(&result);
     } else if common.csv {

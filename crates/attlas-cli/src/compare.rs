@@ -3,15 +3,14 @@
 use crate::args::{Cli, Command, Common, CompareArgs};
 use crate::inputs::{Numerals, check_outputs, load};
 use crate::interrupt;
-use crate::progress::Progress;
-use crate::{ALLOCATOR, Outcome, STOP, note, print, print_json, team};
-use attlas::{Schedule, Workspace};
+use crate::progress::measured;
+use crate::{ALLOCATOR, Outcome, note, print, print_json, team};
 use attlas_lab::budget::{Budget, equalise};
 use attlas_lab::compare::{Comparison, Matching, Settings, compare_with, curves, key};
 use attlas_lab::crew::Crew;
 use attlas_lab::select::{Chosen, Selection};
 use attlas_lab::table::{bytes, count, number, seconds, wrap};
-use attlas_lab::{Calibrations, Error, Meter, Workload, html, output};
+use attlas_lab::{Calibrations, Error, Meter, Run, Workload, html, output};
 use clap::Parser;
 use std::process::ExitCode;
 
@@ -65,8 +64,6 @@ fn run_on(crew: &dyn Crew, args: &CompareArgs, common: &Common) -> Outcome {
     let settings = Settings {
         mask: args.mask.mask(),
         seeds: args.seeds as usize,
-        seed: common.seed,
-        threads: common.threads,
         time_limit: args.time_limit,
         meter: meter(),
         ..Settings::default()
@@ -76,37 +73,20 @@ fn run_on(crew: &dyn Crew, args: &CompareArgs, common: &Common) -> Outcome {
         Some(budget) => equal_budgets(crew, &workload, selection, budget, &settings, common)?,
         None => (selection, None),
     };
-    let of = || key(&workload, &selection, &settings, &given);
+    let (threads, seed) = (common.threads, common.seed);
+    let of = || Run::silent(threads, seed, |run| key(&workload, &selection, &settings, &given, run));
     let mut ledger = team::ledger(args.state.as_deref(), "comparison", of, common)?;
-    let progress = Progress::new(common);
-    let result = compare_with(
-        &workload,
-        &selection,
-        &settings,
-        &given,
-        crew,
-        &mut ledger,
-        &mut |step| progress.at(step.done, step.total, step.method),
-        &STOP,
-    );
-    progress.end();
+    let result = measured(common, "", |run| {
+        compare_with(&workload, &selection, &settings, &given, crew, &mut ledger, run)
+    });
     let mut result = match matched {
         Some(matching) => result?.matched_to(matching),
         None => result?,
     };
     if args.curves && !result.interrupted {
-        let progress = Progress::new(common);
-        let found = curves::curves(
-            &workload,
-            &selection,
-            &settings,
-            &given,
-            crew,
-            &mut |done, total, method| progress.at(done, total, &format!("curve of {method}")),
-            &STOP,
-        );
-        progress.end();
-        result.curves = found?;
+        result.curves = measured(common, "curve of ", |run| {
+            curves::curves(&workload, &selection, &settings, &given, crew, run)
+        })?;
         result.verdict = curves::verdict(&result.curves, result.tokens);
     }
     if !crew.leads() {
@@ -168,19 +148,8 @@ fn equal_budgets(
         let with = |(chosen, options)| Chosen { options, ..chosen };
         return Ok((selection.into_iter().zip(shared).map(with).collect(), None));
     }
-    let mut ws = Workspace::new(Schedule { threads: common.threads, ..Schedule::default() })?;
-    let progress = Progress::new(common);
-    let found = equalise(
-        workload,
-        &selection,
-        budget,
-        settings,
-        &mut |done, total, method| progress.at(done, total, &format!("budget of {method}")),
-        &STOP,
-        &mut ws,
-    );
-    progress.end();
-    let (selection, methods) = found?;
+    let (selection, methods) =
+        measured(common, "budget of ", |run| equalise(workload, &selection, budget, settings, run))?;
     let options: Vec<&attlas::Options> = selection.iter().map(|c| &c.options).collect();
     crew.broadcast(serde_json::to_string(&options).map_err(broken)?);
     Ok((selection, Some(Matching { budget, methods })))

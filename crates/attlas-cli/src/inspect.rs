@@ -3,8 +3,8 @@
 use crate::args::{Common, InspectArgs, ReorderName};
 use crate::inputs::{Numerals, check_outputs, load};
 use crate::interrupt;
-use crate::progress::Progress;
-use crate::{Outcome, STOP, note, print, print_json, team};
+use crate::progress::measured;
+use crate::{Outcome, note, print, print_json, team};
 use attlas_lab::crew::Crew;
 use attlas_lab::inspect::{Inspection, Settings, inspect_with, key};
 use attlas_lab::table::{Table, count, percent, wrap};
@@ -28,19 +28,11 @@ fn run_on(crew: &dyn Crew, args: &InspectArgs, common: &Common) -> Outcome {
     if let (Some(ReorderName::Hyper), Some(path)) = (args.reorder, &args.pictures.svg) {
         return if crew.leads() { reordered(args, path, &workload, common) } else { Ok(ExitCode::SUCCESS) };
     }
-    let settings = Settings {
-        mask: args.mask.mask(),
-        heads: args.heads.clone(),
-        threads: common.threads,
-        figures: args.spectra.figures(common),
-    };
+    let settings =
+        Settings { mask: args.mask.mask(), heads: args.heads.clone(), figures: args.spectra.figures(common) };
     let path = args.state.as_deref();
     let mut ledger = team::ledger(path, "inspection", || Ok(key(&workload, &settings)), common)?;
-    let progress = Progress::new(common);
-    let mut watch = |done: usize, total: usize, what: &str| progress.at(done, total, what);
-    let result = inspect_with(&workload, &settings, crew, &mut ledger, &mut watch, &STOP);
-    progress.end();
-    let result = result?;
+    let result = measured(common, "", |run| inspect_with(&workload, &settings, crew, &mut ledger, run))?;
     if !crew.leads() {
         return Ok(ExitCode::SUCCESS);
     }

@@ -2,7 +2,7 @@
 
 use crate::args::{Common, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName};
 use crate::interrupt;
-use crate::progress::Progress;
+use crate::progress::{Progress, measured};
 use crate::{Outcome, STOP, note, print, print_json, team};
 use attlas_lab::crew::Crew;
 use attlas_lab::hash::sha256_of;
@@ -135,32 +135,20 @@ fn perplexity_on(crew: &dyn Crew, args: &PerplexityArgs, common: &Common) -> Out
         protocol,
         bos: args.text.bos,
         task: args.task,
-        seed: common.seed,
         recipe,
         cache: args.cache.cache,
         compute: args.compute,
-        threads: common.threads,
     };
     let key = || {
         let path = &args.model.path;
         // What is no path is the name of a model elsewhere.
         let weights = if path.exists() { sha256_of(path) } else { Ok(path.display().to_string()) };
-        perplexity::key(&weights.map_err(|e| Error::reading(path, e))?, &text, &settings)
+        perplexity::key(&weights.map_err(|e| Error::reading(path, e))?, &text, &settings, common.seed)
     };
     let mut ledger = team::ledger(args.state.as_deref(), "perplexity", key, common)?;
-    let progress = Progress::new(common);
-    let record = perplexity::perplexity_with(
-        &model,
-        &text,
-        &settings,
-        crew,
-        &mut ledger,
-        None,
-        &mut |done, total, ppl| progress.at(done, total, &format!("perplexity {ppl:.3}")),
-        &STOP,
-    );
-    progress.end();
-    let record = record?;
+    let record = measured(common, "", |run| {
+        perplexity::perplexity_with(&model, &text, &settings, crew, &mut ledger, None, run)
+    })?;
     if !crew.leads() {
         return Ok(ExitCode::SUCCESS);
     }

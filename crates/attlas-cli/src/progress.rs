@@ -1,6 +1,8 @@
 //! Progress on standard error: a bar on a terminal, lines elsewhere with `--progress`.
 
+use crate::STOP;
 use crate::args::Common;
+use attlas_lab::Run;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::IsTerminal;
 
@@ -43,4 +45,16 @@ impl Progress {
             bar.finish_and_clear();
         }
     }
+}
+
+/// Runs a measurement with the command line's threads and seed, its progress on the terminal, until it ends or is
+/// interrupted. `before` comes before what is being done.
+pub(crate) fn measured<R>(common: &Common, before: &str, work: impl FnOnce(&mut Run<'_>) -> R) -> R {
+    let line = Progress::new(common);
+    let mut progress =
+        |at: attlas_lab::Progress<'_>| line.at(at.done, at.total, &format!("{before}{}", at.what));
+    let (threads, seed) = (common.threads, common.seed);
+    let result = work(&mut Run { threads, seed, progress: &mut progress, stop: &STOP });
+    line.end();
+    result
 }

@@ -4,8 +4,8 @@ use crate::args::{Common, ReportArgs};
 use crate::compare::meter;
 use crate::inputs::{Numerals, check_outputs, load};
 use crate::interrupt;
-use crate::progress::Progress;
-use crate::{Outcome, STOP, note, print, print_json};
+use crate::progress::measured;
+use crate::{Outcome, note, print, print_json};
 use attlas_lab::compare::compare;
 use attlas_lab::report::Report;
 use attlas_lab::{compare as comparing, inspect, output};
@@ -18,34 +18,15 @@ pub(crate) fn run(args: &ReportArgs, common: &Common) -> Outcome {
     check_outputs(&[("--out", Some(&args.out))], &args.inputs, args.recipe.as_deref())?;
     interrupt::catch(common);
     let workload = load(&args.inputs, None, Numerals::Finite, common)?;
-    let looking = inspect::Settings {
-        threads: common.threads,
-        figures: args.spectra.figures(common),
-        ..inspect::Settings::default()
-    };
-    let progress = Progress::new(common);
-    let inspection =
-        inspect::inspect(&workload, &looking, &mut |done, total, what| progress.at(done, total, what), &STOP);
-    progress.end();
-    let inspection = inspection?;
+    let looking = inspect::Settings { figures: args.spectra.figures(common), ..inspect::Settings::default() };
+    let inspection = measured(common, "", |run| inspect::inspect(&workload, &looking, run))?;
     let measuring = comparing::Settings {
         seeds: args.seeds as usize,
-        seed: common.seed,
-        threads: common.threads,
         time_limit: args.time_limit,
         meter: meter(),
         ..comparing::Settings::default()
     };
-    let progress = Progress::new(common);
-    let comparison = compare(
-        &workload,
-        &selection,
-        &measuring,
-        &mut |step| progress.at(step.done, step.total, step.method),
-        &STOP,
-    );
-    progress.end();
-    let comparison = comparison?;
+    let comparison = measured(common, "", |run| compare(&workload, &selection, &measuring, run))?;
     if inspection.interrupted || comparison.interrupted {
         eprintln!("interrupted: no report was written");
         return Ok(ExitCode::from(130));

@@ -2,14 +2,14 @@
 
 use crate::args::{Common, TuneArgs};
 use crate::interrupt;
-use crate::progress::Progress;
+use crate::progress::{Progress, measured};
 use crate::report::command_line;
 use crate::{Outcome, STOP, note, print, print_json, team};
 use attlas_lab::crew::Crew;
 use attlas_lab::table::{percent, wrap};
 use attlas_lab::text::{Text, open_model};
 use attlas_lab::tune::{Ended, Runtime, SearchState, Settings, Tuned, curve, extract_layers, key, tune_with};
-use attlas_lab::{Calibrations, Error, output, task};
+use attlas_lab::{Calibrations, Error, Run, output, task};
 use attlas_model::Model;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -38,8 +38,6 @@ fn run_on(crew: &dyn Crew, args: &TuneArgs, common: &Common) -> Outcome {
         layers: args.layers.clone(),
         effort: args.effort,
         shard: args.shard,
-        seed: common.seed,
-        threads: common.threads,
         model: args
             .model
             .path
@@ -70,30 +68,21 @@ fn run_on(crew: &dyn Crew, args: &TuneArgs, common: &Common) -> Outcome {
         &model,
         &text,
         &settings,
+        common.threads,
         &mut |done, total| progress.at(done, total, "reading"),
         &STOP,
     );
     progress.end();
     let workload = extracted?;
-    let key = key(&workload, &settings)?;
+    let key = Run::silent(common.threads, common.seed, |run| key(&workload, &settings, run))?;
     let mut state = SearchState::open_with(&path, &key, &args.merge, args.mixed, crew)?;
     if !state.is_empty() {
         note(common, &format!("{} measurements are known from {}", state.len(), path.display()));
     }
-    let progress = Progress::new(common);
-    let ended = tune_with(
-        &mut Runtime::new(&model, common.threads, args.task, common.seed).with_crew(crew),
-        &text,
-        &check,
-        &workload,
-        &settings,
-        &mut state,
-        crew,
-        &mut |done, total, what| progress.at(done, total, what),
-        &STOP,
-    );
-    progress.end();
-    let ended = ended?;
+    let mut runtime = Runtime::new(&model, common.threads, args.task, common.seed).with_crew(crew);
+    let ended = measured(common, "", |run| {
+        tune_with(&mut runtime, &text, &check, &workload, &settings, &mut state, crew, run)
+    })?;
     if !crew.leads() {
         return Ok(ExitCode::SUCCESS);
     }

@@ -399,8 +399,8 @@ pub fn curves(curves: &[Curve]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::Run;
     use crate::select::Choice;
-    use std::sync::atomic::AtomicBool;
 
     #[test]
     fn the_page_shows_every_method_and_loads_nothing() {
@@ -411,9 +411,9 @@ mod tests {
             family: None,
         };
         let selection = selection.resolve().unwrap();
-        let stop = AtomicBool::new(false);
+        let settings = Default::default();
         let c =
-            crate::compare::compare(&workload, &selection, &Default::default(), &mut |_| (), &stop).unwrap();
+            Run::silent(0, 0, |run| crate::compare::compare(&workload, &selection, &settings, run)).unwrap();
         let page = comparison(&c);
         assert!(page.starts_with("<!doctype html>") && page.ends_with("</html>\n"));
         assert!(page.contains("<td>sink_window</td>") && page.contains("<td>top_k</td>"));

@@ -7,18 +7,17 @@
 use crate::crew::{Alone, Crew};
 use crate::figures::{Cell, heat_image, layer_map, named_spectra, spectra_lines};
 use crate::html::{STYLE, escape, origin, table_rows};
-use crate::run::timed;
+use crate::run::{Run, timed};
 use crate::table::{Table, count, number, percent, raw, seconds};
 use crate::units::{Done, Ledger, share};
 use crate::workload::{LayerData, Workload};
 use crate::{Error, Result};
+use attlas::Mask;
 use attlas::diagnostics::{self, AtLeast, Head, HeadReport};
-use attlas::{Mask, Schedule, Workspace};
 use attlas_model::recipe::Numbers;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::Write;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Settings of an inspection.
 #[derive(Clone, Debug, Default)]
@@ -27,8 +26,6 @@ pub struct Settings {
     pub mask: Option<Mask>,
     /// Query heads, counted from 0; all where absent.
     pub heads: Option<Numbers>,
-    /// Threads; 0 for all.
-    pub threads: usize,
     /// Thresholds and sizes.
     pub figures: diagnostics::Settings,
 }
@@ -86,15 +83,9 @@ pub struct SkippedHead {
     pub reason: String,
 }
 
-/// Looks at every chosen head. Calls `watch` with heads done, heads in all and a name before each, and stops early, with
-/// what is finished, once `stop` is set.
-pub fn inspect(
-    workload: &Workload,
-    settings: &Settings,
-    watch: &mut dyn FnMut(usize, usize, &str),
-    stop: &AtomicBool,
-) -> Result<Inspection> {
-    inspect_with(workload, settings, &Alone::default(), &mut Ledger::none(), watch, stop)
+/// Looks at every chosen head.
+pub fn inspect(workload: &Workload, settings: &Settings, run: &mut Run<'_>) -> Result<Inspection> {
+    inspect_with(workload, settings, &Alone::default(), &mut Ledger::none(), run)
 }
 
 /// What was found of one head.
@@ -122,10 +113,9 @@ pub fn inspect_with(
     settings: &Settings,
     crew: &dyn Crew,
     ledger: &mut Ledger,
-    watch: &mut dyn FnMut(usize, usize, &str),
-    stop: &AtomicBool,
+    run: &mut Run<'_>,
 ) -> Result<Inspection> {
-    let ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
+    let ws = run.workspace()?;
     let mask = settings.mask.unwrap_or(workload.mask);
     let mut result = Inspection {
         source: workload.source.clone(),
@@ -152,11 +142,11 @@ pub fn inspect_with(
     let total = work.len();
     let mut look = |unit: usize, at: usize| -> Result<Done<Said>> {
         let (layer, head) = work[unit];
-        if stop.load(Ordering::Relaxed) {
+        if run.stopped() {
             return Ok(Done::Stopped);
         }
         let number = layer.layer;
-        watch(at, total, &number.map_or(format!("head {head}"), |l| format!("layer {l}, head {head}")));
+        run.at(at, total, &number.map_or(format!("head {head}"), |l| format!("layer {l}, head {head}")));
         let size = layer.problem.group_size();
         let kv_head = head / size;
         let x = layer.group(kv_head)?;
@@ -490,10 +480,12 @@ impl Inspected {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::Progress;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     fn look(source: &str, settings: &Settings) -> Result<Inspection> {
         let workload = source.parse::<crate::Source>()?.load()?;
-        inspect(&workload, settings, &mut |_, _, _| (), &AtomicBool::new(false))
+        Run::silent(0, 0, |run| inspect(&workload, settings, run))
     }
 
     const SMALL: &str = "synthetic:clustered,n=80,d=8,heads=4,kv_heads=2";
@@ -518,8 +510,7 @@ mod tests {
         let p = workload.layers[0].problem;
         workload.layers[0].q[p.n_q * p.d + 3] = f32::NAN;
         workload.layers[0].v[p.n_k * p.d_v] = f32::INFINITY;
-        let found =
-            inspect(&workload, &Settings::default(), &mut |_, _, _| (), &AtomicBool::new(false)).unwrap();
+        let found = Run::silent(0, 0, |run| inspect(&workload, &Settings::default(), run)).unwrap();
         assert_eq!(found.heads.iter().map(|h| h.head).collect::<Vec<_>>(), [0]);
         assert_eq!(found.skipped.iter().map(|s| s.head).collect::<Vec<_>>(), [1, 2, 3]);
         assert!(found.skipped[0].line().contains("queries") && found.skipped[1].line().contains("values"));
@@ -569,12 +560,13 @@ mod tests {
     fn a_stop_keeps_what_is_finished() {
         let workload = SMALL.parse::<crate::Source>().unwrap().load().unwrap();
         let stop = AtomicBool::new(false);
-        let mut watch = |done: usize, _: usize, _: &str| {
-            if done == 1 {
+        let mut progress = |at: Progress<'_>| {
+            if at.done == 1 {
                 stop.store(true, Ordering::Relaxed)
             }
         };
-        let found = inspect(&workload, &Settings::default(), &mut watch, &stop).unwrap();
+        let mut run = Run { threads: 0, seed: 0, progress: &mut progress, stop: &stop };
+        let found = inspect(&workload, &Settings::default(), &mut run).unwrap();
         assert!(found.interrupted && found.heads.len() == 2);
     }
 }

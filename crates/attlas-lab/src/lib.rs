@@ -58,6 +58,6 @@ pub mod workload;
 pub use attlas_model::calibration::{self, Calibrations};
 pub use compare::budget;
 pub use error::{Error, Result};
-pub use run::Meter;
+pub use run::{Meter, Progress, Run};
 pub use source::Source;
 pub use workload::{LayerData, Workload};

@@ -6,12 +6,12 @@
 
 use crate::crew::{Alone, Crew};
 use crate::extract::bos;
-use crate::run::timed;
+use crate::run::{Run, timed};
 use crate::task::{self, Task};
 use crate::text::Text;
 use crate::units::{Done, Ledger, share};
 use crate::{Error, Result};
-use attlas::{Options, Schedule, Status, Workspace};
+use attlas::{Options, Status, Workspace};
 use attlas_model::decoder::{LOGIT_ROWS, Observer};
 use attlas_model::kept::CacheFormat;
 use attlas_model::perplexity::{Difference, Divergence, Mean, Perplexity, Protocol, Window, nll};
@@ -33,16 +33,12 @@ pub struct Settings {
     /// Build a prompt that needs far keys from the text and score only the tokens that need them; the protocol
     /// then gives the length of the prompt alone.
     pub task: Option<Task>,
-    /// Seed of the task's words and numbers.
-    pub seed: u64,
     /// Recipe of attention; exact where absent.
     pub recipe: Option<Recipe>,
     /// How keys and values are stored; what that costs is measured beside single precision.
     pub cache: CacheFormat,
     /// What linear layers round their operands to; what that costs is measured beside single precision.
     pub compute: Compute,
-    /// Threads; 0 takes as many as the machine offers.
-    pub threads: usize,
 }
 
 /// The measurement.
@@ -267,19 +263,13 @@ impl Sums {
     }
 }
 
-/// Runs the model over the text. `progress` receives tokens done, tokens in all, and the perplexity so far.
-pub fn perplexity(
-    model: &Arc<Model>,
-    text: &Text,
-    settings: &Settings,
-    progress: &mut dyn FnMut(usize, usize, f64),
-    stop: &AtomicBool,
-) -> Result<Record> {
-    perplexity_with(model, text, settings, &Alone::default(), &mut Ledger::none(), None, progress, stop)
+/// Runs the model over the text. Steps are tokens; the seed draws the words and numbers of a task.
+pub fn perplexity(model: &Arc<Model>, text: &Text, settings: &Settings, run: &mut Run<'_>) -> Result<Record> {
+    perplexity_with(model, text, settings, &Alone::default(), &mut Ledger::none(), None, run)
 }
 
 /// What decides the figures of a window: two runs with the same key may share windows. `model` names the model's weights.
-pub fn key(model: &str, text: &Text, settings: &Settings) -> Result<String> {
+pub fn key(model: &str, text: &Text, settings: &Settings, seed: u64) -> Result<String> {
     let recipe = settings.recipe.as_ref().map(Recipe::to_toml).transpose()?;
     let learnt = settings.recipe.as_ref().and_then(|r| serde_json::to_string(&*r.calibrations).ok());
     Ok(format!(
@@ -289,7 +279,7 @@ pub fn key(model: &str, text: &Text, settings: &Settings) -> Result<String> {
         settings.protocol,
         settings.bos,
         settings.task,
-        settings.seed,
+        seed,
         settings.cache,
         settings.compute,
         crate::atlas::fingerprint(),
@@ -306,13 +296,12 @@ pub fn perplexity_with(
     crew: &dyn Crew,
     ledger: &mut Ledger,
     mut reference: Option<&mut Reference>,
-    progress: &mut dyn FnMut(usize, usize, f64),
-    stop: &AtomicBool,
+    run: &mut Run<'_>,
 ) -> Result<Record> {
     let n = text.tokens.len();
     let bos = if settings.bos { Some(bos(model)?) } else { None };
     let prompt = match settings.task {
-        Some(task) => Some(task_prompt(task, model, text, settings)?),
+        Some(task) => Some(task_prompt(task, model, text, settings, run.seed)?),
         None => None,
     };
     let source = prompt.as_ref().map_or(&text.tokens, |p| &p.tokens);
@@ -324,7 +313,7 @@ pub fn perplexity_with(
             (cut, name, context, stride)
         }
     };
-    let threads = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
+    let threads = run.workspace()?;
     let recipe = settings.recipe.clone().unwrap_or_default();
     let is_exact = settings.recipe.as_ref().is_none_or(|r| r.rules.is_empty() && r.is_exact());
     let is_exact = is_exact && settings.cache == CacheFormat::F32 && settings.compute == Compute::F32;
@@ -340,7 +329,7 @@ pub fn perplexity_with(
     let replace = prompt.is_none() && matches!(settings.protocol, Protocol::SecondHalf { .. });
     let shift = usize::from(bos.is_some() && !replace);
     let mut work = |unit: usize, at: usize| -> Result<Done<Scores>> {
-        if at > 0 && stop.load(Ordering::Relaxed) {
+        if at > 0 && run.stopped() {
             return Ok(Done::Stopped);
         }
         let (window, targets) = &windows[unit];
@@ -348,10 +337,10 @@ pub fn perplexity_with(
         tokens.extend(bos);
         tokens.extend_from_slice(&source[window.clone()][usize::from(replace && bos.is_some())..]);
         let outcome = (|| {
-            subject.run(&tokens, stop)?;
+            subject.run(&tokens, run.stop)?;
             match (&mut exact, &mut reference) {
-                (Some(exact), Some(known)) => exact.recall(unit, &tokens, known, stop)?,
-                (Some(exact), None) => exact.run(&tokens, stop)?,
+                (Some(exact), Some(known)) => exact.recall(unit, &tokens, known, run.stop)?,
+                (Some(exact), None) => exact.run(&tokens, run.stop)?,
                 (None, _) => {}
             }
             Ok(())
@@ -382,7 +371,7 @@ pub fn perplexity_with(
         ours.nll.0.iter().for_each(|nll| so_far.push(*nll));
         // Others have the windows between.
         done = (done + window.len()).max((at + 1) * total / windows.len().max(1)).min(total);
-        progress(done, total, so_far.perplexity());
+        run.at(done, total, &format!("perplexity {:.3}", so_far.perplexity()));
         let theirs = exact.as_mut().map(Runner::take);
         Ok(Done::Whole(Scores { run: tokens.len(), subject: ours, exact: theirs, kl, delta_p, same_top }))
     };
@@ -445,10 +434,16 @@ pub fn perplexity_with(
 }
 
 /// The prompt of a task, as long as a window of the protocol.
-fn task_prompt(task: Task, model: &Model, text: &Text, settings: &Settings) -> Result<task::Prompt> {
+fn task_prompt(
+    task: Task,
+    model: &Model,
+    text: &Text,
+    settings: &Settings,
+    seed: u64,
+) -> Result<task::Prompt> {
     let (Protocol::Strided { window, .. } | Protocol::SecondHalf { window } | Protocol::Disjoint { window }) =
         settings.protocol;
-    task::prompt(task, &model.tokenizer, text, window - usize::from(settings.bos).min(window), settings.seed)
+    task::prompt(task, &model.tokenizer, text, window - usize::from(settings.bos).min(window), seed)
 }
 
 /// The ranges cut into pieces of at most `len`.

@@ -1,9 +1,65 @@
-//! Running plans under the clock and the memory meter.
+//! What measurements run with, and running plans under the clock and the memory meter.
 
 use crate::Result;
-use attlas::{Mat, Out, Plan, Qkv, RunInfo, TensorMut, Workspace};
+use attlas::{Mat, Out, Plan, Qkv, RunInfo, Schedule, TensorMut, Workspace};
 use attlas_num::linalg::matmul;
+use std::fmt::{Debug, Formatter};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
+
+/// How far a measurement is.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress<'a> {
+    /// Steps done.
+    pub done: usize,
+    /// Steps in all.
+    pub total: usize,
+    /// The next step, or a figure so far.
+    pub what: &'a str,
+}
+
+/// What every measurement runs with, beside settings of its own.
+pub struct Run<'a> {
+    /// Threads; 0 for all.
+    pub threads: usize,
+    /// Seed of all random numbers.
+    pub seed: u64,
+    /// Called as the measurement goes on.
+    pub progress: &'a mut dyn FnMut(Progress<'_>),
+    /// Once it is set, the measurement ends with what is finished.
+    pub stop: &'a AtomicBool,
+}
+
+impl Debug for Run<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Run")
+            .field("threads", &self.threads)
+            .field("seed", &self.seed)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Run<'_> {
+    /// Runs `work` without progress and to its end.
+    pub fn silent<R>(threads: usize, seed: u64, work: impl FnOnce(&mut Run<'_>) -> R) -> R {
+        work(&mut Run { threads, seed, progress: &mut |_| (), stop: &AtomicBool::new(false) })
+    }
+
+    /// A workspace on its threads.
+    pub(crate) fn workspace(&self) -> Result<Workspace> {
+        Ok(Workspace::new(Schedule { threads: self.threads, ..Schedule::default() })?)
+    }
+
+    /// Says how far it is.
+    pub(crate) fn at(&mut self, done: usize, total: usize, what: &str) {
+        (self.progress)(Progress { done, total, what });
+    }
+
+    /// Whether it is to end.
+    pub(crate) fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+}
 
 /// Memory use of the process, measured by the owner of the allocator. [`Meter::NONE`] measures nothing.
 #[derive(Clone, Copy, Debug)]

@@ -161,7 +161,7 @@ fn line(s: &Spectrum, colour: &str, last: f64, x: f64, y: f64, width: f64, heigh
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::AtomicBool;
+    use crate::run::Run;
 
     #[test]
     fn every_head_has_its_pattern_and_its_lines() {
@@ -169,13 +169,8 @@ mod tests {
             "synthetic:clustered,n=60,d=8,heads=3".parse::<crate::Source>().unwrap().load().unwrap();
         workload.layers.push(workload.layers[0].clone());
         workload.layers.iter_mut().enumerate().for_each(|(i, l)| l.layer = Some(4 * i));
-        let found = crate::inspect::inspect(
-            &workload,
-            &Default::default(),
-            &mut |_, _, _| (),
-            &AtomicBool::new(false),
-        )
-        .unwrap();
+        let found =
+            Run::silent(0, 0, |run| crate::inspect::inspect(&workload, &Default::default(), run)).unwrap();
         let count = |figure: Figure, what: &str| figure.draw(&found).matches(what).count();
         assert_eq!((count(Figure::Patterns, "<image"), count(Figure::Patterns, "layer 4<")), (6, 1));
         for figure in [Figure::Inputs, Figure::Scores] {

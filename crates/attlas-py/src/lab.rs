@@ -13,7 +13,9 @@ use attlas_lab::report::Report;
 use attlas_lab::select::{Choice, Selection};
 use attlas_lab::text::Text;
 use attlas_lab::tune::{self as tuning, Check, Effort, Ended, SearchState};
-use attlas_lab::{LayerData, Meter, Source, Workload, atlas, budget, extract, html, perplexity, text, trace};
+use attlas_lab::{
+    LayerData, Meter, Progress, Run, Source, Workload, atlas, budget, extract, html, perplexity, text, trace,
+};
 use attlas_model::perplexity::Protocol;
 use attlas_model::recipe::Numbers;
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
@@ -353,8 +355,6 @@ fn compared(
     let settings = comparing::Settings {
         mask: mask(causal),
         seeds,
-        seed,
-        threads,
         time_limit,
         meter: meter(),
         ..comparing::Settings::default()
@@ -362,29 +362,16 @@ fn compared(
     let mut watch = Watch::new(watch);
     let (call, stop, raised) = (&watch.call, &watch.stop, &mut watch.raised);
     let done = py.detach(|| -> attlas_lab::Result<Comparison> {
+        let progress = &mut |at: Progress<'_>| Watch::step(call, stop, raised, at.done, at.total, at.what);
+        let mut run = Run { threads, seed, progress, stop };
         let mut matching = None;
         let mut selection = chosen;
         if let Some(budget) = budget {
-            let mut ws = attlas::Workspace::new(attlas::Schedule { threads, ..attlas::Schedule::default() })?;
-            let (equal, methods) = budget::equalise(
-                &trace.work,
-                &selection,
-                budget,
-                &settings,
-                &mut |done, total, what| Watch::step(call, stop, raised, done, total, what),
-                stop,
-                &mut ws,
-            )?;
+            let (equal, methods) = budget::equalise(&trace.work, &selection, budget, &settings, &mut run)?;
             selection = equal;
             matching = Some(Matching { budget, methods });
         }
-        let result = comparing::compare(
-            &trace.work,
-            &selection,
-            &settings,
-            &mut |s| Watch::step(call, stop, raised, s.done, s.total, s.method),
-            stop,
-        )?;
+        let result = comparing::compare(&trace.work, &selection, &settings, &mut run)?;
         Ok(Comparison { matched: matching, ..result })
     });
     watch.ended(py, keep)?;
@@ -406,18 +393,13 @@ fn inspected(
     let settings = looking::Settings {
         mask: mask(causal),
         heads: numbers(py, heads)?,
-        threads,
         figures: figures_from(py, figures)?,
     };
     let mut watch = Watch::new(watch);
     let (call, stop, raised) = (&watch.call, &watch.stop, &mut watch.raised);
     let done = py.detach(|| {
-        looking::inspect(
-            &trace.work,
-            &settings,
-            &mut |done, total, what| Watch::step(call, stop, raised, done, total, what),
-            stop,
-        )
+        let progress = &mut |at: Progress<'_>| Watch::step(call, stop, raised, at.done, at.total, at.what);
+        looking::inspect(&trace.work, &settings, &mut Run { threads, seed: 0, progress, stop })
     });
     watch.ended(py, keep)?;
     done.map_err(|e| errors::lab(py, e))
@@ -643,8 +625,6 @@ pub(crate) fn tune(
         decode: false,
         effort,
         shard: None,
-        seed,
-        threads,
         model: name,
         command,
     };
@@ -654,17 +634,10 @@ pub(crate) fn tune(
     let mut watch = Watch::new(watch);
     let (call, stop, raised) = (&watch.call, &watch.stop, &mut watch.raised);
     let ended = py.detach(|| -> attlas_lab::Result<Ended> {
-        let mut kept = SearchState::open(state.as_deref(), &tuning::key(&trace.work, &settings)?)?;
-        tuning::tune(
-            &mut called,
-            &text,
-            &check_text,
-            &trace.work,
-            &settings,
-            &mut kept,
-            &mut |done, total, what| Watch::step(call, stop, raised, done, total, what),
-            stop,
-        )
+        let progress = &mut |at: Progress<'_>| Watch::step(call, stop, raised, at.done, at.total, at.what);
+        let mut run = Run { threads, seed, progress, stop };
+        let mut kept = SearchState::open(state.as_deref(), &tuning::key(&trace.work, &settings, &run)?)?;
+        tuning::tune(&mut called, &text, &check_text, &trace.work, &settings, &mut kept, &mut run)
     });
     if let Some(e) = called.raised {
         return Err(e);
@@ -700,19 +673,15 @@ pub(crate) fn perplexity_of_file(
         protocol: Protocol::Strided { window, stride },
         bos: false,
         task: None,
-        seed: 0,
         recipe: recipe.map(|r| r.inner.clone()),
-        threads,
     };
     let mut watch = Watch::new(watch);
     let (call, stop, raised) = (&watch.call, &watch.stop, &mut watch.raised);
     let done = py.detach(|| {
         let opened = text::open_model(&model)?;
         let read = Text::read(&text, &opened, tokens)?;
-        let step = &mut |done: usize, total: usize, ppl: f64| {
-            Watch::step(call, stop, raised, done, total, &format!("perplexity {ppl:.3}"));
-        };
-        perplexity::perplexity(&opened, &read, &settings, step, stop)
+        let progress = &mut |at: Progress<'_>| Watch::step(call, stop, raised, at.done, at.total, at.what);
+        perplexity::perplexity(&opened, &read, &settings, &mut Run { threads, seed: 0, progress, stop })
     });
     watch.ended(py, false)?;
     json(&done.map_err(|e| errors::lab(py, e))?)

@@ -5,12 +5,12 @@
 //! published exponent. **Threads**: every method at 16384 tokens with one thread and with all.
 
 use attlas::{Mask, Options, registry};
-use attlas_lab::Meter;
 use attlas_lab::bench::{Bench, Row, Settings, bench};
 use attlas_lab::select::Chosen;
 use attlas_lab::stats::log_slope;
 use attlas_lab::synthetic::Kind;
 use attlas_lab::table::{Table, bytes, number, percent, seconds, times};
+use attlas_lab::{Meter, Progress, Run};
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::sync::atomic::AtomicBool;
@@ -153,37 +153,42 @@ const ENTRIES: &[Entry] = &[
     Entry::of("anna", 65_536),
 ];
 
+/// What all measurements have in common.
+struct Base {
+    settings: Settings,
+    threads: usize,
+    seed: u64,
+}
+
 /// Measures everything and prints Markdown.
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let base = Settings {
+    let settings = Settings {
         runs: args.runs.max(1),
         max_seconds: args.max_seconds,
-        threads: args.threads,
-        seed: args.seed,
         meter: Meter {
             peak: || crate::ALLOCATOR.peak_usage(),
             reset: || crate::ALLOCATOR.reset_peak_usage(),
         },
         ..Settings::default()
     };
+    let base = Base { settings, threads: args.threads, seed: args.seed };
     println!("{}", speedups(ENTRIES, &base)?.markdown());
     println!("{}", growth(ENTRIES, &GROWTH_LENGTHS, &base)?.markdown());
-    println!("At {THREADS_LENGTH} tokens, the fastest of {} passes:\n", base.runs);
+    println!("At {THREADS_LENGTH} tokens, the fastest of {} passes:\n", base.settings.runs);
     let methods = registry::METHODS.iter().filter(|m| !m.claims.oracle || m.id == "exact");
     let ids: Vec<&str> = methods.map(|m| m.id).collect();
     println!("{}", threads(&ids, THREADS_LENGTH, &base)?.markdown());
     Ok(())
 }
 
-fn measure(chosen: &[Chosen], settings: &Settings) -> Result<Bench> {
-    let mut watch =
-        |s: attlas_lab::bench::Step<'_>| eprintln!("{} of {}: {} n = {}", s.done, s.total, s.method, s.n);
-    let found = bench(chosen, settings, &mut watch, &STOP)?;
+fn measure(chosen: &[Chosen], settings: &Settings, threads: usize, seed: u64) -> Result<Bench> {
+    let mut progress = |at: Progress<'_>| eprintln!("{} of {}: {}", at.done, at.total, at.what);
+    let found = bench(chosen, settings, &mut Run { threads, seed, progress: &mut progress, stop: &STOP })?;
     found.notes.iter().for_each(|note| eprintln!("{note}"));
     Ok(found)
 }
 
-fn speedups(entries: &[Entry], base: &Settings) -> Result<Table> {
+fn speedups(entries: &[Entry], base: &Base) -> Result<Table> {
     let headers = ["<method", "<n", "seconds", "exact", "faster", "published", "error", "share", "memory"];
     let mut table = Table::new(&headers);
     let mut rounds: Vec<Vec<&Entry>> = Vec::new();
@@ -195,7 +200,7 @@ fn speedups(entries: &[Entry], base: &Settings) -> Result<Table> {
     }
     for round in rounds {
         let chosen = round.iter().map(|e| e.chosen()).collect::<Result<Vec<_>>>()?;
-        let found = measure(&chosen, &round[0].settings(base))?;
+        let found = measure(&chosen, &round[0].settings(&base.settings), base.threads, base.seed)?;
         for entry in round {
             let shown = |v: &serde_json::Value| v.as_str().map_or_else(|| v.to_string(), str::to_owned);
             let of_entry = |r: &&Row| {
@@ -219,7 +224,7 @@ fn speedups(entries: &[Entry], base: &Settings) -> Result<Table> {
     Ok(table)
 }
 
-fn growth(entries: &[Entry], lengths: &[usize], base: &Settings) -> Result<Table> {
+fn growth(entries: &[Entry], lengths: &[usize], base: &Base) -> Result<Table> {
     let mut growing: Vec<&Entry> = Vec::new();
     for entry in entries.iter().filter(|e| !e.decode) {
         if !growing.iter().any(|e| (e.method, e.causal) == (entry.method, entry.causal)) {
@@ -228,7 +233,7 @@ fn growth(entries: &[Entry], lengths: &[usize], base: &Settings) -> Result<Table
     }
     // By entry and length: the fastest run, since whatever else the machine does adds to a time, and the most memory.
     let mut points = vec![BTreeMap::<usize, (f64, usize)>::new(); growing.len()];
-    for _ in 0..base.runs {
+    for _ in 0..base.settings.runs {
         for (entry, points) in growing.iter().zip(&mut points) {
             // Nothing here is compared with the ceilings, so they are measured roughly.
             let settings = Settings {
@@ -236,9 +241,9 @@ fn growth(entries: &[Entry], lengths: &[usize], base: &Settings) -> Result<Table
                 runs: RUNS_PER_PASS,
                 ceiling_bytes: 1 << 20,
                 beside_exact: false,
-                ..entry.settings(base)
+                ..entry.settings(&base.settings)
             };
-            for row in &measure(&[entry.chosen()?], &settings)?.rows {
+            for row in &measure(&[entry.chosen()?], &settings, base.threads, base.seed)?.rows {
                 let (seconds, bytes) = points.entry(row.n).or_insert((f64::INFINITY, 0));
                 (*seconds, *bytes) = (seconds.min(row.fastest()), row.peak_bytes.max(*bytes));
             }
@@ -252,7 +257,7 @@ fn growth(entries: &[Entry], lengths: &[usize], base: &Settings) -> Result<Table
         let (Some(time), Some((_, &(_, peak)))) = (slope(|p| p.0), points.last_key_value()) else { continue };
         table.push(vec![
             entry.name(),
-            entry.settings(base).mask.to_string(),
+            entry.settings(&base.settings).mask.to_string(),
             format!("N^{time:.2}"),
             format!("N^{}", entry.chosen()?.method.claims.exponent),
             slope(|p| p.1 as f64).map_or("-".into(), |m| format!("N^{m:.2}")),
@@ -262,9 +267,9 @@ fn growth(entries: &[Entry], lengths: &[usize], base: &Settings) -> Result<Table
     Ok(table)
 }
 
-fn threads(ids: &[&str], n: usize, base: &Settings) -> Result<Table> {
+fn threads(ids: &[&str], n: usize, base: &Base) -> Result<Table> {
     let mut fastest: Vec<(&str, Option<[f64; 2]>)> = ids.iter().map(|id| (*id, None)).collect();
-    for _ in 0..base.runs {
+    for _ in 0..base.settings.runs {
         for (id, fastest) in &mut fastest {
             let chosen = Chosen { method: registry::method(id)?, options: Options::new(), named: true };
             if let Some(now) = one_and_all(&chosen, n, base)? {
@@ -284,23 +289,22 @@ fn threads(ids: &[&str], n: usize, base: &Settings) -> Result<Table> {
 }
 
 /// The fastest run with one thread and with all; `None` for a method that refuses both masks.
-fn one_and_all(chosen: &Chosen, n: usize, base: &Settings) -> Result<Option<[f64; 2]>> {
+fn one_and_all(chosen: &Chosen, n: usize, base: &Base) -> Result<Option<[f64; 2]>> {
     let id = chosen.method.id;
     for mask in [Mask::None, Mask::Causal] {
-        let settings = |threads| Settings {
+        let settings = Settings {
             lengths: vec![n],
             mask,
-            threads,
             runs: RUNS_PER_PASS,
             ceiling_bytes: 1 << 20,
             // Exact attention is measured as the baseline of others.
             beside_exact: id == registry::baseline().id,
-            ..base.clone()
+            ..base.settings.clone()
         };
         let mut found = [0.0; 2];
         let mut rows = 0;
         for (threads, seconds) in [1, base.threads].into_iter().zip(&mut found) {
-            let bench = measure(std::slice::from_ref(chosen), &settings(threads))?;
+            let bench = measure(std::slice::from_ref(chosen), &settings, threads, base.seed)?;
             if let Some(row) = bench.rows.iter().find(|r| r.method == id) {
                 (*seconds, rows) = (row.fastest(), rows + 1);
             }
@@ -322,8 +326,9 @@ mod tests {
         Entry { d: 16, ..Entry::of("sink_window", 256).decode() },
     ];
 
-    fn base() -> Settings {
-        Settings { runs: 1, threads: 2, ceiling_bytes: 1 << 20, ..Settings::default() }
+    fn base() -> Base {
+        let settings = Settings { runs: 1, ceiling_bytes: 1 << 20, ..Settings::default() };
+        Base { settings, threads: 2, seed: 0 }
     }
 
     #[test]
@@ -354,7 +359,7 @@ mod tests {
             let chosen = entry.chosen().unwrap();
             let support = chosen.method.support(
                 &attlas::Problem {
-                    mask: entry.settings(&base()).mask,
+                    mask: entry.settings(&base().settings).mask,
                     ..attlas::Problem::new(1, entry.n, entry.d)
                 },
                 &chosen.options,

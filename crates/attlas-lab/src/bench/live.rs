@@ -27,13 +27,13 @@ pub(super) struct Data {
 }
 
 impl Data {
-    pub(super) fn draw(problem: Problem, settings: &Settings) -> Result<Self> {
+    pub(super) fn draw(problem: Problem, settings: &Settings, seed: u64) -> Result<Self> {
         let p = &problem;
         let what = format!("inputs of {} tokens", p.n_k);
         crate::machine::check_room(&what, &[p.n_heads + 2 * p.n_kv_heads, p.n_k, p.d, size_of::<f32>()])?;
         if settings.kind != Kind::Gaussian {
             let (kind, heads, kv_heads) = (settings.kind, p.n_heads, p.n_kv_heads);
-            let source = Synthetic { kind, n: p.n_k, d: p.d, heads, kv_heads, seed: settings.seed };
+            let source = Synthetic { kind, n: p.n_k, d: p.d, heads, kv_heads, seed };
             let drawn = source.generate()?.layers.swap_remove(0);
             // The last rows of every head.
             let tail = |x: &[f32], rows: usize, cols: usize| {
@@ -48,7 +48,7 @@ impl Data {
         let fill = |name: &str, heads: usize, rows: usize, cols: usize| {
             let mut x = pages::zeros::<f32>(heads * rows * cols);
             x.par_chunks_mut((rows * cols).max(1)).enumerate().for_each(|(h, part)| {
-                let key = StreamKey::new(settings.seed).named("bench").named(name).with(h as u64);
+                let key = StreamKey::new(seed).named("bench").named(name).with(h as u64);
                 key.rng().fill_normal(part);
             });
             x
@@ -93,10 +93,11 @@ impl<'a> Live<'a> {
         subject: &'a Chosen,
         data: &Data,
         settings: &Settings,
+        seed: u64,
         ws: &mut Workspace,
     ) -> Result<Self> {
         let p = data.problem;
-        let options = subject.options_for(settings.seed);
+        let options = subject.options_for(seed);
         let calibration = match (subject.method.claims.needs, subject.method.calibrate) {
             (Needs::Calibration, Some(learn)) => {
                 let x = data.inputs()?;

@@ -11,17 +11,16 @@
 
 use crate::compare::status_name;
 use crate::machine::Machine;
-use crate::run::Meter;
+use crate::run::{Meter, Run};
 use crate::select::{Chosen, baseline};
 use crate::stats::{Spread, log_slope};
 use crate::synthetic::Kind;
 use crate::{Error, Result};
 use attlas::method::Needs;
-use attlas::{Mask, Options, Problem, Schedule, Status, Workspace};
+use attlas::{Mask, Options, Problem, Status};
 use live::{Data, Live};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 mod live;
 mod tables;
@@ -49,10 +48,6 @@ pub struct Settings {
     pub runs: usize,
     /// A length at which one run is expected to take longer is skipped.
     pub max_seconds: f64,
-    /// Seed of inputs and methods.
-    pub seed: u64,
-    /// Threads; 0 for all.
-    pub threads: usize,
     /// Bytes read to measure the bandwidth.
     pub ceiling_bytes: usize,
     /// Counter of allocated bytes.
@@ -74,8 +69,6 @@ impl Default for Settings {
             beside_exact: true,
             runs: 7,
             max_seconds: 60.0,
-            seed: 0,
-            threads: 0,
             ceiling_bytes: 256 << 20,
             meter: Meter::NONE,
             peers: Vec::new(),
@@ -249,19 +242,6 @@ pub enum Crossover {
     Unknown,
 }
 
-/// The next measurement.
-#[derive(Clone, Copy, Debug)]
-pub struct Step<'a> {
-    /// Steps done.
-    pub done: usize,
-    /// Steps in all.
-    pub total: usize,
-    /// The method.
-    pub method: &'a str,
-    /// Length.
-    pub n: usize,
-}
-
 /// Seconds of one run past which fewer runs are made.
 const LONG_RUN_SECONDS: f64 = 10.0;
 /// Fewest runs without a note.
@@ -269,14 +249,9 @@ const FEW_RUNS: usize = 5;
 /// Length that times are extrapolated from where no shorter one was measured.
 const PROBE_LEN: usize = 1024;
 
-/// Measures. Calls `watch` before each step and stops early, with what is finished, once `stop` is set.
-pub fn bench(
-    selection: &[Chosen],
-    settings: &Settings,
-    watch: &mut dyn FnMut(Step<'_>),
-    stop: &AtomicBool,
-) -> Result<Bench> {
-    let mut ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
+/// Measures every method of `selection` at every length and width.
+pub fn bench(selection: &[Chosen], settings: &Settings, run: &mut Run<'_>) -> Result<Bench> {
+    let mut ws = run.workspace()?;
     let exact = baseline()?;
     let own = |c: &Chosen| c.method.id == exact.id && c.options.is_empty();
     let mut subjects = vec![Chosen { method: exact, options: Options::new(), named: true }];
@@ -310,16 +285,16 @@ pub fn bench(
         // Last length measured and its seconds, by method.
         let mut last: Vec<Option<(usize, f64)>> = vec![None; subjects.len()];
         for &n in &lengths {
-            if stop.load(Ordering::Relaxed) {
+            if run.stopped() {
                 result.interrupted = true;
                 break;
             }
-            let data = Data::draw(problem(settings, n, d), settings)?;
+            let data = Data::draw(problem(settings, n, d), settings, run.seed)?;
             let mut able = Vec::new();
             for (i, subject) in subjects.iter().enumerate() {
-                watch(Step { done, total, method: subject.method.id, n });
+                run.at(done, total, &format!("{} n = {n}", subject.method.id));
                 done += 1;
-                if let Some(reasons) = refusal(subject, &data.problem, settings)? {
+                if let Some(reasons) = refusal(subject, &data.problem, settings, run.seed)? {
                     let refused = &mut result.refused;
                     if !refused.iter().any(|r| r.method == subject.method.id) {
                         refused.push(crate::compare::Refused {
@@ -331,8 +306,8 @@ pub fn bench(
                     continue;
                 }
                 if last[i].is_none() && n > 2 * PROBE_LEN {
-                    let probe = Data::draw(problem(settings, PROBE_LEN, d), settings)?;
-                    let mut live = Live::new(subject, &probe, settings, &mut ws)?;
+                    let probe = Data::draw(problem(settings, PROBE_LEN, d), settings, run.seed)?;
+                    let mut live = Live::new(subject, &probe, settings, run.seed, &mut ws)?;
                     live.round(&probe, &mut ws)?;
                     last[i] = Some((PROBE_LEN, live.total()));
                 }
@@ -353,12 +328,12 @@ pub fn bench(
             for batch in batches(&able, settings.decode && settings.beside_exact) {
                 let mut live = Vec::new();
                 for &i in &batch {
-                    live.push((i, Live::new(&subjects[i], &data, settings, &mut ws)?));
+                    live.push((i, Live::new(&subjects[i], &data, settings, run.seed, &mut ws)?));
                 }
                 for round in 0..settings.runs {
                     for (_, live) in live.iter_mut() {
                         let allowed = live.runs_allowed(settings);
-                        if round < allowed && !stop.load(Ordering::Relaxed) {
+                        if round < allowed && !run.stopped() {
                             live.round(&data, &mut ws)?;
                         }
                     }
@@ -405,8 +380,13 @@ fn problem(settings: &Settings, n: usize, d: usize) -> Problem {
     if settings.decode { p.with_lens(1, n).causal() } else { Problem { mask: settings.mask, ..p } }
 }
 
-fn refusal(subject: &Chosen, problem: &Problem, settings: &Settings) -> Result<Option<Vec<String>>> {
-    let options = subject.options_for(settings.seed);
+fn refusal(
+    subject: &Chosen,
+    problem: &Problem,
+    settings: &Settings,
+    seed: u64,
+) -> Result<Option<Vec<String>>> {
+    let options = subject.options_for(seed);
     // A stream is planned for the whole sequence.
     let whole = problem.with_lens(problem.n_k, problem.n_k);
     let asked = if settings.decode && subject.method.claims.decode { &whole } else { problem };
@@ -493,7 +473,7 @@ mod tests {
     fn run(methods: &[&str], settings: Settings) -> Bench {
         let methods = methods.iter().map(|s| s.to_string()).collect();
         let selection = Choice { methods, ..Choice::default() }.resolve().unwrap();
-        bench(&selection, &settings, &mut |_| (), &AtomicBool::new(false)).unwrap()
+        Run::silent(1, 0, |run| bench(&selection, &settings, run)).unwrap()
     }
 
     fn small() -> Settings {
@@ -503,7 +483,6 @@ mod tests {
             heads: 2,
             kv_heads: 1,
             runs: 5,
-            threads: 1,
             ceiling_bytes: 1 << 20,
             ..Settings::default()
         }

@@ -9,12 +9,13 @@
 
 use crate::calibration::Calibrations;
 use crate::compare::{self, Group, Row};
+use crate::run::Run;
 use crate::select::Chosen;
 use crate::words::parse_count;
 use crate::workload::Workload;
 use crate::{Error, Result};
+use attlas::Options;
 use attlas::method::Ladder;
-use attlas::{Options, Workspace};
 use serde::Serialize;
 use std::fmt;
 use std::str::FromStr;
@@ -140,25 +141,24 @@ pub fn equalise(
     selection: &[Chosen],
     budget: Budget,
     settings: &compare::Settings,
-    watch: &mut dyn FnMut(usize, usize, &str),
-    stop: &AtomicBool,
-    ws: &mut Workspace,
+    run: &mut Run<'_>,
 ) -> Result<(Vec<Chosen>, Vec<Matched>)> {
     let layer = &workload.layers[workload.layers.len() / 2];
     let mask = settings.mask.unwrap_or(workload.mask);
     let short = compare::Settings { seeds: 1, runs: 1, ..*settings };
     let given = Calibrations::default();
-    let mut group = Group::new(layer, layer.problem.n_kv_heads / 2, mask, &short, &given, ws)?;
+    let ws = &mut run.workspace()?;
+    let mut group = Group::new(layer, layer.problem.n_kv_heads / 2, mask, &short, run.seed, &given, ws)?;
     let problem = layer.group_problem(mask);
     let mut chosen = Vec::new();
     let mut report = Vec::new();
     for (done, c) in selection.iter().enumerate() {
-        watch(done, selection.len(), c.method.id);
+        run.at(done, selection.len(), c.method.id);
         let names = params(c);
         let set =
             |base: &Options, value: usize| names.iter().fold(base.clone(), |o, name| o.with(name, value));
         // A setting that the method refuses costs nothing and gives nothing.
-        let mut run = |options: Options| -> Option<(f64, bool)> {
+        let mut try_with = |options: Options| -> Option<(f64, bool)> {
             let tried = Chosen { options, ..c.clone() };
             let rows = group.measure(&tried, None, &mut Calibrations::default(), ws).ok()?;
             rows.first().map(|row| (budget.spent(row, problem.n_q), row.status == "exact"))
@@ -170,9 +170,9 @@ pub fn equalise(
         if let Some(name) = switch_of(c).filter(|_| !names.is_empty()) {
             let mut tried: Option<(f64, Option<usize>)> = None;
             let mut length: Option<usize> = None;
-            while !stop.load(Ordering::Relaxed) {
+            while !run.stopped() {
                 let options = length.map_or(c.options.clone(), |n| c.options.clone().with(name, n));
-                let outcome = run(set(&options, least));
+                let outcome = try_with(set(&options, least));
                 if let Some((spent, exact)) = outcome {
                     let spent = if exact { f64::MAX } else { spent };
                     if tried.is_none_or(|(best, _)| spent < best) {
@@ -191,9 +191,9 @@ pub fn equalise(
             }
         }
         let mut best: Option<(usize, f64)> = None;
-        if !names.is_empty() && !stop.load(Ordering::Relaxed) {
-            let spend = &mut |value: usize| run(set(&base, value)).map(|(spent, _)| spent);
-            best = largest_within(problem.n_k, budget.amount(), spend, stop);
+        if !names.is_empty() && !run.stopped() {
+            let spend = &mut |value: usize| try_with(set(&base, value)).map(|(spent, _)| spent);
+            best = largest_within(problem.n_k, budget.amount(), spend, run.stop);
         }
         let useful = best.filter(|(_, spent)| *spent > 0.0);
         let value = useful.map(|b| b.0);
@@ -270,7 +270,7 @@ fn largest_within(
 mod tests {
     use super::*;
     use crate::select::Choice;
-    use attlas::{Mask, Schedule};
+    use attlas::Mask;
 
     #[test]
     fn budgets_are_read_with_their_units() {
@@ -356,17 +356,10 @@ mod tests {
         let workload = "synthetic:clustered,n=512,d=8".parse::<crate::Source>().unwrap().load().unwrap();
         let methods = ["sink_window", "top_k", "linear"].map(String::from).to_vec();
         let selection = Choice { methods, ..Choice::default() }.resolve().unwrap();
-        let mut ws = Workspace::new(Schedule { threads: 1, ..Schedule::default() }).unwrap();
-        let (chosen, report) = equalise(
-            &workload,
-            &selection,
-            Budget::Keys(64.0),
-            &compare::Settings { mask: Some(Mask::Causal), threads: 1, ..Default::default() },
-            &mut |_, _, _| (),
-            &AtomicBool::new(false),
-            &mut ws,
-        )
-        .unwrap();
+        let settings = compare::Settings { mask: Some(Mask::Causal), ..Default::default() };
+        let budget = Budget::Keys(64.0);
+        let (chosen, report) =
+            Run::silent(1, 0, |run| equalise(&workload, &selection, budget, &settings, run)).unwrap();
         let window = report.iter().find(|m| m.method == "sink_window").unwrap();
         assert!(window.within && window.spent.unwrap() > 64.0 / 1.25, "{window:?}");
         // `top_k` scores every key to find the largest, so the least it can spend is over the budget.
@@ -384,13 +377,10 @@ mod tests {
         let workload = "synthetic:clustered,n=512,d=8".parse::<crate::Source>().unwrap().load().unwrap();
         let methods = ["hyper", "top_k", "wildcat"].map(String::from).to_vec();
         let selection = Choice { methods, ..Choice::default() }.resolve().unwrap();
-        let mut ws = Workspace::new(Schedule { threads: 1, ..Schedule::default() }).unwrap();
-        let settings =
-            compare::Settings { mask: Some(Mask::Causal), threads: 1, seeds: 1, ..Default::default() };
-        let stop = AtomicBool::new(false);
+        let settings = compare::Settings { mask: Some(Mask::Causal), seeds: 1, ..Default::default() };
         let budget = Budget::Keys(192.0);
         let (chosen, methods) =
-            equalise(&workload, &selection, budget, &settings, &mut |_, _, _| (), &stop, &mut ws).unwrap();
+            Run::silent(1, 0, |run| equalise(&workload, &selection, budget, &settings, run)).unwrap();
         let hyper = methods.iter().find(|m| m.method == "hyper").unwrap();
         assert!(
             hyper.within && hyper.switch.is_some_and(|(name, n)| name == "n_min" && n < 512),
@@ -402,7 +392,7 @@ mod tests {
             wildcat.within && wildcat.switch.is_some_and(|(name, n)| name == "block" && n < 512),
             "{wildcat:?}"
         );
-        let result = compare::compare(&workload, &chosen, &settings, &mut |_| (), &stop).unwrap();
+        let result = Run::silent(1, 0, |run| compare::compare(&workload, &chosen, &settings, run)).unwrap();
         let result = result.matched_to(compare::Matching { budget, methods });
         let matching = result.matched.as_ref().unwrap();
         // What was spent is what the run reports.

@@ -10,14 +10,14 @@ use crate::Result;
 use crate::calibration::Calibrations;
 use crate::crew::Crew;
 use crate::reread::Name;
+use crate::run::Run;
 use crate::select::Chosen;
 use crate::stats::mean;
 use crate::table::{Table, number, percent, times};
 use crate::units::{Done, Ledger, share};
 use crate::workload::Workload;
-use attlas::{Near, Options, Schedule, Workspace};
+use attlas::{Near, Options};
 use serde::{Deserialize, Serialize};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// Scores a query that are tried, as halvings of the number of keys.
@@ -86,20 +86,22 @@ pub fn curves(
     settings: &Settings,
     given: &Calibrations,
     crew: &dyn Crew,
-    watch: &mut dyn FnMut(usize, usize, &str),
-    stop: &AtomicBool,
+    run: &mut Run<'_>,
 ) -> Result<Vec<Curve>> {
     let mask = settings.mask.unwrap_or(workload.mask);
     let scored_from = workload.metadata.get(super::SCORED_FROM).and_then(|row| row.parse().ok());
     let settings =
         &Settings { seeds: 1, runs: 1, first_row: scored_from.unwrap_or(settings.first_row), ..*settings };
-    let mut ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
+    let mut ws = run.workspace()?;
     let begun = Instant::now();
     let over = || settings.time_limit.is_some_and(|limit| begun.elapsed().as_secs_f64() > limit);
     let mut groups = Vec::new();
     for layer in &workload.layers {
         for g in 0..layer.problem.n_kv_heads {
-            groups.push((layer.group_problem(mask), Group::new(layer, g, mask, settings, given, &mut ws)?));
+            groups.push((
+                layer.group_problem(mask),
+                Group::new(layer, g, mask, settings, run.seed, given, &mut ws)?,
+            ));
         }
     }
     let mut kinds: Vec<(&Chosen, bool)> = Vec::new();
@@ -116,14 +118,14 @@ pub fn curves(
         let mut curve = Curve { method, family, near, points: Vec::new() };
         let n_k = groups.iter().map(|(p, _)| p.n_k).max().unwrap_or(0);
         for options in settings_of(chosen, near, n_k) {
-            if stop.load(Ordering::Relaxed) || over() {
+            if run.stopped() || over() {
                 return Ok(Done::Stopped);
             }
-            watch(at, kinds.len(), chosen.method.id);
+            run.at(at, kinds.len(), chosen.method.id);
             let tried = Chosen { options, ..chosen.clone() };
             let mut rows = Vec::new();
             for (problem, group) in &mut groups {
-                if refusal(&tried, problem, settings.seed, given).ok().is_none_or(|r| r.is_some()) {
+                if refusal(&tried, problem, run.seed, given).ok().is_none_or(|r| r.is_some()) {
                     break;
                 }
                 match group.measure(&tried, None, &mut Calibrations::default(), &mut ws) {
@@ -220,18 +222,10 @@ mod tests {
             .unwrap();
         let methods = ["hyper", "sampled_columns"].map(String::from).to_vec();
         let selection = Choice { methods, ..Choice::default() }.resolve().unwrap();
-        let settings = Settings { mask: Some(attlas::Mask::Causal), threads: 1, ..Settings::default() };
-        let stop = AtomicBool::new(false);
-        let found = curves(
-            &workload,
-            &selection,
-            &settings,
-            &Calibrations::default(),
-            &Alone::default(),
-            &mut |_, _, _| (),
-            &stop,
-        )
-        .unwrap();
+        let settings = Settings { mask: Some(attlas::Mask::Causal), ..Settings::default() };
+        let (given, crew) = (Calibrations::default(), Alone::default());
+        let found =
+            Run::silent(1, 0, |run| curves(&workload, &selection, &settings, &given, &crew, run)).unwrap();
         let kinds: Vec<(&str, bool)> = found.iter().map(|c| (c.method, c.near)).collect();
         assert!(kinds.contains(&("hyper", true)) && kinds.contains(&("sampled_columns", false)), "{kinds:?}");
         assert!(!kinds.contains(&("sampled_columns", true)), "it has a near field of its own");
@@ -240,16 +234,9 @@ mod tests {
         }
         assert!(table(&found).text().contains("sampled_columns"));
         assert!(verdict(&found, 512).starts_with("At 512 tokens "));
-        let stopped = AtomicBool::new(true);
-        let none = curves(
-            &workload,
-            &selection,
-            &settings,
-            &Calibrations::default(),
-            &Alone::default(),
-            &mut |_, _, _| (),
-            &stopped,
-        );
+        let stopped = std::sync::atomic::AtomicBool::new(true);
+        let mut run = Run { threads: 1, seed: 0, progress: &mut |_| (), stop: &stopped };
+        let none = curves(&workload, &selection, &settings, &given, &crew, &mut run);
         assert!(none.unwrap().is_empty());
         assert!(verdict(&[], 8).contains("nothing is faster within 1 %"));
     }

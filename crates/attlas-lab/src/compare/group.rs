@@ -19,6 +19,7 @@ const REPEAT_SECONDS: f64 = 0.5;
 /// One key head with its query heads, its exact output, and the exact times measured so far.
 pub(crate) struct Group<'a> {
     settings: &'a Settings,
+    seed: u64,
     given: &'a Calibrations,
     kv_head: usize,
     layer: Option<usize>,
@@ -41,6 +42,7 @@ impl<'a> Group<'a> {
         g: usize,
         mask: Mask,
         settings: &'a Settings,
+        seed: u64,
         given: &'a Calibrations,
         ws: &mut Workspace,
     ) -> Result<Self> {
@@ -58,6 +60,7 @@ impl<'a> Group<'a> {
         let values = layer.v[g * problem.n_k * problem.d_v..][..problem.n_k * problem.d_v].to_vec();
         let mut group = Self {
             settings,
+            seed,
             given,
             kv_head: g,
             layer: layer.layer,
@@ -102,7 +105,7 @@ impl<'a> Group<'a> {
     ) -> Result<Vec<Row>> {
         let begun = Instant::now();
         let p = self.problem;
-        let seed = self.settings.seed;
+        let seed = self.seed;
         let (calibration, calibrate_seconds) = self.calibrate(chosen)?;
         if let (Some(calibration), Some(_)) = (&calibration, calibrate_seconds) {
             learnt.insert(self.layer, self.kv_head, calibration.clone());
@@ -186,7 +189,7 @@ impl<'a> Group<'a> {
         let (n_q, n_k) = (part(self.problem.n_q), part(self.problem.n_k));
         let x = Qkv::new(self.x.q.rows(0..n_q), self.x.k.rows(0..n_k), self.x.v.rows(0..n_k));
         let problem = self.problem.with_lens(n_q, n_k);
-        let options = chosen.options_for(self.settings.seed);
+        let options = chosen.options_for(self.seed);
         let (learnt, seconds) = timed(|| learn(&problem, &attlas::Near::strip(&options), &[Inputs::from(x)]));
         Ok((Some(learnt.map_err(|e| name_method(chosen, e))?), Some(seconds)))
     }
@@ -212,7 +215,7 @@ impl<'a> Group<'a> {
 
     /// Rows with everything but times.
     fn rows(&self, chosen: &Chosen, output: &[f32], lse: Option<&[f32]>, info: &RunInfo) -> Vec<Row> {
-        let params = chosen.params(&chosen.options_for(self.settings.seed));
+        let params = chosen.params(&chosen.options_for(self.seed));
         let family = chosen.method.family.name();
         (0..self.problem.n_heads)
             .map(|h| self.row(chosen.method.id, family, params.clone(), h, output, lse, info))

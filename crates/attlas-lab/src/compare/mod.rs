@@ -25,16 +25,15 @@ pub use records::{Baseline, BaselineHead, Comparison, Matching, Refused, Row, Sk
 use crate::calibration::Calibrations;
 use crate::crew::{Alone, Crew};
 use crate::reread::Name;
-use crate::run::Meter;
+use crate::run::{Meter, Run};
 use crate::select::{Chosen, baseline};
 use crate::units::{Done, Ledger, share};
 use crate::workload::{LayerData, Workload};
 use crate::{Error, Result};
 use attlas::method::Needs;
-use attlas::{Mask, Problem, Schedule, Workspace};
+use attlas::{Mask, Problem};
 use records::summarise;
 use serde::{Deserialize, Serialize};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// The name under which a workload's metadata say from which row on errors count.
@@ -47,10 +46,6 @@ pub struct Settings {
     pub mask: Option<Mask>,
     /// Seeds for methods that draw random numbers.
     pub seeds: usize,
-    /// The first seed.
-    pub seed: u64,
-    /// Threads; 0 for all.
-    pub threads: usize,
     /// The first row whose error counts; [`SCORED_FROM`] of the workload comes before it.
     pub first_row: usize,
     /// Most timed runs of a method that draws nothing.
@@ -63,41 +58,19 @@ pub struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        Self {
-            mask: None,
-            seeds: 5,
-            seed: 0,
-            threads: 0,
-            first_row: 0,
-            runs: 5,
-            time_limit: None,
-            meter: Meter::NONE,
-        }
+        Self { mask: None, seeds: 5, first_row: 0, runs: 5, time_limit: None, meter: Meter::NONE }
     }
 }
 
-/// What is about to be measured.
-#[derive(Clone, Copy, Debug)]
-pub struct Step<'a> {
-    /// Steps done.
-    pub done: usize,
-    /// Steps in all.
-    pub total: usize,
-    /// The method.
-    pub method: &'a str,
-}
-
-/// Measures every method of `selection` on every head. Calls `watch` before each step and stops early, with what
-/// is finished, once `stop` is set.
+/// Measures every method of `selection` on every head. The seed of `run` is the first of those that methods draw from.
 pub fn compare(
     workload: &Workload,
     selection: &[Chosen],
     settings: &Settings,
-    watch: &mut dyn FnMut(Step<'_>),
-    stop: &AtomicBool,
+    run: &mut Run<'_>,
 ) -> Result<Comparison> {
     let (crew, given) = (Alone::default(), Calibrations::default());
-    compare_with(workload, selection, settings, &given, &crew, &mut Ledger::none(), watch, stop)
+    compare_with(workload, selection, settings, &given, &crew, &mut Ledger::none(), run)
 }
 
 /// What decides the figures of a key head: two runs with the same key may share them. Times are those of one kind of machine.
@@ -106,8 +79,9 @@ pub fn key(
     selection: &[Chosen],
     settings: &Settings,
     given: &Calibrations,
+    run: &Run<'_>,
 ) -> Result<String> {
-    let ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
+    let ws = run.workspace()?;
     let methods: Vec<String> = selection.iter().map(|c| format!("{} {}", c.method.id, c.options)).collect();
     Ok(format!(
         "{} {:?} {:?} {} {} {} {} {} {} {} {:?}",
@@ -115,7 +89,7 @@ pub fn key(
         methods,
         settings.mask,
         settings.seeds,
-        settings.seed,
+        run.seed,
         settings.first_row,
         settings.runs,
         crate::machine::name(&ws),
@@ -134,13 +108,12 @@ pub fn compare_with(
     given: &Calibrations,
     crew: &dyn Crew,
     ledger: &mut Ledger,
-    watch: &mut dyn FnMut(Step<'_>),
-    stop: &AtomicBool,
+    run: &mut Run<'_>,
 ) -> Result<Comparison> {
     let mask = settings.mask.unwrap_or(workload.mask);
     let scored_from = workload.metadata.get(SCORED_FROM).and_then(|row| row.parse().ok());
     let settings = &Settings { first_row: scored_from.unwrap_or(settings.first_row), ..*settings };
-    let mut ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
+    let mut ws = run.workspace()?;
     let exact = baseline()?;
     let mut result = Comparison {
         source: workload.source.clone(),
@@ -149,7 +122,7 @@ pub fn compare_with(
         threads: ws.schedule().threads,
         isa: ws.schedule().isa.to_string(),
         seeds: settings.seeds,
-        seed: settings.seed,
+        seed: run.seed,
         interval: "95 % Student t interval of the mean over seeds",
         exact: Baseline { method: exact.id, ..Baseline::default() },
         rows: Vec::new(),
@@ -171,7 +144,7 @@ pub fn compare_with(
         let problem = layer.group_problem(mask);
         let mut able = Vec::new();
         for chosen in selection {
-            match refusal(chosen, &problem, settings.seed, given)? {
+            match refusal(chosen, &problem, run.seed, given)? {
                 None => able.push(chosen),
                 Some(reasons) => {
                     result.refused.push(Refused { method: chosen.method.id, layer: layer.layer, reasons })
@@ -209,22 +182,22 @@ pub fn compare_with(
             here.skipped.extend(able.iter().map(|c| late(c.method.id)));
             return Ok(Done::Partial(here));
         }
-        if at > 0 && stop.load(Ordering::Relaxed) {
+        if at > 0 && run.stopped() {
             return Ok(Done::Stopped);
         }
         // Units of the list before this one are done or somebody else's.
         let mut done = (at * total / units.len().max(1)).min(total);
-        watch(Step { done, total, method: exact.id });
-        let mut bench = Group::new(layer, g, mask, settings, given, &mut ws)?;
+        run.at(done, total, exact.id);
+        let mut bench = Group::new(layer, g, mask, settings, run.seed, given, &mut ws)?;
         done += 1;
         here.rows = bench.mean_of_values();
         let mut whole = true;
         for chosen in able {
-            if stop.load(Ordering::Relaxed) {
+            if run.stopped() {
                 (whole, cut) = (false, true);
                 break;
             }
-            watch(Step { done, total, method: chosen.method.id });
+            run.at(done, total, chosen.method.id);
             match clock.share(total.saturating_sub(done)) {
                 Some(share) if share <= 0.0 => {
                     here.skipped.push(late(chosen.method.id));
@@ -364,10 +337,20 @@ mod tests {
     use crate::select::Choice;
 
     fn run(source: &str, methods: &[&str], set: &[&str], settings: Settings) -> Comparison {
+        run_on(1, source, methods, set, settings)
+    }
+
+    fn run_on(
+        threads: usize,
+        source: &str,
+        methods: &[&str],
+        set: &[&str],
+        settings: Settings,
+    ) -> Comparison {
         let workload = source.parse::<crate::Source>().unwrap().load().unwrap();
         let owned = |x: &[&str]| x.iter().map(|s| s.to_string()).collect();
         let selection = Choice { methods: owned(methods), family: None, set: owned(set) }.resolve().unwrap();
-        compare(&workload, &selection, &settings, &mut |_| (), &AtomicBool::new(false)).unwrap()
+        Run::silent(threads, 0, |run| compare(&workload, &selection, &settings, run)).unwrap()
     }
 
     fn error(c: &Comparison, method: &str, head: usize) -> f64 {
@@ -376,7 +359,7 @@ mod tests {
 
     #[test]
     fn the_oracle_agrees_and_a_full_budget_is_exact() {
-        let settings = Settings { mask: Some(Mask::Causal), threads: 1, ..Settings::default() };
+        let settings = Settings { mask: Some(Mask::Causal), ..Settings::default() };
         let c = run(
             "synthetic:clustered,n=300,d=16,heads=4,kv_heads=2",
             &["naive", "top_k"],
@@ -420,7 +403,7 @@ mod tests {
 
     #[test]
     fn the_front_holds_what_nothing_beats_in_both() {
-        let settings = Settings { threads: 1, ..Settings::default() };
+        let settings = Settings::default();
         // Settings that keep every method from falling back to exact attention.
         let narrow =
             ["top_k.keys=9", "sink_window.window=9", "hyper.n_min=8", "hyper.block=8", "hyper.samples=8"];
@@ -451,7 +434,7 @@ mod tests {
             "synthetic:gaussian,n=40,d=8,heads=6,kv_heads=3",
             &["top_k", "sink_window", "linear"],
             &[],
-            Settings { threads: 1, seeds: 1, ..Settings::default() },
+            Settings { seeds: 1, ..Settings::default() },
         );
         assert_eq!((c.heads, c.exact.heads.len()), (6, 6));
         let part = |g: usize, methods: &[&'static str]| Finished {
@@ -496,8 +479,9 @@ mod tests {
         assert_eq!((c.skipped.len(), c.rows.len()), (1, 1));
         let workload = "synthetic:gaussian,n=50,d=8".parse::<crate::Source>().unwrap().load().unwrap();
         let selection = Choice::default().resolve().unwrap();
-        let stop = AtomicBool::new(true);
-        let c = compare(&workload, &selection, &Settings::default(), &mut |_| (), &stop).unwrap();
+        let stop = std::sync::atomic::AtomicBool::new(true);
+        let mut run = Run { threads: 1, seed: 0, progress: &mut |_| (), stop: &stop };
+        let c = compare(&workload, &selection, &Settings::default(), &mut run).unwrap();
         assert!(c.interrupted && c.rows.iter().all(|r| r.method == "mean_v"));
     }
 
@@ -505,8 +489,7 @@ mod tests {
     fn a_parameter_out_of_range_names_its_method() {
         let workload = "synthetic:gaussian,n=50,d=8".parse::<crate::Source>().unwrap().load().unwrap();
         let selection = Choice { set: vec!["top_k.keys=0".into()], ..Choice::default() }.resolve().unwrap();
-        let result =
-            compare(&workload, &selection, &Settings::default(), &mut |_| (), &AtomicBool::new(false));
+        let result = Run::silent(1, 0, |run| compare(&workload, &selection, &Settings::default(), run));
         let message = result.unwrap_err().to_string();
         assert!(message.contains("top_k.keys = 0") && message.contains("from 1 to"), "{message}");
     }
@@ -514,12 +497,8 @@ mod tests {
     #[test]
     fn results_do_not_depend_on_the_number_of_threads() {
         let with = |threads| {
-            let c = run(
-                "synthetic:needle,n=200,d=16,heads=2",
-                &["all"],
-                &[],
-                Settings { threads, ..Settings::default() },
-            );
+            let source = "synthetic:needle,n=200,d=16,heads=2";
+            let c = run_on(threads, source, &["all"], &[], Settings::default());
             c.rows.iter().map(|r| (r.method, r.head, r.rel_fro.mean.to_bits())).collect::<Vec<_>>()
         };
         assert_eq!(with(1), with(2));

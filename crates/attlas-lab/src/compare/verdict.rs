@@ -85,8 +85,8 @@ fn times_of(x: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::{Settings, compare};
+    use crate::run::Run;
     use crate::select::Choice;
-    use std::sync::atomic::AtomicBool;
 
     #[test]
     fn the_verdict_names_what_is_worth_its_error() {
@@ -94,8 +94,8 @@ mod tests {
         let methods = ["top_k", "sink_window", "hyper"].map(String::from).to_vec();
         let set = vec!["top_k.keys=8".into(), "sink_window.window=8".into()];
         let selection = Choice { methods, set, family: None }.resolve().unwrap();
-        let settings = Settings { threads: 1, seeds: 1, ..Settings::default() };
-        let mut c = compare(&workload, &selection, &settings, &mut |_| (), &AtomicBool::new(false)).unwrap();
+        let settings = Settings { seeds: 1, ..Settings::default() };
+        let mut c = Run::silent(1, 0, |run| compare(&workload, &selection, &settings, run)).unwrap();
         assert_eq!(c.fallbacks().unwrap(), "Exact at this length: hyper (n_min = 4096).");
         let mut say = |figures: [(f64, f64); 2]| {
             for s in &mut c.summary {

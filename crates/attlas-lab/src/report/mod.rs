@@ -258,21 +258,21 @@ impl Report<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run::Run;
     use crate::select::Choice;
-    use std::sync::atomic::AtomicBool;
 
     #[test]
     fn one_page_holds_everything_and_loads_nothing() {
         let workload =
             "synthetic:clustered,n=64,d=8,heads=2".parse::<crate::Source>().unwrap().load().unwrap();
-        let stop = AtomicBool::new(false);
-        let inspection =
-            crate::inspect::inspect(&workload, &Default::default(), &mut |_, _, _| (), &stop).unwrap();
+        let looking = Default::default();
+        let inspection = Run::silent(0, 0, |run| crate::inspect::inspect(&workload, &looking, run)).unwrap();
         let methods = vec!["top_k".into(), "performer".into()];
         let set = vec!["top_k.keys=8".into()];
         let selection = Choice { methods, set, family: None }.resolve().unwrap();
+        let settings = Default::default();
         let comparison =
-            crate::compare::compare(&workload, &selection, &Default::default(), &mut |_| (), &stop).unwrap();
+            Run::silent(0, 0, |run| crate::compare::compare(&workload, &selection, &settings, run)).unwrap();
         let recipe = Recipe::from_toml(
             "version = 1\n[evidence]\nkl_mean = 0.5\nppl = 12.0\nexact_ppl = 10.0\nseconds = 1.0\nexact_seconds = 2.0\n\
              [[rule]]\nlayers = \"1\"\nheads = \"0-1\"\nmethod = \"hyper\"\n",

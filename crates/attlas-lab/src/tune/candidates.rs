@@ -36,7 +36,7 @@ fn rounded_exact() -> Vec<Candidate> {
 }
 
 /// Everything that is worth screening for a problem.
-pub(super) fn all(settings: &Settings, problem: &Problem, phase: Phase) -> Vec<Steps> {
+pub(super) fn all(settings: &Settings, seed: u64, problem: &Problem, phase: Phase) -> Vec<Steps> {
     let mut found: Vec<Steps> = Vec::new();
     if phase == Phase::Prompt {
         found.extend(rounded_exact().into_iter().map(|c| vec![c]));
@@ -52,14 +52,14 @@ pub(super) fn all(settings: &Settings, problem: &Problem, phase: Phase) -> Vec<S
         if phase == Phase::Decode && !claims.decode {
             continue;
         }
-        found.extend(of(chosen, settings, problem, phase));
+        found.extend(of(chosen, settings, seed, problem, phase));
     }
     found
 }
 
-fn of(chosen: &Chosen, settings: &Settings, problem: &Problem, phase: Phase) -> Vec<Steps> {
+fn of(chosen: &Chosen, settings: &Settings, seed: u64, problem: &Problem, phase: Phase) -> Vec<Steps> {
     let method = chosen.method;
-    let mut bases = vec![below_the_switch(chosen, settings.seed, problem.n_k)];
+    let mut bases = vec![below_the_switch(chosen, seed, problem.n_k)];
     // A method with sinks of its own has a near field; others get one, and are tried as published by those who have time.
     let own =
         crate::budget::has_near_field(method) || chosen.options.iter().any(|(name, _)| Near::names(name));
@@ -143,7 +143,7 @@ mod tests {
         let selection = Choice { methods, ..Choice::default() }.resolve().unwrap();
         let settings = Settings { selection, effort, ..super::super::tests::settings() };
         let problem = Problem::new(3, 4096, 64).with_kv_heads(1).causal();
-        all(&settings, &problem, phase).into_iter().flatten().map(|c| c.name()).collect()
+        all(&settings, 7, &problem, phase).into_iter().flatten().map(|c| c.name()).collect()
     }
 
     #[test]

@@ -39,16 +39,17 @@ pub use state::{Key, Measurement, Node, PEAK_CLASS, PEAK_MIXED, SearchState, che
 use crate::crew::{Alone, Crew};
 use crate::hash::sha256;
 use crate::perplexity::Record;
+use crate::run::Run;
 use crate::select::Chosen;
 use crate::table::{Table, number, percent};
 use crate::task::Task;
 use crate::text::Text;
 use crate::workload::Workload;
 use crate::{Error, Result, extract};
-use attlas::{Options, Schedule, Workspace};
+use attlas::Options;
 use attlas_model::recipe::{Numbers, Recipe};
 use attlas_model::{Calibrations, Model};
-use run::Run;
+use run::Tuning;
 use search::Search;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -197,10 +198,6 @@ pub struct Settings {
     pub effort: Effort,
     /// One part of the measurements alone, and no recipe.
     pub shard: Option<Shard>,
-    /// Seed of methods that draw random numbers; it is written into the recipe.
-    pub seed: u64,
-    /// Threads; 0 for all.
-    pub threads: usize,
     /// The model's name in the recipe.
     pub model: String,
     /// The command that makes the recipe, for its evidence.
@@ -377,20 +374,18 @@ pub fn extract_layers(
     model: &Arc<Model>,
     text: &Text,
     settings: &Settings,
+    threads: usize,
     progress: &mut (dyn FnMut(usize, usize) + Send),
     stop: &AtomicBool,
 ) -> Result<Workload> {
-    let wanted = extract::Settings {
-        layers: settings.layers.clone(),
-        threads: settings.threads,
-        ..extract::Settings::default()
-    };
+    let wanted =
+        extract::Settings { layers: settings.layers.clone(), threads, ..extract::Settings::default() };
     Ok(extract::extract(model, text, &wanted, progress, stop)?.workload)
 }
 
 /// What measurements are made on: the numbers, the machine, the registry, effort, seed and version.
-pub fn key(workload: &Workload, settings: &Settings) -> Result<Key> {
-    let ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
+pub fn key(workload: &Workload, settings: &Settings, run: &Run<'_>) -> Result<Key> {
+    let ws = run.workspace()?;
     let mut bytes = workload.layers.len().to_le_bytes().to_vec();
     // The last layer depends on the whole model and text.
     if let Some(x) = workload.layers.last() {
@@ -405,7 +400,7 @@ pub fn key(workload: &Workload, settings: &Settings) -> Result<Key> {
         peak_gflops: crate::machine::Machine::fma_peak(&ws),
         registry: crate::atlas::fingerprint(),
         effort,
-        seed: settings.seed,
+        seed: run.seed,
         version: env!("CARGO_PKG_VERSION").into(),
     })
 }
@@ -446,8 +441,7 @@ pub trait Check {
     }
 }
 
-/// Searches. `check` is text that was not used for tuning. `watch` receives key heads done, key heads in all, and what is
-/// being done.
+/// Searches. `check` is text that was not used for tuning. Steps are key heads.
 pub fn tune(
     model: &mut dyn Check,
     text: &Text,
@@ -455,10 +449,9 @@ pub fn tune(
     workload: &Workload,
     settings: &Settings,
     state: &mut SearchState,
-    watch: &mut dyn FnMut(usize, usize, &str),
-    stop: &AtomicBool,
+    run: &mut Run<'_>,
 ) -> Result<Ended> {
-    tune_with(model, text, check, workload, settings, state, &Alone::default(), watch, stop)
+    tune_with(model, text, check, workload, settings, state, &Alone::default(), run)
 }
 
 /// The same with key heads shared among the processes of a crew, each of which has a state of its own
@@ -471,14 +464,13 @@ pub fn tune_with(
     settings: &Settings,
     state: &mut SearchState,
     crew: &dyn Crew,
-    watch: &mut dyn FnMut(usize, usize, &str),
-    stop: &AtomicBool,
+    run: &mut Run<'_>,
 ) -> Result<Ended> {
-    let search = Search::new(workload, settings, crew)?;
-    let mut run = Run { model, text, check, settings, search, state, crew, watch, stop };
-    match run.whole()? {
+    let search = Search::new(workload, settings, crew, run)?;
+    let mut tuning = Tuning { model, text, check, settings, search, state, crew, run };
+    match tuning.whole()? {
         Some(tuned) => Ok(Ended::Done(Box::new(tuned))),
-        None => Ok(Ended::Interrupted(run.state.len())),
+        None => Ok(Ended::Interrupted(tuning.state.len())),
     }
 }
 
@@ -585,8 +577,6 @@ mod tests {
             layers: None,
             effort: Effort::Quick,
             shard: None,
-            seed: 7,
-            threads: 1,
             model: "a model".into(),
             command: None,
         }

@@ -7,10 +7,10 @@ use super::{Check, Outcome, Phase, Pick, Replace, Round, SearchState, Settings, 
 use crate::Result;
 use crate::crew::Crew;
 use crate::hash::sha256;
+use crate::run::Run;
 use crate::table::{number, seconds};
 use crate::text::Text;
 use attlas_model::recipe::Recipe;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Ratio of a sum of divergences that fails to one that holds below which nothing is tried between them.
 const CLOSE: f64 = 1.3;
@@ -18,7 +18,7 @@ const CLOSE: f64 = 1.3;
 const SMALLER: usize = 3;
 
 /// Everything that a search needs at hand.
-pub(super) struct Run<'r, 'a> {
+pub(super) struct Tuning<'r, 'a, 'w> {
     pub(super) model: &'r mut dyn Check,
     pub(super) text: &'r Text,
     pub(super) check: &'r Text,
@@ -26,11 +26,10 @@ pub(super) struct Run<'r, 'a> {
     pub(super) search: Search<'a>,
     pub(super) state: &'r mut SearchState,
     pub(super) crew: &'r dyn Crew,
-    pub(super) watch: &'r mut dyn FnMut(usize, usize, &str),
-    pub(super) stop: &'r AtomicBool,
+    pub(super) run: &'r mut Run<'w>,
 }
 
-impl Run<'_, '_> {
+impl Tuning<'_, '_, '_> {
     /// `None` once it is to stop.
     pub(super) fn whole(&mut self) -> Result<Option<Tuned>> {
         let mut tuned = Tuned {
@@ -102,20 +101,20 @@ impl Run<'_, '_> {
 
     /// Screens and measures; the candidates that were tried everywhere.
     fn measured(&mut self, phase: Phase) -> Result<Option<Vec<Candidate>>> {
-        let Some(kept) = self.search.screen(phase, self.state, self.watch, self.stop)? else {
+        let Some(kept) = self.search.screen(phase, self.state, self.run)? else {
             return Ok(None);
         };
         let mut replace = None;
         if phase == Phase::Prompt && self.settings.on_model() && !kept.is_empty() {
-            (self.watch)(0, 1, "reading the text for divergences");
+            self.run.at(0, 1, "reading the text for divergences");
             let rows = self.settings.effort.rows().min(self.text.tokens.len() / 2).max(1);
-            replace = self.model.replace(self.text, rows, self.stop)?;
-            if self.crew.any(self.stop.load(Ordering::Relaxed)) {
+            replace = self.model.replace(self.text, rows, self.run.stop)?;
+            if self.crew.any(self.run.stopped()) {
                 return Ok(None);
             }
         }
         let asked = replace.as_mut().map(|r| &mut **r as &mut dyn Replace);
-        let done = self.search.measure_all(phase, &kept, asked, self.state, self.watch, self.stop)?;
+        let done = self.search.measure_all(phase, &kept, asked, self.state, self.run)?;
         Ok(done.then_some(kept))
     }
 
@@ -134,8 +133,8 @@ impl Run<'_, '_> {
         if let Some(known) = self.state.checked(&name) {
             return Ok(Some(known.clone()));
         }
-        (self.watch)(0, 1, what);
-        let record = self.model.check(recipe, text, self.text.tokens.len(), self.stop)?;
+        self.run.at(0, 1, what);
+        let record = self.model.check(recipe, text, self.text.tokens.len(), self.run.stop)?;
         let Some(outcome) = record.as_ref().and_then(Outcome::new) else { return Ok(None) };
         self.state.push_check(&name, &outcome)?;
         Ok(Some(outcome))
@@ -206,9 +205,9 @@ impl Run<'_, '_> {
     /// a recipe that was not faster is thrown away.
     fn time_again(&mut self, picks: &[Pick], round: &mut Round) -> Result<()> {
         let Some(first) = &mut round.check else { return Ok(()) };
-        (self.watch)(0, 1, "timing the recipe once more");
+        self.run.at(0, 1, "timing the recipe once more");
         let recipe = self.recipe(picks);
-        let record = self.model.check(&recipe, self.check, self.text.tokens.len(), self.stop)?;
+        let record = self.model.check(&recipe, self.check, self.text.tokens.len(), self.run.stop)?;
         if let Some(second) = record.as_ref().and_then(Outcome::new) {
             first.seconds = first.seconds.min(second.seconds);
             let both = first.exact_seconds.zip(second.exact_seconds);
@@ -264,14 +263,15 @@ impl Run<'_, '_> {
             if !changed || budget.is_none() {
                 return Ok(true);
             }
-            (self.watch)(0, 1, &format!("decoding other text, divergence {}", number(target)));
+            self.run.at(0, 1, &format!("decoding other text, divergence {}", number(target)));
             // Prompts are read exactly, so that nothing but new tokens differs.
             let alone: Vec<Pick> =
                 picks.iter().map(|p| Pick { decode: p.decode.clone(), ..p.clone().exact() }).collect();
             let recipe = self.recipe(&alone);
             let steps = 2 * self.settings.effort.steps();
-            let outcome = self.model.decode(&recipe, self.check, self.text.tokens.len(), steps, self.stop)?;
-            if self.crew.any(self.stop.load(Ordering::Relaxed)) {
+            let outcome =
+                self.model.decode(&recipe, self.check, self.text.tokens.len(), steps, self.run.stop)?;
+            if self.crew.any(self.run.stopped()) {
                 return Ok(false);
             }
             let Some(outcome) = outcome else { return Ok(true) };

@@ -4,7 +4,7 @@ use super::divergence::{Changed, Replace};
 use super::{Check, Outcome};
 use crate::crew::{Alone, Crew};
 use crate::perplexity::{self, Record, Reference};
-use crate::run::timed;
+use crate::run::{Run, timed};
 use crate::task::{self, Task};
 use crate::text::Text;
 use crate::units::Ledger;
@@ -52,10 +52,9 @@ impl<'a> Runtime<'a> {
         let how = self.settings(recipe, context);
         let known = self.known.entry(key(check, context)).or_default();
         let (model, mut ledger) = (self.model, Ledger::none());
-        let quiet = &mut |_, _, _| ();
-        let run =
-            perplexity::perplexity_with(model, check, &how, crew, &mut ledger, Some(known), quiet, stop);
-        match run {
+        let mut run = Run { threads: self.threads, seed: self.seed, progress: &mut |_| (), stop };
+        let found = perplexity::perplexity_with(model, check, &how, crew, &mut ledger, Some(known), &mut run);
+        match found {
             Err(Error::Model(attlas_model::Error::Interrupted)) => Ok(None),
             Ok(record) if record.interrupted => Ok(None),
             other => other.map(Some),
@@ -67,11 +66,9 @@ impl<'a> Runtime<'a> {
             cache: attlas_model::kept::CacheFormat::F32,
             compute: attlas_model::Compute::F32,
             task: self.task,
-            seed: self.seed,
             protocol: Protocol::Strided { window: context, stride: context },
             bos: false,
             recipe: Some(recipe.clone()),
-            threads: self.threads,
         }
     }
 }

@@ -8,14 +8,13 @@ use super::state::{Measurement, SearchState};
 use super::{DecodePick, Effort, Phase, Pick, Settings, WORTH_IT};
 use crate::Result;
 use crate::crew::Crew;
-use crate::run::execute;
+use crate::run::{Run, execute};
 use crate::stats::median;
 use crate::table::seconds;
 use crate::workload::{LayerData, Workload};
-use attlas::{Calibration, Mask, Options, Schedule, Workspace, registry};
+use attlas::{Calibration, Mask, Options, Workspace, registry};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// A method that is further off than this has no use.
@@ -25,9 +24,6 @@ const DEAR: f64 = 1.5;
 /// Divergence of a head whose error is as large as its layer's output, where no model says better.
 const TYPICAL: f64 = 0.01;
 
-/// Called with key heads done, key heads in all, and what is being done.
-pub(super) type Watch<'w> = &'w mut dyn FnMut(usize, usize, &str);
-
 pub(super) struct Search<'a> {
     workload: &'a Workload,
     settings: &'a Settings,
@@ -35,16 +31,21 @@ pub(super) struct Search<'a> {
     pub(super) units: Vec<(usize, usize)>,
     ws: Workspace,
     crew: &'a dyn Crew,
+    seed: u64,
     /// Key heads that were measured by all processes, and the seconds it took.
     pub(super) pace: (usize, f64),
 }
 
 impl<'a> Search<'a> {
-    pub(super) fn new(workload: &'a Workload, settings: &'a Settings, crew: &'a dyn Crew) -> Result<Self> {
+    pub(super) fn new(
+        workload: &'a Workload,
+        settings: &'a Settings,
+        crew: &'a dyn Crew,
+        run: &Run<'_>,
+    ) -> Result<Self> {
         let all = workload.layers.iter().enumerate();
         let units = all.flat_map(|(i, l)| (0..l.problem.n_kv_heads).map(move |g| (i, g))).collect();
-        let ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
-        Ok(Self { workload, settings, units, ws, crew, pace: (0, 0.0) })
+        Ok(Self { workload, settings, units, ws: run.workspace()?, crew, seed: run.seed, pace: (0, 0.0) })
     }
 
     fn layer(&self, i: usize) -> (&'a LayerData, usize) {
@@ -68,12 +69,11 @@ impl<'a> Search<'a> {
         &mut self,
         phase: Phase,
         state: &mut SearchState,
-        watch: Watch<'_>,
-        stop: &AtomicBool,
+        run: &mut Run<'_>,
     ) -> Result<Option<Vec<Candidate>>> {
         let Some(&(first, _)) = self.units.first() else { return Ok(Some(Vec::new())) };
         let problem = self.layer(first).0.group_problem(Mask::Causal);
-        let all = candidates::all(self.settings, &problem, phase);
+        let all = candidates::all(self.settings, self.seed, &problem, phase);
         let exact = registry::baseline().plan(&problem, &Options::new())?.cost().flops() as f64;
         let cheap = |c: &Candidate| {
             // A method that learns first cannot be counted without what it learnt.
@@ -87,7 +87,7 @@ impl<'a> Search<'a> {
             .into_iter()
             .map(|steps| steps.into_iter().filter(|c| phase == Phase::Decode || cheap(c)).collect())
             .collect();
-        if !self.climb(phase, &screened, &all, state, watch, stop)? {
+        if !self.climb(phase, &screened, &all, state, run)? {
             return Ok(None);
         }
         let mut votes: BTreeMap<String, (Candidate, usize, f64)> = BTreeMap::new();
@@ -130,8 +130,7 @@ impl<'a> Search<'a> {
         screened: &[(usize, usize)],
         all: &[Steps],
         state: &mut SearchState,
-        watch: Watch<'_>,
-        stop: &AtomicBool,
+        run: &mut Run<'_>,
     ) -> Result<bool> {
         let total = screened.len() * all.len();
         let mut unit: (usize, Option<Unit<'a>>) = (0, None);
@@ -144,11 +143,11 @@ impl<'a> Search<'a> {
                 unit = (s, None);
             }
             for candidate in steps {
-                if stop.load(Ordering::Relaxed) {
+                if run.stopped() {
                     stopped = true;
                     break 'list;
                 }
-                watch(at, total, &format!("screening {}", candidate.method.id));
+                run.at(at, total, &format!("screening {}", candidate.method.id));
                 // A larger budget takes longer.
                 if self.measure(phase, i, g, candidate, &mut unit.1, state)?.0.cost > WORTH_IT {
                     break;
@@ -167,8 +166,7 @@ impl<'a> Search<'a> {
         kept: &[Candidate],
         mut model: Option<&mut dyn Replace>,
         state: &mut SearchState,
-        watch: Watch<'_>,
-        stop: &AtomicBool,
+        run: &mut Run<'_>,
     ) -> Result<bool> {
         let (begun, mut fresh, mut stopped) = (Instant::now(), 0usize, false);
         let mine = |u: &usize| self.settings.shard.is_none_or(|s| u % s.count == s.index);
@@ -192,13 +190,13 @@ impl<'a> Search<'a> {
                 }
             };
             let what = if phase == Phase::Prompt { "prompts" } else { "new tokens" };
-            watch(done, total, &format!("{what}: layer {}, key head {g}{left}", self.layer(i).1));
+            run.at(done, total, &format!("{what}: layer {}, key head {g}{left}", self.layer(i).1));
             let before = state.made();
             let mut unit = None;
             let mut tails: BTreeMap<String, Vec<f32>> = BTreeMap::new();
             let rows = model.as_ref().map_or(0, |m| m.rows());
             for candidate in kept {
-                if stop.load(Ordering::Relaxed) {
+                if run.stopped() {
                     stopped = true;
                     break 'list;
                 }
@@ -209,7 +207,7 @@ impl<'a> Search<'a> {
             }
             if let (Some(model), Phase::Prompt) = (&mut model, phase) {
                 for candidate in self.to_ask(i, g, kept, state) {
-                    if stop.load(Ordering::Relaxed) {
+                    if run.stopped() {
                         stopped = true;
                         break 'list;
                     }
@@ -449,6 +447,8 @@ mod tests {
     use super::*;
     use crate::crew::Alone;
     use crate::select::Choice;
+    use attlas::Schedule;
+    use std::sync::atomic::AtomicBool;
 
     fn with(methods: &[&str], effort: Effort) -> Settings {
         let methods = methods.iter().map(|m| m.to_string()).collect();
@@ -461,6 +461,10 @@ mod tests {
         let mut workload = source.parse::<crate::Source>().unwrap().load().unwrap();
         workload.mask = Mask::Causal;
         workload
+    }
+
+    fn search_of<'a>(workload: &'a Workload, settings: &'a Settings, crew: &'a dyn Crew) -> Search<'a> {
+        Run::silent(1, 7, |run| Search::new(workload, settings, crew, run)).unwrap()
     }
 
     fn state() -> SearchState {
@@ -494,7 +498,7 @@ mod tests {
     fn the_divergence_decides_not_the_error() {
         let alone = Alone::default();
         let (workload, s) = (workload(), with(&["sink_window"], Effort::Thorough));
-        let mut search = Search::new(&workload, &s, &alone).unwrap();
+        let mut search = search_of(&workload, &s, &alone);
         let mut known = state();
         let kept = [window(16), window(64)];
         for g in 0..2 {
@@ -518,7 +522,7 @@ mod tests {
         assert!(picks.iter().all(|p| p.params == kept[1].options));
         // Nor is anything past the largest error.
         let strict = Settings { max_error: Some(0.05), ..s.clone() };
-        let mut search = Search::new(&workload, &strict, &alone).unwrap();
+        let mut search = search_of(&workload, &strict, &alone);
         let hulls = search.hulls(Phase::Prompt, &kept, &known).unwrap();
         assert!(hulls.iter().all(|h| *h == [Point::EXACT]));
     }
@@ -541,31 +545,22 @@ mod tests {
     fn every_key_head_is_measured_once_and_the_model_is_asked() {
         let alone = Alone::default();
         let (workload, s) = (workload(), with(&["sink_window", "sampled_columns"], Effort::Quick));
-        let mut search = Search::new(&workload, &s, &alone).unwrap();
+        let mut search = search_of(&workload, &s, &alone);
         let mut known = state();
-        let stop = AtomicBool::new(false);
+        let (stop, stopped) = (AtomicBool::new(false), AtomicBool::new(true));
+        let mut run = Run { threads: 1, seed: 7, progress: &mut |_| (), stop: &stop };
         let kept = [window(16), window(64)];
         let mut model = Model;
-        assert!(
-            search
-                .measure_all(Phase::Prompt, &kept, Some(&mut model), &mut known, &mut |_, _, _| (), &stop)
-                .unwrap()
-        );
+        assert!(search.measure_all(Phase::Prompt, &kept, Some(&mut model), &mut known, &mut run).unwrap());
         let made = known.made();
         assert!(known.of(Phase::Prompt, 0, 1).count() == 2);
-        assert!(
-            search
-                .measure_all(Phase::Prompt, &kept, Some(&mut model), &mut known, &mut |_, _, _| (), &stop)
-                .unwrap()
-        );
+        assert!(search.measure_all(Phase::Prompt, &kept, Some(&mut model), &mut known, &mut run).unwrap());
         assert_eq!(known.made(), made, "nothing is measured twice");
-        assert!(
-            search.measure_all(Phase::Decode, &kept, None, &mut known, &mut |_, _, _| (), &stop).unwrap()
-        );
+        assert!(search.measure_all(Phase::Decode, &kept, None, &mut known, &mut run).unwrap());
         let cost = known.get(Phase::Decode, 0, 0, &kept[0]).unwrap().cost;
         assert!(cost < 0.2, "{cost}");
-        let stopped = AtomicBool::new(true);
-        assert!(search.screen(Phase::Prompt, &mut state(), &mut |_, _, _| (), &stopped).unwrap().is_none());
+        run.stop = &stopped;
+        assert!(search.screen(Phase::Prompt, &mut state(), &mut run).unwrap().is_none());
     }
 
     #[test]
