@@ -64,7 +64,7 @@ pub struct Calibrated {
     pub rows: Vec<Row>,
     /// Methods that learnt nothing usable in a causal model, with the reason.
     pub refused: Vec<(&'static str, String)>,
-    /// What was learnt.
+    /// The calibration.
     #[serde(skip)]
     pub learnt: Calibrations,
 }
@@ -85,7 +85,7 @@ pub fn learners(selection: &[Chosen]) -> Result<Selection> {
     Ok(able)
 }
 
-/// Learns. `progress` is told steps done and steps in all; an interruption is an error of the model's kind.
+/// Learns. `progress` receives steps done and steps in all; an interruption is an error of the model's kind.
 pub fn calibrate(
     model: &Arc<Model>,
     text: &Text,

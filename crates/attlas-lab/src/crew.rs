@@ -6,7 +6,7 @@
 use crate::Result;
 use std::fmt::Debug;
 
-/// Who works on a list of units. Every process calls the same functions in the same order, but for
+/// The processes that work on a list of units. Every process calls the same functions in the same order, but for
 /// [`next`](Self::next), [`report`](Self::report) and [`arrived`](Self::arrived).
 pub trait Crew: Debug {
     /// This process, from 0. Process 0 owns files and prints.

@@ -1,4 +1,4 @@
-//! What can go wrong while measuring: with what was expected, what was found and what to do next.
+//! Errors of measurements: each says what was expected, what was found and what to do next.
 
 use std::path::{Path, PathBuf};
 
@@ -39,17 +39,17 @@ pub enum Error {
     /// A name that is nearly right.
     #[error("{what}: there is no {found}; did you mean {meant}?")]
     Unknown {
-        /// What it should have named.
+        /// The kind of thing expected.
         what: &'static str,
-        /// What was given.
+        /// The value given.
         found: String,
-        /// What was probably meant.
+        /// The likely intended name.
         meant: String,
     },
     /// Inputs that the machine has no room for.
     #[error("{what} would take {} of memory, more than this machine has", crate::table::bytes(*needed))]
     NoRoom {
-        /// What would take it.
+        /// A command or option that accepts it.
         what: String,
         /// Bytes that it takes.
         needed: usize,

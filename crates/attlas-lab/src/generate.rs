@@ -27,7 +27,7 @@ pub struct Settings {
     pub recipe: Option<Recipe>,
     /// How keys and values are stored where layers keep them.
     pub cache: CacheFormat,
-    /// What linear layers round their operands to.
+    /// Type that operands of linear layers are rounded to.
     pub compute: Compute,
     /// Threads; 0 takes as many as the machine offers.
     pub threads: usize,
@@ -54,7 +54,7 @@ pub struct Generated {
     pub cache_bytes: usize,
     /// How keys and values are stored where layers keep them.
     pub cache: CacheFormat,
-    /// What linear layers rounded their operands to.
+    /// Type that operands of linear layers were rounded to.
     #[serde(serialize_with = "crate::text::compute_name")]
     pub compute: Compute,
     /// Formats of matrices that were multiplied in single precision nevertheless, with how many there are of each.

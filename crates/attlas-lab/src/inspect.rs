@@ -1,4 +1,4 @@
-//! What the heads of a layer look like: patterns, sinks, spectra, ranks, entropies.
+//! Diagnostics of the heads of a layer: patterns, sinks, spectra, ranks, entropies.
 //!
 //! Every query head is looked at alone by [`attlas::diagnostics`], which stores no matrix of the size of the scores
 //! above a length. A head whose numbers are not finite, or that cannot be decomposed, is named and left out; the others
@@ -88,14 +88,14 @@ pub fn inspect(workload: &Workload, settings: &Settings, run: &mut Run<'_>) -> R
     inspect_with(workload, settings, &Alone::default(), &mut Ledger::none(), run)
 }
 
-/// What was found of one head.
+/// Findings on one head.
 #[derive(Serialize, Deserialize)]
 enum Said {
     Head(Box<Inspected>),
     Skipped(SkippedHead),
 }
 
-/// What decides the figures of a head: two runs with the same key may share heads.
+/// Everything that determines the figures of a head: two runs with the same key may share heads.
 pub fn key(workload: &Workload, settings: &Settings) -> String {
     format!(
         "{} {:?} {:?} {:?} {}",
@@ -310,7 +310,7 @@ impl Inspection {
         )
     }
 
-    /// How many heads have a sink at their first key, and what that is.
+    /// The number of heads with a sink at their first key, and what a sink is.
     pub fn sinks_said(&self) -> String {
         format!(
             "{} have a sink at their first key (half of the rows: over {} x uniform)",

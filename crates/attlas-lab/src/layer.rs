@@ -22,7 +22,7 @@ pub enum WeightSource {
     Random(u64),
 }
 
-/// What to run.
+/// The layer to run, and its inputs.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Parameters of the layer.

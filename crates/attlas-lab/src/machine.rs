@@ -1,4 +1,4 @@
-//! What this machine can do at best: the ceiling beside every figure.
+//! Ceilings of this machine: peak arithmetic and bandwidth, shown beside every figure.
 
 use crate::run::{timed, timed_on_running_threads};
 use crate::{Error, Result};

@@ -35,9 +35,9 @@ pub struct Settings {
     pub task: Option<Task>,
     /// Recipe of attention; exact where absent.
     pub recipe: Option<Recipe>,
-    /// How keys and values are stored; what that costs is measured beside single precision.
+    /// Format of stored keys and values; the cost is measured beside single precision.
     pub cache: CacheFormat,
-    /// What linear layers round their operands to; what that costs is measured beside single precision.
+    /// Type that operands of linear layers are rounded to; the cost is measured beside single precision.
     pub compute: Compute,
 }
 
@@ -69,7 +69,7 @@ pub struct Record {
     pub attention: String,
     /// How keys and values were stored.
     pub cache: CacheFormat,
-    /// What linear layers rounded their operands to.
+    /// Type that operands of linear layers were rounded to.
     #[serde(serialize_with = "crate::text::compute_name")]
     pub compute: Compute,
     /// Formats of matrices that were multiplied in single precision nevertheless, with how many there are of each.
@@ -181,7 +181,7 @@ impl Reference {
     }
 }
 
-/// What one model did with one window: seconds, counts, and the negative log-likelihood of every scored token.
+/// One model on one window: seconds, counts, and the negative log-likelihood of every scored token.
 #[derive(Serialize, Deserialize)]
 struct Scored {
     seconds: f64,
@@ -268,7 +268,8 @@ pub fn perplexity(model: &Arc<Model>, text: &Text, settings: &Settings, run: &mu
     perplexity_with(model, text, settings, &Alone::default(), &mut Ledger::none(), None, run)
 }
 
-/// What decides the figures of a window: two runs with the same key may share windows. `model` names the model's weights.
+/// Everything that determines the figures of a window: two runs with the same key may share windows. `model` names the
+/// model's weights.
 pub fn key(model: &str, text: &Text, settings: &Settings, seed: u64) -> Result<String> {
     let recipe = settings.recipe.as_ref().map(Recipe::to_toml).transpose()?;
     let learnt = settings.recipe.as_ref().and_then(|r| serde_json::to_string(&*r.calibrations).ok());

@@ -1,4 +1,4 @@
-//! What measurements run with, and running plans under the clock and the memory meter.
+//! Threads, seed, progress and stop flag of a measurement; plans under the clock and the memory meter.
 
 use crate::Result;
 use attlas::{Mat, Out, Plan, Qkv, RunInfo, Schedule, TensorMut, Workspace};
@@ -18,7 +18,7 @@ pub struct Progress<'a> {
     pub what: &'a str,
 }
 
-/// What every measurement runs with, beside settings of its own.
+/// Threads, seed, progress and stop flag of a measurement, beside its own settings.
 pub struct Run<'a> {
     /// Threads; 0 for all.
     pub threads: usize,

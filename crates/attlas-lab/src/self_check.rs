@@ -1,4 +1,4 @@
-//! What a changed model is worth beside the one it was made from: both predict the same text, token by token.
+//! A changed model beside the one it was made from: both predict the same text, token by token.
 //!
 //! The reference runs once and its last hidden states are kept, from which its logits are made again for every model
 //! it is compared with; $n \times$ width numbers instead of $n \times$ vocabulary. Text is cut into windows without overlap,

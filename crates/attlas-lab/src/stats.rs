@@ -70,7 +70,7 @@ pub struct Spread {
     pub min: f64,
     /// Largest.
     pub max: f64,
-    /// How many.
+    /// Number of values.
     pub runs: usize,
 }
 

@@ -79,7 +79,7 @@ pub fn check_recipe(recipe: &Recipe, model: &Model) -> Result<()> {
     }
 }
 
-/// What to say where a recipe meets more tokens than it was checked on.
+/// The warning for a recipe that meets more tokens than it was checked on.
 pub fn past_recipe(recipe: &Recipe, tokens: usize) -> Option<String> {
     let most = recipe.tokens.filter(|most| tokens > *most)?;
     Some(format!(
@@ -96,7 +96,7 @@ pub struct Attention {
     pub method: Option<String>,
     /// Settings `param=value` or `id.param=value` of that method.
     pub set: Vec<String>,
-    /// What methods learnt: a file of calibrations, or a folder of them.
+    /// Calibrations: a file, or a folder of files.
     pub calibration: Option<std::path::PathBuf>,
 }
 

@@ -150,7 +150,7 @@ impl Ledger {
     }
 }
 
-/// What became of a unit.
+/// Outcome of a unit.
 #[derive(Debug)]
 pub enum Done<R> {
     /// Finished.
@@ -161,7 +161,7 @@ pub enum Done<R> {
     Stopped,
 }
 
-/// What all processes did.
+/// The units of all processes.
 #[derive(Debug)]
 pub struct Shared<R> {
     /// By unit, with the machine; none where it was not done.

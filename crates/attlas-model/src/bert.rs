@@ -19,7 +19,7 @@ use attlas::{
 };
 use rayon::prelude::*;
 
-/// What enters linear maps of a layer.
+/// Inputs of the linear maps of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Input {
     /// Those of queries, keys and values.
@@ -89,7 +89,7 @@ impl Batch {
 pub struct Hidden {
     /// `[texts, longest, width]`; rows of padding hold no meaning.
     pub states: Vec<f32>,
-    /// What attention counted, over all layers.
+    /// Counts of attention, over all layers.
     pub info: RunInfo,
 }
 

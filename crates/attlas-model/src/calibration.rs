@@ -1,4 +1,4 @@
-//! What methods learnt, as plain files.
+//! Calibrations of methods, as plain files.
 //!
 //! A method that learns from data does so once for every layer and key head. A file of calibrations is JSON:
 //!
@@ -39,7 +39,7 @@ pub struct Entry {
     pub layer: Option<usize>,
     /// Key head within the layer.
     pub kv_head: usize,
-    /// What was learnt.
+    /// The calibration.
     pub calibration: Calibration,
 }
 

@@ -6,7 +6,7 @@
 //! $x \leftarrow x + W_{down}(\operatorname{silu}(W_{gate}\,m) \odot W_{up}\,m)$ with $m = \operatorname{norm}(x)$.
 //! Weights stay as they are stored; buffers are reused from call to call.
 //!
-//! What attends in which head is a [`Recipe`]. Several new tokens are planned as one causal problem over
+//! A [`Recipe`] names the method of every head. Several new tokens are planned as one causal problem over
 //! everything cached. A single new token goes through the method's stream where it has one, and is answered
 //! by exact attention over the cache where it has none. Where exact attention attends everywhere, prompts are cut
 //! into chunks of [`CHUNK`] tokens, which bounds memory; to other methods a prompt is one problem, because what
@@ -112,7 +112,7 @@ pub trait Observer: Send {
         let _ = (layer, first, o);
     }
 
-    /// What the heads gave, before the output projection.
+    /// Outputs of the heads, before the output projection.
     fn attended(&mut self, layer: usize, first: usize, o: &[f32]) {
         let _ = (layer, first, o);
     }
@@ -207,7 +207,7 @@ impl Decoder {
         self.state.layers.iter().map(LayerState::bytes).sum()
     }
 
-    /// What attention has counted since the last [`reset`](Self::reset).
+    /// Counts of attention since the last [`reset`](Self::reset).
     pub fn info(&self) -> &RunInfo {
         &self.state.info
     }
@@ -244,7 +244,7 @@ impl Decoder {
         self.state.compute = compute;
     }
 
-    /// What linear layers round their operands to.
+    /// Type that operands of linear layers are rounded to.
     pub fn compute(&self) -> Compute {
         self.state.compute
     }
@@ -438,12 +438,12 @@ struct DecoderState {
     local_table: Option<Table<f32>>,
     /// Storage for the numbers of one layer that keeps none.
     spare: Option<KvCache<f32>>,
-    /// What plans are run in, on the threads this already runs on.
+    /// Workspace of plans, on the threads this already runs on.
     inner: Workspace,
     scratch: Scratch,
     buffers: Buffers,
     info: RunInfo,
-    /// What the operands of linear layers are rounded to.
+    /// Type that operands of linear layers are rounded to.
     compute: Compute,
 }
 
@@ -764,7 +764,7 @@ fn add_and_norm(x: &mut [f32], y: &[f32], weight: Option<&[f32]>, c: &ModelConfi
 /// Tokens that the first plan of a layer has room for.
 const ROOM: usize = 256;
 
-/// What one layer remembers, and what attends in it.
+/// Cache and methods of one layer.
 #[derive(Debug)]
 struct LayerState {
     index: usize,

@@ -1,4 +1,4 @@
-//! What can go wrong with a model's files.
+//! Errors in a model's files.
 
 use std::path::PathBuf;
 
@@ -11,7 +11,7 @@ pub enum Error {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// Something stands where a folder was to be written.
@@ -33,19 +33,19 @@ pub enum Error {
     InFile {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault.
         source: Box<Error>,
     },
     /// Neither a GGUF file nor a folder with `config.json`.
     #[error("{}: neither a GGUF file nor a folder with a config.json", shown(path))]
     NotAModel {
-        /// What was given.
+        /// The value given.
         path: PathBuf,
     },
     /// The file ends before what its header announces.
     #[error("the file ends at byte {len}, but {what} at byte {offset} needs {needed} more")]
     Truncated {
-        /// What was being read.
+        /// The part that was being read.
         what: &'static str,
         /// Where.
         offset: usize,
@@ -61,7 +61,7 @@ pub enum Error {
         what: String,
         /// Its value.
         found: String,
-        /// What would have been accepted.
+        /// Accepted values.
         expected: String,
     },
     /// A block format that no product is defined for.
@@ -104,9 +104,9 @@ pub enum Error {
     /// A model of another kind.
     #[error("the architecture {found:?} is not known; known are {known}")]
     UnknownArchitecture {
-        /// What the file says.
+        /// The value in the file.
         found: String,
-        /// What this crate reads.
+        /// The values that this crate reads.
         known: String,
     },
     /// A feature of a known architecture that is not implemented.
@@ -118,9 +118,9 @@ pub enum Error {
     /// Files that are not read, where the same model can be had in others.
     #[error("{} is not supported; use {instead}", plain(what))]
     UseInstead {
-        /// What was found.
+        /// The value found.
         what: String,
-        /// What to use.
+        /// The command to use instead.
         instead: String,
     },
     /// A tensor that nothing in the model uses.
@@ -133,9 +133,9 @@ pub enum Error {
     UnreadTensor {
         /// Its name; the first of them.
         name: String,
-        /// How many others there are.
+        /// Number of others.
         more: usize,
-        /// What the file calls itself.
+        /// The file's own name for it.
         architecture: &'static str,
     },
     /// Malformed JSON.
@@ -150,7 +150,7 @@ pub enum Error {
     /// Malformed recipe.
     #[error("malformed recipe: {}", plain_lines(.0))]
     Recipe(String),
-    /// Whoever was watching asked to stop.
+    /// The observer stopped the run.
     #[error("interrupted")]
     Interrupted,
     /// More tokens than the model was made for.
@@ -169,7 +169,7 @@ pub enum Error {
     Download {
         /// Owner and name.
         repository: String,
-        /// What went wrong, or what to do.
+        /// The fault, or what to do.
         reason: String,
     },
     /// The tokeniser cannot be built or cannot read a text.

@@ -31,7 +31,7 @@ pub struct Experts {
 pub struct Mlp {
     /// What opens and closes.
     pub gate: Linear,
-    /// What is gated.
+    /// The gated map.
     pub up: Linear,
     /// Back to the residual stream.
     pub down: Linear,

@@ -45,7 +45,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
-/// What this version writes, and the only one it reads.
+/// The version that is written, and the only one that is read.
 pub const VERSION: u32 = 1;
 
 /// More slices, or mixtures on one another, than this are refused.
@@ -61,7 +61,7 @@ const MIXED_RATIO: usize = 64;
 pub struct Section {
     /// Of the format.
     pub version: u32,
-    /// What made the checkpoint.
+    /// The program that made the checkpoint.
     pub conversion: String,
     /// With which parameters.
     #[serde(default)]

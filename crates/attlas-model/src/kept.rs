@@ -1,4 +1,4 @@
-//! What a layer keeps of its keys and values between calls, in single precision or packed.
+//! Keys and values that a layer keeps between calls, in single precision or packed.
 //!
 //! Packed rows are unpacked for the layer that attends, into storage that all layers share, so that memory holds the
 //! packed rows of every layer and the numbers of one. New rows are packed before they are attended to: what a token sees

@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// A model ready to run.
 #[derive(Clone, Debug)]
 pub struct Model {
-    /// What it is made of.
+    /// Its configuration.
     pub config: ModelConfig,
     /// Its tensors, in stored form.
     pub weights: Weights,

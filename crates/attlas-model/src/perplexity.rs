@@ -149,7 +149,7 @@ impl Mean {
         self.count += other.count;
     }
 
-    /// How many.
+    /// Number of tokens scored.
     pub fn count(&self) -> u64 {
         self.count
     }

@@ -43,7 +43,7 @@ pub const VERSION: u32 = 1;
 pub struct Recipe {
     /// Version of the format.
     pub version: u32,
-    /// What wrote it.
+    /// The program that wrote it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub producer: Option<String>,
     /// The model it was made for, in words.
@@ -52,16 +52,16 @@ pub struct Recipe {
     /// Tokens of the longest text that it was checked on; what it does to longer ones is not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens: Option<usize>,
-    /// What its methods learnt: a file of calibrations or a folder of them, beside the recipe unless the path is absolute.
+    /// Calibrations of its methods: a file or a folder, beside the recipe unless the path is absolute.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub calibration: Option<PathBuf>,
     /// The calibrations themselves; [`Recipe::open`] reads them.
     #[serde(skip)]
     pub calibrations: Arc<Calibrations>,
-    /// What was measured when it was made: names and numbers, for people.
+    /// Measurements from when it was made: names and numbers, for people.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub evidence: BTreeMap<String, Value>,
-    /// What attends where no rule says otherwise.
+    /// The method where no rule applies.
     #[serde(default)]
     pub default: Choice,
     /// Exceptions; the last one that matches a head decides.
@@ -78,7 +78,7 @@ pub struct Choice {
     /// Its parameters, seeds among them; defaults where absent.
     #[serde(default, skip_serializing_if = "Options::is_empty")]
     pub params: Options,
-    /// What attends for new tokens; the same method where absent.
+    /// The method for new tokens; the same as for prompts where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub decode: Option<Decode>,
 }
@@ -92,7 +92,7 @@ pub struct Decode {
     /// Its parameters, seeds among them; defaults where absent.
     #[serde(default, skip_serializing_if = "Options::is_empty")]
     pub params: Options,
-    /// What was measured when it was chosen.
+    /// Measurements from when it was chosen.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured: Option<Measured>,
 }
@@ -112,10 +112,10 @@ pub struct Rule {
     /// Its parameters, seeds among them; defaults where absent.
     #[serde(default, skip_serializing_if = "Options::is_empty")]
     pub params: Options,
-    /// What was measured when the rule was made.
+    /// Measurements from when the rule was made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured: Option<Measured>,
-    /// What attends for new tokens; the same method where absent.
+    /// The method for new tokens; the same as for prompts where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub decode: Option<Decode>,
 }
@@ -359,7 +359,7 @@ impl Recipe {
         Ok(join_whole_groups(runs, size))
     }
 
-    /// What attends in each layer of a causal model, or why a method cannot.
+    /// The methods of each layer of a causal model, or why one of them cannot attend.
     pub fn resolve(&self, config: &ModelConfig) -> Result<Vec<Vec<HeadRun>>> {
         for rule in &self.rules {
             if let Some(layers) = &rule.layers {
@@ -405,9 +405,9 @@ pub struct HeadRun {
     pub method: &'static Method,
     /// Its settings.
     pub options: Options,
-    /// What it learnt for this key head.
+    /// Its calibration for this key head.
     pub calibration: Option<Arc<Calibration>>,
-    /// What attends for new tokens, where that is another.
+    /// The method for new tokens, where it is another.
     pub decode: Option<Attending>,
     /// Query heads.
     pub heads: Range<usize>,
@@ -415,14 +415,14 @@ pub struct HeadRun {
     pub groups: Range<usize>,
 }
 
-/// A method with its settings and what it learnt.
+/// A method with its settings and its calibration.
 #[derive(Clone, Debug)]
 pub struct Attending {
     /// The method.
     pub method: &'static Method,
     /// Its settings.
     pub options: Options,
-    /// What it learnt for the key head it attends in.
+    /// Its calibration for the key head it attends in.
     pub calibration: Option<Arc<Calibration>>,
 }
 
@@ -443,7 +443,7 @@ impl Attending {
 }
 
 impl HeadRun {
-    /// What attends in a prompt, or for a new token.
+    /// The method for a prompt, or for a new token.
     pub fn attending(&self, decodes: bool) -> Attending {
         match &self.decode {
             Some(other) if decodes => other.clone(),

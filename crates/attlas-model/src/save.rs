@@ -18,7 +18,7 @@ use std::hash::{BuildHasher, Hasher};
 use std::io::{BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-/// What a tensor is written from.
+/// Source of a tensor to be written.
 #[derive(Clone, Debug)]
 enum Values<'a> {
     /// As it is stored where the format has a place for that; quantised blocks in single precision.

@@ -16,7 +16,7 @@ use std::cell::RefCell;
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// Whose tensor names a checkpoint uses.
+/// Convention of tensor names in a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Naming {
     /// llama.cpp's.
@@ -81,7 +81,7 @@ pub struct DecoderLayer {
     pub experts: Option<Arc<Experts>>,
     /// Gate of the feed-forward layer.
     pub gate: Linear,
-    /// What is gated.
+    /// The gated map.
     pub up: Linear,
     /// Back to the residual stream.
     pub down: Linear,

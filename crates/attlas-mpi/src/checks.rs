@@ -1,4 +1,4 @@
-//! What holds on any transport and any number of processes: run by the tests on threads, and on the processes of `mpirun`.
+//! Checks for any transport and any number of processes: run by the tests on threads, and on the processes of `mpirun`.
 //! Every check is called by all processes and gives each of them the first difference it found.
 
 use crate::{Layout, Parts, Sharded, SpreadCache, Transport, Wire, attend, layouts, support};

@@ -1,4 +1,4 @@
-//! What more machines would bring, from this machine's rates and the α–β model.
+//! Predicted times on more machines, from this machine's rates and the α–β model.
 //!
 //! A message of $b$ bytes takes $\alpha + b\beta$ (Hockney 1994). A process computes at the rates that were measured here.
 //!

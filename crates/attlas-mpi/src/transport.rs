@@ -36,7 +36,7 @@ pub trait Transport: Debug {
     /// This process, from 0.
     fn rank(&self) -> usize;
 
-    /// How many there are.
+    /// Number of measurements.
     fn size(&self) -> usize;
 
     /// The machine that this process runs on.

@@ -78,7 +78,7 @@ pub struct LongRope {
     pub long: Vec<f64>,
     /// Context the model was trained with first.
     pub original: f64,
-    /// What sines and cosines are multiplied with.
+    /// Factor of sines and cosines.
     pub magnitude: f64,
 }
 
@@ -131,7 +131,7 @@ impl Yarn {
         if factor <= 1.0 { 1.0 } else { 0.1 * c * factor.ln() + 1.0 }
     }
 
-    /// What sines and cosines are multiplied with.
+    /// Factor of sines and cosines.
     pub fn magnitude(&self) -> f64 {
         match (self.attention_factor, self.mscale, self.mscale_all_dim) {
             (Some(factor), ..) => factor,
@@ -140,7 +140,7 @@ impl Yarn {
         }
     }
 
-    /// What DeepSeek multiplies the scale of the softmax with.
+    /// DeepSeek's factor of the scale of the softmax.
     pub fn softmax_factor(&self) -> f64 {
         self.mscale_all_dim.map_or(1.0, |all| Self::slope(self.factor, all).powi(2))
     }
@@ -226,7 +226,7 @@ impl Rope {
         }
     }
 
-    /// What sines and cosines are multiplied with; 1 except under YaRN and LongRoPE.
+    /// Factor of sines and cosines; 1 except under YaRN and LongRoPE.
     pub fn magnitude(&self) -> f64 {
         match &self.scaling {
             Scaling::Yarn(yarn) => yarn.magnitude(),

@@ -15,7 +15,7 @@ pub enum Mask {
 }
 
 impl Mask {
-    /// How many of `n_k` keys row `i` of `n_q` sees: the first ones.
+    /// Number of keys that row `i` of `n_q` sees, of `n_k`: the first ones.
     pub fn visible(self, n_q: usize, n_k: usize, i: usize) -> usize {
         match self {
             Mask::None => n_k,

@@ -72,7 +72,7 @@ pub enum Numbers {
 }
 
 impl Numbers {
-    /// How many.
+    /// Number of values.
     pub fn len(&self) -> usize {
         match self {
             Self::F32(x) => x.len(),

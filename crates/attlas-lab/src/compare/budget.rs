@@ -39,7 +39,7 @@ pub fn has_near_field(method: &attlas::Method) -> bool {
     matches!(sinks, Some(attlas::params::Value::Int(n)) if n > 0)
 }
 
-/// What every method may spend.
+/// The budget of every method.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Budget {
@@ -85,7 +85,7 @@ impl fmt::Display for Budget {
 }
 
 impl Budget {
-    /// What a measured head spent, in the budget's unit.
+    /// The amount that a measured head spent, in the budget's unit.
     pub(crate) fn spent(&self, row: &Row, queries: usize) -> f64 {
         match self {
             Budget::Keys(_) => row.keys_visited as f64 / queries.max(1) as f64,
@@ -112,7 +112,7 @@ impl Budget {
     }
 }
 
-/// What one method was given.
+/// The share of one method.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Matched {
     /// Id of the method.
@@ -123,9 +123,9 @@ pub struct Matched {
     pub value: Option<usize>,
     /// The length below which it would compute exact attention, where that had to be lowered, with its value.
     pub switch: Option<(&'static str, usize)>,
-    /// What it spent with it on the key head it was set on, in the budget's unit; none where it could not be run.
+    /// The amount it spent on the key head on which it was set, in the budget's unit; none where it could not run.
     pub spent: Option<f64>,
-    /// What it spent in the run, mean over heads; none before the run.
+    /// The amount it spent in the run, mean over heads; none before the run.
     pub measured: Option<f64>,
     /// Whether that is within the budget, up to a tenth where heads differ.
     pub within: bool,

@@ -36,14 +36,14 @@ pub struct Curve {
     pub family: Name,
     /// Whether it stands beside sinks and a window.
     pub near: bool,
-    /// What was measured, by growing budget.
+    /// Measurements, by growing budget.
     pub points: Vec<CurvePoint>,
 }
 
 /// One setting of it, mean over heads.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct CurvePoint {
-    /// What was set.
+    /// Its settings.
     pub params: Options,
     /// Mean relative Frobenius error.
     #[serde(deserialize_with = "crate::reread::number")]
@@ -181,7 +181,7 @@ pub fn table(curves: &[Curve]) -> Table {
     table
 }
 
-/// What the curves come to, in a sentence.
+/// The verdict of the curves, in a sentence.
 pub fn verdict(curves: &[Curve], tokens: usize) -> String {
     let all = || curves.iter().flat_map(|c| c.points.iter().map(move |p| (c, p)));
     let fastest = |within: f64| {

@@ -52,7 +52,7 @@ pub struct Settings {
     pub runs: usize,
     /// Seconds after which nothing new is begun; every method gets an equal share of what is left.
     pub time_limit: Option<f64>,
-    /// Who counts allocated bytes.
+    /// Counter of allocated bytes.
     pub meter: Meter,
 }
 
@@ -73,7 +73,8 @@ pub fn compare(
     compare_with(workload, selection, settings, &given, &crew, &mut Ledger::none(), run)
 }
 
-/// What decides the figures of a key head: two runs with the same key may share them. Times are those of one kind of machine.
+/// Everything that determines the figures of a key head: two runs with the same key may share them. Times are those of one
+/// kind of machine.
 pub fn key(
     workload: &Workload,
     selection: &[Chosen],
@@ -255,7 +256,7 @@ fn units(layers: &[LayerData], short: bool) -> Vec<(usize, usize)> {
     units
 }
 
-/// What was measured on one key head.
+/// Measurements on one key head.
 #[derive(Serialize, Deserialize)]
 struct Finished {
     rows: Vec<Row>,

@@ -1,4 +1,4 @@
-//! What a comparison says: the records that are printed, written and drawn.
+//! Records of a comparison: printed, written and drawn.
 
 use crate::budget::{Budget, CLOSE, Matched};
 use crate::calibration::Calibrations;
@@ -12,9 +12,9 @@ use std::collections::BTreeMap;
 /// The result: everything measured, in the order it was measured.
 #[derive(Clone, Debug, Serialize)]
 pub struct Comparison {
-    /// What the inputs were loaded from.
+    /// Source of the inputs.
     pub source: String,
-    /// What the source says of itself.
+    /// Metadata of the source.
     pub metadata: BTreeMap<String, String>,
     /// Mask of every problem.
     pub mask: Mask,
@@ -26,7 +26,7 @@ pub struct Comparison {
     pub seeds: usize,
     /// The first seed.
     pub seed: u64,
-    /// What `lo` and `hi` of an error mean.
+    /// Meaning of `lo` and `hi` of an error.
     pub interval: &'static str,
     /// The baseline.
     pub exact: Baseline,
@@ -36,7 +36,7 @@ pub struct Comparison {
     pub summary: Vec<Summary>,
     /// Methods that cannot do this, with all their reasons.
     pub refused: Vec<Refused>,
-    /// What was left out for lack of time.
+    /// Measurements left out for lack of time.
     pub skipped: Vec<Skipped>,
     /// Query heads of the source; fewer were compared where time ran out ([`Baseline::heads`]).
     pub heads: usize,
@@ -44,14 +44,14 @@ pub struct Comparison {
     pub tokens: usize,
     /// Which method is worth its error, in a sentence.
     pub verdict: String,
-    /// Methods over a range of scores, where that was asked for.
+    /// Methods over a range of scores; empty without `--curves`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub curves: Vec<super::curves::Curve>,
     /// The caller asked to stop before everything was measured.
     pub interrupted: bool,
     /// The budget that methods share, where there is one.
     pub matched: Option<Matching>,
-    /// What methods learnt, to be saved.
+    /// Calibrations of methods, to be saved.
     #[serde(skip)]
     pub learnt: Calibrations,
 }
@@ -59,9 +59,9 @@ pub struct Comparison {
 /// The same budget for every method.
 #[derive(Clone, Debug, Serialize)]
 pub struct Matching {
-    /// What every method may spend.
+    /// The budget of every method.
     pub budget: Budget,
-    /// What each was given.
+    /// The share of each.
     pub methods: Vec<Matched>,
 }
 

@@ -1,4 +1,4 @@
-//! What a comparison comes to, in a sentence or two.
+//! The verdict of a comparison, in a sentence or two.
 
 use super::records::{Comparison, Summary};
 use crate::table::{count, percent_of, times};

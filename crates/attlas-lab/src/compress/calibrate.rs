@@ -1,4 +1,4 @@
-//! What a text says about the matrices before they are decomposed.
+//! Second moments from a text, gathered before matrices are decomposed.
 //!
 //! Second moments of the inputs of every matrix make its decomposition the best for that text. Where ranks are spread
 //! over all matrices under one budget, losses of different matrices have to be comparable: each matrix is cut alone to the
@@ -46,7 +46,7 @@ pub struct Calibrated {
     pub predicted_kl: Option<f64>,
 }
 
-/// What an error of the outputs of a matrix costs.
+/// The cost of an error in the outputs of a matrix.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Sensitivity {
     /// The matrix.

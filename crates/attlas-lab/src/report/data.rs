@@ -1,4 +1,4 @@
-//! What the figures of a report are drawn from, as one JSON document inside the page.
+//! Data of the figures of a report, as one JSON document inside the page.
 
 use super::Report;
 use super::recipe::RecipeMap;

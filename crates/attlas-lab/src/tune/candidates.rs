@@ -1,4 +1,4 @@
-//! What may attend in a key head: methods with settings, from what their entries say can be moved.
+//! Candidates for a key head: methods with settings, along the parameters that their entries offer to a tuner.
 
 use super::{Effort, Phase, Settings};
 use crate::select::Chosen;

@@ -1,4 +1,4 @@
-//! What the model's predictions lose when one key head attends otherwise.
+//! Divergence of the model's predictions when one key head uses another method.
 //!
 //! The prompt is read once, with exact attention on rounded inputs. The last rows are then run again from the changed layer
 //! on, with the rows of the changed heads put in place of their exact ones: keys and values of the rows before stay as they

@@ -17,7 +17,7 @@ pub(super) struct Unit<'a> {
     exact_seconds: Vec<f64>,
 }
 
-/// What a candidate did.
+/// Measurements of a candidate.
 pub(super) struct Seen {
     /// Largest relative error of the query heads; none where an output is no number.
     pub(super) error: Option<f64>,

@@ -61,7 +61,7 @@ const WORTH_IT: f64 = 0.9;
 /// Standard errors of the upper bound: 95 % of a normal distribution lie below.
 const BOUND: f64 = 1.645;
 
-/// What attention is for: a prompt, or a token after it.
+/// Stage of a model: a prompt, or a token after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Phase {
@@ -184,7 +184,7 @@ pub struct Settings {
     pub max_ppl_increase: Option<f64>,
     /// Methods that may be chosen.
     pub selection: Vec<Chosen>,
-    /// What methods learnt before; those that have to learn first are candidates with it.
+    /// Calibrations; methods that need one are candidates only where it is here.
     pub calibrations: Arc<Calibrations>,
     /// The third text, which gives the answer; without it the second one does.
     pub answer: Option<Text>,
@@ -211,7 +211,7 @@ impl Settings {
     }
 }
 
-/// What one key head got.
+/// The choice for one key head.
 #[derive(Clone, Debug, Serialize)]
 pub struct Pick {
     /// Layer.
@@ -222,7 +222,7 @@ pub struct Pick {
     pub heads: Numbers,
     /// Id of the method.
     pub method: String,
-    /// What is set.
+    /// Its settings.
     pub params: Options,
     /// Largest error of the query heads.
     pub error: f64,
@@ -230,17 +230,17 @@ pub struct Pick {
     pub cost: f64,
     /// Divergence of the model with this alone, nats.
     pub kl: f64,
-    /// What new tokens got, where that was chosen.
+    /// The choice for new tokens, if one was made.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decode: Option<DecodePick>,
 }
 
-/// What one key head got for new tokens.
+/// The choice for new tokens of one key head.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct DecodePick {
     /// Id of the method.
     pub method: String,
-    /// What is set.
+    /// Its settings.
     pub params: Options,
     /// Largest error of the query heads.
     pub error: f64,
@@ -250,7 +250,7 @@ pub struct DecodePick {
     pub kl: f64,
 }
 
-/// What a model did with a recipe.
+/// Results of a model with a recipe.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Outcome {
     /// Tokens scored.
@@ -352,7 +352,7 @@ pub struct Tuned {
     pub decoded: Option<Outcome>,
     /// The round whose choices stand, counted from 0.
     pub chosen: Option<usize>,
-    /// What each key head got; empty for a shard.
+    /// The choice for each key head; empty for a shard.
     pub picks: Vec<Pick>,
     /// Why the answer is exact attention everywhere, where it is.
     pub note: Option<String>,
@@ -383,7 +383,7 @@ pub fn extract_layers(
     Ok(extract::extract(model, text, &wanted, progress, stop)?.workload)
 }
 
-/// What measurements are made on: the numbers, the machine, the registry, effort, seed and version.
+/// Everything that measurements depend on: the numbers, the machine, the registry, effort, seed and version.
 pub fn key(workload: &Workload, settings: &Settings, run: &Run<'_>) -> Result<Key> {
     let ws = run.workspace()?;
     let mut bytes = workload.layers.len().to_le_bytes().to_vec();

@@ -1,4 +1,4 @@
-//! What was chosen, as a recipe with its evidence.
+//! The choice as a recipe, with its evidence.
 
 use super::{DecodePick, Pick, Settings, Tuned, curve};
 use crate::text::Text;

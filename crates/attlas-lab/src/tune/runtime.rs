@@ -24,7 +24,7 @@ pub struct Runtime<'a> {
     task: Option<Task>,
     seed: u64,
     known: BTreeMap<String, Reference>,
-    /// Who shares the windows of a check.
+    /// The processes that share the windows of a check.
     crew: Option<&'a dyn Crew>,
 }
 

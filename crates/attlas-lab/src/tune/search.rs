@@ -1,4 +1,4 @@
-//! What is measured on which key head.
+//! Order of measurements over key heads and candidates.
 
 use super::candidates::{self, Candidate, Steps};
 use super::choose::{Point, hull, interpolate};
@@ -372,7 +372,7 @@ impl<'a> Search<'a> {
         (!costs.is_empty()).then(|| median(&costs))
     }
 
-    /// What was chosen, as picks.
+    /// The choice, as picks.
     pub(super) fn picks(
         &self,
         phase: Phase,

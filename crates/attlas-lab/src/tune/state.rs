@@ -23,7 +23,7 @@ pub struct Measurement {
     pub kv_head: usize,
     /// Id of the method.
     pub method: String,
-    /// What was set.
+    /// Its settings.
     pub params: Options,
     /// Largest error of the query heads; none where it did not give one.
     pub error: Option<f64>,
@@ -42,7 +42,7 @@ pub struct Measurement {
     pub node: Option<String>,
 }
 
-/// What a model did with a recipe on a text.
+/// Results of a model with a recipe on a text.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Checked {
     /// SHA-256 of the recipe, the text and the number of tokens.
@@ -235,7 +235,7 @@ impl SearchState {
         Ok(state)
     }
 
-    /// How many there are.
+    /// Number of measurements.
     pub fn len(&self) -> usize {
         self.done.len()
     }
@@ -394,7 +394,7 @@ impl SearchState {
             .take_while(move |m| (m.phase, m.layer, m.kv_head) == (phase, layer, kv_head))
     }
 
-    /// How many were made since it was opened.
+    /// Number of measurements made since it was opened.
     pub(super) fn made(&self) -> usize {
         self.made
     }
@@ -406,7 +406,7 @@ impl SearchState {
         Ok(())
     }
 
-    /// What is known of a recipe on a text.
+    /// Known results of a recipe on a text.
     pub(super) fn checked(&self, name: &str) -> Option<&Outcome> {
         self.checks.get(name)
     }

@@ -1,4 +1,4 @@
-//! What a template may build: sizes of values, bytes written, time, and the filters and operators that respect them.
+//! Limits of a template: sizes of values, bytes written, time, and the filters and operators that respect them.
 
 use super::rewrite::{MUL, OPERAND, PLAIN, REM};
 use minijinja::formatting::{FormatStyle, format};
@@ -32,7 +32,7 @@ fn refused(what: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, what.into())
 }
 
-/// What one rendering may still use.
+/// Budget left to one rendering.
 #[derive(Debug)]
 pub(super) struct Budget {
     /// Bytes that a value may hold.

@@ -40,7 +40,7 @@ const NAME: &str = "chat";
 pub struct Message {
     /// `system`, `user` or `assistant`, or what else a template knows.
     pub role: String,
-    /// What was said.
+    /// Text of the message.
     pub content: String,
 }
 

@@ -1,4 +1,4 @@
-//! What running a model costs.
+//! Costs of running a model.
 
 use crate::linear::flops;
 use crate::model::Model;

@@ -1,4 +1,4 @@
-//! What calibration text says about the matrices of a model.
+//! Second moments of the inputs of every matrix of a model, from calibration text.
 
 use super::matrices::Matrices;
 use crate::Encoder;

@@ -18,7 +18,7 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Matrices<'a> {
     pub(super) model: &'a Model,
-    /// What a calibration text said about them.
+    /// Their moments from a calibration text.
     pub(super) learnt: Option<&'a Learnt>,
 }
 

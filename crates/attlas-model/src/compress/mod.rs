@@ -36,7 +36,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What a conversion made of a model.
+/// The model that a conversion made.
 #[derive(Clone, Debug)]
 pub struct Compressed<'a> {
     model: &'a Model,

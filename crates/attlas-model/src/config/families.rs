@@ -44,7 +44,7 @@ pub enum Architecture {
     DeepseekV3,
 }
 
-/// What gates the feed-forward layer.
+/// Gate of the feed-forward layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
     /// $z / (1 + e^{-z})$.
@@ -60,7 +60,7 @@ pub enum Activation {
     },
 }
 
-/// What distinguishes an architecture, as data.
+/// The traits of an architecture, as data.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Traits {
     /// `model_type` in `config.json`.
@@ -126,12 +126,12 @@ pub(crate) enum Windows {
     Alternating(usize),
 }
 
-/// What a family calls its experts in a Hugging Face folder.
+/// A family's names for its experts in a Hugging Face folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ExpertNames {
-    /// What stands before the experts.
+    /// Prefix of the experts.
     pub(crate) prefix: &'static str,
-    /// What chooses among them.
+    /// The router.
     pub(crate) router: &'static str,
     /// Gate, up and down of an expert.
     pub(crate) parts: [&'static str; 3],
@@ -192,7 +192,7 @@ impl Architecture {
         Self::DeepseekV3,
     ];
 
-    /// What distinguishes it.
+    /// Its traits.
     pub(crate) const fn traits(self) -> Traits {
         let llama = Traits::LLAMA;
         let in_place = Traits::IN_PLACE;

@@ -1,4 +1,4 @@
-//! What a model is made of: sizes, norms, rotary embedding, windows; from GGUF metadata or `config.json`.
+//! Configuration of a model: sizes, norms, rotary embedding, windows; from GGUF metadata or `config.json`.
 
 mod families;
 mod gguf;
@@ -18,7 +18,7 @@ use serde_json::Value as Json;
 pub struct ExpertConfig {
     /// Experts of a layer.
     pub count: usize,
-    /// How many of them each token passes through.
+    /// Experts that each token passes through.
     pub per_token: usize,
     /// Width of each.
     pub width: usize,
@@ -28,7 +28,7 @@ pub struct ExpertConfig {
     pub scores: Scores,
     /// Whether the weights of the chosen experts are divided by their sum.
     pub normalised: bool,
-    /// What the weights are multiplied with.
+    /// Factor of the weights.
     pub factor: f64,
     /// Number of groups of experts.
     pub groups: usize,
@@ -116,7 +116,7 @@ pub struct ModelConfig {
     pub multipliers: Multipliers,
     /// For each layer, how many keys back a query sees, itself included; `None` is all.
     pub windows: Vec<Option<usize>>,
-    /// What gates the feed-forward layers.
+    /// Gate of the feed-forward layers.
     pub activation: Activation,
     /// Caps the logits of attention smoothly, where the family does.
     pub attention_softcap: Option<f64>,

@@ -1,4 +1,4 @@
-//! What configurations are read and refused.
+//! Configurations that are read, and others that are refused.
 
 use super::*;
 use attlas_num::rope::Yarn;

@@ -1,4 +1,4 @@
-//! What `mpirun` starts in the tests: `attlas-mpi-check CHECK` runs one check on all processes;
+//! The program that tests start under `mpirun`: `attlas-mpi-check CHECK` runs one check on all processes;
 //! `attlas-mpi-check die RANK` ends one process in the middle.
 
 use attlas_mpi::{Transport, World, checks};

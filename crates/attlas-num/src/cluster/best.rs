@@ -4,7 +4,7 @@
 //! together stay within a budget; the first that does not fit ends it. With equal weights these are the
 //! largest scores. NaN counts as the largest, so that it is never dropped silently; the two zeros are equal.
 //!
-//! What is taken is a [`Cut`]: everything above one score, and of the items of that score those up to one position. A
+//! The choice is a [`Cut`]: everything above one score, and of the items of that score those up to one position. A
 //! histogram of the leading bits of the scores, with weights ([`Counts`]), shows the bin in which the cut lies; the items
 //! of that bin are halved until few enough are left to be sorted. Long lists are counted in pieces on rayon's current
 //! pool, or by the tasks that compute the scores; weights are whole numbers, so no number of threads moves the cut.

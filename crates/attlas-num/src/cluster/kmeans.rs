@@ -29,7 +29,7 @@ const TASK_ROWS: usize = 256;
 /// $64 + n/64$ instead of $n$.
 const SUM_ROWS: usize = 64;
 
-/// What "nearest" and "centre" mean.
+/// Metric: the meaning of "nearest" and "centre".
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Metric {
     /// Least squared distance; the centre is the mean.
@@ -48,7 +48,7 @@ pub struct Options {
     pub clusters: usize,
     /// Iterations before the final assignment.
     pub iters: usize,
-    /// What is near, and what is a centre.
+    /// Metric of distances and centres.
     pub metric: Metric,
 }
 
@@ -86,7 +86,7 @@ pub struct Clustering<T> {
     /// The same sum at each assignment, the final one included, with the centroids before their update.
     /// Without re-seeded clusters it does not grow (Euclidean and spherical).
     pub history: Vec<f64>,
-    /// How many times an empty cluster was given a new centroid.
+    /// Times that an empty cluster was given a new centroid.
     pub reseeded: usize,
 }
 

@@ -47,7 +47,7 @@ use crate::{MatRef, Real};
 ///
 /// Rows holding NaN get the code that the family documents, never a panic.
 pub trait Lsh<T: Real> {
-    /// What a row is hashed to; equal codes are a collision.
+    /// Code of a row; equal codes are a collision.
     type Code: Copy + Ord + Default + std::fmt::Debug;
 
     /// Length of the rows that are hashed.

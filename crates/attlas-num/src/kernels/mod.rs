@@ -268,7 +268,7 @@ mod dispatch {
     kernels!(f64, double);
 }
 
-/// What the kernels need of an element type; implemented for `f32` and `f64` only.
+/// Operations of an element type that kernels need; implemented for `f32` and `f64` only.
 pub trait Element: dispatch::Kernels {}
 impl Element for f32 {}
 impl Element for f64 {}

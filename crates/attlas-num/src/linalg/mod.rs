@@ -71,9 +71,9 @@ pub enum LinalgError {
     Shape {
         /// The size in question.
         what: &'static str,
-        /// What it had to be.
+        /// The expected size.
         expected: usize,
-        /// What it is.
+        /// The size found.
         found: usize,
     },
     /// A zero pivot.

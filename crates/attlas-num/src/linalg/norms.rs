@@ -64,7 +64,7 @@ pub fn entropy_rank(sigma: &[f64]) -> f64 {
     libm::exp(entropy)
 }
 
-/// How many singular values exceed `eps` times the largest.
+/// Number of singular values above `eps` times the largest.
 pub fn eps_rank(sigma: &[f64], eps: f64) -> usize {
     let top = nan_max(sigma.iter().copied());
     sigma.iter().filter(|&&s| s > eps * top).count()

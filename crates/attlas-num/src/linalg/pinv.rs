@@ -102,7 +102,7 @@ pub enum PinvStart {
     Identity,
 }
 
-/// What an iteration reached.
+/// Result of an iteration.
 #[derive(Clone, Debug)]
 pub struct PinvReport {
     /// The approximate (pseudo-)inverse.

@@ -154,7 +154,7 @@ struct Leverage {
 }
 
 impl<T: Real> Rows<'_, T> {
-    /// Writes as many rows as there is room for, from `first` on; `spoiled` is told those that are not finite.
+    /// Writes as many rows as there is room for, from `first` on; `spoiled` receives those that are not finite.
     fn write(&self, first: usize, out: &mut [f64], mut spoiled: impl FnMut(usize)) {
         for (j, out) in (first..).zip(out.chunks_exact_mut(self.a.cols().max(1))) {
             let (row, factor) = (self.a.row(j), self.factors.map_or(1.0, |f| f[j]));

@@ -148,7 +148,7 @@ impl LinearOperator for Product<'_> {
     }
 }
 
-/// What power iteration found.
+/// Result of a power iteration.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NormEstimate {
     /// Never more than the largest singular value, up to rounding.

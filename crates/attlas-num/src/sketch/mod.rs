@@ -52,9 +52,9 @@ pub enum SketchError {
     InvalidParam {
         /// The parameter.
         name: &'static str,
-        /// What was given.
+        /// The value given.
         value: f64,
-        /// What would have been accepted.
+        /// Accepted values.
         expected: &'static str,
     },
     /// Two sizes that must agree do not.
@@ -62,9 +62,9 @@ pub enum SketchError {
     Shape {
         /// The size in question.
         what: &'static str,
-        /// What it should be.
+        /// The expected size.
         expected: usize,
-        /// What it is.
+        /// The size found.
         found: usize,
     },
 }

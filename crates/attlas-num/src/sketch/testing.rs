@@ -1,4 +1,4 @@
-//! What the statistical tests share.
+//! Helpers of the statistical tests.
 
 use super::features::{LogFeatures, Side, SignedFeatures};
 use crate::mat::MatRef;

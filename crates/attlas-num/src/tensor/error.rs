@@ -1,4 +1,4 @@
-//! What can go wrong with a tensor.
+//! Errors of tensor operations.
 
 /// Why a tensor operation was refused.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -7,7 +7,7 @@ pub enum Error {
     /// Sizes that do not fit together.
     #[error("{what}: expected {expected}, found {found}")]
     Shape {
-        /// What was being put together.
+        /// The operation.
         what: &'static str,
         /// The size that would have fitted.
         expected: String,
@@ -21,13 +21,13 @@ pub enum Error {
         name: &'static str,
         /// The value given.
         value: String,
-        /// What would have been accepted.
+        /// Accepted values.
         expected: String,
     },
     /// An infinity or NaN, in the data or, for entries near the largest number, in the result.
     #[error("{what} is not finite")]
     NotFinite {
-        /// What held the infinity or NaN.
+        /// The operand with the infinity or NaN.
         what: &'static str,
     },
 }

@@ -63,7 +63,7 @@ impl<T: Real> Tucker<T> {
     }
 }
 
-/// How many basis vectors to keep.
+/// Number of basis vectors to keep.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Ranks {
     /// This many, one number per mode, `1..=I_n`; `I_n` in modes left alone.

@@ -1,4 +1,4 @@
-//! What a head looks like before any method is chosen: sparsity, sinks, singular values and ranks.
+//! Diagnostics of a head, before any method is chosen: sparsity, sinks, singular values and ranks.
 //!
 //! For queries $Q$, keys $K$, values $V$ and scale $\beta$ let $S = \beta QK^\top$ be the logits, $A = e^S$ the
 //! scores, both zero where the mask hides a key, and $P = Z^{-1}A$ the weights, $Z$ the row sums. [`inspect`]

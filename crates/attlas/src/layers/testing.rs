@@ -1,4 +1,4 @@
-//! What every layer is tested with.
+//! Tests that every layer passes.
 
 use crate::layer::{Dense, Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
 use crate::{Mask, Mat, Options, Schedule, Workspace};

@@ -107,7 +107,7 @@ fn repeat_rows(x: &mut [f64], d: usize, distinct: usize) {
     }
 }
 
-/// What a method learns from the inputs themselves.
+/// The calibration of a method from the inputs themselves.
 pub fn learn(method: &Method, options: &Options, case: &Case) -> Result<Option<Calibration>> {
     let Some(calibrate) = method.calibrate else { return Ok(None) };
     let p = &case.problem;

@@ -7,7 +7,7 @@ use attlas_num::Mat;
 use attlas_num::linalg::{matmul_nt, thin_qr};
 use attlas_num::rng::StreamKey;
 
-/// What queries and keys look like.
+/// Distribution of queries and keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Workload {
     /// Independent standard normal entries: flat attention without structure.

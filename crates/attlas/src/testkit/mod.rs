@@ -115,7 +115,7 @@ pub struct Ran {
     pub o: Vec<f64>,
     /// Log-sum-exp of the rows.
     pub lse: Vec<f64>,
-    /// What happened.
+    /// Information about the run.
     pub info: RunInfo,
     /// Most scratch bytes in use at one time.
     pub peak_bytes: usize,

@@ -318,7 +318,7 @@ fn check(x: MatRef<'_, f32>, jobs: &[Job<'_>]) {
     }
 }
 
-/// What the operands of a product are rounded to. Sums are in f32 in any case.
+/// Type that the operands of a product are rounded to. Sums are in f32 in any case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Compute {
     /// Nothing: weights have the value that is stored.
@@ -344,7 +344,7 @@ impl Compute {
         }
     }
 
-    /// What products with weights of a format are computed in.
+    /// Type in which products with weights of a format are computed.
     pub fn of(self, format: Format) -> Self {
         match self {
             Self::Int8 if !narrow::is_narrow(format) => Self::F32,

@@ -1,4 +1,4 @@
-//! What a block of rows works on: its queries transposed, and the keys and values of a tile, where they lie or copied.
+//! Operands of a block of rows: its queries transposed, and the keys and values of a tile, in place or copied.
 
 use super::super::attend::Job;
 use super::super::block::pack_transposed;

@@ -42,7 +42,7 @@ pub enum Constants {
     Drop,
 }
 
-/// What all maps have in common.
+/// Options of every map.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MapOptions {
     /// The map sees $\sqrt{\mathrm{scale}}$ times its input on both sides, so that

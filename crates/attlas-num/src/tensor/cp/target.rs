@@ -1,4 +1,4 @@
-//! What alternating least squares asks of a tensor, and dense tensors as the answer.
+//! The products that alternating least squares needs of a tensor, and dense tensors as one source of them.
 
 use super::terms::for_each_slice;
 use crate::tensor::Tensor;

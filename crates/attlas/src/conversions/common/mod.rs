@@ -1,4 +1,4 @@
-//! What several conversions need: a network as a list of matrices, maps that are products of matrices, and matrices of
+//! Shared by conversions: a network as a list of matrices, maps that are products of matrices, and matrices of
 //! one shape on a stack.
 
 pub mod fill;

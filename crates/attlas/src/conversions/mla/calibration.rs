@@ -1,4 +1,4 @@
-//! What calibration text says of a layer.
+//! Moments of a layer from calibration text.
 
 use crate::layer::LayerShape;
 use crate::{Error, Mat, MatRef, Result};

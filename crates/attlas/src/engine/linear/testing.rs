@@ -1,4 +1,4 @@
-//! What the tests of feature-map methods share: the definition, evaluated plainly, and the generic checks.
+//! Helpers for tests of feature-map methods: the definition, evaluated plainly, and the generic checks.
 
 use crate::method::Method;
 use crate::testkit::{Case, How, Ran, assert_rows_close, run_method, run_with};

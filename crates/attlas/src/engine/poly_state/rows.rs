@@ -1,4 +1,4 @@
-//! What a row of queries gets from a state and from near keys.
+//! Outputs of query rows from a state and from near keys.
 //!
 //! The sum of a row is $\varphi(a)^\top S$ at the scale $e_q + e$, plus that over near keys at a scale of its own, merged at
 //! the larger of the two. Near keys are weighed by the kernel itself, or by the sketched one where that is what is

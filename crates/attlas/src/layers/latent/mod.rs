@@ -25,7 +25,7 @@
 //! **When to use.** It is the layer of DeepSeek-V2, V3 and R1, and of models converted by `mla`. It saves bytes, not
 //! operations: a decoded token costs $2r + d_R$ multiply-adds a head and key, against $2d$ of multi-head attention.
 //!
-//! What a shape makes of the parameters is in `sizes`, the two forms in `attend`, products of weights in `merge`.
+//! `sizes` derives widths from the shape, `attend` has the two forms, `merge` the products of weights.
 
 mod attend;
 mod merge;

@@ -90,7 +90,7 @@ enum Kind {
     Monomials(Vec<(u32, u32)>),
     /// Each is the product of a number of signed sums.
     Random {
-        /// How many.
+        /// Number of sums in each product.
         degrees: Vec<u32>,
         /// The signs of queries, of first keys, and their products, which are those of second keys: `d` for each sum.
         signs: [Vec<f64>; 3],
@@ -161,7 +161,7 @@ impl Features {
         Ok(Self { kind: Kind::Monomials(parents), weights, d })
     }
 
-    /// How many.
+    /// Number of features.
     pub fn rank(&self) -> usize {
         self.weights.len()
     }

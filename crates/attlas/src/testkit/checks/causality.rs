@@ -1,4 +1,4 @@
-//! Rows do not feel later tokens, and decoding gives the rows of the causal plan.
+//! No row changes with a later token, and decoding gives the rows of the causal plan.
 
 use super::Subject;
 use crate::method::{Law, Plan};
@@ -6,7 +6,7 @@ use crate::testkit::{Case, Ran, assert_rows_close, assert_same_bits, run_with};
 use crate::{DType, Error, Inputs, Mask, Out, Problem, Qkv, Real, Tensor, TensorMut, TensorRef, Workspace};
 use std::ops::Range;
 
-/// What of a token is changed.
+/// The part of a token that is changed.
 #[derive(Clone, Copy, Debug)]
 enum Changed {
     Token,

@@ -1,4 +1,4 @@
-//! What a method claims of itself: where it is exact, that its normaliser is unbiased, that its seed matters.
+//! Claims of a method: where it is exact, that its normaliser is unbiased, that its seed matters.
 
 use super::{Subject, settings};
 use crate::method::Method;

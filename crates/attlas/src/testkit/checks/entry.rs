@@ -1,4 +1,4 @@
-//! What a registry entry must say, and what a plan must refuse.
+//! Required contents of a registry entry, and problems that a plan must refuse.
 
 use super::{Subject, calibrate};
 use crate::method::{Ladder, Method};

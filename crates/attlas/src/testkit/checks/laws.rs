@@ -1,5 +1,5 @@
-//! What holds of every method, or of all that do not except themselves: rows are averages of values and linear in them,
-//! heads and queries do not feel each other, keys have no order, and no finite input gives NaN.
+//! Laws of every method that does not except itself: rows are averages of values and linear in them,
+//! heads and queries are independent of each other, keys have no order, and no finite input gives NaN.
 
 use super::Subject;
 use crate::method::Law;

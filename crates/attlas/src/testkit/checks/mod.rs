@@ -5,7 +5,7 @@
 //! | `entry` | a registry entry that says too little; wrong shapes and names that are taken |
 //! | `invariance` | shapes, threads, tiles, layouts and padding that change an answer |
 //! | `laws` | what holds of values, heads, keys and queries; extreme inputs |
-//! | `causality` | rows that feel later tokens; streams that differ from the plan |
+//! | `causality` | rows that change with later tokens; streams that differ from the plan |
 //! | `gradient` | gradients that differ from finite differences, or with threads, layouts and padding |
 //! | `claims` | exact limits, unbiased normalisers, seeds |
 

@@ -488,7 +488,7 @@ struct Unpacked {
     m: [f32; MOST / 16],
 }
 
-/// Formats that are unpacked by the definition, their groups of so many weights.
+/// Formats that are unpacked by the definition, with the length of their groups.
 macro_rules! by_definition {
     ($name:ident, $format:expr, $bytes:literal, $group:literal, $($rest:tt)*) => {
         struct $name;

@@ -405,7 +405,7 @@ struct ClusterStream<T> {
     state: KeyClusters<T>,
     /// Every key with its value behind it, so that a cluster is one run of memory.
     rows: Vec<T>,
-    /// Keys turned back to position 0, where that is asked for.
+    /// Keys turned back to position 0, where the plan turns keys.
     turned: Vec<T>,
     d: usize,
     d_v: usize,

@@ -1,4 +1,4 @@
-//! What weights are divided by beside their sum over the keys that were visited.
+//! Normalisers beyond the sum of weights over the visited keys.
 //!
 //! * `exact2`: $\sum_j (\tau\langle q, k_j\rangle)^2 = \tau^2 q^\top G q$ with $G = K^\top K$, over all keys; causally $G$ is that of the
 //!   keys before the block, and those of the block are added one by one.

@@ -1,4 +1,4 @@
-//! What rows get from kept keys and from near ones.
+//! Outputs of rows from kept keys and from near ones.
 //!
 //! Numerator and normaliser of row $i$ are sums over the same keys, $\sum_j f_{ij} [v_j, 1]$, in units of the largest
 //! $|\tau\langle q_i, k_j\rangle|^p$ of the row; [`Extra`] then adds to the normaliser or takes its place. With softmax weights
