@@ -163,9 +163,10 @@ fn equal_budgets(
 ) -> Result<(Selection, Option<Matching>), Error> {
     let broken = |e: serde_json::Error| Error::argument("the settings of methods", "a list", e);
     if !crew.leads() {
-        let told: Vec<attlas::Options> = serde_json::from_str(&crew.tell(String::new())).map_err(broken)?;
+        let shared: Vec<attlas::Options> =
+            serde_json::from_str(&crew.broadcast(String::new())).map_err(broken)?;
         let with = |(chosen, options)| Chosen { options, ..chosen };
-        return Ok((selection.into_iter().zip(told).map(with).collect(), None));
+        return Ok((selection.into_iter().zip(shared).map(with).collect(), None));
     }
     let mut ws = Workspace::new(Schedule { threads: common.threads, ..Schedule::default() })?;
     let progress = Progress::new(common);
@@ -181,7 +182,7 @@ fn equal_budgets(
     progress.end();
     let (selection, methods) = found?;
     let options: Vec<&attlas::Options> = selection.iter().map(|c| &c.options).collect();
-    crew.tell(serde_json::to_string(&options).map_err(broken)?);
+    crew.broadcast(serde_json::to_string(&options).map_err(broken)?);
     Ok((selection, Some(Matching { budget, methods })))
 }
 

@@ -8,7 +8,7 @@ use crate::{Outcome, STOP, note, print, print_json, team};
 use attlas_lab::crew::Crew;
 use attlas_lab::table::{percent, wrap};
 use attlas_lab::text::{Text, open_model};
-use attlas_lab::tune::{Ended, Runtime, Settings, State, Tuned, curve, extract_layers, key, tune_with};
+use attlas_lab::tune::{Ended, Runtime, SearchState, Settings, Tuned, curve, extract_layers, key, tune_with};
 use attlas_lab::{Calibrations, Error, output, task};
 use attlas_model::Model;
 use std::path::PathBuf;
@@ -76,7 +76,7 @@ fn run_on(crew: &dyn Crew, args: &TuneArgs, common: &Common) -> Outcome {
     progress.end();
     let workload = extracted?;
     let key = key(&workload, &settings)?;
-    let mut state = State::open_with(&path, &key, &args.merge, args.mixed, crew)?;
+    let mut state = SearchState::open_with(&path, &key, &args.merge, args.mixed, crew)?;
     if !state.is_empty() {
         note(common, &format!("{} measurements are known from {}", state.len(), path.display()));
     }

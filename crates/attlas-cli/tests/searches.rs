@@ -1,37 +1,25 @@
 //! Searches whose units several processes share: what one process gives, and what is left when one of them dies.
 #![cfg(feature = "mpi")]
 
+#[path = "../../attlas-mpi/tests/common/mod.rs"]
+mod mpi;
 mod support;
 
+use mpi::stderr;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use support::{Folder, json};
 
 fn launch(processes: usize, args: &[&str]) -> Command {
-    let mut command = Command::new("mpirun");
-    command.args([
-        "--oversubscribe",
-        "--allow-run-as-root",
-        "--timeout",
-        "300",
-        "-n",
-        &processes.to_string(),
-    ]);
-    // More processes than processors give way to each other instead of spinning.
-    command.arg(env!("CARGO_BIN_EXE_attlas")).args(args).env("OMPI_MCA_mpi_yield_when_idle", "1");
-    command
-}
-
-fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
+    mpi::launch(env!("CARGO_BIN_EXE_attlas"), processes, args)
 }
 
 fn spread(processes: usize, args: &[&str]) -> Value {
-    let done = launch(processes, args).output().expect("mpirun is installed: Debian's openmpi-bin");
-    assert!(done.status.success(), "{args:?}: {}", said(&done));
+    let done = mpi::mpirun(env!("CARGO_BIN_EXE_attlas"), processes, args);
+    assert!(done.status.success(), "{args:?}: {}", stderr(&done));
     serde_json::from_slice(&done.stdout)
         .unwrap_or_else(|e| panic!("{e}: {}", String::from_utf8_lossy(&done.stdout)))
 }
@@ -230,7 +218,7 @@ fn killed(processes: usize, rank: usize, args: &[&str], state: &str, lines: usiz
     let done = run.wait_with_output().unwrap();
     assert!(!done.status.success() && done.stdout.is_empty());
     assert!(begun.elapsed() < Duration::from_secs(60), "the others went on");
-    assert!(said(&done).contains(&format!("rank {rank}")), "{}", said(&done));
+    assert!(stderr(&done).contains(&format!("rank {rank}")), "{}", stderr(&done));
     // The launcher does not wait for the others to be gone.
     for id in ids.values() {
         let alive = || {
@@ -254,10 +242,14 @@ fn a_killed_process_ends_the_windows_and_any_number_goes_on() {
     let args = [&base[..], &["--state", &state]].concat();
     let kept = killed(2, 1, &args, &state, 20).lines().count() - 1;
     let done = launch(3, &args).output().unwrap();
-    assert!(done.status.success(), "{}", said(&done));
-    let known: usize = said(&done).split_whitespace().next().unwrap().parse().unwrap();
+    assert!(done.status.success(), "{}", stderr(&done));
+    let known: usize = stderr(&done).split_whitespace().next().unwrap().parse().unwrap();
     // The last line may have been cut off.
-    assert!((20 - 2..=kept).contains(&known) && said(&done).contains("units known from"), "{}", said(&done));
+    assert!(
+        (20 - 2..=kept).contains(&known) && stderr(&done).contains("units known from"),
+        "{}",
+        stderr(&done)
+    );
     let found: Value = serde_json::from_slice(&done.stdout).unwrap();
     assert_eq!(timeless(found), timeless(json(&base)));
     let names: Vec<_> = std::fs::read_dir(&folder.0).unwrap().map(|e| e.unwrap().file_name()).collect();
@@ -265,7 +257,7 @@ fn a_killed_process_ends_the_windows_and_any_number_goes_on() {
     // Another window is another run.
     let other = [&args[..], &["--bos"]].concat();
     let refused = Command::new(env!("CARGO_BIN_EXE_attlas")).args(other).output().unwrap();
-    assert_eq!(refused.status.code(), Some(2), "{}", said(&refused));
+    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
 }
 
 #[test]
@@ -281,11 +273,11 @@ fn a_killed_process_ends_the_search_and_any_number_goes_on() {
         assert!(!Path::new(&out).exists());
     }
     let done = launch(2, &args).output().unwrap();
-    assert!(done.status.success(), "{}", said(&done));
-    let known: usize = said(&done)
+    assert!(done.status.success(), "{}", stderr(&done));
+    let known: usize = stderr(&done)
         .lines()
         .find_map(|l| l.split_once(" measurements are known")?.0.parse().ok())
-        .unwrap_or_else(|| panic!("{}", said(&done)));
+        .unwrap_or_else(|| panic!("{}", stderr(&done)));
     assert!((10..before).contains(&known), "{known} of {before}");
     let found: Value = serde_json::from_slice(&done.stdout).unwrap();
     assert!(found["picks"].as_array().unwrap().len() == 160 && Path::new(&out).exists());

@@ -32,22 +32,16 @@ mod without_mpi {
 }
 
 #[cfg(feature = "mpi")]
+#[path = "../../attlas-mpi/tests/common/mod.rs"]
+mod mpi;
+
+#[cfg(feature = "mpi")]
 mod with_mpi {
     use serde_json::Value;
     use std::process::{Command, Output};
 
     fn mpirun(processes: usize, args: &[&str]) -> Output {
-        let mut command = Command::new("mpirun");
-        command.args([
-            "--oversubscribe",
-            "--allow-run-as-root",
-            "--timeout",
-            "300",
-            "-n",
-            &processes.to_string(),
-        ]);
-        command.arg(env!("CARGO_BIN_EXE_attlas")).args(args).env("OMPI_MCA_mpi_yield_when_idle", "1");
-        command.output().expect("mpirun is installed: Debian's openmpi-bin")
+        super::mpi::mpirun(env!("CARGO_BIN_EXE_attlas"), processes, args)
     }
 
     fn json(processes: usize, args: &[&str]) -> Value {

@@ -13,29 +13,14 @@ use attlas::{
 };
 use std::collections::HashMap;
 use std::collections::hash_map::Entry as MapEntry;
-use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 static DEVICE: OnceLock<Device> = OnceLock::new();
-/// Element that single-precision inputs are rounded to on their way to the device: 0 none, 1 bf16, 2 f16.
-static ROUND: AtomicU8 = AtomicU8::new(0);
-
-/// Runs single-precision inputs of [`on_host`] methods in this type on the device; in single precision where absent.
-pub fn set_host_element(element: Option<Element>) {
-    let code = match element {
-        Some(Element::Bf16) => 1,
-        Some(Element::F16) => 2,
-        _ => 0,
-    };
-    ROUND.store(code, Ordering::Relaxed);
-}
 
 fn element_of(dtype: DType) -> Element {
-    match (dtype, ROUND.load(Ordering::Relaxed)) {
-        (DType::F64, _) => Element::F64,
-        (_, 1) => Element::Bf16,
-        (_, 2) => Element::F16,
-        _ => Element::F32,
+    match dtype {
+        DType::F64 => Element::F64,
+        DType::F32 => Element::F32,
     }
 }
 

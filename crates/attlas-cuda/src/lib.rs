@@ -37,7 +37,7 @@ pub use compile::{CHIPS, Compiler};
 pub use device::{Device, DeviceInfo, KernelFamily, Setup};
 pub use driver::{Event, Graph};
 pub use error::{Error, Result};
-pub use host::{on_host, set_host_element};
+pub use host::on_host;
 pub use plan::{DeviceOut, DevicePlan, DeviceQkv, DeviceStream, Form, Pending, plan};
 pub use tensor::{DeviceBuffer, DeviceMut, DeviceRef, Element};
 pub use workspace::DeviceWorkspace;

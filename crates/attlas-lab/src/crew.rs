@@ -35,10 +35,10 @@ pub trait Crew: Debug {
     /// Ends a list: process 0 calls `take` with records as they arrive until every process has ended its list.
     fn end(&self, take: &mut dyn FnMut(&str) -> Result<()>) -> Result<()>;
 
-    /// What process 0 says, on every process.
-    fn tell(&self, text: String) -> String;
+    /// The text of process 0, on every process.
+    fn broadcast(&self, text: String) -> String;
 
-    /// What every process says, in the order of ranks, on every process.
+    /// The texts of all processes, in the order of ranks, on every process.
     fn gather(&self, own: &str) -> Vec<String>;
 
     /// Process 0 owns files and prints.
@@ -92,7 +92,7 @@ impl Crew for Alone {
         Ok(())
     }
 
-    fn tell(&self, text: String) -> String {
+    fn broadcast(&self, text: String) -> String {
         text
     }
 

@@ -217,11 +217,11 @@ impl Shown {
         // An unfinished character is decoded as U+FFFD; a suffix may become a stop text.
         let mut end = self.all.trim_end_matches('\u{FFFD}').len();
         for stop in stops {
-            let held = (1..stop.len())
+            let pending = (1..stop.len())
                 .rev()
                 .filter(|&n| stop.is_char_boundary(n))
                 .find(|&n| self.all[..end].ends_with(&stop[..n]));
-            end -= held.unwrap_or(0);
+            end -= pending.unwrap_or(0);
         }
         self.show_to(end, show);
         false

@@ -374,11 +374,11 @@ pub fn curves(curves: &[Curve]) -> String {
             let own = !c.near && curves.iter().any(|o| o.method == c.method && o.near);
             let dashes = if own { " stroke-dasharray=\"4 3\"" } else { "" };
             let colour = colour(c.family);
-            let told =
+            let label =
                 if c.near { format!("{} beside a near field", c.method) } else { c.method.to_string() };
             let _ = write!(
                 svg,
-                "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.5\"{dashes}><title>{told}</title>\
+                "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.5\"{dashes}><title>{label}</title>\
                  </polyline>",
                 points.join(" ")
             );

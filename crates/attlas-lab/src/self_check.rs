@@ -200,21 +200,6 @@ impl<'a> SelfCheck<'a> {
     }
 }
 
-/// Compares two models once; [`SelfCheck`] compares several with one reference.
-pub fn quality(
-    before: &Arc<Model>,
-    after: &Arc<Model>,
-    tokens: &[u32],
-    window: usize,
-    threads: &Workspace,
-    progress: &mut dyn FnMut(usize, usize),
-) -> Result<Quality> {
-    let go_on = AtomicBool::new(false);
-    let mut first = |done: usize, all: usize| progress(done, 2 * all);
-    let mut check = SelfCheck::new(before, tokens, window, threads, &mut first, &go_on)?;
-    check.against(after, threads, &mut |done, all| progress(all + done, 2 * all), &go_on)
-}
-
 fn scores<'l>(logits: &'l [f32], targets: &'l [u32]) -> impl Iterator<Item = f64> + 'l {
     let vocab = logits.len() / targets.len().max(1);
     logits.chunks(vocab.max(1)).zip(targets).map(|(logits, &t)| nll(logits, t))
@@ -302,14 +287,30 @@ mod tests {
         model
     }
 
+    /// Compares two models once.
+    fn quality(
+        before: &Arc<Model>,
+        after: &Arc<Model>,
+        tokens: &[u32],
+        window: usize,
+        threads: &Workspace,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Quality> {
+        let go_on = AtomicBool::new(false);
+        let mut first = |done: usize, all: usize| progress(done, 2 * all);
+        let mut check = SelfCheck::new(before, tokens, window, threads, &mut first, &go_on)?;
+        check.against(after, threads, &mut |done, all| progress(all + done, 2 * all), &go_on)
+    }
+
     #[test]
     fn a_model_equals_itself_and_differs_from_others_by_the_definition() {
         let (before, after) = (model("before", 1.0), model("after", 1.2));
         let threads = Workspace::new(Schedule { threads: 1, ..Schedule::default() }).unwrap();
         let tokens: Vec<u32> = (0..70).map(|i| i * i % 11).collect();
-        let mut told = Vec::new();
-        let same = quality(&before, &before, &tokens, 32, &threads, &mut |a, b| told.push((a, b))).unwrap();
-        assert_eq!(told, [(32, 128), (64, 128), (96, 128), (128, 128)]);
+        let mut reported = Vec::new();
+        let same =
+            quality(&before, &before, &tokens, 32, &threads, &mut |a, b| reported.push((a, b))).unwrap();
+        assert_eq!(reported, [(32, 128), (64, 128), (96, 128), (128, 128)]);
         assert_eq!((same.scored, same.window, same.max_logit_diff), (62, 32, 0.0));
         assert_eq!((same.kl_mean, same.nll_increase, same.same_top), (0.0, 0.0, 1.0));
         assert_eq!(same.ppl_before, same.ppl_after);

@@ -403,9 +403,9 @@ mod tests {
     #[test]
     fn the_needle_outweighs_everything_else() {
         let x = draw("needle,n=2048");
-        let mut held: Vec<f64> = (0..64).map(|r| weights(&x, 1024 + 16 * r)[16 * r]).collect();
-        held.sort_by(f64::total_cmp);
-        assert!(held[32] > 0.9, "median {}", held[32]);
+        let mut found: Vec<f64> = (0..64).map(|r| weights(&x, 1024 + 16 * r)[16 * r]).collect();
+        found.sort_by(f64::total_cmp);
+        assert!(found[32] > 0.9, "median {}", found[32]);
         assert!(weights(&x, 5)[1029] > 0.5);
     }
 

@@ -156,7 +156,7 @@ pub enum Done<R> {
     /// Finished.
     Whole(R),
     /// Not finished, for lack of time or because the caller wants to stop: shown, and done again the next time.
-    Part(R),
+    Partial(R),
     /// Not begun, because the caller wants to stop. This process takes no more.
     Stopped,
 }
@@ -191,8 +191,8 @@ pub fn share<R: Serialize + DeserializeOwned>(
     let bad =
         |e: serde_json::Error| Error::argument("the record of a unit", "one that can be written and read", e);
     if !crew.is_alone() {
-        let told = crew.tell(ledger.known.values().cloned().collect::<Vec<_>>().join("\n"));
-        for line in told.lines().filter(|_| !crew.leads()) {
+        let shared = crew.broadcast(ledger.known.values().cloned().collect::<Vec<_>>().join("\n"));
+        for line in shared.lines().filter(|_| !crew.leads()) {
             let unit = serde_json::from_str::<Head>(line).map_err(bad)?.unit;
             ledger.known.insert(unit, line.to_owned());
         }
@@ -209,7 +209,7 @@ pub fn share<R: Serialize + DeserializeOwned>(
         let unit = list[at];
         let (record, whole) = match work(unit, at)? {
             Done::Whole(record) => (record, true),
-            Done::Part(record) => (record, false),
+            Done::Partial(record) => (record, false),
             Done::Stopped => {
                 stopped = true;
                 break;
@@ -229,8 +229,8 @@ pub fn share<R: Serialize + DeserializeOwned>(
     }
     crew.end(&mut |line| take(ledger, &mut lines, line))?;
     if !crew.is_alone() {
-        let told = crew.tell(lines.join("\n"));
-        lines = told.lines().map(str::to_owned).collect();
+        let shared = crew.broadcast(lines.join("\n"));
+        lines = shared.lines().map(str::to_owned).collect();
     }
     let known = std::mem::take(&mut ledger.known);
     for line in known.values().chain(lines.iter().filter(|_| !crew.is_alone())) {
@@ -264,7 +264,7 @@ mod tests {
                 return Ok(Done::Stopped);
             }
             order.push(unit);
-            Ok(if unit == 2 { Done::Part(4) } else { Done::Whole(unit * unit) })
+            Ok(if unit == 2 { Done::Partial(4) } else { Done::Whole(unit * unit) })
         });
         (done.unwrap(), order)
     }

@@ -25,7 +25,7 @@ use crate::kept::{CacheFormat, Packed};
 use crate::linear::{Linear, apply_all_in};
 use crate::model::Model;
 use crate::ops;
-use crate::recipe::{Part, Recipe};
+use crate::recipe::{HeadRun, Recipe};
 use crate::weights::{DecoderLayer, DecoderWeights, Weights};
 use attlas::cache::KvCache;
 use attlas::layer::{Layer, LayerCache};
@@ -140,7 +140,7 @@ pub struct Decoder {
     model: Arc<Model>,
     /// The threads everything runs on.
     threads: Workspace,
-    state: State,
+    state: DecoderState,
 }
 
 impl Decoder {
@@ -172,7 +172,7 @@ impl Decoder {
                 state.latents = layer.whole().map(|l| l.new_cache());
             }
         }
-        let state = State {
+        let state = DecoderState {
             layers,
             len: 0,
             table: None,
@@ -192,12 +192,12 @@ impl Decoder {
         &self.model
     }
 
-    /// Tokens held.
+    /// Tokens cached.
     pub fn len(&self) -> usize {
         self.state.len
     }
 
-    /// No token is held.
+    /// No token is cached.
     pub fn is_empty(&self) -> bool {
         self.state.len == 0
     }
@@ -213,7 +213,7 @@ impl Decoder {
     }
 
     /// Layers whose heads all decode by streams keep no keys from now on. Their streams cannot go back: where the decoder
-    /// is truncated, or a call fails halfway, all tokens are forgotten. An error if tokens are held.
+    /// is truncated, or a call fails halfway, all tokens are forgotten. An error if tokens are cached.
     pub fn forget_keys(&mut self) -> Result<()> {
         self.check_empty()?;
         let c = &self.model.config;
@@ -227,7 +227,7 @@ impl Decoder {
     }
 
     /// Keys and values that are kept are stored in this format from now on; latents stay as they are. An error if tokens
-    /// are held.
+    /// are cached.
     pub fn pack_keys(&mut self, format: CacheFormat) -> Result<()> {
         self.check_empty()?;
         let c = &self.model.config;
@@ -367,7 +367,7 @@ impl Decoder {
         result
     }
 
-    /// Runs the layers from `layer` on for tokens after those that are held, whose residual stream `x` at that layer an
+    /// Runs the layers from `layer` on for tokens after those that are cached, whose residual stream `x` at that layer an
     /// observer has seen ([`Observer::residual`]). The tokens are not kept. `hidden` becomes the normalised final hidden
     /// states. Panics if `x` is not whole rows of the model's width.
     pub fn forward_from(
@@ -430,7 +430,7 @@ impl Decoder {
 
 /// Everything that changes from token to token.
 #[derive(Debug)]
-struct State {
+struct DecoderState {
     layers: Vec<LayerState>,
     len: usize,
     table: Option<Table<f32>>,
@@ -507,7 +507,7 @@ fn lengthen(table: &mut Option<Table<f32>>, rope: Option<&Rope>, c: &ModelConfig
     }
 }
 
-impl State {
+impl DecoderState {
     fn truncate(&mut self, len: usize) {
         let back = |l: &LayerState| l.streamed && l.streams.iter().flatten().any(|s| s.len() > len);
         let len = if self.layers.iter().any(back) { 0 } else { len };
@@ -570,7 +570,7 @@ impl State {
                     break;
                 }
                 let heads = sized(&mut buffers.heads, n * q_width);
-                result = self.attend(c, l, q, layer.sinks.as_deref(), heads);
+                result = self.attend_layer(c, l, q, layer.sinks.as_deref(), heads);
                 self.layers[l].end(&mut self.spare);
                 if result.is_err() {
                     break;
@@ -690,7 +690,7 @@ impl State {
     }
 
     /// Attends in layer `l` with the queries of the last `n` tokens.
-    fn attend(
+    fn attend_layer(
         &mut self,
         c: &ModelConfig,
         l: usize,
@@ -702,7 +702,7 @@ impl State {
         let n = q.len() / (c.n_heads * c.head_dim);
         let q = TensorRef::bnhd(q, [1, c.n_heads, n, c.head_dim])?;
         for i in 0..layer.parts.len() {
-            let info = layer.attend(i, c, q, sinks, out, &mut self.inner)?;
+            let info = layer.attend_heads(i, c, q, sinks, out, &mut self.inner)?;
             self.info = std::mem::take(&mut self.info).merge(info);
         }
         Ok(())
@@ -769,7 +769,7 @@ const ROOM: usize = 256;
 struct LayerState {
     index: usize,
     window: Option<usize>,
-    parts: Vec<Part>,
+    parts: Vec<HeadRun>,
     /// For each part that decodes by a stream, the stream, once it was needed.
     streams: Vec<Option<Box<dyn Stream>>>,
     /// For each part that is exact attention in prompts, or while it decodes, its plan, with room for more tokens than
@@ -778,7 +778,7 @@ struct LayerState {
     cache: KvCache<f32>,
     /// Keeps no keys: everything is in the streams, and the cache holds the tokens of one call.
     streamed: bool,
-    /// Tokens that will be held after the call.
+    /// Tokens in the cache after the call.
     ahead: usize,
     /// What is kept, where that is packed; the cache holds its numbers while the layer attends.
     packed: Option<Packed>,
@@ -789,7 +789,7 @@ struct LayerState {
 }
 
 impl LayerState {
-    fn new(index: usize, parts: Vec<Part>, c: &ModelConfig) -> Self {
+    fn new(index: usize, parts: Vec<HeadRun>, c: &ModelConfig) -> Self {
         Self {
             index,
             window: c.windows.get(index).copied().flatten(),
@@ -816,14 +816,14 @@ impl LayerState {
 
     /// Whether a call with this number of tokens may be cut into pieces.
     fn chunks(&self, tokens: usize) -> bool {
-        let alike = |p: &Part| {
+        let alike = |p: &HeadRun| {
             let (reads, decodes) = (p.attending(false), p.attending(true));
             let same = std::ptr::eq(reads.method, decodes.method) && reads.options == decodes.options;
             same && reads.method.keeps_with(&reads.options, Law::DecodeIsPrefill)
         };
         let read = || tokens > ONE_PROBLEM && self.parts.iter().all(alike);
         let begun = || self.streams.iter().any(Option::is_some);
-        self.parts.iter().all(Part::is_baseline) || self.streamed && (begun() || read())
+        self.parts.iter().all(HeadRun::is_baseline) || self.streamed && (begun() || read())
     }
 
     /// Whether the numbers of keys and values stay in the cache.
@@ -845,17 +845,17 @@ impl LayerState {
     }
 
     /// A new stream of a part, planned as a prompt of `tokens` tokens would be.
-    fn stream_of(&self, part: &Part, c: &ModelConfig, tokens: usize) -> Result<Option<Box<dyn Stream>>> {
+    fn stream_of(&self, part: &HeadRun, c: &ModelConfig, tokens: usize) -> Result<Option<Box<dyn Stream>>> {
         let problem = Problem::new(part.heads.len(), tokens, c.head_dim).with_kv_heads(part.groups.len());
         let problem = problem.causal().with_softcap(c.attention_softcap);
         Ok(part.attending(true).plan(&problem)?.stream(DType::F32))
     }
 
     fn decoding(&self, c: &ModelConfig) -> LayerDecoding {
-        let kind = |part: &Part| {
+        let kind = |part: &HeadRun| {
             let streams = || self.stream_of(part, c, ROOM).is_ok_and(|s| s.is_some());
-            let told = part.attending(true);
-            if told.is_baseline() || streams() { told.method.id } else { registry::baseline().id }
+            let choice = part.attending(true);
+            if choice.is_baseline() || streams() { choice.method.id } else { registry::baseline().id }
         };
         let whole = self.latents.is_some();
         LayerDecoding {
@@ -907,7 +907,7 @@ impl LayerState {
     }
 
     /// Part `i` attends with queries `[1, heads, n, head_dim]` of the last tokens; writes its heads of `out`.
-    fn attend(
+    fn attend_heads(
         &mut self,
         i: usize,
         c: &ModelConfig,
@@ -965,14 +965,14 @@ impl LayerState {
         // Keys that the first of the queries no longer sees are left out.
         let window = self.window.filter(|&w| n_k > w);
         let decodes = n == 1 && n_k > 1;
-        let told = part.attending(decodes);
-        if window.is_some() && !told.is_baseline() {
+        let choice = part.attending(decodes);
+        if window.is_some() && !choice.is_baseline() {
             let reasons = vec![format!(
-                "layer {} sees the last {} tokens only, and {n_k} are held",
+                "layer {} sees the last {} tokens only, and {n_k} are cached",
                 self.index,
                 window.unwrap_or_default()
             )];
-            return Err(attlas::Error::Unsupported { method: told.method.id.into(), reasons }.into());
+            return Err(attlas::Error::Unsupported { method: choice.method.id.into(), reasons }.into());
         }
         let oldest = window.map_or(0, |w| (n_k - n + 1).saturating_sub(w));
         let (keys, values) = (keys.rows(oldest..n_k), values.rows(oldest..n_k));
@@ -992,10 +992,10 @@ impl LayerState {
             }
             return Ok(stream.extend(&inputs, &mut out, ws)?);
         }
-        if decodes && !told.is_baseline() {
+        if decodes && !choice.is_baseline() {
             if self.streams[i].is_none() {
                 // Planned as the prompt would be.
-                let plan = told.plan(&problem.with_lens(n_k, n_k))?;
+                let plan = choice.plan(&problem.with_lens(n_k, n_k))?;
                 self.streams[i] = plan.stream(DType::F32);
             }
             if let Some(stream) = &mut self.streams[i] {
@@ -1005,13 +1005,13 @@ impl LayerState {
             }
         }
         let windowed = window.filter(|_| n > 1);
-        if windowed.is_none() && (decodes || told.is_baseline()) {
+        if windowed.is_none() && (decodes || choice.is_baseline()) {
             // Exact attention decides nothing from the lengths, so its plan is made once for all tokens that fit.
             let fits = |p: &Problem| n <= p.n_q && problem.n_k <= p.n_k;
             let kept = &mut self.plans[i][usize::from(decodes)];
             if !kept.as_ref().is_some_and(|plan| fits(plan.problem())) {
                 let room = problem.n_k.max(n).max(ROOM).next_power_of_two();
-                let options = if told.is_baseline() { told.options.clone() } else { Options::new() };
+                let options = if choice.is_baseline() { choice.options.clone() } else { Options::new() };
                 *kept = Some(registry::baseline().plan(&problem.with_lens(room, room), &options)?);
             }
             if let Some(plan) = kept {
@@ -1023,7 +1023,7 @@ impl LayerState {
                 let (method, options) = registry::sliding_window(w);
                 method.plan(&problem, &options)?
             }
-            None => told.plan(&problem)?,
+            None => choice.plan(&problem)?,
         };
         Ok(plan.execute(&inputs, &mut out, ws)?)
     }

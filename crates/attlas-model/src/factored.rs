@@ -71,7 +71,7 @@ pub struct Section {
     pub stored: BTreeMap<String, Stored>,
     /// Linear maps that are products.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub maps: BTreeMap<String, Vec<Part>>,
+    pub maps: BTreeMap<String, Vec<FactorSpec>>,
     /// By layer, attention that is another layer.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub attention: BTreeMap<usize, Replaced>,
@@ -90,7 +90,7 @@ pub struct Stored {
 /// A factor of a map.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged, deny_unknown_fields)]
-pub enum Part {
+pub enum FactorSpec {
     /// A matrix.
     Matrix {
         /// Its name.
@@ -263,7 +263,7 @@ impl Reader<'_> {
         Ok(t)
     }
 
-    fn map(&mut self, name: &str, parts: &[Part]) -> Result<Linear> {
+    fn map(&mut self, name: &str, parts: &[FactorSpec]) -> Result<Linear> {
         let factors = parts.iter().map(|p| self.factor(p)).collect::<Result<Vec<Factor>>>()?;
         let bias = self.tensors.get(&format!("{name}.bias")).map(Tensor::to_f32);
         Linear::product(factors, bias).ok_or_else(|| {
@@ -275,14 +275,14 @@ impl Reader<'_> {
         })
     }
 
-    fn factor(&mut self, part: &Part) -> Result<Factor> {
-        if let Part::Matrix { slices, .. } | Part::Mixture { slices, .. } = part
+    fn factor(&mut self, part: &FactorSpec) -> Result<Factor> {
+        if let FactorSpec::Matrix { slices, .. } | FactorSpec::Mixture { slices, .. } = part
             && *slices > MAX_SLICES
         {
             return Err(Error::invalid("the slices of a factor", slices, format!("at most {MAX_SLICES}")));
         }
         match part {
-            Part::Diagonal { diagonal, row } => {
+            FactorSpec::Diagonal { diagonal, row } => {
                 let table = self.tensor(diagonal, 2)?;
                 if *row >= table.rows() {
                     let expected = format!("below {}", table.rows());
@@ -292,7 +292,7 @@ impl Reader<'_> {
                 table.row_into(*row, &mut values);
                 Ok(Factor::Diagonal(Arc::new(values)))
             }
-            Part::Matrix { tensor, transposed, slices } => {
+            FactorSpec::Matrix { tensor, transposed, slices } => {
                 let key = (tensor.clone(), *transposed);
                 if let Some(ready) = self.matrices.get(&key) {
                     return Ok(Factor::Matrix(ready.clone(), *slices));
@@ -302,7 +302,7 @@ impl Reader<'_> {
                 self.matrices.insert(key, matrix.clone());
                 Ok(Factor::Matrix(matrix, *slices))
             }
-            Part::Mixture { cores, mixture, rows, transposed, slices } => {
+            FactorSpec::Mixture { cores, mixture, rows, transposed, slices } => {
                 let (stack, weights) = (self.tensor(cores, 3)?, self.tensor(mixture, 2)?);
                 let (count, height, width) = (stack.shape()[0], stack.shape()[1], stack.shape()[2]);
                 let bad = rows.iter().any(|&r| r >= weights.rows());
@@ -407,7 +407,7 @@ mod tests {
         tensors.add("c".into(), Tensor::from_f32(&[0.5; 4 * 128 * 128], vec![4, 128, 128]).unwrap()).unwrap();
         tensors.add("m".into(), Tensor::from_f32(&[1.0; 8], vec![2, 4]).unwrap()).unwrap();
         let open = |maps: usize, rows: usize| {
-            let part = Part::Mixture {
+            let part = FactorSpec::Mixture {
                 cores: "c".into(),
                 mixture: "m".into(),
                 rows: vec![1; rows],

@@ -18,7 +18,7 @@
 //! method = "quest"
 //! ```
 //!
-//! [`Recipe::resolve`] turns it into [`Part`]s: neighbouring heads that share a method and its settings are
+//! [`Recipe::resolve`] turns it into [`HeadRun`]s: neighbouring heads that share a method and its settings are
 //! planned together, and a method that cannot attend causally is refused with all its reasons before any
 //! token is run.
 
@@ -328,25 +328,25 @@ impl Recipe {
 
     /// What attends in one layer with `n_heads` query heads over `n_kv_heads` key heads. Whether the methods can is
     /// for the caller to ask.
-    pub fn parts(&self, layer: usize, n_heads: usize, n_kv_heads: usize) -> Result<Vec<Part>> {
+    pub fn parts(&self, layer: usize, n_heads: usize, n_kv_heads: usize) -> Result<Vec<HeadRun>> {
         let size = n_heads / n_kv_heads.max(1);
-        let mut runs: Vec<Part> = Vec::new();
+        let mut runs: Vec<HeadRun> = Vec::new();
         for head in 0..n_heads {
             let (id, options) = self.choice(layer, head);
             let group = head / size.max(1);
-            let told = |id: &str, options: &Options| -> Result<Attending> {
+            let choice = |id: &str, options: &Options| -> Result<Attending> {
                 let method = registry::method(id)?;
                 let calibration = self.calibrations.find(id, Some(layer), group)?.cloned().map(Arc::new);
                 Ok(Attending { method, options: options.clone(), calibration })
             };
-            let prompt = told(id, options)?;
-            let decode = self.decode_choice(layer, head).map(|d| told(&d.method, &d.params)).transpose()?;
+            let prompt = choice(id, options)?;
+            let decode = self.decode_choice(layer, head).map(|d| choice(&d.method, &d.params)).transpose()?;
             match runs.last_mut() {
                 // Runs of equal choices inside a key head; whole key heads are joined below.
                 Some(run) if run.groups.start == group && run.is(&prompt, decode.as_ref()) => {
                     run.heads.end = head + 1;
                 }
-                _ => runs.push(Part {
+                _ => runs.push(HeadRun {
                     method: prompt.method,
                     options: prompt.options,
                     calibration: prompt.calibration,
@@ -360,7 +360,7 @@ impl Recipe {
     }
 
     /// What attends in each layer of a causal model, or why a method cannot.
-    pub fn resolve(&self, config: &ModelConfig) -> Result<Vec<Vec<Part>>> {
+    pub fn resolve(&self, config: &ModelConfig) -> Result<Vec<Vec<HeadRun>>> {
         for rule in &self.rules {
             if let Some(layers) = &rule.layers {
                 layers.check("a layer of the recipe", config.n_layers)?;
@@ -381,15 +381,15 @@ impl Recipe {
             }
             for part in &parts {
                 for decodes in [false, true] {
-                    let told = part.attending(decodes);
+                    let choice = part.attending(decodes);
                     let known = |(m, o, d): &(&'static Method, Options, bool)| {
-                        std::ptr::eq(*m, told.method) && *o == told.options && *d == decodes
+                        std::ptr::eq(*m, choice.method) && *o == choice.options && *d == decodes
                     };
                     if decodes && part.decode.is_none() || accepted.iter().any(known) {
                         continue;
                     }
-                    check_causal(&told, part, config, decodes)?;
-                    accepted.push((told.method, told.options, decodes));
+                    check_causal(&choice, part, config, decodes)?;
+                    accepted.push((choice.method, choice.options, decodes));
                 }
             }
             layers.push(parts);
@@ -400,7 +400,7 @@ impl Recipe {
 
 /// Heads of a layer that are planned together: all of several key heads, or some of one.
 #[derive(Clone, Debug)]
-pub struct Part {
+pub struct HeadRun {
     /// The method.
     pub method: &'static Method,
     /// Its settings.
@@ -442,7 +442,7 @@ impl Attending {
     }
 }
 
-impl Part {
+impl HeadRun {
     /// What attends in a prompt, or for a new token.
     pub fn attending(&self, decodes: bool) -> Attending {
         match &self.decode {
@@ -475,8 +475,8 @@ impl Part {
     }
 }
 
-fn join_whole_groups(runs: Vec<Part>, size: usize) -> Vec<Part> {
-    let mut parts: Vec<Part> = Vec::new();
+fn join_whole_groups(runs: Vec<HeadRun>, size: usize) -> Vec<HeadRun> {
+    let mut parts: Vec<HeadRun> = Vec::new();
     for run in runs {
         let whole = run.heads.len() == size;
         match parts.last_mut() {
@@ -526,21 +526,21 @@ fn fill_rope(method: &Method, options: &mut Options, c: &ModelConfig, layer: usi
 }
 
 /// Plans a short causal problem, so that a refusal comes with all its reasons before any work.
-fn check_causal(told: &Attending, part: &Part, c: &ModelConfig, decodes: bool) -> Result<()> {
-    let (heads, groups) = match told.calibration {
+fn check_causal(choice: &Attending, part: &HeadRun, c: &ModelConfig, decodes: bool) -> Result<()> {
+    let (heads, groups) = match choice.calibration {
         Some(_) => (part.heads.len(), part.groups.len()),
         None => (c.n_heads, c.n_kv_heads),
     };
     let problem = Problem::new(heads, 64, c.head_dim).with_kv_heads(groups).causal();
-    if decodes && !told.is_baseline() && !told.method.claims.decode {
+    if decodes && !choice.is_baseline() && !choice.method.claims.decode {
         let reasons =
             vec!["it has no form for new tokens; leave [rule.decode] out to attend exactly".to_owned()];
-        return Err(attlas::Error::Unsupported { method: told.method.id.into(), reasons }.into());
+        return Err(attlas::Error::Unsupported { method: choice.method.id.into(), reasons }.into());
     }
-    match told.plan(&problem) {
+    match choice.plan(&problem) {
         Err(Error::Attention(attlas::Error::Unsupported { method, mut reasons }))
-            if told.calibration.is_none()
-                && told.method.claims.needs == attlas::method::Needs::Calibration =>
+            if choice.calibration.is_none()
+                && choice.method.claims.needs == attlas::method::Needs::Calibration =>
         {
             reasons.push(format!("attlas calibrate --methods {method} makes one, --calibration passes it"));
             Err(attlas::Error::Unsupported { method, reasons }.into())

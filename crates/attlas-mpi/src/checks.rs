@@ -391,9 +391,9 @@ pub fn decoding(t: &dyn Transport) -> Found {
             return Err(format!("{at} tokens: processes got different bits"));
         }
     }
-    let held: usize = t.gather_all(&(cache.held() as u64).to_le_bytes()).iter().map(|b| number(b)).sum();
-    if held != cache.len() {
-        return Err(format!("{held} tokens held for {}", cache.len()));
+    let cached: usize = t.gather_all(&(cache.cached() as u64).to_le_bytes()).iter().map(|b| number(b)).sum();
+    if cached != cache.len() {
+        return Err(format!("{cached} tokens cached for {}", cache.len()));
     }
     Ok(())
 }

@@ -88,11 +88,11 @@ impl Crew for Team<'_> {
             // All have left the list, and wait below.
             self.transport.reset(COUNTER);
         }
-        self.tell(String::new());
+        self.broadcast(String::new());
         Ok(())
     }
 
-    fn tell(&self, text: String) -> String {
+    fn broadcast(&self, text: String) -> String {
         let mut bytes = if self.rank() == 0 { text.into_bytes() } else { Vec::new() };
         self.transport.broadcast(0, &mut bytes);
         String::from_utf8_lossy(&bytes).into_owned()
@@ -132,15 +132,15 @@ mod tests {
                         Ok(())
                     })
                     .unwrap();
-                    let told = team.tell(records.join(" "));
-                    assert_eq!(team.gather(&told), vec![told.clone(); size]);
+                    let shared = team.broadcast(records.join(" "));
+                    assert_eq!(team.gather(&shared), vec![shared.clone(); size]);
                     assert!(team.any(team.rank() + 1 == size) && !team.any(false));
-                    lists.push((count, told));
+                    lists.push((count, shared));
                 }
                 lists
             });
-            for (count, told) in all.into_iter().flatten() {
-                let mut units: Vec<usize> = told.split_whitespace().map(|u| u.parse().unwrap()).collect();
+            for (count, shared) in all.into_iter().flatten() {
+                let mut units: Vec<usize> = shared.split_whitespace().map(|u| u.parse().unwrap()).collect();
                 units.sort_unstable();
                 assert_eq!(units, (0..count).collect::<Vec<_>>());
             }

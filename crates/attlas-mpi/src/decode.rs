@@ -43,8 +43,8 @@ impl<T: Element> SpreadCache<T> {
         self.len == 0
     }
 
-    /// Tokens held here.
-    pub fn held(&self) -> usize {
+    /// Tokens cached by this process.
+    pub fn cached(&self) -> usize {
         self.cache.len()
     }
 

@@ -90,7 +90,7 @@ pub(crate) fn window<T: Element>(
     let window = number(method, options, last).unwrap_or(p.n_k);
     // Positions of keys and of queries agree at their ends.
     let shift = p.n_k as isize - p.n_q as isize;
-    let mut kept: Vec<Kept<T>> = own
+    let mut kept: Vec<SeenKeys<T>> = own
         .iter()
         .map(|piece| {
             let at = |i: usize| i as isize + shift;
@@ -100,7 +100,7 @@ pub(crate) fn window<T: Element>(
                 Mask::None => at(piece.end).saturating_add_unsigned(window - 1),
             };
             let high = high.clamp(0, p.n_k as isize) as usize;
-            Kept::new(p, [0..sinks.min(low).min(high), low.min(high)..high])
+            SeenKeys::new(p, [0..sinks.min(low).min(high), low.min(high)..high])
         })
         .collect();
     pass_blocks(t, p, x, wire, &mut |owner, k, v, _| {
@@ -137,13 +137,13 @@ pub(crate) fn window<T: Element>(
 
 /// Keys that the rows of one piece see: some of the first, and a run.
 #[derive(Debug)]
-struct Kept<T> {
+struct SeenKeys<T> {
     ranges: [Range<usize>; 2],
     k: Vec<T>,
     v: Vec<T>,
 }
 
-impl<T: Element> Kept<T> {
+impl<T: Element> SeenKeys<T> {
     fn new(p: &Problem, ranges: [Range<usize>; 2]) -> Self {
         let rows = p.batch * p.n_kv_heads * (ranges[0].len() + ranges[1].len());
         Self { ranges, k: vec![T::ZERO; rows * p.d], v: vec![T::ZERO; rows * p.d_v] }

@@ -132,12 +132,6 @@ impl Rng {
         if self.next_u32() >> 31 == 0 { 1.0 } else { -1.0 }
     }
 
-    /// Standard Gumbel: $-\ln(-\ln U)$.
-    pub fn gumbel(&mut self) -> f64 {
-        let exponential = -libm::log(self.uniform_positive());
-        -libm::log(exponential.max(f64::MIN_POSITIVE))
-    }
-
     /// Norm of a standard normal vector of length `d`.
     pub fn chi(&mut self, d: usize) -> f64 {
         (0..d).map(|_| self.normal()).map(|z| z * z).sum::<f64>().sqrt()
@@ -208,22 +202,6 @@ mod tests {
         assert!((moment(2) - 1.0).abs() < 5.0 * 2f64.sqrt() * se);
         assert!(moment(3).abs() < 5.0 * 15f64.sqrt() * se);
         assert!((moment(4) - 3.0).abs() < 5.0 * 96f64.sqrt() * se);
-    }
-
-    #[test]
-    fn gumbels_have_their_mean_and_variance() {
-        let mut rng = StreamKey::new(2).rng();
-        let n = 100_000;
-        let x: Vec<f64> = (0..n).map(|_| rng.gumbel()).collect();
-        let mean = x.iter().sum::<f64>() / f64::from(n);
-        let variance = x.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / f64::from(n);
-        let expected = std::f64::consts::PI.powi(2) / 6.0;
-        assert!((mean - 0.577_215_664_9).abs() < 5.0 * (expected / f64::from(n)).sqrt(), "mean {mean}");
-        // Fourth central moment of the Gumbel distribution: 5.4 variances squared.
-        assert!(
-            (variance - expected).abs() < 5.0 * expected * (4.4 / f64::from(n)).sqrt(),
-            "variance {variance}"
-        );
     }
 
     #[test]

@@ -12,7 +12,7 @@ use attlas_lab::perplexity::{AgainstExact, Record};
 use attlas_lab::report::Report;
 use attlas_lab::select::{Choice, Selection};
 use attlas_lab::text::Text;
-use attlas_lab::tune::{self as tuning, Check, Effort, Ended, State};
+use attlas_lab::tune::{self as tuning, Check, Effort, Ended, SearchState};
 use attlas_lab::{LayerData, Meter, Source, Workload, atlas, budget, extract, html, perplexity, text, trace};
 use attlas_model::perplexity::Protocol;
 use attlas_model::recipe::Numbers;
@@ -654,7 +654,7 @@ pub(crate) fn tune(
     let mut watch = Watch::new(watch);
     let (call, stop, raised) = (&watch.call, &watch.stop, &mut watch.raised);
     let ended = py.detach(|| -> attlas_lab::Result<Ended> {
-        let mut kept = State::open(state.as_deref(), &tuning::key(&trace.work, &settings)?)?;
+        let mut kept = SearchState::open(state.as_deref(), &tuning::key(&trace.work, &settings)?)?;
         tuning::tune(
             &mut called,
             &text,

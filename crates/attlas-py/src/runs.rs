@@ -122,7 +122,7 @@ pub(crate) struct Recipe {
 }
 
 /// Parts of layers by layer, heads and key heads.
-type Resolved = HashMap<(usize, usize, usize), Arc<[recipe::Part]>>;
+type Resolved = HashMap<(usize, usize, usize), Arc<[recipe::HeadRun]>>;
 
 /// Layers that are kept; a model has fewer.
 const LAYERS_KEPT: usize = 1024;
@@ -143,13 +143,13 @@ impl Recipe {
         layer: usize,
         heads: usize,
         kv_heads: usize,
-    ) -> Result<Arc<[recipe::Part]>, attlas_model::Error> {
+    ) -> Result<Arc<[recipe::HeadRun]>, attlas_model::Error> {
         let key = (layer, heads, kv_heads);
         let mut kept = self.resolved.try_lock().ok();
         if let Some(parts) = kept.as_ref().and_then(|kept| kept.get(&key)) {
             return Ok(parts.clone());
         }
-        let parts: Arc<[recipe::Part]> = self.parts_of(layer, heads, kv_heads)?.into();
+        let parts: Arc<[recipe::HeadRun]> = self.parts_of(layer, heads, kv_heads)?.into();
         if let Some(kept) = kept.as_mut().filter(|kept| kept.len() < LAYERS_KEPT) {
             kept.insert(key, parts.clone());
         }
@@ -163,9 +163,9 @@ impl Recipe {
         layer: usize,
         heads: usize,
         kv_heads: usize,
-    ) -> Result<Vec<recipe::Part>, attlas_model::Error> {
+    ) -> Result<Vec<recipe::HeadRun>, attlas_model::Error> {
         let parts = self.inner.parts(layer, heads, kv_heads)?;
-        let learnt = |p: &recipe::Part| {
+        let learnt = |p: &recipe::HeadRun| {
             [p.attending(false), p.attending(true)].into_iter().find(|told| told.calibration.is_some())
         };
         match parts.iter().find_map(learnt) {
@@ -226,7 +226,7 @@ impl Recipe {
     /// Heads of one layer that are planned together.
     fn parts(&self, py: Python<'_>, layer: usize, heads: usize, kv_heads: usize) -> PyResult<Vec<Told>> {
         let parts = self.inner.parts(layer, heads, kv_heads).map_err(|e| errors::model(py, e))?;
-        let tell = |p: recipe::Part| {
+        let tell = |p: recipe::HeadRun| {
             (p.method.id, p.options.to_string(), p.heads.start, p.heads.end, p.groups.start, p.groups.end)
         };
         Ok(parts.into_iter().map(tell).collect())
@@ -298,7 +298,7 @@ struct Job<'a> {
     q: &'a View,
     k: &'a View,
     v: &'a View,
-    parts: &'a [recipe::Part],
+    parts: &'a [recipe::HeadRun],
     scale: Option<f64>,
 }
 
@@ -339,7 +339,7 @@ impl Job<'_> {
         };
         let square = run.rows.len() == run.keys.len();
         let groups = self.k.dims()[1];
-        let everything = [recipe::Part {
+        let everything = [recipe::HeadRun {
             method: registry::baseline(),
             options: Options::new(),
             calibration: None,
@@ -523,14 +523,14 @@ where
 /// The streams of one layer: one for each part whose method decodes, exact attention for the others.
 #[pyclass(frozen, module = "attlas._native")]
 pub(crate) struct Streams {
-    parts: Mutex<Vec<(recipe::Part, Option<Box<dyn attlas::Stream>>)>>,
+    parts: Mutex<Vec<(recipe::HeadRun, Option<Box<dyn attlas::Stream>>)>>,
     dtype: DType,
 }
 
 impl Streams {
     fn with<R>(
         &self,
-        work: impl FnOnce(&mut Vec<(recipe::Part, Option<Box<dyn attlas::Stream>>)>) -> R,
+        work: impl FnOnce(&mut Vec<(recipe::HeadRun, Option<Box<dyn attlas::Stream>>)>) -> R,
     ) -> PyResult<R> {
         match self.parts.try_lock() {
             Ok(mut parts) => Ok(work(&mut parts)),
@@ -566,7 +566,7 @@ impl Streams {
                     // What attends for new tokens, where the recipe names another method for them.
                     let told = part.attending(true);
                     let part =
-                        recipe::Part { method: told.method, options: told.options, decode: None, ..part };
+                        recipe::HeadRun { method: told.method, options: told.options, decode: None, ..part };
                     let (h, g) = (part.heads.len(), part.groups.len());
                     let problem =
                         problem([batch, h, n, d], [batch, g, n, d], [batch, g, n, d_v], true, scale);

@@ -33,17 +33,17 @@ impl<T: Real> KvCache<T> {
         (self.batch, self.n_kv_heads, self.d)
     }
 
-    /// Tokens held.
+    /// Tokens cached.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// No token is held.
+    /// No token is cached.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Bytes of the tokens held.
+    /// Bytes of the cached tokens.
     pub fn bytes(&self) -> usize {
         self.batch * self.n_kv_heads * self.len * (self.d + self.d_v) * size_of::<T>()
     }
@@ -78,12 +78,12 @@ impl<T: Real> KvCache<T> {
         self.len = self.len.min(len);
     }
 
-    /// The keys held, `[batch, n_kv_heads, len, d]`.
+    /// The cached keys, `[batch, n_kv_heads, len, d]`.
     pub fn keys(&self) -> Result<TensorRef<'_, T>> {
         self.view(&self.k, self.d)
     }
 
-    /// The values held, `[batch, n_kv_heads, len, d_v]`.
+    /// The cached values, `[batch, n_kv_heads, len, d_v]`.
     pub fn values(&self) -> Result<TensorRef<'_, T>> {
         self.view(&self.v, self.d_v)
     }

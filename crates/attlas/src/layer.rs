@@ -190,14 +190,14 @@ pub trait Layer: Debug + Send + Sync {
 
 /// State of a layer after the tokens it has seen. The layer that made it knows its type.
 pub trait LayerCache: Debug + Send + Any {
-    /// Tokens held.
+    /// Tokens cached.
     fn len(&self) -> usize;
-    /// No token is held.
+    /// No token is cached.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
     /// Forgets all but the first `len` tokens.
     fn truncate(&mut self, len: usize);
-    /// Bytes of the tokens held.
+    /// Bytes of the cached tokens.
     fn bytes(&self) -> usize;
 }

@@ -99,25 +99,6 @@ pub fn relative_frobenius(got: &[f64], exact: &[f64]) -> f64 {
     ratio(norm(&gap), norm(exact))
 }
 
-/// Error of the attention weights themselves on some rows: for each sampled row the total variation
-/// $\frac12 \sum_j |\hat p_{ij} - p_{ij}|$, averaged. `weights(row)` gives a row of each.
-pub fn weights_error(
-    rows: usize,
-    samples: usize,
-    seed: u64,
-    mut weights: impl FnMut(usize) -> (Vec<f64>, Vec<f64>),
-) -> f64 {
-    let chosen = StreamKey::new(seed).named("weights error").rng().subset(rows, samples);
-    let total: f64 = chosen
-        .iter()
-        .map(|&i| {
-            let (got, exact) = weights(i);
-            got.iter().zip(&exact).map(|(g, e)| (g - e).abs()).sum::<f64>() / 2.0
-        })
-        .sum();
-    total / chosen.len().max(1) as f64
-}
-
 fn norm(x: &[f64]) -> f64 {
     x.iter().map(|v| v * v).sum::<f64>().sqrt()
 }
@@ -207,11 +188,5 @@ mod tests {
         let (c, s) = (0.6, 0.8);
         let x = [3.0 * c, 3.0 * s, -s, c];
         assert!((spectral_norm(&x, 2) - 3.0).abs() < 1e-9);
-    }
-
-    #[test]
-    fn weights_that_swap_everything_have_error_one() {
-        let e = weights_error(10, 4, 1, |_| (vec![1.0, 0.0], vec![0.0, 1.0]));
-        assert_eq!(e, 1.0);
     }
 }

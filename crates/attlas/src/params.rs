@@ -122,18 +122,6 @@ impl Options {
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
-
-    /// The same without the names that `specs` does not have.
-    #[must_use]
-    pub fn restricted_to(&self, specs: &[ParamSpec]) -> Self {
-        Self(
-            self.0
-                .iter()
-                .filter(|(k, _)| specs.iter().any(|s| s.name == *k))
-                .map(|(k, v)| (k.clone(), v.clone()))
-                .collect(),
-        )
-    }
 }
 
 impl Display for Options {

@@ -3,7 +3,7 @@
 use crate::plan::{Core, Io, Request};
 use crate::prims::attend::{Attend, Rule};
 use crate::prims::decode::Decode;
-use crate::prims::rows::{Cache, Copy, Places};
+use crate::prims::rows::{Copy, GrowingRows, Places};
 use crate::{Device, DeviceOut, DeviceRef, DeviceStream, DeviceWorkspace, Element, Form, Pending, Result};
 use attlas::methods::exact::{exact, naive};
 use attlas::{Mask, Problem, RunInfo, Status, Support};
@@ -80,8 +80,8 @@ pub(crate) struct KeptTokens {
     problem: Problem,
     decode: Decode,
     copy: Copy,
-    k: Cache,
-    v: Cache,
+    k: GrowingRows,
+    v: GrowingRows,
     bounds: Option<(usize, usize)>,
     len: usize,
 }
@@ -95,7 +95,7 @@ impl KeptTokens {
         bounds: Option<(usize, usize)>,
     ) -> Result<Self> {
         let rows = bounds.map_or(capacity, |(sinks, window)| capacity.min(sinks.saturating_add(window)));
-        let cache = |columns| Cache::new(device, element, [p.batch, p.n_kv_heads, rows, columns]);
+        let cache = |columns| GrowingRows::new(device, element, [p.batch, p.n_kv_heads, rows, columns]);
         Ok(Self {
             problem: *p,
             decode: Decode::new(device, p, element)?,
@@ -108,7 +108,7 @@ impl KeptTokens {
     }
 
     /// Places in use once `len` tokens are there.
-    fn held(&self, len: usize) -> usize {
+    fn cached(&self, len: usize) -> usize {
         self.bounds.map_or(len, |(sinks, window)| len.min(sinks.saturating_add(window)))
     }
 }
@@ -119,9 +119,9 @@ impl DeviceStream for KeptTokens {
         if rows == 0 {
             return Ok(());
         }
-        let held = self.held(self.len + rows);
-        self.k.reserve(held, ws.stream())?;
-        self.v.reserve(held, ws.stream())?;
+        let cached = self.cached(self.len + rows);
+        self.k.reserve(cached, ws.stream())?;
+        self.v.reserve(cached, ws.stream())?;
         let places = match self.bounds {
             Some((sinks, window)) => Places { at: self.len, fixed: sinks, ring: window },
             None => Places { at: self.len, ..Places::default() },
@@ -138,16 +138,16 @@ impl DeviceStream for KeptTokens {
         out: &mut DeviceOut<'_>,
         ws: &mut DeviceWorkspace,
     ) -> Result<Pending> {
-        let held = self.held(self.len);
-        ws.reserve(self.decode.workspace_bytes(held))?;
+        let cached = self.cached(self.len);
+        ws.reserve(self.decode.workspace_bytes(cached))?;
         ws.reset();
         let lse = out.lse.as_ref().map_or(0, |l| l.as_ref().view().address);
-        self.decode.run(&q, [self.k.view(), self.v.view()], held, &out.o.as_ref(), lse, ws)?;
+        self.decode.run(&q, [self.k.view(), self.v.view()], cached, &out.o.as_ref(), lse, ws)?;
         let p = &self.problem;
         let rows = (p.batch * p.n_heads) as u64;
         let info = RunInfo {
-            keys_visited: rows * held as u64,
-            empty_rows: if held == 0 { rows } else { 0 },
+            keys_visited: rows * cached as u64,
+            empty_rows: if cached == 0 { rows } else { 0 },
             ..RunInfo::default()
         };
         Ok(Pending::new(info, ws))

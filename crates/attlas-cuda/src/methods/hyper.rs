@@ -8,7 +8,7 @@ use crate::plan::{Core, Io, Request};
 use crate::prims::attend::{Area, Attend, Rule};
 use crate::prims::contiguous;
 use crate::prims::hash::Hash;
-use crate::prims::lists::{Assign, ListOptions, Lists, Part};
+use crate::prims::lists::{Assign, CausalPart, ListOptions, Lists};
 use crate::prims::rows::{Copy, Joined, Places, Rows};
 use crate::programs::Write;
 use crate::workspace::padded;
@@ -160,7 +160,8 @@ impl Hyper {
                 steps.push(exact(&small, false, Write::Join, &mut pairs)?);
             }
             if !large.is_empty() {
-                let parts: Vec<Part> = large.iter().map(|x| part(r, &params, x, shifted(&x.keys))).collect();
+                let parts: Vec<CausalPart> =
+                    large.iter().map(|x| part(r, &params, x, shifted(&x.keys))).collect();
                 let options = ListOptions {
                     block: params.block,
                     samples: params.samples,
@@ -236,7 +237,7 @@ fn groups(r: &Request<'_>) -> impl Iterator<Item = GroupIndex> {
 }
 
 /// A part with the samples that the host would draw.
-fn part(r: &Request<'_>, params: &Params, piece: &Piece, keys: Range<usize>) -> Part {
+fn part(r: &Request<'_>, params: &Params, piece: &Piece, keys: Range<usize>) -> CausalPart {
     let rectangle = Rectangle { rows: piece.rows.clone(), keys: piece.keys.clone() };
     let replacement = params.sampling == Sampling::WithReplacement;
     let samples = groups(r)
@@ -246,7 +247,7 @@ fn part(r: &Request<'_>, params: &Params, piece: &Piece, keys: Range<usize>) -> 
             drawn.ranks().iter().map(|&x| x as u32).collect::<Vec<u32>>()
         })
         .collect();
-    Part { rows: piece.rows.clone(), keys, samples }
+    CausalPart { rows: piece.rows.clone(), keys, samples }
 }
 
 /// The keys in the order in which named ones come first, where that is another one.

@@ -63,7 +63,7 @@ impl Core for Whole {
         let bytes = self.linear.state_bytes();
         let size = self.element.sum().bytes();
         let state = DeviceBuffer::new(&self.device, self.element.sum(), bytes / size);
-        let made = state.map(|state| State {
+        let made = state.map(|state| LinearStream {
             linear: self.linear.clone(),
             problem: self.problem,
             element: self.element,
@@ -76,7 +76,7 @@ impl Core for Whole {
 
 /// Decoding: one state, whatever the number of tokens.
 #[derive(Debug)]
-struct State {
+struct LinearStream {
     linear: Linear,
     problem: Problem,
     element: Element,
@@ -84,7 +84,7 @@ struct State {
     len: usize,
 }
 
-impl DeviceStream for State {
+impl DeviceStream for LinearStream {
     fn push(&mut self, k: DeviceRef<'_>, v: DeviceRef<'_>, ws: &mut DeviceWorkspace) -> Result<()> {
         let (p, rows) = (&self.problem, k.dims()[2]);
         let bytes = p.batch * p.n_kv_heads * rows * p.d * self.element.sum().bytes();

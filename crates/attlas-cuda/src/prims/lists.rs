@@ -20,7 +20,7 @@ pub(crate) enum Assign {
 
 /// A part in which every row sees every key, and the ranks drawn for each group of heads, group after group.
 #[derive(Clone, Debug)]
-pub(crate) struct Part {
+pub(crate) struct CausalPart {
     pub(crate) rows: Range<usize>,
     pub(crate) keys: Range<usize>,
     pub(crate) samples: Vec<u32>,
@@ -67,7 +67,7 @@ const FAST_NEAR: usize = 512;
 const FAST_FAR: usize = 256;
 
 /// Tables of parts and blocks, as kernels read them.
-fn tables(parts: &[Part], block: usize) -> (Vec<[usize; 7]>, Vec<[usize; 6]>) {
+fn tables(parts: &[CausalPart], block: usize) -> (Vec<[usize; 7]>, Vec<[usize; 6]>) {
     let (mut table, mut blocks, mut row_place, mut key_place) = (Vec::new(), Vec::new(), 0, 0);
     for (index, part) in parts.iter().enumerate() {
         let (rows, keys) = (part.rows.len(), part.keys.len());
@@ -85,12 +85,12 @@ impl Lists {
         device: &Device,
         problem: &Problem,
         element: Element,
-        parts: &[Part],
+        parts: &[CausalPart],
         options: ListOptions,
     ) -> Result<Self> {
         let p = problem;
         let (table, blocks) = tables(parts, options.block);
-        let segments = |range: fn(&Part) -> &Range<usize>| -> Vec<Segment> {
+        let segments = |range: fn(&CausalPart) -> &Range<usize>| -> Vec<Segment> {
             parts.iter().map(|x| Segment { first: range(x).start, rows: range(x).len() }).collect()
         };
         let most_blocks = table.iter().map(|t| t[6]).max().unwrap_or(1);
@@ -276,7 +276,7 @@ mod tests {
 
     #[test]
     fn tables_count_places_and_blocks_over_parts() {
-        let part = |rows, keys| Part { rows, keys, samples: Vec::new() };
+        let part = |rows, keys| CausalPart { rows, keys, samples: Vec::new() };
         let (parts, blocks) = tables(&[part(10..20, 0..7), part(30..33, 20..30)], 4);
         assert_eq!(parts, [[10, 10, 0, 0, 7, 0, 2], [30, 3, 10, 7, 10, 2, 3]]);
         assert_eq!(blocks[1], [3, 4, 3, 7, 0, 2]);

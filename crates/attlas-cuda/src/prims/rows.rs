@@ -115,7 +115,7 @@ impl Copy {
 
 /// Keys or values of a stream: `[batch, heads, capacity, columns]`, grown by doubling.
 #[derive(Debug)]
-pub(crate) struct Cache {
+pub(crate) struct GrowingRows {
     device: Device,
     element: Element,
     batch: usize,
@@ -125,7 +125,7 @@ pub(crate) struct Cache {
     memory: Arc<Memory>,
 }
 
-impl Cache {
+impl GrowingRows {
     pub(crate) fn new(
         device: &Device,
         element: Element,

@@ -543,8 +543,8 @@ mod tests {
         let modes: Vec<(&str, &str)> = b.rows.iter().map(|r| (r.method, r.mode)).take(3).collect();
         assert_eq!(modes, [("exact", "stream"), ("sink_window", "stream"), ("top_k", "one_query")]);
         // Keys and values of one head, 64 tokens and those decoded since.
-        let held = b.rows[0].bytes as usize / (2 * 8 * 4);
-        assert!((64..80).contains(&held), "{held}");
+        let cached = b.rows[0].bytes as usize / (2 * 8 * 4);
+        assert!((64..80).contains(&cached), "{cached}");
         assert_eq!(b.rows[0].flops, None);
     }
 

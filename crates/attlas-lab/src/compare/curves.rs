@@ -90,9 +90,9 @@ pub fn curves(
     stop: &AtomicBool,
 ) -> Result<Vec<Curve>> {
     let mask = settings.mask.unwrap_or(workload.mask);
-    let told = workload.metadata.get(super::SCORED_FROM).and_then(|row| row.parse().ok());
+    let scored_from = workload.metadata.get(super::SCORED_FROM).and_then(|row| row.parse().ok());
     let settings =
-        &Settings { seeds: 1, runs: 1, first_row: told.unwrap_or(settings.first_row), ..*settings };
+        &Settings { seeds: 1, runs: 1, first_row: scored_from.unwrap_or(settings.first_row), ..*settings };
     let mut ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let begun = Instant::now();
     let over = || settings.time_limit.is_some_and(|limit| begun.elapsed().as_secs_f64() > limit);

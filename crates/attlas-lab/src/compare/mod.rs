@@ -138,8 +138,8 @@ pub fn compare_with(
     stop: &AtomicBool,
 ) -> Result<Comparison> {
     let mask = settings.mask.unwrap_or(workload.mask);
-    let told = workload.metadata.get(SCORED_FROM).and_then(|row| row.parse().ok());
-    let settings = &Settings { first_row: told.unwrap_or(settings.first_row), ..*settings };
+    let scored_from = workload.metadata.get(SCORED_FROM).and_then(|row| row.parse().ok());
+    let settings = &Settings { first_row: scored_from.unwrap_or(settings.first_row), ..*settings };
     let mut ws = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let exact = baseline()?;
     let mut result = Comparison {
@@ -207,7 +207,7 @@ pub fn compare_with(
         // The first one always has its baseline.
         if at > 0 && clock.share(1).is_some_and(|share| share <= 0.0) {
             here.skipped.extend(able.iter().map(|c| late(c.method.id)));
-            return Ok(Done::Part(here));
+            return Ok(Done::Partial(here));
         }
         if at > 0 && stop.load(Ordering::Relaxed) {
             return Ok(Done::Stopped);
@@ -239,7 +239,7 @@ pub fn compare_with(
         }
         bench.finish(&mut here.exact);
         here.rows.iter_mut().for_each(|row| row.node.clone_from(&node));
-        Ok(if whole { Done::Whole(here) } else { Done::Part(here) })
+        Ok(if whole { Done::Whole(here) } else { Done::Partial(here) })
     };
     // Where time may not suffice, the order of units says which heads are compared.
     let short = settings.time_limit.is_some();

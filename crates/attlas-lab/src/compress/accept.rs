@@ -259,15 +259,15 @@ mod tests {
         let (model, text, threads) = (model("kept"), tokens(), one_thread());
         let settings = settings("trawl", Options::new().with("iters", 30));
         let accept = Accept { tokens: 192, ranks: vec![2, 6] };
-        let told = std::sync::Mutex::new(Vec::new());
+        let reported = std::sync::Mutex::new(Vec::new());
         let progress =
-            |what: &str, done: usize, all: usize| told.lock().unwrap().push((what.to_owned(), done, all));
+            |what: &str, done: usize, all: usize| reported.lock().unwrap().push((what.to_owned(), done, all));
         let go_on = AtomicBool::new(false);
         let (kept, chosen) =
             choose(&model, &settings, &accept, &text, None, &threads, &progress, &go_on).unwrap();
 
-        assert_eq!(told.lock().unwrap().len(), 8);
-        assert_eq!(told.lock().unwrap()[2], ("trying layer 2".to_owned(), 2, 8));
+        assert_eq!(reported.lock().unwrap().len(), 8);
+        assert_eq!(reported.lock().unwrap()[2], ("trying layer 2".to_owned(), 2, 8));
         let order: Vec<(usize, usize)> = chosen.trials.iter().map(|t| (t.layer, t.rank)).collect();
         assert_eq!(order, [(3, 2), (3, 6), (2, 2), (2, 6), (1, 2), (1, 6), (0, 2), (0, 6)]);
         assert!(chosen.trials.iter().all(|t| t.rel_error > 0.0 && t.change_se > 0.0));

@@ -17,7 +17,7 @@
 //! answer; a choice that does not hold there is made smaller. New tokens have choices of their own, by the share of the cache
 //! that is read.
 //!
-//! Every measurement and every check is appended to a file as soon as it is made ([`State`]), so that an interrupted search
+//! Every measurement and every check is appended to a file as soon as it is made ([`SearchState`]), so that an interrupted search
 //! resumes, and parts of a search made elsewhere ([`Shard`]) can be merged.
 
 mod candidates;
@@ -34,7 +34,7 @@ mod state;
 pub use curve::CurvePoint;
 pub use divergence::Replace;
 pub use runtime::Runtime;
-pub use state::{Key, Measurement, Node, PEAK_CLASS, PEAK_MIXED, State, check_nodes};
+pub use state::{Key, Measurement, Node, PEAK_CLASS, PEAK_MIXED, SearchState, check_nodes};
 
 use crate::crew::{Alone, Crew};
 use crate::hash::sha256;
@@ -454,7 +454,7 @@ pub fn tune(
     check: &Text,
     workload: &Workload,
     settings: &Settings,
-    state: &mut State,
+    state: &mut SearchState,
     watch: &mut dyn FnMut(usize, usize, &str),
     stop: &AtomicBool,
 ) -> Result<Ended> {
@@ -462,14 +462,14 @@ pub fn tune(
 }
 
 /// The same with key heads shared among the processes of a crew, each of which has a state of its own
-/// ([`State::open_with`]) and comes to the same answer.
+/// ([`SearchState::open_with`]) and comes to the same answer.
 pub fn tune_with(
     model: &mut dyn Check,
     text: &Text,
     check: &Text,
     workload: &Workload,
     settings: &Settings,
-    state: &mut State,
+    state: &mut SearchState,
     crew: &dyn Crew,
     watch: &mut dyn FnMut(usize, usize, &str),
     stop: &AtomicBool,

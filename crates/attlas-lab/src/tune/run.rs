@@ -3,7 +3,7 @@
 use super::candidates::Candidate;
 use super::choose::{Point, choose};
 use super::search::Search;
-use super::{Check, Outcome, Phase, Pick, Replace, Round, Settings, State, Tuned, curve, recipe};
+use super::{Check, Outcome, Phase, Pick, Replace, Round, SearchState, Settings, Tuned, curve, recipe};
 use crate::Result;
 use crate::crew::Crew;
 use crate::hash::sha256;
@@ -24,7 +24,7 @@ pub(super) struct Run<'r, 'a> {
     pub(super) check: &'r Text,
     pub(super) settings: &'r Settings,
     pub(super) search: Search<'a>,
-    pub(super) state: &'r mut State,
+    pub(super) state: &'r mut SearchState,
     pub(super) crew: &'r dyn Crew,
     pub(super) watch: &'r mut dyn FnMut(usize, usize, &str),
     pub(super) stop: &'r AtomicBool,

@@ -121,8 +121,8 @@ impl Check for Runtime<'_> {
         };
         let found = if crew.leads() { self.decode_alone(recipe, check, context, steps, stop)? } else { None };
         let broken = |e: serde_json::Error| Error::argument("a record of new tokens", "finite figures", e);
-        let told = crew.tell(serde_json::to_string(&found).map_err(broken)?);
-        serde_json::from_str(&told).map_err(broken)
+        let shared = crew.broadcast(serde_json::to_string(&found).map_err(broken)?);
+        serde_json::from_str(&shared).map_err(broken)
     }
 }
 

@@ -4,7 +4,7 @@ use super::candidates::{self, Candidate, Steps};
 use super::choose::{Point, hull, interpolate};
 use super::divergence::Replace;
 use super::measure::Unit;
-use super::state::{Measurement, State};
+use super::state::{Measurement, SearchState};
 use super::{DecodePick, Effort, Phase, Pick, Settings, WORTH_IT};
 use crate::Result;
 use crate::crew::Crew;
@@ -67,7 +67,7 @@ impl<'a> Search<'a> {
     pub(super) fn screen(
         &mut self,
         phase: Phase,
-        state: &mut State,
+        state: &mut SearchState,
         watch: Watch<'_>,
         stop: &AtomicBool,
     ) -> Result<Option<Vec<Candidate>>> {
@@ -129,7 +129,7 @@ impl<'a> Search<'a> {
         phase: Phase,
         screened: &[(usize, usize)],
         all: &[Steps],
-        state: &mut State,
+        state: &mut SearchState,
         watch: Watch<'_>,
         stop: &AtomicBool,
     ) -> Result<bool> {
@@ -166,7 +166,7 @@ impl<'a> Search<'a> {
         phase: Phase,
         kept: &[Candidate],
         mut model: Option<&mut dyn Replace>,
-        state: &mut State,
+        state: &mut SearchState,
         watch: Watch<'_>,
         stop: &AtomicBool,
     ) -> Result<bool> {
@@ -236,7 +236,7 @@ impl<'a> Search<'a> {
     }
 
     /// Candidates whose divergence is measured: on the front of squared error and time, the fastest first, spread over it.
-    fn to_ask(&self, i: usize, g: usize, kept: &[Candidate], state: &State) -> Vec<Candidate> {
+    fn to_ask(&self, i: usize, g: usize, kept: &[Candidate], state: &SearchState) -> Vec<Candidate> {
         let number = self.layer(i).1;
         let mut points = vec![Point::EXACT];
         for (c, candidate) in kept.iter().enumerate() {
@@ -275,7 +275,7 @@ impl<'a> Search<'a> {
         g: usize,
         candidate: &Candidate,
         unit: &mut Option<Unit<'a>>,
-        state: &mut State,
+        state: &mut SearchState,
     ) -> Result<(Measurement, Option<Vec<f32>>)> {
         let (layer, number) = self.layer(i);
         if let Some(m) = state.get(phase, number, g, candidate) {
@@ -323,7 +323,7 @@ impl<'a> Search<'a> {
         &mut self,
         phase: Phase,
         kept: &[Candidate],
-        state: &State,
+        state: &SearchState,
     ) -> Result<Vec<Vec<Point>>> {
         let pooled: Vec<Option<f64>> = kept.iter().map(|c| self.pooled_cost(phase, c, state)).collect();
         let mut weights: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
@@ -360,7 +360,7 @@ impl<'a> Search<'a> {
     }
 
     /// With one run of each, the median over key heads stands for a candidate's time: it hardly depends on the numbers.
-    fn pooled_cost(&self, phase: Phase, candidate: &Candidate, state: &State) -> Option<f64> {
+    fn pooled_cost(&self, phase: Phase, candidate: &Candidate, state: &SearchState) -> Option<f64> {
         if phase == Phase::Decode || self.settings.effort == Effort::Thorough {
             return None;
         }
@@ -380,7 +380,7 @@ impl<'a> Search<'a> {
         phase: Phase,
         points: &[Point],
         kept: &[Candidate],
-        state: &State,
+        state: &SearchState,
     ) -> Vec<Pick> {
         let one = |(&(i, g), point): (&(usize, usize), &Point)| {
             let (layer, number) = self.layer(i);
@@ -463,8 +463,8 @@ mod tests {
         workload
     }
 
-    fn state() -> State {
-        State::open(None, &super::super::Key::default()).unwrap()
+    fn state() -> SearchState {
+        SearchState::open(None, &super::super::Key::default()).unwrap()
     }
 
     fn window(keys: usize) -> Candidate {

@@ -142,7 +142,7 @@ impl Key {
 /// Measurements that are kept in a file, one JSON line each after a line that says what they were made on. The file is
 /// locked as long as this lives: two searches would lose each other's lines.
 #[derive(Debug)]
-pub struct State {
+pub struct SearchState {
     path: Option<PathBuf>,
     /// Held open, for its lock and to append to.
     file: Option<File>,
@@ -165,7 +165,7 @@ struct Header {
 const FORMAT: &str = "attlas measurements";
 const VERSION: u32 = 3;
 
-impl State {
+impl SearchState {
     /// Measurements made on what `key` names, in a file if one is given. What the file already holds is used again; one
     /// made on something else, or that another process is writing, is refused. A last line that was cut off is dropped.
     pub fn open(path: Option<&Path>, key: &Key) -> Result<Self> {
@@ -210,7 +210,7 @@ impl State {
         }
         let broken =
             |e: serde_json::Error| Error::argument("what another process says", "a line of the state", e);
-        for line in crew.tell(state.lines()?.join("\n")).lines().filter(|_| !crew.leads()) {
+        for line in crew.broadcast(state.lines()?.join("\n")).lines().filter(|_| !crew.leads()) {
             state.absorb(line)?;
         }
         let own = Node { node: crew.node().unwrap_or_default(), peak_gflops: key.peak_gflops };
@@ -363,8 +363,8 @@ impl State {
         crew.end(&mut |line| self.absorb(line))?;
         let news = std::mem::take(&mut self.news);
         if !crew.is_alone() {
-            let told = crew.tell(news.join("\n"));
-            told.lines().filter(|_| !crew.leads()).try_for_each(|line| self.absorb(line))?;
+            let shared = crew.broadcast(news.join("\n"));
+            shared.lines().filter(|_| !crew.leads()).try_for_each(|line| self.absorb(line))?;
             self.news.clear();
         }
         Ok(())
@@ -471,14 +471,14 @@ mod tests {
 
     #[test]
     fn what_the_model_said_is_not_forgotten() {
-        let mut state = State::open(None, &key("one")).unwrap();
+        let mut state = SearchState::open(None, &key("one")).unwrap();
         let plain = made_up(0, &window(16));
         let said = Measurement { kl: Some(0.5), node: Some("there".into()), ..plain.clone() };
         for m in [&plain, &said, &plain] {
             state.absorb(&serde_json::to_string(m).unwrap()).unwrap();
         }
         assert_eq!(state.done.into_values().collect::<Vec<_>>(), [said]);
-        assert!(State::open(None, &key("one")).unwrap().absorb("{}").is_err());
+        assert!(SearchState::open(None, &key("one")).unwrap().absorb("{}").is_err());
     }
 
     #[test]
@@ -486,16 +486,16 @@ mod tests {
         let path = std::env::temp_dir().join(format!("attlas-tune-{}.jsonl", std::process::id()));
         let _ = std::fs::remove_file(&path);
         let steps = [16, 32].map(window);
-        let mut state = State::open(Some(&path), &key("one")).unwrap();
+        let mut state = SearchState::open(Some(&path), &key("one")).unwrap();
         state.push(made_up(0, &steps[0])).unwrap();
         state.push(made_up(1, &steps[1])).unwrap();
-        let second = State::open(Some(&path), &key("one")).unwrap_err().to_string();
+        let second = SearchState::open(Some(&path), &key("one")).unwrap_err().to_string();
         assert!(second.contains("being written") && second.contains("--state"), "{second}");
         drop(state);
         let whole = std::fs::read_to_string(&path).unwrap();
         assert_eq!(whole.lines().count(), 3);
         std::fs::write(&path, &whole[..whole.len() - 9]).unwrap();
-        let again = State::open(Some(&path), &key("one")).unwrap();
+        let again = SearchState::open(Some(&path), &key("one")).unwrap();
         assert_eq!(again.done.clone().into_values().collect::<Vec<_>>(), [made_up(0, &steps[0])]);
         drop(again);
         assert_eq!(
@@ -503,17 +503,17 @@ mod tests {
             2,
             "the rest of the line is gone"
         );
-        let other = State::open(Some(&path), &key("two")).unwrap_err().to_string();
+        let other = SearchState::open(Some(&path), &key("two")).unwrap_err().to_string();
         assert!(other.contains("machine two") && other.contains("found machine one"), "{other}");
         assert!(other.contains("--state") && !other.contains("effort"), "{other}");
         let effort = Key { effort: "thorough".into(), ..key("one") };
-        let other = State::open(Some(&path), &effort).unwrap_err().to_string();
+        let other = SearchState::open(Some(&path), &effort).unwrap_err().to_string();
         assert!(other.contains("found effort quick"), "{other}");
         let (slow, fast) =
             (Key { peak_gflops: Some(10.0), ..key("one") }, |g| Key { peak_gflops: Some(g), ..key("one") });
         assert!(slow.fits(&fast(39.0)) && slow.fits(&key("one")) && !slow.fits(&fast(41.0)));
         std::fs::write(&path, "{}\n").unwrap();
-        assert!(matches!(State::open(Some(&path), &key("one")), Err(Error::Malformed { .. })));
+        assert!(matches!(SearchState::open(Some(&path), &key("one")), Err(Error::Malformed { .. })));
         std::fs::remove_file(&path).unwrap();
     }
 }

@@ -2,7 +2,7 @@
 
 use super::elements::Elements;
 use crate::error::{Error, Result};
-use crate::factored::{Part, Stored};
+use crate::factored::{FactorSpec, Stored};
 use crate::tensor::Tensor;
 use crate::weights::{DecoderWeights, EncoderWeights, HF_DECODER, HF_ENCODER, LayerNorm};
 use attlas::Mat;
@@ -59,7 +59,7 @@ impl<'a> Contents<'a> {
         (name, first)
     }
 
-    pub(super) fn factor(&mut self, factor: &Factor, elements: Elements) -> Result<Part> {
+    pub(super) fn factor(&mut self, factor: &Factor, elements: Elements) -> Result<FactorSpec> {
         let Factor { values, transposed, slices } = factor;
         let (transposed, slices) = (*transposed, *slices);
         // Blocks run along rows: what is transposed when it is read is better kept as numbers.
@@ -80,12 +80,12 @@ impl<'a> Contents<'a> {
             Values::Matrix(m) => {
                 let (address, shape) = mat(m);
                 let tensor = write(self, address, shape, Cow::Borrowed(m.data()), matrix)?;
-                Part::Matrix { tensor, transposed, slices }
+                FactorSpec::Matrix { tensor, transposed, slices }
             }
             Values::Diagonal { table, row } => {
                 let (address, shape) = mat(table);
                 let diagonal = write(self, address, shape, Cow::Borrowed(table.data()), exact)?;
-                Part::Diagonal { diagonal, row: *row }
+                FactorSpec::Diagonal { diagonal, row: *row }
             }
             Values::Mixture { cores, weights, rows } => {
                 let (height, width) = cores.first().map_or((0, 0), |c| (c.rows(), c.cols()));
@@ -96,7 +96,7 @@ impl<'a> Contents<'a> {
                 let cores = write(self, Arc::as_ptr(cores) as usize, shape, Cow::Owned(all), e)?;
                 let (address, shape) = mat(weights);
                 let mixture = write(self, address, shape, Cow::Borrowed(weights.data()), exact)?;
-                Part::Mixture { cores, mixture, rows: rows.clone(), transposed, slices }
+                FactorSpec::Mixture { cores, mixture, rows: rows.clone(), transposed, slices }
             }
         })
     }

@@ -19,7 +19,7 @@ pub use learn::{Calibration, Learnt};
 use crate::checkpoint::Tensors;
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
-use crate::factored::{Part, Replaced, Section, VERSION};
+use crate::factored::{FactorSpec, Replaced, Section, VERSION};
 use crate::model::Model;
 use crate::save::{Folder, NamedTensor};
 use crate::tensor::Tensor;
@@ -159,7 +159,7 @@ impl<'a> Compressed<'a> {
                         continue;
                     }
                     let parts = product.factors.iter().map(|f| contents.factor(f, elements));
-                    maps.insert(name.clone(), parts.collect::<Result<Vec<Part>>>()?);
+                    maps.insert(name.clone(), parts.collect::<Result<Vec<FactorSpec>>>()?);
                     if let Some(bias) = stored.1 {
                         contents.vectors.push((format!("{name}.bias"), Cow::Owned(bias)));
                     }

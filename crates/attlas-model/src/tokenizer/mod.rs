@@ -235,10 +235,4 @@ impl Tokenizer {
     pub fn eos(&self) -> Option<u32> {
         self.eos
     }
-
-    /// The token that [`encode`](Self::encode) puts first on request; `None` if the model wants none, or if
-    /// a `tokenizer.json` decides.
-    pub fn added_bos(&self) -> Option<u32> {
-        self.add_bos
-    }
 }

@@ -188,12 +188,6 @@ impl RoundTable {
         self.cells[item * self.rounds + round] = value;
     }
 
-    /// Sets the cell of `round` for every item, `values` in order of position.
-    pub fn set_all(&mut self, round: usize, values: &[u32]) {
-        assert_eq!(values.len(), self.items);
-        values.iter().enumerate().for_each(|(i, &v)| self.set(i, round, v));
-    }
-
     /// Writes the blocks of a sorted order: the item of rank `t` is in block `block_of(t)`. Items that `order`
     /// does not name keep what they have.
     pub fn set_ranked(&mut self, round: usize, order: &[u32], mut block_of: impl FnMut(usize) -> u32) {
@@ -201,15 +195,11 @@ impl RoundTable {
     }
 }
 
-/// Who meets whom: in a round, query `i` meets the keys whose block lies in
-/// `block(i) − before ..= block(i) + after`, and where codes are given, only those of equal code.
+/// Which pairs share a block: in a round, query `i` meets the keys of its own block.
 #[derive(Clone, Copy, Debug)]
 pub struct Membership<'a> {
     queries: &'a RoundTable,
     keys: &'a RoundTable,
-    before: u32,
-    after: u32,
-    codes: Option<(&'a RoundTable, &'a RoundTable)>,
 }
 
 impl<'a> Membership<'a> {
@@ -219,56 +209,31 @@ impl<'a> Membership<'a> {
     /// If the tables have different numbers of rounds.
     pub fn new(queries: &'a RoundTable, keys: &'a RoundTable) -> Self {
         assert_eq!(queries.rounds, keys.rounds);
-        Self { queries, keys, before: 0, after: 0, codes: None }
-    }
-
-    /// Queries also meet that many blocks before and after their own, as far as they exist.
-    #[must_use]
-    pub fn with_neighbours(self, before: u32, after: u32) -> Self {
-        Self { before, after, ..self }
-    }
-
-    /// Queries meet only keys of the same code.
-    ///
-    /// # Panics
-    /// If the tables do not have the shapes of the block tables.
-    #[must_use]
-    pub fn with_equal_codes(self, queries: &'a RoundTable, keys: &'a RoundTable) -> Self {
-        assert!(queries.rounds == self.queries.rounds && queries.items == self.queries.items);
-        assert!(keys.rounds == self.keys.rounds && keys.items == self.keys.items);
-        Self { codes: Some((queries, keys)), ..self }
+        Self { queries, keys }
     }
 
     /// Whether query `i` meets key `j` in `round`.
     #[inline]
     pub fn meets(&self, i: usize, j: usize, round: usize) -> bool {
-        self.is_near(self.queries.row(i)[round], self.keys.row(j)[round])
-            && self.codes.is_none_or(|(q, k)| q.row(i)[round] == k.row(j)[round])
+        same_block(self.queries.row(i)[round], self.keys.row(j)[round])
     }
 
     /// Whether they met in a round before `round`: such a pair is skipped in a union.
     #[inline]
     pub fn met_before(&self, i: usize, j: usize, round: usize) -> bool {
-        if self.codes.is_some() {
-            return (0..round).any(|t| self.meets(i, j, t));
-        }
         let (a, b) = (&self.queries.row(i)[..round], &self.keys.row(j)[..round]);
-        a.iter().zip(b).any(|(&a, &b)| self.is_near(a, b))
-    }
-
-    /// Whether a query in block `a` meets the keys of block `b`.
-    #[inline]
-    fn is_near(&self, a: u32, b: u32) -> bool {
-        a != RoundTable::ABSENT
-            && b != RoundTable::ABSENT
-            && a <= b.saturating_add(self.before)
-            && b <= a.saturating_add(self.after)
+        a.iter().zip(b).any(|(&a, &b)| same_block(a, b))
     }
 
     /// In how many rounds they meet: its logarithm is what a union subtracts where it does not skip.
     pub fn count(&self, i: usize, j: usize) -> usize {
         (0..self.queries.rounds).filter(|&t| self.meets(i, j, t)).count()
     }
+}
+
+#[inline]
+fn same_block(a: u32, b: u32) -> bool {
+    a == b && a != RoundTable::ABSENT
 }
 
 #[cfg(test)]
@@ -366,20 +331,14 @@ mod tests {
     #[test]
     fn first_meetings_and_counts_give_the_same_union() {
         let [q, k] = tables(30, 41, 5, 6);
-        for (before, after) in [(0, 0), (1, 0), (0, 2)] {
-            let m = Membership::new(&q, &k).with_neighbours(before, after);
-            for i in 0..30 {
-                for j in 0..41 {
-                    let near = |t: usize| {
-                        let (a, b) = (i64::from(q.row(i)[t]), i64::from(k.row(j)[t]));
-                        (a - i64::from(before)..=a + i64::from(after)).contains(&b)
-                    };
-                    let met: Vec<usize> = (0..5).filter(|&t| near(t)).collect();
-                    assert_eq!(m.count(i, j), met.len());
-                    let first: Vec<usize> =
-                        (0..5).filter(|&t| m.meets(i, j, t) && !m.met_before(i, j, t)).collect();
-                    assert_eq!(first, met.into_iter().take(1).collect::<Vec<_>>());
-                }
+        let m = Membership::new(&q, &k);
+        for i in 0..30 {
+            for j in 0..41 {
+                let met: Vec<usize> = (0..5).filter(|&t| q.row(i)[t] == k.row(j)[t]).collect();
+                assert_eq!(m.count(i, j), met.len());
+                let first: Vec<usize> =
+                    (0..5).filter(|&t| m.meets(i, j, t) && !m.met_before(i, j, t)).collect();
+                assert_eq!(first, met.into_iter().take(1).collect::<Vec<_>>());
             }
         }
     }
@@ -432,18 +391,12 @@ mod tests {
     }
 
     #[test]
-    fn absent_items_meet_nobody_and_unequal_codes_keep_apart() {
+    fn absent_items_meet_nobody() {
         let mut blocks = RoundTable::new(4, 1);
         blocks.set(0, 0, 0);
         blocks.set(1, 0, u32::MAX - 1);
-        let m = Membership::new(&blocks, &blocks).with_neighbours(5, 5);
+        let m = Membership::new(&blocks, &blocks);
         assert!(m.meets(0, 0, 0) && m.meets(1, 1, 0));
         assert!((0..4).all(|i| !m.meets(2, i, 0) && !m.meets(i, 3, 0)));
-        let mut table = RoundTable::new(3, 1);
-        table.set_all(0, &[1, 1, 2]);
-        let mut codes = RoundTable::new(3, 1);
-        codes.set_all(0, &[7, 8, 7]);
-        let m = Membership::new(&table, &table).with_neighbours(1, 0).with_equal_codes(&codes, &codes);
-        assert!(!m.meets(0, 1, 0) && m.meets(2, 0, 0) && !m.meets(0, 2, 0));
     }
 }

@@ -443,18 +443,6 @@ fn draw(weights: &[f64], rng: &mut Rng) -> usize {
     last
 }
 
-/// Distance of every row to the centroid of its label, in f64.
-///
-/// # Panics
-/// If there is not one label per row, or a label has no centroid.
-pub fn distances<T: Real>(x: MatRef<'_, T>, centroids: MatRef<'_, T>, labels: &[u32]) -> Vec<f64> {
-    assert_eq!(labels.len(), x.rows());
-    x.iter_rows()
-        .zip(labels)
-        .map(|(row, &l)| squared_distance(row, centroids.row(l as usize)).sqrt())
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -587,9 +575,9 @@ mod tests {
         let result = run(&x, 4, 5, Metric::Euclidean, Init::PlusPlus);
         assert_eq!(result.counts, [100; 4]);
         assert!((0..400).all(|i| result.labels[i] == result.labels[i % 4]));
-        let far = distances(x.as_ref(), result.centroids.as_ref(), &result.labels);
-        assert!(far.iter().all(|&u| u < 1.0));
-        let squares: f64 = far.iter().map(|u| u * u).sum();
+        let far = |i: usize| squared_distance(x.row(i), result.centroids.row(result.labels[i] as usize));
+        assert!((0..400).all(|i| far(i) < 1.0));
+        let squares: f64 = (0..400).map(far).sum();
         assert!((squares - result.inertia).abs() < 1e-12 * squares);
     }
 

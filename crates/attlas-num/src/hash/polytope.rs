@@ -52,14 +52,6 @@ impl<T: Real> CrossPolytope<T> {
         Self::draw(key, dim, factor_buckets(buckets), rounds)
     }
 
-    /// Exactly these factors. `None` unless there is at least one, all are even and positive, and their
-    /// product is at most $2^{31}$.
-    pub fn with_factors(key: StreamKey, dim: usize, factors: &[usize], rounds: usize) -> Option<Self> {
-        let product = factors.iter().try_fold(1usize, |p, &f| p.checked_mul(f))?;
-        let fits = !factors.is_empty() && (1..=MAX_BUCKETS).contains(&product);
-        (fits && factors.iter().all(|f| f % 2 == 0)).then(|| Self::draw(key, dim, factors.to_vec(), rounds))
-    }
-
     fn draw(key: StreamKey, dim: usize, factors: Vec<usize>, rounds: usize) -> Self {
         let width = factors.iter().sum::<usize>() / 2;
         let key = key.named("cross-polytope");
@@ -162,7 +154,7 @@ mod tests {
 
     #[test]
     fn factors_collide_independently() {
-        let hash = CrossPolytope::<f64>::with_factors(StreamKey::new(3), 5, &[2, 2, 2], 20_000).unwrap();
+        let hash = CrossPolytope::<f64>::draw(StreamKey::new(3), 5, vec![2, 2, 2], 20_000);
         let pair = pair_at_angle(5, 0.6, 1.0);
         let hits = (0..20_000).filter(|&r| hash.codes(pair.as_ref(), r).windows(2).all(|c| c[0] == c[1]));
         assert_frequency(hits.count(), 20_000, (1.0 - 0.6 / PI).powi(3));
@@ -211,8 +203,8 @@ mod tests {
     fn every_bucket_is_equally_likely_over_directions() {
         let rounds = 20_000;
         let x = gaussian::<f64>(2, 1, 6);
-        for factors in [&[10][..], &[4, 2]] {
-            let hash = CrossPolytope::<f64>::with_factors(StreamKey::new(12), 6, factors, rounds).unwrap();
+        for factors in [vec![10], vec![4, 2]] {
+            let hash = CrossPolytope::<f64>::draw(StreamKey::new(12), 6, factors, rounds);
             let mut seen = vec![0; hash.buckets()];
             (0..rounds).for_each(|r| seen[hash.codes(x.as_ref(), r)[0] as usize] += 1);
             seen.iter().for_each(|&s| assert_frequency(s, rounds, 1.0 / hash.buckets() as f64));
@@ -236,18 +228,9 @@ mod tests {
     }
 
     #[test]
-    fn factors_that_cannot_be_hashed_are_refused() {
-        let make = |f: &[usize]| CrossPolytope::<f32>::with_factors(StreamKey::new(0), 2, f, 1).is_some();
-        assert!(make(&[2, 6]));
-        for bad in [&[][..], &[3], &[0], &[2, 0], &[1 << 20, 1 << 20], &[usize::MAX - 1, 4]] {
-            assert!(!make(bad), "{bad:?}");
-        }
-    }
-
-    #[test]
     fn codes_fill_the_range_and_combine_with_the_first_factor_fastest() {
         let x = gaussian::<f32>(5, 4000, 8);
-        let hash = CrossPolytope::<f32>::with_factors(StreamKey::new(6), 8, &[4, 6], 1).unwrap();
+        let hash = CrossPolytope::<f32>::draw(StreamKey::new(6), 8, vec![4, 6], 1);
         let codes = hash.codes(x.as_ref(), 0);
         let mut seen = [0; 24];
         codes.iter().for_each(|&c| seen[c as usize] += 1);

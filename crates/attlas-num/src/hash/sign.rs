@@ -7,8 +7,8 @@
 //! [`gray_rank`] is the position of a code in the reflected Gray sequence: sorted by rank, consecutive codes
 //! differ in exactly one bit, also from the last to the first. For $r \ge 2$ bits the ranks of two points
 //! are neighbours on that cycle with probability $(2\theta/\pi)(1 - \theta/\pi)^{r-1}$. (The map in the other
-//! direction, [`gray_code`], gives no such order; public code that sorts by it places codes next to each
-//! other that differ in up to four of seven bits.)
+//! direction gives no such order; public code that sorts by it places codes next to each other that differ in
+//! up to four of seven bits.)
 
 use super::{Lsh, directions, project_columns};
 use crate::rng::StreamKey;
@@ -17,18 +17,13 @@ use crate::{Mat, MatRef, Real};
 /// Most bits of a code.
 pub const MAX_BITS: usize = 31;
 
-/// Position of `code` in the reflected Gray sequence: the inverse of [`gray_code`].
+/// Position of `code` in the reflected Gray sequence, whose entry $r$ is $r \oplus \lfloor r/2 \rfloor$.
 pub fn gray_rank(code: u32) -> u32 {
     let mut rank = code;
     for shift in [1, 2, 4, 8, 16] {
         rank ^= rank >> shift;
     }
     rank
-}
-
-/// Entry `rank` of the reflected Gray sequence.
-pub fn gray_code(rank: u32) -> u32 {
-    rank ^ (rank >> 1)
 }
 
 /// Sign hash functions of `bits` bits for a number of rounds.
@@ -104,6 +99,11 @@ mod tests {
     use crate::hash::tests::{assert_frequency, gaussian, pair_at_angle};
     use crate::hash::{dot, squared_norm};
     use std::f64::consts::PI;
+
+    /// Entry `rank` of the reflected Gray sequence: the inverse of [`gray_rank`].
+    fn gray_code(rank: u32) -> u32 {
+        rank ^ (rank >> 1)
+    }
 
     /// Codes of two points at angle `theta` in each of many rounds.
     fn codes_at(theta: f64, bits: usize, rounds: usize) -> Vec<(u32, u32)> {

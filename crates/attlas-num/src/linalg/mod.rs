@@ -43,19 +43,16 @@ mod triangular;
 
 pub use cholesky::{PsdFactor, cholesky, psd_factor};
 pub use dense::{Op, dot, gemm, matmul, matmul_nt, matmul_tn};
-pub use eigen::{SymmetricEigen, symmetric_eigen, symmetric_eigen_jacobi};
+pub use eigen::{SymmetricEigen, symmetric_eigen};
 pub use lambert::lambert_w0_exp;
 pub use lu::{Lu, inverse, lu, solve};
-pub use norms::{
-    entropy_rank, eps_rank, norm_inf, norm_one, norm_two_upper_bound, stable_rank, variance_rank,
-};
+pub use norms::{entropy_rank, eps_rank, norm_inf, norm_one, stable_rank, variance_rank};
 pub use pinv::{Iteration, PinvReport, PinvStart, iterative_pinv, pinv};
 pub use qr::{PivotedQr, ThinQr, pivoted_qr, thin_qr};
-pub use svd::{Svd, singular_values, singular_values_of_product, svd, svd_jacobi};
+pub use svd::{Svd, singular_values, singular_values_of_product, svd};
 pub use triangular::{Triangle, solve_triangular_in_place};
 
 pub(crate) use dense::axpy;
-pub(crate) use qr::householder_qr_portable;
 
 use crate::{Mat, MatRef, Real};
 

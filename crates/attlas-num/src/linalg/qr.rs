@@ -97,19 +97,6 @@ pub fn pivoted_qr<T: Real>(a: MatRef<'_, T>, tol: f64, max_rank: usize) -> Resul
     Ok(PivotedQr { q, r, perm, rank })
 }
 
-/// `Q` of a square or tall matrix, with the signs that make the diagonal of `R` positive.
-///
-/// Scalar arithmetic in a fixed order, without fused operations: the same bits on every machine, which
-/// [`thin_qr`] does not promise. For random orthogonal matrices.
-pub(crate) fn householder_qr_portable(a: &Mat<f64>) -> Mat<f64> {
-    let Reflections { columns, diag, tau, .. } = reflect(a, None, usize::MAX);
-    let mut q = form_q(&columns, &tau, a.rows(), diag.len());
-    for (j, _) in diag.iter().enumerate().filter(|(_, d)| **d < 0.0) {
-        (0..a.rows()).for_each(|i| q[(i, j)] = -q[(i, j)]);
-    }
-    q
-}
-
 /// `extra` orthonormal columns orthogonal to the columns of `q`, which must be orthonormal.
 pub(crate) fn orthonormal_complement(q: &Mat<f64>, extra: usize) -> Mat<f64> {
     let Reflections { columns, tau, .. } = reflect(q, None, usize::MAX);
@@ -267,13 +254,6 @@ mod tests {
                 assert!(r[(i, i)] >= 0.0 && (0..i.min(n)).all(|j| r[(i, j)] == 0.0));
             }
         }
-    }
-
-    #[test]
-    fn both_householder_codes_agree() {
-        let a = gaussian(40, 12, 5);
-        let q = householder_qr_portable(&a);
-        assert!(distance(&q, &thin_qr(a.as_ref()).unwrap().q) < 1e-13);
     }
 
     #[test]

@@ -55,11 +55,6 @@ pub fn svd<T: Real>(a: MatRef<'_, T>) -> Result<Svd> {
     run(a, true, order(a, JACOBI_SIZE.0))
 }
 
-/// Thin SVD by Jacobi alone, for relative accuracy at any size.
-pub fn svd_jacobi<T: Real>(a: MatRef<'_, T>) -> Result<Svd> {
-    run(a, true, &[jacobi])
-}
-
 /// Thin SVD by bidiagonalisation where it converges, for callers that drop small singular values anyway.
 pub(crate) fn svd_fast<T: Real>(a: MatRef<'_, T>) -> Result<Svd> {
     run(a, true, &[bidiagonal, jacobi])
@@ -243,7 +238,7 @@ mod tests {
             let a = gaussian(m, n, 7);
             let one = svd(a.as_ref()).unwrap();
             let two = run(a.as_ref(), true, &[bidiagonal]).unwrap();
-            let three = svd_jacobi(a.as_ref()).unwrap();
+            let three = run(a.as_ref(), true, &[jacobi]).unwrap();
             let values = singular_values(a.as_ref()).unwrap();
             for s in [&one, &two, &three] {
                 check(&a, s);

@@ -129,12 +129,6 @@ fn damped(w: f64, tau: f64, p: f64) -> f64 {
     (libm::pow(w, 1.0 - eta) * libm::pow(target, eta)).max(1e-200)
 }
 
-/// Leverage scores through the Gram matrix where it is well conditioned, by pivoted QR otherwise. Rows that are not
-/// finite count as rows of zeros.
-pub fn gram_leverage_scores<T: Real>(a: MatRef<'_, T>, rank_tol: f64, scratch: &Scratch) -> Result<Vec<f64>> {
-    Ok(Rows { a, factors: None }.leverage(rank_tol, scratch)?.scores)
-}
-
 /// Upper bound on the scratch bytes of [`lewis_weights`] for rows of width `d` with `threads` threads.
 pub fn lewis_scratch_bytes(d: usize, threads: usize) -> usize {
     // Rows and their solutions, and two packed operands of a product.
@@ -260,7 +254,7 @@ mod tests {
     }
 
     fn leverage(a: &Mat<f64>) -> Vec<f64> {
-        gram_leverage_scores(a.as_ref(), 1e-10, &SCRATCH).unwrap()
+        Rows { a: a.as_ref(), factors: None }.leverage(1e-10, &SCRATCH).unwrap().scores
     }
 
     fn sensitivity_at(a: &Mat<f64>, y: &[f64], p: f64) -> Vec<f64> {

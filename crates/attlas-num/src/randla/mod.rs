@@ -1,5 +1,5 @@
-//! Randomised linear algebra: range finder and SVD of implicit operators, leverage scores, randomly pivoted
-//! Cholesky, Nyström approximation, interpolative decompositions, random rotations.
+//! Randomised linear algebra: range finder and SVD of implicit operators, Lewis weights, randomly pivoted
+//! Cholesky.
 //!
 //! Everything random takes a [`StreamKey`](crate::rng::StreamKey) and is a function of it and the input alone.
 //!
@@ -14,20 +14,23 @@
 //! # Ok::<(), attlas_num::linalg::LinalgError>(())
 //! ```
 
-mod interpolative;
+use crate::rng::Rng;
+use crate::{Mat, Real};
+
 mod leverage;
 mod lewis;
-mod nystrom;
 mod operator;
-mod rotation;
 pub mod rpcholesky;
 mod svd;
 
-pub use interpolative::{ColumnId, Cur, column_id, cur};
-pub use leverage::{fast_leverage_scores, kernel_leverage_scores, leverage_scores, ridge_leverage_scores};
-pub use lewis::{LewisOptions, LewisWeights, gram_leverage_scores, lewis_scratch_bytes, lewis_weights};
-pub use nystrom::Nystrom;
+pub use lewis::{LewisOptions, LewisWeights, lewis_scratch_bytes, lewis_weights};
 pub use operator::{FnOperator, LinearOperator, NormEstimate, Product, operator_norm};
-pub use rotation::{gaussian_matrix, haar_orthogonal};
 pub use rpcholesky::{GaussianKernel, PartialCholesky, PsdMatrix, cholesky_with_pivots, rp_cholesky};
 pub use svd::{RandomizedSvd, randomized_svd, range_finder};
+
+/// Independent standard normal entries, drawn row by row.
+fn gaussian_matrix<T: Real>(rng: &mut Rng, rows: usize, cols: usize) -> Mat<T> {
+    let mut g = Mat::zeros(rows, cols);
+    rng.fill_normal(g.data_mut());
+    g
+}

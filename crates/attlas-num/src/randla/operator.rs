@@ -165,7 +165,6 @@ const MAX_STEPS: usize = 200;
 /// Largest singular value by power iteration on $A^\top A$ from a Gaussian start.
 ///
 /// Stops when the relative change has stayed at most `tol` three times running. For a dense matrix,
-/// [`norm_two_upper_bound`](crate::linalg::norm_two_upper_bound) bounds the value from the other side.
 pub fn operator_norm<A: LinearOperator + ?Sized>(a: &A, tol: f64, rng: &mut Rng) -> NormEstimate {
     let mut x = gaussian_matrix::<f64>(rng, a.cols(), 1);
     normalise(x.data_mut());

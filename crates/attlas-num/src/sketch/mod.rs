@@ -9,7 +9,6 @@
 //! * [`directions`]: the random directions behind most maps, independent or coupled.
 //! * [`features`]: maps for the exponential kernel $e^{\langle x, y\rangle}$ and elementwise maps.
 //! * [`polynomial`]: exact and sketched features of $\langle x, y\rangle^p$.
-//! * [`linear`]: linear sketches $S$ with $\langle Sx, Sy \rangle \approx \langle x, y \rangle$.
 //! * [`variance`]: closed forms of the variance of every estimator here, and what follows from them: the
 //!   predicted error and the number of features that an error needs.
 //!
@@ -17,20 +16,23 @@
 //!
 //! ```
 //! use attlas_num::rng::StreamKey;
-//! use attlas_num::sketch::linear::{GaussianSketch, LinearSketch};
+//! use attlas_num::sketch::features::{ExpFeatures, Exponent};
+//! use attlas_num::sketch::{Coupling, LogFeatures, MapOptions, Side, draw_directions};
+//! use attlas_num::{MatRef, rng::StreamKey};
 //!
-//! let sketch = GaussianSketch::<f64>::new(1000, 400, StreamKey::new(1))?;
-//! let x = vec![1.0; 1000];
-//! let mut short = vec![0.0; 400];
-//! sketch.apply_into(&x, &mut short);
-//! let ratio = short.iter().map(|s| s * s).sum::<f64>() / 1000.0;
-//! assert!((ratio - 1.0).abs() < 0.3, "lengths are kept up to a factor near one");
+//! // Positive random features: their products estimate exp(⟨x, y⟩).
+//! let directions = draw_directions(Coupling::Orthogonal, 512, 2, StreamKey::new(1))?;
+//! let map = ExpFeatures::<f64>::new(&Exponent::favor(2), &directions, true, MapOptions::default())?;
+//! let mut log = [vec![0.0; map.num_features()], vec![0.0; map.num_features()]];
+//! map.log_features(MatRef::new(&[0.5, 0.0], 1, 2), Side::Query, &mut log[0]);
+//! map.log_features(MatRef::new(&[0.3, 0.4], 1, 2), Side::Key, &mut log[1]);
+//! let kernel: f64 = log[0].iter().zip(&log[1]).map(|(a, b)| (a + b).exp()).sum();
+//! assert!((kernel / 0.15f64.exp() - 1.0).abs() < 0.1);
 //! # Ok::<(), attlas_num::sketch::SketchError>(())
 //! ```
 
 pub mod directions;
 pub mod features;
-pub mod linear;
 pub mod polynomial;
 mod project;
 mod small;

@@ -253,61 +253,9 @@ pub fn gaussian_hybrid_relative_variance(
     )
 }
 
-/// Variance of one Poisson feature pair, $e^{\lambda d + \sum x_i^2 y_i^2 / \lambda} - \mathrm{SM}^2$.
-pub fn poisson_variance(x: &[f64], y: &[f64], lambda: f64) -> f64 {
-    (lambda * x.len() as f64 + squares_product(x, y) / lambda).exp() - (2.0 * dot_wide(x, y)).exp()
-}
-
-/// The Poisson rate of smallest variance for a pair, $\sqrt{\sum x_i^2 y_i^2 / d}$.
-pub fn poisson_optimal_rate(x: &[f64], y: &[f64]) -> f64 {
-    (squares_product(x, y) / x.len().max(1) as f64).sqrt()
-}
-
-/// Variance of one geometric feature pair, $\prod_i p^{-1} I_0(2|x_i y_i|/\sqrt{1-p}) - \mathrm{SM}^2$.
-pub fn geometric_variance(x: &[f64], y: &[f64], p: f64) -> f64 {
-    let root = (1.0 - p).sqrt();
-    let second: f64 = x.iter().zip(y).map(|(a, b)| bessel_i0(2.0 * (a * b).abs() / root) / p).product();
-    second - (2.0 * dot_wide(x, y)).exp()
-}
-
-/// $I_0(z) = \sum_k (z/2)^{2k} / k!^2$.
-fn bessel_i0(z: f64) -> f64 {
-    let q = 0.25 * z * z;
-    let (mut term, mut sum, mut k) = (1.0f64, 1.0f64, 1.0);
-    while sum.is_finite() && (term > f64::EPSILON * 1e-2 * sum || q > k * k) {
-        term *= q / (k * k);
-        sum += term;
-        k += 1.0;
-    }
-    sum
-}
-
 /// $\sum_i x_i^2 y_i^2$.
 fn squares_product(x: &[f64], y: &[f64]) -> f64 {
     x.iter().zip(y).map(|(a, b)| (a * b).powi(2)).sum()
-}
-
-/// Variance of $\langle Sx, Sy\rangle$ for a Gaussian sketch of size `r`.
-pub fn gaussian_sketch_variance(x: &[f64], y: &[f64], r: usize) -> f64 {
-    let p = Pair::of(x, y);
-    (p.x2 * p.y2 + p.xy * p.xy) / r as f64
-}
-
-/// Variance of $\langle Sx, Sy\rangle$ for a count sketch of size `r`.
-pub fn count_sketch_variance(x: &[f64], y: &[f64], r: usize) -> f64 {
-    let p = Pair::of(x, y);
-    (p.x2 * p.y2 + p.xy * p.xy - 2.0 * squares_product(x, y)) / r as f64
-}
-
-/// Variance of $\langle Sx, Sy\rangle$ for `r` rows of a randomised Hadamard transform, drawn without
-/// replacement; zero when all rows are kept.
-pub fn srht_variance(x: &[f64], y: &[f64], r: usize) -> f64 {
-    let n = x.len().next_power_of_two() as f64;
-    let r = r as f64;
-    if n <= 1.0 {
-        return 0.0;
-    }
-    (n - r) / (n - 1.0) * count_sketch_variance(x, y, 1) / r
 }
 
 /// What the variance of a tensor sketch of $(\langle x, y\rangle + c)^p$ depends on.
@@ -346,11 +294,6 @@ impl SketchedPair {
         (power(xi + beta) + power(xi + gamma) - 2.0 * power(xi)) / size
             + kappa * (power(xi + beta + gamma) - power(xi + beta) - power(xi + gamma) + power(xi))
     }
-}
-
-/// Variance of a tensor sketch of $(\langle x, y\rangle + c)^p$ of size `r`, as in [`SketchedPair`].
-pub fn tensor_sketch_variance(x: &[f64], y: &[f64], c: f64, degree: u32, r: usize) -> f64 {
-    SketchedPair::of(x, y, c).variance(degree, r)
 }
 
 /// $E\langle a, b\rangle^2$ and $E\|a\|^2\|b\|^2$ for Gaussian product sketches $a$, $b$ of degree `degree` and
@@ -436,11 +379,6 @@ impl Diagnostic {
     pub fn directions_needed(&self, error: f64) -> f64 {
         (self.log_rel2.exp_m1().max(0.0) / (error * error)).ceil().max(1.0)
     }
-
-    /// Whether the prediction is above one half, where normalised rows mean little.
-    pub fn is_unreliable(&self, directions: usize) -> bool {
-        self.relative_sd(directions) > 0.5
-    }
 }
 
 #[cfg(test)]
@@ -502,17 +440,14 @@ mod tests {
         close(trig_relative_variance(&pair, 4, 4, orth) * sm2, 0.003224167801);
         close(pair.angle() / std::f64::consts::PI, 0.2951672353);
         close(angular_hybrid_relative_variance(&pair, 4, 4, 4) * sm2, 0.01955996292);
-        close(poisson_optimal_rate(&X, &Y), 0.075);
-        close(poisson_variance(&X, &Y, 0.075), 0.4722599928);
     }
 
     #[test]
     fn the_sketches_have_the_known_variances() {
         let (x, y) = ([1.0, 2.0], [3.0, 1.0]);
         for (p, r, expected) in [(1, 8, 6.125), (2, 8, 523.125), (2, 7, 584.2653061), (3, 16, 17138.40625)] {
-            close(tensor_sketch_variance(&x, &y, 0.0, p, r), expected);
+            close(SketchedPair::of(&x, &y, 0.0).variance(p, r), expected);
         }
-        close(count_sketch_variance(&x, &y, 8), 6.125);
         let pair = Pair::of(&x, &y);
         close(product_sketch_variance(&pair, 2, 8), 1171.875);
         close(product_sketch_variance(&pair, 4, 8), 8614349.365);
@@ -531,7 +466,7 @@ mod tests {
         for p in 1..6 {
             for r in [3, 4, 64] {
                 let bound = (3f64.powi(p) - 1.0) / r as f64 * (pair.x2 * pair.y2).powi(p);
-                assert!(tensor_sketch_variance(&x, &y, 0.0, p as u32, r) <= bound);
+                assert!(SketchedPair::of(&x, &y, 0.0).variance(p as u32, r) <= bound);
             }
         }
     }
@@ -662,13 +597,6 @@ mod tests {
             assert!(mean > last && mean < pair.sm());
             last = mean;
         }
-    }
-
-    #[test]
-    fn geometric_features_reduce_to_known_moments() {
-        // x·y = 0 in every coordinate: the second moment is p^{-d}.
-        close(geometric_variance(&[1.0, 0.0], &[0.0, 2.0], 0.5), 3.0);
-        close(bessel_i0(1.0), 1.2660658777520084);
     }
 
     #[test]

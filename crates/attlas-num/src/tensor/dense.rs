@@ -2,7 +2,7 @@
 
 use super::small::{Op, gemm};
 use super::{Error, Result};
-use crate::{Mat, MatRef, Real};
+use crate::{Mat, Real};
 use rayon::prelude::*;
 use std::borrow::Cow;
 
@@ -72,20 +72,6 @@ impl<T> Tensor<T> {
     /// Gives the storage back.
     pub fn into_vec(self) -> Vec<T> {
         self.buf
-    }
-
-    /// A strided view of the whole tensor.
-    pub fn view(&self) -> TensorRef<'_, T> {
-        let mut strides = vec![1; self.order()];
-        for m in (1..self.order()).rev() {
-            strides[m - 1] = strides[m] * self.shape[m];
-        }
-        TensorRef { data: &self.buf, shape: self.shape.clone(), strides }
-    }
-
-    /// The unfolding of the first mode, which is the buffer itself.
-    pub fn first_unfolding(&self) -> MatRef<'_, T> {
-        MatRef::new(&self.buf, self.shape[0], self.shape[1..].iter().product())
     }
 
     /// The tensor as `(L, I_n, S)`: sizes before, at and after `mode`.
@@ -321,97 +307,6 @@ fn power_of_two_near(x: f64) -> f64 {
     libm::ldexp(1.0, libm::ilogb(x).clamp(-1022, 1023))
 }
 
-/// A read-only tensor with a stride per mode: slices and permutations of a [`Tensor`] without copies.
-#[derive(Clone, Debug)]
-pub struct TensorRef<'a, T> {
-    data: &'a [T],
-    shape: Vec<usize>,
-    strides: Vec<usize>,
-}
-
-impl<'a, T: Real> TensorRef<'a, T> {
-    /// A view of `data` with the given strides, in elements.
-    pub fn with_strides(data: &'a [T], shape: &[usize], strides: &[usize]) -> Result<Self> {
-        let n = entries(shape)?;
-        if strides.len() != shape.len() {
-            return Err(Error::shape("strides of a view", shape.len(), strides.len()));
-        }
-        let last = shape
-            .iter()
-            .zip(strides)
-            .try_fold(0usize, |at, (&n, &s)| at.checked_add(n.saturating_sub(1).checked_mul(s)?));
-        if n > 0 && last.is_none_or(|at| at >= data.len()) {
-            return Err(Error::shape("strides of a view", "to stay inside the data", format!("{strides:?}")));
-        }
-        Ok(Self { data, shape: shape.to_vec(), strides: strides.to_vec() })
-    }
-
-    /// Dimensions, one per mode.
-    pub fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    /// Distance in elements between neighbours, one per mode.
-    pub fn strides(&self) -> &[usize] {
-        &self.strides
-    }
-
-    /// The view whose mode `m` is mode `order[m]` of this one.
-    pub fn permute(&self, order: &[usize]) -> Result<Self> {
-        let mut sorted = order.to_vec();
-        sorted.sort_unstable();
-        if sorted.iter().ne((0..self.shape.len()).collect::<Vec<_>>().iter()) {
-            return Err(Error::param(
-                "order",
-                format!("{order:?}"),
-                format!("a permutation of 0..{}", self.shape.len()),
-            ));
-        }
-        Ok(Self {
-            data: self.data,
-            shape: order.iter().map(|&m| self.shape[m]).collect(),
-            strides: order.iter().map(|&m| self.strides[m]).collect(),
-        })
-    }
-
-    /// The slice with index `i` in `mode`, which disappears. At least one mode must remain.
-    pub fn slice(&self, mode: usize, i: usize) -> Result<Self> {
-        if mode >= self.shape.len() || i >= self.shape[mode] {
-            return Err(Error::param(
-                "slice",
-                format!("index {i} of mode {mode}"),
-                format!("inside {:?}", self.shape),
-            ));
-        }
-        let (mut shape, mut strides) = (self.shape.clone(), self.strides.clone());
-        shape.remove(mode);
-        let start = i * strides.remove(mode);
-        entries(&shape)?;
-        Ok(Self { data: self.data.get(start..).unwrap_or_default(), shape, strides })
-    }
-
-    /// A contiguous copy.
-    pub fn to_tensor(&self) -> Tensor<T> {
-        let n: usize = self.shape.iter().product();
-        let mut index = vec![0; self.shape.len()];
-        let mut at = 0;
-        let mut buf = Vec::with_capacity(n);
-        for _ in 0..n {
-            buf.push(self.data[at]);
-            for m in (0..index.len()).rev() {
-                index[m] += 1;
-                at += self.strides[m];
-                if index[m] < self.shape[m] {
-                    break;
-                }
-                at -= self.strides[m] * index[m];
-                index[m] = 0;
-            }
-        }
-        Tensor { shape: self.shape.clone(), buf }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::known::fill;
@@ -432,7 +327,6 @@ mod tests {
     fn unfolding_puts_the_mode_in_rows_and_the_last_index_fastest() {
         let t = Tensor::from_flat_fn(&[2, 3, 2], |k| k as f64).unwrap();
         assert_eq!(t.unfold(0).unwrap().data(), t.data());
-        assert_eq!(t.first_unfolding().row(1), &t.data()[6..]);
         assert_eq!(t.unfold(1).unwrap().row(2), [4.0, 5.0, 10.0, 11.0]);
         assert_eq!(t.unfold(2).unwrap().row(1), [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]);
         assert!(t.unfold(3).is_err());
@@ -527,29 +421,10 @@ mod tests {
     }
 
     #[test]
-    fn views_permute_and_slice_without_copies() {
-        let t = fill(&[2, 3, 4], 5).unwrap();
-        let p = t.view().permute(&[2, 0, 1]).unwrap();
-        assert_eq!(p.shape(), [4, 2, 3]);
-        let copied = p.to_tensor();
-        for (i, j, k) in [(0, 0, 0), (1, 2, 3), (1, 0, 2)] {
-            assert_eq!(copied.get(&[k, i, j]), t.get(&[i, j, k]));
-        }
-        let slice = t.view().slice(2, 1).unwrap().to_tensor();
-        assert_eq!(slice.get(&[1, 2]), t.get(&[1, 2, 1]));
-        assert_eq!(t.view().permute(&[0, 1, 2]).unwrap().to_tensor(), t);
-        assert!(t.view().permute(&[0, 0, 1]).is_err());
-        assert!(t.view().slice(1, 3).is_err());
-        assert!(TensorRef::with_strides(t.data(), &[2, 12], &[12, 1]).is_ok());
-        assert!(TensorRef::with_strides(t.data(), &[3, 12], &[12, 1]).is_err());
-        assert!(TensorRef::with_strides(t.data(), &[2, 2], &[usize::MAX, 1]).is_err());
-    }
-
-    #[test]
     fn stacking_concatenates_buffers() {
         let t = Tensor::stack(&[mat(2, 3, 1), mat(2, 3, 2)]).unwrap();
         assert_eq!(t.shape(), [2, 2, 3]);
-        assert_eq!(t.view().slice(0, 1).unwrap().to_tensor().data(), mat(2, 3, 2).data());
+        assert_eq!(&t.data()[6..], mat(2, 3, 2).data());
         assert!(Tensor::stack(&[mat(2, 3, 1), mat(3, 2, 2)]).is_err());
         assert_eq!(Tensor::<f64>::stack(&[]).unwrap().norm(), 0.0);
     }

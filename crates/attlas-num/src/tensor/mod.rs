@@ -40,7 +40,7 @@ mod products;
 mod small;
 pub mod tucker;
 
-pub use dense::{MAX_ORDER, Tensor, TensorRef};
+pub use dense::{MAX_ORDER, Tensor};
 pub use error::{Error, Result};
 pub use mttkrp::mttkrp;
 pub use products::{hadamard, khatri_rao, kronecker, outer};

@@ -330,7 +330,7 @@ pub(super) mod tests {
                 assert!(relative_error(&toy.map(*slot).unwrap().weight, &map.dense()) < 1e-4, "{slot}");
             }
             let small = Options::new().with("rank", 3);
-            let (blind, better) =
+            let (plain, better) =
                 (run(&request(&toy, &small)).unwrap(), run(&request(&seen, &small)).unwrap());
             let error = |r: &Rewritten| {
                 let of = |(slot, map): (&Slot, &Product)| {
@@ -339,9 +339,9 @@ pub(super) mod tests {
                 };
                 r.maps.iter().map(of).sum::<f64>()
             };
-            assert!(error(&better) < 0.8 * error(&blind), "{} {}", error(&better), error(&blind));
+            assert!(error(&better) < 0.8 * error(&plain), "{} {}", error(&better), error(&plain));
             // The record's own figures are those of the maps.
-            let told: f64 = better
+            let reported: f64 = better
                 .losses
                 .iter()
                 .map(|l| {
@@ -349,8 +349,8 @@ pub(super) mod tests {
                     l.seen_error.unwrap().powi(2) * count
                 })
                 .sum();
-            assert!((told / error(&better) - 1.0).abs() < 1e-4, "{told}");
-            assert!(blind.losses.iter().all(|l| l.seen_error.is_none()));
+            assert!((reported / error(&better) - 1.0).abs() < 1e-4, "{reported}");
+            assert!(plain.losses.iter().all(|l| l.seen_error.is_none()));
         }
     }
 }

@@ -344,8 +344,8 @@ mod tests {
                 }
             }
             let energy = 200.0 * seen.map_or(1.0, |m| m.energy(&k.cast()));
-            if let Some(told) = f.seen_error {
-                assert!((told - (total / energy).sqrt()).abs() < 1e-4, "{told}");
+            if let Some(reported) = f.seen_error {
+                assert!((reported - (total / energy).sqrt()).abs() < 1e-4, "{reported}");
             }
             total
         };
@@ -363,10 +363,10 @@ mod tests {
         for biased in [false, true] {
             let toy = Toy { biased, ..Toy::default() };
             let seen = Toy { biased, seen: true, ..Toy::default() };
-            let (blind, better) =
+            let (plain, better) =
                 (run(&request(&toy, &options)).unwrap(), run(&request(&seen, &options)).unwrap());
-            assert!(blind.losses.iter().all(|l| l.seen_error.is_none()));
-            for (a, b) in blind.losses.iter().zip(&better.losses) {
+            assert!(plain.losses.iter().all(|l| l.seen_error.is_none()));
+            for (a, b) in plain.losses.iter().zip(&better.losses) {
                 assert!(a.rel_error <= b.rel_error && b.seen_error.unwrap() < 1.0, "{}", b.what);
             }
             // Keys of layer 0 by hand: heads mix terms of the layer, and biases are outputs for the input 1.
@@ -390,7 +390,7 @@ mod tests {
                 let m = seen.moments(Slot { layer: 0, role: Role::Key }).unwrap().with_one();
                 m.relative_error(&with_bias(&exact), &model)
             };
-            assert!(error(&better) < error(&blind), "{} {}", error(&better), error(&blind));
+            assert!(error(&better) < error(&plain), "{} {}", error(&better), error(&plain));
             assert!((error(&better) - better.losses[0].seen_error.unwrap()).abs() < 1e-4);
         }
     }

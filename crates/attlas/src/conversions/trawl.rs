@@ -327,7 +327,7 @@ mod tests {
         let seen = Toy { seen: true, gated: true, ffn: 12, ..Toy::default() };
         for format in ["cp", "tucker"] {
             let options = Options::new().with("format", format).with("rank", 4).with("keep_factors", true);
-            let (blind, better) =
+            let (plain, better) =
                 (run(&request(&toy, &options)).unwrap(), run(&request(&seen, &options)).unwrap());
             let names: Vec<&str> = better.losses.iter().map(|l| l.what.as_str()).collect();
             assert_eq!(names, ["gate+up of layer 1", "down of layer 1"]);
@@ -338,10 +338,14 @@ mod tests {
                 };
                 r.maps.iter().map(of).sum::<f64>()
             };
-            assert!(error(&better) < 0.9 * error(&blind), "{format}: {} {}", error(&better), error(&blind));
-            let told: f64 =
+            assert!(error(&better) < 0.9 * error(&plain), "{format}: {} {}", error(&better), error(&plain));
+            let reported: f64 =
                 better.losses.iter().zip([2.0, 1.0]).map(|(l, n)| n * l.seen_error.unwrap().powi(2)).sum();
-            assert!((told / error(&better) - 1.0).abs() < 1e-3, "{format}: {told} {}", error(&better));
+            assert!(
+                (reported / error(&better) - 1.0).abs() < 1e-3,
+                "{format}: {reported} {}",
+                error(&better)
+            );
         }
     }
 }

@@ -247,7 +247,7 @@ mod tests {
             assert!(relative_error(&toy.map(*slot).unwrap().weight, &map.dense()) < 1e-4, "{slot}");
         }
         let small = Options::new().with("rank", 4).with("layer_rank", 6);
-        let (blind, better) = (run(&part(&toy, &small)).unwrap(), run(&part(&seen, &small)).unwrap());
+        let (plain, better) = (run(&part(&toy, &small)).unwrap(), run(&part(&seen, &small)).unwrap());
         let error = |r: &Rewritten| {
             let of = |(slot, map): (&Slot, &Product)| {
                 let m = seen.moments(*slot).unwrap();
@@ -255,7 +255,7 @@ mod tests {
             };
             (r.maps.iter().map(of).sum::<f64>() / r.maps.len() as f64).sqrt()
         };
-        assert!(error(&better) < 0.9 * error(&blind), "{} {}", error(&better), error(&blind));
+        assert!(error(&better) < 0.9 * error(&plain), "{} {}", error(&better), error(&plain));
         assert!((better.losses[0].seen_error.unwrap() / error(&better) - 1.0).abs() < 1e-4);
     }
 }

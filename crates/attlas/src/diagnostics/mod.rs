@@ -22,7 +22,7 @@ mod rows;
 mod spectrum;
 
 pub use operator::{Scores, Weights};
-pub use rows::{HeatMap, MassKeys, Sink, Summary, TopMass, WeightProfile, sink_share, weight_profile};
+pub use rows::{HeatMap, MassKeys, Sink, Summary, TopMass, WeightProfile, weight_profile};
 pub use spectrum::{AtLeast, KeyComponents, Spectra, Spectrum, key_components, spectra};
 
 use crate::{Error, Mask, Result, Workspace};

@@ -1,6 +1,6 @@
 //! Figures of the rows of the weights, from blocks of rows that are dropped at once.
 
-use super::{Head, HeadReport, Settings, norm};
+use super::{Head, Settings, norm};
 use crate::workspace::Context;
 use crate::{Mask, Workspace};
 use attlas_num::Mat;
@@ -120,12 +120,6 @@ pub struct HeatMap {
     pub data: Vec<f64>,
 }
 
-/// Share of the heads that have a sink at key `key`.
-pub fn sink_share(heads: &[HeadReport], key: usize) -> f64 {
-    let with = heads.iter().filter(|h| h.weights.sinks.iter().any(|s| s.key == key)).count();
-    with as f64 / heads.len().max(1) as f64
-}
-
 /// Sparsity, mass, entropy and sinks of the weights. Holds $O(n)$ numbers, beside blocks of a few rows.
 pub fn weight_profile(head: &Head, settings: &Settings, ws: &Workspace) -> WeightProfile {
     let (n_q, n_k) = (head.q.rows(), head.k.rows());
@@ -138,9 +132,9 @@ pub fn weight_profile(head: &Head, settings: &Settings, ws: &Workspace) -> Weigh
             .with_max_len(1)
             .map(|part| {
                 let rows = part * n_q / PARTS..(part + 1) * n_q / PARTS;
-                Part::new(head, rows, (map_rows, map_cols), leading, settings.sink, cx)
+                RowsProfile::new(head, rows, (map_rows, map_cols), leading, settings.sink, cx)
             })
-            .collect::<Vec<Part>>()
+            .collect::<Vec<RowsProfile>>()
     });
 
     let mut columns = vec![0.0; n_k];
@@ -232,7 +226,7 @@ struct RowFigures {
 }
 
 /// Figures of some consecutive rows.
-struct Part {
+struct RowsProfile {
     rows: Vec<RowFigures>,
     columns: Vec<f64>,
     /// Rows that give a key far more than a uniform row would.
@@ -243,7 +237,7 @@ struct Part {
     visible: u64,
 }
 
-impl Part {
+impl RowsProfile {
     fn new(
         head: &Head,
         rows: Range<usize>,
@@ -253,7 +247,7 @@ impl Part {
         cx: Context<'_>,
     ) -> Self {
         let (n_q, n_k) = (head.q.rows(), head.k.rows());
-        let mut part = Part {
+        let mut part = RowsProfile {
             rows: Vec::with_capacity(rows.len()),
             columns: vec![0.0; n_k],
             heavy: vec![0; n_k],

@@ -23,7 +23,7 @@ pub struct NearField {
 
 /// Where a block of rows stands among the keys.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct QueryBlock {
     /// First row of the block.
     pub first: usize,
     /// Its position among the keys.
@@ -41,7 +41,7 @@ pub struct Place {
 
 impl NearField {
     /// The place of the block that begins at row `first`, among `n_q` rows and `n_k` keys.
-    pub fn place(&self, mask: Mask, first: usize, n_q: usize, n_k: usize) -> Place {
+    pub fn query_block(&self, mask: Mask, first: usize, n_q: usize, n_k: usize) -> QueryBlock {
         let rows = self.block.min(n_q - first);
         let position = first as isize + n_k as isize - n_q as isize;
         let clip = |j: isize| j.clamp(0, n_k as isize) as usize;
@@ -51,12 +51,12 @@ impl NearField {
             Mask::Causal => (start..clip(last), clip(last)),
             Mask::None => (start..clip(last.saturating_add_unsigned(self.window)).max(start), n_k),
         };
-        Place { first, position, rows, sinks: self.sinks.min(near.start), near, end, mask }
+        QueryBlock { first, position, rows, sinks: self.sinks.min(near.start), near, end, mask }
     }
 
     /// Most far keys that a block has.
     pub fn most_far(&self, mask: Mask, n_q: usize, n_k: usize) -> usize {
-        let far = |first| self.place(mask, first, n_q, n_k).far_len();
+        let far = |first| self.query_block(mask, first, n_q, n_k).far_len();
         match mask {
             _ if n_q == 0 => 0,
             Mask::Causal => far((n_q - 1) / self.block * self.block),
@@ -70,7 +70,7 @@ impl NearField {
     }
 }
 
-impl Place {
+impl QueryBlock {
     /// The keys that are neither sinks nor near, before and behind.
     pub fn far(&self) -> [Range<usize>; 2] {
         [self.sinks..self.near.start, self.near.end..self.end]
@@ -176,13 +176,13 @@ impl<T: Real> Scored<'_, T> {
     /// computed.
     pub fn weights(
         &self,
-        place: &Place,
+        query_block: &QueryBlock,
         rows: &[usize],
         mut visit: impl FnMut(usize, usize, &[T], T),
     ) -> u64 {
         let Self { q, k, turned, scale, cx } = *self;
         let (heads, d) = (q.heads(), k.cols());
-        let end = rows.iter().map(|&r| place.sees(r)).max().unwrap_or(0);
+        let end = rows.iter().map(|&r| query_block.sees(r)).max().unwrap_or(0);
         let (count, stride) = (rows.len() * heads, chunk_stride(end));
         let mut queries = cx.scratch.take::<T>(count * d);
         let places = rows.iter().flat_map(|&r| (0..heads).map(move |h| (r, h)));
@@ -203,7 +203,7 @@ impl<T: Real> Scored<'_, T> {
             };
             gemm(cx.schedule.isa, scale, left, right, T::ZERO, logits, stride, cx.scratch);
             for (i, (row, (r, _))) in logits.chunks_exact_mut(stride).zip(places.clone()).enumerate() {
-                let weights = &mut row[..place.sees(r).clamp(first, last) - first];
+                let weights = &mut row[..query_block.sees(r).clamp(first, last) - first];
                 let top = max(weights);
                 tops[c * count + i] = top;
                 sums[c * count + i] = if top == T::NEG_INFINITY { T::ZERO } else { exp_sum(weights, top) };
@@ -219,7 +219,7 @@ impl<T: Real> Scored<'_, T> {
             }
             for (c, (t, sum)) in of_row().enumerate() {
                 let (first, last) = (c * CHUNK, end.min((c + 1) * CHUNK));
-                let seen = place.sees(r).clamp(first, last) - first;
+                let seen = query_block.sees(r).clamp(first, last) - first;
                 if sum != T::ZERO {
                     let row = &logits[(c * count + i) * stride..][..seen];
                     visit(r, first, row, from_top(t) / total);
@@ -244,29 +244,29 @@ pub fn attend_chosen_blocks<T: Real>(
     field: NearField,
     means: Option<&RunMeans<T>>,
     precision: Precision,
-    choose: impl Fn(&Place) -> (Vec<u32>, u64) + Sync + Send,
+    choose: impl Fn(&QueryBlock) -> (Vec<u32>, u64) + Sync + Send,
 ) -> Result<RunInfo> {
     let (n_q, n_k, mask, k, v, scale, cx) = (g.n_q(), g.n_k(), g.mask, g.k, g.v, g.scale, g.cx);
     let visited = par_token_blocks(g, field.block, |block| {
-        let place = field.place(mask, block.first, n_q, n_k);
-        let (chosen, scored) = if place.far_len() > 0 { choose(&place) } else { (Vec::new(), 0) };
-        let pseudo = means.map_or(0, |means| means.most(place.far_len()));
-        let capacity = place.sinks + chosen.len() + pseudo + place.near.len();
+        let query_block = field.query_block(mask, block.first, n_q, n_k);
+        let (chosen, scored) = if query_block.far_len() > 0 { choose(&query_block) } else { (Vec::new(), 0) };
+        let pseudo = means.map_or(0, |means| means.most(query_block.far_len()));
+        let capacity = query_block.sinks + chosen.len() + pseudo + query_block.near.len();
         let mut all = Gathered::new(capacity, k.cols(), v.cols(), cx);
-        all.append(k, v, 0..place.sinks);
+        all.append(k, v, 0..query_block.sinks);
         all.append(k, v, chosen.iter().map(|&j| j as usize));
         if let Some(means) = means {
-            place.far().into_iter().for_each(|far| means.append(k, v, far, &chosen, &mut all));
+            query_block.far().into_iter().for_each(|far| means.append(k, v, far, &chosen, &mut all));
         }
         let shared = all.len();
-        all.append(k, v, place.near.clone());
+        all.append(k, v, query_block.near.clone());
         // The near keys stand behind those that every row sees.
-        let upper = shared as isize + place.position - place.near.start as isize;
+        let upper = shared as isize + query_block.position - query_block.near.start as isize;
         let band = if mask == Mask::Causal { Band::causal(upper) } else { Band::ALL };
         let mut visited = scored;
         for (h, (out, lse)) in block.heads.into_iter().enumerate() {
             all.attend(block.q.head(h), scale, band, precision, cx, out, lse);
-            visited += (0..place.rows).map(|r| band.range(r, all.len()).len() as u64).sum::<u64>();
+            visited += (0..query_block.rows).map(|r| band.range(r, all.len()).len() as u64).sum::<u64>();
         }
         Ok(visited)
     })?;

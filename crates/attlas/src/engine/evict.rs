@@ -32,7 +32,7 @@ impl Eviction {
     /// Attends with all rows of a causal group, in blocks between evictions.
     pub fn run<T: Real>(&self, g: &mut Group<'_, T>) -> Result<RunInfo> {
         let (n_q, n_k, d_v, cx, scale) = (g.n_q(), g.n_k(), g.d_v(), g.cx, g.scale);
-        let mut kept = Kept::new(*self, g.k.cols(), d_v);
+        let mut kept = EvictingCache::new(*self, g.k.cols(), d_v);
         let mut info = RunInfo::default();
         let unseen = n_q.saturating_sub(n_k);
         info.empty_rows = (unseen * g.q.heads()) as u64;
@@ -87,13 +87,13 @@ impl Eviction {
 
     /// A stream that forgets.
     pub fn stream<T: Real>(&self, p: &Problem) -> Box<dyn GroupStream<T>> {
-        Box::new(Forgetful { kept: Kept::new(*self, p.d, p.d_v), done: 0 })
+        Box::new(EvictingStream { kept: EvictingCache::new(*self, p.d, p.d_v), done: 0 })
     }
 }
 
 /// The keys and values that are kept, in the order of their tokens, and their scores.
 #[derive(Debug)]
-struct Kept<T> {
+struct EvictingCache<T> {
     rule: Eviction,
     d: usize,
     d_v: usize,
@@ -102,7 +102,7 @@ struct Kept<T> {
     scores: Vec<T>,
 }
 
-impl<T: Real> Kept<T> {
+impl<T: Real> EvictingCache<T> {
     fn new(rule: Eviction, d: usize, d_v: usize) -> Self {
         Self { rule, d, d_v, k: Vec::new(), v: Vec::new(), scores: Vec::new() }
     }
@@ -211,13 +211,13 @@ impl<T: Real> Kept<T> {
 
 /// Decoding with a cache of bounded size.
 #[derive(Debug)]
-struct Forgetful<T> {
-    kept: Kept<T>,
+struct EvictingStream<T> {
+    kept: EvictingCache<T>,
     /// Rows since the last eviction.
     done: usize,
 }
 
-impl<T: Real> GroupStream<T> for Forgetful<T> {
+impl<T: Real> GroupStream<T> for EvictingStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
         self.kept.push(k, v);
         Ok(())

@@ -6,13 +6,13 @@
 //! with $\omega$ as in prompts. Among keys of the query's own rank the latest are taken. Keys are kept, so that every later
 //! query can ask for others.
 
-use super::{UniformSamples, exact_group, exact_rows};
+use super::{CachedRows, UniformSamples, exact_group, exact_rows};
 use crate::group::{Group, GroupIndex, GroupStream};
 use crate::workspace::Context;
 use crate::{MatRef, Real, Result, RunInfo};
 use attlas_num::hash::sign::gray_rank;
 use attlas_num::hash::{Lsh, SignHash};
-use attlas_num::kernels::{Band, merge_lse, pages};
+use attlas_num::kernels::{Band, merge_lse};
 use attlas_num::rng::StreamKey;
 use std::ops::Range;
 
@@ -38,10 +38,7 @@ pub struct HashedRule {
 pub struct HashedStream<T> {
     rule: HashedRule,
     hash: Option<SignHash<T>>,
-    k: Vec<T>,
-    v: Vec<T>,
-    d: usize,
-    d_v: usize,
+    cached: CachedRows<T>,
     index: GroupIndex,
     /// Ranks and places of the keys from the sinks to `edge`, in increasing order.
     sorted: Vec<(u32, u32)>,
@@ -61,11 +58,7 @@ impl<T: Real> HashedStream<T> {
     ) -> Self {
         let hash = hash.map(SignHash::cast::<T>);
         let edge = rule.sinks;
-        Self { rule, hash, k: Vec::new(), v: Vec::new(), d, d_v, index, sorted: Vec::new(), edge }
-    }
-
-    fn len(&self) -> usize {
-        self.k.len() / self.d
+        Self { rule, hash, cached: CachedRows::new(d, d_v), index, sorted: Vec::new(), edge }
     }
 
     fn ranks(&self, rows: MatRef<'_, T>) -> Vec<u32> {
@@ -83,7 +76,7 @@ impl<T: Real> HashedStream<T> {
         if new.is_empty() {
             return;
         }
-        let ranks = self.ranks(MatRef::new(&self.k, self.len(), self.d).sub_rows(new.clone()));
+        let ranks = self.ranks(self.cached.keys().sub_rows(new.clone()));
         let pairs = ranks.into_iter().zip(new.clone()).map(|(rank, j)| (rank, j as u32));
         if new.len() > FEW {
             self.sorted.extend(pairs);
@@ -115,10 +108,7 @@ impl<T: Real> HashedStream<T> {
 
 impl<T: Real> GroupStream<T> for HashedStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
-        pages::reserve(&mut self.k, k.rows() * self.d);
-        pages::reserve(&mut self.v, v.rows() * self.d_v);
-        k.iter_rows().for_each(|row| self.k.extend_from_slice(row));
-        v.iter_rows().for_each(|row| self.v.extend_from_slice(row));
+        self.cached.append(k, v);
         Ok(())
     }
 
@@ -131,14 +121,14 @@ impl<T: Real> GroupStream<T> for HashedStream<T> {
         cx: Context<'_>,
     ) -> Result<RunInfo> {
         let HashedRule { block, samples, replacement, recent, sinks, key } = self.rule;
-        let (n, d, d_v, heads) = (self.len(), self.d, self.d_v, q.rows());
+        let (n, (d, d_v), heads) = (self.cached.tokens(), self.cached.widths(), q.rows());
         let edge = n.saturating_sub(recent.max(1));
         let old = edge.saturating_sub(sinks);
         let covered = old <= block.max(samples);
         if !covered {
             self.sort_to(edge);
         }
-        let (k, v) = (MatRef::new(&self.k, n, d), MatRef::new(&self.v, n, d_v));
+        let (k, v) = (self.cached.keys(), self.cached.values());
         if covered {
             return exact_group(&mut Group::decode(q, k, v, scale, out, lse, self.index, cx)?);
         }
@@ -184,7 +174,7 @@ impl<T: Real> GroupStream<T> for HashedStream<T> {
     }
 
     fn state_bytes(&self) -> usize {
-        (self.k.len() + self.v.len()) * size_of::<T>() + self.sorted.len() * size_of::<(u32, u32)>()
+        self.cached.bytes() + self.sorted.len() * size_of::<(u32, u32)>()
     }
 }
 
@@ -223,7 +213,7 @@ mod tests {
                 stream.attend(MatRef::new(&q, 2, p.d), p.scale, &mut out, &mut lse, cx).unwrap();
             });
         }
-        assert_eq!(stream.len(), p.n_k);
+        assert_eq!(stream.cached.tokens(), p.n_k);
         (out, lse)
     }
 

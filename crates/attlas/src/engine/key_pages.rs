@@ -1,12 +1,12 @@
 //! Pages of cached keys: each token scores them by a bound or a mean, attends to the keys of the best ones exactly, and to
 //! every run of the others at its mean.
 
-use crate::engine::select_top;
+use crate::engine::{CachedRows, select_top};
 use crate::group::GroupStream;
 use crate::method::RunInfo;
 use crate::workspace::Context;
 use crate::{MatRef, Real, Result};
-use attlas_num::kernels::{Attend, AttendChosen, Band, Precision, matvec, max, merge_lse, pages};
+use attlas_num::kernels::{Attend, AttendChosen, Band, Precision, matvec, max, merge_lse};
 use rayon::prelude::*;
 
 /// How a page is scored.
@@ -224,7 +224,7 @@ impl<T: Real> KeyPages<T> {
         let known = MatRef::new(&self.scores, self.scores.len() / width, width);
         let mut logits = cx.scratch.take::<T>(count);
         let mut total = vec![T::ZERO; count];
-        let mut held = 0.0;
+        let mut covered = 0.0;
         for (q, &near) in q.iter_rows().zip(near) {
             let query: Vec<T> = match score {
                 PageScore::Mean => q.iter().map(|&x| x * scale).collect(),
@@ -252,7 +252,7 @@ impl<T: Real> KeyPages<T> {
             attlas_num::kernels::exp_in_place(&mut logits);
             let rest = (near - top).exp();
             let sum = rest + attlas_num::kernels::sum(&logits);
-            held += (rest / sum).to_f64();
+            covered += (rest / sum).to_f64();
             total.iter_mut().zip(logits.iter()).for_each(|(t, &x)| *t += x / sum);
         }
         let mut best = Vec::new();
@@ -261,8 +261,8 @@ impl<T: Real> KeyPages<T> {
             let wanted = share * q.rows() as f64;
             best.sort_by(|&a, &b| total[b].partial_cmp(&total[a]).unwrap_or(std::cmp::Ordering::Equal));
             let enough = best.iter().take_while(|&&p| {
-                let short = held.partial_cmp(&wanted).is_none_or(|order| order.is_lt());
-                held += total[p].to_f64();
+                let short = covered.partial_cmp(&wanted).is_none_or(|order| order.is_lt());
+                covered += total[p].to_f64();
                 short
             });
             let enough = enough.count();
@@ -290,27 +290,21 @@ fn push_mean_of<T: Real>(to: &mut Vec<T>, x: MatRef<'_, T>, rows: &[usize], shar
 /// A growing cache with its pages.
 #[derive(Debug)]
 pub(super) struct PagedStream<T> {
-    k: Vec<T>,
-    v: Vec<T>,
+    cached: CachedRows<T>,
     known: KeyPages<T>,
 }
 
 impl<T: Real> KeyPages<T> {
     /// A stream that starts empty.
     pub fn stream(rule: PageRule, d: usize, d_v: usize) -> Box<dyn GroupStream<T>> {
-        Box::new(PagedStream { k: Vec::new(), v: Vec::new(), known: KeyPages::new(rule, d, d_v) })
+        Box::new(PagedStream { cached: CachedRows::new(d, d_v), known: KeyPages::new(rule, d, d_v) })
     }
 }
 
 impl<T: Real> GroupStream<T> for PagedStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
-        let (d, d_v) = (self.known.d, self.known.d_v);
-        pages::reserve(&mut self.k, k.rows() * d);
-        pages::reserve(&mut self.v, v.rows() * d_v);
-        k.iter_rows().for_each(|row| self.k.extend_from_slice(row));
-        v.iter_rows().for_each(|row| self.v.extend_from_slice(row));
-        let n = self.k.len() / d;
-        self.known.extend(MatRef::new(&self.k, n, d), MatRef::new(&self.v, n, d_v));
+        self.cached.append(k, v);
+        self.known.extend(self.cached.keys(), self.cached.values());
         Ok(())
     }
 
@@ -322,12 +316,11 @@ impl<T: Real> GroupStream<T> for PagedStream<T> {
         lse: &mut [T],
         cx: Context<'_>,
     ) -> Result<RunInfo> {
-        let n = self.k.len() / self.known.d;
-        let (k, v) = (MatRef::new(&self.k, n, self.known.d), MatRef::new(&self.v, n, self.known.d_v));
+        let (k, v, n) = (self.cached.keys(), self.cached.values(), self.cached.tokens());
         Ok(RunInfo::visited(self.known.attend(q, k, v, n, scale, true, cx, out, lse)))
     }
 
     fn state_bytes(&self) -> usize {
-        (self.k.len() + self.v.len()) * size_of::<T>() + self.known.bytes()
+        self.cached.bytes() + self.known.bytes()
     }
 }

@@ -17,6 +17,7 @@
 //! | `columns`, `subset`, `tile`, `select` | sampled columns, chosen keys, masked tiles, top-k thresholds | sampling and top-k methods |
 //! | `chosen_blocks`, `token_blocks`, `far_field`, `sampled_error` | rows of all heads that share a choice of keys, means of the other keys, the error on sampled rows | `sampled_columns`, `block_sparse`, `multipole` |
 //! | `key_pages` | decoding over the best pages of keys, means of the others | `quest`, `block_sparse` |
+//! | `cached_rows` | every key and value of a stream | `exact`, `routing`, `sampled_columns`, `prescored_hyper`, `hashed_stream`, `key_pages` |
 //! | `evict` | a cache of bounded size | `snap`, `h2o` |
 //! | `per_group` | random objects that a plan draws, one per sequence and key head | methods that hash, sketch or project |
 //! | `turn` | rows moved along rotary positions | `multipole`, `sink_window` |
@@ -24,6 +25,7 @@
 
 mod always_seen;
 mod block_mask;
+mod cached_rows;
 mod causal;
 mod chosen_blocks;
 mod columns;
@@ -55,10 +57,11 @@ mod turn;
 
 pub use always_seen::{ALWAYS_LEAKS, FirstKeys, always_leaks};
 pub use block_mask::{BlockMask, BlockRow, Buckets, Join, attend_buckets, buckets_scratch_len};
+pub use cached_rows::CachedRows;
 pub use causal::{
     CausalPart, Rectangle, causal_pairs, causal_parts, causal_rectangles, causal_scratch_bytes, causalize,
 };
-pub use chosen_blocks::{NearField, Place, Scored, TurnedKeys, attend_chosen_blocks};
+pub use chosen_blocks::{NearField, QueryBlock, Scored, TurnedKeys, attend_chosen_blocks};
 pub use columns::{Columns, divide_by, relative_squares};
 pub use evict::Eviction;
 pub use exact_backward::exact_backward;

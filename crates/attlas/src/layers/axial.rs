@@ -5,18 +5,14 @@
 //!
 //! **Math.** For axis $a$ with weights of its own, $\mathcal{X} \leftarrow \mathcal{X} + \mathrm{MHA}_a(\mathcal{X})$, axes in
 //! order (`sequential`; the last residual is left to the caller, as for every layer here), or $\sum_a
-//! \mathrm{MHA}_a(\mathcal{X})$ (`sum`). An axis may be causal. [`raster_causal`] builds the two-dimensional
-//! autoregressive scheme: an outer stack of unmasked row and causal column attention, shifted down by one row, and an
-//! inner stack of causal row attention on the input shifted right by one, so that a pixel depends on all earlier ones in
-//! raster order and on no other.
+//! \mathrm{MHA}_a(\mathcal{X})$ (`sum`). An axis may be causal.
 //!
 //! **Reference.** ho2019. The popular package sums the axes and has no masks.
 //!
 //! **Cost.** $4 N D \sum N_a$ operations against $4 N^2 D$; parameters $4 D^2$ an axis. The cache of the causal form
 //! holds the keys and values of every axis.
 //!
-//! **Guarantees.** One axis, or one longer than 1, is multi-head attention; the raster scheme has the full field and no
-//! leak; tested here.
+//! **Guarantees.** One axis, or one longer than 1, is multi-head attention; tested here.
 //!
 //! **When to use.** Images, videos and other grids.
 
@@ -233,49 +229,6 @@ impl Layer for Axial {
     }
 }
 
-/// The autoregressive scheme on a two-dimensional grid, in raster order.
-///
-/// Every layer of `outer` must leave rows whole and be causal along columns (`combine = sequential`, `causal = 1x0`); its
-/// row attention is axis 1. Every layer of `inner` must be causal along rows and not look at columns: a grid of one axis
-/// as long as a row. The output at a pixel depends on the pixels strictly before it; a residual is added around each
-/// layer.
-pub fn raster_causal(
-    outer: &[&dyn Layer],
-    inner: &[&dyn Layer],
-    x: MatRef<'_, f32>,
-    columns: usize,
-    ws: &mut Workspace,
-) -> Result<Vec<f32>> {
-    let (n, d) = (x.rows(), x.cols());
-    if columns == 0 || !n.is_multiple_of(columns) {
-        return Err(Error::shape("raster", format!("whole rows of {columns}"), n));
-    }
-    let plain = x.to_mat().into_vec();
-    let mut above = plain.clone();
-    let mut y = vec![0.0; n * d];
-    for layer in outer {
-        layer.forward_all(MatRef::new(&above, n, d), &mut y, ws)?;
-        above.iter_mut().zip(&y).for_each(|(a, y)| *a += y);
-    }
-    // Down by one row: a pixel gets what was computed from the rows above it.
-    let mut hidden = vec![0.0; n * d];
-    if n > columns {
-        hidden[columns * d..].copy_from_slice(&above[..(n - columns) * d]);
-    }
-    // Right by one: a pixel gets its left neighbour, the first of a row nothing.
-    for (row, plain) in hidden.chunks_exact_mut(columns * d).zip(plain.chunks_exact(columns * d)) {
-        row[d..].iter_mut().zip(plain).for_each(|(h, p)| *h += p);
-    }
-    for layer in inner {
-        let rows = hidden.chunks_exact_mut(columns * d).zip(y.chunks_exact_mut(columns * d));
-        for (row, y) in rows {
-            layer.forward(MatRef::new(row, columns, d), &mut *layer.new_cache(), y, ws)?;
-        }
-        hidden.iter_mut().zip(&y).for_each(|(h, y)| *h += y);
-    }
-    Ok(hidden)
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::mode_wise;
@@ -347,28 +300,6 @@ mod tests {
             })
             .collect();
         assert_close(&out, &want);
-    }
-
-    #[test]
-    fn the_raster_scheme_sees_all_of_the_past_and_nothing_else() {
-        let (rows, columns, d) = (4, 5, 20);
-        let outer = random_layer(&LAYER, &SHAPE, &dims("4x5").with("causal", "1x0"));
-        let inner = random_layer(&LAYER, &SHAPE, &dims("5"));
-        let x = random("x", rows * columns, d);
-        let mut ws = Workspace::single().unwrap();
-        let mut run =
-            |x: &Mat<f32>| raster_causal(&[&*outer], &[&*inner], x.as_ref(), columns, &mut ws).unwrap();
-        let before = run(&x);
-        for p in 0..rows * columns {
-            let mut y = x.clone();
-            y.row_mut(p).iter_mut().for_each(|v| *v += 0.7);
-            let after = run(&y);
-            for i in 0..rows * columns {
-                let same = (0..d).all(|c| before[i * d + c].to_bits() == after[i * d + c].to_bits());
-                assert_eq!(same, i <= p, "pixel {p} and output {i}");
-            }
-        }
-        assert!(raster_causal(&[], &[], x.as_ref(), 3, &mut ws).is_err());
     }
 
     #[test]

@@ -123,7 +123,14 @@ impl Collaborative {
         })
     }
 
-    fn run(&self, x: MatRef<'_, f32>, cache: &mut Cache, band: Band, out: &mut [f32], cx: Context<'_>) {
+    fn run(
+        &self,
+        x: MatRef<'_, f32>,
+        cache: &mut SharedKeyCache,
+        band: Band,
+        out: &mut [f32],
+        cx: Context<'_>,
+    ) {
         let (s, r, n) = (&self.shape, self.rank, x.rows());
         let q = project(&*self.q, x, cx);
         cache.k.append(&project(&*self.k, x, cx));
@@ -157,9 +164,9 @@ impl Collaborative {
         self.o.apply(MatRef::new(&interleave(&parts, n, s.d_v), n, s.n_heads * s.d_v), out, cx);
     }
 
-    fn empty(&self) -> Cache {
+    fn empty(&self) -> SharedKeyCache {
         let s = &self.shape;
-        Cache {
+        SharedKeyCache {
             k: HeadRows::new(1, self.rank),
             v: HeadRows::new(s.n_heads, s.d_v),
             content: HeadRows::new(s.n_heads, 1),
@@ -193,7 +200,7 @@ impl Layer for Collaborative {
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
         check_io(x, out, self.shape.d_model)?;
-        let cache: &mut Cache = own(cache, LAYER.id)?;
+        let cache: &mut SharedKeyCache = own(cache, LAYER.id)?;
         let first = cache.k.len();
         ws.install(|cx| self.run(x, cache, Band::causal(first as isize), out, cx));
         let p = Problem::new(self.shape.n_heads, 1, 1).with_lens(x.rows(), first + x.rows()).causal();
@@ -221,13 +228,13 @@ impl Layer for Collaborative {
 
 /// Shared keys, values of every head, and what each key adds to the logits of each head.
 #[derive(Debug)]
-struct Cache {
+struct SharedKeyCache {
     k: HeadRows,
     v: HeadRows,
     content: HeadRows,
 }
 
-impl LayerCache for Cache {
+impl LayerCache for SharedKeyCache {
     fn len(&self) -> usize {
         self.k.len()
     }

@@ -86,12 +86,19 @@ impl FeatureWise {
         })
     }
 
-    fn empty(&self) -> Cache {
+    fn empty(&self) -> WeightedValueCache {
         let s = &self.shape;
-        Cache { k: HeadRows::new(s.n_heads, s.d), v: HeadRows::new(s.n_heads, 2 * s.d_v) }
+        WeightedValueCache { k: HeadRows::new(s.n_heads, s.d), v: HeadRows::new(s.n_heads, 2 * s.d_v) }
     }
 
-    fn run(&self, x: MatRef<'_, f32>, cache: &mut Cache, band: Band, out: &mut [f32], cx: Context<'_>) {
+    fn run(
+        &self,
+        x: MatRef<'_, f32>,
+        cache: &mut WeightedValueCache,
+        band: Band,
+        out: &mut [f32],
+        cx: Context<'_>,
+    ) {
         let (s, n) = (&self.shape, x.rows());
         let q = project(&*self.q, x, cx);
         cache.k.append(&project(&*self.k, x, cx));
@@ -145,7 +152,7 @@ impl Layer for FeatureWise {
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
         check_io(x, out, self.shape.d_model)?;
-        let cache: &mut Cache = own(cache, LAYER.id)?;
+        let cache: &mut WeightedValueCache = own(cache, LAYER.id)?;
         let first = cache.k.len();
         ws.install(|cx| self.run(x, cache, Band::causal(first as isize), out, cx));
         let p = Problem::new(self.shape.n_heads, 1, 1).with_lens(x.rows(), first + x.rows()).causal();
@@ -172,12 +179,12 @@ impl Layer for FeatureWise {
 
 /// Keys, and weighted values with their weights.
 #[derive(Debug)]
-struct Cache {
+struct WeightedValueCache {
     k: HeadRows,
     v: HeadRows,
 }
 
-impl LayerCache for Cache {
+impl LayerCache for WeightedValueCache {
     fn len(&self) -> usize {
         self.k.len()
     }

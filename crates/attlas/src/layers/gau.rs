@@ -228,7 +228,7 @@ impl Layer for Gau {
     }
 
     fn new_cache(&self) -> Box<dyn LayerCache> {
-        Box::new(Cache { stream: None, len: 0, lost: false })
+        Box::new(GatedCache { stream: None, len: 0, lost: false })
     }
 
     fn forward(
@@ -239,7 +239,7 @@ impl Layer for Gau {
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
         check_io(x, out, self.shape.d_model)?;
-        let cache: &mut Cache = own(cache, LAYER.id)?;
+        let cache: &mut GatedCache = own(cache, LAYER.id)?;
         if cache.lost {
             return refuse(
                 LAYER.id,
@@ -312,20 +312,20 @@ impl Layer for Gau {
 
 /// The state of the attention, which forgets single tokens.
 #[derive(Debug)]
-struct Cache {
+struct GatedCache {
     stream: Option<Box<dyn Stream>>,
     len: usize,
     lost: bool,
 }
 
-impl LayerCache for Cache {
+impl LayerCache for GatedCache {
     fn len(&self) -> usize {
         self.len
     }
 
     fn truncate(&mut self, len: usize) {
         if len == 0 {
-            *self = Cache { stream: None, len: 0, lost: false };
+            *self = GatedCache { stream: None, len: 0, lost: false };
         } else if len < self.len {
             (self.len, self.lost) = (len, true);
         }

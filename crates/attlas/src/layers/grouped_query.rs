@@ -113,7 +113,7 @@ impl Layer for GroupedQuery {
 
     fn new_cache(&self) -> Box<dyn LayerCache> {
         let s = &self.shape;
-        Box::new(Cache(KvCache::new(1, s.n_kv_heads, s.d, s.d_v, 0)))
+        Box::new(RotatedCache(KvCache::new(1, s.n_kv_heads, s.d, s.d_v, 0)))
     }
 
     fn forward(
@@ -123,12 +123,12 @@ impl Layer for GroupedQuery {
         out: &mut [f32],
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
-        self.append_and_attend(x, own::<Cache>(cache, LAYER.id)?, Mask::Causal, out, ws)
+        self.append_and_attend(x, own::<RotatedCache>(cache, LAYER.id)?, Mask::Causal, out, ws)
     }
 
     fn forward_all(&self, x: MatRef<'_, f32>, out: &mut [f32], ws: &mut Workspace) -> Result<RunInfo> {
         let s = &self.shape;
-        let mut cache = Cache(KvCache::new(1, s.n_kv_heads, s.d, s.d_v, 0));
+        let mut cache = RotatedCache(KvCache::new(1, s.n_kv_heads, s.d, s.d_v, 0));
         self.append_and_attend(x, &mut cache, Mask::None, out, ws)
     }
 }
@@ -138,7 +138,7 @@ impl GroupedQuery {
     fn append_and_attend(
         &self,
         x: MatRef<'_, f32>,
-        Cache(cache): &mut Cache,
+        RotatedCache(cache): &mut RotatedCache,
         mask: Mask,
         out: &mut [f32],
         ws: &mut Workspace,
@@ -179,9 +179,9 @@ impl GroupedQuery {
 
 /// Rotated keys and values.
 #[derive(Debug)]
-struct Cache(KvCache<f32>);
+struct RotatedCache(KvCache<f32>);
 
-impl LayerCache for Cache {
+impl LayerCache for RotatedCache {
     fn len(&self) -> usize {
         self.0.len()
     }

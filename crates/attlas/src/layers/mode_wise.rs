@@ -137,7 +137,7 @@ impl ModeWise {
     fn hops(
         &self,
         q: &[f32],
-        cache: &mut Cache,
+        cache: &mut HopCache,
         grid: &[usize],
         first: usize,
         causal: bool,
@@ -260,7 +260,7 @@ impl Layer for ModeWise {
     }
 
     fn new_cache(&self) -> Box<dyn LayerCache> {
-        Box::new(Cache::new(&self.shape, self.params.n_modes()))
+        Box::new(HopCache::new(&self.shape, self.params.n_modes()))
     }
 
     fn forward(
@@ -278,7 +278,7 @@ impl Layer for ModeWise {
         let Some(Sizes(grid)) = &self.params.modes else {
             return refuse(LAYER.id, "a causal layer needs its fold: set modes, such as 512x256");
         };
-        let cache: &mut Cache = own(cache, LAYER.id)?;
+        let cache: &mut HopCache = own(cache, LAYER.id)?;
         let (first, tokens) = (cache.k.len(), x.rows());
         check_room(LAYER.id, first + tokens, grid)?;
         ws.install(|cx| {
@@ -310,7 +310,7 @@ impl Layer for ModeWise {
             let (heads, visited) = if unfolded {
                 self.unfolded(&qkv, n, &grid, cx)
             } else {
-                let mut cache = Cache::new(s, grid.len());
+                let mut cache = HopCache::new(s, grid.len());
                 cache.k.append(&qkv[1]);
                 cache.v[0].append(&qkv[2]);
                 self.hops(&qkv[0], &mut cache, &grid, 0, false, cx)
@@ -340,19 +340,19 @@ impl Layer for ModeWise {
 
 /// Keys, and the values before each hop.
 #[derive(Debug)]
-struct Cache {
+struct HopCache {
     k: HeadRows,
     v: Vec<HeadRows>,
 }
 
-impl Cache {
+impl HopCache {
     fn new(s: &LayerShape, modes: usize) -> Self {
         let hop = |i: usize| HeadRows::new(if i == 0 { s.n_kv_heads } else { s.n_heads }, s.d_v);
         Self { k: HeadRows::new(s.n_kv_heads, s.d), v: (0..modes).map(hop).collect() }
     }
 }
 
-impl LayerCache for Cache {
+impl LayerCache for HopCache {
     fn len(&self) -> usize {
         self.k.len()
     }

@@ -204,7 +204,7 @@ impl Layer for Tensorized {
 
     fn new_cache(&self) -> Box<dyn LayerCache> {
         let t = vec![0.0; self.params.rank * self.shape.d_model];
-        Box::new(Cache { k: Vec::new(), v: Vec::new(), rank: self.params.rank, t, summed: 0 })
+        Box::new(ContractionCache { k: Vec::new(), v: Vec::new(), rank: self.params.rank, t, summed: 0 })
     }
 
     fn forward(
@@ -216,7 +216,7 @@ impl Layer for Tensorized {
     ) -> Result<RunInfo> {
         let (d, n, r) = (self.shape.d_model, self.params.seq_len, self.params.rank);
         check_io(x, out, d)?;
-        let cache: &mut Cache = own(cache, LAYER.id)?;
+        let cache: &mut ContractionCache = own(cache, LAYER.id)?;
         let (first, tokens) = (cache.len(), x.rows());
         if first + tokens > n {
             return refuse(
@@ -279,7 +279,7 @@ impl Layer for Tensorized {
 
 /// Keys, values, and the contraction with the output weights so far.
 #[derive(Debug)]
-struct Cache {
+struct ContractionCache {
     k: Vec<f32>,
     v: Vec<f32>,
     rank: usize,
@@ -288,7 +288,7 @@ struct Cache {
     summed: usize,
 }
 
-impl LayerCache for Cache {
+impl LayerCache for ContractionCache {
     fn len(&self) -> usize {
         self.k.len() / self.rank.max(1)
     }

@@ -111,39 +111,35 @@ fn lengths_that_fill_no_register_are_exact_to_rounding() {
     }
 }
 
-#[test]
-fn a_row_does_not_depend_on_its_company() {
-    let scratch = Scratch::new();
-    let bytes = random_weights(Format::Q4_1, 40, 96, 1);
-    let w = WeightRef::new(&bytes, Format::Q4_1, 40, 96).unwrap();
-    let x = random_x(50, 96, 2);
-    for sizes in [[1, 4, 17], [21, 34, 50]] {
-        let outs = sizes.map(|n| {
-            let mut out = vec![0.0; n * 40];
-            product(MatRef::new(&x[..n * 96], n, 96), w, &mut out, &scratch);
+/// Rows of the product beside other rows, few or many, and on other numbers of threads.
+pub(super) fn check_company_and_threads<I: Copy + Sync>(isa: I, products: Products<I>) {
+    let (rows, cols) = (300, 320);
+    for format in [Format::Q4_1, Format::Q8_0] {
+        let bytes = random_weights(format, rows, cols, 1);
+        let w = WeightRef::new(&bytes, format, rows, cols).unwrap();
+        let x = random_x(50, cols, 2);
+        let run = |n: usize, threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let mut out = vec![0.0; n * rows];
+            let mut jobs = [Job { weight: w, out: &mut out }];
+            let x = MatRef::new(&x[..n * cols], n, cols);
+            pool.install(|| products(isa, x, &mut jobs, &Scratch::new()));
             out
-        });
-        assert_eq!(outs[0][..40], outs[1][..40]);
-        assert_eq!(outs[1][..], outs[2][..outs[1].len()]);
+        };
+        for sizes in [[1, 4, 17], [21, 34, 50]] {
+            let outs = sizes.map(|n| run(n, 1));
+            assert_eq!(outs[0][..rows], outs[1][..rows]);
+            assert_eq!(outs[1][..], outs[2][..outs[1].len()]);
+            for (n, out) in sizes.iter().zip(&outs) {
+                assert!(*out == run(*n, 3) && *out == run(*n, 7), "{n} rows");
+            }
+        }
     }
 }
 
 #[test]
-fn the_thread_count_changes_no_bit() {
-    let bytes = random_weights(Format::Q8_0, 300, 320, 1);
-    let w = WeightRef::new(&bytes, Format::Q8_0, 300, 320).unwrap();
-    let x = random_x(50, 320, 2);
-    for n in [1, 6, 50] {
-        let run = |threads: usize| {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let mut out = vec![0.0; n * 300];
-            pool.install(|| product(MatRef::new(&x[..n * 320], n, 320), w, &mut out, &Scratch::new()));
-            out
-        };
-        let one = run(1);
-        assert_eq!(one, run(2));
-        assert_eq!(one, run(7));
-    }
+fn a_row_depends_neither_on_its_company_nor_on_the_thread_count() {
+    check_company_and_threads(Isa::best(), products);
 }
 
 #[test]
@@ -190,11 +186,14 @@ fn dequantised_values_have_the_same_bits_on_every_instruction_set() {
     }
 }
 
-#[test]
-fn infinities_and_nans_stay_in_their_rows() {
+/// What a kernel for products looks like on one of its instruction sets.
+pub(super) type Products<I> = fn(I, MatRef<'_, f32>, &mut [Job<'_>], &Scratch);
+
+/// Infinite weights and a NaN in x spoil their own rows and columns of the product, and nothing else.
+pub(super) fn check_infinities<I: Copy + std::fmt::Debug>(isas: &[I], products: Products<I>) {
     let scratch = Scratch::new();
     let (rows, cols) = (6, 64);
-    for &isa in Isa::available() {
+    for &isa in isas {
         for n in [2, 30] {
             let mut bytes = random_weights(Format::Q4_1, rows, cols, 4);
             bytes[40..42].copy_from_slice(&half::f16::INFINITY.to_bits().to_le_bytes());
@@ -209,6 +208,11 @@ fn infinities_and_nans_stay_in_their_rows() {
             }
         }
     }
+}
+
+#[test]
+fn infinities_and_nans_stay_in_their_rows() {
+    check_infinities(Isa::available(), products);
 }
 
 #[test]

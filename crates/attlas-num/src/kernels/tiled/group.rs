@@ -4,7 +4,7 @@ use super::super::attend::Job;
 use super::super::block::{Block, accumulate};
 use super::super::simd::{Exponential, Kernel, Simd, softcap};
 use super::near::Rows;
-use super::{Plan, State, load, store};
+use super::{OnlineSoftmax, Plan, load, store};
 use crate::mat::Real;
 use std::ops::Range;
 
@@ -31,7 +31,7 @@ impl<T: Real> Tile<'_, '_, T> {
         s: S,
         queries: &[T],
         logits: &mut [T],
-        mut state: State<'_, T>,
+        mut state: OnlineSoftmax<'_, T>,
     ) {
         // Keys that some row sees, and those that all see: ranges begin and end in the order of the rows.
         let of_row = |i: usize| {
@@ -158,7 +158,7 @@ struct Weights<'t, 's, S: Simd, const NV: usize> {
     seen: Range<usize>,
     top: &'t [S::V; NV],
     weights: &'t mut [S::T],
-    state: &'t mut State<'s, S::T>,
+    state: &'t mut OnlineSoftmax<'s, S::T>,
 }
 
 impl<S: Simd, const NV: usize> Kernel<S> for Weights<'_, '_, S, NV> {

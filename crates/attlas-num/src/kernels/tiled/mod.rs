@@ -81,17 +81,17 @@ fn groups(rows: usize, lanes: usize) -> impl Iterator<Item = Group> {
 
 /// What is kept of the rows of a block, or of a group: the running maximum, the sum of weights, and the output, not yet
 /// divided by the sum, as `[d_v][rows]` group by group.
-struct State<'s, T> {
+struct OnlineSoftmax<'s, T> {
     max: &'s mut [T],
     sum: &'s mut [T],
     acc: &'s mut [T],
 }
 
-impl<T> State<'_, T> {
+impl<T> OnlineSoftmax<'_, T> {
     /// That of the rows of one group.
     #[inline(always)]
-    fn rows(&mut self, rows: Range<usize>, d_v: usize) -> State<'_, T> {
-        State {
+    fn rows(&mut self, rows: Range<usize>, d_v: usize) -> OnlineSoftmax<'_, T> {
+        OnlineSoftmax {
             max: &mut self.max[rows.clone()],
             sum: &mut self.sum[rows.clone()],
             acc: &mut self.acc[rows.start * d_v..rows.end * d_v],
@@ -136,7 +136,7 @@ pub(super) fn attend<S: Simd, const MR: usize>(
         max.fill(S::T::NEG_INFINITY);
         sum.fill(S::T::ZERO);
         acc.fill(S::T::ZERO);
-        let mut state = State { max: &mut max, sum: &mut sum, acc: &mut acc };
+        let mut state = OnlineSoftmax { max: &mut max, sum: &mut sum, acc: &mut acc };
 
         // Ranges begin and end in the order of the rows.
         let seen = job.band.range(i0, n_k).start..job.band.range(i0 + live - 1, n_k).end;
@@ -203,7 +203,7 @@ fn fetch<S: Simd>(s: S, a: MatRef<'_, S::T>, rows: Range<usize>) {
 
 /// Divides the outputs of a group by the sums of weights and writes them out, row by row.
 struct Finish<'t, 's, T> {
-    state: State<'s, T>,
+    state: OnlineSoftmax<'s, T>,
     out: &'t mut [T],
     lse: &'t mut [T],
 }

@@ -6,12 +6,12 @@
 //! time. Only the small matrix $A_{I,I} - G_{:,I}^\top G_{:,I}$ of the proposals is needed to decide.
 
 use super::matrix::PsdMatrix;
-use super::state::State;
+use super::state::Factorisation;
 use crate::linalg::Result;
 use crate::rng::StreamKey;
 use crate::{Mat, Real};
 
-impl<T: Real> State<'_, T> {
+impl<T: Real> Factorisation<'_, T> {
     /// Logarithm of the sampling weight of `j`, before the power.
     fn log_score(&self, j: usize) -> f64 {
         if self.residual[j] <= 0.0 {

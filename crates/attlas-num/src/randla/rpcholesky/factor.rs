@@ -4,7 +4,7 @@
 //! all columns become sums over the pivots.
 
 use crate::kernels::{Isa, Op, gemm};
-use crate::linalg::{LinalgError, Result, Triangle, matmul_tn, solve_triangular_in_place};
+use crate::linalg::{Triangle, solve_triangular_in_place};
 use crate::scratch::Buf;
 use crate::{Mat, MatRef, Real, Scratch};
 use rayon::prelude::*;
@@ -92,17 +92,8 @@ impl<T: Real> PartialCholesky<'_, T> {
         taken.fold(f64::INFINITY, f64::min)
     }
 
-    /// $W X$ for the interpolation weights $W = L^{-\top} G$, without forming them: $\hat A = A_{:,S} W$.
-    /// `x` is $n \times c$; the result $k \times c$.
-    pub fn apply_weights(&self, x: MatRef<'_, T>, scratch: &Scratch) -> Result<Mat<f64>> {
-        let n = self.panels.n;
-        if x.rows() != n {
-            return Err(LinalgError::Shape { what: "rows of x", expected: n, found: x.rows() });
-        }
-        Ok(self.apply_weights_with(x.cols(), scratch, |j, out| out.copy_from_slice(x.row(j))))
-    }
-
-    /// The same where `fill(j, row)` writes row `j` of $X$, which has `cols` columns and is never formed whole.
+    /// $W X$ for the interpolation weights $W = L^{-\top} G$, without forming them: $\hat A = A_{:,S} W$. `fill(j, row)`
+    /// writes row `j` of $X$, which has `cols` columns and is never formed whole.
     pub fn apply_weights_with(
         &self,
         cols: usize,
@@ -132,11 +123,5 @@ impl<T: Real> PartialCholesky<'_, T> {
         }
         solve_triangular_in_place(Triangle::LowerTransposed, self.lower().as_ref(), y.data_mut(), cols);
         y
-    }
-
-    /// $G^\top G$, formed: for small matrices.
-    pub fn approximation(&self) -> Mat<T> {
-        let factor = self.factor();
-        matmul_tn(factor.as_ref(), factor.as_ref())
     }
 }

@@ -29,7 +29,7 @@ use crate::linalg::{LinalgError, Result};
 use crate::rng::StreamKey;
 use crate::{Real, Scratch};
 use factor::{PANEL, PANELS_PER_SUM};
-use state::State;
+use state::Factorisation;
 
 /// How pivots are found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,7 +96,7 @@ pub fn rp_cholesky<'s, T: Real, M: PsdMatrix<T> + ?Sized>(
         return Err(LinalgError::InvalidParam { name: "power", value: power, expected: "above 0" });
     }
     let rank = options.rank.min(matrix.size());
-    let mut state = State::new(matrix, log_scale, rank, scratch)?;
+    let mut state = Factorisation::new(matrix, log_scale, rank, scratch)?;
     let block = options.block_len();
     let stop = options.stop_tol.unwrap_or(if T::ROUNDOFF < 1e-10 { 1e-13 } else { 1e-6 });
     let variant = match options.variant {
@@ -126,7 +126,7 @@ pub fn cholesky_with_pivots<'s, T: Real, M: PsdMatrix<T> + ?Sized>(
     pivots: &[usize],
     scratch: &'s Scratch,
 ) -> Result<PartialCholesky<'s, T>> {
-    let mut state = State::new(matrix, None, pivots.len(), scratch)?;
+    let mut state = Factorisation::new(matrix, None, pivots.len(), scratch)?;
     for &s in pivots {
         if s >= state.n {
             return Err(LinalgError::Shape { what: "a pivot", expected: state.n, found: s });

@@ -11,7 +11,7 @@ use crate::{Mat, MatRef, Real, Scratch};
 use rayon::prelude::*;
 
 /// A factorisation in the making.
-pub(super) struct State<'s, T> {
+pub(super) struct Factorisation<'s, T> {
     pub(super) n: usize,
     panels: Panels<'s, T>,
     scratch: &'s Scratch,
@@ -27,7 +27,7 @@ pub(super) struct State<'s, T> {
     trace: f64,
 }
 
-impl<'s, T: Real> State<'s, T> {
+impl<'s, T: Real> Factorisation<'s, T> {
     pub(super) fn new<M: PsdMatrix<T> + ?Sized>(
         matrix: &M,
         log_scale: Option<&[f64]>,

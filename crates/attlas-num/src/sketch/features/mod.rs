@@ -8,14 +8,12 @@
 //! where a row of kernel values is normalised to sum one. [`Constants::Drop`] leaves those out; it is wrong
 //! wherever kernel values of different maps meet. The factor of a *key* re-weights keys and is never dropped.
 
-mod discrete;
 mod elementwise;
 mod exponential;
 mod hybrid;
 mod pola;
 mod trig;
 
-pub use discrete::{Discrete, DiscreteLaw};
 pub use elementwise::{Elementwise, ElementwiseFeatures, Identity};
 pub use exponential::{ExpFeatures, Exponent, Moments, SideMoments, optimal_a};
 pub use hybrid::{ClusterFeatures, HybridFeatures, HybridWeight};
@@ -117,19 +115,6 @@ pub fn default_num_features(d: usize) -> usize {
     ((d * d.max(1.0).ln() / 8.0).ceil() as usize).max(1) * 8
 }
 
-/// Turns rows of log-features into values in $[0, 1]$ and their logarithmic scales.
-///
-/// A row of zeros (all $-\infty$) gets scale 0.
-pub fn exponentiate_rows_in_place<T: Real>(features: &mut [T], num_features: usize, log_scale: &mut [T]) {
-    assert_eq!(features.len(), num_features * log_scale.len(), "rows × features");
-    for (row, scale) in features.chunks_exact_mut(num_features.max(1)).zip(log_scale) {
-        let top = row.iter().fold(T::NEG_INFINITY, |m, &x| m.max(x));
-        *scale = if top == T::NEG_INFINITY { T::ZERO } else { top };
-        row.iter_mut().for_each(|x| *x -= *scale);
-        crate::kernels::exp_in_place(row);
-    }
-}
-
 /// Checks the shapes of a call.
 fn check_call<T: Real>(x: MatRef<'_, T>, input_dim: usize, out: &[T], num_features: usize) {
     assert_eq!(x.cols(), input_dim, "row length");
@@ -160,16 +145,6 @@ pub(super) fn saturate<T: Real>(x: f64) -> T {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn exponentiation_keeps_the_products_and_survives_rows_of_zeros() {
-        let inf = f64::NEG_INFINITY;
-        let mut rows = vec![900.0, 901.0, inf, inf, inf, inf];
-        let mut scale = [f64::NAN; 2];
-        exponentiate_rows_in_place(&mut rows, 3, &mut scale);
-        assert_eq!(scale, [901.0, 0.0]);
-        assert_eq!(rows, [(-1.0f64).exp(), 1.0, 0.0, 0.0, 0.0, 0.0]);
-    }
 
     #[test]
     fn the_default_number_of_features_is_the_known_one() {

@@ -240,7 +240,7 @@ impl<T: Real> SignedFeatures<T> for TensorSketch {
 mod tests {
     use super::*;
     use crate::sketch::testing::{check_moments, signed_kernel_of};
-    use crate::sketch::variance::tensor_sketch_variance;
+    use crate::sketch::variance::SketchedPair;
 
     const X: [f64; 3] = [1.0, -0.4, 0.7];
     const Y: [f64; 3] = [0.6, 0.5, 0.9];
@@ -283,7 +283,7 @@ mod tests {
             (Hashing::OnTheFly, 3, 0.0, 16),
         ] {
             let spec = TensorSketchSpec { degree, c, r, hashing, ..TensorSketchSpec::default() };
-            let variance = tensor_sketch_variance(&X, &Y, c, degree, r);
+            let variance = SketchedPair::of(&X, &Y, c).variance(degree, r);
             let name = format!("{spec:?}");
             let sharpness = if degree == 3 { 0.2 } else { 0.12 };
             check_moments(&name, 20_000, (inner + c).powi(degree as i32), variance, sharpness, |seed| {

@@ -151,12 +151,20 @@ fn the_error_never_rises_between_sweeps() {
 #[test]
 fn permuting_modes_permutes_factors() {
     let t = fill(&[4, 5, 6], 50).unwrap();
-    let p = t.view().permute(&[2, 0, 1]).unwrap().to_tensor();
+    // Shapes [i, j, k] and [k, i, j].
+    let permuted = |t: &Tensor<f64>, shape: [usize; 3], from: [usize; 3]| {
+        Tensor::from_flat_fn(&shape, |e| {
+            let at = [e / (shape[1] * shape[2]), e / shape[2] % shape[1], e % shape[2]];
+            t.get(&from.map(|m| at[m])).unwrap()
+        })
+        .unwrap()
+    };
+    let p = permuted(&t, [6, 4, 5], [1, 2, 0]);
     let options = Options { iters: 5000, tol: Some(1e-14), restarts: 10, ..Default::default() };
     let (a, b) = (decompose(&t, 2, &options).unwrap(), decompose(&p, 2, &options).unwrap());
     assert!((a.rel_error - b.rel_error).abs() < 1e-10);
     assert_close(&a.cp.weights, &b.cp.weights, 1e-5);
-    let back = b.cp.reconstruct().unwrap().view().permute(&[1, 2, 0]).unwrap().to_tensor();
+    let back = permuted(&b.cp.reconstruct().unwrap(), [4, 5, 6], [2, 0, 1]);
     // The terms are known to the root of the error's accuracy.
     assert_close(back.data(), a.cp.reconstruct().unwrap().data(), 1e-5);
 }

@@ -53,8 +53,8 @@ impl<C: CompressKeys> BlockCausal<C> {
                 }
                 let b = (seen - 1) / self.block;
                 let rows = ((b + 1) * self.block - seen + 1).min(block.lse.len() - from);
-                let near = Near { start: b * self.block, seen };
-                let part = Part { k, v, scale, pieces: pieces(&levels, b), cx };
+                let near = BlockStart { start: b * self.block, seen };
+                let part = BlockInputs { k, v, scale, pieces: pieces(&levels, b), cx };
                 let here = from..from + rows;
                 info.keys_visited += self.rows(&part, near, &mut block, here, &ranges[b], &mut failed);
                 from += rows;
@@ -131,14 +131,14 @@ impl<C: CompressKeys> BlockCausal<C> {
     /// Rows `here` of `block`, all in one key block. Returns the pairs visited.
     fn rows<T: Real>(
         &self,
-        part: &Part<'_, T>,
-        near: Near,
+        part: &BlockInputs<'_, T>,
+        near: BlockStart,
         block: &mut RowBlock<'_, T>,
         here: Range<usize>,
         before: &ValueRange<T>,
         failed: &mut Vec<(usize, usize)>,
     ) -> u64 {
-        let &Part { k, v, scale, ref pieces, cx } = part;
+        let &BlockInputs { k, v, scale, ref pieces, cx } = part;
         let (rows, d_v) = (here.len(), v.cols());
         let q = block.q.sub_rows(here.clone());
         let out = &mut block.out[here.start * d_v..here.end * d_v];
@@ -195,7 +195,7 @@ impl<C: CompressKeys> BlockCausal<C> {
 }
 
 /// Data shared by the rows of one key block.
-struct Part<'a, T> {
+struct BlockInputs<'a, T> {
     k: MatRef<'a, T>,
     v: MatRef<'a, T>,
     scale: T,
@@ -205,7 +205,7 @@ struct Part<'a, T> {
 
 /// Where rows stand: their block begins at `start`, and the first of them sees `seen` keys.
 #[derive(Clone, Copy)]
-struct Near {
+struct BlockStart {
     start: usize,
     seen: usize,
 }

@@ -26,9 +26,9 @@ pub(super) struct NearStream<T> {
     /// Tokens pushed.
     len: usize,
     sinks: Pairs<T>,
-    /// Keys behind the sinks that are still held, the oldest first: the window, or everything where heavy keys are chosen.
-    held: Pairs<T>,
-    /// How many keys behind the sinks are no longer held.
+    /// Keys behind the sinks still in the cache, the oldest first: the window, or everything where heavy keys are chosen.
+    cached: Pairs<T>,
+    /// How many keys behind the sinks have left the cache.
     gone: usize,
     /// Far keys that the method's stream has, heavy ones left out.
     given: usize,
@@ -42,7 +42,7 @@ pub(super) struct NearStream<T> {
     guard: Option<Guard>,
 }
 
-/// What serves as the far part of each head, decided anew in every tile of positions. All keys must be held for it.
+/// What serves as the far part of each head, decided anew in every tile of positions. All keys must be cached for it.
 #[derive(Debug)]
 struct Guard {
     tile: Option<usize>,
@@ -70,7 +70,7 @@ impl<T: Real> NearStream<T> {
             d_v: p.d_v,
             len: 0,
             sinks: Pairs::default(),
-            held: Pairs::default(),
+            cached: Pairs::default(),
             gone: 0,
             given: 0,
             settled: 0,
@@ -97,7 +97,7 @@ impl<T: Real> NearStream<T> {
         cx: Context<'_>,
     ) -> Result<()> {
         let (d, d_v, heads) = (self.d, self.d_v, q.rows());
-        let mut far = Part::new(heads, d_v);
+        let mut far = PartialOutput::new(heads, d_v);
         let part = self.inner.attend(q, scale, &mut far.out, &mut far.lse, cx)?;
         *info = std::mem::take(info).merge(RunInfo { empty_rows: 0, ..part });
         // As a prompt does: the means of a tile of rows hold what its first row sees.
@@ -105,7 +105,7 @@ impl<T: Real> NearStream<T> {
         let first = (position - position % TILE).max(self.near.sinks + self.near.window);
         let limit = self.given - (position - first).min(self.given);
         let means = |bias: T| {
-            let mut part = Part::new(heads, d_v);
+            let mut part = PartialOutput::new(heads, d_v);
             let visited = self.rest.attend(q, limit, d, d_v, bias, scale, cx, &mut part.out, &mut part.lse);
             (part, visited as u64)
         };
@@ -121,18 +121,18 @@ impl<T: Real> NearStream<T> {
         let fresh = guard.tile != Some(position / TILE);
         let rest = (fresh || guard.choices.contains(&Choice::Means)).then(|| means(T::ZERO));
         info.keys_visited += rest.as_ref().map_or(0, |r| r.1);
-        let with = |h: usize, part: &Part<T>| {
+        let with = |h: usize, part: &PartialOutput<T>| {
             let (mut o, mut l) = (out[h * d_v..(h + 1) * d_v].to_vec(), lse[h]);
             merge_lse(&mut o, &mut l, &part.out[h * d_v..(h + 1) * d_v], part.lse[h]);
             o
         };
         if let Some((rest, _)) = rest.as_ref().filter(|_| fresh) {
             guard.tile = Some(position / TILE);
-            let mut exact = Part::new(heads, d_v);
-            let mut more = Part::new(heads, d_v);
+            let mut exact = PartialOutput::new(heads, d_v);
+            let mut more = PartialOutput::new(heads, d_v);
             let (k, v) = self.sinks.rows(0..self.sinks.len(d), d, d_v);
             exact_few_rows(q, k, v, scale, cx, &mut exact.out, &mut exact.lse);
-            let (k, v) = self.held.rows(0..self.held.len(d), d, d_v);
+            let (k, v) = self.cached.rows(0..self.cached.len(d), d, d_v);
             exact_few_rows(q, k, v, scale, cx, &mut more.out, &mut more.lse);
             merge(&mut exact.out, &mut exact.lse, &more.out, &more.lse);
             info.keys_visited += (self.len * heads) as u64;
@@ -167,7 +167,7 @@ impl<T: Real> NearStream<T> {
         let far = self.far_len();
         if far > self.settled {
             let rows = self.settled - self.gone..far - self.gone;
-            let (k, v) = self.held.rows(rows, self.d, self.d_v);
+            let (k, v) = self.cached.rows(rows, self.d, self.d_v);
             self.inner.push(k, v, cx)?;
             if self.unseen.is_some() || self.guard.is_some() {
                 self.rest.push(k, v);
@@ -179,7 +179,7 @@ impl<T: Real> NearStream<T> {
             // Moving what is left costs as much as the window is long, so it is done once in as many tokens.
             let done = self.settled - self.gone;
             if done >= self.near.window.max(TILE) {
-                self.held.drop_front(done, self.d, self.d_v);
+                self.cached.drop_front(done, self.d, self.d_v);
                 self.gone = self.settled;
             }
         }
@@ -191,7 +191,7 @@ impl<T: Real> NearStream<T> {
         let far = self.far_len();
         let means = self.recent.means(self.d);
         let means = MatRef::new(&means, self.recent.heads, self.d);
-        let (k, v) = self.held.rows(0..far, self.d, self.d_v);
+        let (k, v) = self.cached.rows(0..far, self.d, self.d_v);
         let keys: Vec<usize> = (0..far).collect();
         let heavy = heaviest(means, k, &keys, self.near.heavy, scale, cx);
         let mut taken = heavy.iter().copied().peekable();
@@ -224,7 +224,7 @@ impl<T: Real> NearStream<T> {
 impl<T: Real> GroupStream<T> for NearStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Result<()> {
         for (k, v) in k.iter_rows().zip(v.iter_rows()) {
-            let to = if self.len < self.near.sinks { &mut self.sinks } else { &mut self.held };
+            let to = if self.len < self.near.sinks { &mut self.sinks } else { &mut self.cached };
             to.k.extend_from_slice(k);
             to.v.extend_from_slice(v);
             self.len += 1;
@@ -257,8 +257,8 @@ impl<T: Real> GroupStream<T> for NearStream<T> {
         let mut more = vec![T::ZERO; out.len()];
         let mut more_lse = vec![T::NEG_INFINITY; heads];
         let mut seen = k.rows();
-        let window = self.far_len() - self.gone..self.held.len(d);
-        for (pairs, rows) in [(&self.held, window), (&self.heavy, 0..self.heavy.len(d))] {
+        let window = self.far_len() - self.gone..self.cached.len(d);
+        for (pairs, rows) in [(&self.cached, window), (&self.heavy, 0..self.heavy.len(d))] {
             let (k, v) = pairs.rows(rows, d, d_v);
             if k.rows() > 0 {
                 exact_few_rows(q, k, v, scale, cx, &mut more, &mut more_lse);
@@ -274,7 +274,8 @@ impl<T: Real> GroupStream<T> for NearStream<T> {
     }
 
     fn state_bytes(&self) -> usize {
-        let own = [&self.sinks, &self.held, &self.heavy].iter().map(|p| p.k.len() + p.v.len()).sum::<usize>();
+        let own =
+            [&self.sinks, &self.cached, &self.heavy].iter().map(|p| p.k.len() + p.v.len()).sum::<usize>();
         let rest = self.rest.means.k.len()
             + self.rest.means.v.len()
             + self.rest.tail.k.len()
@@ -284,12 +285,12 @@ impl<T: Real> GroupStream<T> for NearStream<T> {
 }
 
 /// Outputs and log-sum-exp of one row per head.
-struct Part<T> {
+struct PartialOutput<T> {
     out: Vec<T>,
     lse: Vec<T>,
 }
 
-impl<T: Real> Part<T> {
+impl<T: Real> PartialOutput<T> {
     fn new(heads: usize, d_v: usize) -> Self {
         Self { out: vec![T::ZERO; heads * d_v], lse: vec![T::NEG_INFINITY; heads] }
     }

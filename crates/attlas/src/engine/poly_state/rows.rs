@@ -6,7 +6,7 @@
 //! $D^+ = \sum_l |\varphi_l(q)| \sum_j |\varphi_l(k_j)|$ is handed to the [`Guard`].
 
 use super::power::{KeyTile, PowerKernel, finish_row, first_columns};
-use super::state::{State, merge_rows};
+use super::state::{SketchSums, merge_rows};
 use super::{Form, SketchAttention};
 use crate::workspace::Context;
 use crate::{MatRef, Real};
@@ -37,7 +37,7 @@ impl Guard {
 
 /// Near keys: their sketches and logarithms besides, where the kernel inside a block is sketched.
 #[derive(Clone, Copy)]
-pub(super) struct Near<'a, T> {
+pub(super) struct NearTile<'a, T> {
     pub(super) tile: KeyTile<'a, T>,
     pub(super) short: &'a [T],
     pub(super) logs: &'a [f64],
@@ -49,8 +49,8 @@ impl<T: Real> SketchAttention<'_, T> {
     pub(super) fn attend(
         &self,
         q: MatRef<'_, T>,
-        state: &State<'_, T>,
-        near: Option<(Near<'_, T>, &dyn Fn(usize) -> usize)>,
+        state: &SketchSums<'_, T>,
+        near: Option<(NearTile<'_, T>, &dyn Fn(usize) -> usize)>,
         out: &mut [T],
         cx: Context<'_>,
     ) -> Vec<usize> {
@@ -165,14 +165,14 @@ impl<T: Real> SketchAttention<'_, T> {
     fn near_sketched(
         &self,
         short: &[T],
-        near: Near<'_, T>,
+        near: NearTile<'_, T>,
         seen: &dyn Fn(usize) -> usize,
         sums: &mut [T],
         logs: &mut [f64],
         own_logs: &[f64],
         cx: Context<'_>,
     ) {
-        let Near { tile, short: keys, logs: key_logs } = near;
+        let NearTile { tile, short: keys, logs: key_logs } = near;
         let (rows, r, n, width) = (logs.len(), self.map.width(), tile.k.rows(), tile.augmented.cols());
         let mut weights = cx.scratch.take::<T>(rows * n);
         let mut factors = cx.scratch.take::<T>(n);

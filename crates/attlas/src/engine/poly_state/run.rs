@@ -6,8 +6,8 @@
 //! then added to the piece's state. Both cuts depend on sizes alone: threads change no bit.
 
 use super::power::{KeyTile, PowerKernel, TILE, augment_into, finish_row};
-use super::rows::Near;
-use super::state::State;
+use super::rows::NearTile;
+use super::state::SketchSums;
 use super::{Form, GEMM_SCRATCH_BYTES, ROWS, SketchAttention};
 use crate::group::Group;
 use crate::workspace::Context;
@@ -44,7 +44,7 @@ impl<T: Real> SketchAttention<'_, T> {
         &self,
         g: &mut Group<'_, T>,
         k: MatRef<'_, T>,
-        initial: Option<State<'_, T>>,
+        initial: Option<SketchSums<'_, T>>,
     ) -> Result<RunInfo> {
         g.lse.fill(T::NEG_INFINITY);
         if g.n_q() == 0 || g.q.heads() == 0 {
@@ -74,19 +74,19 @@ impl<T: Real> SketchAttention<'_, T> {
             .enumerate()
             .map(|(i, sums)| {
                 let range = i * PIECE_KEYS..((i + 1) * PIECE_KEYS).min(k.rows());
-                let mut state = State { sums, log: f64::NEG_INFINITY };
+                let mut state = SketchSums { sums, log: f64::NEG_INFINITY };
                 self.absorb(k.sub_rows(range.clone()), v.sub_rows(range), &mut state, cx);
                 state.log
             })
             .collect();
         let (first, rest) = sums.split_at_mut(len);
-        let mut state = State { sums: first, log: logs[0] };
+        let mut state = SketchSums { sums: first, log: logs[0] };
         rest.chunks_exact(len).zip(&logs[1..]).for_each(|(s, &log)| Self::combine(&mut state, s, log));
         self.read_all(g, k, &state)
     }
 
     /// Every row reads `state`, which holds the keys `k`.
-    fn read_all(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>, state: &State<'_, T>) -> Result<RunInfo> {
+    fn read_all(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>, state: &SketchSums<'_, T>) -> Result<RunInfo> {
         let cx = g.cx;
         let rows = (g.n_q() * g.q.heads()) as u64;
         let guarded = g.par_row_blocks(ROWS, |block| {
@@ -103,7 +103,7 @@ impl<T: Real> SketchAttention<'_, T> {
         &self,
         g: &mut Group<'_, T>,
         k: MatRef<'_, T>,
-        initial: Option<State<'_, T>>,
+        initial: Option<SketchSums<'_, T>>,
     ) -> Result<RunInfo> {
         let (v, cx, len) = (g.v, g.cx, self.state_len(g.d_v()));
         let (n_q, n_k, d_v, heads) = (g.n_q(), k.rows(), g.d_v(), g.q.heads());
@@ -121,7 +121,7 @@ impl<T: Real> SketchAttention<'_, T> {
             .with_max_len(1)
             .enumerate()
             .map(|(i, sums)| {
-                let mut state = State { sums, log: f64::NEG_INFINITY };
+                let mut state = SketchSums { sums, log: f64::NEG_INFINITY };
                 if i > 0 {
                     let range = keys_of(i - 1);
                     self.absorb(k.sub_rows(range.clone()), v.sub_rows(range), &mut state, cx);
@@ -135,7 +135,7 @@ impl<T: Real> SketchAttention<'_, T> {
         }
         for i in 1..pieces {
             let (before, own) = sums.split_at_mut(i * len);
-            let mut state = State { sums: &mut own[..len], log: logs[i] };
+            let mut state = SketchSums { sums: &mut own[..len], log: logs[i] };
             Self::combine(&mut state, &before[(i - 1) * len..], logs[i - 1]);
             logs[i] = state.log;
         }
@@ -163,7 +163,7 @@ impl<T: Real> SketchAttention<'_, T> {
             .with_max_len(1)
             .filter(|(_, (_, targets))| !targets.is_empty())
             .map(|(i, ((sums, log), targets))| {
-                self.run_piece(keys_of(i), k, v, State { sums, log }, targets, cx)
+                self.run_piece(keys_of(i), k, v, SketchSums { sums, log }, targets, cx)
             })
             .collect();
         let guarded = guarded.concat();
@@ -183,7 +183,7 @@ impl<T: Real> SketchAttention<'_, T> {
         keys: Range<usize>,
         k: MatRef<'_, T>,
         v: MatRef<'_, T>,
-        mut state: State<'_, T>,
+        mut state: SketchSums<'_, T>,
         mut targets: Vec<Target<'_, T>>,
         cx: Context<'_>,
     ) -> Vec<(usize, usize)> {
@@ -213,7 +213,8 @@ impl<T: Real> SketchAttention<'_, T> {
                     let q = target.q.sub_rows(from..from + rows);
                     let out = &mut target.out[from * d_v..(from + rows) * d_v];
                     // Keys behind the last row of the tile are not read at all.
-                    let near = Near { tile: whole.sub(0..row + rows - start), short: &short, logs: &logs };
+                    let near =
+                        NearTile { tile: whole.sub(0..row + rows - start), short: &short, logs: &logs };
                     let seen = |i: usize| row - start + i + 1;
                     let rows_guarded = self.attend(q, &state, Some((near, &seen)), out, cx);
                     let first = target.first + from;

@@ -10,7 +10,7 @@ use attlas_num::kernels::{self, Op, axpy, gemm};
 
 /// A state: `features × (d_v + 2)` sums, the last column that of absolute features, and their scale.
 #[derive(Debug)]
-pub(super) struct State<'a, T> {
+pub(super) struct SketchSums<'a, T> {
     pub(super) sums: &'a mut [T],
     pub(super) log: f64,
 }
@@ -21,7 +21,7 @@ impl<T: Real> SketchAttention<'_, T> {
         &self,
         k: MatRef<'_, T>,
         v: MatRef<'_, T>,
-        state: &mut State<'_, T>,
+        state: &mut SketchSums<'_, T>,
         cx: Context<'_>,
     ) {
         let (r, m, d_v) = (self.map.width(), self.features(), v.cols());
@@ -67,7 +67,7 @@ impl<T: Real> SketchAttention<'_, T> {
     }
 
     /// `into ← into + from`.
-    pub(super) fn combine(into: &mut State<'_, T>, from: &[T], log: f64) {
+    pub(super) fn combine(into: &mut SketchSums<'_, T>, from: &[T], log: f64) {
         if log == f64::NEG_INFINITY {
             return;
         }

@@ -4,8 +4,8 @@
 //! in a whole group.
 
 use super::power::{KeyTile, PowerKernel, augment_into};
-use super::rows::Near;
-use super::state::State;
+use super::rows::NearTile;
+use super::state::SketchSums;
 use super::{Form, Guard, HalfSketch, Prepare, SketchAttention};
 use crate::group::{Group, GroupStream};
 use crate::spread::{join_log, split_log};
@@ -60,7 +60,7 @@ impl<T: Real, M: HalfSketch<T> + 'static> SketchStream<T, M> {
     fn close_block(&mut self, cx: Context<'_>) {
         let n = self.manner.block;
         let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
-        let mut state = State { sums: &mut self.sums, log: self.log };
+        let mut state = SketchSums { sums: &mut self.sums, log: self.log };
         self.manner.with(&self.map).absorb(k, v, &mut state, cx);
         self.log = state.log;
         self.k.clear();
@@ -112,8 +112,8 @@ impl<T: Real, M: HalfSketch<T> + 'static> GroupStream<T> for SketchStream<T, M> 
         if sketched > 0 {
             like.map.sketch_into(k, cx, &mut short, &mut logs);
         }
-        let near = Near { tile, short: &short, logs: &logs };
-        let state = State { sums: &mut self.sums, log: self.log };
+        let near = NearTile { tile, short: &short, logs: &logs };
+        let state = SketchSums { sums: &mut self.sums, log: self.log };
         let guarded = like.attend(q, &state, Some((near, &|_| n)), out, cx);
         if let Some(kernel) = like.guard.kernel() {
             let all = self.kept[1].len() / self.d_v;
@@ -139,7 +139,7 @@ impl<T: Real, M: HalfSketch<T> + 'static> GroupStream<T> for SketchStream<T, M> 
             return None;
         }
         let mut sums = self.sums.clone();
-        let mut state = State { sums: &mut sums, log: self.log };
+        let mut state = SketchSums { sums: &mut sums, log: self.log };
         let n = self.v.len() / self.d_v;
         let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
         self.manner.with(&self.map).absorb(k, v, &mut state, cx);
@@ -154,7 +154,7 @@ impl<T: Real, M: HalfSketch<T> + 'static> GroupStream<T> for SketchStream<T, M> 
         if sums.len() != len + 2 || !self.k.is_empty() {
             return Err(Error::shape("sums", format!("{} and no open block", len + 2), sums.len()));
         }
-        let mut state = State { sums: &mut self.sums, log: self.log };
+        let mut state = SketchSums { sums: &mut self.sums, log: self.log };
         SketchAttention::combine(&mut state, &sums[..len], join_log([sums[len], sums[len + 1]]));
         self.log = state.log;
         Ok(())
@@ -172,7 +172,7 @@ impl<T: Real, M: HalfSketch<T> + 'static> GroupStream<T> for SketchStream<T, M> 
         let mut prepared = cx.scratch.take::<T>(rows * k.cols());
         self.manner.prepare.par_apply_into(k.sub_rows(0..rows), &mut prepared);
         let k = MatRef::new(&prepared, rows, k.cols());
-        let state = State { sums: &mut self.sums, log: self.log };
+        let state = SketchSums { sums: &mut self.sums, log: self.log };
         self.manner.with(&self.map).run_after(&mut x, k, Some(state))
     }
 }

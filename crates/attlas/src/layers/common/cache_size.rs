@@ -73,11 +73,6 @@ impl Scheme {
             }
         }
     }
-
-    /// Bytes cached for a token in `n_layers` layers of numbers of `bytes` bytes.
-    pub fn bytes_per_token(self, s: &LayerShape, n_layers: usize, bytes: usize) -> usize {
-        self.numbers_per_token(s) * n_layers * bytes
-    }
 }
 
 /// All schemes for one model, in the order of the survey's table.
@@ -123,11 +118,11 @@ mod tests {
     #[test]
     fn bytes_of_known_models_are_those_reported() {
         let deepseek = Scheme::Latent { rank: 512, rope_dim: 64 };
-        assert_eq!(Scheme::MultiHead.bytes_per_token(&LLAMA_2_7B, 32, 2), 524_288);
-        assert_eq!(Scheme::GroupedQuery.bytes_per_token(&LLAMA_3_8B, 32, 2), 131_072);
-        assert_eq!(Scheme::GroupedQuery.bytes_per_token(&SMOLLM2, 30, 2), 23_040);
-        assert_eq!(deepseek.bytes_per_token(&LLAMA_2_7B, 27, 2), 31_104);
-        assert_eq!(deepseek.bytes_per_token(&LLAMA_2_7B, 61, 2), 70_272);
+        assert_eq!(Scheme::MultiHead.numbers_per_token(&LLAMA_2_7B) * 32 * 2, 524_288);
+        assert_eq!(Scheme::GroupedQuery.numbers_per_token(&LLAMA_3_8B) * 32 * 2, 131_072);
+        assert_eq!(Scheme::GroupedQuery.numbers_per_token(&SMOLLM2) * 30 * 2, 23_040);
+        assert_eq!(deepseek.numbers_per_token(&LLAMA_2_7B) * 27 * 2, 31_104);
+        assert_eq!(deepseek.numbers_per_token(&LLAMA_2_7B) * 61 * 2, 70_272);
     }
 
     #[test]

@@ -15,7 +15,7 @@ impl HeadRows {
         Self { heads: vec![Vec::new(); heads], width }
     }
 
-    /// Tokens held.
+    /// Tokens cached.
     pub(crate) fn len(&self) -> usize {
         self.heads.first().map_or(0, |h| h.len() / self.width.max(1))
     }

@@ -229,7 +229,7 @@ impl Layer for Latent {
     }
 
     fn new_cache(&self) -> Box<dyn LayerCache> {
-        Box::new(Cache { row: self.sizes.row(), rows: Vec::new() })
+        Box::new(LatentCache { row: self.sizes.row(), rows: Vec::new() })
     }
 
     fn forward(
@@ -240,7 +240,7 @@ impl Layer for Latent {
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
         check_io(x, out, self.shape.d_model)?;
-        let cache = own::<Cache>(cache, LAYER.id)?;
+        let cache = own::<LatentCache>(cache, LAYER.id)?;
         if cache.row != self.sizes.row() {
             return Err(Error::shape("cache", format!("rows of {}", self.sizes.row()), cache.row));
         }
@@ -283,12 +283,12 @@ impl Layer for Latent {
 
 /// A row a token: the normalised latent, then the rotated key.
 #[derive(Debug)]
-struct Cache {
+struct LatentCache {
     row: usize,
     rows: Vec<f32>,
 }
 
-impl LayerCache for Cache {
+impl LayerCache for LatentCache {
     fn len(&self) -> usize {
         self.rows.len() / self.row
     }

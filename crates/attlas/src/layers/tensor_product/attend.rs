@@ -2,7 +2,7 @@
 
 use super::TensorProduct;
 use super::factors::{Side, Sizes, attend_factors, combine};
-use super::maps::{Cache, Map, Maps, Queries, Rows};
+use super::maps::{FactorCache, Map, Maps, Queries, Rows};
 use crate::layers::common::project;
 use crate::methods::exact::exact::METHOD as EXACT;
 use crate::{Mask, MatRef, Options, Out, Problem, Qkv, Result, RunInfo, TensorMut, TensorRef, Workspace};
@@ -15,7 +15,7 @@ impl TensorProduct {
     pub(super) fn append_and_attend(
         &self,
         x: MatRef<'_, f32>,
-        cache: &mut Cache,
+        cache: &mut FactorCache,
         mask: Mask,
         out: &mut [f32],
         ws: &mut Workspace,
@@ -82,7 +82,7 @@ impl TensorProduct {
         Cow::Owned(out)
     }
 
-    fn keys<'a>(&'a self, cache: &'a Cache, tokens: Range<usize>) -> Side<'a, f32> {
+    fn keys<'a>(&'a self, cache: &'a FactorCache, tokens: Range<usize>) -> Side<'a, f32> {
         let (h, p) = (self.plan.s.n_heads, &self.plan.p);
         let (a, a_fixed) = self.k.a.of(&cache.k.a, tokens.clone(), p.rank_k * h);
         let late = p.share_b || matches!(self.k.b, Some(Map::Fixed(..)));
@@ -91,7 +91,7 @@ impl TensorProduct {
         Side { rank: p.rank_k, a, a_fixed, b }
     }
 
-    fn values<'a>(&'a self, cache: &'a Cache, tokens: Range<usize>) -> Side<'a, f32> {
+    fn values<'a>(&'a self, cache: &'a FactorCache, tokens: Range<usize>) -> Side<'a, f32> {
         let (h, p) = (self.plan.s.n_heads, &self.plan.p);
         let (a, a_fixed) = self.v.a.of(&cache.v.a, tokens.clone(), p.rank_v * h);
         let b = if p.share_b {
@@ -105,7 +105,7 @@ impl TensorProduct {
     /// Attention outputs `[tokens, heads, d_v]` of the last `tokens` of the cache.
     fn attend(
         &self,
-        cache: &Cache,
+        cache: &FactorCache,
         q: &Queries,
         mask: Mask,
         tokens: usize,

@@ -134,7 +134,7 @@ impl Queries {
 
 /// Factors of keys (feature factors rotated, unless values share them) and values.
 #[derive(Debug)]
-pub(super) struct Cache {
+pub(super) struct FactorCache {
     pub(super) k: Rows,
     pub(super) v: Rows,
     pub(super) len: usize,
@@ -142,7 +142,7 @@ pub(super) struct Cache {
     pub(super) widths: [[usize; 3]; 2],
 }
 
-impl LayerCache for Cache {
+impl LayerCache for FactorCache {
     fn len(&self) -> usize {
         self.len
     }

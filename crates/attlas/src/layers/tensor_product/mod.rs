@@ -33,7 +33,7 @@ mod tests;
 use super::common::{Pairs, Rotary, check_io, layer_kind, own, take};
 use crate::layer::{Layer, LayerCache, LayerShape, Linear, Weights};
 use crate::{Cost, Mask, MatRef, Problem, Result, RunInfo, Workspace};
-use maps::{Cache, Map, Maps, Rows, activate};
+use maps::{FactorCache, Map, Maps, Rows, activate};
 use plan::Plan;
 
 layer_kind! {
@@ -174,7 +174,7 @@ impl Layer for TensorProduct {
     fn new_cache(&self) -> Box<dyn LayerCache> {
         let (s, p) = (&self.plan.s, &self.plan.p);
         let side = |rank: usize, (b, c): (usize, usize)| [rank * s.n_heads, rank * b, rank * c];
-        Box::new(Cache {
+        Box::new(FactorCache {
             k: Rows::default(),
             v: Rows::default(),
             len: 0,

@@ -205,7 +205,7 @@ impl Features {
     /// cancellation left, 1 where nothing can cancel. Rows of which less than [`FLOOR`] was left are divided by that much.
     pub fn attend<T: Real>(
         &self,
-        state: &mut State,
+        state: &mut FeatureSums,
         q: &[MatRef<'_, T>],
         sides: [(MatRef<'_, T>, MatRef<'_, T>); 2],
         causal: bool,
@@ -261,7 +261,7 @@ impl Features {
     }
 
     /// Appends the output of one query to `out`; gives the share of its denominator that cancellation left.
-    fn answer<T: Real>(&self, state: &State, q: &[T], phi: &mut [f64], out: &mut Vec<T>) -> f64 {
+    fn answer<T: Real>(&self, state: &FeatureSums, q: &[T], phi: &mut [f64], out: &mut Vec<T>) -> f64 {
         self.features(Of::Query, q, phi);
         let width = state.width;
         let mut acc = vec![0.0; width];
@@ -285,13 +285,13 @@ impl Features {
 
 /// Sums over the keys seen: $\Phi_1^\top [V_1, 1]$ and $\Phi_2^\top [V_2, 1]$, each `rank × (d_v + 1)`.
 #[derive(Clone, Debug)]
-pub struct State {
+pub struct FeatureSums {
     pub(super) sides: [Vec<f64>; 2],
     width: usize,
     pub(super) norms: Norms,
 }
 
-impl State {
+impl FeatureSums {
     /// No key seen.
     pub fn new(rank: usize, d_v: usize) -> Self {
         let side = vec![0.0; rank * (d_v + 1)];
@@ -345,7 +345,7 @@ mod tests {
     }
 
     fn run(x: &[Mat<f64>], m: &Features, causal: bool) -> (Mat<f64>, f64) {
-        let mut state = State::new(m.rank(), x[3].cols());
+        let mut state = FeatureSums::new(m.rank(), x[3].cols());
         let ws = Workspace::single().unwrap();
         let sides = [(x[1].as_ref(), x[3].as_ref()), (x[2].as_ref(), x[4].as_ref())];
         let (mut out, least) = m.attend(&mut state, &[x[0].as_ref()], sides, causal, ws.context());

@@ -38,7 +38,7 @@ use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, MatRef, Result, RunInfo, Workspace};
 use attlas_num::kernels::Band;
-use features::{Features, State, chebyshev, relative_error, taylor, taylor_error};
+use features::{FeatureSums, Features, chebyshev, relative_error, taylor, taylor_error};
 use rayon::prelude::*;
 
 layer_kind! {
@@ -287,7 +287,7 @@ impl ThirdOrder {
     fn polynomial(
         &self,
         m: &Features,
-        states: &mut [State],
+        states: &mut [FeatureSums],
         y: &Projected,
         causal: bool,
         tokens: usize,
@@ -365,7 +365,7 @@ impl Layer for ThirdOrder {
         match &self.features {
             None => Box::new(Exact::new(s, self.params.tied)),
             Some(m) => Box::new(Sums {
-                states: vec![State::new(m.rank(), s.d_v); s.n_kv_heads],
+                states: vec![FeatureSums::new(m.rank(), s.d_v); s.n_kv_heads],
                 len: 0,
                 lost: false,
             }),
@@ -415,7 +415,7 @@ impl Layer for ThirdOrder {
             let y = self.project(x, cx);
             let (heads, info) = match &self.features {
                 Some(m) => {
-                    let mut states = vec![State::new(m.rank(), s.d_v); s.n_kv_heads];
+                    let mut states = vec![FeatureSums::new(m.rank(), s.d_v); s.n_kv_heads];
                     self.polynomial(m, &mut states, &y, false, tokens, cx)?
                 }
                 None => {
@@ -505,7 +505,7 @@ impl LayerCache for Exact {
 /// Sums over features, one state for each key head.
 #[derive(Debug)]
 struct Sums {
-    states: Vec<State>,
+    states: Vec<FeatureSums>,
     len: usize,
     /// Some tokens were taken back, which sums cannot do.
     lost: bool,
@@ -518,7 +518,7 @@ impl LayerCache for Sums {
 
     fn truncate(&mut self, len: usize) {
         if len == 0 {
-            self.states.iter_mut().for_each(State::clear);
+            self.states.iter_mut().for_each(FeatureSums::clear);
             (self.len, self.lost) = (0, false);
         } else if len < self.len {
             (self.len, self.lost) = (len, true);

@@ -175,7 +175,7 @@ impl Layer for TwoSimplicial {
             start: 0,
             w,
         };
-        Box::new(Cache { sides: self.windows().map(side), len: 0 })
+        Box::new(WindowPairCache { sides: self.windows().map(side), len: 0 })
     }
 
     fn forward(
@@ -187,10 +187,10 @@ impl Layer for TwoSimplicial {
     ) -> Result<RunInfo> {
         let s = &self.shape;
         check_io(x, out, s.d_model)?;
-        let cache: &mut Cache = own(cache, LAYER.id)?;
+        let cache: &mut WindowPairCache = own(cache, LAYER.id)?;
         let (first, tokens) = (cache.len, x.rows());
         if cache.sides.iter().any(|side| side.start > (first + 1).saturating_sub(side.w)) {
-            return refuse(LAYER.id, "more tokens were taken back than the windows still held");
+            return refuse(LAYER.id, "more tokens were taken back than the windows still hold");
         }
         ws.install(|cx| {
             let mut q = project(&*self.q, x, cx);
@@ -253,8 +253,8 @@ impl Layer for TwoSimplicial {
             .sum();
         let run_flops =
             2 * (tokens * self.parameters()) as u64 + 2 * pairs * (s.n_heads * (s.d + s.d_v)) as u64;
-        let held: usize = self.windows().iter().map(|&w| w.min(cached + tokens)).sum();
-        let bytes = 4 * (held * s.n_kv_heads * (s.d + s.d_v) + 2 * tokens * s.d_model) as u64;
+        let in_windows: usize = self.windows().iter().map(|&w| w.min(cached + tokens)).sum();
+        let bytes = 4 * (in_windows * s.n_kv_heads * (s.d + s.d_v) + 2 * tokens * s.d_model) as u64;
         Some(Cost { setup_flops: 0, run_flops, bytes })
     }
 }
@@ -285,12 +285,12 @@ impl Window {
 
 /// The two windows.
 #[derive(Debug)]
-struct Cache {
+struct WindowPairCache {
     sides: [Window; 2],
     len: usize,
 }
 
-impl LayerCache for Cache {
+impl LayerCache for WindowPairCache {
     fn len(&self) -> usize {
         self.len
     }
@@ -380,8 +380,8 @@ mod tests {
         for n in [1usize, 5, 20, 60] {
             let x = random("x", n, 4);
             layer.forward(x.as_ref(), &mut *cache, &mut vec![0.0; 4 * n], &mut ws).unwrap();
-            let held = cache.len().min(7) + cache.len().min(3);
-            assert_eq!(cache.bytes(), 4 * 6 * held);
+            let in_windows = cache.len().min(7) + cache.len().min(3);
+            assert_eq!(cache.bytes(), 4 * 6 * in_windows);
         }
         // 512 × 32 in two bytes: the constant of the paper.
         assert_eq!(2 * 128 * (512 + 32) * 2, 278_528);

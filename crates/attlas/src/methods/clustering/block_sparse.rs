@@ -30,7 +30,7 @@
 //! many keys for the same error.
 
 use crate::engine::{
-    Gathered, KeyPages, NearField, Operands, PageRule, PageScore, Place, RunMeans, Scored, TurnedKeys,
+    Gathered, KeyPages, NearField, Operands, PageRule, PageScore, QueryBlock, RunMeans, Scored, TurnedKeys,
     add_sampled_error, attend_chosen_blocks, exact_group_with, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
@@ -183,8 +183,9 @@ impl GroupPlan for BlockSparse {
         let turned = (self.params.score == Score::Scouts).then(|| TurnedKeys::new(g.k, g.cx));
         let scored = Scored { q: g.q, k: g.k, turned: turned.as_ref(), scale: g.scale, cx: g.cx };
         let choice = Choice { params: &self.params, mask: g.mask, scored, n_q: g.n_q() };
-        let mut info =
-            attend_chosen_blocks(&mut g, self.field(), used, precision, |place| choice.choose(place))?;
+        let mut info = attend_chosen_blocks(&mut g, self.field(), used, precision, |query_block| {
+            choice.choose(query_block)
+        })?;
         add_sampled_error(&g, self.params.check_rows, &mut info);
         Ok(info)
     }
@@ -216,29 +217,29 @@ struct Choice<'a, T> {
 
 impl<T: Real> Choice<'_, T> {
     /// The keys of the chosen blocks in increasing order, and how many scores were computed.
-    fn choose(&self, place: &Place) -> (Vec<u32>, u64) {
+    fn choose(&self, query_block: &QueryBlock) -> (Vec<u32>, u64) {
         let block = self.params.block;
         // Shares of the blocks, of which only far keys count; what is left is near.
-        let mut shares = vec![0.0f64; place.end.div_ceil(block)];
+        let mut shares = vec![0.0f64; query_block.end.div_ceil(block)];
         let (total, scored) = match self.params.score {
-            Score::Means => self.by_means(place, &mut shares),
-            Score::Antidiagonal => self.by_antidiagonals(place, &mut shares),
-            Score::Scouts => self.by_scouts(place, &mut shares),
+            Score::Means => self.by_means(query_block, &mut shares),
+            Score::Antidiagonal => self.by_antidiagonals(query_block, &mut shares),
+            Score::Scouts => self.by_scouts(query_block, &mut shares),
         };
         let far = |c: usize| {
             let keys = c * block..(c + 1) * block;
-            place.far().map(|far| keys.start.max(far.start)..keys.end.min(far.end))
+            query_block.far().map(|far| keys.start.max(far.start)..keys.end.min(far.end))
         };
         let mut order: Vec<usize> =
             (0..shares.len()).filter(|&c| far(c).iter().any(|r| !r.is_empty())).collect();
-        let mut held = total - order.iter().map(|&c| shares[c]).sum::<f64>();
+        let mut covered = total - order.iter().map(|&c| shares[c]).sum::<f64>();
         // Scores that are no numbers come first, so that nothing is left out silently.
         let key = |c: usize| if shares[c].is_nan() { f64::INFINITY } else { shares[c] };
         order.sort_by(|&a, &b| key(b).total_cmp(&key(a)).then(a.cmp(&b)));
         let wanted = self.params.threshold * total;
         let enough = order.iter().take_while(|&&c| {
-            let short = held.partial_cmp(&wanted).is_none_or(|order| order.is_lt());
-            held += shares[c];
+            let short = covered.partial_cmp(&wanted).is_none_or(|order| order.is_lt());
+            covered += shares[c];
             short
         });
         let enough = enough.count();
@@ -248,18 +249,18 @@ impl<T: Real> Choice<'_, T> {
     }
 
     /// The last rows up to the first of the block; without a mask its own.
-    fn rows(&self, place: &Place) -> std::ops::Range<usize> {
+    fn rows(&self, query_block: &QueryBlock) -> std::ops::Range<usize> {
         match self.mask {
-            Mask::Causal => (place.first + 1).saturating_sub(self.params.block)..place.first + 1,
-            Mask::None => place.first..(place.first + place.rows).min(self.n_q),
+            Mask::Causal => (query_block.first + 1).saturating_sub(self.params.block)..query_block.first + 1,
+            Mask::None => query_block.first..(query_block.first + query_block.rows).min(self.n_q),
         }
     }
 
-    fn by_scouts(&self, place: &Place, shares: &mut [f64]) -> (f64, u64) {
+    fn by_scouts(&self, query_block: &QueryBlock, shares: &mut [f64]) -> (f64, u64) {
         let block = self.params.block;
-        let scouts = place.scouts(self.params.scouts, block);
+        let scouts = query_block.scouts(self.params.scouts, block);
         let mut total = 0.0;
-        let visited = self.scored.weights(place, &scouts, |_, start, weights, share| {
+        let visited = self.scored.weights(query_block, &scouts, |_, start, weights, share| {
             let end = start + weights.len();
             for c in start / block..end.div_ceil(block) {
                 let keys = (c * block).max(start)..((c + 1) * block).min(end);
@@ -272,23 +273,23 @@ impl<T: Real> Choice<'_, T> {
         (total, visited)
     }
 
-    fn by_means(&self, place: &Place, shares: &mut [f64]) -> (f64, u64) {
+    fn by_means(&self, query_block: &QueryBlock, shares: &mut [f64]) -> (f64, u64) {
         let Self { params, scored: Scored { q, k, scale, .. }, .. } = *self;
-        let (rows, block) = (self.rows(place), params.block);
+        let (rows, block) = (self.rows(query_block), params.block);
         let share = T::ONE / T::from_usize(rows.len());
-        let seen = place.sees(place.first);
+        let seen = query_block.sees(query_block.first);
         let mut visited = 0;
         for h in 0..q.heads() {
             let (head, mut mean) = (q.head(h), vec![T::ZERO; k.cols()]);
             rows.clone().for_each(|r| axpy(share * scale, head.row(r), &mut mean));
-            let near = place.near.start..place.near.end.min(seen);
-            let exact = (0..place.sinks).chain(near).map(|j| dot(&mean, k.row(j)));
+            let near = query_block.near.start..query_block.near.end.min(seen);
+            let exact = (0..query_block.sinks).chain(near).map(|j| dot(&mean, k.row(j)));
             let mut logits: Vec<T> = exact.collect();
             let always = logits.len();
             let blocks: Vec<usize> = (0..shares.len()).collect();
             for &c in &blocks {
                 // The mean of the far keys of the block, for it may hold sinks or near keys, too.
-                let far = place.far().map(|far| far.start.max(c * block)..far.end.min((c + 1) * block));
+                let far = query_block.far().map(|far| far.start.max(c * block)..far.end.min((c + 1) * block));
                 let count: usize = far.iter().map(std::ops::Range::len).sum();
                 let sum = far.into_iter().flatten().map(|j| dot(&mean, k.row(j))).fold(T::ZERO, |a, b| a + b);
                 let logit = sum / T::from_usize(count) + T::from_usize(count).ln();
@@ -302,13 +303,13 @@ impl<T: Real> Choice<'_, T> {
         (q.heads() as f64, visited)
     }
 
-    fn by_antidiagonals(&self, place: &Place, shares: &mut [f64]) -> (f64, u64) {
+    fn by_antidiagonals(&self, query_block: &QueryBlock, shares: &mut [f64]) -> (f64, u64) {
         let Self { params, scored: Scored { q, k, scale, cx, .. }, .. } = *self;
-        let (rows, stride, d) = (self.rows(place), params.stride, k.cols());
+        let (rows, stride, d) = (self.rows(query_block), params.stride, k.cols());
         // Groups of rows from the last one backwards, and whole groups of keys that the first row sees.
-        let counts = (rows.len() / stride, place.sees(place.first) / stride);
+        let counts = (rows.len() / stride, query_block.sees(query_block.first) / stride);
         if counts.0 == 0 || counts.1 == 0 {
-            return self.by_means(place, shares);
+            return self.by_means(query_block, shares);
         }
         let width = stride * d;
         let mut left = cx.scratch.take::<T>(counts.0 * q.heads() * width);
@@ -337,7 +338,7 @@ impl<T: Real> Choice<'_, T> {
             let total = exp_sum(row, top).to_f64();
             for (t, x) in row.iter().enumerate() {
                 let first = t * stride;
-                if place.far().iter().any(|far| far.contains(&first)) || first < place.sinks {
+                if query_block.far().iter().any(|far| far.contains(&first)) || first < query_block.sinks {
                     shares[first / params.block] += x.to_f64() / total;
                 }
             }

@@ -228,11 +228,11 @@ impl GroupPlan for Smyrf {
                 }
                 for part in halve(first..g.n_k(), self.params.min_len) {
                     match part {
-                        Part::Square(range) => {
+                        CausalPiece::Square(range) => {
                             let rows = row(range.start)..row(range.end);
                             visited += exact_part(&mut g, rows, range);
                         }
-                        Part::Later { keys, queries } => {
+                        CausalPiece::Later { keys, queries } => {
                             let rows = row(queries.start)..row(queries.end);
                             let past = row(keys.start)..row(keys.end);
                             let earlier: Vec<_> = heads.iter().map(|q| q.sub_rows(past.clone())).collect();
@@ -250,7 +250,7 @@ impl GroupPlan for Smyrf {
 
 /// A piece of causal attention over positions.
 #[derive(Debug, PartialEq)]
-enum Part {
+enum CausalPiece {
     /// Exact causal attention of these positions to themselves.
     Square(Range<usize>),
     /// Later positions attend to all of the earlier ones.
@@ -258,14 +258,14 @@ enum Part {
 }
 
 /// The pieces of causal attention over `range`, halved down to `min_len`.
-fn halve(range: Range<usize>, min_len: usize) -> Vec<Part> {
+fn halve(range: Range<usize>, min_len: usize) -> Vec<CausalPiece> {
     if range.len() <= min_len {
-        return vec![Part::Square(range)];
+        return vec![CausalPiece::Square(range)];
     }
     let middle = range.start + range.len() / 2;
     let mut parts = halve(range.start..middle, min_len);
     parts.extend(halve(middle..range.end, min_len));
-    parts.push(Part::Later { keys: range.start..middle, queries: middle..range.end });
+    parts.push(CausalPiece::Later { keys: range.start..middle, queries: middle..range.end });
     parts
 }
 
@@ -685,11 +685,11 @@ mod tests {
             let mut seen = vec![0; n * n];
             for part in halve(0..n, min_len) {
                 match part {
-                    Part::Square(r) => {
+                    CausalPiece::Square(r) => {
                         assert!(r.len() <= min_len);
                         r.clone().for_each(|i| (r.start..=i).for_each(|j| seen[i * n + j] += 1));
                     }
-                    Part::Later { keys, queries } => {
+                    CausalPiece::Later { keys, queries } => {
                         queries.for_each(|i| keys.clone().for_each(|j| seen[i * n + j] += 1));
                     }
                 }

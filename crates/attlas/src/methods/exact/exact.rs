@@ -23,13 +23,15 @@
 //!
 //! **When to use.** Whenever it is fast enough; everything else is measured against it.
 
-use crate::engine::{Operands, exact_backward, exact_group_capped, exact_on_caller, exact_scratch_bytes};
+use crate::engine::{
+    CachedRows, Operands, exact_backward, exact_group_capped, exact_on_caller, exact_scratch_bytes,
+};
 use crate::gradient::GroupBackward;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Method, Promise, RunInfo, Spec, Tunable, Withdrawn};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result, Spread};
-use attlas_num::kernels::{self, pages};
+use attlas_num::kernels;
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -129,34 +131,20 @@ impl GroupPlan for Exact {
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
-        Some(Box::new(ExactStream {
-            k: Vec::new(),
-            v: Vec::new(),
-            d: p.d,
-            d_v: p.d_v,
-            index,
-            plan: self.clone(),
-        }))
+        Some(Box::new(ExactStream { cached: CachedRows::new(p.d, p.d_v), index, plan: self.clone() }))
     }
 }
 
-/// Keys and values of one head, row after row.
 #[derive(Debug)]
 struct ExactStream<T> {
-    k: Vec<T>,
-    v: Vec<T>,
-    d: usize,
-    d_v: usize,
+    cached: CachedRows<T>,
     index: GroupIndex,
     plan: Exact,
 }
 
 impl<T: Real> GroupStream<T> for ExactStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
-        pages::reserve(&mut self.k, k.rows() * self.d);
-        pages::reserve(&mut self.v, v.rows() * self.d_v);
-        k.iter_rows().for_each(|row| self.k.extend_from_slice(row));
-        v.iter_rows().for_each(|row| self.v.extend_from_slice(row));
+        self.cached.append(k, v);
         Ok(())
     }
 
@@ -168,21 +156,19 @@ impl<T: Real> GroupStream<T> for ExactStream<T> {
         lse: &mut [T],
         cx: Context<'_>,
     ) -> Result<RunInfo> {
-        let n = self.k.len() / self.d;
-        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        let (k, v) = (self.cached.keys(), self.cached.values());
         self.plan.run(Group::decode(q, k, v, scale, out, lse, self.index, cx)?)
     }
 
     /// All tokens in one call of the kernel.
     fn extend(&mut self, x: Group<'_, T>) -> Result<RunInfo> {
         self.push(x.k, x.v, x.cx)?;
-        let n = self.k.len() / self.d;
-        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        let (k, v) = (self.cached.keys(), self.cached.values());
         self.plan.run(Group { k, v, mask: Mask::Causal, ..x })
     }
 
     fn state_bytes(&self) -> usize {
-        (self.k.len() + self.v.len()) * size_of::<T>()
+        self.cached.bytes()
     }
 }
 

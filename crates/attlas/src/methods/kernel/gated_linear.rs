@@ -147,7 +147,7 @@ impl GatedLinear {
         q: MatRef<'_, T>,
         state: &[T],
         count: usize,
-        near: &Near<'_, T>,
+        near: &NearChunk<'_, T>,
         seen: &dyn Fn(usize) -> usize,
         out: &mut [T],
         cx: Context<'_>,
@@ -197,7 +197,7 @@ impl GatedLinear {
 
 /// Keys of a chunk, and its values with rows that are not finite set to zero, where a weight of zero would spread
 /// them.
-struct Near<'a, T> {
+struct NearChunk<'a, T> {
     k: MatRef<'a, T>,
     v: MatRef<'a, T>,
     finite: &'a [T],
@@ -321,7 +321,7 @@ impl GroupPlan for GatedLinear {
                 let (k, v) = (k.sub_rows(keys.clone()), v.sub_rows(keys.clone()));
                 let mut finite = cx.scratch.take::<T>(keys.len() * d_v);
                 let spoiled = finite_into(v, &mut finite);
-                let near = Near { k, v, finite: &finite, spoiled: &spoiled };
+                let near = NearChunk { k, v, finite: &finite, spoiled: &spoiled };
                 let last = if causal { c } else { chunks - 1 };
                 let state = &states[last * len..(last + 1) * len];
                 let count = if causal { keys.start } else { n_k };
@@ -346,7 +346,7 @@ impl GroupPlan for GatedLinear {
 
     fn stream<T: Real>(&self, p: &Problem, _: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
         let len = self.columns(p.d).1.len() * p.d_v;
-        Some(Box::new(Decoder {
+        Some(Box::new(ChunkStream {
             plan: self.clone(),
             d: p.d,
             d_v: p.d_v,
@@ -360,7 +360,7 @@ impl GroupPlan for GatedLinear {
 
 /// The far state and the current chunk.
 #[derive(Debug)]
-struct Decoder<T> {
+struct ChunkStream<T> {
     plan: GatedLinear,
     d: usize,
     d_v: usize,
@@ -370,7 +370,7 @@ struct Decoder<T> {
     v: Vec<T>,
 }
 
-impl<T: Real> GroupStream<T> for Decoder<T> {
+impl<T: Real> GroupStream<T> for ChunkStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Result<()> {
         for (k, v) in k.iter_rows().zip(v.iter_rows()) {
             let n = self.v.len() / self.d_v;
@@ -400,7 +400,7 @@ impl<T: Real> GroupStream<T> for Decoder<T> {
         let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
         let mut finite = cx.scratch.take::<T>(n * self.d_v);
         let spoiled = finite_into(v, &mut finite);
-        let near = Near { k, v, finite: &finite, spoiled: &spoiled };
+        let near = NearChunk { k, v, finite: &finite, spoiled: &spoiled };
         self.plan.attend(q, &self.state, self.folded, &near, &|_| n, out, cx);
         Ok(RunInfo::visited((q.rows() * n) as u64))
     }

@@ -47,7 +47,7 @@ pub static METHOD: Method = Method {
                 param: "map",
                 value: "identity",
                 promise: Promise::Gradient,
-                reason: "a denominator that nearly cancels is mended, and the mending has no gradient",
+                reason: "a denominator that nearly cancels is recomputed, and the recomputation has no gradient",
             },
             Withdrawn {
                 param: "map",

@@ -59,7 +59,7 @@ pub static METHOD: Method = Method {
                 param: "map",
                 value: "trig",
                 promise: Promise::Gradient,
-                reason: "a denominator that nearly cancels is mended, and the mending has no gradient",
+                reason: "a denominator that nearly cancels is recomputed, and the recomputation has no gradient",
             },
             Withdrawn {
                 param: "map",
@@ -399,22 +399,22 @@ mod tests {
             let count = strict.info.fallback_rows;
             assert!(count > 0 && count < 140, "{count} rows");
             let (exact, exact_lse) = reference(&x);
-            let [clamp, mended, zero] = ["clamp", "exact_row", "zero_row"].map(with);
+            let [clamp, recomputed, zero] = ["clamp", "exact_row", "zero_row"].map(with);
             let mut seen = 0;
             for row in 0..140 {
                 let of = |o: &[f64]| o[row * 3..row * 3 + 3].to_vec();
                 if of(&zero.o) == [0.0; 3] {
                     seen += 1;
-                    assert_rows_close(&of(&mended.o), &of(&exact), 1e-12, "an exact row");
-                    assert!((mended.lse[row] - exact_lse[row]).abs() < 1e-9);
+                    assert_rows_close(&of(&recomputed.o), &of(&exact), 1e-12, "an exact row");
+                    assert!((recomputed.lse[row] - exact_lse[row]).abs() < 1e-9);
                     assert_ne!(of(&clamp.o), of(&strict.o));
                 } else {
-                    assert_eq!(of(&mended.o), of(&strict.o));
+                    assert_eq!(of(&recomputed.o), of(&strict.o));
                     assert_eq!(of(&clamp.o), of(&strict.o));
                 }
             }
             assert_eq!(seen, count);
-            for ran in [clamp, mended, zero] {
+            for ran in [clamp, recomputed, zero] {
                 assert_eq!(ran.info.fallback_rows, count);
             }
         }

@@ -277,7 +277,7 @@ impl GroupPlan for Polynomial {
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
         Some(match &self.map {
             Some(map) => Box::new(SketchStream::new(&self.through::<T>(map), map.clone(), p.d, p.d_v)),
-            None => Box::new(Cache {
+            None => Box::new(PreparedStream {
                 plan: self.clone(),
                 d: p.d,
                 d_v: p.d_v,
@@ -291,7 +291,7 @@ impl GroupPlan for Polynomial {
 
 /// All keys and values, for powers without a small feature map.
 #[derive(Debug)]
-struct Cache<T> {
+struct PreparedStream<T> {
     plan: Polynomial,
     d: usize,
     d_v: usize,
@@ -300,7 +300,7 @@ struct Cache<T> {
     index: GroupIndex,
 }
 
-impl<T: Real> GroupStream<T> for Cache<T> {
+impl<T: Real> GroupStream<T> for PreparedStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
         let start = self.k.len();
         self.k.resize(start + k.rows() * self.d, T::ZERO);

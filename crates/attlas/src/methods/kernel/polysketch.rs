@@ -253,9 +253,9 @@ impl PolySketch {
     /// By how much squaring raises the sum of the kernel over sampled pairs, relative to it; its root, the standard
     /// deviation of the half sketch relative to its root mean square; and the size that `target_error` would take.
     fn figures<T: Real>(&self, g: &Group<'_, T>, k: MatRef<'_, T>) -> BTreeMap<&'static str, f64> {
-        let held =
+        let cached =
             Form::Squared.features(self.width()) * (g.d_v() + 2) + self.params.block * (k.cols() + g.d_v());
-        let bytes = ("decode_bytes", (held * size_of::<T>()) as f64);
+        let bytes = ("decode_bytes", (cached * size_of::<T>()) as f64);
         if self.params.degree == 2 || g.n_q() == 0 || k.rows() == 0 {
             return [bytes].into();
         }

@@ -141,8 +141,8 @@ impl Subject {
         // The near field's keys come on top of what a method states.
         let near = self.options.iter().any(|(name, _)| crate::Near::names(name));
         if let Some(&each) = want.info.figures.get("decode_bytes").filter(|_| !near) {
-            let (held, stated) = (stream.state_bytes() as f64, each * p.n_kv_heads as f64);
-            assert!(held <= stated, "{name}: holds {held} bytes, stated {stated}");
+            let (found, stated) = (stream.state_bytes() as f64, each * p.n_kv_heads as f64);
+            assert!(found <= stated, "{name}: holds {found} bytes, stated {stated}");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Every instruction set against sums of whole numbers, and the product against the unrounded one within its rounding.
 
-use super::super::tests::{random_weights, random_x};
+use super::super::tests::{check_company_and_threads, check_infinities, random_weights, random_x};
 use super::*;
 
 const NARROW: [Format; 14] = [
@@ -159,47 +159,12 @@ fn rounding_keeps_extremes_and_says_what_is_not_finite() {
 
 #[test]
 fn infinities_and_nans_stay_in_their_rows() {
-    let scratch = Scratch::new();
-    let (rows, cols) = (6, 64);
-    for &isa in Isa::available() {
-        for n in [2, 30] {
-            let mut bytes = random_weights(Format::Q4_1, rows, cols, 4);
-            bytes[40..42].copy_from_slice(&half::f16::INFINITY.to_bits().to_le_bytes());
-            let w = WeightRef::new(&bytes, Format::Q4_1, rows, cols).unwrap();
-            let mut x = random_x(n, cols, 4);
-            x[3] = f32::NAN;
-            let mut out = vec![0.0; n * rows];
-            products(isa, MatRef::new(&x, n, cols), &mut [Job { weight: w, out: &mut out }], &scratch);
-            for (i, y) in out.iter().enumerate() {
-                let special = i / rows == 0 || i % rows == 1;
-                assert_eq!(y.is_finite(), !special, "{isa:?} at {i}");
-            }
-        }
-    }
+    check_infinities(Isa::available(), products);
 }
 
 #[test]
 fn a_row_depends_neither_on_its_company_nor_on_the_thread_count() {
-    let bytes = random_weights(Format::Q4_1, 300, 320, 1);
-    let w = WeightRef::new(&bytes, Format::Q4_1, 300, 320).unwrap();
-    let x = random_x(50, 320, 2);
-    let run = |n: usize, threads: usize| {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        let mut out = vec![0.0; n * 300];
-        let mut jobs = [Job { weight: w, out: &mut out }];
-        pool.install(|| {
-            products(Isa::best(), MatRef::new(&x[..n * 320], n, 320), &mut jobs, &Scratch::new())
-        });
-        out
-    };
-    for sizes in [[1, 4, 17], [21, 34, 50]] {
-        let outs = sizes.map(|n| run(n, 1));
-        assert_eq!(outs[0][..300], outs[1][..300]);
-        assert_eq!(outs[1][..], outs[2][..outs[1].len()]);
-        for (n, out) in sizes.iter().zip(&outs) {
-            assert_eq!(*out, run(*n, 3), "{n} rows");
-        }
-    }
+    check_company_and_threads(Isa::best(), products);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! One token: clusters are scored and chosen, the keys of the best are attended exactly, each of the others as one.
 
-use super::state::{Level, State};
+use super::state::{KeyClusters, Level};
 use super::{Far, Multipole};
 use crate::engine::Turn;
 use crate::workspace::Context;
@@ -20,11 +20,11 @@ pub(super) const MEMBERS: usize = 1024;
 
 /// What a query attends to: the first `len` keys and values, and the clusters of some of them.
 #[derive(Clone, Copy)]
-pub(super) struct Cache<'a, T> {
+pub(super) struct ClusteredKeys<'a, T> {
     pub(super) k: MatRef<'a, T>,
     pub(super) v: MatRef<'a, T>,
     pub(super) len: usize,
-    pub(super) state: &'a State<T>,
+    pub(super) state: &'a KeyClusters<T>,
 }
 
 impl Multipole {
@@ -32,7 +32,7 @@ impl Multipole {
     #[allow(clippy::too_many_arguments)]
     pub(super) fn attend<T: Real>(
         &self,
-        cache: Cache<'_, T>,
+        cache: ClusteredKeys<'_, T>,
         q: MatRef<'_, T>,
         turn: Option<&Turn>,
         position: f64,
@@ -73,7 +73,7 @@ impl Multipole {
     #[allow(clippy::too_many_arguments)]
     fn attend_together<T: Real>(
         &self,
-        cache: Cache<'_, T>,
+        cache: ClusteredKeys<'_, T>,
         q: MatRef<'_, T>,
         scoring: MatRef<'_, T>,
         scale: T,
@@ -81,7 +81,7 @@ impl Multipole {
         out: &mut [T],
         lse: &mut [T],
     ) -> u64 {
-        let Cache { k, v, len, state } = cache;
+        let ClusteredKeys { k, v, len, state } = cache;
         let budget = self.params.budget;
         let token = Token { q, k, v, scale, cx };
         let mut coarse = None;
@@ -107,7 +107,7 @@ impl Multipole {
             || token.attend(&always, out, lse),
             || {
                 let coarse = coarse.iter().filter(|_| far).flat_map(|field| field.attend(&token, false, far));
-                fine.attend(&token, true, far).into_iter().chain(coarse).collect::<Vec<Part<T>>>()
+                fine.attend(&token, true, far).into_iter().chain(coarse).collect::<Vec<PartialOutput<T>>>()
             },
         );
         parts.iter().for_each(|part| part.merge_into(out, lse));
@@ -157,14 +157,14 @@ impl<T: Real> Token<'_, T> {
 }
 
 /// What every head gets from some keys and clusters.
-struct Part<T> {
+struct PartialOutput<T> {
     out: Vec<T>,
     lse: Vec<T>,
     /// Keys that were attended to exactly.
     keys: usize,
 }
 
-impl<T: Real> Part<T> {
+impl<T: Real> PartialOutput<T> {
     fn merge_into(&self, out: &mut [T], lse: &mut [T]) {
         merge_rows(out, lse, &self.out, &self.lse);
     }
@@ -288,12 +288,12 @@ impl<'a, T: Real> Field<'a, T> {
 
     /// Attention of a token, piece after piece of the clusters: exact to the keys of those that were taken (`near`), to
     /// each of the others as one token (`far`).
-    fn attend(&self, token: &Token<'_, T>, near: bool, far: bool) -> Vec<Part<T>> {
+    fn attend(&self, token: &Token<'_, T>, near: bool, far: bool) -> Vec<PartialOutput<T>> {
         let (heads, d_v) = (token.q.rows(), token.v.cols());
         let of_piece = |t: usize| {
             let places = t * PIECE..self.len().min((t + 1) * PIECE);
             let (out, lse) = (vec![T::ZERO; heads * d_v], vec![T::NEG_INFINITY; heads]);
-            let mut part = Part { out, lse, keys: 0 };
+            let mut part = PartialOutput { out, lse, keys: 0 };
             let taken = self.taken(places.clone());
             if near {
                 let members = self.members(&taken);
@@ -312,7 +312,13 @@ impl<'a, T: Real> Field<'a, T> {
     }
 
     /// Adds attention to the clusters at `places` other than `taken`, each as one token.
-    fn add_others(&self, token: &Token<'_, T>, places: Range<usize>, taken: &[u32], part: &mut Part<T>) {
+    fn add_others(
+        &self,
+        token: &Token<'_, T>,
+        places: Range<usize>,
+        taken: &[u32],
+        part: &mut PartialOutput<T>,
+    ) {
         let (m, d_v, cx) = (self.len(), token.v.cols(), token.cx);
         let mut bias = cx.scratch.take::<T>(places.len());
         let mut o = cx.scratch.take::<T>(d_v);

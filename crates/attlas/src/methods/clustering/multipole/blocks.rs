@@ -56,13 +56,13 @@ impl<T: Real> Chunks<T> {
             );
             all.v
                 .extend_from_slice(&label_means(v.sub_rows(rows), None, labels, used).0.data()[..used * d_v]);
-            let mut held = vec![0usize; used];
-            labels.iter().for_each(|&l| held[l as usize] += 1);
+            let mut counts = vec![0usize; used];
+            labels.iter().for_each(|&l| counts[l as usize] += 1);
             let mut end = all.members.len();
-            for held in held {
-                end += held;
+            for count in counts {
+                end += count;
                 all.starts.push(end);
-                all.log_counts.push(T::from_usize(held).ln());
+                all.log_counts.push(T::from_usize(count).ln());
             }
             all.members.extend(order_by(labels).iter().map(|&i| (first + i as usize) as u32));
             all.of_chunk.push(all.log_counts.len());
@@ -97,14 +97,14 @@ impl Multipole {
         let chunks = Chunks::new(k, v, &self.params, key);
         let field = NearField { block: BLOCK, sinks: 0, window: 0 };
         let visited = crate::engine::par_token_blocks(g, BLOCK, |block| {
-            let place = field.place(mask, block.first, n_q, n_k);
-            let count = self.chunked(place.position.max(0) as usize).min(chunks.of_chunk.len() - 1);
+            let query_block = field.query_block(mask, block.first, n_q, n_k);
+            let count = self.chunked(query_block.position.max(0) as usize).min(chunks.of_chunk.len() - 1);
             let m = chunks.of_chunk[count];
             let near = if m > 0 { sinks + count * chunk } else { 0 };
             let means = MatRef::new(&chunks.k[..m * d], m, d);
 
             // Scouts score the clusters: the sum over rows and heads of the weight per key.
-            let scouts = place.scouts(SCOUTS, BLOCK);
+            let scouts = query_block.scouts(SCOUTS, BLOCK);
             let rows = scouts.len() * heads;
             let mut queries = cx.scratch.take::<T>(rows * d);
             let places = scouts.iter().flat_map(|&r| (0..heads).map(move |h| (r, h)));
@@ -133,7 +133,8 @@ impl Multipole {
 
             let first = if m > 0 { sinks } else { 0 };
             let exact: usize = taken.iter().map(|&c| chunks.members(c as usize).len()).sum();
-            let mut all = Gathered::new(first + exact + m + place.end - near.min(place.end), d, d_v, cx);
+            let mut all =
+                Gathered::new(first + exact + m + query_block.end - near.min(query_block.end), d, d_v, cx);
             all.append(k, v, 0..first);
             for &c in &taken {
                 all.append(k, v, chunks.members(c as usize).iter().map(|&j| j as usize));
@@ -146,12 +147,12 @@ impl Multipole {
                 }
             }
             let shared = all.len();
-            all.append(k, v, near.min(place.end)..place.end);
-            let band = Band::causal(shared as isize + place.position - near as isize);
+            all.append(k, v, near.min(query_block.end)..query_block.end);
+            let band = Band::causal(shared as isize + query_block.position - near as isize);
             let mut visited = (rows * m) as u64;
             for (h, (out, lse)) in block.heads.into_iter().enumerate() {
                 all.attend(block.q.head(h), scale, band, Precision::Full, cx, out, lse);
-                visited += (0..place.rows).map(|r| band.range(r, all.len()).len() as u64).sum::<u64>();
+                visited += (0..query_block.rows).map(|r| band.range(r, all.len()).len() as u64).sum::<u64>();
             }
             Ok(visited)
         })?;

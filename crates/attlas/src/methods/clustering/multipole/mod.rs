@@ -60,10 +60,10 @@ use crate::method::{
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result, Spread};
-use attend::{Cache, MEMBERS, PIECE};
+use attend::{ClusteredKeys, MEMBERS, PIECE};
 use attlas_num::kernels::pages;
 use rayon::prelude::*;
-use state::State;
+use state::KeyClusters;
 
 pub use crate::engine::RopeLayout;
 
@@ -328,7 +328,7 @@ impl GroupPlan for Multipole {
         }
         let flat = if turn.is_some() { MatRef::new(&turned, n_k, d) } else { g.k };
         let key = g.index.stream_key(self.params.seed).named("multipole");
-        let mut state = State::new(self.params.clone(), d, d_v, key);
+        let mut state = KeyClusters::new(self.params.clone(), d, d_v, key);
         let prompt = match g.mask {
             Mask::None => n_k,
             Mask::Causal => n_k.saturating_sub(n_q),
@@ -358,7 +358,7 @@ impl GroupPlan for Multipole {
                             .zip(q.chunks_exact_mut(d))
                             .for_each(|(h, row)| row.copy_from_slice(g.q.head(h).row(i)));
                         let position = (i + n_k) as f64 - n_q as f64;
-                        let cache = Cache { k: g.k, v: g.v, len: g.visible(i), state: &state };
+                        let cache = ClusteredKeys { k: g.k, v: g.v, len: g.visible(i), state: &state };
                         let q = MatRef::new(&q, heads, d);
                         visited += self.attend(cache, q, turn.as_ref(), position, g.scale, cx, out, lse);
                     }
@@ -384,10 +384,10 @@ impl GroupPlan for Multipole {
             return self.with_first(&first).stream(p, index);
         }
         let key = index.stream_key(self.params.seed).named("multipole");
-        Some(Box::new(Decoder {
+        Some(Box::new(ClusterStream {
             plan: self.clone(),
             turn: self.turn(p.d),
-            state: State::new(self.params.clone(), p.d, p.d_v, key),
+            state: KeyClusters::new(self.params.clone(), p.d, p.d_v, key),
             rows: Vec::new(),
             turned: Vec::new(),
             d: p.d,
@@ -399,10 +399,10 @@ impl GroupPlan for Multipole {
 
 /// Decoding one group: the cache, closed blocks in the order of their clusters, and the clusters.
 #[derive(Debug)]
-struct Decoder<T> {
+struct ClusterStream<T> {
     plan: Multipole,
     turn: Option<Turn>,
-    state: State<T>,
+    state: KeyClusters<T>,
     /// Every key with its value behind it, so that a cluster is one run of memory.
     rows: Vec<T>,
     /// Keys turned back to position 0, where that is asked for.
@@ -420,7 +420,7 @@ fn split<T: Real>(rows: &[T], d: usize, d_v: usize) -> (MatRef<'_, T>, MatRef<'_
     (view(rows, d), view(values, d_v))
 }
 
-impl<T: Real> GroupStream<T> for Decoder<T> {
+impl<T: Real> GroupStream<T> for ClusterStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
         let first = self.rows.len() / (self.d + self.d_v);
         pages::reserve(&mut self.rows, k.rows() * (self.d + self.d_v));
@@ -462,7 +462,7 @@ impl<T: Real> GroupStream<T> for Decoder<T> {
         if self.plan.params.budget >= n {
             return exact_group(&mut Group::decode(q, k, v, scale, out, lse, self.index, cx)?);
         }
-        let cache = Cache { k, v, len: n, state: &self.state };
+        let cache = ClusteredKeys { k, v, len: n, state: &self.state };
         let position = n as f64 - 1.0;
         let visited = self.plan.attend(cache, q, self.turn.as_ref(), position, scale, cx, out, lse);
         Ok(RunInfo { rank: Some(self.state.fine().len()), ..RunInfo::visited(visited) })

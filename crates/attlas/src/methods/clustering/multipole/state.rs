@@ -98,14 +98,14 @@ impl<T: Real> Level<T> {
         self.values.extend_from_slice(label_means(values, Some(&weights), labels, clusters).0.data());
         let start = self.counts.len();
         self.counts.resize(start + clusters, 0);
-        let mut held = vec![0; clusters];
+        let mut sizes = vec![0; clusters];
         for (i, &label) in labels.iter().enumerate() {
             self.counts[start + label as usize] += counts(i);
-            held[label as usize] += 1;
+            sizes[label as usize] += 1;
         }
         let mut end = self.members.len();
-        self.starts.extend(held.iter().map(|held| {
-            end += held;
+        self.starts.extend(sizes.iter().map(|size| {
+            end += size;
             end
         }));
         self.members.extend(order_by(labels).iter().map(|&i| (first + i as usize) as u32));
@@ -122,7 +122,7 @@ impl<T: Real> Level<T> {
 
 /// The clusters of the keys behind the sinks: those of closed blocks, then those of the last, open one.
 #[derive(Debug)]
-pub(super) struct State<T> {
+pub(super) struct KeyClusters<T> {
     params: Params,
     key: StreamKey,
     /// Keys that are clustered, and how many of them lie in closed blocks.
@@ -136,7 +136,7 @@ pub(super) struct State<T> {
     made: u64,
 }
 
-impl<T: Real> State<T> {
+impl<T: Real> KeyClusters<T> {
     /// No clusters.
     pub(super) fn new(params: Params, d: usize, d_v: usize, key: StreamKey) -> Self {
         let coarse = params.hierarchy.then(|| Level::new(d, d_v));
@@ -359,7 +359,7 @@ mod tests {
         let mut rng = StreamKey::new(4).rng();
         let mut rows = vec![0.0f64; 100 * 5];
         rng.fill_normal(&mut rows);
-        let mut state = State::new(params, 2, 3, StreamKey::new(1));
+        let mut state = KeyClusters::new(params, 2, 3, StreamKey::new(1));
         for (first, n) in [(true, 40), (false, 60), (false, 88)] {
             let view = |from: usize, cols| MatRef::with_stride(&rows[from..], 100, cols, 5).unwrap();
             let (keys, values) = (view(0, 2), view(2, 3));

@@ -46,12 +46,12 @@ fn over_labels(case: &Case, labels: &[u32], params: Params) -> (Vec<f64>, Vec<f6
     let params = Params { sinks: 0, ..params };
     let (k, v) = (MatRef::new(&case.k, p.n_k, p.d), MatRef::new(&case.v, p.n_k, p.d_v));
     let plan = Multipole::new(params.clone()).unwrap();
-    let state = State::new(params, p.d, p.d_v, StreamKey::new(1)).with_labels(k, v, labels);
+    let state = KeyClusters::new(params, p.d, p.d_v, StreamKey::new(1)).with_labels(k, v, labels);
     let ws = Workspace::single().unwrap();
     let (mut out, mut lse) = (vec![f64::NAN; p.n_q * p.d_v], vec![f64::NAN; p.n_q]);
     for (i, (out, lse)) in out.chunks_exact_mut(p.d_v).zip(lse.chunks_exact_mut(1)).enumerate() {
         let q = MatRef::new(&case.q[i * p.d..(i + 1) * p.d], 1, p.d);
-        let cache = Cache { k, v, len: p.n_k, state: &state };
+        let cache = ClusteredKeys { k, v, len: p.n_k, state: &state };
         plan.attend(cache, q, None, 0.0, p.scale, ws.context(), out, lse);
     }
     (out, lse)
@@ -139,10 +139,11 @@ fn heads_choose_by_their_mean_score() {
     let (k, v) = (MatRef::new(&k, 4, 1), MatRef::new(&k, 4, 1));
     let params = Params { sinks: 0, budget: 2, far: Far::Drop, ..Params::default() };
     let run = |params: Params| {
-        let state = State::new(params.clone(), 1, 1, StreamKey::new(1)).with_labels(k, v, &[0, 0, 1, 1]);
+        let state =
+            KeyClusters::new(params.clone(), 1, 1, StreamKey::new(1)).with_labels(k, v, &[0, 0, 1, 1]);
         let ws = Workspace::single().unwrap();
         let (mut out, mut lse) = ([0.0; 2], [0.0; 2]);
-        let cache = Cache { k, v, len: 4, state: &state };
+        let cache = ClusteredKeys { k, v, len: 4, state: &state };
         let q = MatRef::new(&[0.1, -3.0], 2, 1);
         Multipole::new(params).unwrap().attend(
             cache,
@@ -177,7 +178,7 @@ fn every_clustered_key_is_in_one_cluster_after_every_update() {
     };
     let plan = Multipole::new(params.clone()).unwrap();
     for prompt in [0, 30, 333, 600] {
-        let mut state = State::<f64>::new(params.clone(), d, d, StreamKey::new(2));
+        let mut state = KeyClusters::<f64>::new(params.clone(), d, d, StreamKey::new(2));
         state.prefill(k, v, plan.clustered(prompt));
         for tokens in prompt..=n {
             let target = plan.clustered(tokens);

@@ -1,11 +1,11 @@
 //! Decoding: the best old keys, chosen anew now and then, and all newer ones.
 
 use super::{MeanQuery, PrescoredHyper, RECENT_QUERIES, Residual, complement};
-use crate::engine::{Gathered, exact_group};
+use crate::engine::{CachedRows, Gathered, exact_group};
 use crate::group::{Group, GroupIndex, GroupStream};
 use crate::workspace::Context;
 use crate::{MatRef, Real, Result, RunInfo};
-use attlas_num::kernels::{Band, merge_lse, pages};
+use attlas_num::kernels::{Band, merge_lse};
 use std::collections::VecDeque;
 
 /// Tokens after which old keys are scored again.
@@ -15,10 +15,7 @@ pub(super) const RESCORE: usize = 256;
 #[derive(Debug)]
 pub(super) struct BestKeys<T> {
     plan: PrescoredHyper,
-    k: Vec<T>,
-    v: Vec<T>,
-    d: usize,
-    d_v: usize,
+    cached: CachedRows<T>,
     index: GroupIndex,
     /// Keys before this one were scored; all later ones are seen.
     scored: Option<usize>,
@@ -34,10 +31,7 @@ impl<T: Real> BestKeys<T> {
     pub(super) fn new(plan: PrescoredHyper, (d, d_v): (usize, usize), index: GroupIndex) -> Self {
         Self {
             plan,
-            k: Vec::new(),
-            v: Vec::new(),
-            d,
-            d_v,
+            cached: CachedRows::new(d, d_v),
             index,
             scored: None,
             far_k: Vec::new(),
@@ -47,13 +41,9 @@ impl<T: Real> BestKeys<T> {
         }
     }
 
-    fn len(&self) -> usize {
-        self.k.len() / self.d
-    }
-
     /// Remembers the mean of the heads' queries.
     fn remember(&mut self, q: MatRef<'_, T>) {
-        let mut mean = vec![0.0; self.d];
+        let mut mean = vec![0.0; q.cols()];
         for row in q.iter_rows() {
             mean.iter_mut().zip(row).for_each(|(m, x)| *m += x.to_f64() / q.rows() as f64);
         }
@@ -65,13 +55,13 @@ impl<T: Real> BestKeys<T> {
 
     /// Scores the keys from the sinks to `edge` and gathers those that are kept.
     fn score(&mut self, edge: usize, scale: T, cx: Context<'_>) -> u64 {
-        let (n, sinks) = (self.len(), self.plan.params.sinks);
-        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        let (sinks, (d, d_v)) = (self.plan.params.sinks, self.cached.widths());
+        let (k, v) = (self.cached.keys(), self.cached.values());
         let old = k.sub_rows(sinks..edge);
         let key = self.index.stream_key(self.plan.params.seed).named("decode").with(edge as u64);
         let factor = scale.to_f64() / self.queries.len().max(1) as f64;
         let sum = |i: usize| self.queries.iter().map(|q| q[i]).sum::<f64>() * factor;
-        let mean = MeanQuery((0..self.d).map(sum).collect());
+        let mean = MeanQuery((0..d).map(sum).collect());
         let kept = self.plan.kept(old, Some(&mean), key);
         let all = || (0..old.rows() as u32).collect::<Vec<u32>>();
         let kept = kept.unwrap_or_else(all);
@@ -82,7 +72,7 @@ impl<T: Real> BestKeys<T> {
         };
         let weight = T::from_f64((left as f64 / drawn.len().max(1) as f64).ln());
         let samples = complement(old.rows(), &kept, &drawn);
-        let mut far = Gathered::new(sinks + kept.len() + samples.len(), self.d, self.d_v, cx);
+        let mut far = Gathered::new(sinks + kept.len() + samples.len(), d, d_v, cx);
         far.append(k, v, 0..sinks);
         far.append(k, v, kept.iter().map(|&j| sinks + j as usize));
         far.append(k, v, samples.iter().map(|&j| sinks + j as usize));
@@ -100,10 +90,7 @@ impl<T: Real> BestKeys<T> {
 
 impl<T: Real> GroupStream<T> for BestKeys<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
-        pages::reserve(&mut self.k, k.rows() * self.d);
-        pages::reserve(&mut self.v, v.rows() * self.d_v);
-        k.iter_rows().for_each(|row| self.k.extend_from_slice(row));
-        v.iter_rows().for_each(|row| self.v.extend_from_slice(row));
+        self.cached.append(k, v);
         Ok(())
     }
 
@@ -115,7 +102,7 @@ impl<T: Real> GroupStream<T> for BestKeys<T> {
         lse: &mut [T],
         cx: Context<'_>,
     ) -> Result<RunInfo> {
-        let (n, d, d_v) = (self.len(), self.d, self.d_v);
+        let (n, (d, d_v)) = (self.cached.tokens(), self.cached.widths());
         let (n_min, sinks) = (self.plan.params.n_min, self.plan.params.sinks);
         self.remember(q);
         // The token itself is always seen.
@@ -126,7 +113,7 @@ impl<T: Real> GroupStream<T> for BestKeys<T> {
         if !covered && self.scored.is_none_or(|scored| edge >= scored + RESCORE) {
             setup = self.score(edge, scale, cx);
         }
-        let (k, v) = (MatRef::new(&self.k, n, d), MatRef::new(&self.v, n, d_v));
+        let (k, v) = (self.cached.keys(), self.cached.values());
         let Some(first) = self.scored.filter(|_| !covered) else {
             return exact_group(&mut Group::decode(q, k, v, scale, out, lse, self.index, cx)?);
         };
@@ -155,7 +142,8 @@ impl<T: Real> GroupStream<T> for BestKeys<T> {
     }
 
     fn state_bytes(&self) -> usize {
-        let numbers = self.k.len() + self.v.len() + self.far_k.len() + self.far_v.len() + self.bias.len();
-        numbers * size_of::<T>() + self.queries.len() * self.d * size_of::<f64>()
+        let numbers = self.far_k.len() + self.far_v.len() + self.bias.len();
+        let queries = self.queries.len() * self.cached.widths().0 * size_of::<f64>();
+        self.cached.bytes() + numbers * size_of::<T>() + queries
     }
 }

@@ -428,7 +428,7 @@ impl GroupPlan for Reformer {
         }
         let hash = self.hash(index, p.d, p.n_k);
         let (rounds, count) = hash.as_ref().map_or((1, 1), |h: &CrossPolytope<T>| (h.rounds(), h.buckets()));
-        Some(Box::new(Lists {
+        Some(Box::new(BucketStream {
             plan: self.clone(),
             hash,
             buckets: vec![vec![Vec::new(); count]; rounds],
@@ -559,7 +559,7 @@ impl Reformer {
 
 /// Decoding: positions of every bucket, and keys and values as they came (keys normalised where shared).
 #[derive(Debug)]
-struct Lists<T> {
+struct BucketStream<T> {
     plan: Reformer,
     hash: Option<CrossPolytope<T>>,
     /// Positions by round and bucket.
@@ -576,7 +576,7 @@ struct Lists<T> {
     query_means: Vec<Running>,
 }
 
-impl<T: Real> GroupStream<T> for Lists<T> {
+impl<T: Real> GroupStream<T> for BucketStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
         let first = self.k.len() / self.d;
         let mut centred = vec![T::ZERO; if self.plan.params.centre { k.rows() * self.d } else { 0 }];

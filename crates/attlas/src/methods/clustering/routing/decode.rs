@@ -5,7 +5,7 @@
 
 use super::centroids::norm_into;
 use super::{Routing, Sizes};
-use crate::engine::{attend_subset, exact_group};
+use crate::engine::{CachedRows, attend_subset, exact_group};
 use crate::group::{Group, GroupIndex, GroupStream};
 use crate::workspace::Context;
 use crate::{Mat, MatRef, Problem, Real, Result, RunInfo};
@@ -14,14 +14,13 @@ use attlas_num::cluster::kmeans::assign_into;
 
 /// Decoding: one list of positions for every centroid, which only grows.
 #[derive(Debug)]
-pub(super) struct Lists<T> {
+pub(super) struct CentroidStream<T> {
     plan: Routing,
     sizes: Sizes,
     exact: bool,
     centroids: Option<Mat<T>>,
     lists: Vec<Vec<u32>>,
-    k: Vec<T>,
-    v: Vec<T>,
+    cached: CachedRows<T>,
     /// Layer-normed keys: those that wait for centroids, or all where logits are taken from them.
     normed: Vec<T>,
     d: usize,
@@ -29,7 +28,7 @@ pub(super) struct Lists<T> {
     index: GroupIndex,
 }
 
-impl<T: Real> Lists<T> {
+impl<T: Real> CentroidStream<T> {
     /// With no key yet.
     pub(super) fn new(plan: &Routing, p: &Problem, index: GroupIndex) -> Self {
         let sizes = plan.sizes(p.n_k, index.kv_head);
@@ -40,8 +39,7 @@ impl<T: Real> Lists<T> {
             sizes,
             centroids: None,
             lists: Vec::new(),
-            k: Vec::new(),
-            v: Vec::new(),
+            cached: CachedRows::new(p.d, p.d_v),
             normed: Vec::new(),
             d: p.d,
             d_v: p.d_v,
@@ -64,11 +62,10 @@ impl<T: Real> Lists<T> {
     }
 }
 
-impl<T: Real> GroupStream<T> for Lists<T> {
+impl<T: Real> GroupStream<T> for CentroidStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
-        let first = self.k.len() / self.d;
-        k.iter_rows().for_each(|row| self.k.extend_from_slice(row));
-        v.iter_rows().for_each(|row| self.v.extend_from_slice(row));
+        let first = self.cached.tokens();
+        self.cached.append(k, v);
         if self.exact {
             return Ok(());
         }
@@ -103,15 +100,13 @@ impl<T: Real> GroupStream<T> for Lists<T> {
         lse: &mut [T],
         cx: Context<'_>,
     ) -> Result<RunInfo> {
-        let n = self.k.len() / self.d;
+        let n = self.cached.tokens();
         let mut norm_q = vec![T::ZERO; q.rows() * self.d];
         norm_into(q, &mut norm_q);
         let norm_q = MatRef::new(&norm_q, q.rows(), self.d);
         let raw = self.plan.raw();
-        let (k, v) = (
-            MatRef::new(if raw { &self.k } else { &self.normed }, n, self.d),
-            MatRef::new(&self.v, n, self.d_v),
-        );
+        let k = if raw { self.cached.keys() } else { MatRef::new(&self.normed, n, self.d) };
+        let v = self.cached.values();
         let (q, scale) = (if raw { q } else { norm_q }, self.plan.scale(scale));
         let Some(centroids) = self.centroids.as_ref().filter(|_| n > self.sizes.prefix) else {
             return exact_group(&mut Group::decode(q, k, v, scale, out, lse, self.index, cx)?);
@@ -139,6 +134,6 @@ impl<T: Real> GroupStream<T> for Lists<T> {
 
     fn state_bytes(&self) -> usize {
         let positions: usize = self.lists.iter().map(Vec::len).sum();
-        (self.k.len() + self.v.len() + self.normed.len()) * size_of::<T>() + 4 * positions
+        self.cached.bytes() + self.normed.len() * size_of::<T>() + 4 * positions
     }
 }

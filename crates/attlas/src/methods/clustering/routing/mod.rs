@@ -50,7 +50,7 @@ use attlas_num::cluster::Metric;
 use attlas_num::cluster::kmeans::assign_into;
 use attlas_num::kernels::Band;
 use centroids::{ROWS_PER_CENTROID, centroid_scores, norm_into};
-use decode::Lists;
+use decode::CentroidStream;
 use groups::{BATCH, Recent, Routed, best_members};
 use rayon::prelude::*;
 
@@ -372,7 +372,7 @@ impl GroupPlan for Routing {
         if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, usize::MAX) {
             return self.with_first(&first).stream(p, index);
         }
-        Some(Box::new(Lists::new(self, p, index)))
+        Some(Box::new(CentroidStream::new(self, p, index)))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Which far keys a block of rows attends to: the heaviest by scout rows or by a mean of queries, and diagonals.
 
 use super::{Chooser, Params};
-use crate::engine::{Place, Scored, select_top};
+use crate::engine::{QueryBlock, Scored, select_top};
 use crate::{Mask, Real};
 use attlas_num::kernels::{axpy, exp_sum, matvec, max, sum};
 use std::ops::Range;
@@ -26,37 +26,37 @@ pub(super) struct Scouted {
 
 impl<T: Real> Choice<'_, T> {
     /// Scouts for the block at `place`.
-    pub(super) fn scout(&self, place: &Place) -> Scouted {
-        if place.far_len() == 0 || self.params.keys == 0 && self.params.diagonals == 0 {
+    pub(super) fn scout(&self, query_block: &QueryBlock) -> Scouted {
+        if query_block.far_len() == 0 || self.params.keys == 0 && self.params.diagonals == 0 {
             return Scouted::default();
         }
         match self.params.chooser {
-            Chooser::Scouts => self.by_scouts(place),
-            Chooser::MeanQuery => self.by_mean_query(place),
+            Chooser::Scouts => self.by_scouts(query_block),
+            Chooser::MeanQuery => self.by_mean_query(query_block),
         }
     }
 
     /// The chosen far keys in increasing order: those that the block's own scouts found, and the diagonals by these and by the
     /// scouts of the blocks before, which stand before it in `scouted`.
-    pub(super) fn choose(&self, place: &Place, scouted: &[Scouted]) -> Vec<u32> {
+    pub(super) fn choose(&self, query_block: &QueryBlock, scouted: &[Scouted]) -> Vec<u32> {
         let mut chosen = scouted.last().map_or_else(Vec::new, |own| own.keys.clone());
         let blocks = if self.mask == Mask::Causal { BLOCKS } else { 1 };
         let from = scouted.len().saturating_sub(blocks);
         let votes = scouted[from..].iter().flat_map(|s| &s.votes).copied().collect();
-        self.add_diagonals(place, counted(votes, self.params.scouts), &mut chosen);
+        self.add_diagonals(query_block, counted(votes, self.params.scouts), &mut chosen);
         chosen
     }
 
-    fn by_scouts(&self, place: &Place) -> Scouted {
+    fn by_scouts(&self, query_block: &QueryBlock) -> Scouted {
         let Params { scouts, block, diagonals, .. } = *self.params;
-        let scouts = place.scouts(scouts, block);
-        let far = place.far();
-        let mut mass = self.scored.cx.scratch.take_zeroed::<T>(place.end);
+        let scouts = query_block.scouts(scouts, block);
+        let far = query_block.far();
+        let mut mass = self.scored.cx.scratch.take_zeroed::<T>(query_block.end);
         let mut votes = Vec::new();
-        let visited = self.scored.weights(place, &scouts, |r, start, weights, share| {
+        let visited = self.scored.weights(query_block, &scouts, |r, start, weights, share| {
             axpy(share, weights, &mut mass[start..start + weights.len()]);
             if diagonals > 0 {
-                let position = r as isize + place.position - place.first as isize;
+                let position = r as isize + query_block.position - query_block.first as isize;
                 far.iter().for_each(|far| {
                     voters(weights, share, start, far, |j, weight| {
                         votes.push(Vote { distance: position - j as isize, scout: r, weight });
@@ -64,16 +64,16 @@ impl<T: Real> Choice<'_, T> {
                 });
             }
         });
-        Scouted { keys: self.heaviest(place, &mut mass), votes, visited }
+        Scouted { keys: self.heaviest(query_block, &mut mass), votes, visited }
     }
 
     /// By one score for each key: its product with the mean of the last queries up to the first row.
-    fn by_mean_query(&self, place: &Place) -> Scouted {
+    fn by_mean_query(&self, query_block: &QueryBlock) -> Scouted {
         let Self { params, scored: Scored { q, k, scale, cx, .. }, .. } = *self;
-        let from = place.first.saturating_sub(params.recent - 1);
+        let from = query_block.first.saturating_sub(params.recent - 1);
         let rows = match self.mask {
-            Mask::Causal => from..place.first + 1,
-            Mask::None => from..place.first + place.rows,
+            Mask::Causal => from..query_block.first + 1,
+            Mask::None => from..query_block.first + query_block.rows,
         };
         let mut mean = vec![T::ZERO; k.cols()];
         let share = T::ONE / T::from_usize(rows.len() * q.heads());
@@ -81,19 +81,19 @@ impl<T: Real> Choice<'_, T> {
             let head = q.head(h);
             rows.clone().for_each(|r| axpy(share, head.row(r), &mut mean));
         }
-        let mut mass = cx.scratch.take::<T>(place.end);
-        matvec(k.sub_rows(0..place.end), &mean, &mut mass);
+        let mut mass = cx.scratch.take::<T>(query_block.end);
+        matvec(k.sub_rows(0..query_block.end), &mean, &mut mass);
         mass.iter_mut().for_each(|x| *x *= scale);
-        let most = place.far().iter().fold(T::NEG_INFINITY, |m, far| m.max(max(&mass[far.clone()])));
+        let most = query_block.far().iter().fold(T::NEG_INFINITY, |m, far| m.max(max(&mass[far.clone()])));
         exp_sum(&mut mass, most);
-        let keys = self.heaviest(place, &mut mass);
-        Scouted { keys, votes: Vec::new(), visited: place.end as u64 }
+        let keys = self.heaviest(query_block, &mut mass);
+        Scouted { keys, votes: Vec::new(), visited: query_block.end as u64 }
     }
 
     /// The heaviest far keys, at most `keys`, and no more than hold the share `mass` of the mass of all far keys.
-    fn heaviest(&self, place: &Place, mass: &mut [T]) -> Vec<u32> {
+    fn heaviest(&self, query_block: &QueryBlock, mass: &mut [T]) -> Vec<u32> {
         let Params { keys, mass: wanted, .. } = *self.params;
-        let [before, behind] = place.far();
+        let [before, behind] = query_block.far();
         // The far keys side by side.
         let split = before.len();
         let behind = behind.start.min(mass.len())..behind.end.min(mass.len());
@@ -105,10 +105,10 @@ impl<T: Real> Choice<'_, T> {
         if wanted < 1.0 {
             let total = wanted * sum(mass).to_f64();
             found.sort_by(|&a, &b| mass[b].partial_cmp(&mass[a]).unwrap_or(std::cmp::Ordering::Equal));
-            let mut held = 0.0;
+            let mut covered = 0.0;
             let enough = found.iter().take_while(|&&i| {
-                let short = held < total;
-                held += mass[i].to_f64();
+                let short = covered < total;
+                covered += mass[i].to_f64();
                 short
             });
             let count = enough.count();
@@ -120,15 +120,16 @@ impl<T: Real> Choice<'_, T> {
     }
 
     /// Adds the runs of keys at the distances with most votes, those beside them included.
-    fn add_diagonals(&self, place: &Place, counted: Vec<(isize, f64)>, chosen: &mut Vec<u32>) {
-        let far = place.far();
+    fn add_diagonals(&self, query_block: &QueryBlock, counted: Vec<(isize, f64)>, chosen: &mut Vec<u32>) {
+        let far = query_block.far();
         let mut taken: Vec<isize> = Vec::new();
         for (distance, _) in counted {
             let beside = taken.iter().any(|t| distance.abs_diff(*t) <= BESIDE);
             if !beside && taken.len() == self.params.diagonals {
                 continue;
             }
-            let run = place.position - distance..place.position - distance + self.params.block as isize;
+            let run =
+                query_block.position - distance..query_block.position - distance + self.params.block as isize;
             let known = chosen.len();
             for far in &far {
                 let (start, end) = (far.start as isize, far.end as isize);

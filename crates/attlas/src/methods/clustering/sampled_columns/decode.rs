@@ -2,12 +2,12 @@
 
 use super::choose::{VOTE, voters};
 use super::{Params, SampledColumns};
-use crate::engine::{Gathered, RunMeans, select_top};
+use crate::engine::{CachedRows, Gathered, RunMeans, select_top};
 use crate::group::GroupStream;
 use crate::method::RunInfo;
 use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result};
-use attlas_num::kernels::{Attend, Band, Precision, axpy, exp_sum, matvec, max, merge_lse, pages};
+use attlas_num::kernels::{Attend, Band, Precision, axpy, exp_sum, matvec, max, merge_lse};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -31,10 +31,7 @@ struct Vote {
 #[derive(Debug)]
 pub(super) struct ColumnStream<T> {
     plan: SampledColumns,
-    d: usize,
-    d_v: usize,
-    k: Vec<T>,
-    v: Vec<T>,
+    cached: CachedRows<T>,
     means: RunMeans<T>,
     /// Decayed mass of each key.
     mass: Vec<T>,
@@ -63,10 +60,7 @@ impl<T: Real> ColumnStream<T> {
         let means = RunMeans::new(plan.params.far_block, plan.parts(), p.d, p.d_v);
         Self {
             plan,
-            d: p.d,
-            d_v: p.d_v,
-            k: Vec::new(),
-            v: Vec::new(),
+            cached: CachedRows::new(p.d, p.d_v),
             means,
             mass: Vec::new(),
             votes: Vec::new(),
@@ -78,14 +72,10 @@ impl<T: Real> ColumnStream<T> {
         }
     }
 
-    fn len(&self) -> usize {
-        self.k.len() / self.d
-    }
-
     /// Adds the exact weights of a token over all keys to half the masses so far, and chooses anew.
     fn refresh(&mut self, q: MatRef<'_, T>, scale: T, edge: usize, cx: Context<'_>) -> u64 {
-        let (n, heads) = (self.len(), q.rows());
-        let k = MatRef::new(&self.k, n, self.d);
+        let (n, heads) = (self.cached.tokens(), q.rows());
+        let k = self.cached.keys();
         let pieces = n.div_ceil(SCORED);
         let mut weights = cx.scratch.take::<T>(n * heads);
         // Of each piece and head: the largest logit and the sum of weights measured from it.
@@ -150,10 +140,10 @@ impl<T: Real> ColumnStream<T> {
         if wanted < 1.0 {
             let total = wanted * mass.iter().map(|m| m.to_f64()).sum::<f64>();
             found.sort_by(|&a, &b| mass[b].partial_cmp(&mass[a]).unwrap_or(std::cmp::Ordering::Equal));
-            let mut held = 0.0;
+            let mut covered = 0.0;
             let enough = found.iter().take_while(|&&i| {
-                let short = held < total;
-                held += mass[i].to_f64();
+                let short = covered < total;
+                covered += mass[i].to_f64();
                 short
             });
             let count = enough.count();
@@ -194,15 +184,14 @@ impl<T: Real> ColumnStream<T> {
 
     /// Gathers sinks, chosen keys and means anew.
     fn gather(&mut self, edge: usize, cx: Context<'_>) {
-        let n = self.len();
-        let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
+        let (k, v, (d, d_v)) = (self.cached.keys(), self.cached.values(), self.cached.widths());
         let far = self.plan.params.sinks.min(edge)..edge;
         let parts = self.plan.parts();
         if parts > 0 {
             self.means.extend(k.sub_rows(0..edge), v.sub_rows(0..edge));
         }
         let pseudo = if parts > 0 { self.means.most(far.len()) } else { 0 };
-        let mut all = Gathered::new(far.start + self.chosen.len() + pseudo, self.d, self.d_v, cx);
+        let mut all = Gathered::new(far.start + self.chosen.len() + pseudo, d, d_v, cx);
         all.append(k, v, 0..far.start);
         all.append(k, v, self.chosen.iter().map(|&j| j as usize));
         if parts > 0 {
@@ -221,10 +210,7 @@ impl<T: Real> ColumnStream<T> {
 
 impl<T: Real> GroupStream<T> for ColumnStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
-        pages::reserve(&mut self.k, k.rows() * self.d);
-        pages::reserve(&mut self.v, v.rows() * self.d_v);
-        k.iter_rows().for_each(|row| self.k.extend_from_slice(row));
-        v.iter_rows().for_each(|row| self.v.extend_from_slice(row));
+        self.cached.append(k, v);
         Ok(())
     }
 
@@ -237,7 +223,7 @@ impl<T: Real> GroupStream<T> for ColumnStream<T> {
         cx: Context<'_>,
     ) -> Result<RunInfo> {
         let Params { window, far_block, refresh, .. } = self.plan.params;
-        let (n, heads) = (self.len(), q.rows());
+        let (n, heads) = (self.cached.tokens(), q.rows());
         // The token itself is always near.
         let edge = n.saturating_sub(window.max(1)) / far_block * far_block;
         let mut visited = 0;
@@ -250,7 +236,7 @@ impl<T: Real> GroupStream<T> for ColumnStream<T> {
         }
         self.since += 1;
         let near = edge..n;
-        let (d, d_v) = (self.d, self.d_v);
+        let (d, d_v) = self.cached.widths();
         let far = &self.far;
         let rows = far.bias.len();
         let attend =
@@ -274,8 +260,8 @@ impl<T: Real> GroupStream<T> for ColumnStream<T> {
             let (k, v) = (MatRef::new(&far.k, far.bias.len(), d), MatRef::new(&far.v, far.bias.len(), d_v));
             attend(k.sub_rows(rows.clone()), v.sub_rows(rows.clone()), Some(&far.bias[rows]), out, lse);
         };
-        let k = MatRef::new(&self.k, n, d).sub_rows(near.clone());
-        let v = MatRef::new(&self.v, n, d_v).sub_rows(near.clone());
+        let k = self.cached.keys().sub_rows(near.clone());
+        let v = self.cached.values().sub_rows(near.clone());
         attend(k, v, None, out, lse);
         let pieces = rows.div_ceil(PIECE);
         let mut parts = cx.scratch.take::<T>(pieces * heads * d_v);
@@ -296,7 +282,7 @@ impl<T: Real> GroupStream<T> for ColumnStream<T> {
 
     fn state_bytes(&self) -> usize {
         let far = self.far.k.len() + self.far.v.len() + self.far.bias.len();
-        let own = self.k.len() + self.v.len() + self.mass.len() + far;
-        own * size_of::<T>() + self.means.bytes() + 4 * self.chosen.len() + size_of_val(&self.votes[..])
+        let own = self.cached.bytes() + (self.mass.len() + far) * size_of::<T>();
+        own + self.means.bytes() + 4 * self.chosen.len() + size_of_val(&self.votes[..])
     }
 }

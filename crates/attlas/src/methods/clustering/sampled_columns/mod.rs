@@ -275,10 +275,10 @@ impl GroupPlan for SampledColumns {
         let (field, mask, n_q, n_k) = (self.field(), g.mask, g.n_q(), g.n_k());
         let blocks = (0..n_q.div_ceil(field.block)).into_par_iter().with_max_len(1);
         let scouted: Vec<Scouted> =
-            blocks.map(|b| choice.scout(&field.place(mask, b * field.block, n_q, n_k))).collect();
-        let mut info = attend_chosen_blocks(&mut g, field, means, precision, |place| {
-            let b = place.first / field.block;
-            (choice.choose(place, &scouted[..=b]), scouted[b].visited)
+            blocks.map(|b| choice.scout(&field.query_block(mask, b * field.block, n_q, n_k))).collect();
+        let mut info = attend_chosen_blocks(&mut g, field, means, precision, |query_block| {
+            let b = query_block.first / field.block;
+            (choice.choose(query_block, &scouted[..=b]), scouted[b].visited)
         })?;
         add_sampled_error(&g, self.params.check_rows, &mut info);
         Ok(info)

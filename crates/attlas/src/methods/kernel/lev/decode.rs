@@ -4,7 +4,7 @@
 //! nor the window needs are forgotten when a block begins.
 
 use super::normaliser::full_form;
-use super::rows::Kept;
+use super::rows::KeptRows;
 use super::streaming::StreamingSet;
 use super::{Lev, Normaliser, Params};
 use crate::group::GroupStream;
@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 
 /// Decoding: the set, the keys and values it holds, and the near ones.
 #[derive(Debug)]
-pub(super) struct Decoder<T> {
+pub(super) struct LeverageStream<T> {
     plan: Lev,
     set: StreamingSet,
     /// The set before the current block.
@@ -26,7 +26,7 @@ pub(super) struct Decoder<T> {
     d_v: usize,
 }
 
-impl<T: Real> Decoder<T> {
+impl<T: Real> LeverageStream<T> {
     pub(super) fn new(plan: &Lev, p: &Problem) -> Self {
         Self {
             set: StreamingSet::new(&plan.params, p.d),
@@ -49,7 +49,7 @@ impl<T: Real> Decoder<T> {
     }
 }
 
-impl<T: Real> GroupStream<T> for Decoder<T> {
+impl<T: Real> GroupStream<T> for LeverageStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
         for (k, v) in k.iter_rows().zip(v.iter_rows()) {
             if self.len.is_multiple_of(self.plan.params.block) {
@@ -80,10 +80,10 @@ impl<T: Real> GroupStream<T> for Decoder<T> {
             return Ok(RunInfo { empty_rows: lse.len() as u64, ..RunInfo::default() });
         }
         let (start, low) = self.near();
-        let mut kept = Kept::empty();
+        let mut kept = KeptRows::empty();
         let frozen = self.frozen.iter().filter(|j| **j < low);
         frozen.filter_map(|j| self.rows.get(j)).for_each(|(k, v)| kept.push(k, v));
-        let mut near = Kept::empty();
+        let mut near = KeptRows::empty();
         self.rows.range(low..).for_each(|(_, (k, v))| near.push(k, v));
         let (near_k, near_v) =
             (MatRef::new(&near.k, near.len, self.d), MatRef::new(&near.v, near.len, self.d_v));

@@ -45,10 +45,10 @@ use crate::method::{Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo,
 use crate::{Mask, Problem, Real, Result};
 use attlas_num::kernels::dot;
 use attlas_num::randla::lewis_scratch_bytes;
-use decode::Decoder;
+use decode::LeverageStream;
 use normaliser::{Draws, full_form, gram_of, quadratic};
 use rayon::prelude::*;
-use rows::Kept;
+use rows::KeptRows;
 use streaming::StreamingSet;
 
 /// Registry entry.
@@ -255,7 +255,7 @@ impl GroupPlan for Lev {
         if self.params.normaliser == Normaliser::Sampled {
             return None;
         }
-        Some(Box::new(Decoder::new(self, p)))
+        Some(Box::new(LeverageStream::new(self, p)))
     }
 }
 
@@ -286,7 +286,7 @@ impl Lev {
         };
         let offset = n_k as isize - g.n_q() as isize;
         let window = self.params.window as isize;
-        let all = (window == 0).then(|| Kept::gather(k, v, kept.iter().copied()));
+        let all = (window == 0).then(|| KeptRows::gather(k, v, kept.iter().copied()));
         let visited = g.par_row_blocks(self.params.block, |block| {
             let rows = block.q.rows();
             if let Some(all) = &all {
@@ -297,7 +297,7 @@ impl Lev {
             let first = block.first as isize + offset;
             let clip = |x: isize| x.clamp(0, n_k as isize) as usize;
             let near = clip(first - window + 1)..clip(first + rows as isize - 1 + window);
-            let others = Kept::gather(k, v, kept.iter().copied().filter(|j| !near.contains(j)));
+            let others = KeptRows::gather(k, v, kept.iter().copied().filter(|j| !near.contains(j)));
             let visited = rows * (others.len + near.len());
             let near = (k.sub_rows(near.clone()), v.sub_rows(near));
             self.attend(block.q, &others, near, None, &extra, block.out, cx);
@@ -346,7 +346,7 @@ impl Lev {
                 let start = position - position % block;
                 let low = (start + 1).saturating_sub(self.params.window.max(1));
                 let (kept, gram) = &before[position / block];
-                let kept = Kept::gather(k, v, kept.iter().copied().filter(|&j| j < low));
+                let kept = KeptRows::gather(k, v, kept.iter().copied().filter(|&j| j < low));
                 let end = position + q.rows();
                 let near = (k.sub_rows(low..end), v.sub_rows(low..end));
                 let extra = |i: usize, q: &[T], top: f64| match gram {

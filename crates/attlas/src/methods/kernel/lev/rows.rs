@@ -13,13 +13,13 @@ use attlas_num::kernels::{Band, merge_lse};
 
 /// What is seen by the rows of one block, beside near keys: kept keys, gathered.
 #[derive(Debug)]
-pub(super) struct Kept<T> {
+pub(super) struct KeptRows<T> {
     pub(super) k: Vec<T>,
     pub(super) v: Vec<T>,
     pub(super) len: usize,
 }
 
-impl<T: Real> Kept<T> {
+impl<T: Real> KeptRows<T> {
     pub(super) fn empty() -> Self {
         Self { k: Vec::new(), v: Vec::new(), len: 0 }
     }
@@ -50,7 +50,7 @@ impl Lev {
     pub(super) fn attend<T: Real>(
         &self,
         q: MatRef<'_, T>,
-        kept: &Kept<T>,
+        kept: &KeptRows<T>,
         near: (MatRef<'_, T>, MatRef<'_, T>),
         near_upper: Option<isize>,
         extra: Extra<'_, T>,

@@ -12,7 +12,7 @@ use attlas_num::kernels::Band;
 
 /// The state of far keys, and the near keys and values.
 #[derive(Debug)]
-pub(super) struct Decoder<T> {
+pub(super) struct NearFarStream<T> {
     plan: Scatterbrain,
     acc: Positive<T>,
     state: Vec<T>,
@@ -22,7 +22,7 @@ pub(super) struct Decoder<T> {
     d_v: usize,
 }
 
-impl<T: Real> Decoder<T> {
+impl<T: Real> NearFarStream<T> {
     /// With no key yet.
     pub(super) fn new(plan: &Scatterbrain, acc: Positive<T>, d_v: usize) -> Self {
         let mut state = vec![T::ZERO; acc.state_len()];
@@ -31,7 +31,7 @@ impl<T: Real> Decoder<T> {
     }
 }
 
-impl<T: Real> GroupStream<T> for Decoder<T> {
+impl<T: Real> GroupStream<T> for NearFarStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Result<()> {
         let (d, d_v) = (self.plan.d, self.d_v);
         for (k, v) in k.iter_rows().zip(v.iter_rows()) {

@@ -51,7 +51,7 @@ use attlas_num::Mat;
 use attlas_num::hash::lift::LiftedLines;
 use attlas_num::sketch::features::{ExpFeatures, Exponent, optimal_a};
 use attlas_num::sketch::{MapOptions, draw_directions};
-use decode::Decoder;
+use decode::NearFarStream;
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -338,6 +338,6 @@ impl GroupPlan for Scatterbrain {
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
         let acc = self.estimate::<T>(None, p.d_v, index).ok()?.acc;
-        Some(Box::new(Decoder::new(self, acc, p.d_v)))
+        Some(Box::new(NearFarStream::new(self, acc, p.d_v)))
     }
 }

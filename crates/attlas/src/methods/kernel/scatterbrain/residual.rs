@@ -44,7 +44,7 @@ impl Scatterbrain {
                 });
             out.fill(T::ZERO);
             lse.fill(T::NEG_INFINITY);
-            let cached = Held { acc, state, q, k, v, scale: g.scale, cx };
+            let cached = CachedTokens { acc, state, q, k, v, scale: g.scale, cx };
             for round in self.rounds(q, k, key_norm, g.index, cx) {
                 visited += cached.exchange(&round, out, lse, &mut residual);
             }
@@ -104,7 +104,7 @@ impl<T: Real> Hull<T> {
 }
 
 /// Everything that the support of one head is computed from.
-struct Held<'a, T> {
+struct CachedTokens<'a, T> {
     acc: &'a Positive<T>,
     state: &'a [T],
     q: MatRef<'a, T>,
@@ -114,7 +114,7 @@ struct Held<'a, T> {
     cx: Context<'a>,
 }
 
-impl<T: Real> Held<'_, T> {
+impl<T: Real> CachedTokens<'_, T> {
     /// Takes the estimate on a round's pairs out of `residual` (rows of `[num, den]`) and merges the exact scores into
     /// `out` and `lse`. Returns the number of pairs.
     fn exchange(&self, round: &Buckets, out: &mut [T], lse: &mut [T], residual: &mut [T]) -> u64 {

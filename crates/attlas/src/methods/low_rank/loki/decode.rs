@@ -16,22 +16,22 @@ const ATTEND_PIECE: usize = 2048;
 
 impl Loki {
     /// Which keys `scores` chooses: those of `choose`, by all threads. `counts` may be those of the scores.
-    pub(super) fn keep<T: Real>(&self, scores: &[T], counts: Option<&[Counts]>) -> Kept {
+    pub(super) fn keep<T: Real>(&self, scores: &[T], counts: Option<&[Counts]>) -> RankedChoice {
         let n = scores.len();
         if self.keeps_all(n) {
-            return Kept { cut: Cut::ALL, head: 0, tail: n };
+            return RankedChoice { cut: Cut::ALL, head: 0, tail: n };
         }
         let cut = match counts {
             Some(counts) => Cut::counted(scores, counts, |_| 1, self.budget(n)),
             None => Cut::largest(scores, self.budget(n)),
         };
-        Kept { cut, head: self.params.sinks, tail: n - self.params.window }
+        RankedChoice { cut, head: self.params.sinks, tail: n - self.params.window }
     }
 }
 
 /// Which keys are attended to when decoding.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Kept {
+pub(super) struct RankedChoice {
     /// By their score.
     cut: Cut,
     /// Before this place and from that one on whatever their score.
@@ -39,7 +39,7 @@ pub(super) struct Kept {
     tail: usize,
 }
 
-impl Kept {
+impl RankedChoice {
     /// Lists the places of these keys that are attended to; returns how many. The list is longer than the keys by one.
     pub(super) fn places<T: Real>(&self, keys: Range<usize>, scores: &[T], places: &mut [u32]) -> usize {
         let head = self.head.clamp(keys.start, keys.end);
@@ -108,7 +108,7 @@ impl<T: Real> Split<T> {
     #[allow(clippy::too_many_arguments)]
     fn attend_kept(
         &self,
-        kept: Kept,
+        kept: RankedChoice,
         by: &[T],
         heads: &[Query<'_, T>],
         scale: T,
