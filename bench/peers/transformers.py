@@ -79,8 +79,9 @@ def prompts(model, ids, lengths, runs):
 def decoding(model, ids, runs):
     clocks = {name: timed_attention(name) for name in ("attlas", "sdpa")}
     found = {name: [] for name in clocks}
-    for _ in range(runs):
-        for name, (clocked, spent) in clocks.items():
+    for run in range(runs):
+        for name in list(clocks)[:: 1 if run % 2 else -1]:
+            clocked, spent = clocks[name]
             model.set_attn_implementation(clocked)
             cache = transformers.DynamicCache()
             with torch.no_grad():
