@@ -15,7 +15,6 @@
 //! Everything random is drawn in f64 from a [`StreamKey`](crate::rng::StreamKey) and rounded once.
 //!
 //! ```
-//! use attlas_num::rng::StreamKey;
 //! use attlas_num::sketch::features::{ExpFeatures, Exponent};
 //! use attlas_num::sketch::{Coupling, LogFeatures, MapOptions, Side, draw_directions};
 //! use attlas_num::{MatRef, rng::StreamKey};
