@@ -5,6 +5,8 @@ use crate::table::{count, percent_of, times};
 
 /// Errors that are looked for: what hardly shows, and what may do.
 const CLOSE: f64 = 0.01;
+/// Errors this many times as large as another still count as about the same.
+const ALIKE: f64 = 1.25;
 /// A method that is not better than the mean of the values by this share has no use.
 const BETTER: f64 = 0.9;
 
@@ -29,8 +31,8 @@ impl Comparison {
             0 => String::new(),
             n => format!(" at {}", count(n, "token")),
         };
-        let closest = faster.iter().min_by(|a, b| a.rel_fro.mean.total_cmp(&b.rel_fro.mean));
-        match (fastest(CLOSE), closest) {
+        let least = faster.iter().map(|s| s.rel_fro.mean).fold(f64::INFINITY, f64::min);
+        match (fastest(CLOSE), fastest(ALIKE * least)) {
             (Some(close), _) => {
                 let more = fastest(0.1).filter(|s| s.method != close.method && s.speedup > close.speedup);
                 let more = more.map_or(String::new(), |s| format!(", {}", said(s)));
@@ -116,6 +118,11 @@ mod tests {
         assert_eq!(
             say([(0.05, 3.0), (0.004, 1.5)]),
             "top_k is 1.50 × faster at 0.4 % error, sink_window is 3.00 × faster at 5 % error at 50 tokens."
+        );
+        // Of two that err about alike, the faster one.
+        assert_eq!(
+            say([(0.12, 3.0), (0.1, 1.5)]),
+            "sink_window is 3.00 × faster at 12 % error; nothing is faster within 1 % at 50 tokens."
         );
         // No better than the mean of the values, or slower.
         assert!(say([(0.95, 9.0), (0.1, 0.9)]).starts_with("Nothing is faster than exact attention"));

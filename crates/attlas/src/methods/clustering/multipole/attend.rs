@@ -14,7 +14,7 @@ use std::ops::Range;
 
 /// Clusters that one task scores, clusters that one attends to, and keys that it attends to in one go; fixed, so that
 /// threads cannot change a bit.
-const SCORED: usize = 1024;
+pub(super) const SCORED: usize = 1024;
 pub(super) const PIECE: usize = 512;
 pub(super) const MEMBERS: usize = 1024;
 
@@ -209,10 +209,12 @@ impl<'a, T: Real> Field<'a, T> {
                 out.iter_mut().for_each(|x| *x *= scale);
                 alone.then(|| Counts::new(out, first, |c| level.count(c), budget))
             };
-            counts = match m > SCORED {
+            // All are scored before counts are looked at: an `Option` of all of them would end at the first chunk without one.
+            let of_chunks: Vec<Option<Counts>> = match m > SCORED {
                 true => logits.par_chunks_mut(SCORED).with_max_len(1).enumerate().map(score).collect(),
                 false => logits.chunks_mut(SCORED).enumerate().map(score).collect(),
             };
+            counts = of_chunks.into_iter().collect();
         }
         Self { level, ids: None, logits, counts, scores: None, cut: None }
     }

@@ -331,6 +331,20 @@ fn blocks_of_rows_with_clusters_of_one_key_are_exact_for_any_budget() {
 }
 
 #[test]
+fn every_cluster_is_scored_however_many_there_are() {
+    // More clusters than one task scores, each of one key: attention to their centroids is exact for any budget, whether heads
+    // choose together or alone.
+    let p = Problem::new(2, 1, 4).with_kv_heads(1).with_lens(3, 2 * super::attend::SCORED + 100);
+    let case = Case::gaussian(p.causal(), 12);
+    let want = reference(&case).0;
+    let options = Options::new().with("ratio", 1.0).with("interval", 8).with("iters", 1).with("budget", 16);
+    for per_head in [false, true] {
+        let rows = streamed(&options.clone().with("per_head", per_head), &case, p.n_k - 3);
+        assert_rows_close(&rows, &want, 1e-9, &format!("per_head = {per_head}"));
+    }
+}
+
+#[test]
 fn blocks_of_rows_do_not_see_later_queries_not_even_as_nan() {
     let p = Problem::new(2, 200, 8).with_kv_heads(1).causal();
     let case = Case::gaussian(p, 10);
