@@ -2,10 +2,11 @@
 //!
 //! A message of $b$ bytes takes $\alpha + b\beta$ (Hockney 1994). A process computes at the rates that were measured here.
 //!
-//! - **ring**, $P$ processes, blocks of $b$ bytes, $c$ seconds of work in all: the first block is there, and each of the
-//!   other $P - 1$ is on its way while one is worked on: $c/P^2 + (P-1)\max(c/P^2, \alpha + b\beta)$. The communication
-//!   is hidden where $c/P^2 \ge \alpha + b\beta$; exact attention's work grows with the square of the length and a block
-//!   with the length, so there is a length from which that holds.
+//! - **ring**, $P$ processes, blocks of $b$ bytes, $s = c(n/P)$ seconds for the rows of a process over one block of keys: the
+//!   first block is there, and each of the other $P - 1$ is on its way while one is worked on: $s + (P-1)\max(s, \alpha + b\beta)$.
+//!   The communication is hidden where $s \ge \alpha + b\beta$; exact attention's work grows with the square of the length and
+//!   a block with the length, so there is a length from which that holds. A method whose work grows with the length alone
+//!   does as much for every block as for all keys: $s = c/P$, and a ring shortens nothing but its memory.
 //! - **scan**, states of $b$ bytes: $c/P + 3 \lceil\log_2 P\rceil(\alpha + b\beta)$, two scans and one broadcast.
 //! - **gather**, $b$ bytes of stand-ins from each: $c/P + (P-1)(\alpha + b\beta)$, and each row sees the stand-ins of all,
 //!   which is part of the work.
@@ -112,7 +113,8 @@ pub fn predict(
     let (seconds, bytes, hidden_from) = match method.claims.spread {
         Spread::Ring { .. } => {
             let block = token * n as f64 / p;
-            let (step, message) = (one / (p * p), cluster.message(block));
+            let step = work(method, options, problem, measured, n.div_ceil(cluster.nodes))?;
+            let message = cluster.message(block);
             let seconds = step + (p - 1.0) * step.max(message);
             (seconds, (p - 1.0) * block, hidden(cluster, method, options, problem, measured, token)?)
         }
@@ -156,7 +158,7 @@ fn hidden(
     let (a, b) =
         (work(method, options, problem, measured, low)?, work(method, options, problem, measured, high)?);
     let growth = (b / a).log2() / 2.0;
-    let hides = |n: f64| b * (n / high as f64).powf(growth) / (p * p) >= cluster.message(token * n / p);
+    let hides = |n: f64| b * (n / p / high as f64).powf(growth) >= cluster.message(token * n / p);
     let (mut from, mut to) = (1.0f64, (1u64 << 50) as f64);
     if !hides(to) {
         return Ok(None);
@@ -209,6 +211,20 @@ mod tests {
         let n = from;
         let gap = a * n * n / (64.0 * 64.0) - latency - slope * n;
         assert!(gap.abs() < 1e-6 * a * n * n / 4096.0, "{gap}");
+    }
+
+    #[test]
+    fn a_ring_repeats_the_work_of_a_method_that_reads_few_keys() {
+        let hyper = registry::method("hyper").unwrap();
+        let problem = Problem::new(8, 1 << 20, 64);
+        let measured = Measured { n: 32768, seconds: 1.0 };
+        let options = Options::new();
+        let on = |nodes| predict(&cluster(nodes), hyper, &options, &problem, &measured, 0.0).unwrap().unwrap();
+        // Every process attends with its rows to every block, and a row reads as many keys of a block as of all of them.
+        assert!((on(8).seconds / on(8).one - 1.0).abs() < 0.1, "{:?}", on(8));
+        let exact = registry::baseline();
+        let exact = predict(&cluster(8), exact, &options, &problem, &measured, 0.0).unwrap().unwrap();
+        assert!((exact.efficiency - 1.0).abs() < 0.01, "{exact:?}");
     }
 
     #[test]
