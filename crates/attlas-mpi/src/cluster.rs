@@ -219,7 +219,8 @@ mod tests {
         let problem = Problem::new(8, 1 << 20, 64);
         let measured = Measured { n: 32768, seconds: 1.0 };
         let options = Options::new();
-        let on = |nodes| predict(&cluster(nodes), hyper, &options, &problem, &measured, 0.0).unwrap().unwrap();
+        let on =
+            |nodes| predict(&cluster(nodes), hyper, &options, &problem, &measured, 0.0).unwrap().unwrap();
         // Every process attends with its rows to every block, and a row reads as many keys of a block as of all of them.
         assert!((on(8).seconds / on(8).one - 1.0).abs() < 0.1, "{:?}", on(8));
         let exact = registry::baseline();
