@@ -201,7 +201,9 @@ mod tests {
                 .unwrap()
         };
         let from = at(1 << 20).hidden_from.unwrap();
-        let (below, above) = (at((0.5 * from) as usize), at((2.0 * from) as usize));
+        // Lengths that all processes share evenly.
+        let even = |n: f64| at((n as usize).next_multiple_of(64));
+        let (below, above) = (even(0.5 * from), even(2.0 * from));
         assert!(above.efficiency > 0.999 && below.efficiency < 0.99, "{from}: {below:?} {above:?}");
         // Work of exact attention is a n², a block of keys β n / P: both meet at n = βP/a.
         let a = 20.0 / 32768f64.powi(2);
