@@ -6,7 +6,7 @@
 
 use crate::engine::near::NearField;
 use crate::gradient::{Backward, GroupBackward, Pass, run_backward};
-use crate::method::{Cost, Plan, RunInfo, Spec, Stream};
+use crate::method::{Cost, Method, Plan, RunInfo, Spec, Stream, Support};
 use crate::problem::Dims;
 use crate::spread::Numbers;
 use crate::workspace::Context;
@@ -214,16 +214,15 @@ impl<'a, T: Real> Group<'a, T> {
             }
         }
         blocks.sort_by_key(|b| std::cmp::Reverse(b.first));
-        let results = Mutex::new(Vec::with_capacity(blocks.len()));
-        let lock = || results.lock().unwrap_or_else(PoisonError::into_inner);
+        // One place for each block: sorting the results would compile a sort for every type of result.
+        let results: Mutex<Vec<Option<R>>> = Mutex::new(blocks.iter().map(|_| None).collect());
         run_blocks(blocks, self.cx.schedule.threads, &|at, block| {
             let result = work(block)?;
-            lock().push((at, result));
+            results.lock().unwrap_or_else(PoisonError::into_inner)[at] = Some(result);
             Ok(())
         })?;
-        let mut results: Vec<(usize, R)> = results.into_inner().unwrap_or_else(PoisonError::into_inner);
-        results.sort_by_key(|&(at, _)| at);
-        Ok(results.into_iter().map(|(_, result)| result).collect())
+        let results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Ok(results.into_iter().flatten().collect())
     }
 }
 
@@ -472,8 +471,12 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
         ws: &mut Workspace,
     ) -> Result<Option<Vec<Numbers>>> {
         match (k, v) {
-            (Tensor::F32(k), Tensor::F32(v)) => self.stand_ins_typed(k, v, piece, ws),
-            (Tensor::F64(k), Tensor::F64(v)) => self.stand_ins_typed(k, v, piece, ws),
+            (Tensor::F32(k), Tensor::F32(v)) => {
+                make_stand_ins(&self.problem, k, v, piece, ws, &|x| self.plan.stand_ins(x))
+            }
+            (Tensor::F64(k), Tensor::F64(v)) => {
+                make_stand_ins(&self.problem, k, v, piece, ws, &|x| self.plan.stand_ins(x))
+            }
             (k, _) => Err(wrong_type(k.dtype())),
         }
     }
@@ -486,8 +489,16 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
         match (q, out) {
-            (Tensor::F32(q), Output::F32(o)) => self.attend_stand_ins_typed(q, stand_ins, o, ws),
-            (Tensor::F64(q), Output::F64(o)) => self.attend_stand_ins_typed(q, stand_ins, o, ws),
+            (Tensor::F32(q), Output::F32(o)) => {
+                run_stand_ins(&self.problem, q, stand_ins, o, ws, &|g, list| {
+                    self.plan.attend_stand_ins(g, list)
+                })
+            }
+            (Tensor::F64(q), Output::F64(o)) => {
+                run_stand_ins(&self.problem, q, stand_ins, o, ws, &|g, list| {
+                    self.plan.attend_stand_ins(g, list)
+                })
+            }
             (q, _) => Err(wrong_type(q.dtype())),
         }
     }
@@ -496,25 +507,7 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
 impl<S: Spec, P: GroupPlan> Grouped<S, P> {
     /// The problem of one call, whose lengths may be smaller than the planned ones.
     fn call(&self, n_q: usize, n_k: usize) -> Result<Problem> {
-        let p = &self.problem;
-        let call = p.with_lens(n_q, n_k);
-        if (n_q, n_k) == (p.n_q, p.n_k) {
-            return Ok(call);
-        }
-        if n_q > p.n_q || n_k > p.n_k {
-            return Err(Error::shape(
-                "lengths",
-                format!("at most {} queries and {} keys, as planned", p.n_q, p.n_k),
-                format!("{n_q} and {n_k}"),
-            ));
-        }
-        let mut reasons = self.spec.supports(&call).reasons;
-        reasons.extend(call.near.reasons(S::METHOD, &call));
-        if reasons.is_empty() {
-            Ok(call)
-        } else {
-            Err(Error::Unsupported { method: S::METHOD.id.into(), reasons })
-        }
+        shorter(&self.problem, S::METHOD, n_q, n_k, &|call| self.spec.supports(call))
     }
 
     fn execute_typed<T: Real>(
@@ -523,92 +516,19 @@ impl<S: Spec, P: GroupPlan> Grouped<S, P> {
         out: &mut Out<'_, T>,
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
-        let p = &self.call(x.q.dims()[2], x.k.dims()[2])?;
-        x.validate(p)?;
-        out.validate(p)?;
-        if out.lse.is_some() && !self.plan.has_lse() {
-            return Err(Error::Unsupported {
-                method: S::METHOD.id.into(),
-                reasons: vec!["it has no log-sum-exp: its sums are not exponentials of logits".into()],
-            });
-        }
-        let direct = !self.plan.can_fail();
-        let run = &|group: Group<'_, T>| self.plan.run(group);
-        let outside = rayon::current_thread_index().is_none();
-        if direct && outside && self.plan.on_caller(p, ws.schedule().threads) {
-            return run_groups_here(p, x, out, ws.context(), run);
-        }
-        run_groups(p, x, out, ws, direct, run)
+        let p = self.call(x.q.dims()[2], x.k.dims()[2])?;
+        let claims = PlanClaims {
+            has_lse: self.plan.has_lse(),
+            can_fail: self.plan.can_fail(),
+            on_caller: self.plan.on_caller(&p, ws.schedule().threads),
+        };
+        run_plan(&p, S::METHOD, claims, x, out, ws, &|group| self.plan.run(group))
     }
 
     fn backward_typed<T: Real>(&self, pass: &mut Pass<'_, T>, ws: &mut Workspace) -> Result<()> {
-        let p = &self.call(pass.x.q.dims()[2], pass.x.k.dims()[2])?;
-        if p.softcap.is_some() {
-            return Err(Error::Unsupported {
-                method: S::METHOD.id.into(),
-                reasons: vec!["it has no gradient where logits are capped: leave softcap out".into()],
-            });
-        }
-        if !self.plan.has_gradient() {
-            let near = if p.near.is_none() { "" } else { ", and none with a near field" };
-            return Err(Error::Unsupported {
-                method: S::METHOD.id.into(),
-                reasons: vec![format!("it has no gradient with these settings{near}: exact has one")],
-            });
-        }
-        run_backward(p, pass, ws, &|g| self.plan.backward(g))
-    }
-
-    fn stand_ins_typed<T: Typed>(
-        &self,
-        k: TensorRef<'_, T>,
-        v: TensorRef<'_, T>,
-        piece: u64,
-        ws: &mut Workspace,
-    ) -> Result<Option<Vec<Numbers>>> {
-        let p = &self.problem;
-        let tokens = k.dims()[2];
-        expect("keys", k.dims(), [p.batch, p.n_kv_heads, tokens, p.d])?;
-        expect("values", v.dims(), [p.batch, p.n_kv_heads, tokens, p.d_v])?;
-        let groups = p.batch * p.n_kv_heads;
-        Ok(ws.install(|cx| {
-            (0..groups)
-                .into_par_iter()
-                .with_max_len(1)
-                .map(|g| {
-                    let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
-                    let (k, v) = (k.head(index.batch, index.kv_head), v.head(index.batch, index.kv_head));
-                    let made = self.plan.stand_ins(StandIns { k, v, scale: p.scale, index, piece, cx });
-                    made.map(T::numbers)
-                })
-                .collect()
-        }))
-    }
-
-    fn attend_stand_ins_typed<T: Typed>(
-        &self,
-        q: TensorRef<'_, T>,
-        stand_ins: &[Numbers],
-        out: &mut Out<'_, T>,
-        ws: &mut Workspace,
-    ) -> Result<RunInfo> {
-        let p = &self.problem.with_lens(q.dims()[2], 0);
-        let p = &Problem { mask: Mask::None, ..*p };
-        let groups = p.batch * p.n_kv_heads;
-        let typed: Option<Vec<&[T]>> = stand_ins.iter().map(T::of_numbers).collect();
-        let typed = typed.filter(|lists| lists.len() == groups);
-        let typed = typed.ok_or_else(|| {
-            Error::shape("stand-ins", format!("{groups} lists of {:?}", T::DTYPE), stand_ins.len())
-        })?;
-        let none = TensorRef::new(&[], [p.batch, p.n_kv_heads, 0, p.d], [0, 0, p.d])?;
-        let no_values = TensorRef::new(&[], [p.batch, p.n_kv_heads, 0, p.d_v], [0, 0, p.d_v])?;
-        let x = Qkv::new(q, none, no_values);
-        x.validate(p)?;
-        out.validate(p)?;
-        run_groups(p, &x, out, ws, false, &|group| {
-            let list = typed[group.index.batch * p.n_kv_heads + group.index.kv_head];
-            self.plan.attend_stand_ins(group, list)
-        })
+        let p = self.call(pass.x.q.dims()[2], pass.x.k.dims()[2])?;
+        check_gradient(&p, S::METHOD, self.plan.has_gradient())?;
+        run_backward(&p, pass, ws, &|g| self.plan.backward(g))
     }
 
     fn stream_typed<T: Typed>(&self, wrap: fn(GroupedStream<T>) -> Box<dyn Stream>) -> Option<Box<dyn Stream>>
@@ -626,10 +546,135 @@ impl<S: Spec, P: GroupPlan> Grouped<S, P> {
     }
 }
 
+// The functions from here on take a method's work as a trait object: they are compiled once for each element type, not
+// once for each method, and the code of a parallel loop is larger than most of what runs inside.
+
+/// The problem `planned` with the lengths of one call, refused where it is longer or the method does not support it.
+fn shorter(
+    planned: &Problem,
+    method: &Method,
+    n_q: usize,
+    n_k: usize,
+    supports: &dyn Fn(&Problem) -> Support,
+) -> Result<Problem> {
+    let call = planned.with_lens(n_q, n_k);
+    if (n_q, n_k) == (planned.n_q, planned.n_k) {
+        return Ok(call);
+    }
+    if n_q > planned.n_q || n_k > planned.n_k {
+        return Err(Error::shape(
+            "lengths",
+            format!("at most {} queries and {} keys, as planned", planned.n_q, planned.n_k),
+            format!("{n_q} and {n_k}"),
+        ));
+    }
+    let mut reasons = supports(&call).reasons;
+    reasons.extend(call.near.reasons(method, &call));
+    if reasons.is_empty() { Ok(call) } else { Err(Error::Unsupported { method: method.id.into(), reasons }) }
+}
+
+/// An error where the plan has no gradient for the problem.
+fn check_gradient(p: &Problem, method: &Method, has_gradient: bool) -> Result<()> {
+    let reason = if p.softcap.is_some() {
+        "it has no gradient where logits are capped: leave softcap out".into()
+    } else if !has_gradient {
+        let near = if p.near.is_none() { "" } else { ", and none with a near field" };
+        format!("it has no gradient with these settings{near}: exact has one")
+    } else {
+        return Ok(());
+    };
+    Err(Error::Unsupported { method: method.id.into(), reasons: vec![reason] })
+}
+
+/// Properties of a plan for one call, from the methods of [`GroupPlan`] with these names.
+struct PlanClaims {
+    has_lse: bool,
+    can_fail: bool,
+    on_caller: bool,
+}
+
+/// Checks the tensors of one call and runs every group.
+fn run_plan<T: Real>(
+    p: &Problem,
+    method: &Method,
+    claims: PlanClaims,
+    x: &Qkv<'_, T>,
+    out: &mut Out<'_, T>,
+    ws: &mut Workspace,
+    run: RunGroup<'_, T>,
+) -> Result<RunInfo> {
+    x.validate(p)?;
+    out.validate(p)?;
+    if out.lse.is_some() && !claims.has_lse {
+        return Err(Error::Unsupported {
+            method: method.id.into(),
+            reasons: vec!["it has no log-sum-exp: its sums are not exponentials of logits".into()],
+        });
+    }
+    let outside = rayon::current_thread_index().is_none();
+    if !claims.can_fail && outside && claims.on_caller {
+        return run_groups_here(p, x, out, ws.context(), run);
+    }
+    run_groups(p, x, out, ws, !claims.can_fail, run)
+}
+
+/// Stand-ins of the keys and values of every group, `None` where the plan has none.
+fn make_stand_ins<T: Typed>(
+    p: &Problem,
+    k: TensorRef<'_, T>,
+    v: TensorRef<'_, T>,
+    piece: u64,
+    ws: &mut Workspace,
+    make: &(dyn Fn(StandIns<'_, T>) -> Option<Vec<T>> + Sync),
+) -> Result<Option<Vec<Numbers>>> {
+    let tokens = k.dims()[2];
+    expect("keys", k.dims(), [p.batch, p.n_kv_heads, tokens, p.d])?;
+    expect("values", v.dims(), [p.batch, p.n_kv_heads, tokens, p.d_v])?;
+    let groups = p.batch * p.n_kv_heads;
+    Ok(ws.install(|cx| {
+        (0..groups)
+            .into_par_iter()
+            .with_max_len(1)
+            .map(|g| {
+                let index = GroupIndex { batch: g / p.n_kv_heads, kv_head: g % p.n_kv_heads };
+                let (k, v) = (k.head(index.batch, index.kv_head), v.head(index.batch, index.kv_head));
+                make(StandIns { k, v, scale: p.scale, index, piece, cx }).map(T::numbers)
+            })
+            .collect()
+    }))
+}
+
+/// Attends to the stand-ins of every group instead of keys.
+fn run_stand_ins<T: Typed>(
+    planned: &Problem,
+    q: TensorRef<'_, T>,
+    stand_ins: &[Numbers],
+    out: &mut Out<'_, T>,
+    ws: &mut Workspace,
+    attend: &(dyn Fn(Group<'_, T>, &[T]) -> Result<RunInfo> + Sync),
+) -> Result<RunInfo> {
+    let p = &Problem { mask: Mask::None, ..planned.with_lens(q.dims()[2], 0) };
+    let groups = p.batch * p.n_kv_heads;
+    let typed: Option<Vec<&[T]>> = stand_ins.iter().map(T::of_numbers).collect();
+    let typed = typed.filter(|lists| lists.len() == groups);
+    let typed = typed.ok_or_else(|| {
+        Error::shape("stand-ins", format!("{groups} lists of {:?}", T::DTYPE), stand_ins.len())
+    })?;
+    let none = TensorRef::new(&[], [p.batch, p.n_kv_heads, 0, p.d], [0, 0, p.d])?;
+    let no_values = TensorRef::new(&[], [p.batch, p.n_kv_heads, 0, p.d_v], [0, 0, p.d_v])?;
+    let x = Qkv::new(q, none, no_values);
+    x.validate(p)?;
+    out.validate(p)?;
+    run_groups(p, &x, out, ws, false, &|group| {
+        let list = typed[group.index.batch * p.n_kv_heads + group.index.kv_head];
+        attend(group, list)
+    })
+}
+
 /// Computes one group.
 type RunGroup<'r, T> = &'r (dyn Fn(Group<'_, T>) -> Result<RunInfo> + Sync);
 
-/// Runs every group of a problem. Compiled once for each element type, not once for each method.
+/// Runs every group of a problem.
 fn run_groups<T: Real>(
     p: &Problem,
     x: &Qkv<'_, T>,
