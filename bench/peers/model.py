@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""SmolLM2-135M beside transformers (f32) and llama.cpp (llama-cpp-python) on the same threads.
+"""A model, SmolLM2-135M in Q4_1 unless another is named, beside transformers (f32) and llama.cpp (llama-cpp-python).
 
-All sides read the same Q4_1 file and the same tokens of data/alice29.txt, alternately, one run each; the table gives the median
+All sides read the same file and the same tokens of data/alice29.txt, alternately, one run each; the table gives the median
 of the repetitions. Prefill is one pass over the prompt with logits of its last token; decoding feeds one known token at a time
 after a prompt of 1024, so that nobody's sampler is timed. Repetitions go round all cases, so that a run that is stopped, or that
 ends after --seconds, has a table of them all.
@@ -12,6 +12,8 @@ ends after --seconds, has a table of them all.
     bench/peers/model.py --sides transformers,llama                               without building attlas
     bench/peers/model.py --sides attlas,attlas-int8                               attlas alone, with nothing to install
     bench/peers/model.py --recipe FILE.toml                                       a tuned recipe as a further side, in int8
+    bench/peers/model.py --model random:Q4_K --sides attlas-int8,llama            another file; random:Q4_K and random:Q8_0 are made
+                                                                                  by random_model.py, one billion parameters
 
 llama-cpp-python has no wheel for every platform; pip then compiles it, which takes a C++ compiler and several minutes.
 """
@@ -21,7 +23,9 @@ from sdpa import PAUSE, ROOT, cpu_model, ensure
 
 VENV = ROOT / ".cache" / "peers-model"
 MODELS = pathlib.Path(os.environ.get("ATTLAS_MODELS", ROOT / ".models"))
-GGUF = MODELS / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2 = MODELS / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+# The file that all sides read.
+GGUF = SMOLLM2
 CASES = ["prefill:512", "prefill:2048", "prefill:8000", "decode:1024"]
 SIDES = ["attlas", "attlas-bf16", "attlas-int8", "attlas-int8-bf16", "attlas-recipe", "transformers", "llama"]
 STEPS = 64
@@ -156,6 +160,24 @@ def measure(cases, names, threads, repeats, recipe, seconds):
                 )
 
 
+def model_file(name):
+    """The file of that name; one of random weights is made if it is not there."""
+    kind, _, format = name.partition(":")
+    if name == "smollm2":
+        return SMOLLM2
+    if kind != "random":
+        return pathlib.Path(name).resolve()
+    import random_model
+
+    path = ROOT / ".cache" / f"random-{format}.gguf"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        part = path.with_suffix(".part")
+        random_model.write(format, part, SMOLLM2)
+        part.rename(path)
+    return path
+
+
 def share(case, rate, ceilings):
     """What a rate is of the machine's: products of eight bits in a prompt, bytes read while decoding."""
     kind, n = case.split(":")
@@ -164,13 +186,14 @@ def share(case, rate, ceilings):
     return rate * (ceilings["stored"] + int(n) * ceilings["cached"]) / ceilings["read_per_second"]
 
 
-def table(records):
-    lines = ["# SmolLM2-135M beside transformers and llama.cpp", ""]
+def table(records, model):
+    lines = [f"# {model} beside its peers", ""]
     if not records:
         return "\n".join(lines + ["Nothing was measured."]) + "\n"
     last = {r["side"]: r["version"] for r in records}
     sides = [side for side in SIDES if side in last]
-    counts = [sum(r["case"] == c and r["side"] == s for r in records) for c in CASES for s in last]
+    cases = list(dict.fromkeys([c for c in CASES if any(r["case"] == c for r in records)] + [r["case"] for r in records]))
+    counts = [sum(r["case"] == c and r["side"] == s for r in records) for c in cases for s in last]
     lines += [
         f"CPU {records[-1]['cpu']}; " + "; ".join(f"{side} {version}" for side, version in last.items())
         + f"; median of {statistics.median([c for c in counts if c] or [0]):.0f} alternating runs.",
@@ -183,7 +206,7 @@ def table(records):
     peers, ours = [s for s in ["transformers", "llama"] if s in last], [s for s in sides if s.startswith("attlas")]
     over, shares = [], []
     for threads in sorted({r["threads"] for r in records}):
-        for case in CASES:
+        for case in cases:
             rates, of = {}, {}
             for side in sides:
                 runs = [r for r in records if (r["case"], r["side"], r["threads"]) == (case, side, threads)]
@@ -218,6 +241,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES), help="comma separated, or none")
     parser.add_argument("--sides", default=",".join(s for s in SIDES if s != "attlas-recipe"), help="comma separated")
+    parser.add_argument("--model", default="smollm2", help="smollm2, random:Q4_K, random:Q8_0 or a GGUF file")
     parser.add_argument("--recipe", help="a recipe that a further side attends by")
     parser.add_argument("--seconds", type=float, default=540, help="start no run after so many seconds")
     parser.add_argument("--threads", type=int, default=2)
@@ -225,6 +249,8 @@ def main():
     parser.add_argument("--records", help="JSON lines: what is measured is added, what is there joins the table")
     parser.add_argument("--out", help="write the table to this Markdown file")
     args = parser.parse_args()
+    global GGUF
+    GGUF = model_file(args.model)
     records = []
     if args.records and pathlib.Path(args.records).exists():
         records = [json.loads(line) for line in pathlib.Path(args.records).read_text().splitlines()]
@@ -244,7 +270,7 @@ def main():
                         file.write(json.dumps(record) + "\n")
         except KeyboardInterrupt:
             print("stopped: the table is of the runs that ended", file=sys.stderr)
-    text = table(records)
+    text = table(records, {"smollm2": "SmolLM2-135M"}.get(args.model, args.model))
     print(text)
     if args.out:
         pathlib.Path(args.out).write_text(text)

@@ -37,6 +37,8 @@ pub fn reserve<T: Pod>(rows: &mut Vec<T>, more: usize) {
 #[cfg(target_os = "linux")]
 fn ask<T: Pod>(memory: *mut T, len: usize) {
     const PAGE: usize = 4096;
+    // The number that Linux gives it; not every C library has a name for it.
+    const MADV_COLLAPSE: i32 = 25;
     let bytes = len.saturating_mul(size_of::<T>());
     if bytes < LEAST {
         return;
@@ -51,7 +53,7 @@ fn ask<T: Pod>(memory: *mut T, len: usize) {
         libc::madvise(start, whole, libc::MADV_HUGEPAGE);
         // What an allocator hands out again was written before, in small pages: these are joined. Memory that was
         // never written stays as it is.
-        libc::madvise(start, whole, libc::MADV_COLLAPSE);
+        libc::madvise(start, whole, MADV_COLLAPSE);
     }
 }
 

@@ -16,6 +16,30 @@
 //!
 //! Block layouts: ggml, `ggml-common.h` and `ggml-quants.c`.
 
+/// Calls a function of a unit with [`Whole`](x86_avx512::Whole) of the format, and another where it is not of whole numbers.
+#[cfg(target_arch = "x86_64")]
+macro_rules! by_format {
+    ($format:expr, $run:ident($($argument:expr),*), $other:expr) => {
+        match $format {
+            Format::Q4_0 => $run::<Whole<x86_rows::Q4_0>>($($argument),*),
+            Format::Q4_1 => $run::<Whole<x86_rows::Q4_1>>($($argument),*),
+            Format::Q5_0 => $run::<Whole<x86_rows::Q5_0>>($($argument),*),
+            Format::Q5_1 => $run::<Whole<x86_rows::Q5_1>>($($argument),*),
+            Format::Q8_0 => $run::<Whole<x86_rows::Q8_0>>($($argument),*),
+            Format::Q2K => $run::<Whole<x86_rows::Q2K>>($($argument),*),
+            Format::Q3K => $run::<Whole<x86_rows::Q3K>>($($argument),*),
+            Format::Q4K => $run::<Whole<x86_rows::Q4K>>($($argument),*),
+            Format::Q5K => $run::<Whole<x86_rows::Q5K>>($($argument),*),
+            Format::Q6K => $run::<Whole<x86_rows::Q6K>>($($argument),*),
+            Format::Q8K => $run::<Whole<x86_rows::Q8K>>($($argument),*),
+            Format::Iq4Nl => $run::<Whole<x86_rows::Iq4Nl>>($($argument),*),
+            Format::Iq4Xs => $run::<Whole<x86_rows::Iq4Xs>>($($argument),*),
+            Format::Mxfp4 => $run::<Whole<x86_rows::Mxfp4>>($($argument),*),
+            Format::F32 | Format::F16 | Format::BF16 => $other,
+        }
+    };
+}
+
 mod half_width;
 pub mod narrow;
 mod scalar;

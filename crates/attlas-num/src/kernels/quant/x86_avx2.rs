@@ -1,7 +1,9 @@
 //! AVX2 with FMA and F16C: tiles of 6 × 16 outputs, eight weights per register.
 
+use super::narrow::x86_rows;
 use super::{FEW_ROWS, Format, Strip, Tile, generic_strip, scalar};
 use std::arch::x86_64::*;
+use std::marker::PhantomData;
 
 /// Columns of an output tile: two registers.
 pub(super) const NR: usize = 16;
@@ -11,7 +13,25 @@ pub(super) const MR: usize = 6;
 /// The values of whole blocks.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn dequantise(format: Format, bytes: &[u8], out: &mut [f32]) {
-    scalar::dequantise(format, bytes, out);
+    // SAFETY: the features are on.
+    unsafe { by_format!(format, values_of(bytes, out), scalar::dequantise(format, bytes, out)) }
+}
+
+/// # Safety
+/// `U` is the format; both slices hold the same number of blocks.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn values_of<U: Unit>(bytes: &[u8], out: &mut [f32]) {
+    for (stored, out) in bytes.chunks_exact(U::BYTES).zip(out.chunks_exact_mut(32 * U::GROUPS)) {
+        // SAFETY: a chunk holds the bytes of a unit, and the other one its values.
+        unsafe {
+            let scales = U::scales(stored.as_ptr());
+            for (g, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+                for (i, w) in U::group(stored.as_ptr(), g, &scales).into_iter().enumerate() {
+                    _mm256_storeu_ps(out.as_mut_ptr().add(8 * i), w);
+                }
+            }
+        }
+    }
 }
 
 /// Transposes `rows` rows of length `k` into `dst`, where entry `(p, r)` is at `p · rows + r`; `rows` is a
@@ -136,22 +156,26 @@ pub(super) unsafe fn strip(s: &Strip<'_>) {
             Format::F32 => rows_of::<F32>(s),
             Format::F16 => rows_of::<F16>(s),
             Format::BF16 => rows_of::<BF16>(s),
-            _ => generic_strip(s, |f, b, y| dequantise(f, b, y), |w, x| dot(w, x)),
+            other => by_format!(
+                other,
+                rows_of(s),
+                generic_strip(s, |f, b, y| dequantise(f, b, y), |w, x| dot(w, x))
+            ),
         }
     }
 }
 
 /// # Safety
-/// As [`super::run_strip`]; `L` is the strip's format.
+/// As [`super::run_strip`]; `U` is the strip's format.
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn rows_of<L: Load>(s: &Strip<'_>) {
+unsafe fn rows_of<U: Unit>(s: &Strip<'_>) {
     // SAFETY: passed on from the caller.
     unsafe {
         match s.x.rows() {
-            1 => rows_by::<L, 1>(s),
-            2 => rows_by::<L, 2>(s),
-            3 => rows_by::<L, 3>(s),
-            _ => rows_by::<L, FEW_ROWS>(s),
+            1 => rows_by::<U, 1>(s),
+            2 => rows_by::<U, 2>(s),
+            3 => rows_by::<U, 3>(s),
+            _ => rows_by::<U, FEW_ROWS>(s),
         }
     }
 }
@@ -159,20 +183,25 @@ unsafe fn rows_of<L: Load>(s: &Strip<'_>) {
 /// # Safety
 /// As [`rows_of`], and `M` is the number of rows of x.
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn rows_by<L: Load, const M: usize>(s: &Strip<'_>) {
+unsafe fn rows_by<U: Unit, const M: usize>(s: &Strip<'_>) {
     let cols = s.weight.cols;
     let whole = cols / 32 * 32;
     let x: [*const f32; M] = std::array::from_fn(|n| s.x.row(n).as_ptr());
     for r in s.rows.clone() {
         let row = s.weight.row(r).as_ptr();
         let mut sums = [[_mm256_setzero_ps(); 2]; M];
-        for k in (0..whole).step_by(32) {
-            // SAFETY: a row holds `cols / 32` groups of L::BYTES bytes, x holds `cols` elements per row.
+        for unit in 0..whole / 32 / U::GROUPS {
+            // SAFETY: a row holds units of U::BYTES bytes, x holds `cols` elements per row.
             unsafe {
-                let w = L::load(row.add(k / 32 * L::BYTES));
-                for (sum, x) in sums.iter_mut().zip(x) {
-                    for (i, w) in w.iter().enumerate() {
-                        sum[i % 2] = _mm256_fmadd_ps(*w, _mm256_loadu_ps(x.add(k + 8 * i)), sum[i % 2]);
+                let p = row.add(unit * U::BYTES);
+                let scales = U::scales(p);
+                for g in 0..U::GROUPS {
+                    let w = U::group(p, g, &scales);
+                    let k = 32 * (unit * U::GROUPS + g);
+                    for (sum, x) in sums.iter_mut().zip(x) {
+                        for (i, w) in w.iter().enumerate() {
+                            sum[i % 2] = _mm256_fmadd_ps(*w, _mm256_loadu_ps(x.add(k + 8 * i)), sum[i % 2]);
+                        }
                     }
                 }
             }
@@ -182,7 +211,7 @@ unsafe fn rows_by<L: Load, const M: usize>(s: &Strip<'_>) {
         if whole < cols {
             // Only formats of single values end inside a group of 32.
             let mut rest = [0.0f32; 32];
-            let at = whole / 32 * L::BYTES;
+            let at = whole / 32 * U::BYTES;
             scalar::dequantise(s.weight.format, &s.weight.row(r)[at..], &mut rest[..cols - whole]);
             for (n, total) in totals.iter_mut().enumerate() {
                 *total += scalar::dot(&rest[..cols - whole], &s.x.row(n)[whole..]);
@@ -209,6 +238,70 @@ trait Load {
     /// # Safety
     /// AVX2, FMA and F16C are there and `BYTES` bytes can be read at `p`.
     unsafe fn load(p: *const u8) -> [__m256; 4];
+}
+
+/// A format, unit by unit: a stored block, or thirty-two weights where blocks are shorter.
+trait Unit {
+    /// Bytes of a unit.
+    const BYTES: usize;
+    /// Groups of thirty-two of a unit.
+    const GROUPS: usize;
+    /// What is unpacked for all groups at once.
+    type Scales;
+    /// # Safety
+    /// AVX2, FMA and F16C are there and `BYTES` bytes can be read at `p`.
+    unsafe fn scales(p: *const u8) -> Self::Scales;
+    /// The weights of a group.
+    ///
+    /// # Safety
+    /// As `scales`, and the group exists.
+    unsafe fn group(p: *const u8, g: usize, scales: &Self::Scales) -> [__m256; 4];
+}
+
+impl<L: Load> Unit for L {
+    const BYTES: usize = L::BYTES;
+    const GROUPS: usize = 1;
+    type Scales = ();
+    #[inline(always)]
+    unsafe fn scales(_: *const u8) {}
+    #[inline(always)]
+    unsafe fn group(p: *const u8, _: usize, (): &()) -> [__m256; 4] {
+        // SAFETY: passed on from the caller.
+        unsafe { L::load(p) }
+    }
+}
+
+/// A format of whole numbers, unpacked as products of these unpack it.
+struct Whole<L>(PhantomData<L>);
+impl<L: x86_rows::Load> Unit for Whole<L> {
+    const BYTES: usize = L::BYTES;
+    const GROUPS: usize = L::GROUPS;
+    type Scales = L::Scales;
+    #[inline(always)]
+    unsafe fn scales(p: *const u8) -> L::Scales {
+        // SAFETY: passed on from the caller.
+        unsafe { L::scales(p) }
+    }
+    #[inline(always)]
+    unsafe fn group(p: *const u8, g: usize, scales: &L::Scales) -> [__m256; 4] {
+        // SAFETY: passed on from the caller.
+        unsafe {
+            let (u, d) = L::group(p, g, scales);
+            let d =
+                [_mm256_castps256_ps128(d), _mm256_extractf128_ps::<1>(d)].map(|d| _mm256_broadcastss_ps(d));
+            let minima = x86_rows::minima_of::<L>(p, g, scales);
+            let (low, high) = (_mm256_castsi256_si128(u), _mm256_extracti128_si256::<1>(u));
+            let eights = [low, _mm_srli_si128::<8>(low), high, _mm_srli_si128::<8>(high)];
+            std::array::from_fn(|i| {
+                let u = _mm256_cvtepu8_epi32(eights[i]);
+                if L::MINIMA > 0 {
+                    return _mm256_add_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(u), d[i / 2]), minima[i / 2]);
+                }
+                let moved = _mm256_sub_epi32(u, _mm256_set1_epi32(1 << L::ZERO));
+                _mm256_mul_ps(_mm256_cvtepi32_ps(moved), d[i / 2])
+            })
+        }
+    }
 }
 
 /// The half at `p` in every lane.

@@ -1,6 +1,7 @@
 //! AVX-512 with BF16: pairs of bfloat16 numbers multiplied and added at once, in tiles of 12 × 32 outputs.
 
-use super::x86_avx512::{BF16, F16, F32, Load, Q4_0, Q4_1, Q8_0, tail_mask};
+use super::narrow::x86_rows;
+use super::x86_avx512::{BF16, F16, F32, Q4_0, Q4_1, Q8_0, Unit, Whole, tail_mask};
 use super::{DEPTH, FEW_ROWS, FUSED_ROWS, Format, Target, Targets, dequantise_into, half_width, scalar};
 use crate::scratch::Buf;
 use crate::{MatRef, Scratch};
@@ -80,7 +81,7 @@ unsafe fn strip(x: &Rounded<'_>, n: usize, count: usize, t: &Target<'_>, rows: s
             Format::F32 => rows_of::<F32>(x, n, count, t, rows),
             Format::F16 => rows_of::<F16>(x, n, count, t, rows),
             Format::BF16 => rows_of::<BF16>(x, n, count, t, rows),
-            _ => rows_by_piece(x, n, count, t, rows),
+            other => by_format!(other, rows_of(x, n, count, t, rows), {}),
         }
     }
 }
@@ -102,9 +103,9 @@ unsafe fn load_x(p: *const u32) -> __m512bh {
 }
 
 /// # Safety
-/// As [`strip`]; `L` is the format of the weights.
+/// As [`strip`]; `U` is the format of the weights.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-unsafe fn rows_of<L: Load>(
+unsafe fn rows_of<U: Unit>(
     x: &Rounded<'_>,
     n: usize,
     count: usize,
@@ -117,61 +118,30 @@ unsafe fn rows_of<L: Load>(
     for r in rows {
         let row = t.weight.row(r);
         let mut sums = [_mm512_setzero_ps(); FEW_ROWS];
-        for k in (0..whole).step_by(32) {
-            // SAFETY: a row holds `cols / 32` groups of L::BYTES bytes, x whole registers.
+        for unit in 0..whole / 32 / U::GROUPS {
+            // SAFETY: a row holds units of U::BYTES bytes, x whole registers.
             unsafe {
-                let (low, high) = L::load(row.as_ptr().add(k / 32 * L::BYTES));
-                let w = joined(low, high);
-                for i in 0..count {
-                    sums[i] = _mm512_dpbf16_ps(sums[i], w, load_x(at[i].add(k / 2)));
+                let p = row.as_ptr().add(unit * U::BYTES);
+                let scales = U::scales(p);
+                for g in 0..U::GROUPS {
+                    let (low, high) = U::group(p, g, &scales);
+                    let w = joined(low, high);
+                    for i in 0..count {
+                        let x = load_x(at[i].add(16 * (unit * U::GROUPS + g)));
+                        sums[i] = _mm512_dpbf16_ps(sums[i], w, x);
+                    }
                 }
             }
         }
         if whole < x.cols {
             // Only formats of single values end inside a group of 32.
             let mut rest = [0.0f32; 32];
-            scalar::dequantise(t.weight.format, &row[whole / 32 * L::BYTES..], &mut rest[..x.cols - whole]);
+            scalar::dequantise(t.weight.format, &row[whole / 32 * U::BYTES..], &mut rest[..x.cols - whole]);
             // SAFETY: `rest` holds 32 numbers, and rows of x whole registers.
             unsafe {
                 let w = joined(_mm512_loadu_ps(rest.as_ptr()), _mm512_loadu_ps(rest.as_ptr().add(16)));
                 for i in 0..count {
                     sums[i] = _mm512_dpbf16_ps(sums[i], w, load_x(at[i].add(whole / 2)));
-                }
-            }
-        }
-        for i in 0..count {
-            // SAFETY: the output holds `x.rows · weight.rows` elements.
-            unsafe { *t.out.0.add((n + i) * t.weight.rows + r) = _mm512_reduce_add_ps(sums[i]) };
-        }
-    }
-}
-
-/// The same by way of a dequantised block.
-///
-/// # Safety
-/// As [`strip`]; blocks have 32 weights or 256.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-unsafe fn rows_by_piece(
-    x: &Rounded<'_>,
-    n: usize,
-    count: usize,
-    t: &Target<'_>,
-    rows: std::ops::Range<usize>,
-) {
-    let (len, bytes) = (t.weight.format.block_len(), t.weight.format.block_bytes());
-    let mut piece = [0.0f32; 256];
-    for r in rows {
-        let mut sums = [_mm512_setzero_ps(); FEW_ROWS];
-        for (b, block) in t.weight.row(r).chunks_exact(bytes).enumerate() {
-            scalar::dequantise(t.weight.format, block, &mut piece[..len]);
-            for (g, w) in piece[..len].as_chunks::<32>().0.iter().enumerate() {
-                // SAFETY: the chunk holds 32 numbers, and rows of x whole registers.
-                unsafe {
-                    let w = joined(_mm512_loadu_ps(w.as_ptr()), _mm512_loadu_ps(w.as_ptr().add(16)));
-                    for i in 0..count {
-                        let x = x.words[(n + i) * x.stride + (b * len + 32 * g) / 2..][..16].as_ptr();
-                        sums[i] = _mm512_dpbf16_ps(sums[i], w, load_x(x));
-                    }
                 }
             }
         }

@@ -13,13 +13,15 @@
 //! `scalar.rs` is the definition. Few rows of x (decoding) are multiplied with each weight row as it is read; for many
 //! (prefill), a panel of weight rows is unpacked to eight bits once and multiplied with tiles of rows of x.
 
+#[cfg(target_arch = "aarch64")]
+mod aarch64_dot;
 mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod x86_avx2;
 #[cfg(target_arch = "x86_64")]
 mod x86_avx512;
 #[cfg(target_arch = "x86_64")]
-mod x86_rows;
+pub(super) mod x86_rows;
 
 use super::{AT_ONCE, DEPTH, FEW_ROWS, FUSED_ROWS, Format, Job, Target, Targets, WeightRef};
 use crate::scratch::Buf;
@@ -42,6 +44,8 @@ pub enum Isa {
     AvxVnni,
     /// AVX-512 F, BW, DQ, VL and VNNI.
     Avx512Vnni,
+    /// NEON with dot products of eight bits.
+    NeonDot,
 }
 
 impl Isa {
@@ -59,6 +63,10 @@ impl Isa {
                     (false, false) => &[Self::Scalar, Self::Avx2],
                 };
             }
+        }
+        #[cfg(target_arch = "aarch64")]
+        if std::arch::is_aarch64_feature_detected!("dotprod") {
+            return &[Self::Scalar, Self::NeonDot];
         }
         &[Self::Scalar]
     }
@@ -132,14 +140,12 @@ impl<'p> Rounded<'p> {
         let stride = blocks * if few { at::FEW } else { at::MANY };
         let mut words = scratch.take::<u32>(rows * stride);
         let round = |(i, row): (usize, &mut [u32])| match isa {
-            Isa::Scalar => scalar::round(x.row(i), few, row),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the caller checked that the processor has the features.
             Isa::Avx2 | Isa::AvxVnni => unsafe { x86_avx2::round(x.row(i), few, row) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
             Isa::Avx512Vnni => unsafe { x86_avx512::round(x.row(i), few, row) },
-            #[cfg(not(target_arch = "x86_64"))]
             _ => scalar::round(x.row(i), few, row),
         };
         if few {
@@ -227,6 +233,8 @@ unsafe fn run_strip(isa: Isa, strip: &Strip<'_>) {
             Isa::AvxVnni => x86_rows::vnni(strip),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Vnni => x86_rows::vnni_512(strip),
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonDot => aarch64_dot::strip(strip),
             _ => scalar::strip(strip),
         }
     }
@@ -268,6 +276,8 @@ fn tile_shape(isa: Isa) -> (usize, usize) {
         Isa::Avx2 | Isa::AvxVnni => (x86_avx2::MR, x86_avx2::NR),
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Vnni => (x86_avx512::MR, x86_avx512::NR),
+        #[cfg(target_arch = "aarch64")]
+        Isa::NeonDot => (aarch64_dot::MR, aarch64_dot::NR),
         _ => (scalar::MR, scalar::NR),
     }
 }
@@ -369,6 +379,8 @@ unsafe fn run_tile(isa: Isa, tile: &Tile<'_>) {
             Isa::AvxVnni => x86_avx2::tile_vnni(tile),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Vnni => x86_avx512::tile(tile),
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonDot => aarch64_dot::tile(tile),
             _ => scalar::tile(tile),
         }
     }
@@ -399,7 +411,6 @@ fn unpack_rows(
     for ((numbers, (scales, minima)), r) in of_row.zip(rows) {
         let stored = &weight.row(r)[stored.clone()];
         match isa {
-            Isa::Scalar => scalar::unpack(weight.format, stored, numbers, scales, minima),
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the caller checked that the processor has the features.
             Isa::Avx2 | Isa::AvxVnni => unsafe {
@@ -410,7 +421,6 @@ fn unpack_rows(
             Isa::Avx512Vnni => unsafe {
                 x86_avx512::unpack(weight.format, stored, numbers, scales, minima);
             },
-            #[cfg(not(target_arch = "x86_64"))]
             _ => scalar::unpack(weight.format, stored, numbers, scales, minima),
         }
     }
@@ -450,6 +460,9 @@ pub fn burn(isa: Isa, iterations: u64) -> (u64, i32) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
         Isa::Avx512Vnni => unsafe { x86_avx512::burn(iterations) },
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: as above.
+        Isa::NeonDot => unsafe { aarch64_dot::burn(iterations) },
         _ => scalar::burn(iterations),
     }
 }

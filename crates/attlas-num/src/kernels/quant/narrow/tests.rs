@@ -114,6 +114,28 @@ fn depths_that_need_several_panels_and_odd_sizes_add_up() {
 }
 
 #[test]
+fn a_row_alone_and_in_a_prompt_are_the_same_whole_numbers() {
+    let cols = 1536;
+    let x = random_x(FUSED_ROWS + 5, cols, 3);
+    for format in NARROW {
+        let bytes = random_weights(format, 40, cols, 8);
+        let w = WeightRef::new(&bytes, format, 40, cols).unwrap();
+        let run = |n: usize| {
+            let mut out = vec![f32::NAN; n * 40];
+            let jobs = &mut [Job { weight: w, out: &mut out }];
+            products(Isa::best(), MatRef::new(&x[..n * cols], n, cols), jobs, &Scratch::poisoned());
+            out
+        };
+        let sizes = reference(&x[..cols], 1, w);
+        for ((alone, among), [_, size, ..]) in run(1).iter().zip(&run(FUSED_ROWS + 5)).zip(sizes) {
+            // Groups are added in another order; rounded otherwise, one number of x alone would move some 1e-5 of the size.
+            let gap = f64::from((alone - among).abs());
+            assert!(gap <= f64::from(f32::EPSILON) * size * 4.0, "{format}: {alone} {among}");
+        }
+    }
+}
+
+#[test]
 fn whole_numbers_and_scales_make_the_stored_values() {
     for format in NARROW {
         let f = form(format).unwrap();

@@ -2,7 +2,7 @@
 //! x, group by group.
 
 use super::x86_avx2::{Dot, Pairs, Vnni};
-use super::{BLOCK, FEW_ROWS, Format, MOST, Strip, at, scalar};
+use super::{BLOCK, FEW_ROWS, Format, Strip, at, scalar};
 use std::arch::x86_64::*;
 
 /// VNNI of AVX-512.
@@ -169,7 +169,7 @@ unsafe fn horizontal_sum(v: __m256) -> f32 {
 }
 
 /// A format, unit by unit: a stored block.
-trait Load {
+pub(in super::super) trait Load {
     /// Bytes of a unit.
     const BYTES: usize;
     /// Groups of 32 of a unit.
@@ -198,6 +198,25 @@ trait Load {
     unsafe fn minima(_p: *const u8, _h: usize, _scales: &Self::Scales) -> __m256 {
         // SAFETY: passed on from the caller.
         unsafe { _mm256_setzero_ps() }
+    }
+}
+
+/// The minima of both halves of group `g`, each in every lane.
+///
+/// # Safety
+/// As [`Load::group`].
+#[inline(always)]
+pub(in super::super) unsafe fn minima_of<L: Load>(p: *const u8, g: usize, scales: &L::Scales) -> [__m256; 2] {
+    // SAFETY: passed on from the caller.
+    unsafe {
+        let lane = |h: usize, i: usize| {
+            _mm256_permutevar8x32_ps(L::minima(p, h, scales), _mm256_set1_epi32(i as i32))
+        };
+        match L::MINIMA {
+            0 => [_mm256_setzero_ps(); 2],
+            1 => [lane(0, g); 2],
+            _ => [lane(g / 4, 2 * (g % 4)), lane(g / 4, 2 * (g % 4) + 1)],
+        }
     }
 }
 
@@ -253,7 +272,7 @@ unsafe fn looked_up(p: *const u8, table: &[u8; 16]) -> __m256i {
 /// Formats with a block of 32, whose scale is a half at the start.
 macro_rules! blocks_of_32 {
     ($name:ident, $bytes:literal, |$p:ident| $numbers:expr, $($rest:tt)*) => {
-        struct $name;
+        pub(in super::super) struct $name;
         impl Load for $name {
             const BYTES: usize = $bytes;
             const GROUPS: usize = 1;
@@ -301,7 +320,7 @@ blocks_of_32! {
     const WIDE: bool = true;
 }
 
-struct Mxfp4;
+pub(in super::super) struct Mxfp4;
 impl Load for Mxfp4 {
     const BYTES: usize = 17;
     const GROUPS: usize = 1;
@@ -383,7 +402,7 @@ macro_rules! six_bit_scales {
     };
 }
 
-struct Q4K;
+pub(in super::super) struct Q4K;
 impl Load for Q4K {
     const BYTES: usize = 144;
     six_bit_scales!();
@@ -394,7 +413,7 @@ impl Load for Q4K {
     }
 }
 
-struct Q5K;
+pub(in super::super) struct Q5K;
 impl Load for Q5K {
     const BYTES: usize = 176;
     six_bit_scales!();
@@ -410,6 +429,29 @@ impl Load for Q5K {
     }
 }
 
+/// Two bits of each of the 32 bytes that group `g` shares with three neighbours.
+#[inline(always)]
+unsafe fn two_bits(p: *const u8, g: usize) -> __m256i {
+    // SAFETY: the callers run with AVX2 and can read the bytes of all groups.
+    unsafe {
+        let four = _mm256_loadu_si256(p.add(32 * (g / 4)).cast());
+        let shifted = _mm256_srl_epi16(four, _mm_cvtsi32_si128(2 * (g % 4) as i32));
+        _mm256_and_si256(shifted, _mm256_set1_epi8(3))
+    }
+}
+
+/// Sixteen numbers, to be read one at a time.
+#[inline(always)]
+unsafe fn sixteen([low, high]: [__m256; 2]) -> [f32; 16] {
+    let mut out = [0.0; 16];
+    // SAFETY: the callers run with AVX2; the array holds sixteen numbers.
+    unsafe {
+        _mm256_storeu_ps(out.as_mut_ptr(), low);
+        _mm256_storeu_ps(out.as_mut_ptr().add(8), high);
+    }
+    out
+}
+
 /// The scales of both halves of a group, each in its lanes.
 #[inline(always)]
 unsafe fn of_halves(low: f32, high: f32) -> __m256 {
@@ -417,27 +459,23 @@ unsafe fn of_halves(low: f32, high: f32) -> __m256 {
     unsafe { _mm256_set_m128(_mm_set1_ps(high), _mm_set1_ps(low)) }
 }
 
-struct Q6K;
+pub(in super::super) struct Q6K;
 impl Load for Q6K {
     const BYTES: usize = 210;
     const GROUPS: usize = 8;
     const ZERO: i32 = 5;
-    type Scales = [[f32; 8]; 2];
+    type Scales = [f32; 16];
     #[inline(always)]
-    unsafe fn scales(p: *const u8) -> [[f32; 8]; 2] {
+    unsafe fn scales(p: *const u8) -> [f32; 16] {
         // SAFETY: passed on from the caller.
         unsafe {
             let all = halves(p.add(208));
             let of = |at: usize| _mm256_cvtepi8_epi32(_mm_loadl_epi64(p.add(192 + at).cast()));
-            let (low, high) = (of(0), of(8));
-            [
-                spilled(_mm256_mul_ps(_mm256_cvtepi32_ps(low), all)),
-                spilled(_mm256_mul_ps(_mm256_cvtepi32_ps(high), all)),
-            ]
+            sixteen([of(0), of(8)].map(|x| _mm256_mul_ps(_mm256_cvtepi32_ps(x), all)))
         }
     }
     #[inline(always)]
-    unsafe fn group(p: *const u8, g: usize, scales: &[[f32; 8]; 2]) -> (__m256i, __m256) {
+    unsafe fn group(p: *const u8, g: usize, scales: &[f32; 16]) -> (__m256i, __m256) {
         let (half, quarter) = (g / 4, g % 4);
         // SAFETY: passed on from the caller.
         unsafe {
@@ -452,12 +490,12 @@ impl Load for Q6K {
             };
             let low = _mm256_and_si256(low, _mm256_set1_epi8(15));
             let u = _mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi8(48)));
-            (u, of_halves(scales[half][2 * quarter], scales[half][2 * quarter + 1]))
+            (u, of_halves(scales[2 * g], scales[2 * g + 1]))
         }
     }
 }
 
-struct Iq4Xs;
+pub(in super::super) struct Iq4Xs;
 impl Load for Iq4Xs {
     const BYTES: usize = 136;
     const GROUPS: usize = 8;
@@ -481,49 +519,88 @@ impl Load for Iq4Xs {
     }
 }
 
-/// A block as the definition unpacks it, which the compiler turns into instructions of the machine.
-struct Unpacked {
-    u: [u8; MOST],
-    d: [f32; MOST / 16],
-    m: [f32; MOST / 16],
-}
-
-/// Formats that are unpacked by the definition, with the length of their groups.
-macro_rules! by_definition {
-    ($name:ident, $format:expr, $bytes:literal, $group:literal, $($rest:tt)*) => {
-        struct $name;
-        impl Load for $name {
-            const BYTES: usize = $bytes;
-            const GROUPS: usize = 8;
-            $($rest)*
-            type Scales = Unpacked;
-            #[inline(always)]
-            unsafe fn scales(p: *const u8) -> Unpacked {
-                let mut to = Unpacked { u: [0; MOST], d: [0.0; MOST / 16], m: [0.0; MOST / 16] };
-                // SAFETY: the callers can read a block.
-                let bytes = unsafe { &*p.cast::<[u8; $bytes]>() };
-                let groups = MOST / $group;
-                scalar::unpack($format, bytes, &mut to.u, &mut to.d[..groups], &mut to.m[..groups]);
-                to
-            }
-            #[inline(always)]
-            unsafe fn group(_: *const u8, g: usize, scales: &Unpacked) -> (__m256i, __m256) {
-                let (low, high) = (scales.d[g * BLOCK / $group], scales.d[(g * BLOCK + 16) / $group]);
-                // SAFETY: passed on from the caller; the array holds eight groups.
-                unsafe { (_mm256_loadu_si256(scales.u.as_ptr().add(32 * g).cast()), of_halves(low, high)) }
-            }
-        }
-    };
-}
-
-by_definition! { Q3K, Format::Q3K, 110, 16, const ZERO: i32 = 2; }
-by_definition! { Q8K, Format::Q8K, 292, 32, const ZERO: i32 = 7; const WIDE: bool = true; }
-by_definition! {
-    Q2K, Format::Q2K, 84, 16,
+pub(in super::super) struct Q2K;
+impl Load for Q2K {
+    const BYTES: usize = 84;
+    const GROUPS: usize = 8;
     const MINIMA: usize = 2;
+    type Scales = ([f32; 16], [__m256; 2]);
     #[inline(always)]
-    unsafe fn minima(_: *const u8, h: usize, scales: &Unpacked) -> __m256 {
-        // SAFETY: passed on from the caller; the array holds sixteen numbers.
-        unsafe { _mm256_loadu_ps(scales.m.as_ptr().add(8 * h)) }
+    unsafe fn scales(p: *const u8) -> ([f32; 16], [__m256; 2]) {
+        // SAFETY: passed on from the caller.
+        unsafe {
+            let [low, high] = p.cast::<[u64; 2]>().read_unaligned();
+            let part = |x: u64, shift: u32| x >> shift & 0x0f0f_0f0f_0f0f_0f0f;
+            let least = _mm256_xor_ps(halves(p.add(82)), _mm256_set1_ps(-0.0));
+            let minima = [eight(part(low, 4), least), eight(part(high, 4), least)];
+            (sixteen([part(low, 0), part(high, 0)].map(|x| eight(x, halves(p.add(80))))), minima)
+        }
+    }
+    #[inline(always)]
+    unsafe fn group(p: *const u8, g: usize, scales: &Self::Scales) -> (__m256i, __m256) {
+        // SAFETY: passed on from the caller.
+        unsafe { (two_bits(p.add(16), g), of_halves(scales.0[2 * g], scales.0[2 * g + 1])) }
+    }
+    #[inline(always)]
+    unsafe fn minima(_: *const u8, h: usize, scales: &Self::Scales) -> __m256 {
+        scales.1[h]
+    }
+}
+
+pub(in super::super) struct Q3K;
+impl Load for Q3K {
+    const BYTES: usize = 110;
+    const GROUPS: usize = 8;
+    const ZERO: i32 = 2;
+    type Scales = [f32; 16];
+    #[inline(always)]
+    unsafe fn scales(p: *const u8) -> [f32; 16] {
+        // SAFETY: passed on from the caller.
+        unsafe {
+            let [a, b, c] = p.add(96).cast::<[u32; 3]>().read_unaligned();
+            let join = |low: u32, high: u32| low & 0x0f0f_0f0f | (high & 0x0303_0303) << 4;
+            let six = |shift: u32| {
+                let (first, second) = (join(a >> shift, c >> shift), join(b >> shift, c >> (shift + 2)));
+                let wide = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(
+                    (u64::from(first) | u64::from(second) << 32) as i64,
+                ));
+                let number = _mm256_cvtepi32_ps(_mm256_sub_epi32(wide, _mm256_set1_epi32(32)));
+                _mm256_mul_ps(number, halves(p.add(108)))
+            };
+            sixteen([six(0), six(4)])
+        }
+    }
+    #[inline(always)]
+    unsafe fn group(p: *const u8, g: usize, scales: &[f32; 16]) -> (__m256i, __m256) {
+        // SAFETY: passed on from the caller.
+        unsafe {
+            let bit = _mm256_set1_epi8((1u8 << g) as i8);
+            let tops = _mm256_and_si256(_mm256_loadu_si256(p.cast()), bit);
+            let top = _mm256_and_si256(_mm256_cmpeq_epi8(tops, bit), _mm256_set1_epi8(4));
+            let u = _mm256_or_si256(two_bits(p.add(32), g), top);
+            (u, of_halves(scales[2 * g], scales[2 * g + 1]))
+        }
+    }
+}
+
+pub(in super::super) struct Q8K;
+impl Load for Q8K {
+    const BYTES: usize = 292;
+    const GROUPS: usize = 8;
+    const ZERO: i32 = 7;
+    const WIDE: bool = true;
+    type Scales = f32;
+    #[inline(always)]
+    unsafe fn scales(p: *const u8) -> f32 {
+        // SAFETY: passed on from the caller.
+        unsafe { p.cast::<f32>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn group(p: *const u8, g: usize, scales: &f32) -> (__m256i, __m256) {
+        // SAFETY: passed on from the caller.
+        unsafe {
+            let stored = _mm256_loadu_si256(p.add(4 + 32 * g).cast());
+            (_mm256_xor_si256(stored, _mm256_set1_epi8(-128)), _mm256_set1_ps(*scales))
+        }
     }
 }
