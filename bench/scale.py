@@ -15,7 +15,26 @@ RUNS = 5
 
 
 def shown(seconds):
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+    """Three digits in a unit that people read."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (0, "us")):
+        if seconds >= size * (1 if unit in ("s", "ms", "us") else 2):
+            return digits(seconds / (size or 1e-6), unit)
+
+
+def size(count):
+    for unit, most in (("B", 1e3), ("kB", 1e6), ("MB", 1e9), ("GB", 1e12)):
+        if count < most:
+            return digits(count / (most / 1e3), unit)
+    return digits(count / 1e12, "TB")
+
+
+def digits(x, unit):
+    return f"{x:.0f} {unit}" if x >= 99.95 else f"{x:.3g} {unit}"
+
+
+def tokens(n):
+    """Lengths as the command takes them."""
+    return f"{n >> 20}M" if n % (1 << 20) == 0 else f"{n:,.0f}".replace(",", " ")
 
 
 def run(command):
@@ -45,7 +64,7 @@ class Pair:
         row = next(r for r in spread["rows"] if r["method"] == method)
         self.rows.append((name, " ".join(base), shown(ours), shown(row["median"]), ours / row["median"], least))
         if predict:
-            cluster = f"nodes=2,gbps={self.link['gbps']:.4g},us={self.link['us']:.4g}"
+            cluster = f"nodes=2,gbps={self.link['gbps']:.3g},us={self.link['us']:.2g}"
             found = self.one(*base, "--cluster", cluster, threads=1)["rows"]
             predicted = next(r for r in found if r["method"] == method)
             self.predicted.append((name, cluster, predicted["seconds"], row["median"]))
@@ -111,9 +130,9 @@ def main():
         page += [f"Causal load at 16384 tokens on four processes, counted pairs: the process with most has {row['balance']:.4f} of the mean.", ""]
     if pair.predicted:
         page += ["## The model beside the measurement", "",
-                 "Predicted by `--cluster` from one thread at 8192 tokens, counted work and the link that `bench` measured between the processes:", "",
+                 "Predicted by `--cluster` from one thread, counted work and the link that `bench` measured between the processes:", "",
                  "| what | link | predicted | measured | off by |", "| --- | --- | ---: | ---: | ---: |"]
-        page += [f"| {n} | {c} | {shown(x)} | {shown(y)} | {100 * (x / y - 1):+.1f} % |" for n, c, x, y in pair.predicted]
+        page += [f"| {n} | `{c}` | {shown(x)} | {shown(y)} | {100 * (x / y - 1):+.1f} % |" for n, c, x, y in pair.predicted]
         page += [""]
     if "cluster" in parts:
         nodes = [8, 16, 32, 64, 128, 256, 512, 1024]
@@ -124,12 +143,12 @@ def main():
         page += ["## Past these machines", "",
                  "32 query heads, 8 key heads, d 128, causal, 100 Gbit/s and 2 µs, from this machine's rates with two threads; assumptions in"
                  " [scale.md](../scale.md#past-these-machines):", "",
-                 "| method | schedule | n | machines | time | efficiency | sent by each | hidden from |",
+                 "| method | schedule | tokens | machines | time | efficiency | sent by each | hidden from |",
                  "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
         for r in found:
-            hidden = "-" if r["hidden_from"] is None else f"{r['hidden_from']:.3g}"
-            page += [f"| {r['method']} | {r['schedule']} | {r['n']} | {r['nodes']} | {shown(r['seconds'])} | {100 * r['efficiency']:.1f} % |"
-                     f" {r['bytes'] / 1e6:.3g} MB | {hidden} |"]
+            hidden = "-" if r["hidden_from"] is None else tokens(round(r["hidden_from"], 2 - len(str(int(r["hidden_from"])))))
+            page += [f"| `{r['method']}` | `{r['schedule']}` | {tokens(r['n'])} | {r['nodes']} | {shown(r['seconds'])} |"
+                     f" {100 * r['efficiency']:.1f} % | {size(r['bytes'])} | {hidden} |"]
         page += [""]
     text = "\n".join(page)
     print(text)

@@ -1,12 +1,12 @@
 //! `attlas extract`, `attlas perplexity` and `attlas generate`.
 
-use crate::args::{Common, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName};
+use crate::args::{Common, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, SpreadName};
 use crate::interrupt;
 use crate::progress::{Progress, measured};
 use crate::{Outcome, STOP, note, print, print_json, team};
 use attlas_lab::crew::Crew;
 use attlas_lab::hash::sha256_of;
-use attlas_lab::perplexity::Record;
+use attlas_lab::perplexity::{Record, Sharing};
 use attlas_lab::table::{Table, bytes, count, csv_lines, number, seconds};
 use attlas_lab::text::{Text, check_recipe, open_model, open_model_for, past_recipe};
 use attlas_lab::trace::{check_name, write_as};
@@ -138,6 +138,11 @@ fn perplexity_on(crew: &dyn Crew, args: &PerplexityArgs, common: &Common) -> Out
         recipe,
         cache: args.cache.cache,
         compute: args.compute,
+        sharing: match args.spread {
+            Some(SpreadName::Windows) => Sharing::Windows,
+            Some(SpreadName::Keys) => Sharing::Keys,
+            None => Sharing::Fewer,
+        },
     };
     let key = || {
         let path = &args.model.path;
@@ -248,6 +253,12 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
         rows.push(("time", seconds(r.seconds)));
     }
     rows.push(("speed", format!("{} tokens/s, logits included", number(r.tokens_per_second))));
+    if let Some(s) = &r.spread_keys {
+        rows.push((
+            "keys",
+            format!("on {}, at most {} each", count(s.processes, "process"), bytes(s.cache_bytes)),
+        ));
+    }
     rows
 }
 

@@ -149,8 +149,23 @@ pub(crate) fn bench(t: &dyn Transport, selection: &[Chosen], args: &BenchArgs, c
     Ok(ExitCode::SUCCESS)
 }
 
-/// Longest length that is measured for a prediction.
-const MEASURED: usize = 8192;
+/// The length that is measured for a prediction, at most `shortest`: 8192, or a longer one at which the method does no
+/// more work than exact attention does there, since caches hold less of longer ones. Inputs stay below 256 MiB each.
+fn measured_length(args: &BenchArgs, chosen: &Chosen, options: &Options, shortest: usize, d: usize) -> usize {
+    const LENGTH: usize = 8192;
+    const ELEMENTS: usize = 1 << 26;
+    let flops = |chosen: &Chosen, options: &Options, n: usize| {
+        let plan = chosen.method.plan(&problem(args, n, d), options);
+        plan.map_or(u64::MAX, |plan| plan.cost().flops())
+    };
+    let exact = baseline().map(|method| Chosen { method, options: Options::new(), named: true });
+    let most = exact.map_or(0, |exact| flops(&exact, &Options::new(), LENGTH));
+    let mut n = shortest.min(LENGTH);
+    while 2 * n <= shortest && 2 * n * args.heads * d <= ELEMENTS && flops(chosen, options, 2 * n) <= most {
+        n *= 2;
+    }
+    n
+}
 
 /// Predicted times on clusters.
 pub(crate) fn predict(selection: &[Chosen], args: &BenchArgs, common: &Common) -> Outcome {
@@ -160,8 +175,8 @@ pub(crate) fn predict(selection: &[Chosen], args: &BenchArgs, common: &Common) -
     for &d in &args.d {
         for chosen in subjects(selection)? {
             let (method, options) = (chosen.method, chosen.options_for(common.seed));
-            let shortest = args.n.iter().copied().min().unwrap_or(MEASURED);
-            let probe = problem(args, shortest.min(MEASURED), d);
+            let shortest = args.n.iter().copied().min().unwrap_or(1);
+            let probe = problem(args, measured_length(args, &chosen, &options, shortest, d), d);
             let run = |t: &Threads| -> Result<_, Error> {
                 let mut ws = Workspace::new(Schedule { threads: common.threads, ..Schedule::default() })?;
                 Ok(measure(t, &probe, method, &options, &settings, &mut ws)?)
@@ -219,7 +234,7 @@ pub(crate) fn predict(selection: &[Chosen], args: &BenchArgs, common: &Common) -
         print(&form);
         note(
             common,
-            "\npredicted from one run on this machine at 8192 tokens, counted work, and messages of alpha + bytes x beta\n\
+            "\npredicted from one run on this machine at 8192 tokens or more, counted work, and messages of alpha + bytes x beta\n\
              (docs/scale.md); hidden from: length from which a ring's messages take no longer than its work",
         );
     }

@@ -84,6 +84,30 @@ fn windows_are_shared_out_and_add_up_to_the_same_bits() {
 }
 
 #[test]
+fn the_keys_of_a_long_window_are_shared_out() {
+    let folder = Folder::new("keys");
+    let (model, text) = (folder.model("qwen3", 2), folder.text(300));
+    let base = ["perplexity", &model, "--text", &text, "--context", "4096", "--threads", "1", "--json"];
+    for more in [&[][..], &["--method", "sink_window", "--set", "window=8"]] {
+        let args = [&base[..], more].concat();
+        let alone = json(&args);
+        assert_eq!(alone["windows"], 1);
+        for processes in [2, 3] {
+            let found = spread(processes, &args);
+            assert_eq!(found["spread_keys"]["processes"], processes, "{found}");
+            assert_eq!(found["scored"], alone["scored"]);
+            let [a, b] = [&found, &alone].map(|r| r["nll"].as_f64().unwrap());
+            assert!((a - b).abs() < 1e-4, "{a} {b}");
+            let windows = spread(processes, &[&args[..], &["--spread", "windows"]].concat());
+            assert_eq!(timeless(windows), timeless(alone.clone()));
+        }
+    }
+    let refused = launch(2, &[&base[..], &["--method", "top_k"]].concat()).output().unwrap();
+    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
+    assert!(stderr(&refused).contains("no schedule"), "{}", stderr(&refused));
+}
+
+#[test]
 fn key_heads_are_shared_out_and_methods_compare_as_before() {
     let source = "synthetic:clustered,n=96,d=8,heads=6,kv_heads=3";
     let base =

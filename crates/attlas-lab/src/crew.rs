@@ -4,6 +4,8 @@
 //! counter that all share. Records go to process 0 as they are made; at the end of a list everybody gets what process 0 has.
 
 use crate::Result;
+use attlas_model::decoder::SpreadAttention;
+use std::cell::Cell;
 use std::fmt::Debug;
 
 /// The processes that work on a list of units. Every process calls the same functions in the same order, but for
@@ -17,6 +19,11 @@ pub trait Crew: Debug {
 
     /// The machine that this process runs on; none where it is alone.
     fn node(&self) -> Option<String> {
+        None
+    }
+
+    /// Attention inside a model whose tokens lie on all processes; none where this one is alone.
+    fn spread(&self) -> Option<Box<dyn SpreadAttention + '_>> {
         None
     }
 
@@ -60,7 +67,7 @@ pub trait Crew: Debug {
 /// One process.
 #[derive(Debug, Default)]
 pub struct Alone {
-    list: std::cell::Cell<(usize, usize)>,
+    list: Cell<(usize, usize)>,
 }
 
 impl Crew for Alone {
@@ -98,5 +105,60 @@ impl Crew for Alone {
 
     fn gather(&self, own: &str) -> Vec<String> {
         vec![own.to_owned()]
+    }
+}
+
+/// Processes that do every unit of a list together: each of them gets all units in the same order, and process 0 keeps the
+/// records, which are the same on all.
+#[derive(Debug)]
+pub struct Together<'a> {
+    crew: &'a dyn Crew,
+    list: Alone,
+}
+
+impl<'a> Together<'a> {
+    /// The processes of `crew`.
+    pub fn new(crew: &'a dyn Crew) -> Self {
+        Self { crew, list: Alone::default() }
+    }
+}
+
+impl Crew for Together<'_> {
+    fn rank(&self) -> usize {
+        self.crew.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.crew.size()
+    }
+
+    fn node(&self) -> Option<String> {
+        self.crew.node()
+    }
+
+    fn begin(&self, count: usize) {
+        self.list.begin(count);
+    }
+
+    fn next(&self) -> Option<usize> {
+        self.list.next()
+    }
+
+    fn report(&self, _: &str) {}
+
+    fn arrived(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    fn end(&self, _: &mut dyn FnMut(&str) -> Result<()>) -> Result<()> {
+        Ok(())
+    }
+
+    fn broadcast(&self, text: String) -> String {
+        self.crew.broadcast(text)
+    }
+
+    fn gather(&self, own: &str) -> Vec<String> {
+        self.crew.gather(own)
     }
 }

@@ -4,7 +4,7 @@
 //! compared token by token as they are made; no logits are kept. Windows are independent: several processes share them,
 //! and the figures of single tokens are added up in the order of the text, so that the sums are those of one process.
 
-use crate::crew::{Alone, Crew};
+use crate::crew::{Alone, Crew, Together};
 use crate::extract::bos;
 use crate::run::{Run, timed};
 use crate::task::{self, Task};
@@ -12,12 +12,12 @@ use crate::text::Text;
 use crate::units::{Done, Ledger, share};
 use crate::{Error, Result};
 use attlas::{Options, Status, Workspace};
-use attlas_model::decoder::{LOGIT_ROWS, Observer};
+use attlas_model::decoder::{Held, LOGIT_ROWS, Observer, SpreadAttention};
 use attlas_model::kept::CacheFormat;
 use attlas_model::perplexity::{Difference, Divergence, Mean, Perplexity, Protocol, Window, nll};
 use attlas_model::{Compute, Decoder, Model, Recipe, Rows};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,6 +39,29 @@ pub struct Settings {
     pub cache: CacheFormat,
     /// Type that operands of linear layers are rounded to; the cost is measured beside single precision.
     pub compute: Compute,
+    /// What processes share, where there are several.
+    pub sharing: Sharing,
+}
+
+/// What several processes share.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Sharing {
+    /// Windows, each of which is run by one process.
+    #[default]
+    Windows,
+    /// The tokens of every window, with their keys and values in all layers.
+    Keys,
+    /// Tokens where there are fewer windows than processes, windows otherwise.
+    Fewer,
+}
+
+/// Keys and values that lay on several processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct SpreadKeys {
+    /// Processes.
+    pub processes: usize,
+    /// Bytes of keys and values of all layers, on the process with most of them in the longest window.
+    pub cache_bytes: usize,
 }
 
 /// The measurement.
@@ -92,6 +115,9 @@ pub struct Record {
     /// The model with exact attention beside it, where something else attended.
     #[serde(flatten)]
     pub against_exact: Option<AgainstExact>,
+    /// Where the tokens of every window were shared by several processes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub spread_keys: Option<SpreadKeys>,
     /// The machines that windows were run on, where several processes shared them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub nodes: Vec<String>,
@@ -200,6 +226,51 @@ struct Scores {
     kl: Bits,
     delta_p: Bits,
     same_top: Vec<bool>,
+}
+
+/// What one process scored of a window whose tokens lie on several.
+#[derive(Serialize, Deserialize)]
+struct Part {
+    scores: Scores,
+    /// The rows that predicted the scored tokens.
+    rows: Vec<usize>,
+    cache_bytes: usize,
+    node: Option<String>,
+}
+
+impl Part {
+    /// The window from all of its parts, tokens in the order of the text; and the most bytes of keys and values of a
+    /// process.
+    fn join(parts: Vec<Self>) -> (Scores, usize) {
+        let mut order: Vec<(usize, usize, usize)> = Vec::new();
+        for (p, part) in parts.iter().enumerate() {
+            order.extend(part.rows.iter().enumerate().map(|(i, &row)| (row, p, i)));
+        }
+        order.sort_unstable();
+        let bits = |of: &dyn Fn(&Scores) -> &[f64]| {
+            let at = |&(_, p, i): &(usize, usize, usize)| of(&parts[p].scores).get(i).copied();
+            Bits(order.iter().filter_map(at).collect())
+        };
+        let one = |of: &dyn Fn(&Scores) -> Option<&Scored>| {
+            let all: Vec<&Scored> = parts.iter().filter_map(|p| of(&p.scores)).collect();
+            (!all.is_empty()).then(|| Scored {
+                seconds: all.iter().map(|s| s.seconds).fold(0.0, f64::max),
+                keys: all.iter().map(|s| s.keys).sum(),
+                status: all.iter().map(|s| s.status).fold(Status::default(), Status::max),
+                nll: bits(&|s| of(s).map_or(&[], |s| &s.nll.0)),
+            })
+        };
+        let top = |&(_, p, i): &(usize, usize, usize)| parts[p].scores.same_top.get(i).copied();
+        let scores = Scores {
+            run: parts.first().map_or(0, |p| p.scores.run),
+            subject: one(&|s| Some(&s.subject)).unwrap_or_else(Scored::nothing),
+            exact: one(&|s| s.exact.as_ref()),
+            kl: bits(&|s| &s.kl.0),
+            delta_p: bits(&|s| &s.delta_p.0),
+            same_top: order.iter().filter_map(top).collect(),
+        };
+        (scores, parts.iter().map(|p| p.cache_bytes).max().unwrap_or(0))
+    }
 }
 
 /// Numbers as their bits, which every one survives.
@@ -329,8 +400,17 @@ pub fn perplexity_with(
     let mut tokens = Vec::new();
     let replace = prompt.is_none() && matches!(settings.protocol, Protocol::SecondHalf { .. });
     let shift = usize::from(bos.is_some() && !replace);
+    let keys = match settings.sharing {
+        Sharing::Windows => false,
+        Sharing::Keys => true,
+        Sharing::Fewer => windows.len() < crew.size(),
+    };
+    let mut spread = crew.spread().filter(|_| keys);
+    let together = spread.is_some();
+    let (mut nodes, mut most_bytes) = (BTreeSet::new(), 0);
     let mut work = |unit: usize, at: usize| -> Result<Done<Scores>> {
-        if at > 0 && run.stopped() {
+        // Processes that do every window together stop together.
+        if at > 0 && if together { crew.any(run.stopped()) } else { run.stopped() } {
             return Ok(Done::Stopped);
         }
         let (window, targets) = &windows[unit];
@@ -338,26 +418,31 @@ pub fn perplexity_with(
         tokens.extend(bos);
         tokens.extend_from_slice(&source[window.clone()][usize::from(replace && bos.is_some())..]);
         let outcome = (|| {
-            subject.run(&tokens, run.stop)?;
+            let held = subject.run(&tokens, &mut spread, run.stop)?;
             match (&mut exact, &mut reference) {
-                (Some(exact), Some(known)) => exact.recall(unit, &tokens, known, run.stop)?,
-                (Some(exact), None) => exact.run(&tokens, run.stop)?,
+                (Some(exact), Some(known)) if !together => exact.recall(unit, &tokens, known, run.stop)?,
+                (Some(exact), _) => drop(exact.run(&tokens, &mut spread, run.stop)?),
                 (None, _) => {}
             }
-            Ok(())
+            Ok(held)
         })();
-        match outcome {
-            Err(attlas_model::Error::Interrupted) => return Ok(Done::Stopped),
+        let held = match outcome {
+            // One process cannot leave the others alone: the run ends.
+            Err(attlas_model::Error::Interrupted) if !together => return Ok(Done::Stopped),
             other => other?,
-        }
+        };
         let (mut kl, mut delta_p, mut same_top) = (Bits::default(), Bits::default(), Vec::new());
-        for target in chunks(targets, LOGIT_ROWS) {
-            // Row of the state that predicts the first target.
-            let rows = target.start - window.start - 1 + shift;
-            let targets = &source[target];
-            subject.score(rows, targets);
+        let mut scored = Vec::new();
+        // A token is predicted by the row before it.
+        let predicted =
+            |t: Range<usize>| t.start - window.start - 1 + shift..t.end - window.start - 1 + shift;
+        for (rows, at) in held.inside(targets.iter().cloned().map(predicted), LOGIT_ROWS) {
+            let first = rows.start + window.start + 1 - shift;
+            let targets = &source[first..first + rows.len()];
+            scored.extend(rows);
+            subject.score(at, targets);
             if let Some(exact) = &mut exact {
-                exact.score(rows, targets);
+                exact.score(at, targets);
                 let vocab = model.config.vocab;
                 let pairs = exact.logits.chunks(vocab).zip(subject.logits.chunks(vocab));
                 for ((p, q), &t) in pairs.zip(targets) {
@@ -374,10 +459,28 @@ pub fn perplexity_with(
         done = (done + window.len()).max((at + 1) * total / windows.len().max(1)).min(total);
         run.at(done, total, &format!("perplexity {:.3}", so_far.perplexity()));
         let theirs = exact.as_mut().map(Runner::take);
-        Ok(Done::Whole(Scores { run: tokens.len(), subject: ours, exact: theirs, kl, delta_p, same_top }))
+        let mut scores = Scores { run: tokens.len(), subject: ours, exact: theirs, kl, delta_p, same_top };
+        if together {
+            let (cache_bytes, node) = (held.cache_bytes, crew.node());
+            let part = Part { scores, rows: scored, cache_bytes, node };
+            let bad = |e: serde_json::Error| Error::argument("a part of a window", "one that can be sent", e);
+            let own = serde_json::to_string(&part).map_err(bad)?;
+            let parts: Vec<Part> = crew
+                .gather(&own)
+                .iter()
+                .map(|p| serde_json::from_str(p))
+                .collect::<Result<_, _>>()
+                .map_err(bad)?;
+            nodes.extend(parts.iter().filter_map(|p| p.node.clone()));
+            let bytes;
+            (scores, bytes) = Part::join(parts);
+            most_bytes = most_bytes.max(bytes);
+        }
+        Ok(Done::Whole(scores))
     };
     let weights: Vec<u64> = windows.iter().map(|(tokens, _)| tokens.len() as u64).collect();
-    let shared = share(crew, ledger, &weights, &mut work)?;
+    let all = Together::new(crew);
+    let shared = share(if together { &all } else { crew }, ledger, &weights, &mut work)?;
     let mut sums = Sums::default();
     shared.records.iter().flatten().for_each(|(window, _)| sums.add(window));
     if sums.windows == 0 {
@@ -429,7 +532,8 @@ pub fn perplexity_with(
         seconds: subject.seconds,
         tokens_per_second: run as f64 / subject.seconds,
         against_exact,
-        nodes: shared.nodes(),
+        spread_keys: together.then(|| SpreadKeys { processes: crew.size(), cache_bytes: most_bytes }),
+        nodes: if together { nodes.into_iter().collect() } else { shared.nodes() },
         interrupted: shared.interrupted,
     })
 }
@@ -445,11 +549,6 @@ fn task_prompt(
     let (Protocol::Strided { window, .. } | Protocol::SecondHalf { window } | Protocol::Disjoint { window }) =
         settings.protocol;
     task::prompt(task, &model.tokenizer, text, window - usize::from(settings.bos).min(window), seed)
-}
-
-/// The ranges cut into pieces of at most `len`.
-fn chunks(ranges: &[Range<usize>], len: usize) -> impl Iterator<Item = Range<usize>> {
-    ranges.iter().flat_map(move |r| r.clone().step_by(len).map(move |at| at..r.end.min(at + len)))
 }
 
 /// The windows, the protocol's name, and the sizes that are reported.
@@ -501,12 +600,24 @@ impl Runner {
         Ok(Self { decoder, hidden: Vec::new(), logits: Vec::new(), scored: Scored::nothing() })
     }
 
-    fn run(&mut self, tokens: &[u32], stop: &AtomicBool) -> attlas_model::Result<()> {
+    /// Runs a window; with `spread` this process's part of it.
+    fn run(
+        &mut self,
+        tokens: &[u32],
+        spread: &mut Option<Box<dyn SpreadAttention + '_>>,
+        stop: &AtomicBool,
+    ) -> attlas_model::Result<Held> {
         self.decoder.reset();
         self.scored = Scored::nothing();
         let Self { decoder, hidden, .. } = self;
-        let (result, seconds) =
-            timed(|| decoder.forward_observed(tokens, Rows::All, hidden, &mut Stopper(stop)));
+        let mut stopper = Stopper(stop);
+        let (result, seconds) = timed(|| match spread {
+            Some(spread) => decoder.forward_spread(tokens, hidden, &mut **spread, &mut stopper),
+            None => {
+                decoder.forward_observed(tokens, Rows::All, hidden, &mut stopper)?;
+                Ok(Held { pieces: vec![0..tokens.len()], cache_bytes: decoder.cache_bytes() })
+            }
+        });
         let info = self.decoder.info();
         (self.scored.seconds, self.scored.keys, self.scored.status) =
             (seconds, info.keys_visited, info.status);
@@ -526,7 +637,7 @@ impl Runner {
             self.scored = Scored { seconds: *seconds, keys: *keys, ..Scored::nothing() };
             return Ok(());
         }
-        self.run(tokens, stop)?;
+        self.run(tokens, &mut None, stop)?;
         known.windows.insert(i, (self.hidden.clone(), self.scored.seconds, self.scored.keys));
         Ok(())
     }

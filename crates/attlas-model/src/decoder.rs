@@ -19,6 +19,10 @@
 //! Layers with latent attention, and those whose attention a checkpoint says is another layer, attend as a whole,
 //! exactly, over a cache of their own; observers see what enters them.
 
+mod spread;
+
+pub use spread::{Held, SpreadAttention, SpreadCall, SpreadRows};
+
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
 use crate::kept::{CacheFormat, Packed};
@@ -31,7 +35,7 @@ use attlas::cache::KvCache;
 use attlas::layer::{Layer, LayerCache};
 use attlas::method::Law;
 use attlas::{
-    DType, MatRef, Options, Out, Plan, Problem, Qkv, RunInfo, Schedule, Stream, TensorMut, TensorRef,
+    DType, MatRef, Method, Options, Out, Plan, Problem, Qkv, RunInfo, Schedule, Stream, TensorMut, TensorRef,
     Workspace, registry,
 };
 use attlas_num::Scratch;
@@ -285,6 +289,19 @@ impl Decoder {
         Err(Error::invalid("the decoder", found, "one without tokens, as reset makes it"))
     }
 
+    /// How many tokens there would be with these; an error if they are too many or no tokens of the model.
+    fn check_tokens(&self, tokens: &[u32]) -> Result<usize> {
+        let c = &self.model.config;
+        let total = self.state.len.saturating_add(tokens.len());
+        if total > c.longest_context() {
+            return Err(Error::ContextTooShort { tokens: total, context: c.longest_context() });
+        }
+        match tokens.iter().find(|id| **id as usize >= c.vocab) {
+            Some(id) => Err(Error::invalid("a token id", id, format!("below {}", c.vocab))),
+            None => Ok(total),
+        }
+    }
+
     /// For each layer, how its heads decode.
     pub fn decoding(&self) -> Vec<LayerDecoding> {
         let c = &self.model.config;
@@ -331,13 +348,7 @@ impl Decoder {
             unreachable!("checked when the decoder was made")
         };
         let first = self.state.len;
-        let total = first.saturating_add(tokens.len());
-        if total > c.longest_context() {
-            return Err(Error::ContextTooShort { tokens: total, context: c.longest_context() });
-        }
-        if let Some(id) = tokens.iter().find(|id| **id as usize >= c.vocab) {
-            return Err(Error::invalid("a token id", id, format!("below {}", c.vocab)));
-        }
+        let total = self.check_tokens(tokens)?;
         let state = &mut self.state;
         let chunks = |l: &LayerState| l.chunks(tokens.len());
         let chunk = if state.layers.iter().all(chunks) { CHUNK } else { tokens.len().max(1) };
@@ -530,118 +541,139 @@ impl DecoderState {
             Begin::Layer(layer, x) => (x.len() / d.max(1), layer),
         };
         let mut buffers = std::mem::take(&mut self.buffers);
-        let x = sized(&mut buffers.x, n * d);
-        match begin {
-            Begin::Tokens(tokens) => {
-                ops::embed_into(&weights.embedding, tokens, x)?;
-                ops::scale_in_place(x, c.multipliers.embedding);
-            }
-            Begin::Layer(_, residual) => x.copy_from_slice(residual),
-        }
-        let wanted = if rows == Rows::None { observer.layers() } else { usize::MAX };
-        let mut result = Ok(());
-        for (l, layer) in weights.layers.iter().enumerate().take(wanted).skip(from) {
-            if observer.interrupted() {
-                result = Err(Error::Interrupted);
-                break;
-            }
-            observer.residual(l, self.len, x);
-            if layer.whole().is_none() {
-                result = self.layers[l].begin(&mut self.spare);
-                if result.is_err() {
-                    break;
+        let mut residual = std::mem::take(&mut buffers.x);
+        let x = sized(&mut residual, n * d);
+        let result = (|| {
+            match begin {
+                Begin::Tokens(tokens) => {
+                    ops::embed_into(&weights.embedding, tokens, x)?;
+                    ops::scale_in_place(x, c.multipliers.embedding);
                 }
-                let q = sized(&mut buffers.q, n * q_width);
-                for (i, x) in x.chunks(CHUNK * d).enumerate() {
-                    let (start, len) = (i * CHUNK, x.len() / d);
-                    let q = &mut q[start * q_width..][..len * q_width];
-                    let rest = Projections {
-                        normed: sized(&mut buffers.normed, len * d),
-                        k: sized(&mut buffers.k, len * c.n_kv_heads * c.head_dim),
-                        v: sized(&mut buffers.v, len * c.n_kv_heads * c.head_dim),
-                    };
-                    result = self.project(c, layer, l, self.len + start, x, q, rest, observer);
-                    if result.is_err() {
-                        break;
-                    }
+                Begin::Layer(_, given) => x.copy_from_slice(given),
+            }
+            let wanted = if rows == Rows::None { observer.layers() } else { usize::MAX };
+            for (l, layer) in weights.layers.iter().enumerate().take(wanted).skip(from) {
+                if observer.interrupted() {
+                    return Err(Error::Interrupted);
                 }
-                if result.is_err() {
+                observer.residual(l, self.len, x);
+                if layer.whole().is_none() {
+                    let own = [self.len..self.len + n];
+                    self.enter_layer(c, layer, l, &own, x, &mut buffers, observer)?;
+                    let heads = sized(&mut buffers.heads, n * q_width);
+                    let q = &buffers.q[..n * q_width];
+                    let attended = self.attend_layer(c, l, q, layer.sinks.as_deref(), heads);
                     self.layers[l].end(&mut self.spare);
-                    break;
-                }
-                let heads = sized(&mut buffers.heads, n * q_width);
-                result = self.attend_layer(c, l, q, layer.sinks.as_deref(), heads);
-                self.layers[l].end(&mut self.spare);
-                if result.is_err() {
-                    break;
-                }
-                observer.change(l, self.len, heads);
-                observer.attended(l, self.len, heads);
-                if rows == Rows::None && l + 1 == wanted.min(weights.layers.len()) {
-                    break;
-                }
-            }
-            for (i, x) in x.chunks_mut(CHUNK * d).enumerate() {
-                let len = x.len() / d;
-                let sum = sized(&mut buffers.sum, len * d);
-                let normed = sized(&mut buffers.normed, len * d);
-                if let Some(whole) = layer.whole() {
-                    by_rows(normed, d, |first, rows| {
-                        let x = &x[first * d..][..rows.len()];
-                        ops::maybe_norm_into(x, layer.attention_norm.as_deref(), c.norm_eps, rows);
-                    });
-                    observer.entering(l, self.len + i * CHUNK, normed);
-                    result = self.attend_whole(l, whole, matrix(normed, d), sum);
-                    if result.is_err() {
+                    attended?;
+                    observer.change(l, self.len, heads);
+                    observer.attended(l, self.len, heads);
+                    if rows == Rows::None && l + 1 == wanted.min(weights.layers.len()) {
                         break;
                     }
-                } else {
-                    let heads = &buffers.heads[i * CHUNK * q_width..][..len * q_width];
-                    layer.o.apply_in(self.compute, matrix(heads, q_width), sum, &self.scratch);
                 }
-                adjust(c, sum, layer.attention_post_norm.as_deref());
-                add_and_norm(x, sum, layer.ffn_norm.as_deref(), c, normed);
-                observer.entering_ffn(l, self.len + i * CHUNK, normed);
-                // Zero where experts do everything.
-                let width = layer.gate.outputs();
-                let gate = sized(&mut buffers.gate, len * width);
-                let up = sized(&mut buffers.up, len * width);
-                if width == 0 {
-                    sum.fill(0.0);
-                } else {
-                    let mut jobs = [(&layer.gate, &mut *gate), (&layer.up, &mut *up)];
-                    apply_all_in(self.compute, &mut jobs, matrix(normed, d), &self.scratch);
-                    by_rows(gate, width, |first, rows| {
-                        ops::gate_in_place(c.activation, rows, &up[first * width..][..rows.len()]);
-                    });
-                    observer.gated(l, self.len + i * CHUNK, gate);
-                    layer.down.apply_in(self.compute, matrix(gate, width), sum, &self.scratch);
-                }
-                if let (Some(experts), Some(e)) = (&layer.experts, &c.experts) {
-                    experts.add_into(e, c.activation, matrix(normed, d), sum, self.compute, &self.scratch);
-                }
-                adjust(c, sum, layer.ffn_post_norm.as_deref());
-                by_rows(x, d, |first, rows| ops::add_in_place(rows, &sum[first * d..][..rows.len()]));
+                self.leave_layer(c, layer, l, x, &mut buffers, observer)?;
             }
-            if result.is_err() {
-                break;
-            }
-        }
-        if result.is_ok() {
             let start = match rows {
                 Rows::All => 0,
                 Rows::Last => n.saturating_sub(1),
                 Rows::None => n,
             };
-            let before = hidden.len();
-            hidden.extend_from_slice(&x[start * d..]);
-            by_rows(&mut hidden[before..], d, |_, rows| {
-                ops::rms_norm_in_place(rows, &weights.final_norm, c.norm_eps);
-            });
+            final_states(c, weights, &x[start * d..], hidden);
             self.len += n;
-        }
+            Ok(())
+        })();
+        buffers.x = residual;
         self.buffers = buffers;
         result
+    }
+
+    /// Queries of all tokens of `x`, which stand at the positions of `pieces`; their keys and values join the layer's
+    /// cache.
+    fn enter_layer(
+        &mut self,
+        c: &ModelConfig,
+        layer: &DecoderLayer,
+        l: usize,
+        pieces: &[Range<usize>],
+        x: &[f32],
+        buffers: &mut Buffers,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let (d, q_width) = (c.hidden, c.n_heads * c.head_dim);
+        self.layers[l].begin(&mut self.spare)?;
+        let q = sized(&mut buffers.q, x.len() / d * q_width);
+        let mut at = 0;
+        for piece in pieces {
+            for first in piece.clone().step_by(CHUNK) {
+                let len = CHUNK.min(piece.end - first);
+                let (x, q) = (&x[at * d..][..len * d], &mut q[at * q_width..][..len * q_width]);
+                at += len;
+                let rest = Projections {
+                    normed: sized(&mut buffers.normed, len * d),
+                    k: sized(&mut buffers.k, len * c.n_kv_heads * c.head_dim),
+                    v: sized(&mut buffers.v, len * c.n_kv_heads * c.head_dim),
+                };
+                if let Err(error) = self.project(c, layer, l, first, x, q, rest, observer) {
+                    self.layers[l].end(&mut self.spare);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What follows on attention: the projection out of the heads, or a layer that attends as a whole, and the feed-forward
+    /// layer.
+    fn leave_layer(
+        &mut self,
+        c: &ModelConfig,
+        layer: &DecoderLayer,
+        l: usize,
+        x: &mut [f32],
+        buffers: &mut Buffers,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let (d, q_width) = (c.hidden, c.n_heads * c.head_dim);
+        for (i, x) in x.chunks_mut(CHUNK * d).enumerate() {
+            let len = x.len() / d;
+            let sum = sized(&mut buffers.sum, len * d);
+            let normed = sized(&mut buffers.normed, len * d);
+            if let Some(whole) = layer.whole() {
+                by_rows(normed, d, |first, rows| {
+                    let x = &x[first * d..][..rows.len()];
+                    ops::maybe_norm_into(x, layer.attention_norm.as_deref(), c.norm_eps, rows);
+                });
+                observer.entering(l, self.len + i * CHUNK, normed);
+                self.attend_whole(l, whole, matrix(normed, d), sum)?;
+            } else {
+                let heads = &buffers.heads[i * CHUNK * q_width..][..len * q_width];
+                layer.o.apply_in(self.compute, matrix(heads, q_width), sum, &self.scratch);
+            }
+            adjust(c, sum, layer.attention_post_norm.as_deref());
+            add_and_norm(x, sum, layer.ffn_norm.as_deref(), c, normed);
+            observer.entering_ffn(l, self.len + i * CHUNK, normed);
+            // Zero where experts do everything.
+            let width = layer.gate.outputs();
+            let gate = sized(&mut buffers.gate, len * width);
+            let up = sized(&mut buffers.up, len * width);
+            if width == 0 {
+                sum.fill(0.0);
+            } else {
+                let mut jobs = [(&layer.gate, &mut *gate), (&layer.up, &mut *up)];
+                apply_all_in(self.compute, &mut jobs, matrix(normed, d), &self.scratch);
+                by_rows(gate, width, |first, rows| {
+                    ops::gate_in_place(c.activation, rows, &up[first * width..][..rows.len()]);
+                });
+                observer.gated(l, self.len + i * CHUNK, gate);
+                layer.down.apply_in(self.compute, matrix(gate, width), sum, &self.scratch);
+            }
+            if let (Some(experts), Some(e)) = (&layer.experts, &c.experts) {
+                experts.add_into(e, c.activation, matrix(normed, d), sum, self.compute, &self.scratch);
+            }
+            adjust(c, sum, layer.ffn_post_norm.as_deref());
+            by_rows(x, d, |first, rows| ops::add_in_place(rows, &sum[first * d..][..rows.len()]));
+        }
+        Ok(())
     }
 
     /// Queries, keys and values of consecutive tokens; keys and values join the cache.
@@ -731,6 +763,15 @@ enum Begin<'a> {
     Layer(usize, &'a [f32]),
 }
 
+/// Adds the normalised final hidden states of the residual stream `x` to `hidden`.
+fn final_states(c: &ModelConfig, weights: &DecoderWeights, x: &[f32], hidden: &mut Vec<f32>) {
+    let before = hidden.len();
+    hidden.extend_from_slice(x);
+    by_rows(&mut hidden[before..], c.hidden, |_, rows| {
+        ops::rms_norm_in_place(rows, &weights.final_norm, c.norm_eps);
+    });
+}
+
 struct Projections<'a> {
     normed: &'a mut [f32],
     k: &'a mut [f32],
@@ -758,6 +799,29 @@ fn add_and_norm(x: &mut [f32], y: &[f32], weight: Option<&[f32]>, c: &ModelConfi
         x.par_chunks_mut(size)
             .zip(y.par_chunks(size).zip(normed.par_chunks_mut(size)))
             .for_each(|(x, (y, normed))| block(x, y, normed));
+    }
+}
+
+/// A method that cannot attend beside a logit that belongs to no key.
+fn without_lse(method: &Method) -> Error {
+    let reasons = vec!["heads have a logit beside those of the keys, and it has no log-sum-exp".to_owned()];
+    attlas::Error::Unsupported { method: method.id.into(), reasons }.into()
+}
+
+/// A method that cannot attend in a layer with a window.
+fn windowed(method: &Method, layer: usize, window: usize, tokens: usize) -> Error {
+    let reasons = vec![format!("layer {layer} sees the last {window} tokens only, and {tokens} are cached")];
+    attlas::Error::Unsupported { method: method.id.into(), reasons }.into()
+}
+
+/// One more logit for each of `heads` takes its share of every row and brings no value.
+fn weigh_sinks(c: &ModelConfig, sinks: &[f32], heads: Range<usize>, lse: &[f32], out: &mut [f32]) {
+    let n = lse.len() / heads.len().max(1);
+    for (lse, h) in lse.chunks_exact(n.max(1)).zip(heads) {
+        for (i, lse) in lse.iter().enumerate() {
+            let row = &mut out[(i * c.n_heads + h) * c.head_dim..][..c.head_dim];
+            ops::scale_in_place(row, 1.0 / (1.0 + (sinks[h] - lse).exp()));
+        }
     }
 }
 
@@ -919,9 +983,7 @@ impl LayerState {
         let Some(sinks) = sinks else { return self.attend_keys(i, c, q, None, out, ws) };
         let of_part = |decodes: bool| self.parts[i].attending(decodes).method;
         if let Some(method) = [of_part(false), of_part(true)].into_iter().find(|m| !m.claims.lse) {
-            let reasons =
-                vec!["heads have a logit beside those of the keys, and it has no log-sum-exp".to_owned()];
-            return Err(attlas::Error::Unsupported { method: method.id.into(), reasons }.into());
+            return Err(without_lse(method));
         }
         let (heads, n) = (self.parts[i].heads.clone(), q.dims()[2]);
         let mut lse = std::mem::take(&mut self.lse);
@@ -929,13 +991,7 @@ impl LayerState {
         lse.resize(heads.len() * n, 0.0);
         let result = self.attend_keys(i, c, q, Some(&mut lse), out, ws);
         if result.is_ok() {
-            // One more logit takes its share of every row and brings no value.
-            for (lse, h) in lse.chunks_exact(n.max(1)).zip(heads) {
-                for (i, lse) in lse.iter().enumerate() {
-                    let row = &mut out[(i * c.n_heads + h) * c.head_dim..][..c.head_dim];
-                    ops::scale_in_place(row, 1.0 / (1.0 + (sinks[h] - lse).exp()));
-                }
-            }
+            weigh_sinks(c, sinks, heads, &lse, out);
         }
         self.lse = lse;
         result
@@ -966,13 +1022,8 @@ impl LayerState {
         let window = self.window.filter(|&w| n_k > w);
         let decodes = n == 1 && n_k > 1;
         let choice = part.attending(decodes);
-        if window.is_some() && !choice.is_baseline() {
-            let reasons = vec![format!(
-                "layer {} sees the last {} tokens only, and {n_k} are cached",
-                self.index,
-                window.unwrap_or_default()
-            )];
-            return Err(attlas::Error::Unsupported { method: choice.method.id.into(), reasons }.into());
+        if let Some(window) = window.filter(|_| !choice.is_baseline()) {
+            return Err(windowed(choice.method, self.index, window, n_k));
         }
         let oldest = window.map_or(0, |w| (n_k - n + 1).saturating_sub(w));
         let (keys, values) = (keys.rows(oldest..n_k), values.rows(oldest..n_k));

@@ -6,6 +6,7 @@ use attlas::{
     Align, Error, Mask, Method, Near, Options, Out, Problem, Qkv, Result, RunInfo, Spread, Support,
     TensorMut, TensorRef, Workspace, merge_lse,
 };
+use attlas_num::kernels::pages;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -36,18 +37,23 @@ pub struct Answer<T> {
     pub traffic: Traffic,
 }
 
-/// How queries and keys are to be cut: stripes with a causal mask, whose borders do not cut the blocks of a method that
-/// has such, pieces without.
+/// How queries and keys are best cut: stripes with a causal mask, since late rows see more keys; pieces without one, and
+/// where all rows are as much work because they read sums. Borders do not cut the blocks of a method that has such.
+/// [`attend`] takes stripes and pieces from all methods with a causal mask.
 pub fn layouts(problem: &Problem, method: &Method, options: &Options, processes: usize) -> [Layout; 2] {
-    match problem.mask {
-        Mask::None => [problem.n_q, problem.n_k].map(|n| Layout::contiguous(n, processes)),
-        Mask::Causal => {
-            let block = match method.claims.spread {
-                Spread::Scan { block: Some(param) } => number(method, options, param),
-                _ => None,
-            };
-            [Layout::striped(problem.n_q, processes, block.unwrap_or(1)); 2]
-        }
+    let pieces = [problem.n_q, problem.n_k].map(|n| Layout::contiguous(n, processes));
+    match (problem.mask, method.claims.spread) {
+        (Mask::None, _) => pieces,
+        (Mask::Causal, Spread::Scan { .. }) => pieces.map(|l| l.aligned(block(method, options))),
+        (Mask::Causal, _) => [Layout::striped(problem.n_q, processes, 1); 2],
+    }
+}
+
+/// Tokens that may not lie on two processes with a causal mask: those of one block.
+pub(crate) fn block(method: &Method, options: &Options) -> usize {
+    match method.claims.spread {
+        Spread::Scan { block: Some(param) } => number(method, options, param).unwrap_or(1),
+        _ => 1,
     }
 }
 
@@ -61,7 +67,7 @@ pub(crate) fn number(method: &Method, options: &Options, param: &str) -> Option<
 /// Whether keys on several processes can be attended to, and if not, all the reasons.
 pub fn support(problem: &Problem, method: &Method, options: &Options, padded: bool) -> Support {
     let mut support = method.support(problem, options);
-    if let (Spread::Ring { window: None }, true) = (method.claims.spread, support.is_yes()) {
+    if let (Spread::Ring { window: None, .. }, true) = (method.claims.spread, support.is_yes()) {
         // What each process does: its queries and another one's keys.
         let rectangle = Problem { mask: Mask::None, ..problem.with_lens(problem.n_q, problem.n_k / 2) };
         support = method.support(&rectangle, options);
@@ -75,7 +81,7 @@ pub fn support(problem: &Problem, method: &Method, options: &Options, padded: bo
         Spread::Scan { .. } | Spread::Gather => {
             support.and_unless(padded, "sums and stand-ins are those of whole sequences: run without padding")
         }
-        Spread::Ring { window } => support.and_unless(
+        Spread::Ring { window, .. } => support.and_unless(
             window.is_some() && padded && problem.mask == Mask::None,
             "without a mask the window of a padded sequence stands at its own end: run sequences of one length",
         )
@@ -116,10 +122,14 @@ pub fn attend<T: Element>(
     expect("queries", x.q.dims(), [p.batch, p.n_heads, p.n_q, p.d])?;
     expect("keys", x.k.dims(), [p.batch, p.n_kv_heads, p.n_k, p.d])?;
     expect("values", x.v.dims(), [p.batch, p.n_kv_heads, p.n_k, p.d_v])?;
-    let [q_layout, k_layout] = layouts(problem, method, options, t.size());
-    if x.q.layout() != q_layout || x.k.layout() != k_layout || x.v.layout() != k_layout {
-        let found = format!("{:?} and {:?}", x.q.layout(), x.k.layout());
-        return Err(Error::shape("layouts", format!("{q_layout:?} and {k_layout:?}"), found));
+    let (ql, kl) = (x.q.layout(), x.k.layout());
+    let cut = match p.mask {
+        Mask::None => !ql.is_striped() && !kl.is_striped(),
+        Mask::Causal => ql == kl && kl.align().is_multiple_of(block(method, options)),
+    };
+    if !cut || kl != x.v.layout() || [ql, kl].iter().any(|l| l.processes() != t.size()) {
+        let want = layouts(problem, method, options, t.size());
+        return Err(Error::shape("layouts", format!("such as {want:?}"), format!("{ql:?} and {kl:?}")));
     }
     if let Some(lens) = x.key_lens
         && (lens.len() != p.batch || lens.iter().any(|&n| n > p.n_k))
@@ -132,8 +142,8 @@ pub fn attend<T: Element>(
     }
     let before = t.traffic();
     let mut answer = match method.claims.spread {
-        Spread::Ring { window: None } => ring::ring(t, p, method, options, x, wire, ws)?,
-        Spread::Ring { window: Some(names) } => ring::window(t, p, method, options, names, x, wire, ws)?,
+        Spread::Ring { window: None, .. } => ring::ring(t, p, method, options, x, wire, ws)?,
+        Spread::Ring { window: Some(names), .. } => ring::window(t, p, method, options, names, x, wire, ws)?,
         Spread::Scan { .. } => scan::scan(t, p, method, options, x, ws)?,
         Spread::Gather => gather::gather(t, p, method, options, x, ws)?,
         Spread::Refused { .. } => unreachable!("refused above"),
@@ -151,6 +161,7 @@ fn expect(what: &'static str, dims: [usize; 4], want: [usize; 4]) -> Result<()> 
 pub(crate) struct Rows<T> {
     pub(crate) o: Vec<T>,
     pub(crate) lse: Vec<T>,
+    batch: usize,
     heads: usize,
     rows: usize,
     d_v: usize,
@@ -161,12 +172,20 @@ impl<T: Element> Rows<T> {
     pub(crate) fn new(p: &Problem, rows: usize) -> Self {
         let heads = p.batch * p.n_heads;
         Self {
-            o: vec![T::ZERO; heads * rows * p.d_v],
+            o: pages::zeros(heads * rows * p.d_v),
             lse: vec![T::NEG_INFINITY; heads * rows],
+            batch: p.batch.max(1),
             heads,
             rows,
             d_v: p.d_v,
         }
+    }
+
+    /// Whether rows `range` have seen nothing yet.
+    fn is_new(&self, range: &Range<usize>) -> bool {
+        self.lse
+            .chunks_exact(self.rows.max(1))
+            .all(|l| l[range.clone()].iter().all(|&l| l == T::NEG_INFINITY))
     }
 
     /// Merges a part over other keys, for rows `range` of every head; `o` and `lse` hold `step ≥ range.len()` rows a head.
@@ -187,17 +206,28 @@ impl<T: Element> Rows<T> {
         });
     }
 
-    /// Writes rows `range` of every head.
-    pub(crate) fn set(&mut self, range: Range<usize>, o: &[T], lse: Option<&[T]>, step: usize) {
-        for h in 0..self.heads {
-            let (to, from) = ((h * self.rows + range.start) * self.d_v, h * step * self.d_v);
-            let len = range.len();
-            self.o[to..to + len * self.d_v].copy_from_slice(&o[from..from + len * self.d_v]);
-            if let Some(lse) = lse {
-                let to = h * self.rows + range.start;
-                self.lse[to..to + len].copy_from_slice(&lse[h * step..h * step + len]);
-            }
+    /// Has `work` write rows `range` of every head: in place where these are all rows, in storage of their own otherwise.
+    pub(crate) fn write(
+        &mut self,
+        range: Range<usize>,
+        work: impl FnOnce(Out<'_, T>) -> Result<RunInfo>,
+    ) -> Result<RunInfo> {
+        let (len, d_v) = (range.len(), self.d_v);
+        if len == self.rows {
+            let o = TensorMut::bhnd(&mut self.o, [self.batch, self.heads / self.batch, len, d_v])?;
+            return work(Out::with_lse(o, &mut self.lse));
         }
+        let (mut o, mut lse) = (pages::zeros(self.heads * len * d_v), vec![T::ZERO; self.heads * len]);
+        let info = work(Out::with_lse(
+            TensorMut::bhnd(&mut o, [self.batch, self.heads / self.batch, len, d_v])?,
+            &mut lse,
+        ))?;
+        for h in 0..self.heads {
+            let to = h * self.rows + range.start;
+            self.o[to * d_v..(to + len) * d_v].copy_from_slice(&o[h * len * d_v..(h + 1) * len * d_v]);
+            self.lse[to..to + len].copy_from_slice(&lse[h * len..(h + 1) * len]);
+        }
+        Ok(info)
     }
 
     /// Rows that are padding see nothing.
@@ -214,8 +244,10 @@ impl<T: Element> Rows<T> {
     }
 }
 
-/// Runs a plan of `method` on one rectangle: some queries and some keys. Returns contiguous rows and their log-sum-exp.
+/// Runs a plan of `method` on one rectangle: some queries and some keys. Merges rows `at` of `rows` with what it finds.
 pub(crate) fn rectangle<T: Element>(
+    rows: &mut Rows<T>,
+    at: Range<usize>,
     p: &Problem,
     method: &Method,
     options: &Options,
@@ -224,19 +256,23 @@ pub(crate) fn rectangle<T: Element>(
     v: TensorRef<'_, T>,
     key_lens: Option<&[usize]>,
     ws: &mut Workspace,
-) -> Result<(Vec<T>, Vec<T>, RunInfo)> {
+) -> Result<RunInfo> {
     let p = &p.with_lens(q.dims()[2], k.dims()[2]);
     let plan = method.plan(p, options)?;
-    let rows = p.batch * p.n_heads * p.n_q;
-    let (mut o, mut lse) = (vec![T::ZERO; rows * p.d_v], vec![T::ZERO; rows]);
-    let out = Out::with_lse(TensorMut::bhnd(&mut o, [p.batch, p.n_heads, p.n_q, p.d_v])?, &mut lse);
     let x = Qkv::new(q, k, v);
     let x = match key_lens {
         Some(lens) => x.padded(lens, Align::Start),
         None => x,
     };
+    if p.n_q == at.len() && rows.is_new(&at) {
+        return rows.write(at, |out| plan.execute(&T::inputs(x), &mut T::output(out), ws));
+    }
+    let count = p.batch * p.n_heads * p.n_q;
+    let (mut o, mut lse) = (pages::zeros(count * p.d_v), vec![T::ZERO; count]);
+    let out = Out::with_lse(TensorMut::bhnd(&mut o, [p.batch, p.n_heads, p.n_q, p.d_v])?, &mut lse);
     let info = plan.execute(&T::inputs(x), &mut T::output(out), ws)?;
-    Ok((o, lse, info))
+    rows.merge(at, &o, &lse, p.n_q, ws);
+    Ok(info)
 }
 
 /// Where the rows of each piece begin among those of its process.

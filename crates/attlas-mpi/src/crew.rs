@@ -1,8 +1,9 @@
 //! The processes of a transport as a crew that shares the units of a search.
 
-use crate::Transport;
+use crate::{SpreadModel, Transport};
 use attlas_lab::Result;
 use attlas_lab::crew::Crew;
+use attlas_model::decoder::SpreadAttention;
 use std::cell::Cell;
 use std::time::Duration;
 
@@ -52,6 +53,10 @@ impl Crew for Team<'_> {
 
     fn node(&self) -> Option<String> {
         Some(self.transport.node())
+    }
+
+    fn spread(&self) -> Option<Box<dyn SpreadAttention + '_>> {
+        Some(Box::new(SpreadModel::new(self.transport)))
     }
 
     fn begin(&self, count: usize) {

@@ -76,8 +76,8 @@ pub(crate) fn gather<T: Element>(
         }
         if p.mask == Mask::Causal {
             let (k, v) = (k.rows(at..at + mine.len()), v.rows(at..at + mine.len()));
-            let (o, lse, done) = rectangle(p, method, options, queries, k, v, None, ws)?;
-            rows.merge(at..at + mine.len(), &o, &lse, mine.len(), ws);
+            let own = at..at + mine.len();
+            let done = rectangle(&mut rows, own, p, method, options, queries, k, v, None, ws)?;
             info = info.merge(done);
         }
     }

@@ -24,6 +24,22 @@ impl Layout {
         Self { n, processes: processes.max(1), striped: false, align: 1 }
     }
 
+    /// The same with borders that are multiples of `align`.
+    #[must_use]
+    pub fn aligned(self, align: usize) -> Self {
+        Self { align: align.max(1), ..self }
+    }
+
+    /// What borders are multiples of.
+    pub fn align(&self) -> usize {
+        self.align
+    }
+
+    /// Whether a process holds an early and a late stripe.
+    pub fn is_striped(&self) -> bool {
+        self.striped
+    }
+
     /// Tokens in all.
     pub fn len(&self) -> usize {
         self.n
@@ -72,7 +88,7 @@ impl Layout {
         self.halves(p).iter().map(Range::len).sum()
     }
 
-    /// Pairs of a query of process `p` and a key it sees, of one head.
+    /// Pairs of a query of process `p` and a key it sees, of one head: with stripes those of a causal mask.
     pub fn pairs(&self, p: usize) -> u64 {
         if !self.striped {
             return (self.rows(p) * self.n) as u64;

@@ -11,7 +11,8 @@
 //! | [`gather`](mod@gather) | a few weighted keys that stand for each process's own |
 //!
 //! [`attend()`] is the door: a problem, a method, and this process's part of queries, keys and values ([`Sharded`]), cut
-//! by a [`Layout`]. [`SpreadCache`] decodes over a cache that lies on all processes. [`cluster`] predicts what more
+//! by a [`Layout`]. [`SpreadCache`] decodes over a cache that lies on all processes, [`SpreadModel`] runs a model whose keys
+//! do. [`cluster`] predicts what more
 //! machines would bring. Who moves the bytes is a [`Transport`]: [`Threads`] of one program, or with the feature `mpi` the
 //! processes of `mpirun`.
 //!
@@ -30,6 +31,7 @@ mod element;
 pub mod gather;
 pub mod launch;
 mod layout;
+mod model;
 pub mod ring;
 pub mod scan;
 mod sharded;
@@ -42,6 +44,7 @@ pub use crew::Team;
 pub use decode::SpreadCache;
 pub use element::{Element, Wire};
 pub use layout::Layout;
+pub use model::SpreadModel;
 pub use sharded::Sharded;
 pub use transport::{Threads, Traffic, Transport};
 #[cfg(feature = "mpi")]

@@ -6,14 +6,18 @@
 //! mask, one of an earlier piece has none, and a later one is left out.
 //!
 //! A method that draws random numbers draws them for each rectangle: the seed of a rectangle follows from the method's
-//! seed and the two pieces, and is the seed itself where there is one rectangle alone.
+//! seed and the two pieces, and is the seed itself where there is one rectangle alone. Where a method reads a few keys of
+//! many for every row, the rectangles of a row share that number: without a mask those of all pieces, by their lengths; with
+//! a causal mask those of the earlier pieces that stand together where the sequence is halved again and again, as such
+//! methods do themselves.
 //!
 //! Liu, Zaharia and Abbeel, *Ring Attention with Blockwise Transformers* (2023); the two stripes of a process are those of
 //! striped and zigzag layouts.
 
 use crate::attend::{Answer, Parts, Rows, number, rectangle, starts};
-use crate::{Element, Transport, Wire};
-use attlas::{Mask, Method, Options, Problem, Result, RunInfo, TensorRef, Workspace};
+use crate::{Element, Layout, Transport, Wire};
+use attlas::{Mask, Method, Options, Problem, Result, RunInfo, Spread, TensorRef, Workspace};
+use attlas_num::kernels::pages;
 use std::ops::Range;
 
 /// Attends with every method whose parts over disjoint keys merge.
@@ -33,6 +37,7 @@ pub(crate) fn ring<T: Element>(
     let mut rows = Rows::new(p, q_layout.rows(t.rank()));
     let mut info = RunInfo::default();
     let mut failed = None;
+    let shares = Shares::new(p.mask, k_layout);
     pass_blocks(t, p, x, wire, &mut |owner, k, v, progress| {
         let pieces = k_layout.pieces(owner);
         for (piece, at) in pieces.iter().zip(starts(&pieces)) {
@@ -50,13 +55,12 @@ pub(crate) fn ring<T: Element>(
                 let mask = if same { Mask::Causal } else { Mask::None };
                 let part = Problem { mask, ..*p };
                 let options = seeded(method, options, mine.start, piece.start);
+                let options = shares.budgets(method, &options, mine.start, piece);
                 let queries = q.rows(*mine_at..mine_at + mine.len());
                 let (k, v) = (k.rows(at..at + piece.len()), v.rows(at..at + piece.len()));
-                match rectangle(&part, method, &options, queries, k, v, lens.as_deref(), ws) {
-                    Ok((o, lse, done)) => {
-                        rows.merge(*mine_at..mine_at + mine.len(), &o, &lse, mine.len(), ws);
-                        info = std::mem::take(&mut info).merge(done);
-                    }
+                let at = *mine_at..mine_at + mine.len();
+                match rectangle(&mut rows, at, &part, method, &options, queries, k, v, lens.as_deref(), ws) {
+                    Ok(done) => info = std::mem::take(&mut info).merge(done),
                     Err(e) => failed = Some(e),
                 }
                 progress();
@@ -126,8 +130,8 @@ pub(crate) fn window<T: Element>(
         let queries = TensorRef::bhnd(&queries, [p.batch, p.n_heads, step, p.d])?;
         let (k, v) = kept.tensors(p)?;
         let lens: Option<Vec<usize>> = x.key_lens.map(|lens| lens.iter().map(|&n| kept.valid(n)).collect());
-        let (o, lse, done) = rectangle(p, method, options, queries, k, v, lens.as_deref(), ws)?;
-        rows.merge(at..at + piece.len(), &o, &lse, step, ws);
+        let own = at..at + piece.len();
+        let done = rectangle(&mut rows, own, p, method, options, queries, k, v, lens.as_deref(), ws)?;
         info = info.merge(done);
     }
     clear_padding(p, x, &own, &own_at, &mut rows);
@@ -206,6 +210,60 @@ fn seeded(method: &Method, options: &Options, query: usize, key: usize) -> Optio
     options.clone().with("seed", x >> 12)
 }
 
+/// The pieces of all processes, and how they share what a row reads.
+struct Shares {
+    mask: Mask,
+    /// In the order of tokens.
+    pieces: Vec<Range<usize>>,
+}
+
+impl Shares {
+    fn new(mask: Mask, layout: Layout) -> Self {
+        let mut pieces: Vec<Range<usize>> =
+            (0..layout.processes()).flat_map(|rank| layout.pieces(rank)).collect();
+        pieces.sort_by_key(|piece| piece.start);
+        Self { mask, pieces }
+    }
+
+    /// The number of the piece that begins at a token.
+    fn place(&self, start: usize) -> usize {
+        self.pieces.partition_point(|piece| piece.start < start)
+    }
+
+    /// The keys of all pieces that share with `piece` what a row of the piece at `start` reads.
+    fn together(&self, start: usize, piece: &Range<usize>) -> usize {
+        let (mine, own) = (self.place(start), self.place(piece.start));
+        if self.mask == Mask::None || mine == own {
+            let all =
+                if mine == own && self.mask == Mask::Causal { own..own + 1 } else { 0..self.pieces.len() };
+            return self.pieces[all].iter().map(Range::len).sum();
+        }
+        let level = (mine ^ own).ilog2();
+        let earlier = self.pieces.iter().enumerate().take(mine).filter(|(i, _)| (mine ^ i).ilog2() == level);
+        earlier.map(|(_, piece)| piece.len()).sum()
+    }
+
+    /// The options of a rectangle, with its share of what a row reads.
+    fn budgets(&self, method: &Method, options: &Options, start: usize, piece: &Range<usize>) -> Options {
+        share(method, options, piece.len(), self.together(start, piece))
+    }
+}
+
+/// Options for `keys` of the `all` keys that share what a row reads.
+pub(crate) fn share(method: &Method, options: &Options, keys: usize, all: usize) -> Options {
+    let Spread::Ring { shared, .. } = method.claims.spread else { return options.clone() };
+    if keys == all || all == 0 {
+        return options.clone();
+    }
+    shared.iter().fold(options.clone(), |options, param| match number(method, &options, param) {
+        Some(most) => {
+            let part = (most.min(all) as u128 * keys as u128).div_ceil(all as u128) as usize;
+            options.with(param, part)
+        }
+        None => options,
+    })
+}
+
 /// What is done with the keys and values of one process; it may call the last argument to move messages along.
 type Visit<'v, T> = dyn FnMut(usize, TensorRef<'_, T>, TensorRef<'_, T>, &dyn Fn()) + 'v;
 
@@ -219,7 +277,10 @@ fn pass_blocks<T: Element>(
 ) -> Result<()> {
     let (rank, size, layout) = (t.rank(), t.size(), x.k.layout());
     let groups = p.batch * p.n_kv_heads;
-    let mut current: Vec<T> = x.k.data().iter().chain(x.v.data()).copied().collect();
+    let mut current: Vec<T> = Vec::new();
+    pages::reserve(&mut current, x.k.data().len() + x.v.data().len());
+    current.extend_from_slice(x.k.data());
+    current.extend_from_slice(x.v.data());
     wire.round(&mut current);
     let mut next: Vec<T> = Vec::new();
     let (mut packed, mut came): (Vec<u8>, Vec<u8>) = (Vec::new(), Vec::new());
@@ -234,7 +295,9 @@ fn pass_blocks<T: Element>(
             break;
         }
         let count = groups * layout.rows((owner + size - 1) % size) * (p.d + p.d_v);
-        next.resize(count, T::ZERO);
+        if next.len() != count {
+            next = pages::zeros(count);
+        }
         let (to, from) = ((rank + 1) % size, (rank + size - 1) % size);
         let mut work = |progress: &dyn Fn()| visit(owner, k, v, progress);
         let send = wire.pack(&current, &mut packed);
@@ -271,4 +334,91 @@ fn clear_padding<T: Element>(
 /// Rows are empty where no part saw a key, not where one part did not.
 fn count_empty<T: Element>(info: &mut RunInfo, rows: &Rows<T>) {
     info.empty_rows = rows.lse.iter().filter(|&&l| l == T::NEG_INFINITY).count() as u64;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Sharded, Threads, attend, layouts};
+    use attlas::registry;
+    use attlas_num::rng::StreamKey;
+
+    /// Log-sum-exps of all rows and the keys that they visited.
+    fn run(p: &Problem, id: &str, options: &Options, processes: usize) -> (Vec<f64>, u64) {
+        let method = registry::method(id).unwrap();
+        let draw = |name: &str, heads: usize, n: usize, cols: usize| -> Vec<f64> {
+            let mut rng = StreamKey::new(1).named(name).rng();
+            (0..heads * n * cols).map(|_| rng.normal()).collect()
+        };
+        let q = draw("queries", p.n_heads, p.n_q, p.d);
+        let k = draw("keys", p.n_kv_heads, p.n_k, p.d);
+        let v = draw("values", p.n_kv_heads, p.n_k, p.d_v);
+        let [ql, kl] = layouts(p, method, options, processes);
+        let parts = Threads::run(processes, |t| {
+            let cut = |x: &[f64], heads, n, cols, layout| {
+                Sharded::cut(TensorRef::bhnd(x, [1, heads, n, cols]).unwrap(), layout, t.rank()).unwrap()
+            };
+            let q = cut(&q, p.n_heads, p.n_q, p.d, ql);
+            let (k, v) = (cut(&k, p.n_kv_heads, p.n_k, p.d, kl), cut(&v, p.n_kv_heads, p.n_k, p.d_v, kl));
+            let parts = Parts { q: &q, k: &k, v: &v, key_lens: None };
+            let mut ws = Workspace::single().unwrap();
+            let answer = attend(t, p, method, options, &parts, Wire::Full, &mut ws).unwrap();
+            let lse = Sharded::new(answer.lse.unwrap(), [1, p.n_heads, 1], ql, t.rank()).unwrap();
+            (lse.gather(t), answer.info.keys_visited)
+        });
+        let visited = parts.iter().map(|(_, visited)| visited).sum();
+        (parts.into_iter().next().unwrap().0, visited)
+    }
+
+    #[test]
+    fn rows_read_as_many_keys_on_any_number_of_processes() {
+        let options = Options::new().with("block", 16).with("samples", 32).with("n_min", 8);
+        for id in ["hyper", "kdeformer"] {
+            for p in [Problem::new(2, 512, 8), Problem::new(2, 512, 8).causal()] {
+                let (_, alone) = run(&p, id, &options, 1);
+                for processes in [2, 4] {
+                    let (_, spread) = run(&p, id, &options, processes);
+                    let ratio = spread as f64 / alone as f64;
+                    assert!((0.8..1.15).contains(&ratio), "{id} {:?} {processes}: {ratio}", p.mask);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn shared_samples_leave_normalisers_unbiased() {
+        const SEEDS: usize = 300;
+        let p = Problem::new(1, 64, 4).with_lens(32, 64);
+        let (exact, _) = run(&p, "exact", &Options::new(), 1);
+        let options = Options::new().with("block", 8).with("samples", 16).with("n_min", 0);
+        let mut mean = vec![0.0; p.n_q];
+        for seed in 0..SEEDS {
+            let (lse, _) = run(&p, "hyper", &options.clone().with("seed", seed), 2);
+            mean.iter_mut().zip(lse.iter().zip(&exact)).for_each(|(m, (l, e))| *m += (l - e).exp());
+        }
+        let all = mean.iter().sum::<f64>() / (SEEDS * p.n_q) as f64;
+        assert!((all - 1.0).abs() < 0.02, "{all}");
+        assert!(mean.iter().all(|m| (m / SEEDS as f64 - 1.0).abs() < 0.15), "{mean:?}");
+    }
+
+    #[test]
+    fn pieces_share_as_a_sequence_is_halved() {
+        let method = registry::method("hyper").unwrap();
+        let options = Options::new().with("block", 80).with("samples", 0);
+        let shares = Shares::new(Mask::Causal, Layout::striped(800, 4, 1));
+        // Seven pieces: the last process has two stripes side by side.
+        let lens: Vec<usize> = shares.pieces.iter().map(Range::len).collect();
+        assert_eq!(lens, [100, 100, 100, 200, 100, 100, 100]);
+        let block = |mine: usize, other: usize| {
+            let (start, piece) = (shares.pieces[mine].start, &shares.pieces[other]);
+            number(method, &shares.budgets(method, &options, start, piece), "block").unwrap()
+        };
+        // Piece 6 = 110 in binary sees pieces 0 to 3 as one half, 4 and 5 as the next.
+        assert_eq!([0, 1, 2, 3, 4, 5, 6].map(|j| block(6, j)), [16, 16, 16, 32, 40, 40, 80]);
+        assert_eq!([0, 1, 2].map(|j| block(2, j)), [40, 40, 80]);
+        // More than there are keys is as much as all of them.
+        let most = options.with("block", 10_000);
+        let all = shares.budgets(method, &most, shares.pieces[1].start, &shares.pieces[0]);
+        assert!(number(method, &all, "block").unwrap() >= 100);
+    }
 }

@@ -1,17 +1,15 @@
 //! Sums over keys are exchanged: bytes do not depend on the number of tokens.
 //!
-//! With a causal mask the state before a piece is the sum of all pieces before it. Early pieces lie on processes in their
-//! order and late ones in the opposite order, so two exclusive scans give both. Without a mask every process needs the sum
-//! of all. A scan takes $\lceil \log_2 P \rceil$ messages of one state (recursive doubling), which are added in the order of
+//! With a causal mask the state before a piece is the sum of all pieces before it: one exclusive scan. Where tokens lie in
+//! stripes, the early ones lie on processes in their order and the late ones in the opposite order, and two scans give both.
+//! Without a mask every process needs the sum of all. The states of a process's own keys are computed once: rows that see
+//! them begin from the same ones ([`Stream::prepare`]). A scan takes $\lceil \log_2 P \rceil$ messages of one state (recursive doubling), which are added in the order of
 //! tokens: MPI leaves the order of its own `MPI_Exscan` and `MPI_Allreduce` open, and sums of floating-point numbers would
 //! then differ from run to run. Hillis and Steele, *Data parallel algorithms* (1986).
 
 use crate::attend::{Answer, Parts, Rows};
 use crate::{Element, Transport};
-use attlas::{
-    Error, Mask, Method, Numbers, Options, Out, Plan, Problem, Qkv, Result, RunInfo, Stream, TensorMut,
-    Workspace,
-};
+use attlas::{Error, Mask, Method, Numbers, Options, Plan, Problem, Qkv, Result, RunInfo, Stream, Workspace};
 use std::ops::Range;
 
 /// Attends with a method whose state is a sum over keys.
@@ -27,58 +25,63 @@ pub(crate) fn scan<T: Element>(
     let sums = Sums { plan: &*plan, method: method.id, dtype: T::DTYPE };
     let (k, v, q) = (x.k.local()?, x.v.local()?, x.q.local()?);
     let halves = x.k.layout().halves(t.rank());
-    let mut states = Vec::new();
+    let mut streams = Vec::new();
     let mut at = 0;
     for half in &halves {
         let rows = at..at + half.len();
         at = rows.end;
         let mut stream = sums.empty()?;
-        if !half.is_empty() {
-            stream.push(T::tensor(k.rows(rows.clone())), T::tensor(v.rows(rows)), ws)?;
-        }
-        states.push(sums.of(&*stream, ws)?);
+        let (k, v) = (T::tensor(k.rows(rows.clone())), T::tensor(v.rows(rows)));
+        let prepared = if p.mask == Mask::Causal { stream.prepare(k, v, ws)? } else { None };
+        let state = match prepared {
+            Some(state) => state,
+            None => {
+                let mut own = sums.empty()?;
+                if !half.is_empty() {
+                    own.push(k, v, ws)?;
+                }
+                sums.of(&*own, ws)?
+            }
+        };
+        streams.push((stream, state));
     }
     let mut rows = Rows::new(p, x.q.layout().rows(t.rank()));
     let mut info = RunInfo::default();
     let mut run = |stream: &mut dyn Stream, range: Range<usize>, causal: bool, ws: &mut Workspace| {
-        let len = range.len();
-        let count = p.batch * p.n_heads * len;
-        let (mut o, mut lse) = (vec![T::ZERO; count * p.d_v], vec![T::ZERO; count]);
-        let tensor = TensorMut::bhnd(&mut o, [p.batch, p.n_heads, len, p.d_v])?;
-        let out = if method.claims.lse { Out::with_lse(tensor, &mut lse) } else { Out::new(tensor) };
         let keys = if causal { range.clone() } else { 0..0 };
         let x = Qkv::new(q.rows(range.clone()), k.rows(keys.clone()), v.rows(keys));
-        let done = stream.rows(&T::inputs(x), causal, &mut T::output(out), ws)?;
-        rows.set(range, &o, method.claims.lse.then_some(&lse), len);
+        let done = rows.write(range, |mut part| {
+            if !method.claims.lse {
+                part.lse = None;
+            }
+            stream.rows(&T::inputs(x), causal, &mut T::output(part), ws)
+        })?;
         info = std::mem::take(&mut info).merge(done);
         Ok::<(), Error>(())
     };
     match p.mask {
         Mask::None => {
-            let (_, all) = sums.before::<T>(t, states.swap_remove(0), false, ws)?;
-            let mut stream = sums.empty()?;
-            stream.add_sums(&all, p.n_k)?;
+            let (mut stream, own) = streams.swap_remove(0);
+            let (_, upto) = sums.before::<T>(t, own, false, ws)?;
+            stream.add_sums(&sums.from_last::<T>(t, upto), p.n_k)?;
             let own = x.q.layout().rows(t.rank());
             if own > 0 {
                 run(&mut *stream, 0..own, false, ws)?;
             }
         }
         Mask::Causal => {
-            let late = states.pop().unwrap_or_else(|| unreachable!("two halves"));
-            let early = states.pop().unwrap_or_else(|| unreachable!("two halves"));
-            let (before_early, all_early) = sums.before::<T>(t, early, false, ws)?;
-            let (after, _) = sums.before::<T>(t, late, true, ws)?;
+            let [(mut early, of_early), (mut late, of_late)] =
+                <[_; 2]>::try_from(streams).unwrap_or_else(|_| unreachable!("two halves"));
+            let (before, upto) = sums.before::<T>(t, of_early, false, ws)?;
+            before.iter().try_for_each(|s| early.add_sums(s, halves[0].start))?;
+            if x.k.layout().is_striped() {
+                late.add_sums(&sums.from_last::<T>(t, upto), halves[1].start)?;
+                let (after, _) = sums.before::<T>(t, of_late, true, ws)?;
+                after.iter().try_for_each(|s| late.add_sums(s, 0))?;
+            }
             let mut at = 0;
-            for (which, half) in halves.iter().enumerate().filter(|(_, h)| !h.is_empty()) {
-                let mut stream = sums.empty()?;
-                match which {
-                    0 => before_early.iter().try_for_each(|s| stream.add_sums(s, half.start))?,
-                    _ => {
-                        stream.add_sums(&all_early, half.start)?;
-                        after.iter().try_for_each(|s| stream.add_sums(s, 0))?;
-                    }
-                }
-                run(&mut *stream, at..at + half.len(), true, ws)?;
+            for (stream, half) in [early, late].iter_mut().zip(&halves).filter(|(_, h)| !h.is_empty()) {
+                run(&mut **stream, at..at + half.len(), true, ws)?;
                 at += half.len();
             }
         }
@@ -121,8 +124,8 @@ impl Sums<'_> {
         self.of(&*stream, ws)
     }
 
-    /// The sum of the states of all processes before this one, none on the first, and the sum of all. `reverse`: before
-    /// means on processes of higher rank.
+    /// The sum of the states of all processes before this one, none on the first, and the same with its own. `reverse`:
+    /// before means on processes of higher rank.
     fn before<T: Element>(
         &self,
         t: &dyn Transport,
@@ -134,22 +137,21 @@ impl Sums<'_> {
         let real = |place: usize| if reverse { size - 1 - place } else { place };
         let place = real(t.rank());
         let len = own.len();
-        let bytes = |x: &Numbers| T::list(x).map_or(Vec::new(), |x| bytemuck::cast_slice(x).to_vec());
         let (mut upto, mut before): (Numbers, Option<Numbers>) = (own, None);
         let mut step = 1;
         while step < size {
-            let sent = bytes(&upto);
+            let sent: &[u8] = T::list(&upto).map_or(&[], bytemuck::cast_slice);
             let mut came = vec![T::ZERO; len];
             let (to, from) = (place + step < size, place >= step);
             match (to, from) {
                 (true, true) => t.exchange(
                     real(place + step),
-                    &sent,
+                    sent,
                     real(place - step),
                     bytemuck::cast_slice_mut(&mut came),
                     &mut |_| (),
                 ),
-                (true, false) => t.send(real(place + step), &sent),
+                (true, false) => t.send(real(place + step), sent),
                 (false, true) => t.receive(real(place - step), bytemuck::cast_slice_mut(&mut came)),
                 (false, false) => {}
             }
@@ -163,10 +165,15 @@ impl Sums<'_> {
             }
             step *= 2;
         }
-        let mut all = bytes(&upto);
-        t.broadcast(real(size - 1), &mut all);
-        let mut list = vec![T::ZERO; len];
+        Ok((before, upto))
+    }
+
+    /// What the last process has, which is the sum of all.
+    fn from_last<T: Element>(&self, t: &dyn Transport, upto: Numbers) -> Numbers {
+        let mut all: Vec<u8> = T::list(&upto).map_or(Vec::new(), |x| bytemuck::cast_slice(x).to_vec());
+        t.broadcast(t.size() - 1, &mut all);
+        let mut list = vec![T::ZERO; upto.len()];
         bytemuck::cast_slice_mut(&mut list).copy_from_slice(&all);
-        Ok((before, T::numbers(list)))
+        T::numbers(list)
     }
 }

@@ -27,6 +27,12 @@ impl<T: Element> Sharded<T> {
         Self::new(part(whole, layout, rank), [batch, heads, cols], layout, rank)
     }
 
+    /// From the rows that this process holds, however they are laid out.
+    pub fn of_rows(rows: TensorRef<'_, T>, layout: Layout, rank: usize) -> Result<Self> {
+        let [batch, heads, n, cols] = rows.dims();
+        Self::new(part(rows, Layout::contiguous(n, 1), 0), [batch, heads, cols], layout, rank)
+    }
+
     /// Process `root` has the tensor whole, the others name its sizes; each gets its part.
     pub fn scatter(
         t: &dyn Transport,

@@ -538,6 +538,7 @@ fn record(text: &str) -> Result<Record, String> {
         seconds: number("seconds")?,
         tokens_per_second: number("tokens_per_second")?,
         against_exact,
+        spread_keys: None,
         nodes: Vec::new(),
         interrupted: false,
     })
@@ -674,6 +675,7 @@ pub(crate) fn perplexity_of_file(
         bos: false,
         task: None,
         recipe: recipe.map(|r| r.inner.clone()),
+        sharing: perplexity::Sharing::Windows,
     };
     let mut watch = Watch::new(watch);
     let (call, stop, raised) = (&watch.call, &watch.stop, &mut watch.raised);

@@ -407,6 +407,13 @@ pub trait GroupStream<T: Real>: Debug + Send {
         Err(Error::shape("sums", "a stream that is a sum over keys", "another one"))
     }
 
+    /// The sums of the keys that the next call of [`rows`](Self::rows) brings, with a causal mask; what this computed is
+    /// kept for that call. None where `rows` has no use for it.
+    fn prepare(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Option<Vec<T>> {
+        let _ = (k, v, cx);
+        None
+    }
+
     /// Rows of `x` that see everything pushed and, with a causal mask, the keys of `x` up to their own. Nothing is
     /// pushed.
     fn rows(&mut self, x: Group<'_, T>) -> Result<RunInfo> {
@@ -1022,6 +1029,23 @@ impl<T: Typed> Stream for GroupedStream<T> {
         }
         self.len += tokens;
         Ok(())
+    }
+
+    fn prepare(&mut self, k: Tensor<'_>, v: Tensor<'_>, ws: &mut Workspace) -> Result<Option<Numbers>> {
+        let p = self.problem;
+        let (k, v) = (Self::tensor(k)?, Self::tensor(v)?);
+        let tokens = k.dims()[2];
+        expect("keys", k.dims(), [p.batch, p.n_kv_heads, tokens, p.d])?;
+        expect("values", v.dims(), [p.batch, p.n_kv_heads, tokens, p.d_v])?;
+        let lists: Option<Vec<Vec<T>>> = ws.install(|cx| {
+            let groups = self.groups.par_iter_mut().with_max_len(1).enumerate();
+            let one = |(g, group): (usize, &mut Box<dyn GroupStream<T>>)| {
+                let (b, h) = (g / p.n_kv_heads, g % p.n_kv_heads);
+                group.prepare(k.head(b, h), v.head(b, h), cx)
+            };
+            groups.map(one).collect()
+        });
+        Ok(lists.map(|lists| T::numbers(lists.concat())))
     }
 
     fn rows(

@@ -391,6 +391,13 @@ pub trait Stream: Debug + Send {
         Err(Error::shape("sums", "a stream that is a sum over keys", "another one"))
     }
 
+    /// The sums of the keys that the next call of [`rows`](Self::rows) brings, with a causal mask; what this computed is
+    /// kept for that call. None where `rows` has no use for it, and the sums are those of a stream that takes the keys.
+    fn prepare(&mut self, k: Tensor<'_>, v: Tensor<'_>, ws: &mut Workspace) -> Result<Option<Numbers>> {
+        let _ = (k, v, ws);
+        Ok(None)
+    }
+
     /// Rows that see everything pushed and, with `causal`, the keys of `inputs` up to their own. Nothing is pushed.
     fn rows(
         &mut self,

@@ -17,6 +17,10 @@ pub enum Spread {
         /// its position: only those keys are kept from the blocks that pass.
         #[serde(skip_serializing_if = "Option::is_none")]
         window: Option<(&'static str, &'static str)>,
+        /// The parameters that count keys which a row reads of many. The blocks of keys share them, each by how many of the
+        /// keys it holds: a row then reads as much as on one process.
+        #[serde(skip_serializing_if = "<[_]>::is_empty")]
+        shared: &'static [&'static str],
     },
     /// The state is a sum over keys. Processes exchange sums, whose size does not depend on the number of tokens:
     /// [`Stream::sums`](crate::Stream::sums).
@@ -38,7 +42,7 @@ pub enum Spread {
 
 impl Spread {
     /// [`Spread::Ring`] where any block of keys will do.
-    pub const RING: Self = Self::Ring { window: None };
+    pub const RING: Self = Self::Ring { window: None, shared: &[] };
 
     /// [`Spread::Scan`] without blocks.
     pub const SCAN: Self = Self::Scan { block: None };
@@ -116,7 +120,7 @@ mod tests {
     fn schedules_are_serialised_with_what_they_need() {
         let json = |s: Spread| serde_json::to_string(&s).unwrap();
         assert_eq!(json(Spread::RING), r#"{"schedule":"ring"}"#);
-        let window = Spread::Ring { window: Some(("sinks", "window")) };
+        let window = Spread::Ring { window: Some(("sinks", "window")), shared: &[] };
         assert_eq!(json(window), r#"{"schedule":"ring","window":["sinks","window"]}"#);
         assert_eq!(json(Spread::Scan { block: Some("block") }), r#"{"schedule":"scan","block":"block"}"#);
         assert!(json(Spread::RANKS_KEYS).contains("reason") && Spread::RANKS_KEYS.name().is_none());

@@ -149,12 +149,22 @@ pub(crate) struct PerplexityArgs {
     /// Keep finished windows in this file; the same command goes on from it, on any number of processes.
     #[arg(long, value_name = "FILE")]
     pub(crate) state: Option<PathBuf>,
+    /// What processes share under mpirun: windows, each run by one of them, or keys, where the tokens of every window and
+    /// their keys in all layers lie on all processes. By default keys where there are fewer windows than processes.
+    #[arg(long, value_enum, value_name = "WHAT")]
+    pub(crate) spread: Option<SpreadName>,
     #[command(flatten)]
     pub(crate) cache: CacheChoice,
     /// What linear layers round their operands to before they multiply: f32 (nothing), bf16, or int8, whole numbers of
     /// eight bits, 32 with one scale, as llama.cpp does. Weights stored as f32, f16 or bf16 have no int8 form and stay f32.
     #[arg(long, default_value_t = Compute::F32, value_name = "TYPE")]
     pub(crate) compute: Compute,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SpreadName {
+    Windows,
+    Keys,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

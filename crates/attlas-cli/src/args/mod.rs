@@ -10,7 +10,9 @@ mod shared;
 mod simulate;
 
 pub(crate) use decompose::DecomposeArgs;
-pub(crate) use language::{CalibrateArgs, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, TuneArgs};
+pub(crate) use language::{
+    CalibrateArgs, ExtractArgs, GenerateArgs, PerplexityArgs, ProtocolName, SpreadName, TuneArgs,
+};
 pub(crate) use layer::LayerArgs;
 pub(crate) use measure::{
     BenchArgs, CompareArgs, InspectArgs, MethodsArgs, ReorderName, ReportArgs, WireName,

@@ -69,6 +69,7 @@ impl<'a> Runtime<'a> {
             protocol: Protocol::Strided { window: context, stride: context },
             bos: false,
             recipe: Some(recipe.clone()),
+            sharing: perplexity::Sharing::Windows,
         }
     }
 }

@@ -111,7 +111,9 @@ pub struct Outcome {
 fn run_linear<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Result<RunInfo> {
     let (outcome, empty) = match g.mask {
         Mask::None => (run_plain(acc, g)?, 0),
-        Mask::Causal => (run_causal(acc, g, None, 0), g.n_q().saturating_sub(g.n_k()) * g.q.heads()),
+        Mask::Causal => {
+            (run_causal(acc, g, Initial::default(), 0), g.n_q().saturating_sub(g.n_k()) * g.q.heads())
+        }
     };
     if acc.recomputes_rows() {
         mend_rows(g, &outcome.unstable);
@@ -174,7 +176,7 @@ pub fn causal_piece(n_k: usize) -> usize {
 fn run_causal<T: Real>(
     acc: &dyn Accumulator<T>,
     g: &mut Group<'_, T>,
-    initial: Option<&[T]>,
+    initial: Initial<'_, T>,
     before: usize,
 ) -> Outcome {
     let (k, v, cx) = (g.k, g.v, g.cx);
@@ -200,14 +202,29 @@ pub struct Piece<'a, T> {
     pub rows: Vec<RowBlock<'a, T>>,
 }
 
-/// Cuts a causal group, before whose keys come those of the state `initial`, into pieces of `piece` tokens and runs `work` on each in parallel, with a state of its own
-/// that holds the keys before `cached(start)`, where `start` is the piece's first token and `cached(start) ≤ start` does
-/// not fall. Rows that see no key are written here.
+/// What is known before a causal group is run.
+#[derive(Clone, Copy, Debug)]
+pub struct Initial<'a, T> {
+    /// The state of keys that come before those of the group.
+    before: Option<&'a [T]>,
+    /// The states of all pieces but the last, each of its own keys alone, where they were computed already.
+    pieces: Option<&'a [T]>,
+}
+
+impl<T> Default for Initial<'_, T> {
+    fn default() -> Self {
+        Self { before: None, pieces: None }
+    }
+}
+
+/// Cuts a causal group into pieces of `piece` tokens and runs `work` on each in parallel, with a state of its own that
+/// holds the keys before the group and those before `cached(start)`, where `start` is the piece's first token and
+/// `cached(start) ≤ start` does not fall. Rows that see no key are written here.
 pub fn causal_pieces<T: Real, R: Send>(
     acc: &dyn Accumulator<T>,
     g: &mut Group<'_, T>,
     piece: usize,
-    initial: Option<&[T]>,
+    initial: Initial<'_, T>,
     cached: impl Fn(usize) -> usize + Sync,
     work: impl Fn(&mut [T], Piece<'_, T>) -> R + Sync,
 ) -> Vec<R> {
@@ -221,10 +238,13 @@ pub fn causal_pieces<T: Real, R: Send>(
     let mut states = cx.scratch.take::<T>(pieces * len);
     states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(p, state)| {
         let before = if p == 0 { 0 } else { cached((p - 1) * piece) };
-        absorb_range(acc, state, k, v, before..cached(p * piece), cx);
+        match initial.pieces.filter(|_| p > 0) {
+            Some(known) => state.copy_from_slice(&known[(p - 1) * len..p * len]),
+            None => absorb_range(acc, state, k, v, before..cached(p * piece), cx),
+        }
     });
-    if let (Some(initial), true) = (initial, pieces > 0) {
-        acc.combine(&mut states[..len], initial);
+    if let (Some(before), true) = (initial.before, pieces > 0) {
+        acc.combine(&mut states[..len], before);
     }
     for p in 1..pieces {
         let (before, state) = states[(p - 1) * len..].split_at_mut(len);
@@ -376,6 +396,8 @@ struct LinearStream<T> {
     seen: usize,
     kept: [Vec<T>; 2],
     widths: [usize; 2],
+    /// The states of the pieces that the next causal rows are cut into, and how many keys those have.
+    prepared: Option<(usize, Vec<T>)>,
 }
 
 impl<T: Real> LinearStream<T> {
@@ -383,7 +405,8 @@ impl<T: Real> LinearStream<T> {
         let whole = whole && !acc.recomputes_rows();
         let mut state = vec![T::ZERO; acc.state_len()];
         acc.clear(&mut state);
-        Self { acc, features, whole, state, seen: 0, kept: [Vec::new(), Vec::new()], widths: [d, d_v] }
+        let kept = [Vec::new(), Vec::new()];
+        Self { acc, features, whole, state, seen: 0, kept, widths: [d, d_v], prepared: None }
     }
 }
 
@@ -448,7 +471,25 @@ impl<T: Real> GroupStream<T> for LinearStream<T> {
         Ok(())
     }
 
+    fn prepare(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Option<Vec<T>> {
+        if !self.whole {
+            return None;
+        }
+        let (acc, n, len) = (&*self.acc, k.rows(), self.state.len());
+        let piece = causal_piece(n);
+        let mut states = vec![T::ZERO; n.div_ceil(piece) * len];
+        states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(p, state)| {
+            absorb_range(acc, state, k, v, p * piece..((p + 1) * piece).min(n), cx);
+        });
+        let mut sum = vec![T::ZERO; len];
+        acc.clear(&mut sum);
+        states.chunks_exact(len).for_each(|state| acc.combine(&mut sum, state));
+        self.prepared = Some((n, states));
+        Some(sum)
+    }
+
     fn rows(&mut self, mut x: Group<'_, T>) -> Result<RunInfo> {
+        let prepared = self.prepared.take().filter(|(n, _)| *n == x.n_k());
         let sees_nothing = self.seen == 0 && (x.mask == Mask::None || x.n_k() == 0);
         if x.n_q() == 0 || sees_nothing {
             return Ok(x.fill_empty());
@@ -467,7 +508,8 @@ impl<T: Real> GroupStream<T> for LinearStream<T> {
                 if x.n_q() > x.n_k() {
                     return Err(Error::shape("queries", format!("at most {} keys", x.n_k()), x.n_q()));
                 }
-                run_causal(acc, &mut x, Some(state), seen).unstable.len()
+                let pieces = prepared.as_ref().map(|(_, states)| &states[..]);
+                run_causal(acc, &mut x, Initial { before: Some(state), pieces }, seen).unstable.len()
             }
         };
         let visited = (x.lse.len() * self.features) as u64;
@@ -509,6 +551,34 @@ mod tests {
         let omega = draw_directions(Coupling::Orthogonal, 7, p.d, StreamKey::new(1)).unwrap();
         let options = MapOptions { scale: p.scale, ..MapOptions::default() };
         ExpFeatures::new(&Exponent::favor(p.d), &omega, true, options).unwrap()
+    }
+
+    #[test]
+    fn prepared_states_give_the_same_rows_and_the_sums_of_what_was_pushed() {
+        use crate::{DType, Numbers, Out, Qkv, Stream, TensorMut, TensorRef};
+        // Three pieces, the last of them short.
+        let p = Problem { d_v: 3, ..Problem::new(2, 2500, 4).with_kv_heads(1).causal() };
+        let x = Case::gaussian(p, 5);
+        let [q, k, v] = [(&x.q, 2, 4), (&x.k, 1, 4), (&x.v, 1, 3)]
+            .map(|(data, heads, cols)| TensorRef::bhnd(data, [1, heads, 2500, cols]).unwrap());
+        let plan = crate::registry::method("linear").unwrap().plan(&p, &crate::Options::new()).unwrap();
+        let mut ws = Workspace::single().unwrap();
+        let mut streams = [0; 3].map(|_| plan.stream(DType::F64).unwrap());
+        let prepared = streams[1].prepare(k.into(), v.into(), &mut ws).unwrap().unwrap();
+        let mut rows = |stream: &mut dyn Stream| {
+            let mut o = vec![f64::NAN; 2 * 2500 * 3];
+            let out = Out::new(TensorMut::bhnd(&mut o, [1, 2, 2500, 3]).unwrap());
+            stream.rows(&Qkv::new(q, k, v).into(), true, &mut out.into(), &mut ws).unwrap();
+            o.into_iter().map(f64::to_bits).collect::<Vec<u64>>()
+        };
+        let (plain, again) = (rows(&mut *streams[0]), rows(&mut *streams[1]));
+        assert_eq!(plain, again);
+        streams[2].push(k.into(), v.into(), &mut ws).unwrap();
+        let (Some(Numbers::F64(pushed)), Numbers::F64(prepared)) = (streams[2].sums(&mut ws), prepared)
+        else {
+            panic!("sums of double precision")
+        };
+        assert!(pushed.iter().zip(&prepared).all(|(a, b)| (a - b).abs() <= 1e-9 * a.abs()));
     }
 
     #[test]

@@ -58,7 +58,7 @@ pub static METHOD: Method = Method {
                 reason: "operands are rounded to 8 significant bits",
             },
         ],
-        spread: Spread::Ring { window: Some(("sinks", "window")) },
+        spread: Spread::Ring { window: Some(("sinks", "window")), shared: &[] },
         ..Claims::BASE
     },
     probes: &[

@@ -116,7 +116,7 @@ pub static METHOD: Method = Method {
                 reason: "what lies outside the block is left out",
             },
         ],
-        spread: Spread::RING,
+        spread: Spread::Ring { window: None, shared: &["block", "samples"] },
         ..Claims::BASE
     },
     probes: &[

@@ -124,7 +124,7 @@ pub static METHOD: Method = Method {
                 reason: "operands are rounded to 8 significant bits",
             },
         ],
-        spread: Spread::RING,
+        spread: Spread::Ring { window: None, shared: &["block", "samples"] },
         ..Claims::BASE
     },
     probes: &[

@@ -5,7 +5,9 @@
 
 use super::Scatterbrain;
 use crate::engine::exact_rows;
-use crate::engine::linear::{Accumulator, Outcome, Piece, Positive, causal_piece, causal_pieces, sub_block};
+use crate::engine::linear::{
+    Accumulator, Initial, Outcome, Piece, Positive, causal_piece, causal_pieces, sub_block,
+};
 use crate::group::{Group, RowBlock};
 use crate::workspace::Context;
 use crate::{MatRef, Real};
@@ -20,7 +22,7 @@ impl Scatterbrain {
         let (k, v, scale, cx, block) = (g.k, g.v, g.scale, g.cx, self.params.block());
         let piece = causal_piece(k.rows()).next_multiple_of(block);
         let near_from = |start| self.params.near_from(start);
-        let visited = causal_pieces(acc, g, piece, None, near_from, |state, piece| {
+        let visited = causal_pieces(acc, g, piece, Initial::default(), near_from, |state, piece| {
             let Piece { tokens, first, mut rows } = piece;
             let (mut cached, mut visited) = (near_from(tokens.start), 0);
             for start in tokens.clone().step_by(block) {
