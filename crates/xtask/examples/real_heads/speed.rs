@@ -26,8 +26,8 @@ const SHORT: &[&str] = &[
 const LONG: &[&str] = &[
     "sampled_columns block=128",
     "sampled_columns block=128 precision=bf16",
-    "sampled_columns block=256 diagonals=1 far_share=0.08",
-    "sampled_columns block=256 diagonals=1 far_share=0.08 precision=bf16",
+    "sampled_columns block=256 diagonals=0 far_share=0.08",
+    "sampled_columns block=256 diagonals=0 far_share=0.08 precision=bf16",
 ];
 
 /// One run with its plan: outputs, seconds, share of the scores.
