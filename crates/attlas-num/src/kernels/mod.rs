@@ -142,6 +142,19 @@ mod dispatch {
             c_stride: usize,
             scratch: &Scratch,
         );
+        fn panel_on(isa: Isa) -> usize;
+        fn pack_on(isa: Isa, b: Op<MatRef<'_, Self>>, dst: &mut [Self]);
+        #[allow(clippy::too_many_arguments)]
+        fn gemm_packed_on(
+            isa: Isa,
+            alpha: Self,
+            a: Op<MatRef<'_, Self>>,
+            right: &[Self],
+            n: usize,
+            c: &mut [Self],
+            c_stride: usize,
+            scratch: &Scratch,
+        );
         fn dot_on(isa: Isa, a: &[Self], b: &[Self]) -> Self;
         fn sq_dist_on(isa: Isa, a: &[Self], b: &[Self]) -> Self;
         fn axpy_on(isa: Isa, a: Self, x: &[Self], y: &mut [Self]);
@@ -228,6 +241,31 @@ mod dispatch {
                         scalar::gemm(alpha, a, b, beta, c, c_stride)
                     )
                 }
+                fn panel_on(isa: Isa) -> usize {
+                    choose!(isa, $module, panel(), 1)
+                }
+                fn pack_on(isa: Isa, b: Op<MatRef<'_, Self>>, dst: &mut [Self]) {
+                    choose!(isa, $module, pack(b, dst), scalar::pack(b, dst))
+                }
+                fn gemm_packed_on(
+                    isa: Isa,
+                    alpha: Self,
+                    a: Op<MatRef<'_, Self>>,
+                    right: &[Self],
+                    n: usize,
+                    c: &mut [Self],
+                    c_stride: usize,
+                    scratch: &Scratch,
+                ) {
+                    // The scalar panels have one column each, so that they are the rows of the transposed operand.
+                    let rows = MatRef::new(&right[..n * a.cols()], n, a.cols());
+                    choose!(
+                        isa,
+                        $module,
+                        gemm_packed(alpha, a, right, n, c, c_stride, scratch),
+                        scalar::gemm(alpha, a, Op::T(rows), 0.0, c, c_stride)
+                    )
+                }
                 fn dot_on(isa: Isa, a: &[Self], b: &[Self]) -> Self {
                     choose!(isa, $module, dot(a, b), scalar::dot(a, b))
                 }
@@ -299,6 +337,54 @@ pub fn gemm<T: Real>(
     let needed = (m - 1).checked_mul(c_stride).and_then(|last_row| last_row.checked_add(n));
     assert!(needed.is_some_and(|needed| needed <= c.len()), "the result does not fit");
     T::gemm_on(isa, alpha, a, b, beta, c, c_stride, scratch);
+}
+
+/// Elements of a right operand of `depth` rows and `n` columns, packed for [`gemm_packed`].
+pub fn packed_len<T: Real>(isa: Isa, depth: usize, n: usize) -> usize {
+    n.next_multiple_of(T::panel_on(isa)) * depth
+}
+
+/// Packs the right operand of many products once. Every stretch of whole panels is itself the packed form of its columns; stretches
+/// that begin at multiples of 64 columns are.
+///
+/// # Panics
+///
+/// If `dst` has not the length that [`packed_len`] names.
+pub fn pack_right<T: Real>(isa: Isa, b: Op<MatRef<'_, T>>, dst: &mut [T]) {
+    assert_eq!(dst.len(), packed_len::<T>(isa, b.rows(), b.cols()), "room for the packed operand");
+    T::pack_on(isa, b, dst);
+}
+
+/// $C = \alpha\, \mathrm{op}(A)\, B$ for the first `n` columns of a right operand that [`pack_right`] packed for the same
+/// instruction set; the bits are those of [`gemm`] up to an inner dimension of 256.
+///
+/// # Panics
+///
+/// If the packed operand has fewer columns, or the result does not fit.
+#[allow(clippy::too_many_arguments)]
+pub fn gemm_packed<T: Real>(
+    isa: Isa,
+    alpha: T,
+    a: Op<MatRef<'_, T>>,
+    right: &[T],
+    n: usize,
+    c: &mut [T],
+    c_stride: usize,
+    scratch: &Scratch,
+) {
+    let (m, depth) = (a.rows(), a.cols());
+    if m == 0 || n == 0 {
+        return;
+    }
+    assert!(right.len() >= packed_len::<T>(isa, depth, n), "fewer columns are packed");
+    assert!(m == 1 || c_stride >= n, "rows of the result overlap");
+    let needed = (m - 1).checked_mul(c_stride).and_then(|last_row| last_row.checked_add(n));
+    assert!(needed.is_some_and(|needed| needed <= c.len()), "the result does not fit");
+    if depth == 0 {
+        (0..m).for_each(|i| c[i * c_stride..i * c_stride + n].fill(T::ZERO));
+        return;
+    }
+    T::gemm_packed_on(isa, alpha, a, right, n, c, c_stride, scratch);
 }
 
 /// $\sum_i a_i b_i$. Panics if the lengths differ.

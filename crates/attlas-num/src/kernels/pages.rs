@@ -28,7 +28,9 @@ pub fn reserve<T: Pod>(rows: &mut Vec<T>, more: usize) {
         return rows.reserve(more);
     }
     // Not by `Vec::reserve`, which moves pages to places where large ones cannot stay large.
-    let mut grown = Vec::with_capacity(needed.max(rows.capacity().saturating_mul(2)));
+    // With room for more: the first rows after a long prompt must not copy all of it. Untouched room takes no memory.
+    let roomy = needed.saturating_add(needed / 4).max(rows.capacity().saturating_mul(2));
+    let mut grown = Vec::with_capacity(roomy);
     ask(grown.as_mut_ptr(), grown.capacity());
     grown.extend_from_slice(rows);
     *rows = grown;

@@ -79,6 +79,53 @@ pub(super) fn gemm<S: Simd, const MR: usize>(
     }
 }
 
+/// Columns of a panel of a packed right operand.
+#[inline(always)]
+pub(super) fn panel<S: Simd>(_: S) -> usize {
+    NV * S::LANES
+}
+
+/// Packs all of a right operand, panel after panel, for [`gemm_packed`].
+#[inline(always)]
+pub(super) fn pack<S: Simd>(s: S, b: Op<MatRef<'_, S::T>>, dst: &mut [S::T]) {
+    let (width, depth) = (NV * S::LANES, b.rows());
+    for (p, dst) in dst.chunks_exact_mut((width * depth).max(1)).enumerate() {
+        pack_right(s, b, 0, depth, p * width, dst);
+    }
+}
+
+/// `c = alpha · a · b` for the first `n` columns of a right operand that [`pack`] has packed.
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+pub(super) fn gemm_packed<S: Simd, const MR: usize>(
+    s: S,
+    alpha: S::T,
+    a: Op<MatRef<'_, S::T>>,
+    right: &[S::T],
+    n: usize,
+    c: &mut [S::T],
+    c_stride: usize,
+    scratch: &Scratch,
+) {
+    let (m, depth) = (a.rows(), a.cols());
+    let right = &right[..n.next_multiple_of(NV * S::LANES) * depth];
+    let mut left = scratch.take::<S::T>(MR * depth);
+    for i in (0..m).step_by(MR) {
+        pack_left::<S, MR>(s, a, 0, i, &mut left);
+        s.call(Strip::<S::T, MR> {
+            depth,
+            left: &left,
+            right,
+            alpha,
+            beta: S::T::ZERO,
+            c: &mut c[i * c_stride..],
+            c_stride,
+            rows: (m - i).min(MR),
+            cols: n,
+        });
+    }
+}
+
 /// `MR` rows of the result times all packed columns.
 struct Strip<'t, T, const MR: usize> {
     depth: usize,

@@ -61,6 +61,13 @@ pub(super) fn gemm<T: Real>(
     }
 }
 
+/// Packs the columns of a right operand, one after the other.
+pub(super) fn pack<T: Real>(b: Op<MatRef<'_, T>>, dst: &mut [T]) {
+    for (j, dst) in dst.chunks_exact_mut(b.rows().max(1)).enumerate() {
+        dst.iter_mut().enumerate().for_each(|(l, x)| *x = b.at(l, j));
+    }
+}
+
 /// The value nearest to `x` with eight significant bits.
 pub(super) fn round_bf16<T: Real>(x: T) -> T {
     T::from_f64(f64::from(half::bf16::from_f32(x.to_f64() as f32).to_f32()))

@@ -270,6 +270,13 @@ macro_rules! variant {
                     alpha: $t, a: Op<MatRef<'_, $t>>, b: Op<MatRef<'_, $t>>, beta: $t, c: &mut [$t],
                     c_stride: usize, scratch: &Scratch
                 ) => |s| product::gemm::<_, $rows>(s, alpha, a, b, beta, c, c_stride, scratch)
+                fn panel() -> usize => |s| product::panel(s)
+                fn pack(b: Op<MatRef<'_, $t>>, dst: &mut [$t]) => |s| product::pack(s, b, dst)
+                #[allow(clippy::too_many_arguments)]
+                fn gemm_packed(
+                    alpha: $t, a: Op<MatRef<'_, $t>>, right: &[$t], n: usize, c: &mut [$t], c_stride: usize,
+                    scratch: &Scratch
+                ) => |s| product::gemm_packed::<_, $rows>(s, alpha, a, right, n, c, c_stride, scratch)
                 fn dot(a: &[$t], b: &[$t]) -> $t => |s| vector::dot(s, a, b)
                 fn sq_dist(a: &[$t], b: &[$t]) -> $t => |s| vector::sq_dist(s, a, b)
                 fn axpy(a: $t, x: &[$t], y: &mut [$t]) => |s| vector::axpy(s, a, x, y)

@@ -226,6 +226,24 @@ fn gemm_agrees<T: Real>() {
                         c.data_mut().fill(T::NAN);
                     }
                     gemm(isa, alpha, a, b, beta, c.data_mut(), stride, &scratch);
+                    if beta == T::ZERO && depth <= 256 {
+                        let mut packed = vec![T::NAN; packed_len::<T>(isa, depth, n)];
+                        pack_right(isa, b, &mut packed);
+                        for some in [n, n.div_ceil(2)] {
+                            let mut again = vec![T::NAN; m * stride];
+                            gemm_packed(isa, alpha, a, &packed, some, &mut again, stride, &scratch);
+                            for i in 0..m {
+                                let (got, want) = (&again[i * stride..][..some], &c.row(i)[..some]);
+                                assert!(
+                                    got == want,
+                                    "{isa} {m}×{n}×{depth}: row {i} of {some} packed columns"
+                                );
+                                assert!(
+                                    again[i * stride + some..(i + 1) * stride].iter().all(|x| x.is_nan())
+                                );
+                            }
+                        }
+                    }
                     for i in 0..m {
                         for j in 0..stride {
                             if j >= n {

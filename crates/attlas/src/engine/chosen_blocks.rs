@@ -5,7 +5,7 @@ use super::token_blocks::par_token_blocks;
 use crate::group::{Group, Queries};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Real, Result, RunInfo};
-use attlas_num::kernels::{Band, Op, Precision, exp_sum, gemm, max};
+use attlas_num::kernels::{Band, Op, Precision, exp_sum, gemm, gemm_packed, max, pack_right, packed_len};
 use attlas_num::scratch::Buf;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -116,42 +116,32 @@ fn chunk_stride(n: usize) -> usize {
     n.min(CHUNK).next_multiple_of(LINE) + LINE
 }
 
-/// The keys of a group with tokens side by side, chunk by chunk: turned once, and not again for every block that scores them.
+/// The keys of a group as the right operand of products: packed once, and not again for every block that scores them.
 #[derive(Debug)]
-pub struct TurnedKeys<'p, T> {
+pub struct PackedKeys<'p, T> {
     data: Buf<'p, T>,
-    n: usize,
     d: usize,
 }
 
-impl<'p, T: Real> TurnedKeys<'p, T> {
-    /// Turns the keys, on all threads.
+impl<'p, T: Real> PackedKeys<'p, T> {
+    /// Packs the keys, on all threads.
     pub fn new(k: MatRef<'_, T>, cx: Context<'p>) -> Self {
-        let (n, d) = (k.rows(), k.cols());
-        let stride = chunk_stride(n);
-        let mut data = cx.scratch.take::<T>(n.div_ceil(CHUNK) * d * stride);
-        data.par_chunks_mut((d * stride).max(1)).with_max_len(1).enumerate().for_each(|(c, chunk)| {
-            let keys = k.sub_rows(c * CHUNK..n.min((c + 1) * CHUNK));
-            for first in (0..keys.rows()).step_by(LINE) {
-                let end = keys.rows().min(first + LINE);
-                for (i, line) in chunk.chunks_exact_mut(stride).enumerate() {
-                    (first..end).for_each(|j| line[j] = keys.at(j, i));
-                }
-            }
+        let (n, d, isa) = (k.rows(), k.cols(), cx.schedule.isa);
+        let mut data = cx.scratch.take::<T>(packed_len::<T>(isa, d, n));
+        data.par_chunks_mut((CHUNK * d).max(1)).with_max_len(1).enumerate().for_each(|(c, chunk)| {
+            pack_right(isa, Op::T(k.sub_rows(c * CHUNK..n.min((c + 1) * CHUNK))), chunk);
         });
-        Self { data, n, d }
+        Self { data, d }
     }
 
-    /// Bytes of scratch for `n` keys.
+    /// Upper bound on the bytes of scratch for `n` keys.
     pub fn scratch_bytes(n: usize, d: usize, size: usize) -> usize {
-        n.div_ceil(CHUNK) * d * chunk_stride(n) * size + 64
+        n.next_multiple_of(64) * d * size + 64
     }
 
-    /// The first `len` keys of chunk `c`, one in each column.
-    fn chunk(&self, c: usize, len: usize) -> MatRef<'_, T> {
-        let stride = chunk_stride(self.n);
-        let data = &self.data[c * self.d * stride..(c + 1) * self.d * stride];
-        MatRef::with_stride(data, self.d, len, stride).expect("a chunk holds its keys")
+    /// Chunk `c` and those behind it.
+    fn from_chunk(&self, c: usize) -> &[T] {
+        &self.data[c * CHUNK * self.d..]
     }
 }
 
@@ -162,8 +152,8 @@ pub struct Scored<'a, T> {
     pub q: Queries<'a, T>,
     /// Keys of the group.
     pub k: MatRef<'a, T>,
-    /// The keys turned, for those that score them many times.
-    pub turned: Option<&'a TurnedKeys<'a, T>>,
+    /// The keys packed, for those that score them many times.
+    pub packed: Option<&'a PackedKeys<'a, T>>,
     /// Factor on the inner products.
     pub scale: T,
     /// Schedule and scratch memory.
@@ -180,7 +170,7 @@ impl<T: Real> Scored<'_, T> {
         rows: &[usize],
         mut visit: impl FnMut(usize, usize, &[T], T),
     ) -> u64 {
-        let Self { q, k, turned, scale, cx } = *self;
+        let Self { q, k, packed, scale, cx } = *self;
         let (heads, d) = (q.heads(), k.cols());
         let end = rows.iter().map(|&r| query_block.sees(r)).max().unwrap_or(0);
         let (count, stride) = (rows.len() * heads, chunk_stride(end));
@@ -197,11 +187,17 @@ impl<T: Real> Scored<'_, T> {
         let left = Op::N(MatRef::new(&queries, count, d));
         for (c, logits) in logits.chunks_exact_mut((count * stride).max(1)).enumerate() {
             let (first, last) = (c * CHUNK, end.min((c + 1) * CHUNK));
-            let right = match turned {
-                Some(turned) => Op::N(turned.chunk(c, last - first)),
-                None => Op::T(k.sub_rows(first..last)),
-            };
-            gemm(cx.schedule.isa, scale, left, right, T::ZERO, logits, stride, cx.scratch);
+            let isa = cx.schedule.isa;
+            match packed {
+                Some(packed) => {
+                    let right = packed.from_chunk(c);
+                    gemm_packed(isa, scale, left, right, last - first, logits, stride, cx.scratch);
+                }
+                None => {
+                    let right = Op::T(k.sub_rows(first..last));
+                    gemm(isa, scale, left, right, T::ZERO, logits, stride, cx.scratch);
+                }
+            }
             for (i, (row, (r, _))) in logits.chunks_exact_mut(stride).zip(places.clone()).enumerate() {
                 let weights = &mut row[..query_block.sees(r).clamp(first, last) - first];
                 let top = max(weights);

@@ -5,9 +5,10 @@
 //! not chosen, with the logarithm of their number as its bias.
 
 use crate::workspace::Context;
-use attlas_num::kernels::{Attend, Band, Precision, sq_dist};
+use attlas_num::kernels::{Attend, Band, Precision, axpy, pages, sq_dist};
 use attlas_num::scratch::Buf;
 use attlas_num::{MatRef, Real};
+use rayon::prelude::*;
 use std::ops::Range;
 
 /// Keys and values that the rows of a block attend to, with a bias for each.
@@ -119,6 +120,8 @@ impl<'p, T: Real> Gathered<'p, T> {
 
 /// Most parts that a run is split into.
 const PARTS_MAX: usize = 4;
+/// Runs that one task sums up at least.
+const RUNS: usize = 16;
 /// Lloyd iterations that split a run.
 const ITERS: usize = 4;
 
@@ -154,57 +157,45 @@ impl<T: Real> RunMeans<T> {
         (self.k.len() + self.v.len()) * size_of::<T>() + self.labels.len() + 4 * self.counts.len()
     }
 
-    /// Takes in the whole runs of `k` and `v` that are not yet held. What a run holds depends on its own keys alone.
+    /// Takes in the whole runs of `k` and `v` that are not yet held, on all threads. What a run holds depends on its own
+    /// keys alone.
     pub fn extend(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>) {
-        for run in self.runs()..k.rows() / self.len {
-            let keys = run * self.len..(run + 1) * self.len;
-            let labels = self.split(k.sub_rows(keys.clone()));
-            let (from_k, from_v) = (self.k.len(), self.v.len());
-            self.k.resize(from_k + self.parts * self.d, T::ZERO);
-            self.v.resize(from_v + self.parts * self.d_v, T::ZERO);
-            let mut counts = [0u32; PARTS_MAX];
-            for (j, &part) in keys.zip(&labels) {
-                let part = usize::from(part);
-                counts[part] += 1;
-                add(&mut self.k[from_k + part * self.d..][..self.d], k.row(j));
-                add(&mut self.v[from_v + part * self.d_v..][..self.d_v], v.row(j));
-            }
-            self.counts.extend_from_slice(&counts[..self.parts]);
-            if self.parts > 1 {
-                self.labels.extend_from_slice(&labels);
-            }
+        let (len, parts, d, d_v) = (self.len, self.parts, self.d, self.d_v);
+        let (from, to) = (self.runs(), k.rows() / len);
+        if from >= to {
+            return;
         }
-    }
-
-    /// The part of each key of a run: k-means from the keys farthest from those before, first of all from the mean.
-    fn split(&self, k: MatRef<'_, T>) -> Vec<u8> {
-        let mut labels = vec![0u8; k.rows()];
-        if self.parts == 1 {
-            return labels;
-        }
-        let mut centres: Vec<Vec<T>> = vec![mean_of(k, |_| true).unwrap_or_default()];
-        for _ in 0..self.parts {
-            let gap = |j: usize| {
-                let gaps = centres.iter().map(|c| sq_dist(k.row(j), c).to_f64());
-                gaps.fold(f64::INFINITY, f64::min)
-            };
-            let far =
-                (0..k.rows()).map(|j| (gap(j), j)).fold((-1.0, 0), |a, b| if b.0 > a.0 { b } else { a });
-            centres.push(k.row(far.1).to_vec());
-        }
-        centres.remove(0);
-        for _ in 0..ITERS {
-            for (label, x) in labels.iter_mut().zip(k.iter_rows()) {
-                let gaps = centres.iter().map(|c| sq_dist(x, c)).enumerate();
-                *label = gaps.fold((0, T::INFINITY), |a, b| if b.1 < a.1 { b } else { a }).0 as u8;
-            }
-            for (part, centre) in centres.iter_mut().enumerate() {
-                if let Some(mean) = mean_of(k, |j| usize::from(labels[j]) == part) {
-                    *centre = mean;
+        pages::reserve(&mut self.k, (to - from) * parts * d);
+        pages::reserve(&mut self.v, (to - from) * parts * d_v);
+        self.k.resize(to * parts * d, T::ZERO);
+        self.v.resize(to * parts * d_v, T::ZERO);
+        self.counts.resize(to * parts, 0);
+        let counts = self.counts[from * parts..].par_chunks_mut(parts);
+        let keys = self.k[from * parts * d..].par_chunks_mut((parts * d).max(1));
+        let values = self.v[from * parts * d_v..].par_chunks_mut((parts * d_v).max(1));
+        let each = counts.zip(keys.zip(values)).enumerate().with_min_len(RUNS);
+        let labels: Vec<Vec<u8>> = each
+            .map(|(run, (counts, (key, value)))| {
+                let members = (from + run) * len..(from + run + 1) * len;
+                if parts == 1 {
+                    counts[0] = len as u32;
+                    members.for_each(|j| {
+                        axpy(T::ONE, k.row(j), key);
+                        axpy(T::ONE, v.row(j), value);
+                    });
+                    return Vec::new();
                 }
-            }
-        }
-        labels
+                let labels = split(k.sub_rows(members.clone()), parts);
+                for (j, &part) in members.zip(&labels) {
+                    let part = usize::from(part);
+                    counts[part] += 1;
+                    axpy(T::ONE, k.row(j), &mut key[part * d..][..d]);
+                    axpy(T::ONE, v.row(j), &mut value[part * d_v..][..d_v]);
+                }
+                labels
+            })
+            .collect();
+        self.labels.extend(labels.into_iter().flatten());
     }
 
     /// Most pseudo keys that `far` keys in up to two ranges give.
@@ -262,6 +253,33 @@ impl<T: Real> RunMeans<T> {
             start = end;
         }
     }
+}
+
+/// The part of each key of a run: k-means from the keys farthest from those before, first of all from the mean.
+fn split<T: Real>(k: MatRef<'_, T>, parts: usize) -> Vec<u8> {
+    let mut labels = vec![0u8; k.rows()];
+    let mut centres: Vec<Vec<T>> = vec![mean_of(k, |_| true).unwrap_or_default()];
+    for _ in 0..parts {
+        let gap = |j: usize| {
+            let gaps = centres.iter().map(|c| sq_dist(k.row(j), c).to_f64());
+            gaps.fold(f64::INFINITY, f64::min)
+        };
+        let far = (0..k.rows()).map(|j| (gap(j), j)).fold((-1.0, 0), |a, b| if b.0 > a.0 { b } else { a });
+        centres.push(k.row(far.1).to_vec());
+    }
+    centres.remove(0);
+    for _ in 0..ITERS {
+        for (label, x) in labels.iter_mut().zip(k.iter_rows()) {
+            let gaps = centres.iter().map(|c| sq_dist(x, c)).enumerate();
+            *label = gaps.fold((0, T::INFINITY), |a, b| if b.1 < a.1 { b } else { a }).0 as u8;
+        }
+        for (part, centre) in centres.iter_mut().enumerate() {
+            if let Some(mean) = mean_of(k, |j| usize::from(labels[j]) == part) {
+                *centre = mean;
+            }
+        }
+    }
+    labels
 }
 
 fn add<T: Real>(sum: &mut [T], x: &[T]) {

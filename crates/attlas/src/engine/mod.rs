@@ -61,7 +61,7 @@ pub use cached_rows::CachedRows;
 pub use causal::{
     CausalPart, Rectangle, causal_pairs, causal_parts, causal_rectangles, causal_scratch_bytes, causalize,
 };
-pub use chosen_blocks::{NearField, QueryBlock, Scored, TurnedKeys, attend_chosen_blocks};
+pub use chosen_blocks::{NearField, PackedKeys, QueryBlock, Scored, attend_chosen_blocks};
 pub use columns::{Columns, divide_by, relative_squares};
 pub use evict::Eviction;
 pub use exact_backward::exact_backward;

@@ -12,6 +12,24 @@ use std::time::Instant;
 const LENGTHS: [usize; 2] = [8192, 32768];
 const LAYERS: [usize; 2] = [1, 5];
 
+/// Methods of the table at the trained length and below, and past it. Settings were chosen on another text.
+const SHORT: &[&str] = &[
+    "sampled_columns",
+    "sampled_columns precision=bf16",
+    "sampled_columns block=128",
+    "sampled_columns block=128 precision=bf16",
+    "sampled_columns block=256 diagonals=1 keys=256",
+    "sampled_columns block=256 diagonals=0 keys=256 precision=bf16",
+    "multipole prompt=blocks chunk=512",
+    "snap",
+];
+const LONG: &[&str] = &[
+    "sampled_columns block=128",
+    "sampled_columns block=128 precision=bf16",
+    "sampled_columns block=256 diagonals=0 far_share=0.08",
+    "sampled_columns block=256 diagonals=0 far_share=0.08 precision=bf16",
+];
+
 /// One run with its plan: outputs, seconds, share of the scores.
 fn once(subject: &Subject, layer: &LayerData, rows: &mut [f32], ws: &mut Workspace) -> Outcome<(f64, f64)> {
     let problem = attlas::Problem { mask: MASK, ..layer.problem };
@@ -28,17 +46,10 @@ pub(crate) fn speed(args: &Args) -> Outcome<()> {
     let mut ws = Workspace::new(Schedule::default())?;
     println!("{}, {}", machine::name(&ws), machine::date());
     let exact = [Subject::read("exact")?, Subject::read("exact precision=bf16")?];
-    let subjects = args.subjects_or(&[
-        "sampled_columns",
-        "sampled_columns precision=bf16",
-        "sampled_columns block=128",
-        "sampled_columns block=128 precision=bf16",
-        "multipole prompt=blocks",
-        "multipole prompt=blocks chunk=512",
-    ])?;
     let layers = args.layers.clone().unwrap_or(LAYERS.to_vec());
     for n in args.lengths.clone().unwrap_or(LENGTHS.to_vec()) {
         let heads = args.place.heads(n, &layers)?;
+        let subjects = args.subjects_or(if n > LENGTHS[0] { LONG } else { SHORT })?;
         let mut table =
             Table::new(&["<method", "layers", "scores", "error", "worst head", "time", "+-", "faster"]);
         // By method: times and exact times, summed over layers, of each round; errors of all heads; shares.

@@ -30,7 +30,7 @@
 //! many keys for the same error.
 
 use crate::engine::{
-    Gathered, KeyPages, NearField, Operands, PageRule, PageScore, QueryBlock, RunMeans, Scored, TurnedKeys,
+    Gathered, KeyPages, NearField, Operands, PackedKeys, PageRule, PageScore, QueryBlock, RunMeans, Scored,
     add_sampled_error, attend_chosen_blocks, exact_group_with, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
@@ -115,7 +115,7 @@ crate::params! {
         /// What becomes of blocks that are not taken.
         far: Far = Far::Mean;
         /// Rows of each head on which the error of a run is measured; 0 for none.
-        check_rows: usize = 32, in 0..=1 << 20;
+        check_rows: usize = 8, in 0..=1 << 20;
         /// Precision of the operands: full, or bf16 with sums in single precision; scores and decoding are in full
         /// precision.
         precision: Operands = Operands::Full;
@@ -162,7 +162,7 @@ impl GroupPlan for BlockSparse {
         let Params { scouts, block, stride, .. } = self.params;
         let all = p.n_k + p.n_k / block + 4;
         let scores = Scored::<f64>::scratch_bytes(p, scouts.min(2 * block), size)
-            + TurnedKeys::<f64>::scratch_bytes(p.n_k, p.d, size);
+            + PackedKeys::<f64>::scratch_bytes(p.n_k, p.d, size);
         // Groups of rows, groups of keys and their scores.
         let groups = block.div_ceil(stride) * p.group_size();
         let strided = groups * (stride * p.d + p.n_k / stride + 32) + p.n_k * p.d + 64;
@@ -180,8 +180,8 @@ impl GroupPlan for BlockSparse {
         let mut means = RunMeans::new(self.params.block, 1, g.k.cols(), g.d_v());
         means.extend(g.k, g.v);
         let used = (self.params.far == Far::Mean).then_some(&means);
-        let turned = (self.params.score == Score::Scouts).then(|| TurnedKeys::new(g.k, g.cx));
-        let scored = Scored { q: g.q, k: g.k, turned: turned.as_ref(), scale: g.scale, cx: g.cx };
+        let packed = (self.params.score == Score::Scouts).then(|| PackedKeys::new(g.k, g.cx));
+        let scored = Scored { q: g.q, k: g.k, packed: packed.as_ref(), scale: g.scale, cx: g.cx };
         let choice = Choice { params: &self.params, mask: g.mask, scored, n_q: g.n_q() };
         let mut info = attend_chosen_blocks(&mut g, self.field(), used, precision, |query_block| {
             choice.choose(query_block)

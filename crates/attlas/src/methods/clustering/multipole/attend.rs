@@ -7,7 +7,7 @@ use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::cluster::{Counts, Cut};
 use attlas_num::kernels::{
-    Attend, AttendChosen, Band, Precision, dot, exp_in_place, matvec, merge_lse, softmax_in_place,
+    Attend, AttendChosen, Band, Precision, axpy, dot, exp_in_place, matvec, merge_lse, softmax_in_place,
 };
 use rayon::prelude::*;
 use std::ops::Range;
@@ -272,18 +272,32 @@ impl<'a, T: Real> Field<'a, T> {
         members
     }
 
+    /// The logits of the clusters at `places` with the logarithms of how many keys they hold.
+    fn add_log_counts(&self, places: Range<usize>, logits: &[T], to: &mut [T]) {
+        let counts = self.level.log_counts();
+        match &self.ids {
+            // Without a look-up for each, many are added at a time.
+            None => {
+                let counts = &counts[places];
+                to.iter_mut().zip(logits).zip(counts).for_each(|((x, &s), &c)| *x = s + c);
+            }
+            Some(ids) => {
+                let ids = &ids[places];
+                to.iter_mut().zip(logits).zip(ids).for_each(|((x, &s), &i)| *x = s + counts[i as usize]);
+            }
+        }
+    }
+
     fn sum_of_weights(&self) -> Vec<T> {
         let m = self.len();
         let mut scores = vec![T::ZERO; m];
         let mut weights = vec![T::ZERO; m];
         for logits in self.logits.chunks_exact(m) {
-            for (place, (w, &s)) in weights.iter_mut().zip(logits).enumerate() {
-                *w = s + self.level.log_counts()[self.cluster(place)];
-            }
+            self.add_log_counts(0..m, logits, &mut weights);
             let log_total = softmax_in_place(&mut weights);
             weights.iter_mut().zip(logits).for_each(|(w, &s)| *w = s - log_total);
             exp_in_place(&mut weights);
-            scores.iter_mut().zip(&weights).for_each(|(sum, &w)| *sum += w);
+            axpy(T::ONE, &weights, &mut scores);
         }
         scores
     }
@@ -326,9 +340,7 @@ impl<'a, T: Real> Field<'a, T> {
         let mut o = cx.scratch.take::<T>(d_v);
         let rows = part.out.chunks_exact_mut(d_v).zip(&mut part.lse);
         for (logits, (out, lse)) in self.logits.chunks_exact(m).zip(rows) {
-            for ((b, &s), place) in bias.iter_mut().zip(&logits[places.clone()]).zip(places.clone()) {
-                *b = s + self.level.log_counts()[self.cluster(place)];
-            }
+            self.add_log_counts(places.clone(), &logits[places.clone()], &mut bias);
             taken.iter().for_each(|&place| bias[place as usize - places.start] = T::NEG_INFINITY);
             let values = self.level.values();
             let mut l = [T::NEG_INFINITY];

@@ -27,7 +27,8 @@ pub(super) struct Scouted {
 impl<T: Real> Choice<'_, T> {
     /// Scouts for the block at `place`.
     pub(super) fn scout(&self, query_block: &QueryBlock) -> Scouted {
-        if query_block.far_len() == 0 || self.params.keys == 0 && self.params.diagonals == 0 {
+        let keys = self.params.chosen_of(query_block.far_len());
+        if query_block.far_len() == 0 || keys == 0 && self.params.diagonals == 0 {
             return Scouted::default();
         }
         match self.params.chooser {
@@ -90,9 +91,9 @@ impl<T: Real> Choice<'_, T> {
         Scouted { keys, votes: Vec::new(), visited: query_block.end as u64 }
     }
 
-    /// The heaviest far keys, at most `keys`, and no more than hold the share `mass` of the mass of all far keys.
+    /// The heaviest far keys, at most `keys` or the share of them, and no more than hold the share `mass` of the mass of all far keys.
     fn heaviest(&self, query_block: &QueryBlock, mass: &mut [T]) -> Vec<u32> {
-        let Params { keys, mass: wanted, .. } = *self.params;
+        let (keys, wanted) = (self.params.chosen_of(query_block.far_len()), self.params.mass);
         let [before, behind] = query_block.far();
         // The far keys side by side.
         let split = before.len();

@@ -132,8 +132,9 @@ impl<T: Real> ColumnStream<T> {
 
     /// The heaviest keys between sinks and `edge`, and the runs at the distances with most votes.
     fn choose(&mut self, n: usize, edge: usize, votes: &[Vote]) {
-        let Params { keys, mass: wanted, diagonals, refresh, sinks, .. } = self.plan.params;
+        let Params { mass: wanted, diagonals, refresh, sinks, .. } = self.plan.params;
         let far = sinks.min(edge)..edge;
+        let keys = self.plan.params.chosen_of(far.len());
         let mass = &self.mass[far.clone()];
         let mut found = Vec::new();
         select_top(mass, keys, &mut found);
@@ -187,9 +188,6 @@ impl<T: Real> ColumnStream<T> {
         let (k, v, (d, d_v)) = (self.cached.keys(), self.cached.values(), self.cached.widths());
         let far = self.plan.params.sinks.min(edge)..edge;
         let parts = self.plan.parts();
-        if parts > 0 {
-            self.means.extend(k.sub_rows(0..edge), v.sub_rows(0..edge));
-        }
         let pseudo = if parts > 0 { self.means.most(far.len()) } else { 0 };
         let mut all = Gathered::new(far.start + self.chosen.len() + pseudo, d, d_v, cx);
         all.append(k, v, 0..far.start);
@@ -211,6 +209,10 @@ impl<T: Real> ColumnStream<T> {
 impl<T: Real> GroupStream<T> for ColumnStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
         self.cached.append(k, v);
+        // When keys come and not when they become far: a prompt brings many at once.
+        if self.plan.parts() > 0 {
+            self.means.extend(self.cached.keys(), self.cached.values());
+        }
         Ok(())
     }
 

@@ -46,7 +46,7 @@ mod decode;
 mod tests;
 
 use crate::engine::{
-    Gathered, NearField, Operands, RunMeans, Scored, TurnedKeys, add_sampled_error, attend_chosen_blocks,
+    Gathered, NearField, Operands, PackedKeys, RunMeans, Scored, add_sampled_error, attend_chosen_blocks,
     exact_group_with, exact_scratch_bytes,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
@@ -102,6 +102,7 @@ pub static METHOD: Method = Method {
             ("parts", "4"),
             ("far_block", "16"),
             ("scouts", "7"),
+            ("far_share", "0.2"),
             ("refresh", "1"),
         ],
         &[
@@ -159,6 +160,9 @@ crate::params! {
     pub struct Params {
         /// Far keys that are chosen for each block of rows.
         keys: usize = 192, in 0..=1 << 30;
+        /// Share of the far keys that is chosen for each block of rows, where that is more than `keys`: keeps the error from
+        /// growing with the length.
+        far_share: f64 = 0.0, in 0.0..=1.0;
         /// Share of the far mass after which no more keys are chosen; 1 takes all `keys`.
         mass: f64 = 1.0, in 0.0..=1.0;
         /// Most distances whose runs of keys are added to the choice; only scouts can vote for them.
@@ -184,10 +188,17 @@ crate::params! {
         /// Decoded tokens between two whose exact weights renew the choice.
         refresh: usize = 16, in 1..=1 << 30;
         /// Rows of each head on which the error of a run is measured; 0 for none.
-        check_rows: usize = 32, in 0..=1 << 20;
+        check_rows: usize = 8, in 0..=1 << 20;
         /// Precision of the operands: full, or bf16 with sums in single precision; scores and decoding are in full
         /// precision.
         precision: Operands = Operands::Full;
+    }
+}
+
+impl Params {
+    /// Keys that are chosen among `far` ones, as long as there are that many.
+    fn chosen_of(&self, far: usize) -> usize {
+        self.keys.max((self.far_share * far as f64) as usize)
     }
 }
 
@@ -220,13 +231,13 @@ impl SampledColumns {
     /// Whether every far key is chosen for every block.
     fn covers(&self, mask: Mask, n_q: usize, n_k: usize) -> bool {
         let most = self.field().most_far(mask, n_q, n_k);
-        most == 0 || self.params.mass >= 1.0 && self.params.keys >= most
+        most == 0 || self.params.mass >= 1.0 && self.params.chosen_of(most) >= most
     }
 
     /// Most keys and pseudo keys that a block attends to.
     fn gathered(&self, p: &Problem) -> usize {
-        let Params { keys, diagonals, block, far_block, .. } = self.params;
-        let chosen = keys.saturating_add(diagonals.saturating_mul(block));
+        let Params { diagonals, block, far_block, .. } = self.params;
+        let chosen = self.params.chosen_of(p.n_k).saturating_add(diagonals.saturating_mul(block));
         let exact = self.field().most_near().saturating_add(chosen).min(p.n_k);
         exact + (p.n_k / far_block + 4) * self.parts()
     }
@@ -253,8 +264,8 @@ impl GroupPlan for SampledColumns {
 
     fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
         let rows = self.params.scouts.min(2 * self.params.block);
-        let turned = TurnedKeys::<f64>::scratch_bytes(p.n_k, p.d, size);
-        let scores = Scored::<f64>::scratch_bytes(p, rows, size) + 2 * p.n_k * size + turned;
+        let packed = PackedKeys::<f64>::scratch_bytes(p.n_k, p.d, size);
+        let scores = Scored::<f64>::scratch_bytes(p, rows, size) + 2 * p.n_k * size + packed;
         let each = Gathered::<f64>::scratch_bytes(self.gathered(p), p.d, p.d_v, size) + scores;
         exact_scratch_bytes(p, threads, size) + threads * (each + 512)
     }
@@ -269,8 +280,8 @@ impl GroupPlan for SampledColumns {
             means.extend(g.k, g.v);
             &means
         });
-        let turned = (self.params.chooser == Chooser::Scouts).then(|| TurnedKeys::new(g.k, g.cx));
-        let scored = Scored { q: g.q, k: g.k, turned: turned.as_ref(), scale: g.scale, cx: g.cx };
+        let packed = (self.params.chooser == Chooser::Scouts).then(|| PackedKeys::new(g.k, g.cx));
+        let scored = Scored { q: g.q, k: g.k, packed: packed.as_ref(), scale: g.scale, cx: g.cx };
         let choice = Choice { params: &self.params, mask: g.mask, scored };
         let (field, mask, n_q, n_k) = (self.field(), g.mask, g.n_q(), g.n_k());
         let blocks = (0..n_q.div_ceil(field.block)).into_par_iter().with_max_len(1);
