@@ -31,10 +31,6 @@ impl GroupPlan for Fails {
         Cost::default()
     }
 
-    fn scratch_bytes(&self, _: &Problem, _: usize, _: usize) -> usize {
-        0
-    }
-
     fn run<T: Real>(&self, group: Group<'_, T>) -> Result<RunInfo> {
         group.out.fill(T::ONE);
         group.lse.fill(T::ONE);
@@ -127,7 +123,6 @@ fn right_padded_prompts_are_the_prompts_without_padding() {
         let mut ws = Workspace::single().unwrap();
         let info = plan.execute(&x.into(), &mut Out::with_lse(tensor, &mut lse).into(), &mut ws).unwrap();
         assert_eq!(info.empty_rows, 4 * (17 + 40), "{id}");
-        assert!(ws.scratch().peak_bytes() <= plan.workspace_bytes(1), "{id}");
         for b in 0..3 {
             let n = lens[b];
             let rows = |x: &[f64], heads: usize, width: usize| -> Vec<f64> {

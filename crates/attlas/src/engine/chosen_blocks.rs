@@ -142,11 +142,6 @@ impl<'p, T: Real> TurnedKeys<'p, T> {
         Self { data, n, d }
     }
 
-    /// Bytes of scratch for `n` keys.
-    pub fn scratch_bytes(n: usize, d: usize, size: usize) -> usize {
-        n.div_ceil(CHUNK) * d * chunk_stride(n) * size + 64
-    }
-
     /// The first `len` keys of chunk `c`, one in each column.
     fn chunk(&self, c: usize, len: usize) -> MatRef<'_, T> {
         let stride = chunk_stride(self.n);
@@ -227,13 +222,6 @@ impl<T: Real> Scored<'_, T> {
             }
         }
         (count * end) as u64
-    }
-
-    /// Upper bound on the scratch of [`Scored::weights`] for `rows` rows of each head, on one thread.
-    pub fn scratch_bytes(p: &crate::Problem, rows: usize, size: usize) -> usize {
-        // The product packs its operands.
-        let (count, chunks) = (rows * p.group_size(), p.n_k.div_ceil(CHUNK));
-        count * (p.d + chunks * (chunk_stride(p.n_k) + 2)) * size + (1 << 20) + 512
     }
 }
 
