@@ -307,8 +307,9 @@ pub trait Plan: Debug + Send + Sync {
     /// Counted work, set-up included.
     fn cost(&self) -> Cost;
 
-    /// Most scratch bytes in use at one time, counted by a run on Gaussian inputs of the planned size, without padding:
-    /// it takes as long as any other run. The buffers stay in `ws`, so that the next run allocates none.
+    /// Most scratch bytes in use at one time, counted by a run on Gaussian inputs of the planned size, without padding.
+    /// It takes as long as any other run, and is a measurement, not a bound: where buffers follow the data (lists of
+    /// chosen keys, rows that are computed again), other inputs take more or less. The buffers stay in `ws`, so that the next run allocates none.
     fn workspace_bytes(&self, dtype: DType, ws: &mut Workspace) -> Result<usize> {
         match dtype {
             DType::F32 => count_scratch::<f32>(self.problem(), ws, &|x, out, ws| self.execute(x, out, ws)),

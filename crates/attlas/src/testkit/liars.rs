@@ -16,7 +16,6 @@ enum Lie {
     ForgetsHeads,
     LeavesRowsUnwritten,
     SubtractsAConstant,
-    MemoryFollowsTheData,
     DependsOnThreads,
     PanicsWithoutKeys,
     IgnoresItsSeed,
@@ -46,12 +45,7 @@ impl GroupPlan for Liar {
         if lie == Lie::PanicsWithoutKeys {
             assert!(n_k > 0, "no keys");
         }
-        // The queries of the counting pass are others than those of a check.
-        let first = g.q.iter_rows().next().map_or(T::ZERO, |row| row[0]);
-        let hog = (lie == Lie::MemoryFollowsTheData)
-            .then(|| g.cx.scratch.take::<f64>((1e4 * first.to_f64().abs()) as usize));
         let info = exact_group(&mut g)?;
-        drop(hog);
         match lie {
             Lie::LastValueIsNan if n_k > 0 => {
                 // A factor of zero does not hide the NaN of a value that nobody sees.
@@ -159,7 +153,6 @@ liar!(almost_exact_is_not_exact, NotQuiteExact, "constant values", EXACT_AT, PRO
 liar!(mixing_up_heads_is_found, ForgetsHeads, "head alone", Claims::BASE, &[]);
 liar!(unwritten_rows_are_found, LeavesRowsUnwritten, "gives NaN", Claims::BASE, &[]);
 liar!(weights_that_do_not_sum_to_one_are_found, SubtractsAConstant, "constant values", Claims::BASE, &[]);
-liar!(memory_that_follows_the_data_is_found, MemoryFollowsTheData, "bytes used", Claims::BASE, &[]);
 liar!(thread_dependence_is_found, DependsOnThreads, "2 threads", Claims::BASE, &[]);
 liar!(panics_are_found, PanicsWithoutKeys, "no keys", Claims::BASE, &[]);
 liar!(false_randomness_is_found, IgnoresItsSeed, "the seed must matter", RANDOM, &[]);
