@@ -7,7 +7,7 @@ use crate::{Outcome, STOP, note, print, print_json, team};
 use attlas_lab::crew::Crew;
 use attlas_lab::hash::sha256_of;
 use attlas_lab::perplexity::{Record, Sharing};
-use attlas_lab::table::{Table, bytes, count, csv_lines, number, seconds};
+use attlas_lab::table::{Table, bytes, count, csv_lines, number, raw, seconds};
 use attlas_lab::text::{Text, check_recipe, open_model, open_model_for, past_recipe};
 use attlas_lab::trace::{check_name, write_as};
 use attlas_lab::{Error, extract, generate, output, perplexity};
@@ -179,14 +179,7 @@ fn csv(record: &impl serde::Serialize) -> Result<String, Error> {
     let Value::Object(fields) = value else {
         return Err(Error::argument("--csv", "a record of named fields", "another"));
     };
-    let cell = |v: &Value| match v {
-        Value::Null => String::new(),
-        Value::String(s) => s.clone(),
-        Value::Object(o) => o.iter().map(|(k, v)| format!("{k}={v}")).collect::<Vec<_>>().join(";"),
-        Value::Array(a) => a.iter().map(ToString::to_string).collect::<Vec<_>>().join(" "),
-        other => other.to_string(),
-    };
-    Ok(csv_lines(&[fields.keys().cloned().collect(), fields.values().map(cell).collect()]))
+    Ok(csv_lines(&[fields.keys().cloned().collect(), fields.values().map(raw).collect()]))
 }
 
 fn rows(r: &Record) -> Vec<(&'static str, String)> {

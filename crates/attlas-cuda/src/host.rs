@@ -200,10 +200,6 @@ impl Plan for OnHost {
         self.cost
     }
 
-    fn workspace_bytes(&self, _: usize) -> usize {
-        0
-    }
-
     fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, _: &mut Workspace) -> Result<RunInfo> {
         match (inputs, out) {
             (Inputs::F32(x), Output::F32(out)) => self.run(x, out),

@@ -5,10 +5,11 @@
 //! are still reported.
 
 use crate::crew::{Alone, Crew};
-use crate::figures::{Cell, heat_image, layer_map, named_spectra, spectra_lines};
+use crate::figures::{Cell, heat_image, layer_map, spectra_lines};
 use crate::html::{STYLE, escape, origin, table_rows};
 use crate::run::{Run, timed};
-use crate::table::{Table, count, number, percent, raw, seconds};
+use crate::table::Shown::{Made, Number, Percent, Text};
+use crate::table::{Column, Table, count, number, percent, seconds};
 use crate::units::{Done, Ledger, share};
 use crate::workload::{LayerData, Workload};
 use crate::{Error, Result};
@@ -16,6 +17,7 @@ use attlas::Mask;
 use attlas::diagnostics::{self, AtLeast, Head, HeadReport};
 use attlas_model::recipe::Numbers;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -183,117 +185,134 @@ fn rank(r: AtLeast) -> String {
     format!("{}{}", if r.open { ">" } else { "" }, r.value)
 }
 
-/// A figure and how it is written.
-fn with(show: fn(f64) -> String, x: f64) -> (f64, String) {
-    (x, show(x))
+/// A figure of a head that is drawn over layers and heads.
+pub(crate) struct Figure {
+    pub(crate) name: &'static str,
+    /// `count`, `number` or `share`, which says how it is written.
+    pub(crate) kind: &'static str,
+    pub(crate) of: fn(&HeadReport) -> f64,
+    /// Whether only that much is known.
+    pub(crate) open: fn(&HeadReport) -> bool,
 }
 
-/// Share of weights below a hundredth of their row's largest.
-fn sparsity(r: &HeadReport) -> f64 {
-    r.weights.below[1].1
+impl Figure {
+    const fn known(name: &'static str, kind: &'static str, of: fn(&HeadReport) -> f64) -> Self {
+        Self { name, kind, of, open: |_| false }
+    }
+
+    fn shown(&self, r: &HeadReport) -> String {
+        let x = (self.of)(r);
+        match self.kind {
+            "count" => rank(AtLeast { value: x as usize, open: (self.open)(r) }),
+            "share" => percent(x),
+            _ => number(x),
+        }
+    }
 }
 
-/// Mean number of keys that hold nine tenths of a row.
-fn keys_for_most(r: &HeadReport) -> f64 {
-    r.weights.keys_for_mass[0].keys.mean
+pub(crate) const FIGURES: [Figure; 8] = [
+    Figure {
+        name: "rank of Z⁻¹A at 90 %",
+        kind: "count",
+        of: |r| r.spectra.weights.variance_rank.value as f64,
+        open: |r| r.spectra.weights.variance_rank.open,
+    },
+    Figure::known("stable rank of Z⁻¹A", "number", |r| r.spectra.weights.stable_rank),
+    Figure::known("keys that hold 90 % of a row", "number", |r| r.weights.keys_for_mass[0].keys.mean),
+    Figure::known("mass of the 64 largest weights", "share", |r| r.weights.mass_of_top[3].mass.mean),
+    Figure::known("entropy of rows, nats", "number", |r| r.weights.entropy.mean),
+    Figure::known("weights below 1 % of their row's largest", "share", |r| r.weights.below[1].1),
+    Figure::known("mean weight of the first key", "share", |r| {
+        r.weights.mean_weight.first().copied().unwrap_or(0.0)
+    }),
+    Figure {
+        name: "rank of QKᵀ at 90 %",
+        kind: "count",
+        of: |r| r.spectra.qk.variance_rank.value as f64,
+        open: |r| r.spectra.qk.variance_rank.open,
+    },
+];
+
+/// A rank with its title in tables and its name in files.
+const fn rank_column(title: &'static str, at: &'static str) -> Column {
+    Column::table(
+        title,
+        at,
+        Made(|r| rank(AtLeast::deserialize(r).unwrap_or(AtLeast { value: 0, open: true }))),
+    )
+}
+
+const COLUMNS: [Column; 41] = [
+    Column::both("layer", "layer", "/layer", Text),
+    Column::both("head", "head", "/head", Text),
+    Column::file("kv_head", "/kv_head"),
+    Column::file("n_q", "/n_q"),
+    Column::file("n_k", "/n_k"),
+    Column::file("d", "/d"),
+    rank_column("Q", "/spectra/q/variance_rank"),
+    rank_column("K", "/spectra/k/variance_rank"),
+    rank_column("V", "/spectra/v/variance_rank"),
+    rank_column("QK", "/spectra/qk/variance_rank"),
+    rank_column("A", "/spectra/scores/variance_rank"),
+    rank_column("P", "/spectra/weights/variance_rank"),
+    Column::file("rank_q", "/spectra/q/variance_rank/value"),
+    Column::file("rank_k", "/spectra/k/variance_rank/value"),
+    Column::file("rank_v", "/spectra/v/variance_rank/value"),
+    Column::file("rank_qk", "/spectra/qk/variance_rank/value"),
+    Column::file("rank_scores", "/spectra/scores/variance_rank/value"),
+    Column::file("rank_weights", "/spectra/weights/variance_rank/value"),
+    Column::file("rank_scores_is_lower_bound", "/spectra/scores/variance_rank/open"),
+    Column::file("rank_weights_is_lower_bound", "/spectra/weights/variance_rank/open"),
+    Column::file("stable_rank_scores", "/spectra/scores/stable_rank"),
+    Column::both("stable", "stable_rank_weights", "/spectra/weights/stable_rank", Number),
+    Column::both("keys", "keys_90", "/weights/keys_for_mass/0/keys/mean", Number),
+    Column::file("keys_95", "/weights/keys_for_mass/1/keys/mean"),
+    Column::file("keys_99", "/weights/keys_for_mass/2/keys/mean"),
+    Column::file("mass_of_top_1", "/weights/mass_of_top/0/mass/mean"),
+    Column::file("mass_of_top_4", "/weights/mass_of_top/1/mass/mean"),
+    Column::file("mass_of_top_16", "/weights/mass_of_top/2/mass/mean"),
+    Column::file("mass_of_top_64", "/weights/mass_of_top/3/mass/mean"),
+    Column::file("mass_of_top_256", "/weights/mass_of_top/4/mass/mean"),
+    Column::file("mass_of_top_1024", "/weights/mass_of_top/5/mass/mean"),
+    Column::both("entropy", "entropy", "/weights/entropy/mean", Number),
+    Column::file("below_1e-1", "/weights/below/0/1"),
+    Column::both("sparse", "below_1e-2", "/weights/below/1/1", Percent),
+    Column::file("below_1e-3", "/weights/below/2/1"),
+    Column::table("<sink", "/weights/sinks/0", Made(sink)),
+    Column::file("sink_key", "/weights/sinks/0/key"),
+    Column::file("sink_weight", "/weights/sinks/0/weight"),
+    Column::file("sink_key_norm", "/weights/sinks/0/key_norm"),
+    Column::file("sink_value_norm", "/weights/sinks/0/value_norm"),
+    Column::file("seconds", "/seconds"),
+];
+
+fn sink(s: &Value) -> String {
+    s["weight"].as_f64().map_or("-".into(), |weight| format!("{}:{}", s["key"], percent(weight)))
 }
 
 impl Inspection {
     /// One line for each head.
     pub fn table(&self) -> Table {
-        let mut table = Table::new(&[
-            "layer", "head", "Q", "K", "V", "QK", "A", "P", "stable", "keys", "entropy", "sparse", "<sink",
-        ]);
-        for h in &self.heads {
-            let r = &h.report;
-            let mut row = vec![h.layer.map_or("-".into(), |l| l.to_string()), h.head.to_string()];
-            row.extend(named_spectra(&r.spectra).map(|(_, _, s)| rank(s.variance_rank)));
-            row.extend([
-                number(r.spectra.weights.stable_rank),
-                number(keys_for_most(r)),
-                number(r.weights.entropy.mean),
-                percent(sparsity(r)),
-                r.weights.sinks.first().map_or("-".into(), |s| format!("{}:{}", s.key, percent(s.weight))),
-            ]);
-            table.push(row);
-        }
-        table
+        Table::of(&self.heads, &COLUMNS)
     }
 
     /// Mean mass of a row that its largest weights hold, one line for each head.
     pub fn mass_table(&self) -> Table {
-        let mut table =
-            Table::new(&["layer", "head", "top 1", "top 4", "top 16", "top 64", "top 256", "top 1024"]);
-        for h in &self.heads {
-            let mut row = vec![h.layer.map_or("-".into(), |l| l.to_string()), h.head.to_string()];
-            row.extend(h.report.weights.mass_of_top.map(|t| percent(t.mass.mean)));
-            table.push(row);
-        }
-        table
+        let mut columns = COLUMNS[..2].to_vec();
+        columns.extend([
+            Column::table("top 1", "/weights/mass_of_top/0/mass/mean", Percent),
+            Column::table("top 4", "/weights/mass_of_top/1/mass/mean", Percent),
+            Column::table("top 16", "/weights/mass_of_top/2/mass/mean", Percent),
+            Column::table("top 64", "/weights/mass_of_top/3/mass/mean", Percent),
+            Column::table("top 256", "/weights/mass_of_top/4/mass/mean", Percent),
+            Column::table("top 1024", "/weights/mass_of_top/5/mass/mean", Percent),
+        ]);
+        Table::of(&self.heads, &columns)
     }
 
     /// The same with all digits and more columns.
     pub fn csv_table(&self) -> Table {
-        let mut table = Table::new(&[
-            "layer",
-            "head",
-            "kv_head",
-            "n_q",
-            "n_k",
-            "d",
-            "rank_q",
-            "rank_k",
-            "rank_v",
-            "rank_qk",
-            "rank_scores",
-            "rank_weights",
-            "rank_scores_is_lower_bound",
-            "rank_weights_is_lower_bound",
-            "stable_rank_scores",
-            "stable_rank_weights",
-            "keys_90",
-            "keys_95",
-            "keys_99",
-            "mass_of_top_1",
-            "mass_of_top_4",
-            "mass_of_top_16",
-            "mass_of_top_64",
-            "mass_of_top_256",
-            "mass_of_top_1024",
-            "entropy",
-            "below_1e-1",
-            "below_1e-2",
-            "below_1e-3",
-            "sink_key",
-            "sink_weight",
-            "sink_key_norm",
-            "sink_value_norm",
-            "seconds",
-        ]);
-        for h in &self.heads {
-            let r = &h.report;
-            let mut row = vec![
-                h.layer.map_or(String::new(), |l| l.to_string()),
-                h.head.to_string(),
-                h.kv_head.to_string(),
-                r.n_q.to_string(),
-                r.n_k.to_string(),
-                r.d.to_string(),
-            ];
-            row.extend(named_spectra(&r.spectra).map(|(_, _, s)| s.variance_rank.value.to_string()));
-            row.extend([&r.spectra.scores, &r.spectra.weights].map(|s| s.variance_rank.open.to_string()));
-            row.extend([r.spectra.scores.stable_rank, r.spectra.weights.stable_rank].map(raw));
-            row.extend(r.weights.keys_for_mass.map(|m| raw(m.keys.mean)));
-            row.extend(r.weights.mass_of_top.map(|t| raw(t.mass.mean)));
-            row.push(raw(r.weights.entropy.mean));
-            row.extend(r.weights.below.map(|b| raw(b.1)));
-            let sink = r.weights.sinks.first();
-            row.push(sink.map_or(String::new(), |s| s.key.to_string()));
-            row.extend(sink.map_or([f64::NAN; 3], |s| [s.weight, s.key_norm, s.value_norm]).map(raw));
-            row.push(raw(h.seconds));
-            table.push(row);
-        }
-        table
+        Table::csv_of(&self.heads, &COLUMNS)
     }
 
     /// Meaning of the columns.
@@ -321,28 +340,12 @@ impl Inspection {
 
     /// Figures over layers and heads, each with its name.
     fn maps(&self) -> Vec<(&'static str, String)> {
-        type Shown = (f64, String);
-        let figures: [(&'static str, fn(&HeadReport) -> Shown); 6] = [
-            ("rank of Z⁻¹A at 90 %", |r| {
-                let found = r.spectra.weights.variance_rank;
-                (found.value as f64, rank(found))
-            }),
-            ("stable rank of Z⁻¹A", |r| with(number, r.spectra.weights.stable_rank)),
-            ("keys that hold 90 % of a row", |r| with(number, keys_for_most(r))),
-            ("entropy of rows, nats", |r| with(number, r.weights.entropy.mean)),
-            ("weights below 1 % of their row's largest", |r| with(percent, sparsity(r))),
-            ("mean weight of the first key", |r| {
-                with(percent, r.weights.mean_weight.first().copied().unwrap_or(0.0))
-            }),
-        ];
-        let cells = |figure: fn(&HeadReport) -> Shown| -> Vec<Cell> {
-            let cell = |h: &Inspected| {
-                let (value, label) = figure(&h.report);
-                Cell { layer: h.layer.unwrap_or(0), head: h.head, value, label }
-            };
-            self.heads.iter().map(cell).collect()
+        let cell = |figure: &Figure, h: &Inspected| {
+            let (value, label) = ((figure.of)(&h.report), figure.shown(&h.report));
+            Cell { layer: h.layer.unwrap_or(0), head: h.head, value, label }
         };
-        figures.into_iter().map(|(name, figure)| (name, layer_map(name, &cells(figure)))).collect()
+        let cells = |figure: &Figure| self.heads.iter().map(|h| cell(figure, h)).collect::<Vec<Cell>>();
+        FIGURES.iter().map(|f| (f.name, layer_map(f.name, &cells(f)))).collect()
     }
 
     /// Patterns and spectra of every head as a picture that stands for itself.
@@ -462,7 +465,7 @@ impl Inspected {
                 format!(
                     "rank {} of Z⁻¹A, {} keys for 90 %, {}",
                     rank(r.spectra.weights.variance_rank),
-                    number(keys_for_most(r)),
+                    number(r.weights.keys_for_mass[0].keys.mean),
                     seconds(self.seconds)
                 ),
             ),

@@ -1,4 +1,10 @@
 //! Tables for people, in three forms, and numbers short enough to read.
+//!
+//! A record that is [`Serialize`] has one description of its columns ([`Column`]), from which its table, its CSV file and its
+//! objects in a page are written; as JSON it stands for itself.
+
+use serde::Serialize;
+use serde_json::Value;
 
 /// A table of words.
 #[derive(Clone, Debug, Default)]
@@ -198,82 +204,129 @@ pub fn times(x: f64) -> String {
     }
 }
 
-/// A number as it stands in a CSV file: all its digits, empty where there is none.
-pub fn raw(x: f64) -> String {
-    if x.is_finite() { x.to_string() } else { String::new() }
-}
-
-/// One column of a record, described once: its title in tables for people and its name in files, with how each shows the
-/// value. A column without a title is in files alone, one without a name in tables alone.
-#[derive(Debug)]
-pub struct Column<R> {
+/// One column of a record, described once: where its value stands in the record as JSON, its name in files, its title in
+/// tables and how a table shows it. A column without a title is in files alone, one without a name in tables alone.
+#[derive(Clone, Copy, Debug)]
+pub struct Column {
     title: &'static str,
     name: &'static str,
-    shown: fn(&R) -> String,
-    raw: fn(&R) -> String,
+    at: &'static str,
+    shown: Shown,
 }
 
-impl<R> Column<R> {
-    /// Its title in tables; empty where it is in files alone.
-    pub fn title(&self) -> &'static str {
-        self.title
-    }
+/// How a table shows a value; files have all its digits.
+#[derive(Clone, Copy, Debug)]
+pub enum Shown {
+    /// As it is.
+    Text,
+    /// [`number`].
+    Number,
+    /// [`seconds`].
+    Seconds,
+    /// [`bytes`].
+    Bytes,
+    /// [`percent`].
+    Percent,
+    /// [`times`].
+    Times,
+    /// Made from the value.
+    Made(fn(&Value) -> String),
+}
 
-    /// In files alone, with all digits.
-    pub fn file(name: &'static str, raw: fn(&R) -> String) -> Self {
-        Self { title: "", name, shown: raw, raw }
+impl Shown {
+    fn cell(self, value: &Value) -> String {
+        let x = value.as_f64().unwrap_or(f64::NAN);
+        match self {
+            Shown::Text if value.is_null() => "-".into(),
+            Shown::Text => raw(value),
+            Shown::Number => number(x),
+            Shown::Seconds => seconds(x),
+            Shown::Bytes if value.is_null() => "-".into(),
+            Shown::Bytes => bytes(x as usize),
+            Shown::Percent => percent(x),
+            Shown::Times => times(x),
+            Shown::Made(make) => make(value),
+        }
+    }
+}
+
+impl Column {
+    /// In files alone: a name, and the JSON pointer of the value.
+    pub const fn file(name: &'static str, at: &'static str) -> Self {
+        Self { title: "", name, at, shown: Shown::Text }
     }
 
     /// In tables alone.
-    pub fn table(title: &'static str, shown: fn(&R) -> String) -> Self {
-        Self { title, name: "", shown, raw: shown }
+    pub const fn table(title: &'static str, at: &'static str, shown: Shown) -> Self {
+        Self { title, name: "", at, shown }
     }
 
-    /// In both, the table with a short form of its own.
-    pub fn both(
-        title: &'static str,
-        name: &'static str,
-        shown: fn(&R) -> String,
-        raw: fn(&R) -> String,
-    ) -> Self {
-        Self { title, name, shown, raw }
+    /// In both.
+    pub const fn both(title: &'static str, name: &'static str, at: &'static str, shown: Shown) -> Self {
+        Self { title, name, at, shown }
     }
+
+    fn value<'v>(&self, record: &'v Value) -> &'v Value {
+        record.pointer(self.at).unwrap_or(&Value::Null)
+    }
+}
+
+fn json<R: Serialize>(record: R) -> Value {
+    serde_json::to_value(record).unwrap_or_default()
+}
+
+/// Records as objects of the columns' names, for a page.
+pub fn objects_of<R: Serialize>(records: impl IntoIterator<Item = R>, columns: &[Column]) -> Vec<Value> {
+    let named = |record: &Value| {
+        let columns = columns.iter().filter(|c| !c.name.is_empty());
+        columns.map(|c| (c.name.to_string(), c.value(record).clone())).collect()
+    };
+    records.into_iter().map(|r| Value::Object(named(&json(r)))).collect()
 }
 
 impl Table {
     /// Records for people.
-    pub fn of<R>(records: &[R], columns: &[Column<R>]) -> Self {
-        Self::from_columns(records, columns, |c| c.title, |c| c.shown)
+    pub fn of<R: Serialize>(records: impl IntoIterator<Item = R>, columns: &[Column]) -> Self {
+        Self::from_columns(records, columns, |c| c.title, |c, v| c.shown.cell(v))
     }
 
     /// Records for other programs.
-    pub fn csv_of<R>(records: &[R], columns: &[Column<R>]) -> Self {
-        Self::from_columns(records, columns, |c| c.name, |c| c.raw)
+    pub fn csv_of<R: Serialize>(records: impl IntoIterator<Item = R>, columns: &[Column]) -> Self {
+        Self::from_columns(records, columns, |c| c.name, |_, v| raw(v))
     }
 
-    fn from_columns<R>(
-        records: &[R],
-        columns: &[Column<R>],
-        header: fn(&Column<R>) -> &'static str,
-        cell: fn(&Column<R>) -> fn(&R) -> String,
+    fn from_columns<R: Serialize>(
+        records: impl IntoIterator<Item = R>,
+        columns: &[Column],
+        header: fn(&Column) -> &'static str,
+        cell: fn(&Column, &Value) -> String,
     ) -> Self {
-        let columns: Vec<&Column<R>> = columns.iter().filter(|c| !header(c).is_empty()).collect();
+        let columns: Vec<&Column> = columns.iter().filter(|c| !header(c).is_empty()).collect();
         let mut table = Table::new(&columns.iter().map(|c| header(c)).collect::<Vec<_>>());
-        records.iter().for_each(|r| table.push(columns.iter().map(|c| cell(c)(r)).collect()));
+        for record in records {
+            let record = json(record);
+            table.push(columns.iter().map(|c| cell(c, c.value(&record))).collect());
+        }
         table
     }
 }
 
-/// An optional number as it stands in a CSV file.
-pub fn raw_or_empty(x: Option<f64>) -> String {
-    x.map_or(String::new(), raw)
+/// A value as it stands in a CSV file: all its digits, empty where there is none, `name=value;name=value` for an object.
+pub fn raw(value: &Value) -> String {
+    match value {
+        Value::Null => String::new(),
+        Value::String(s) => s.clone(),
+        Value::Bool(b) => b.to_string(),
+        Value::Number(n) if n.is_f64() => n.as_f64().map_or(String::new(), |x| x.to_string()),
+        Value::Number(n) => n.to_string(),
+        Value::Array(list) => list.iter().map(raw).collect::<Vec<_>>().join(" "),
+        Value::Object(pairs) => params_text(pairs),
+    }
 }
 
 /// Parameters as one cell: `name=value;name=value`.
-pub(crate) fn params_text(params: &serde_json::Map<String, serde_json::Value>) -> String {
-    let pairs: Vec<String> =
-        params.iter().map(|(k, v)| format!("{k}={}", v.to_string().trim_matches('"'))).collect();
-    pairs.join(";")
+pub(crate) fn params_text(params: &serde_json::Map<String, Value>) -> String {
+    params.iter().map(|(k, v)| format!("{k}={}", raw(v))).collect::<Vec<_>>().join(";")
 }
 
 #[cfg(test)]
@@ -311,12 +364,16 @@ mod tests {
     #[test]
     fn columns_without_a_title_are_in_files_and_those_without_a_name_in_tables() {
         let columns = [
-            Column::both("<x", "x", |x: &f64| number(*x), |x| raw(*x)),
-            Column::file("square", |x| raw(x * x)),
-            Column::table("half", |x| number(x / 2.0)),
+            Column::both("<x", "x", "/x", Shown::Number),
+            Column::file("y", "/inner/y"),
+            Column::table("half", "/x", Shown::Made(|x| number(x.as_f64().unwrap() / 2.0))),
+            Column::both("left", "left", "/missing", Shown::Text),
         ];
-        assert_eq!(Table::of(&[1.23456], &columns).csv(), "x,half\n1.23,0.617\n");
-        assert_eq!(Table::csv_of(&[1.5], &columns).csv(), "x,square\n1.5,2.25\n");
+        let record = [serde_json::json!({ "x": 1.23456, "inner": { "y": { "a": 1, "b": "c" } } })];
+        assert_eq!(Table::of(&record, &columns).csv(), "x,half,left\n1.23,0.617,-\n");
+        assert_eq!(Table::csv_of(&record, &columns).csv(), "x,y,left\n1.23456,a=1;b=c,\n");
+        let object = serde_json::json!({ "x": 1.23456, "y": { "a": 1, "b": "c" }, "left": null });
+        assert_eq!(objects_of(&record, &columns), [object]);
     }
 
     #[test]

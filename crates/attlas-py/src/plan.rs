@@ -304,8 +304,9 @@ impl Plan {
         (c.setup_flops, c.run_flops, c.bytes)
     }
 
-    fn workspace_bytes(&self, threads: usize) -> usize {
-        self.plan.workspace_bytes(threads)
+    fn workspace_bytes(&self, py: Python<'_>, threads: usize) -> PyResult<usize> {
+        py.detach(|| threads::run(threads, |ws| self.plan.workspace_bytes(DType::F32, ws))?)
+            .map_err(|e| errors::library(py, e))
     }
 
     fn execute<'py>(

@@ -11,7 +11,7 @@
 //! attlas = { version = "0.1", features = ["testkit"] }
 //! ```
 
-use attlas::engine::{exact_group, exact_rows, exact_scratch_bytes};
+use attlas::engine::{exact_group, exact_rows};
 use attlas::group::{Group, GroupPlan};
 use attlas::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support};
 use attlas::{Band, MatRef, Options, Problem, Real, Result, metrics, testkit};
@@ -60,10 +60,6 @@ impl GroupPlan for Strided {
     fn cost(&self, p: &Problem) -> Cost {
         let pairs = p.visible_pairs().div_ceil(self.params.stride as u64);
         Cost { run_flops: 2 * pairs * (p.d + p.d_v) as u64, ..Cost::default() }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        exact_scratch_bytes(p, threads, size) + (p.n_k * (p.d + p.d_v)) * size + 256
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

@@ -273,10 +273,6 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
     /// Counted work for the whole problem, set-up included.
     fn cost(&self, problem: &Problem) -> Cost;
 
-    /// Upper bound on the scratch bytes that one group uses at one time with this many threads, for
-    /// elements of `size` bytes.
-    fn scratch_bytes(&self, problem: &Problem, threads: usize, size: usize) -> usize;
-
     /// Computes one group.
     fn run<T: Real>(&self, group: Group<'_, T>) -> Result<RunInfo>;
 
@@ -437,15 +433,6 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
 
     fn cost(&self) -> Cost {
         self.plan.cost(&self.problem)
-    }
-
-    fn workspace_bytes(&self, threads: usize) -> usize {
-        let p = &self.problem;
-        let in_flight = (p.batch * p.n_kv_heads).min(threads.max(1)).max(1);
-        // Log-sum-exp the caller did not ask for, outputs whose layout is not ours and rows that an error must not
-        // touch pass through scratch; those of a padded prompt once more.
-        let staging = 2 * (p.batch * p.n_heads * p.n_q * (p.d_v + 1) * size_of::<f64>() + 128);
-        in_flight * self.plan.scratch_bytes(p, threads.max(1), size_of::<f64>()) + staging
     }
 
     fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {

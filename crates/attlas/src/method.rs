@@ -4,9 +4,12 @@ use crate::gradient::Backward;
 use crate::group::{GroupPlan, boxed};
 use crate::negated::Negated;
 use crate::params::{ParamSet, ParamSpec};
+use crate::problem::Dims;
 use crate::spread::{Numbers, Spread};
-use crate::{Error, Inputs, Near, Options, Output, Problem, Result, Tensor, Workspace};
-use attlas_num::{DType, Mat};
+use crate::{Error, Inputs, Near, Options, Out, Output, Problem, Qkv, Result, Workspace};
+use crate::{Tensor, TensorMut, TensorRef};
+use attlas_num::rng::StreamKey;
+use attlas_num::{DType, Mat, Real};
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 
@@ -304,8 +307,15 @@ pub trait Plan: Debug + Send + Sync {
     /// Counted work, set-up included.
     fn cost(&self) -> Cost;
 
-    /// Upper bound on the scratch bytes in use at one time with this many threads.
-    fn workspace_bytes(&self, threads: usize) -> usize;
+    /// Most scratch bytes in use at one time, counted by a run on Gaussian inputs of the planned size, without padding.
+    /// It takes as long as any other run, and is a measurement, not a bound: where buffers follow the data (lists of
+    /// chosen keys, rows that are computed again), other inputs take more or less. The buffers stay in `ws`, so that the next run allocates none.
+    fn workspace_bytes(&self, dtype: DType, ws: &mut Workspace) -> Result<usize> {
+        match dtype {
+            DType::F32 => count_scratch::<f32>(self.problem(), ws, &|x, out, ws| self.execute(x, out, ws)),
+            DType::F64 => count_scratch::<f64>(self.problem(), ws, &|x, out, ws| self.execute(x, out, ws)),
+        }
+    }
 
     /// Computes the output, and the log-sum-exp where the output has room for it. Nothing is written when an
     /// error is returned. NaN and infinities in the inputs of one key head leave the others their answers: rows that
@@ -352,6 +362,34 @@ pub trait Plan: Debug + Send + Sync {
         let _ = (q, stand_ins, out, ws);
         Err(Error::shape("stand-ins", "a method that gathers", "another one"))
     }
+}
+
+/// Most scratch bytes in use at one time while `run` works on Gaussian inputs. The output has rows of a token side by
+/// side and no log-sum-exp: the layout that passes through scratch memory.
+fn count_scratch<T: Real>(
+    p: &Problem,
+    ws: &mut Workspace,
+    run: &dyn Fn(&Inputs<'_>, &mut Output<'_>, &mut Workspace) -> Result<RunInfo>,
+) -> Result<usize>
+where
+    for<'a> Qkv<'a, T>: Into<Inputs<'a>>,
+    for<'a> Out<'a, T>: Into<Output<'a>>,
+{
+    let mut rng = StreamKey::new(0).named("count scratch").rng();
+    let mut gaussian = |dims: Dims| {
+        let mut x = vec![T::ZERO; dims.iter().product()];
+        rng.fill_normal(&mut x);
+        x
+    };
+    let dims = |heads, rows, width| [p.batch, heads, rows, width];
+    let (of_q, of_k) = (dims(p.n_heads, p.n_q, p.d), dims(p.n_kv_heads, p.n_k, p.d));
+    let (of_v, of_o) = (dims(p.n_kv_heads, p.n_k, p.d_v), dims(p.n_heads, p.n_q, p.d_v));
+    let (q, k, v) = (gaussian(of_q), gaussian(of_k), gaussian(of_v));
+    let x = Qkv::new(TensorRef::bhnd(&q, of_q)?, TensorRef::bhnd(&k, of_k)?, TensorRef::bhnd(&v, of_v)?);
+    let mut o = vec![T::ZERO; of_o.iter().product()];
+    ws.scratch().reset_peak();
+    run(&x.into(), &mut Out::new(TensorMut::bnhd(&mut o, of_o)?).into(), ws)?;
+    Ok(ws.scratch().peak_bytes())
 }
 
 /// Decoding one token at a time, causal by construction. Tensors have the element type that the stream was made

@@ -31,12 +31,6 @@ impl Plan for Negated<dyn Plan> {
         self.inner.cost()
     }
 
-    fn workspace_bytes(&self, threads: usize) -> usize {
-        let p = &self.problem;
-        let copy = p.batch * p.n_heads * p.n_q * p.d * size_of::<f64>();
-        self.inner.workspace_bytes(threads) + copy
-    }
-
     fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
         with_negated(inputs, |inputs| self.inner.execute(inputs, out, ws))
     }

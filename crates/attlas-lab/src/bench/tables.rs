@@ -1,93 +1,95 @@
 //! Tables of a benchmark.
 
 use super::{Bench, Row};
-use crate::table::{Column, Table, bytes, params_text, percent, raw, raw_or_empty, seconds, times};
+use crate::machine::Machine;
+use crate::table::Shown::{Bytes, Made, Seconds, Text};
+use crate::table::{Column, Table, percent, times};
+use attlas::Mask;
+use serde::Serialize;
+use serde_json::Value;
 
 /// A row with the run it belongs to.
-type Line<'a> = (&'a Bench, &'a Row);
-
-/// Columns of tables and CSV files.
-fn columns<'a>(peers: bool) -> Vec<Column<Line<'a>>> {
-    let mut columns: Vec<Column<Line<'a>>> = vec![
-        Column::both("<method", "method", |(_, r)| r.method.into(), |(_, r)| r.method.into()),
-        Column::file("family", |(_, r)| r.family.into()),
-        Column::file("params", |(_, r)| params_text(&r.params)),
-        Column::both("n", "n", |(_, r)| r.n.to_string(), |(_, r)| r.n.to_string()),
-        Column::both("d", "d", |(_, r)| r.d.to_string(), |(_, r)| r.d.to_string()),
-        Column::file("heads", |(b, _)| b.heads.to_string()),
-        Column::file("kv_heads", |(b, _)| b.kv_heads.to_string()),
-        Column::file("mask", |(b, _)| b.mask.to_string()),
-        Column::file("mode", |(_, r)| r.mode.into()),
-        Column::file("threads", |(b, _)| b.machine.threads.to_string()),
-        Column::both(
-            "set-up",
-            "setup_seconds",
-            |(_, r)| seconds(r.setup_seconds.median),
-            |(_, r)| raw(r.setup_seconds.median),
-        ),
-        Column::both(
-            "run",
-            "run_seconds",
-            |(_, r)| seconds(r.run_seconds.median),
-            |(_, r)| raw(r.run_seconds.median),
-        ),
-        Column::table("+-", |(_, r)| {
-            percent((r.run_seconds.max - r.run_seconds.min) / 2.0 / r.run_seconds.median)
-        }),
-        Column::file("run_min", |(_, r)| raw(r.run_seconds.min)),
-        Column::file("run_max", |(_, r)| raw(r.run_seconds.max)),
-        Column::file("runs", |(_, r)| r.run_seconds.runs.to_string()),
-        Column::file("exact_seconds", |(_, r)| raw_or_empty(r.exact_seconds)),
-        Column::table("share", |(_, r)| {
-            let flop = r.flop_share.unwrap_or(0.0);
-            if flop >= r.read_share { percent(flop) + "F" } else { percent(r.read_share) + "B" }
-        }),
-        Column::both(
-            "faster",
-            "speedup",
-            |(_, r)| match r.status {
-                "exact" => "exact".into(),
-                _ => r.speedup.map_or("-".into(), times),
-            },
-            |(_, r)| raw_or_empty(r.speedup),
-        ),
-        Column::file("flops", |(_, r)| r.flops.map_or(String::new(), |f| f.to_string())),
-        Column::file("gflops", |(_, r)| raw_or_empty(r.gflops)),
-        Column::file("flop_share", |(_, r)| raw_or_empty(r.flop_share)),
-        Column::file("bytes", |(_, r)| r.bytes.to_string()),
-        Column::file("read_share", |(_, r)| raw(r.read_share)),
-        Column::both(
-            "scratch",
-            "scratch_bytes",
-            |(_, r)| bytes(r.scratch_bytes),
-            |(_, r)| r.scratch_bytes.to_string(),
-        ),
-        Column::both("memory", "peak_bytes", |(_, r)| bytes(r.peak_bytes), |(_, r)| r.peak_bytes.to_string()),
-        Column::file("fma_gflops", |(b, _)| raw_or_empty(b.machine.fma_gflops)),
-        Column::file("read_gbs", |(b, _)| raw(b.machine.read_gbs)),
-        Column::file("scattered_gbs", |(b, _)| raw(b.machine.scattered_gbs)),
-        Column::file("copy_gbs", |(b, _)| raw(b.machine.copy_gbs)),
-    ];
-    if peers {
-        columns.push(Column::table("vs peer", |(_, r)| {
-            r.peers.first().map_or(String::new(), |p| times(p.ratio))
-        }));
-    }
-    columns
+#[derive(Serialize)]
+struct Line<'a> {
+    #[serde(flatten)]
+    row: &'a Row,
+    heads: usize,
+    kv_heads: usize,
+    mask: Mask,
+    machine: &'a Machine,
 }
 
+fn x(record: &Value, at: &str) -> f64 {
+    record.pointer(at).and_then(Value::as_f64).unwrap_or(f64::NAN)
+}
+
+/// Half the range of the runs, over their median.
+fn spread(seconds: &Value) -> String {
+    percent((x(seconds, "/max") - x(seconds, "/min")) / 2.0 / x(seconds, "/median"))
+}
+
+/// The larger share of the two ceilings, and which it is.
+fn share(r: &Value) -> String {
+    let (flop, read) = (x(r, "/flop_share").max(0.0), x(r, "/read_share"));
+    if flop >= read { percent(flop) + "F" } else { percent(read) + "B" }
+}
+
+fn faster(r: &Value) -> String {
+    if r["status"] == "exact" { "exact".into() } else { times(x(r, "/speedup")) }
+}
+
+const COLUMNS: [Column; 31] = [
+    Column::both("<method", "method", "/method", Text),
+    Column::file("family", "/family"),
+    Column::file("params", "/params"),
+    Column::both("n", "n", "/n", Text),
+    Column::both("d", "d", "/d", Text),
+    Column::file("heads", "/heads"),
+    Column::file("kv_heads", "/kv_heads"),
+    Column::file("mask", "/mask"),
+    Column::file("mode", "/mode"),
+    Column::file("threads", "/machine/threads"),
+    Column::both("set-up", "setup_seconds", "/setup_seconds/median", Seconds),
+    Column::both("run", "run_seconds", "/run_seconds/median", Seconds),
+    Column::table("+-", "/run_seconds", Made(spread)),
+    Column::file("run_min", "/run_seconds/min"),
+    Column::file("run_max", "/run_seconds/max"),
+    Column::file("runs", "/run_seconds/runs"),
+    Column::file("exact_seconds", "/exact_seconds"),
+    Column::table("share", "", Made(share)),
+    Column::table("faster", "", Made(faster)),
+    Column::file("speedup", "/speedup"),
+    Column::file("flops", "/flops"),
+    Column::file("gflops", "/gflops"),
+    Column::file("flop_share", "/flop_share"),
+    Column::file("bytes", "/bytes"),
+    Column::file("read_share", "/read_share"),
+    Column::both("scratch", "scratch_bytes", "/scratch_bytes", Bytes),
+    Column::both("memory", "peak_bytes", "/peak_bytes", Bytes),
+    Column::file("fma_gflops", "/machine/fma_gflops"),
+    Column::file("read_gbs", "/machine/read_gbs"),
+    Column::file("scattered_gbs", "/machine/scattered_gbs"),
+    Column::file("copy_gbs", "/machine/copy_gbs"),
+];
+
 impl Bench {
-    fn lines(&self) -> Vec<Line<'_>> {
-        self.rows.iter().map(|r| (self, r)).collect()
+    fn lines(&self) -> impl Iterator<Item = Line<'_>> {
+        let Self { heads, kv_heads, mask, machine, .. } = self;
+        self.rows.iter().map(|row| Line { row, heads: *heads, kv_heads: *kv_heads, mask: *mask, machine })
     }
 
     /// One line for each method, width and length.
     pub fn table(&self) -> Table {
-        Table::of(&self.lines(), &columns(self.rows.iter().any(|r| !r.peers.is_empty())))
+        let mut columns = COLUMNS.to_vec();
+        if self.rows.iter().any(|r| !r.peers.is_empty()) {
+            let ratio = |r: &Value| r.as_f64().map_or(String::new(), times);
+            columns.push(Column::table("vs peer", "/peers/0/ratio", Made(ratio)));
+        }
+        Table::of(self.lines(), &columns)
     }
 
     /// Every row with all digits, for other programs.
     pub fn csv_table(&self) -> Table {
-        Table::csv_of(&self.lines(), &columns(false))
+        Table::csv_of(self.lines(), &COLUMNS)
     }
 }

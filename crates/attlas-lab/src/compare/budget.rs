@@ -333,10 +333,6 @@ mod tests {
                 Cost { run_flops: p.visible_pairs(), ..Cost::default() }
             }
 
-            fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-                attlas::engine::exact_scratch_bytes(p, threads, size)
-            }
-
             fn run<T: Real>(&self, mut group: Group<'_, T>) -> Result<RunInfo> {
                 attlas::engine::exact_group(&mut group)
             }

@@ -2,9 +2,11 @@
 
 use super::budget::Budget;
 use super::{Comparison, Matching, Row, Summary};
-use crate::table::{
-    Column, Table, bytes, count, number, params_text, percent, raw, raw_or_empty, seconds, times,
-};
+use crate::stats::Interval;
+use crate::table::Shown::{Bytes, Made, Number, Percent, Seconds, Text, Times};
+use crate::table::{Column, Table, bytes, count, number, objects_of, percent, raw};
+use serde::Serialize;
+use serde_json::Value;
 
 impl Matching {
     /// One line for each method.
@@ -43,78 +45,130 @@ impl Matching {
     }
 }
 
-/// Columns of tables and CSV files: a method on a head.
-fn columns<'a>() -> Vec<Column<&'a Row>> {
-    vec![
-        Column::table("head", |r| r.layer.map_or(r.head.to_string(), |l| format!("{l}/{}", r.head))),
-        Column::both("<method", "method", |r| r.method.into(), |r| r.method.into()),
-        Column::file("family", |r| r.family.into()),
-        Column::file("params", |r| params_text(&r.params)),
-        Column::file("layer", |r| r.layer.map_or(String::new(), |l| l.to_string())),
-        Column::file("head", |r| r.head.to_string()),
-        Column::file("seeds", |r| r.seeds.to_string()),
-        Column::both("error", "rel_fro", |r| number(r.rel_fro.mean), |r| raw(r.rel_fro.mean)),
-        Column::both("lo", "rel_fro_lo", |r| number(r.rel_fro.lo), |r| raw(r.rel_fro.lo)),
-        Column::both("hi", "rel_fro_hi", |r| number(r.rel_fro.hi), |r| raw(r.rel_fro.hi)),
-        Column::file("rel_spectral", |r| raw(r.errors.rel_spectral)),
-        Column::file("max_abs", |r| raw(r.errors.max_abs)),
-        Column::file("cosine", |r| raw(r.errors.cosine)),
-        Column::file("rel_l1", |r| raw(r.errors.rel_l1)),
-        Column::file("setup_seconds", |r| raw(r.setup_seconds)),
-        Column::both("run", "run_seconds", |r| seconds(r.run_seconds), |r| raw(r.run_seconds)),
-        Column::both("faster", "speedup", |r| times(r.speedup), |r| raw(r.speedup)),
-        Column::file("peak_bytes", |r| r.peak_bytes.to_string()),
-        Column::file("scratch_bytes", |r| r.scratch_bytes.to_string()),
-        Column::file("keys_visited", |r| r.keys_visited.to_string()),
-        Column::both("keys", "keys_share", |r| percent(r.keys_share), |r| raw(r.keys_share)),
-        Column::file("predicted_rel_sd", |r| raw_or_empty(r.figures.get("predicted_rel_sd").copied())),
-        Column::file("features_needed", |r| raw_or_empty(r.figures.get("features_needed").copied())),
-        Column::file("decode_bytes", |r| raw_or_empty(r.figures.get("decode_bytes").copied())),
-        Column::both(
-            "<status",
-            "status",
-            |r| if r.status == "complete" { String::new() } else { r.status.into() },
-            |r| r.status.into(),
-        ),
-    ]
+/// A method on a head.
+const COLUMNS: [Column; 25] = [
+    Column::table(
+        "head",
+        "",
+        Made(|r| match &r["layer"] {
+            Value::Null => raw(&r["head"]),
+            layer => format!("{layer}/{}", r["head"]),
+        }),
+    ),
+    Column::both("<method", "method", "/method", Text),
+    Column::file("family", "/family"),
+    Column::file("params", "/params"),
+    Column::file("layer", "/layer"),
+    Column::file("head", "/head"),
+    Column::file("seeds", "/seeds"),
+    Column::both("error", "rel_fro", "/rel_fro/mean", Number),
+    Column::both("lo", "rel_fro_lo", "/rel_fro/lo", Number),
+    Column::both("hi", "rel_fro_hi", "/rel_fro/hi", Number),
+    Column::file("rel_spectral", "/errors/rel_spectral"),
+    Column::file("max_abs", "/errors/max_abs"),
+    Column::file("cosine", "/errors/cosine"),
+    Column::file("rel_l1", "/errors/rel_l1"),
+    Column::file("setup_seconds", "/setup_seconds"),
+    Column::both("run", "run_seconds", "/run_seconds", Seconds),
+    Column::both("faster", "speedup", "/speedup", Times),
+    Column::file("peak_bytes", "/peak_bytes"),
+    Column::file("scratch_bytes", "/scratch_bytes"),
+    Column::file("keys_visited", "/keys_visited"),
+    Column::both("keys", "keys_share", "/keys_share", Percent),
+    Column::file("predicted_rel_sd", "/figures/predicted_rel_sd"),
+    Column::file("features_needed", "/figures/features_needed"),
+    Column::file("decode_bytes", "/figures/decode_bytes"),
+    Column::both(
+        "<status",
+        "status",
+        "/status",
+        Made(|s| if s == "complete" { String::new() } else { raw(s) }),
+    ),
+];
+
+/// A method over all heads, with what depends on the others.
+#[derive(Serialize)]
+struct Line<'a> {
+    #[serde(flatten)]
+    summary: &'a Summary,
+    seconds: f64,
+    /// Half the interval of one head, or the largest error of several.
+    spread: f64,
+    exact: bool,
+    note: String,
+}
+
+impl Summary {
+    /// Columns of tables and of the report's figures.
+    fn columns(heads: usize) -> [Column; 14] {
+        [
+            Column::both("<method", "method", "/method", Text),
+            Column::file("family", "/family"),
+            Column::both("error", "error", "/rel_fro/mean", Number),
+            Column::table(if heads > 1 { "worst" } else { "+-" }, "/spread", Number),
+            Column::file("lo", "/rel_fro/lo"),
+            Column::file("hi", "/rel_fro/hi"),
+            Column::both("set-up", "setup", "/setup_seconds", Seconds),
+            Column::table("run", "/run_seconds", Seconds),
+            Column::file("seconds", "/seconds"),
+            Column::both("faster", "speedup", "/speedup", Times),
+            Column::both("memory", "bytes", "/peak_bytes", Bytes),
+            Column::both(
+                "keys",
+                "keys",
+                "/keys_share",
+                Made(|x| x.as_f64().filter(|x| *x != 0.0).map_or("-".into(), percent)),
+            ),
+            Column::file("exact", "/exact"),
+            Column::table("<status", "/note", Text),
+        ]
+    }
 }
 
 impl Comparison {
+    fn line<'a>(&self, summary: &'a Summary) -> Line<'a> {
+        let (s, all) = (summary, self.exact.heads.len());
+        let note = match s.status {
+            _ if s.heads < all => count(s.heads, "head"),
+            _ if self.matched.as_ref().is_some_and(|m| m.is_over(s.method)) => "over".into(),
+            "complete" if s.front => "front".into(),
+            "complete" => "".into(),
+            "stopped_early" => "early".into(),
+            "not_finite" => "NaN".into(),
+            other => other.into(),
+        };
+        let spread = if all > 1 { s.rel_fro.hi } else { s.rel_fro.hi - s.rel_fro.mean };
+        Line { summary, seconds: s.seconds(), spread, exact: s.fell_back(), note }
+    }
+
     /// One line for each method, smallest error first; methods that computed exact attention, or that refuse some of the
     /// heads, are not ranked and come last.
     pub fn table(&self) -> Table {
-        let many = self.exact.heads.len() > 1;
-        let spread = if many { "worst" } else { "+-" };
-        let mut titles = vec!["<method", "error", spread];
-        titles.extend(["set-up", "run", "faster", "memory", "keys", "<status"]);
-        let mut table = Table::new(&titles);
         let mut lines: Vec<&Summary> = self.summary.iter().collect();
-        let part = |s: &Summary| s.heads < self.exact.heads.len();
-        let over = |s: &Summary| self.matched.as_ref().is_some_and(|m| m.is_over(s.method));
         let unranked = |s: &Summary| !self.ranks(s);
         lines.sort_by(|a, b| unranked(a).cmp(&unranked(b)).then(a.rel_fro.mean.total_cmp(&b.rel_fro.mean)));
-        for s in lines {
-            let gap = if many { s.rel_fro.hi } else { s.rel_fro.hi - s.rel_fro.mean };
-            let mut row = vec![s.method.into(), number(s.rel_fro.mean), number(gap)];
-            row.extend([
-                seconds(s.setup_seconds),
-                seconds(s.run_seconds),
-                times(s.speedup),
-                bytes(s.peak_bytes),
-                if s.keys_share == 0.0 { "-".into() } else { percent(s.keys_share) },
-                match s.status {
-                    _ if part(s) => count(s.heads, "head"),
-                    _ if over(s) => "over".into(),
-                    "complete" if s.front => "front".into(),
-                    "complete" => "".into(),
-                    "stopped_early" => "early".into(),
-                    "not_finite" => "NaN".into(),
-                    other => other.into(),
-                },
-            ]);
-            table.push(row);
-        }
-        table
+        Table::of(lines.into_iter().map(|s| self.line(s)), &Summary::columns(self.exact.heads.len()))
+    }
+
+    /// Each method as an object of the same columns, for the figures of a page, and exact attention as such a method.
+    pub(crate) fn objects(&self) -> (Vec<Value>, Value) {
+        let exact = Summary {
+            method: self.exact.method,
+            family: "exact",
+            heads: self.exact.heads.len(),
+            rel_fro: Interval { mean: 0.0, lo: 0.0, hi: 0.0 },
+            setup_seconds: 0.0,
+            run_seconds: self.exact.run_seconds,
+            speedup: 1.0,
+            peak_bytes: self.exact.peak_bytes,
+            keys_share: 1.0,
+            status: "complete",
+            front: true,
+        };
+        let lines = self.summary.iter().chain([&exact]).map(|s| self.line(s));
+        let mut objects = objects_of(lines, &Summary::columns(self.exact.heads.len()));
+        let exact = objects.pop().unwrap_or_default();
+        (objects, exact)
     }
 
     /// One line for each method and head, smallest error first within a head. A head of a layer reads `layer/head`.
@@ -123,7 +177,7 @@ impl Comparison {
         lines.sort_by(|a, b| {
             (a.layer, a.head).cmp(&(b.layer, b.head)).then(a.rel_fro.mean.total_cmp(&b.rel_fro.mean))
         });
-        Table::of(&lines, &columns())
+        Table::of(lines, &COLUMNS)
     }
 
     /// Predictions of methods with feature maps or sketches, the worst head of each: the relative
@@ -156,6 +210,6 @@ impl Comparison {
 
     /// Every row with all digits, for other programs.
     pub fn csv_table(&self) -> Table {
-        Table::csv_of(&self.rows.iter().collect::<Vec<&Row>>(), &columns())
+        Table::csv_of(&self.rows, &COLUMNS)
     }
 }

@@ -4,109 +4,20 @@ use super::Report;
 use super::recipe::RecipeMap;
 use crate::compare::{Comparison, Summary, front};
 use crate::figures::{heat_address, named_spectra};
-use crate::inspect::Inspected;
-use attlas::diagnostics::{HeadReport, Spectrum};
+use crate::inspect::{FIGURES, Inspected};
+use attlas::diagnostics::Spectrum;
 use serde_json::{Value, json};
-
-/// A figure of a head that is drawn over layers and heads.
-struct Figure {
-    name: &'static str,
-    /// `count`, `number` or `share`, which says how it is written.
-    kind: &'static str,
-    of: fn(&HeadReport) -> f64,
-    /// Whether only that much is known.
-    open: fn(&HeadReport) -> bool,
-}
-
-const KNOWN: fn(&HeadReport) -> bool = |_| false;
-
-const FIGURES: [Figure; 8] = [
-    Figure {
-        name: "rank of Z⁻¹A at 90 %",
-        kind: "count",
-        of: |r| r.spectra.weights.variance_rank.value as f64,
-        open: |r| r.spectra.weights.variance_rank.open,
-    },
-    Figure {
-        name: "stable rank of Z⁻¹A",
-        kind: "number",
-        of: |r| r.spectra.weights.stable_rank,
-        open: KNOWN,
-    },
-    Figure {
-        name: "keys that hold 90 % of a row",
-        kind: "number",
-        of: |r| r.weights.keys_for_mass[0].keys.mean,
-        open: KNOWN,
-    },
-    Figure {
-        name: "mass of the 64 largest weights",
-        kind: "share",
-        of: |r| r.weights.mass_of_top[3].mass.mean,
-        open: KNOWN,
-    },
-    Figure { name: "entropy of rows, nats", kind: "number", of: |r| r.weights.entropy.mean, open: KNOWN },
-    Figure {
-        name: "weights below 1 % of their row's largest",
-        kind: "share",
-        of: |r| r.weights.below[1].1,
-        open: KNOWN,
-    },
-    Figure {
-        name: "mean weight of the first key",
-        kind: "share",
-        of: |r| r.weights.mean_weight.first().copied().unwrap_or(0.0),
-        open: KNOWN,
-    },
-    Figure {
-        name: "rank of QKᵀ at 90 %",
-        kind: "count",
-        of: |r| r.spectra.qk.variance_rank.value as f64,
-        open: |r| r.spectra.qk.variance_rank.open,
-    },
-];
 
 /// The document.
 pub(super) fn data(report: &Report<'_>, recipe: Option<&RecipeMap>) -> Value {
     let c = report.comparison;
     let figures: Vec<Value> = FIGURES.iter().map(|f| json!({ "name": f.name, "kind": f.kind })).collect();
-    let methods: Vec<Value> = c
-        .summary
-        .iter()
-        .map(|s| {
-            json!({
-                "method": s.method,
-                "family": s.family,
-                "error": round(s.rel_fro.mean),
-                "lo": round(s.rel_fro.lo),
-                "hi": round(s.rel_fro.hi),
-                "seconds": round(s.setup_seconds + s.run_seconds),
-                "setup": round(s.setup_seconds),
-                "speedup": round(s.speedup),
-                "bytes": s.peak_bytes,
-                "keys": round(s.keys_share),
-                "exact": s.fell_back(),
-            })
-        })
-        .collect();
-    let exact = json!({
-        "method": c.exact.method,
-        "family": "exact",
-        "error": 0.0,
-        "lo": 0.0,
-        "hi": 0.0,
-        "seconds": round(c.exact.run_seconds),
-        "setup": 0.0,
-        "speedup": 1.0,
-        "bytes": c.exact.peak_bytes,
-        "keys": 1.0,
-        "exact": false,
-    });
+    let (methods, exact) = c.objects();
     json!({
         "figures": figures,
         "heads": report.inspection.heads.iter().map(head).collect::<Vec<_>>(),
-        "methods": methods,
-        "exact": exact,
+        "methods": methods.into_iter().map(rounded).collect::<Vec<_>>(),
+        "exact": rounded(exact),
         "fronts": fronts(c),
         "recipe": recipe.map(RecipeMap::data),
     })
@@ -170,6 +81,16 @@ fn points(s: &Spectrum) -> Vec<[f64; 2]> {
         }
     }
     out
+}
+
+/// An object with four digits in its figures.
+fn rounded(mut object: Value) -> Value {
+    for value in object.as_object_mut().into_iter().flat_map(|o| o.values_mut()) {
+        if let Some(x) = value.as_f64().filter(|_| value.is_f64()) {
+            *value = round(x).into();
+        }
+    }
+    object
 }
 
 /// Four digits: a page shows fewer.

@@ -9,7 +9,7 @@
 //! of that bin are halved until few enough are left to be sorted. Long lists are counted in pieces on rayon's current
 //! pool, or by the tasks that compute the scores; weights are whole numbers, so no number of threads moves the cut.
 
-use crate::{DType, Real};
+use crate::{DType, Real, kernels};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -76,6 +76,21 @@ impl Cut {
             (first + below..).zip(behind).for_each(|(i, &s)| write(i, (s > value) | s.is_nan()));
         }
         len
+    }
+
+    /// Sets to −∞ what belongs to scores that are not taken, the first of which is at position `first`; returns how many.
+    /// Of a cut that leaves something out.
+    pub fn hide_others<T: Real>(&self, scores: &[T], first: usize, logits: &mut [T]) -> usize {
+        let value: T = value_of(self.rank);
+        let below = self.end.saturating_sub(first).min(scores.len());
+        let ((before, behind), (early, late)) = (scores.split_at(below), logits.split_at_mut(below));
+        // A NaN fails the comparisons and stays; where it is the value itself, only some of them do.
+        let hidden = if value.is_nan() {
+            hide(before, early, |s| !s.is_nan()) + hide(behind, late, |_| true)
+        } else {
+            hide(before, early, |s| s < value) + hide(behind, late, |s| s <= value)
+        };
+        hidden as usize
     }
 
     /// The `count` largest scores.
@@ -160,6 +175,76 @@ impl Cut {
         // The item that did not fit is the first that is not taken.
         over.map_or(Self::ALL, |first| Self { rank: rest[first].0, end: rest[first].1 })
     }
+}
+
+/// Sets to −∞ what belongs to scores that fulfil a condition; returns how many.
+fn hide<T: Real>(scores: &[T], logits: &mut [T], condition: impl Fn(T) -> bool) -> u32 {
+    let mut hidden = 0;
+    for (x, &s) in logits.iter_mut().zip(scores) {
+        let hide = condition(s);
+        hidden += u32::from(hide);
+        *x = if hide { T::NEG_INFINITY } else { *x };
+    }
+    hidden
+}
+
+/// Writes the indices of the `count` largest scores into `index`, in increasing order; ties go to the smaller index.
+/// NaN counts as the largest, so that it is never dropped silently.
+pub fn select_top<T: Real>(scores: &[T], count: usize, index: &mut Vec<usize>) {
+    index.clear();
+    if count >= scores.len() {
+        index.extend(0..scores.len());
+        return;
+    }
+    if count == 0 {
+        return;
+    }
+    if scores.len() >= FEW * count {
+        return select_few(scores, count, index);
+    }
+    let cut = Cut::largest(scores, count);
+    // Written whether taken or not, as in `Cut::places`.
+    index.resize(count + 1, 0);
+    let mut len = 0;
+    for (i, &s) in scores.iter().enumerate() {
+        index[len] = i;
+        len += usize::from(cut.takes(s, i));
+    }
+    debug_assert_eq!(len, count, "a cut of ones takes that many");
+    index.truncate(count);
+}
+
+/// The share of scores, one in this number, that counts as few.
+const FEW: usize = 16;
+
+/// [`select_top`] for few scores among many: the largest of each of `4 · count` blocks show a bound that at least `count`
+/// scores reach, and only blocks that reach it are looked into.
+fn select_few<T: Real>(scores: &[T], count: usize, index: &mut Vec<usize>) {
+    let len = scores.len() / (4 * count);
+    let largest: Vec<u64> = scores
+        .chunks(len)
+        .map(|block| {
+            let largest = kernels::max(block);
+            // The sum shows a NaN, which `max` leaves out; two infinities may look like one and are no harm.
+            let any_nan = kernels::sum(block).is_nan() && block.iter().any(|s| s.is_nan());
+            rank_of(if any_nan { T::NAN } else { largest })
+        })
+        .collect();
+    let mut bounds = largest.clone();
+    let bound = *bounds.select_nth_unstable_by(count - 1, |a, b| b.cmp(a)).1;
+    let mut found: Vec<(u64, u32)> = Vec::with_capacity(4 * count);
+    for (b, block) in scores.chunks(len).enumerate() {
+        if largest[b] >= bound {
+            let ranked = block.iter().zip((b * len) as u32..).map(|(&s, i)| (rank_of(s), i));
+            found.extend(ranked.filter(|&(rank, _)| rank >= bound));
+        }
+    }
+    if found.len() > count {
+        found.select_nth_unstable_by(count - 1, |a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
+        found.truncate(count);
+    }
+    index.extend(found.iter().map(|&(_, i)| i as usize));
+    index.sort_unstable();
 }
 
 /// Weights of a piece of the items, by the leading bits of their scores.
@@ -310,13 +395,27 @@ mod tests {
                     .collect();
                 let narrow: Vec<f32> = scores.iter().map(|&s| s as f32).collect();
                 let weights: Vec<usize> = (0..n).map(|_| rng.below(5)).collect();
-                for count in [0, 1, n / 4, n / 2, n.saturating_sub(1), n, 2 * n, 5 * n] {
+                for count in [0, 1, n / 40, n / 4, n / 2, n.saturating_sub(1), n, 2 * n, 5 * n] {
                     let what = format!("{count} of {n}, round {round}");
                     let ones = vec![1; n];
                     let largest = taken(Cut::largest(&scores, count), &scores);
                     assert_eq!(largest, by_sorting(&scores, &ones, count), "{what}");
                     let largest = taken(Cut::largest(&narrow, count), &narrow);
                     assert_eq!(largest, by_sorting(&narrow, &ones, count), "{what}, single");
+                    let mut found = Vec::new();
+                    select_top(&narrow, count, &mut found);
+                    assert_eq!(found, largest, "{what}, as a list");
+                    if (1..n).contains(&count) {
+                        let mut kept = vec![0.0f32; n];
+                        // In two parts, as tiles are.
+                        let (head, tail) = kept.split_at_mut(n / 3);
+                        let cut = Cut::largest(&narrow, count);
+                        let hidden = cut.hide_others(&narrow[..n / 3], 0, head)
+                            + cut.hide_others(&narrow[n / 3..], n / 3, tail);
+                        assert_eq!(hidden, n - count, "{what}, hidden");
+                        let kept: Vec<usize> = (0..n).filter(|&i| kept[i] == 0.0).collect();
+                        assert_eq!(kept, found, "{what}, by comparison");
+                    }
                     let within = taken(Cut::within(&scores, |i| weights[i], count), &scores);
                     assert_eq!(within, by_sorting(&scores, &weights, count), "{what}, weighted");
                     let pieces: Vec<Counts> = scores

@@ -686,7 +686,7 @@ mod tests {
         assign_into(x.as_ref(), again.centroids.as_ref(), Metric::Spherical, &mut labels);
         assert_eq!(labels, again.labels);
         for (i, &label) in labels.iter().enumerate() {
-            let score = |c: usize| crate::hash::dot(x.row(i), again.centroids.row(c));
+            let score = |c: usize| crate::linalg::dot(x.row(i), again.centroids.row(c));
             // The product and this dot product are rounded differently.
             assert!((0..7).all(|c| score(c) <= score(label as usize) + 8.0 * f64::EPSILON));
         }

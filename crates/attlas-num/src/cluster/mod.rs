@@ -15,6 +15,6 @@ pub mod best;
 pub mod buckets;
 pub mod kmeans;
 
-pub use best::{Counts, Cut};
+pub use best::{Counts, Cut, select_top};
 pub use buckets::{Balanced, Membership, RoundTable, SortKey, inverse_order, order_by};
 pub use kmeans::{Clustering, Init, Metric, Options, kmeans};

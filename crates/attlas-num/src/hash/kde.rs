@@ -357,8 +357,8 @@ fn log_median(logs: &mut [f64]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hash::dot;
     use crate::hash::tests::{assert_mean, gaussian};
+    use crate::linalg::dot;
 
     const SAMPLERS: [Backend; 4] = [
         Backend::Weighted { samples: 3 },

@@ -148,8 +148,9 @@ impl<T: Real> LiftedLines<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hash::squared_distance;
     use crate::hash::tests::{assert_mean, gaussian};
-    use crate::hash::{dot, squared_distance};
+    use crate::linalg::dot;
 
     /// The lifted vectors, formed as they are defined.
     fn lifted(lift: Lift, side: Side, x: MatRef<'_, f64>) -> Mat<f64> {

@@ -35,8 +35,6 @@ pub mod sign;
 pub mod stable;
 
 pub use polytope::{CrossPolytope, factor_buckets};
-#[cfg(test)]
-pub(crate) use project::dot;
 pub(crate) use project::{directions, project_columns, project_tiles, squared_distance, squared_norm};
 pub use sign::SignHash;
 pub use stable::PStable;

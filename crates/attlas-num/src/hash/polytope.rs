@@ -236,7 +236,7 @@ mod tests {
         codes.iter().for_each(|&c| seen[c as usize] += 1);
         assert!(seen.iter().all(|&s| s > 0), "{seen:?}");
         for (i, &c) in codes.iter().enumerate() {
-            let y = |k| crate::hash::dot(x.row(i), hash.rounds[0].row(k));
+            let y = |k| crate::linalg::dot(x.row(i), hash.rounds[0].row(k));
             let first = nearest_vertex(&[y(0), y(1)]);
             let second = nearest_vertex(&[y(2), y(3), y(4)]);
             assert_eq!(c as usize, first + 4 * second);

@@ -1,31 +1,15 @@
-//! The inner loops of this room: dot products, and the product of rows with directions.
+//! The inner loops of this room: distances, norms, and the product of rows with directions.
 
 use crate::kernels::{Isa, Op, gemm};
 use crate::rng::Rng;
 use crate::{Mat, MatRef, Real, Scratch};
 use std::ops::Range;
 
-/// Independent partial sums of a dot product, so that the compiler can keep them in vector registers.
+/// Independent partial sums, so that the compiler can keep them in vector registers.
 const LANES: usize = 8;
 
 /// Elements of the tile that [`project_tiles`] fills before it hands it on.
 const TILE_LEN: usize = 1 << 14;
-
-/// $\langle a, b\rangle$: what the products are tested against.
-#[cfg(test)]
-pub(crate) fn dot<T: Real>(a: &[T], b: &[T]) -> T {
-    debug_assert_eq!(a.len(), b.len());
-    let (a_chunks, a_rest) = a.as_chunks::<LANES>();
-    let (b_chunks, b_rest) = b.as_chunks::<LANES>();
-    let mut acc = [T::ZERO; LANES];
-    for (x, y) in a_chunks.iter().zip(b_chunks) {
-        for l in 0..LANES {
-            acc[l] += x[l] * y[l];
-        }
-    }
-    let rest: T = a_rest.iter().zip(b_rest).map(|(&x, &y)| x * y).sum();
-    ((acc[0] + acc[4]) + (acc[1] + acc[5])) + ((acc[2] + acc[6]) + (acc[3] + acc[7])) + rest
-}
 
 /// $|a - b|^2$ in f64, from the differences: no cancellation between large norms.
 #[inline]
@@ -115,15 +99,15 @@ fn in_tiles<T: Real>(
 mod tests {
     use super::*;
     use crate::hash::tests::gaussian;
+    use crate::linalg::dot;
 
     #[test]
-    fn dot_products_and_norms_of_every_short_length_are_right() {
+    fn distances_and_norms_of_every_short_length_are_right() {
         for n in 0..40 {
             let m = gaussian::<f64>(n as u64, 2, n);
             let (a, b) = (m.row(0), m.row(1));
             let tol = 4.0 * n as f64 * f64::EPSILON;
             let naive = |f: &dyn Fn(f64, f64) -> f64| a.iter().zip(b).map(|(&x, &y)| f(x, y)).sum::<f64>();
-            assert!((dot(a, b) - naive(&|x, y| x * y)).abs() <= tol * squared_norm(a).max(squared_norm(b)));
             let squares = naive(&|x, y| (x - y) * (x - y));
             assert!((squared_distance(a, b) - squares).abs() <= tol * squares);
             let norm = naive(&|x, _| x * x);

@@ -96,8 +96,9 @@ impl<T: Real> Lsh<T> for SignHash<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hash::squared_norm;
     use crate::hash::tests::{assert_frequency, gaussian, pair_at_angle};
-    use crate::hash::{dot, squared_norm};
+    use crate::linalg::dot;
     use std::f64::consts::PI;
 
     /// Entry `rank` of the reflected Gray sequence: the inverse of [`gray_rank`].

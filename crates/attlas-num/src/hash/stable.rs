@@ -236,7 +236,7 @@ mod tests {
             for t in 0..3 {
                 let RoundFunctions { directions, offsets } = &hash.rounds[0];
                 assert!((0.0..0.7).contains(&offsets[t]));
-                let y = crate::hash::dot(x.row(i), directions.row(t)).to_f64() + offsets[t];
+                let y = crate::linalg::dot(x.row(i), directions.row(t)).to_f64() + offsets[t];
                 let low = buckets[(i, t)] as f64 * 0.7;
                 assert!(low <= y + 1e-12 && y < low + 0.7 + 1e-12);
             }

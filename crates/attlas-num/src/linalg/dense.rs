@@ -1,25 +1,8 @@
 //! Matrix products in the element type, and the two vector loops that the factorisations are made of.
 
+use crate::kernels::Op;
 use crate::{DType, Mat, MatRef, Real};
 use faer::{Accum, Par};
-
-/// A factor of a product: as it is, or transposed.
-#[derive(Clone, Copy, Debug)]
-pub enum Op<'a, T> {
-    /// The matrix.
-    N(MatRef<'a, T>),
-    /// Its transpose.
-    T(MatRef<'a, T>),
-}
-
-impl<T> Op<'_, T> {
-    fn shape(&self) -> (usize, usize) {
-        match self {
-            Op::N(a) => (a.rows(), a.cols()),
-            Op::T(a) => (a.cols(), a.rows()),
-        }
-    }
-}
 
 /// $AB$. Panics if the inner sizes differ.
 pub fn matmul<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>) -> Mat<T> {
@@ -36,8 +19,8 @@ pub fn matmul_nt<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>) -> Mat<T> {
     product(Op::N(a), Op::T(b))
 }
 
-fn product<T: Real>(a: Op<'_, T>, b: Op<'_, T>) -> Mat<T> {
-    let (rows, cols) = (a.shape().0, b.shape().1);
+fn product<T: Real>(a: Op<MatRef<'_, T>>, b: Op<MatRef<'_, T>>) -> Mat<T> {
+    let (rows, cols) = (a.rows(), b.cols());
     let mut out = Mat::zeros(rows, cols);
     gemm(T::ONE, a, b, out.data_mut(), cols, false);
     out
@@ -45,7 +28,14 @@ fn product<T: Real>(a: Op<'_, T>, b: Op<'_, T>) -> Mat<T> {
 
 /// `dst = alpha · a · b`, or `dst += …` if `accumulate`; rows of `dst` are `stride` apart. Panics if the
 /// sizes do not fit.
-pub fn gemm<T: Real>(alpha: T, a: Op<'_, T>, b: Op<'_, T>, dst: &mut [T], stride: usize, accumulate: bool) {
+pub fn gemm<T: Real>(
+    alpha: T,
+    a: Op<MatRef<'_, T>>,
+    b: Op<MatRef<'_, T>>,
+    dst: &mut [T],
+    stride: usize,
+    accumulate: bool,
+) {
     match T::DTYPE {
         DType::F32 => gemm_as::<T, f32>(alpha, a, b, dst, stride, accumulate),
         DType::F64 => gemm_as::<T, f64>(alpha, a, b, dst, stride, accumulate),
@@ -54,14 +44,14 @@ pub fn gemm<T: Real>(alpha: T, a: Op<'_, T>, b: Op<'_, T>, dst: &mut [T], stride
 
 fn gemm_as<T: Real, E: Real + faer::traits::ComplexField>(
     alpha: T,
-    a: Op<'_, T>,
-    b: Op<'_, T>,
+    a: Op<MatRef<'_, T>>,
+    b: Op<MatRef<'_, T>>,
     dst: &mut [T],
     stride: usize,
     accumulate: bool,
 ) {
-    let ((m, k), (k2, n)) = (a.shape(), b.shape());
-    assert_eq!(k, k2, "inner sizes of a product");
+    let (m, k, n) = (a.rows(), a.cols(), b.cols());
+    assert_eq!(k, b.rows(), "inner sizes of a product");
     if m == 0 || n == 0 {
         return;
     }
@@ -81,7 +71,7 @@ fn gemm_as<T: Real, E: Real + faer::traits::ComplexField>(
 }
 
 /// The view `faer` works on; neither side may be empty.
-fn faer_op<'a, T: Real, E: Real>(op: Op<'a, T>) -> faer::MatRef<'a, E> {
+fn faer_op<'a, T: Real, E: Real>(op: Op<MatRef<'a, T>>) -> faer::MatRef<'a, E> {
     let view = |a: MatRef<'a, T>| {
         let stride = a.stride().max(a.cols());
         let data = &a.data()[..(a.rows() - 1) * stride + a.cols()];

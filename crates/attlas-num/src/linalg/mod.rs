@@ -41,8 +41,9 @@ mod qr;
 mod svd;
 mod triangular;
 
+pub use crate::kernels::Op;
 pub use cholesky::{PsdFactor, cholesky, psd_factor};
-pub use dense::{Op, dot, gemm, matmul, matmul_nt, matmul_tn};
+pub use dense::{dot, gemm, matmul, matmul_nt, matmul_tn};
 pub use eigen::{SymmetricEigen, symmetric_eigen};
 pub use lambert::lambert_w0_exp;
 pub use lu::{Lu, inverse, lu, solve};

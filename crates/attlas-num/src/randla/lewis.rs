@@ -129,12 +129,6 @@ fn damped(w: f64, tau: f64, p: f64) -> f64 {
     (libm::pow(w, 1.0 - eta) * libm::pow(target, eta)).max(1e-200)
 }
 
-/// Upper bound on the scratch bytes of [`lewis_weights`] for rows of width `d` with `threads` threads.
-pub fn lewis_scratch_bytes(d: usize, threads: usize) -> usize {
-    // Rows and their solutions, and two packed operands of a product.
-    threads * (2 * BLOCK * d * size_of::<f64>() + (192 << 10) + (512 << 10) + 512)
-}
-
 /// Rows that are widened at one time.
 const BLOCK: usize = 256;
 

@@ -23,7 +23,7 @@ mod operator;
 pub mod rpcholesky;
 mod svd;
 
-pub use lewis::{LewisOptions, LewisWeights, lewis_scratch_bytes, lewis_weights};
+pub use lewis::{LewisOptions, LewisWeights, lewis_weights};
 pub use operator::{FnOperator, LinearOperator, NormEstimate, Product, operator_norm};
 pub use rpcholesky::{GaussianKernel, PartialCholesky, PsdMatrix, cholesky_with_pivots, rp_cholesky};
 pub use svd::{RandomizedSvd, randomized_svd, range_finder};

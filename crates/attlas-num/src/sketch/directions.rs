@@ -12,7 +12,7 @@
 //! * [`Coupling::Hadamard`]: $H D_1 H D_2 H D_3 / d^{3/2}$ with random signs in place of the rotation; `d` a
 //!   power of two; nearly but not exactly unbiased.
 
-use super::small::haar;
+use super::haar::haar;
 use super::{SketchError, ensure};
 use crate::mat::Mat;
 use crate::rng::{Rng, StreamKey};
@@ -109,7 +109,7 @@ fn hadamard_block(d: usize, rng: &mut Rng) -> Mat<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sketch::project::dot;
+    use crate::linalg::dot;
 
     const ALL: [Coupling; 5] = [
         Coupling::Iid,

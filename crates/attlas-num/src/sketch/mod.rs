@@ -32,9 +32,9 @@
 
 pub mod directions;
 pub mod features;
+mod haar;
 pub mod polynomial;
 mod project;
-mod small;
 #[cfg(test)]
 mod testing;
 pub mod variance;

@@ -13,19 +13,6 @@ pub(super) fn needs_wide<T: Real>(norm2: f64) -> bool {
     norm2 > if T::DTYPE == DType::F32 { 64.0 } else { 1e280 }
 }
 
-/// `⟨x, y⟩` in eight partial sums.
-pub(super) fn dot<T: Real>(x: &[T], y: &[T]) -> T {
-    let mut acc = [T::ZERO; 8];
-    let (xs, ys) = (x.chunks_exact(8), y.chunks_exact(8));
-    let tail: T = xs.remainder().iter().zip(ys.remainder()).map(|(a, b)| *a * *b).sum();
-    for (a, b) in xs.zip(ys) {
-        for i in 0..8 {
-            acc[i] += a[i] * b[i];
-        }
-    }
-    ((acc[0] + acc[4]) + (acc[1] + acc[5])) + ((acc[2] + acc[6]) + (acc[3] + acc[7])) + tail
-}
-
 /// `⟨x, y⟩` in double precision; an overflow of finite numbers gives ±∞, never NaN.
 pub(super) fn dot_wide<T: Real>(x: &[T], y: &[T]) -> f64 {
     let mut acc = [0.0; 4];

@@ -12,9 +12,10 @@
 //!
 //! **Cost.** A sweep takes about $2 (N + 1) P L \prod I$ flops, and $(P \prod L)^3 / 3$ for the cores.
 
-use super::small::{column_sign, kron_chain, matmul, matmul_nt, matmul_tn, solve_gram, thin_qr};
+use super::small::{column_sign, kron_chain, solve_gram, thin_qr};
 use super::tucker::{self, Tucker};
 use super::{Error, Result, Tensor};
+use crate::linalg::{matmul, matmul_nt, matmul_tn};
 use crate::rng::{Rng, StreamKey};
 use crate::{DType, Mat, Real};
 
@@ -291,7 +292,7 @@ impl Problem<'_> {
                 } else {
                     let mut mix = Mat::zeros(basis.cols(), r);
                     rng.fill_normal(mix.data_mut());
-                    matmul(basis, &mix)
+                    matmul(basis.as_ref(), mix.as_ref())
                 };
                 bases.push(thin_qr(&picked).0);
             }
@@ -317,7 +318,7 @@ impl Problem<'_> {
             rhs.row_mut(0)[p * len..(p + 1) * len].copy_from_slice(projected.data());
             for q in 0..=p {
                 let crosses: Vec<Mat<f64>> =
-                    bases[p].iter().zip(&bases[q]).map(|(a, b)| matmul_tn(a, b)).collect();
+                    bases[p].iter().zip(&bases[q]).map(|(a, b)| matmul_tn(a.as_ref(), b.as_ref())).collect();
                 let block = kron_chain(&crosses);
                 for i in 0..len {
                     for j in 0..len {
@@ -328,7 +329,7 @@ impl Problem<'_> {
             }
         }
         let solved = solve_gram(&normal, &rhs, self.ridge, self.floor);
-        let image = matmul(&solved, &normal);
+        let image = matmul(solved.as_ref(), normal.as_ref());
         let gain = (0..total).map(|i| solved[(0, i)] * (image[(0, i)] - 2.0 * rhs[(0, i)])).sum();
         let cores = solved.data().chunks_exact(len).map(|c| Tensor::new(self.ranks, c.to_vec()));
         Ok((cores.collect::<Result<_>>()?, gain))
@@ -343,18 +344,19 @@ impl Problem<'_> {
         let mut y = Mat::zeros(self.t.shape()[mode], total);
         let unfolded: Vec<Mat<f64>> = cores.iter().map(|g| g.unfold(mode)).collect::<Result<_>>()?;
         for p in 0..self.blocks {
-            let rows = matmul_nt(&self.project(&bases[p], Some(mode))?.unfold(mode)?, &unfolded[p]);
+            let projected = self.project(&bases[p], Some(mode))?.unfold(mode)?;
+            let rows = matmul_nt(projected.as_ref(), unfolded[p].as_ref());
             for i in 0..y.rows() {
                 y.row_mut(i)[p * r..(p + 1) * r].copy_from_slice(rows.row(i));
             }
             for q in 0..=p {
                 let crosses: Vec<(usize, Mat<f64>)> = (0..self.order())
                     .filter(|&m| m != mode)
-                    .map(|m| (m, matmul_tn(&bases[p][m], &bases[q][m])))
+                    .map(|m| (m, matmul_tn(bases[p][m].as_ref(), bases[q][m].as_ref())))
                     .collect();
                 let list: Vec<(usize, &Mat<f64>)> = crosses.iter().map(|(m, c)| (*m, c)).collect();
                 let moved = cores[q].mode_products(&list)?.unfold(mode)?;
-                let block = matmul_nt(&unfolded[p], &moved);
+                let block = matmul_nt(unfolded[p].as_ref(), moved.as_ref());
                 for i in 0..r {
                     for j in 0..r {
                         gamma[(p * r + i, q * r + j)] = block[(i, j)];

@@ -1,8 +1,8 @@
 //! Dense row-major tensors, strided views of them, unfoldings and mode products.
 
-use super::small::{Op, gemm};
 use super::{Error, Result};
-use crate::{Mat, Real};
+use crate::linalg::{Op, gemm};
+use crate::{Mat, MatRef, Real};
 use rayon::prelude::*;
 use std::borrow::Cow;
 
@@ -193,29 +193,24 @@ impl<T: Real> Tensor<T> {
         if out.buf.is_empty() || n == 0 {
             return Ok(out);
         }
-        let op = |flip: bool| {
-            if transposed != flip {
-                Op::t(m.data(), m.rows(), m.cols())
-            } else {
-                Op::n(m.data(), m.rows(), m.cols())
-            }
-        };
+        let op = |flip: bool| if transposed != flip { Op::T(m.as_ref()) } else { Op::N(m.as_ref()) };
+        let rows_of = |data, cols| Op::N(MatRef::new(data, data.len() / cols, cols));
         // Pieces depend on sizes alone, and no entry on more than one of them: threads do not change results.
         if s == 1 {
             let (from, to) = (self.buf.par_chunks(ROWS * n), out.buf.par_chunks_mut(ROWS * j));
             from.zip(to).for_each(|(from, to)| {
-                gemm(to, Op::n(from, from.len() / n, n), op(true), false);
+                gemm(T::ONE, rows_of(from, n), op(true), to, j, false);
             });
         } else if l == 1 {
             let m = if transposed { &m.transpose() } else { m };
             let (rows, to) =
                 (m.data().par_chunks(PRODUCT_ROWS * n), out.buf.par_chunks_mut(PRODUCT_ROWS * s));
             rows.zip(to).for_each(|(rows, to)| {
-                gemm(to, Op::n(rows, rows.len() / n, n), Op::n(&self.buf, n, s), false);
+                gemm(T::ONE, rows_of(rows, n), rows_of(&self.buf, s), to, s, false);
             });
         } else {
             let (from, to) = (self.buf.par_chunks_exact(n * s), out.buf.par_chunks_exact_mut(j * s));
-            from.zip(to).for_each(|(from, to)| gemm(to, op(false), Op::n(from, n, s), false));
+            from.zip(to).for_each(|(from, to)| gemm(T::ONE, op(false), rows_of(from, s), to, s, false));
         }
         Ok(out)
     }
@@ -349,7 +344,7 @@ mod tests {
         for mode in 0..4 {
             let m = mat(6, t.shape()[mode], 8);
             let product = t.mode_product(&m, mode).unwrap();
-            let expected = super::super::small::matmul(&m, &t.unfold(mode).unwrap());
+            let expected = crate::linalg::matmul(m.as_ref(), t.unfold(mode).unwrap().as_ref());
             assert_close(product.unfold(mode).unwrap().data(), expected.data());
             assert_eq!(t.mode_product_t(&m.transpose(), mode).unwrap().shape(), product.shape());
             assert_close(t.mode_product_t(&m.transpose(), mode).unwrap().data(), product.data());
@@ -384,10 +379,8 @@ mod tests {
         let vec: Vec<f64> =
             k.as_ref().iter_rows().map(|row| row.iter().zip(g.data()).map(|(x, y)| x * y).sum()).collect();
         assert_close(t.data(), &vec);
-        let first = super::super::small::matmul_nt(
-            &super::super::small::matmul(&a, &g.unfold(0).unwrap()),
-            &kronecker(&b, &c),
-        );
+        let first = crate::linalg::matmul(a.as_ref(), g.unfold(0).unwrap().as_ref());
+        let first = crate::linalg::matmul_nt(first.as_ref(), kronecker(&b, &c).as_ref());
         assert_close(t.unfold(0).unwrap().data(), first.data());
     }
 
@@ -404,7 +397,7 @@ mod tests {
             (1, &b, khatri_rao(&a, &c).unwrap()),
             (2, &c, khatri_rao(&a, &b).unwrap()),
         ] {
-            let expected = super::super::small::matmul_nt(&weighted(left), &right);
+            let expected = crate::linalg::matmul_nt(weighted(left).as_ref(), right.as_ref());
             assert_close(t.unfold(mode).unwrap().data(), expected.data());
         }
     }

@@ -6,9 +6,9 @@
 //! halves that share their first contraction, so that a sweep needs two large products whatever the order
 //! (a dimension tree of depth two; Phan, Tichavský, Cichocki 2013).
 
-use super::small::{Op, gemm};
 use super::{Error, Result, Tensor};
-use crate::{Mat, Real};
+use crate::linalg::{Op, gemm};
+use crate::{Mat, MatRef, Real};
 
 /// $Y_n$ for `mode`: entry $(i, r)$ is the contraction of the slice with index $i$ in `mode` with column $r$
 /// of every other factor. `factors` has one matrix per mode; that of `mode` gives only its column count.
@@ -69,7 +69,7 @@ impl<T: Real> Partial<T> {
                 let values = factor.row(row).iter().zip(&weights);
                 weighted.row_mut(row).iter_mut().zip(values).for_each(|(x, (&a, &w))| *x = a * w);
             }
-            gemm(&mut buf, Op::t(slice, i, s), Op::n(weighted.data(), i, rank), true);
+            gemm(T::ONE, Op::T(MatRef::new(slice, i, s)), Op::N(weighted.as_ref()), &mut buf, rank, true);
         }
         Self { modes: t.shape().iter().copied().enumerate().skip(end).collect(), rank, buf }
     }
@@ -79,7 +79,7 @@ impl<T: Real> Partial<T> {
         let (l, i, _) = t.split(last);
         let rank = factor.cols();
         let mut buf = vec![T::ZERO; l * rank];
-        gemm(&mut buf, Op::n(t.data(), l, i), Op::n(factor.data(), i, rank), false);
+        gemm(T::ONE, Op::N(MatRef::new(t.data(), l, i)), Op::N(factor.as_ref()), &mut buf, rank, false);
         Self { modes: t.shape().iter().copied().enumerate().take(last).collect(), rank, buf }
     }
 
@@ -155,8 +155,8 @@ impl SweepCache {
 mod tests {
     use super::super::khatri_rao;
     use super::super::known::fill;
-    use super::super::small::matmul;
     use super::*;
+    use crate::linalg::matmul;
 
     fn factors(shape: &[usize], rank: usize) -> Vec<Mat<f64>> {
         let make = |(m, &n): (usize, &usize)| {
@@ -179,7 +179,7 @@ mod tests {
                 for f in others {
                     kr = khatri_rao(&kr, f).unwrap();
                 }
-                let expected = matmul(&t.unfold(mode).unwrap(), &kr);
+                let expected = matmul(t.unfold(mode).unwrap().as_ref(), kr.as_ref());
                 for y in [mttkrp(&t, &factors, mode).unwrap(), cache.next(&t, &factors, mode)] {
                     assert_eq!((y.rows(), y.cols()), (shape[mode], 3));
                     for (a, b) in y.data().iter().zip(expected.data()) {

@@ -44,8 +44,8 @@ pub fn outer<T: Real>(vectors: &[&[T]]) -> Result<Tensor<T>> {
 #[cfg(test)]
 mod tests {
     use super::super::known::fill;
-    use super::super::small::{matmul, matmul_tn};
     use super::*;
+    use crate::linalg::{matmul, matmul_tn};
 
     fn mat(rows: usize, cols: usize, seed: u64) -> Mat<f64> {
         Mat::from_vec(fill(&[rows, cols], seed).unwrap().into_vec(), rows, cols)
@@ -62,15 +62,18 @@ mod tests {
     fn gram_matrices_of_khatri_rao_products_are_hadamard_products() {
         // Different column counts on the two sides, as the block-term update needs.
         let (a, b, c, d) = (mat(3, 2, 1), mat(4, 2, 2), mat(3, 5, 3), mat(4, 5, 4));
-        let left = matmul_tn(&khatri_rao(&a, &b).unwrap(), &khatri_rao(&c, &d).unwrap());
-        assert_close(&left, &hadamard(&matmul_tn(&a, &c), &matmul_tn(&b, &d)).unwrap());
+        let left = matmul_tn(khatri_rao(&a, &b).unwrap().as_ref(), khatri_rao(&c, &d).unwrap().as_ref());
+        assert_close(
+            &left,
+            &hadamard(&matmul_tn(a.as_ref(), c.as_ref()), &matmul_tn(b.as_ref(), d.as_ref())).unwrap(),
+        );
     }
 
     #[test]
     fn the_kronecker_product_multiplies_factor_by_factor() {
         let (a, b, c, d) = (mat(2, 3, 5), mat(3, 2, 6), mat(3, 2, 7), mat(2, 4, 8));
-        let left = matmul(&kronecker(&a, &b), &kronecker(&c, &d));
-        assert_close(&left, &kronecker(&matmul(&a, &c), &matmul(&b, &d)));
+        let left = matmul(kronecker(&a, &b).as_ref(), kronecker(&c, &d).as_ref());
+        assert_close(&left, &kronecker(&matmul(a.as_ref(), c.as_ref()), &matmul(b.as_ref(), d.as_ref())));
     }
 
     #[test]

@@ -1,100 +1,16 @@
-//! Dense matrix work that the decompositions need: products, a guarded normal-equation solve, and leading
-//! left singular vectors.
+//! Dense matrix work that the decompositions need: a guarded normal-equation solve, and leading left singular vectors.
 //!
 //! Large sums are cut into a number of parts that depends on sizes alone, and added in their order, so that results
 //! do not depend on threads. Eigenvalues and singular values come from faer; where its iteration does not converge,
-//! one-sided Jacobi rotations, which always do, take over.
+//! the Jacobi rotations of `linalg` take over.
 
 use super::Tensor;
-use crate::{DType, Mat, Real};
-use faer::linalg::matmul::matmul as faer_matmul;
+use crate::Mat;
+use crate::linalg::{matmul, matmul_nt, svd};
 use faer::linalg::matmul::triangular::{self, BlockStructure};
 use faer::linalg::solvers::Solve;
 use faer::{Accum, MatMut, MatRef, Par, Side};
 use rayon::prelude::*;
-
-/// A contiguous row-major operand, `rows × cols` as stored, read transposed if asked.
-#[derive(Clone, Copy)]
-pub(super) struct Op<'a, T> {
-    data: &'a [T],
-    rows: usize,
-    cols: usize,
-    transposed: bool,
-}
-
-impl<'a, T> Op<'a, T> {
-    pub(super) fn n(data: &'a [T], rows: usize, cols: usize) -> Self {
-        Self { data, rows, cols, transposed: false }
-    }
-
-    pub(super) fn t(data: &'a [T], rows: usize, cols: usize) -> Self {
-        Self { data, rows, cols, transposed: true }
-    }
-
-    fn shape(&self) -> (usize, usize) {
-        if self.transposed { (self.cols, self.rows) } else { (self.rows, self.cols) }
-    }
-}
-
-/// `c = a · b`, or `c += a · b`, for contiguous row-major `c`.
-pub(super) fn gemm<T: Real>(c: &mut [T], a: Op<'_, T>, b: Op<'_, T>, add: bool) {
-    let ((m, k), (k2, n)) = (a.shape(), b.shape());
-    assert!(k == k2 && c.len() == m * n, "operands of a product must fit");
-    if !add {
-        c.fill(T::ZERO);
-    }
-    if m == 0 || n == 0 || k == 0 {
-        return;
-    }
-    match T::DTYPE {
-        DType::F32 => gemm_as::<f32, T>(c, a, b, n),
-        DType::F64 => gemm_as::<f64, T>(c, a, b, n),
-    }
-}
-
-/// The product in faer's element type `E`, which is `T` under another name.
-fn gemm_as<E, T>(c: &mut [T], a: Op<'_, T>, b: Op<'_, T>, n: usize)
-where
-    E: faer::traits::RealField + bytemuck::Pod,
-    T: Real,
-{
-    let a_view = MatRef::from_row_major_slice(bytemuck::cast_slice::<T, E>(a.data), a.rows, a.cols);
-    let b_view = MatRef::from_row_major_slice(bytemuck::cast_slice::<T, E>(b.data), b.rows, b.cols);
-    let a_view = if a.transposed { a_view.transpose() } else { a_view };
-    let b_view = if b.transposed { b_view.transpose() } else { b_view };
-    let rows = c.len() / n;
-    let c_view = MatMut::from_row_major_slice_mut(bytemuck::cast_slice_mut::<T, E>(c), rows, n);
-    faer_matmul(c_view, Accum::Add, a_view, b_view, E::one_impl(), Par::Seq);
-}
-
-fn op(a: &Mat<f64>) -> Op<'_, f64> {
-    Op::n(a.data(), a.rows(), a.cols())
-}
-
-fn op_t(a: &Mat<f64>) -> Op<'_, f64> {
-    Op::t(a.data(), a.rows(), a.cols())
-}
-
-/// `a · b`.
-pub(super) fn matmul(a: &Mat<f64>, b: &Mat<f64>) -> Mat<f64> {
-    let mut c = Mat::zeros(a.rows(), b.cols());
-    gemm(c.data_mut(), op(a), op(b), false);
-    c
-}
-
-/// `aᵀ · b`.
-pub(super) fn matmul_tn(a: &Mat<f64>, b: &Mat<f64>) -> Mat<f64> {
-    let mut c = Mat::zeros(a.cols(), b.cols());
-    gemm(c.data_mut(), op_t(a), op(b), false);
-    c
-}
-
-/// `a · bᵀ`.
-pub(super) fn matmul_nt(a: &Mat<f64>, b: &Mat<f64>) -> Mat<f64> {
-    let mut c = Mat::zeros(a.rows(), b.rows());
-    gemm(c.data_mut(), op(a), op_t(b), false);
-    c
-}
 
 fn view(a: &Mat<f64>) -> MatRef<'_, f64> {
     MatRef::from_row_major_slice(a.data(), a.rows(), a.cols())
@@ -129,13 +45,13 @@ pub(super) fn solve_gram(gamma: &Mat<f64>, y: &Mat<f64>, ridge: f64, c: f64) -> 
     }
     let (values, vectors) = eigh(gamma);
     let floor = r as f64 * f64::EPSILON * values.first().copied().unwrap_or(0.0);
-    let mut in_basis = matmul(y, &vectors);
+    let mut in_basis = matmul(y.as_ref(), vectors.as_ref());
     for i in 0..in_basis.rows() {
         for (x, &v) in in_basis.row_mut(i).iter_mut().zip(&values) {
             *x = if v > floor { *x / (v + ridge * scale) } else { 0.0 };
         }
     }
-    matmul_nt(&in_basis, &vectors)
+    matmul_nt(in_basis.as_ref(), vectors.as_ref())
 }
 
 /// Eigenvalues, largest first, and eigenvectors (columns) of a symmetric positive semidefinite matrix.
@@ -147,7 +63,7 @@ pub(super) fn eigh(a: &Mat<f64>) -> (Vec<f64>, Mat<f64>) {
             ((0..n).map(|i| values[n - 1 - i]).collect(), Mat::from_fn(n, n, |i, j| vectors[(i, n - 1 - j)]))
         }
         // For a semidefinite matrix singular values and vectors are eigenvalues and eigenvectors.
-        Err(_) => jacobi_svd(a),
+        Err(_) => left_svd_slowly(a),
     }
 }
 
@@ -164,51 +80,19 @@ pub(super) fn left_svd(a: &Mat<f64>) -> (Vec<f64>, Mat<f64>) {
             let known = n.min(a.cols());
             ((0..n).map(|i| if i < known { s[i] } else { 0.0 }).collect(), owned(svd.U()))
         }
-        Err(_) => jacobi_svd(a),
+        Err(_) => left_svd_slowly(a),
     }
 }
 
-/// Left singular vectors by one-sided Jacobi rotations of the rows of `a` (Hestenes 1958).
-///
-/// Rotating pairs of rows until all are orthogonal gives `Uᵀa = Σ Vᵀ`: the accumulated rotations are the
-/// left vectors, the row norms the singular values.
-fn jacobi_svd(a: &Mat<f64>) -> (Vec<f64>, Mat<f64>) {
+/// The same by the decomposition of [`linalg`](crate::linalg), which has a second algorithm; NaN where that fails too.
+fn left_svd_slowly(a: &Mat<f64>) -> (Vec<f64>, Mat<f64>) {
     let n = a.rows();
-    let mut work = a.clone();
-    let mut basis = Mat::<f64>::identity(n);
-    let dot =
-        |m: &Mat<f64>, p: usize, q: usize| m.row(p).iter().zip(m.row(q)).map(|(x, y)| x * y).sum::<f64>();
-    // Convergence is quadratic; forty sweeps are far beyond what any matrix needs.
-    for _ in 0..40 {
-        let mut rotated = false;
-        for p in 0..n {
-            for q in p + 1..n {
-                let (app, aqq, apq) = (dot(&work, p, p), dot(&work, q, q), dot(&work, p, q));
-                if apq.abs() <= f64::EPSILON * (app * aqq).sqrt() {
-                    continue;
-                }
-                rotated = true;
-                let zeta = (aqq - app) / (2.0 * apq);
-                let t = zeta.signum() / (zeta.abs() + zeta.hypot(1.0));
-                let cos = 1.0 / t.hypot(1.0);
-                let sin = cos * t;
-                for m in [&mut work, &mut basis] {
-                    for j in 0..m.cols() {
-                        let (x, y) = (m[(p, j)], m[(q, j)]);
-                        m[(p, j)] = cos * x - sin * y;
-                        m[(q, j)] = sin * x + cos * y;
-                    }
-                }
-            }
-        }
-        if !rotated {
-            break;
-        }
+    // Columns of zeros make a thin decomposition have all left vectors.
+    let wide = Mat::from_fn(n, n.max(a.cols()), |i, j| if j < a.cols() { a[(i, j)] } else { 0.0 });
+    match svd(wide.as_ref()) {
+        Ok(found) => (found.sigma, found.u),
+        Err(_) => (vec![f64::NAN; n], Mat::identity(n)),
     }
-    let norms: Vec<f64> = (0..n).map(|i| dot(&work, i, i).sqrt()).collect();
-    let mut order: Vec<usize> = (0..n).collect();
-    order.sort_by(|&i, &j| norms[j].total_cmp(&norms[i]));
-    (order.iter().map(|&i| norms[i]).collect(), Mat::from_fn(n, n, |i, j| basis[(order[j], i)]))
 }
 
 /// `a[0] ⊗ a[1] ⊗ …`.
@@ -330,6 +214,7 @@ pub(super) fn leading_columns(a: &Mat<f64>, k: usize) -> Mat<f64> {
 mod tests {
     use super::super::known::fill;
     use super::*;
+    use crate::linalg::matmul_tn;
 
     fn mat(rows: usize, cols: usize, seed: u64) -> Mat<f64> {
         Mat::from_vec(fill(&[rows, cols], seed).unwrap().into_vec(), rows, cols)
@@ -341,33 +226,17 @@ mod tests {
     }
 
     #[test]
-    fn products_agree_with_the_definition_in_both_types() {
-        let (a, b) = (mat(5, 7, 1), mat(7, 3, 2));
-        let exact = Mat::from_fn(5, 3, |i, j| (0..7).map(|k| a[(i, k)] * b[(k, j)]).sum::<f64>());
-        assert!(worst(&matmul(&a, &b), &exact) < 16.0 * f64::EPSILON);
-        assert!(worst(&matmul_tn(&a.transpose(), &b), &exact) < 16.0 * f64::EPSILON);
-        assert!(worst(&matmul_nt(&a, &b.transpose()), &exact) < 16.0 * f64::EPSILON);
-        let (af, bf) = (a.cast::<f32>(), b.cast::<f32>());
-        let mut c = vec![1.0f32; 15];
-        gemm(&mut c, Op::n(af.data(), 5, 7), Op::n(bf.data(), 7, 3), true);
-        let sum = Mat::from_vec(c, 5, 3).cast::<f64>();
-        let expected = Mat::from_fn(5, 3, |i, j| exact[(i, j)] + 1.0);
-        assert!(worst(&sum, &expected) < 16.0 * f64::from(f32::EPSILON));
-        assert!(matmul(&mat(2, 0, 1), &mat(0, 3, 1)).data().iter().all(|&x| x == 0.0));
-    }
-
-    #[test]
-    fn jacobi_finds_the_singular_values_of_the_library() {
+    fn both_algorithms_find_the_same_singular_values() {
         for (rows, cols) in [(4, 9), (9, 4), (6, 6), (1, 3), (3, 1)] {
             let a = mat(rows, cols, 3);
-            let (s, u) = jacobi_svd(&a);
+            let (s, u) = left_svd_slowly(&a);
             let (s_ref, _) = left_svd(&a);
             for (x, y) in s.iter().zip(&s_ref) {
                 assert!((x - y).abs() < 100.0 * f64::EPSILON, "{rows}×{cols}: {x} {y}");
             }
-            assert!(worst(&matmul_tn(&u, &u), &Mat::identity(rows)) < 100.0 * f64::EPSILON);
-            let gram = matmul_nt(&a, &a);
-            let diagonal = matmul_tn(&u, &matmul(&gram, &u));
+            assert!(worst(&matmul_tn(u.as_ref(), u.as_ref()), &Mat::identity(rows)) < 100.0 * f64::EPSILON);
+            let gram = matmul_nt(a.as_ref(), a.as_ref());
+            let diagonal = matmul_tn(u.as_ref(), matmul(gram.as_ref(), u.as_ref()).as_ref());
             let expected = Mat::from_fn(rows, rows, |i, j| if i == j { s[i] * s[i] } else { 0.0 });
             assert!(worst(&diagonal, &expected) < 200.0 * f64::EPSILON);
         }
@@ -399,7 +268,7 @@ mod tests {
                 let gram = with(1, &t, mode);
                 assert_eq!(gram, with(3, &t, mode), "{shape:?}, mode {mode}");
                 let unfolded = t.unfold_unchecked(mode);
-                let exact = matmul_nt(&unfolded, &unfolded);
+                let exact = matmul_nt(unfolded.as_ref(), unfolded.as_ref());
                 // A sum of that many products, none larger than the largest diagonal entry, rounded in two orders.
                 let size = (0..exact.rows()).map(|i| exact[(i, i)]).fold(0.0, f64::max);
                 assert!(worst(&gram, &exact) <= 2.0 * f64::EPSILON * unfolded.cols() as f64 * size);
@@ -413,7 +282,7 @@ mod tests {
         for precise in [false, true] {
             let (s, u) = mode_svd(&t, 0, precise);
             assert_eq!((s.len(), u.cols()), (6, 6));
-            assert!(worst(&matmul_tn(&u, &u), &Mat::identity(6)) < 100.0 * f64::EPSILON);
+            assert!(worst(&matmul_tn(u.as_ref(), u.as_ref()), &Mat::identity(6)) < 100.0 * f64::EPSILON);
         }
     }
 
@@ -421,8 +290,8 @@ mod tests {
     fn the_guarded_solve_reproduces_the_solution_and_survives_singular_systems() {
         let a = mat(3, 4, 9);
         let b = mat(9, 4, 8);
-        let gamma = matmul_tn(&b, &b);
-        let y = matmul(&a, &gamma);
+        let gamma = matmul_tn(b.as_ref(), b.as_ref());
+        let y = matmul(a.as_ref(), gamma.as_ref());
         // Bias c · cond(Γ), with cond(Γ) below 100 here.
         assert!(worst(&solve_gram(&gamma, &y, 0.0, 1e-12), &a) < 1e-10);
         let ones = Mat::from_vec(vec![1.0; 4], 2, 2);

@@ -399,8 +399,8 @@ impl Job<'_> {
 mod tests {
     use super::super::golden::{assert_close, floats, golden, sizes};
     use super::super::known::fill;
-    use super::super::small::matmul_tn;
     use super::*;
+    use crate::linalg::matmul_tn;
 
     fn with(method: Method) -> Options {
         let order = (method != Method::Hosvd).then(|| vec![0, 1, 2]);
@@ -499,7 +499,7 @@ mod tests {
             let from_core = t.norm().powi(2) - fit.tucker.core.norm().powi(2);
             assert!((direct - from_core).abs() < 100.0 * f64::EPSILON * t.norm().powi(2));
             for f in fit.tucker.factors.iter().flatten() {
-                let gram = matmul_tn(f, f);
+                let gram = matmul_tn(f.as_ref(), f.as_ref());
                 assert_close(gram.data(), Mat::<f64>::identity(f.cols()).data(), 50.0 * f64::EPSILON);
             }
             if method == Method::StHosvd {
@@ -579,7 +579,11 @@ mod tests {
             let fit = decompose(&t, &Ranks::Given(vec![6, 1, 1]), &Options { method, ..Default::default() })
                 .unwrap();
             let f = fit.tucker.factors[0].as_ref().unwrap();
-            assert_close(matmul_tn(f, f).data(), Mat::<f64>::identity(6).data(), 50.0 * f64::EPSILON);
+            assert_close(
+                matmul_tn(f.as_ref(), f.as_ref()).data(),
+                Mat::<f64>::identity(6).data(),
+                50.0 * f64::EPSILON,
+            );
         }
     }
 

@@ -364,7 +364,7 @@ class Plan:
         return Cost(*self._native.cost)
 
     def workspace_bytes(self, threads: int = 1) -> int:
-        """Most scratch bytes in use at one time."""
+        """Most scratch bytes in use at one time: measured by a run on random inputs, not a bound."""
         return self._native.workspace_bytes(threads)
 
     def __call__(

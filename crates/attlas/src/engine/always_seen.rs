@@ -53,11 +53,6 @@ impl FirstKeys {
         front.v = crate::MatRef::new(&v, n_k, d_v);
         inner(front)
     }
-
-    /// Upper bound on what [`run`](Self::run) itself takes from scratch.
-    pub fn scratch_bytes(p: &Problem, size: usize) -> usize {
-        p.n_k * (p.d + p.d_v) * size + 256
-    }
 }
 
 /// Why [`always_leaks`] refuses.

@@ -5,7 +5,7 @@
 //! in the order of the buckets; then every query merges its rows into what it had. A query may stand in several
 //! blocks of a buckets, or in none.
 
-use super::{attend_tile, exact_rows, tile_logits_len};
+use super::{attend_tile, exact_rows};
 use crate::workspace::Context;
 use attlas_num::kernels::{Band, ROWS_AHEAD, merge_lse, prefetch};
 use attlas_num::{Buf, MatRef, Real};
@@ -239,13 +239,6 @@ fn mean_into<'a, T: Real>(parts: impl Iterator<Item = (&'a [T], T)>, out: &mut [
     if count > T::ZERO {
         out.iter_mut().for_each(|x| *x /= count);
     }
-}
-
-/// Upper bound on the scratch elements of [`attend_buckets`] for `slots` rows in blocks that meet at most `keys` keys.
-pub fn buckets_scratch_len(slots: usize, keys: usize, d: usize, d_v: usize, threads: usize) -> usize {
-    // Gathered queries of all blocks together are at most the slots; a block's keys are gathered while those of the block
-    // before are there; 64 elements buckets a buffer up to a line.
-    slots * (d + d_v + 1) + threads * (2 * keys * (d + d_v) + tile_logits_len(keys) + 384) + 256
 }
 
 #[cfg(test)]

@@ -120,12 +120,6 @@ where
     Ok(RunInfo { empty_rows: info.empty_rows + empty_rows, ..info })
 }
 
-/// Upper bound on the results of parts that [`CausalPart::run`] keeps apart, beside what the parts themselves and the exact
-/// kernel take, for elements of `size` bytes.
-pub fn causal_scratch_bytes(p: &Problem, n_min: usize, size: usize) -> usize {
-    p.group_size() * p.n_q * (p.d_v + 1) * size + 128 * causal_parts(p, n_min)
-}
-
 /// Most parts without a mask that can be in flight at one time.
 pub fn causal_parts(p: &Problem, n_min: usize) -> usize {
     2 * p.n_q.div_ceil(n_min.max(1)) + 1

@@ -134,11 +134,6 @@ impl<'p, T: Real> PackedKeys<'p, T> {
         Self { data, d }
     }
 
-    /// Upper bound on the bytes of scratch for `n` keys.
-    pub fn scratch_bytes(n: usize, d: usize, size: usize) -> usize {
-        n.next_multiple_of(64) * d * size + 64
-    }
-
     /// Chunk `c` and those behind it.
     fn from_chunk(&self, c: usize) -> &[T] {
         &self.data[c * CHUNK * self.d..]
@@ -223,13 +218,6 @@ impl<T: Real> Scored<'_, T> {
             }
         }
         (count * end) as u64
-    }
-
-    /// Upper bound on the scratch of [`Scored::weights`] for `rows` rows of each head, on one thread.
-    pub fn scratch_bytes(p: &crate::Problem, rows: usize, size: usize) -> usize {
-        // The product packs its operands.
-        let (count, chunks) = (rows * p.group_size(), p.n_k.div_ceil(CHUNK));
-        count * (p.d + chunks * (chunk_stride(p.n_k) + 2)) * size + (1 << 20) + 512
     }
 }
 

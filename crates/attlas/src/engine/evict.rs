@@ -1,10 +1,10 @@
 //! A cache of bounded size: keys gather scores from the rows that attend to them, and those with the lowest are forgotten.
 
-use crate::engine::select_top;
 use crate::group::{Group, GroupStream};
 use crate::method::RunInfo;
 use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result};
+use attlas_num::cluster::select_top;
 use attlas_num::kernels::{Attend, Band, Op, Precision, axpy, exp_sum, gemm, max};
 use rayon::prelude::*;
 
@@ -76,13 +76,6 @@ impl Eviction {
     fn counted(&self, done: usize, rows: usize) -> std::ops::Range<usize> {
         let first = self.observed.map_or(0, |observed| self.interval.saturating_sub(observed));
         first.saturating_sub(done).min(rows)..rows
-    }
-
-    /// Upper bound on the scratch of [`Eviction::run`] beside that of the exact kernel, where `n` keys may be kept.
-    pub fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let rows = self.interval.min(p.n_q);
-        let kept = self.most().max(p.n_k.saturating_sub(p.n_q) + rows).min(p.n_k);
-        threads * (rows * (kept + 16) * size + (1 << 20) + 256)
     }
 
     /// A stream that forgets.

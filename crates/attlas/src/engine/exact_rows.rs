@@ -32,9 +32,6 @@ const BLOCK_ROWS: usize = 576;
 /// Rows that fill a register on every instruction set.
 const LANES: usize = 16;
 
-/// Most scratch bytes of the kernel on one thread, for any sizes.
-const KERNEL_SCRATCH_BYTES: usize = 1 << 20;
-
 /// Keys of one piece when a single query per head is split over keys. Fixed, so that the number of threads
 /// cannot change a bit.
 const KEYS_PER_PIECE: usize = 4096;
@@ -142,19 +139,6 @@ fn merge_parts<T: Real>(part_out: &[T], part_lse: &[T], out: &mut [T], lse: &mut
             merge_lse(&mut out[h * d_v..(h + 1) * d_v], &mut lse[h], &o[h * d_v..(h + 1) * d_v], l[h]);
         }
     }
-}
-
-/// Upper bound on the scratch of [`exact_few_rows`] for elements of `size` bytes.
-pub fn few_rows_scratch_bytes(rows: usize, n_k: usize, d_v: usize, threads: usize, size: usize) -> usize {
-    let pieces = n_k.div_ceil(KEYS_PER_PIECE).max(1);
-    threads * KERNEL_SCRATCH_BYTES + pieces * rows * (d_v + 1) * size + 128
-}
-
-/// Upper bound on the scratch of [`exact_group`] for elements of `size` bytes.
-pub fn exact_scratch_bytes(p: &crate::Problem, threads: usize, size: usize) -> usize {
-    let pieces = p.n_k.div_ceil(KEYS_PER_PIECE).max(1);
-    let partial = if p.n_q == 1 { pieces * p.group_size() * (p.d_v + 1) * size + 128 * pieces } else { 0 };
-    threads * KERNEL_SCRATCH_BYTES + partial
 }
 
 fn rows_per_task(n_q: usize, heads: usize, cx: Context<'_>) -> usize {

@@ -29,11 +29,6 @@ impl<'p, T: Real> Gathered<'p, T> {
         Self { k, v, bias: cx.scratch.take(capacity), len: 0, d, d_v }
     }
 
-    /// Bytes of scratch for `capacity` keys.
-    pub fn scratch_bytes(capacity: usize, d: usize, d_v: usize, size: usize) -> usize {
-        capacity * (d + d_v + 1) * size + 192
-    }
-
     /// Keys held.
     pub fn len(&self) -> usize {
         self.len

@@ -129,11 +129,6 @@ pub fn apply_long<T: Real>(
     total
 }
 
-/// Upper bound on the scratch bytes of the functions here on one thread, for `rows` points on the short side.
-pub fn scratch_bytes(rows: usize, cols: usize, bytes: usize) -> usize {
-    TILE * (rows + cols) * bytes + (1 << 20)
-}
-
 crate::choices! {
     /// Where landmarks come from.
     pub enum Source {

@@ -1,11 +1,12 @@
 //! Pages of cached keys: each token scores them by a bound or a mean, attends to the keys of the best ones exactly, and to
 //! every run of the others at its mean.
 
-use crate::engine::{CachedRows, select_top};
+use crate::engine::CachedRows;
 use crate::group::GroupStream;
 use crate::method::RunInfo;
 use crate::workspace::Context;
 use crate::{MatRef, Real, Result};
+use attlas_num::cluster::select_top;
 use attlas_num::kernels::{Attend, AttendChosen, Band, Precision, matvec, max, merge_lse};
 use rayon::prelude::*;
 

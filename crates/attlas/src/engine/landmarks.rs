@@ -5,8 +5,8 @@
 //! $\operatorname{attn}(Q, \bar K, T)$ with the same bias $b$ on the averaged keys. In this order the work is linear
 //! in the tokens.
 
-use super::pool::{Parts, landmark_weights, pool_rows, pool_scratch_bytes};
-use super::{exact_few_rows, exact_rows, few_rows_scratch_bytes};
+use super::pool::{Parts, landmark_weights, pool_rows};
+use super::{exact_few_rows, exact_rows};
 use crate::group::{Group, RowBlock};
 use crate::{MatRef, Problem, Real, Result, RunInfo};
 use attlas_num::Mat;
@@ -63,16 +63,6 @@ pub fn landmark_attention<T: Real, S: Send + FnOnce(&Mat<f64>) -> Option<Mat<f64
     })?;
     let pairs = heads * (m_q * k.rows() + m_q * m_k + g.n_q() * m_k);
     Ok(infos.into_iter().fold(RunInfo::visited(pairs as u64), RunInfo::merge))
-}
-
-/// Upper bound on the scratch of [`landmark_attention`] with `m` averages of queries and of keys.
-pub fn landmark_scratch_bytes(p: &Problem, m: usize, threads: usize, size: usize) -> usize {
-    let heads = p.group_size();
-    let shared = (m * p.d + heads * m * p.d_v) * size + 128;
-    let one_head = m * (p.d + p.d_v + 1) * size + 192 + few_rows_scratch_bytes(m, p.n_k, p.d_v, 0, size);
-    // The kernel's own scratch is the same whoever calls it: one per thread.
-    let kernel = few_rows_scratch_bytes(0, 0, 0, threads, size);
-    shared + heads.min(threads) * one_head + kernel + pool_scratch_bytes(p.d, threads)
 }
 
 /// Multiply-adds of [`landmark_attention`] without the solve, as `(set-up, run)` operations of the whole problem.

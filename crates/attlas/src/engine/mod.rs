@@ -14,7 +14,7 @@
 //! | [`gaussian`] | the Gaussian kernel as an operator | `skyformer`, `lifted_nystrom` |
 //! | [`near`] | exact near field around any method, merged by log-sum-exp | every method with a log-sum-exp |
 //! | `sinks`, `always_seen` | keys that every query sees exactly | clustering methods |
-//! | `columns`, `subset`, `tile`, `select` | sampled columns, chosen keys, masked tiles, top-k thresholds | sampling and top-k methods |
+//! | `columns`, `subset`, `tile` | sampled columns, chosen keys, masked tiles | sampling and top-k methods |
 //! | `chosen_blocks`, `token_blocks`, `far_field`, `sampled_error` | rows of all heads that share a choice of keys, means of the other keys, the error on sampled rows | `sampled_columns`, `block_sparse`, `multipole` |
 //! | `key_pages` | decoding over the best pages of keys, means of the others | `quest`, `block_sparse` |
 //! | `cached_rows` | every key and value of a stream | `exact`, `routing`, `sampled_columns`, `prescored_hyper`, `hashed_stream`, `key_pages` |
@@ -47,7 +47,6 @@ mod per_group;
 pub mod poly_state;
 pub mod pool;
 mod sampled_error;
-mod select;
 mod sinks;
 mod sorted_blocks;
 mod subset;
@@ -56,18 +55,16 @@ mod token_blocks;
 mod turn;
 
 pub use always_seen::{ALWAYS_LEAKS, FirstKeys, always_leaks};
-pub use block_mask::{BlockMask, BlockRow, Buckets, Join, attend_buckets, buckets_scratch_len};
+pub use block_mask::{BlockMask, BlockRow, Buckets, Join, attend_buckets};
 pub use cached_rows::CachedRows;
-pub use causal::{
-    CausalPart, Rectangle, causal_pairs, causal_parts, causal_rectangles, causal_scratch_bytes, causalize,
-};
+pub use causal::{CausalPart, Rectangle, causal_pairs, causal_parts, causal_rectangles, causalize};
 pub use chosen_blocks::{NearField, PackedKeys, QueryBlock, Scored, attend_chosen_blocks};
 pub use columns::{Columns, divide_by, relative_squares};
 pub use evict::Eviction;
 pub use exact_backward::exact_backward;
 pub use exact_rows::{
     Operands, exact_few_rows, exact_group, exact_group_capped, exact_group_with, exact_on_caller, exact_rows,
-    exact_rows_with, exact_scratch_bytes, few_rows_scratch_bytes,
+    exact_rows_with,
 };
 pub use fallback::Fallback;
 pub use far_field::{Gathered, RunMeans};
@@ -76,13 +73,12 @@ pub use key_pages::{KeyPages, PageRule, PageScore};
 pub use lanes::lane_sum;
 pub use per_group::PerGroup;
 pub use sampled_error::add_sampled_error;
-pub use select::{Threshold, select_top};
-pub use sinks::{sinks_scratch_bytes, with_sinks};
+pub use sinks::with_sinks;
 pub use sorted_blocks::{
     Assign, Piece, Ranks, Row, RowSlot, SortHashes, SortedBlocks, UniformSamples, attend_blocks,
-    blocks_scratch_bytes, draw_sort_hashes, join_blocks, places,
+    draw_sort_hashes, join_blocks, places,
 };
 pub use subset::{attend_subset, top_indices};
-pub use tile::{CodeIndex, attend_tile, tile_logits_len};
+pub use tile::{CodeIndex, attend_tile};
 pub use token_blocks::{TokenBlock, par_token_blocks};
 pub use turn::{RopeLayout, Turn};

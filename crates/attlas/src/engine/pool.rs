@@ -80,11 +80,6 @@ pub fn pool_rows<T: Real>(x: MatRef<'_, T>, parts: &impl Parts, cx: Context<'_>,
     );
 }
 
-/// Upper bound on the scratch of [`pool_rows`].
-pub fn pool_scratch_bytes(d: usize, threads: usize) -> usize {
-    threads * (d * size_of::<f64>() + 64)
-}
-
 /// Logarithms of the lengths of the parts: the bias by which an average stands for all its tokens.
 pub fn log_lens<T: Real>(parts: &impl Parts) -> Vec<T> {
     (0..parts.count()).map(|s| T::from_f64((parts.len_of(s) as f64).ln())).collect()

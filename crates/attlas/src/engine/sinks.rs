@@ -6,7 +6,7 @@
 
 use super::exact_rows;
 use crate::group::Group;
-use crate::{Problem, Real, Result, RunInfo};
+use crate::{Real, Result, RunInfo};
 use attlas_num::kernels::merge_lse;
 
 /// Query rows of one task.
@@ -46,9 +46,4 @@ pub fn with_sinks<T: Real>(
     })?;
     let visited = seen.iter().map(|s| s.0).sum::<u64>() + info.keys_visited;
     Ok(RunInfo { keys_visited: visited, empty_rows: seen.iter().map(|s| s.1).sum(), ..info })
-}
-
-/// Upper bound on what [`with_sinks`] itself takes from scratch, beside what `rest` and the exact kernel take.
-pub fn sinks_scratch_bytes(p: &Problem, threads: usize, size: usize) -> usize {
-    threads * (TASK_ROWS.min(p.n_q) * (p.d_v + 1) * size + 128)
 }

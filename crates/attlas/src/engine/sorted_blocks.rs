@@ -348,16 +348,6 @@ fn attend_at<'p, T: Real>(
     Ok(RunInfo::visited(visited.into_iter().sum()))
 }
 
-/// Upper bound on the memory of sorting and of [`attend_blocks`] with at most `extra` more keys per block,
-/// beside what the exact kernel takes.
-pub fn blocks_scratch_bytes(p: &Problem, block: usize, extra: usize, threads: usize, size: usize) -> usize {
-    let rows = p.group_size() * p.n_q;
-    let task = (block.min(p.n_k) + extra + rows.min(TASK_ROWS)) * (p.d + p.d_v + 1) * size + 6 * 64;
-    // Ranks, orders and the places of rows, which do not come from the pool.
-    let sorting = 8 * p.n_k + 64 * rows;
-    threads * task + sorting
-}
-
 /// Keys drawn uniformly, one set for all queries, standing for all the keys outside a block.
 ///
 /// Without replacement, the $m_c$ samples outside block $c$ each stand for $(n - |c|)/m_c$ keys; with

@@ -1,6 +1,6 @@
 //! Attention of one row over chosen keys.
 
-use super::select_top;
+use attlas_num::cluster::select_top;
 use attlas_num::kernels::{axpy, dot};
 use attlas_num::{MatRef, Real};
 

@@ -67,11 +67,6 @@ pub fn attend_tile<T: Real>(
     }
 }
 
-/// Upper bound on the logits that [`attend_tile`] holds over `n` keys.
-pub fn tile_logits_len(n: usize) -> usize {
-    tile_rows(n) * n
-}
-
 fn tile_rows(n: usize) -> usize {
     (TILE_LEN / n.max(1)).clamp(ROWS.start, ROWS.end)
 }

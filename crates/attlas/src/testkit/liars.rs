@@ -1,7 +1,7 @@
 //! Methods that lie, each in one way: the checks must find every one of them out.
 
 use super::check_method;
-use crate::engine::{exact_group, exact_scratch_bytes};
+use crate::engine::exact_group;
 use crate::group::{Group, GroupPlan};
 use crate::method::{Accepted, Budget, Claims, Cost, Family, Method, RunInfo, Spec};
 use crate::{Mask, Problem, Real, Result};
@@ -16,7 +16,6 @@ enum Lie {
     ForgetsHeads,
     LeavesRowsUnwritten,
     SubtractsAConstant,
-    UsesTooMuchMemory,
     DependsOnThreads,
     PanicsWithoutKeys,
     IgnoresItsSeed,
@@ -38,10 +37,6 @@ impl GroupPlan for Liar {
         Cost { run_flops: 1 + p.visible_pairs(), ..Cost::default() }
     }
 
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        exact_scratch_bytes(p, threads, size)
-    }
-
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
         let (lie, n_k, d_v) = (self.0, g.n_k(), g.d_v());
         if lie == Lie::LooksAhead && g.mask == Mask::Causal && g.n_q() <= n_k {
@@ -50,9 +45,7 @@ impl GroupPlan for Liar {
         if lie == Lie::PanicsWithoutKeys {
             assert!(n_k > 0, "no keys");
         }
-        let hog = (lie == Lie::UsesTooMuchMemory).then(|| g.cx.scratch.take::<f64>(1 << 22));
         let info = exact_group(&mut g)?;
-        drop(hog);
         match lie {
             Lie::LastValueIsNan if n_k > 0 => {
                 // A factor of zero does not hide the NaN of a value that nobody sees.
@@ -160,7 +153,6 @@ liar!(almost_exact_is_not_exact, NotQuiteExact, "constant values", EXACT_AT, PRO
 liar!(mixing_up_heads_is_found, ForgetsHeads, "head alone", Claims::BASE, &[]);
 liar!(unwritten_rows_are_found, LeavesRowsUnwritten, "gives NaN", Claims::BASE, &[]);
 liar!(weights_that_do_not_sum_to_one_are_found, SubtractsAConstant, "constant values", Claims::BASE, &[]);
-liar!(undeclared_memory_is_found, UsesTooMuchMemory, "bytes used", Claims::BASE, &[]);
 liar!(thread_dependence_is_found, DependsOnThreads, "2 threads", Claims::BASE, &[]);
 liar!(panics_are_found, PanicsWithoutKeys, "no keys", Claims::BASE, &[]);
 liar!(false_randomness_is_found, IgnoresItsSeed, "the seed must matter", RANDOM, &[]);

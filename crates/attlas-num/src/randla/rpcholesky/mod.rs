@@ -28,7 +28,6 @@ pub use matrix::{GaussianKernel, PsdMatrix};
 use crate::linalg::{LinalgError, Result};
 use crate::rng::StreamKey;
 use crate::{Real, Scratch};
-use factor::{PANEL, PANELS_PER_SUM};
 use state::Factorisation;
 
 /// How pivots are found.
@@ -67,16 +66,6 @@ impl Options {
     fn block_len(&self) -> usize {
         self.block.unwrap_or(self.rank.div_ceil(10).clamp(10, 128)).max(1)
     }
-}
-
-/// Upper bound on the scratch bytes of [`rp_cholesky`] on `n` points of width `d` with `threads` threads, for
-/// elements of `size` bytes.
-pub fn scratch_bytes(n: usize, d: usize, options: &Options, threads: usize, size: usize) -> usize {
-    let rank = options.rank.min(n);
-    let sums = n.div_ceil(PANEL).div_ceil(PANELS_PER_SUM);
-    // Two packed operands of a product, and the gathered rows.
-    let per_thread = (192 << 10) + (512 << 10) + 2 * (options.block_len() * d * size + 256);
-    n * rank * size + threads * per_thread + sums * 256
 }
 
 /// Randomly pivoted Cholesky of `matrix`, or of $D K_0 D$ with `matrix` $= K_0$ if `log_scale` $= \ln D$ is given.

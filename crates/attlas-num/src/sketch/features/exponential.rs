@@ -17,10 +17,10 @@
 
 use super::{Constants, LogFeatures, MapOptions, Side, check_call, saturate};
 use crate::kernels::{Isa, Op, gemm};
+use crate::linalg::{Svd, dot, matmul, matmul_nt, svd};
 use crate::mat::{Mat, MatRef, Real};
 use crate::scratch::Scratch;
-use crate::sketch::project::{Projection, dot, needs_wide, norm2, project};
-use crate::sketch::small::{Svd, jacobi_svd, matmul};
+use crate::sketch::project::{Projection, needs_wide, norm2, project};
 use crate::sketch::{SketchError, ensure, ensure_size};
 
 /// The $A \le 0$ of smallest average log second moment where $\|x + y\|^2$ averages `z`.
@@ -245,7 +245,7 @@ impl Linear {
             Self::Scaled(c) => entry(&|l, j| c * omega[(l, j)]),
             Self::Diagonal(c) => entry(&|l, j| c[j] * omega[(l, j)]),
             Self::Dense(m) => {
-                let product = matmul(omega, m);
+                let product = matmul(omega.as_ref(), m.as_ref());
                 entry(&|l, j| product[(l, j)])
             }
         }
@@ -259,11 +259,17 @@ impl Linear {
             Self::Diagonal(c) => c.iter().zip(squares).map(|(c, s)| c * c * s).collect(),
             Self::Dense(m) => {
                 let outer = &moments.outer.as_ref()?[side];
-                let product = matmul(m, outer);
+                let product = matmul(m.as_ref(), outer.as_ref());
                 (0..m.rows()).map(|i| dot(product.row(i), m.row(i))).collect()
             }
         })
     }
+}
+
+/// The singular value decomposition of moments.
+fn decomposed(a: &Mat<f64>) -> Result<Svd, SketchError> {
+    let refused = SketchError::InvalidParam { name: "moments", value: f64::NAN, expected: "finite numbers" };
+    svd(a.as_ref()).map_err(|_| refused)
 }
 
 /// $B$ and $C$ of one side; $x^\top C x = -\frac12 \|L x\|^2$.
@@ -316,9 +322,9 @@ impl Exponent {
         let d = moments.dim();
         let total = Mat::from_fn(d, d, |i, j| m1[(i, j)] + m2[(i, j)] + mu1[i] * mu2[j] + mu2[i] * mu1[j]);
         // Positive semi-definite, so singular values are eigenvalues.
-        let Svd { values, vt, .. } = jacobi_svd(&total);
-        let a: Vec<f64> = values.iter().map(|&lambda| optimal_a(lambda, 1)).collect();
-        let b = Mat::from_fn(d, d, |i, j| (1.0 - 4.0 * a[i]).sqrt() * vt[(i, j)]);
+        let Svd { sigma, v, .. } = decomposed(&total)?;
+        let a: Vec<f64> = sigma.iter().map(|&lambda| optimal_a(lambda, 1)).collect();
+        let b = Mat::from_fn(d, d, |i, j| (1.0 - 4.0 * a[i]).sqrt() * v[(j, i)]);
         let log_d = 0.25 * a.iter().map(|a| (-4.0 * a).ln_1p()).sum::<f64>();
         Ok(Self { a, query: SideForm { b: Linear::Dense(b), l: Linear::Scaled(1.0) }, key: None, log_d })
     }
@@ -333,19 +339,20 @@ impl Exponent {
             return Self::oprf_auto(moments);
         }
         // M_k = Q_k Λ_k Q_kᵀ; row i of `roots` is √λ_i times eigenvector i.
-        let eigen = outer.map(|m| jacobi_svd(&m));
-        let roots = eigen.each_ref().map(|e| Mat::from_fn(d, d, |i, j| e.values[i].sqrt() * e.vt[(i, j)]));
-        let Svd { ut, values: sigma, vt } = jacobi_svd(&matmul(&roots[0], &roots[1].transpose()));
+        let eigen = [decomposed(&outer[0])?, decomposed(&outer[1])?];
+        let roots = eigen.each_ref().map(|e| Mat::from_fn(d, d, |i, j| e.sigma[i].sqrt() * e.v[(j, i)]));
+        let Svd { u, sigma, v } = decomposed(&matmul_nt(roots[0].as_ref(), roots[1].as_ref()))?;
         let z = 2.0 * (sigma.iter().sum::<f64>() + moments.mean_score());
         let a = optimal_a(z, d);
         let scalar = Self::oprf(d, a)?;
         let side = |k: usize, u: &Mat<f64>| {
-            let whitened = Mat::from_fn(d, d, |i, j| eigen[k].vt[(i, j)] / eigen[k].values[i].sqrt());
-            let l = matmul(&Mat::from_fn(d, d, |i, j| sigma[i].sqrt() * u[(i, j)]), &whitened);
+            let whitened = Mat::from_fn(d, d, |i, j| eigen[k].v[(j, i)] / eigen[k].sigma[i].sqrt());
+            let turned = Mat::from_fn(d, d, |i, j| sigma[i].sqrt() * u[(j, i)]);
+            let l = matmul(turned.as_ref(), whitened.as_ref());
             let b = Mat::from_fn(d, d, |i, j| (1.0 - 4.0 * a).sqrt() * l[(i, j)]);
             SideForm { b: Linear::Dense(b), l: Linear::Dense(l) }
         };
-        Ok(Self { query: side(0, &ut), key: Some(side(1, &vt)), ..scalar })
+        Ok(Self { query: side(0, &u), key: Some(side(1, &v)), ..scalar })
     }
 
     /// Asymmetric diagonal: [`oprf`](Self::oprf) after $x \to \psi x$, $y \to y/\psi$ with

@@ -18,8 +18,9 @@ use super::trig::phase;
 use super::{
     Constants, LogFeatures, MapOptions, Side, SignedFeatures, check_call, check_signed_call, saturate,
 };
+use crate::linalg::dot;
 use crate::mat::{Mat, MatRef, Real};
-use crate::sketch::project::{Projection, dot, needs_wide, norm2_wide};
+use crate::sketch::project::{Projection, needs_wide, norm2_wide};
 use crate::sketch::variance::{Pair, exp_relative_variance};
 use crate::sketch::{Coupling, SketchError, ensure, ensure_size};
 

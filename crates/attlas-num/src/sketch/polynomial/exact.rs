@@ -145,10 +145,9 @@ mod tests {
     #[test]
     fn a_common_rotation_leaves_the_kernel_alone() {
         let (x, y) = ([1.0, -0.5, 2.0], [0.5, 1.5, -1.0]);
-        let rotation = crate::sketch::small::haar(3, &mut crate::rng::StreamKey::new(1).rng());
-        let turn = |v: &[f64; 3]| -> Vec<f64> {
-            (0..3).map(|i| crate::sketch::project::dot(rotation.row(i), v)).collect()
-        };
+        let rotation = crate::sketch::haar::haar(3, &mut crate::rng::StreamKey::new(1).rng());
+        let turn =
+            |v: &[f64; 3]| -> Vec<f64> { (0..3).map(|i| crate::linalg::dot(rotation.row(i), v)).collect() };
         let map = ExactPolynomial::new(3, 4, 0.0, MapOptions::default()).unwrap();
         let (before, after) = (signed_kernel_of(&map, &x, &y), signed_kernel_of(&map, &turn(&x), &turn(&y)));
         assert!((before - after).abs() < 1e-12 * before.abs().max(1.0) * 16.0);

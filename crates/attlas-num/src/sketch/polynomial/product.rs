@@ -262,7 +262,7 @@ mod tests {
                 let mut rng = StreamKey::new(u64::from(t)).rng();
                 let g = Mat::from_fn(r, 3, |_, _| rng.normal());
                 let side = |x: &[f64]| -> Vec<f64> {
-                    (0..r).map(|l| crate::sketch::project::dot(g.row(l), x).powi(2)).collect()
+                    (0..r).map(|l| crate::linalg::dot(g.row(l), x).powi(2)).collect()
                 };
                 side(&X).iter().zip(side(&Y)).map(|(a, b)| a * b).sum::<f64>() / r as f64
             })

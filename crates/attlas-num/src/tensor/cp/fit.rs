@@ -6,7 +6,8 @@
 use super::Cp;
 use super::sweep::{Run, hadamard_all};
 use crate::Mat;
-use crate::tensor::small::{column_sign, matmul_tn};
+use crate::linalg::matmul_tn;
+use crate::tensor::small::column_sign;
 
 /// How the iteration ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,7 +115,7 @@ fn canonical(weights: Vec<f64>, factors: &[Mat<f64>]) -> Cp<f64> {
 
 /// The most strongly cancelling pair of terms that are larger than twice the tensor.
 fn degeneracy(cp: &Cp<f64>, norm: f64) -> Option<Degeneracy> {
-    let grams: Vec<Mat<f64>> = cp.factors.iter().map(|f| matmul_tn(f, f)).collect();
+    let grams: Vec<Mat<f64>> = cp.factors.iter().map(|f| matmul_tn(f.as_ref(), f.as_ref())).collect();
     let cosines = hadamard_all(&grams, cp.rank(), None);
     let pairs = (0..cp.rank()).flat_map(|r| (r + 1..cp.rank()).map(move |s| (r, s)));
     pairs

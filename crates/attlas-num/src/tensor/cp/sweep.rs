@@ -5,8 +5,9 @@
 //! $\|T - \hat T\|^2 = \|T\|^2 + \lambda^\top (\bigodot_n A_n^\top A_n) \lambda - 2 \sum_{i,r} \lambda_r (Y_N)_{ir} (A_N)_{ir}$.
 
 use super::{Init, Options, Target};
+use crate::linalg::matmul_tn;
 use crate::rng::StreamKey;
-use crate::tensor::small::{eigh, leading_columns, matmul_tn, solve_gram};
+use crate::tensor::small::{eigh, leading_columns, solve_gram};
 use crate::tensor::{Error, Result, hadamard};
 use crate::{DType, Mat};
 
@@ -115,7 +116,7 @@ pub(super) fn iterate(
         DType::F64 => (options.tol.unwrap_or(1e-8), 1e-12),
         DType::F32 => (options.tol.unwrap_or(1e-5), 1e-7),
     };
-    let mut grams: Vec<Mat<f64>> = factors.iter().map(|f| matmul_tn(f, f)).collect();
+    let mut grams: Vec<Mat<f64>> = factors.iter().map(|f| matmul_tn(f.as_ref(), f.as_ref())).collect();
     let mut weights = vec![1.0; rank];
     let mut history = Vec::new();
     let mut previous: Option<(Vec<f64>, Vec<Mat<f64>>)> = None;
@@ -136,12 +137,12 @@ pub(super) fn iterate(
             }
             factors[mode] = solve_gram(&gamma, &y, options.ridge, floor);
             weights = normalise_columns(&mut factors[mode]);
-            grams[mode] = matmul_tn(&factors[mode], &factors[mode]);
+            grams[mode] = matmul_tn(factors[mode].as_ref(), factors[mode].as_ref());
         }
         let mut now = relative_error(target, norm_squared, &weights, &factors, &grams, &y);
         if let Some((w, f)) = previous.as_ref().filter(|_| sweep > 6 && sweep % 2 == 0) {
             let (w, f) = extrapolation.step(sweep, (w, f), (&weights, &factors));
-            let g: Vec<Mat<f64>> = f.iter().map(|f| matmul_tn(f, f)).collect();
+            let g: Vec<Mat<f64>> = f.iter().map(|f| matmul_tn(f.as_ref(), f.as_ref())).collect();
             let y = target.mttkrp(&f, order - 1);
             let tried = relative_error(target, norm_squared, &w, &f, &g, &y);
             extrapolation.note(tried < now);

@@ -3,7 +3,7 @@
 //! A slice over the last two modes is $A \operatorname{diag}(w) B^\top$, where $w_r$ is the weight of term $r$ times its entries in the
 //! leading modes.
 
-use crate::tensor::small::{Op, gemm};
+use crate::linalg::{Op, gemm};
 use crate::tensor::{Error, Result, Tensor};
 use crate::{Mat, Real};
 
@@ -107,7 +107,7 @@ pub(super) fn for_each_slice(weights: &[f64], factors: &[Mat<f64>], mut visit: i
             }
         }
         let last = &factors[order - 1];
-        gemm(&mut slice, Op::n(left.data(), rows, rank), Op::t(last.data(), cols, rank), false);
+        gemm(1.0, Op::N(left.as_ref()), Op::T(last.as_ref()), &mut slice, cols, false);
         visit(k, &slice);
     }
 }

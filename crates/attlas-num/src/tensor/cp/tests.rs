@@ -3,8 +3,8 @@
 use super::super::golden::{assert_close, floats, golden, mat, sizes};
 use super::super::known::fill;
 use super::super::outer;
-use super::super::small::matmul_tn;
 use super::*;
+use crate::linalg::matmul_tn;
 
 fn sum(parts: &[Tensor<f64>]) -> Tensor<f64> {
     Tensor::from_flat_fn(parts[0].shape(), |k| parts.iter().map(|p| p.data()[k]).sum()).unwrap()
@@ -183,7 +183,7 @@ fn more_terms_than_the_rank_of_the_tensor_do_not_fail() {
 
 #[test]
 fn two_equal_matrices_in_a_stack_need_the_rank_of_one() {
-    let m = super::super::small::matmul(&mat(6, 2, 92), &mat(2, 5, 93));
+    let m = crate::linalg::matmul(mat(6, 2, 92).as_ref(), mat(2, 5, 93).as_ref());
     let t = Tensor::stack(&[m.clone(), m]).unwrap();
     let fit = decompose(&t, 2, &Options::default()).unwrap();
     assert!(fit.rel_error < 1e-7, "{}", fit.rel_error);
@@ -220,7 +220,7 @@ impl Target for Stack {
 
     fn norm_squared(&self) -> f64 {
         let trace = |(w, u): (&Mat<f64>, &Mat<f64>)| {
-            let (a, b) = (matmul_tn(w, w), matmul_tn(u, u));
+            let (a, b) = (matmul_tn(w.as_ref(), w.as_ref()), matmul_tn(u.as_ref(), u.as_ref()));
             a.data().iter().zip(b.data()).map(|(x, y)| x * y).sum::<f64>()
         };
         self.w.iter().zip(&self.u).map(trace).sum()
@@ -230,7 +230,7 @@ impl Target for Stack {
         let rank = f[0].cols();
         let mut out = Mat::zeros(self.shape()[mode], rank + usize::from(self.wide));
         for (h, (w, u)) in self.w.iter().zip(&self.u).enumerate() {
-            let (p, q) = (matmul_tn(w, &f[1]), matmul_tn(u, &f[2]));
+            let (p, q) = (matmul_tn(w.as_ref(), f[1].as_ref()), matmul_tn(u.as_ref(), f[2].as_ref()));
             for r in 0..rank {
                 let (left, right) = if mode == 1 { (w, &q) } else { (u, &p) };
                 for k in 0..w.cols() {
@@ -253,7 +253,8 @@ impl Target for Stack {
 fn a_tensor_that_is_never_formed_gives_the_same_sweeps() {
     let w: Vec<Mat<f64>> = (0..3).map(|h| mat(6, 2, 110 + h)).collect();
     let u: Vec<Mat<f64>> = (0..3).map(|h| mat(5, 2, 120 + h)).collect();
-    let slices: Vec<Mat<f64>> = w.iter().zip(&u).map(|(w, u)| super::super::small::matmul_nt(w, u)).collect();
+    let slices: Vec<Mat<f64>> =
+        w.iter().zip(&u).map(|(w, u)| crate::linalg::matmul_nt(w.as_ref(), u.as_ref())).collect();
     let dense = Tensor::stack(&slices).unwrap();
     let options = Options { init: Init::Random, iters: 20, tol: Some(0.0), ..Default::default() };
     let mut stack = Stack { w, u, wide: false };

@@ -5,10 +5,10 @@
 //! [`Fallback`] answers.
 
 use super::Coreset;
-use crate::engine::{exact_rows, exact_scratch_bytes};
+use crate::engine::exact_rows;
 use crate::group::{Group, RowBlock};
 use crate::workspace::Context;
-use crate::{Problem, Real, Result, RunInfo};
+use crate::{Real, Result, RunInfo};
 use attlas_num::MatRef;
 use attlas_num::kernels::{Band, merge_lse};
 use rayon::prelude::*;
@@ -158,12 +158,6 @@ pub fn attend_coreset<T: Real>(
         fallback_rows: failed as u64,
         ..RunInfo::default()
     })
-}
-
-/// Upper bound on the scratch of [`attend_coreset`] for elements of `bytes` bytes.
-pub fn attend_scratch_bytes(p: &Problem, threads: usize, bytes: usize) -> usize {
-    let rows = ROWS.min(p.n_q);
-    exact_scratch_bytes(p, threads, bytes) + 2 * threads * (rows * (2 * p.d_v + p.d + 5) * bytes + 512)
 }
 
 /// Exact attention of the rows named, each over its first keys.

@@ -5,7 +5,7 @@
 //! it by $b$ of them.
 
 use super::attend::{ROWS, attend_exactly, merge_coreset, widen_into};
-use super::{CompressKeys, Coreset, Fallback, Finish, ValueRange, Values, attend_scratch_bytes};
+use super::{CompressKeys, Coreset, Fallback, Finish, ValueRange, Values};
 use crate::engine::exact_rows;
 use crate::group::{Group, RowBlock};
 use crate::workspace::Context;
@@ -177,20 +177,6 @@ impl<C: CompressKeys> BlockCausal<C> {
         let far = if self.tree { kept * u64::from(blocks.ilog2()) } else { kept * blocks / 2 };
         let rows = (p.batch * p.n_heads * p.n_q) as u64;
         2 * rows * (self.block.min(p.n_k) as u64 / 2 + far) * (p.d + p.d_v + 2) as u64
-    }
-
-    /// Upper bound on scratch and on the coresets cached, for elements of `bytes` bytes.
-    pub fn scratch_bytes(&self, p: &Problem, threads: usize, bytes: usize) -> usize {
-        let blocks = p.n_k / self.block;
-        let size = self.compressor.size(self.block);
-        let one = |n| self.compressor.scratch_bytes(p, n, size, 1, bytes);
-        // A coreset of the parts may be as large as its part where nothing could be saved.
-        let cached = blocks * self.block * (p.d + p.d_v + 2) * bytes * if self.tree { 2 } else { 1 };
-        let joined = if self.tree { one(2 * size.rank.max(self.block)) } else { 0 };
-        attend_scratch_bytes(p, threads, bytes)
-            + 2 * threads * (2 * ROWS.min(p.n_q) * (p.d_v + 3) * bytes + 512)
-            + threads * one(self.block).max(joined)
-            + cached
     }
 }
 

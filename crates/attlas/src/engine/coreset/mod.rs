@@ -28,14 +28,14 @@ mod stand_ins;
 mod stream;
 mod weighted;
 
-pub use attend::{Fallback, Finish, ValueRange, attend_coreset, attend_scratch_bytes};
+pub use attend::{Fallback, Finish, ValueRange, attend_coreset};
 pub use blocks::BlockCausal;
 pub use stand_ins::{attend_stand_ins, stand_ins};
 pub use stream::{Cache, CacheMode, CoresetStream, Prefix};
 pub use weighted::{Coreset, Values};
 
+use crate::Real;
 use crate::workspace::Context;
-use crate::{Problem, Real};
 use attlas_num::MatRef;
 use attlas_num::rng::StreamKey;
 use std::fmt::Debug;
@@ -65,7 +65,4 @@ pub trait CompressKeys: Clone + Debug + Send + Sync + 'static {
 
     /// How far `n` keys are compressed by default.
     fn size(&self, n: usize) -> Size;
-
-    /// Upper bound on the scratch bytes to compress `n` keys to `size`, for elements of `bytes` bytes.
-    fn scratch_bytes(&self, p: &Problem, n: usize, size: Size, threads: usize, bytes: usize) -> usize;
 }

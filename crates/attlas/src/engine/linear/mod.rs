@@ -34,7 +34,7 @@ use crate::engine::exact_rows;
 use crate::gradient::GroupBackward;
 use crate::group::{Group, GroupStream, RowBlock};
 use crate::workspace::Context;
-use crate::{Error, Mask, MatRef, Problem, Real, Result, RunInfo};
+use crate::{Error, Mask, MatRef, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, Op, gemm};
 use attlas_num::scratch::Buf;
 use rayon::prelude::*;
@@ -53,8 +53,6 @@ const CHUNK: usize = 64;
 const MAX_PIECES: usize = 32;
 /// Tokens of a causal piece, at least.
 const MIN_PIECE: usize = 1024;
-/// Most scratch bytes of the dense product on one thread.
-const PRODUCT_BYTES: usize = 1 << 20;
 
 /// A running sum over keys, and how query rows read it. The state is a plain slice of `state_len` elements, so
 /// that it can be copied, stored and combined.
@@ -346,18 +344,6 @@ fn mend_rows<T: Real>(g: &mut Group<'_, T>, unstable: &[(usize, usize)]) {
     }
 }
 
-/// Upper bound on the scratch of a run with `features` features.
-pub fn scratch_bytes(p: &Problem, features: usize, threads: usize, size: usize) -> usize {
-    let pieces = match p.mask {
-        Mask::None => p.n_k.div_ceil(PIECE),
-        Mask::Causal => p.n_k.div_ceil(causal_piece(p.n_k)),
-    };
-    let state = features * (p.d_v + 3) + 2;
-    let buffers = (BLOCK + 8) * features + CHUNK * CHUNK + 4 * BLOCK;
-    let rows = 4 * crate::engine::exact_scratch_bytes(p, 1, size);
-    pieces.max(1) * state * size + 64 + threads * (buffers * size + PRODUCT_BYTES + rows)
-}
-
 /// `c = a · b + beta · c`, rows of `c` lying `stride` apart.
 fn product<T: Real>(
     a: Op<MatRef<'_, T>>,
@@ -521,6 +507,7 @@ impl<T: Real> GroupStream<T> for LinearStream<T> {
 mod tests {
     use super::testing::{naive_positive, naive_signed, scaled_case};
     use super::*;
+    use crate::Problem;
     use crate::Workspace;
     use crate::testkit::{Case, assert_rows_close, assert_same_bits};
     use attlas_num::rng::StreamKey;

@@ -1,7 +1,7 @@
 //! The plan of a method that is a feature map: cost, memory, predicted error, decoding.
 
 use super::super::PerGroup;
-use super::{Accumulator, CHUNK, LinearStream, run_linear, scratch_bytes};
+use super::{Accumulator, CHUNK, LinearStream, run_linear};
 use crate::gradient::GroupBackward;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
 use crate::method::{Cost, RunInfo};
@@ -256,10 +256,6 @@ impl<S: Source> GroupPlan for Linear<S> {
             },
             bytes: 4 * (rows + keys) * (p.d + p.d_v) as u64,
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        scratch_bytes(p, self.source.num_features(p.d), threads, size)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

@@ -28,7 +28,7 @@ mod choose;
 mod rows;
 mod stream;
 
-use super::{exact_few_rows, exact_group, exact_rows, exact_scratch_bytes};
+use super::{exact_few_rows, exact_group, exact_rows};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::Cost;
 use crate::near::{Near, Rest};
@@ -97,19 +97,6 @@ impl<P: GroupPlan> GroupPlan for NearField<P> {
             run_flops: inner.run_flops + 2 * (rows * near + guarded + means) * width,
             bytes: inner.bytes + 4 * (rows + blocks * far_keys) * width,
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let rows = p.group_size() * p.n_q;
-        let gathered = (p.n_k + self.near.heavy.min(p.n_k)) * (p.d + p.d_v) + p.n_k;
-        let means = (p.n_k / TILE + 2) * (p.d + p.d_v + 1) + p.d + p.d_v;
-        let block = self.near.block_of(p.n_k).max(ROWS).min(p.n_q);
-        let tile = (3 * TILE + block) * (p.d_v + 1) + means;
-        exact_scratch_bytes(&Problem { n_q: p.n_q.max(2), ..*p }, threads, size)
-            + exact_scratch_bytes(&Problem { n_q: 1, ..*p }, threads, size)
-            + self.plan.scratch_bytes(p, threads, size)
-            + (rows * (p.d_v + 1) + gathered + means + threads * tile) * size
-            + (16 + 8 * threads) * 256
     }
 
     fn run<T: Real>(&self, mut group: Group<'_, T>) -> Result<RunInfo> {

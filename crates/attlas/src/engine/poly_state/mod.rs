@@ -39,9 +39,6 @@ pub use stream::SketchStream;
 
 use crate::Real;
 
-/// Most scratch bytes of one product on one thread.
-pub const GEMM_SCRATCH_BYTES: usize = 2 << 20;
-
 /// Query rows of one task, and key rows of one update of a state.
 pub const ROWS: usize = 96;
 

@@ -4,10 +4,10 @@
 //! keys so far, so that no weight exceeds 1; a tile with a larger $|s_j|$ multiplies what is there by
 //! $(t / t')^p$. The logarithmic scale of the row is $p \ln t$.
 
-use super::{GEMM_SCRATCH_BYTES, Prepare, ROWS};
+use super::{Prepare, ROWS};
 use crate::group::Group;
 use crate::workspace::Context;
-use crate::{Mask, MatRef, Problem, Real, Result, RunInfo};
+use crate::{Mask, MatRef, Real, Result, RunInfo};
 use attlas_num::kernels::{self, Op, axpy, gemm};
 use std::ops::Range;
 
@@ -208,13 +208,6 @@ impl PowerKernel {
             Ok(empty)
         })?;
         Ok(RunInfo { keys_visited: visited, empty_rows: empty.into_iter().sum(), ..RunInfo::default() })
-    }
-
-    /// Upper bound on the scratch of [`attend_group`](Self::attend_group).
-    pub fn scratch_bytes(p: &Problem, threads: usize, size: usize) -> usize {
-        let rows = ROWS.min(p.n_q.max(1));
-        let per_thread = rows * (p.d + p.d_v + 2 + TILE) * size + GEMM_SCRATCH_BYTES + 1024;
-        p.n_k * (p.d_v + 1) * size + threads * per_thread + 256
     }
 }
 

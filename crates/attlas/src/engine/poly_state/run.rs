@@ -8,10 +8,10 @@
 use super::power::{KeyTile, PowerKernel, TILE, augment_into, finish_row};
 use super::rows::NearTile;
 use super::state::SketchSums;
-use super::{Form, GEMM_SCRATCH_BYTES, ROWS, SketchAttention};
+use super::{ROWS, SketchAttention};
 use crate::group::Group;
 use crate::workspace::Context;
-use crate::{Mask, MatRef, Problem, Real, Result, RunInfo};
+use crate::{Mask, MatRef, Real, Result, RunInfo};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -271,27 +271,5 @@ impl<T: Real> SketchAttention<'_, T> {
         }
         finish_row(&acc, kernel.log_scale(&acc, top[0]), self.c0, &mut out);
         out
-    }
-
-    /// Upper bound on the scratch of [`run`](Self::run).
-    pub fn scratch_bytes(
-        p: &Problem,
-        width: usize,
-        form: Form,
-        block: usize,
-        threads: usize,
-        size: usize,
-    ) -> usize {
-        let (m, block) = (form.features(width), block.min(p.n_k.max(1)));
-        let pieces = match p.mask {
-            Mask::None => p.n_k.div_ceil(PIECE_KEYS),
-            Mask::Causal => p.n_k.div_ceil(block * PIECE_BLOCKS),
-        };
-        let per_row = 4 * (p.d_v + 2) + 2 * p.d + 10 * width + m + 2 * block + 8;
-        let per_block = p.d_v + 2 * p.d + 10 * width + 8;
-        let recomputed = p.d + TILE * (p.d_v + 2);
-        let per_thread =
-            (ROWS * per_row + block * per_block + recomputed) * size.max(8) + 2 * GEMM_SCRATCH_BYTES + 4096;
-        pieces * m * (p.d_v + 2) * size + 256 + threads * per_thread
     }
 }

@@ -27,7 +27,7 @@
 //!
 //! **When to use.** For models made for it (matching, induction); as softmax attention it is a crude one.
 
-use crate::engine::{Fallback, PerGroup, attend_subset, exact_group, exact_scratch_bytes};
+use crate::engine::{Fallback, PerGroup, attend_subset, exact_group};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Method, Needs, RunInfo, Spec, Status, Support, Tunable};
 use crate::workspace::Context;
@@ -222,10 +222,6 @@ impl GroupPlan for Anna {
             run_flops: heads * (codes + tables * d_v).max(1),
             bytes: 4 * tables * (heads + 2 * groups) * d_v,
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        p.n_k * p.d_v * size + p.group_size() * p.n_q * 8 + 1024 + exact_scratch_bytes(p, threads, size)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

@@ -30,8 +30,8 @@
 //! many keys for the same error.
 
 use crate::engine::{
-    Gathered, KeyPages, NearField, Operands, PackedKeys, PageRule, PageScore, QueryBlock, RunMeans, Scored,
-    add_sampled_error, attend_chosen_blocks, exact_group_with, exact_scratch_bytes,
+    KeyPages, NearField, Operands, PageRule, PageScore, QueryBlock, RunMeans, Scored, PackedKeys,
+    add_sampled_error, attend_chosen_blocks, exact_group_with,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Tunable};
@@ -156,19 +156,6 @@ impl GroupPlan for BlockSparse {
             run_flops: 2 * (taken * (p.d + p.d_v) as f64) as u64,
             bytes: (4.0 * taken / block as f64 * (p.d + p.d_v) as f64) as u64,
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let Params { scouts, block, stride, .. } = self.params;
-        let all = p.n_k + p.n_k / block + 4;
-        let scores = Scored::<f64>::scratch_bytes(p, scouts.min(2 * block), size)
-            + PackedKeys::<f64>::scratch_bytes(p.n_k, p.d, size);
-        // Groups of rows, groups of keys and their scores.
-        let groups = block.div_ceil(stride) * p.group_size();
-        let strided = groups * (stride * p.d + p.n_k / stride + 32) + p.n_k * p.d + 64;
-        let each =
-            Gathered::<f64>::scratch_bytes(all, p.d, p.d_v, size) + scores + (strided + 2 * p.n_k) * size;
-        exact_scratch_bytes(p, threads, size) + threads * (each + 512)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

@@ -23,7 +23,7 @@
 //!
 //! **When to use.** Decoding over long contexts, where memory traffic is the cost and any key may be needed.
 
-use crate::engine::{KeyPages, PageRule, PageScore, exact_group, exact_scratch_bytes};
+use crate::engine::{KeyPages, PageRule, PageScore, exact_group};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Tunable};
 use crate::{Error, MatRef, Problem, Real, Result, Spread};
@@ -128,15 +128,6 @@ impl GroupPlan for Quest {
             run_flops: (2.0 * (scored + exact.max(1.0) * width)) as u64,
             bytes: (4.0 * (scored + exact * width)) as u64,
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let heads = p.group_size();
-        let pieces = p.n_k.div_ceil(1024) + p.n_k / self.rule.run + 4;
-        let each =
-            p.n_k + 2 * (p.n_k / self.rule.page + 16) + pieces * heads * (p.d_v + 1) + heads * p.d + 512;
-        exact_scratch_bytes(p, 4 * threads, size)
-            + (2 * threads * each + p.n_q * heads * (p.d_v + 1) + 64) * size
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

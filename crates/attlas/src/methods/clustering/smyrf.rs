@@ -33,7 +33,7 @@
 
 use crate::engine::{
     ALWAYS_LEAKS, BlockMask, BlockRow, Buckets, CodeIndex, FirstKeys, Join, PerGroup, always_leaks,
-    attend_buckets, buckets_scratch_len, exact_group, exact_rows, exact_scratch_bytes,
+    attend_buckets, exact_group, exact_rows,
 };
 use crate::group::{Group, GroupPlan};
 use crate::method::{
@@ -174,18 +174,6 @@ impl GroupPlan for Smyrf {
             run_flops: 2 * pairs.min(p.visible_pairs().max(1) * rounds as u64) * (p.d + p.d_v) as u64,
             bytes: 4 * rounds as u64 * heads * (p.n_q + p.n_k) as u64 * (p.d + p.d_v) as u64,
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
-            return self.with_first(&first).scratch_bytes(p, threads, size)
-                + FirstKeys::scratch_bytes(p, size);
-        }
-        let run = self.params.block.min(p.n_k) + 1;
-        let projections = (2 * p.n_q + 2 * p.n_k) * (self.params.rounds + 1);
-        let parts = p.n_q * (p.d_v + 1);
-        let len = buckets_scratch_len(p.n_q, run, p.d, p.d_v, threads) + projections + parts + 1024;
-        len * size + exact_scratch_bytes(p, threads, size)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

@@ -24,7 +24,7 @@
 //! **When to use.** When memory for the cache is the limit and the question stands at the end of the prompt; as the
 //! yardstick for methods that keep the cache and read little of it.
 
-use crate::engine::{Eviction, exact_group, exact_scratch_bytes};
+use crate::engine::{Eviction, exact_group};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
@@ -111,10 +111,6 @@ impl GroupPlan for Snap {
             run_flops: 2 * pairs * (p.d + p.d_v) as u64,
             bytes: 4 * pairs,
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        exact_scratch_bytes(p, threads, size) + self.rule.scratch_bytes(p, threads, size)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

@@ -23,9 +23,7 @@
 //!
 //! **When to use.** Whenever it is fast enough; everything else is measured against it.
 
-use crate::engine::{
-    CachedRows, Operands, exact_backward, exact_group_capped, exact_on_caller, exact_scratch_bytes,
-};
+use crate::engine::{CachedRows, Operands, exact_backward, exact_group_capped, exact_on_caller};
 use crate::gradient::GroupBackward;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Method, Promise, RunInfo, Spec, Tunable, Withdrawn};
@@ -103,10 +101,6 @@ impl GroupPlan for Exact {
             run_flops: 2 * p.visible_pairs() * (p.d + p.d_v) as u64,
             bytes: 4 * (rows + keys) * (p.d + p.d_v) as u64,
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        exact_scratch_bytes(p, threads, size)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

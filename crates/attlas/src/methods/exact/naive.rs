@@ -55,10 +55,6 @@ impl GroupPlan for Naive {
         Cost { setup_flops: 0, run_flops: flops, bytes: 8 * pairs }
     }
 
-    fn scratch_bytes(&self, p: &Problem, threads: usize, _: usize) -> usize {
-        threads * ((p.n_k + p.d_v) * size_of::<f64>() + 256)
-    }
-
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
         let (k, v, cx) = (g.k, g.v, g.cx);
         let scale = g.scale.to_f64();

@@ -21,7 +21,7 @@
 //!
 //! **When to use.** As the yardstick of every method that claims to use the middle of the context.
 
-use crate::engine::{Operands, RopeLayout, Turn, exact_group_capped, exact_rows_with, exact_scratch_bytes};
+use crate::engine::{Operands, RopeLayout, Turn, exact_group_capped, exact_rows_with};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
@@ -185,10 +185,6 @@ impl GroupPlan for SinkWindow {
         let rows = (p.batch * p.n_heads * p.n_q) as u64;
         let flops = 2 * rows * seen * (p.d + p.d_v) as u64;
         Cost { setup_flops: 0, run_flops: flops, bytes: 4 * rows * (p.d + p.d_v) as u64 }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        exact_scratch_bytes(p, threads, size) + threads * (BLOCK_ROWS * (p.d + p.d_v + 1) * size + 512)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

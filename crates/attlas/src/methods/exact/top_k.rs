@@ -17,7 +17,7 @@
 //!
 //! **When to use.** To see how sparse a head really is. It is not faster than exact attention.
 
-use crate::engine::{exact_group, exact_scratch_bytes, top_indices};
+use crate::engine::{exact_group, top_indices};
 use crate::group::{Group, GroupPlan};
 use crate::method::{Accepted, Budget, Claims, Cost, Family, Method, RunInfo, Spec, Status, Tunable};
 use crate::{Problem, Real, Result, Spread};
@@ -75,10 +75,6 @@ impl GroupPlan for TopK {
         let pairs = p.visible_pairs();
         let kept = (p.batch * p.n_heads * p.n_q) as u64 * self.keys.min(p.n_k) as u64;
         Cost { setup_flops: 0, run_flops: 2 * (pairs * p.d as u64 + kept * p.d_v as u64), bytes: 4 * pairs }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        exact_scratch_bytes(p, threads, size) + threads * (2 * p.n_k * size + 256)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

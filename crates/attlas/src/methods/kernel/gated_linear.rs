@@ -23,7 +23,7 @@
 //!
 //! **When to use.** Inside layers trained with it.
 
-use crate::engine::poly_state::{GEMM_SCRATCH_BYTES, ROWS};
+use crate::engine::poly_state::ROWS;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Support, Tunable};
 use crate::workspace::Context;
@@ -246,13 +246,6 @@ impl GroupPlan for GatedLinear {
             run_flops: rows * (near + far) as u64,
             bytes: 4 * (rows + keys) * (p.d + p.d_v) as u64,
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let block = self.params.block.min(p.n_k.max(1));
-        let chunks = p.n_k.div_ceil(block);
-        let per_thread = (ROWS * block + block * p.d_v) * size + GEMM_SCRATCH_BYTES + 512;
-        chunks * p.d * p.d_v * size + 256 + threads * per_thread
     }
 
     fn has_lse(&self) -> bool {

@@ -239,15 +239,6 @@ impl GroupPlan for Polynomial {
         Cost { setup_flops: keys * state, run_flops: rows * (state + near as u64), bytes }
     }
 
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let direct = PowerKernel::scratch_bytes(p, threads, size);
-        let through = self.map.as_ref().map_or(0, |map| {
-            let width = HalfSketch::<f64>::width(map);
-            SketchAttention::<f64>::scratch_bytes(p, width, map.form(), self.params.block, threads, size)
-        });
-        direct.max(through) + if self.params.layer_norm { p.n_k * p.d * size + 128 } else { 0 }
-    }
-
     fn has_lse(&self) -> bool {
         false
     }

@@ -309,13 +309,6 @@ impl GroupPlan for PolySketch {
         }
     }
 
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let width = self.width().max(self.width_in);
-        SketchAttention::<f64>::scratch_bytes(p, width, Form::Squared, self.params.block, threads, size)
-            + p.n_k * p.d * size
-            + 128
-    }
-
     fn has_lse(&self) -> bool {
         false
     }

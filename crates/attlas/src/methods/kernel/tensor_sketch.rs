@@ -281,10 +281,6 @@ impl GroupPlan for TensorSketch {
         }
     }
 
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        SketchAttention::<f64>::scratch_bytes(p, self.spec.r, self.form, self.params.block, threads, size)
-    }
-
     fn has_lse(&self) -> bool {
         false
     }

@@ -24,9 +24,9 @@
 //!
 //! **When to use.** As the better-conditioned, less accurate relative of `nystromformer`; images with `pool = windows`.
 
-use crate::engine::landmarks::{landmark_attention, landmark_flops, landmark_scratch_bytes};
+use crate::engine::exact_group;
+use crate::engine::landmarks::{landmark_attention, landmark_flops};
 use crate::engine::pool::{Parts, Segments};
-use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupPlan};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
@@ -272,11 +272,6 @@ impl GroupPlan for Csalr {
         Cost { setup_flops: setup + solve, run_flops: run, bytes: 2 * bytes }
     }
 
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let m = self.params.landmarks.min(p.n_k);
-        exact_scratch_bytes(p, threads, size).max(landmark_scratch_bytes(p, m, threads, size))
-    }
-
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
         if g.n_k() == 0 {
             return Ok(g.fill_empty());
@@ -332,9 +327,6 @@ mod tests {
     impl GroupPlan for Forced {
         fn cost(&self, p: &Problem) -> Cost {
             self.0.cost(p)
-        }
-        fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-            self.0.scratch_bytes(p, threads, size)
         }
         fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
             self.0.approximate(&mut g)

@@ -28,11 +28,11 @@
 
 use crate::engine::coreset::{
     BlockCausal, Cache, CacheMode, CompressKeys, Coreset, CoresetStream, Fallback, Finish, Prefix, Size,
-    Values, attend_coreset, attend_scratch_bytes, attend_stand_ins, stand_ins,
+    Values, attend_coreset, attend_stand_ins, stand_ins,
 };
+use crate::engine::exact_group;
 use crate::engine::gaussian::{self, Points, Sampling, SolverKind, Source};
 use crate::engine::moments::mean_of;
-use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries, StandIns};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
@@ -374,20 +374,6 @@ impl CompressKeys for LiftedNystrom {
     fn size(&self, _: usize) -> Size {
         Size { rank: self.params.landmarks, bins: 1 }
     }
-
-    fn scratch_bytes(&self, p: &Problem, n: usize, size: Size, threads: usize, bytes: usize) -> usize {
-        let m = size.rank.min(n);
-        let drawn = match self.params.sampling {
-            Sampling::RpCholesky => {
-                let all = n + if self.params.source == Source::Both { p.n_q } else { 0 };
-                all * p.d * bytes
-                    + rpcholesky::scratch_bytes(all, p.d, &rpcholesky::Options::rank(m), 1, bytes)
-            }
-            _ => 0,
-        };
-        let fixed = n * (p.d + 1) * bytes + m * (m + p.d + p.d_v + 2) * bytes + drawn + 1024;
-        fixed + (threads + 1) * (gaussian::scratch_bytes(m, p.d_v + 1, bytes) + (1 << 20))
-    }
 }
 
 impl GroupPlan for LiftedNystrom {
@@ -410,18 +396,6 @@ impl GroupPlan for LiftedNystrom {
             }
         };
         Cost { setup_flops, run_flops, bytes }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let kept = self.size(p.n_k);
-        exact_scratch_bytes(p, threads, size)
-            + match p.mask {
-                Mask::None => {
-                    attend_scratch_bytes(p, threads, size)
-                        + CompressKeys::scratch_bytes(self, p, p.n_k, kept, threads, size)
-                }
-                Mask::Causal => self.causal().scratch_bytes(p, threads, size),
-            }
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

@@ -27,9 +27,9 @@
 //! **When to use.** Encoders whose queries and keys vary slowly along the sequence, or models trained with it. Not for
 //! data without locality, nor for keys after fast rotations, which averages cancel.
 
-use crate::engine::landmarks::{landmark_attention, landmark_flops, landmark_scratch_bytes};
+use crate::engine::exact_group;
+use crate::engine::landmarks::{landmark_attention, landmark_flops};
 use crate::engine::pool::{Segments, clip_rows, column_ranges, log_lens};
-use crate::engine::{exact_group, exact_scratch_bytes};
 use crate::group::{Group, GroupPlan};
 use crate::method::{
     Accepted, Budget, Calibration, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
@@ -269,11 +269,6 @@ impl GroupPlan for Nystromformer {
         Cost { setup_flops: setup + solve, run_flops: run + conv, bytes: 2 * bytes }
     }
 
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let m = self.params.landmarks.min(p.n_q.min(p.n_k));
-        exact_scratch_bytes(p, threads, size).max(landmark_scratch_bytes(p, m, threads, size))
-    }
-
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
         let info = if self.params.landmarks >= g.n_q().min(g.n_k()) {
             RunInfo { status: Status::Exact, ..exact_group(&mut g)? }
@@ -342,9 +337,6 @@ mod tests {
     impl GroupPlan for Forced {
         fn cost(&self, p: &Problem) -> Cost {
             self.0.cost(p)
-        }
-        fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-            self.0.scratch_bytes(p, threads, size)
         }
         fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
             self.0.approximate(&mut g)

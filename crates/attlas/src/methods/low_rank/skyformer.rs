@@ -230,19 +230,6 @@ impl GroupPlan for Skyformer {
         Cost { setup_flops: times * setup, run_flops: 2 * rows * m * wide, bytes }
     }
 
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let m = self.params.landmarks.min(p.n_k + p.n_q);
-        let pivots = match self.params.sampling {
-            Sampling::RpCholesky => {
-                let all = p.n_k + p.n_q;
-                all * p.d * size + rpcholesky::scratch_bytes(all, p.d, &rpcholesky::Options::rank(m), 1, size)
-            }
-            _ => 0,
-        };
-        let tile = gaussian::scratch_bytes(m.max(ROWS), p.d_v, size) + ROWS * (p.d + 1) * size + 512;
-        p.n_k * (p.d + 1) * size + m * (m + p.d + p.d_v) * size + pivots + (threads + 1) * tile + 1024
-    }
-
     fn has_lse(&self) -> bool {
         false
     }

@@ -1,4 +1,5 @@
 use super::*;
+use crate::linalg::matmul_tn;
 use crate::rng::StreamKey;
 use crate::sketch::testing::{check_moments, kernel_of};
 use crate::sketch::variance::{Diagnostic, Pair, exp_relative_variance, regularised_mean};
@@ -21,7 +22,7 @@ fn data(n: usize, d: usize, seed: u64, size: f64) -> Mat<f64> {
     let mut rng = StreamKey::new(seed).rng();
     let mixing = Mat::from_fn(d, d, |_, _| rng.normal());
     let rows = Mat::from_fn(n, d, |_, _| rng.normal());
-    let mixed = matmul(&rows, &mixing);
+    let mixed = matmul(rows.as_ref(), mixing.as_ref());
     Mat::from_fn(n, d, |i, j| size * (mixed[(i, j)] * (0.3 + 0.3 * j as f64) + 0.5 * (j as f64 - 1.0)))
 }
 
@@ -75,12 +76,12 @@ fn one_and_odd_dimensions_have_the_stated_variance() {
 
 #[test]
 fn rotating_rows_is_rotating_directions() {
-    let rotation = crate::sketch::small::haar(4, &mut StreamKey::new(1).rng());
+    let rotation = crate::sketch::haar::haar(4, &mut StreamKey::new(1).rng());
     let omega = directions(Coupling::Orthogonal, 6, 4, 2);
     let exponent = Exponent::oprf(4, -0.1).unwrap();
     let turn = |v: &[f64; 4]| -> Vec<f64> { (0..4).map(|i| dot(rotation.row(i), v)).collect() };
     let rows = kernel_of(&features(&exponent, &omega, true), &turn(&X), &turn(&Y));
-    let columns = kernel_of(&features(&exponent, &matmul(&omega, &rotation), true), &X, &Y);
+    let columns = kernel_of(&features(&exponent, &matmul(omega.as_ref(), rotation.as_ref()), true), &X, &Y);
     assert!((rows / columns - 1.0).abs() < 1e-13);
 }
 
@@ -227,11 +228,11 @@ fn constraints_between_the_matrices_hold() {
     };
     let aderf = Exponent::aderf(&moments, 1e-6).unwrap();
     let (b1, b2) = (dense(&aderf.query.b), dense(&aderf.key.as_ref().unwrap().b));
-    let product = matmul(&b1.transpose(), &b2);
+    let product = matmul_tn(b1.as_ref(), b2.as_ref());
     let sderf = Exponent::sderf(&moments, 1e-6).unwrap();
     let b = dense(&sderf.query.b);
     let scaled = Mat::from_fn(5, 5, |i, j| b[(i, j)] / (1.0 - 4.0 * sderf.a[i]));
-    let identity = matmul(&b.transpose(), &scaled);
+    let identity = matmul_tn(b.as_ref(), scaled.as_ref());
     for i in 0..5 {
         for j in 0..5 {
             let delta = f64::from(u8::from(i == j));
@@ -289,8 +290,8 @@ fn isotropic_centred_data_reduce_every_member_to_the_scalar_one() {
 fn dense_members_follow_rotations_and_linear_maps_of_the_data() {
     let d = 4;
     let (x, y) = (data(40, d, 7, 0.3), data(40, d, 8, 0.3));
-    let rotation = crate::sketch::small::haar(d, &mut StreamKey::new(1).rng());
-    let turn = |m: &Mat<f64>| matmul(m, &rotation);
+    let rotation = crate::sketch::haar::haar(d, &mut StreamKey::new(1).rng());
+    let turn = |m: &Mat<f64>| matmul(m.as_ref(), rotation.as_ref());
     let second = |e: &Exponent, x: &[f64], y: &[f64]| e.log_second_moment(x, y);
     let before = second(&Exponent::sderf(&moments_of(&x, &y), 0.0).unwrap(), x.row(0), y.row(0));
     let (rx, ry) = (turn(&x), turn(&y));

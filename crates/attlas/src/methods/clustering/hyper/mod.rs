@@ -56,9 +56,8 @@ mod theory;
 
 use crate::engine::{
     ALWAYS_LEAKS, Assign, CausalPart, FirstKeys, HashedRule, HashedStream, PerGroup, Ranks, Rectangle,
-    SortHashes, SortedBlocks, UniformSamples, always_leaks, attend_blocks, blocks_scratch_bytes,
-    causal_pairs, causal_rectangles, causal_scratch_bytes, causalize, draw_sort_hashes, exact_group,
-    exact_scratch_bytes, join_blocks, sinks_scratch_bytes, with_sinks,
+    SortHashes, SortedBlocks, UniformSamples, always_leaks, attend_blocks, causal_pairs, causal_rectangles,
+    causalize, draw_sort_hashes, exact_group, join_blocks, with_sinks,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
@@ -350,25 +349,6 @@ impl GroupPlan for Hyper {
             run_flops: 2 * (p.batch * p.n_heads) as u64 * self.pairs(p) * (d + d_v),
             bytes: 4 * (rows + keys) * (d + d_v) * levels.max(1),
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
-            return self.with_first(&first).scratch_bytes(p, threads, size)
-                + FirstKeys::scratch_bytes(p, size);
-        }
-        let Params { block, samples, n_min, .. } = self.params;
-        let causal = if p.mask == Mask::Causal { causal_scratch_bytes(p, n_min, size) } else { 0 };
-        let theory = if self.params.variant == Variant::Theory {
-            theory::scratch_bytes(&self.params, p, threads, size)
-        } else {
-            0
-        };
-        exact_scratch_bytes(p, threads, size)
-            + blocks_scratch_bytes(p, block, samples.min(p.n_k), threads, size)
-            + sinks_scratch_bytes(p, threads, size)
-            + causal
-            + theory
     }
 
     fn run<T: Real>(&self, mut group: Group<'_, T>) -> Result<RunInfo> {

@@ -5,7 +5,7 @@
 use super::Params;
 use crate::engine::{Columns, SortedBlocks, UniformSamples, divide_by, exact_rows, places, relative_squares};
 use crate::group::Group;
-use crate::{MatRef, Problem, Real, Result, RunInfo};
+use crate::{MatRef, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, Op, gemm};
 use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
@@ -75,16 +75,6 @@ pub(super) fn run<T: Real>(
     })?;
     let residual_rows = m.min(q.n_q()) * q.heads();
     Ok(RunInfo::visited(visited.into_iter().sum::<u64>() + (residual_rows * n) as u64))
-}
-
-/// Upper bound on what [`run`] takes from scratch beside the pieces it shares with the other variant.
-pub(super) fn scratch_bytes(params: &Params, p: &Problem, threads: usize, size: usize) -> usize {
-    let m = params.samples;
-    let rows = p.group_size() * p.n_q.min(m);
-    let blocks = p.n_k.div_ceil(params.block).max(1);
-    let once = (m * (p.d + p.d_v) + rows * (p.d + blocks)) * size + 4 * 64;
-    let task = (params.block.max(m) * (p.d + 1) + 512 * (p.d + p.d_v + m + 3) + rows) * size + 10 * 64;
-    once + threads * task
 }
 
 /// For each head, the logarithm of the largest sum of exponentials outside the own block, over `m` rows.

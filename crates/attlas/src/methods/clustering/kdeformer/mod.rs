@@ -50,9 +50,8 @@
 
 use crate::engine::{
     ALWAYS_LEAKS, Assign, Columns, FirstKeys, HashedRule, HashedStream, Operands, Ranks, Rectangle, Row,
-    SortHashes, SortedBlocks, always_leaks, attend_blocks, blocks_scratch_bytes, causal_pairs,
-    causal_scratch_bytes, causalize, divide_by, draw_sort_hashes, exact_group, exact_rows,
-    exact_scratch_bytes, sinks_scratch_bytes, with_sinks,
+    SortHashes, SortedBlocks, always_leaks, attend_blocks, causal_pairs, causalize, divide_by,
+    draw_sort_hashes, exact_group, exact_rows, with_sinks,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
 use crate::method::{
@@ -714,32 +713,6 @@ impl GroupPlan for KdeFormer {
             run_flops: 2 * heads * pairs * (d + d_v),
             bytes: 4 * levels * (rows + keys) * (d + d_v),
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
-            return self.with_first(&first).scratch_bytes(p, threads, size)
-                + FirstKeys::scratch_bytes(p, size);
-        }
-        let Params { block, samples, n_min, .. } = self.params;
-        let samples = samples.min(p.n_k);
-        let causal = if p.mask == Mask::Causal { causal_scratch_bytes(p, n_min, size) } else { 0 };
-        let rows = p.group_size() * p.n_q;
-        let task = rows.min(SHARED_ROWS) * p.d + samples;
-        let shared = (rows * (p.d_v + 1) + samples * (p.d + p.d_v) + threads * task) * size
-            + (rows * (size_of::<Row>() + 4))
-            + (4 + 2 * threads) * 64;
-        let density = if self.needs_density() {
-            ((p.n_q + p.n_k) * p.d + samples * (p.d + p.d_v)) * size + 4 * 64
-        } else {
-            0
-        };
-        exact_scratch_bytes(p, threads, size)
-            + blocks_scratch_bytes(p, block, samples, threads, size)
-            + sinks_scratch_bytes(p, threads, size)
-            + causal
-            + shared
-            + density
     }
 
     fn run<T: Real>(&self, mut group: Group<'_, T>) -> Result<RunInfo> {

@@ -5,7 +5,7 @@ use super::{Far, Multipole, Params};
 use crate::engine::{Gathered, NearField};
 use crate::group::Group;
 use crate::method::RunInfo;
-use crate::{MatRef, Problem, Real, Result};
+use crate::{MatRef, Real, Result};
 use attlas_num::cluster::kmeans::label_means;
 use attlas_num::cluster::{Cut, Init, Metric, Options, kmeans, order_by};
 use attlas_num::kernels::{Band, Op, Precision, axpy, exp_in_place, gemm, softmax_in_place};
@@ -159,15 +159,5 @@ impl Multipole {
         let empty_rows = g.lse.iter().filter(|l| **l == T::NEG_INFINITY).count() as u64;
         let (keys_visited, rank) = (visited.into_iter().sum(), Some(chunks.log_counts.len()));
         Ok(RunInfo { keys_visited, empty_rows, rank, ..RunInfo::default() })
-    }
-
-    /// Upper bound on the scratch of [`Multipole::run_blocks`].
-    pub(super) fn blocks_scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let Params { sinks, chunk, interval, budget, .. } = self.params;
-        let near = sinks.saturating_add(chunk + interval + BLOCK).saturating_add(budget).min(p.n_k);
-        let rows = SCOUTS * p.group_size();
-        let scores = rows * (p.d + p.n_k) + 2 * p.n_k + 256;
-        let gathered = Gathered::<f64>::scratch_bytes(near + p.n_k, p.d, p.d_v, size);
-        threads * (gathered + scores * size + (1 << 20) + 512)
     }
 }

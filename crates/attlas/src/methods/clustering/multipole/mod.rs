@@ -51,7 +51,7 @@ mod attend;
 mod blocks;
 mod state;
 
-use crate::engine::{ALWAYS_LEAKS, FirstKeys, Turn, always_leaks, exact_group, exact_scratch_bytes};
+use crate::engine::{ALWAYS_LEAKS, FirstKeys, Turn, always_leaks, exact_group};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
@@ -60,7 +60,7 @@ use crate::method::{
 use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result, Spread};
-use attend::{ClusteredKeys, MEMBERS, PIECE};
+use attend::ClusteredKeys;
 use attlas_num::kernels::pages;
 use rayon::prelude::*;
 use state::KeyClusters;
@@ -291,22 +291,6 @@ impl GroupPlan for Multipole {
             run_flops: 2 * ((exact.min(pairs) + ratio * pairs).max(1.0) * (d + d_v)) as u64,
             bytes: (4.0 * (exact + ratio * pairs) * (d + d_v)) as u64,
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
-            return self.with_first(&first).scratch_bytes(p, threads, size)
-                + FirstKeys::scratch_bytes(p, size);
-        }
-        let Params { sinks, interval, budget, .. } = self.params;
-        let near = (sinks + 2 * interval + budget).min(p.n_k);
-        let heads = p.group_size();
-        let queries = 2 * heads * p.d;
-        let staging = p.n_q * heads * (p.d_v + 1) + p.n_k * p.d;
-        // Results of pieces of keys, and the biases of a piece of clusters.
-        let parts = 2 * near.div_ceil(MEMBERS) * heads * (p.d_v + 1) + 2 * (PIECE + p.d_v);
-        let tokens = (staging + threads * (queries + parts + 512) + 512) * size;
-        exact_scratch_bytes(p, 2 * threads, size) + tokens.max(self.blocks_scratch_bytes(p, threads, size))
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

@@ -48,8 +48,8 @@ mod decode;
 use crate::engine::moments::mean_of;
 use crate::engine::{
     ALWAYS_LEAKS, Assign, FirstKeys, Ranks, Rectangle, SortHashes, SortedBlocks, UniformSamples,
-    always_leaks, attend_blocks, blocks_scratch_bytes, causal_pairs, causal_scratch_bytes, causalize,
-    draw_sort_hashes, exact_group, exact_scratch_bytes, sinks_scratch_bytes, top_indices, with_sinks,
+    always_leaks, attend_blocks, causal_pairs, causalize, draw_sort_hashes, exact_group, top_indices,
+    with_sinks,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
 use crate::method::{
@@ -550,19 +550,6 @@ impl GroupPlan for PrescoredHyper {
             run_flops: 2 * heads * (pairs + (p.n_q * sinks) as u64) * (d + d_v),
             bytes: 4 * levels * (rows + all) * (d + d_v),
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
-            return self.with_first(&first).scratch_bytes(p, threads, size)
-                + FirstKeys::scratch_bytes(p, size);
-        }
-        let Params { block, n_min, .. } = self.params;
-        let causal = if p.mask == Mask::Causal { causal_scratch_bytes(p, n_min, size) } else { 0 };
-        exact_scratch_bytes(p, threads, size)
-            + blocks_scratch_bytes(p, block, self.extra(p.n_k), threads, size)
-            + sinks_scratch_bytes(p, threads, size)
-            + causal
     }
 
     fn run<T: Real>(&self, mut group: Group<'_, T>) -> Result<RunInfo> {

@@ -37,7 +37,7 @@ mod buckets;
 use crate::engine::moments::mean_of;
 use crate::engine::{
     ALWAYS_LEAKS, Buckets, FirstKeys, Join, PerGroup, always_leaks, attend_buckets, attend_subset,
-    buckets_scratch_len, exact_group, exact_rows, exact_scratch_bytes,
+    exact_group, exact_rows,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
@@ -323,22 +323,6 @@ impl GroupPlan for Reformer {
             run_flops: 2 * pairs * (p.d + p.d_v) as u64,
             bytes: 4 * rounds as u64 * (heads + chunks * groups) * (p.d + p.d_v) as u64,
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
-            return self.with_first(&first).scratch_bytes(p, threads, size)
-                + FirstKeys::scratch_bytes(p, size);
-        }
-        let Params { block, before, after, .. } = self.params;
-        let met = (1 + before + after).saturating_mul(block.min(p.n_k) + 1).min(p.n_k + block);
-        let unit = if self.shared() { p.n_k * p.d } else { 0 }
-            + if self.params.centre { (p.n_q + p.n_k) * p.d } else { 0 };
-        let len = buckets_scratch_len(p.n_q, met, p.d, p.d_v, threads)
-            + unit
-            + threads * (WINDOW_ROWS * (p.d_v + 1) + 256)
-            + 1024;
-        len * size + exact_scratch_bytes(p, threads, size)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

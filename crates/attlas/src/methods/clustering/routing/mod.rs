@@ -36,8 +36,7 @@ mod groups;
 mod tests;
 
 use crate::engine::{
-    ALWAYS_LEAKS, Buckets, Fallback, FirstKeys, Join, always_leaks, attend_buckets, buckets_scratch_len,
-    exact_group, exact_rows, exact_scratch_bytes,
+    ALWAYS_LEAKS, Buckets, Fallback, FirstKeys, Join, always_leaks, attend_buckets, exact_group, exact_rows,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
@@ -51,7 +50,7 @@ use attlas_num::cluster::kmeans::assign_into;
 use attlas_num::kernels::Band;
 use centroids::{ROWS_PER_CENTROID, centroid_scores, norm_into};
 use decode::CentroidStream;
-use groups::{BATCH, Recent, Routed, best_members};
+use groups::{Recent, Routed, best_members};
 use rayon::prelude::*;
 
 /// Registry entry.
@@ -319,20 +318,6 @@ impl GroupPlan for Routing {
             run_flops: 2 * pairs.max(1) * (p.d + p.d_v) as u64,
             bytes: 4 * (tokens * (passes + 2) * p.d as u64 + pairs / w.max(1) * (p.d + p.d_v) as u64),
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
-            return self.with_first(&first).scratch_bytes(p, threads, size)
-                + FirstKeys::scratch_bytes(p, size);
-        }
-        let Sizes { clusters, window, .. } = self.sizes(p.n_k, 0);
-        let w = window.min(p.n_k.max(p.n_q));
-        let slots = (clusters * w.min(p.n_q)).max(p.n_q);
-        let tokens = p.group_size() * p.n_q + p.n_k;
-        let scores = threads * (BATCH * p.n_k.max(p.n_q) + 64);
-        let len = buckets_scratch_len(slots, 2 * w, p.d, p.d_v, threads) + tokens * p.d + scores + 1024;
-        len * size + exact_scratch_bytes(p, threads, size)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

@@ -1,8 +1,9 @@
 //! Which far keys a block of rows attends to: the heaviest by scout rows or by a mean of queries, and diagonals.
 
 use super::{Chooser, Params};
-use crate::engine::{QueryBlock, Scored, select_top};
+use crate::engine::{QueryBlock, Scored};
 use crate::{Mask, Real};
+use attlas_num::cluster::select_top;
 use attlas_num::kernels::{axpy, exp_sum, matvec, max, sum};
 use std::ops::Range;
 

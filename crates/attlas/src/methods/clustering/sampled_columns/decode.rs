@@ -2,11 +2,12 @@
 
 use super::choose::{VOTE, voters};
 use super::{Params, SampledColumns};
-use crate::engine::{CachedRows, Gathered, RunMeans, select_top};
+use crate::engine::{CachedRows, Gathered, RunMeans};
 use crate::group::GroupStream;
 use crate::method::RunInfo;
 use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result};
+use attlas_num::cluster::select_top;
 use attlas_num::kernels::{Attend, Band, Precision, axpy, exp_sum, matvec, max, merge_lse};
 use rayon::prelude::*;
 use std::ops::Range;

@@ -46,8 +46,8 @@ mod decode;
 mod tests;
 
 use crate::engine::{
-    Gathered, NearField, Operands, PackedKeys, RunMeans, Scored, add_sampled_error, attend_chosen_blocks,
-    exact_group_with, exact_scratch_bytes,
+    NearField, Operands, RunMeans, Scored, PackedKeys, add_sampled_error, attend_chosen_blocks,
+    exact_group_with,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
@@ -260,14 +260,6 @@ impl GroupPlan for SampledColumns {
             run_flops: 2 * ((gathered + checked).max(1.0) * width) as u64,
             bytes: (4.0 * (2.0 * rows + gathered / block as f64) * width) as u64,
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let rows = self.params.scouts.min(2 * self.params.block);
-        let packed = PackedKeys::<f64>::scratch_bytes(p.n_k, p.d, size);
-        let scores = Scored::<f64>::scratch_bytes(p, rows, size) + 2 * p.n_k * size + packed;
-        let each = Gathered::<f64>::scratch_bytes(self.gathered(p), p.d, p.d_v, size) + scores;
-        exact_scratch_bytes(p, threads, size) + threads * (each + 512)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

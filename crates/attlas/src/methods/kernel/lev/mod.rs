@@ -38,13 +38,11 @@ mod streaming;
 mod tests;
 mod universal;
 
-use crate::engine::exact_scratch_bytes;
-use crate::engine::poly_state::{GEMM_SCRATCH_BYTES, PowerKernel};
+use crate::engine::poly_state::PowerKernel;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Support, Tunable};
 use crate::{Mask, Problem, Real, Result};
 use attlas_num::kernels::dot;
-use attlas_num::randla::lewis_scratch_bytes;
 use decode::LeverageStream;
 use normaliser::{Draws, full_form, gram_of, quadratic};
 use rayon::prelude::*;
@@ -212,21 +210,6 @@ impl GroupPlan for Lev {
             run_flops: 2 * rows * seen * (p.d + p.d_v) as u64,
             bytes: 4 * (keys + rows) * (p.d + p.d_v) as u64,
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let rows = self.params.block.min(p.n_q.max(1));
-        let near = (self.params.block + 2 * self.params.window).min(p.n_k);
-        let seen = match self.params.eps {
-            Some(_) => p.n_k,
-            None => self.params.keys.min(p.n_k),
-        }
-        .max(near);
-        let per_thread = rows * (2 * p.d_v + 4 + seen) * size + seen * (p.d_v + 1) * size;
-        lewis_scratch_bytes(p.d, threads)
-            + threads * (per_thread + GEMM_SCRATCH_BYTES + 1024)
-            + exact_scratch_bytes(p, threads, size)
-            + 256
     }
 
     fn has_lse(&self) -> bool {

@@ -40,7 +40,7 @@ mod support;
 mod tests;
 
 use crate::engine::linear::{self, Directions, ErrorModel, Positive};
-use crate::engine::{PerGroup, exact_group, exact_scratch_bytes, tile_logits_len};
+use crate::engine::{PerGroup, exact_group};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
@@ -291,25 +291,6 @@ impl GroupPlan for Scatterbrain {
             run_flops: rows * (far + search + sparse * near) as u64,
             bytes: 4 * (rows + keys) * (p.d + p.d_v) as u64,
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let m = self.features();
-        let engine = linear::scratch_bytes(p, m, threads, size);
-        if p.mask == Mask::Causal {
-            let rows = threads * (ROWS * (p.d_v + 2) * size + 256);
-            return engine + rows + exact_scratch_bytes(p, threads, size);
-        }
-        let seen = match self.params.sparse(p.mask) {
-            Sparse::Window => self.params.keys.saturating_mul(2).saturating_add(ROWS),
-            Sparse::TopK => p.n_k,
-            Sparse::Lsh | Sparse::Auto => self.params.keys,
-        }
-        .min(p.n_k);
-        let per_row = p.d + m + seen + 2;
-        let per_tile = ROWS * per_row + seen * (p.d + p.d_v + m + 1) + m + tile_logits_len(seen) + 1024;
-        let rows = p.n_q * (3 * (p.d_v + 1) + 3);
-        engine + (rows + threads * per_tile) * size + exact_scratch_bytes(p, threads, size) + 1024
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

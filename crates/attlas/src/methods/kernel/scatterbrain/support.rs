@@ -6,11 +6,11 @@
 //! is put in and what is taken out agree.
 
 use super::{ROWS, Scatterbrain, Sparse};
-use crate::engine::select_top;
 use crate::group::GroupIndex;
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Real};
 use attlas_num::cluster::buckets::{Balanced, Membership, RoundTable, order_by};
+use attlas_num::cluster::select_top;
 use attlas_num::hash::lift::{Lift, LiftedLines, Side, max_norm};
 use attlas_num::kernels::{Op, gemm};
 use rayon::prelude::*;

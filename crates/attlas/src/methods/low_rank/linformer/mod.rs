@@ -36,8 +36,8 @@ mod tests;
 
 pub use projections::{Sharing, with_projections};
 
-use crate::engine::pool::{Segments, log_lens, pool_rows, pool_scratch_bytes};
-use crate::engine::{exact_group, exact_rows, exact_scratch_bytes};
+use crate::engine::pool::{Segments, log_lens, pool_rows};
+use crate::engine::{exact_group, exact_rows};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, Promise, RunInfo, Spec, Status,
@@ -46,7 +46,7 @@ use crate::method::{
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::Band;
 use causal::Pooled;
-use projections::{CHUNK, Mix, copy_row, gaussian_row, multiply};
+use projections::{Mix, copy_row, gaussian_row, multiply};
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -234,18 +234,6 @@ impl GroupPlan for Linformer {
             Mix::Gaussian | Mix::Learned(_) => 2 * rank * keys * width,
         };
         Cost { setup_flops: setup, run_flops: 2 * pairs * width, bytes }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let largest = (0..p.n_kv_heads).map(|g| self.rank(p.n_k, g)).max().unwrap_or(0);
-        let mixed = largest * (p.d + p.d_v) * size + 128;
-        let chunk = threads * (CHUNK * p.n_k * size + 64) + p.n_k * size + 64;
-        let block = threads * (BLOCK_ROWS * (p.d_v + 1) * size + 128);
-        exact_scratch_bytes(p, threads, size)
-            + mixed
-            + chunk
-            + block
-            + pool_scratch_bytes(p.d.max(p.d_v), threads)
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

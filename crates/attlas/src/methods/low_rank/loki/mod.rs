@@ -36,7 +36,7 @@ mod learn;
 
 pub use learn::Calibrator;
 
-use crate::engine::{Threshold, attend_subset, exact_group, exact_rows, exact_scratch_bytes, select_top};
+use crate::engine::{attend_subset, exact_group, exact_rows};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, RowBlock};
 use crate::method::{
     Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, Needs, RunInfo, Spec, Status,
@@ -45,6 +45,7 @@ use crate::method::{
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::Mat;
+use attlas_num::cluster::{Cut, select_top};
 use attlas_num::kernels::{self, Band, Op};
 use attlas_num::linalg::{self, variance_rank};
 use decode::Split;
@@ -283,8 +284,7 @@ impl Loki {
             let ranked: Vec<Ranked<'_, T>> = (0..rows)
                 .map(|i| {
                     let scores = &scores[i * most..i * most + visible[block.first + i]];
-                    let cut =
-                        together(scores.len()).then(|| Threshold::of_top(scores, self.budget(scores.len())));
+                    let cut = together(scores.len()).then(|| Cut::largest(scores, self.budget(scores.len())));
                     Ranked { scores, cut }
                 })
                 .collect();
@@ -322,7 +322,7 @@ impl Loki {
 /// The scores of one row for the keys it sees, and which of them are chosen where the row is not computed by itself.
 struct Ranked<'a, T> {
     scores: &'a [T],
-    cut: Option<Threshold<T>>,
+    cut: Option<Cut>,
 }
 
 impl Loki {
@@ -438,12 +438,6 @@ impl GroupPlan for Loki {
                 + 2 * width * if p.n_q == 1 { kept } else { pairs },
             bytes: 4 * (pairs * r + kept * width),
         }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let block = BLOCK_ROWS * (self.rank + 2 * p.n_k + TILE_KEYS) + p.n_k;
-        let rows = p.n_k * self.rank * size + threads * (block * size + 256);
-        exact_scratch_bytes(p, threads, size) + rows + 64
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {

@@ -1,15 +1,14 @@
 //! The coreset itself: temperature, pivots, weights, certificate.
 
 use super::{Params, Temperature};
+use crate::Real;
 use crate::engine::coreset::{CompressKeys, Coreset, Size, Values};
 use crate::engine::moments::mean_of;
 use crate::group::Group;
 use crate::workspace::Context;
-use crate::{Problem, Real};
 use attlas_num::MatRef;
 use attlas_num::kernels::{dot, scale};
 use attlas_num::linalg::{self, lambert_w0_exp};
-use attlas_num::randla::rpcholesky::scratch_bytes;
 use attlas_num::randla::{GaussianKernel, PartialCholesky, rp_cholesky};
 use attlas_num::rng::StreamKey;
 use rayon::prelude::*;
@@ -304,16 +303,5 @@ impl CompressKeys for Compressor {
     fn size(&self, n: usize) -> Size {
         let share = self.params.ratio.map_or(0, |r| (r * n as f64) as usize);
         Size { rank: self.params.rank.max(share), bins: self.params.bins }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, n: usize, size: Size, threads: usize, bytes: usize) -> usize {
-        let bins = size.bins.clamp(1, n.max(1));
-        let (len, rank) = (n / bins + bins, size.rank.div_ceil(bins).min(n));
-        let at_work = bins.min(threads) + 1;
-        let panel = 512 * (p.d_v + 1) * bytes;
-        let factor = scratch_bytes(len.min(n), p.d, &self.params.pivots(rank), 1, bytes);
-        // Vectors of one number per key, and the coreset itself.
-        let vectors = n * 6 * size_of::<f64>() + n.min(size.rank) * (p.d + p.d_v + 2) * bytes;
-        at_work * (len.min(n) * p.d * bytes + factor) + 2 * threads * (panel + (1 << 20)) + vectors
     }
 }

@@ -39,9 +39,9 @@ mod compress;
 
 use crate::engine::coreset::{
     BlockCausal, Cache, CacheMode, CompressKeys, CoresetStream, Fallback, Finish, Prefix, attend_coreset,
-    attend_scratch_bytes, attend_stand_ins, stand_ins,
+    attend_stand_ins, stand_ins,
 };
-use crate::engine::{exact_group, exact_scratch_bytes};
+use crate::engine::exact_group;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, StandIns};
 use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Tunable};
 use crate::{Mask, Problem, Real, Result, Spread};
@@ -238,19 +238,6 @@ impl GroupPlan for Wildcat {
         };
         let again = if self.params().tree { 2 } else { 1 };
         Cost { setup_flops: groups * parts * one * again, run_flops, bytes }
-    }
-
-    fn scratch_bytes(&self, p: &Problem, threads: usize, size: usize) -> usize {
-        let exact = exact_scratch_bytes(p, threads, size);
-        exact
-            + match p.mask {
-                Mask::None => {
-                    let kept = self.compressor.size(p.n_k);
-                    attend_scratch_bytes(p, threads, size)
-                        + self.compressor.scratch_bytes(p, p.n_k, kept, threads, size)
-                }
-                Mask::Causal => self.causal().scratch_bytes(p, threads, size),
-            }
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
