@@ -147,7 +147,12 @@ fn show(r: &Record, judged: Option<&str>, common: &Common) {
     if let Some(judged) = judged {
         print(&format!("{}\n", wrap(judged)));
     }
-    note(common, &format!("wrote {}; `attlas generate {}` runs it on its factors", r.out, r.out));
+    let how = if attlas_model::export::is_gguf(std::path::Path::new(&r.out)) {
+        "and llama.cpp run it, factors multiplied out"
+    } else {
+        "runs it on its factors"
+    };
+    note(common, &format!("wrote {}; `attlas generate {}` {how}", r.out, r.out));
 }
 
 /// Lines about accepted and rejected changes.

@@ -12,6 +12,7 @@ use attlas_lab::table::{bytes, number, wrap};
 use attlas_lab::text::{Text, open_model};
 use attlas_model::Model;
 use attlas_model::save::Folder;
+use std::process::ExitCode;
 
 /// Tokens to calibrate on by default.
 const TOKENS: usize = 8192;
@@ -26,7 +27,7 @@ pub(crate) fn run(args: &ConvertArgs, common: &Common) -> Outcome {
     interrupt::catch(common);
     let model = open_model(&args.model.path)?;
     // Refuse before reading a long text, too.
-    attlas_model::convert::check(&model, &params)?;
+    let params = attlas_model::convert::check(&model, &kept(params, args.keep, &model)?)?;
     let (text, check) = texts(args, &model)?;
     let settings = Settings {
         params,
@@ -37,6 +38,7 @@ pub(crate) fn run(args: &ConvertArgs, common: &Common) -> Outcome {
         },
         recalibrate: args.recalibrate || args.recipe == RecipeName::Published,
         search_fold,
+        max_kl: args.max_kl,
         calibration_window: 256,
         check_window: args.context,
         threads: common.threads,
@@ -68,8 +70,33 @@ pub(crate) fn run(args: &ConvertArgs, common: &Common) -> Outcome {
     progress.end();
     let record = record?;
     let (judged, within) = verdict::of(&record.written, args.limit, None);
-    show(&record, &judged, args, common);
+    // What is no number is past every limit.
+    let close = args.max_kl.is_none_or(|most| record.written.kl_mean <= most);
+    show(&record, &judged, &model, args, common);
+    if within && !close {
+        note(
+            common,
+            "over --max-kl on the text of the check; a smaller --max-kl leaves room for other texts",
+        );
+        return Ok(ExitCode::from(1));
+    }
     Ok(verdict::status(within, common))
+}
+
+/// The parameters with the rank that leaves this share of the cache.
+fn kept(params: Params, share: Option<f64>, model: &Model) -> Result<Params, Error> {
+    let Some(share) = share else { return Ok(params) };
+    let resolved = attlas_model::convert::check(model, &params)?;
+    let shape = attlas_model::convert::layer_shape(&model.config);
+    let (cache, rotated) = (shape.n_kv_heads * (shape.d + shape.d_v), resolved.rope_dim.unwrap_or(0));
+    // The rotated key, and the constant of the written latent, are cached beside it.
+    let rank = ((share * cache as f64) as usize).saturating_sub(rotated + 1);
+    if rank == 0 || share > 1.0 {
+        let least = 100.0 * (rotated + 2) as f64 / cache as f64;
+        let expected = format!("more than {least:.1}%, the rotated key of {rotated}, and at most 100%");
+        return Err(Error::argument("--keep", expected, format!("{:.1}%", 100.0 * share)));
+    }
+    Ok(Params { rank: Some(rank.min(cache - rotated)), ..params })
 }
 
 /// The parameters of the conversion, and whether the fold is searched for.
@@ -120,7 +147,7 @@ fn texts(args: &ConvertArgs, model: &Model) -> Result<(Text, Text), Error> {
     Ok((text, check))
 }
 
-fn show(r: &Record, judged: &str, args: &ConvertArgs, common: &Common) {
+fn show(r: &Record, judged: &str, model: &Model, args: &ConvertArgs, common: &Common) {
     if common.json {
         return print_json(r);
     }
@@ -138,11 +165,19 @@ fn show(r: &Record, judged: &str, args: &ConvertArgs, common: &Common) {
         let tried: Vec<String> = r.fold_search.iter().map(|(f, ppl)| format!("{f}: {ppl:.3}")).collect();
         print(&format!("folds tried, with their perplexities: {}\n", tried.join(", ")));
     }
+    if !r.rank_search.is_empty() {
+        let tried = r.rank_search.iter().map(|(rank, kl)| format!("{rank}: {}", number(*kl)));
+        let tried = tried.collect::<Vec<_>>().join(", ");
+        print(&format!(
+            "{}\n",
+            wrap(&format!("ranks tried, with their divergences on text set aside: {tried}"))
+        ));
+    }
     print(&format!("{}\n", wrap(judged)));
     print(&format!(
         "KL {} nats, largest difference of a logit {}\n\
          cache {} -> {} a token ({:.1} %)\n\
-         the written folder differs from the model in memory by at most {} in a logit\n",
+         what was written differs from the model in memory by at most {} in a logit\n",
         number(q.kl_mean),
         number(q.max_logit_diff),
         bytes(r.cache_bytes_before),
@@ -153,5 +188,12 @@ fn show(r: &Record, judged: &str, args: &ConvertArgs, common: &Common) {
     if r.cache_bytes_after >= r.cache_bytes_before {
         print("nothing is saved: this rank keeps everything; give a smaller --rank\n");
     }
-    note(common, &format!("wrote {}; transformers loads it as it is", args.out.path.display()));
+    let loaded = if attlas_model::export::is_gguf(&args.out.path) {
+        "llama.cpp loads it as deepseek2"
+    } else if attlas_model::convert::has_mlp_biases(model) {
+        "transformers loads it with trust_remote_code=True, for its own class has no biases in feed-forward layers"
+    } else {
+        "transformers loads it as it is"
+    };
+    note(common, &format!("wrote {}; {loaded}", args.out.path.display()));
 }

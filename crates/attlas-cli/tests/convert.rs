@@ -42,8 +42,11 @@ fn a_small_model_is_converted_stage_by_stage() {
     assert_eq!(proof["logits"][0].as_str().map(str::len), Some(26 * 8));
 
     assert!(!table.contains("nothing is saved"), "{table}");
-    // The largest rank is the default of a small model.
-    let (status, table, err) = convert(&[&model, "--text", &text, "--out", &folder.file("whole")]);
+    // The default leaves three quarters of the cache, and the whole rank nothing.
+    let (status, table, err) = convert(&[&model, "--text", &text, "--out", &folder.file("default")]);
+    assert!(status <= 1 && table.contains("cache 128B -> 96B a token (75.0 %)"), "{table}{err}");
+    let all = ["--keep", "100%", "--out", &folder.file("whole")];
+    let (status, table, err) = convert(&[&[&model[..], "--text", &text], &all[..]].concat());
     assert!(status <= 1 && table.contains("nothing is saved"), "{table}{err}");
 
     // What was written runs, and is not converted twice.
@@ -85,6 +88,33 @@ fn stages_recipes_and_folds_can_be_chosen() {
 }
 
 #[test]
+fn the_smallest_rank_within_a_divergence_is_chosen() {
+    let folder = Folder::new("max-kl");
+    let (model, text) = (folder.model("llama", 1), folder.text(400));
+    let run = |out: &str, most: &str| -> (i32, Value) {
+        let out = folder.file(out);
+        let (status, json, err) =
+            convert(&[&model, "--text", &text, "--out", &out, "--json", "--max-kl", most]);
+        assert!(status < 2, "{err}");
+        (status, serde_json::from_str(&json).unwrap())
+    };
+    let (loose, tight) = (run("loose", "100").1, run("tight", "2.5").1);
+    for (record, most) in [(&loose, 100.0), (&tight, 2.5)] {
+        let tried = record["rank_search"].as_array().unwrap();
+        let within = tried.iter().filter(|t| t[1].as_f64().unwrap() <= most).map(|t| t[0].as_u64().unwrap());
+        assert_eq!(record["params"]["rank"].as_u64(), within.min(), "{tried:?}");
+        // 300 tokens, of which a quarter chooses.
+        assert_eq!(record["calibration_tokens"], json!(225));
+    }
+    assert_eq!(loose["params"]["rank"], json!(1));
+    let (status, record) = run("checked", "2.2");
+    let kl = record["written"]["kl_mean"].as_f64().unwrap();
+    let ratio =
+        record["written"]["ppl_after"].as_f64().unwrap() / record["written"]["ppl_before"].as_f64().unwrap();
+    assert_eq!(status, i32::from(kl > 2.2 || ratio > 1.5), "{kl} {ratio}");
+}
+
+#[test]
 fn what_cannot_be_done_is_said_and_nothing_is_written() {
     let folder = Folder::new("refused");
     let (model, text, out) = (folder.model("llama", 1), folder.text(400), folder.file("out"));
@@ -109,12 +139,17 @@ fn what_cannot_be_done_is_said_and_nothing_is_written() {
     check(&["--rank-q", "17"], "at most 16");
     check(&["--fold", "3"], "fold");
     check(&["--fold", "many"], "fold");
+    check(&["--keep", "20%"], "--keep");
+    check(&["--keep", "120%"], "at most 100%");
+    check(&["--max-kl", "1e-12"], "--max-kl");
     check(&["--set", "rank"], "parameter=value");
     check(&["--set", "ranks=3"], "ranks");
     check(&["--set", "pca=best"], "functional");
     check(&["--tokens", "400"], "16 or more after them");
     check(&["--tokens", "20"], "32 tokens or more");
     check(&["--until", "rotated"], "--until: expected partial_rope or a later stage");
+    // This tokeniser is no byte-level BPE.
+    refused(&[&model, "--text", &text, "--out", &folder.file("out.gguf")], "--out without .gguf");
     let short = folder.text(10);
     refused(&[&model, "--text", &short, "--out", &out], "--check-text");
     refused(&[&model, "--text", &folder.file("none.txt"), "--out", &out], "none.txt");

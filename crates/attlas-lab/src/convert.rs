@@ -1,8 +1,8 @@
 //! A grouped-query model turned into one with latent attention, with its own proof: what every stage costs, measured on
 //! text that was not calibrated on, and a folder that was opened again before it was called finished.
 //!
-//! The mathematics is in [`attlas::conversions::mla`], the model in [`attlas_model::convert`]. Besides the checkpoint a
-//! folder holds `conversion.json`, the [`Record`], and `check.json`, some logits of the written model, so that another
+//! The mathematics is in [`attlas::conversions::mla`], the model in [`attlas_model::convert`], GGUF files in
+//! [`attlas_model::export`]. Besides the checkpoint a folder holds `conversion.json`, the [`Record`], and `check.json`, some logits of the written model, so that another
 //! program can be compared with this one without running it.
 
 use crate::self_check::{Quality, SelfCheck};
@@ -11,9 +11,10 @@ use crate::{Error, Result};
 use attlas::conversions::mla::{Calibration, Figures, Params, Stage};
 use attlas::params::ParamValue;
 use attlas::{Options, Schedule, Workspace};
+use attlas_model::compress::Elements;
 use attlas_model::convert::{Latents, calibrate, check, layer_shape, write};
-use attlas_model::save::Folder;
-use attlas_model::{Decoder, Model, Recipe, Rows};
+use attlas_model::save::{Folder, GGUF};
+use attlas_model::{Decoder, Model, Recipe, Rows, export};
 use serde::Serialize;
 use std::path::Path;
 use std::sync::Arc;
@@ -21,6 +22,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Fewest tokens that anything is checked on.
 pub const FEWEST: usize = 16;
+/// Tokens that a search is made on, at most.
+const SEARCHED: usize = 2048;
 /// Positions and tokens of which logits are written down.
 const PROOF: [usize; 2] = [48, 256];
 
@@ -37,6 +40,8 @@ pub struct Settings {
     pub recalibrate: bool,
     /// Choose the fold by perplexity on the last calibration tokens.
     pub search_fold: bool,
+    /// Choose the smallest rank that loses at most this many nats a token, by tokens set aside from the calibration.
+    pub max_kl: Option<f64>,
     /// Tokens of a calibration sequence.
     pub calibration_window: usize,
     /// Tokens of a window of the check.
@@ -118,6 +123,8 @@ pub struct Record {
     pub recalibrated: bool,
     /// Folds that were tried, with their perplexities.
     pub fold_search: Vec<(usize, f64)>,
+    /// Ranks that were tried, with the divergence of each in nats a token of text set aside.
+    pub rank_search: Vec<(usize, f64)>,
     /// Tokens that were calibrated on.
     pub calibration_tokens: usize,
     /// One after another.
@@ -290,8 +297,8 @@ impl Converter {
     }
 }
 
-/// Converts `model`, measures every stage, and writes a folder at `out`, which appears when it is complete. `progress`
-/// receives the step, the parts of it that are done, and the parts in all.
+/// Converts `model`, measures every stage, and writes a folder at `out`, or a GGUF file by that name, which appears when it
+/// is complete. `progress` receives the step, the parts of it that are done, and the parts in all.
 pub fn convert(
     model: &Arc<Model>,
     calibration: &[u32],
@@ -304,6 +311,10 @@ pub fn convert(
 ) -> Result<Record> {
     Folder::check(out)?;
     let mut params = check(model, &settings.params)?;
+    let gguf = export::is_gguf(out);
+    if gguf {
+        export::check_latent_gguf(model, params.rank_q)?;
+    }
     if settings.until < Stage::PartialRope {
         let expected = "partial_rope or a later stage: no checkpoint has all features of a latent rotated";
         return Err(Error::argument("--until", expected, settings.until.name()));
@@ -318,11 +329,14 @@ pub fn convert(
     let schedule = Schedule { threads: settings.threads, ..Schedule::default() };
     let threads = Workspace::new(schedule)?;
     let window = settings.calibration_window;
+    // What chooses a rank is not what its basis was fitted to.
+    let aside = if settings.max_kl.is_some() { (calibration.len() / 4).min(SEARCHED) } else { 0 };
+    let (calibration, aside) = calibration.split_at(calibration.len() - aside);
     let mut report = |done: usize, all: usize| progress("calibrating", done, all);
     let converter = Converter::new(model, calibration, window, threads.sibling(), &mut report, stop)?;
     let mut fold_search = Vec::new();
     if settings.search_fold {
-        let tail = &calibration[calibration.len().saturating_sub(2048)..];
+        let tail = &calibration[calibration.len().saturating_sub(SEARCHED)..];
         let window = settings.check_window;
         let mut report = |done: usize, all: usize| progress("searching the fold", done, all);
         fold_search = search_fold(&converter, &params, tail, window, &mut report, stop)?;
@@ -338,13 +352,28 @@ pub fn convert(
     let stages: Vec<Stage> = Stage::ALL.into_iter().filter(wanted).collect();
     let last = *stages.last().unwrap_or(&Stage::Merged);
     let mut again = None;
+    if last > Stage::PartialRope && settings.recalibrate {
+        let mut report = |done: usize, all: usize| progress("calibrating again", done, all);
+        again = Some(converter.again(&params, calibration, &mut report, stop)?);
+    }
+    let mut rank_search = Vec::new();
+    if let Some(most) = settings.max_kl.filter(|_| last >= Stage::LowRank) {
+        let window = settings.check_window;
+        let mut report = |done: usize, all: usize| progress("searching the rank", done, all);
+        let mut before = SelfCheck::new(model, aside, window, &threads, &mut |_, _| {}, stop)?;
+        let of = |rank: usize, report: &mut dyn FnMut(usize, usize)| {
+            let params = Params { rank: Some(rank), ..params.clone() };
+            let latents = converter.convert(&params, last, again.as_deref(), false)?;
+            Ok(before.against(&Arc::new(latents.model), &threads, report, stop)?.kl_mean)
+        };
+        let shape = layer_shape(&model.config);
+        let full = shape.n_kv_heads * (shape.d + shape.d_v) - params.rope_dim.unwrap_or(0);
+        rank_search = search_rank(full, most, of, &mut report)?;
+        params.rank = rank_search.iter().filter(|(_, kl)| *kl <= most).map(|(rank, _)| *rank).min();
+    }
     let mut records = Vec::new();
     let mut final_model = None;
     for stage in stages {
-        if stage > Stage::PartialRope && settings.recalibrate && again.is_none() {
-            let mut report = |done: usize, all: usize| progress("calibrating again", done, all);
-            again = Some(converter.again(&params, calibration, &mut report, stop)?);
-        }
         if stage != last && !settings.measured.contains(&stage) {
             continue;
         }
@@ -360,10 +389,15 @@ pub fn convert(
     }
 
     progress("writing", 0, 1);
-    let latents = converter.convert(&params, last, again.as_deref(), true)?;
+    let latents = converter.convert(&params, last, again.as_deref(), !gguf)?;
     let folder = Folder::create(out)?;
-    write(&latents.model, &folder)?;
-    let reopened = Arc::new(Model::open(folder.path())?);
+    let place = if gguf { folder.path().join(GGUF) } else { folder.path().to_path_buf() };
+    if gguf {
+        export::write_gguf(&latents.model, Elements::F32, &place)?;
+    } else {
+        write(&latents.model, &folder)?;
+    }
+    let reopened = Arc::new(Model::open(&place)?);
     let mut report = |done: usize, all: usize| progress("as written", done, all);
     let written = reference.against(&reopened, &threads, &mut report, stop)?;
     let proof = Proof::new(&reopened, checked, &threads)?;
@@ -379,6 +413,7 @@ pub fn convert(
         params: used(&params),
         recalibrated: again.is_some(),
         fold_search,
+        rank_search,
         calibration_tokens: calibration.len(),
         stages: records,
         written,
@@ -388,12 +423,16 @@ pub fn convert(
         cache_bytes_after: cache_bytes(&reopened, probe, &threads)?,
     };
     drop(reopened);
-    folder.json("conversion.json", &record)?;
-    folder.json("check.json", &proof)?;
     if stop.load(Ordering::Relaxed) {
         return Err(attlas_model::Error::Interrupted.into());
     }
-    folder.finish()?;
+    if gguf {
+        folder.finish_file(GGUF)?;
+    } else {
+        folder.json("conversion.json", &record)?;
+        folder.json("check.json", &proof)?;
+        folder.finish()?;
+    }
     Ok(record)
 }
 
@@ -434,6 +473,32 @@ fn search_fold(
             break;
         }
         fold *= 2;
+    }
+    Ok(found)
+}
+
+/// Divergences of ranks up to `full` by bisection, until the smallest that loses at most `most` is known to a step of
+/// $1/64$ of all there is; an error if not even that is within it.
+fn search_rank(
+    full: usize,
+    most: f64,
+    mut of: impl FnMut(usize, &mut dyn FnMut(usize, usize)) -> Result<f64>,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Vec<(usize, f64)>> {
+    let whole = of(full, progress)?;
+    let mut found = vec![(full, whole)];
+    // What is no number is past every limit.
+    if !(whole <= most) {
+        let expected = format!("more than {}, which dropping rotations costs at full rank", number(whole));
+        return Err(Error::argument("--max-kl", expected, number(most)));
+    }
+    let step = full.div_ceil(64);
+    let (mut below, mut within) = (0, full);
+    while within - below > step {
+        let rank = (below + (within - below) / 2).next_multiple_of(step).min(within - 1);
+        let kl = of(rank, progress)?;
+        found.push((rank, kl));
+        if kl <= most { within = rank } else { below = rank }
     }
     Ok(found)
 }
@@ -484,6 +549,20 @@ pub fn model_files(path: &Path) -> Result<Vec<(String, String)>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_smallest_rank_within_a_loss_is_found_by_bisection() {
+        // Falls with the rank, and is within 0.1 from 200 on.
+        let kl = |rank: usize| 20.0 / rank as f64;
+        let tried = search_rank(320, 0.1, |rank, _| Ok(kl(rank)), &mut |_, _| {}).unwrap();
+        let best = tried.iter().filter(|(_, kl)| *kl <= 0.1).map(|(rank, _)| *rank).min().unwrap();
+        assert!((200..205).contains(&best) && tried.len() < 9, "{tried:?}");
+        assert!(tried.iter().all(|&(rank, found)| found == kl(rank)));
+        let error = search_rank(320, 0.06, |rank, _| Ok(kl(rank)), &mut |_, _| {}).unwrap_err().to_string();
+        assert!(error.contains("--max-kl") && error.contains("0.0625"), "{error}");
+        assert!(search_rank(320, 0.06, |_, _| Ok(f64::NAN), &mut |_, _| {}).is_err());
+        assert_eq!(search_rank(1, 1.0, |_, _| Ok(0.5), &mut |_, _| {}).unwrap(), [(1, 0.5)]);
+    }
 
     #[test]
     fn a_written_folder_that_differs_is_an_error() {

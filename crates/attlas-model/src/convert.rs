@@ -4,7 +4,8 @@
 //! second moments layer by layer, and puts the new layers in place of the old ones. A converted model runs like any
 //! other, at every stage, so that what a stage costs can be measured in perplexity. [`write()`] gives a folder that the
 //! DeepSeek-V3 class of transformers loads without code of its own; that class always normalises latents, hence the
-//! norms that do nothing ([`Converted::with_neutral_norms`]).
+//! norms that do nothing ([`Converted::with_neutral_norms`]). It has no biases in feed-forward layers: where the model has
+//! some, the folder brings a class that adds them, under a name of its own, so that nothing loads it without them.
 
 use crate::config::{Architecture, LatentConfig, ModelConfig};
 use crate::decoder::{CHUNK, Decoder, Observer, Rows};
@@ -49,9 +50,6 @@ fn convertible(model: &Model) -> Result<&DecoderWeights> {
     // The class that is written has no place for these.
     if !c.is_plain() {
         return refuse(&format!("a {} model", c.architecture.name()));
-    }
-    if weights.layers.iter().any(|l| [&l.gate, &l.up, &l.down].iter().any(|m| m.bias().is_some())) {
-        return refuse("a model with biases in its feed-forward layers");
     }
     Ok(weights)
 }
@@ -278,11 +276,24 @@ pub fn write(model: &Model, folder: &Folder) -> Result<()> {
     let config = config_json(model)?;
     folder.json("config.json", &config)?;
     folder.tokenizer(model)?;
+    if has_mlp_biases(model) {
+        folder.file(&format!("{MLP_BIAS_MODULE}.py"), MLP_BIAS_CLASS.as_bytes())?;
+    }
     folder.tensors("model.safetensors", &tensors(model)?)
 }
 
 fn refuse<T>(what: &str) -> Result<T> {
     Err(Error::Unsupported { what: format!("writing {what} in the DeepSeek format") })
+}
+
+/// The class of a folder whose feed-forward layers have biases, and the name of its file.
+const MLP_BIAS_CLASS: &str = include_str!("../assets/modeling_mlp_bias.py");
+const MLP_BIAS_MODULE: &str = "modeling_mlp_bias";
+
+/// Whether a feed-forward layer has biases, which need a class of their own in transformers.
+pub fn has_mlp_biases(model: &Model) -> bool {
+    let Weights::Decoder(weights) = &model.weights else { return false };
+    weights.layers.iter().any(|l| [&l.gate, &l.up, &l.down].iter().any(|m| m.bias().is_some()))
 }
 
 fn is_tied(w: &DecoderWeights) -> bool {
@@ -300,6 +311,8 @@ fn tensors(model: &Model) -> Result<Vec<NamedTensor<'_>>> {
     if !is_tied(weights) {
         list.push(NamedTensor::stored("lm_head.weight", weights.output.weight()));
     }
+    let mlp_biases = has_mlp_biases(model);
+    let bias_of = |map: &Linear| map.bias().map_or_else(|| vec![0.0; map.outputs()], <[f32]>::to_vec);
     for (l, layer) in weights.layers.iter().enumerate() {
         let name = |part: &str| format!("model.layers.{l}.{part}");
         let Some(latent) = &layer.latent else { return refuse("layers without latents") };
@@ -312,6 +325,9 @@ fn tensors(model: &Model) -> Result<Vec<NamedTensor<'_>>> {
         }
         for (part, map) in [("gate", &layer.gate), ("up", &layer.up), ("down", &layer.down)] {
             list.push(NamedTensor::stored(name(&format!("mlp.{part}_proj.weight")), map.weight()));
+            if mlp_biases {
+                list.push(vector(name(&format!("mlp.{part}_proj.bias")), &bias_of(map)));
+            }
         }
         let query = if maps.q_a.is_some() { "q_b_proj" } else { "q_proj" };
         // Whether the class has a bias there.
@@ -326,8 +342,7 @@ fn tensors(model: &Model) -> Result<Vec<NamedTensor<'_>>> {
             let Some(map) = map else { continue };
             list.push(NamedTensor::stored(name(&format!("self_attn.{part}.weight")), map.weight()));
             if biased {
-                let bias = map.bias().map_or_else(|| vec![0.0; map.outputs()], <[f32]>::to_vec);
-                list.push(vector(name(&format!("self_attn.{part}.bias")), &bias));
+                list.push(vector(name(&format!("self_attn.{part}.bias")), &bias_of(map)));
             } else if map.bias().is_some() {
                 return refuse("a bias of queries without a latent that carries it");
             }
@@ -356,9 +371,9 @@ fn config_json(model: &Model) -> Result<serde_json::Value> {
     let scaling = scaling_json(rope)?;
     let mut parameters = scaling.clone().unwrap_or_else(|| json!({"rope_type": "default"}));
     parameters["rope_theta"] = rope.base.into();
-    Ok(json!({
+    let mut config = json!({
         "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
+        "model_type": Architecture::DeepseekV3.name(),
         "dtype": "float32",
         "hidden_act": "silu",
         "hidden_size": c.hidden,
@@ -386,7 +401,16 @@ fn config_json(model: &Model) -> Result<serde_json::Value> {
         "vocab_size": c.vocab,
         "bos_token_id": model.tokenizer.bos(),
         "eos_token_id": if c.eos.len() == 1 { json!(c.eos[0]) } else { json!(c.eos) },
-    }))
+    });
+    if has_mlp_biases(model) {
+        config["model_type"] = crate::config::MLP_BIAS_NAME.into();
+        config["architectures"] = json!(["DeepseekV3MlpBiasForCausalLM"]);
+        let class = |name: &str| format!("{MLP_BIAS_MODULE}.{name}");
+        config["auto_map"] = json!({"AutoConfig": class("DeepseekV3MlpBiasConfig"),
+            "AutoModel": class("DeepseekV3MlpBiasModel"),
+            "AutoModelForCausalLM": class("DeepseekV3MlpBiasForCausalLM")});
+    }
+    Ok(config)
 }
 
 /// The context extension in the terms of `config.json`, where there is one.

@@ -13,6 +13,7 @@ pub mod convert;
 pub mod decoder;
 pub mod error;
 pub mod experts;
+pub mod export;
 pub mod factored;
 pub mod gguf;
 pub mod hub;

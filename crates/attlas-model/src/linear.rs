@@ -122,6 +122,19 @@ impl Linear {
         apply_all_in(compute, &mut [(self, out)], x, scratch);
     }
 
+    /// The weights as one matrix `[out, in]` in single precision, whatever they are stored as.
+    pub fn multiplied_out(&self) -> Vec<f32> {
+        if !self.is_product() {
+            return self.weight().to_f32();
+        }
+        let (n, m) = (self.inputs(), self.outputs());
+        let identity = attlas_num::Mat::<f32>::identity(n);
+        let mut columns = vec![0.0; n * m];
+        let plain = Self { factors: self.factors.clone(), bias: None };
+        plain.apply(identity.as_ref(), &mut columns, &Scratch::new());
+        (0..n * m).map(|i| columns[i % n * m + i / n]).collect()
+    }
+
     /// The stored matrices that the layer multiplies with.
     pub fn matrices(&self) -> impl Iterator<Item = &Tensor> {
         self.factors.iter().filter_map(|f| match f {

@@ -107,6 +107,9 @@ fn write_numbers(out: &mut impl Write, values: &[f32]) -> std::io::Result<()> {
     values.iter().try_for_each(|x| out.write_all(&x.to_le_bytes()))
 }
 
+/// Name of a GGUF file in the part where it is written.
+pub const GGUF: &str = "model.gguf";
+
 /// A file in every part that its writer holds a lock on.
 const LOCK: &str = ".lock";
 
@@ -265,15 +268,31 @@ impl Folder {
     }
 
     /// Moves the folder to its place; it is complete then.
-    pub fn finish(mut self) -> Result<()> {
+    pub fn finish(self) -> Result<()> {
+        self.move_part(|part, place| {
+            std::fs::remove_file(part.join(LOCK))?;
+            sync_folder(part)?;
+            std::fs::rename(part, place)
+        })
+    }
+
+    /// Moves one file to the place of the folder, which is a file then, and removes the rest.
+    pub fn finish_file(self, name: &str) -> Result<()> {
+        self.move_part(|part, place| {
+            std::fs::rename(part.join(name), place)?;
+            // What cannot be removed is in nobody's way.
+            let _ = std::fs::remove_dir_all(part);
+            Ok(())
+        })
+    }
+
+    fn move_part(mut self, to: impl FnOnce(&Path, &Path) -> std::io::Result<()>) -> Result<()> {
         // Nothing may have come there meanwhile.
         if self.path.symlink_metadata().is_ok() {
             return Err(Error::Exists { path: self.path.clone() });
         }
         let Some(part) = self.part.take() else { return Ok(()) };
-        let moved = std::fs::remove_file(part.join(LOCK))
-            .and_then(|()| sync_folder(&part))
-            .and_then(|()| std::fs::rename(&part, &self.path));
+        let moved = to(&part, &self.path);
         self.lock = None;
         match moved {
             Ok(()) => sync_folder(parent_of(&self.path))

@@ -411,7 +411,7 @@ fn norm_names(norms: Norms, naming: Naming) -> NormNames {
     }
 }
 
-const GGUF_DECODER: DecoderNames = DecoderNames {
+pub(crate) const GGUF_DECODER: DecoderNames = DecoderNames {
     embedding: "token_embd.weight",
     final_norm: "output_norm.weight",
     layer: |i| format!("blk.{i}"),
@@ -742,7 +742,7 @@ impl LatentAttention {
     }
 }
 
-/// Latent attention of a layer. Latents are normalised with an epsilon of their own.
+/// Latent attention of a layer.
 fn latent_attention(
     c: &ModelConfig,
     finder: &Finder<'_>,
@@ -803,6 +803,11 @@ fn latent_attention(
         rope_dim: rope.dim,
         rope_base: rope.base,
         scale_factor,
+        norm_eps: match naming {
+            // The class of transformers has a constant of its own there, llama.cpp one for all norms.
+            Naming::HuggingFace => latent::Params::default().norm_eps,
+            Naming::Gguf => c.norm_eps,
+        },
         ..latent::Params::default()
     };
     LatentAttention::new(shape, params, Some(rope.clone()), maps)

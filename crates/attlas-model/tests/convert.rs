@@ -2,8 +2,10 @@
 
 use attlas::conversions::mla::{Calibration, Params, Stage};
 use attlas::{Schedule, Workspace};
+use attlas_model::checkpoint::Tensors;
 use attlas_model::convert::{calibrate, check, convert, write};
 use attlas_model::save::{Folder, NamedTensor};
+use attlas_model::tensor::Source;
 use attlas_model::{Decoder, Error, Model, Recipe, Rows};
 use attlas_num::rng::StreamKey;
 use attlas_num::rope::{Rope, Scaling};
@@ -165,6 +167,32 @@ fn a_written_checkpoint_opens_and_gives_the_same_logits() {
 }
 
 #[test]
+fn biases_of_feed_forward_layers_are_written_under_a_name_that_no_other_class_has() {
+    let source = write_source("convert-mlp-bias", "llama");
+    let calibration = calibrated(&source, &source, 200);
+    let params = check(&source, &Params { rank: Some(12), ..Params::default() }).unwrap();
+    let latents = convert(&source, &params, Stage::LowRank, &calibration, None, true).unwrap();
+    let want = logits(&Arc::new(latents.model.clone()));
+    let model = rewritten(&latents.model, "convert-written-mlp-bias");
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("convert-written-mlp-bias");
+    assert!(gap(&logits(&model), &want) < 1e-5);
+    let config: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(path.join("config.json")).unwrap()).unwrap();
+    assert_eq!(config["model_type"], "deepseek_v3_mlp_bias");
+    let module = config["auto_map"]["AutoModelForCausalLM"].as_str().unwrap().split_once('.').unwrap();
+    let code = std::fs::read_to_string(path.join(format!("{}.py", module.0))).unwrap();
+    assert!(code.contains(&format!("class {}(", module.1)), "{code}");
+    // Without the biases it is another model.
+    let tensors =
+        Tensors::from_safetensors(&Arc::new(Source::open(&path.join("model.safetensors")).unwrap()));
+    let tensors = tensors.unwrap();
+    for part in ["gate", "up", "down"] {
+        let name = |l: usize| format!("model.layers.{l}.mlp.{part}_proj.bias");
+        assert!((0..2).all(|l| tensors.get(&name(l)).unwrap().to_f32().iter().any(|b| b.abs() > 0.1)));
+    }
+}
+
+#[test]
 fn moments_are_those_of_the_projections_on_whichever_hidden_states_enter() {
     let source = write_source("convert-again", "llama");
     let first = calibrated(&source, &source, 200);
@@ -220,9 +248,6 @@ fn what_cannot_be_converted_is_refused() {
     let go_on = AtomicBool::new(false);
     let ran = calibrate(&qwen3, &qwen3, &[0; 9], 4, false, &threads, &mut |_, _| {}, &go_on);
     assert!(matches!(ran, Err(Error::Unsupported { .. })));
-
-    let biased = write_source("convert-mlp-bias", "llama");
-    refused(&biased, &Params::default(), "biases in its feed-forward layers");
 
     let source = write_source("convert-short", "llama");
     refused(&source, &Params { rank: Some(25), ..Params::default() }, "24");

@@ -244,6 +244,7 @@ overwritten. docs/compress.md describes the format."))]
     #[command(after_help = laid_out("Examples:\n  \
 attlas convert model.gguf --to mla --text book.txt --out converted\n  \
 attlas convert model.gguf --to mla --text book.txt --rank 192 --rope-dim 32 --out converted\n  \
+attlas convert model.gguf --to mla --text book.txt --max-kl 0.2 --out converted.gguf\n  \
 attlas convert ./Llama-3.2-1B --to mla --text book.txt --recipe published --fold search --out converted\n  \
 attlas convert model.gguf --to mla --text book.txt --until partial_rope --out partial\n  \
 attlas generate converted --prompt \"The capital of France is\"\n\n\
@@ -251,7 +252,8 @@ Grouped-query attention becomes latent attention (TransMLA). Stages: merged (one
 heads), rotated (a basis that rotary positions do not notice), partial_rope (only the shared key is\n\
 rotated), balanced, low_rank, low_rank_queries. The first text tokens calibrate, the following ones\n\
 check. The folder is in the DeepSeek-V3 format; transformers loads it without code of its own. Beside\n\
-the weights it holds conversion.json, what was measured, and check.json, logits to compare with.\n\
+the weights it holds conversion.json, what was measured, and check.json, logits to compare with. A\n\
+name that ends in .gguf gives a file that llama.cpp runs as deepseek2.\n\
 Nothing is overwritten, and an interrupted command leaves nothing. docs/latent.md says more."))]
     Convert(ConvertArgs),
     /// Measure how well a model predicts a text, with exact attention or beside it.

@@ -102,6 +102,14 @@ pub(crate) struct ConvertArgs {
     /// Width of the latent.
     #[arg(long, value_name = "R", value_parser = count)]
     pub(crate) rank: Option<usize>,
+    /// Instead of a rank, the share of the cache that is left; 75% by default.
+    #[arg(long, value_name = "SHARE", value_parser = share, conflicts_with = "rank")]
+    pub(crate) keep: Option<f64>,
+    /// Instead of a rank, the largest divergence from the model's predictions, in nats a token: the smallest rank within it
+    /// is searched for on the last quarter of the calibration tokens, which nothing is fitted to then. Past it on the text
+    /// of the check the command exits with 1.
+    #[arg(long, value_name = "NATS", value_parser = positive, conflicts_with_all = ["rank", "keep"])]
+    pub(crate) max_kl: Option<f64>,
     /// Width of the shared rotated key; divides the head width.
     #[arg(long, value_name = "D", value_parser = count)]
     pub(crate) rope_dim: Option<usize>,

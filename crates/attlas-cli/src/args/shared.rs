@@ -101,8 +101,8 @@ pub(crate) struct ModelChoice {
 /// A folder that does not exist yet.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct NewFolder {
-    /// The folder to write; nothing may be there.
-    #[arg(id = "out", long = "out", short = 'o', value_name = "FOLDER")]
+    /// The folder to write, or the file if its name ends in .gguf; nothing may be there.
+    #[arg(id = "out", long = "out", short = 'o', value_name = "PLACE")]
     pub(crate) path: PathBuf,
 }
 

@@ -154,6 +154,9 @@ pub fn run(
     // What can be known to fail is known before a model is opened.
     Folder::check(&settings.out)?;
     let before = open_model(&settings.model)?;
+    if attlas_model::export::is_gguf(&settings.out) {
+        attlas_model::export::check_gguf(&before)?;
+    }
     let texts = Texts::read(settings, &before)?;
     let threads = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
     let ((learnt, calibration), learn_seconds) =

@@ -20,7 +20,7 @@ pub enum Elements {
 
 impl Elements {
     /// Numbers in this form. An error if one is too large for it or is not finite.
-    pub(super) fn encode(self, name: &str, values: &[f32], shape: Vec<usize>) -> Result<Tensor> {
+    pub(crate) fn encode(self, name: &str, values: &[f32], shape: Vec<usize>) -> Result<Tensor> {
         let most = match self {
             Self::F32 | Self::Bf16 => f32::MAX,
             Self::F16 | Self::Q8 => half::f16::MAX.to_f32(),

@@ -19,9 +19,10 @@ pub use learn::{Calibration, Learnt};
 use crate::checkpoint::Tensors;
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
+use crate::export;
 use crate::factored::{FactorSpec, Replaced, Section, VERSION};
 use crate::model::Model;
-use crate::save::{Folder, NamedTensor};
+use crate::save::{Folder, GGUF, NamedTensor};
 use crate::tensor::Tensor;
 use crate::weights::{Naming, Weights};
 use attlas::Options;
@@ -94,10 +95,14 @@ impl<'a> Compressed<'a> {
         self.rewritten.extend(other);
     }
 
-    /// Writes the folder, which must not exist yet: configuration, weights, and what texts are tokenised with. It appears
-    /// whole or not at all.
+    /// Writes the folder, which must not exist yet: configuration, weights, and what texts are tokenised with; or a GGUF
+    /// file by that name, where factors are multiplied out. It appears whole or not at all.
     pub fn write(&self, path: &Path, elements: Elements) -> Result<()> {
         let folder = Folder::create(path)?;
+        if export::is_gguf(path) {
+            export::write_gguf(&self.model(elements)?, elements, &folder.path().join(GGUF))?;
+            return folder.finish_file(GGUF);
+        }
         let (contents, section) = self.contents(elements)?;
         let mut config = config_json(self.model)?;
         config["attlas"] = serde_json::to_value(&section)?;

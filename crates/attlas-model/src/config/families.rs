@@ -44,6 +44,10 @@ pub enum Architecture {
     DeepseekV3,
 }
 
+/// `model_type` of a DeepSeek-V3 whose feed-forward layers have biases: a name of its own, because the class of transformers
+/// would leave them out.
+pub(crate) const MLP_BIAS_NAME: &str = "deepseek_v3_mlp_bias";
+
 /// Gate of the feed-forward layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
@@ -327,6 +331,9 @@ impl Architecture {
 
     /// The architecture of that name in `config.json`.
     pub fn find(name: &str) -> Result<Self> {
+        if name == MLP_BIAS_NAME {
+            return Ok(Self::DeepseekV3);
+        }
         Self::ALL.into_iter().find(|a| a.name() == name).ok_or_else(|| {
             if name == "gemma3" {
                 let what = "a Gemma 3 folder with a vision tower (gemma3)".into();

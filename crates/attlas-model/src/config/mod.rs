@@ -7,7 +7,7 @@ mod json;
 mod tests;
 
 pub use families::{Activation, Architecture};
-pub(crate) use families::{HeadNorm, Norms, Windows};
+pub(crate) use families::{HeadNorm, MLP_BIAS_NAME, Norms, Windows};
 
 use crate::error::{Error, Result};
 use attlas_num::rope::{Layout, Rope, Scaling};

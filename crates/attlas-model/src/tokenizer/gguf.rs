@@ -21,12 +21,13 @@ pub(super) mod token_type {
     pub(crate) const UNKNOWN: i64 = 2;
     pub(crate) const CONTROL: i64 = 3;
     pub(crate) const USER_DEFINED: i64 = 4;
+    pub(crate) const UNUSED: i64 = 5;
     pub(crate) const BYTE: i64 = 6;
 }
 
 /// Pre-tokenisers of byte-level BPE that are known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Pre {
+pub(super) enum Pre {
     /// The GPT-2 expression.
     Gpt2,
     /// Every digit by itself, then the GPT-2 expression.
@@ -48,12 +49,17 @@ enum Pre {
 impl Pre {
     /// Whether words that are tokens are taken whole; files of these kinds also begin texts with a token, unless they say
     /// otherwise.
-    fn keeps_words(self) -> bool {
+    pub(super) fn keeps_words(self) -> bool {
         matches!(self, Self::Llama3 | Self::Tekken)
+    }
+
+    /// Whether text is composed first (NFC).
+    pub(super) fn composes(self) -> bool {
+        self == Self::Qwen2
     }
 }
 
-const PRE: [(&str, Pre); 20] = [
+pub(super) const PRE: [(&str, Pre); 20] = [
     ("gpt-2", Pre::Gpt2),
     ("default", Pre::Gpt2),
     ("smollm", Pre::Digits),
@@ -156,6 +162,7 @@ impl Tokenizer {
             add_eos: eos.filter(|_| add_eos),
             bos,
             eos,
+            entries: Some(Arc::new(gguf.tokenizer_entries().clone())),
         })
     }
 }
@@ -212,34 +219,40 @@ fn byte_level_bpe(
         .build()
         .map_err(failed)?;
     let mut inner = tokenizers::Tokenizer::new(model);
-    let bytes = |regex: bool| PreTokenizerWrapper::from(ByteLevel::new(false, true, regex));
-    let split = |pattern: &str| {
-        Split::new(SplitPattern::Regex(pattern.to_owned()), SplitDelimiterBehavior::Isolated, false)
-            .map(PreTokenizerWrapper::from)
-            .map_err(failed)
-    };
-    let steps = match pre {
-        Pre::Gpt2 => vec![bytes(true)],
-        Pre::Digits => vec![PreTokenizerWrapper::from(Digits::new(true)), bytes(true)],
-        Pre::Llama3 | Pre::Cl100k => vec![split(LLAMA3)?, bytes(false)],
-        Pre::Qwen2 => vec![split(QWEN2)?, bytes(false)],
-        Pre::Tekken => vec![split(TEKKEN)?, bytes(false)],
-        Pre::DeepseekLlm => {
-            let steps = [LINES, CASED, SIGNS, r"\s+$", EAST_ASIAN, r"\p{N}+"];
-            steps.into_iter().map(split).chain([Ok(bytes(false))]).collect::<Result<_>>()?
-        }
-        Pre::DeepseekCoder => {
-            let steps = [LINES, r"\s?\p{L}+", r"\s?\p{P}+", EAST_ASIAN, r"\p{N}"];
-            steps.into_iter().map(split).chain([Ok(bytes(false))]).collect::<Result<_>>()?
-        }
-    };
-    inner.with_pre_tokenizer(Some(Sequence::new(steps)));
-    if pre == Pre::Qwen2 {
+    inner.with_pre_tokenizer(Some(pre.steps()?));
+    if pre.composes() {
         inner.with_normalizer(Some(NFC));
     }
     inner.with_decoder(Some(ByteLevel::default()));
     add_tokens(&mut inner, tokens, types);
     Ok(inner)
+}
+impl Pre {
+    /// From a text to words.
+    pub(super) fn steps(self) -> Result<Sequence> {
+        let bytes = |regex: bool| PreTokenizerWrapper::from(ByteLevel::new(false, true, regex));
+        let split = |pattern: &str| {
+            Split::new(SplitPattern::Regex(pattern.to_owned()), SplitDelimiterBehavior::Isolated, false)
+                .map(PreTokenizerWrapper::from)
+                .map_err(failed)
+        };
+        let steps = match self {
+            Pre::Gpt2 => vec![bytes(true)],
+            Pre::Digits => vec![PreTokenizerWrapper::from(Digits::new(true)), bytes(true)],
+            Pre::Llama3 | Pre::Cl100k => vec![split(LLAMA3)?, bytes(false)],
+            Pre::Qwen2 => vec![split(QWEN2)?, bytes(false)],
+            Pre::Tekken => vec![split(TEKKEN)?, bytes(false)],
+            Pre::DeepseekLlm => {
+                let steps = [LINES, CASED, SIGNS, r"\s+$", EAST_ASIAN, r"\p{N}+"];
+                steps.into_iter().map(split).chain([Ok(bytes(false))]).collect::<Result<_>>()?
+            }
+            Pre::DeepseekCoder => {
+                let steps = [LINES, r"\s?\p{L}+", r"\s?\p{P}+", EAST_ASIAN, r"\p{N}"];
+                steps.into_iter().map(split).chain([Ok(bytes(false))]).collect::<Result<_>>()?
+            }
+        };
+        Ok(Sequence::new(steps))
+    }
 }
 
 /// llama.cpp marks the starts of words with U+2581 where BERT marks their continuations with `##`.

@@ -11,10 +11,12 @@
 
 mod gguf;
 mod sentencepiece;
+mod to_gguf;
 
 pub use sentencepiece::SentencePiece;
 
 use crate::error::{Error, Result};
+use crate::gguf::Entries;
 use serde_json::json;
 use std::sync::Arc;
 
@@ -28,6 +30,8 @@ pub struct Tokenizer {
     add_eos: Option<u32>,
     bos: Option<u32>,
     eos: Option<u32>,
+    /// The entries of the GGUF file that it was read from, if it was one.
+    entries: Option<Arc<Entries>>,
 }
 
 #[derive(Debug)]
@@ -126,6 +130,7 @@ impl Tokenizer {
             add_eos: None,
             bos: None,
             eos: None,
+            entries: None,
         })
     }
 

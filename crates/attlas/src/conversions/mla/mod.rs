@@ -90,7 +90,7 @@ crate::params! {
         /// Neighbouring frequencies that are mixed: a multiple of head width / rope_dim that divides half the head
         /// width. Auto is 2, or the smallest that is allowed if that is more.
         fold: Option<usize> = None, in 1..=1 << 20;
-        /// Width of the latent, at most n_kv_heads · (d + d_v) − rope_dim. Auto is 512, or that if it is less.
+        /// Width of the latent, at most n_kv_heads · (d + d_v) − rope_dim. Auto leaves three quarters of the cache.
         rank: Option<usize> = None, in 1..=1 << 20;
         /// Width of a latent of queries; auto is none.
         rank_q: Option<usize> = None, in 1..=1 << 20;

@@ -76,8 +76,10 @@ impl Plan {
             }
             (collapse, fold)
         };
-        let full = s.n_kv_heads * (s.d + s.d_v) - rotated;
-        let rank = p.rank.unwrap_or(512.min(full));
+        let cache = s.n_kv_heads * (s.d + s.d_v);
+        let full = cache - rotated;
+        // Checkpoints of latents that are normalised cache one number more.
+        let rank = p.rank.unwrap_or((3 * cache / 4).saturating_sub(rotated + 1).max(1));
         if rank > full {
             return Err(Error::param("rank", rank, format!("at most {full}, which is all there is")));
         }

@@ -6,6 +6,10 @@
 //!
 //! Reference: ggml, `docs/gguf.md`.
 
+mod write;
+
+pub use write::{Entries, write_file};
+
 use crate::error::{Error, Result};
 use attlas_num::kernels::quant::Format;
 use std::collections::HashMap;
@@ -122,6 +126,8 @@ pub struct Gguf {
     tensors: Vec<TensorInfo>,
     by_name: HashMap<String, usize>,
     data_start: usize,
+    /// Entries about the tokeniser, as they stand in the file.
+    tokenizer: Entries,
 }
 
 /// Deepest nesting of metadata arrays that is read.
@@ -152,10 +158,15 @@ impl Gguf {
         let n_metadata = r.count("the metadata count", 13)?;
 
         let mut metadata = HashMap::with_capacity(n_metadata);
+        let mut tokenizer = Entries::default();
         for _ in 0..n_metadata {
+            let start = r.at;
             let key = r.text("a metadata key")?;
             let kind = u32::from_le_bytes(r.array("a metadata type")?);
             let value = r.value(kind, &key)?;
+            if key.starts_with("tokenizer.") {
+                tokenizer.push_raw(&bytes[start..r.at]);
+            }
             if metadata.contains_key(&key) {
                 return Err(Error::invalid("a metadata key", format!("{key:?} twice"), "distinct keys"));
             }
@@ -211,7 +222,7 @@ impl Gguf {
             });
         }
         check_disjoint(&tensors)?;
-        Ok(Self { version, metadata, tensors, by_name, data_start })
+        Ok(Self { version, metadata, tensors, by_name, data_start, tokenizer })
     }
 
     /// Version of the format.
@@ -227,6 +238,11 @@ impl Gguf {
     /// All metadata.
     pub fn metadata(&self) -> &HashMap<String, Value> {
         &self.metadata
+    }
+
+    /// The entries that describe the tokeniser, for another file.
+    pub fn tokenizer_entries(&self) -> &Entries {
+        &self.tokenizer
     }
 
     /// All tensors, in file order.
