@@ -18,7 +18,7 @@ use std::process::ExitCode;
 const FIRST_LOOK_SECONDS: &str = "18";
 
 impl CompareArgs {
-    /// What runs by default.
+    /// Methods that run by default.
     pub(crate) fn first_look(common: &Common) -> Self {
         note(
             common,

@@ -255,7 +255,7 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
     rows
 }
 
-/// What products were computed in, and of which matrices not.
+/// Type that products were computed in, and the matrices that were left in f32.
 fn products(compute: Compute, in_f32: &BTreeMap<&str, usize>) -> String {
     let others: Vec<String> = in_f32.iter().map(|(format, n)| format!("{n} in {format}")).collect();
     if others.is_empty() { compute.to_string() } else { format!("{compute}; f32 of {}", others.join(", ")) }

@@ -24,7 +24,7 @@ pub(crate) fn follows() -> bool {
     FOLLOWS.load(Ordering::Relaxed)
 }
 
-/// What to do where several processes were started and this program cannot join them.
+/// Error for several processes started with a program that cannot join them.
 #[cfg(not(feature = "mpi"))]
 const BUILD: &str = "build it with MPI (Debian: apt-get install libopenmpi-dev openmpi-bin libclang-dev; \
                      cargo install attlas-cli --features mpi), or start it without mpirun; attlas tune also takes \

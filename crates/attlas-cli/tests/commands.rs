@@ -1,6 +1,6 @@
 //! The built binary in a scratch folder: outputs, errors and exit statuses.
 //!
-//! What depends on the registry is compared with the registry, so that a new method needs no edit here.
+//! Output that depends on the registry is compared with the registry, so that a new method needs no edit here.
 
 use attlas::registry;
 use serde_json::Value;

@@ -1,4 +1,4 @@
-//! What commands write: whole, where it may stand, and known to have arrived.
+//! Output files of commands: written whole, never over an input or a special file, and with every write error reported.
 
 mod support;
 

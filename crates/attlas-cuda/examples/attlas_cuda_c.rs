@@ -28,7 +28,7 @@ unsafe fn text<'a>(s: *const c_char) -> &'a str {
     unsafe { CStr::from_ptr(s) }.to_str().unwrap_or("")
 }
 
-/// What went wrong last.
+/// Message of the last error.
 #[unsafe(no_mangle)]
 pub extern "C" fn attlas_error() -> *const c_char {
     ERROR.with(|x| x.borrow().as_ptr())

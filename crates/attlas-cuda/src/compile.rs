@@ -20,7 +20,7 @@ pub(crate) fn chip(capability: (i32, i32)) -> String {
 /// A source with its constants.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Program {
-    /// What it is called in messages.
+    /// Name for messages.
     pub name: &'static str,
     /// Sources, one behind the other.
     pub sources: Vec<&'static str>,

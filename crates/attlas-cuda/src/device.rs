@@ -29,7 +29,7 @@ pub struct Setup {
     pub family: Option<KernelFamily>,
 }
 
-/// What is known of a GPU.
+/// Properties of a GPU.
 #[derive(Clone, Debug)]
 pub struct DeviceInfo {
     /// Its name.
@@ -118,7 +118,7 @@ impl Device {
         Ok(Self { inner: Arc::new(Inner { info, compiler, modules: Mutex::new(HashMap::new()), context }) })
     }
 
-    /// What is known of it.
+    /// Its properties.
     pub fn info(&self) -> &DeviceInfo {
         &self.inner.info
     }

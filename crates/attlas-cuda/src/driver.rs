@@ -53,7 +53,7 @@ pub(crate) fn count() -> usize {
     result::device::get_count().map_or(0, |n| n.max(0) as usize)
 }
 
-/// What the driver says of a GPU.
+/// Properties of a GPU, from the driver.
 #[derive(Clone, Debug)]
 pub(crate) struct Facts {
     pub(crate) name: String,
@@ -506,7 +506,7 @@ impl Kernel {
     }
 }
 
-/// What the copy engine reads.
+/// Descriptor that the copy engine reads.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 pub(crate) struct TensorMap(sys::CUtensorMap);

@@ -10,7 +10,7 @@ pub enum Error {
     /// The driver's library is not there.
     #[error("no NVIDIA driver: {reason}")]
     NoDriver {
-        /// What the loader said.
+        /// Message of the loader.
         reason: String,
     },
     /// The driver sees no GPU of that number.
@@ -43,7 +43,7 @@ pub enum Error {
     Compile {
         /// The program.
         kernel: String,
-        /// What NVRTC said.
+        /// Log of NVRTC.
         log: String,
     },
     /// The driver is too old.
@@ -51,7 +51,7 @@ pub enum Error {
     OldDriver {
         /// Version of CUDA it supports, as 1000 · major + 10 · minor.
         have: i32,
-        /// What is needed.
+        /// Requirement that is not met.
         need: i32,
     },
     /// Memory of the device is used up.
@@ -69,7 +69,7 @@ pub enum Error {
         call: &'static str,
         /// Its result.
         code: u32,
-        /// What the driver says of it.
+        /// Message of the driver.
         text: String,
     },
     /// The method refused, or the arguments do not fit the problem.

@@ -33,7 +33,7 @@ pub struct DeviceOut<'a> {
 
 /// A problem on the device with everything decided that can be decided before the data is seen.
 pub trait DevicePlan: Debug + Send + Sync {
-    /// What was planned.
+    /// The planned problem.
     fn problem(&self) -> &Problem;
 
     /// Type of queries, keys, values and outputs.
@@ -87,7 +87,7 @@ pub trait DeviceStream: Debug + Send {
     fn state_bytes(&self) -> usize;
 }
 
-/// What a run will say of itself. Dropping it costs nothing.
+/// Report of a run, read back on request. Dropping it costs nothing.
 #[derive(Debug)]
 pub struct Pending {
     info: RunInfo,
@@ -106,7 +106,7 @@ impl Pending {
     }
 }
 
-/// What a device form is built from.
+/// Input of a device form's constructor.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Request<'a> {
     pub(crate) problem: &'a Problem,
@@ -128,7 +128,7 @@ pub(crate) struct Io<'a> {
     pub(crate) lse: u64,
 }
 
-/// What a method does on the device; all keys are valid.
+/// A method on the device; all keys are valid.
 pub(crate) trait Core: Debug + Send + Sync {
     fn workspace_bytes(&self) -> usize {
         0

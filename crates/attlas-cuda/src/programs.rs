@@ -90,7 +90,7 @@ pub(crate) enum Write {
     First,
 }
 
-/// What a row of exact attention sees and how it is written.
+/// Keys visible to a row of exact attention, and the form of its output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Mode {
     pub(crate) causal: bool,

@@ -87,7 +87,7 @@ impl DeviceWorkspace {
         self.used = 0;
     }
 
-    /// What has been taken, to be given back to `rewind`.
+    /// Bytes taken so far, to be passed to `rewind`.
     pub(crate) fn mark(&self) -> usize {
         self.used
     }
@@ -109,7 +109,7 @@ impl DeviceWorkspace {
     }
 }
 
-/// What `bytes` take of the arena.
+/// Arena bytes that an allocation of `bytes` occupies.
 pub(crate) fn padded(bytes: usize) -> usize {
     bytes.max(1).next_multiple_of(ALIGN)
 }

@@ -236,7 +236,7 @@ fn folder(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// What a folder may hold.
+/// File names that a folder may hold.
 const FILES: [&str; 7] = [
     "config.json",
     "generation_config.json",

@@ -24,9 +24,9 @@ use std::time::{Duration, Instant};
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
 
-/// What any input may cost, whatever it holds: caches of regular expressions and thread pools are in it.
+/// Memory that any input may cost, caches of regular expressions and thread pools included.
 const FREE_BYTES: usize = 32 << 20;
-/// What each byte of an input may cost beyond that.
+/// Further memory for each byte of an input.
 const BYTES_PER_BYTE: usize = 256;
 /// One input that takes longer hangs, on any machine.
 const LONGEST: Duration = Duration::from_secs(20);
@@ -116,7 +116,7 @@ fn corpus(target: &Target) -> std::io::Result<Vec<(String, Vec<u8>)>> {
     paths.iter().map(|path| Ok((name(path), std::fs::read(path)?))).collect()
 }
 
-/// What a target saw.
+/// Counts of one target.
 #[derive(Debug, Default)]
 struct Tally {
     runs: u64,

@@ -49,7 +49,7 @@ pub struct Row {
     pub after: Option<f64>,
 }
 
-/// What was learnt and what it brings.
+/// A calibration and the error it saves.
 #[derive(Clone, Debug, Serialize)]
 pub struct Calibrated {
     /// The text.
@@ -177,7 +177,7 @@ impl<'a> Head<'a> {
         Ok(Self { problem, x, n, exact })
     }
 
-    /// What a method learns, and its error on later rows without and with it.
+    /// A method's calibration, and its error on later rows without and with it.
     fn learn(
         &self,
         chosen: &Chosen,

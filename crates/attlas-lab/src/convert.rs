@@ -240,7 +240,7 @@ impl Proof {
     }
 }
 
-/// What a conversion is made of: the model, the moments of its layers, and the model at the stage where moments are
+/// Input of a conversion: the model, the moments of its layers, and the model at the stage where moments are
 /// taken again.
 #[derive(Debug)]
 pub struct Converter {
@@ -487,8 +487,8 @@ fn search_rank(
 ) -> Result<Vec<(usize, f64)>> {
     let whole = of(full, progress)?;
     let mut found = vec![(full, whole)];
-    // What is no number is past every limit.
-    if !(whole <= most) {
+    // NaN is past every limit.
+    if whole > most || whole.is_nan() {
         let expected = format!("more than {}, which dropping rotations costs at full rank", number(whole));
         return Err(Error::argument("--max-kl", expected, number(most)));
     }

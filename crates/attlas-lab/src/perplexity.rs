@@ -193,7 +193,7 @@ impl Paired {
     }
 }
 
-/// What the model with exact attention gave for each window of one text, so that several recipes are compared with one run
+/// Predictions of the model with exact attention for each window of one text, so that several recipes are compared with one run
 /// of it.
 #[derive(Debug, Default)]
 pub struct Reference {
@@ -615,7 +615,8 @@ impl Runner {
             Some(spread) => decoder.forward_spread(tokens, hidden, &mut **spread, &mut stopper),
             None => {
                 decoder.forward_observed(tokens, Rows::All, hidden, &mut stopper)?;
-                Ok(Held { pieces: vec![0..tokens.len()], cache_bytes: decoder.cache_bytes() })
+                let pieces = std::iter::once(0..tokens.len()).collect();
+                Ok(Held { pieces, cache_bytes: decoder.cache_bytes() })
             }
         });
         let info = self.decoder.info();
@@ -653,7 +654,7 @@ impl Runner {
         self.scored.nll.0.extend(nlls);
     }
 
-    /// What was scored, and nothing after it.
+    /// The scored tokens, and nothing after them.
     fn take(&mut self) -> Scored {
         std::mem::replace(&mut self.scored, Scored::nothing())
     }

@@ -112,7 +112,7 @@ impl<'a> Encoder<'a> {
         self.config.hidden
     }
 
-    /// What the heads of every layer have to solve for `batch`.
+    /// Attention problem of the heads of every layer for `batch`.
     pub fn problem(&self, batch: &Batch) -> Problem {
         let c = self.config;
         let problem = Problem::new(c.n_heads, batch.n, c.head_dim).with_kv_heads(c.n_kv_heads);

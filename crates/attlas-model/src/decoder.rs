@@ -558,8 +558,8 @@ impl DecoderState {
                 }
                 observer.residual(l, self.len, x);
                 if layer.whole().is_none() {
-                    let own = [self.len..self.len + n];
-                    self.enter_layer(c, layer, l, &own, x, &mut buffers, observer)?;
+                    let own = self.len..self.len + n;
+                    self.enter_layer(c, layer, l, std::slice::from_ref(&own), x, &mut buffers, observer)?;
                     let heads = sized(&mut buffers.heads, n * q_width);
                     let q = &buffers.q[..n * q_width];
                     let attended = self.attend_layer(c, l, q, layer.sinks.as_deref(), heads);
@@ -778,7 +778,7 @@ struct Projections<'a> {
     v: &'a mut [f32],
 }
 
-/// What a layer gives, normalised and multiplied as the family does before it is added.
+/// Output of a layer, normalised and scaled as the family does before the residual sum.
 fn adjust(c: &ModelConfig, sum: &mut [f32], norm: Option<&[f32]>) {
     if let Some(norm) = norm {
         by_rows(sum, c.hidden, |_, rows| ops::rms_norm_in_place(rows, norm, c.norm_eps));
@@ -844,7 +844,7 @@ struct LayerState {
     streamed: bool,
     /// Tokens in the cache after the call.
     ahead: usize,
-    /// What is kept, where that is packed; the cache holds its numbers while the layer attends.
+    /// Packed keys and values, where they are packed; the cache holds them unpacked while the layer attends.
     packed: Option<Packed>,
     /// Log-sum-exps of a call, where one more logit needs them.
     lse: Vec<f32>,

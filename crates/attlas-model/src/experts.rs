@@ -29,7 +29,7 @@ pub struct Experts {
 /// A gated feed-forward layer.
 #[derive(Clone, Debug)]
 pub struct Mlp {
-    /// What opens and closes.
+    /// Activation of the gate.
     pub gate: Linear,
     /// The gated map.
     pub up: Linear,

@@ -326,7 +326,7 @@ impl Recipe {
             && self.rules.iter().all(|r| exact(&r.method, &r.params) && decodes(&r.decode))
     }
 
-    /// What attends in one layer with `n_heads` query heads over `n_kv_heads` key heads. Whether the methods can is
+    /// Methods of one layer with `n_heads` query heads over `n_kv_heads` key heads. Whether they support it is
     /// for the caller to ask.
     pub fn parts(&self, layer: usize, n_heads: usize, n_kv_heads: usize) -> Result<Vec<HeadRun>> {
         let size = n_heads / n_kv_heads.max(1);

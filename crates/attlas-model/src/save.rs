@@ -340,7 +340,7 @@ fn state_of(part: &Path) -> PartState {
     }
 }
 
-/// What was renamed survives a power failure once its folder is on the disk.
+/// Syncs a folder, so that a rename in it survives a power failure.
 fn sync_folder(folder: &Path) -> std::io::Result<()> {
     if !cfg!(unix) {
         return Ok(());

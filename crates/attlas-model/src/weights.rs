@@ -211,7 +211,7 @@ impl Weights {
     }
 }
 
-/// What stands before every name: checkpoints of the bare body leave it out.
+/// Prefix of every tensor name: checkpoints of the bare body leave it out.
 fn prefix(tensors: &Tensors, config: &ModelConfig, naming: Naming) -> &'static str {
     let full = match (naming, config.architecture) {
         (Naming::Gguf, _) => return "",

@@ -45,7 +45,7 @@ fn sentence_embeddings_equal_those_of_transformers() {
         assert!(off < 1e-6, "cosine distance {off} for {} tokens", ids.len());
         let worst = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(worst < 2e-5, "{worst}");
-        // Padding must not be felt.
+        // Padding must change nothing.
         let alone = encoder.embed(&Batch::new(&[ids]).unwrap(), exact, &Options::new(), &mut ws).unwrap();
         let moved = alone[0].iter().zip(got).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(moved < 1e-5, "{moved}");

@@ -1,4 +1,4 @@
-//! What a decoder keeps between tokens: streams without keys, packed keys and values.
+//! Memory of a decoder between tokens: streams without keys, packed keys and values.
 
 mod common;
 

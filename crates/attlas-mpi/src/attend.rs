@@ -31,9 +31,9 @@ pub struct Answer<T> {
     pub o: Vec<T>,
     /// Log-sum-exp of each row, where the method has one.
     pub lse: Option<Vec<T>>,
-    /// What happened here.
+    /// Run record of this process.
     pub info: RunInfo,
-    /// What this process sent, and how long it waited.
+    /// Bytes this process sent, and the time it waited.
     pub traffic: Traffic,
 }
 

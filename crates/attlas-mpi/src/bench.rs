@@ -39,7 +39,7 @@ pub struct Row {
     pub balance: f64,
 }
 
-/// What is measured.
+/// The benchmark's settings.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
     /// Timed runs.
@@ -70,7 +70,7 @@ fn draw(
     Sharded::new(data, sizes, layout, rank)
 }
 
-/// What a process says of one run.
+/// Report of one process on one run.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Run {
     seconds: f64,
@@ -93,7 +93,7 @@ fn join(t: &dyn Transport, own: Run) -> Run {
     })
 }
 
-/// What connects the processes, as the α–β model has it.
+/// Link between the processes in the α–β model.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Link {
     /// Microseconds of a message of a few bytes.

@@ -9,7 +9,7 @@ use attlas::{
 use attlas_num::rng::StreamKey;
 use half::bf16;
 
-/// What a check found.
+/// Result of a check.
 pub type Found = Result<(), String>;
 
 /// Queries, keys and values of a whole problem.

@@ -57,7 +57,7 @@ impl Cluster {
     }
 }
 
-/// What one machine does, measured: seconds of one run at one length.
+/// Measured rate of one machine: seconds of one run at one length.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct Measured {
     /// Length.
@@ -66,7 +66,7 @@ pub struct Measured {
     pub seconds: f64,
 }
 
-/// What is predicted for one length.
+/// Prediction for one length.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct Prediction {
     /// Id of the method.

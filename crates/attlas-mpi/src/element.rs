@@ -81,7 +81,7 @@ impl Wire {
         }
     }
 
-    /// What came, as elements.
+    /// Received bytes, as elements.
     pub(crate) fn unpack<T: Element>(self, bytes: &[u8], x: &mut [T]) {
         match self {
             Wire::Full => bytemuck::cast_slice_mut(x).copy_from_slice(bytes),

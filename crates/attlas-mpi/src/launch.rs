@@ -1,6 +1,6 @@
 //! Whether this process is one of several that a launcher started.
 
-/// What a launcher says in the environment: how many processes there are.
+/// Number of processes that a launcher announces in the environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launched {
     /// The variable that says so.

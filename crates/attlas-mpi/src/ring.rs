@@ -264,7 +264,7 @@ pub(crate) fn share(method: &Method, options: &Options, keys: usize, all: usize)
     })
 }
 
-/// What is done with the keys and values of one process; it may call the last argument to move messages along.
+/// Work on the keys and values of one process; it may call the last argument to progress messages.
 type Visit<'v, T> = dyn FnMut(usize, TensorRef<'_, T>, TensorRef<'_, T>, &dyn Fn()) + 'v;
 
 /// Sends this process's keys and values round the ring and visits those of all others, its own first.

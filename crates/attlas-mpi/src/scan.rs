@@ -63,7 +63,7 @@ pub(crate) fn scan<T: Element>(
         Mask::None => {
             let (mut stream, own) = streams.swap_remove(0);
             let (_, upto) = sums.before::<T>(t, own, false, ws)?;
-            stream.add_sums(&sums.from_last::<T>(t, upto), p.n_k)?;
+            stream.add_sums(&sums.last_states::<T>(t, upto), p.n_k)?;
             let own = x.q.layout().rows(t.rank());
             if own > 0 {
                 run(&mut *stream, 0..own, false, ws)?;
@@ -75,7 +75,7 @@ pub(crate) fn scan<T: Element>(
             let (before, upto) = sums.before::<T>(t, of_early, false, ws)?;
             before.iter().try_for_each(|s| early.add_sums(s, halves[0].start))?;
             if x.k.layout().is_striped() {
-                late.add_sums(&sums.from_last::<T>(t, upto), halves[1].start)?;
+                late.add_sums(&sums.last_states::<T>(t, upto), halves[1].start)?;
                 let (after, _) = sums.before::<T>(t, of_late, true, ws)?;
                 after.iter().try_for_each(|s| late.add_sums(s, 0))?;
             }
@@ -169,7 +169,7 @@ impl Sums<'_> {
     }
 
     /// What the last process has, which is the sum of all.
-    fn from_last<T: Element>(&self, t: &dyn Transport, upto: Numbers) -> Numbers {
+    fn last_states<T: Element>(&self, t: &dyn Transport, upto: Numbers) -> Numbers {
         let mut all: Vec<u8> = T::list(&upto).map_or(Vec::new(), |x| bytemuck::cast_slice(x).to_vec());
         t.broadcast(t.size() - 1, &mut all);
         let mut list = vec![T::ZERO; upto.len()];

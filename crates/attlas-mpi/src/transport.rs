@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What a process moved and how long it waited for others.
+/// Bytes a process moved, and the time it waited for others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Traffic {
     /// Bytes sent.
@@ -19,7 +19,7 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// What was added since `before`.
+    /// Traffic since `before`.
     #[must_use]
     pub fn since(self, before: Traffic) -> Traffic {
         Traffic {

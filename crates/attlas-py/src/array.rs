@@ -16,7 +16,7 @@ use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyTuple, PyType};
 use std::ffi::CStr;
 use std::ops::Range;
 
-/// What an array is looked at for.
+/// Role of an array in a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     Read,
@@ -33,7 +33,7 @@ pub(crate) struct View {
     _owner: Owner,
 }
 
-/// What keeps the memory of an array alive.
+/// Owner that keeps the memory of an array alive.
 enum Owner {
     Object { _held: Py<PyAny> },
     Buffer { _held: PyUntypedBuffer },

@@ -440,7 +440,7 @@ fn figures_from(py: Python<'_>, text: &str) -> PyResult<diagnostics::Settings> {
     Ok(figures)
 }
 
-/// What heads look like.
+/// Inspection of heads.
 #[pyfunction]
 pub(crate) fn inspect(
     py: Python<'_>,

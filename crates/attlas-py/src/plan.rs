@@ -169,7 +169,7 @@ fn run_views(
     }
 }
 
-/// What happened, as the fields of `attlas.RunInfo`.
+/// Fields of `attlas.RunInfo`.
 pub(crate) fn info<'py>(py: Python<'py>, info: &RunInfo) -> PyResult<Bound<'py, PyTuple>> {
     let status = serde_json::to_value(info.status).ok().and_then(|v| v.as_str().map(str::to_string));
     let figures = PyDict::new(py);
@@ -479,7 +479,7 @@ pub(crate) fn attend_heads(
     info.map(|_| ())
 }
 
-/// What a method learnt from data.
+/// Calibration of a method.
 #[pyclass(frozen, module = "attlas._native")]
 pub(crate) struct Calibration {
     pub(crate) inner: attlas::Calibration,

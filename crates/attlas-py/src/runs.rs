@@ -293,7 +293,7 @@ impl Recipe {
 /// One line of what attended: method, kind of run, first head, end, runs.
 type Count = (&'static str, &'static str, usize, usize, usize);
 
-/// What is attended with in one call.
+/// Attention settings of one call.
 struct Job<'a> {
     q: &'a View,
     k: &'a View,

@@ -1,4 +1,4 @@
-//! What does a clustering method save on the prefill of a long causal prompt, and what does it cost in accuracy?
+//! Time saved by a clustering method on the prefill of a long causal prompt, and its cost in accuracy.
 //! `cargo run --release -p attlas --features testkit --example prefill_long_prompt`.
 
 use attlas::metrics::relative_frobenius;

@@ -1,4 +1,4 @@
-//! What layers are for, on data made here, with weights written by hand: an image for axial and mode-wise attention, a
+//! Uses of the layers, on generated data with hand-written weights: an image for axial and mode-wise attention, a
 //! series of sensors for TEAFormer, a sequence for two-simplicial attention, triples for third-order attention.
 //!
 //! `cargo run -p xtask --example layers_on_data`

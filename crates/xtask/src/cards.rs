@@ -167,7 +167,7 @@ fn inline(text: &str) -> Result<String> {
     Ok(out)
 }
 
-/// What stands between two marks at the start of `text`, and the length with them.
+/// Text between two marks at the start of `text`, and its length including the marks.
 fn between<'a>(text: &'a str, open: &str, close: &str) -> Option<(&'a str, usize)> {
     let inner = text.strip_prefix(open)?;
     let end = inner.find(close).filter(|&end| end > 0)?;

@@ -153,7 +153,7 @@ const ENTRIES: &[Entry] = &[
     Entry::of("anna", 65_536),
 ];
 
-/// What all measurements have in common.
+/// Settings shared by all measurements.
 struct Base {
     settings: Settings,
     threads: usize,

@@ -66,7 +66,7 @@ pub(crate) struct TuneArgs {
     pub(crate) check_tokens: Option<usize>,
     #[command(flatten)]
     pub(crate) methods: MethodChoice,
-    /// What methods learnt: a file of calibrations, or the folder that `attlas calibrate` wrote. Methods that learn
+    /// Calibrations of methods: a file, or the folder that `attlas calibrate` wrote. Methods that learn
     /// first are candidates with it.
     #[arg(long, value_name = "PATH")]
     pub(crate) calibration: Option<PathBuf>,
@@ -155,7 +155,7 @@ pub(crate) struct PerplexityArgs {
     pub(crate) spread: Option<SpreadName>,
     #[command(flatten)]
     pub(crate) cache: CacheChoice,
-    /// What linear layers round their operands to before they multiply: f32 (nothing), bf16, or int8, whole numbers of
+    /// Rounding of the operands of linear layers before they multiply: f32 (none), bf16, or int8, whole numbers of
     /// eight bits, 32 with one scale, as llama.cpp does. Weights stored as f32, f16 or bf16 have no int8 form and stay f32.
     #[arg(long, default_value_t = Compute::F32, value_name = "TYPE")]
     pub(crate) compute: Compute,
@@ -216,7 +216,7 @@ pub(crate) struct GenerateArgs {
     pub(crate) attention: AttentionChoice,
     #[command(flatten)]
     pub(crate) cache: CacheChoice,
-    /// What linear layers round their operands to before they multiply: f32 (nothing), bf16, or int8, whole numbers of
+    /// Rounding of the operands of linear layers before they multiply: f32 (none), bf16, or int8, whole numbers of
     /// eight bits, 32 with one scale, as llama.cpp does. Weights stored as f32, f16 or bf16 have no int8 form and stay f32.
     #[arg(long, default_value_t = Compute::F32, value_name = "TYPE")]
     pub(crate) compute: Compute,

@@ -144,7 +144,7 @@ pub(crate) struct AttentionChoice {
     /// Keys that every query sees exactly around that method: sinks, window, heavy, …, such as sinks=4,window=128.
     #[arg(long, value_delimiter = ',', value_name = "NAME=VALUE,…", requires = "method")]
     pub(crate) near: Vec<String>,
-    /// What methods learnt: a file of calibrations, or the folder that `attlas calibrate` wrote.
+    /// Calibrations of methods: a file, or the folder that `attlas calibrate` wrote.
     #[arg(long, value_name = "PATH")]
     pub(crate) calibration: Option<PathBuf>,
 }

@@ -1,4 +1,4 @@
-//! What the tests of commands on real models share.
+//! Helpers for tests of commands on real models.
 
 // Each test program uses a part of it.
 #![allow(dead_code, unreachable_pub, unused_imports)]

@@ -18,7 +18,7 @@ pub(crate) struct Area {
     pub(crate) offset: isize,
 }
 
-/// What rows see and how they are written.
+/// Keys visible to the rows, and the form of the output.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Rule {
     pub(crate) causal: bool,

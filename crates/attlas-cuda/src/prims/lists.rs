@@ -26,7 +26,7 @@ pub(crate) struct CausalPart {
     pub(crate) samples: Vec<u32>,
 }
 
-/// What is common to the parts.
+/// Values shared by all parts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ListOptions {
     pub(crate) block: usize,

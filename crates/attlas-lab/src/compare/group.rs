@@ -176,7 +176,7 @@ impl<'a> Group<'a> {
         Ok(rows)
     }
 
-    /// What was learnt before, or else from the first quarter of the tokens, where the method has to learn; with the
+    /// Calibration of a method that needs one: the given one, or one learnt from the first quarter of the tokens; with the
     /// seconds that learning took.
     fn calibrate(&self, chosen: &Chosen) -> Result<(Option<Calibration>, Option<f64>)> {
         if let Some(known) = self.given.find(chosen.method.id, self.layer, self.kv_head)? {

@@ -29,7 +29,7 @@ pub struct Calibrate {
     pub probe: usize,
 }
 
-/// What was read, and what it says about the result.
+/// The calibration text, and the loss it predicts.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Calibrated {
     /// The text.

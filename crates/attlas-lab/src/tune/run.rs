@@ -118,7 +118,7 @@ impl Tuning<'_, '_, '_> {
         Ok(done.then_some(kept))
     }
 
-    /// What the model does with a recipe on a text, known or new; `None` once it is to stop.
+    /// Divergence of the model with a recipe on a text, from the state or measured; `None` after an interruption.
     fn checked(&mut self, recipe: &Recipe, text: &Text, what: &str) -> Result<Option<Outcome>> {
         self.checked_again("", recipe, text, what)
     }

@@ -315,7 +315,7 @@ impl<'a> Search<'a> {
         Ok((m, output))
     }
 
-    /// What may be chosen in every key head: the hull of cost and divergence over exact attention and the candidates within
+    /// Choices for every key head: the hull of cost and divergence over exact attention and the candidates within
     /// the largest error.
     pub(super) fn hulls(
         &mut self,

@@ -86,7 +86,7 @@ pub fn check_nodes<'n>(nodes: impl IntoIterator<Item = &'n Node>) -> Result<()> 
     ))
 }
 
-/// What measurements were made on. Times of another machine, registry, effort or version are not comparable, so every part
+/// Conditions of the measurements. Times of another machine, registry, effort or version are not comparable, so every part
 /// has to agree.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Key {

@@ -17,7 +17,7 @@ const VALUE: usize = 1 << 20;
 const WRITTEN: usize = 4 << 20;
 /// Bytes of all values made and of all text written, together.
 const TOTAL: usize = 1 << 30;
-/// What an item of a list or map counts as.
+/// Bytes counted for an item of a list or map.
 const ITEM: usize = 32;
 /// How deep lists and maps may be nested.
 const DEPTH: usize = 64;

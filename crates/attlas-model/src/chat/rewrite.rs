@@ -110,7 +110,7 @@ fn operands<'a>(list: &[Expr<'a>]) -> Vec<Expr<'a>> {
     list.iter().map(operand).collect()
 }
 
-/// What is assigned to: names, attributes and lists of them.
+/// Targets of an assignment: names, attributes and lists of them.
 fn target<'a>(e: &Expr<'a>) -> Expr<'a> {
     match e {
         Expr::List(l) => Expr::List(at(l, List { items: l.items.iter().map(target).collect() })),

@@ -111,7 +111,7 @@ impl Learnt {
     }
 }
 
-/// What a model reads to be calibrated.
+/// Calibration text of a model.
 #[derive(Clone, Copy, Debug)]
 pub enum Calibration<'a> {
     /// Running text for a decoder.

@@ -146,7 +146,7 @@ impl Tokenizer {
         Ok(serde_json::to_vec(&json)?)
     }
 
-    /// What puts the tokens around a text that this tokeniser puts there by itself.
+    /// Post-processor that adds the tokens this tokeniser puts around a text.
     fn post_processor(&self) -> Option<serde_json::Value> {
         let token = |id: Option<u32>| id.and_then(|id| Some((id, self.token(id)?)));
         let (bos, eos) = (token(self.add_bos), token(self.add_eos));

@@ -363,7 +363,7 @@ mod tests {
         taken
     }
 
-    /// What is taken, item by item, which the lists of two parts have to agree with.
+    /// Item-by-item selection, the reference for the merged lists of two parts.
     fn taken<T: Real>(cut: Cut, scores: &[T]) -> Vec<usize> {
         let taken: Vec<usize> = (0..scores.len()).filter(|&i| cut.takes(scores[i], i)).collect();
         let (mut places, mut listed) = (vec![0; scores.len() + 1], Vec::new());

@@ -457,7 +457,7 @@ mod tests {
         result
     }
 
-    /// What holds for every result.
+    /// Checks that hold for every result.
     fn check(x: &Mat<f64>, result: &Clustering<f64>) {
         let k = result.counts.len();
         assert_eq!(result.centroids.rows(), k);

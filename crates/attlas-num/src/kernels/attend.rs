@@ -104,7 +104,7 @@ pub struct Attend<'a, T> {
     pub decode: bool,
 }
 
-/// What the instruction sets receive: [`Attend`] with its shapes checked.
+/// [`Attend`] with its shapes checked, as the instruction sets receive it.
 pub(super) type Job<'a, T> = Attend<'a, T>;
 
 impl<T: Real> Attend<'_, T> {

@@ -87,7 +87,7 @@ impl Places for Listed<'_> {
     }
 }
 
-/// What is computed, wherever the keys are.
+/// One decoding step, independent of where the keys lie.
 #[derive(Clone, Copy)]
 struct Few<'a, T> {
     q: MatRef<'a, T>,

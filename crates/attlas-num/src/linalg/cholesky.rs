@@ -88,7 +88,7 @@ pub fn psd_factor<T: Real>(m: MatRef<'_, T>) -> Result<PsdFactor> {
 }
 
 impl PsdFactor {
-    /// What was added to the diagonal, relative to its mean; 0 if nothing was or the eigenvalues were used.
+    /// Shift added to the diagonal, relative to its mean; 0 without one, or where the eigenvalues were used.
     pub fn jitter(&self) -> f64 {
         self.jitter
     }

@@ -136,7 +136,7 @@ pub fn pair_gain(d: usize, v2: f64, cosine: f64) -> f64 {
     total / weight
 }
 
-/// What each ordered pair takes off, for a coupling; `even` for features of both $\pm\omega$.
+/// Variance that a coupling removes for each ordered pair; `even` for features of both $\pm\omega$.
 fn coupling_gain(coupling: Coupling, d: usize, v2: f64, even: bool) -> f64 {
     match coupling {
         Coupling::Iid => 0.0,
@@ -258,7 +258,7 @@ fn squares_product(x: &[f64], y: &[f64]) -> f64 {
     x.iter().zip(y).map(|(a, b)| (a * b).powi(2)).sum()
 }
 
-/// What the variance of a tensor sketch of $(\langle x, y\rangle + c)^p$ depends on.
+/// Quantities that determine the variance of a tensor sketch of $(\langle x, y\rangle + c)^p$.
 ///
 /// For $x' = [x; \sqrt c]$: $\xi = \langle x', y'\rangle^2$, $\beta = \|x'\|^2\|y'\|^2 - \varsigma$,
 /// $\gamma = \xi - \varsigma$ with $\varsigma = \sum x_i'^2 y_i'^2$.

@@ -140,7 +140,7 @@ pub struct Fit<T> {
     pub status: Status,
 }
 
-/// What [`decompose`] works with once options and ranks are known to fit the tensor.
+/// Input of [`decompose`] after options and ranks have been checked against the tensor.
 struct Job<'a> {
     ranks: &'a Ranks,
     modes: Vec<usize>,

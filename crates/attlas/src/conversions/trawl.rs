@@ -105,7 +105,7 @@ pub struct Factored {
     pub b: Arc<Mat<f32>>,
     /// Columns of blocks, `columns × R`.
     pub c: Arc<Mat<f32>>,
-    /// What stands between them, block by block: diagonals for CP, matrices for Tucker.
+    /// Core between the factors, block by block: diagonals for CP, matrices for Tucker.
     pub cores: Vec<Values>,
     /// Relative Frobenius error over the whole stack.
     pub rel_error: f64,

@@ -135,12 +135,12 @@ impl<'p, T: Real> PackedKeys<'p, T> {
     }
 
     /// Chunk `c` and those behind it.
-    fn from_chunk(&self, c: usize) -> &[T] {
+    fn chunk_onwards(&self, c: usize) -> &[T] {
         &self.data[c * CHUNK * self.d..]
     }
 }
 
-/// What a choice is made from.
+/// Input of a choice of blocks.
 #[derive(Clone, Copy, Debug)]
 pub struct Scored<'a, T> {
     /// Queries of the group.
@@ -185,7 +185,7 @@ impl<T: Real> Scored<'_, T> {
             let isa = cx.schedule.isa;
             match packed {
                 Some(packed) => {
-                    let right = packed.from_chunk(c);
+                    let right = packed.chunk_onwards(c);
                     gemm_packed(isa, scale, left, right, last - first, logits, stride, cx.scratch);
                 }
                 None => {

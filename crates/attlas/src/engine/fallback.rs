@@ -4,7 +4,7 @@ use super::attend_subset;
 use attlas_num::{MatRef, Real};
 
 crate::choices! {
-    /// What a row of a causal problem gets that was given no key; without a mask it is always zero.
+    /// Output of a causal row that sees no key; without a mask it is always zero.
     pub enum Fallback {
         /// Zero, with log-sum-exp −∞.
         Zero = "zero",

@@ -16,7 +16,7 @@ use attlas_num::kernels::{Band, merge_lse};
 use attlas_num::rng::StreamKey;
 use std::ops::Range;
 
-/// What a token sees.
+/// Keys visible to a token.
 #[derive(Clone, Copy, Debug)]
 pub struct HashedRule {
     /// Old keys around the query's rank.

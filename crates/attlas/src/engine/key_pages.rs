@@ -40,7 +40,7 @@ pub struct PageRule {
     pub means: bool,
 }
 
-/// What is known of the pages and runs of a cache.
+/// Summaries of the pages and runs of a cache.
 #[derive(Debug)]
 pub struct KeyPages<T> {
     rule: PageRule,

@@ -45,7 +45,7 @@ layer_kind! {
 }
 
 crate::choices! {
-    /// What is done to hidden states first.
+    /// Normalisation of the hidden states.
     pub enum Norm {
         /// Nothing.
         None = "none",
@@ -69,7 +69,7 @@ crate::params! {
         length: Option<usize> = None, in 1..=1 << 30;
         /// Added to scores before the rectifier.
         bias: f64 = 0.0, in -1e6..=1e6;
-        /// What is done to hidden states first.
+        /// Normalisation of the hidden states.
         norm: Norm = Norm::Layer;
     }
 }

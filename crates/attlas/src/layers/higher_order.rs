@@ -74,7 +74,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// What is done to pooled queries and keys.
+    /// Treatment of pooled queries and keys.
     pub enum Norm {
         /// Layer norm of each head, with weights where given.
         Layernorm = "layernorm",
@@ -112,7 +112,7 @@ crate::params! {
         combine: Combine = Combine::Product;
         /// How the tokens of the other modes are pooled.
         pool: Pool = Pool::Sum;
-        /// What is done to pooled queries and keys.
+        /// Treatment of pooled queries and keys.
         qk_norm: Norm = Norm::Layernorm;
         /// Each mode has query and key projections of its own, q.0, k.0, q.1, …; otherwise all use q.0 and k.0.
         per_mode_qk: bool = true;

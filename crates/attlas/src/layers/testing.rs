@@ -71,7 +71,7 @@ impl LayerCache for Foreign {
     }
 }
 
-/// What every causal layer keeps: chunks, decoding and one shot agree; later tokens are not felt; threads do not
+/// Laws of every causal layer: chunks, decoding and one shot agree; later tokens change no earlier row; threads do not
 /// matter; tokens can be taken back; counts are those of the registry entry; bad calls are refused.
 pub(crate) fn check_causal(kind: &LayerKind, shape: &LayerShape, options: &Options, n: usize) {
     assert!(n >= 12);

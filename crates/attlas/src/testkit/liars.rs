@@ -6,7 +6,7 @@ use crate::group::{Group, GroupPlan};
 use crate::method::{Accepted, Budget, Claims, Cost, Family, Method, RunInfo, Spec};
 use crate::{Mask, Problem, Real, Result};
 
-/// What a liar does to honest exact attention.
+/// Fault that a liar adds to exact attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Lie {
     None,

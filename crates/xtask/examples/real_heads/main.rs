@@ -55,7 +55,7 @@ impl Subject {
     }
 }
 
-/// What stands on the command line.
+/// Command-line arguments.
 #[derive(Debug)]
 pub(crate) struct Args {
     pub(crate) place: Place,

@@ -44,7 +44,7 @@ pub struct AttendBackward<'a, T> {
     pub isa: Isa,
 }
 
-/// What the instruction sets receive: [`AttendBackward`] with its shapes checked.
+/// [`AttendBackward`] with its shapes checked, as the instruction sets receive it.
 pub(super) type Job<'a, T> = AttendBackward<'a, T>;
 
 impl<T: Real> AttendBackward<'_, T> {
@@ -81,7 +81,7 @@ const VECTORS: usize = 3;
 /// Registers of columns in a block of the products that run over rows.
 const NV: usize = 2;
 
-/// What is kept of one group of rows: `width` of them, of which `live` exist.
+/// State of one group of rows: `width` of them, of which `live` exist.
 struct GroupRows<'g, T> {
     row: usize,
     live: usize,

@@ -557,7 +557,7 @@ unsafe fn generic_strip(
     }
 }
 
-/// What a register tile is computed from.
+/// Operands of a register tile.
 struct Tile {
     /// `rows × depth`, rows `x_stride` apart.
     x: *const f32,

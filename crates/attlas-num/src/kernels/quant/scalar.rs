@@ -75,7 +75,7 @@ pub(super) fn dequantise(format: Format, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// What four bits stand for in IQ4_NL and IQ4_XS.
+/// Values of the 16 codes of IQ4_NL and IQ4_XS.
 pub(super) const IQ4_VALUES: [f32; 16] = [
     -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
 ];

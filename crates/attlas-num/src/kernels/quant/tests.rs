@@ -186,7 +186,7 @@ fn dequantised_values_have_the_same_bits_on_every_instruction_set() {
     }
 }
 
-/// What a kernel for products looks like on one of its instruction sets.
+/// A product kernel on one instruction set.
 pub(super) type Products<I> = fn(I, MatRef<'_, f32>, &mut [Job<'_>], &Scratch);
 
 /// Infinite weights and a NaN in x spoil their own rows and columns of the product, and nothing else.

@@ -246,7 +246,7 @@ trait Unit {
     const BYTES: usize;
     /// Groups of thirty-two of a unit.
     const GROUPS: usize;
-    /// What is unpacked for all groups at once.
+    /// Data unpacked once for all groups.
     type Scales;
     /// # Safety
     /// AVX2, FMA and F16C are there and `BYTES` bytes can be read at `p`.

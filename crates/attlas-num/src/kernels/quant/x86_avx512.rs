@@ -204,7 +204,7 @@ pub(super) trait Unit {
     const BYTES: usize;
     /// Groups of thirty-two of a unit.
     const GROUPS: usize;
-    /// What is unpacked for all groups at once.
+    /// Data unpacked once for all groups.
     type Scales;
     /// # Safety
     /// AVX-512 is there and `BYTES` bytes can be read at `p`.

@@ -234,7 +234,7 @@ fn run_panel(
     }
 }
 
-/// What a register tile is computed from.
+/// Operands of a register tile.
 struct Tile<'a> {
     x: &'a [u32],
     stride: usize,

@@ -79,7 +79,7 @@ fn groups(rows: usize, lanes: usize) -> impl Iterator<Item = Group> {
     })
 }
 
-/// What is kept of the rows of a block, or of a group: the running maximum, the sum of weights, and the output, not yet
+/// Running state of the rows of a block, or of a group: the maximum, the sum of weights, and the output, not yet
 /// divided by the sum, as `[d_v][rows]` group by group.
 struct OnlineSoftmax<'s, T> {
     max: &'s mut [T],

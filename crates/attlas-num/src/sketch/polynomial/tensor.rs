@@ -93,7 +93,7 @@ impl Hash {
     }
 }
 
-/// What a tensor sketch is drawn from.
+/// Settings of a tensor sketch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TensorSketchSpec {
     /// Power of the kernel, 1 to 64.

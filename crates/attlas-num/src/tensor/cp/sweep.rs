@@ -59,7 +59,7 @@ fn normalise_columns(a: &mut Mat<f64>) -> Vec<f64> {
         .collect()
 }
 
-/// What one start came to.
+/// Result of one start.
 pub(super) struct Run {
     pub(super) weights: Vec<f64>,
     pub(super) factors: Vec<Mat<f64>>,

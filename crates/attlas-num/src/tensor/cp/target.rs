@@ -6,7 +6,7 @@ use crate::tensor::mttkrp::{SweepCache, mttkrp};
 use crate::tensor::small::mode_gram;
 use crate::{DType, Mat};
 
-/// What a tensor must offer to be decomposed without being formed.
+/// Operations that let a tensor be decomposed without being formed.
 ///
 /// A dense tensor is one implementation. Another is a tensor known through factors, such as a stack of
 /// products $W_h U_h^\top$, where all of this is cheap and the dense form is not.

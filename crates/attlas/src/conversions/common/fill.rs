@@ -14,11 +14,11 @@ pub struct Spectrum {
     pub rows: usize,
     /// Inputs.
     pub cols: usize,
-    /// What a unit of them costs in the common loss.
+    /// Cost of one unit in the common loss.
     pub weight: f64,
 }
 
-/// What is given.
+/// The filled ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Budget {
     /// Most numbers that are stored.

@@ -103,7 +103,7 @@ pub trait Network: Sync {
     fn map(&self, slot: Slot) -> Result<Dense>;
     /// Rotary positions of queries and keys, where there are any.
     fn rope(&self) -> Option<Rope>;
-    /// What its attention does beside projections, rotary positions, a softmax over all tokens, and values; each in
+    /// Features of its attention beside projections, rotary positions, a softmax over all tokens, and values; each in
     /// words such as "sliding windows".
     fn obstacles(&self) -> Vec<String>;
     /// Moments of the inputs of a matrix on calibration text, where there was any.

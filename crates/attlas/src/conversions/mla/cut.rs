@@ -110,7 +110,7 @@ pub(super) fn lost(values: &[f64], rank: usize) -> f64 {
     if total > 0.0 { (sum(&values[rank..]) / total).sqrt() } else { 0.0 }
 }
 
-/// What an error of the unrotated keys costs in squared scores, summed over heads and pairs of calibration tokens.
+/// Cost of an error of the unrotated keys in squared scores, summed over heads and pairs of calibration tokens.
 fn score_metric(s: &LayerShape, rest: &Mat<f64>, calibration: &Calibration) -> Mat<f64> {
     let group = s.n_heads / s.n_kv_heads;
     let mut sum = Mat::zeros(rest.cols(), rest.cols());
@@ -126,7 +126,7 @@ fn score_metric(s: &LayerShape, rest: &Mat<f64>, calibration: &Calibration) -> M
     sum
 }
 
-/// What an error of the values costs after the output projection, if every head passed it on whole.
+/// Cost of an error of the values after the output projection, if every head passed it on whole.
 fn output_metric(s: &LayerShape, o: &Dense) -> Mat<f64> {
     let group = s.n_heads / s.n_kv_heads;
     let o = o.weight.cast::<f64>();

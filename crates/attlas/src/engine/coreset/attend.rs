@@ -14,7 +14,7 @@ use attlas_num::kernels::{Band, merge_lse};
 use rayon::prelude::*;
 
 crate::choices! {
-    /// What a row gets whose denominator has cancelled.
+    /// Output of a row whose denominator has cancelled.
     pub enum Fallback {
         /// Exact attention; in a stream, whose older keys are gone, exact attention to the keys that are cached as
         /// they are.

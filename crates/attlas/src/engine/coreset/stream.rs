@@ -14,7 +14,7 @@ use attlas_num::rng::StreamKey;
 use std::ops::Range;
 
 crate::choices! {
-    /// What a stream compresses, as a parameter.
+    /// Keys that a stream compresses, as a parameter.
     pub enum CacheMode {
         /// Every complete block, as the causal plan does.
         Blocks = "blocks",

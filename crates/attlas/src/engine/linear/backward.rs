@@ -110,7 +110,7 @@ fn plain<T: Real>(acc: &Positive<T>, map: &dyn LogFeatures<T>, g: GroupBackward<
         });
 }
 
-/// What both directions of a causal pass read.
+/// Input of both directions of a causal pass.
 #[derive(Clone, Copy)]
 struct Tokens<'a, T> {
     q: Queries<'a, T>,

@@ -16,7 +16,7 @@ use attlas_num::sketch::{Side, SignedFeatures};
 use std::fmt::Debug;
 
 crate::choices! {
-    /// What is done with a row whose denominator nearly cancels.
+    /// Treatment of a row whose denominator nearly cancels.
     pub enum DenominatorPolicy {
         /// Divide by it all the same; the row is counted.
         Strict = "strict",

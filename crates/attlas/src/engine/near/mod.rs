@@ -386,7 +386,7 @@ fn far_view<'f, T: Real>(
     (&out[rows.start * d_v..rows.end * d_v], &lse[rows])
 }
 
-/// What a tile takes as its far part.
+/// Far part of a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Choice {
     Method,

@@ -42,7 +42,7 @@ pub(super) struct NearStream<T> {
     guard: Option<Guard>,
 }
 
-/// What serves as the far part of each head, decided anew in every tile of positions. All keys must be cached for it.
+/// Far part of each head, decided anew in every tile of positions. Requires all keys to be cached.
 #[derive(Debug)]
 struct Guard {
     tile: Option<usize>,

@@ -44,7 +44,7 @@ pub(crate) fn fibres(sizes: &[usize], mode: usize, first: usize, end: usize) -> 
     list
 }
 
-/// What is attended to along the fibres of one mode.
+/// Keys and values along the fibres of one mode.
 pub(crate) struct Along<'a> {
     /// New queries, `[tokens, heads, d]`.
     pub(crate) q: &'a [f32],

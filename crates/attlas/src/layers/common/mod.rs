@@ -114,7 +114,7 @@ pub(crate) fn matrix(w: &dyn Linear) -> Mat<f32> {
     Mat::from_fn(n_out, n_in, |o, i| columns[i * n_out + o] - bias[o])
 }
 
-/// What a map adds.
+/// Bias that a map adds.
 pub(crate) fn bias(w: &dyn Linear) -> Vec<f32> {
     let (n_out, n_in) = (w.n_out(), w.n_in());
     let mut out = vec![0.0; n_out];

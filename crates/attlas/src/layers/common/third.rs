@@ -339,7 +339,7 @@ impl<'a, T: Real> Side<'a, T> {
         }
     }
 
-    /// What outer key `j` adds to all logits of row `i`.
+    /// Contribution of outer key `j` to all logits of row `i`.
     fn offset(&self, i: usize, j: usize) -> f64 {
         match self.form {
             Form::Strassen => (self.scale * dot(self.q.row(i), self.outer_k.row(j))).to_f64(),

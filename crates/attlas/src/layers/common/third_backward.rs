@@ -93,7 +93,7 @@ impl<T: Real> Pairwise<'_, T> {
         total.unwrap_or_else(|| unreachable!("there is at least one part"))
     }
 
-    /// What the pairs of first key `j` add.
+    /// Contribution of the pairs with first key `j`.
     fn add_first_key(
         &self,
         j: usize,

@@ -22,7 +22,7 @@ impl Latent {
         self.kv_b.weight.as_ref().sub_rows(first + rows.start..first + rows.end)
     }
 
-    /// What the last map of the queries takes.
+    /// Input of the last map of the queries.
     fn query_inputs(&self, x: MatRef<'_, f32>, cx: Context<'_>) -> Vec<f32> {
         match &self.q {
             Queries::Plain(_) => (0..x.rows()).flat_map(|i| x.row(i).iter().copied()).collect(),

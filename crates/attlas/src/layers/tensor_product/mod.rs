@@ -60,7 +60,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// What is done to head factors.
+    /// Treatment of head factors.
     pub enum HeadAct {
         /// Nothing.
         None = "none",
@@ -108,7 +108,7 @@ crate::params! {
         rope_base: f64 = 10_000.0, in 1.0..=1e12;
         /// Leading features that are rotated; all of them where it is auto.
         rope_dim: Option<usize> = None, in 2..=1 << 20;
-        /// What is done to head factors.
+        /// Treatment of head factors.
         head_act: HeadAct = HeadAct::None;
         /// Form in which several tokens are computed at once; decoding works on factors unless this is materialised.
         path: Path = Path::Auto;

@@ -98,7 +98,7 @@ crate::params! {
         weights: Weights = Weights::Uniform;
         /// Drop keys farther than `factor · radius`.
         filter: bool = false;
-        /// What a row of a causal problem gets that meets no key.
+        /// Output of a causal row that meets no key.
         fallback: Fallback = Fallback::SelfKey;
         /// Stream the functions are drawn from.
         seed: u64 = 0, in 0..=u64::MAX;

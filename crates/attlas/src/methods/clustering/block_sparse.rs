@@ -30,7 +30,7 @@
 //! many keys for the same error.
 
 use crate::engine::{
-    KeyPages, NearField, Operands, PageRule, PageScore, QueryBlock, RunMeans, Scored, PackedKeys,
+    KeyPages, NearField, Operands, PackedKeys, PageRule, PageScore, QueryBlock, RunMeans, Scored,
     add_sampled_error, attend_chosen_blocks, exact_group_with,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
@@ -86,7 +86,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// What becomes of blocks that are not taken.
+    /// Treatment of blocks that are not taken.
     pub enum Far {
         /// They are left out, as published.
         None = "none",
@@ -112,7 +112,7 @@ crate::params! {
         sinks: usize = 4, in 0..=1 << 30;
         /// Keys before the first row of a block that its rows see exactly.
         window: usize = 64, in 0..=1 << 30;
-        /// What becomes of blocks that are not taken.
+        /// Treatment of blocks that are not taken.
         far: Far = Far::Mean;
         /// Rows of each head on which the error of a run is measured; 0 for none.
         check_rows: usize = 8, in 0..=1 << 20;

@@ -69,7 +69,7 @@ impl Spec for Params {
 }
 
 crate::choices! {
-    /// What becomes of keys that are not read.
+    /// Treatment of keys that are not read.
     pub enum Far {
         /// They are left out, as published.
         None = "none",
@@ -89,7 +89,7 @@ crate::params! {
         sinks: usize = 4, in 0..=1 << 30;
         /// Last keys that are always exact, with those of the run they begin in.
         window: usize = 64, in 0..=1 << 30;
-        /// What becomes of keys that are not read.
+        /// Treatment of keys that are not read.
         far: Far = Far::Mean;
         /// Keys of a run that counts as one pseudo key; a multiple of the page.
         far_block: usize = 64, in 1..=1 << 20;

@@ -17,7 +17,7 @@
 //! from `min_len` tokens down, and the later half attends to the earlier one without a mask. A query's rank among the
 //! queries of its own half would depend on later tokens, so there it is taken among the queries of the *earlier* half
 //! (where a chunk of queries has no earlier ones, among the earlier keys, lifted as queries), and $M_Q$ likewise. With
-//! that, no later token can be felt.
+//! that, no later token has an effect.
 //!
 //! **Reference.** daras2020; survey, clustering. The offsets and bucket widths of the hash that the paper names have no
 //! effect on an order and do not exist here. The authors merge as a multiset and leave out $\tau$ for their images.
@@ -79,7 +79,7 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// What a key counts that several rounds find.
+    /// Weight of a key that several rounds find.
     pub enum Merge {
         /// Once: the softmax over the union of the rounds.
         Union = "union",
@@ -95,7 +95,7 @@ crate::params! {
         rounds: usize = 4, in 1..=64;
         /// Keys in a run, at most; queries are cut into as many runs as the keys.
         block: usize = 64, in 1..=1 << 30;
-        /// What a key counts that several rounds find.
+        /// Weight of a key that several rounds find.
         merge: Merge = Merge::Union;
         /// Keys at the start that every query sees exactly, outside the runs.
         sinks: usize = 0, in 0..=1 << 30;

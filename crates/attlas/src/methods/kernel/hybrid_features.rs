@@ -84,7 +84,7 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// What the mixture depends on.
+    /// Variable of the mixture.
     pub enum Kind {
         /// The angle between query and key.
         Angular = "angular",
@@ -98,7 +98,7 @@ crate::choices! {
 crate::params! {
     /// Parameters of hybrid random features.
     pub struct Params {
-        /// What the mixture depends on.
+        /// Variable of the mixture.
         kind: Kind = Kind::Angular;
         /// Directions that both estimates share.
         bases: usize = 32, in 1..=1 << 16;
@@ -110,7 +110,7 @@ crate::params! {
         clusters: usize = 4, in 1..=256;
         /// How the shared directions depend on each other.
         directions: Directions = Directions::Orthogonal;
-        /// What is done where a denominator nearly cancels.
+        /// Treatment of rows where a denominator nearly cancels.
         denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
         /// The share of itself without cancellation below which a denominator counts as cancelled.
         den_floor: f64 = 1e-3, in 0.0..=1.0;

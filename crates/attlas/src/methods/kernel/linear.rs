@@ -109,7 +109,7 @@ crate::params! {
         relu_eps: f64 = 0.0, in 0.0..=1.0;
         /// Added to every denominator of positive maps.
         den_eps: f64 = 0.0, in 0.0..=1.0;
-        /// What is done where the denominator of the identity map nearly cancels.
+        /// Treatment of rows where the denominator of the identity map nearly cancels.
         denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
         /// The share of itself without cancellation below which a denominator counts as cancelled.
         den_floor: f64 = 1e-3, in 0.0..=1.0;

@@ -159,7 +159,7 @@ crate::params! {
         /// Added to every stabilised feature, as the reference implementation does; it mixes in uniform attention.
         /// Positive and hyperbolic features without a mask only.
         feature_eps: f64 = 0.0, in 0.0..=1.0;
-        /// What is done where the denominator of trigonometric features nearly cancels.
+        /// Treatment of rows where the denominator of trigonometric features nearly cancels.
         denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
         /// The share of itself without cancellation below which a denominator counts as cancelled.
         den_floor: f64 = 1e-3, in 0.0..=1.0;
@@ -193,7 +193,7 @@ impl Spec for Params {
     }
 }
 
-/// What the reference implementation adds to ReLU features.
+/// Constant that the reference implementation adds to ReLU features.
 const RELU_EPS: f64 = 1e-3;
 
 /// The source of feature maps.

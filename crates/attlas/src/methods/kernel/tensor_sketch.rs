@@ -85,7 +85,7 @@ crate::params! {
         features: Option<usize> = None, in 1..=1 << 16;
         /// How weights are kept non-negative; odd degrees need none.
         nonneg: Nonneg = Nonneg::SelfTensor;
-        /// What rows with a vanishing normaliser get, where weights have either sign.
+        /// Output of rows with a vanishing normaliser, where weights have either sign.
         guard: Policy = Policy::Clamp;
         /// The share of the sum of absolute products below which a normaliser counts as vanishing.
         tol: f64 = 1e-3, in 0.0..=1.0;
@@ -121,7 +121,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// What rows with a vanishing normaliser get.
+    /// Output of rows with a vanishing normaliser.
     pub enum Policy {
         /// Their ratio as it is.
         Strict = "strict",

@@ -50,7 +50,7 @@ pub static METHOD: Method = Method {
         exponent: 1.0,
         except: &[
             (Law::KeyOrder, "landmarks are means of neighbouring keys"),
-            (Law::QueriesAlone, "landmarks are means of queries, so every row feels all of them"),
+            (Law::QueriesAlone, "landmarks are means of queries, so every row depends on all of them"),
         ],
         ..Claims::BASE
     },
@@ -65,7 +65,7 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// What is averaged into one landmark.
+    /// Tokens averaged into one landmark.
     pub enum Pool {
         /// Consecutive tokens.
         Segments = "segments",
@@ -75,7 +75,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// What is added to the first factor.
+    /// Term added to the first factor.
     pub enum First {
         /// One where a token belongs to the landmark's part.
         Member = "member",
@@ -90,12 +90,12 @@ crate::params! {
         /// Parts whose means are the landmarks, with windows at most that many; exact attention where they reach the
         /// number of tokens.
         landmarks: usize = 64, in 1..=1 << 20;
-        /// What is averaged: segments of consecutive tokens, or windows of a grid.
+        /// Tokens averaged into one landmark: segments of consecutive tokens, or windows of a grid.
         pool: Pool = Pool::Segments;
         /// Columns of the grid; auto takes the square root of the number of tokens, rounded up. The last row may be
         /// incomplete. Used by windows alone.
         grid_width: Option<usize> = None, in 1..=1 << 30;
-        /// What is added to the first factor: member (one where the token belongs to the part), or none.
+        /// Term added to the first factor: member (one where the token belongs to the part), or none.
         first: First = First::Member;
     }
 }

@@ -97,7 +97,7 @@ crate::params! {
         source: Source = Source::Keys;
         /// How landmarks are drawn.
         sampling: Sampling = Sampling::UniformWor;
-        /// What is added to the diagonal of the kernel of the landmarks.
+        /// Shift added to the diagonal of the kernel of the landmarks.
         gamma: f64 = 1e-8, in 0.0..=1e6;
         /// How the small system is solved.
         solver: SolverKind = SolverKind::Cholesky;
@@ -109,13 +109,13 @@ crate::params! {
         centre: bool = true;
         /// Clip outputs to the range of the values.
         clip: bool = true;
-        /// What a row gets whose denominator cancels.
+        /// Output of a row whose denominator cancels.
         fallback: Fallback = Fallback::Exact;
         /// Queries of a block, with a causal mask.
         block: usize = 1024, in 1..=1 << 30;
         /// With a causal mask, join the coresets of equally many blocks and compress again.
         tree: bool = false;
-        /// What a stream compresses.
+        /// Keys that a stream compresses.
         cache: CacheMode = CacheMode::Blocks;
         /// With `cache = prefix`, first tokens that are kept as they are.
         sinks: usize = 32, in 0..=1 << 30;
@@ -258,7 +258,7 @@ impl LiftedNystrom {
         coreset.is_finite().then_some((coreset, steps))
     }
 
-    /// What queries are multiplied by. A negative factor on inner products is queries of the other sign.
+    /// Factor applied to queries. A negative factor on inner products flips the sign of the queries.
     fn lift(&self, scale: f64) -> f64 {
         scale.abs().sqrt() * self.params.tau * scale.signum()
     }

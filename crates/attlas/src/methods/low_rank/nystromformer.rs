@@ -54,7 +54,7 @@ pub static METHOD: Method = Method {
         except: &[
             (Law::LinearInValues, "clip cuts outputs to the range of the values; linear without it"),
             (Law::KeyOrder, "landmarks are means of neighbouring keys"),
-            (Law::QueriesAlone, "landmarks are means of queries, so every row feels all of them"),
+            (Law::QueriesAlone, "landmarks are means of queries, so every row depends on all of them"),
         ],
         ..Claims::BASE
     },

@@ -78,7 +78,7 @@ crate::params! {
         source: Source = Source::Both;
         /// How landmarks are drawn.
         sampling: Sampling = Sampling::UniformWor;
-        /// What is added to the diagonal of the kernel of the landmarks.
+        /// Shift added to the diagonal of the kernel of the landmarks.
         gamma: f64 = 0.1, in 0.0..=1e6;
         /// How the small system is solved.
         solver: SolverKind = SolverKind::Cholesky;

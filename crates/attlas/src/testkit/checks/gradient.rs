@@ -84,7 +84,7 @@ impl Subject {
     }
 }
 
-/// What reaches outputs and log-sum-exps.
+/// Gradients of outputs and log-sum-exps.
 fn reaches(p: &Problem) -> (Vec<f64>, Vec<f64>) {
     let rows = p.batch * p.n_heads * p.n_q;
     let mut rng = StreamKey::new(33).named("gradient").rng();

@@ -143,7 +143,7 @@ impl Subject {
         }
     }
 
-    /// A row does not feel the other queries.
+    /// A row does not depend on the other queries.
     pub(super) fn check_queries_alone(&self) {
         if !self.method.keeps_with(&self.options, Law::QueriesAlone) {
             return;

@@ -142,7 +142,7 @@ impl Subject {
     }
 }
 
-/// What the method learns from the case itself, where it must learn.
+/// Calibration from the case itself, for methods that need one.
 fn calibrate(method: &Method, case: &Case, options: &Options) -> Option<Calibration> {
     if method.claims.needs != Needs::Calibration {
         return None;

@@ -240,7 +240,7 @@ unsafe fn run_strip(isa: Isa, strip: &Strip<'_>) {
     }
 }
 
-/// What a register tile is computed from.
+/// Operands of a register tile.
 struct Tile<'a> {
     form: Form,
     /// Rows of x, `stride` words apart, and the blocks of each.

@@ -127,7 +127,7 @@ const fn moved(table: &[f32; 16], zero: i32) -> [u8; 16] {
     out
 }
 
-/// What four bits stand for in IQ4_NL and IQ4_XS, and 128.
+/// Values of the 16 codes of IQ4_NL and IQ4_XS, plus 128.
 pub(super) const IQ4_BYTES: [u8; 16] = moved(&IQ4_VALUES, 128);
 /// Twice what four bits stand for in MXFP4, and 16.
 pub(super) const MXFP4_BYTES: [u8; 16] = moved(&MXFP4_DOUBLES, 16);

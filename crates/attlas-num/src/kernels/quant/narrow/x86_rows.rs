@@ -180,7 +180,7 @@ pub(in super::super) trait Load {
     const WIDE: bool = false;
     /// The zero point as a power of two, where there are no minima.
     const ZERO: i32 = 0;
-    /// What is unpacked for all groups at once.
+    /// Data unpacked once for all groups.
     type Scales;
     /// # Safety
     /// AVX2, FMA and F16C are there and `BYTES` bytes can be read at `p`.
@@ -259,7 +259,7 @@ unsafe fn fifth_bits(p: *const u8) -> __m256i {
     }
 }
 
-/// What each half of sixteen bytes stands for in a table.
+/// Looks up both halves of sixteen bytes in a table.
 #[inline(always)]
 unsafe fn looked_up(p: *const u8, table: &[u8; 16]) -> __m256i {
     // SAFETY: the callers run with AVX2 and can read sixteen bytes.
@@ -380,7 +380,7 @@ unsafe fn half_of_pair(p: *const u8, g: usize) -> __m256i {
     }
 }
 
-/// What Q4_K and Q5_K have in common.
+/// Layout shared by Q4_K and Q5_K.
 macro_rules! six_bit_scales {
     () => {
         const GROUPS: usize = 8;

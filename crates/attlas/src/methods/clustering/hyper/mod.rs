@@ -150,9 +150,9 @@ crate::choices! {
 crate::choices! {
     /// Which algorithm.
     pub enum Variant {
-        /// What the authors run: block and uniform samples, normalised together.
+        /// The authors' implementation: block and uniform samples, normalised together.
         Practical = "practical",
-        /// What the paper analyses: a capped and floored normaliser, columns drawn by the norms of values.
+        /// The paper's analysis: a capped and floored normaliser, columns drawn by the norms of values.
         Theory = "theory",
     }
 }

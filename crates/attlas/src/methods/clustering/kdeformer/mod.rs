@@ -370,7 +370,7 @@ impl KdeFormer {
         Ok(info)
     }
 
-    /// What columns are drawn in proportion to.
+    /// Quantity that columns are drawn in proportion to.
     fn weights<T: Real>(&self, v: MatRef<'_, T>, log_columns: Option<&[f64]>, key: StreamKey) -> Vec<f64> {
         let n = v.rows() as f64;
         match self.params.p_mode {

@@ -18,7 +18,7 @@ pub(super) const SCORED: usize = 1024;
 pub(super) const PIECE: usize = 512;
 pub(super) const MEMBERS: usize = 1024;
 
-/// What a query attends to: the first `len` keys and values, and the clusters of some of them.
+/// Keys of a query: the first `len` keys and values, and the clusters of some of them.
 #[derive(Clone, Copy)]
 pub(super) struct ClusteredKeys<'a, T> {
     pub(super) k: MatRef<'a, T>,
@@ -156,7 +156,7 @@ impl<T: Real> Token<'_, T> {
     }
 }
 
-/// What every head gets from some keys and clusters.
+/// Output of every head over some keys and clusters.
 struct PartialOutput<T> {
     out: Vec<T>,
     lse: Vec<T>,
@@ -188,7 +188,7 @@ struct Field<'a, T> {
     logits: Vec<T>,
     /// Keys of the clusters, counted by the logits of the only head.
     counts: Option<Vec<Counts>>,
-    /// What clusters are chosen by: the sum over heads of their weight per key. With one head the logits, which order
+    /// Scores that clusters are chosen by: the sum over heads of their weight per key. With one head the logits, which order
     /// alike.
     scores: Option<Vec<T>>,
     /// The clusters that are attended exactly.
@@ -263,7 +263,7 @@ impl<'a, T: Real> Field<'a, T> {
         taken
     }
 
-    /// What the clusters at these places hold, clusters in the order of memory.
+    /// Members of the clusters at these places, in the order of memory.
     fn members(&self, places: &[u32]) -> Vec<u32> {
         let mut members = Vec::new();
         for &place in places {

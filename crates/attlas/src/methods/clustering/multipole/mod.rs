@@ -129,7 +129,7 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// What becomes of clusters that are not attended exactly.
+    /// Treatment of clusters that are not attended exactly.
     pub enum Far {
         /// Each counts as one token of the weight of its size.
         Monopole = "monopole",
@@ -174,7 +174,7 @@ crate::params! {
         coarse_ratio: f64 = 0.015625, in 1e-6..=1.0;
         /// Keys in the coarse clusters whose children are scored, in multiples of the budget.
         coarse_factor: f64 = 8.0, in 1.0..=1e6;
-        /// What becomes of clusters that are not attended exactly.
+        /// Treatment of clusters that are not attended exactly.
         far: Far = Far::Monopole;
         /// Whether each query head chooses its own clusters.
         per_head: bool = false;

@@ -16,7 +16,7 @@ pub(super) struct Level<T> {
     values: Vec<T>,
     counts: Vec<usize>,
     log_counts: Vec<T>,
-    /// What cluster `c` holds is `members[starts[c]..starts[c + 1]]`.
+    /// Cluster `c` holds `members[starts[c]..starts[c + 1]]`.
     members: Vec<u32>,
     starts: Vec<usize>,
     /// Number of leading clusters that hold consecutive members, one cluster after the other, from `first` on.

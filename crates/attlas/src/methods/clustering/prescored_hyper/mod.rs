@@ -152,7 +152,7 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// What keys are ranked by.
+    /// Score that ranks keys.
     pub enum Score {
         /// Leverage in the row space of the keys.
         Leverage = "leverage",
@@ -190,7 +190,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// What stands for the keys that are not kept.
+    /// Stand-in for the keys that are not kept.
     pub enum Residual {
         /// Nothing, as in the paper.
         None = "none",
@@ -214,7 +214,7 @@ crate::params! {
     pub struct Params {
         /// Keys kept; all where there are no more.
         keys: usize = 1024, in 1..=1 << 30;
-        /// What keys are ranked by.
+        /// Score that ranks keys.
         score: Score = Score::Leverage;
         /// Whether the best are kept or keys drawn by their score.
         select: Select = Select::Top;
@@ -224,7 +224,7 @@ crate::params! {
         seeding: Seeding = Seeding::Rows;
         /// Iterations of the clusterings; 10, with medians 3, where it is auto.
         iters: Option<usize> = None, in 0..=1000;
-        /// What stands for the keys that are not kept.
+        /// Stand-in for the keys that are not kept.
         residual: Residual = Residual::None;
         /// Keys drawn outside the kept ones with residual = all_keys.
         residual_samples: usize = 256, in 1..=1 << 30;

@@ -180,7 +180,7 @@ impl Sorted<'_> {
     }
 }
 
-/// What is known of a block of queries.
+/// Summary of a block of queries.
 pub(super) struct Block {
     /// Codes of the chunks that the keys were in, for the chunks that queries may have met before.
     index: Option<CodeIndex>,

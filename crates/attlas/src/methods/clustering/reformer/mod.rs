@@ -126,7 +126,7 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// What keys are.
+    /// Source of the keys.
     pub enum Keys {
         /// Vectors of their own.
         Separate = "separate",
@@ -136,7 +136,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// What a key counts that several rounds find.
+    /// Weight of a key that several rounds find.
     pub enum Merge {
         /// Once: the softmax over the union of the rounds.
         Union = "union",
@@ -148,7 +148,7 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`Reformer`].
     pub struct Params {
-        /// What keys are.
+        /// Source of the keys.
         keys: Keys = Keys::Separate;
         /// Independent hash functions.
         rounds: usize = 4, in 1..=64;
@@ -169,7 +169,7 @@ crate::params! {
         /// the mean of the rows so far. Queries and keys of trained models lie in cones around different directions, and
         /// seldom share a bucket otherwise.
         centre: bool = false;
-        /// What a key counts that several rounds find.
+        /// Weight of a key that several rounds find.
         merge: Merge = Merge::Union;
         /// Factor of the inner products with normalised, shared keys.
         logit_scale: f64 = 1.0, in 0.0..=1e6;

@@ -190,7 +190,7 @@ impl RecentQueries<'_> {
     }
 }
 
-/// What a block of queries sees of its cluster.
+/// Keys of its cluster that a block of queries sees.
 pub(super) struct Window {
     /// Rank of the first key that the block meets.
     start: usize,

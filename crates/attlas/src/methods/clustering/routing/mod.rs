@@ -118,7 +118,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// What a key counts that several groups of a query hold.
+    /// Weight of a key that several groups of a query hold.
     pub enum Merge {
         /// Once: the softmax over all keys met.
         Union = "union",
@@ -130,7 +130,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// What logits are taken from.
+    /// Vectors that logits are computed from.
     pub enum Logits {
         /// Queries and keys as they are, with the problem's scale.
         Raw = "raw",
@@ -140,7 +140,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// What a query gets that was given no key.
+    /// Output of a query without keys.
     pub enum Unrouted {
         /// The keys of its best centroid; `top_w` only.
         NearestCentroid = "nearest_centroid",
@@ -162,11 +162,11 @@ crate::params! {
         window: Option<usize> = None, in 1..=1 << 30;
         /// Who belongs to a centroid; auto takes top_w without a mask and nearest_recent with one.
         assignment: Option<Assignment> = None;
-        /// What a key counts that several groups of a query hold.
+        /// Weight of a key that several groups of a query hold.
         merge: Merge = Merge::Union;
-        /// What logits are taken from.
+        /// Vectors that logits are computed from.
         logits: Logits = Logits::Raw;
-        /// What a query gets that was given no key; auto: nearest_centroid without a mask, self_key with one.
+        /// Output of a query without keys; auto: nearest_centroid without a mask, self_key with one.
         fallback: Option<Unrouted> = None;
         /// Keys at the start that every query sees exactly, outside the groups; not with merge = mean.
         sinks: usize = 0, in 0..=1 << 30;

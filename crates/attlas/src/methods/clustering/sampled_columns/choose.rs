@@ -15,7 +15,7 @@ pub(super) struct Choice<'a, T> {
     pub(super) scored: Scored<'a, T>,
 }
 
-/// What scouts found for a block of rows.
+/// Choice of the scouts for a block of rows.
 #[derive(Debug, Default)]
 pub(super) struct Scouted {
     /// The heaviest far keys, in increasing order.

@@ -23,7 +23,7 @@ const FORGOTTEN: f64 = VOTE / 8.0;
 #[derive(Clone, Copy, Debug)]
 struct Vote {
     key: usize,
-    /// What all heads of the token give to the key, and its decayed mass before.
+    /// Mass that all heads of the token give to the key, plus its earlier mass, decayed.
     weight: f64,
     known: f64,
 }

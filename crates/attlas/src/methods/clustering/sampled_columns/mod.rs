@@ -46,7 +46,7 @@ mod decode;
 mod tests;
 
 use crate::engine::{
-    NearField, Operands, RunMeans, Scored, PackedKeys, add_sampled_error, attend_chosen_blocks,
+    NearField, Operands, PackedKeys, RunMeans, Scored, add_sampled_error, attend_chosen_blocks,
     exact_group_with,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
@@ -144,7 +144,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// What becomes of far keys that were not chosen.
+    /// Treatment of far keys that were not chosen.
     pub enum Far {
         /// They are left out.
         None = "none",
@@ -179,7 +179,7 @@ crate::params! {
         sinks: usize = 4, in 0..=1 << 30;
         /// Keys before the first row of a block that its rows see exactly.
         window: usize = 64, in 0..=1 << 30;
-        /// What becomes of far keys that were not chosen.
+        /// Treatment of far keys that were not chosen.
         far: Far = Far::Mean;
         /// Keys of a run.
         far_block: usize = 64, in 1..=1 << 20;

@@ -87,7 +87,7 @@ crate::params! {
         keys: usize = 32, in 1..=1 << 30;
         /// Keeps the keys of at least this sensitivity, whatever their number; auto goes by `keys`.
         eps: Option<f64> = None, in 1e-9..=1.0;
-        /// What weights are divided by.
+        /// Divisor of the weights.
         normaliser: Normaliser = Normaliser::OverU;
         /// Keys drawn for a sampled normaliser.
         draws: usize = 64, in 1..=1 << 20;
@@ -124,7 +124,7 @@ impl Spec for Params {
 }
 
 crate::choices! {
-    /// What weights are divided by.
+    /// Divisor of the weights.
     pub enum Normaliser {
         /// Their sum over the kept keys.
         OverU = "over_u",

@@ -11,7 +11,7 @@ use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::kernels::{Band, merge_lse};
 
-/// What is seen by the rows of one block, beside near keys: kept keys, gathered.
+/// Kept keys visible to the rows of one block beside near keys, gathered.
 #[derive(Debug)]
 pub(super) struct KeptRows<T> {
     pub(super) k: Vec<T>,

@@ -47,7 +47,7 @@ pub(super) struct Buckets {
     pub(super) see: See,
 }
 
-/// What rows see of the keys of their tile.
+/// Keys of a tile that its rows see.
 pub(super) enum See {
     /// All.
     All,

@@ -58,7 +58,7 @@ impl RankedChoice {
 #[derive(Debug)]
 pub(super) struct Split<T> {
     plan: Loki,
-    /// What queries are multiplied by: rows that give the ranking coordinates, then those that complete them.
+    /// Map applied to queries: rows that give the ranking coordinates, then those that complete them.
     q_map: Mat<T>,
     a_k: Mat<T>,
     /// The remaining columns of the rotation; where there are none, keys are held whole beside the ranking columns.
@@ -66,7 +66,7 @@ pub(super) struct Split<T> {
     d_v: usize,
     len: usize,
     ranked: Vec<T>,
-    /// What chosen keys are completed by, followed by their values: one run of memory for each.
+    /// Remaining coordinates of the keys, followed by their values: one run of memory for each.
     rest: Vec<T>,
 }
 

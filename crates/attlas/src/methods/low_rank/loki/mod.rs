@@ -124,7 +124,7 @@ crate::params! {
         sinks: usize = 0, in 0..=1 << 30;
         /// Who chooses keys: per_head, or group_max for one choice per group of heads.
         group_select: GroupSelect = GroupSelect::PerHead;
-        /// What ranks keys: pca of the keys, or qk_optimal, which also knows the queries.
+        /// Basis that ranks keys: pca of the keys, or qk_optimal, which also knows the queries.
         basis: Basis = Basis::QkOptimal;
         /// Rows that see fewer keys attend to all of them.
         min_len: usize = 64, in 0..=1 << 30;
@@ -152,7 +152,7 @@ pub struct Loki {
     bases: Vec<HeadBasis>,
 }
 
-/// What one key head ranks with.
+/// Ranking basis of one key head.
 #[derive(Clone, Debug)]
 struct HeadBasis {
     /// Eigenvectors as columns, `d × d`.

@@ -38,7 +38,7 @@ pub(super) struct Bin<T> {
     pub(super) error: Option<BinError>,
 }
 
-/// What is known of the error of one bin.
+/// Error estimate of one bin.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BinError {
     pub(super) tau: f64,
@@ -49,12 +49,12 @@ pub(super) struct BinError {
     pub(super) key_norm: f64,
 }
 
-/// What the bins of one set of keys have in common.
+/// Values shared by the bins of one set of keys.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shared<'a> {
     /// $|\beta|$: a negative factor is the same as queries of the other sign.
     pub(super) beta: f64,
-    /// What is subtracted from every key.
+    /// Vector subtracted from every key.
     pub(super) mean: &'a [f64],
     /// $R_Q$; 0 takes that of the keys.
     pub(super) query_norm: f64,
@@ -113,7 +113,7 @@ pub(super) fn spread_limit<T: Real>() -> f64 {
     if T::ROUNDOFF < 1e-10 { 600.0 } else { 60.0 }
 }
 
-/// What rounding may hide of a residual of $K_0$ at a key with $h$: residuals below eight roundoffs count as zero,
+/// Part of a residual of $K_0$ at a key with $h$ that rounding may hide: residuals below eight roundoffs count as zero,
 /// each of `rank` steps rounds once, and so does each of `d` products in an exponent of the size of $h$. (For
 /// $t = \|x_i - x_j\|/\sqrt2$ the terms of the exponent sum to at most $(2\sqrt h + t)^2$, and
 /// $(2\sqrt h + t)^2 e^{-t^2} \le 8h + 1$.)
@@ -159,7 +159,7 @@ impl Compressor {
         Made { coreset, figures }
     }
 
-    /// What is subtracted from every key.
+    /// Vector subtracted from every key.
     pub(super) fn mean<T: Real>(&self, k: MatRef<'_, T>) -> Vec<f64> {
         if self.params.centre { mean_of(k) } else { vec![0.0; k.cols()] }
     }

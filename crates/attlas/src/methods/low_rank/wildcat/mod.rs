@@ -109,13 +109,13 @@ crate::params! {
         centre: bool = true;
         /// Clip outputs to the range of the values.
         clip: bool = true;
-        /// What a row gets whose denominator cancels.
+        /// Output of a row whose denominator cancels.
         fallback: Fallback = Fallback::Exact;
         /// Queries of a block, with a causal mask.
         block: usize = 1024, in 1..=1 << 30;
         /// With a causal mask, join the coresets of equally many blocks and compress again.
         tree: bool = false;
-        /// What a stream compresses.
+        /// Keys that a stream compresses.
         cache: CacheMode = CacheMode::Blocks;
         /// With `cache = prefix`, first tokens that are kept as they are.
         sinks: usize = 32, in 0..=1 << 30;
