@@ -110,7 +110,7 @@ fn run_on(crew: &dyn Crew, args: &CompareArgs, common: &Common) -> Outcome {
             true => html::picture(&result),
             false => html::curves(&result.curves),
         };
-        output::write(path, picture.as_bytes())?;
+        output::write_figure(path, &picture)?;
         note(common, &format!("wrote {}", path.display()));
     }
     if result.interrupted {

@@ -52,7 +52,7 @@ pub(crate) fn run(args: &DecomposeArgs, common: &Common) -> Outcome {
             let level = ("this decomposition", record.rel_error.max(1e-16));
             lines(&name, ["numbers stored", "relative error"], level, &[line])
         };
-        output::write(path, text.as_bytes())?;
+        output::write_figure(path, &text)?;
     }
     if common.json {
         print_json(&record);

@@ -45,7 +45,7 @@ fn run_on(crew: &dyn Crew, args: &InspectArgs, common: &Common) -> Outcome {
         note(common, &format!("wrote {}", path.display()));
     }
     if let Some(path) = &args.pictures.svg {
-        output::write(path, args.figure.draw(&result).as_bytes())?;
+        output::write_figure(path, &args.figure.draw(&result))?;
         note(common, &format!("wrote {}", path.display()));
     }
     for head in &result.skipped {
@@ -61,7 +61,7 @@ fn run_on(crew: &dyn Crew, args: &InspectArgs, common: &Common) -> Outcome {
 /// The figure of heads before and after sorting.
 fn reordered(args: &InspectArgs, path: &Path, workload: &Workload, common: &Common) -> Outcome {
     let found = reorder::reorder(workload, args.heads.as_ref(), args.mask.mask(), args.block, common.seed)?;
-    output::write(path, reorder::svg(&found).as_bytes())?;
+    output::write_figure(path, &reorder::svg(&found))?;
     if common.json {
         let entry = |h: &reorder::Reordered| {
             let [before, after] = h.inside;

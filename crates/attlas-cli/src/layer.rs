@@ -13,7 +13,7 @@ pub(crate) fn run(args: &LayerArgs, common: &Common) -> Outcome {
     let kind = registry::layer(&args.id)?;
     if let Some(path) = &args.out {
         let mut read: Vec<&Path> = vec![&args.input];
-        read.extend(args.weights.as_deref());
+        read.extend(args.weights.as_deref().into_iter().chain(args.context.as_deref()));
         output::check(&[("--out", path)], &read)?;
         if path.extension().is_none_or(|e| e != "npy") {
             return Err(Error::argument("--out", "a name that ends in .npy", path.display()));
@@ -33,6 +33,7 @@ pub(crate) fn run(args: &LayerArgs, common: &Common) -> Outcome {
         d: args.d,
         d_v: args.d_v,
         mask: if args.causal { Mask::Causal } else { Mask::None },
+        context: args.context.as_deref().map(|path| read_states(path, None)).transpose()?,
         weights: match &args.weights {
             Some(path) => WeightSource::File(path.clone()),
             None => WeightSource::Random(args.random.unwrap_or(common.seed)),
@@ -62,6 +63,9 @@ pub(crate) fn run(args: &LayerArgs, common: &Common) -> Outcome {
     ];
     if !record.params.is_empty() {
         rows.insert(1, ("set", record.params.clone()));
+    }
+    if let Some(tokens) = record.context_tokens {
+        rows.insert(rows.len() - 5, ("keys and values", format!("of another sequence of {tokens} tokens")));
     }
     if let Some(flops) = record.flops {
         rows.insert(rows.len() - 2, ("operations", number(flops as f64)));

@@ -331,7 +331,7 @@ fn methods(args: &MethodsArgs, common: &args::Common) -> Outcome {
     }
     if let Some(path) = &args.svg {
         attlas_lab::output::check(&[("--svg", path)], &[])?;
-        attlas_lab::output::write(path, attlas_lab::taxonomy::svg().as_bytes())?;
+        attlas_lab::output::write_figure(path, &attlas_lab::taxonomy::svg())?;
         return Ok(ExitCode::SUCCESS);
     }
     let atlas = Atlas::new(args.family.as_deref().map(select::family).transpose()?);

@@ -91,7 +91,7 @@ fn particles(args: &ParticlesArgs, common: &Common) -> Outcome {
     system.scheme = if args.euler { Scheme::Euler } else { Scheme::Rk4 };
     let run = if args.refine { system.run_converged()? } else { system.run()? };
     if let Some(path) = &args.svg {
-        output::write(path, run.svg().as_bytes())?;
+        output::write_figure(path, &run.svg())?;
         note(common, &format!("wrote {}", path.display()));
     }
     if common.json {

@@ -106,7 +106,7 @@ fn run_on(crew: &dyn Crew, args: &TuneArgs, common: &Common) -> Outcome {
         output::write(&args.out, recipe.to_toml()?.as_bytes())?;
     }
     if let (Some(path), false) = (&args.curve, tuned.curve.is_empty()) {
-        output::write(path, curve::picture(&tuned).as_bytes())?;
+        output::write_figure(path, &curve::picture(&tuned))?;
         note(common, &format!("wrote {}", path.display()));
     }
     show(&tuned, common);

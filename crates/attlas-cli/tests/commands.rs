@@ -629,12 +629,8 @@ fn budgets_are_matched_and_the_front_is_marked() {
 fn a_tensor_is_decomposed_and_its_factors_are_written() {
     let folder = Folder::new("decompose");
     // e₁e₁e₂ + e₁e₂e₁ + e₂e₁e₁ in single precision.
-    let header = "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2, 2), }\n";
-    let mut file = b"\x93NUMPY\x01\x00".to_vec();
-    file.extend((header.len() as u16).to_le_bytes());
-    file.extend(header.bytes());
-    file.extend([0.0f32, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0].iter().flat_map(|x| x.to_le_bytes()));
-    std::fs::write(folder.0.join("w.npy"), file).unwrap();
+    let numbers = [0.0f32, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0];
+    std::fs::write(folder.0.join("w.npy"), npy("(2, 2, 2)", numbers.into_iter())).unwrap();
     let tucker = ["decompose", "w.npy", "--with", "tucker", "--rank", "1", "--json"];
     let record = attlas_in(&folder, &[&tucker[..], &["--out", "f.npz", "--curve", "c.csv"]].concat()).json();
     assert!((record["rel_error"].as_f64().unwrap() - (5.0f64 / 9.0).sqrt()).abs() < 1e-5, "{record}");
@@ -650,15 +646,78 @@ fn a_tensor_is_decomposed_and_its_factors_are_written() {
     assert_eq!(refused.status, 2, "an input is not replaced");
 }
 
-#[test]
-fn a_layer_runs_on_hidden_states_from_a_file() {
-    let folder = Folder::new("layer");
-    let header = "{'descr': '<f4', 'fortran_order': False, 'shape': (4, 6, 64), }\n";
+/// An array of single precision as NumPy writes it.
+fn npy(shape: &str, values: impl Iterator<Item = f32>) -> Vec<u8> {
+    let header = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n");
     let mut file = b"\x93NUMPY\x01\x00".to_vec();
     file.extend((header.len() as u16).to_le_bytes());
     file.extend(header.bytes());
-    file.extend((0..4 * 6 * 64).flat_map(|i| (i as f32 * 0.1).sin().to_le_bytes()));
-    std::fs::write(folder.0.join("x.npy"), file).unwrap();
+    file.extend(values.flat_map(f32::to_le_bytes));
+    file
+}
+
+#[test]
+fn a_layer_takes_its_weights_from_a_file() {
+    let folder = Folder::new("layer-weights");
+    let x: Vec<f32> = (0..5 * 4).map(|i| (i as f32 * 0.7).sin()).collect();
+    std::fs::write(folder.0.join("x.npy"), npy("(5, 4)", x.iter().copied())).unwrap();
+    // Queries and keys of zero weigh all tokens alike; values and outputs are the hidden states, shifted by a bias.
+    let weights = |maps: &[(&str, f32)], wide: usize| {
+        let (mut header, mut data) = (serde_json::Map::new(), Vec::<u8>::new());
+        let mut put = |name: &str, shape: &[usize], values: Vec<f32>| {
+            let start = data.len();
+            data.extend(values.into_iter().flat_map(f32::to_le_bytes));
+            let entry =
+                serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": [start, data.len()]});
+            header.insert(name.into(), entry);
+        };
+        for (name, size) in maps {
+            let unit = |i: usize| if i / wide == i % wide { *size } else { 0.0 };
+            put(name, &[4, wide], (0..4 * wide).map(unit).collect());
+        }
+        put("o.bias", &[4], vec![0.5; 4]);
+        let header = serde_json::Value::from(header).to_string();
+        let mut file = (header.len() as u64).to_le_bytes().to_vec();
+        file.extend(header.bytes());
+        file.extend(data);
+        std::fs::write(folder.0.join("w.safetensors"), file).unwrap();
+    };
+    let maps = [("q", 0.0), ("k.weight", 0.0), ("v", 1.0), ("o.weight", 1.0)];
+    weights(&maps, 4);
+    let run = ["layer", "grouped_query", "--input", "x.npy", "--weights", "w.safetensors", "--heads", "1"];
+    let record = attlas_in(&folder, &[&run[..], &["--out", "y.npy", "--json"]].concat()).json();
+    assert_eq!((&record["parameters"], &record["mask"]), (&(4 * 16 + 4).into(), &"none".into()));
+    let bytes = std::fs::read(folder.0.join("y.npy")).unwrap();
+    let y: Vec<f32> = bytes[bytes.len() - 80..]
+        .chunks_exact(4)
+        .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+        .collect();
+    let mean = |c: usize| (0..5).map(|i| x[i * 4 + c]).sum::<f32>() / 5.0 + 0.5;
+    assert!(y.iter().enumerate().all(|(i, y)| (y - mean(i % 4)).abs() < 1e-6), "{y:?}");
+    // Keys and values of another sequence give its mean.
+    std::fs::write(folder.0.join("c.npy"), npy("(2, 4)", [1.0; 8].into_iter())).unwrap();
+    let cross =
+        [&run[..], &["--set", "rope=none", "--context", "c.npy", "--out", "z.npy", "--json"]].concat();
+    assert_eq!(attlas_in(&folder, &cross).json()["context_tokens"], 2);
+    let bytes = std::fs::read(folder.0.join("z.npy")).unwrap();
+    assert!(bytes[bytes.len() - 80..].chunks_exact(4).all(|b| b == 1.5f32.to_le_bytes()));
+    let refused = |words: &str| {
+        let run = attlas_in(&folder, &run);
+        assert!(run.status == 2 && run.err.contains(words), "{words}: {}", run.err);
+    };
+    weights(&maps[..3], 4);
+    refused("o");
+    weights(&maps, 3);
+    refused("4");
+    weights(&[&maps[..], &[("other", 1.0)]].concat(), 4);
+    refused("other");
+}
+
+#[test]
+fn a_layer_runs_on_hidden_states_from_a_file() {
+    let folder = Folder::new("layer");
+    let numbers = (0..4 * 6 * 64).map(|i| (i as f32 * 0.1).sin());
+    std::fs::write(folder.0.join("x.npy"), npy("(4, 6, 64)", numbers)).unwrap();
     let axial = ["layer", "axial", "--input", "x.npy", "--random", "1", "--out", "y.npy", "--json"];
     let record = attlas_in(&folder, &axial).json();
     assert_eq!(record["shape"], serde_json::json!([4, 6, 64]));
@@ -671,4 +730,25 @@ fn a_layer_runs_on_hidden_states_from_a_file() {
     assert!(refused.status == 2 && refused.err.contains("divides the width 64"), "{}", refused.err);
     let unknown = attlas_in(&folder, &["layer", "axal", "--input", "x.npy", "--random", "1"]);
     assert!(unknown.status == 2 && unknown.err.contains("did you mean axial?"), "{}", unknown.err);
+}
+
+#[test]
+fn every_figure_can_be_a_pdf_file() {
+    let folder = Folder::new("pdf");
+    std::fs::write(folder.0.join("w.npy"), npy("(2, 2, 2)", (0..8).map(|i| (i as f32).sin()))).unwrap();
+    let heads = "synthetic:clustered,n=48,d=8";
+    for args in [
+        &["methods", "--svg"][..],
+        &["inspect", heads, "--svg"],
+        &["inspect", heads, "--figure", "scores", "--svg"],
+        &["inspect", heads, "--reorder", "hyper", "--svg"],
+        &["compare", heads, "--methods", "top_k,linear", "--svg"],
+        &["simulate", "particles", "--svg"],
+        &["decompose", "w.npy", "--with", "cp", "--rank", "2", "--curve"],
+    ] {
+        let run = attlas_in(&folder, &[args, &["f.pdf", "--quiet"]].concat());
+        assert_eq!(run.status, 0, "{args:?}: {}", run.err);
+        let file = std::fs::read(folder.0.join("f.pdf")).unwrap();
+        assert!(file.starts_with(b"%PDF-1.4") && file.ends_with(b"%%EOF\n"), "{args:?}");
+    }
 }

@@ -52,6 +52,34 @@ pub(crate) fn heat_image(map: &HeatMap, x: f64, y: f64, side: f64, title: &str) 
     )
 }
 
+/// A bar of the colours of [`heat_image`] with their meaning, its upper left corner at `(x, y)`.
+pub(crate) fn colour_bar(x: f64, y: f64, height: f64, meaning: &str) -> String {
+    let steps = HeatMap {
+        rows: SHADES,
+        cols: 1,
+        data: (0..SHADES).map(|i| 10f64.powf(-DECADES * i as f64 / (SHADES - 1) as f64)).collect(),
+    };
+    let mut bar = format!(
+        "<image x=\"{x:.1}\" y=\"{y:.1}\" width=\"12\" height=\"{height:.1}\" preserveAspectRatio=\"none\" \
+         style=\"image-rendering:pixelated\" href=\"{}\"/>\
+         <text transform=\"translate({:.1} {:.1}) rotate(-90)\" text-anchor=\"middle\">{}</text>",
+        heat_address(&steps),
+        x + 58.0,
+        y + height / 2.0,
+        escape(meaning)
+    );
+    for decade in 0..=DECADES as u32 {
+        let text = if decade == 0 { "1".to_string() } else { format!("1e-{decade}") };
+        let _ = write!(
+            bar,
+            "<text x=\"{:.1}\" y=\"{:.1}\">{text}</text>",
+            x + 16.0,
+            y + height * f64::from(decade) / DECADES + 4.0
+        );
+    }
+    bar
+}
+
 /// A PNG of indexed colours. The pixels are stored without compression: they are few.
 fn png(width: usize, height: usize, pixels: &[u8]) -> Vec<u8> {
     let mut out = vec![0x89, b'P', b'N', b'G', 13, 10, 26, 10];

@@ -209,6 +209,15 @@ fn plot(c: &Comparison) -> String {
         // A ring where exact attention was computed under another name.
         let fill = if p.fell_back { "none" } else { colour };
         let (tx, ty) = labels.place(px, py, p.name.len());
+        // A name that stands further away than beside its point gets a line to it.
+        let edge = (px.clamp(tx, tx + 6.2 * p.name.len() as f64), py.clamp(ty - 9.0, ty + 2.0));
+        if (edge.0 - px).hypot(edge.1 - py) > 12.0 {
+            let _ = write!(
+                svg,
+                "<line x1=\"{px:.1}\" y1=\"{py:.1}\" x2=\"{:.1}\" y2=\"{:.1}\" stroke=\"#8886\"/>",
+                edge.0, edge.1
+            );
+        }
         let shown = if p.fell_back { "exact at this length".into() } else { number(p.error[0]) };
         let _ = write!(
             svg,
@@ -299,12 +308,15 @@ impl Labels {
     fn place(&mut self, x: f64, y: f64, letters: usize) -> (f64, f64) {
         let (width, height) = (6.2 * letters as f64, 11.0);
         let sides = [(7.0, 4.0), (-7.0 - width, 4.0), (-width / 2.0, -8.0), (-width / 2.0, 17.0)];
-        let lifts = [0.0, -9.0, 9.0, -18.0, 18.0, -27.0, 27.0];
-        let boxes = lifts.iter().flat_map(|lift| sides.iter().map(move |(dx, dy)| (x + dx, y + dy + lift)));
+        // Further and further up and down, as far as a line to the point can be followed.
+        let lifts = (0..=24).map(|i: i32| 9.0 * f64::from(if i % 2 == 1 { -(i + 1) / 2 } else { i / 2 }));
+        let boxes = lifts.flat_map(|lift| sides.iter().map(move |(dx, dy)| (x + dx, y + dy + lift)));
         let free = |&(tx, ty): &(f64, f64)| {
             let (x0, y0, x1, y1) = (tx, ty - height + 2.0, tx + width, ty + 2.0);
             x0 > 0.0
                 && x1 < WIDTH
+                && y0 > 24.0
+                && y1 < HEIGHT - 24.0
                 && !self.taken.iter().any(|t| x0 < t[2] && t[0] < x1 && y0 < t[3] && t[1] < y1)
         };
         let (tx, ty) = boxes.clone().find(free).unwrap_or((x + 7.0, y + 4.0));
@@ -431,7 +443,7 @@ mod tests {
     #[test]
     fn names_do_not_cover_each_other() {
         let mut labels = Labels::default();
-        let places: Vec<_> = (0..5).map(|_| labels.place(300.0, 200.0, 10)).collect();
+        let places: Vec<_> = (0..40).map(|_| labels.place(300.0, 200.0, 10)).collect();
         for (i, a) in places.iter().enumerate() {
             for b in &places[..i] {
                 assert!((a.0 - b.0).abs() >= 62.0 || (a.1 - b.1).abs() >= 11.0, "{a:?} {b:?}");

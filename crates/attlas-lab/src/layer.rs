@@ -37,6 +37,8 @@ pub struct Settings {
     pub d_v: Option<usize>,
     /// With a causal mask, or without one.
     pub mask: Mask,
+    /// Hidden states of another sequence, of which keys and values are made; without a mask.
+    pub context: Option<Tensor<f64>>,
     /// The weights.
     pub weights: WeightSource,
 }
@@ -71,6 +73,9 @@ pub struct Record {
     pub tokens: usize,
     /// Which tokens a token sees.
     pub mask: Mask,
+    /// Tokens of the other sequence that keys and values are of, where there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub context_tokens: Option<usize>,
     /// Query heads, key heads, widths of queries and values.
     pub heads: [usize; 4],
     /// The weights it takes.
@@ -128,12 +133,14 @@ pub fn run(
     };
     let layer = kind.layer(&shape, &options, weights)?;
     let tokens = grid.iter().product();
+    let context = settings.context.as_ref().map(|c| context_rows(c, d_model, settings.mask)).transpose()?;
     let data: Vec<f32> = x.data().iter().map(|&x| x as f32).collect();
     let mut out = vec![0.0f32; data.len()];
     let rows = MatRef::new(&data, tokens, d_model);
-    let (ran, seconds) = timed(|| match settings.mask {
-        Mask::Causal => layer.forward(rows, &mut *layer.new_cache(), &mut out, ws),
-        Mask::None => layer.forward_all(rows, &mut out, ws),
+    let (ran, seconds) = timed(|| match (&context, settings.mask) {
+        (Some(context), _) => layer.forward_cross(rows, context.as_ref(), &mut out, ws),
+        (None, Mask::Causal) => layer.forward(rows, &mut *layer.new_cache(), &mut out, ws),
+        (None, Mask::None) => layer.forward_all(rows, &mut out, ws),
     });
     ran?;
     let norm = |x: &[f32]| x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt();
@@ -143,15 +150,37 @@ pub fn run(
         shape: x.shape().to_vec(),
         tokens,
         mask: settings.mask,
+        context_tokens: context.as_ref().map(Mat::rows),
         heads: [shape.n_heads, shape.n_kv_heads, shape.d, shape.d_v],
         weights: specs.into_iter().map(WeightEntry::from).collect(),
         parameters: layer.parameters(),
         cache_elements: layer.cache_elements(),
-        flops: layer.cost(settings.mask, 0, tokens).map(|c| c.flops()),
+        flops: match context {
+            Some(_) => None,
+            None => layer.cost(settings.mask, 0, tokens).map(|c| c.flops()),
+        },
         gain: norm(&out) / norm(&data).max(f64::MIN_POSITIVE),
         seconds,
     };
     Ok((record, out))
+}
+
+/// The rows of another sequence.
+fn context_rows(context: &Tensor<f64>, d_model: usize, mask: Mask) -> Result<Mat<f32>> {
+    if mask == Mask::Causal {
+        let expected = "no causal mask: the tokens of another sequence come neither before nor after";
+        return Err(Error::argument("--context", expected, "--causal"));
+    }
+    match context.shape() {
+        [grid @ .., width] if *width == d_model => {
+            let rows = grid.iter().product();
+            Ok(Mat::from_vec(context.data().iter().map(|&x| x as f32).collect(), rows, d_model))
+        }
+        other => {
+            let expected = format!("hidden states as wide as those of --input, [tokens, {d_model}]");
+            Err(Error::argument("--context", expected, format!("shape {other:?}")))
+        }
+    }
 }
 
 /// Reads hidden states of a `.npy`, `.npz` or `.safetensors` file.
@@ -252,6 +281,7 @@ mod tests {
             d: None,
             d_v: None,
             mask,
+            context: None,
             weights: WeightSource::Random(1),
         }
     }
@@ -276,6 +306,26 @@ mod tests {
                 assert_eq!((record.shape, out.len()), (vec![4, 6, 64], 4 * 6 * 64));
                 assert!(out.iter().all(|y| y.is_finite()) && record.gain > 0.0, "{}", kind.id);
             }
+        }
+    }
+
+    #[test]
+    fn keys_and_values_of_another_sequence_have_any_length() {
+        let kind = registry::layer("feature_wise").unwrap();
+        let mut ws = Workspace::single().unwrap();
+        let x = states(&[6, 64]);
+        let with = |mask, context: Option<&[usize]>| Settings {
+            context: context.map(states),
+            ..settings(mask, Options::new())
+        };
+        let own = run(kind, &x, &with(Mask::None, None), &mut ws).unwrap().1;
+        let (record, same) = run(kind, &x, &with(Mask::None, Some(&[6, 64])), &mut ws).unwrap();
+        assert_eq!((same, record.context_tokens), (own, Some(6)));
+        let (record, out) = run(kind, &x, &with(Mask::None, Some(&[3, 5, 64])), &mut ws).unwrap();
+        assert_eq!((out.len(), record.context_tokens), (6 * 64, Some(15)));
+        for (mask, shape, words) in [(Mask::Causal, [6, 64], "causal"), (Mask::None, [6, 32], "as wide")] {
+            let error = run(kind, &x, &with(mask, Some(&shape)), &mut ws).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
         }
     }
 

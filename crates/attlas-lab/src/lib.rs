@@ -31,6 +31,7 @@ pub mod layer;
 pub mod machine;
 mod npy;
 pub mod output;
+pub mod pdf;
 pub mod perplexity;
 pub mod reorder;
 pub mod report;

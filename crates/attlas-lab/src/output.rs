@@ -50,6 +50,14 @@ pub(crate) fn write_locked(path: &Path, bytes: &[u8]) -> Result<File> {
     replace(path, bytes, true)
 }
 
+/// Writes a figure: as PDF where the name ends in `.pdf`, otherwise as the SVG that it is.
+pub fn write_figure(path: &Path, svg: &str) -> Result<()> {
+    match path.extension().is_some_and(|e| e.eq_ignore_ascii_case("pdf")) {
+        true => write(path, &crate::pdf::from_svg(svg)?),
+        false => write(path, svg.as_bytes()),
+    }
+}
+
 /// Opens a file that is there and locks it against other processes; `None` where there is no file.
 pub(crate) fn lock(path: &Path) -> Result<Option<File>> {
     for _ in 0..NAMES {

@@ -4,7 +4,7 @@
 //! Centred queries and keys get the sign codes that `hyper` sorts by, in the order of their Gray ranks; what is then inside
 //! the blocks on the diagonal is what a method that computes those blocks alone would keep.
 
-use crate::figures::{heat_image, shade_name};
+use crate::figures::{colour_bar, heat_image};
 use crate::html::escape;
 use crate::table::percent;
 use crate::{Error, Result, Workload};
@@ -153,21 +153,7 @@ pub fn svg(found: &[Reordered]) -> String {
         }
     }
     let bar = left + 2.0 * (PANEL + GAP);
-    for step in 0..64 {
-        let y = top + PANEL * (1.0 - f64::from(step + 1) / 64.0);
-        let colour = shade_name(f64::from(step) / 63.0);
-        let height = PANEL / 64.0 + 0.5;
-        let _ = write!(
-            body,
-            "<rect x=\"{bar:.1}\" y=\"{y:.1}\" width=\"14\" height=\"{height:.1}\" fill=\"{colour}\"/>"
-        );
-    }
-    for decade in 0..=4 {
-        let y = top + PANEL * f64::from(decade) / 4.0 + 4.0;
-        let text = if decade == 0 { "1".to_string() } else { format!("1e-{decade}") };
-        let _ = write!(body, "<text x=\"{:.1}\" y=\"{y:.1}\">{text}</text>", bar + 18.0);
-    }
-    let _ = write!(body, "<text x=\"{bar:.1}\" y=\"{:.1}\">weight / largest</text>", top - 6.0);
+    body += &colour_bar(bar, top, PANEL, "weight / largest");
     let (width, height) = (bar + 90.0, top + found.len() as f64 * row_height);
     format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\">\

@@ -1,9 +1,9 @@
 //! The survey's figures from any source: sparsity patterns of the weights, and the decay of singular values.
 //!
 //! Rows of a figure are layers. Patterns have a column for each head; spectra have one for each matrix, with a line for
-//! each head, over the largest singular value, both axes logarithmic.
+//! each head, over the largest singular value, both axes logarithmic. Axes have titles, and colours a bar.
 
-use crate::figures::{heat_image, named_spectra};
+use crate::figures::{colour_bar, heat_image, named_spectra};
 use crate::html::escape;
 use crate::inspect::{Inspected, Inspection};
 use attlas::diagnostics::Spectrum;
@@ -59,7 +59,7 @@ fn picture(width: f64, height: f64, body: &str) -> String {
 fn patterns(found: &Inspection) -> String {
     const SIDE: f64 = 96.0;
     const GAP: f64 = 10.0;
-    let (left, top) = (58.0, 24.0);
+    let (left, top) = (72.0, 24.0);
     let columns = layers(found).map(<[_]>::len).max().unwrap_or(0);
     let mut body = String::new();
     for (row, part) in layers(found).enumerate() {
@@ -70,9 +70,12 @@ fn patterns(found: &Inspection) -> String {
             let _ = write!(body, "<text x=\"{x:.1}\" y=\"{:.1}\">head {}</text>", y - 4.0, h.head);
             body += &heat_image(&h.report.weights.leading, x, y, SIDE, &h.name());
         }
+        body += &axis_titles("key", "query", (left, y), (part.len() as f64 * (SIDE + GAP) - GAP, SIDE), 11.0);
     }
+    let right = left + columns as f64 * (SIDE + GAP);
+    body += &colour_bar(right, top, SIDE, "weight / largest of its row");
     let rows = layers(found).count() as f64;
-    picture(left + columns as f64 * (SIDE + GAP), top + rows * (SIDE + GAP + 12.0), &body)
+    picture(right + 70.0, top + rows * (SIDE + GAP + 12.0) + 8.0, &body)
 }
 
 fn spectra(found: &Inspection, which: std::ops::Range<usize>) -> String {
@@ -83,7 +86,7 @@ fn spectra(found: &Inspection, which: std::ops::Range<usize>) -> String {
     let mut body = String::new();
     let rows = layers(found).count();
     for (row, part) in layers(found).enumerate() {
-        let y = top + row as f64 * (HEIGHT + 34.0);
+        let y = top + row as f64 * (HEIGHT + 48.0);
         let _ = write!(body, "<text x=\"4\" y=\"{:.1}\">{}</text>", y + HEIGHT / 2.0, layer_name(part));
         for (column, matrix) in which.clone().enumerate() {
             let x = left + column as f64 * (WIDTH + GAP);
@@ -91,13 +94,42 @@ fn spectra(found: &Inspection, which: std::ops::Range<usize>) -> String {
                 part.iter().map(|h| named_spectra(&h.report.spectra)[matrix].2).collect();
             let (name, colour, _) = named_spectra(&part[0].report.spectra)[matrix];
             body += &axes(&lines, name, x, y, WIDTH, HEIGHT);
+            // Beside the first column and below every one.
+            let across = if column == 0 { "singular value / largest" } else { "" };
+            body += &axis_titles("number of the singular value", across, (x, y), (WIDTH, HEIGHT), 26.0);
             for s in &lines {
                 body += &line(s, colour, longest(&lines), x, y, WIDTH, HEIGHT);
             }
         }
     }
     let columns = which.len() as f64;
-    picture(left + columns * (WIDTH + GAP), top + rows as f64 * (HEIGHT + 34.0), &body)
+    picture(left + columns * (WIDTH + GAP), top + rows as f64 * (HEIGHT + 48.0), &body)
+}
+
+/// Titles of the axes of a panel: below it, and on its left side where there is one.
+fn axis_titles(
+    along: &str,
+    across: &str,
+    (x, y): (f64, f64),
+    (width, height): (f64, f64),
+    below: f64,
+) -> String {
+    let mut titles = format!(
+        "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+        x + width / 2.0,
+        y + height + below,
+        escape(along)
+    );
+    if !across.is_empty() {
+        let _ = write!(
+            titles,
+            "<text transform=\"translate({:.1} {:.1}) rotate(-90)\" text-anchor=\"middle\">{}</text>",
+            x - if below > 20.0 { 36.0 } else { 5.0 },
+            y + height / 2.0,
+            escape(across)
+        );
+    }
+    titles
 }
 
 fn longest(lines: &[&Spectrum]) -> f64 {
@@ -172,11 +204,19 @@ mod tests {
         let found =
             Run::silent(0, 0, |run| crate::inspect::inspect(&workload, &Default::default(), run)).unwrap();
         let count = |figure: Figure, what: &str| figure.draw(&found).matches(what).count();
-        assert_eq!((count(Figure::Patterns, "<image"), count(Figure::Patterns, "layer 4<")), (6, 1));
+        // Six heads and the bar of their colours.
+        assert_eq!((count(Figure::Patterns, "<image"), count(Figure::Patterns, "layer 4<")), (7, 1));
+        assert_eq!((count(Figure::Patterns, ">query<"), count(Figure::Patterns, ">key<")), (2, 2));
+        assert!(count(Figure::Patterns, "largest of its row") == 1 && count(Figure::Patterns, ">1e-4<") == 1);
         for figure in [Figure::Inputs, Figure::Scores] {
             // Two layers, three matrices, three heads.
             assert_eq!((count(figure, "<polyline"), count(figure, "stroke=\"#888\"")), (18, 6));
             assert_eq!(count(figure, "NaN"), 0);
+            assert_eq!((count(figure, "number of the singular value"), count(figure, "largest<")), (6, 2));
+        }
+        for figure in [Figure::Heads, Figure::Patterns, Figure::Inputs, Figure::Scores] {
+            let file = crate::pdf::from_svg(&figure.draw(&found)).unwrap();
+            assert!(file.starts_with(b"%PDF-") && file.ends_with(b"%%EOF\n"));
         }
         assert!(Figure::Scores.draw(&found).contains("Z⁻¹A") && Figure::Inputs.draw(&found).contains(">V<"));
         assert_eq!(Figure::Heads.draw(&found), found.picture());

@@ -29,14 +29,15 @@
 //!   one another; either may be `transposed`, and may act on a number of `slices` of its input alike; or a `diagonal`, a
 //!   `row` of a matrix. `NAME.bias` is added where there is one.
 //! - `attention`: layers whose attention is another layer of the registry, with its sizes (width, query heads, key heads,
-//!   width of a head's keys, of its values) and its weights: maps by name, products or `NAME.weight`.
+//!   width of a head's keys, of its values) and its weights: maps by name, products or `NAME.weight`. Decoders take layers
+//!   that have a causal form, encoders those that have one without a mask.
 
 use crate::checkpoint::Tensors;
 use crate::error::{Error, Result};
 use crate::linear::{Factor, Linear};
 use crate::tensor::{Source, Tensor};
 use attlas::layer::{Layer, LayerShape, Weights};
-use attlas::{Mat, Options};
+use attlas::{Mat, MatRef, Options, Workspace};
 use attlas_num::kernels::quant::Format;
 use safetensors::tensor::Metadata;
 use safetensors::{Dtype, SafeTensors};
@@ -163,13 +164,37 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// The maps that stand for queries, keys, values and output.
+    /// The maps that stand for queries, keys, values and output, without outputs where the layer has none such.
     pub(crate) fn projections(&self) -> Result<[Linear; 4]> {
         let part = |names: &[&str]| {
-            let found = names.iter().find_map(|n| self.maps.get(*n));
-            found.cloned().ok_or_else(|| Error::MissingTensor { name: names.join(" or ") })
+            let none = || Tensor::from_f32(&[], vec![0, self.layer.shape().d_model]);
+            let found = names.iter().find_map(|n| self.maps.get(*n)).cloned();
+            found
+                .or_else(|| Linear::new(none()?, None))
+                .ok_or_else(|| Error::MissingTensor { name: names.join(" or ") })
         };
         Ok([part(&["q"])?, part(&["k", "b_k"])?, part(&["v", "b_v"])?, part(&["o"])?])
+    }
+
+    /// An error if the layer has no causal form with these parameters: one token is tried.
+    pub(crate) fn check_causal(&self, layer: usize) -> Result<()> {
+        let d = self.layer.shape().d_model;
+        let mut ws = Workspace::single()?;
+        let tried = self.layer.forward(
+            MatRef::new(&vec![0.0; d], 1, d),
+            &mut *self.layer.new_cache(),
+            &mut vec![0.0; d],
+            &mut ws,
+        );
+        match tried {
+            Err(attlas::Error::Unsupported { method, reasons }) => Err(Error::Unsupported {
+                what: format!(
+                    "{method} as the attention of layer {layer} of a decoder ({})",
+                    reasons.join("; ")
+                ),
+            }),
+            other => Ok(other.map(|_| ())?),
+        }
     }
 }
 
@@ -364,13 +389,6 @@ fn narrowed(values: &[f32], shape: Vec<usize>, format: Format) -> Tensor {
 impl Replaced {
     fn build(&self, tensors: &Tensors, maps: &HashMap<String, Linear>) -> Result<Attention> {
         let kind = attlas::registry::layer(&self.layer)?;
-        // Only what a conversion makes: other layers were never meant to be read from a file.
-        let mut made = attlas::registry::CONVERSIONS.iter().filter(|c| c.run.is_some() && c.to != c.from);
-        if !made.any(|c| c.to == kind.id) {
-            return Err(Error::Unsupported {
-                what: format!("the attention layer {} in a checkpoint", kind.id),
-            });
-        }
         let [d_model, n_heads, n_kv_heads, d, d_v] = self.shape;
         if self.shape.iter().any(|&n| n == 0 || n > 1 << 21) {
             let found = format!("{:?}", self.shape);

@@ -474,6 +474,7 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
         let norm =
             |i: usize| norm_names[i].map(|part| finder.norm(&name(&format!("{part}.weight")), d)).transpose();
         let attention = finder.attention(i, d)?;
+        attention.iter().try_for_each(|a| a.check_causal(i))?;
         let ([q, k, v, o], latent) = match (&attention, c.latent) {
             (Some(a), _) => (a.projections()?, None),
             (None, Some(_)) => {

@@ -298,7 +298,7 @@ fn a_section_that_lies_is_an_error() {
         ("Q4_1", Box::new(|s| s["stored"] = json!({"model.norm.weight": {"format": "Q4_1", "shape": [16]}}))),
         ("Q9", Box::new(|s| s["stored"] = json!({"model.norm.weight": {"format": "Q9", "shape": [16]}}))),
         ("nonsense", Box::new(|s| s["attention"] = layer("nonsense", 16))),
-        ("not supported", Box::new(|s| s["attention"] = layer("third_order", 16))),
+        ("weight", Box::new(|s| s["attention"] = layer("third_order", 16))),
         ("sizes from 1", Box::new(|s| s["attention"] = layer("collaborative", 0))),
         ("weight", Box::new(|s| s["attention"] = layer("tensor_product", 16))),
     ];
@@ -341,6 +341,61 @@ fn shapes_of_factors_that_lie_are_errors() {
     // A map of another size than its place.
     let map = json!({"model.layers.0.self_attn.o_proj": [{"tensor": "a"}, {"tensor": "b"}]});
     refused("lies-size", "maps", map, &[("a", [2, 16]), ("b", [12, 2])], "[12, 16]");
+}
+
+/// A model whose first layer attends by a layer of the registry, with made-up weights.
+fn with_layer(id: &str, options: &Options) -> Result<Arc<Model>, Error> {
+    let shape = LayerShape { d_model: 16, n_heads: 4, n_kv_heads: 4, d: 4, d_v: 4 };
+    let specs = (registry::layer(id)?.weights)(&shape, options)?;
+    let names: Vec<(String, [usize; 2])> =
+        specs.iter().map(|w| (format!("x.{}.weight", w.name), [w.n_out, w.n_in])).collect();
+    let weights: serde_json::Map<String, Value> =
+        specs.iter().map(|w| (w.name.to_owned(), format!("x.{}", w.name).into())).collect();
+    let attention =
+        json!({"0": {"layer": id, "options": options, "shape": [16, 4, 4, 4, 4], "weights": weights}});
+    let section = json!({"version": 1, "conversion": "trained", "attention": attention});
+    let more: Vec<(&str, [usize; 2])> = names.iter().map(|(name, shape)| (name.as_str(), *shape)).collect();
+    small_with(&format!("layer-{id}"), section, &more).map(Arc::new)
+}
+
+#[test]
+fn every_layer_of_the_registry_can_stand_in_a_checkpoint() {
+    let tokens = [3, 1, 4, 1, 5, 9, 2, 6];
+    let plain = logits(&Arc::new(small("layer-plain")), &tokens, 8);
+    let set = Options::new;
+    for kind in registry::LAYERS {
+        let options = match kind.id {
+            "latent" => set().with("rank", 6).with("rope_dim", 2),
+            "tensorized" => set().with("rank", 5).with("seq_len", 8),
+            "mode_wise" => set().with("modes", "3x4"),
+            "axial" => set().with("dims", "3x4"),
+            "teaformer" => set().with("dims", "4x4").with("core", "3x2"),
+            "two_simplicial" => set().with("w1", 5).with("w2", 3),
+            _ => set(),
+        };
+        if kind.id == "higher_order" {
+            let error = with_layer(kind.id, &options).unwrap_err().to_string();
+            assert!(error.contains("attention of layer 0") && error.contains("no causal form"), "{error}");
+            continue;
+        }
+        let model = with_layer(kind.id, &options).unwrap_or_else(|e| panic!("{}: {e}", kind.id));
+        let at_once = logits(&model, &tokens, 8);
+        assert!(at_once.iter().all(|x| x.is_finite()) && worst(&at_once, &plain) > 1e-3, "{}", kind.id);
+        assert!(worst(&at_once, &logits(&model, &tokens, 3)) < 1e-5, "{}: token by token", kind.id);
+        assert!(model.weights.has_other_attention());
+    }
+}
+
+#[test]
+fn a_layer_with_the_weights_of_the_model_is_the_model() {
+    let part = |p: &str| Value::from(format!("model.layers.1.self_attn.{p}_proj"));
+    let weights = json!({"q": part("q"), "k": part("k"), "v": part("v"), "o": part("o")});
+    let attention = json!({"1": {"layer": "grouped_query", "options": {"rope_base": 1000}, "shape": [16, 4, 2, 4, 4],
+        "weights": weights}});
+    let section = json!({"version": 1, "conversion": "trained", "attention": attention});
+    let tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3];
+    let same = logits(&Arc::new(small_with("layer-same", section, &[]).unwrap()), &tokens, 6);
+    assert!(worst(&logits(&Arc::new(small("layer-source")), &tokens, 6), &same) < 1e-5);
 }
 
 const MAP: &str = "model.layers.0.self_attn.q_proj";

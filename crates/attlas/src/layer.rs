@@ -181,6 +181,21 @@ pub trait Layer: Debug + Send + Sync {
         })
     }
 
+    /// Outputs (`n × d_model`) of `x` (`n × d_model`) with keys and values of another sequence (`m × d_model`), without a
+    /// mask: cross attention. Layers refuse where the two would need positions in common.
+    fn forward_cross(
+        &self,
+        _x: MatRef<'_, f32>,
+        _context: MatRef<'_, f32>,
+        _out: &mut [f32],
+        _ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        Err(Error::Unsupported {
+            method: "this layer".into(),
+            reasons: vec!["its queries and keys are of one sequence".into()],
+        })
+    }
+
     /// Work of `tokens` new tokens after `cached` earlier ones, projections included; `None` where it is not
     /// counted. Without a mask there are no earlier tokens.
     fn cost(&self, _mask: Mask, _cached: usize, _tokens: usize) -> Option<Cost> {

@@ -32,7 +32,7 @@ pub(crate) struct DecomposeArgs {
     /// Write the factors: .npz or .safetensors.
     #[arg(long, short, value_name = "FILE")]
     pub(crate) out: Option<PathBuf>,
-    /// Write the error against numbers stored, up to this rank: .svg or .csv.
+    /// Write the error against numbers stored, up to this rank: .svg, .pdf or .csv.
     #[arg(long, value_name = "FILE")]
     pub(crate) curve: Option<PathBuf>,
 }

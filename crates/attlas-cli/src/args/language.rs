@@ -77,8 +77,8 @@ pub(crate) struct TuneArgs {
     /// Leave new tokens to the methods of the prompt instead of choosing for them apart.
     #[arg(long)]
     pub(crate) no_decode: bool,
-    /// Also draw time against divergence for every budget.
-    #[arg(long, value_name = "FILE.svg")]
+    /// Also draw time against divergence for every budget: .svg or .pdf.
+    #[arg(long, value_name = "FILE")]
     pub(crate) curve: Option<PathBuf>,
     /// Layers that may be changed, such as 0-3,7; all by default.
     #[arg(long, value_name = "L,…")]

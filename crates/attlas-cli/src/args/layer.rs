@@ -16,6 +16,9 @@ pub(crate) struct LayerArgs {
     /// Which array of a file that holds several.
     #[arg(long, value_name = "NAME")]
     pub(crate) tensor: Option<String>,
+    /// Hidden states of another sequence, [tokens, width], that keys and values are made of: cross attention.
+    #[arg(long, value_name = "FILE", conflicts_with = "causal")]
+    pub(crate) context: Option<PathBuf>,
     /// Weights: a .safetensors file with NAME or NAME.weight, outputs × inputs, and NAME.bias.
     #[arg(long, value_name = "FILE", group = "source")]
     pub(crate) weights: Option<PathBuf>,

@@ -15,7 +15,7 @@ pub(crate) struct MethodsArgs {
     /// One family alone: exact, clustering, low_rank or kernel.
     #[arg(long, value_name = "NAME", conflicts_with = "id")]
     pub(crate) family: Option<String>,
-    /// Write a picture of all methods, layers and conversions by family.
+    /// Write a picture of all methods, layers and conversions by family: SVG, or PDF where the name ends in .pdf.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["id", "family"])]
     pub(crate) svg: Option<std::path::PathBuf>,
 }

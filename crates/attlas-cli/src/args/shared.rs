@@ -85,7 +85,7 @@ pub(crate) struct Pictures {
     /// Also write a self-contained page with the table and the figures.
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
-    /// Also write the figures as a picture.
+    /// Also write the figures as a picture: SVG, or PDF where the name ends in .pdf.
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
 }

@@ -98,7 +98,7 @@ pub(crate) struct ParticlesArgs {
     /// Halve the step until the end moves by less than 0.0001.
     #[arg(long)]
     pub(crate) refine: bool,
-    /// Also write the paths as a picture.
+    /// Also write the paths as a picture: SVG, or PDF where the name ends in .pdf.
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
 }

@@ -21,6 +21,7 @@
 //! change only where the metric does not fall. `attlas compress --with trawl --accept` does that on text set aside.
 
 use super::Conversion;
+use super::common::heads::{HeadStack, head_stacks, rewrite};
 use super::common::moments::Seen;
 use super::common::network::{Loss, Request, Rewritten, Role};
 use super::common::product::{Factor, Product, Values, parameters};
@@ -29,7 +30,7 @@ use super::common::stack::{Member, Stack, stacks};
 use super::shared_factor::{self, check, stack_error, weighted_stack};
 use crate::{Mat, Result};
 use attlas_num::linalg::{Triangle, matmul_tn, psd_factor, solve_triangular_in_place};
-use attlas_num::tensor::{Tensor, cp};
+use attlas_num::tensor::{Tensor, cp, tucker};
 use std::sync::Arc;
 
 /// Registry entry.
@@ -87,6 +88,9 @@ crate::params! {
         format: Format = Format::Cp;
         /// Terms of the sum, or vectors of each basis.
         rank: usize = 32, in 1..=1 << 16;
+        /// Modes of a stack: 3 (matrices, rows, columns), 4 (layers, heads, width of a head, model width, for each role of
+        /// attention), or 5 (roles too, where they have as many heads).
+        order: usize = 3, in 3..=5;
         /// Keep the factors instead of writing dense weights back.
         keep_factors: bool = false;
         /// Most sweeps.
@@ -204,6 +208,37 @@ fn diagonals(seen: &Seen, blocks: &[Mat<f32>], b: &Mat<f64>, c: &Mat<f64>) -> Re
 fn run(request: &Request<'_>) -> Result<Rewritten> {
     let params = Params::from_options(request.options)?;
     let layers = request.layers_or(|n| n.checked_sub(1).into_iter().collect())?;
+    let written = |product: Product| match params.keep_factors {
+        true => product,
+        false => Product { factors: vec![Factor::matrix(product.dense())] },
+    };
+    if params.order > 3 {
+        let mut list = Vec::new();
+        for layers in spans(&layers, params.span) {
+            list.extend(head_stacks(request, layers, params.order, CONVERSION.id)?);
+        }
+        let all = usize::MAX;
+        let cp = cp::Options {
+            iters: params.iters,
+            tol: Some(params.tol),
+            seed: params.seed,
+            ..Default::default()
+        };
+        let hooi = tucker::Options {
+            method: tucker::Method::Hooi,
+            restarts: 0,
+            iters: params.iters,
+            tol: params.tol,
+            ..Default::default()
+        };
+        let fit = |heads: &HeadStack, blocks: &[Mat<f32>]| match params.format {
+            Format::Cp => heads.cp(blocks, params.rank, &cp, CONVERSION.id),
+            Format::Tucker => {
+                heads.tucker(blocks, Some([all, all, params.rank, params.rank]), 0.0, &hooi, CONVERSION.id)
+            }
+        };
+        return rewrite(request, &list, fit, written);
+    }
     let chosen = |r: Role| r.in_attention() == (params.target == Target::Attention);
     let mut list: Vec<Stack> = Vec::new();
     for layers in spans(&layers, params.span) {
@@ -216,11 +251,7 @@ fn run(request: &Request<'_>) -> Result<Rewritten> {
         let mut products = Vec::new();
         for (block, member) in stack.members.iter().enumerate() {
             let product = fit.product(member, block);
-            products.push(if params.keep_factors {
-                product
-            } else {
-                Product { factors: vec![Factor::matrix(product.dense())] }
-            });
+            products.push(written(product));
         }
         out.losses.push(Loss {
             what: format!("{} of {}", stack.name, layer_names(stack)),

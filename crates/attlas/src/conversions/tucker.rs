@@ -4,7 +4,8 @@
 //!
 //! **Math.** $X_i \approx B \big(\sum_{k=1}^{\ell} A_{ik} G_k\big) C^\top$, $G_k$ the slices of the core (the survey
 //! prints $G_i$ inside the sum). With moments of the inputs, bases and cores are those of the weighted stack (see
-//! `shared_factor`), and the weights $A_{i\cdot}$ of each block are the best for its own inputs.
+//! `shared_factor`), and the weights $A_{i\cdot}$ of each block are the best for its own inputs. With `order` 4 or 5 the
+//! matrices of attention have modes for layers, heads and roles instead (see [`common::heads`](super::common::heads)).
 //!
 //! **Reference.** ren2022 (its variant IV); whitening after wang2025svdllm. Blocks are those of [`common::stack`](super::common::stack).
 //!
@@ -16,6 +17,7 @@
 //! **When to use.** Before distillation; see `shared_factor`.
 
 use super::Conversion;
+use super::common::heads::{HeadStack, head_stacks, rewrite};
 use super::common::moments::Seen;
 use super::common::network::{Request, Rewritten};
 use super::common::product::{Values, mix};
@@ -44,14 +46,34 @@ crate::params! {
     pub struct Params {
         /// Width R of both bases, lowered to the sides of blocks where it is more.
         rank: usize = 64, in 1..=1 << 16;
-        /// Cores ℓ that blocks are mixtures of.
+        /// Cores ℓ that blocks are mixtures of; in orders 4 and 5 the rank of the layers, lowered to their number.
         layer_rank: usize = 36, in 1..=1 << 16;
+        /// Modes of a stack: 3 (blocks, rows, columns), 4 (layers, heads, width of a head, model width, for each role of
+        /// attention), or 5 (roles too, where they have as many heads).
+        order: usize = 3, in 3..=5;
+        /// Rank of the heads in orders 4 and 5; all of them where it is auto.
+        head_rank: Option<usize> = None, in 1..=1 << 16;
+        /// Rank of the width of a head in orders 4 and 5; all of it where it is auto.
+        width_rank: Option<usize> = None, in 1..=1 << 16;
         /// Instead of ranks: the smallest ones that promise at most this relative error of the stack.
         rel_error: Option<f64> = None, in 0.0..=1.0;
         /// Most sweeps of the alternating improvement.
         iters: usize = 50, in 1..=10_000;
         /// Stop when the norm of the core changes by less, relatively.
         tol: f64 = 1e-8, in 0.0..=1.0;
+    }
+}
+
+impl Params {
+    fn hooi(&self) -> tucker::Options {
+        tucker::Options {
+            method: tucker::Method::Hooi,
+            // ST-HOSVD is a good start for stacks of weights, and a sweep over them is expensive.
+            restarts: 0,
+            iters: self.iters,
+            tol: self.tol,
+            ..Default::default()
+        }
     }
 }
 
@@ -85,14 +107,7 @@ pub fn factor(blocks: &[Mat<f32>], params: &Params, seen: Option<&Seen>) -> Resu
         let expected = format!("at most the number of blocks, {}", blocks.len());
         return Err(Error::param("layer_rank", params.layer_rank, expected));
     }
-    let options = tucker::Options {
-        method: tucker::Method::Hooi,
-        // ST-HOSVD is a good start for stacks of weights, and a sweep over them is expensive.
-        restarts: 0,
-        iters: params.iters,
-        tol: params.tol,
-        ..Default::default()
-    };
+    let options = params.hooi();
     let ranks = match params.rel_error {
         Some(e) => tucker::Ranks::RelError(e),
         None => tucker::Ranks::Given(vec![params.layer_rank, params.rank.min(rows), params.rank.min(cols)]),
@@ -165,6 +180,18 @@ fn weights(
 /// The selected matrices, all of them by default, stack by stack.
 fn run(request: &Request<'_>) -> Result<Rewritten> {
     let params = Params::from_options(request.options)?;
+    if params.order > 3 {
+        let layers = request.layers_or(|n| (0..n).collect())?;
+        let stacks = head_stacks(request, &layers, params.order, CONVERSION.id)?;
+        let all = |rank: Option<usize>| rank.unwrap_or(usize::MAX);
+        let ranks = [params.layer_rank, all(params.head_rank), all(params.width_rank), params.rank];
+        let ranks = params.rel_error.is_none().then_some(ranks);
+        let error = params.rel_error.unwrap_or(0.0);
+        let fit = |heads: &HeadStack, blocks: &[Mat<f32>]| {
+            heads.tucker(blocks, ranks, error, &params.hooi(), CONVERSION.id)
+        };
+        return rewrite(request, &stacks, fit, |product| product);
+    }
     each_stack(request, |stack, blocks, seen, out| {
         let Mixture { a, shared } = factor(&blocks, &params, seen)?;
         let (weights, cores) = (Arc::new(a), Arc::new(shared.cores));

@@ -22,7 +22,8 @@
 use super::common::fold::attend;
 use super::common::rows::{HeadRows, interleave};
 use super::common::{
-    check_io, check_own_keys, check_shape, constant, layer_kind, needed, optional, own, project, take,
+    check_cross, check_io, check_own_keys, check_shape, constant, layer_kind, needed, optional, own, project,
+    take,
 };
 use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::workspace::Context;
@@ -126,6 +127,7 @@ impl Collaborative {
     fn run(
         &self,
         x: MatRef<'_, f32>,
+        context: MatRef<'_, f32>,
         cache: &mut SharedKeyCache,
         band: Band,
         out: &mut [f32],
@@ -133,11 +135,11 @@ impl Collaborative {
     ) {
         let (s, r, n) = (&self.shape, self.rank, x.rows());
         let q = project(&*self.q, x, cx);
-        cache.k.append(&project(&*self.k, x, cx));
-        cache.v.append(&project(&*self.v, x, cx));
+        cache.k.append(&project(&*self.k, context, cx));
+        cache.v.append(&project(&*self.v, context, cx));
         let content = match &self.content {
-            Some(w) => project(&**w, x, cx),
-            None => vec![0.0; n * s.n_heads],
+            Some(w) => project(&**w, context, cx),
+            None => vec![0.0; context.rows() * s.n_heads],
         };
         cache.content.append(&content.iter().map(|c| self.scale * c).collect::<Vec<f32>>());
         // Rows of a block are attended to by one call; more calls than threads keep them all busy.
@@ -202,15 +204,28 @@ impl Layer for Collaborative {
         check_io(x, out, self.shape.d_model)?;
         let cache: &mut SharedKeyCache = own(cache, LAYER.id)?;
         let first = cache.k.len();
-        ws.install(|cx| self.run(x, cache, Band::causal(first as isize), out, cx));
+        ws.install(|cx| self.run(x, x, cache, Band::causal(first as isize), out, cx));
         let p = Problem::new(self.shape.n_heads, 1, 1).with_lens(x.rows(), first + x.rows()).causal();
         Ok(RunInfo::visited(p.visible_pairs()))
     }
 
     fn forward_all(&self, x: MatRef<'_, f32>, out: &mut [f32], ws: &mut Workspace) -> Result<RunInfo> {
         check_io(x, out, self.shape.d_model)?;
-        ws.install(|cx| self.run(x, &mut self.empty(), Band::ALL, out, cx));
+        ws.install(|cx| self.run(x, x, &mut self.empty(), Band::ALL, out, cx));
         Ok(RunInfo::visited(Problem::new(self.shape.n_heads, x.rows(), 1).visible_pairs()))
+    }
+
+    fn forward_cross(
+        &self,
+        x: MatRef<'_, f32>,
+        context: MatRef<'_, f32>,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        check_cross(x, context, out, self.shape.d_model)?;
+        ws.install(|cx| self.run(x, context, &mut self.empty(), Band::ALL, out, cx));
+        let p = Problem::new(self.shape.n_heads, 1, 1).with_lens(x.rows(), context.rows());
+        Ok(RunInfo::visited(p.visible_pairs()))
     }
 
     fn cost(&self, mask: Mask, cached: usize, tokens: usize) -> Option<Cost> {

@@ -22,7 +22,7 @@
 use super::common::fold::attend;
 use super::common::rows::{HeadRows, head_of, interleave};
 use super::common::{
-    check_io, check_own_keys, check_shape, layer_kind, needed, own, project, projections, take,
+    check_cross, check_io, check_own_keys, check_shape, layer_kind, needed, own, project, projections, take,
 };
 use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::workspace::Context;
@@ -94,6 +94,7 @@ impl FeatureWise {
     fn run(
         &self,
         x: MatRef<'_, f32>,
+        context: MatRef<'_, f32>,
         cache: &mut WeightedValueCache,
         band: Band,
         out: &mut [f32],
@@ -101,8 +102,8 @@ impl FeatureWise {
     ) {
         let (s, n) = (&self.shape, x.rows());
         let q = project(&*self.q, x, cx);
-        cache.k.append(&project(&*self.k, x, cx));
-        let (v, b) = (project(&*self.v, x, cx), project(&*self.s, x, cx));
+        cache.k.append(&project(&*self.k, context, cx));
+        let (v, b) = (project(&*self.v, context, cx), project(&*self.s, context, cx));
         let mut weighted = Vec::with_capacity(2 * v.len());
         for (v, b) in v.chunks_exact(s.d_v).zip(b.chunks_exact(s.d_v)) {
             let weight = |b: &f32| (self.cap * (b / self.cap).tanh()).exp();
@@ -154,15 +155,28 @@ impl Layer for FeatureWise {
         check_io(x, out, self.shape.d_model)?;
         let cache: &mut WeightedValueCache = own(cache, LAYER.id)?;
         let first = cache.k.len();
-        ws.install(|cx| self.run(x, cache, Band::causal(first as isize), out, cx));
+        ws.install(|cx| self.run(x, x, cache, Band::causal(first as isize), out, cx));
         let p = Problem::new(self.shape.n_heads, 1, 1).with_lens(x.rows(), first + x.rows()).causal();
         Ok(RunInfo::visited(p.visible_pairs()))
     }
 
     fn forward_all(&self, x: MatRef<'_, f32>, out: &mut [f32], ws: &mut Workspace) -> Result<RunInfo> {
         check_io(x, out, self.shape.d_model)?;
-        ws.install(|cx| self.run(x, &mut self.empty(), Band::ALL, out, cx));
+        ws.install(|cx| self.run(x, x, &mut self.empty(), Band::ALL, out, cx));
         Ok(RunInfo::visited(Problem::new(self.shape.n_heads, x.rows(), 1).visible_pairs()))
+    }
+
+    fn forward_cross(
+        &self,
+        x: MatRef<'_, f32>,
+        context: MatRef<'_, f32>,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        check_cross(x, context, out, self.shape.d_model)?;
+        ws.install(|cx| self.run(x, context, &mut self.empty(), Band::ALL, out, cx));
+        let p = Problem::new(self.shape.n_heads, 1, 1).with_lens(x.rows(), context.rows());
+        Ok(RunInfo::visited(p.visible_pairs()))
     }
 
     fn cost(&self, mask: Mask, cached: usize, tokens: usize) -> Option<Cost> {

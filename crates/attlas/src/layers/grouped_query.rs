@@ -19,7 +19,7 @@
 
 pub use super::common::Pairs;
 
-use super::common::{Rotary, check_io, check_shape, own, projections, take};
+use super::common::{Rotary, check_cross, check_io, check_shape, check_unrotated, own, projections, take};
 use crate::cache::KvCache;
 use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, Weights};
 use crate::method::{Method, RunInfo};
@@ -112,8 +112,7 @@ impl Layer for GroupedQuery {
     }
 
     fn new_cache(&self) -> Box<dyn LayerCache> {
-        let s = &self.shape;
-        Box::new(RotatedCache(KvCache::new(1, s.n_kv_heads, s.d, s.d_v, 0)))
+        Box::new(self.empty())
     }
 
     fn forward(
@@ -123,49 +122,66 @@ impl Layer for GroupedQuery {
         out: &mut [f32],
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
-        self.append_and_attend(x, own::<RotatedCache>(cache, LAYER.id)?, Mask::Causal, out, ws)
+        check_io(x, out, self.shape.d_model)?;
+        self.append_and_attend(x, x, own::<RotatedCache>(cache, LAYER.id)?, Mask::Causal, out, ws)
     }
 
     fn forward_all(&self, x: MatRef<'_, f32>, out: &mut [f32], ws: &mut Workspace) -> Result<RunInfo> {
-        let s = &self.shape;
-        let mut cache = RotatedCache(KvCache::new(1, s.n_kv_heads, s.d, s.d_v, 0));
-        self.append_and_attend(x, &mut cache, Mask::None, out, ws)
+        check_io(x, out, self.shape.d_model)?;
+        self.append_and_attend(x, x, &mut self.empty(), Mask::None, out, ws)
+    }
+
+    fn forward_cross(
+        &self,
+        x: MatRef<'_, f32>,
+        context: MatRef<'_, f32>,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        check_cross(x, context, out, self.shape.d_model)?;
+        check_unrotated(LAYER.id, self.rotary.is_some())?;
+        self.append_and_attend(x, context, &mut self.empty(), Mask::None, out, ws)
     }
 }
 
 impl GroupedQuery {
-    /// Appends the tokens of `x` to a cache and attends with them.
+    fn empty(&self) -> RotatedCache {
+        let s = &self.shape;
+        RotatedCache(KvCache::new(1, s.n_kv_heads, s.d, s.d_v, 0))
+    }
+
+    /// Appends the tokens of `context` to a cache and attends to it with those of `x`.
     fn append_and_attend(
         &self,
         x: MatRef<'_, f32>,
+        context: MatRef<'_, f32>,
         RotatedCache(cache): &mut RotatedCache,
         mask: Mask,
         out: &mut [f32],
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
         let s = self.shape;
-        let tokens = x.rows();
-        check_io(x, out, s.d_model)?;
+        let (tokens, keys) = (x.rows(), context.rows());
         let first = cache.len();
         let p = Problem { d_v: s.d_v, mask, ..Problem::new(s.n_heads, 1, s.d).with_kv_heads(s.n_kv_heads) };
-        let problem = p.with_lens(tokens, first + tokens);
+        let problem = p.with_lens(tokens, first + keys);
         let plan = self.method.plan(&problem, &self.options)?;
 
         let mut q = vec![0.0f32; tokens * s.n_heads * s.d];
-        let mut k = vec![0.0f32; tokens * s.n_kv_heads * s.d];
-        let mut v = vec![0.0f32; tokens * s.n_kv_heads * s.d_v];
+        let mut k = vec![0.0f32; keys * s.n_kv_heads * s.d];
+        let mut v = vec![0.0f32; keys * s.n_kv_heads * s.d_v];
         ws.install(|cx| {
             self.q.apply(x, &mut q, cx);
-            self.k.apply(x, &mut k, cx);
-            self.v.apply(x, &mut v, cx);
+            self.k.apply(context, &mut k, cx);
+            self.v.apply(context, &mut v, cx);
         });
         if let Some(rotary) = &self.rotary {
             rotary.rotate(first, &mut q, s.n_heads, s.d);
             rotary.rotate(first, &mut k, s.n_kv_heads, s.d);
         }
         cache.append(
-            TensorRef::bnhd(&k, [1, s.n_kv_heads, tokens, s.d])?,
-            TensorRef::bnhd(&v, [1, s.n_kv_heads, tokens, s.d_v])?,
+            TensorRef::bnhd(&k, [1, s.n_kv_heads, keys, s.d])?,
+            TensorRef::bnhd(&v, [1, s.n_kv_heads, keys, s.d_v])?,
         )?;
         let mut heads = vec![0.0f32; tokens * s.n_heads * s.d_v];
         let queries = TensorRef::bnhd(&q, [1, s.n_heads, tokens, s.d])?;

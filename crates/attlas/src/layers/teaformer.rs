@@ -22,7 +22,7 @@
 
 use super::common::fold::attend;
 use super::common::rows::{HeadRows, KeyValues, head_of, interleave};
-use super::common::{check_io, check_shape, layer_kind, matrix, needed, own, take};
+use super::common::{check_cross, check_io, check_shape, layer_kind, matrix, needed, own, take};
 use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::params::Sizes;
 use crate::workspace::Context;
@@ -161,17 +161,20 @@ impl Teaformer {
         &self,
         view: &View,
         x: &[f32],
+        context: Option<&[f32]>,
         cache: &mut (HeadRows, HeadRows),
         causal: bool,
         cx: Context<'_>,
     ) -> Vec<f32> {
         let (s, p) = (&self.shape, &self.params);
         let steps = x.len() / s.d_model.max(1);
-        let y = mode_products(x, &p.dims.0, &view.u, cx);
-        let project = |heads: &[Vec<Mat<f32>>]| -> Vec<Vec<f32>> {
-            heads.par_iter().map(|factors| mode_products(&y, &p.core.0, factors, cx)).collect()
+        let project = |y: &[f32], heads: &[Vec<Mat<f32>>]| -> Vec<Vec<f32>> {
+            heads.par_iter().map(|factors| mode_products(y, &p.core.0, factors, cx)).collect()
         };
-        let [q, k, v] = [0, 1, 2].map(|i: usize| project(&view.qkv[i]));
+        let own = mode_products(x, &p.dims.0, &view.u, cx);
+        let q = project(&own, &view.qkv[0]);
+        let y = context.map_or(own, |c| mode_products(c, &p.dims.0, &view.u, cx));
+        let [k, v] = [1, 2].map(|i: usize| project(&y, &view.qkv[i]));
         let first = cache.0.len();
         for h in 0..s.n_heads {
             cache.0.append_to(h, &k[h]);
@@ -210,15 +213,17 @@ impl Teaformer {
     fn run(
         &self,
         x: MatRef<'_, f32>,
+        context: Option<MatRef<'_, f32>>,
         cache: &mut [(HeadRows, HeadRows)],
         causal: bool,
         out: &mut [f32],
         cx: Context<'_>,
     ) {
         let flat = x.to_mat();
+        let other = context.map(|c| c.to_mat());
         out.fill(0.0);
         for (view, cache) in self.views.iter().zip(cache) {
-            let y = self.view(view, flat.data(), cache, causal, cx);
+            let y = self.view(view, flat.data(), other.as_ref().map(Mat::data), cache, causal, cx);
             out.iter_mut().zip(y).for_each(|(o, y)| *o += y / self.params.views as f32);
         }
     }
@@ -281,7 +286,7 @@ impl Layer for Teaformer {
         check_io(x, out, self.shape.d_model)?;
         let cache: &mut KeyValues = own(cache, LAYER.id)?;
         let first = cache.len();
-        ws.install(|cx| self.run(x, &mut cache.0, true, out, cx));
+        ws.install(|cx| self.run(x, None, &mut cache.0, true, out, cx));
         let heads = self.shape.n_heads * self.params.views;
         let p = Problem::new(heads, 1, 1).with_lens(x.rows(), first + x.rows()).causal();
         Ok(RunInfo::visited(p.visible_pairs()))
@@ -289,10 +294,24 @@ impl Layer for Teaformer {
 
     fn forward_all(&self, x: MatRef<'_, f32>, out: &mut [f32], ws: &mut Workspace) -> Result<RunInfo> {
         check_io(x, out, self.shape.d_model)?;
-        ws.install(|cx| self.run(x, &mut self.empty(), false, out, cx));
+        ws.install(|cx| self.run(x, None, &mut self.empty(), false, out, cx));
         Ok(RunInfo::visited(
             Problem::new(self.shape.n_heads * self.params.views, x.rows(), 1).visible_pairs(),
         ))
+    }
+
+    fn forward_cross(
+        &self,
+        x: MatRef<'_, f32>,
+        context: MatRef<'_, f32>,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        check_cross(x, context, out, self.shape.d_model)?;
+        ws.install(|cx| self.run(x, Some(context), &mut self.empty(), false, out, cx));
+        let p =
+            Problem::new(self.shape.n_heads * self.params.views, 1, 1).with_lens(x.rows(), context.rows());
+        Ok(RunInfo::visited(p.visible_pairs()))
     }
 
     fn cost(&self, mask: Mask, cached: usize, tokens: usize) -> Option<Cost> {

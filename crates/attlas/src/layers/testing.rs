@@ -130,3 +130,43 @@ pub(crate) fn check_causal(kind: &LayerKind, shape: &LayerShape, options: &Optio
     assert!(layer.forward(x.as_ref(), &mut Foreign, &mut out, &mut ws).is_err());
     assert_eq!(cache.len(), 0);
 }
+
+#[test]
+fn keys_and_values_may_come_from_another_sequence() {
+    let (short, long) = (7, 12);
+    let z = random("x", long, 16);
+    let x = Mat::from_fn(short, 16, |i, j| z[(i, j)]);
+    let shape = LayerShape { d_model: 16, n_heads: 4, n_kv_heads: 4, d: 4, d_v: 4 };
+    let mut ws = Workspace::single().unwrap();
+    let none = || Options::new().with("rope", "none");
+    for (id, options) in [
+        ("grouped_query", none()),
+        ("latent", none().with("rank", 5).with("rope_dim", 2)),
+        ("latent", none().with("rank", 5).with("rope_dim", 0).with("form", "absorbed")),
+        ("tensor_product", none()),
+        ("collaborative", Options::new()),
+        ("feature_wise", Options::new()),
+        ("teaformer", Options::new().with("dims", "4x4").with("core", "3x2").with("views", 2)),
+        ("third_order", Options::new()),
+        ("third_order", Options::new().with("tied", true)),
+    ] {
+        let kind = crate::registry::layer(id).unwrap();
+        let layer = random_layer(kind, &shape, &options);
+        let mut cross = |x: &Mat<f32>, context: &Mat<f32>| {
+            let mut out = vec![f32::NAN; x.rows() * 16];
+            layer.forward_cross(x.as_ref(), context.as_ref(), &mut out, &mut ws).unwrap();
+            out
+        };
+        // A row of the output depends on its own query alone, whatever sequence that belongs to.
+        assert_close(&cross(&x, &z), &forward_all(&*layer, &z)[..short * 16]);
+        assert_close(&cross(&z, &x)[..short * 16], &forward_all(&*layer, &x));
+        let narrow = random("x", 3, 15);
+        let refused = layer.forward_cross(x.as_ref(), narrow.as_ref(), &mut [0.0; 7 * 16], &mut ws);
+        assert!(refused.unwrap_err().to_string().contains("16 columns"), "{id}");
+    }
+    for (id, words) in [("grouped_query", "rope = none"), ("axial", "of one sequence")] {
+        let layer = random_layer(crate::registry::layer(id).unwrap(), &shape, &Options::new());
+        let refused = layer.forward_cross(x.as_ref(), z.as_ref(), &mut [0.0; 7 * 16], &mut ws);
+        assert!(refused.unwrap_err().to_string().contains(words), "{id}");
+    }
+}

@@ -1,7 +1,8 @@
 //! Shared by conversions: a network as a list of matrices, maps that are products of matrices, and matrices of
-//! one shape on a stack.
+//! one shape on a stack, by blocks or with a mode for heads.
 
 pub mod fill;
+pub mod heads;
 pub mod moments;
 pub mod network;
 pub mod product;

@@ -107,9 +107,16 @@ pub(crate) fn constant(w: &dyn Linear) -> Vec<f32> {
 
 /// The matrix of a map, `n_out × n_in`, without its bias.
 pub(crate) fn matrix(w: &dyn Linear) -> Mat<f32> {
+    // Few unit vectors at a time: a map may have far more inputs than outputs.
+    const ROWS: usize = 64;
     let (n_out, n_in) = (w.n_out(), w.n_in());
     let mut columns = vec![0.0; n_in * n_out];
-    at_load(|cx| w.apply(Mat::<f32>::identity(n_in).as_ref(), &mut columns, cx));
+    at_load(|cx| {
+        for (b, out) in columns.chunks_mut((ROWS * n_out).max(1)).enumerate() {
+            let units = Mat::from_fn(out.len() / n_out, n_in, |i, j| f32::from(u8::from(b * ROWS + i == j)));
+            w.apply(units.as_ref(), out, cx);
+        }
+    });
     let bias = bias(w);
     Mat::from_fn(n_out, n_in, |o, i| columns[i * n_out + o] - bias[o])
 }
@@ -136,6 +143,33 @@ pub(crate) fn check_io(x: MatRef<'_, f32>, out: &[f32], d_model: usize) -> Resul
     }
     let found = format!("{} × {} in, {} elements out", x.rows(), x.cols(), out.len());
     Err(Error::shape("hidden states", format!("{d_model} columns in and out"), found))
+}
+
+/// Checks the widths of hidden states whose keys and values are of another sequence.
+pub(crate) fn check_cross(
+    x: MatRef<'_, f32>,
+    context: MatRef<'_, f32>,
+    out: &[f32],
+    d_model: usize,
+) -> Result<()> {
+    check_io(x, out, d_model)?;
+    if context.cols() == d_model && context.rows() > 0 {
+        return Ok(());
+    }
+    let found = format!("{} × {}", context.rows(), context.cols());
+    Err(Error::shape(
+        "hidden states of the context",
+        format!("at least one token of {d_model} columns"),
+        found,
+    ))
+}
+
+/// Refuses rotary positions between two sequences.
+pub(crate) fn check_unrotated(id: &str, rotated: bool) -> Result<()> {
+    if !rotated {
+        return Ok(());
+    }
+    refuse(id, "places in two sequences have no distance: cross attention needs rope = none")
 }
 
 /// The cache as the type that layer `id` makes.

@@ -61,7 +61,7 @@ impl Latent {
         rows
     }
 
-    /// Outputs of the tokens of `x`, the last ones of `rows`.
+    /// Outputs of the tokens of `x`, the last ones of `rows` unless those are of another sequence and nothing is rotated.
     pub(super) fn attend(
         &self,
         x: MatRef<'_, f32>,
@@ -107,7 +107,7 @@ impl Latent {
                     k[s.nope..].copy_from_slice(shared);
                 }
             });
-            self.queries(x, total - tokens, cx)
+            self.queries(x, total.saturating_sub(tokens), cx)
         });
         let mut heads = vec![0.0f32; tokens * s.heads * s.d_v];
         // Values are read where they were rebuilt, behind the keys of their head.
@@ -151,7 +151,7 @@ impl Latent {
         let s = self.sizes;
         let (tokens, total, row) = (problem.n_q, problem.n_k, s.row());
         let plan = EXACT.plan(problem, &Options::new())?;
-        let first = total - tokens;
+        let first = total.saturating_sub(tokens);
         // Head by head where they are absorbed here, token by token where the weights are merged.
         let merged = self.merged_qk.is_some();
         let mut q = vec![0.0f32; tokens * s.heads * row];

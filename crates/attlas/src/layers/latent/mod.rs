@@ -33,7 +33,9 @@ mod sizes;
 #[cfg(test)]
 mod tests;
 
-use super::common::{Pairs, Rotary, check_io, constant, matrix, own, refuse, take};
+use super::common::{
+    Pairs, Rotary, check_cross, check_io, check_unrotated, constant, matrix, own, refuse, take,
+};
 use crate::layer::{Dense, Layer, LayerCache, LayerKind, LayerShape, Linear, Weights};
 use crate::{Cost, Error, Mask, MatRef, Problem, Result, RunInfo, Workspace};
 use attlas_num::rope::Rope;
@@ -263,6 +265,22 @@ impl Layer for Latent {
             return Ok(RunInfo::default());
         }
         let rows = ws.install(|cx| self.cache_rows(x, 0, cx));
+        self.attend(x, &rows, Mask::None, out, ws)
+    }
+
+    fn forward_cross(
+        &self,
+        x: MatRef<'_, f32>,
+        context: MatRef<'_, f32>,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        check_cross(x, context, out, self.shape.d_model)?;
+        check_unrotated(LAYER.id, self.rotary.is_some())?;
+        if x.rows() == 0 {
+            return Ok(RunInfo::default());
+        }
+        let rows = ws.install(|cx| self.cache_rows(context, 0, cx));
         self.attend(x, &rows, Mask::None, out, ws)
     }
 

@@ -11,10 +11,11 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 impl TensorProduct {
-    /// Appends the tokens of `x` to the cache and writes their outputs.
+    /// Appends the tokens of `context` to the cache and writes the outputs of those of `x`.
     pub(super) fn append_and_attend(
         &self,
         x: MatRef<'_, f32>,
+        context: MatRef<'_, f32>,
         cache: &mut FactorCache,
         mask: Mask,
         out: &mut [f32],
@@ -23,13 +24,13 @@ impl TensorProduct {
         let s = &self.plan.s;
         let (first, tokens) = (cache.len, x.rows());
         let queries = ws.install(|cx| {
-            let mut k = self.k.project(x, s.n_heads, cx);
+            let mut k = self.k.project(context, s.n_heads, cx);
             if let (false, Some(rotary)) = (self.plan.p.share_b || k.b.is_empty(), &self.rotary) {
                 rotary.rotate(first, &mut k.b, self.k.rank, self.plan.width.0);
             }
             cache.k.extend(&k);
-            cache.v.extend(&self.v.project(x, s.n_heads, cx));
-            cache.len += tokens;
+            cache.v.extend(&self.v.project(context, s.n_heads, cx));
+            cache.len += context.rows();
             match &self.q {
                 Ok(w) => {
                     let mut q = project(&**w, x, cx);
@@ -102,7 +103,7 @@ impl TensorProduct {
         Side { rank: p.rank_v, a, a_fixed, b }
     }
 
-    /// Attention outputs `[tokens, heads, d_v]` of the last `tokens` of the cache.
+    /// Attention outputs `[tokens, heads, d_v]`; with a causal mask of the last `tokens` of the cache.
     fn attend(
         &self,
         cache: &FactorCache,
@@ -113,10 +114,10 @@ impl TensorProduct {
     ) -> Result<(Vec<f32>, RunInfo)> {
         let s = self.plan.s;
         let (h, total) = (s.n_heads, cache.len);
-        let first = total - tokens;
         let scale = (1.0 / (s.d as f64).sqrt()) as f32;
         let problem = Problem { d_v: s.d_v, mask, ..Problem::new(h, 1, s.d) }.with_lens(tokens, total);
         if mask == Mask::Causal && self.plan.on_factors(tokens) {
+            let first = total - tokens;
             let sizes = Sizes { heads: h, d: s.d, d_v: s.d_v, scale };
             let rows: Vec<Vec<f32>> = ws.install(|cx| {
                 (0..tokens)

@@ -30,7 +30,7 @@ mod plan;
 #[cfg(test)]
 mod tests;
 
-use super::common::{Pairs, Rotary, check_io, layer_kind, own, take};
+use super::common::{Pairs, Rotary, check_cross, check_io, check_unrotated, layer_kind, own, take};
 use crate::layer::{Layer, LayerCache, LayerShape, Linear, Weights};
 use crate::{Cost, Mask, MatRef, Problem, Result, RunInfo, Workspace};
 use maps::{FactorCache, Map, Maps, Rows, activate};
@@ -190,13 +190,26 @@ impl Layer for TensorProduct {
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
         check_io(x, out, self.plan.s.d_model)?;
-        self.append_and_attend(x, own(cache, LAYER.id)?, Mask::Causal, out, ws)
+        self.append_and_attend(x, x, own(cache, LAYER.id)?, Mask::Causal, out, ws)
     }
 
     fn forward_all(&self, x: MatRef<'_, f32>, out: &mut [f32], ws: &mut Workspace) -> Result<RunInfo> {
         check_io(x, out, self.plan.s.d_model)?;
         let mut cache = self.new_cache();
-        self.append_and_attend(x, own(&mut *cache, LAYER.id)?, Mask::None, out, ws)
+        self.append_and_attend(x, x, own(&mut *cache, LAYER.id)?, Mask::None, out, ws)
+    }
+
+    fn forward_cross(
+        &self,
+        x: MatRef<'_, f32>,
+        context: MatRef<'_, f32>,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        check_cross(x, context, out, self.plan.s.d_model)?;
+        check_unrotated(LAYER.id, self.rotary.is_some())?;
+        let mut cache = self.new_cache();
+        self.append_and_attend(x, context, own(&mut *cache, LAYER.id)?, Mask::None, out, ws)
     }
 
     fn cost(&self, mask: Mask, cached: usize, tokens: usize) -> Option<Cost> {

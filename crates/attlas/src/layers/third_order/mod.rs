@@ -33,7 +33,9 @@ pub mod features;
 
 use super::common::rows::{HeadRows, head_of, interleave};
 use super::common::third::{Form, Pairwise};
-use super::common::{check_io, check_shape, layer_kind, needed, own, project, projections, refuse, take};
+use super::common::{
+    check_cross, check_io, check_shape, layer_kind, needed, own, project, projections, refuse, take,
+};
 use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, MatRef, Result, RunInfo, Workspace};
@@ -228,30 +230,34 @@ impl ThirdOrder {
         out: &mut [f32],
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
-        let s = &self.shape;
-        check_io(x, out, s.d_model)?;
-        for view in [first, second] {
-            if view.cols() != s.d_model {
-                return Err(Error::shape(
-                    "hidden states of a view",
-                    format!("{} columns", s.d_model),
-                    view.cols(),
-                ));
-            }
-        }
-        let Some((k2, v2)) = &self.second else {
+        if self.second.is_none() {
             return refuse(LAYER.id, "a second view needs second keys: tied = false");
-        };
+        }
+        self.attend_to(x, first, second, out, ws)
+    }
+
+    fn attend_to(
+        &self,
+        x: MatRef<'_, f32>,
+        first: MatRef<'_, f32>,
+        second: MatRef<'_, f32>,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        let s = &self.shape;
+        check_cross(x, first, out, s.d_model)?;
+        check_cross(x, second, out, s.d_model)?;
         if self.features.is_some() {
-            return refuse(LAYER.id, "two views are computed over all pairs: compute = exact");
+            return refuse(LAYER.id, "other sequences are attended to over all pairs: compute = exact");
         }
         ws.install(|cx| {
+            let pair = |k: &dyn Linear, v: &dyn Linear, y| (project(k, y, cx), project(v, y, cx));
             let y = Projected {
                 q: project(&*self.q, x, cx),
-                first: (project(&*self.k1, first, cx), project(&*self.v1, first, cx)),
-                second: Some((project(&**k2, second, cx), project(&**v2, second, cx))),
+                first: pair(&*self.k1, &*self.v1, first),
+                second: self.second.as_ref().map(|(k2, v2)| pair(&**k2, &**v2, second)),
             };
-            let mut all = Exact::new(s, false);
+            let mut all = Exact::new(s, self.second.is_none());
             all.append(&y);
             let (parts, pairs) = self.attend(&all, &y.q, x.rows(), Band::ALL, cx);
             let heads = interleave(&parts, x.rows(), s.d_v);
@@ -428,6 +434,16 @@ impl Layer for ThirdOrder {
             self.o.apply(MatRef::new(&heads, tokens, s.n_heads * s.d_v), out, cx);
             Ok(info)
         })
+    }
+
+    fn forward_cross(
+        &self,
+        x: MatRef<'_, f32>,
+        context: MatRef<'_, f32>,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        self.attend_to(x, context, context, out, ws)
     }
 
     fn cost(&self, mask: Mask, cached: usize, tokens: usize) -> Option<Cost> {

@@ -22,13 +22,18 @@
 //! $\sqrt{\mathrm{res}(x)\,\mathrm{res}(y)}$. The target does not change when queries and keys move together, and does
 //! when keys move alone. Linear in the values.
 //!
+//! **Decoding.** With `source = keys` a plan without a mask offers a stream: the keys that are pushed first are compressed at
+//! once, as the plan compresses them, and answer any number of later queries in $2m(d + d_v)$ operations each. Sums over
+//! disjoint keys add up, so that later keys are kept as they are until eight times `landmarks` of them get landmarks of
+//! their own. There is no causal form: landmarks of a prompt would be seen by tokens before them.
+//!
 //! **When to use.** In models trained with it: it is not an approximation of softmax attention, and the survey's
 //! listing of it among methods that compress trained models holds for `lifted_nystrom` only. The size of outputs
 //! grows with the number of keys. Poor on short sequences.
 
 use crate::engine::PerGroup;
 use crate::engine::gaussian::{self, Points, Sampling, SolverKind, Source};
-use crate::group::{Group, GroupIndex, GroupPlan};
+use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Status, Support, Tunable,
 };
@@ -240,9 +245,7 @@ impl GroupPlan for Skyformer {
             return Ok(g.fill_empty());
         }
         let (n, d, n_q, cx, v) = (g.n_k(), g.k.cols(), g.n_q(), g.cx, g.v);
-        let root = g.scale.abs().sqrt();
-        // A negative factor is queries of the other sign.
-        let lift = if g.scale < T::ZERO { -root } else { root };
+        let (root, lift) = factors(g.scale);
         let mut y = cx.scratch.take::<T>(n * d);
         let mut half = cx.scratch.take::<T>(n);
         gaussian::points_into(g.k, |row, y| scale_row(row, root, y), &mut y, &mut half);
@@ -296,6 +299,147 @@ impl GroupPlan for Skyformer {
             status: Status::Complete,
             ..RunInfo::default()
         })
+    }
+
+    fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
+        // Query landmarks are of one problem; a stream has no such set.
+        (self.params.source == Source::Keys).then(|| {
+            Box::new(LandmarkStream {
+                plan: self.clone(),
+                factors: factors(T::from_f64(p.scale)),
+                stream: index.stream_key(self.params.seed).named("landmarks"),
+                points: Vec::new(),
+                half_norms: Vec::new(),
+                values: Vec::new(),
+                d: p.d,
+                d_v: p.d_v,
+                landmarks: 0,
+                compressed: 0,
+            }) as _
+        })
+    }
+}
+
+/// Factors of keys and of queries; a negative scale is queries of the other sign.
+fn factors<T: Real>(scale: T) -> (T, T) {
+    let root = scale.abs().sqrt();
+    (root, if scale < T::ZERO { -root } else { root })
+}
+
+/// Keys in a stream, for each landmark, that are kept before they get landmarks of their own.
+const KEPT: usize = 8;
+
+/// Landmarks that stand for older keys, then newer keys as they are: both are points with values, and outputs are sums over
+/// all of them.
+#[derive(Debug)]
+struct LandmarkStream<T> {
+    plan: Skyformer,
+    /// Factors of keys and of queries.
+    factors: (T, T),
+    stream: StreamKey,
+    points: Vec<T>,
+    half_norms: Vec<T>,
+    values: Vec<T>,
+    d: usize,
+    d_v: usize,
+    /// Points that are landmarks.
+    landmarks: usize,
+    /// Times that keys were compressed.
+    compressed: u64,
+}
+
+impl<T: Real> LandmarkStream<T> {
+    fn point_count(&self) -> usize {
+        self.half_norms.len()
+    }
+
+    fn append(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>) {
+        let first = self.point_count();
+        self.points.resize((first + k.rows()) * self.d, T::ZERO);
+        self.half_norms.resize(first + k.rows(), T::ZERO);
+        let (root, new) = (self.factors.0, &mut self.points[first * self.d..]);
+        gaussian::points_into(k, |row, y| scale_row(row, root, y), new, &mut self.half_norms[first..]);
+        v.iter_rows().for_each(|row| self.values.extend_from_slice(row));
+    }
+
+    fn all(&self) -> (Points<'_, T>, MatRef<'_, T>) {
+        let n = self.point_count();
+        let x = MatRef::new(&self.points, n, self.d);
+        (Points { x, half_norms: &self.half_norms }, MatRef::new(&self.values, n, self.d_v))
+    }
+
+    /// Puts landmarks in the place of the newer keys; keys that are not finite stay.
+    fn compress(&mut self, cx: Context<'_>) {
+        let (newer, params) = (self.landmarks..self.point_count(), &self.plan.params);
+        let (keys, v) = self.all();
+        let (keys, v) = (keys.rows(newer.clone()), v.sub_rows(newer.clone()));
+        // The first keys get the landmarks that a plan would give them.
+        let stream = if self.compressed == 0 { self.stream } else { self.stream.with(self.compressed) };
+        let chosen = match params.sampling {
+            Sampling::RpCholesky => self.plan.pivots(keys.x, None, stream, cx),
+            _ => {
+                let replace = params.sampling == Sampling::UniformWr;
+                Some(gaussian::uniform(newer.len(), params.landmarks, replace, stream.named("keys")))
+            }
+        };
+        let found = chosen.and_then(|s| self.plan.compress(keys, None, v, &s, cx));
+        self.compressed += 1;
+        let Some(found) = found else {
+            self.landmarks = newer.end;
+            return;
+        };
+        self.points.truncate(newer.start * self.d);
+        self.values.truncate(newer.start * self.d_v);
+        self.half_norms.truncate(newer.start);
+        self.points.extend_from_slice(found.landmarks.data());
+        self.values.extend_from_slice(found.values.data());
+        self.half_norms.extend_from_slice(&found.half_norms);
+        self.landmarks = self.point_count();
+    }
+}
+
+impl<T: Real> GroupStream<T> for LandmarkStream<T> {
+    fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Result<()> {
+        let m = self.plan.params.landmarks;
+        if self.point_count() == 0 && k.rows() > m {
+            self.append(k, v);
+            self.compress(cx);
+            return Ok(());
+        }
+        for j in 0..k.rows() {
+            self.append(k.sub_rows(j..j + 1), v.sub_rows(j..j + 1));
+            if self.point_count() - self.landmarks >= KEPT.saturating_mul(m) {
+                self.compress(cx);
+            }
+        }
+        Ok(())
+    }
+
+    fn attend(
+        &mut self,
+        q: MatRef<'_, T>,
+        _: T,
+        out: &mut [T],
+        lse: &mut [T],
+        cx: Context<'_>,
+    ) -> Result<RunInfo> {
+        lse.fill(T::NEG_INFINITY);
+        let mut x = cx.scratch.take::<T>(q.rows() * self.d);
+        let mut half = cx.scratch.take::<T>(q.rows());
+        x.chunks_exact_mut(self.d).zip(q.iter_rows()).for_each(|(x, q)| scale_row(q, self.factors.1, x));
+        let x = MatRef::new(&x[..], q.rows(), self.d);
+        gaussian::half_norms_into(x, &mut half);
+        let (points, values) = self.all();
+        gaussian::apply_rows(Points { x, half_norms: &half }, points, values, out, cx);
+        Ok(RunInfo {
+            keys_visited: (q.rows() * self.point_count()) as u64,
+            rank: Some(self.point_count()),
+            ..RunInfo::default()
+        })
+    }
+
+    fn state_bytes(&self) -> usize {
+        (self.points.len() + self.half_norms.len() + self.values.len()) * size_of::<T>()
     }
 }
 
@@ -444,6 +588,66 @@ mod tests {
             METHOD.plan(&case.problem, &options(&[("landmarks", "12"), ("solver", "razavi")])).unwrap();
         let ran = run_with(&*plan, &case, How { lse: false, ..How::default() }).unwrap();
         assert_eq!((ran.info.iterations, ran.info.rank), (Some(6), Some(12)));
+    }
+
+    /// Outputs of all queries after each piece of the keys, and the bytes held at the end.
+    fn streamed(pairs: &[(&str, &str)], case: &Case, pieces: &[usize]) -> (Vec<Vec<f64>>, usize) {
+        let p = &case.problem;
+        let plan = METHOD.plan(p, &options(pairs)).unwrap();
+        let mut stream = plan.stream(crate::DType::F64).unwrap();
+        let mut ws = Workspace::single().unwrap();
+        let mut done = 0;
+        let outputs = pieces.iter().map(|&piece| {
+            let (k, v) = (&case.k[done * p.d..][..piece * p.d], &case.v[done * p.d_v..][..piece * p.d_v]);
+            done += piece;
+            let k = crate::TensorRef::bhnd(k, [1, 1, piece, p.d]).unwrap();
+            let v = crate::TensorRef::bhnd(v, [1, 1, piece, p.d_v]).unwrap();
+            stream.push(k.into(), v.into(), &mut ws).unwrap();
+            let row = |q: &[f64]| {
+                let mut o = vec![f64::NAN; p.d_v];
+                let out = crate::Out::new(crate::TensorMut::bhnd(&mut o, [1, 1, 1, p.d_v]).unwrap());
+                let q = crate::TensorRef::bhnd(q, [1, 1, 1, p.d]).unwrap();
+                stream.attend(q.into(), &mut out.into(), &mut ws).unwrap();
+                o
+            };
+            case.q.chunks_exact(p.d).flat_map(row).collect()
+        });
+        (outputs.collect(), stream.state_bytes())
+    }
+
+    #[test]
+    fn a_stream_answers_later_queries_from_its_landmarks() {
+        let p = Problem { d_v: 5, ..Problem::new(1, 1, 6).with_lens(9, 300) };
+        let case = Case::gaussian(p, 5);
+        let first = |n: usize| Case {
+            problem: p.with_lens(9, n),
+            k: case.k[..n * 6].to_vec(),
+            v: case.v[..n * 5].to_vec(),
+            ..case.clone()
+        };
+        for sampling in ["uniform_wor", "uniform_wr", "rpcholesky"] {
+            let pairs = [("landmarks", "12"), ("source", "keys"), ("sampling", sampling)];
+            let (outputs, bytes) = streamed(&pairs, &case, &[120, 1, 94, 1, 84]);
+            // A prompt is compressed as the plan compresses it.
+            assert_rows_close(&outputs[0], &run(&pairs, &first(120)), 1e-10, sampling);
+            // Later keys add what they add to the target.
+            let more: Vec<f64> =
+                target(&first(215)).iter().zip(target(&first(120))).map(|(a, b)| a - b).collect();
+            let sum: Vec<f64> = outputs[0].iter().zip(&more).map(|(a, b)| a + b).collect();
+            assert_rows_close(&outputs[2], &sum, 1e-10, sampling);
+            // The 96th of them gives them landmarks of their own.
+            assert_eq!(bytes, 8 * (12 + 12 + 84) * (6 + 1 + 5));
+            assert_ne!(outputs[3], outputs[2]);
+        }
+        let few = [("landmarks", "64"), ("source", "keys")];
+        let (outputs, _) = streamed(&few, &first(200), &[50, 150]);
+        assert_rows_close(&outputs[1], &target(&first(200)), 1e-12, "keys as they are");
+        let both = METHOD.plan(&p, &options(&[("landmarks", "12")])).unwrap();
+        assert!(both.stream(crate::DType::F64).is_none(), "queries of one problem are landmarks");
+        let mut broken = first(120);
+        broken.k[3] = f64::NAN;
+        let (outputs, _) = streamed(&[("landmarks", "12"), ("source", "keys")], &broken, &[120]);
+        assert!(outputs[0].iter().all(|x| x.is_nan()));
     }
 
     #[test]
