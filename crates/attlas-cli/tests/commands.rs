@@ -545,40 +545,30 @@ fn inspect_shows_every_head_in_every_form() {
     assert_eq!(attlas(&["inspect", "none.npz"]).status, 2);
 }
 
-/// Writes single-precision numbers in NumPy's format, version 1.
-fn npy(path: &std::path::Path, shape: [usize; 3], data: &[f32]) {
-    let [h, n, d] = shape;
-    let mut header = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({h}, {n}, {d}), }}");
-    header += &" ".repeat(63 - (10 + header.len()) % 64);
-    header.push('\n');
-    let mut bytes = b"\x93NUMPY\x01\x00".to_vec();
-    bytes.extend((header.len() as u16).to_le_bytes());
-    bytes.extend(header.as_bytes());
-    bytes.extend(data.iter().flat_map(|x| x.to_le_bytes()));
-    std::fs::write(path, bytes).unwrap();
-}
-
 #[test]
 fn a_head_with_nan_is_named_and_left_out() {
     let folder = Folder::new("nan");
-    let shape = [2, 20, 4];
+    let write = |name: &str, shape: &str, numbers: &[f32]| {
+        std::fs::write(folder.0.join(name), npy(shape, numbers.iter().copied())).unwrap();
+    };
+    let shape = "(2, 20, 4)";
     let mut q: Vec<f32> = (0..160).map(|i| (i as f32 * 0.7).sin()).collect();
     for name in ["k", "v"] {
-        npy(&folder.0.join(format!("{name}.npy")), shape, &q);
+        write(&format!("{name}.npy"), shape, &q);
     }
     q[100] = f32::NAN;
-    npy(&folder.0.join("q.npy"), shape, &q);
+    write("q.npy", shape, &q);
     let ran = attlas_in(&folder, &["inspect", "q.npy,k.npy,v.npy", "--json", "--quiet"]);
     let json = ran.json();
     assert_eq!((json["heads"].as_array().unwrap().len(), &json["skipped"][0]["head"]), (1, &Value::from(1)));
     assert!(ran.err.contains("head 1 left out: ") && ran.err.contains("queries"), "{}", ran.err);
     let compared = attlas_in(&folder, &["compare", "q.npy,k.npy,v.npy"]);
     assert!(compared.status == 2 && compared.err.contains("expected finite numbers"), "{}", compared.err);
-    npy(&folder.0.join("q.npy"), shape, &[f32::NAN; 160]);
+    write("q.npy", shape, &[f32::NAN; 160]);
     assert_eq!(attlas_in(&folder, &["inspect", "q.npy,k.npy,v.npy"]).status, 2, "nothing is left");
     // Values of other lengths than their keys.
-    npy(&folder.0.join("q.npy"), shape, &[0.5; 160]);
-    npy(&folder.0.join("v.npy"), [2, 10, 4], &[0.5; 80]);
+    write("q.npy", shape, &[0.5; 160]);
+    write("v.npy", "(2, 10, 4)", &[0.5; 80]);
     for command in ["inspect", "compare"] {
         let ran = attlas_in(&folder, &[command, "q.npy,k.npy,v.npy"]);
         assert!(ran.status == 2 && ran.err.contains("20") && ran.err.contains("10"), "{}", ran.err);

@@ -4,6 +4,7 @@ mod common;
 
 use attlas::conversions::common::network::{Role, Slot};
 use attlas::conversions::common::product::{Factor, Product};
+use attlas::layer::LayerShape;
 use attlas::{Mat, MatRef, Options, Schedule, Workspace, registry};
 use attlas_model::bert::Batch;
 use attlas_model::checkpoint;
