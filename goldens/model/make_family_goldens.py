@@ -43,7 +43,9 @@ BASE = dict(
 )
 ROPE = dict(rope_type="default", rope_theta=100.0)
 MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=10, norm_topk_prob=True)
+# DeepSeek's own epsilon: transformers norms latents with 1e-6 whatever the config says, llama.cpp with the file's.
 LATENT = dict(
+    rms_norm_eps=1e-6,
     kv_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, num_key_value_heads=4,
     n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=10, n_shared_experts=2,
     first_k_dense_replace=1, n_group=4, topk_group=2, routed_scaling_factor=1.5,

@@ -307,9 +307,11 @@ impl Labels {
 
     fn place(&mut self, x: f64, y: f64, letters: usize) -> (f64, f64) {
         let (width, height) = (6.2 * letters as f64, 11.0);
-        let sides = [(7.0, 4.0), (-7.0 - width, 4.0), (-width / 2.0, -8.0), (-width / 2.0, 17.0)];
+        let near = [(7.0, 4.0), (-7.0 - width, 4.0), (-width / 2.0, -8.0), (-width / 2.0, 17.0)];
+        // A second column on either side.
+        let sides = [near[0], near[1], near[2], near[3], (12.0 + width, 4.0), (-12.0 - 2.0 * width, 4.0)];
         // Further and further up and down, as far as a line to the point can be followed.
-        let lifts = (0..=24).map(|i: i32| 9.0 * f64::from(if i % 2 == 1 { -(i + 1) / 2 } else { i / 2 }));
+        let lifts = (0..=24).map(|i: i32| 11.0 * f64::from(if i % 2 == 1 { -(i + 1) / 2 } else { i / 2 }));
         let boxes = lifts.flat_map(|lift| sides.iter().map(move |(dx, dy)| (x + dx, y + dy + lift)));
         let free = |&(tx, ty): &(f64, f64)| {
             let (x0, y0, x1, y1) = (tx, ty - height + 2.0, tx + width, ty + 2.0);
