@@ -100,7 +100,7 @@ pub(crate) fn period() -> Result<()> {
     let mut rng = StreamKey::new(10).named("period").rng();
     let x = Mat::from_fn(steps, lags, |t, j| {
         (match j {
-            0 => (t as f64 * TAU / period as f64).cos() + 0.6 * rng.normal(),
+            0 => (t as f64 * TAU / period as f64).cos() + 0.3 * rng.normal(),
             1 => 1.0,
             _ => 0.0,
         }) as f32
