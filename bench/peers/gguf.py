@@ -7,7 +7,7 @@
 
 Windows without overlap; all but the first token of each are scored. llama.cpp keeps keys and values in single precision
 here, as attlas does by default; it multiplies quantised weights with activations rounded to 8 bits, which attlas does with
-`--compute int8`: both are printed. Exit status 1 if a perplexity differs by more than --within from either.
+`--compute int8`: both are printed. Exit status 1 if a perplexity differs by more than --within from the nearer of the two.
 """
 
 import argparse
