@@ -148,21 +148,35 @@ unsafe fn rows_by<U: Unit, const M: usize>(s: &Strip<'_>) {
     let x: [*const f32; M] = std::array::from_fn(|n| s.x.row(n).as_ptr());
     for r in s.rows.clone() {
         let row = s.weight.row(r).as_ptr();
-        let mut sums = [[_mm512_setzero_ps(); 2]; M];
-        for unit in 0..whole / 32 / U::GROUPS {
-            // SAFETY: a row holds units of U::BYTES bytes, x holds `cols` elements per row.
-            unsafe {
-                let p = row.add(unit * U::BYTES);
-                let scales = U::scales(p);
-                for g in 0..U::GROUPS {
-                    let (lo, hi) = U::group(p, g, &scales);
-                    let k = 32 * (unit * U::GROUPS + g);
-                    for (sum, x) in sums.iter_mut().zip(x) {
-                        sum[0] = _mm512_fmadd_ps(lo, _mm512_loadu_ps(x.add(k)), sum[0]);
-                        sum[1] = _mm512_fmadd_ps(hi, _mm512_loadu_ps(x.add(k + 16)), sum[1]);
-                    }
+        s.weight.prefetch_behind(r..r + 1);
+        // Units alternate between two pairs of sums, so that an addition need not wait the four cycles of the one before.
+        // (Several weight rows at a time would do, too, but long rows are then read at half the speed.)
+        let mut pairs = [[[_mm512_setzero_ps(); 2]; M]; 2];
+        let units = whole / 32 / U::GROUPS;
+        // SAFETY: a row holds `units` units of U::BYTES bytes, x holds `cols` elements per row.
+        let add = |unit: usize, sums: &mut [[__m512; 2]; M]| unsafe {
+            let p = row.add(unit * U::BYTES);
+            let scales = U::scales(p);
+            for g in 0..U::GROUPS {
+                let (lo, hi) = U::group(p, g, &scales);
+                let k = 32 * (unit * U::GROUPS + g);
+                for (sum, x) in sums.iter_mut().zip(x) {
+                    sum[0] = _mm512_fmadd_ps(lo, _mm512_loadu_ps(x.add(k)), sum[0]);
+                    sum[1] = _mm512_fmadd_ps(hi, _mm512_loadu_ps(x.add(k + 16)), sum[1]);
                 }
             }
+        };
+        for pair in 0..units / 2 {
+            add(2 * pair, &mut pairs[0]);
+            // More rows of x have chains enough, and no registers left.
+            add(2 * pair + 1, &mut pairs[usize::from(M <= 2)]);
+        }
+        if units % 2 == 1 {
+            add(units - 1, &mut pairs[0]);
+        }
+        let mut sums = pairs[0];
+        for (sum, other) in sums.iter_mut().zip(pairs[1]) {
+            *sum = [_mm512_add_ps(sum[0], other[0]), _mm512_add_ps(sum[1], other[1])];
         }
         if whole < cols {
             // Only formats of single values end inside a group of 32.

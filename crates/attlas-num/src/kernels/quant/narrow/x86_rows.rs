@@ -100,6 +100,7 @@ unsafe fn rows_by<L: Load, D: Dot, const M: usize>(s: &Strip<'_>) {
     unsafe {
         for r in s.rows.clone() {
             let mut p = s.weight.row(r).as_ptr();
+            s.weight.prefetch_behind(r..r + 1);
             // Groups alternate between two sums, so that neither waits for the other.
             let mut sums = [[_mm256_setzero_ps(); 2]; M];
             let mut of_minima = [_mm256_setzero_ps(); M];
@@ -239,8 +240,8 @@ unsafe fn halves(p: *const u8) -> __m256 {
 unsafe fn nibbles(p: *const u8) -> __m256i {
     // SAFETY: the callers run with AVX2 and can read sixteen bytes.
     unsafe {
-        let low = _mm_loadu_si128(p.cast());
-        let both = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(low), _mm_srli_epi16::<4>(low));
+        let both = _mm256_broadcastsi128_si256(_mm_loadu_si128(p.cast()));
+        let both = _mm256_srlv_epi64(both, _mm256_setr_epi64x(0, 0, 4, 4));
         _mm256_and_si256(both, _mm256_set1_epi8(15))
     }
 }
