@@ -49,6 +49,8 @@ use std::sync::Arc;
 
 /// Tokens that pass through the linear layers together.
 pub const CHUNK: usize = 512;
+/// Tokens up to which threads stay awake between the products of a pass.
+const FEW_TOKENS: usize = 16;
 
 /// Rows for which logits are computed together, where many are wanted.
 pub const LOGIT_ROWS: usize = 64;
@@ -342,6 +344,18 @@ impl Decoder {
         hidden: &mut Vec<f32>,
         observer: &mut dyn Observer,
     ) -> Result<()> {
+        self.pass(tokens, rows, hidden, None, observer)
+    }
+
+    /// The same, and the logits of `hidden` on the threads that are awake anyway.
+    fn pass(
+        &mut self,
+        tokens: &[u32],
+        rows: Rows,
+        hidden: &mut Vec<f32>,
+        logits: Option<&mut Vec<f32>>,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
         hidden.clear();
         let c = &self.model.config;
         let Weights::Decoder(weights) = &self.model.weights else {
@@ -353,7 +367,7 @@ impl Decoder {
         let chunks = |l: &LayerState| l.chunks(tokens.len());
         let chunk = if state.layers.iter().all(chunks) { CHUNK } else { tokens.len().max(1) };
         state.layers.iter_mut().for_each(|l| l.ahead = total);
-        let result = self.threads.install(|_| {
+        let work = || {
             lengthen(&mut state.table, c.rope.as_ref(), c, total);
             lengthen(&mut state.local_table, c.local_rope.as_ref(), c, total);
             if tokens.len() > 1 {
@@ -366,8 +380,17 @@ impl Decoder {
                 let rows = if rows == Rows::Last && i < last { Rows::None } else { rows };
                 state.run(c, weights, Begin::Tokens(part), rows, hidden, observer)?;
             }
+            if let Some(logits) = logits {
+                logits.resize(hidden.len() / c.hidden * c.vocab, 0.0);
+                logits_of(c, weights, state.compute, hidden, logits, &state.scratch);
+            }
             Ok(())
-        });
+        };
+        let result = if tokens.len() <= FEW_TOKENS {
+            self.threads.install_awake(|_| work())
+        } else {
+            self.threads.install(|_| work())
+        };
         let partial = rows == Rows::None && observer.layers() < c.n_layers;
         if result.is_err() || partial {
             state.truncate(first);
@@ -417,23 +440,14 @@ impl Decoder {
         let Weights::Decoder(weights) = &self.model.weights else {
             unreachable!("checked when the decoder was made")
         };
-        let x = MatRef::new(hidden, hidden.len() / c.hidden, c.hidden);
         let compute = self.state.compute;
-        self.threads.install(|cx| weights.output.apply_in(compute, x, logits, cx.scratch));
-        ops::scale_in_place(logits, c.multipliers.logit);
-        if let Some(cap) = c.logit_softcap {
-            ops::softcap_in_place(logits, cap);
-        }
+        self.threads.install(|cx| logits_of(c, weights, compute, hidden, logits, cx.scratch));
     }
 
     /// The logits after the last token given.
     pub fn next_logits(&mut self, tokens: &[u32], logits: &mut Vec<f32>) -> Result<()> {
         let mut hidden = std::mem::take(&mut self.state.buffers.last);
-        let result = self.forward(tokens, Rows::Last, &mut hidden);
-        if result.is_ok() {
-            logits.resize(hidden.len() / self.model.config.hidden * self.model.config.vocab, 0.0);
-            self.logits_into(&hidden, logits);
-        }
+        let result = self.pass(tokens, Rows::Last, &mut hidden, Some(logits), &mut Blind);
         self.state.buffers.last = hidden;
         result
     }
@@ -761,6 +775,22 @@ enum Begin<'a> {
     Tokens(&'a [u32]),
     /// At a layer, with the residual stream there.
     Layer(usize, &'a [f32]),
+}
+
+/// The logits of normalised hidden states.
+fn logits_of(
+    c: &ModelConfig,
+    weights: &DecoderWeights,
+    compute: Compute,
+    hidden: &[f32],
+    logits: &mut [f32],
+    scratch: &Scratch,
+) {
+    weights.output.apply_in(compute, matrix(hidden, c.hidden), logits, scratch);
+    ops::scale_in_place(logits, c.multipliers.logit);
+    if let Some(cap) = c.logit_softcap {
+        ops::softcap_in_place(logits, cap);
+    }
 }
 
 /// Adds the normalised final hidden states of the residual stream `x` to `hidden`.
