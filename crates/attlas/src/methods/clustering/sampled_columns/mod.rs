@@ -120,7 +120,7 @@ pub static METHOD: Method = Method {
     tunable: &[
         Tunable::budget("keys"),
         Tunable::values("precision", &["bf16"]),
-        Tunable::values("block", &["128"]),
+        Tunable::values("block", &["128", "256"]),
     ],
     ..Method::of::<Params>()
 };
