@@ -12,9 +12,9 @@ use crate::spread::Numbers;
 use crate::workspace::Context;
 use crate::{Error, Inputs, Mask, Out, Output, Problem, Qkv, Result, Schedule, Tensor, TensorRef, Workspace};
 use attlas_num::kernels::Band;
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
 use attlas_num::{DType, MatRef, Real};
-use rayon::prelude::*;
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -91,7 +91,7 @@ pub struct Group<'a, T> {
     pub lse: &'a mut [T],
     /// Which sequence and key head this is.
     pub index: GroupIndex,
-    /// Schedule and scratch memory. Code already runs on the workspace's threads: use rayon freely.
+    /// Schedule and scratch memory. Code already runs on the workspace's threads: use [`attlas_num::par`] or rayon freely.
     pub cx: Context<'a>,
 }
 
@@ -688,13 +688,14 @@ fn run_groups<T: Real>(
                     Ok(all.merge(one(g, &mut [], &mut lse[g * rows..][..rows])?))
                 });
             }
-            // Nothing is listed: a token of a model is one such pass for every layer.
-            o.par_chunks_mut(rows * p.d_v)
+            let infos: Result<Vec<RunInfo>> = o
+                .par_chunks_mut(rows * p.d_v)
                 .zip(lse.par_chunks_mut(rows))
                 .enumerate()
                 .with_max_len(1)
                 .map(|(g, (out, lse))| one(g, out, lse))
-                .try_reduce(RunInfo::default, |a, b| Ok(a.merge(b)))
+                .collect();
+            Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
         })
     })
 }

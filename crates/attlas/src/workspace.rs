@@ -78,7 +78,7 @@ impl Workspace {
 
     /// Runs `work` on this workspace's threads.
     pub fn install<R: Send>(&self, work: impl FnOnce(Context<'_>) -> R + Send) -> R {
-        self.pool.install(|| work(self.context()))
+        attlas_num::par::install(&self.pool, || work(self.context()))
     }
 }
 
