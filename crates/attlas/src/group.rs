@@ -277,6 +277,10 @@ pub struct RowBlock<'a, T> {
 
 /// The numerics of one group, which the author of a method implements.
 pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
+    /// Whether it computes in double precision, too: where the feature `double` is off, only the oracles do, and plans
+    /// refuse the others.
+    const DOUBLE: bool = cfg!(feature = "double");
+
     /// Counted work for the whole problem, set-up included.
     fn cost(&self, problem: &Problem) -> Cost;
 
@@ -474,7 +478,8 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
     fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
         match (inputs, out) {
             (Inputs::F32(x), Output::F32(o)) => self.execute_typed(x, o, ws),
-            (Inputs::F64(x), Output::F64(o)) => self.execute_typed(x, o, ws),
+            (Inputs::F64(x), Output::F64(o)) if P::DOUBLE => self.execute_typed(x, o, ws),
+            (Inputs::F64(_), Output::F64(_)) => Err(single_only(S::METHOD)),
             (x, _) => Err(Error::shape("output element type", format!("{:?}", x.dtype()), "the other one")),
         }
     }
@@ -482,14 +487,16 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
     fn backward(&self, pass: &mut Backward<'_>, ws: &mut Workspace) -> Result<()> {
         match pass {
             Backward::F32(pass) => self.backward_typed(pass, ws),
-            Backward::F64(pass) => self.backward_typed(pass, ws),
+            Backward::F64(pass) if P::DOUBLE => self.backward_typed(pass, ws),
+            Backward::F64(_) => Err(single_only(S::METHOD)),
         }
     }
 
     fn stream(&self, dtype: DType) -> Option<Box<dyn Stream>> {
         match dtype {
             DType::F32 => self.stream_typed::<f32>(|s| Box::new(s)),
-            DType::F64 => self.stream_typed::<f64>(|s| Box::new(s)),
+            DType::F64 if P::DOUBLE => self.stream_typed::<f64>(|s| Box::new(s)),
+            DType::F64 => None,
         }
     }
 
@@ -504,9 +511,10 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
             (Tensor::F32(k), Tensor::F32(v)) => {
                 make_stand_ins(&self.problem, k, v, piece, ws, &|x| self.plan.stand_ins(x))
             }
-            (Tensor::F64(k), Tensor::F64(v)) => {
+            (Tensor::F64(k), Tensor::F64(v)) if P::DOUBLE => {
                 make_stand_ins(&self.problem, k, v, piece, ws, &|x| self.plan.stand_ins(x))
             }
+            (Tensor::F64(_), Tensor::F64(_)) => Err(single_only(S::METHOD)),
             (k, _) => Err(wrong_type(k.dtype())),
         }
     }
@@ -524,14 +532,22 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
                     self.plan.attend_stand_ins(g, list)
                 })
             }
-            (Tensor::F64(q), Output::F64(o)) => {
+            (Tensor::F64(q), Output::F64(o)) if P::DOUBLE => {
                 run_stand_ins(&self.problem, q, stand_ins, o, ws, &|g, list| {
                     self.plan.attend_stand_ins(g, list)
                 })
             }
+            (Tensor::F64(_), Output::F64(_)) => Err(single_only(S::METHOD)),
             (q, _) => Err(wrong_type(q.dtype())),
         }
     }
+}
+
+/// The refusal of double precision where only single precision is compiled.
+fn single_only(method: &Method) -> Error {
+    let reason =
+        "this program computes it in single precision alone: the feature `double` of attlas adds the other";
+    Error::Unsupported { method: method.id.into(), reasons: vec![reason.into()] }
 }
 
 impl<S: Spec, P: GroupPlan> Grouped<S, P> {

@@ -80,6 +80,8 @@ fn far_problem(p: &Problem) -> Problem {
 }
 
 impl<P: GroupPlan> GroupPlan for NearField<P> {
+    const DOUBLE: bool = P::DOUBLE;
+
     fn cost(&self, p: &Problem) -> Cost {
         let far = far_problem(p);
         let inner = if far.n_k > 0 { self.plan.cost(&far) } else { Cost::default() };
