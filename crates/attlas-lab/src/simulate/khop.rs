@@ -12,7 +12,8 @@
 
 use crate::{Error, Result};
 use attlas::{
-    Inputs, Method, Options, Out, Output, Problem, Qkv, Real, Schedule, TensorMut, TensorRef, Workspace, registry,
+    Inputs, Method, Options, Out, Output, Problem, Qkv, Real, Schedule, TensorMut, TensorRef, Workspace,
+    registry,
 };
 use attlas_num::rng::StreamKey;
 use serde::Serialize;
