@@ -17,7 +17,7 @@ use crate::weights::{EncoderLayer, EncoderWeights, LayerNorm, Weights};
 use attlas::{
     Inputs, MatRef, Method, Options, Out, Plan, Problem, Qkv, RunInfo, TensorMut, TensorRef, Workspace,
 };
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 /// Inputs of the linear maps of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -20,8 +20,8 @@ use attlas::conversions::mla::{self, Calibration, Converted, Figures, Params, St
 use attlas::layer::{Dense, LayerShape};
 use attlas::{Mat, MatRef, Workspace};
 use attlas_num::Scratch;
+use attlas_num::par::*;
 use attlas_num::rope::{Rope, Scaling};
-use rayon::prelude::*;
 use serde_json::json;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

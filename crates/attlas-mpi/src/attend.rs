@@ -7,7 +7,7 @@ use attlas::{
     TensorMut, TensorRef, Workspace, merge_lse,
 };
 use attlas_num::kernels::pages;
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::ops::Range;
 
 /// This process's part of queries, keys and values.

@@ -15,5 +15,6 @@ pub mod sketch;
 pub mod tensor;
 pub mod transform;
 
+pub use kernels::par;
 pub use mat::{DType, Mat, MatRef, Real};
 pub use scratch::{Buf, Scratch};

@@ -42,8 +42,8 @@ use crate::problem::Dims;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Qkv, Real, Result, TensorMut, TensorRef, Workspace};
 use attlas_num::kernels::{Band, dot};
+use attlas_num::par::*;
 use attlas_num::scratch::Buf;
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// One backward pass in one element type.

@@ -12,9 +12,9 @@ use crate::spread::Numbers;
 use crate::workspace::Context;
 use crate::{Error, Inputs, Mask, Out, Output, Problem, Qkv, Result, Schedule, Tensor, TensorRef, Workspace};
 use attlas_num::kernels::Band;
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
 use attlas_num::{DType, MatRef, Real};
-use rayon::prelude::*;
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -91,7 +91,7 @@ pub struct Group<'a, T> {
     pub lse: &'a mut [T],
     /// Which sequence and key head this is.
     pub index: GroupIndex,
-    /// Schedule and scratch memory. Code already runs on the workspace's threads: use rayon freely.
+    /// Schedule and scratch memory. Code already runs on the workspace's threads: use [`attlas_num::par`] or rayon freely.
     pub cx: Context<'a>,
 }
 
@@ -198,12 +198,27 @@ impl<'a, T: Real> Group<'a, T> {
         rows_per_block: usize,
         work: impl Fn(RowBlock<'_, T>) -> Result<R> + Sync + Send,
     ) -> Result<Vec<R>> {
+        let threads = self.cx.schedule.threads;
+        let blocks = self.row_blocks(rows_per_block);
+        // One place for each block: sorting the results would compile a sort for every type of result.
+        let results: Mutex<Vec<Option<R>>> = Mutex::new(blocks.iter().map(|_| None).collect());
+        run_blocks(blocks, threads, &|at, block| {
+            let result = work(block)?;
+            results.lock().unwrap_or_else(PoisonError::into_inner)[at] = Some(result);
+            Ok(())
+        })?;
+        let results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Ok(results.into_iter().flatten().collect())
+    }
+
+    /// The blocks of [`par_row_blocks`](Self::par_row_blocks), in its order.
+    fn row_blocks(&mut self, rows_per_block: usize) -> Vec<RowBlock<'_, T>> {
         let (n_q, d_v) = (self.n_q(), self.d_v());
-        if n_q == 0 || self.q.heads() == 0 {
-            return Ok(Vec::new());
+        let mut blocks = Vec::new();
+        if n_q == 0 {
+            return blocks;
         }
         let rows_per_block = rows_per_block.clamp(1, n_q);
-        let mut blocks: Vec<RowBlock<'_, T>> = Vec::new();
         for (head, (out, lse)) in self.out.chunks_mut(n_q * d_v).zip(self.lse.chunks_mut(n_q)).enumerate() {
             let q = self.q.head(head);
             for (b, (out, lse)) in
@@ -214,15 +229,7 @@ impl<'a, T: Real> Group<'a, T> {
             }
         }
         blocks.sort_by_key(|b| std::cmp::Reverse(b.first));
-        // One place for each block: sorting the results would compile a sort for every type of result.
-        let results: Mutex<Vec<Option<R>>> = Mutex::new(blocks.iter().map(|_| None).collect());
-        run_blocks(blocks, self.cx.schedule.threads, &|at, block| {
-            let result = work(block)?;
-            results.lock().unwrap_or_else(PoisonError::into_inner)[at] = Some(result);
-            Ok(())
-        })?;
-        let results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
-        Ok(results.into_iter().flatten().collect())
+        blocks
     }
 }
 
@@ -270,6 +277,10 @@ pub struct RowBlock<'a, T> {
 
 /// The numerics of one group, which the author of a method implements.
 pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
+    /// Whether it computes in double precision, too: where the feature `double` is off, only the oracles do, and plans
+    /// refuse the others.
+    const DOUBLE: bool = cfg!(feature = "double");
+
     /// Counted work for the whole problem, set-up included.
     fn cost(&self, problem: &Problem) -> Cost;
 
@@ -303,7 +314,7 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
     /// Writes the gradients of one group. Only called where `has_gradient` says so.
     fn backward<T: Real>(&self, g: GroupBackward<'_, T>) -> Result<()> {
         let _ = g;
-        Err(Error::Unsupported { method: "this plan".into(), reasons: vec!["it has no gradient".into()] })
+        Err(no_gradient())
     }
 
     /// Numbers of a few weighted keys that stand for a piece of keys, where the method makes such.
@@ -315,7 +326,7 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
     /// Attends with the queries of a group to such numbers alone.
     fn attend_stand_ins<T: Real>(&self, group: Group<'_, T>, stand_ins: &[T]) -> Result<RunInfo> {
         let _ = (group, stand_ins);
-        Err(Error::shape("stand-ins", "a method that gathers", "another one"))
+        Err(not_made_for("stand-ins", "a method that gathers"))
     }
 
     /// Decoding for one group, where the method can.
@@ -323,6 +334,16 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
         let _ = (problem, index);
         None
     }
+}
+
+/// The refusal of a plan without a backward pass.
+pub(crate) fn no_gradient() -> Error {
+    Error::Unsupported { method: "this plan".into(), reasons: vec!["it has no gradient".into()] }
+}
+
+/// The refusal of what only other plans and streams take.
+fn not_made_for(what: &'static str, expected: &str) -> Error {
+    Error::shape(what, expected, "another one")
 }
 
 /// Keys that are to be stood for: see [`Plan::stand_ins`].
@@ -369,23 +390,10 @@ pub trait GroupStream<T: Real>: Debug + Send {
     /// Appends the tokens of `x` and attends with each of them to everything up to itself: token by token, unless
     /// the method knows something faster.
     fn extend(&mut self, x: Group<'_, T>) -> Result<RunInfo> {
-        let (heads, n, d_v) = (x.q.heads(), x.n_q(), x.d_v());
-        let mut q = x.cx.scratch.take::<T>(heads * x.k.cols());
-        let (mut out, mut lse) = (x.cx.scratch.take::<T>(heads * d_v), x.cx.scratch.take::<T>(heads));
-        let mut info = RunInfo::default();
-        for i in 0..n {
-            self.push(x.k.sub_rows(i..i + 1), x.v.sub_rows(i..i + 1), x.cx)?;
-            for (h, row) in q.chunks_exact_mut(x.k.cols()).enumerate() {
-                row.copy_from_slice(x.q.head(h).row(i));
-            }
-            let rows = MatRef::new(&q, heads, x.k.cols());
-            info = info.merge(self.attend(rows, x.scale, &mut out, &mut lse, x.cx)?);
-            for (h, (row, l)) in out.chunks_exact(d_v).zip(&*lse).enumerate() {
-                x.out[(h * n + i) * d_v..][..d_v].copy_from_slice(row);
-                x.lse[h * n + i] = *l;
-            }
-        }
-        Ok(info)
+        token_by_token(x, &mut |k, v, q, scale, out, lse, cx| {
+            self.push(k, v, cx)?;
+            self.attend(q, scale, out, lse, cx)
+        })
     }
 
     /// Bytes of state held now.
@@ -400,7 +408,7 @@ pub trait GroupStream<T: Real>: Debug + Send {
     /// Adds such sums, which stand for `tokens` tokens.
     fn add_sums(&mut self, sums: &[T], tokens: usize) -> Result<()> {
         let _ = (sums, tokens);
-        Err(Error::shape("sums", "a stream that is a sum over keys", "another one"))
+        Err(not_made_for("sums", "a stream that is a sum over keys"))
     }
 
     /// The sums of the keys that the next call of [`rows`](Self::rows) brings, with a causal mask; what this computed is
@@ -414,8 +422,40 @@ pub trait GroupStream<T: Real>: Debug + Send {
     /// pushed.
     fn rows(&mut self, x: Group<'_, T>) -> Result<RunInfo> {
         let _ = x;
-        Err(Error::shape("rows", "a stream that is a sum over keys", "another one"))
+        Err(not_made_for("rows", "a stream that is a sum over keys"))
     }
+}
+
+/// Appends one token and attends with it: keys, values, queries, scale, output and log-sum-exp of one row.
+type Step<'s, T> = &'s mut dyn FnMut(
+    MatRef<'_, T>,
+    MatRef<'_, T>,
+    MatRef<'_, T>,
+    T,
+    &mut [T],
+    &mut [T],
+    Context<'_>,
+) -> Result<RunInfo>;
+
+/// Takes the tokens of `x` one after another.
+fn token_by_token<T: Real>(x: Group<'_, T>, step: Step<'_, T>) -> Result<RunInfo> {
+    let (heads, n, d_v) = (x.q.heads(), x.n_q(), x.d_v());
+    let mut q = x.cx.scratch.take::<T>(heads * x.k.cols());
+    let (mut out, mut lse) = (x.cx.scratch.take::<T>(heads * d_v), x.cx.scratch.take::<T>(heads));
+    let mut info = RunInfo::default();
+    for i in 0..n {
+        for (h, row) in q.chunks_exact_mut(x.k.cols()).enumerate() {
+            row.copy_from_slice(x.q.head(h).row(i));
+        }
+        let (k, v) = (x.k.sub_rows(i..i + 1), x.v.sub_rows(i..i + 1));
+        let rows = MatRef::new(&q, heads, x.k.cols());
+        info = info.merge(step(k, v, rows, x.scale, &mut out, &mut lse, x.cx)?);
+        for (h, (row, l)) in out.chunks_exact(d_v).zip(&*lse).enumerate() {
+            x.out[(h * n + i) * d_v..][..d_v].copy_from_slice(row);
+            x.lse[h * n + i] = *l;
+        }
+    }
+    Ok(info)
 }
 
 /// A [`GroupPlan`] over all groups of a problem.
@@ -438,7 +478,8 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
     fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo> {
         match (inputs, out) {
             (Inputs::F32(x), Output::F32(o)) => self.execute_typed(x, o, ws),
-            (Inputs::F64(x), Output::F64(o)) => self.execute_typed(x, o, ws),
+            (Inputs::F64(x), Output::F64(o)) if P::DOUBLE => self.execute_typed(x, o, ws),
+            (Inputs::F64(_), Output::F64(_)) => Err(single_only(S::METHOD)),
             (x, _) => Err(Error::shape("output element type", format!("{:?}", x.dtype()), "the other one")),
         }
     }
@@ -446,14 +487,16 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
     fn backward(&self, pass: &mut Backward<'_>, ws: &mut Workspace) -> Result<()> {
         match pass {
             Backward::F32(pass) => self.backward_typed(pass, ws),
-            Backward::F64(pass) => self.backward_typed(pass, ws),
+            Backward::F64(pass) if P::DOUBLE => self.backward_typed(pass, ws),
+            Backward::F64(_) => Err(single_only(S::METHOD)),
         }
     }
 
     fn stream(&self, dtype: DType) -> Option<Box<dyn Stream>> {
         match dtype {
             DType::F32 => self.stream_typed::<f32>(|s| Box::new(s)),
-            DType::F64 => self.stream_typed::<f64>(|s| Box::new(s)),
+            DType::F64 if P::DOUBLE => self.stream_typed::<f64>(|s| Box::new(s)),
+            DType::F64 => None,
         }
     }
 
@@ -468,9 +511,10 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
             (Tensor::F32(k), Tensor::F32(v)) => {
                 make_stand_ins(&self.problem, k, v, piece, ws, &|x| self.plan.stand_ins(x))
             }
-            (Tensor::F64(k), Tensor::F64(v)) => {
+            (Tensor::F64(k), Tensor::F64(v)) if P::DOUBLE => {
                 make_stand_ins(&self.problem, k, v, piece, ws, &|x| self.plan.stand_ins(x))
             }
+            (Tensor::F64(_), Tensor::F64(_)) => Err(single_only(S::METHOD)),
             (k, _) => Err(wrong_type(k.dtype())),
         }
     }
@@ -488,14 +532,22 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
                     self.plan.attend_stand_ins(g, list)
                 })
             }
-            (Tensor::F64(q), Output::F64(o)) => {
+            (Tensor::F64(q), Output::F64(o)) if P::DOUBLE => {
                 run_stand_ins(&self.problem, q, stand_ins, o, ws, &|g, list| {
                     self.plan.attend_stand_ins(g, list)
                 })
             }
+            (Tensor::F64(_), Output::F64(_)) => Err(single_only(S::METHOD)),
             (q, _) => Err(wrong_type(q.dtype())),
         }
     }
+}
+
+/// The refusal of double precision where only single precision is compiled.
+fn single_only(method: &Method) -> Error {
+    let reason =
+        "this program computes it in single precision alone: the feature `double` of attlas adds the other";
+    Error::Unsupported { method: method.id.into(), reasons: vec![reason.into()] }
 }
 
 impl<S: Spec, P: GroupPlan> Grouped<S, P> {
@@ -688,13 +740,14 @@ fn run_groups<T: Real>(
                     Ok(all.merge(one(g, &mut [], &mut lse[g * rows..][..rows])?))
                 });
             }
-            // Nothing is listed: a token of a model is one such pass for every layer.
-            o.par_chunks_mut(rows * p.d_v)
+            let infos: Result<Vec<RunInfo>> = o
+                .par_chunks_mut(rows * p.d_v)
                 .zip(lse.par_chunks_mut(rows))
                 .enumerate()
                 .with_max_len(1)
                 .map(|(g, (out, lse))| one(g, out, lse))
-                .try_reduce(RunInfo::default, |a, b| Ok(a.merge(b)))
+                .collect();
+            Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
         })
     })
 }

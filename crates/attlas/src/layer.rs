@@ -5,7 +5,7 @@ use crate::workspace::Context;
 use crate::{Cost, Error, Mask, MatRef, Options, Result, RunInfo, Workspace};
 use attlas_num::Mat;
 use attlas_num::kernels::{Op, gemm};
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt::Debug;

@@ -12,6 +12,8 @@
 //! ```
 //!
 //! With the feature `ndarray`, `attention_array` takes and gives arrays; with `half`, elements may be `f16` or `bf16`.
+//! Without `double`, which is on by default, methods other than `exact` and `naive` refuse double precision, and the
+//! library's code is a quarter smaller.
 //!
 //! Any method by its name, with strided tensors, threads and scratch memory that are kept from call to call, and the
 //! log-sum-exp of each row: a [`Problem`] names the sizes and the mask, a [`Method`] from the [`registry`] plans it,

@@ -1,7 +1,7 @@
 //! The contract of a method: its claims, and how it is planned, run and streamed.
 
 use crate::gradient::Backward;
-use crate::group::{GroupPlan, boxed};
+use crate::group::{GroupPlan, boxed, no_gradient};
 use crate::negated::Negated;
 use crate::params::{ParamSet, ParamSpec};
 use crate::problem::Dims;
@@ -209,18 +209,7 @@ pub trait Spec: ParamSet {
             return Ok(Box::new(Negated::new(self.plan_with(&positive, calibration)?, problem)));
         }
         let problem = &problem.with_near(problem.near.resolved(&method.claims));
-        let mut reasons = self.supports(problem).reasons;
-        reasons.extend(problem.near.reasons(method, problem));
-        reasons.extend(method.softcap_reason(problem));
-        if method.claims.needs == Needs::Calibration && calibration.is_none() {
-            reasons.push(format!("{} learns from data first: pass a calibration", method.id));
-        }
-        if !reasons.is_empty() {
-            return Err(Error::Unsupported { method: method.id.into(), reasons });
-        }
-        if let Some(c) = calibration {
-            c.check(method.id, problem)?;
-        }
+        method.accept(problem, self.supports(problem), calibration)?;
         let plan = self.clone().build(Accepted { problem, calibration })?;
         Ok(boxed(self, plan, problem))
     }
@@ -249,6 +238,20 @@ impl Method {
             }
             Err(error) => Support::unless(true, error.to_string()),
         }
+    }
+
+    /// An error with everything that stands in the way of a plan, `support` included.
+    fn accept(&self, problem: &Problem, support: Support, calibration: Option<&Calibration>) -> Result<()> {
+        let mut reasons = support.reasons;
+        reasons.extend(problem.near.reasons(self, problem));
+        reasons.extend(self.softcap_reason(problem));
+        if self.claims.needs == Needs::Calibration && calibration.is_none() {
+            reasons.push(format!("{} learns from data first: pass a calibration", self.id));
+        }
+        if !reasons.is_empty() {
+            return Err(Error::Unsupported { method: self.id.into(), reasons });
+        }
+        calibration.map_or(Ok(()), |c| c.check(self.id, problem))
     }
 
     /// Why the method cannot honour the problem's softcap, where it cannot.
@@ -327,7 +330,7 @@ pub trait Plan: Debug + Send + Sync {
     /// claim [`gradient`](Claims::gradient); the others refuse. Nothing is written when an error is returned.
     fn backward(&self, pass: &mut Backward<'_>, ws: &mut Workspace) -> Result<()> {
         let _ = (pass, ws);
-        Err(Error::Unsupported { method: "this plan".into(), reasons: vec!["it has no gradient".into()] })
+        Err(no_gradient())
     }
 
     /// Token-by-token decoding, where the method can; empty at first.

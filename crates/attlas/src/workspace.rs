@@ -79,7 +79,7 @@ impl Workspace {
 
     /// Runs `work` on this workspace's threads.
     pub fn install<R: Send>(&self, work: impl FnOnce(Context<'_>) -> R + Send) -> R {
-        self.pool.install(|| work(self.context()))
+        attlas_num::par::install(&self.pool, || work(self.context()))
     }
 
     /// The same, and threads without work stay awake until `work` ends. To wake a thread takes longer than many of the

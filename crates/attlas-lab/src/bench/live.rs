@@ -15,8 +15,8 @@ use attlas::{
     Workspace,
 };
 use attlas_num::kernels::pages;
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
 
 /// Inputs of one shape.
 pub(super) struct Data {

@@ -12,7 +12,8 @@
 
 use crate::{Error, Result};
 use attlas::{
-    Inputs, Method, Options, Out, Problem, Qkv, Schedule, TensorMut, TensorRef, Workspace, registry,
+    Inputs, Method, Options, Out, Output, Problem, Qkv, Real, Schedule, TensorMut, TensorRef, Workspace,
+    registry,
 };
 use attlas_num::rng::StreamKey;
 use serde::Serialize;
@@ -84,13 +85,13 @@ fn bits(n: usize) -> usize {
 }
 
 /// ±1 for each bit.
-fn code(x: usize, bits: usize) -> impl Iterator<Item = f64> {
-    (0..bits).map(move |b| if x >> b & 1 == 1 { 1.0 } else { -1.0 })
+fn code<T: Real>(x: usize, bits: usize) -> impl Iterator<Item = T> {
+    (0..bits).map(move |b| if x >> b & 1 == 1 { T::ONE } else { -T::ONE })
 }
 
 /// The number whose code is nearest.
-fn number(row: &[f64]) -> usize {
-    row.iter().enumerate().map(|(b, &x)| usize::from(x > 0.0) << b).sum()
+fn number<T: Real>(row: &[T]) -> usize {
+    row.iter().enumerate().map(|(b, &x)| usize::from(x > T::ZERO) << b).sum()
 }
 
 /// Attention with one head over whole rows.
@@ -102,20 +103,24 @@ struct Lookups<'a> {
 }
 
 impl Lookups<'_> {
-    fn attend(
+    fn attend<T: Real>(
         &mut self,
         method: &Method,
         options: &Options,
         scale: f64,
-        (q, k, v): (&[f64], &[f64], &[f64]),
+        (q, k, v): (&[T], &[T], &[T]),
         (d, d_v): (usize, usize),
-    ) -> Result<Vec<f64>> {
+    ) -> Result<Vec<T>>
+    where
+        for<'x> Inputs<'x>: From<Qkv<'x, T>>,
+        for<'x> Output<'x>: From<Out<'x, T>>,
+    {
         let n = self.run.n;
         let problem = Problem { d_v, scale, ..Problem::new(1, n, d).causal() };
         let plan = method.plan(&problem, options)?;
         let view = |x, width| TensorRef::bhnd(x, [1, 1, n, width]);
-        let inputs = Inputs::F64(Qkv::new(view(q, d)?, view(k, d)?, view(v, d_v)?));
-        let mut out = vec![0.0; n * d_v];
+        let inputs = Inputs::from(Qkv::new(view(q, d)?, view(k, d)?, view(v, d_v)?));
+        let mut out = vec![T::ZERO; n * d_v];
         let o = Out::new(TensorMut::bhnd(&mut out, [1, 1, n, d_v])?);
         let info = plan.execute(&inputs, &mut o.into(), &mut self.ws)?;
         if std::ptr::eq(method, self.run.method) {
@@ -128,11 +133,11 @@ impl Lookups<'_> {
     /// For each token the number that `values` holds at position `at`.
     fn read(&mut self, at: &[usize], values: &[usize], most: usize) -> Result<Vec<usize>> {
         let (n, d, d_v) = (self.run.n, bits(self.run.n), bits(most));
-        // A wrong position has a logit that is lower by two scales at least.
+        // A wrong position has a logit that is lower by two scales at least: enough in single precision.
         let scale = (n as f64 / LEAK).ln();
-        let q: Vec<f64> = at.iter().flat_map(|&p| code(p, d)).collect();
-        let k: Vec<f64> = (0..n).flat_map(|p| code(p, d)).collect();
-        let v: Vec<f64> = values.iter().flat_map(|&x| code(x, d_v)).collect();
+        let q: Vec<f32> = at.iter().flat_map(|&p| code(p, d)).collect();
+        let k: Vec<f32> = (0..n).flat_map(|p| code(p, d)).collect();
+        let v: Vec<f32> = values.iter().flat_map(|&x| code(x, d_v)).collect();
         let (method, options) = (self.run.method, self.run.options.clone());
         let out = self.attend(method, &options, scale, (&q, &k, &v), (d, d_v))?;
         Ok(out.chunks_exact(d_v).map(number).collect())

@@ -12,7 +12,7 @@ use attlas::conversions::common::moments::Moments;
 use attlas::conversions::common::network::{Network, Role, Slot};
 use attlas::{Mat, MatRef, Options, Workspace, registry};
 use attlas_num::linalg::matmul_tn;
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

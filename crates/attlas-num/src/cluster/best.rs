@@ -9,8 +9,8 @@
 //! of that bin are halved until few enough are left to be sorted. Long lists are counted in pieces on rayon's current
 //! pool, or by the tasks that compute the scores; weights are whole numbers, so no number of threads moves the cut.
 
+use crate::par::*;
 use crate::{DType, Real, kernels};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Bins of the histogram: the top bits of a score, sign and exponent first.

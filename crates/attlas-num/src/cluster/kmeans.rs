@@ -17,9 +17,9 @@
 
 use super::buckets::order_by;
 use crate::hash::{project_tiles, squared_distance, squared_norm};
+use crate::par::*;
 use crate::rng::{Rng, StreamKey};
 use crate::{Mat, MatRef, Real};
-use rayon::prelude::*;
 
 /// Multiplications below which threads cost more than they save.
 const PARALLEL_WORK: usize = 1 << 20;

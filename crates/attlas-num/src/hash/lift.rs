@@ -9,9 +9,9 @@
 //! Reference: Daras, Kitaev, Odena and Dimakis 2020 (SMYRF), after Neyshabur and Srebro 2015.
 
 use super::{directions, project_columns, squared_norm};
+use crate::par::*;
 use crate::rng::StreamKey;
 use crate::{Mat, MatRef, Real};
-use rayon::prelude::*;
 
 /// Largest Euclidean norm of a row; 0 without rows. Rows holding NaN are passed over.
 pub fn max_norm<T: Real>(x: MatRef<'_, T>) -> f64 {

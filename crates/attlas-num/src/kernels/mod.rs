@@ -2,7 +2,8 @@
 //!
 //! `scalar.rs` is the readable definition of every kernel; the other files offer the same functions for one
 //! instruction set each. The functions here check lengths and hand over to the best instruction set of the
-//! machine, or to the one that the caller names. All run on the calling thread: splitting work is the caller's business.
+//! machine, or to the one that the caller names. All run on the calling thread: splitting work is the caller's business,
+//! with the loops of [`par`].
 //!
 //! ```
 //! use attlas_num::kernels::{Attend, Band, Isa, Precision};
@@ -43,6 +44,7 @@ mod decode;
 mod isa;
 mod log;
 pub mod pages;
+pub mod par;
 mod product;
 pub mod quant;
 mod scalar;

@@ -6,10 +6,10 @@
 
 use crate::kernels::{Isa, Op, gemm};
 use crate::linalg::{LinalgError, Result, Triangle, axpy, cholesky, dot, solve_triangular_in_place};
+use crate::par::*;
 use crate::randla::leverage::leverage_scores;
 use crate::scratch::Scratch;
 use crate::{Mat, MatRef, Real};
-use rayon::prelude::*;
 
 /// When the iteration for [`lewis_weights`] stops, and which directions count.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -15,9 +15,9 @@
 use super::haar::haar;
 use super::{SketchError, ensure};
 use crate::mat::Mat;
+use crate::par::*;
 use crate::rng::{Rng, StreamKey};
 use crate::transform::walsh_hadamard_in_place;
-use rayon::prelude::*;
 
 /// How directions depend on each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

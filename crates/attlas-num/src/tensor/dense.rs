@@ -2,8 +2,8 @@
 
 use super::{Error, Result};
 use crate::linalg::{Op, gemm};
+use crate::par::*;
 use crate::{Mat, MatRef, Real};
-use rayon::prelude::*;
 use std::borrow::Cow;
 
 /// The largest number of modes a tensor may have.
@@ -209,7 +209,7 @@ impl<T: Real> Tensor<T> {
                 gemm(T::ONE, rows_of(rows, n), rows_of(&self.buf, s), to, s, false);
             });
         } else {
-            let (from, to) = (self.buf.par_chunks_exact(n * s), out.buf.par_chunks_exact_mut(j * s));
+            let (from, to) = (self.buf.par_chunks(n * s), out.buf.par_chunks_exact_mut(j * s));
             from.zip(to).for_each(|(from, to)| gemm(T::ONE, op(false), rows_of(from, s), to, s, false));
         }
         Ok(out)

@@ -7,10 +7,10 @@
 use super::Tensor;
 use crate::Mat;
 use crate::linalg::{matmul, matmul_nt, svd};
+use crate::par::*;
 use faer::linalg::matmul::triangular::{self, BlockStructure};
 use faer::linalg::solvers::Solve;
 use faer::{Accum, MatMut, MatRef, Par, Side};
-use rayon::prelude::*;
 
 fn view(a: &Mat<f64>) -> MatRef<'_, f64> {
     MatRef::from_row_major_slice(a.data(), a.rows(), a.cols())

@@ -26,8 +26,8 @@ use crate::layer::{Dense, LayerShape};
 use crate::params::ParamValue;
 use crate::{Error, Mat, Options, Result, layers};
 use attlas_num::linalg::{matmul, matmul_nt, matmul_tn, svd, thin_qr};
+use attlas_num::par::*;
 use attlas_num::tensor::cp;
-use rayon::prelude::*;
 
 /// Registry entry.
 pub static CONVERSION: Conversion = Conversion {

@@ -27,8 +27,8 @@ use super::common::refused;
 use super::common::stack::{Stack, stacks};
 use crate::{Error, Mat, Result};
 use attlas_num::linalg::psd_factor;
+use attlas_num::par::*;
 use attlas_num::tensor::{Tensor, tucker};
-use rayon::prelude::*;
 use std::sync::Arc;
 
 /// Registry entry.

@@ -30,7 +30,7 @@ use crate::conversions::Conversion;
 use crate::layer::Linear;
 use crate::{Error, Mat, Result};
 use attlas_num::linalg::{matmul, matmul_tn, singular_values};
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Registry entry.

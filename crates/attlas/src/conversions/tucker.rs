@@ -25,8 +25,8 @@ use super::common::refused;
 use super::shared_factor::{Shared, check, each_stack, slices, stack_error, weighted_stack};
 use crate::{Error, Mat, Result};
 use attlas_num::linalg::{matmul, matmul_nt, psd_factor};
+use attlas_num::par::*;
 use attlas_num::tensor::{Tensor, tucker};
-use rayon::prelude::*;
 use std::sync::Arc;
 
 /// Registry entry.

@@ -3,9 +3,9 @@
 use super::Head;
 use crate::workspace::Context;
 use attlas_num::kernels::{Attend, Band, Precision};
+use attlas_num::par::*;
 use attlas_num::randla::LinearOperator;
 use attlas_num::{Mat, MatRef};
-use rayon::prelude::*;
 
 /// Rows that one task takes, fixed so that threads cannot change a bit.
 const TASK_ROWS: usize = 96;

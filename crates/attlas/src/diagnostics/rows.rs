@@ -5,7 +5,7 @@ use crate::workspace::Context;
 use crate::{Mask, Workspace};
 use attlas_num::Mat;
 use attlas_num::kernels::{Op, exp_in_place, gemm};
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::ops::Range;
 
 /// Shares of the row maximum below which weights are counted.

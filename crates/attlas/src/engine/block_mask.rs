@@ -8,8 +8,8 @@
 use super::{attend_tile, exact_rows};
 use crate::workspace::Context;
 use attlas_num::kernels::{Band, ROWS_AHEAD, merge_lse, prefetch};
+use attlas_num::par::*;
 use attlas_num::{Buf, MatRef, Real};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Queries merged by one task.

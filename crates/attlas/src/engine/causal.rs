@@ -13,8 +13,8 @@ use crate::group::{Group, GroupIndex, Queries};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, merge_lse};
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -210,10 +210,8 @@ where
         let middle = rows.start + n / 2;
         let (first, second) = (rows.start..middle, middle..rows.end);
         let (top, mut bottom) = results.reborrow().split_at(n / 2, self.v.cols());
-        let (a, b) = rayon::join(
-            || self.square(first.clone(), top),
-            || self.square(second.clone(), bottom.reborrow()),
-        );
+        let (a, b) =
+            join(|| self.square(first.clone(), top), || self.square(second.clone(), bottom.reborrow()));
         let keys = self.keys(&first);
         Ok(a?.merge(b?).merge(self.part(second, keys, bottom)?))
     }

@@ -6,8 +6,8 @@ use crate::group::{Group, Queries};
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, Op, Precision, exp_sum, gemm, gemm_packed, max, pack_right, packed_len};
+use attlas_num::par::*;
 use attlas_num::scratch::Buf;
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Which rows share a choice, and which keys they see exactly without one.

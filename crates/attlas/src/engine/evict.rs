@@ -6,7 +6,7 @@ use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result};
 use attlas_num::cluster::select_top;
 use attlas_num::kernels::{Attend, Band, Op, Precision, axpy, exp_sum, gemm, max};
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 /// Which keys are kept.
 #[derive(Clone, Copy, Debug)]

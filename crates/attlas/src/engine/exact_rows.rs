@@ -4,8 +4,8 @@ use crate::group::Group;
 use crate::workspace::Context;
 use crate::{Result, RunInfo};
 use attlas_num::kernels::{Attend, Band, Precision, merge_lse};
+use attlas_num::par::*;
 use attlas_num::{MatRef, Real};
-use rayon::prelude::*;
 
 crate::choices! {
     /// Precision of the operands of both products.

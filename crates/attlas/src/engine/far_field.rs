@@ -6,9 +6,9 @@
 
 use crate::workspace::Context;
 use attlas_num::kernels::{Attend, Band, Precision, axpy, pages, sq_dist};
+use attlas_num::par::*;
 use attlas_num::scratch::Buf;
 use attlas_num::{MatRef, Real};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Keys and values that the rows of a block attend to, with a bias for each.

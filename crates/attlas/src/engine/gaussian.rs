@@ -7,8 +7,8 @@ use crate::workspace::Context;
 use crate::{Mat, MatRef, Real};
 use attlas_num::kernels::{Op, dot, exp_in_place, gemm};
 use attlas_num::linalg::{Iteration, PinvStart, iterative_pinv, matmul, psd_factor};
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
 
 /// Points of one tile; fixed, so that the number of threads changes nothing.
 const TILE: usize = 512;

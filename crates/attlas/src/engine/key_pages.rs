@@ -8,7 +8,7 @@ use crate::workspace::Context;
 use crate::{MatRef, Real, Result};
 use attlas_num::cluster::select_top;
 use attlas_num::kernels::{Attend, AttendChosen, Band, Precision, matvec, max, merge_lse};
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 /// How a page is scored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

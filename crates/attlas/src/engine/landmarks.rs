@@ -11,7 +11,7 @@ use crate::group::{Group, RowBlock};
 use crate::{MatRef, Problem, Real, Result, RunInfo};
 use attlas_num::Mat;
 use attlas_num::kernels::Band;
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 /// Query rows of one task.
 const BLOCK_ROWS: usize = 256;
@@ -43,7 +43,7 @@ pub fn landmark_attention<T: Real, S: Send + FnOnce(&Mat<f64>) -> Option<Mat<f64
             let q_bar = MatRef::new(&q_bar, m_q, d);
             let mut u = cx.scratch.take::<T>(m_q * d_v);
             let mut lse = cx.scratch.take::<T>(m_q);
-            let ((), (solve, info)) = rayon::join(
+            let ((), (solve, info)) = join(
                 || exact_few_rows(q_bar, k, v, scale, cx, &mut u, &mut lse),
                 || solver(&landmark_weights(q_bar, k_bar, bias, scale)),
             );

@@ -1,8 +1,8 @@
 //! Mean and covariance of rows that arrive in pieces.
 
 use attlas_num::linalg::{Op, gemm};
+use attlas_num::par::*;
 use attlas_num::{Mat, MatRef, Real};
-use rayon::prelude::*;
 
 /// Count, mean and centred scatter of rows, in double precision. Pieces merge in any order (Chan, Golub and LeVeque
 /// 1983): $\delta = \mu_b - \mu_a$, $\mu = \mu_a + \delta n_b / n$, $M = M_a + M_b + \delta\delta^\top n_a n_b / n$.

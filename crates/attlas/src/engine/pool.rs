@@ -7,8 +7,8 @@
 use crate::Real;
 use crate::workspace::Context;
 use attlas_num::linalg::matmul_nt;
+use attlas_num::par::*;
 use attlas_num::{Mat, MatRef};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// A partition of tokens into parts that are averaged.

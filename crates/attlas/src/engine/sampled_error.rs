@@ -4,7 +4,7 @@ use crate::group::Group;
 use crate::{Real, RunInfo};
 use attlas_num::MatRef;
 use attlas_num::kernels::{Attend, Band, Precision};
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 /// Adds the figure `error_estimate` to `info`: the relative Frobenius error of the outputs in `g.out` on `tokens` rows of
 /// every head, one in each of as many equal stretches of the sequence.

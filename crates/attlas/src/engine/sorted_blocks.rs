@@ -19,8 +19,8 @@ use attlas_num::cluster::buckets::{Balanced, order_by};
 use attlas_num::hash::sign::gray_rank;
 use attlas_num::hash::{Lsh, SignHash};
 use attlas_num::kernels::{Band, ROWS_AHEAD, merge_lse, prefetch};
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
 use std::borrow::Cow;
 use std::ops::Range;
 
@@ -100,7 +100,7 @@ impl SortedBlocks {
         let of_queries = ranks.queries.par_iter().map(|ranks| &ranks[part.rows.clone()]);
         let cut = Balanced::with_target(of_keys.len(), block);
         let (order, heads): (Vec<u32>, Vec<(Vec<u32>, Vec<usize>)>) = match assign {
-            Assign::Balanced => rayon::join(
+            Assign::Balanced => join(
                 || order_by(&of_keys),
                 || of_queries.map(|ranks| balanced(ranks, cut.blocks())).collect(),
             ),

@@ -2,7 +2,7 @@
 
 use crate::group::{Group, Queries};
 use crate::{Real, Result};
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 

@@ -28,7 +28,7 @@ use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::workspace::Context;
 use crate::{Cost, Mask, MatRef, Problem, Result, RunInfo, Workspace};
 use attlas_num::kernels::Band;
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 layer_kind! {
     /// Registry entry.

@@ -36,10 +36,10 @@ use crate::params::Sizes;
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, Mat, MatRef, Real, Result, RunInfo, Workspace};
 use attlas_num::kernels::{Op, exp_in_place, gemm, max, softmax_in_place};
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
 use attlas_num::sketch::features::{ExpFeatures, Exponent, default_num_features};
 use attlas_num::sketch::{Coupling, LogFeatures, MapOptions, Side, draw_directions};
-use rayon::prelude::*;
 
 layer_kind! {
     /// Registry entry.

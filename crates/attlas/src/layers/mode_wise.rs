@@ -33,7 +33,7 @@ use crate::params::Sizes;
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, Mat, MatRef, Result, RunInfo, Workspace};
 use attlas_num::kernels::{Op, gemm, softmax_in_place};
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 layer_kind! {
     /// Registry entry.

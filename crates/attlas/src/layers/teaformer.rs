@@ -28,7 +28,7 @@ use crate::params::Sizes;
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, Mat, MatRef, Problem, Real, Result, RunInfo, Workspace};
 use attlas_num::kernels::{Band, Op, gemm};
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 layer_kind! {
     /// Registry entry.

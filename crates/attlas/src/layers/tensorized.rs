@@ -24,7 +24,7 @@ use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::workspace::Context;
 use crate::{Cost, Mask, MatRef, Real, Result, RunInfo, Workspace};
 use attlas_num::kernels::{Op, axpy, gemm};
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 layer_kind! {
     /// Registry entry.

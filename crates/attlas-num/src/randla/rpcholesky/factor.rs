@@ -5,9 +5,9 @@
 
 use crate::kernels::{Isa, Op, gemm};
 use crate::linalg::{Triangle, solve_triangular_in_place};
+use crate::par::*;
 use crate::scratch::Buf;
 use crate::{Mat, MatRef, Real, Scratch};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Columns of the factor that lie together and are worked on by one thread: fixed, so that the number of

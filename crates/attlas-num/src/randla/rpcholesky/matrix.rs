@@ -2,8 +2,8 @@
 
 use crate::kernels::{Isa, Op, exp_in_place, gemm};
 use crate::linalg::dot;
+use crate::par::*;
 use crate::{MatRef, Real, Scratch};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// A positive semidefinite matrix, read by pieces of rows.

@@ -7,8 +7,8 @@ use super::factor::{Panels, PartialCholesky};
 use super::matrix::PsdMatrix;
 use crate::kernels::{Isa, Op, gemm};
 use crate::linalg::{LinalgError, Result, Triangle, solve_triangular_in_place};
+use crate::par::*;
 use crate::{Mat, MatRef, Real, Scratch};
-use rayon::prelude::*;
 
 /// A factorisation in the making.
 pub(super) struct Factorisation<'s, T> {

@@ -11,7 +11,7 @@ use crate::workspace::Context;
 use crate::{Real, Result, RunInfo};
 use attlas_num::MatRef;
 use attlas_num::kernels::{Band, merge_lse};
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 crate::choices! {
     /// Output of a row whose denominator has cancelled.

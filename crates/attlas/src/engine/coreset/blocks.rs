@@ -12,8 +12,8 @@ use crate::workspace::Context;
 use crate::{Problem, Real, Result, RunInfo};
 use attlas_num::MatRef;
 use attlas_num::kernels::Band;
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Causal attention by key compression.

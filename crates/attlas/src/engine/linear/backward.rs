@@ -19,8 +19,8 @@ use crate::group::Queries;
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Real};
 use attlas_num::kernels::{self, Op, axpy, dot, matvec};
+use attlas_num::par::*;
 use attlas_num::sketch::{LogFeatures, Side};
-use rayon::prelude::*;
 
 /// Writes the gradients of a group that has keys.
 pub(super) fn backward<T: Real>(acc: &Positive<T>, map: &dyn LogFeatures<T>, g: GroupBackward<'_, T>) {
@@ -132,7 +132,7 @@ impl<T: Real> Tokens<'_, T> {
 fn causal<T: Real>(acc: &Positive<T>, map: &dyn LogFeatures<T>, g: GroupBackward<'_, T>) {
     let x = Tokens { q: g.q, k: g.k, v: g.v, d_o: g.d_o, lse: g.lse, delta: g.delta, cx: g.cx };
     let (dq, dk, dv) = (g.dq, g.dk, g.dv);
-    rayon::join(|| forwards(acc, map, &x, dq), || backwards(map, &x, dk, dv));
+    join(|| forwards(acc, map, &x, dq), || backwards(map, &x, dk, dv));
 }
 
 /// Gradients of queries, from sums over the keys so far.

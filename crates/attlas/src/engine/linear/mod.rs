@@ -36,8 +36,8 @@ use crate::group::{Group, GroupStream, RowBlock};
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, Op, gemm};
+use attlas_num::par::*;
 use attlas_num::scratch::Buf;
-use rayon::prelude::*;
 use std::fmt::Debug;
 use std::ops::Range;
 

@@ -6,6 +6,7 @@ use crate::gradient::GroupBackward;
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
 use crate::method::{Cost, RunInfo};
 use crate::{Error, Mask, MatRef, Problem, Real, Result};
+use attlas_num::par::join;
 use attlas_num::sketch::SketchError;
 use attlas_num::sketch::features::{Exponent, Moments, SideMoments};
 use attlas_num::sketch::variance::Diagnostic;
@@ -212,7 +213,7 @@ pub fn run_predicted<T: Real>(
 ) -> Result<RunInfo> {
     let (q, k, scale) = (g.q, g.k, g.scale);
     let predict = || model.and_then(|m| m.predict(q, k, scale, target));
-    let (prediction, info) = rayon::join(predict, || run(g));
+    let (prediction, info) = join(predict, || run(g));
     let mut info = RunInfo { rank: Some(features), ..info? };
     info.figures.insert("features", features as f64);
     if let Some(Prediction { relative_sd, needed }) = prediction {

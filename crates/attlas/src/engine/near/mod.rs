@@ -34,8 +34,8 @@ use crate::method::Cost;
 use crate::near::{Near, Rest};
 use crate::{Mask, MatRef, Problem, Real, Result, RunInfo, Status};
 use attlas_num::kernels::Band;
+use attlas_num::par::*;
 use choose::choose;
-use rayon::prelude::*;
 use rows::{Means, TILE, Tile, merge, tiles};
 use std::ops::Range;
 use std::sync::Arc;
@@ -80,6 +80,8 @@ fn far_problem(p: &Problem) -> Problem {
 }
 
 impl<P: GroupPlan> GroupPlan for NearField<P> {
+    const DOUBLE: bool = P::DOUBLE;
+
     fn cost(&self, p: &Problem) -> Cost {
         let far = far_problem(p);
         let inner = if far.n_k > 0 { self.plan.cost(&far) } else { Cost::default() };
@@ -362,7 +364,7 @@ impl Field {
         let means_visited: u64 = all
             .par_iter_mut()
             .with_max_len(1)
-            .zip(&choices)
+            .zip(choices.par_iter())
             .map(|(t, &choice)| part.add_far(t, &far_view(&far_out, &far_lse, t, epoch, d_v), choice))
             .sum();
         info.keys_visited += means_visited;

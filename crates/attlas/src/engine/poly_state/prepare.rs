@@ -4,7 +4,7 @@
 
 use crate::engine::lane_sum;
 use crate::{MatRef, Real};
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 /// Rows that one task prepares.
 const ROWS_PER_TASK: usize = 1024;

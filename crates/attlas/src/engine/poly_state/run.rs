@@ -12,7 +12,7 @@ use super::{ROWS, SketchAttention};
 use crate::group::Group;
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Real, Result, RunInfo};
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::ops::Range;
 
 /// Blocks of one piece of a causal sequence: pieces run in parallel, the blocks of a piece one after another.
@@ -157,11 +157,11 @@ impl<T: Real> SketchAttention<'_, T> {
                 position += rows;
             }
         }
-        let work: Vec<_> = sums.chunks_exact_mut(len).zip(logs).zip(targets).enumerate().collect();
+        let work = sums.chunks_exact_mut(len).zip(logs).zip(targets).enumerate();
+        let work: Vec<_> = work.filter(|(_, (_, targets))| !targets.is_empty()).collect();
         let guarded: Vec<Vec<(usize, usize)>> = work
             .into_par_iter()
             .with_max_len(1)
-            .filter(|(_, (_, targets))| !targets.is_empty())
             .map(|(i, ((sums, log), targets))| {
                 self.run_piece(keys_of(i), k, v, SketchSums { sums, log }, targets, cx)
             })

@@ -7,8 +7,8 @@
 use super::rows::{HeadRows, head_of};
 use crate::workspace::Context;
 use attlas_num::kernels::{Attend, Band, Precision};
+use attlas_num::par::*;
 use attlas_num::{MatRef, Real};
-use rayon::prelude::*;
 
 /// The new tokens of one fibre, and how many of its tokens are known by then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

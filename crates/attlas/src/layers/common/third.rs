@@ -24,8 +24,8 @@
 use super::fold::attend;
 use crate::workspace::Context;
 use attlas_num::kernels::{Band, Op, dot, exp_in_place, gemm, max};
+use attlas_num::par::*;
 use attlas_num::{DType, Mat, MatRef, Real};
-use rayon::prelude::*;
 
 /// How a pair of keys is scored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -12,8 +12,8 @@ use super::fold::attend;
 use super::third::{Form, Pairwise};
 use crate::workspace::Context;
 use attlas_num::kernels::{AttendBackward, dot};
+use attlas_num::par::*;
 use attlas_num::{Mat, MatRef, Real};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Parts of the first keys, each with sums of its own; a fixed number, so that threads change no bit.

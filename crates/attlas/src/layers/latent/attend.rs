@@ -9,7 +9,7 @@ use crate::{
     Mask, Mat, MatRef, Options, Out, Problem, Qkv, Result, RunInfo, TensorMut, TensorRef, Workspace,
 };
 use attlas_num::kernels::{Op, gemm};
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 impl Latent {
     /// Rows of `kv_b` of one head: the first `nope` rebuild keys, the others values.

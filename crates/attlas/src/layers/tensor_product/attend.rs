@@ -6,7 +6,7 @@ use super::maps::{FactorCache, Map, Maps, Queries, Rows};
 use crate::layers::common::project;
 use crate::methods::exact::exact::METHOD as EXACT;
 use crate::{Mask, MatRef, Options, Out, Problem, Qkv, Result, RunInfo, TensorMut, TensorRef, Workspace};
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::borrow::Cow;
 use std::ops::Range;
 

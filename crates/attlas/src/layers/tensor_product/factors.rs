@@ -3,7 +3,7 @@
 use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::kernels::{Op, exp_in_place, gemm, merge_lse};
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::borrow::Cow;
 use std::ops::Range;
 

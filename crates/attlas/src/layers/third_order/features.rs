@@ -9,9 +9,9 @@ use crate::layers::common::refuse;
 use crate::workspace::Context;
 use crate::{MatRef, Result};
 use attlas_num::kernels::{Op, dot, gemm};
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
 use attlas_num::{Mat, Real};
-use rayon::prelude::*;
 
 /// Coefficients $1/t!$ of the Taylor polynomial of degree `g`.
 pub fn taylor(g: usize) -> Vec<f64> {

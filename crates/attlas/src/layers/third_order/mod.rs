@@ -40,8 +40,8 @@ use crate::layer::{Layer, LayerCache, LayerShape, Linear, WeightSpec, Weights};
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, MatRef, Result, RunInfo, Workspace};
 use attlas_num::kernels::Band;
+use attlas_num::par::*;
 use features::{FeatureSums, Features, chebyshev, relative_error, taylor, taylor_error};
-use rayon::prelude::*;
 
 layer_kind! {
     /// Registry entry.

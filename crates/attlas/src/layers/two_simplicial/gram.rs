@@ -22,7 +22,7 @@ use crate::layers::common::{
 use crate::workspace::Context;
 use crate::{Cost, Error, Mask, Mat, MatRef, Real, Result, RunInfo, Workspace};
 use attlas_num::kernels::{Band, Op, dot, gemm, softmax_in_place};
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 pub(super) fn weight_specs(s: &LayerShape, p: &Params) -> Vec<WeightSpec> {
     let [q, k, v, o] = projections(["q", "k", "v", "o"], s);

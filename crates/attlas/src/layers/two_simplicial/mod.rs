@@ -30,8 +30,8 @@ use super::common::{check_io, check_shape, needed, own, project, projections, re
 use crate::layer::{Layer, LayerCache, LayerKind, LayerShape, Linear, WeightSpec, Weights};
 use crate::{Cost, Error, Mask, MatRef, Result, RunInfo, Workspace};
 use attlas_num::kernels::Band;
+use attlas_num::par::*;
 use gram::Block;
-use rayon::prelude::*;
 
 /// Registry entry.
 pub static LAYER: LayerKind = LayerKind {

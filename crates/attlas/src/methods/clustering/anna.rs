@@ -36,7 +36,7 @@ use attlas_num::cluster::order_by;
 use attlas_num::hash::stable::collision_probability;
 use attlas_num::hash::{Lsh, PStable};
 use attlas_num::kernels::{axpy, scale, sq_dist};
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;

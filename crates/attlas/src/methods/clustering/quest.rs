@@ -27,7 +27,7 @@ use crate::engine::{KeyPages, PageRule, PageScore, exact_group};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Tunable};
 use crate::{Error, MatRef, Problem, Real, Result, Spread};
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 /// Registry entry.
 pub static METHOD: Method = Method {

@@ -45,7 +45,7 @@ use crate::{DType, Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::cluster::{Balanced, SortKey, order_by};
 use attlas_num::hash::lift::{Lift, LiftedLines, Side, max_norm};
 use attlas_num::kernels::{Band, merge_lse};
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::ops::Range;
 
 /// Registry entry.
@@ -433,7 +433,7 @@ impl Smyrf {
                 let round = Buckets::from_blocks(&blocks, count);
                 (blocks, round)
             })
-            .unzip();
+            .collect();
         let cells = by_row(&blocks);
         drop(blocks);
         let mut visited = 0;

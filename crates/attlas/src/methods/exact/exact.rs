@@ -93,6 +93,8 @@ impl Exact {
 }
 
 impl GroupPlan for Exact {
+    const DOUBLE: bool = true;
+
     fn cost(&self, p: &Problem) -> Cost {
         let rows = (p.batch * p.n_heads * p.n_q) as u64;
         let keys = (p.batch * p.n_kv_heads * p.n_k) as u64;

@@ -49,6 +49,8 @@ pub struct Naive {
 }
 
 impl GroupPlan for Naive {
+    const DOUBLE: bool = true;
+
     fn cost(&self, p: &Problem) -> Cost {
         let pairs = p.visible_pairs();
         let flops = 2 * pairs * (p.d + p.d_v) as u64;

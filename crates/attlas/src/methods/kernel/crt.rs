@@ -43,11 +43,11 @@ use crate::method::{
 };
 use crate::{Error, Inputs, Mask, MatRef, Problem, Qkv, Real, Result, Spread};
 use attlas_num::Mat;
+use attlas_num::par::*;
 use attlas_num::sketch::features::{
     ExpFeatures, Exponent, Moments, SideMoments, default_num_features, optimal_a,
 };
 use attlas_num::sketch::{MapOptions, draw_directions};
-use rayon::prelude::*;
 
 /// Registry entry.
 pub static METHOD: Method = Method {

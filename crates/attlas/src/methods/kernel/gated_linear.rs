@@ -29,7 +29,7 @@ use crate::method::{Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo,
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result};
 use attlas_num::kernels::{Op, axpy, gemm};
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::ops::Range;
 
 /// Registry entry.

@@ -39,9 +39,9 @@ use crate::method::{
 };
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result, Spread, TensorRef};
+use attlas_num::par::*;
 use attlas_num::randla::{GaussianKernel, rp_cholesky, rpcholesky};
 use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
 
 /// Registry entry.
 pub static METHOD: Method = Method {

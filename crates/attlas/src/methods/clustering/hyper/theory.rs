@@ -7,8 +7,8 @@ use crate::engine::{Columns, SortedBlocks, UniformSamples, divide_by, exact_rows
 use crate::group::Group;
 use crate::{MatRef, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, Op, gemm};
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
 
 /// A part without a mask whose queries and keys are sorted into `blocks`.
 pub(super) fn run<T: Real>(

@@ -65,9 +65,9 @@ use attlas_num::Mat;
 use attlas_num::cluster::inverse_order;
 use attlas_num::hash::kde::{Backend, log_exp_sums, log_sum_exp};
 use attlas_num::kernels::{Attend, Band, merge_lse};
+use attlas_num::par::*;
 use attlas_num::randla::operator_norm;
 use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Registry entry.
@@ -317,7 +317,7 @@ impl KdeFormer {
         let of_part = part.stream(key);
         if !self.needs_density() {
             let (q, k, v, index) = (group.q, group.k, group.v, group.index);
-            let (blocks, drawn) = rayon::join(
+            let (blocks, drawn) = join(
                 || self.blocks(q, k, assign, index),
                 || self.columns(&self.weights(v, None, of_part), of_part),
             );

@@ -9,7 +9,7 @@ use attlas_num::cluster::{Counts, Cut};
 use attlas_num::kernels::{
     Attend, AttendChosen, Band, Precision, axpy, dot, exp_in_place, matvec, merge_lse, softmax_in_place,
 };
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::ops::Range;
 
 /// Clusters that one task scores, clusters that one attends to, and keys that it attends to in one go; fixed, so that
@@ -103,7 +103,7 @@ impl Multipole {
         let always: Vec<u32> = (0..sinks).chain(recent.max(sinks)..len).map(|j| j as u32).collect();
         let far = self.params.far == Far::Monopole;
         // All at once: threads that are awake need not be woken again.
-        let ((), parts) = rayon::join(
+        let ((), parts) = join(
             || token.attend(&always, out, lse),
             || {
                 let coarse = coarse.iter().filter(|_| far).flat_map(|field| field.attend(&token, false, far));

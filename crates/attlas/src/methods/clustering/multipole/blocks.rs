@@ -9,8 +9,8 @@ use crate::{MatRef, Real, Result};
 use attlas_num::cluster::kmeans::label_means;
 use attlas_num::cluster::{Cut, Init, Metric, Options, kmeans, order_by};
 use attlas_num::kernels::{Band, Op, Precision, axpy, exp_in_place, gemm, softmax_in_place};
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
 
 /// Rows that share a choice, and the rows among those up to its first that make it.
 const BLOCK: usize = 64;

@@ -62,7 +62,7 @@ use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result, Spread};
 use attend::ClusteredKeys;
 use attlas_num::kernels::pages;
-use rayon::prelude::*;
+use attlas_num::par::*;
 use state::KeyClusters;
 
 pub use crate::engine::RopeLayout;

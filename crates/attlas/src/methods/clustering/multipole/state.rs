@@ -4,9 +4,9 @@ use super::Params;
 use attlas_num::cluster::kmeans::label_means;
 use attlas_num::cluster::{Init, Metric, Options, kmeans, order_by};
 use attlas_num::kernels::sq_dist;
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
 use attlas_num::{Mat, MatRef, Real};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Clusters of one level: what they hold, how many keys that is, and the means of keys and values.

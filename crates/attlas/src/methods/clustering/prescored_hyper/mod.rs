@@ -63,8 +63,8 @@ use attlas_num::cluster::{self, Init, Metric, kmeans};
 use attlas_num::hash::sample::Reservoir;
 use attlas_num::kernels::{axpy, dot, sq_dist};
 use attlas_num::linalg::{matmul_nt, matmul_tn, psd_factor};
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
 
 /// Registry entry.
 pub static METHOD: Method = Method {

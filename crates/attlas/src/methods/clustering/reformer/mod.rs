@@ -49,8 +49,8 @@ use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::hash::{CrossPolytope, Lsh};
 use attlas_num::kernels::{Band, dot, merge_lse};
+use attlas_num::par::*;
 use buckets::{Chunks, KeyRound, QueryRound};
-use rayon::prelude::*;
 
 /// Registry entry.
 pub static METHOD: Method = Method {
@@ -387,7 +387,7 @@ impl GroupPlan for Reformer {
                     let round = Buckets::from_blocks(queries.chunks(), keys.chunks());
                     (queries, round)
                 })
-                .unzip();
+                .collect();
             let rows = h * n_q..(h + 1) * n_q;
             for (r, round) in in_chunks.iter().enumerate() {
                 let block_mask = buckets::Sorted {

@@ -10,8 +10,8 @@ use crate::group::GroupIndex;
 use crate::method::Calibration;
 use crate::{Inputs, Mat, MatRef, Problem, Qkv, Real, Result};
 use attlas_num::cluster::{Init, Metric, Options as KmeansOptions, kmeans};
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
 
 /// Rows per centroid that k-means sees by default: more move the centroids very little.
 pub(super) const ROWS_PER_CENTROID: usize = 128;

@@ -4,7 +4,7 @@ use crate::engine::{BlockMask, BlockRow, CodeIndex, top_indices};
 use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::kernels::{Op, gemm};
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::ops::Range;
 
 /// The `w` rows from `first` on with the largest products with each centroid, ties to the smaller number, in order

@@ -48,10 +48,10 @@ use crate::{Mask, Mat, MatRef, Problem, Real, Result, Spread};
 use attlas_num::cluster::Metric;
 use attlas_num::cluster::kmeans::assign_into;
 use attlas_num::kernels::Band;
+use attlas_num::par::*;
 use centroids::{ROWS_PER_CENTROID, centroid_scores, norm_into};
 use decode::CentroidStream;
 use groups::{Recent, Routed, best_members};
-use rayon::prelude::*;
 
 /// Registry entry.
 pub static METHOD: Method = Method {

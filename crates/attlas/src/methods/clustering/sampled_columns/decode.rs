@@ -9,7 +9,7 @@ use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result};
 use attlas_num::cluster::select_top;
 use attlas_num::kernels::{Attend, Band, Precision, axpy, exp_sum, matvec, max, merge_lse};
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::ops::Range;
 
 /// Keys whose logits one task computes, and gathered keys that one attends to; fixed, so that threads cannot change a bit.

@@ -54,8 +54,8 @@ use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Tunable, Withdrawn,
 };
 use crate::{Mask, Problem, Real, Result};
+use attlas_num::par::*;
 use choose::{Choice, Scouted};
-use rayon::prelude::*;
 
 /// Registry entry.
 pub static METHOD: Method = Method {

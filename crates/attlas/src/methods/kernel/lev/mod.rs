@@ -43,9 +43,9 @@ use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{Accepted, Claims, Cost, Family, Law, Method, Needs, RunInfo, Spec, Support, Tunable};
 use crate::{Mask, Problem, Real, Result};
 use attlas_num::kernels::dot;
+use attlas_num::par::*;
 use decode::LeverageStream;
 use normaliser::{Draws, full_form, gram_of, quadratic};
-use rayon::prelude::*;
 use rows::KeptRows;
 use streaming::StreamingSet;
 

@@ -9,7 +9,7 @@ use super::Lev;
 use crate::group::GroupIndex;
 use crate::{MatRef, Real};
 use attlas_num::kernels::{axpy, dot};
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::ops::Range;
 
 /// Keys drawn for a sampled normaliser, each with $1/(s\pi)$.

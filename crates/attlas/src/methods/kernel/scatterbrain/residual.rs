@@ -14,7 +14,7 @@ use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::hash::lift::max_norm;
 use attlas_num::kernels::{Op, gemm, merge_lse, sum};
-use rayon::prelude::*;
+use attlas_num::par::*;
 
 /// Share of the whole below which a residual mass is cancellation.
 const CANCELLATION: f64 = 1e-4;

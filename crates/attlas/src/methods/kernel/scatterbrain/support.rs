@@ -13,7 +13,7 @@ use attlas_num::cluster::buckets::{Balanced, Membership, RoundTable, order_by};
 use attlas_num::cluster::select_top;
 use attlas_num::hash::lift::{Lift, LiftedLines, Side, max_norm};
 use attlas_num::kernels::{Op, gemm};
-use rayon::prelude::*;
+use attlas_num::par::*;
 use std::ops::Range;
 
 impl Scatterbrain {

@@ -9,8 +9,8 @@ use crate::workspace::Context;
 use crate::{Error, MatRef, Problem, Real, Result};
 use attlas_num::Mat;
 use attlas_num::linalg::{self, Op};
+use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
 
 /// How trained projections are shared in a model of several layers and heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

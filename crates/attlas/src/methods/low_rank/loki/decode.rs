@@ -7,8 +7,8 @@ use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result};
 use attlas_num::cluster::{Counts, Cut};
 use attlas_num::kernels::{AttendChosen, matvec, merge_lse, pages};
+use attlas_num::par::*;
 use attlas_num::{Mat, linalg};
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Keys whose chosen ones one task attends to. Fixed, so that the number of threads cannot change a bit.
@@ -200,12 +200,12 @@ impl<T: Real> GroupStream<T> for Split<T> {
         let rank = |(h, q): (usize, &[T])| -> Vec<Counts> {
             let scores = &mut scores[h * n..(h + 1) * n];
             let pieces = scores.par_chunks_mut(RANK_PIECE).with_max_len(1).enumerate();
-            let counts = pieces.filter_map(|(piece, out)| {
+            let counts = pieces.map(|(piece, out)| {
                 let first = piece * RANK_PIECE;
                 matvec(keys.sub_rows(first..first + out.len()), &q[..r], out);
                 counted.then(|| Counts::new(out, first, |_| 1, budget))
             });
-            counts.collect()
+            counts.collect::<Option<_>>().unwrap_or_default()
         };
         let counts: Vec<Vec<Counts>> = mapped.chunks_exact(width).enumerate().map(rank).collect();
         let queries: Vec<Query<'_, T>> = (0..heads)

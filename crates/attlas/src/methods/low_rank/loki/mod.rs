@@ -48,9 +48,9 @@ use attlas_num::Mat;
 use attlas_num::cluster::{Cut, select_top};
 use attlas_num::kernels::{self, Band, Op};
 use attlas_num::linalg::{self, variance_rank};
+use attlas_num::par::*;
 use decode::Split;
 use learn::calibrate;
-use rayon::prelude::*;
 use std::ops::Range;
 
 /// Registry entry.

@@ -9,9 +9,9 @@ use crate::workspace::Context;
 use attlas_num::MatRef;
 use attlas_num::kernels::{dot, scale};
 use attlas_num::linalg::{self, lambert_w0_exp};
+use attlas_num::par::*;
 use attlas_num::randla::{GaussianKernel, PartialCholesky, rp_cholesky};
 use attlas_num::rng::StreamKey;
-use rayon::prelude::*;
 use std::collections::BTreeMap;
 
 /// Compresses keys to a coreset.
