@@ -73,7 +73,7 @@ def main():
     parser.add_argument("--attlas", type=pathlib.Path, default=pathlib.Path("target/release/attlas"))
     args = parser.parse_args()
     text, ok = args.text.read_bytes(), True
-    print(f"{'file':40} {'MB':>6} {'scored':>6} {'llama.cpp':>10} {'attlas f32':>10} {'attlas int8':>11} {'off':>8}")
+    print(f"{'file':60} {'MB':>6} {'scored':>6} {'llama.cpp':>10} {'attlas f32':>10} {'attlas int8':>11} {'off':>8}")
 
     def row(name, model):
         """A line about a file, which both programs read, or a folder; whether both agree."""
@@ -86,7 +86,7 @@ def main():
             off = min((theirs / ppl - 1 for ppl, _ in own), key=abs)
         size = sum(f.stat().st_size for f in ([model] if model.is_file() else model.glob("*.safetensors")))
         shown = f"{theirs:10.4f}" if theirs else f"{'-':>10}"
-        print(f"{name:40} {size / 1e6:6.1f} {own[0][1]:6} {shown} {own[0][0]:10.4f} {own[1][0]:11.4f} "
+        print(f"{name:60} {size / 1e6:6.1f} {own[0][1]:6} {shown} {own[0][0]:10.4f} {own[1][0]:11.4f} "
               + (f"{100 * off:+7.3f}%" if theirs else f"{'-':>8}"), flush=True)
         return abs(off) <= args.within
 
