@@ -1,6 +1,6 @@
 //! `attlas compress`.
 
-use crate::args::{Common, CompressArgs, FactorType};
+use crate::args::{Common, CompressArgs};
 use crate::interrupt;
 use crate::progress::Progress;
 use crate::{Outcome, STOP, note, print, print_json, verdict};
@@ -9,7 +9,6 @@ use attlas::{Options, registry};
 use attlas_lab::Error;
 use attlas_lab::compress::{Accept, Acceptance, Calibrate, Record, Settings, run as measure, set_rank};
 use attlas_lab::table::{Table, number, wrap};
-use attlas_model::compress::Elements;
 use std::process::ExitCode;
 
 /// Lines of losses that are shown to people.
@@ -75,12 +74,7 @@ fn settings(args: &CompressArgs, common: &Common) -> Result<Settings, Error> {
         options,
         layers: args.layers.as_ref().map(|l| l.iter().collect()),
         roles: args.matrices.as_deref().map(Role::parse_list).transpose()?,
-        elements: match args.dtype {
-            FactorType::F32 => Elements::F32,
-            FactorType::F16 => Elements::F16,
-            FactorType::Bf16 => Elements::Bf16,
-            FactorType::Q8 => Elements::Q8,
-        },
+        elements: args.dtype.map(Into::into),
         out: args.out.path.clone(),
         text: args.text.clone(),
         tokens: args.tokens,

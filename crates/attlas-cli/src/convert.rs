@@ -9,7 +9,7 @@ use attlas::conversions::mla::{Params, Stage};
 use attlas_lab::Error;
 use attlas_lab::convert::{FEWEST, Origin, Record, Settings, convert, model_files};
 use attlas_lab::table::{bytes, number, wrap};
-use attlas_lab::text::{Text, open_model};
+use attlas_lab::text::{Text, model_size, open_model};
 use attlas_model::Model;
 use attlas_model::save::Folder;
 use std::process::ExitCode;
@@ -39,6 +39,7 @@ pub(crate) fn run(args: &ConvertArgs, common: &Common) -> Outcome {
         recalibrate: args.recalibrate || args.recipe == RecipeName::Published,
         search_fold,
         max_kl: args.max_kl,
+        elements: args.dtype.map(Into::into),
         calibration_window: 256,
         check_window: args.context,
         threads: common.threads,
@@ -52,6 +53,7 @@ pub(crate) fn run(args: &ConvertArgs, common: &Common) -> Outcome {
             .to_string_lossy()
             .into_owned(),
         model_sha256: if args.model.path.exists() { model_files(&args.model.path)? } else { Vec::new() },
+        model_bytes: model_size(&args.model.path)?.1,
         text: text.source.clone(),
         text_sha256: text.sha256.clone(),
         check_text: check.source.clone(),
@@ -174,15 +176,22 @@ fn show(r: &Record, judged: &str, model: &Model, args: &ConvertArgs, common: &Co
         ));
     }
     print(&format!("{}\n", wrap(judged)));
+    let share = |before: usize, after: usize| 100.0 * after as f64 / before.max(1) as f64;
     print(&format!(
         "KL {} nats, largest difference of a logit {}\n\
          cache {} -> {} a token ({:.1} %)\n\
-         what was written differs from the model in memory by at most {} in a logit\n",
+         weights {} -> {} ({:.1} %), new matrices in {}, which moves a logit by at most {}\n\
+         what was written differs from the model in memory, rounded alike, by at most {} in a logit\n",
         number(q.kl_mean),
         number(q.max_logit_diff),
         bytes(r.cache_bytes_before),
         bytes(r.cache_bytes_after),
-        100.0 * r.cache_bytes_after as f64 / r.cache_bytes_before.max(1) as f64,
+        share(r.cache_bytes_before, r.cache_bytes_after),
+        bytes(r.origin.model_bytes),
+        bytes(r.written_bytes),
+        share(r.origin.model_bytes, r.written_bytes),
+        r.dtype,
+        number(r.rounding_diff),
         number(r.written_diff),
     ));
     if r.cache_bytes_after >= r.cache_bytes_before {

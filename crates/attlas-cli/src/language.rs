@@ -13,6 +13,7 @@ use attlas_lab::trace::{check_name, write_as};
 use attlas_lab::{Error, extract, generate, output, perplexity};
 use attlas_model::kept::CacheFormat;
 use attlas_model::perplexity::Protocol;
+use attlas_model::recipe::Numbers;
 use attlas_model::sample::Sampling;
 use attlas_model::{ChatTemplate, Compute, Message, Model};
 use std::collections::BTreeMap;
@@ -58,10 +59,7 @@ pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {
     let rows = [
         ("out", args.out.display().to_string()),
         ("tokens", p.n_q.to_string()),
-        (
-            "layers",
-            layers.iter().filter_map(|l| l.layer).collect::<attlas_model::recipe::Numbers>().to_string(),
-        ),
+        ("layers", layers.iter().filter_map(|l| l.layer).collect::<Numbers>().to_string()),
         ("heads", format!("{} query, {} key, width {}", p.n_heads, p.n_kv_heads, p.d)),
         ("bytes", size.to_string()),
     ];
@@ -231,6 +229,7 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
                 ),
             ),
             ("same top token", format!("{:.2} %", 100.0 * x.same_top)),
+            ("new tokens", new_tokens(&x.decodes_exactly)),
             (
                 "change of p",
                 format!(
@@ -259,6 +258,18 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
 fn products(compute: Compute, in_f32: &BTreeMap<&str, usize>) -> String {
     let others: Vec<String> = in_f32.iter().map(|(format, n)| format!("{n} in {format}")).collect();
     if others.is_empty() { compute.to_string() } else { format!("{compute}; f32 of {}", others.join(", ")) }
+}
+
+/// How new tokens would be answered.
+fn new_tokens(decodes_exactly: &[usize]) -> String {
+    match decodes_exactly {
+        [] => "by the streams of the same attention".into(),
+        layers => format!("by exact attention in layers {}: a method there has no stream", numbers(layers)),
+    }
+}
+
+fn numbers(layers: &[usize]) -> Numbers {
+    layers.iter().copied().collect()
 }
 
 /// The attention that ran, and whether it was exact.
@@ -337,12 +348,9 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
         note(common, &format!("{id} is exact at this length: its settings cover {} tokens", ids.len()));
     }
     if !result.decodes_exactly.is_empty() {
-        let n = result.decodes_exactly.len();
-        let layers = if n == model.config.n_layers { "all layers".into() } else { count(n, "layer") };
-        note(
-            common,
-            &format!("in {layers} a method without a stream read the prompt; exact attention decodes there"),
-        );
+        let layers = numbers(&result.decodes_exactly);
+        let what = format!("exact attention decodes in layers {layers}: a method there has no stream");
+        note(common, &what);
     }
     if common.json {
         print_json(&result);

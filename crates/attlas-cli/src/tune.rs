@@ -11,6 +11,7 @@ use attlas_lab::text::{Text, open_model};
 use attlas_lab::tune::{Ended, Runtime, SearchState, Settings, Tuned, curve, extract_layers, key, tune_with};
 use attlas_lab::{Calibrations, Error, Run, output, task};
 use attlas_model::Model;
+use attlas_model::recipe::Numbers;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -210,5 +211,9 @@ fn show(tuned: &Tuned, common: &Common) {
             line += &format!(", a new token reads {} of the cache", percent(read));
         }
         note(common, &line);
+    }
+    if !tuned.decodes_exactly.is_empty() {
+        let layers: Numbers = tuned.decodes_exactly.iter().copied().collect();
+        note(common, &format!("exact attention decodes in layers {layers}: a method there has no stream"));
     }
 }

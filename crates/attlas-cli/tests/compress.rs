@@ -16,6 +16,8 @@ fn a_model_is_written_measured_and_runs_from_what_was_written() {
     .concat();
     let record = json(&[&args[..], &["--out", &out, "--json"]].concat());
     assert_eq!((record["conversion"].as_str(), record["params"]["rank"].as_u64()), (Some("svd"), Some(64)));
+    // The model is stored in blocks of 4 bits.
+    assert_eq!(record["dtype"], "q8");
     let losses = record["losses"].as_array().unwrap();
     assert_eq!((losses.len(), losses[0]["what"].as_str()), (2, Some("layer 3 k")));
     let figure = |side: &str, name: &str| record[side][name].as_u64().unwrap();

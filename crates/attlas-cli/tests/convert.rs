@@ -49,6 +49,19 @@ fn a_small_model_is_converted_stage_by_stage() {
     let (status, table, err) = convert(&[&[&model[..], "--text", &text], &all[..]].concat());
     assert!(status <= 1 && table.contains("nothing is saved"), "{table}{err}");
 
+    // In half the bytes, and as the rounded model predicts.
+    let narrow = ["--rank", "10", "--dtype", "bf16", "--json", "--out", &folder.file("narrow")];
+    let (status, json_text, err) = convert(&[&[&model[..], "--text", &text], &narrow[..]].concat());
+    assert!(status <= 1, "{err}");
+    let narrow: Value = serde_json::from_str(&json_text).unwrap();
+    let number = |record: &Value, name: &str| record[name].as_f64().unwrap();
+    assert_eq!((&record["dtype"], &narrow["dtype"]), (&json!("f32"), &json!("bf16")));
+    assert_eq!(number(&record, "rounding_diff"), 0.0);
+    assert!(number(&narrow, "rounding_diff") > number(&narrow, "written_diff"));
+    assert!(number(&narrow, "written_diff") < 1e-4);
+    assert!(number(&narrow, "written_bytes") < 0.6 * number(&record, "written_bytes"));
+    assert_eq!(number(&narrow, "model_bytes"), number(&record, "model_bytes"));
+
     // What was written runs, and is not converted twice.
     let (status, _, err) = convert(&[&out, "--text", &text, "--out", &folder.file("twice")]);
     assert_eq!(status, 2);
@@ -145,6 +158,7 @@ fn what_cannot_be_done_is_said_and_nothing_is_written() {
     check(&["--set", "rank"], "parameter=value");
     check(&["--set", "ranks=3"], "ranks");
     check(&["--set", "pca=best"], "functional");
+    check(&["--dtype", "q8"], "q8 for --out FILE.gguf");
     check(&["--tokens", "400"], "16 or more after them");
     check(&["--tokens", "20"], "32 tokens or more");
     check(&["--until", "rotated"], "--until: expected partial_rope or a later stage");
@@ -199,7 +213,9 @@ fn smollm2_becomes_a_folder_that_predicts_as_its_record_says() {
     assert!(number("/stages/0/kl_mean") < 1e-5);
     let (before, after) = (number("/written/ppl_before"), number("/written/ppl_after"));
     assert!(after > before && after < 4.0 * before, "{before} {after}");
-    assert!(number("/written_diff") < 1e-2);
+    // The source has blocks, for which a folder has no place.
+    assert_eq!(record["dtype"], json!("f16"));
+    assert!(number("/written_diff") < 1e-2 && number("/rounding_diff") > number("/written_diff"));
     // The same text through `perplexity`.
     let rest = folder.file("rest.txt");
     let opened = attlas_model::Model::open(&folder.0.join("out")).unwrap();

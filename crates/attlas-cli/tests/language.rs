@@ -236,6 +236,8 @@ fn tuning_writes_a_recipe_within_its_budget_and_goes_on_where_it_was() {
     let x: Value = serde_json::from_str(&json_text).unwrap();
     let picks = x["picks"].as_array().unwrap();
     assert_eq!(picks.len(), 2 * 3);
+    // New tokens have choices of their own here, all with streams.
+    assert_eq!(x["decodes_exactly"], serde_json::json!([]));
     assert!(picks.iter().all(|p| p["error"].as_f64().unwrap() <= 0.5 && p["cost"].as_f64().unwrap() <= 1.0));
     // Which method is faster is for the machine to say; what is written runs, and no other layer is changed.
     let run = json(&["perplexity", &model, "--text", &text, "--tokens", "64", "--recipe", &out, "--json"]);
@@ -457,6 +459,31 @@ fn a_method_that_covers_the_text_says_that_it_is_exact() {
     let (status, _, err) = attlas(&generate);
     assert!(status == 0 && err.contains("hyper is exact at this length"), "{err}");
     assert_eq!(json(&[&generate[..], &["--json"]].concat())["fell_back"], true);
+}
+
+#[test]
+fn layers_whose_method_has_no_stream_are_said_to_decode_exactly() {
+    let folder = Folder::new("decodes");
+    let (model, text) = (folder.model("qwen3", 2), folder.text(60));
+    let perplexity = ["perplexity", &model, "--text", &text, "--context", "32"];
+    let generate = ["generate", &model, "--prompt", "abcdefgh", "--max-tokens", "2"];
+    let decodes = |words: &[&str], more: &[&str]| json(&[words, more, &["--json"]].concat());
+    for (method, layers) in [("sink_window", vec![]), ("smyrf", vec![0, 1])] {
+        for words in [&perplexity[..], &generate] {
+            assert_eq!(decodes(words, &["--method", method])["decodes_exactly"], serde_json::json!(layers));
+        }
+    }
+    let recipe = folder.file("recipe.toml");
+    let mixed = "version = 1\n[[rule]]\nlayers = [1]\nmethod = 'smyrf'\n";
+    std::fs::write(&recipe, mixed).unwrap();
+    let (status, out, err) = attlas(&[&perplexity[..], &["--recipe", &recipe]].concat());
+    assert!(status == 0 && out.contains("exact attention in layers 1:"), "{out}{err}");
+    let (status, _, err) = attlas(&[&generate[..], &["--recipe", &recipe]].concat());
+    assert!(status == 0 && err.contains("exact attention decodes in layers 1:"), "{err}");
+    std::fs::write(&recipe, format!("{mixed}[rule.decode]\nmethod = 'sink_window'\n")).unwrap();
+    for words in [&perplexity[..], &generate] {
+        assert_eq!(decodes(words, &["--recipe", &recipe])["decodes_exactly"], serde_json::json!([]));
+    }
 }
 
 #[test]

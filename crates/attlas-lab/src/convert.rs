@@ -12,7 +12,7 @@ use attlas::conversions::mla::{Calibration, Figures, Params, Stage};
 use attlas::params::ParamValue;
 use attlas::{Options, Schedule, Workspace};
 use attlas_model::compress::Elements;
-use attlas_model::convert::{Latents, calibrate, check, layer_shape, write};
+use attlas_model::convert::{Latents, calibrate, check, layer_shape, stored_as, write};
 use attlas_model::save::{Folder, GGUF};
 use attlas_model::{Decoder, Model, Recipe, Rows, export};
 use serde::Serialize;
@@ -42,6 +42,8 @@ pub struct Settings {
     pub search_fold: bool,
     /// Choose the smallest rank that loses at most this many nats a token, by tokens set aside from the calibration.
     pub max_kl: Option<f64>,
+    /// How matrices are stored that are new or wider; where absent, as near to the model's own as the format has it.
+    pub elements: Option<Elements>,
     /// Tokens of a calibration sequence.
     pub calibration_window: usize,
     /// Tokens of a window of the check.
@@ -57,6 +59,8 @@ pub struct Origin {
     pub model: String,
     /// SHA-256 of each of its files.
     pub model_sha256: Vec<(String, String)>,
+    /// Bytes of its tensors.
+    pub model_bytes: usize,
     /// The calibration text.
     pub text: String,
     /// SHA-256 of its file.
@@ -103,8 +107,9 @@ impl From<&Figures> for LayerRecord {
     }
 }
 
-/// Logits of a written folder may differ from those of the model in memory by this share of the largest one. Rounding in
-/// single precision, the norms of latents that the format adds included, stays an order of magnitude below.
+/// Logits of what was written may differ from those of the model in memory, its weights rounded in the same way, by this
+/// share of the largest one. Rounding in single precision, the norms of latents that the format adds included, stays an order
+/// of magnitude below.
 const WRITTEN_TOLERANCE: f64 = 2e-3;
 
 /// A conversion with everything that was measured.
@@ -131,8 +136,15 @@ pub struct Record {
     pub stages: Vec<StageRecord>,
     /// The folder's model, opened again, beside the model it was made from.
     pub written: Quality,
-    /// Largest difference of its logits from those of the model in memory, which has no norms of latents.
+    /// How its new matrices are stored.
+    pub dtype: &'static str,
+    /// Largest difference of its logits from those of the model in memory, which has no norms of latents and the same weights,
+    /// rounded to what is stored.
     pub written_diff: f64,
+    /// Largest difference of a logit that this rounding of weights makes.
+    pub rounding_diff: f64,
+    /// Bytes of its tensors.
+    pub written_bytes: usize,
     /// Every layer in the last stage.
     pub layers: Vec<LayerRecord>,
     /// Bytes that a token takes in the cache of all layers, before.
@@ -228,12 +240,17 @@ impl Proof {
         Ok(Self { tokens, logits: values.chunks(n).map(hex).collect(), ids, values })
     }
 
-    /// The largest difference of a logit in what was written; an error if it is more than rounding.
-    fn agrees(&self, written: &Self) -> Result<f64> {
+    /// The largest difference of a logit.
+    fn gap(&self, other: &Self) -> f64 {
         // Kept as it is where it is no number, which `max` would drop.
         let larger = |most: f64, x: f64| if most >= x || most.is_nan() { most } else { x };
         let gap = |(a, b): (&f32, &f32)| f64::from(a - b).abs();
-        let found = self.values.iter().zip(&written.values).map(gap).fold(0.0, larger);
+        self.values.iter().zip(&other.values).map(gap).fold(0.0, larger)
+    }
+
+    /// The largest difference of a logit in what was written; an error if it is more than rounding.
+    fn agrees(&self, written: &Self) -> Result<f64> {
+        let found = self.gap(written);
         let largest = self.values.iter().map(|x| f64::from(x.abs())).fold(1.0, f64::max);
         let allowed = WRITTEN_TOLERANCE * largest;
         if found <= allowed { Ok(found) } else { Err(Error::WrittenDiffers { found, allowed }) }
@@ -315,6 +332,7 @@ pub fn convert(
     if gguf {
         export::check_latent_gguf(model, params.rank_q)?;
     }
+    let elements = stored_elements(model, settings.elements, gguf)?;
     if settings.until < Stage::PartialRope {
         let expected = "partial_rope or a later stage: no checkpoint has all features of a latent rotated";
         return Err(Error::argument("--until", expected, settings.until.name()));
@@ -372,7 +390,7 @@ pub fn convert(
         params.rank = rank_search.iter().filter(|(_, kl)| *kl <= most).map(|(rank, _)| *rank).min();
     }
     let mut records = Vec::new();
-    let mut final_model = None;
+    let mut final_proof = None;
     for stage in stages {
         if stage != last && !settings.measured.contains(&stage) {
             continue;
@@ -384,7 +402,9 @@ pub fn convert(
         let quality = reference.against(&converted, &threads, &mut report, stop)?;
         records.push(stage_record(stage, &converted, &latents.figures, quality));
         if stage == last {
-            final_model = Some(Proof::new(&converted, checked, &threads)?);
+            let rounded = Arc::new(threads.install(|_| stored_as(&converted, elements, gguf))?);
+            let exact = Proof::new(&converted, checked, &threads)?;
+            final_proof = Some((exact, Proof::new(&rounded, checked, &threads)?));
         }
     }
 
@@ -392,18 +412,20 @@ pub fn convert(
     let latents = converter.convert(&params, last, again.as_deref(), !gguf)?;
     let folder = Folder::create(out)?;
     let place = if gguf { folder.path().join(GGUF) } else { folder.path().to_path_buf() };
+    let stored = threads.install(|_| stored_as(&latents.model, elements, gguf))?;
     if gguf {
-        export::write_gguf(&latents.model, Elements::F32, &place)?;
+        export::write_gguf(&stored, elements, &place)?;
     } else {
-        write(&latents.model, &folder)?;
+        write(&stored, &folder)?;
     }
+    drop(stored);
     let reopened = Arc::new(Model::open(&place)?);
     let mut report = |done: usize, all: usize| progress("as written", done, all);
     let written = reference.against(&reopened, &threads, &mut report, stop)?;
     let proof = Proof::new(&reopened, checked, &threads)?;
-    let written_diff = match final_model {
-        Some(memory) => memory.agrees(&proof)?,
-        None => f64::NAN,
+    let (written_diff, rounding_diff) = match final_proof {
+        Some((exact, rounded)) => (rounded.agrees(&proof)?, exact.gap(&rounded)),
+        None => (f64::NAN, f64::NAN),
     };
     let probe = &checked[..FEWEST];
     let record = Record {
@@ -417,7 +439,10 @@ pub fn convert(
         calibration_tokens: calibration.len(),
         stages: records,
         written,
+        dtype: elements.name(),
         written_diff,
+        rounding_diff,
+        written_bytes: attlas_model::checkpoint::size(&place)?.1,
         layers: latents.figures.iter().map(LayerRecord::from).collect(),
         cache_bytes_before: cache_bytes(model, probe, &threads)?,
         cache_bytes_after: cache_bytes(&reopened, probe, &threads)?,
@@ -434,6 +459,19 @@ pub fn convert(
         folder.finish()?;
     }
     Ok(record)
+}
+
+/// How matrices are stored: as asked, or near to what most of the model's own are. A folder has no blocks.
+fn stored_elements(model: &Model, asked: Option<Elements>, gguf: bool) -> Result<Elements> {
+    match (asked, Elements::of(model)) {
+        (Some(Elements::Q8), _) if !gguf => {
+            let expected = "f32, f16 or bf16 for a folder; q8 for --out FILE.gguf";
+            Err(Error::argument("--dtype", expected, Elements::Q8.name()))
+        }
+        (Some(elements), _) => Ok(elements),
+        (None, Elements::Q8) if !gguf => Ok(Elements::F16),
+        (None, own) => Ok(own),
+    }
 }
 
 fn stage_record(stage: Stage, model: &Model, figures: &[Figures], quality: Quality) -> StageRecord {

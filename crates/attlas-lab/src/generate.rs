@@ -3,7 +3,7 @@
 use crate::run::timed;
 use crate::{Error, Result};
 use attlas::{Schedule, Status};
-use attlas_model::decoder::{LayerDecoding, Observer};
+use attlas_model::decoder::Observer;
 use attlas_model::kept::CacheFormat;
 use attlas_model::sample::{Sampler, Sampling};
 use attlas_model::{Compute, Decoder, Model, Recipe, Rows};
@@ -176,8 +176,6 @@ pub fn generate(
     let ended = ended?;
     text.finish(show);
     let decoding = decoder.decoding();
-    let fallen = |l: &&LayerDecoding| l.methods.iter().any(|(_, reads, decodes)| reads != decodes);
-    let decodes_exactly = decoding.iter().filter(fallen);
     // The first token comes from the prompt's own pass.
     let steps = ids.len().saturating_sub(1);
     Ok(Generated {
@@ -191,7 +189,7 @@ pub fn generate(
         cache: settings.cache,
         compute: settings.compute,
         in_f32: decoder.in_single(),
-        decodes_exactly: decodes_exactly.map(|l| l.layer).collect(),
+        decodes_exactly: decoder.decodes_exactly(),
         without_keys: decoding.iter().filter(|l| !l.keeps_keys).map(|l| l.layer).collect(),
         fell_back,
         ids,

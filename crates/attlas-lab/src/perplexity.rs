@@ -165,6 +165,8 @@ pub struct AgainstExact {
     pub fell_back: bool,
     /// Whether a window was longer than the texts that the recipe was checked on.
     pub past_recipe: bool,
+    /// Layers with heads whose method for new tokens has no stream: exact attention would decode there.
+    pub decodes_exactly: Vec<usize>,
 }
 
 /// Scored tokens whose mean counts as one observation: neighbours are not independent.
@@ -393,6 +395,7 @@ pub fn perplexity_with(
     subject.decoder.pack_keys(settings.cache)?;
     subject.decoder.compute_in(settings.compute);
     let in_f32 = subject.decoder.in_single();
+    let decodes_exactly = subject.decoder.decodes_exactly();
     let mut exact = if is_exact { None } else { Some(Runner::new(model, &Recipe::default(), &threads)?) };
     let total: usize = windows.iter().map(|(tokens, _)| tokens.len()).sum();
     let mut done = 0;
@@ -508,6 +511,7 @@ pub fn perplexity_with(
             && divergence.kl_quantile(1.0).is_some_and(|kl| kl == 0.0)
             && divergence.delta_p().root_mean_square() == 0.0,
         past_recipe: recipe.tokens.is_some_and(|most| context > most),
+        decodes_exactly,
     });
     Ok(Record {
         text: text.source.clone(),

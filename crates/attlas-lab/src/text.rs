@@ -24,6 +24,12 @@ pub fn open_model_for(path: &Path, context: Option<usize>) -> Result<(Arc<Model>
     Ok((Arc::new(model), trained))
 }
 
+/// Numbers and bytes of the tensors of a model, which may be one on the hub.
+pub fn model_size(path: &Path) -> Result<(usize, usize)> {
+    let located = path.to_str().map(attlas_model::hub::locate).transpose()?;
+    Ok(attlas_model::checkpoint::size(located.as_deref().unwrap_or(path))?)
+}
+
 /// A text as a model sees it.
 #[derive(Clone, Debug)]
 pub struct Text {

@@ -7,9 +7,11 @@
 //! norms that do nothing ([`Converted::with_neutral_norms`]). It has no biases in feed-forward layers: where the model has
 //! some, the folder brings a class that adds them, under a name of its own, so that nothing loads it without them.
 
+use crate::compress::Elements;
 use crate::config::{Architecture, LatentConfig, ModelConfig};
 use crate::decoder::{CHUNK, Decoder, Observer, Rows};
 use crate::error::{Error, Result};
+use crate::export;
 use crate::linear::{Linear, apply_all};
 use crate::model::Model;
 use crate::recipe::Recipe;
@@ -20,6 +22,7 @@ use attlas::conversions::mla::{self, Calibration, Converted, Figures, Params, St
 use attlas::layer::{Dense, LayerShape};
 use attlas::{Mat, MatRef, Workspace};
 use attlas_num::Scratch;
+use attlas_num::kernels::quant::Format;
 use attlas_num::par::*;
 use attlas_num::rope::{Rope, Scaling};
 use serde_json::json;
@@ -270,6 +273,70 @@ fn stored(map: &Dense) -> Result<Linear> {
         .ok_or_else(|| Error::invalid("a converted weight", "another shape", "a matrix"))
 }
 
+/// The model with its matrices as a checkpoint holds them: in `elements` those that are new or wider than these, and in a
+/// folder, which has no place for blocks, those that are quantised. What is written of it, or of the same model with norms
+/// that do nothing, gives the same predictions to rounding in single precision. 8 bits are for GGUF files alone.
+pub fn stored_as(model: &Model, elements: Elements, gguf: bool) -> Result<Model> {
+    let Weights::Decoder(weights) = &model.weights else { return refuse("an encoder") };
+    if elements == Elements::Q8 && !gguf {
+        return refuse("matrices of 8 bits");
+    }
+    let tensor = |name: &str, t: &Tensor, elements: Elements| {
+        let blocks = !gguf && t.format().block_len() > 1;
+        if blocks || elements.narrower_than(t.format()) {
+            elements.encode(name, &t.to_f32(), t.shape().to_vec())
+        } else {
+            Ok(t.clone())
+        }
+    };
+    let linear = |name: &str, map: &Linear, elements: Elements| {
+        let missing = || Error::MissingTensor { name: name.into() };
+        let weight = tensor(name, map.weight(), elements)?;
+        Linear::new(weight, map.bias().map(<[f32]>::to_vec)).ok_or_else(missing)
+    };
+    let layer = |(i, layer): (usize, &DecoderLayer)| {
+        let part = |name: &str, map: &Linear| linear(&format!("{name} of layer {i}"), map, elements);
+        let (gate, up, down) =
+            (part("gate", &layer.gate)?, part("up", &layer.up)?, part("down", &layer.down)?);
+        let Some(latent) = &layer.latent else { return refuse("layers without latents") };
+        let maps = latent.maps();
+        let to_latent = |name: &str, map: &Linear, norm: &Option<Vec<f32>>| {
+            let own = if gguf && norm.is_none() { export::latent_elements(elements) } else { elements };
+            linear(&format!("{name} of layer {i}"), map, own)
+        };
+        let q_a = maps.q_a.as_ref().map(|map| to_latent("q_a", map, &maps.q_a_norm)).transpose()?;
+        let mut q = part("q", &maps.q)?;
+        if let (Some(bias), false) = (q.bias(), gguf) {
+            // A column of the matrix carries it there.
+            let rounded = elements.encode("a bias of queries", bias, vec![bias.len()])?.to_f32();
+            q = Linear::new(q.weight().clone(), Some(rounded)).unwrap_or(q);
+        }
+        let kv_b = match model.config.latent.filter(|_| gguf) {
+            Some(l) => {
+                let rounded = export::rounded_kv_b(&maps.kv_b.multiplied_out(), l, elements)?;
+                stored(&Dense::new(Mat::from_vec(rounded, maps.kv_b.outputs(), maps.kv_b.inputs())))?
+            }
+            None => part("kv_b", &maps.kv_b)?,
+        };
+        let kv_a = to_latent("kv_a", &maps.kv_a, &maps.kv_a_norm)?;
+        let maps = LatentMaps { q_a, q, kv_a, kv_b, o: part("o", &maps.o)?, ..maps.clone() };
+        let [q, k, v, o] = [&maps.q, &maps.kv_a, &maps.kv_b, &maps.o].map(Clone::clone);
+        let latent = Some(Arc::new(latent.with_maps(maps)?));
+        Ok(DecoderLayer { q, k, v, o, latent, gate, up, down, ..layer.clone() })
+    };
+    let layers = weights.layers.par_iter().enumerate().map(layer).collect::<Result<_>>()?;
+    let embedding = tensor("the embedding", &weights.embedding, elements)?;
+    let output = if is_tied(weights) {
+        let missing = || Error::MissingTensor { name: "the output".into() };
+        let bias = weights.output.bias().map(<[f32]>::to_vec);
+        Linear::new(embedding.clone(), bias).ok_or_else(missing)?
+    } else {
+        linear("the output", &weights.output, elements)?
+    };
+    let weights = Weights::Decoder(DecoderWeights { layers, embedding, output, ..weights.clone() });
+    Ok(Model { weights, ..model.clone() })
+}
+
 /// Writes `config.json`, `model.safetensors` and the tokeniser of a model with latent attention, in the form of
 /// DeepSeek-V3. Its layers must have norms of their latents: [`convert`] with `neutral`.
 pub fn write(model: &Model, folder: &Folder) -> Result<()> {
@@ -294,6 +361,10 @@ const MLP_BIAS_MODULE: &str = "modeling_mlp_bias";
 pub fn has_mlp_biases(model: &Model) -> bool {
     let Weights::Decoder(weights) = &model.weights else { return false };
     weights.layers.iter().any(|l| [&l.gate, &l.up, &l.down].iter().any(|m| m.bias().is_some()))
+}
+
+fn stores_bf16(w: &DecoderWeights) -> bool {
+    w.layers.iter().all(|l| l.k.weight().format() == Format::BF16)
 }
 
 fn is_tied(w: &DecoderWeights) -> bool {
@@ -374,7 +445,8 @@ fn config_json(model: &Model) -> Result<serde_json::Value> {
     let mut config = json!({
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": Architecture::DeepseekV3.name(),
-        "dtype": "float32",
+        // Half precision has not the range that norms of latents need.
+        "dtype": if stores_bf16(weights) { "bfloat16" } else { "float32" },
         "hidden_act": "silu",
         "hidden_size": c.hidden,
         "intermediate_size": c.intermediate,

@@ -76,6 +76,8 @@ pub struct LayerDecoding {
     pub layer: usize,
     /// Heads, the method that reads their prompts, and the one that decodes: exact attention where a method has no stream.
     pub methods: Vec<(Range<usize>, &'static str, &'static str)>,
+    /// Whether a head's method for new tokens has no stream, so that exact attention decodes in its place.
+    pub falls_back: bool,
     /// Whether keys and values are kept.
     pub keeps_keys: bool,
 }
@@ -308,6 +310,11 @@ impl Decoder {
     pub fn decoding(&self) -> Vec<LayerDecoding> {
         let c = &self.model.config;
         self.state.layers.iter().map(|l| l.decoding(c)).collect()
+    }
+
+    /// Layers with heads whose method for new tokens has no stream: exact attention decodes there.
+    pub fn decodes_exactly(&self) -> Vec<usize> {
+        self.decoding().into_iter().filter(|l| l.falls_back).map(|l| l.layer).collect()
     }
 
     /// Makes room for `tokens` tokens in all, or for the longest context where that is less, so that taking them
@@ -955,6 +962,7 @@ impl LayerState {
         LayerDecoding {
             layer: self.index,
             methods: self.parts.iter().map(|p| (p.heads.clone(), p.method.id, kind(p))).collect(),
+            falls_back: self.parts.iter().any(|p| p.attending(true).method.id != kind(p)),
             keeps_keys: !self.streamed || whole,
         }
     }

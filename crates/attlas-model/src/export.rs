@@ -15,7 +15,7 @@ use crate::gguf::{Entries, write_file};
 use crate::linear::Linear;
 use crate::model::Model;
 use crate::tensor::Tensor;
-use crate::weights::{DecoderLayer, DecoderWeights, GGUF_DECODER, LatentAttention, Weights};
+use crate::weights::{DecoderLayer, DecoderWeights, GGUF_DECODER, LatentAttention, Weights, join_kv_b};
 use attlas_num::rope::{Layout, Rope, Scaling};
 use std::borrow::Cow;
 use std::path::Path;
@@ -57,7 +57,8 @@ fn query_latent(rank_q: Option<usize>, n_layers: usize) -> Result<()> {
     Ok(())
 }
 
-/// Writes a model as a GGUF file. Products are multiplied out and stored as `elements` says.
+/// Writes a model as a GGUF file. Products that are multiplied out, and the maps of latents, which the file has in another
+/// form than the model, are stored as `elements` says.
 pub fn write_gguf(model: &Model, elements: Elements, path: &Path) -> Result<()> {
     let mut entries = metadata(model)?;
     entries.extend(&model.tokenizer.to_gguf(model.config.vocab)?);
@@ -93,9 +94,9 @@ fn plain_rotation(c: &ModelConfig) -> Result<&Rope> {
     }
 }
 
-/// An error where a map has a bias, which llama.cpp's latent attention has no place for.
+/// An error where a map has a bias, for which a layer of llama.cpp's `deepseek2` has no tensor.
 fn unbiased(weights: &DecoderWeights) -> Result<()> {
-    let biased = |l: &DecoderLayer| {
+    let attention = |l: &DecoderLayer| {
         let maps = match &l.latent {
             Some(latent) => {
                 let m = latent.maps();
@@ -103,11 +104,15 @@ fn unbiased(weights: &DecoderWeights) -> Result<()> {
             }
             None => vec![Some(&l.q), Some(&l.k), Some(&l.v), Some(&l.o)],
         };
-        let all = maps.into_iter().flatten().chain([&l.gate, &l.up, &l.down]);
-        all.into_iter().any(|m| m.bias().is_some())
+        maps.into_iter().flatten().any(|m| m.bias().is_some())
     };
-    if weights.layers.iter().any(biased) {
-        return refuse("latent attention in a model with biases");
+    let feed_forward = |l: &DecoderLayer| [&l.gate, &l.up, &l.down].iter().any(|m| m.bias().is_some());
+    let no_place = |of: &str| refuse(&format!("biases of {of}, for which deepseek2 has no tensors,"));
+    if weights.layers.iter().any(attention) {
+        return no_place("latent attention");
+    }
+    if weights.layers.iter().any(feed_forward) {
+        return no_place("feed-forward layers beside latent attention");
     }
     Ok(())
 }
@@ -144,7 +149,8 @@ fn metadata(model: &Model) -> Result<Entries> {
         let biased = |m: &Linear| m.bias().is_some();
         let others = |l: &DecoderLayer| [&l.o, &l.gate, &l.up, &l.down].into_iter().any(biased);
         if name != "llama" && weights.layers.iter().any(others) {
-            return refuse(&format!("a {name} model with biases behind attention"));
+            let what = "biases of feed-forward layers or attention's output";
+            return refuse(&format!("{what}, for which {name} has no tensors,"));
         }
         for suffix in ["key_length", "value_length"] {
             out.integer(&key(&format!("attention.{suffix}")), c.head_dim)?;
@@ -238,7 +244,7 @@ fn tensors(model: &Model, elements: Elements) -> Result<Vec<Named<'_>>> {
         let mut maps = vec![(n.o, &layer.o, None), (n.gate, &layer.gate, None), (n.up, &layer.up, None)];
         maps.push((n.down, &layer.down, None));
         match (&layer.latent, c.latent) {
-            (Some(latent), Some(l)) => latent_tensors(c, l, layer, latent, &name, &mut list)?,
+            (Some(latent), Some(l)) => latent_tensors(c, l, layer, latent, elements, &name, &mut list)?,
             _ => {
                 let order = |heads: usize| pair_order(c, layout, heads);
                 maps.push((n.q, &layer.q, order(c.n_heads)));
@@ -304,6 +310,7 @@ fn latent_tensors<'a>(
     l: LatentConfig,
     layer: &DecoderLayer,
     latent: &'a LatentAttention,
+    elements: Elements,
     name: &dyn Fn(&str) -> String,
     list: &mut Vec<Named<'a>>,
 ) -> Result<()> {
@@ -321,7 +328,8 @@ fn latent_tensors<'a>(
                 weight[..rank * c.hidden].iter_mut().for_each(|w| *w *= down);
                 let up = f64::from(c.norm_eps as f32).sqrt() / f64::from(down);
                 let shape = vec![map.outputs(), map.inputs()];
-                (Cow::Owned(dense(&weight_name, &weight, shape)?), vec![up as f32; rank])
+                let weight = latent_elements(elements).encode(&weight_name, &weight, shape)?;
+                (Cow::Owned(weight), vec![up as f32; rank])
             }
         };
         list.push((weight_name, weight));
@@ -337,23 +345,44 @@ fn latent_tensors<'a>(
         }
         None => "attn_q",
     };
-    linear(&name(query), &maps.q, None, Elements::F32, list)?;
-    let both = maps.kv_b.multiplied_out();
+    linear(&name(query), &maps.q, None, elements, list)?;
+    let [keys, values] = split_kv_b(&maps.kv_b.multiplied_out(), l);
+    for (part, numbers, shape) in [
+        ("attn_k_b", keys, vec![c.n_heads, l.rank, l.nope]),
+        ("attn_v_b", values, vec![c.n_heads, l.v_dim, l.rank]),
+    ] {
+        let full = format!("{}.weight", name(part));
+        let tensor = elements.encode(&full, &numbers, shape)?;
+        list.push((full, Cow::Owned(tensor)));
+    }
+    Ok(())
+}
+
+/// Keys, transposed, and values of all heads from the map that gives both.
+fn split_kv_b(both: &[f32], l: LatentConfig) -> [Vec<f32>; 2] {
     let (mut keys, mut values) = (Vec::new(), Vec::new());
     for head in both.chunks_exact((l.nope + l.v_dim) * l.rank) {
         let (k, v) = head.split_at(l.nope * l.rank);
         keys.extend((0..l.rank).flat_map(|r| (0..l.nope).map(move |i| k[i * l.rank + r])));
         values.extend_from_slice(v);
     }
-    for (part, numbers, shape) in [
-        ("attn_k_b", keys, vec![c.n_heads, l.rank, l.nope]),
-        ("attn_v_b", values, vec![c.n_heads, l.v_dim, l.rank]),
-    ] {
-        let full = format!("{}.weight", name(part));
-        let tensor = dense(&full, &numbers, shape)?;
-        list.push((full, Cow::Owned(tensor)));
-    }
-    Ok(())
+    [keys, values]
+}
+
+/// The elements in which a file holds a map to a latent whose norm is neutral: the scale of its numbers is far below what
+/// half precision and its blocks can hold.
+pub(crate) fn latent_elements(elements: Elements) -> Elements {
+    if elements == Elements::F32 { Elements::F32 } else { Elements::Bf16 }
+}
+
+/// Keys and values from the latent as a file of these elements gives them back.
+pub(crate) fn rounded_kv_b(both: &[f32], l: LatentConfig, elements: Elements) -> Result<Vec<f32>> {
+    let read = |name: &str, numbers: &[f32], width: usize| -> Result<Vec<f32>> {
+        Ok(elements.encode(name, numbers, vec![numbers.len() / width.max(1), width])?.to_f32())
+    };
+    let [keys, values] = split_kv_b(both, l);
+    let (keys, values) = (read("attn_k_b", &keys, l.nope)?, read("attn_v_b", &values, l.rank)?);
+    Ok(join_kv_b(&keys, &values, l))
 }
 
 /// The power of two by which the map `a` to a latent of `rank` is scaled so that its norm does nothing but divide.

@@ -686,6 +686,8 @@ fn transposed(stack: &Tensor) -> Option<Tensor> {
 pub struct LatentAttention {
     layer: Latent,
     maps: LatentMaps,
+    /// Everything else that the layer was made of.
+    settings: (LayerShape, latent::Params, Option<Rope>),
 }
 
 /// The maps of latent attention and the weights of its norms.
@@ -729,7 +731,14 @@ impl LatentAttention {
                 weights.insert(name.into(), Box::new(column));
             }
         }
-        Ok(Self { layer: Latent::new(shape, params, rope, weights)?, maps })
+        let settings = (shape, params.clone(), rope.clone());
+        Ok(Self { layer: Latent::new(shape, params, rope, weights)?, maps, settings })
+    }
+
+    /// The same layer of other maps.
+    pub fn with_maps(&self, maps: LatentMaps) -> Result<Self> {
+        let (shape, params, rope) = self.settings.clone();
+        Self::new(shape, params, rope, maps)
     }
 
     /// The layer.
@@ -820,19 +829,23 @@ fn split_kv_b(c: &ModelConfig, l: LatentConfig, finder: &Finder<'_>, layer: &str
     let Some(keys) = finder.optional(&name("attn_k_b"), &[c.n_heads, l.rank, l.nope])? else {
         return Ok(None);
     };
-    let values = finder.tensor(&name("attn_v_b"), &[c.n_heads, l.v_dim, l.rank])?.to_f32();
-    let keys = keys.to_f32();
-    let mut rows = Vec::with_capacity(c.n_heads * (l.nope + l.v_dim) * l.rank);
-    for h in 0..c.n_heads {
-        let keys = &keys[h * l.rank * l.nope..][..l.rank * l.nope];
-        for i in 0..l.nope {
-            rows.extend((0..l.rank).map(|r| keys[r * l.nope + i]));
-        }
-        rows.extend_from_slice(&values[h * l.v_dim * l.rank..][..l.v_dim * l.rank]);
-    }
+    let values = finder.tensor(&name("attn_v_b"), &[c.n_heads, l.v_dim, l.rank])?;
+    let rows = join_kv_b(&keys.to_f32(), &values.to_f32(), l);
     let map = Tensor::from_f32(&rows, vec![c.n_heads * (l.nope + l.v_dim), l.rank]);
     let map = map.and_then(|t| Linear::new(t, None));
     map.map(Some).ok_or_else(|| Error::MissingTensor { name: name("attn_k_b") })
+}
+
+/// One map to keys and values of all heads, of keys, transposed, and values apart.
+pub(crate) fn join_kv_b(keys: &[f32], values: &[f32], l: LatentConfig) -> Vec<f32> {
+    let mut rows = Vec::with_capacity(keys.len() + values.len());
+    for (keys, values) in keys.chunks_exact(l.rank * l.nope).zip(values.chunks_exact(l.v_dim * l.rank)) {
+        for i in 0..l.nope {
+            rows.extend((0..l.rank).map(|r| keys[r * l.nope + i]));
+        }
+        rows.extend_from_slice(values);
+    }
+    rows
 }
 
 /// The names of an encoder's tensors; those of a layer follow its prefix.

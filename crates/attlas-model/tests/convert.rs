@@ -3,7 +3,8 @@
 use attlas::conversions::mla::{Calibration, Params, Stage};
 use attlas::{Schedule, Workspace};
 use attlas_model::checkpoint::Tensors;
-use attlas_model::convert::{calibrate, check, convert, write};
+use attlas_model::compress::Elements;
+use attlas_model::convert::{calibrate, check, convert, stored_as, write};
 use attlas_model::save::{Folder, NamedTensor};
 use attlas_model::tensor::Source;
 use attlas_model::{Decoder, Error, Model, Recipe, Rows};
@@ -163,6 +164,36 @@ fn a_written_checkpoint_opens_and_gives_the_same_logits() {
         assert_eq!(gap(&without, &want) < 1e-4, rank_q.is_none(), "{family}");
         let error = convert(&model, &params, Stage::Merged, &calibration, None, true).unwrap_err();
         assert!(error.to_string().contains("already"), "{error}");
+    }
+}
+
+#[test]
+fn a_written_checkpoint_is_the_model_rounded_to_the_elements_it_is_stored_in() {
+    let inside = |name: &str, file: &str| Path::new(env!("CARGO_TARGET_TMPDIR")).join(name).join(file);
+    for (family, rank_q) in [("llama", None), ("llama", Some(20)), ("qwen2", None)] {
+        let source = write_source(&format!("convert-narrow-{family}"), family);
+        let calibration = calibrated(&source, &source, 200);
+        let params = Params { rank: Some(12), rank_q, rope_dim: Some(4), ..Params::default() };
+        let params = check(&source, &params).unwrap();
+        let of = |neutral| convert(&source, &params, Stage::LowRankQueries, &calibration, None, neutral);
+        let (plain, neutral) = (of(false).unwrap().model, of(true).unwrap().model);
+        let exact = logits(&Arc::new(plain.clone()));
+        let mut sizes = Vec::new();
+        for (elements, dtype) in
+            [(Elements::F32, "float32"), (Elements::F16, "float32"), (Elements::Bf16, "bfloat16")]
+        {
+            let want = logits(&Arc::new(stored_as(&plain, elements, false).unwrap()));
+            let name = format!("convert-narrow-{family}-{}", elements.name());
+            let written = rewritten(&stored_as(&neutral, elements, false).unwrap(), &name);
+            assert!(gap(&logits(&written), &want) < 1e-4, "{name}: {}", gap(&logits(&written), &want));
+            assert_eq!(gap(&want, &exact) > 0.0, elements != Elements::F32, "{name}");
+            let config = std::fs::read(inside(&name, "config.json")).unwrap();
+            let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+            assert_eq!(config["dtype"], dtype);
+            sizes.push(std::fs::metadata(inside(&name, "model.safetensors")).unwrap().len());
+        }
+        assert!(sizes[1..].iter().all(|s| 3 * s < 2 * sizes[0]), "{sizes:?}");
+        assert!(stored_as(&plain, Elements::Q8, false).unwrap_err().to_string().contains("8 bits"));
     }
 }
 

@@ -5,7 +5,7 @@ mod common;
 use attlas::conversions::mla::{Params, Stage};
 use attlas::{Options, Schedule, Workspace, registry};
 use attlas_model::compress::{Elements, compress};
-use attlas_model::convert::{calibrate, check, convert};
+use attlas_model::convert::{calibrate, check, convert, stored_as};
 use attlas_model::export::{check_gguf, check_latent_gguf, write_gguf};
 use attlas_model::gguf::Gguf;
 use attlas_model::{Architecture, Decoder, Model, Recipe, Rows, Weights};
@@ -120,12 +120,33 @@ fn latents_are_written_as_deepseek2_with_norms_that_do_nothing() {
         }
         assert_eq!(gguf.tensor("blk.0.attn_k_b.weight").unwrap().shape, [4, 14, 8]);
         assert_eq!(gguf.tensor("blk.0.attn_v_b.weight").unwrap().shape, [4, 8, 14]);
+        // Narrower, the file is the model rounded alike; maps to latents keep the range of a single.
+        for (elements, to_latent, to_heads) in
+            [(Elements::F16, "BF16", "F16"), (Elements::Bf16, "BF16", "BF16"), (Elements::Q8, "BF16", "Q8_0")]
+        {
+            let rounded = Arc::new(stored_as(&latents.model, elements, true).unwrap());
+            let path = place("export-narrow.gguf");
+            write_gguf(&rounded, elements, &path).unwrap();
+            let opened = Arc::new(Model::open(&path).unwrap());
+            let off = gap(&logits(&opened), &logits(&rounded));
+            assert!(off < 1e-4, "{elements:?}: {off}");
+            assert!(gap(&logits(&rounded), &want) > 0.0);
+            let bytes = std::fs::read(&path).unwrap();
+            let gguf = Gguf::parse(&bytes).unwrap();
+            let format = |part: &str| gguf.tensor(&format!("blk.0.{part}.weight")).unwrap().format.name();
+            assert_eq!(format("attn_kv_a_mqa"), to_latent);
+            // Rows of a latent of 14 or 20 are no blocks.
+            let to_queries = if rank_q.is_some() && elements == Elements::Q8 { "F16" } else { to_heads };
+            assert_eq!(format(if rank_q.is_some() { "attn_q_b" } else { "attn_q" }), to_queries);
+            assert_eq!(format("attn_v_b"), if elements == Elements::Bf16 { "BF16" } else { "F16" });
+            assert_eq!(format("ffn_down"), "Q4_1", "narrow matrices stay as they are");
+        }
     }
     // Norms that a constant coordinate makes neutral need a bias, which that layer of llama.cpp does not have.
     let params = check(&model, &Params { rank: Some(14), ..Params::default() }).unwrap();
     let normed = convert(&model, &params, Stage::LowRank, &moments, None, true).unwrap();
     let error = write_gguf(&normed.model, Elements::F32, &place("export-no.gguf")).unwrap_err().to_string();
-    assert!(error.contains("biases"), "{error}");
+    assert!(error.contains("biases of latent attention"), "{error}");
 }
 
 #[test]
@@ -139,5 +160,29 @@ fn what_the_format_has_no_place_for_is_refused() {
     let Weights::Decoder(w) = &mut model.weights else { panic!() };
     let o = &w.layers[0].o;
     w.layers[0].o = attlas_model::Linear::new(o.weight().clone(), Some(vec![1.0; 32])).unwrap();
-    assert!(check_latent_gguf(&model, None).unwrap_err().to_string().contains("biases"));
+    assert!(check_latent_gguf(&model, None).unwrap_err().to_string().contains("biases of latent attention"));
+}
+
+#[test]
+fn biases_of_feed_forward_layers_are_written_where_the_architecture_has_tensors_for_them() {
+    let mut model = Model::clone(&source());
+    let Weights::Decoder(w) = &mut model.weights else { panic!() };
+    for layer in &mut w.layers {
+        for map in [&mut layer.gate, &mut layer.up, &mut layer.down] {
+            let bias = (0..map.outputs()).map(|i| (i % 5) as f32 - 2.0).collect();
+            *map = attlas_model::Linear::new(map.weight().clone(), Some(bias)).unwrap();
+        }
+    }
+    let model = Arc::new(model);
+    let (_, opened) = written(&model, "export-mlp-bias.gguf");
+    assert_eq!(logits(&opened), logits(&model));
+    assert!(gap(&logits(&model), &logits(&source())) > 1e-2, "biases change predictions");
+    let error = check_latent_gguf(&model, None).unwrap_err().to_string();
+    assert!(
+        error.contains("feed-forward") && error.contains("deepseek2") && error.contains("folder"),
+        "{error}"
+    );
+    let mut qwen2 = Model::clone(&model);
+    qwen2.config.architecture = Architecture::Qwen2;
+    assert!(check_gguf(&qwen2).unwrap_err().to_string().contains("feed-forward"));
 }

@@ -79,9 +79,23 @@ fn methods_without_a_stream_are_said_to_decode_exactly_and_keep_their_keys() {
     let mut decoder = decoder("granite", &recipe);
     decoder.forget_keys().unwrap();
     for layer in decoder.decoding() {
-        assert!(layer.keeps_keys);
+        assert!(layer.keeps_keys && layer.falls_back);
         assert!(layer.methods.iter().all(|(_, reads, decodes)| (*reads, *decodes) == ("smyrf", "exact")));
     }
+}
+
+#[test]
+fn a_method_of_its_own_for_new_tokens_decodes_where_it_has_a_stream() {
+    let rule = |layers: &str, decode: &str| {
+        format!("[[rule]]\nlayers = {layers}\nmethod = 'smyrf'\n[rule.decode]\nmethod = '{decode}'\n")
+    };
+    let text = format!("version = 1\n{}{}", rule("[0]", "sink_window"), rule("[1]", "reformer"));
+    let found = decoder("granite", &Recipe::from_toml(&text).unwrap());
+    assert_eq!(found.decodes_exactly(), Vec::<usize>::new());
+    let text = format!("version = 1\n{}[[rule]]\nlayers = [1]\nmethod = 'smyrf'\n", rule("[0]", "exact"));
+    let found = decoder("granite", &Recipe::from_toml(&text).unwrap());
+    // Exact attention is asked for in layer 0, and takes the place of a method in layer 1 alone.
+    assert_eq!(found.decodes_exactly(), [1]);
 }
 
 #[test]

@@ -513,6 +513,7 @@ fn record(text: &str) -> Result<Record, String> {
             keys_share: number("keys_share")?,
             fell_back: x["fell_back"].as_bool().unwrap_or(false),
             past_recipe: x["past_recipe"].as_bool().unwrap_or(false),
+            decodes_exactly: Vec::new(),
         }),
     };
     Ok(Record {

@@ -2,6 +2,7 @@
 
 use super::shared::{Limit, ModelChoice, NewFolder, count, positive, share};
 use attlas::conversions::mla::Stage;
+use attlas_model::compress::Elements;
 use attlas_model::recipe::Numbers;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
@@ -59,9 +60,10 @@ pub(crate) struct CompressArgs {
     /// Tokens set aside for that, after those of --tokens.
     #[arg(long, default_value = "1024", value_name = "N", value_parser = count, requires = "accept")]
     pub(crate) accept_tokens: usize,
-    /// Element type of factors; what is left alone stays as it is.
-    #[arg(long, value_enum, default_value_t = FactorType::F16)]
-    pub(crate) dtype: FactorType,
+    /// Element type of factors; what is left alone stays as it is. By default that of most numbers of the model, q8 where those
+    /// are quantised.
+    #[arg(long, value_enum)]
+    pub(crate) dtype: Option<StoredType>,
     /// Read this many tokens at most; paragraphs for an encoder.
     #[arg(long, default_value = "2048", value_name = "N", value_parser = count)]
     pub(crate) tokens: usize,
@@ -75,8 +77,9 @@ pub(crate) struct CompressArgs {
     pub(crate) repeats: usize,
 }
 
+/// Element types of what is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum FactorType {
+pub(crate) enum StoredType {
     /// Single precision.
     F32,
     /// Half precision.
@@ -84,7 +87,19 @@ pub(crate) enum FactorType {
     /// The upper half of a single.
     Bf16,
     /// 8 bits and a scale for every 32 numbers, where rows allow it.
+    #[value(alias = "q8_0")]
     Q8,
+}
+
+impl From<StoredType> for Elements {
+    fn from(dtype: StoredType) -> Self {
+        match dtype {
+            StoredType::F32 => Self::F32,
+            StoredType::F16 => Self::F16,
+            StoredType::Bf16 => Self::Bf16,
+            StoredType::Q8 => Self::Q8,
+        }
+    }
 }
 
 #[derive(Args, Clone, Debug)]
@@ -110,6 +125,10 @@ pub(crate) struct ConvertArgs {
     /// of the check the command exits with 1.
     #[arg(long, value_name = "NATS", value_parser = positive, conflicts_with_all = ["rank", "keep"])]
     pub(crate) max_kl: Option<f64>,
+    /// Element type of matrices that are new, and of wider ones; a folder stores quantised ones in it, too. By default that of
+    /// most numbers of the model; where those are quantised, q8 in a GGUF file and f16 in a folder.
+    #[arg(long, value_enum)]
+    pub(crate) dtype: Option<StoredType>,
     /// Width of the shared rotated key; divides the head width.
     #[arg(long, value_name = "D", value_parser = count)]
     pub(crate) rope_dim: Option<usize>,

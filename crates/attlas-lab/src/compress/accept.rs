@@ -139,7 +139,7 @@ pub(super) fn choose<'a>(
             let rank = rank.max().unwrap_or(0);
             let mut with = kept.clone();
             with.add(one.rewritten);
-            let scores = score(&Arc::new(with.model(settings.elements)?))?;
+            let scores = score(&Arc::new(with.model(settings.elements_of(model))?))?;
             let mut change = Mean::default();
             scores.iter().zip(&nll).for_each(|(after, before)| change.push(after - before));
             let nll_after = stats::mean(&scores);
@@ -234,7 +234,7 @@ mod tests {
             options,
             layers: None,
             roles: None,
-            elements: Elements::F32,
+            elements: Some(Elements::F32),
             out: PathBuf::new(),
             text: PathBuf::new(),
             tokens: 2,

@@ -12,7 +12,7 @@ pub use calibrate::{Calibrate, Calibrated};
 use crate::run::timed;
 use crate::self_check::{Quality, SelfCheck};
 use crate::table::{Table, bytes, number, seconds};
-use crate::text::{Text, open_model};
+use crate::text::{Text, model_size, open_model};
 use crate::{Error, Result};
 use attlas::conversions::Conversion;
 use attlas::conversions::common::network::Role;
@@ -39,8 +39,8 @@ pub struct Settings {
     pub layers: Option<Vec<usize>>,
     /// Matrices; the conversion's choice where absent.
     pub roles: Option<Vec<Role>>,
-    /// How factors are stored.
-    pub elements: Elements,
+    /// How factors are stored; where absent, as most numbers of the model are, those in blocks in 8 bits.
+    pub elements: Option<Elements>,
     /// Where to.
     pub out: PathBuf,
     /// The text both models read.
@@ -57,6 +57,13 @@ pub struct Settings {
     pub accept: Option<Accept>,
     /// Fit to the inputs that a text gives the matrices.
     pub calibrate: Option<Calibrate>,
+}
+
+impl Settings {
+    /// How factors of this model are stored.
+    fn elements_of(&self, model: &Model) -> Elements {
+        self.elements.unwrap_or_else(|| Elements::of(model))
+    }
 }
 
 /// Storage and cost of a model.
@@ -115,6 +122,8 @@ pub struct Record {
     pub conversion: &'static str,
     /// Its parameters.
     pub params: Options,
+    /// How factors are stored.
+    pub dtype: &'static str,
     /// The folder that was written.
     pub out: String,
     /// The text.
@@ -169,7 +178,8 @@ pub fn run(
     if stop.load(Ordering::Relaxed) {
         return Err(attlas_model::Error::Interrupted.into());
     }
-    compressed.write(&settings.out, settings.elements)?;
+    let elements = settings.elements_of(&before);
+    compressed.write(&settings.out, elements)?;
     let losses = compressed.rewritten.losses.iter();
     let losses = losses
         .map(|l| Loss {
@@ -212,6 +222,7 @@ pub fn run(
         model: settings.model.file_name().unwrap_or_default().to_string_lossy().into_owned(),
         conversion: settings.conversion.id,
         params: settings.options.clone(),
+        dtype: elements.name(),
         out: settings.out.display().to_string(),
         text: texts.source,
         text_sha256: texts.sha256,
@@ -335,8 +346,7 @@ fn paragraphs(path: &Path, model: &Model, skip: usize, most: usize) -> Result<Ve
 }
 
 fn sizes(model: &Arc<Model>, path: &Path, settings: &Settings) -> Result<Figures> {
-    let located = path.to_str().map(attlas_model::hub::locate).transpose()?;
-    let (parameters, bytes) = attlas_model::checkpoint::size(located.as_deref().unwrap_or(path))?;
+    let (parameters, bytes) = model_size(path)?;
     let window = settings.window.min(model.config.max_positions);
     let context = if model.config.architecture.is_encoder() { PARAGRAPH_TOKENS } else { window };
     Ok(Figures {

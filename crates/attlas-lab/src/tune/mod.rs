@@ -350,6 +350,8 @@ pub struct Tuned {
     pub answer: Option<Outcome>,
     /// The model decoding the second text, with the choices for new tokens.
     pub decoded: Option<Outcome>,
+    /// Layers with heads whose method for new tokens has no stream: exact attention decodes there.
+    pub decodes_exactly: Vec<usize>,
     /// The round whose choices stand, counted from 0.
     pub chosen: Option<usize>,
     /// The choice for each key head; empty for a shard.
@@ -424,6 +426,12 @@ pub trait Check {
     fn replace(&mut self, text: &Text, rows: usize, stop: &AtomicBool) -> Result<Option<Box<dyn Replace>>> {
         let _ = (text, rows, stop);
         Ok(None)
+    }
+
+    /// Layers in which exact attention decodes, because a method for new tokens has no stream.
+    fn decodes_exactly(&self, recipe: &Recipe) -> Result<Vec<usize>> {
+        let _ = recipe;
+        Ok(Vec::new())
     }
 
     /// The model with a recipe that decodes the last `steps` of the first `context` tokens of `check` one by one; `None`

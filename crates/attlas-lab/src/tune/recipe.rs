@@ -141,6 +141,10 @@ pub(super) fn evidence(
     if let Some(cost) = tuned.decode_cost() {
         put("decode_cost", cost.into());
     }
+    if !tuned.decodes_exactly.is_empty() {
+        let layers: Numbers = tuned.decodes_exactly.iter().copied().collect();
+        put("decodes_exactly", Value::Text(layers.to_string()));
+    }
     if let Some(x) = &tuned.decoded {
         put("decode_kl_mean", x.kl_mean.into());
         put("decode_tokens", (x.scored as usize).into());

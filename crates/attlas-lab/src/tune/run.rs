@@ -45,6 +45,7 @@ impl Tuning<'_, '_, '_> {
             rounds: Vec::new(),
             answer: None,
             decoded: None,
+            decodes_exactly: Vec::new(),
             chosen: None,
             picks: Vec::new(),
             note: None,
@@ -88,6 +89,7 @@ impl Tuning<'_, '_, '_> {
         }
         tuned.picks = picks;
         let mut recipe = self.recipe(&tuned.picks);
+        tuned.decodes_exactly = self.model.decodes_exactly(&recipe)?;
         recipe.evidence = recipe::evidence(&tuned, self.text, self.check, self.settings, self.model.shape());
         recipe.tokens = (!recipe.rules.is_empty()).then_some(tuned.tokens);
         tuned.recipe = Some(recipe);

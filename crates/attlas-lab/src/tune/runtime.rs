@@ -105,6 +105,11 @@ impl Check for Runtime<'_> {
         }
     }
 
+    fn decodes_exactly(&self, recipe: &Recipe) -> Result<Vec<usize>> {
+        let threads = Workspace::new(Schedule { threads: self.threads, ..Schedule::default() })?;
+        Ok(Decoder::on(self.model.clone(), recipe, &threads)?.decodes_exactly())
+    }
+
     fn decode(
         &mut self,
         recipe: &Recipe,

@@ -1,11 +1,13 @@
-//! How numbers of factors are stored.
+//! How numbers of new matrices are stored.
 
 use crate::error::{Error, Result};
+use crate::model::Model;
 use crate::tensor::{Source, Tensor};
+use crate::weights::Weights;
 use attlas_num::kernels::quant::Format;
 use std::sync::Arc;
 
-/// Element types that factors can be stored in.
+/// Element types that new matrices can be stored in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Elements {
     /// Single precision.
@@ -19,14 +21,64 @@ pub enum Elements {
 }
 
 impl Elements {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+            Self::Q8 => "q8",
+        }
+    }
+
+    /// The type nearest to that of most numbers in the layers of a model: 8 bits where those are quantised.
+    pub fn of(model: &Model) -> Self {
+        let mut counts = [Self::F32, Self::F16, Self::Bf16, Self::Q8].map(|e| (0, e));
+        let mut count = |m: &Tensor| {
+            let of = Self::like(m.format());
+            counts.iter_mut().filter(|(_, e)| *e == of).for_each(|(n, _)| *n += m.rows() * m.cols());
+        };
+        match &model.weights {
+            Weights::Decoder(w) => {
+                let maps = w.layers.iter().flat_map(|l| [&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down]);
+                maps.flat_map(|m| m.matrices()).for_each(&mut count);
+            }
+            Weights::Encoder(w) => {
+                let maps = w.layers.iter().flat_map(|l| [&l.q, &l.k, &l.v, &l.o, &l.up, &l.down]);
+                maps.flat_map(|m| m.matrices()).for_each(&mut count);
+            }
+        }
+        counts.into_iter().max_by_key(|(n, _)| *n).map_or(Self::F32, |(_, e)| e)
+    }
+
+    fn like(format: Format) -> Self {
+        match format {
+            Format::F32 => Self::F32,
+            Format::F16 => Self::F16,
+            Format::BF16 => Self::Bf16,
+            _ => Self::Q8,
+        }
+    }
+
+    /// Whether a matrix of this format takes more bytes than in these elements.
+    pub(crate) fn narrower_than(self, format: Format) -> bool {
+        let bytes = |e| match e {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+            Self::Q8 => 1,
+        };
+        bytes(self) < bytes(Self::like(format))
+    }
+
     /// Numbers in this form. An error if one is too large for it or is not finite.
     pub(crate) fn encode(self, name: &str, values: &[f32], shape: Vec<usize>) -> Result<Tensor> {
         let most = match self {
-            Self::F32 | Self::Bf16 => f32::MAX,
+            Self::F32 => f32::MAX,
+            Self::Bf16 => half::bf16::MAX.to_f32(),
             Self::F16 | Self::Q8 => half::f16::MAX.to_f32(),
         };
         if let Some(bad) = values.iter().find(|x| x.is_nan() || x.abs() > most) {
-            let expected = format!("at most {most} in magnitude; store factors as f32");
+            let expected = format!("at most {most} in magnitude; store it as f32");
             return Err(Error::invalid(format!("a number of {name}"), bad, expected));
         }
         let blocks = self == Self::Q8 && shape.last().is_some_and(|n| n.is_multiple_of(32));
