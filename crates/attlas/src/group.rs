@@ -4,6 +4,7 @@
 //! runner here checks shapes, reads strides, cuts off padding, runs groups in parallel, hands out scratch
 //! memory and the names of random streams, and writes outputs in the caller's layout.
 
+use crate::engine::SortedRule;
 use crate::engine::near::NearField;
 use crate::gradient::{Backward, GroupBackward, Pass, run_backward};
 use crate::method::{Cost, Method, Plan, RunInfo, Spec, Stream, Support};
@@ -306,6 +307,12 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
         Err(Error::Unsupported { method: "this plan".into(), reasons: vec!["it has no gradient".into()] })
     }
 
+    /// How it sorts and cuts queries and keys: see [`Plan::sorted_rule`].
+    fn sorted_rule(&self, problem: &Problem) -> Option<SortedRule<'_>> {
+        let _ = problem;
+        None
+    }
+
     /// Numbers of a few weighted keys that stand for a piece of keys, where the method makes such.
     fn stand_ins<T: Real>(&self, piece: StandIns<'_, T>) -> Option<Vec<T>> {
         let _ = piece;
@@ -455,6 +462,10 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
             DType::F32 => self.stream_typed::<f32>(|s| Box::new(s)),
             DType::F64 => self.stream_typed::<f64>(|s| Box::new(s)),
         }
+    }
+
+    fn sorted_rule(&self) -> Option<SortedRule<'_>> {
+        self.plan.sorted_rule(&self.problem)
     }
 
     fn stand_ins(
