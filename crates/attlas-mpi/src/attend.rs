@@ -1,6 +1,6 @@
 //! The door: which schedule, whether it can be done, and the run.
 
-use crate::{Element, Layout, Sharded, Traffic, Transport, Wire, gather, ring, scan};
+use crate::{Element, Layout, Sharded, Traffic, Transport, Wire, gather, ring, scan, sort};
 use attlas::method::Needs;
 use attlas::{
     Align, Error, Mask, Method, Near, Options, Out, Problem, Qkv, Result, RunInfo, Spread, Support,
@@ -142,7 +142,15 @@ pub fn attend<T: Element>(
     }
     let before = t.traffic();
     let mut answer = match method.claims.spread {
-        Spread::Ring { window: None, .. } => ring::ring(t, p, method, options, x, wire, ws)?,
+        Spread::Ring { window: None, shared } => {
+            // Methods that sort rows are among those whose rows share what they read.
+            let whole = shared.is_empty() || t.size() == 1 || x.key_lens.is_some();
+            let plan = if whole { None } else { Some(method.plan(p, options)?) };
+            match plan.as_ref().and_then(|plan| plan.sorted_rule()) {
+                Some(rule) => sort::sort(t, p, &rule, x, wire, ws)?,
+                None => ring::ring(t, p, method, options, x, wire, ws)?,
+            }
+        }
         Spread::Ring { window: Some(names), .. } => ring::window(t, p, method, options, names, x, wire, ws)?,
         Spread::Scan { .. } => scan::scan(t, p, method, options, x, ws)?,
         Spread::Gather => gather::gather(t, p, method, options, x, ws)?,

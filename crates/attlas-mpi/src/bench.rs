@@ -15,7 +15,7 @@ use std::time::Instant;
 pub struct Row {
     /// Id of the method.
     pub method: &'static str,
-    /// `ring`, `scan`, `gather`, or `decode` over a spread cache.
+    /// `ring`, `sort` in place of one, `scan`, `gather`, or `decode` over a spread cache.
     pub schedule: &'static str,
     /// Processes.
     pub processes: usize,
@@ -139,10 +139,13 @@ pub fn measure(
     ws: &mut Workspace,
 ) -> Result<std::result::Result<Row, Vec<String>>> {
     let able = support(problem, method, options, false);
-    let Some(schedule) = method.claims.spread.name().filter(|_| able.is_yes()) else {
+    let Some(mut schedule) = method.claims.spread.name().filter(|_| able.is_yes()) else {
         return Ok(Err(able.reasons));
     };
     let p = problem;
+    if t.size() > 1 && method.plan(p, options)?.sorted_rule().is_some() {
+        schedule = "sort";
+    }
     let [q_layout, k_layout] = layouts(p, method, options, t.size());
     let (rank, seed) = (t.rank(), settings.seed);
     let q = draw(seed, "queries", [p.batch, p.n_heads, p.d], q_layout, rank)?;

@@ -8,12 +8,16 @@
 //!   a block with the length, so there is a length from which that holds. A method that reads a few keys of many for every
 //!   row reads a share of them in every block, $s = c/P^2$ as well; one that reads as many of every block has $s = c/P$, and a
 //!   ring shortens nothing but its memory.
+//! - **sort**, in place of a ring where a method attends block by block over sorted rows: $b$ bytes of rows and results leave
+//!   every process in $k$ steps, of which the first and the last wait: $k \max(c/(Pk), m) + 2m$ with
+//!   $m = 2(P - 1)\alpha + \beta b/k$.
 //! - **scan**, states of $b$ bytes: $c/P + \lceil\log_2 P\rceil(\alpha + b\beta)$ with a causal mask, and a broadcast of as
 //!   many messages without one.
 //! - **gather**, $b$ bytes of stand-ins from each: $c/P + (P-1)(\alpha + b\beta)$, and each row sees the stand-ins of all,
 //!   which is part of the work.
 
 use crate::ring::share;
+use crate::sort;
 use attlas::method::Cost;
 use attlas::{Mask, Method, Options, Problem, Result, Spread};
 
@@ -111,9 +115,16 @@ pub fn predict(
     let p = cluster.nodes as f64;
     let n = problem.n_k;
     let one = work(method, options, problem, measured, n)?;
-    let Some(schedule) = method.claims.spread.name() else { return Ok(None) };
+    let Some(mut schedule) = method.claims.spread.name() else { return Ok(None) };
     let token = (problem.batch * problem.n_kv_heads * (problem.d + problem.d_v) * size_of::<f32>()) as f64;
+    let sorted = sorts(method, problem, options, cluster.nodes)?;
     let (seconds, bytes, hidden_from) = match method.claims.spread {
+        Spread::Ring { .. } if sorted.is_some() => {
+            schedule = "sort";
+            let (steps, bytes) = sorted.unwrap_or_default();
+            let message = 2.0 * (p - 1.0) * cluster.us * 1e-6 + bytes / steps * 8.0 / (cluster.gbps * 1e9);
+            (steps * (one / p / steps).max(message) + 2.0 * message, bytes, None)
+        }
         Spread::Ring { .. } => {
             let block = token * n as f64 / p;
             // A row reads its share of every block, where the method reads a few keys of many.
@@ -141,6 +152,22 @@ pub fn predict(
         efficiency,
         bytes,
         hidden_from,
+    }))
+}
+
+/// The steps of rows that are sorted over all processes, and the bytes that each sends, where a method does that.
+fn sorts(
+    method: &Method,
+    problem: &Problem,
+    options: &Options,
+    processes: usize,
+) -> Result<Option<(f64, f64)>> {
+    let plan = method.plan(problem, options)?;
+    let rule = plan.sorted_rule().filter(|_| processes > 1);
+    Ok(rule.map(|rule| {
+        let element = size_of::<f32>();
+        let each = sort::steps(problem, rule.cut().blocks(), processes, element).1;
+        ((problem.batch * problem.n_kv_heads * each) as f64, sort::bytes(problem, processes, element))
     }))
 }
 

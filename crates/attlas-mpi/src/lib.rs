@@ -8,6 +8,7 @@
 //! | --- | --- |
 //! | [`ring`](mod@ring) | keys and values travel round the ring, the next block while this one is worked on |
 //! | [`scan`](mod@scan) | sums over keys: bytes do not depend on the number of tokens |
+//! | `sort`, in place of a ring | rows go to the process of their block, for methods that sort rows by a hash |
 //! | [`gather`](mod@gather) | a few weighted keys that stand for each process's own |
 //!
 //! [`attend()`] is the door: a problem, a method, and this process's part of queries, keys and values ([`Sharded`]), cut
@@ -35,6 +36,7 @@ mod model;
 pub mod ring;
 pub mod scan;
 mod sharded;
+mod sort;
 mod transport;
 #[cfg(feature = "mpi")]
 mod world;

@@ -4,6 +4,7 @@
 //! runner here checks shapes, reads strides, cuts off padding, runs groups in parallel, hands out scratch
 //! memory and the names of random streams, and writes outputs in the caller's layout.
 
+use crate::engine::SortedRule;
 use crate::engine::near::NearField;
 use crate::gradient::{Backward, GroupBackward, Pass, run_backward};
 use crate::method::{Cost, Method, Plan, RunInfo, Spec, Stream, Support};
@@ -317,6 +318,12 @@ pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
         Err(no_gradient())
     }
 
+    /// How it sorts and cuts queries and keys: see [`Plan::sorted_rule`].
+    fn sorted_rule(&self, problem: &Problem) -> Option<SortedRule<'_>> {
+        let _ = problem;
+        None
+    }
+
     /// Numbers of a few weighted keys that stand for a piece of keys, where the method makes such.
     fn stand_ins<T: Real>(&self, piece: StandIns<'_, T>) -> Option<Vec<T>> {
         let _ = piece;
@@ -498,6 +505,10 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
             DType::F64 if P::DOUBLE => self.stream_typed::<f64>(|s| Box::new(s)),
             DType::F64 => None,
         }
+    }
+
+    fn sorted_rule(&self) -> Option<SortedRule<'_>> {
+        self.plan.sorted_rule(&self.problem)
     }
 
     fn stand_ins(

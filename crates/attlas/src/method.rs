@@ -1,5 +1,6 @@
 //! The contract of a method: its claims, and how it is planned, run and streamed.
 
+use crate::engine::SortedRule;
 use crate::gradient::Backward;
 use crate::group::{GroupPlan, boxed, no_gradient};
 use crate::negated::Negated;
@@ -336,6 +337,11 @@ pub trait Plan: Debug + Send + Sync {
     /// Token-by-token decoding, where the method can; empty at first.
     fn stream(&self, dtype: DType) -> Option<Box<dyn Stream>> {
         let _ = dtype;
+        None
+    }
+
+    /// How it sorts and cuts queries and keys, where it attends block by block over sorted rows and does nothing else.
+    fn sorted_rule(&self) -> Option<SortedRule<'_>> {
         None
     }
 

@@ -8,6 +8,7 @@
 
 use super::simd::Simd;
 use crate::mat::{MatRef, Real};
+use std::ops::Range;
 
 /// Accumulators of a register block.
 pub(super) type Block<S, const MR: usize, const NV: usize> = [[<S as Simd>::V; NV]; MR];
@@ -68,6 +69,16 @@ unsafe fn step<S: Simd, const MR: usize, const NV: usize>(
             for c in 0..NV {
                 acc[r][c] = s.mac(left, right[c], acc[r][c]);
             }
+        }
+    }
+}
+
+/// Asks for rows of a matrix to be brought near.
+#[inline(always)]
+pub(super) fn fetch<S: Simd>(s: S, a: MatRef<'_, S::T>, rows: Range<usize>) {
+    for i in rows {
+        for x in a.row(i).chunks(64 / size_of::<S::T>()) {
+            s.prefetch(x.as_ptr());
         }
     }
 }

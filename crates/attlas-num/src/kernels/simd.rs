@@ -264,7 +264,7 @@ macro_rules! variant {
                 ) => |s| decode::attend_chosen(s, job, scratch, out, lse)
                 fn attend_backward(
                     job: &AttendBackward<'_, $t>, scratch: &Scratch, dq: &mut [$t], dk: &mut [$t], dv: &mut [$t]
-                ) => |s| backward::run::<_, $keys, $rows>(s, job, scratch, dq, dk, dv)
+                ) => |s| backward::run::<_, $keys>(s, job, scratch, dq, dk, dv)
                 #[allow(clippy::too_many_arguments)]
                 fn gemm(
                     alpha: $t, a: Op<MatRef<'_, $t>>, b: Op<MatRef<'_, $t>>, beta: $t, c: &mut [$t],

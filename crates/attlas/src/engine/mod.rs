@@ -75,7 +75,7 @@ pub use per_group::PerGroup;
 pub use sampled_error::add_sampled_error;
 pub use sinks::with_sinks;
 pub use sorted_blocks::{
-    Assign, Piece, Ranks, Row, RowSlot, SortHashes, SortedBlocks, UniformSamples, attend_blocks,
+    Assign, Piece, Ranks, Row, RowSlot, SortHashes, SortedBlocks, SortedRule, UniformSamples, attend_blocks,
     draw_sort_hashes, join_blocks, places,
 };
 pub use subset::{attend_subset, top_indices};

@@ -12,7 +12,7 @@
 //! their logits: samples with their weights. Both together are one call of the exact kernel on gathered rows.
 
 use super::{CausalPart, PerGroup, Rectangle, exact_rows};
-use crate::group::{Group, Queries};
+use crate::group::{Group, GroupIndex, Queries};
 use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result, RunInfo};
 use attlas_num::cluster::buckets::{Balanced, order_by};
@@ -73,6 +73,44 @@ pub fn draw_sort_hashes(problem: &Problem, seed: u64, bits: usize) -> Result<Sor
     PerGroup::draw(problem, |index| {
         Ok(SignHash::new(index.stream_key(seed).named("directions"), problem.d, bits, 1))
     })
+}
+
+/// How a method sorts the rows of each group without a mask, cuts the keys into blocks, and samples others: enough for
+/// processes that each hold some of the rows to do it together. Queries of a head are cut into as many blocks, and every
+/// query sees the keys of its block and the samples outside it, by [`UniformSamples`].
+#[derive(Debug)]
+pub struct SortedRule<'a> {
+    hashes: &'a SortHashes,
+    samples: PerGroup<UniformSamples>,
+    cut: Balanced,
+}
+
+impl<'a> SortedRule<'a> {
+    /// Blocks of at most `block` keys, and the samples that `draw` gives for each group.
+    pub fn new(
+        p: &Problem,
+        hashes: &'a SortHashes,
+        block: usize,
+        draw: impl Fn(GroupIndex) -> UniformSamples,
+    ) -> Result<Self> {
+        let samples = PerGroup::draw(p, |index| Ok(draw(index)))?;
+        Ok(Self { hashes, samples, cut: Balanced::with_target(p.n_k, block) })
+    }
+
+    /// What to sort the rows `x` of a group by, equal ones by position.
+    pub fn ranks<T: Real>(&self, index: GroupIndex, x: MatRef<'_, T>) -> Vec<u32> {
+        ranks(self.hashes.of(index).as_ref().map(SignHash::cast::<T>).as_ref(), x)
+    }
+
+    /// How the sorted keys are cut.
+    pub fn cut(&self) -> Balanced {
+        self.cut
+    }
+
+    /// The samples of a group.
+    pub fn samples(&self, index: GroupIndex) -> &UniformSamples {
+        self.samples.of(index)
+    }
 }
 
 /// Blocks of sorted queries and keys.

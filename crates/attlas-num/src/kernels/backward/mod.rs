@@ -8,7 +8,7 @@
 
 use super::Isa;
 use super::attend::Band;
-use super::block::{Block, accumulate, pack_columns, pack_transposed};
+use super::block::{Block, accumulate, fetch, pack_columns, pack_transposed};
 use super::simd::{Kernel, Simd};
 use crate::mat::{MatRef, Real};
 use crate::scratch::Scratch;
@@ -96,20 +96,20 @@ struct GroupRows<'g, T> {
     delta: &'g [T],
 }
 
-/// One tile of keys: copies of keys and values, padded with zeros to whole blocks.
+/// One tile of keys and values, padded with zeros to whole blocks.
 #[derive(Clone, Copy)]
 struct Keys<'t, T> {
     first: usize,
     live: usize,
     k: &'t [T],
     v: &'t [T],
-    /// Widths of the copies.
+    /// Widths, padding included.
     d: usize,
     d_v: usize,
 }
 
 #[inline(always)]
-pub(super) fn run<S: Simd, const MR: usize, const KR: usize>(
+pub(super) fn run<S: Simd, const MR: usize>(
     s: S,
     job: &Job<'_, S::T>,
     scratch: &Scratch,
@@ -117,7 +117,7 @@ pub(super) fn run<S: Simd, const MR: usize, const KR: usize>(
     dk: &mut [S::T],
     dv: &mut [S::T],
 ) {
-    const { assert!(TILE.is_multiple_of(MR) && TILE.is_multiple_of(KR), "tiles are whole blocks") };
+    const { assert!(TILE.is_multiple_of(MR), "tiles are whole blocks") };
     let (rows, n_k, d, d_v) = (job.q.rows(), job.k.rows(), job.q.cols(), job.v.cols());
     let panel = NV * S::LANES;
     let (d_pad, v_pad) = (d.next_multiple_of(MR), d_v.next_multiple_of(MR));
@@ -172,12 +172,22 @@ pub(super) fn run<S: Simd, const MR: usize, const KR: usize>(
         let mut j0 = seen.start / TILE * TILE;
         while j0 < seen.end {
             let count = (n_k - j0).min(TILE);
-            copy_tile(job.k, j0..j0 + count, d_pad, &mut k);
-            copy_tile(job.v, j0..j0 + count, v_pad, &mut v);
-            let keys = Keys { first: j0, live: count, k: &k, v: &v, d: d_pad, d_v: v_pad };
+            let keys = Keys {
+                first: j0,
+                live: count,
+                k: tile_of(job.k, j0..j0 + count, d_pad, &mut k),
+                v: tile_of(job.v, j0..j0 + count, v_pad, &mut v),
+                d: d_pad,
+                d_v: v_pad,
+            };
+            let (after, ahead) = (j0 + count, seen.end.clamp(j0 + count, j0 + count + TILE) - (j0 + count));
             for Group { first, vectors } in groups(live, S::LANES) {
                 let width = vectors * S::LANES;
                 let at = first..first + width;
+                // The next tile is on its way while this one is worked on.
+                let next = after + ahead * first / live..after + ahead * at.end.min(live) / live;
+                fetch(s, job.k, next.clone());
+                fetch(s, job.v, next);
                 let group = GroupRows {
                     row: i0 + first,
                     live: (live - first).min(width),
@@ -193,9 +203,9 @@ pub(super) fn run<S: Simd, const MR: usize, const KR: usize>(
                 let dk = &mut dk[j0 * d..(j0 + count) * d];
                 let dv = &mut dv[j0 * d_v..(j0 + count) * d_v];
                 match vectors {
-                    1 => tile::<S, MR, KR, 1>(s, job.band, n_k, keys, &group, w, ds, dq, dk, dv),
-                    2 => tile::<S, MR, KR, 2>(s, job.band, n_k, keys, &group, w, ds, dq, dk, dv),
-                    _ => tile::<S, MR, KR, 3>(s, job.band, n_k, keys, &group, w, ds, dq, dk, dv),
+                    1 => tile::<S, MR, 1>(s, job.band, n_k, keys, &group, w, ds, dq, dk, dv),
+                    2 => tile::<S, MR, 2>(s, job.band, n_k, keys, &group, w, ds, dq, dk, dv),
+                    _ => tile::<S, MR, 3>(s, job.band, n_k, keys, &group, w, ds, dq, dk, dv),
                 }
             }
             j0 += TILE;
@@ -226,15 +236,19 @@ fn groups(rows: usize, lanes: usize) -> impl Iterator<Item = Group> {
         .map(move |v| Group { first: v * lanes, vectors: (vectors - v).min(VECTORS) })
 }
 
-/// Copies rows of `a` to `[TILE][width]`, zeros beside and below.
-fn copy_tile<T: Real>(a: MatRef<'_, T>, rows: Range<usize>, width: usize, dst: &mut [T]) {
-    let cols = a.cols();
-    let count = rows.len();
+/// Rows of `a` as `[TILE][width]`: where they lie if they follow one another there and fill it, else as a copy with zeros
+/// beside and below.
+fn tile_of<'t, T: Real>(a: MatRef<'t, T>, rows: Range<usize>, width: usize, dst: &'t mut [T]) -> &'t [T] {
+    let (cols, count) = (a.cols(), rows.len());
+    if cols == width && a.stride() == width && count == TILE {
+        return &a.data()[rows.start * width..rows.end * width];
+    }
     for (i, dst) in rows.zip(dst.chunks_exact_mut(width.max(1))) {
         dst[..cols].copy_from_slice(a.row(i));
         dst[cols..].fill(T::ZERO);
     }
     dst[count * width..].fill(T::ZERO);
+    dst
 }
 
 /// Brings the rows of a group into the forms that the products read.
@@ -278,7 +292,7 @@ impl<S: Simd> Kernel<S> for Pack<'_, '_, S::T> {
 
 /// One group of rows over one tile of keys.
 #[inline(always)]
-fn tile<S: Simd, const MR: usize, const KR: usize, const NR: usize>(
+fn tile<S: Simd, const MR: usize, const NR: usize>(
     s: S,
     band: Band,
     n_k: usize,
@@ -316,7 +330,7 @@ fn tile<S: Simd, const MR: usize, const KR: usize, const NR: usize>(
     let width = NR * S::LANES;
     for (left, panels, target) in [(&*weights, group.g_panels, dv), (&*ds, group.q_panels, dk)] {
         let cols = target.len() / keys.live;
-        s.call(KeySums::<S::T, KR> {
+        s.call(KeySums::<S::T, MR> {
             sees,
             seen: lo..hi,
             common: common.clone(),
@@ -482,7 +496,7 @@ impl<S: Simd, const MR: usize, const NR: usize> Kernel<S> for Queries<'_, S::T, 
 }
 
 /// Adds products over the rows of a group to gradients of keys or values.
-struct KeySums<'t, T, const KR: usize> {
+struct KeySums<'t, T, const MR: usize> {
     sees: See,
     seen: Range<usize>,
     common: Range<usize>,
@@ -496,22 +510,22 @@ struct KeySums<'t, T, const KR: usize> {
     target: &'t mut [T],
 }
 
-impl<S: Simd, const KR: usize> Kernel<S> for KeySums<'_, S::T, KR> {
+impl<S: Simd, const MR: usize> Kernel<S> for KeySums<'_, S::T, MR> {
     #[inline(always)]
     fn run(self, s: S) {
         let Self { sees, seen, common, width, left, panels, cols, target } = self;
         let panel = NV * S::LANES;
-        let whole = common.start..common.start + common.len() / KR * KR;
+        let whole = common.start..common.start + common.len() / MR * MR;
         assert!(left.len() >= seen.end * width && target.len() >= seen.end * cols);
         for (c, right) in panels.chunks_exact(width * panel).enumerate() {
             let live = (cols - c * panel).min(panel);
-            for j in whole.clone().step_by(KR) {
+            for j in whole.clone().step_by(MR) {
                 let target = &mut target[j * cols + c * panel..];
-                // SAFETY: `KR` keys from `j` on lie in `left` with `width` rows each, of which `live` exist, and the panel
+                // SAFETY: `MR` keys from `j` on lie in `left` with `width` rows each, of which `live` exist, and the panel
                 // holds as many steps.
                 unsafe {
                     let left = left.as_ptr().add(j * width);
-                    add_product::<S, KR>(s, sees.live, left, width, right.as_ptr(), target, cols, live);
+                    add_product::<S, MR>(s, sees.live, left, width, right.as_ptr(), target, cols, live);
                 }
             }
             for j in (seen.start..whole.start).chain(whole.end..seen.end) {
@@ -528,13 +542,13 @@ impl<S: Simd, const KR: usize> Kernel<S> for KeySums<'_, S::T, KR> {
     }
 }
 
-/// Adds the product of `KR` rows at `left` with a panel at `right` to `live` columns of the rows of `target`.
+/// Adds the product of `MR` rows at `left` with a panel at `right` to `live` columns of the rows of `target`.
 ///
 /// # Safety
 ///
-/// `left` must hold `KR` rows, `stride` apart, of `depth` elements, and `right` `depth` steps of `NV` registers.
+/// `left` must hold `MR` rows, `stride` apart, of `depth` elements, and `right` `depth` steps of `NV` registers.
 #[inline(always)]
-unsafe fn add_product<S: Simd, const KR: usize>(
+unsafe fn add_product<S: Simd, const MR: usize>(
     s: S,
     depth: usize,
     left: *const S::T,
@@ -544,20 +558,27 @@ unsafe fn add_product<S: Simd, const KR: usize>(
     cols: usize,
     live: usize,
 ) {
-    assert!(target.len() >= (KR - 1) * cols + live);
-    let mut block: Block<S, KR, NV> = [[s.splat(S::T::ZERO); NV]; KR];
+    assert!(target.len() >= (MR - 1) * cols + live);
+    let mut block: Block<S, MR, NV> = [[s.splat(S::T::ZERO); NV]; MR];
     // SAFETY: the caller's promise; every row of the target holds `live` columns, of which the parts are read and written.
     unsafe {
-        accumulate::<S, KR, NV>(s, depth, left, (stride, 1), right, &mut block);
-        for r in 0..KR {
+        accumulate::<S, MR, NV>(s, depth, left, (stride, 1), right, &mut block);
+        let target = target.as_mut_ptr();
+        // Without a branch in between, the sums stay in registers.
+        if live == NV * S::LANES {
+            for r in 0..MR {
+                for v in 0..NV {
+                    let p = target.add(r * cols + v * S::LANES);
+                    s.store(p, s.add(s.load(p), block[r][v]));
+                }
+            }
+            return;
+        }
+        for r in 0..MR {
             for v in 0..NV {
                 let count = live.saturating_sub(v * S::LANES).min(S::LANES);
-                let p = target.as_mut_ptr().add(r * cols + (v * S::LANES).min(live));
-                if count == S::LANES {
-                    s.store(p, s.add(s.load(p), block[r][v]));
-                } else if count > 0 {
-                    s.store_part(p, s.add(s.load_part(p, count), block[r][v]), count);
-                }
+                let p = target.add(r * cols + (v * S::LANES).min(live));
+                s.store_part(p, s.add(s.load_part(p, count), block[r][v]), count);
             }
         }
     }

@@ -16,8 +16,9 @@ mod near;
 
 use super::Precision;
 use super::attend::Job;
+use super::block::fetch;
 use super::simd::{Exponential, Kernel, Simd};
-use crate::mat::{DType, MatRef, Real};
+use crate::mat::{DType, Real};
 use crate::scratch::Scratch;
 use group::Tile;
 use near::{PackQueries, near};
@@ -187,16 +188,6 @@ pub(super) fn attend<S: Simd, const MR: usize>(
                 out: &mut out[row * d_v..end * d_v],
                 lse: &mut lse[row..end],
             });
-        }
-    }
-}
-
-/// Asks for rows of a matrix to be brought near.
-#[inline(always)]
-fn fetch<S: Simd>(s: S, a: MatRef<'_, S::T>, rows: Range<usize>) {
-    for i in rows {
-        for x in a.row(i).chunks(64 / size_of::<S::T>()) {
-            s.prefetch(x.as_ptr());
         }
     }
 }

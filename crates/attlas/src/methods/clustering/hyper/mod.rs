@@ -56,8 +56,8 @@ mod theory;
 
 use crate::engine::{
     ALWAYS_LEAKS, Assign, CausalPart, FirstKeys, HashedRule, HashedStream, PerGroup, Ranks, Rectangle,
-    SortHashes, SortedBlocks, UniformSamples, always_leaks, attend_blocks, causal_pairs, causal_rectangles,
-    causalize, draw_sort_hashes, exact_group, join_blocks, with_sinks,
+    SortHashes, SortedBlocks, SortedRule, UniformSamples, always_leaks, attend_blocks, causal_pairs,
+    causal_rectangles, causalize, draw_sort_hashes, exact_group, join_blocks, with_sinks,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
@@ -368,6 +368,17 @@ impl GroupPlan for Hyper {
                 }
             }
         })
+    }
+
+    fn sorted_rule(&self, p: &Problem) -> Option<SortedRule<'_>> {
+        let Params { variant, sinks, always, block, .. } = &self.params;
+        let sorted =
+            p.mask == Mask::None && *variant == Variant::Practical && *sinks == 0 && always.is_empty();
+        if !sorted || self.covers(p.n_q, p.n_k) || self.params.is_exact(p.n_q, p.n_k) {
+            return None;
+        }
+        let whole = Rectangle { rows: 0..p.n_q, keys: 0..p.n_k };
+        SortedRule::new(p, &self.hashes, *block, |index| self.samples(&whole, index).into_owned()).ok()
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
