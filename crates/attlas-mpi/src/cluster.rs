@@ -75,7 +75,7 @@ pub struct Measured {
 pub struct Prediction {
     /// Id of the method.
     pub method: &'static str,
-    /// `ring`, `scan` or `gather`.
+    /// `ring`, `sort` in place of one, `scan` or `gather`.
     pub schedule: &'static str,
     /// Machines.
     pub nodes: usize,
@@ -118,14 +118,13 @@ pub fn predict(
     let Some(mut schedule) = method.claims.spread.name() else { return Ok(None) };
     let token = (problem.batch * problem.n_kv_heads * (problem.d + problem.d_v) * size_of::<f32>()) as f64;
     let sorted = sorts(method, problem, options, cluster.nodes)?;
-    let (seconds, bytes, hidden_from) = match method.claims.spread {
-        Spread::Ring { .. } if sorted.is_some() => {
+    let (seconds, bytes, hidden_from) = match (method.claims.spread, sorted) {
+        (Spread::Ring { .. }, Some((steps, bytes))) => {
             schedule = "sort";
-            let (steps, bytes) = sorted.unwrap_or_default();
             let message = 2.0 * (p - 1.0) * cluster.us * 1e-6 + bytes / steps * 8.0 / (cluster.gbps * 1e9);
             (steps * (one / p / steps).max(message) + 2.0 * message, bytes, None)
         }
-        Spread::Ring { .. } => {
+        (Spread::Ring { .. }, None) => {
             let block = token * n as f64 / p;
             // A row reads its share of every block, where the method reads a few keys of many.
             let step = step(cluster, method, options, problem, measured, n)?;
@@ -133,12 +132,12 @@ pub fn predict(
             let seconds = step + (p - 1.0) * step.max(message);
             (seconds, (p - 1.0) * block, hidden(cluster, method, options, problem, measured, token)?)
         }
-        Spread::Scan { .. } => {
+        (Spread::Scan { .. }, _) => {
             let rounds = p.log2().ceil() * if problem.mask == Mask::Causal { 1.0 } else { 2.0 };
             (one / p + rounds * cluster.message(state), rounds * state, None)
         }
-        Spread::Gather => (one / p + (p - 1.0) * cluster.message(state), (p - 1.0) * state, None),
-        Spread::Refused { .. } => return Ok(None),
+        (Spread::Gather, _) => (one / p + (p - 1.0) * cluster.message(state), (p - 1.0) * state, None),
+        (Spread::Refused { .. }, _) => return Ok(None),
     };
     let efficiency = one / (seconds * p);
     let nodes = cluster.nodes;
@@ -271,7 +270,7 @@ mod tests {
         let measured = Measured { n: 32768, seconds: 1.0 };
         let options = Options::new();
         let on = |method| predict(&cluster(8), method, &options, &problem, &measured, 0.0).unwrap().unwrap();
-        // A row reads an eighth of its samples in each of eight blocks; hashing the rows again for each is a few percent.
+        // Each attends to an eighth of the blocks, and the messages are hidden but for the first and the last.
         assert!((on(hyper).efficiency - 1.0).abs() < 0.15, "{:?}", on(hyper));
         // A row reads as many keys of a block as of all of them.
         assert!((on(smyrf).seconds / on(smyrf).one - 1.0).abs() < 0.1, "{:?}", on(smyrf));

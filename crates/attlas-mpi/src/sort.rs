@@ -601,3 +601,63 @@ fn attend_blocks<T: Element>(
     }
     info
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::{Parts, Sharded, Threads, Wire, attend, layouts};
+    use attlas::{Options, Problem, TensorRef, Workspace, registry};
+    use attlas_num::rng::StreamKey;
+
+    /// Outputs and log-sum-exps of all rows, and the keys they visited.
+    fn run(p: &Problem, options: &Options, wire: Wire, processes: usize) -> (Vec<f64>, u64) {
+        let hyper = registry::method("hyper").unwrap();
+        let draw = |name: &str, count: usize| -> Vec<f64> {
+            let mut rng = StreamKey::new(2).named(name).rng();
+            (0..count).map(|_| rng.normal()).collect()
+        };
+        let dims = [(p.n_heads, p.n_q, p.d), (p.n_kv_heads, p.n_k, p.d), (p.n_kv_heads, p.n_k, p.d_v)];
+        let [ql, kl] = layouts(p, hyper, options, processes);
+        let parts = Threads::run(processes, |t| {
+            let cut = |which: usize, name: &str, layout| {
+                let (heads, n, cols) = dims[which];
+                let whole = draw(name, p.batch * heads * n * cols);
+                let whole = TensorRef::bhnd(&whole, [p.batch, heads, n, cols]).unwrap();
+                Sharded::cut(whole, layout, t.rank()).unwrap()
+            };
+            let (q, k, v) = (cut(0, "queries", ql), cut(1, "keys", kl), cut(2, "values", kl));
+            let parts = Parts { q: &q, k: &k, v: &v, key_lens: None };
+            let mut ws = Workspace::single().unwrap();
+            let answer = attend(t, p, hyper, options, &parts, wire, &mut ws).unwrap();
+            let o = Sharded::new(answer.o, [p.batch, p.n_heads, p.d_v], ql, t.rank()).unwrap().gather(t);
+            let lse = Sharded::new(answer.lse.unwrap(), [p.batch, p.n_heads, 1], ql, t.rank()).unwrap();
+            ([o, lse.gather(t)].concat(), answer.info.keys_visited)
+        });
+        let visited = parts.iter().map(|(_, visited)| visited).sum();
+        (parts.into_iter().next().unwrap().0, visited)
+    }
+
+    #[test]
+    fn rows_see_what_they_see_on_one_process_in_however_many_steps() {
+        let options = Options::new().with("n_min", 8).with("hashes", 5);
+        let p = Problem { batch: 2, d_v: 6, ..Problem::new(4, 700, 8).with_kv_heads(2) };
+        for (p, block, samples) in [
+            (p, 16, 32),
+            (p, 9, 0),
+            (p.with_lens(300, 701), 20, 40),
+            (p.with_lens(2000, 61), 30, 11),
+            (p.with_lens(9, 400), 3, 200),
+        ] {
+            let options = options.clone().with("block", block).with("samples", samples);
+            let (alone, visited) = run(&p, &options, Wire::Full, 1);
+            let (two, _) = run(&p, &options, Wire::Bf16, 2);
+            let close = |a: &[f64], b: &[f64]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-9);
+            for processes in [2, 3, 5] {
+                let (found, seen) = run(&p, &options, Wire::Full, processes);
+                assert_eq!(seen, visited, "{options} on {processes}");
+                assert!(close(&found, &alone), "{options} on {processes}");
+                assert!(run(&p, &options, Wire::Full, processes).0 == found, "the same bits again");
+                assert!(close(&run(&p, &options, Wire::Bf16, processes).0, &two), "{options} on {processes}");
+            }
+        }
+    }
+}
