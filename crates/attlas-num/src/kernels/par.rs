@@ -558,7 +558,9 @@ mod tests {
                 for (min, max) in [(1, usize::MAX), (1, 1), (5, usize::MAX), (3, 4)] {
                     let met: Vec<AtomicUsize> = (0..n).map(|_| AtomicUsize::new(0)).collect();
                     let all = (0..n).into_par_iter().with_min_len(min).with_max_len(max);
-                    all.for_each(|i| drop(met[i].fetch_add(1, Ordering::Relaxed)));
+                    all.for_each(|i| {
+                        met[i].fetch_add(1, Ordering::Relaxed);
+                    });
                     assert!(met.iter().all(|m| m.load(Ordering::Relaxed) == 1), "{threads} {n} {min} {max}");
                 }
             });
