@@ -604,7 +604,7 @@ fn attend_blocks<T: Element>(
 
 #[cfg(test)]
 mod tests {
-    use crate::{Parts, Sharded, Threads, Wire, attend, layouts};
+    use crate::{Parts, Sharded, Threads, Transport, Wire, attend, layouts};
     use attlas::{Options, Problem, TensorRef, Workspace, registry};
     use attlas_num::rng::StreamKey;
 
