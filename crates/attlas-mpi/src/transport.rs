@@ -1,7 +1,7 @@
 //! Who moves bytes between processes.
 
 use std::cell::RefCell;
-use std::collections::VecDeque;
+use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Condvar, Mutex, PoisonError};
@@ -129,13 +129,15 @@ pub trait Transport: Debug {
 pub struct Threads {
     rank: usize,
     shared: Arc<Shared>,
+    /// Messages of each sender that were asked for: as in MPI, the order of asking decides which one is meant.
+    asked: RefCell<Vec<u64>>,
     traffic: RefCell<Traffic>,
 }
 
 #[derive(Debug)]
 struct Shared {
     size: usize,
-    /// One queue for each sender and receiver.
+    /// One for each sender and receiver.
     boxes: Vec<Mailbox>,
     reported: Mutex<Vec<Vec<u8>>>,
     counters: Vec<AtomicU64>,
@@ -144,8 +146,15 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct Mailbox {
-    waiting: Mutex<VecDeque<Vec<u8>>>,
+    letters: Mutex<Letters>,
     came: Condvar,
+}
+
+/// Messages that came, by their number, and how many came in all.
+#[derive(Debug, Default)]
+struct Letters {
+    waiting: BTreeMap<u64, Vec<u8>>,
+    sent: u64,
 }
 
 /// How long a process waits for a message before it gives up: another one has failed, and said why.
@@ -168,7 +177,12 @@ impl Threads {
         std::thread::scope(|scope| {
             let handles: Vec<_> = (0..size)
                 .map(|rank| {
-                    let own = Threads { rank, shared: shared.clone(), traffic: RefCell::default() };
+                    let own = Threads {
+                        rank,
+                        shared: shared.clone(),
+                        asked: RefCell::new(vec![0; size]),
+                        traffic: RefCell::default(),
+                    };
                     scope.spawn(move || work(&own))
                 })
                 .collect();
@@ -182,29 +196,41 @@ impl Threads {
 
     fn post(&self, to: usize, bytes: &[u8]) {
         let mailbox = &self.shared.boxes[self.rank * self.shared.size + to];
-        mailbox.waiting.lock().unwrap_or_else(PoisonError::into_inner).push_back(bytes.to_vec());
+        let mut letters = mailbox.letters.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = letters.sent;
+        letters.sent += 1;
+        letters.waiting.insert(number, bytes.to_vec());
+        drop(letters);
         mailbox.came.notify_one();
         let mut traffic = self.traffic.borrow_mut();
         traffic.bytes += bytes.len() as u64;
         traffic.messages += 1;
     }
 
-    fn fetch(&self, from: usize, bytes: &mut [u8]) {
+    /// Asks for the next message of `from`.
+    fn ask(&self, from: usize) -> u64 {
+        let asked = &mut self.asked.borrow_mut()[from];
+        *asked += 1;
+        *asked - 1
+    }
+
+    /// The message that was asked for, when it has come.
+    fn fetch(&self, from: usize, number: u64, bytes: &mut [u8]) {
         let begun = Instant::now();
         let mailbox = &self.shared.boxes[from * self.shared.size + self.rank];
-        let mut waiting = mailbox.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut letters = mailbox.letters.lock().unwrap_or_else(PoisonError::into_inner);
         let message = loop {
-            match waiting.pop_front() {
+            match letters.waiting.remove(&number) {
                 Some(message) => break message,
                 None => {
                     let (back, late) =
-                        mailbox.came.wait_timeout(waiting, PATIENCE).unwrap_or_else(PoisonError::into_inner);
-                    waiting = back;
+                        mailbox.came.wait_timeout(letters, PATIENCE).unwrap_or_else(PoisonError::into_inner);
+                    letters = back;
                     assert!(!late.timed_out(), "process {} heard nothing from {from}", self.rank);
                 }
             }
         };
-        drop(waiting);
+        drop(letters);
         assert_eq!(message.len(), bytes.len(), "a message of another length from {from} to {}", self.rank);
         bytes.copy_from_slice(&message);
         self.traffic.borrow_mut().waited += begun.elapsed().as_secs_f64();
@@ -233,8 +259,9 @@ impl Transport for Threads {
         meanwhile: &mut dyn FnMut(&dyn Fn()),
     ) {
         self.post(to, send);
+        let number = self.ask(from);
         meanwhile(&|| ());
-        self.fetch(from, recv);
+        self.fetch(from, number, recv);
     }
 
     fn send(&self, to: usize, bytes: &[u8]) {
@@ -242,7 +269,8 @@ impl Transport for Threads {
     }
 
     fn receive(&self, from: usize, bytes: &mut [u8]) {
-        self.fetch(from, bytes);
+        let number = self.ask(from);
+        self.fetch(from, number, bytes);
     }
 
     fn fetch_add(&self, counter: usize) -> u64 {
