@@ -16,6 +16,7 @@ use attlas_num::kernels::Band;
 use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
 use attlas_num::{DType, MatRef, Real};
+use rayon::iter::{IndexedParallelIterator, ParallelIterator};
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -751,14 +752,13 @@ fn run_groups<T: Real>(
                     Ok(all.merge(one(g, &mut [], &mut lse[g * rows..][..rows])?))
                 });
             }
-            let infos: Result<Vec<RunInfo>> = o
-                .par_chunks_mut(rows * p.d_v)
-                .zip(lse.par_chunks_mut(rows))
+            // Nothing is listed, as `par` would: a token of a model is one such pass for every layer.
+            rayon::slice::ParallelSliceMut::par_chunks_mut(o, rows * p.d_v)
+                .zip(rayon::slice::ParallelSliceMut::par_chunks_mut(lse, rows))
                 .enumerate()
                 .with_max_len(1)
                 .map(|(g, (out, lse))| one(g, out, lse))
-                .collect();
-            Ok(infos?.into_iter().fold(RunInfo::default(), RunInfo::merge))
+                .try_reduce(RunInfo::default, |a, b| Ok(a.merge(b)))
         })
     })
 }
