@@ -168,8 +168,7 @@ unsafe fn rows_by<U: Unit, const M: usize>(s: &Strip<'_>) {
         };
         for pair in 0..units / 2 {
             add(2 * pair, &mut pairs[0]);
-            // More rows of x have chains enough, and no registers left.
-            add(2 * pair + 1, &mut pairs[usize::from(M <= 2)]);
+            add(2 * pair + 1, &mut pairs[1]);
         }
         if units % 2 == 1 {
             add(units - 1, &mut pairs[0]);
