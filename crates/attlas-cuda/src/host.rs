@@ -73,8 +73,14 @@ static ENTRIES: &[Entry] = &[
     (build_at::<9>, supports_at::<9>),
     (build_at::<10>, supports_at::<10>),
     (build_at::<11>, supports_at::<11>),
+    (build_at::<12>, supports_at::<12>),
+    (build_at::<13>, supports_at::<13>),
+    (build_at::<14>, supports_at::<14>),
+    (build_at::<15>, supports_at::<15>),
+    (build_at::<16>, supports_at::<16>),
+    (build_at::<17>, supports_at::<17>),
 ];
-const _: () = assert!(FORMS.len() <= 12, "every form needs an entry");
+const _: () = assert!(FORMS.len() <= 18, "every form needs an entry");
 
 fn supports_at<const I: usize>(p: &Problem, o: &Options) -> Support {
     let form = FORMS[I.min(FORMS.len() - 1)];

@@ -113,6 +113,7 @@ pub(crate) struct Request<'a> {
     /// Number of the first sequence of the problem: it names random streams.
     pub(crate) first_batch: usize,
     pub(crate) options: &'a Options,
+    pub(crate) calibration: Option<&'a Calibration>,
     pub(crate) element: Element,
     pub(crate) device: &'a Device,
 }
@@ -192,12 +193,13 @@ pub fn plan(
     }
     // The host's plan checks options and counts the work.
     let cost = (method.build)(problem, options, calibration)?.cost();
-    let request = Request { problem, first_batch: 0, options, element, device };
+    let request = Request { problem, first_batch: 0, options, calibration, element, device };
     let core = (form.build)(&request)?;
     Ok(Box::new(Planned {
         form,
         problem: *problem,
         options: options.clone(),
+        calibration: calibration.cloned(),
         element,
         device: device.clone(),
         cost,
@@ -212,6 +214,7 @@ struct Planned {
     form: &'static Form,
     problem: Problem,
     options: Options,
+    calibration: Option<Calibration>,
     element: Element,
     device: Device,
     cost: Cost,
@@ -267,6 +270,7 @@ impl Planned {
             problem: &problem,
             first_batch: batch,
             options: &self.options,
+            calibration: self.calibration.as_ref(),
             element: self.element,
             device: &self.device,
         };

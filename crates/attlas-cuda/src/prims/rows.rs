@@ -141,6 +141,10 @@ impl GrowingRows {
         contiguous(self.memory.address(), self.heads, self.capacity, self.columns)
     }
 
+    pub(crate) fn columns(&self) -> usize {
+        self.columns
+    }
+
     pub(crate) fn bytes(&self) -> usize {
         self.memory.bytes()
     }
