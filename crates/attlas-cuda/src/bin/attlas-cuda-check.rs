@@ -318,8 +318,9 @@ struct Ran {
 }
 
 /// Runs a plan on a case: outputs start as NaN, scratch memory too, and guard words behind the outputs must stay.
-fn run(device: &Device, planned: &dyn DevicePlan, case: &Case) -> Ran {
+fn run(device: &Device, id: &str, planned: &dyn DevicePlan, case: &Case) -> Ran {
     const GUARD: usize = 64;
+    let gives_lse = attlas::registry::method(id).unwrap().claims.lse;
     let (p, e) = (planned.problem(), planned.element());
     let load = |x: &[f64]| DeviceBuffer::from_host(device, e, x).unwrap();
     let (q, k, v) = (load(&case.q), load(&case.k), load(&case.v));
@@ -339,7 +340,7 @@ fn run(device: &Device, planned: &dyn DevicePlan, case: &Case) -> Ran {
     };
     let mut out = DeviceOut {
         o: DeviceMut::bhnd(&o, dims(p.n_heads, p.n_q, p.d_v)).unwrap(),
-        lse: Some(DeviceMut::bhnd(&lse, dims(p.n_heads, p.n_q, 1)).unwrap()),
+        lse: gives_lse.then(|| DeviceMut::bhnd(&lse, dims(p.n_heads, p.n_q, 1)).unwrap()),
     };
     planned.execute(&x, &mut out, &mut ws).unwrap().wait().unwrap();
     for (buffer, len) in [(&o, rows * p.d_v), (&lse, rows)] {
@@ -351,12 +352,12 @@ fn run(device: &Device, planned: &dyn DevicePlan, case: &Case) -> Ran {
     }
     let (mut o, mut lse) = (o.read().unwrap(), lse.read().unwrap());
     o.truncate(rows * p.d_v);
-    lse.truncate(rows);
+    lse.truncate(if gives_lse { rows } else { 0 });
     Ran { o, lse }
 }
 
 fn run_method(device: &Device, id: &str, options: &Options, element: Element, case: &Case) -> Ran {
-    run(device, &*planned(device, id, options, element, case), case)
+    run(device, id, &*planned(device, id, options, element, case), case)
 }
 
 /// A plan; a method that learns from data learns from the case.
@@ -775,7 +776,7 @@ fn later_tokens(device: &Device, id: &str, text: &str, d: usize) {
         let p = Problem::new(2, 1, d).with_kv_heads(1).with_lens(n_q, n_k).causal();
         let case = rounded(p, Element::Bf16, 12, 1.0);
         let planned = planned(device, id, &options(text), Element::Bf16, &case);
-        let first = run(device, &*planned, &case);
+        let first = run(device, id, &*planned, &case);
         for t in [n_k - n_q + 1, 900, 1000, n_k - 1] {
             for change in [-3.0, 1e3, f64::NAN, f64::INFINITY] {
                 let mut changed = case.clone();
@@ -786,7 +787,7 @@ fn later_tokens(device: &Device, id: &str, text: &str, d: usize) {
                 for h in 0..2 {
                     changed.q[(h * n_q + row) * d..][..d].iter_mut().for_each(spoil);
                 }
-                let got = run(device, &*planned, &changed);
+                let got = run(device, id, &*planned, &changed);
                 for h in 0..2 {
                     let rows = h * n_q * d..(h * n_q + row) * d;
                     let same = got.o[rows.clone()]
@@ -813,9 +814,9 @@ fn same_bits(device: &Device, id: &str, text: &str, d: usize) {
     let p = Problem::new(4, 1500, d).with_kv_heads(2).causal();
     let case = rounded(p, Element::Bf16, 13, 1.0);
     let planned = planned(device, id, &options(text), Element::Bf16, &case);
-    let first = run(device, &*planned, &case);
+    let first = run(device, id, &*planned, &case);
     for _ in 0..3 {
-        assert!(run(device, &*planned, &case) == first, "{id}: bits differ from run to run");
+        assert!(run(device, id, &*planned, &case) == first, "{id}: bits differ from run to run");
     }
     // Captured into a graph and replayed.
     let load = |x: &[f64]| DeviceBuffer::from_host(device, Element::Bf16, x).unwrap();
