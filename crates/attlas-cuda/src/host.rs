@@ -45,7 +45,7 @@ pub fn on_host(form: &'static Form, device: &Device) -> &'static Method {
         family: m.family,
         title: m.title,
         reference: m.reference,
-        claims: Claims { exact_at: &[], ..m.claims },
+        claims: Claims { exact_at: &[], ..form.claims() },
         params: m.params,
         probes: Vec::leak(probes),
         subsets: m.subsets,

@@ -2,8 +2,9 @@
 
 use crate::driver::Stream;
 use crate::tensor::DeviceRef;
-use crate::{Device, DeviceInfo, DeviceMut, DeviceWorkspace, Element, Error, Result, registry};
-use attlas::method::Needs;
+use crate::workspace::padded;
+use crate::{Device, DeviceBuffer, DeviceInfo, DeviceMut, DeviceWorkspace, Element, Error, Result, registry};
+use attlas::method::{Claims, Needs};
 use attlas::{Calibration, Cost, Method, Near, Options, Problem, RunInfo, Support};
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -153,11 +154,20 @@ pub struct Form {
     pub method: &'static Method,
     /// Reasons beyond the method's own: options without a device form.
     pub supports: Supports,
+    /// Whether it draws random numbers; some methods do so only with options that have no form on the device.
+    pub draws: bool,
     pub(crate) build: fn(&Request<'_>) -> Result<Box<dyn Core>>,
 }
 
 /// Why a near field is refused.
 pub(crate) const NO_NEAR: &str = "a near field has no form on the device: leave near.* out";
+impl Form {
+    /// What the form promises: what the method does, but gradients are taken on the host alone.
+    pub fn claims(&self) -> Claims {
+        Claims { gradient: false, deterministic: !self.draws, ..self.method.claims }
+    }
+}
+
 /// Why capped logits are refused.
 pub(crate) const NO_SOFTCAP: &str = "capped logits have no form on the device: leave softcap out";
 

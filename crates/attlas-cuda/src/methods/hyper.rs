@@ -22,6 +22,7 @@ use std::ops::Range;
 
 pub(crate) static FORM: Form = Form {
     method: &METHOD,
+    draws: true,
     supports: |_, options, _, _| {
         let theory = Params::from_options(options).is_ok_and(|p| p.variant == Variant::Theory);
         Support::unless(

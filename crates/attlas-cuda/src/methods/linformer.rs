@@ -15,6 +15,7 @@ use attlas::{Mask, Problem, RunInfo, Status, Support};
 
 pub(crate) static FORM: Form = Form {
     method: &METHOD,
+    draws: false,
     supports: |_, options, _, _| {
         let params = Params::from_options(options).unwrap_or_default();
         Support::unless(

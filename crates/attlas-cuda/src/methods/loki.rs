@@ -12,8 +12,12 @@ use crate::{Device, DeviceOut, DeviceRef, DeviceStream, DeviceWorkspace, Element
 use attlas::methods::low_rank::loki::{GroupSelect, Loki as Host, METHOD, Params};
 use attlas::{Error, Mask, Problem, RunInfo, Status, Support};
 
-pub(crate) static FORM: Form =
-    Form { method: &METHOD, supports: |_, _, _, _| Support::yes(), build: |r| Ok(Box::new(Loki::new(r)?)) };
+pub(crate) static FORM: Form = Form {
+    method: &METHOD,
+    draws: false,
+    supports: |_, _, _, _| Support::yes(),
+    build: |r| Ok(Box::new(Loki::new(r)?)),
+};
 
 #[derive(Debug)]
 struct Loki {
