@@ -129,3 +129,15 @@ extern "C" __global__ void copy_rows(View from, View to, const u32* order, int r
   }
   row_of<elem>(to, b, h, place)[i % columns] = row_of<elem>(from, b, h, order ? order[r] : r)[i % columns];
 }
+// Rows with the sign of every element changed, NaN and infinity included.
+extern "C" __global__ void negate_rows(View from, View to, int rows, int columns) {
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= (i64)rows * columns) return;
+  const int h = blockIdx.y, b = blockIdx.z, r = (int)(i / columns), c = (int)(i % columns);
+  const elem x = row_of<elem>(from, b, h, r)[c];
+#if ELEM < 2
+  row_of<elem>(to, b, h, r)[c] = x ^ 0x8000u;
+#else
+  row_of<elem>(to, b, h, r)[c] = -x;
+#endif
+}
