@@ -109,6 +109,8 @@ fn build_at<const I: usize>(p: &Problem, o: &Options, c: Option<&Calibration>) -
         cost,
         plans: Mutex::new(HashMap::new()),
     };
+    // What only the device form's constructor refuses is refused here, not in the first run.
+    on_device.with_plan(Element::F64, |_| Ok(()))?;
     Ok(Box::new(on_device))
 }
 
