@@ -156,15 +156,19 @@ pub struct Form {
     pub method: &'static Method,
     /// Whether it draws random numbers; some methods do so only with options that have no form on the device.
     pub draws: bool,
+    /// Whether it decodes token by token.
+    pub decodes: bool,
     /// Reasons beyond the method's own: options without a device form.
     pub supports: Supports,
     pub(crate) build: fn(&Request<'_>) -> Result<Box<dyn Core>>,
 }
 
 impl Form {
-    /// What the form promises: what the method does, but gradients are taken on the host alone.
+    /// What the form promises: what the method does and it has, too. Gradients are taken on the host alone.
     pub fn claims(&self) -> Claims {
-        Claims { gradient: false, deterministic: !self.draws, ..self.method.claims }
+        let Claims { decode, .. } = self.method.claims;
+        let decode = decode && self.decodes;
+        Claims { gradient: false, deterministic: !self.draws, decode, ..self.method.claims }
     }
 }
 
@@ -387,7 +391,7 @@ impl DevicePlan for Planned {
     }
 
     fn stream(&self, capacity: usize) -> Option<Result<Box<dyn DeviceStream>>> {
-        let inner = self.form.method.claims.decode.then(|| self.core.stream(capacity)).flatten()?;
+        let inner = self.form.claims().decode.then(|| self.core.stream(capacity)).flatten()?;
         let Some(negate) = &self.negate else { return Some(inner) };
         let dims = [self.problem.batch, self.problem.n_heads, 1, self.problem.d];
         let q = DeviceBuffer::new(&self.device, self.element, dims.iter().product());

@@ -12,6 +12,7 @@ use attlas::{Mask, Problem, RunInfo, Status, Support};
 pub(crate) static NAIVE: Form = Form {
     method: &naive::METHOD,
     draws: false,
+    decodes: true,
     supports: |_, _, _, _| Support::yes(),
     build: |r| Ok(Box::new(Exact::new(r, Status::Complete)?)),
 };
@@ -20,6 +21,7 @@ pub(crate) static NAIVE: Form = Form {
 pub(crate) static EXACT: Form = Form {
     method: &exact::METHOD,
     draws: false,
+    decodes: true,
     supports: |_, options, element, _| {
         let asked = options.get("precision").is_some_and(|v| v.to_string() != "full");
         Support::unless(

@@ -13,6 +13,7 @@ use attlas_num::sketch::{Coupling, draw_directions};
 pub(crate) static FORM: Form = Form {
     method: &METHOD,
     draws: true,
+    decodes: true,
     supports: |_, options, _, _| {
         let params = Params::from_options(options).unwrap_or_default();
         let (bases, weights) = (params.bases, params.weights);

@@ -23,6 +23,7 @@ use std::ops::Range;
 pub(crate) static FORM: Form = Form {
     method: &METHOD,
     draws: true,
+    decodes: false,
     supports: |_, options, _, _| {
         let theory = Params::from_options(options).is_ok_and(|p| p.variant == Variant::Theory);
         Support::unless(

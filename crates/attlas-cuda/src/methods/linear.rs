@@ -15,6 +15,7 @@ use attlas::{Problem, RunInfo, Support};
 pub(crate) static FORM: Form = Form {
     method: &METHOD,
     draws: false,
+    decodes: true,
     supports: |_, options, _, _| {
         let signed = Params::from_options(options).is_ok_and(|p| p.map == Function::Identity);
         Support::unless(

@@ -16,6 +16,7 @@ use attlas::{Mask, Problem, RunInfo, Status, Support};
 pub(crate) static FORM: Form = Form {
     method: &METHOD,
     draws: false,
+    decodes: true,
     supports: |_, options, _, _| {
         let params = Params::from_options(options).unwrap_or_default();
         Support::unless(

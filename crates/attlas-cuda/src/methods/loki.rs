@@ -15,6 +15,7 @@ use attlas::{Error, Mask, Problem, RunInfo, Status, Support};
 pub(crate) static FORM: Form = Form {
     method: &METHOD,
     draws: false,
+    decodes: true,
     supports: |_, _, _, _| Support::yes(),
     build: |r| Ok(Box::new(Loki::new(r)?)),
 };

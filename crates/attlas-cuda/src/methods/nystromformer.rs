@@ -19,6 +19,7 @@ const MOST: usize = 1024;
 pub(crate) static FORM: Form = Form {
     method: &METHOD,
     draws: false,
+    decodes: false,
     supports: |p, options, _, _| {
         let params = Params::from_options(options).unwrap_or_default();
         Support::unless(

@@ -16,6 +16,7 @@ use attlas_num::sketch::{MapOptions, Side};
 pub(crate) static FORM: Form = Form {
     method: &METHOD,
     draws: true,
+    decodes: true,
     supports: |p, options, _, _| {
         let params = Params::from_options(options).unwrap_or_default();
         Support::unless(

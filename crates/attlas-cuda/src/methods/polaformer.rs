@@ -11,6 +11,7 @@ use attlas::methods::kernel::polaformer::{METHOD, Params, Polarity};
 pub(crate) static FORM: Form = Form {
     method: &METHOD,
     draws: false,
+    decodes: true,
     supports: |p, _, _, _| Support::unless(2 * p.d > MOST_FEATURES, TOO_MANY),
     build: |r| {
         let (p, params) = (r.problem, Params::from_options(r.options)?);

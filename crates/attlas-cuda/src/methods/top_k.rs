@@ -10,6 +10,7 @@ use attlas::{Problem, RunInfo, Status, Support};
 pub(crate) static FORM: Form = Form {
     method: &METHOD,
     draws: false,
+    decodes: false,
     supports: |_, _, _, _| Support::yes(),
     build: |r| {
         let Params { keys, .. } = Params::from_options(r.options)?;
