@@ -6,7 +6,7 @@ use crate::{
     Device, DeviceBuffer, DeviceMut, DeviceOut, DevicePlan, DeviceQkv, DeviceRef, DeviceStream,
     DeviceWorkspace, Element, Form, plan,
 };
-use attlas::method::{Build, Claims};
+use attlas::method::{Build, Claims, Needs};
 use attlas::{
     Calibration, Cost, DType, Error, Inputs, Method, Options, Out, Output, Plan, Problem, Qkv, Real, Result,
     RunInfo, Stream, Support, Tensor, TensorRef, Workspace,
@@ -33,7 +33,10 @@ pub fn on_host(form: &'static Form, device: &Device) -> &'static Method {
     let (build, supports) = ENTRIES[at];
     let probe = |pairs: &&&[(&str, &str)]| {
         let options = pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v));
-        (form.supports)(&Problem::new(1, 97, 16), &options, Element::F64, device.info()).is_yes()
+        let p = Problem::new(1, 97, 16);
+        let learns = form.method.claims.needs == Needs::Calibration;
+        (form.supports)(&p, &options, Element::F64, device.info()).is_yes()
+            && (learns || plan(form.method.id, &p, &options, None, Element::F64, device).is_ok())
     };
     let probes: Vec<&'static [(&'static str, &'static str)]> =
         form.method.probes.iter().filter(probe).copied().collect();
