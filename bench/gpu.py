@@ -40,10 +40,16 @@ class Attlas:
             self.devices[family] = ctypes.c_void_p(device)
         return self.devices[family]
 
-    def plan(self, method, options, q, k, causal, family=0):
+    def plan(self, method, options, q, k, causal, family=0, learn=None):
+        """`learn`: queries and keys on the host that a method learns from, of one number of tokens."""
         _, heads, n_q, d = q.shape
         sizes = (ctypes.c_int64 * 8)(q.shape[0], heads, k.shape[1], n_q, k.shape[2], d, d, int(causal))
-        plan = self.lib.attlas_plan(self.device(family), method.encode(), options.encode(), sizes, ctypes.c_int(0))
+        where = [ctypes.c_void_p(0)] * 2
+        if learn is not None:
+            learn = [t.float().contiguous() for t in learn]
+            where = [ctypes.c_void_p(t.data_ptr()) for t in learn]
+        tokens = ctypes.c_int64(0 if learn is None else learn[0].shape[2])
+        plan = self.lib.attlas_plan(self.device(family), method.encode(), options.encode(), sizes, ctypes.c_int(0), *where, tokens)
         self.check(plan)
         return Plan(self, ctypes.c_void_p(plan))
 
@@ -175,6 +181,45 @@ def long_prompts(table, attlas):
     table.row("hyper causal n65536", torch_time(q, k, v, True, **once), ours("hyper", "", True, repeat=2), 5.5)
 
 
+def stand_ins(table, attlas):
+    """Random features, means and landmarks."""
+    n, d = 131072, 64
+    q, k, v = (normal(32, n, d) for _ in range(3))
+    o = torch.empty_like(q)
+    theirs = {causal: torch_time(q, k, v, causal, replays=3) for causal in (False, True)}
+
+    def ours(method, options, causal, **how):
+        plan = attlas.plan(method, options, q, k, causal)
+        return milliseconds(lambda: plan(q, k, v, o), **how)
+
+    table.row("performer 256 features causal n131072 (aim 40)", theirs[True], ours("performer", "features=256", True, replays=3), None)
+    table.row("performer 256 features n131072", theirs[False], ours("performer", "features=256", False, replays=3), None)
+    table.row("polaformer causal n131072", theirs[True], ours("polaformer", "", True, replays=3), None)
+    table.row("linformer 256 means causal n131072", theirs[True], ours("linformer", "", True, replays=3), None)
+    table.row("linformer 256 means n131072", theirs[False], ours("linformer", "", False, replays=3), None)
+    table.row("nystromformer 64 landmarks n131072", theirs[False], ours("nystromformer", "", False, replays=3), 150)
+
+
+def decoding_by_rank(table, attlas):
+    """One query over keys that scores choose: `top_k` reads all coordinates of all keys, `loki` some of them."""
+    d = 128
+    q = normal(32, 1, d)
+    o = torch.empty_like(q)
+    for n, aim in ((131072, 3), (1048576, 5)):
+        k, v = normal(8, n, d), normal(8, n, d)
+        theirs = torch_time(q, k, v, False, SDPBackend.FLASH_ATTENTION, repeat=10)
+        plan = attlas.plan("top_k", "keys=4096", q, k, False)
+        table.row(f"decode top_k 4096 keys of {n}, 32/8 heads d128", theirs, milliseconds(lambda: plan(q, k, v, o), repeat=10), None)
+        sample = normal(32, 4096, d).cpu(), k[:, :, :4096].cpu()
+        plan = attlas.plan("loki", "keys=4096,rank=32", torch.empty(1, 32, 1, d, device=DEVICE), k, True, learn=sample)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            plan.push(k, v)
+            torch.cuda.synchronize()
+        table.row(f"decode loki rank 32, 4096 keys of {n} (aim {aim})", theirs, milliseconds(lambda: plan.attend(q, o), repeat=10), None)
+        del plan
+
+
 def decoding(table, attlas):
     d = 128
     q = normal(32, 1, d)
@@ -226,6 +271,7 @@ def main():
     a.add_argument("--cache", default="")
     a.add_argument("--nvrtc", default="")
     a.add_argument("--quick", action="store_true", help="leave out 65536 and longer")
+    a.add_argument("--only", help="one part: long_prompts, stand_ins, decoding or decoding_by_rank")
     a = a.parse_args()
     torch.manual_seed(0)
     torch.zeros(1, device=DEVICE)
@@ -233,11 +279,13 @@ def main():
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {time.strftime('%Y-%m-%d')}")
     table = Table()
-    host(table, attlas)
-    exact(table, attlas, a.quick)
+    if a.only is None:
+        host(table, attlas)
+        exact(table, attlas, a.quick)
     if not a.quick:
-        long_prompts(table, attlas)
-        decoding(table, attlas)
+        for part in (long_prompts, stand_ins, decoding, decoding_by_rank):
+            if a.only in (None, part.__name__):
+                part(table, attlas)
     print(f"{table.failed} ratios lie below their floors" if table.failed else "no ratio lies below its floor")
     raise SystemExit(int(table.failed > 0))
 

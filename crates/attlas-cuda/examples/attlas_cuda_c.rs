@@ -70,7 +70,8 @@ impl Planned {
     }
 }
 
-/// Plans a method. `sizes`: batch, heads, key heads, n_q, n_k, d, d_v, causal; `element`: 0 bf16, 1 f16, 2 f32, 3 f64.
+/// Plans a method. `sizes`: batch, heads, key heads, n_q, n_k, d, d_v, causal; `element`: 0 bf16, 1 f16, 2 f32, 3 f64. A method
+/// that learns from data does so from `tokens` queries and keys on the host, contiguous in single precision.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attlas_plan(
     device: *const Device,
@@ -78,6 +79,9 @@ pub unsafe extern "C" fn attlas_plan(
     options: *const c_char,
     sizes: *const i64,
     element: i32,
+    queries: *const f32,
+    keys: *const f32,
+    tokens: i64,
 ) -> *mut Planned {
     // SAFETY: of the caller: a device of `attlas_open`, strings that end with zero, eight numbers.
     let (device, id, options, s) =
@@ -92,7 +96,23 @@ pub unsafe extern "C" fn attlas_plan(
         ..Problem::new(n(1), 1, n(5)).with_kv_heads(n(2)).with_lens(n(3), n(4))
     };
     let element = Element::ALL[element.clamp(0, 3) as usize];
-    let made = fail(plan(id, &p, &options, None, element, device));
+    let tokens = tokens.max(0) as usize;
+    let learnt = (tokens > 0).then(|| -> attlas::Result<_> {
+        let rows = |data, heads| {
+            let dims = [p.batch, heads, tokens, p.d];
+            // SAFETY: of the caller.
+            let data = unsafe { std::slice::from_raw_parts(data, dims.iter().product()) };
+            attlas::TensorRef::bhnd(data, dims)
+        };
+        let (q, k) = (rows(queries, p.n_heads)?, rows(keys, p.n_kv_heads)?);
+        let method = attlas::registry::method(id)?;
+        // Values teach nothing.
+        let x = attlas::Qkv::new(q, k, k);
+        let p = Problem { d_v: p.d, ..p.with_lens(tokens, tokens) };
+        method.calibrate.map(|learn| learn(&p, &options, &[x.into()])).transpose()
+    });
+    let Some(learnt) = fail(learnt.transpose().map_err(Into::into)) else { return std::ptr::null_mut() };
+    let made = fail(plan(id, &p, &options, learnt.flatten().as_ref(), element, device));
     made.map_or(std::ptr::null_mut(), |plan| {
         Box::into_raw(Box::new(Planned { device: device.clone(), plan, ws: None, tokens: None }))
     })

@@ -1,37 +1,6 @@
 // The plain form of attention: one warp a row, 32 keys at a time, any width, any element. The definition that the
 // fast kernels are tested against, and the form that runs where no fast one exists.
 
-// Columns of a row of values that a lane accumulates at one time: COLUMNS * 32 of them; wider values take more passes.
-#define COLUMNS 8
-
-// A row's running maximum, sum and output.
-struct Running {
-  acc m, l, o[COLUMNS];
-};
-
-DEV void start(Running& s) {
-  s.m = NEG_INF; s.l = 0;
-#pragma unroll
-  for (int c = 0; c < COLUMNS; c++) s.o[c] = 0;
-}
-
-// Adds one key a lane: its logit, −∞ for none, and the row of its value.
-DEV void add(Running& s, acc logit, const elem* value, int c0, int dv, int lane) {
-  const acc m = larger(s.m, warp_max(logit)), z = m == NEG_INF ? (acc)0 : m;
-  const acc shrink = exp_of(s.m - z), p = logit == NEG_INF ? (acc)0 : exp_of(logit - z);
-  s.m = m; s.l = s.l * shrink + warp_sum(p);
-#pragma unroll
-  for (int c = 0; c < COLUMNS; c++) s.o[c] *= shrink;
-  u32 seen = __ballot_sync(FULL, logit != NEG_INF);      // NaN is seen
-  while (seen) {
-    const int j = __ffs(seen) - 1; seen &= seen - 1;
-    const acc w = __shfl_sync(FULL, p, j);
-    const elem* v = (const elem*)__shfl_sync(FULL, (u64)value, j);
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) { const int x = c0 + c * 32 + lane; if (x < dv) s.o[c] += w * widen(v[x]); }
-  }
-}
-
 // Adds the keys [from, to).
 DEV void add_range(Running& s, const acc* q, const View& k, const View& v, int b, int hk, int from, int to, acc scale, int d, int dv, int c0, int lane) {
   for (int j0 = from; j0 < to; j0 += 32) {
@@ -43,28 +12,6 @@ DEV void add_range(Running& s, const acc* q, const View& k, const View& v, int b
     }
     add(s, logit, value, c0, dv, lane);
   }
-}
-
-// How a row is written: as elements, in the type of sums joined to what is there, or in that type as the first part.
-enum { DIRECT = 0, JOINED = 1, FIRST = 2 };
-
-// Writes the columns [c0, c0 + 256) of a row.
-template <int HOW> DEV void put(const Running& s, const View& out, acc* lse, i64 row_index, int b, int h, int row, int c0, int dv, int lane) {
-  const acc inv = s.l > 0 ? 1 / s.l : (s.l == s.l && s.m == NEG_INF ? (acc)0 : (acc)NOT_A_NUMBER);
-  const acc now = s.m == NEG_INF ? (acc)NEG_INF : s.m + log_of(s.l);
-  acc keep = 0, gain = 1, both = now;
-  if (HOW == JOINED) join(lse[row_index], now, keep, gain, both);
-#pragma unroll
-  for (int c = 0; c < COLUMNS; c++) {
-    const int x = c0 + c * 32 + lane;
-    if (x >= dv) continue;
-    const acc o = s.o[c] * inv;
-    if (HOW == DIRECT) { row_of<elem>(out, b, h, row)[x] = narrow(o); continue; }
-    acc* to = row_of<acc>(out, b, h, row) + x;
-    *to = HOW == FIRST || keep == 0 ? o : gain == 0 ? *to : keep * *to + gain * o;
-  }
-  __syncwarp();
-  if (lane == 0 && lse && c0 + COLUMNS * 32 >= dv) lse[row_index] = both;
 }
 
 // Row i stands at key p = i + nk − nq. It sees the first `sinks` keys and those from p − window + 1 on, up to p with a
@@ -181,4 +128,16 @@ extern "C" __global__ void copy_rows(View from, View to, const u32* order, int r
     place = fixed + (place - fixed) % ring;
   }
   row_of<elem>(to, b, h, place)[i % columns] = row_of<elem>(from, b, h, order ? order[r] : r)[i % columns];
+}
+// Rows with the sign of every element changed, NaN and infinity included.
+extern "C" __global__ void negate_rows(View from, View to, int rows, int columns) {
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= (i64)rows * columns) return;
+  const int h = blockIdx.y, b = blockIdx.z, r = (int)(i / columns), c = (int)(i % columns);
+  const elem x = row_of<elem>(from, b, h, r)[c];
+#if ELEM < 2
+  row_of<elem>(to, b, h, r)[c] = x ^ 0x8000u;
+#else
+  row_of<elem>(to, b, h, r)[c] = -x;
+#endif
 }

@@ -173,7 +173,8 @@ impl Memory {
         self.context.bind()?;
         // SAFETY: the range was checked against the allocation.
         unsafe { result::memcpy_htod_sync(self.address + at as u64, data) }
-            .map_err(|e| driver_error("cuMemcpyHtoD", e))
+            .map_err(|e| driver_error("cuMemcpyHtoD", e))?;
+        finish_default_stream()
     }
 
     /// Copies to the host after all work of the device.
@@ -199,7 +200,8 @@ impl Memory {
         self.context.bind()?;
         // SAFETY: the whole allocation.
         unsafe { result::memset_d8_sync(self.address, byte, self.bytes) }
-            .map_err(|e| driver_error("cuMemsetD8", e))
+            .map_err(|e| driver_error("cuMemsetD8", e))?;
+        finish_default_stream()
     }
 
     /// Copies some bytes of another buffer, in order with the work of `stream`.
@@ -219,6 +221,14 @@ impl Memory {
         unsafe { result::memcpy_dtod_async(self.address + to, from.address + at, bytes, stream.raw) }
             .map_err(|e| driver_error("cuMemcpyDtoDAsync", e))
     }
+}
+
+/// Waits for the default stream. Copies of pageable memory return once it is staged, and fills at once, before the
+/// device has the bytes; our streams do not wait for the default one, so that a kernel could read what was there before.
+fn finish_default_stream() -> Result<()> {
+    // SAFETY: null names the default stream, which every context has.
+    unsafe { result::stream::synchronize(std::ptr::null_mut()) }
+        .map_err(|e| driver_error("cuStreamSynchronize", e))
 }
 
 impl Drop for Memory {

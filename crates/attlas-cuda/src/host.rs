@@ -6,7 +6,7 @@ use crate::{
     Device, DeviceBuffer, DeviceMut, DeviceOut, DevicePlan, DeviceQkv, DeviceRef, DeviceStream,
     DeviceWorkspace, Element, Form, plan,
 };
-use attlas::method::{Build, Claims};
+use attlas::method::{Build, Claims, Needs};
 use attlas::{
     Calibration, Cost, DType, Error, Inputs, Method, Options, Out, Output, Plan, Problem, Qkv, Real, Result,
     RunInfo, Stream, Support, Tensor, TensorRef, Workspace,
@@ -33,9 +33,10 @@ pub fn on_host(form: &'static Form, device: &Device) -> &'static Method {
     let (build, supports) = ENTRIES[at];
     let probe = |pairs: &&&[(&str, &str)]| {
         let options = pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v));
-        [Problem::new(1, 97, 16), Problem::new(1, 97, 16).causal()]
-            .iter()
-            .any(|p| (form.supports)(p, &options, Element::F64, device.info()).is_yes())
+        let p = Problem::new(1, 97, 16);
+        let learns = form.method.claims.needs == Needs::Calibration;
+        (form.supports)(&p, &options, Element::F64, device.info()).is_yes()
+            && (learns || plan(form.method.id, &p, &options, None, Element::F64, device).is_ok())
     };
     let probes: Vec<&'static [(&'static str, &'static str)]> =
         form.method.probes.iter().filter(probe).copied().collect();
@@ -45,7 +46,7 @@ pub fn on_host(form: &'static Form, device: &Device) -> &'static Method {
         family: m.family,
         title: m.title,
         reference: m.reference,
-        claims: Claims { exact_at: &[], ..m.claims },
+        claims: Claims { exact_at: &[], ..form.claims() },
         params: m.params,
         probes: Vec::leak(probes),
         subsets: m.subsets,
@@ -73,8 +74,14 @@ static ENTRIES: &[Entry] = &[
     (build_at::<9>, supports_at::<9>),
     (build_at::<10>, supports_at::<10>),
     (build_at::<11>, supports_at::<11>),
+    (build_at::<12>, supports_at::<12>),
+    (build_at::<13>, supports_at::<13>),
+    (build_at::<14>, supports_at::<14>),
+    (build_at::<15>, supports_at::<15>),
+    (build_at::<16>, supports_at::<16>),
+    (build_at::<17>, supports_at::<17>),
 ];
-const _: () = assert!(FORMS.len() <= 12, "every form needs an entry");
+const _: () = assert!(FORMS.len() <= 18, "every form needs an entry");
 
 fn supports_at<const I: usize>(p: &Problem, o: &Options) -> Support {
     let form = FORMS[I.min(FORMS.len() - 1)];
@@ -103,6 +110,8 @@ fn build_at<const I: usize>(p: &Problem, o: &Options, c: Option<&Calibration>) -
         cost,
         plans: Mutex::new(HashMap::new()),
     };
+    // What only the device form's constructor refuses is refused here, not in the first run.
+    on_device.with_plan(Element::F64, |_| Ok(()))?;
     Ok(Box::new(on_device))
 }
 

@@ -1,9 +1,12 @@
 //! Plans over tensors of the device.
 
 use crate::driver::Stream;
+use crate::prims::contiguous;
+use crate::prims::rows::Negate;
 use crate::tensor::DeviceRef;
-use crate::{Device, DeviceInfo, DeviceMut, DeviceWorkspace, Element, Error, Result, registry};
-use attlas::method::Needs;
+use crate::workspace::padded;
+use crate::{Device, DeviceBuffer, DeviceInfo, DeviceMut, DeviceWorkspace, Element, Error, Result, registry};
+use attlas::method::{Claims, Needs};
 use attlas::{Calibration, Cost, Method, Near, Options, Problem, RunInfo, Support};
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -113,6 +116,7 @@ pub(crate) struct Request<'a> {
     /// Number of the first sequence of the problem: it names random streams.
     pub(crate) first_batch: usize,
     pub(crate) options: &'a Options,
+    pub(crate) calibration: Option<&'a Calibration>,
     pub(crate) element: Element,
     pub(crate) device: &'a Device,
 }
@@ -150,9 +154,22 @@ pub(crate) type Supports = fn(&Problem, &Options, Element, &DeviceInfo) -> Suppo
 pub struct Form {
     /// The method.
     pub method: &'static Method,
+    /// Whether it draws random numbers; some methods do so only with options that have no form on the device.
+    pub draws: bool,
+    /// Whether it decodes token by token.
+    pub decodes: bool,
     /// Reasons beyond the method's own: options without a device form.
     pub supports: Supports,
     pub(crate) build: fn(&Request<'_>) -> Result<Box<dyn Core>>,
+}
+
+impl Form {
+    /// What the form promises: what the method does and it has, too. Gradients are taken on the host alone.
+    pub fn claims(&self) -> Claims {
+        let Claims { decode, .. } = self.method.claims;
+        let decode = decode && self.decodes;
+        Claims { gradient: false, deterministic: !self.draws, decode, ..self.method.claims }
+    }
 }
 
 /// Why a near field is refused.
@@ -173,14 +190,17 @@ pub fn plan(
     problem.validate()?;
     let method = form.method;
     let (near, options) = &Near::split(problem.near, options, method.params)?;
-    let mut reasons = (method.supports)(problem, options).reasons;
+    // Methods that rank, hash or map queries never see the sign of the scale: as on the host, it goes into the queries.
+    let negative = problem.scale < 0.0 && method.claims_with(options).softmax;
+    let positive = &Problem { scale: if negative { -problem.scale } else { problem.scale }, ..*problem };
+    let mut reasons = (method.supports)(positive, options).reasons;
     if !near.is_none() {
         reasons.push(NO_NEAR.into());
     }
     if problem.softcap.is_some() {
         reasons.push(NO_SOFTCAP.into());
     }
-    reasons.extend((form.supports)(problem, options, element, device.info()).reasons);
+    reasons.extend((form.supports)(positive, options, element, device.info()).reasons);
     if method.claims.needs == Needs::Calibration && calibration.is_none() {
         reasons.push(format!("{id} learns from data first: pass a calibration"));
     }
@@ -192,16 +212,20 @@ pub fn plan(
     }
     // The host's plan checks options and counts the work.
     let cost = (method.build)(problem, options, calibration)?.cost();
-    let request = Request { problem, first_batch: 0, options, element, device };
+    let request = Request { problem: positive, first_batch: 0, options, calibration, element, device };
     let core = (form.build)(&request)?;
+    let negate = negative.then(|| Negate::new(device, element)).transpose()?;
     Ok(Box::new(Planned {
         form,
         problem: *problem,
         options: options.clone(),
+        calibration: calibration.cloned(),
         element,
         device: device.clone(),
         cost,
         core,
+        positive: *positive,
+        negate,
         shorter: Mutex::new(HashMap::new()),
     }))
 }
@@ -212,10 +236,14 @@ struct Planned {
     form: &'static Form,
     problem: Problem,
     options: Options,
+    calibration: Option<Calibration>,
     element: Element,
     device: Device,
     cost: Cost,
     core: Box<dyn Core>,
+    /// The problem of `core`, and the kernel that takes the sign of the scale into the queries where they differ.
+    positive: Problem,
+    negate: Option<Negate>,
     /// Plans of single sequences with fewer valid keys, by sequence and number of keys.
     shorter: Mutex<HashMap<(usize, usize), Arc<dyn Core>>>,
 }
@@ -256,17 +284,34 @@ impl Planned {
         Ok(Io { q: x.q, k: x.k, v: x.v, o, lse })
     }
 
+    /// Scratch memory of negated queries.
+    fn negated_bytes(&self) -> usize {
+        let p = &self.problem;
+        let bytes = p.batch * p.n_heads * p.n_q * p.d * self.element.bytes();
+        if self.negate.is_some() { padded(bytes) } else { 0 }
+    }
+
+    /// The operands that `core` takes.
+    fn signed<'a>(&self, io: Io<'a>, ws: &mut DeviceWorkspace) -> Result<Io<'a>> {
+        let Some(negate) = &self.negate else { return Ok(io) };
+        let p = &self.problem;
+        let to = contiguous(ws.take(self.negated_bytes())?, p.n_heads, p.n_q, p.d);
+        negate.run(&io.q, to, ws)?;
+        Ok(Io { q: DeviceRef::scratch(to, self.element, io.q.dims()), ..io })
+    }
+
     /// The plan of one sequence with `keys` valid keys.
     fn sequence(&self, batch: usize, keys: usize) -> Result<Arc<dyn Core>> {
         let mut plans = self.shorter.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(core) = plans.get(&(batch, keys)) {
             return Ok(core.clone());
         }
-        let problem = Problem { batch: 1, n_k: keys, ..self.problem };
+        let problem = Problem { batch: 1, n_k: keys, ..self.positive };
         let request = Request {
             problem: &problem,
             first_batch: batch,
             options: &self.options,
+            calibration: self.calibration.as_ref(),
             element: self.element,
             device: &self.device,
         };
@@ -290,7 +335,7 @@ impl DevicePlan for Planned {
     }
 
     fn workspace_bytes(&self) -> usize {
-        self.core.workspace_bytes()
+        self.negated_bytes() + self.core.workspace_bytes()
     }
 
     fn execute(
@@ -302,8 +347,9 @@ impl DevicePlan for Planned {
         let io = self.check(x, out)?;
         let p = &self.problem;
         let Some(lens) = x.key_lens.filter(|lens| lens.iter().any(|&n| n != p.n_k)) else {
-            ws.reserve(self.core.workspace_bytes())?;
+            ws.reserve(self.workspace_bytes())?;
             ws.reset();
+            let io = self.signed(io, ws)?;
             let info = self.core.run(&io, ws)?;
             return Ok(Pending::new(info, ws));
         };
@@ -320,7 +366,10 @@ impl DevicePlan for Planned {
         }
         let plans: Vec<Arc<dyn Core>> =
             lens.iter().enumerate().map(|(b, &n)| self.sequence(b, n)).collect::<Result<_>>()?;
-        ws.reserve(plans.iter().map(|c| c.workspace_bytes()).max().unwrap_or(0))?;
+        ws.reserve(self.negated_bytes() + plans.iter().map(|c| c.workspace_bytes()).max().unwrap_or(0))?;
+        ws.reset();
+        let io = self.signed(io, ws)?;
+        let mark = ws.mark();
         let mut info: Option<RunInfo> = None;
         for (b, (core, &n)) in plans.iter().zip(lens).enumerate() {
             let rows = (b * p.n_heads * p.n_q * self.element.sum().bytes()) as u64;
@@ -331,7 +380,7 @@ impl DevicePlan for Planned {
                 o: io.o.sequence(b, p.n_q),
                 lse: if io.lse == 0 { 0 } else { io.lse + rows },
             };
-            ws.reset();
+            ws.rewind(mark);
             let more = core.run(&one, ws)?;
             info = Some(match info {
                 Some(info) => info.merge(more),
@@ -342,7 +391,53 @@ impl DevicePlan for Planned {
     }
 
     fn stream(&self, capacity: usize) -> Option<Result<Box<dyn DeviceStream>>> {
-        self.form.method.claims.decode.then(|| self.core.stream(capacity)).flatten()
+        let inner = self.form.claims().decode.then(|| self.core.stream(capacity)).flatten()?;
+        let Some(negate) = &self.negate else { return Some(inner) };
+        let dims = [self.problem.batch, self.problem.n_heads, 1, self.problem.d];
+        let q = DeviceBuffer::new(&self.device, self.element, dims.iter().product());
+        Some(inner.and_then(|inner| {
+            Ok(Box::new(NegatedStream { inner, negate: negate.clone(), q: q?, dims })
+                as Box<dyn DeviceStream>)
+        }))
+    }
+}
+
+/// A stream for a positive scale, asked with negated queries.
+#[derive(Debug)]
+struct NegatedStream {
+    inner: Box<dyn DeviceStream>,
+    negate: Negate,
+    q: DeviceBuffer,
+    dims: [usize; 4],
+}
+
+impl DeviceStream for NegatedStream {
+    fn push(&mut self, k: DeviceRef<'_>, v: DeviceRef<'_>, ws: &mut DeviceWorkspace) -> Result<()> {
+        self.inner.push(k, v, ws)
+    }
+
+    fn attend(
+        &mut self,
+        q: DeviceRef<'_>,
+        out: &mut DeviceOut<'_>,
+        ws: &mut DeviceWorkspace,
+    ) -> Result<Pending> {
+        if (q.dims(), q.element()) != (self.dims, self.q.element()) {
+            let [expected, found] =
+                [(self.dims, self.q.element()), (q.dims(), q.element())].map(|(n, e)| format!("{n:?} {e:?}"));
+            return Err(attlas::Error::shape("queries", expected, found).into());
+        }
+        let negated = DeviceRef::bhnd(&self.q, self.dims)?;
+        self.negate.run(&q, negated.view(), ws)?;
+        self.inner.attend(negated, out, ws)
+    }
+
+    fn len(&self) -> usize {
+        self.inner.len()
+    }
+
+    fn state_bytes(&self) -> usize {
+        self.inner.state_bytes()
     }
 }
 

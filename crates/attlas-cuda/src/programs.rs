@@ -6,6 +6,7 @@ pub use crate::compile::Program;
 const COMMON: &str = include_str!("../kernels/common.cu");
 const HOPPER: &str = include_str!("../kernels/hopper.cu");
 const BLOCKS: &str = include_str!("../kernels/blocks.cu");
+const RUNNING: &str = include_str!("../kernels/running.cu");
 const ANY: &str = include_str!("../kernels/any.cu");
 const HASH: &str = include_str!("../kernels/hash.cu");
 const SORT: &str = include_str!("../kernels/sort.cu");
@@ -15,10 +16,16 @@ const ATTEND_MMA: &str = include_str!("../kernels/attend_mma.cu");
 const DECODE: &str = include_str!("../kernels/decode.cu");
 const LINEAR: &str = include_str!("../kernels/linear.cu");
 const SCAN: &str = include_str!("../kernels/scan.cu");
+const POSITIVE: &str = include_str!("../kernels/positive.cu");
+const FEATURES: &str = include_str!("../kernels/features.cu");
+const EXPONENTIAL: &str = include_str!("../kernels/exponential.cu");
+const SIGNED: &str = include_str!("../kernels/signed.cu");
+const POOL: &str = include_str!("../kernels/pool.cu");
+const RANKED: &str = include_str!("../kernels/ranked.cu");
 
 /// The plain forms.
 pub(crate) fn any(element: Element) -> Program {
-    Program::new("any", element, &[COMMON, BLOCKS, ANY])
+    Program::new("any", element, &[COMMON, BLOCKS, RUNNING, ANY])
 }
 
 /// Hashing; for tensor cores where `d` is given.
@@ -134,9 +141,42 @@ pub(crate) fn linear(element: Element) -> Program {
     Program::new("linear", element, &[COMMON, LINEAR])
 }
 
-/// Linear attention with positive features, token by token.
+/// Features of single coordinates, and decoding of linear attention.
 pub(crate) fn scan(element: Element) -> Program {
     Program::new("scan", element, &[COMMON, SCAN])
+}
+
+/// Linear attention with positive features, by segments.
+pub(crate) fn positive(element: Element) -> Program {
+    Program::new("positive", element, &[COMMON, POSITIVE])
+}
+
+/// Logarithms of positive features.
+pub(crate) fn features(element: Element) -> Program {
+    Program::new("features", element, &[COMMON, FEATURES])
+}
+
+/// Linear attention with exponential features by tensor cores: directions in tiles of 16, with one sign or both.
+pub(crate) fn exponential(tiles: usize, signs: usize, causal: bool) -> Program {
+    Program::new("exponential", Element::Bf16, &[COMMON, EXPONENTIAL])
+        .with("TILES", tiles)
+        .with("SIGNS", signs)
+        .with("CAUSAL", u8::from(causal))
+}
+
+/// Linear attention with features of either sign.
+pub(crate) fn signed(element: Element) -> Program {
+    Program::new("signed", element, &[COMMON, SIGNED])
+}
+
+/// Means of rows, attention to them, and small inverses.
+pub(crate) fn pool(element: Element) -> Program {
+    Program::new("pool", element, &[COMMON, RUNNING, POOL])
+}
+
+/// Attention to the keys of the largest scores.
+pub(crate) fn ranked(element: Element) -> Program {
+    Program::new("ranked", element, &[COMMON, RUNNING, RANKED])
 }
 
 /// Every program that a plan can ask for, the larger families by their usual shapes.
@@ -144,6 +184,12 @@ pub fn all() -> Vec<Program> {
     let mut all = vec![sort()];
     for element in Element::ALL {
         all.extend([any(element), hash(element, None), scan(element)]);
+        all.extend([positive(element), features(element), signed(element), ranked(element), pool(element)]);
+    }
+    for causal in [false, true] {
+        for (tiles, signs) in [(9, 2), (8, 2), (17, 1)] {
+            all.push(exponential(tiles, signs, causal));
+        }
     }
     for element in [Element::Bf16, Element::F16] {
         all.push(linear(element));

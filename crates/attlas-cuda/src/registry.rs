@@ -10,6 +10,14 @@ pub static FORMS: &[&Form] = &[
     &methods::sink_window::FORM,
     &methods::hyper::FORM,
     &methods::linear::FORM,
+    &methods::performer::FORM,
+    &methods::crt::FORM,
+    &methods::polaformer::FORM,
+    &methods::hybrid_features::FORM,
+    &methods::top_k::FORM,
+    &methods::loki::FORM,
+    &methods::nystromformer::FORM,
+    &methods::linformer::FORM,
 ];
 
 /// The device form of a method, or an error that says why there is none.

@@ -227,6 +227,19 @@ impl<'a> DeviceRef<'a> {
         View { address: self.address, strides: self.strides.map(|s| s as i64) }
     }
 
+    /// Scratch memory as a tensor.
+    pub(crate) fn scratch(view: View, element: Element, dims: Dims) -> Self {
+        let strides = view.strides.map(|s| s as usize);
+        Self { address: view.address, element, dims, strides, lives: PhantomData }
+    }
+
+    /// `count` rows from `first` on.
+    pub(crate) fn rows(&self, first: usize, count: usize) -> Self {
+        let [b, h, _, c] = self.dims;
+        let address = self.address + (first * self.strides[2] * self.element.bytes()) as u64;
+        Self { address, dims: [b, h, count, c], ..*self }
+    }
+
     /// The same sizes at another place.
     pub(crate) fn moved(&self, to: View) -> Self {
         Self { address: to.address, strides: to.strides.map(|s| s as usize), ..*self }

@@ -6,6 +6,8 @@
 //! ```
 //! Exit status: 0 passed, 1 failed, 77 no GPU (2 with `--require`).
 
+use attlas::method::Needs;
+use attlas::testkit::adversarial::learn;
 use attlas::testkit::{Case, How, check_method, run_with};
 use attlas::{Mask, Method, Options, Problem};
 use attlas_cuda::{
@@ -204,6 +206,13 @@ fn checks() -> Vec<Check> {
         add(format!("hyper d{d}"), Box::new(move |g| hyper(g, d)));
     }
     add("linear".into(), Box::new(linear));
+    for (id, options) in FEATURES {
+        add(format!("features {id} {options}"), Box::new(move |g| features(g, id, options)));
+    }
+    add("ranked keys".into(), Box::new(ranked));
+    for (id, options) in AS_HOST {
+        add(format!("as on the host {id} {options}"), Box::new(move |g| as_host(g, id, options)));
+    }
     for (id, options, d) in FAST {
         add(
             format!("law {id} {options} d{d}: later tokens"),
@@ -239,6 +248,52 @@ const FAST: &[(&str, &str, usize)] = &[
     ("hyper", "block=64,samples=64,n_min=128", 64),
     ("hyper", "block=64,samples=64,n_min=128,sinks=5", 128),
     ("linear", "", 64),
+    ("linear", "map=relu", 48),
+    ("performer", "", 64),
+    ("performer", "map=relu,features=50", 40),
+    ("crt", "", 64),
+    ("polaformer", "", 64),
+    ("hybrid_features", "bases=12,weights=3", 40),
+    ("top_k", "keys=60", 64),
+    ("loki", "keys=60,rank=16", 64),
+    ("linformer", "rank=37", 64),
+    ("linformer", "rank=37", 40),
+];
+
+/// Maps to positive features whose forms are compared in several element types.
+const FEATURES: &[(&str, &str)] = &[
+    ("linear", "map=relu"),
+    ("linear", "map=softmax"),
+    ("performer", ""),
+    ("performer", "map=pos,features=77"),
+    ("performer", "map=relu"),
+    ("performer", "map=pos,features=280"),
+    ("crt", "features=128"),
+    ("polaformer", ""),
+];
+
+/// Settings whose plain forms are compared with the host's.
+const AS_HOST: &[(&str, &str)] = &[
+    ("linear", "map=softmax"),
+    ("linear", "map=square,den_eps=0.01"),
+    ("performer", ""),
+    ("performer", "map=pos,features=33,directions=iid"),
+    ("performer", "map=relu,features=40"),
+    ("crt", ""),
+    ("crt", "a=-0.05,antithetic=false,features=30"),
+    ("polaformer", ""),
+    ("polaformer", "alpha=0.5,den_eps=0"),
+    ("performer", "map=trig,features=80"),
+    ("performer", "map=trig,features=9,denominator=zero_row"),
+    ("hybrid_features", ""),
+    ("hybrid_features", "kind=gaussian,bases=8,weights=3,tau=2,denominator=strict"),
+    ("nystromformer", "landmarks=16"),
+    ("nystromformer", "landmarks=13,pinv=hyperpower7,iters=4,len_bias=true"),
+    ("linformer", "rank=20"),
+    ("linformer", "rank=13"),
+    ("top_k", "keys=17"),
+    ("loki", "keys=17,rank=5,min_len=30"),
+    ("loki", "fraction=0.1,window=9,sinks=3,group_select=group_max,basis=pca"),
 ];
 
 fn options(text: &str) -> Options {
@@ -263,8 +318,9 @@ struct Ran {
 }
 
 /// Runs a plan on a case: outputs start as NaN, scratch memory too, and guard words behind the outputs must stay.
-fn run(device: &Device, planned: &dyn DevicePlan, case: &Case) -> Ran {
+fn run(device: &Device, id: &str, planned: &dyn DevicePlan, case: &Case) -> Ran {
     const GUARD: usize = 64;
+    let gives_lse = attlas::registry::method(id).unwrap().claims.lse;
     let (p, e) = (planned.problem(), planned.element());
     let load = |x: &[f64]| DeviceBuffer::from_host(device, e, x).unwrap();
     let (q, k, v) = (load(&case.q), load(&case.k), load(&case.v));
@@ -284,7 +340,7 @@ fn run(device: &Device, planned: &dyn DevicePlan, case: &Case) -> Ran {
     };
     let mut out = DeviceOut {
         o: DeviceMut::bhnd(&o, dims(p.n_heads, p.n_q, p.d_v)).unwrap(),
-        lse: Some(DeviceMut::bhnd(&lse, dims(p.n_heads, p.n_q, 1)).unwrap()),
+        lse: gives_lse.then(|| DeviceMut::bhnd(&lse, dims(p.n_heads, p.n_q, 1)).unwrap()),
     };
     planned.execute(&x, &mut out, &mut ws).unwrap().wait().unwrap();
     for (buffer, len) in [(&o, rows * p.d_v), (&lse, rows)] {
@@ -296,13 +352,26 @@ fn run(device: &Device, planned: &dyn DevicePlan, case: &Case) -> Ran {
     }
     let (mut o, mut lse) = (o.read().unwrap(), lse.read().unwrap());
     o.truncate(rows * p.d_v);
-    lse.truncate(rows);
+    lse.truncate(if gives_lse { rows } else { 0 });
     Ran { o, lse }
 }
 
 fn run_method(device: &Device, id: &str, options: &Options, element: Element, case: &Case) -> Ran {
-    let planned = plan(id, &case.problem, options, None, element, device).unwrap_or_else(|e| panic!("{e}"));
-    run(device, &*planned, case)
+    run(device, id, &*planned(device, id, options, element, case), case)
+}
+
+/// A plan; a method that learns from data learns from the case.
+fn planned(
+    device: &Device,
+    id: &str,
+    options: &Options,
+    element: Element,
+    case: &Case,
+) -> Box<dyn DevicePlan> {
+    let method = attlas::registry::method(id).unwrap();
+    let learnt = method.claims.needs == Needs::Calibration;
+    let learnt = learnt.then(|| learn(method, options, case).unwrap()).flatten();
+    plan(id, &case.problem, options, learnt.as_ref(), element, device).unwrap_or_else(|e| panic!("{e}"))
 }
 
 /// Tolerance of a fast kernel, relative to the norm of the output.
@@ -393,6 +462,8 @@ fn strides(g: &Gpu) {
         (&g.device, "sink_window", "window=100"),
         (&g.device, "hyper", "block=64,samples=64,n_min=128"),
         (&g.device, "linear", ""),
+        (&g.device, "performer", ""),
+        (&g.device, "top_k", "keys=50"),
     ] {
         for (d, gap) in [(64, 0), (64, 8), (64, 3), (128, 8)] {
             let p = Problem { batch: 2, ..Problem::new(4, 400, d).with_kv_heads(2).causal() };
@@ -447,6 +518,9 @@ fn padding(g: &Gpu) {
         ("sink_window", "window=50"),
         ("hyper", "block=64,samples=64,n_min=128"),
         ("linear", ""),
+        ("performer", ""),
+        ("polaformer", ""),
+        ("top_k", "keys=50"),
     ] {
         for mask in masks() {
             let p = Problem { mask, batch: 2, ..Problem::new(2, 500, 64) };
@@ -470,8 +544,8 @@ fn padding(g: &Gpu) {
             planned.execute(&x, &mut out, &mut ws).unwrap().wait().unwrap();
             let got = o.read().unwrap();
             assert!(got.iter().all(|x| x.is_finite()), "{id} {mask}: padding was read");
-            if id != "hyper" {
-                // The second sequence alone; hyper names random streams by the number of the sequence.
+            if id != "hyper" && id != "performer" {
+                // The second sequence alone; random streams are named by the number of the sequence.
                 let half = |x: &[f64], n: usize| -> Vec<f64> {
                     x[2 * 500 * 64..].chunks(500 * 64).flat_map(|h| h[..n * 64].to_vec()).collect()
                 };
@@ -630,13 +704,86 @@ fn linear(g: &Gpu) {
     }
 }
 
+/// Feature maps in half precision and in single precision against double precision, on the same inputs.
+fn features(g: &Gpu, id: &str, text: &str) {
+    for (n_q, n_k) in [(1, 1), (129, 129), (1025, 1025), (300, 900), (200, 90)] {
+        for mask in masks() {
+            for (heads, kv, d) in [(2, 2, 64), (4, 1, 40)] {
+                let p = Problem { mask, ..Problem::new(heads, 1, d).with_kv_heads(kv).with_lens(n_q, n_k) };
+                let case = rounded(p, Element::Bf16, 16, 1.0);
+                let want = run_method(&g.device, id, &options(text), Element::F64, &case);
+                for (element, allowed) in [(Element::Bf16, 4e-3), (Element::F32, 2e-5)] {
+                    let got = run_method(&g.device, id, &options(text), element, &case);
+                    let what = format!("{element:?} {heads}/{kv} heads {n_q}×{n_k} mask {mask}");
+                    // Causal exponential features by tensor cores: a weight of the row's own segment is a sum of positive
+                    // products whose two factors are rounded to bf16, each to within a factor of 1 + 2^-8. So sums of
+                    // weights are within (1 + 2^-8)^2 of the exact ones, and the log-sum-exp within 2 ln(1 + 2^-8) < 2^-7,
+                    // beside the error of single precision.
+                    let exponential = ["performer", "crt"].contains(&id) && !text.contains("relu");
+                    let own = exponential && mask == Mask::Causal && n_q == n_k && d == 64;
+                    let sums = if own && element == Element::Bf16 { 1.0 / 128.0 + 2e-5 } else { allowed };
+                    // A logarithm of size 100 has five digits behind the point in single precision.
+                    let rows = Ran { o: got.o, lse: want.lse.clone() };
+                    assert_close(&rows, &want, d, allowed, &what);
+                    for (a, b) in got.lse.iter().zip(&want.lse) {
+                        assert!(
+                            a == b || (a - b).abs() <= sums + 1e-5 * b.abs(),
+                            "{what}: log-sum-exp {a}, expected {b}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Half precision chooses the keys that single precision chooses: products of the same numbers, summed up in the same order.
+fn ranked(g: &Gpu) {
+    for (n_q, n_k, keys) in [(1, 5000, 700), (300, 300, 40), (130, 1000, 64), (400, 100, 30), (1, 40, 39)] {
+        for mask in masks() {
+            for (heads, kv, d) in [(1, 1, 64), (8, 2, 128), (4, 1, 40)] {
+                let p = Problem { mask, ..Problem::new(heads, 1, d).with_kv_heads(kv).with_lens(n_q, n_k) };
+                let case = rounded(p, Element::Bf16, 17, 2.0);
+                let options = options(&format!("keys={keys}"));
+                let got = run_method(&g.device, "top_k", &options, Element::Bf16, &case);
+                let want = run_method(&g.device, "top_k", &options, Element::F32, &case);
+                assert_close(&got, &want, d, 4e-3, &format!("{heads}/{kv} heads d{d} {n_q}×{n_k} {mask}"));
+            }
+        }
+    }
+}
+
+/// Plain forms in double precision give what the host gives.
+fn as_host(g: &Gpu, id: &str, text: &str) {
+    let (host, options) = (attlas::registry::method(id).unwrap(), options(text));
+    for (n_q, n_k) in [(300, 300), (70, 260), (260, 70), (1, 200)] {
+        for mask in masks() {
+            if mask == Mask::Causal && !host.claims.causal {
+                continue;
+            }
+            let shape = Problem::new(4, 1, 16).with_kv_heads(2).with_lens(n_q, n_k);
+            let p = Problem { mask, batch: 2, d_v: 24, ..shape };
+            let case = Case::gaussian(p, 18);
+            let learnt = (host.claims.needs == Needs::Calibration)
+                .then(|| learn(host, &options, &case).unwrap())
+                .flatten();
+            let plan = host.plan_with(&p, &options, learnt.as_ref()).unwrap();
+            let how = How { lse: host.claims.lse, ..How::default() };
+            let want = run_with(&*plan, &case, how).unwrap();
+            let got = run_method(&g.device, id, &options, Element::F64, &case);
+            let want = Ran { o: want.o, lse: want.lse };
+            assert_close(&got, &want, 24, 1e-10, &format!("{n_q}×{n_k} mask {mask}"));
+        }
+    }
+}
+
 /// A later token changed in any way leaves the bits of earlier rows; rows that see a NaN are not finite.
 fn later_tokens(device: &Device, id: &str, text: &str, d: usize) {
     for (n_q, n_k) in [(1500, 1500), (700, 1500)] {
         let p = Problem::new(2, 1, d).with_kv_heads(1).with_lens(n_q, n_k).causal();
-        let planned = plan(id, &p, &options(text), None, Element::Bf16, device).unwrap();
         let case = rounded(p, Element::Bf16, 12, 1.0);
-        let first = run(device, &*planned, &case);
+        let planned = planned(device, id, &options(text), Element::Bf16, &case);
+        let first = run(device, id, &*planned, &case);
         for t in [n_k - n_q + 1, 900, 1000, n_k - 1] {
             for change in [-3.0, 1e3, f64::NAN, f64::INFINITY] {
                 let mut changed = case.clone();
@@ -647,7 +794,7 @@ fn later_tokens(device: &Device, id: &str, text: &str, d: usize) {
                 for h in 0..2 {
                     changed.q[(h * n_q + row) * d..][..d].iter_mut().for_each(spoil);
                 }
-                let got = run(device, &*planned, &changed);
+                let got = run(device, id, &*planned, &changed);
                 for h in 0..2 {
                     let rows = h * n_q * d..(h * n_q + row) * d;
                     let same = got.o[rows.clone()]
@@ -672,11 +819,11 @@ fn later_tokens(device: &Device, id: &str, text: &str, d: usize) {
 /// The same bits again, from a graph, and for each head alone.
 fn same_bits(device: &Device, id: &str, text: &str, d: usize) {
     let p = Problem::new(4, 1500, d).with_kv_heads(2).causal();
-    let planned = plan(id, &p, &options(text), None, Element::Bf16, device).unwrap();
     let case = rounded(p, Element::Bf16, 13, 1.0);
-    let first = run(device, &*planned, &case);
+    let planned = planned(device, id, &options(text), Element::Bf16, &case);
+    let first = run(device, id, &*planned, &case);
     for _ in 0..3 {
-        assert!(run(device, &*planned, &case) == first, "{id}: bits differ from run to run");
+        assert!(run(device, id, &*planned, &case) == first, "{id}: bits differ from run to run");
     }
     // Captured into a graph and replayed.
     let load = |x: &[f64]| DeviceBuffer::from_host(device, Element::Bf16, x).unwrap();
@@ -704,8 +851,14 @@ fn exact_limits(g: &Gpu) {
                     let p = Problem { mask, ..Problem::new(4, 197, d).with_kv_heads(2) };
                     let case = rounded(p, element, 14, 1.0);
                     let options = Options::new().with(name, budget.value(&p));
+                    if !method.support(&p, &options).is_yes() {
+                        continue;
+                    }
                     let got = run_method(&g.device, method.id, &options, element, &case);
-                    let want = run_method(&g.device, "exact", &Options::new(), element, &case);
+                    let mut want = run_method(&g.device, "exact", &Options::new(), element, &case);
+                    if !method.claims.lse {
+                        want.lse.clear();
+                    }
                     assert!(got == want, "{} at {name} = {budget:?}, mask {mask}, {element:?}", method.id);
                 }
             }

@@ -11,6 +11,8 @@ use attlas::{Mask, Problem, RunInfo, Status, Support};
 /// The plain kernel.
 pub(crate) static NAIVE: Form = Form {
     method: &naive::METHOD,
+    draws: false,
+    decodes: true,
     supports: |_, _, _, _| Support::yes(),
     build: |r| Ok(Box::new(Exact::new(r, Status::Complete)?)),
 };
@@ -18,6 +20,8 @@ pub(crate) static NAIVE: Form = Form {
 /// The best kernel.
 pub(crate) static EXACT: Form = Form {
     method: &exact::METHOD,
+    draws: false,
+    decodes: true,
     supports: |_, options, element, _| {
         let asked = options.get("precision").is_some_and(|v| v.to_string() != "full");
         Support::unless(

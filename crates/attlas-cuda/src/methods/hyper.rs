@@ -22,6 +22,8 @@ use std::ops::Range;
 
 pub(crate) static FORM: Form = Form {
     method: &METHOD,
+    draws: true,
+    decodes: false,
     supports: |_, options, _, _| {
         let theory = Params::from_options(options).is_ok_and(|p| p.variant == Variant::Theory);
         Support::unless(
@@ -230,7 +232,7 @@ impl Hyper {
 }
 
 /// The groups of the problem, key heads of the first sequence first.
-fn groups(r: &Request<'_>) -> impl Iterator<Item = GroupIndex> {
+pub(crate) fn groups(r: &Request<'_>) -> impl Iterator<Item = GroupIndex> + use<> {
     let (first, kv) = (r.first_batch, r.problem.n_kv_heads);
     (0..r.problem.batch)
         .flat_map(move |b| (0..kv).map(move |kv_head| GroupIndex { batch: first + b, kv_head }))

@@ -9,6 +9,8 @@ use attlas::{Mask, Problem, RunInfo, Status, Support};
 
 pub(crate) static FORM: Form = Form {
     method: &METHOD,
+    draws: false,
+    decodes: true,
     supports: |_, options, element, _| {
         let asked = options.get("precision").is_some_and(|v| v.to_string() != "full");
         Support::unless(

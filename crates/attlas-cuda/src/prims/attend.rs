@@ -58,7 +58,27 @@ enum Fast {
 const MMA_ROWS: usize = 128;
 
 impl Attend {
+    /// By the plain kernel alone.
+    pub(crate) fn plain(device: &Device, problem: &Problem, element: Element, rule: Rule) -> Result<Self> {
+        Self::with_fast(device, problem, element, rule, false)
+    }
+
     pub(crate) fn new(device: &Device, problem: &Problem, element: Element, rule: Rule) -> Result<Self> {
+        Self::with_fast(device, problem, element, rule, true)
+    }
+
+    /// For another number of keys; forms without areas only.
+    pub(crate) fn set_keys(&mut self, n_k: usize) {
+        self.problem.n_k = n_k;
+    }
+
+    fn with_fast(
+        device: &Device,
+        problem: &Problem,
+        element: Element,
+        rule: Rule,
+        fast: bool,
+    ) -> Result<Self> {
         let name = match rule.write {
             Write::Direct => "any_attend",
             Write::Join => "any_attend_join",
@@ -72,7 +92,7 @@ impl Attend {
             table: rule.areas.is_some(),
             write: rule.write,
         };
-        let positive = problem.scale > 0.0;
+        let positive = fast && problem.scale > 0.0;
         let fast = match device.info().family_for(element, problem.d, problem.d_v) {
             KernelFamily::Wgmma if positive => {
                 let shape = Wgmma::new(problem.d, mode.masked(), problem.n_k);

@@ -2,10 +2,16 @@
 
 pub(crate) mod attend;
 pub(crate) mod decode;
+pub(crate) mod exponential;
+pub(crate) mod features;
 pub(crate) mod hash;
 pub(crate) mod linear;
 pub(crate) mod lists;
+pub(crate) mod pool;
+pub(crate) mod positive;
+pub(crate) mod ranked;
 pub(crate) mod rows;
+pub(crate) mod signed;
 pub(crate) mod sort;
 
 use crate::driver::{Arg, Sizes, View};

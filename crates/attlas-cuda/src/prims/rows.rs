@@ -113,6 +113,25 @@ impl Copy {
     }
 }
 
+/// Rows with the sign of every element changed.
+#[derive(Clone, Debug)]
+pub(crate) struct Negate {
+    kernel: Kernel,
+}
+
+impl Negate {
+    pub(crate) fn new(device: &Device, element: Element) -> Result<Self> {
+        Ok(Self { kernel: device.kernel(&programs::any(element), "negate_rows", 0)? })
+    }
+
+    pub(crate) fn run(&self, from: &DeviceRef<'_>, to: View, ws: &DeviceWorkspace) -> Result<()> {
+        let [batch, heads, rows, columns] = from.dims();
+        let int = |x: usize| Arg::Int(x as i32);
+        let args = [Arg::View(from.view()), Arg::View(to), int(rows), int(columns)];
+        self.kernel.launch(ws.stream(), [(rows * columns).div_ceil(256), heads, batch], 256, 0, &args)
+    }
+}
+
 /// Keys or values of a stream: `[batch, heads, capacity, columns]`, grown by doubling.
 #[derive(Debug)]
 pub(crate) struct GrowingRows {
@@ -139,6 +158,10 @@ impl GrowingRows {
 
     pub(crate) fn view(&self) -> View {
         contiguous(self.memory.address(), self.heads, self.capacity, self.columns)
+    }
+
+    pub(crate) fn columns(&self) -> usize {
+        self.columns
     }
 
     pub(crate) fn bytes(&self) -> usize {

@@ -486,6 +486,44 @@ impl<T: Real> ExpFeatures<T> {
     }
 }
 
+/// One side of exponential features as numbers: feature $l$ of $x$ has the logarithm
+/// $c_l + \langle \Omega_l, x \rangle - \frac12 \|N x\|^2$, that of $-\omega_l$ the other sign before the product.
+#[derive(Clone, Debug)]
+pub struct ExpParts {
+    /// $\Omega$, a direction a row.
+    pub directions: Mat<f64>,
+    /// $c$.
+    pub constants: Vec<f64>,
+    /// $N$; where there is none it is a multiple of the identity.
+    pub norm: Option<Mat<f64>>,
+    /// The square of that multiple.
+    pub norm_scale: f64,
+}
+
+impl ExpFeatures<f64> {
+    /// The numbers of one side, for maps that run elsewhere. Every constant is kept.
+    pub fn parts(&self, side: Side) -> ExpParts {
+        let map = match side {
+            Side::Query => &self.query,
+            Side::Key => self.key.as_ref().unwrap_or(&self.query),
+        };
+        let (d, root) = (map.omega.dim(), self.options.scale.sqrt());
+        let (norm, norm_scale) = match &map.l {
+            Linear::Scaled(c) => (None, c * c * self.options.scale),
+            Linear::Diagonal(c) => {
+                (Some(Mat::from_fn(d, d, |i, j| if i == j { root * c[i] } else { 0.0 })), 1.0)
+            }
+            Linear::Dense(m) => (Some(Mat::from_fn(m.rows(), d, |i, j| root * m[(i, j)])), 1.0),
+        };
+        ExpParts {
+            directions: map.omega.directions().clone(),
+            constants: self.offsets.iter().map(|o| self.log_constant + o).collect(),
+            norm,
+            norm_scale,
+        }
+    }
+}
+
 impl<T: Real> LogFeatures<T> for ExpFeatures<T> {
     fn input_dim(&self) -> usize {
         self.query.omega.dim()

@@ -15,7 +15,7 @@ mod pola;
 mod trig;
 
 pub use elementwise::{Elementwise, ElementwiseFeatures, Identity};
-pub use exponential::{ExpFeatures, Exponent, Moments, SideMoments, optimal_a};
+pub use exponential::{ExpFeatures, ExpParts, Exponent, Moments, SideMoments, optimal_a};
 pub use hybrid::{ClusterFeatures, HybridFeatures, HybridWeight};
 pub use pola::Pola;
 pub use trig::{RandomRelu, Trig};

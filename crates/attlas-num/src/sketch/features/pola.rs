@@ -43,6 +43,11 @@ impl Pola {
         Self::from_weights(alpha, &vec![0.0; d], &vec![0.0; d])
     }
 
+    /// Powers and logarithms of the divisors of the channels.
+    pub fn parts(&self) -> [&[f64]; 2] {
+        [&self.powers, &self.log_divisors]
+    }
+
     /// Turns query features of one stream into those of the other.
     pub fn swap_streams_in_place<T: Real>(&self, features: &mut [T]) {
         let d = self.powers.len();

@@ -164,7 +164,7 @@ pub struct Crt {
 
 impl Crt {
     /// Fits the exponents where they are not left to the data.
-    pub(crate) fn new(p: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
+    pub fn new(p: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
         if params.a.is_some() && params.variant != Variant::Oprf {
             return Err(Error::param("a", params.a.unwrap_or(0.0), "auto, except for variant = oprf"));
         }
@@ -199,7 +199,8 @@ impl Crt {
         if self.params.antithetic { features.div_ceil(2) } else { features }
     }
 
-    fn exponent<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Exponent> {
+    /// The exponent of one group; where it is fitted to the data of a run, an error without them.
+    pub fn exponent<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Exponent> {
         if let Some(frozen) = self.frozen.get(shape.index.kv_head) {
             return Ok(frozen.clone());
         }

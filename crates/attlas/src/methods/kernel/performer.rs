@@ -194,7 +194,7 @@ impl Spec for Params {
 }
 
 /// Constant that the reference implementation adds to ReLU features.
-const RELU_EPS: f64 = 1e-3;
+pub const RELU_EPS: f64 = 1e-3;
 
 /// The source of feature maps.
 #[derive(Clone, Debug)]
@@ -204,7 +204,7 @@ pub struct Performer {
 
 impl Performer {
     /// With these parameters.
-    pub(crate) fn new(params: Params) -> Self {
+    pub fn new(params: Params) -> Self {
         Self { params }
     }
 

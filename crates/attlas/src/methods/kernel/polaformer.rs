@@ -82,7 +82,7 @@ pub struct Polarity {
 
 impl Polarity {
     /// With trained powers and divisors where a calibration brings them.
-    pub(crate) fn new(p: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
+    pub fn new(p: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
         let maps = match calibration {
             None => vec![Pola::untrained(p.d, params.alpha)?],
             Some(c) => (0..p.n_kv_heads)
@@ -97,6 +97,13 @@ impl Polarity {
                 .collect::<Result<_>>()?,
         };
         Ok(Self { params, maps })
+    }
+}
+
+impl Polarity {
+    /// One map for each key head where trained, else one for all.
+    pub fn maps(&self) -> &[Pola] {
+        &self.maps
     }
 }
 

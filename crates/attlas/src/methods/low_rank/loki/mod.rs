@@ -174,7 +174,7 @@ const FINITE_PIECE: usize = 2048;
 
 impl Loki {
     /// A plan with the bases of `calibration`.
-    pub(crate) fn new(p: &Problem, params: Params, calibration: &Calibration) -> Result<Self> {
+    pub fn new(p: &Problem, params: Params, calibration: &Calibration) -> Result<Self> {
         params.validate()?;
         if let (Some(rank), Some(_)) = (params.rank, params.variance) {
             return Err(Error::param("rank", rank, "auto where variance is set"));
@@ -209,6 +209,17 @@ impl Loki {
             })
             .collect::<Result<_>>()?;
         Ok(Self { params, rank, bases })
+    }
+
+    /// Coordinates that rank keys.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The maps of queries and of keys to the ranking coordinates of one key head, `d × rank`.
+    pub fn maps(&self, kv_head: usize) -> [&Mat<f64>; 2] {
+        let basis = &self.bases[kv_head];
+        [&basis.a_q, &basis.a_k]
     }
 
     /// Keys that a row with `n` visible ones keeps by rank.
