@@ -2,7 +2,7 @@
 //!
 //! The names and the splitting are rayon's, and the threads are those of its current pool. rayon compiles its splitting
 //! again for every body and every type of item, some 3,000 lines of LLVM code a loop; here a loop is one closure over
-//! ranges of numbers, which [`split`] calls through a pointer. Items come in order: a collected list and a reduction
+//! ranges of numbers, which `split` calls through a pointer. Items come in order: a collected list and a reduction
 //! are the same with any number of threads.
 //!
 //! ```
