@@ -96,7 +96,7 @@ fn show(common: &Common, heading: &[String], tables: &[(String, Table)]) {
 
 fn ending(interrupted: bool) -> ExitCode {
     if interrupted {
-        eprintln!("interrupted: what was finished is printed");
+        tell!("interrupted: what was finished is printed");
         return ExitCode::from(130);
     }
     ExitCode::SUCCESS

@@ -114,7 +114,7 @@ fn run_on(crew: &dyn Crew, args: &CompareArgs, common: &Common) -> Outcome {
         note(common, &format!("wrote {}", path.display()));
     }
     if result.interrupted {
-        eprintln!("interrupted: what was finished is printed");
+        tell!("interrupted: what was finished is printed");
         return Ok(ExitCode::from(130));
     }
     let named: Vec<&str> = selection.iter().filter(|c| c.named).map(|c| c.method.id).collect();

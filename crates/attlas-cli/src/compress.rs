@@ -21,7 +21,7 @@ pub(crate) fn run(args: &CompressArgs, common: &Common) -> Outcome {
     let record = measure(&settings, &|what, done, all| progress.at(done, all, what), &STOP);
     progress.end();
     if matches!(record, Err(Error::Model(attlas_model::Error::Interrupted))) && args.out.path.exists() {
-        eprintln!("interrupted: {} is written and whole, but was not measured", args.out.path.display());
+        tell!("interrupted: {} is written and whole, but was not measured", args.out.path.display());
         return Ok(ExitCode::from(130));
     }
     let record = record?;

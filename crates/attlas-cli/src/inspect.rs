@@ -49,10 +49,10 @@ fn run_on(crew: &dyn Crew, args: &InspectArgs, common: &Common) -> Outcome {
         note(common, &format!("wrote {}", path.display()));
     }
     for head in &result.skipped {
-        eprintln!("{}", head.line());
+        tell!("{}", head.line());
     }
     if result.interrupted {
-        eprintln!("interrupted: what was finished is printed");
+        tell!("interrupted: what was finished is printed");
         return Ok(ExitCode::from(130));
     }
     Ok(ExitCode::SUCCESS)

@@ -19,7 +19,7 @@ fn interrupted() {
         std::process::exit(130);
     }
     if !follows() {
-        eprintln!("\nstopping after the current run; press Ctrl-C again to stop at once");
+        tell!("\nstopping after the current run; press Ctrl-C again to stop at once");
     }
 }
 

@@ -111,7 +111,7 @@ fn perplexity_on(crew: &dyn Crew, args: &PerplexityArgs, common: &Common) -> Out
     let window = args.context.unwrap_or_else(|| trained.min(CONTEXT));
     note_past(common, window, trained);
     if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, window)).filter(|_| crew.leads()) {
-        eprintln!("warning: {warning}");
+        tell!("warning: {warning}");
     }
     let protocol = match args.protocol {
         ProtocolName::Strided => Protocol::Strided { window, stride: args.stride.unwrap_or(window) },
@@ -163,7 +163,7 @@ fn perplexity_on(crew: &dyn Crew, args: &PerplexityArgs, common: &Common) -> Out
         print_pairs(&rows(&record), common);
     }
     if record.interrupted {
-        eprintln!("interrupted: the figures are those of the finished windows");
+        tell!("interrupted: the figures are those of the finished windows");
         return Ok(ExitCode::from(130));
     }
     Ok(ExitCode::SUCCESS)
@@ -312,7 +312,7 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
         model.tokenizer.encode(&prompt, true)?
     };
     if let Some(warning) = recipe.as_ref().and_then(|r| past_recipe(r, ids.len() + args.max_tokens)) {
-        eprintln!("warning: {warning}");
+        tell!("warning: {warning}");
     }
     note_past(common, (ids.len() + args.max_tokens).min(model.config.longest_context()), trained);
     let settings = generate::Settings {

@@ -5,6 +5,14 @@
 
 #![forbid(unsafe_code)]
 
+/// A line on standard error. `eprintln!` panics where it cannot be written, and the result would be lost with it.
+macro_rules! tell {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stderr(), $($text)*);
+    }};
+}
+
 mod args;
 mod bench;
 mod calibrate;
@@ -62,8 +70,11 @@ fn command(arguments: &[OsString]) -> ExitCode {
     let mut cli = match Cli::try_parse_from(std::iter::once(&program).chain(arguments)) {
         Ok(cli) => cli,
         Err(e) => {
-            let _ = e.print();
-            return u8::try_from(e.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from);
+            // Help and the version are results, and go to standard output.
+            if let Err(lost) = e.print().and_then(|()| std::io::stdout().flush()) {
+                lose(lost);
+            }
+            return ending(u8::try_from(e.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from));
         }
     };
     let joined = team::join(cli.command.as_ref());
@@ -73,12 +84,12 @@ fn command(arguments: &[OsString]) -> ExitCode {
     let status = outcome.unwrap_or_else(|error| {
         team::before_error();
         if matches!(error, attlas_lab::Error::Model(attlas_model::Error::Interrupted)) {
-            eprintln!("interrupted: nothing was finished");
+            tell!("interrupted: nothing was finished");
             team::after_error(130);
             return ExitCode::from(130);
         }
-        eprintln!("error: {}", printable(&described(&error)));
-        eprintln!("{}", next_step(&error, cli.command.as_ref()));
+        tell!("error: {}", printable(&described(&error)));
+        tell!("{}", next_step(&error, cli.command.as_ref()));
         team::after_error(2);
         ExitCode::from(2)
     });
@@ -135,8 +146,8 @@ fn ending(status: ExitCode) -> ExitCode {
     match &*LOST.lock().unwrap_or_else(PoisonError::into_inner) {
         None => status,
         Some(e) => {
-            eprintln!("error: standard output: writing failed: {e}");
-            eprintln!("make room, or send the result to another place; what was printed is not complete");
+            tell!("error: standard output: writing failed: {e}");
+            tell!("make room, or send the result to another place; what was printed is not complete");
             ExitCode::from(2)
         }
     }
@@ -153,7 +164,7 @@ fn print_json(record: &impl serde::Serialize) {
 /// A note for people on standard error.
 fn note(common: &args::Common, text: &str) {
     if !common.quiet {
-        eprintln!("{}", printable(text));
+        tell!("{}", printable(text));
     }
 }
 

@@ -35,7 +35,7 @@ impl Progress {
                 bar.set_position(done as u64);
                 bar.set_message(what.to_string());
             }
-            Self::Lines => eprintln!("{}/{total} {what}", done + 1),
+            Self::Lines => tell!("{}/{total} {what}", done + 1),
             Self::Off => {}
         }
     }

@@ -28,7 +28,7 @@ pub(crate) fn run(args: &ReportArgs, common: &Common) -> Outcome {
     };
     let comparison = measured(common, "", |run| compare(&workload, &selection, &measuring, run))?;
     if inspection.interrupted || comparison.interrupted {
-        eprintln!("interrupted: no report was written");
+        tell!("interrupted: no report was written");
         return Ok(ExitCode::from(130));
     }
     let name = args.recipe.as_ref().map(|p| p.display().to_string()).unwrap_or_default();

@@ -126,7 +126,8 @@ pub(crate) fn before_error() {
     if follows() {
         let joined = with(|t| {
             std::thread::sleep(std::time::Duration::from_secs(2));
-            eprint!("process {} on {}: ", t.rank(), t.node());
+            use std::io::Write as _;
+            let _ = write!(std::io::stderr(), "process {} on {}: ", t.rank(), t.node());
         });
         if joined.is_none() {
             // All processes were refused alike, and the first one says so.

@@ -91,7 +91,7 @@ fn run_on(crew: &dyn Crew, args: &TuneArgs, common: &Common) -> Outcome {
         Ended::Done(tuned) => tuned,
         Ended::Interrupted(kept) => {
             let name = path.display();
-            eprintln!("interrupted: {kept} measurements are kept in {name}; run the same command to go on");
+            tell!("interrupted: {kept} measurements are kept in {name}; run the same command to go on");
             return Ok(ExitCode::from(130));
         }
     };

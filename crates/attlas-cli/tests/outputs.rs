@@ -17,8 +17,8 @@ fn command(args: &[&str]) -> Command {
 #[test]
 #[cfg(target_os = "linux")]
 fn a_result_that_cannot_be_printed_is_an_error_and_a_closed_pipe_is_none() {
-    for args in [&["methods", "--json"][..], &["methods"], &["compare", SMALL, "--methods", "top_k", "--csv"]]
-    {
+    let small = &["compare", SMALL, "--methods", "top_k", "--csv"][..];
+    for args in [&["methods", "--json"][..], &["methods"], small, &["--version"], &["compare", "--help"]] {
         let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
         let output = command(args).stdout(full).stderr(Stdio::piped()).output().unwrap();
         let err = String::from_utf8(output.stderr).unwrap();
@@ -29,6 +29,17 @@ fn a_result_that_cannot_be_printed_is_an_error_and_a_closed_pipe_is_none() {
         command(&["methods", "--json"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     drop(child.stdout.take());
     assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn notes_that_cannot_be_printed_lose_no_result() {
+    let folder = Folder::new("unheard");
+    let page = folder.file("page.html");
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let args = ["compare", SMALL, "--methods", "top_k", "--progress", "--html", &page];
+    let output = command(&args).stdout(Stdio::piped()).stderr(full).output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    assert!(!output.stdout.is_empty() && std::fs::metadata(&page).is_ok_and(|m| m.len() > 0));
 }
 
 #[test]
