@@ -316,13 +316,14 @@ fn corrupted_tokeniser_files_are_read_or_refused_without_panic() {
 
 #[test]
 fn tokenisers_that_multiply_texts_are_refused() {
-    let open = |normalizer: String| {
+    let read = |normalizer: String, after: String| {
         let json = format!(
             r#"{{"version": "1.0", "added_tokens": [], "normalizer": {normalizer}, "pre_tokenizer": null,
-            "post_processor": null, "decoder": null, "model": {{"type": "WordLevel", "vocab": {{"a": 0}}, "unk_token": "a"}}}}"#
+            "post_processor": {after}, "decoder": null, "model": {{"type": "WordLevel", "vocab": {{"a": 0}}, "unk_token": "a"}}}}"#
         );
         Tokenizer::from_json(json.as_bytes()).map(|t| t.encode("aaaa", false))
     };
+    let open = |normalizer: String| read(normalizer, "null".to_owned());
     let replace = |pattern: &str, content: &str| {
         format!(r#"{{"type": "Replace", "pattern": {pattern}, "content": "{content}"}}"#)
     };
@@ -333,12 +334,21 @@ fn tokenisers_that_multiply_texts_are_refused() {
         sequence(&vec![replace(letter, &long); 4]),
         sequence(&vec![replace(letter, "aa"); 40]),
         sequence(&[sequence(&vec![replace(r#"{"Regex": ""}"#, "aaa"); 8])]),
+        // Before every piece between two added tokens.
+        format!(r#"{{"type": "Prepend", "prepend": "{long}"}}"#),
         // A table of 4 GiB behind four bytes.
         r#"{"type": "Precompiled", "precompiled_charsmap": "/////w=="}"#.to_owned(),
     ] {
         let error = open(bomb).unwrap_err().to_string();
         assert!(error.contains("at most"), "{error}");
     }
+    // The text itself, again and again.
+    let text = vec![r#"{"Sequence": {"id": "A", "type_id": 0}}"#; 100].join(",");
+    let template = format!(
+        r#"{{"type": "TemplateProcessing", "single": [{text}], "pair": [{text}], "special_tokens": {{}}}}"#
+    );
+    let error = read("null".to_owned(), template).unwrap_err().to_string();
+    assert!(error.contains("at most"), "{error}");
     let spaces = [replace(r#"{"String": " "}"#, "\u{2581}"), replace(r#"{"Regex": " {2,}"}"#, "\u{2581}")];
     assert!(open(sequence(&spaces)).is_ok());
 }

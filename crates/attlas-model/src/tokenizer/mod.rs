@@ -64,7 +64,20 @@ fn check_growth(json: &serde_json::Value) -> Result<()> {
             return Err(Error::invalid(part, found, format!("at most {GROWTH}")));
         }
     }
+    // Every text gets the pieces of a template, which may name the text itself any number of times.
+    let pieces = pieces(&json["post_processor"]);
+    if pieces > GROWTH {
+        let found = format!("a template of {pieces} pieces");
+        return Err(Error::invalid("post_processor", found, format!("at most {GROWTH}")));
+    }
     Ok(())
+}
+
+/// Pieces of the longest template among the steps.
+fn pieces(step: &serde_json::Value) -> usize {
+    let of = |name: &str| step[name].as_array().map_or(0, Vec::len);
+    let inner = step["processors"].as_array().into_iter().flatten().map(pieces).max();
+    of("single").max(of("pair")).max(inner.unwrap_or(0))
 }
 
 /// How many bytes the step, or the steps one after another, may make of one.
@@ -82,6 +95,8 @@ fn growth(step: &serde_json::Value) -> Result<usize> {
                 _ => content.saturating_add(1),
             })
         }
+        // A text may be cut at every added token, and each piece gets the prefix.
+        Some("Prepend") => Ok(1 + step["prepend"].as_str().unwrap_or_default().len()),
         Some("Precompiled") => {
             let map = step["precompiled_charsmap"].as_str().unwrap_or_default();
             // The first four bytes are the length of the table behind them.
