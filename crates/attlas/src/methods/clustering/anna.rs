@@ -114,6 +114,11 @@ impl Spec for Params {
             "weights = uniform counts collisions, which have no normaliser in common with the exact near keys; set \
              weights = softmax",
         )
+        .and_unless(
+            p.scale < 0.0 && self.weights == Weights::Softmax,
+            "tables hold the keys nearest to a query, and a negative scale weighs the farthest: negate the queries and the \
+             scale",
+        )
     }
 
     fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
@@ -547,6 +552,15 @@ mod tests {
     #[test]
     fn honours_the_contract() {
         check_method(&METHOD);
+    }
+
+    #[test]
+    fn a_negative_scale_is_refused_where_it_would_weigh_the_farthest_keys() {
+        let p = Problem { scale: -0.5, ..Problem::new(1, 80, 5) };
+        let options = Options::new().with("weights", "softmax");
+        assert!(!METHOD.support(&p, &options).is_yes() && METHOD.plan(&p, &options).is_err());
+        // Counts of collisions do not use the scale.
+        assert!(METHOD.support(&p, &Options::new()).is_yes());
     }
 
     /// Tables in which each pair meets, and its distance.
