@@ -5,6 +5,7 @@
 use crate::config::Activation;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
+use attlas_num::kernels::vectorised;
 
 /// $e^x$ to within two units in the last place, without branches, so that loops over it vectorise.
 ///
@@ -26,9 +27,9 @@ pub(crate) fn exp(x: f32) -> f32 {
     let p = p * r + 1.0 / 6.0;
     let p = p * r + 0.5;
     let p = p * r * r + r + 1.0;
-    // Two factors, because 2ⁿ itself may be subnormal or infinite.
+    // Two factors, because 2ⁿ itself may be subnormal or infinite. Checked differences would keep loops from vectorising.
     let n = (shifted.to_bits() as i32).wrapping_sub(0x4b40_0000);
-    let (half, rest) = (n >> 1, n - (n >> 1));
+    let (half, rest) = (n >> 1, n.wrapping_sub(n >> 1));
     let power = |e: i32| f32::from_bits((e.wrapping_add(127) as u32) << 23);
     p * power(half) * power(rest)
 }
@@ -36,8 +37,10 @@ pub(crate) fn exp(x: f32) -> f32 {
 /// Replaces each row of `x`, as long as `weight`, by $w \odot x / \sqrt{\operatorname{mean}(x^2) + \epsilon}$.
 pub fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f64) {
     for row in x.chunks_exact_mut(weight.len().max(1)) {
-        let scale = rms_scale(row, eps);
-        row.iter_mut().zip(weight).for_each(|(x, w)| *x = *x * scale * w);
+        vectorised(|| {
+            let scale = rms_scale(row, eps);
+            row.iter_mut().zip(weight).for_each(|(x, w)| *x = *x * scale * w);
+        });
     }
 }
 
@@ -46,8 +49,10 @@ pub fn rms_norm_into(x: &[f32], weight: &[f32], eps: f64, out: &mut [f32]) {
     assert_eq!(x.len(), out.len());
     let d = weight.len().max(1);
     for (row, out) in x.chunks_exact(d).zip(out.chunks_exact_mut(d)) {
-        let scale = rms_scale(row, eps);
-        out.iter_mut().zip(row).zip(weight).for_each(|((y, x), w)| *y = *x * scale * w);
+        vectorised(|| {
+            let scale = rms_scale(row, eps);
+            out.iter_mut().zip(row).zip(weight).for_each(|((y, x), w)| *y = *x * scale * w);
+        });
     }
 }
 
@@ -66,11 +71,13 @@ pub fn scale_in_place(x: &mut [f32], factor: f32) {
     }
 }
 
+#[inline(always)]
 fn rms_scale(row: &[f32], eps: f64) -> f32 {
     (1.0 / (sum_by(row, |x| x * x) / row.len() as f64 + eps).sqrt()) as f32
 }
 
 /// $\sum f(x_i)$ in double precision, in four partial sums so that the loop vectorises.
+#[inline(always)]
 fn sum_by(row: &[f32], f: impl Fn(f64) -> f64) -> f64 {
     let mut sums = [0.0f64; 4];
     let (fours, rest) = row.as_chunks::<4>();
@@ -100,7 +107,7 @@ pub fn layer_norm_in_place(x: &mut [f32], weight: &[f32], bias: &[f32], eps: f64
 /// `gate ← silu(gate) ⊙ up` with $\operatorname{silu}(z) = z / (1 + e^{-z})$.
 pub fn swiglu_in_place(gate: &mut [f32], up: &[f32]) {
     assert_eq!(gate.len(), up.len());
-    gate.iter_mut().zip(up).for_each(|(g, u)| *g = *g / (1.0 + exp(-*g)) * u);
+    vectorised(|| gate.iter_mut().zip(up).for_each(|(g, u)| *g = *g / (1.0 + exp(-*g)) * u));
 }
 
 /// `gate ← f(gate) ⊙ up` with the activation of a family.
@@ -109,19 +116,22 @@ pub fn gate_in_place(activation: Activation, gate: &mut [f32], up: &[f32]) {
         Activation::Silu => swiglu_in_place(gate, up),
         Activation::Gelu => {
             assert_eq!(gate.len(), up.len());
-            gate.iter_mut().zip(up).for_each(|(g, u)| *g = tanh_gelu(*g) * u);
+            vectorised(|| gate.iter_mut().zip(up).for_each(|(g, u)| *g = tanh_gelu(*g) * u));
         }
         Activation::Clamped { alpha, limit } => {
             assert_eq!(gate.len(), up.len());
-            for (g, u) in gate.iter_mut().zip(up) {
-                let z = if *g > limit { limit } else { *g };
-                *g = z / (1.0 + exp(-alpha * z)) * (u.clamp(-limit, limit) + 1.0);
-            }
+            vectorised(|| {
+                for (g, u) in gate.iter_mut().zip(up) {
+                    let z = if *g > limit { limit } else { *g };
+                    *g = z / (1.0 + exp(-alpha * z)) * (u.clamp(-limit, limit) + 1.0);
+                }
+            });
         }
     }
 }
 
 /// $\frac z2 (1 + \tanh(\sqrt{2/\pi}(z + 0.044715 z^3))) = z / (1 + e^{-2y})$ with $y$ the argument of the tangent.
+#[inline(always)]
 fn tanh_gelu(z: f32) -> f32 {
     const SLOPE: f32 = 0.797_884_6;
     z / (1.0 + exp(-2.0 * SLOPE * (z + 0.044_715 * z * z * z)))

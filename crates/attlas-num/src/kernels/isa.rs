@@ -73,6 +73,38 @@ impl fmt::Display for Isa {
     }
 }
 
+/// Runs plain loops compiled for the widest registers of this machine, which a build for all of them leaves narrow. Results
+/// are the same bits: no additions are reordered and none is fused with a multiplication. `work` should be short, or only
+/// call what is inlined.
+///
+/// ```
+/// let mut x = [1.0f32, 4.0, 9.0];
+/// attlas_num::kernels::vectorised(|| x.iter_mut().for_each(|x| *x = x.sqrt()));
+/// assert_eq!(x, [1.0, 2.0, 3.0]);
+/// ```
+#[inline]
+pub fn vectorised<R>(work: impl FnOnce() -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    {
+        #[target_feature(enable = "avx2,fma")]
+        fn on_avx2<R>(work: impl FnOnce() -> R) -> R {
+            work()
+        }
+        #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")]
+        fn on_avx512<R>(work: impl FnOnce() -> R) -> R {
+            work()
+        }
+        match Isa::best() {
+            // SAFETY: the machine has the features.
+            Isa::Avx512 => return unsafe { on_avx512(work) },
+            // SAFETY: as above.
+            Isa::Avx2 => return unsafe { on_avx2(work) },
+            _ => {}
+        }
+    }
+    work()
+}
+
 /// The name is none of `scalar`, `avx2`, `avx512`, `neon`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown instruction set `{0}`; expected scalar, avx2, avx512 or neon")]

@@ -58,7 +58,7 @@ mod x86_avx512;
 
 pub use attend::{Attend, AttendChosen, Band, merge_lse};
 pub use backward::AttendBackward;
-pub use isa::{Isa, UnknownIsa};
+pub use isa::{Isa, UnknownIsa, vectorised};
 
 use crate::mat::{MatRef, Real};
 use crate::scratch::Scratch;
