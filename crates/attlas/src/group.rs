@@ -16,7 +16,6 @@ use attlas_num::kernels::Band;
 use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
 use attlas_num::{DType, MatRef, Real};
-use rayon::iter::{IndexedParallelIterator, ParallelIterator};
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -752,13 +751,21 @@ fn run_groups<T: Real>(
                     Ok(all.merge(one(g, &mut [], &mut lse[g * rows..][..rows])?))
                 });
             }
-            // Nothing is listed, as `par` would: a token of a model is one such pass for every layer.
-            rayon::slice::ParallelSliceMut::par_chunks_mut(o, rows * p.d_v)
-                .zip(rayon::slice::ParallelSliceMut::par_chunks_mut(lse, rows))
-                .enumerate()
-                .with_max_len(1)
-                .map(|(g, (out, lse))| one(g, out, lse))
-                .try_reduce(RunInfo::default, |a, b| Ok(a.merge(b)))
+            // Merged in any order, which makes no difference, and not listed: a token of a model is one such pass for every
+            // layer. Of several errors the first group's stands.
+            let all = Mutex::new((RunInfo::default(), None::<(usize, Error)>));
+            let groups = o.par_chunks_mut(rows * p.d_v).zip(lse.par_chunks_mut(rows)).enumerate();
+            groups.with_max_len(1).for_each(|(g, (out, lse))| {
+                let result = one(g, out, lse);
+                let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+                match result {
+                    Ok(info) => all.0 = std::mem::take(&mut all.0).merge(info),
+                    Err(e) if all.1.as_ref().is_none_or(|(first, _)| g < *first) => all.1 = Some((g, e)),
+                    Err(_) => {}
+                }
+            });
+            let (info, error) = all.into_inner().unwrap_or_else(PoisonError::into_inner);
+            error.map_or(Ok(info), |(_, e)| Err(e))
         })
     })
 }

@@ -4,7 +4,6 @@ use crate::{Error, Result};
 use attlas_num::Scratch;
 use attlas_num::kernels::Isa;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Settings that change speed and must not move results past rounding.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -82,67 +81,10 @@ impl Workspace {
         attlas_num::par::install(&self.pool, || work(self.context()))
     }
 
-    /// The same, and threads without work stay awake until `work` ends. To wake a thread takes longer than many of the
-    /// hundreds of small products of a single token; longer work had better let its threads sleep.
+    /// The same, and threads without work stay awake until `work` ends ([`attlas_num::par::awake`]). To wake a thread takes
+    /// longer than many of the hundreds of small products of a single token; longer work had better let its threads sleep.
     pub fn install_awake<R: Send>(&self, work: impl FnOnce(Context<'_>) -> R + Send) -> R {
-        let watch = Watch { others: self.schedule.threads - 1, ..Watch::default() };
-        self.install(|cx| watch.over(watch.others, || work(cx)))
-    }
-}
-
-/// Threads that look for work of their pool until a piece of work has ended.
-#[derive(Debug, Default)]
-struct Watch {
-    others: usize,
-    awake: AtomicUsize,
-    ended: AtomicBool,
-}
-
-impl Watch {
-    /// Runs `work` while `others` threads are awake.
-    fn over<R: Send>(&self, others: usize, work: impl FnOnce() -> R + Send) -> R {
-        if others == 0 {
-            let _end = SetOnDrop(&self.ended);
-            return work();
-        }
-        let own = rayon::current_thread_index();
-        // The thread that works may come by the watch while it waits for others.
-        let keep = || (rayon::current_thread_index() != own).then(|| self.keep());
-        // Joined and not spawned: that allocates nothing.
-        rayon::join(|| self.over(others - 1, work), keep).0
-    }
-
-    /// Takes part in whatever the pool has to do.
-    fn keep(&self) {
-        /// Idle rounds, some microseconds, after which a thread lets other programs run.
-        const PATIENCE: u32 = 1 << 10;
-        let awake = self.awake.fetch_add(1, Ordering::Relaxed) + 1;
-        let mut idle = 0;
-        while !self.ended.load(Ordering::Acquire) {
-            // A thread that took all watches at once would let the others sleep.
-            if idle < PATIENCE && awake < self.others && self.awake.load(Ordering::Relaxed) < self.others {
-                idle += 1;
-                std::hint::spin_loop();
-                continue;
-            }
-            match rayon::yield_now() {
-                Some(rayon::Yield::Executed) => idle = 0,
-                _ if idle < PATIENCE => {
-                    idle += 1;
-                    std::hint::spin_loop();
-                }
-                _ => std::thread::yield_now(),
-            }
-        }
-    }
-}
-
-/// Sets a flag when it goes out of scope, also by a panic.
-struct SetOnDrop<'a>(&'a AtomicBool);
-
-impl Drop for SetOnDrop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Release);
+        self.install(|cx| attlas_num::par::awake(self.schedule.threads, || work(cx)))
     }
 }
 

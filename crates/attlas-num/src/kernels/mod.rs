@@ -49,6 +49,7 @@ mod product;
 pub mod quant;
 mod scalar;
 mod simd;
+mod team;
 mod tiled;
 mod vector;
 #[cfg(target_arch = "x86_64")]

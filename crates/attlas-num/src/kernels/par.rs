@@ -15,6 +15,9 @@
 //! assert_eq!(squares, [0, 1, 4, 9]);
 //! ```
 
+pub use super::team::awake;
+
+use super::team;
 use std::iter::Sum;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
@@ -157,9 +160,9 @@ impl<S: Source> Par<S> {
 
 /// Calls `body` with ranges that together are `0..n`, each number once, on the threads of the current pool. Halves
 /// are split as rayon splits an indexed loop: into as many parts as there are threads, more where a part was stolen,
-/// none longer than `max` (but for rounding) and none shorter than `min`.
+/// none longer than `max` (but for rounding) and none shorter than `min`. Within [`awake`], a counter hands ranges out.
 fn split(n: usize, min: usize, max: usize, body: &(dyn Fn(Range<usize>) + Sync)) {
-    if n > 0 {
+    if n > 0 && !team::lead(n, min, max, body) {
         let splits = rayon::current_num_threads().max(n / max.max(1));
         halve(0..n, splits, false, min.max(1), body);
     }

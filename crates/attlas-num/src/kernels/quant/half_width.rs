@@ -6,7 +6,7 @@
 //! additions alone.
 
 use super::{FUSED_ROWS, Isa, Job, MatRef, Scratch, Targets};
-use rayon::prelude::*;
+use crate::par::*;
 
 /// The nearest number of eight significant bits, ties to even.
 #[inline(always)]

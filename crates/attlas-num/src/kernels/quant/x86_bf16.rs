@@ -3,9 +3,9 @@
 use super::narrow::x86_rows;
 use super::x86_avx512::{BF16, F16, F32, Q4_0, Q4_1, Q8_0, Unit, Whole, tail_mask};
 use super::{DEPTH, FEW_ROWS, FUSED_ROWS, Format, Target, Targets, dequantise_into, half_width, scalar};
+use crate::par::*;
 use crate::scratch::Buf;
 use crate::{MatRef, Scratch};
-use rayon::prelude::*;
 use std::arch::x86_64::*;
 
 /// Columns of an output tile: two registers.

@@ -1,0 +1,261 @@
+//! Threads that stay awake through many short loops.
+//!
+//! rayon hands parts of a loop over through queues and lets threads without work sleep: some microseconds a loop, as many
+//! as a loop of a single token of a small model takes. Within [`awake`], the loops that the calling thread begins are announced
+//! in one place that the other threads watch, and their ranges handed out by one counter. Loops inside such a loop go
+//! through rayon, and threads that find no announcement look for its work, too.
+
+use std::any::Any;
+use std::cell::{Cell, UnsafeCell};
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// What a loop does with a range of its numbers.
+type Body<'a> = &'a (dyn Fn(Range<usize>) + Sync);
+
+thread_local! {
+    /// The team that this thread announces its loops to; none while it runs one.
+    static LED: Cell<Option<&'static Team>> = const { Cell::new(None) };
+}
+
+/// Idle rounds, some microseconds, after which a thread lets other programs run.
+const PATIENCE: u32 = 1 << 10;
+/// Idle rounds between two looks for work of rayon, each of which takes longer than a round.
+const ROUNDS: u32 = 8;
+
+/// Runs `work` on the current thread of a pool while `threads - 1` others of the pool wait for its loops.
+pub fn awake<R: Send>(threads: usize, work: impl FnOnce() -> R + Send) -> R {
+    let team = Team { others: threads.saturating_sub(1), ..Team::default() };
+    team.over(team.others, || {
+        let _end = SetOnDrop(&team.ended);
+        // SAFETY: `Then` takes the reference back before the team goes, also if `work` panics.
+        let led = unsafe { std::mem::transmute::<&Team, &'static Team>(&team) };
+        let _then = Then(LED.replace(Some(led)));
+        work()
+    })
+}
+
+/// Runs a loop over `0..n` with the team that this thread leads, in ranges of at least `min` and, but for that, at most
+/// `max` numbers. False, and nothing is done, if it leads none.
+pub(super) fn lead(n: usize, min: usize, max: usize, body: Body<'_>) -> bool {
+    let Some(team) = LED.take() else { return false };
+    let _then = Then(Some(team));
+    let step = (n / (4 * (team.others + 1))).clamp(1, max.max(1)).max(min);
+    if n <= step || team.others == 0 {
+        body(0..n)
+    } else {
+        team.run(n, step, body)
+    }
+    true
+}
+
+/// Threads that watch for loops, and the loop that is announced.
+#[derive(Default)]
+struct Team {
+    others: usize,
+    awake: AtomicUsize,
+    ended: AtomicBool,
+    announced: UnsafeCell<Option<Loop>>,
+    /// Numbers of the announced loop; 0 while there is none, or nobody may begin with it any more.
+    numbers: AtomicUsize,
+    /// The first number that nobody has taken.
+    next: AtomicUsize,
+    /// Threads that may read `announced`.
+    inside: AtomicUsize,
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+// SAFETY: `announced` is written by the leading thread alone, while `numbers` is 0 and nobody is `inside`; others read it
+// only after they counted themselves `inside` and then saw that `numbers` is not 0. These are sequentially consistent, so
+// one of both sides sees the other.
+unsafe impl Sync for Team {}
+
+struct Loop {
+    body: Body<'static>,
+    step: usize,
+}
+
+impl Team {
+    /// Runs `work` while `others` threads are awake.
+    fn over<R: Send>(&self, others: usize, work: impl FnOnce() -> R + Send) -> R {
+        if others == 0 {
+            return work();
+        }
+        let own = rayon::current_thread_index();
+        // The thread that works may come by a watch while it waits for others.
+        let watch = || (rayon::current_thread_index() != own).then(|| self.watch());
+        // Joined and not spawned: that allocates nothing.
+        rayon::join(|| self.over(others - 1, work), watch).0
+    }
+
+    /// Takes part in loops, and in whatever else the pool has to do.
+    fn watch(&self) {
+        let awake = self.awake.fetch_add(1, Ordering::Relaxed) + 1;
+        let mut idle = Idle(0);
+        while !self.ended.load(Ordering::Acquire) {
+            // A thread that took all watches at once would let the others sleep.
+            let must_wait = awake < self.others && self.awake.load(Ordering::Relaxed) < self.others;
+            if self.take_part() || idle.0.is_multiple_of(ROUNDS) && !must_wait && found_work() {
+                idle = Idle(0);
+            } else {
+                idle.round();
+            }
+        }
+    }
+
+    /// Runs ranges of the announced loop, if there is one with ranges left.
+    fn take_part(&self) -> bool {
+        if self.next.load(Ordering::Relaxed) >= self.numbers.load(Ordering::Relaxed) {
+            return false;
+        }
+        self.inside.fetch_add(1, Ordering::SeqCst);
+        let numbers = self.numbers.load(Ordering::SeqCst);
+        if numbers > 0
+            && let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.take_ranges(numbers)))
+        {
+            self.next.store(numbers, Ordering::Relaxed);
+            self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
+        }
+        self.inside.fetch_sub(1, Ordering::Release);
+        numbers > 0
+    }
+
+    /// Runs ranges until none is left. Only while a loop is announced and cannot end.
+    fn take_ranges(&self, numbers: usize) {
+        // SAFETY: whoever comes here is the leader, or inside and has seen `numbers`.
+        let Some(Loop { body, step }) = (unsafe { &*self.announced.get() }) else { return };
+        loop {
+            let from = self.next.fetch_add(*step, Ordering::Relaxed);
+            if from >= numbers {
+                return;
+            }
+            body(from..(from + step).min(numbers));
+        }
+    }
+
+    /// Announces a loop, takes part in it, and comes back when all of it has run.
+    fn run(&self, numbers: usize, step: usize, body: Body<'_>) {
+        // SAFETY: nobody uses the body after `Closing` is dropped, which happens before `body` ends.
+        let body = unsafe { std::mem::transmute::<Body<'_>, Body<'static>>(body) };
+        // SAFETY: `numbers` is 0 and nobody is inside: the last loop was closed.
+        unsafe { *self.announced.get() = Some(Loop { body, step }) };
+        self.next.store(0, Ordering::Relaxed);
+        self.numbers.store(numbers, Ordering::SeqCst);
+        let closing = Closing(self);
+        self.take_ranges(numbers);
+        drop(closing);
+        if let Some(panic) = self.panic.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            resume_unwind(panic);
+        }
+    }
+}
+
+/// Lets nobody begin with the announced loop any more, and waits for those who have.
+struct Closing<'a>(&'a Team);
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        self.0.numbers.store(0, Ordering::SeqCst);
+        let mut idle = Idle(0);
+        while self.0.inside.load(Ordering::SeqCst) > 0 {
+            // Loops inside theirs may have parts to give away.
+            match idle.0 > 0 && idle.0.is_multiple_of(ROUNDS) && found_work() {
+                true => idle = Idle(0),
+                false => idle.round(),
+            }
+        }
+    }
+}
+
+/// Does a piece of what waits in rayon's queues.
+fn found_work() -> bool {
+    rayon::yield_now() == Some(rayon::Yield::Executed)
+}
+
+/// Rounds without work.
+struct Idle(u32);
+
+impl Idle {
+    fn round(&mut self) {
+        self.0 = self.0.wrapping_add(1);
+        if self.0 < PATIENCE { std::hint::spin_loop() } else { std::thread::yield_now() }
+    }
+}
+
+/// The team that the thread leads again when this is dropped.
+struct Then(Option<&'static Team>);
+
+impl Drop for Then {
+    fn drop(&mut self) {
+        LED.set(self.0);
+    }
+}
+
+/// Sets a flag when it goes out of scope, also by a panic.
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::par::*;
+    use super::awake;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    fn on_threads<R: Send>(threads: usize, work: impl FnOnce() -> R + Sync + Send) -> R {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        install(&pool, || awake(threads, work))
+    }
+
+    #[test]
+    fn many_short_loops_take_every_number_once() {
+        for threads in [1, 2, 3, 5] {
+            on_threads(threads, || {
+                for n in (0..40).chain([1000]).cycle().take(2000) {
+                    let taken: Vec<AtomicUsize> = (0..n).map(|_| AtomicUsize::new(0)).collect();
+                    (0..n).into_par_iter().with_max_len(1 + n % 7).for_each(|i| {
+                        taken[i].fetch_add(1, Ordering::Relaxed);
+                    });
+                    assert!(taken.iter().all(|t| t.load(Ordering::Relaxed) == 1), "{threads} {n}");
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn loops_inside_loops_and_teams_inside_teams_end() {
+        for threads in [1, 2, 4] {
+            let sum = on_threads(threads, || {
+                let of_row = |i: usize| (0..100).into_par_iter().map(|j| i * j).sum::<usize>();
+                let inner = || (0..20).into_par_iter().with_max_len(1).map(of_row).sum::<usize>();
+                inner() + awake(threads, inner) + inner()
+            });
+            assert_eq!(sum, 3 * 190 * 4950, "{threads} threads");
+        }
+    }
+
+    #[test]
+    fn a_panic_of_any_thread_arrives_and_the_team_goes_on() {
+        for unlucky in [0, 3, 63] {
+            on_threads(3, || {
+                let run = |panics: bool| {
+                    (0..64).into_par_iter().with_max_len(1).for_each(|i| {
+                        assert!(!panics || i != unlucky, "number {i}");
+                    });
+                };
+                for _ in 0..20 {
+                    let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(true)));
+                    let text = *result.unwrap_err().downcast::<String>().unwrap();
+                    assert_eq!(text, format!("number {unlucky}"));
+                    run(false);
+                }
+            });
+        }
+    }
+}
