@@ -33,8 +33,11 @@ const BLOCK_ROWS: usize = 576;
 const LANES: usize = 16;
 
 /// Keys of one piece when a single query per head is split over keys. Fixed, so that the number of threads
-/// cannot change a bit.
-const KEYS_PER_PIECE: usize = 4096;
+/// cannot change a bit, and few, so that key heads that are no multiple of the threads keep all of them busy.
+const KEYS_PER_PIECE: usize = 512;
+
+/// Keys up to which the calling thread may attend alone.
+const KEYS_ON_CALLER: usize = 4096;
 
 /// Elements of keys and values that one thread reads while another is woken and answers.
 const ELEMENTS_ON_CALLER: usize = 1 << 19;
@@ -126,7 +129,7 @@ pub fn exact_few_rows<T: Real>(
 /// keys and values take less time than waking another thread saves.
 pub fn exact_on_caller(p: &crate::Problem, threads: usize) -> bool {
     let elements = (p.batch * p.n_kv_heads * p.n_k).saturating_mul(p.d + p.d_v);
-    threads == 1 || p.n_q == 1 && p.n_k <= KEYS_PER_PIECE && elements <= ELEMENTS_ON_CALLER
+    threads == 1 || p.n_q == 1 && p.n_k <= KEYS_ON_CALLER && elements <= ELEMENTS_ON_CALLER
 }
 
 /// Merges the rows of several parts, in order.
