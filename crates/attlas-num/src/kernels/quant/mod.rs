@@ -50,8 +50,8 @@ mod x86_avx512;
 #[cfg(target_arch = "x86_64")]
 mod x86_bf16;
 
+use crate::par::*;
 use crate::{MatRef, Scratch};
-use rayon::prelude::*;
 
 /// How a block of weights is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -224,14 +224,17 @@ pub struct WeightRef<'a> {
     format: Format,
     rows: usize,
     cols: usize,
+    /// Bytes of a row.
+    stride: usize,
 }
 
 impl<'a> WeightRef<'a> {
     /// A view of `rows × cols` weights. `None` if a row is no whole number of blocks or `bytes` is not
     /// exactly as long as the matrix.
     pub fn new(bytes: &'a [u8], format: Format, rows: usize, cols: usize) -> Option<Self> {
-        let needed = format.bytes_of(cols)?.checked_mul(rows)?;
-        (needed == bytes.len()).then_some(Self { bytes, format, rows, cols })
+        let stride = format.bytes_of(cols)?;
+        let needed = stride.checked_mul(rows)?;
+        (needed == bytes.len()).then_some(Self { bytes, format, rows, cols, stride })
     }
 
     /// Number of rows: outputs of the product.
@@ -249,14 +252,11 @@ impl<'a> WeightRef<'a> {
         self.format
     }
 
-    fn row_bytes(&self) -> usize {
-        self.cols / self.format.block_len() * self.format.block_bytes()
-    }
-
     /// Row `i` as stored.
+    #[inline]
     pub fn row(&self, i: usize) -> &'a [u8] {
         assert!(i < self.rows, "row {i} of {}", self.rows);
-        &self.bytes[i * self.row_bytes()..][..self.row_bytes()]
+        &self.bytes[i * self.stride..][..self.stride]
     }
 
     /// Asks for the rows that follow `rows`, as many bytes further on as hide the latency of memory: the hardware's own
@@ -266,7 +266,7 @@ impl<'a> WeightRef<'a> {
     fn prefetch_behind(&self, rows: std::ops::Range<usize>) {
         const AHEAD_BYTES: usize = 6144;
         const LINE_BYTES: usize = 64;
-        let bytes = rows.start * self.row_bytes()..rows.end * self.row_bytes();
+        let bytes = rows.start * self.stride..rows.end * self.stride;
         for at in bytes.step_by(LINE_BYTES) {
             let line = self.bytes.as_ptr().wrapping_add(at + AHEAD_BYTES);
             // SAFETY: a prefetch never faults, wherever it points.
@@ -464,7 +464,7 @@ impl<'a> Targets<'a> {
                 (total / tasks * task, if task + 1 == tasks { total } else { total / tasks * (task + 1) });
             let mut start = 0;
             for t in self.iter() {
-                let row_bytes = t.weight.row_bytes();
+                let row_bytes = t.weight.stride;
                 // A row belongs to the share that holds its first byte.
                 let first = from.saturating_sub(start).div_ceil(row_bytes).min(t.weight.rows);
                 let last = to.saturating_sub(start).div_ceil(row_bytes).min(t.weight.rows);

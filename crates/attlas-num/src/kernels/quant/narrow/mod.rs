@@ -21,12 +21,14 @@ mod x86_avx2;
 #[cfg(target_arch = "x86_64")]
 mod x86_avx512;
 #[cfg(target_arch = "x86_64")]
+mod x86_eights;
+#[cfg(target_arch = "x86_64")]
 pub(super) mod x86_rows;
 
 use super::{AT_ONCE, DEPTH, FEW_ROWS, FUSED_ROWS, Format, Job, Target, Targets, WeightRef};
+use crate::par::*;
 use crate::scratch::Buf;
 use crate::{MatRef, Scratch};
-use rayon::prelude::*;
 
 /// Numbers of x with one scale.
 pub const BLOCK: usize = 32;
@@ -142,10 +144,7 @@ impl<'p> Rounded<'p> {
         let round = |(i, row): (usize, &mut [u32])| match isa {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the caller checked that the processor has the features.
-            Isa::Avx2 | Isa::AvxVnni => unsafe { x86_avx2::round(x.row(i), few, row) },
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: as above.
-            Isa::Avx512Vnni => unsafe { x86_avx512::round(x.row(i), few, row) },
+            Isa::Avx2 | Isa::AvxVnni | Isa::Avx512Vnni => unsafe { x86_avx2::round(x.row(i), few, row) },
             _ => scalar::round(x.row(i), few, row),
         };
         if few {
@@ -232,7 +231,7 @@ unsafe fn run_strip(isa: Isa, strip: &Strip<'_>) {
             #[cfg(target_arch = "x86_64")]
             Isa::AvxVnni => x86_rows::vnni(strip),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Vnni => x86_rows::vnni_512(strip),
+            Isa::Avx512Vnni => x86_eights::strip(strip),
             #[cfg(target_arch = "aarch64")]
             Isa::NeonDot => aarch64_dot::strip(strip),
             _ => scalar::strip(strip),

@@ -8,6 +8,18 @@ pub(super) const NR: usize = 16;
 /// Rows of an output tile.
 pub(super) const MR: usize = 4;
 
+/// What a block is multiplied by, and its scale, from the bits of its greatest magnitude.
+#[inline(always)]
+pub(super) fn scale_of(most: u32) -> (f32, f32) {
+    let (most, odd) = (f32::from_bits(most), most >= 0x7f80_0000);
+    let factor = 127.0 / most;
+    match (odd, factor.is_finite()) {
+        (true, _) => (0.0, f32::NAN),
+        (false, false) => (0.0, 0.0),
+        (false, true) => (factor, most / 127.0),
+    }
+}
+
 /// A row of x in eight bits. A block of numbers too small to divide by is zero; one with a number that is none, or is not
 /// finite, has no finite scale.
 #[inline(always)]
@@ -23,17 +35,7 @@ pub(super) fn round(x: &[f32], few: bool, row: &mut [u32]) {
     for (b, (x, a)) in x.as_chunks::<BLOCK>().0.iter().zip(numbers.as_chunks_mut::<BLOCK>().0).enumerate() {
         // Magnitudes in the order of their bits, which puts what is not finite last.
         let most = x.iter().fold(0, |most: u32, x| most.max(x.to_bits() & 0x7fff_ffff));
-        let (most, odd) = (f32::from_bits(most), most >= 0x7f80_0000);
-        let factor = 127.0 / most;
-        let small = !factor.is_finite();
-        let factor = if odd || small { 0.0 } else { factor };
-        let s = if odd {
-            f32::NAN
-        } else if small {
-            0.0
-        } else {
-            most / 127.0
-        };
+        let (factor, s) = scale_of(most);
         for (a, x) in a.iter_mut().zip(x) {
             *a = (x * factor).round_ties_even() as i32 as i8;
         }

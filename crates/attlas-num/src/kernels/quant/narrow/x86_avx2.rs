@@ -8,10 +8,47 @@ pub(super) const NR: usize = 8;
 /// Rows of an output tile: six sums of a group, six of all, weights, a broadcast and two of products of pairs.
 pub(super) const MR: usize = 6;
 
-/// A row of x in eight bits.
+/// A row of x in eight bits: a block in four registers.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn round(x: &[f32], few: bool, row: &mut [u32]) {
-    scalar::round(x, few, row);
+    let n = x.len() / BLOCK;
+    assert_eq!(row.len(), n * if few { at::FEW } else { at::MANY });
+    let row = row.as_mut_ptr();
+    for (b, x) in x.as_chunks::<BLOCK>().0.iter().enumerate() {
+        // SAFETY: block `b` of `n` of every part, all of which the row holds.
+        unsafe {
+            let x: [__m256; 4] = std::array::from_fn(|i| _mm256_loadu_ps(x.as_ptr().add(8 * i)));
+            let bits = x.map(|x| _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fff_ffff)));
+            let most =
+                _mm256_max_epi32(_mm256_max_epi32(bits[0], bits[1]), _mm256_max_epi32(bits[2], bits[3]));
+            let most = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256::<1>(most));
+            let most = _mm_max_epi32(most, _mm_shuffle_epi32::<0b01_00_11_10>(most));
+            let most = _mm_max_epi32(most, _mm_shuffle_epi32::<0b10_11_00_01>(most));
+            let (factor, s) = scalar::scale_of(_mm_cvtsi128_si32(most) as u32);
+            // What is not finite has the factor zero, times which it must not become a number that is none.
+            let x = if s.is_nan() { [_mm256_setzero_ps(); 4] } else { x };
+            let [i, j, k, l] = x.map(|x| _mm256_cvtps_epi32(_mm256_mul_ps(x, _mm256_set1_ps(factor))));
+            let bytes = _mm256_packs_epi16(_mm256_packs_epi32(i, j), _mm256_packs_epi32(k, l));
+            let numbers = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+            _mm256_storeu_si256(row.add(8 * b).cast(), numbers);
+
+            let pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), numbers);
+            let fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(-1));
+            if few {
+                _mm256_storeu_si256(row.add(n * at::LANES + 8 * b).cast(), fours);
+            }
+            let two = _mm256_hadd_epi32(fours, fours);
+            let one = _mm256_hadd_epi32(two, two);
+            let minus = [_mm256_extract_epi32::<0>(one), _mm256_extract_epi32::<4>(one)];
+            *row.add(n * at::SCALE + b) = s.to_bits();
+            *row.add(n * at::MINUS + b) = (minus[0] + minus[1]) as u32;
+            *row.add(n * at::TIMES + b) = (s * -(minus[0] + minus[1]) as f32).to_bits();
+            for h in 0..2 {
+                *row.add(n * at::MINUS_HALVES + 2 * b + h) = minus[h] as u32;
+                *row.add(n * at::TIMES_HALVES + 2 * b + h) = (s * -minus[h] as f32).to_bits();
+            }
+        }
+    }
 }
 
 /// The whole numbers of whole blocks.

@@ -8,12 +8,6 @@ pub(super) const NR: usize = 32;
 /// Rows of an output tile: with two columns of registers, 12 sums of a group, 12 of all, two of weights and a broadcast.
 pub(super) const MR: usize = 6;
 
-/// A row of x in eight bits.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-pub(super) fn round(x: &[f32], few: bool, row: &mut [u32]) {
-    scalar::round(x, few, row);
-}
-
 /// The whole numbers of whole blocks.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub(super) fn unpack(format: Format, bytes: &[u8], u: &mut [u8], d: &mut [f32], m: &mut [f32]) {

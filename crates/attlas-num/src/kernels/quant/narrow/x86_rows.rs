@@ -230,7 +230,7 @@ unsafe fn half(p: *const u8) -> __m128 {
 
 /// The half at `p` in every lane.
 #[inline(always)]
-unsafe fn halves(p: *const u8) -> __m256 {
+pub(super) unsafe fn halves(p: *const u8) -> __m256 {
     // SAFETY: as `half`.
     unsafe { _mm256_broadcastss_ps(half(p)) }
 }
@@ -341,7 +341,7 @@ impl Load for Mxfp4 {
 
 /// Scales and minima of Q4_K and Q5_K, unpacked as eight bytes each.
 #[inline(always)]
-unsafe fn six_bits(p: *const u8) -> (u64, u64) {
+pub(super) unsafe fn six_bits(p: *const u8) -> (u64, u64) {
     // SAFETY: the callers can read a block.
     let [a, b, c] = unsafe { p.add(4).cast::<[u32; 3]>().read_unaligned() };
     let two = |x: u32| (x >> 6 & 0x0303_0303) << 4;
@@ -353,7 +353,7 @@ unsafe fn six_bits(p: *const u8) -> (u64, u64) {
 
 /// Eight unsigned bytes times a scale.
 #[inline(always)]
-unsafe fn eight(bytes: u64, scale: __m256) -> __m256 {
+pub(super) unsafe fn eight(bytes: u64, scale: __m256) -> __m256 {
     // SAFETY: the callers run with AVX2.
     unsafe {
         let wide = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bytes as i64));
