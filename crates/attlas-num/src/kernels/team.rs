@@ -166,6 +166,10 @@ impl Drop for Closing<'_> {
                 false => idle.round(),
             }
         }
+        // The caller hears of its own panic; another thread's must not wait for the next loop.
+        if std::thread::panicking() {
+            *self.0.panic.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        }
     }
 }
 
@@ -253,6 +257,10 @@ mod tests {
                     let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(true)));
                     let text = *result.unwrap_err().downcast::<String>().unwrap();
                     assert_eq!(text, format!("number {unlucky}"));
+                    run(false);
+                    // Several threads panic, and one panic arrives.
+                    let all = || (0..64).into_par_iter().with_max_len(1).for_each(|i| panic!("number {i}"));
+                    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(all)).is_err());
                     run(false);
                 }
             });
