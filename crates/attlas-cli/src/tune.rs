@@ -207,10 +207,13 @@ fn show(tuned: &Tuned, common: &Common) {
             tuned.picks.len(),
             percent(tuned.cost())
         );
-        if let Some(read) = tuned.decode_cost() {
-            line += &format!(", a new token reads {} of the cache", percent(read));
+        if let Some(cost) = tuned.decode_cost() {
+            line += &format!(", of a new token {}", percent(cost));
         }
         note(common, &line);
+    }
+    if let Some(why) = &tuned.decode_note {
+        note(common, &wrap(&format!("exact attention for new tokens: {why}")));
     }
     if !tuned.decodes_exactly.is_empty() {
         let layers: Numbers = tuned.decodes_exactly.iter().copied().collect();

@@ -244,7 +244,7 @@ pub struct DecodePick {
     pub params: Options,
     /// Largest error of the query heads.
     pub error: f64,
-    /// Scores over exact attention's.
+    /// Time over exact attention's.
     pub cost: f64,
     /// Divergence of the model with this alone, estimated from that of prompts, nats.
     pub kl: f64,
@@ -350,6 +350,8 @@ pub struct Tuned {
     pub answer: Option<Outcome>,
     /// The model decoding the second text, with the choices for new tokens.
     pub decoded: Option<Outcome>,
+    /// Why exact attention decodes everywhere, where it was chosen.
+    pub decode_note: Option<String>,
     /// Layers with heads whose method for new tokens has no stream: exact attention decodes there.
     pub decodes_exactly: Vec<usize>,
     /// The round whose choices stand, counted from 0.
@@ -560,7 +562,7 @@ impl Tuned {
         self.picks.iter().map(|p| p.cost).sum::<f64>() / self.picks.len().max(1) as f64
     }
 
-    /// Mean share of the cache that a new token reads; none where new tokens were not tuned.
+    /// Mean time of attention for a new token over exact attention's; none where new tokens were not tuned.
     pub fn decode_cost(&self) -> Option<f64> {
         let costs: Vec<f64> = self.picks.iter().filter_map(|p| Some(p.decode.as_ref()?.cost)).collect();
         (!costs.is_empty()).then(|| crate::stats::mean(&costs))

@@ -45,6 +45,7 @@ impl Tuning<'_, '_, '_> {
             rounds: Vec::new(),
             answer: None,
             decoded: None,
+            decode_note: None,
             decodes_exactly: Vec::new(),
             chosen: None,
             picks: Vec::new(),
@@ -263,7 +264,8 @@ impl Tuning<'_, '_, '_> {
         Ok(Some(picks))
     }
 
-    /// Chooses for new tokens by what is read; `false` once it is to stop.
+    /// Chooses for new tokens by their time; `false` once it is to stop. Exact attention decodes where no choice both holds
+    /// the budget and is faster in the model.
     fn new_tokens(&mut self, picks: &mut [Pick], kept: &[Candidate], tuned: &mut Tuned) -> Result<bool> {
         let hulls = self.search.hulls(Phase::Decode, kept, self.state)?;
         let budget = self.settings.max_kl.or(self.settings.max_ppl_increase.map(f64::ln_1p));
@@ -291,11 +293,19 @@ impl Tuning<'_, '_, '_> {
             let Some(outcome) = outcome else { return Ok(true) };
             // A few dozen tokens bound a divergence, not an increase.
             let holds = outcome.kl_mean <= budget.unwrap_or(f64::INFINITY);
+            let slow = slower(&outcome);
             tuned.decoded = Some(outcome);
+            if slow.is_some() {
+                tuned.decode_note = slow;
+                break;
+            }
             if holds {
                 return Ok(true);
             }
             target /= 3.0;
+        }
+        if tuned.decode_note.is_none() {
+            tuned.decode_note = Some("no choice held the budget".into());
         }
         tuned.decoded = None;
         picks.iter_mut().for_each(|p| p.decode = Some(p.clone().exact().as_decode()));
@@ -334,14 +344,15 @@ fn objection(round: &Round) -> Option<String> {
     if round.changed == 0.0 {
         return Some("no method was both accurate enough and faster".into());
     }
-    let outcome = round.check.as_ref()?;
+    slower(round.check.as_ref()?)
+}
+
+/// The times, where the recipe was not the faster one.
+fn slower(outcome: &Outcome) -> Option<String> {
     let exact = outcome.exact_seconds?;
     (outcome.seconds >= exact).then(|| {
-        format!(
-            "the best recipe took {} where exact attention took {}",
-            seconds(outcome.seconds),
-            seconds(exact)
-        )
+        let [ours, exact] = [outcome.seconds, exact].map(seconds);
+        format!("the best recipe took {ours} where exact attention took {exact}")
     })
 }
 

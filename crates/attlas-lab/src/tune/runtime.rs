@@ -144,10 +144,9 @@ impl Runtime<'_> {
         };
         let n = tokens.len();
         let steps = steps.min(n / 2);
-        if steps == 0 {
+        if steps < 2 {
             return Ok(None);
         }
-        let threads = Workspace::new(Schedule { threads: self.threads, ..Schedule::default() })?;
         // Exact predictions of the same tokens, where a check has made them.
         let name = key(check, context);
         if self.known.get(&name).is_none_or(|r| r.hidden().is_none())
@@ -157,28 +156,22 @@ impl Runtime<'_> {
         }
         let Some(exact) = self.known.get(&name).and_then(Reference::hidden) else { return Ok(None) };
         let (d, vocab) = (self.model.config.hidden, self.model.config.vocab);
-        let mut decoder = Decoder::on(self.model.clone(), recipe, &threads)?;
-        decoder.reserve(n);
-        let mut hidden = Vec::new();
-        decoder.forward(&tokens[..n - steps], Rows::None, &mut hidden)?;
         let (mut p, mut q) = (vec![0.0; vocab], vec![0.0; vocab]);
         let (mut ours, mut theirs, mut divergence) =
             (Perplexity::default(), Perplexity::default(), Divergence::default());
-        let (before, mut seconds) = (decoder.info().keys_visited, 0.0);
-        for t in n - steps..n - 1 {
-            if stop.load(Ordering::Relaxed) {
-                return Ok(None);
-            }
-            let (done, took) = timed(|| decoder.forward(&tokens[t..=t], Rows::Last, &mut hidden));
-            done?;
-            seconds += took;
-            decoder.logits_into(&hidden, &mut q);
+        let score = |t: usize, decoder: &Decoder, hidden: &[f32]| {
+            decoder.logits_into(hidden, &mut q);
             decoder.logits_into(&exact[t * d..][..d], &mut p);
             let target = tokens[t + 1];
             divergence.push(&p, &q, target);
             ours.push(nll(&q, target));
             theirs.push(nll(&p, target));
-        }
+        };
+        let Some((seconds, visited)) = self.steps(recipe, &tokens, steps, score, stop)? else {
+            return Ok(None);
+        };
+        let beside = self.steps(&Recipe::default(), &tokens, steps, |_, _, _| (), stop)?;
+        let Some((exact_seconds, _)) = beside else { return Ok(None) };
         let c = &self.model.config;
         let all: usize = (n - steps..n - 1).map(|t| t + 1).sum::<usize>() * c.n_heads * c.n_layers;
         let increase = ours.nll().mean() - theirs.nll().mean();
@@ -191,9 +184,40 @@ impl Runtime<'_> {
             kl_mean: divergence.kl().mean(),
             kl_se: divergence.kl().standard_error(),
             same_top: divergence.same_top(),
-            keys_share: (decoder.info().keys_visited - before) as f64 / (all as f64).max(1.0),
+            keys_share: visited as f64 / (all as f64).max(1.0),
             seconds,
-            exact_seconds: None,
+            exact_seconds: Some(exact_seconds),
         }))
+    }
+
+    /// Decodes all but one of the last `steps` tokens one by one: seconds of the model, the first left out, where methods do
+    /// what belongs to the prompt, and scores. `each` receives what the model made of a token.
+    fn steps(
+        &self,
+        recipe: &Recipe,
+        tokens: &[u32],
+        steps: usize,
+        mut each: impl FnMut(usize, &Decoder, &[f32]),
+        stop: &AtomicBool,
+    ) -> Result<Option<(f64, u64)>> {
+        let n = tokens.len();
+        let threads = Workspace::new(Schedule { threads: self.threads, ..Schedule::default() })?;
+        let mut decoder = Decoder::on(self.model.clone(), recipe, &threads)?;
+        decoder.reserve(n);
+        let mut hidden = Vec::new();
+        decoder.forward(&tokens[..n - steps], Rows::None, &mut hidden)?;
+        let (before, mut seconds) = (decoder.info().keys_visited, 0.0);
+        for t in n - steps..n - 1 {
+            if stop.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            let (done, took) = timed(|| decoder.forward(&tokens[t..=t], Rows::Last, &mut hidden));
+            done?;
+            if t > n - steps || steps == 2 {
+                seconds += took;
+            }
+            each(t, &decoder, &hidden);
+        }
+        Ok(Some((seconds, decoder.info().keys_visited - before)))
     }
 }

@@ -357,9 +357,10 @@ impl<'a> Search<'a> {
         Ok(all)
     }
 
-    /// With one run of each, the median over key heads stands for a candidate's time: it hardly depends on the numbers.
+    /// With one run of each, as new tokens always have, the median over key heads stands for a candidate's time: it hardly
+    /// depends on the numbers.
     fn pooled_cost(&self, phase: Phase, candidate: &Candidate, state: &SearchState) -> Option<f64> {
-        if phase == Phase::Decode || self.settings.effort == Effort::Thorough {
+        if phase == Phase::Prompt && self.settings.effort == Effort::Thorough {
             return None;
         }
         let costs: Vec<f64> = self

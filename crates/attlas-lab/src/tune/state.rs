@@ -27,9 +27,9 @@ pub struct Measurement {
     pub params: Options,
     /// Largest error of the query heads; none where it did not give one.
     pub error: Option<f64>,
-    /// Seconds of set-up and run, all query heads together.
+    /// Seconds of set-up and run, all query heads together; for new tokens, of one of them.
     pub seconds: f64,
-    /// The same over exact attention's; for new tokens, scores over exact attention's.
+    /// The same over exact attention's.
     pub cost: f64,
     /// Whether its settings covered everything, so that exact attention was timed under its name.
     #[serde(default)]
@@ -163,7 +163,7 @@ struct Header {
 }
 
 const FORMAT: &str = "attlas measurements";
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 impl SearchState {
     /// Measurements made on what `key` names, in a file if one is given. What the file already holds is used again; one
