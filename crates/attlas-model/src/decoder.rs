@@ -19,25 +19,24 @@
 //! Layers with latent attention, and those whose attention a checkpoint says is another layer, attend as a whole,
 //! exactly, over a cache of their own; observers see what enters them.
 
+mod layer;
 mod spread;
 
+pub use layer::LayerDecoding;
 pub use spread::{Held, SpreadAttention, SpreadCall, SpreadRows};
 
+use self::layer::LayerState;
 use crate::config::ModelConfig;
 use crate::error::{Error, Result};
 use crate::kept::{CacheFormat, Packed};
 use crate::linear::{Linear, apply_all_in};
 use crate::model::Model;
 use crate::ops;
-use crate::recipe::{HeadRun, Recipe};
+use crate::recipe::Recipe;
 use crate::weights::{DecoderLayer, DecoderWeights, Weights};
 use attlas::cache::KvCache;
-use attlas::layer::{Layer, LayerCache};
-use attlas::method::Law;
-use attlas::{
-    DType, MatRef, Method, Options, Out, Plan, Problem, Qkv, RunInfo, Schedule, Stream, TensorMut, TensorRef,
-    Workspace, registry,
-};
+use attlas::layer::Layer;
+use attlas::{MatRef, RunInfo, Schedule, TensorRef, Workspace};
 use attlas_num::Scratch;
 use attlas_num::kernels::pages;
 use attlas_num::kernels::quant::{Compute, Format};
@@ -67,19 +66,6 @@ pub enum Rows {
     Last,
     /// Of none: nothing after the last observed layer is computed.
     None,
-}
-
-/// How the heads of a layer decode.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LayerDecoding {
-    /// The layer.
-    pub layer: usize,
-    /// Heads, the method that reads their prompts, and the one that decodes: exact attention where a method has no stream.
-    pub methods: Vec<(Range<usize>, &'static str, &'static str)>,
-    /// Whether a head's method for new tokens has no stream, so that exact attention decodes in its place.
-    pub falls_back: bool,
-    /// Whether keys and values are kept.
-    pub keeps_keys: bool,
 }
 
 /// Looks at what goes through a model.
@@ -186,7 +172,7 @@ impl Decoder {
             table: None,
             local_table: None,
             spare: None,
-            inner: threads.sibling(),
+            inner: vec![threads.sibling()],
             scratch: Scratch::new(),
             buffers: Buffers::default(),
             info: RunInfo::default(),
@@ -470,8 +456,8 @@ struct DecoderState {
     local_table: Option<Table<f32>>,
     /// Storage for the numbers of one layer that keeps none.
     spare: Option<KvCache<f32>>,
-    /// Workspace of plans, on the threads this already runs on.
-    inner: Workspace,
+    /// Workspaces of plans, on the threads this already runs on: one for each part of a layer that attends beside others.
+    inner: Vec<Workspace>,
     scratch: Scratch,
     buffers: Buffers,
     info: RunInfo,
@@ -541,7 +527,7 @@ fn lengthen(table: &mut Option<Table<f32>>, rope: Option<&Rope>, c: &ModelConfig
 
 impl DecoderState {
     fn truncate(&mut self, len: usize) {
-        let back = |l: &LayerState| l.streamed && l.streams.iter().flatten().any(|s| s.len() > len);
+        let back = |l: &LayerState| l.streamed && l.streams().any(|s| s.len() > len);
         let len = if self.layers.iter().any(back) { 0 } else { len };
         self.len = self.len.min(len);
         self.layers.iter_mut().for_each(|l| l.truncate(len));
@@ -751,13 +737,10 @@ impl DecoderState {
         sinks: Option<&[f32]>,
         out: &mut [f32],
     ) -> Result<()> {
-        let layer = &mut self.layers[l];
         let n = q.len() / (c.n_heads * c.head_dim);
         let q = TensorRef::bnhd(q, [1, c.n_heads, n, c.head_dim])?;
-        for i in 0..layer.parts.len() {
-            let info = layer.attend_heads(i, c, q, sinks, out, &mut self.inner)?;
-            self.info = std::mem::take(&mut self.info).merge(info);
-        }
+        let info = self.layers[l].attend(c, q, sinks, out, &mut self.inner)?;
+        self.info = std::mem::take(&mut self.info).merge(info);
         Ok(())
     }
 
@@ -770,7 +753,7 @@ impl DecoderState {
         out: &mut [f32],
     ) -> Result<()> {
         let Some(cache) = &mut self.layers[l].latents else { unreachable!("made with the layer") };
-        let info = whole.forward(x, &mut **cache, out, &mut self.inner)?;
+        let info = whole.forward(x, &mut **cache, out, &mut self.inner[0])?;
         self.info = std::mem::take(&mut self.info).merge(info);
         Ok(())
     }
@@ -836,284 +819,5 @@ fn add_and_norm(x: &mut [f32], y: &[f32], weight: Option<&[f32]>, c: &ModelConfi
         x.par_chunks_mut(size)
             .zip(y.par_chunks(size).zip(normed.par_chunks_mut(size)))
             .for_each(|(x, (y, normed))| block(x, y, normed));
-    }
-}
-
-/// A method that cannot attend beside a logit that belongs to no key.
-fn without_lse(method: &Method) -> Error {
-    let reasons = vec!["heads have a logit beside those of the keys, and it has no log-sum-exp".to_owned()];
-    attlas::Error::Unsupported { method: method.id.into(), reasons }.into()
-}
-
-/// A method that cannot attend in a layer with a window.
-fn windowed(method: &Method, layer: usize, window: usize, tokens: usize) -> Error {
-    let reasons = vec![format!("layer {layer} sees the last {window} tokens only, and {tokens} are cached")];
-    attlas::Error::Unsupported { method: method.id.into(), reasons }.into()
-}
-
-/// One more logit for each of `heads` takes its share of every row and brings no value.
-fn weigh_sinks(c: &ModelConfig, sinks: &[f32], heads: Range<usize>, lse: &[f32], out: &mut [f32]) {
-    let n = lse.len() / heads.len().max(1);
-    for (lse, h) in lse.chunks_exact(n.max(1)).zip(heads) {
-        for (i, lse) in lse.iter().enumerate() {
-            let row = &mut out[(i * c.n_heads + h) * c.head_dim..][..c.head_dim];
-            ops::scale_in_place(row, 1.0 / (1.0 + (sinks[h] - lse).exp()));
-        }
-    }
-}
-
-/// Tokens that the first plan of a layer has room for.
-const ROOM: usize = 256;
-
-/// Cache and methods of one layer.
-#[derive(Debug)]
-struct LayerState {
-    index: usize,
-    window: Option<usize>,
-    parts: Vec<HeadRun>,
-    /// For each part that decodes by a stream, the stream, once it was needed.
-    streams: Vec<Option<Box<dyn Stream>>>,
-    /// For each part that is exact attention in prompts, or while it decodes, its plan, with room for more tokens than
-    /// there are.
-    plans: Vec<[Option<Box<dyn Plan>>; 2]>,
-    cache: KvCache<f32>,
-    /// Keeps no keys: everything is in the streams, and the cache holds the tokens of one call.
-    streamed: bool,
-    /// Tokens in the cache after the call.
-    ahead: usize,
-    /// Packed keys and values, where they are packed; the cache holds them unpacked while the layer attends.
-    packed: Option<Packed>,
-    /// Log-sum-exps of a call, where one more logit needs them.
-    lse: Vec<f32>,
-    /// The cache of a layer that attends as a whole, which uses none of the others.
-    latents: Option<Box<dyn LayerCache>>,
-}
-
-impl LayerState {
-    fn new(index: usize, parts: Vec<HeadRun>, c: &ModelConfig) -> Self {
-        Self {
-            index,
-            window: c.windows.get(index).copied().flatten(),
-            streams: parts.iter().map(|_| None).collect(),
-            plans: parts.iter().map(|_| [None, None]).collect(),
-            parts,
-            cache: KvCache::new(1, c.n_kv_heads, c.head_dim, c.head_dim, 0),
-            streamed: false,
-            ahead: 0,
-            packed: None,
-            lse: Vec::new(),
-            latents: None,
-        }
-    }
-
-    fn bytes(&self) -> usize {
-        let latents = self.latents.as_ref().map_or(0, |c| c.bytes());
-        let packed = self.packed.as_ref().map_or(0, Packed::bytes);
-        latents
-            + packed
-            + self.cache.bytes()
-            + self.streams.iter().flatten().map(|s| s.state_bytes()).sum::<usize>()
-    }
-
-    /// Whether a call with this number of tokens may be cut into pieces.
-    fn chunks(&self, tokens: usize) -> bool {
-        let alike = |p: &HeadRun| {
-            let (reads, decodes) = (p.attending(false), p.attending(true));
-            let same = std::ptr::eq(reads.method, decodes.method) && reads.options == decodes.options;
-            same && reads.method.keeps_with(&reads.options, Law::DecodeIsPrefill)
-        };
-        let read = || tokens > ONE_PROBLEM && self.parts.iter().all(alike);
-        let begun = || self.streams.iter().any(Option::is_some);
-        self.parts.iter().all(HeadRun::is_baseline) || self.streamed && (begun() || read())
-    }
-
-    /// Whether the numbers of keys and values stay in the cache.
-    fn keeps_numbers(&self) -> bool {
-        !self.streamed && self.packed.is_none()
-    }
-
-    /// Whether all heads decode by streams.
-    fn can_stream(&self, c: &ModelConfig) -> Result<bool> {
-        if self.latents.is_some() || self.window.is_some() || self.parts.is_empty() {
-            return Ok(false);
-        }
-        for part in &self.parts {
-            if part.attending(true).is_baseline() || self.stream_of(part, c, ROOM)?.is_none() {
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-
-    /// A new stream of a part, planned as a prompt of `tokens` tokens would be.
-    fn stream_of(&self, part: &HeadRun, c: &ModelConfig, tokens: usize) -> Result<Option<Box<dyn Stream>>> {
-        let problem = Problem::new(part.heads.len(), tokens, c.head_dim).with_kv_heads(part.groups.len());
-        let problem = problem.causal().with_softcap(c.attention_softcap);
-        Ok(part.attending(true).plan(&problem)?.stream(DType::F32))
-    }
-
-    fn decoding(&self, c: &ModelConfig) -> LayerDecoding {
-        let kind = |part: &HeadRun| {
-            let streams = || self.stream_of(part, c, ROOM).is_ok_and(|s| s.is_some());
-            let choice = part.attending(true);
-            if choice.is_baseline() || streams() { choice.method.id } else { registry::baseline().id }
-        };
-        let whole = self.latents.is_some();
-        LayerDecoding {
-            layer: self.index,
-            methods: self.parts.iter().map(|p| (p.heads.clone(), p.method.id, kind(p))).collect(),
-            falls_back: self.parts.iter().any(|p| p.attending(true).method.id != kind(p)),
-            keeps_keys: !self.streamed || whole,
-        }
-    }
-
-    /// Fills the cache of a layer that keeps no numbers in it, in storage that layers share.
-    fn begin(&mut self, spare: &mut Option<KvCache<f32>>) -> Result<()> {
-        if self.keeps_numbers() {
-            return Ok(());
-        }
-        if let Some(storage) = spare.take() {
-            self.cache = storage;
-        }
-        self.cache.truncate(0);
-        match &self.packed {
-            Some(packed) if !self.streamed => packed.unpack_into(&mut self.cache),
-            _ => Ok(()),
-        }
-    }
-
-    /// Gives the storage back.
-    fn end(&mut self, spare: &mut Option<KvCache<f32>>) {
-        if !self.keeps_numbers() {
-            let (_, heads, d) = self.cache.sizes();
-            let mut storage = std::mem::replace(&mut self.cache, KvCache::new(1, heads, d, d, 0));
-            storage.truncate(0);
-            *spare = Some(storage);
-        }
-    }
-
-    fn truncate(&mut self, len: usize) {
-        self.latents.iter_mut().for_each(|c| c.truncate(len));
-        if let Some(packed) = &mut self.packed {
-            packed.truncate(len);
-            self.streams.fill_with(|| None);
-        }
-        if self.streamed && len == 0 {
-            self.streams.fill_with(|| None);
-        }
-        if len < self.cache.len() {
-            self.cache.truncate(len);
-            // Streams cannot go back; they are filled again from the cache.
-            self.streams.fill_with(|| None);
-        }
-    }
-
-    /// Part `i` attends with queries `[1, heads, n, head_dim]` of the last tokens; writes its heads of `out`.
-    fn attend_heads(
-        &mut self,
-        i: usize,
-        c: &ModelConfig,
-        q: TensorRef<'_, f32>,
-        sinks: Option<&[f32]>,
-        out: &mut [f32],
-        ws: &mut Workspace,
-    ) -> Result<RunInfo> {
-        let Some(sinks) = sinks else { return self.attend_keys(i, c, q, None, out, ws) };
-        let of_part = |decodes: bool| self.parts[i].attending(decodes).method;
-        if let Some(method) = [of_part(false), of_part(true)].into_iter().find(|m| !m.claims.lse) {
-            return Err(without_lse(method));
-        }
-        let (heads, n) = (self.parts[i].heads.clone(), q.dims()[2]);
-        let mut lse = std::mem::take(&mut self.lse);
-        lse.clear();
-        lse.resize(heads.len() * n, 0.0);
-        let result = self.attend_keys(i, c, q, Some(&mut lse), out, ws);
-        if result.is_ok() {
-            weigh_sinks(c, sinks, heads, &lse, out);
-        }
-        self.lse = lse;
-        result
-    }
-
-    /// The same over the keys alone, with the log-sum-exp of every row, head by head, where it is needed.
-    fn attend_keys(
-        &mut self,
-        i: usize,
-        c: &ModelConfig,
-        q: TensorRef<'_, f32>,
-        lse: Option<&mut [f32]>,
-        out: &mut [f32],
-        ws: &mut Workspace,
-    ) -> Result<RunInfo> {
-        let part = &self.parts[i];
-        let (n, n_k, dh) = (q.dims()[2], self.cache.len(), c.head_dim);
-        let problem = Problem::new(part.heads.len(), n, dh).with_kv_heads(part.groups.len()).causal();
-        let problem = problem.with_softcap(c.attention_softcap);
-        let q = q.heads(part.heads.clone());
-        let strides = [0, dh, c.n_heads * dh];
-        let out = TensorMut::new(&mut out[part.heads.start * dh..], [1, part.heads.len(), n, dh], strides)?;
-        let mut out = Out { o: out, lse }.into();
-        let keys = self.cache.keys()?.heads(part.groups.clone());
-        let values = self.cache.values()?.heads(part.groups.clone());
-
-        // Keys that the first of the queries no longer sees are left out.
-        let window = self.window.filter(|&w| n_k > w);
-        let decodes = n == 1 && n_k > 1;
-        let choice = part.attending(decodes);
-        if let Some(window) = window.filter(|_| !choice.is_baseline()) {
-            return Err(windowed(choice.method, self.index, window, n_k));
-        }
-        let oldest = window.map_or(0, |w| (n_k - n + 1).saturating_sub(w));
-        let (keys, values) = (keys.rows(oldest..n_k), values.rows(oldest..n_k));
-        let problem = problem.with_lens(n, n_k - oldest);
-        let inputs = Qkv::new(q, keys, values).into();
-
-        if self.streamed {
-            if self.streams[i].is_none() {
-                self.streams[i] = self.stream_of(&self.parts[i], c, self.ahead.max(2))?;
-            }
-            let part = &self.parts[i];
-            let Some(stream) = &mut self.streams[i] else { unreachable!("seen when keys were forgotten") };
-            if stream.is_empty() && n > 1 && n == self.ahead {
-                let info = part.attending(false).plan(&problem)?.execute(&inputs, &mut out, ws)?;
-                stream.push(keys.into(), values.into(), ws)?;
-                return Ok(info);
-            }
-            return Ok(stream.extend(&inputs, &mut out, ws)?);
-        }
-        if decodes && !choice.is_baseline() {
-            if self.streams[i].is_none() {
-                // Planned as the prompt would be.
-                let plan = choice.plan(&problem.with_lens(n_k, n_k))?;
-                self.streams[i] = plan.stream(DType::F32);
-            }
-            if let Some(stream) = &mut self.streams[i] {
-                let missing = stream.len()..n_k;
-                stream.push(keys.rows(missing.clone()).into(), values.rows(missing).into(), ws)?;
-                return Ok(stream.attend(q.into(), &mut out, ws)?);
-            }
-        }
-        let windowed = window.filter(|_| n > 1);
-        if windowed.is_none() && (decodes || choice.is_baseline()) {
-            // Exact attention decides nothing from the lengths, so its plan is made once for all tokens that fit.
-            let fits = |p: &Problem| n <= p.n_q && problem.n_k <= p.n_k;
-            let kept = &mut self.plans[i][usize::from(decodes)];
-            if !kept.as_ref().is_some_and(|plan| fits(plan.problem())) {
-                let room = problem.n_k.max(n).max(ROOM).next_power_of_two();
-                let options = if choice.is_baseline() { choice.options.clone() } else { Options::new() };
-                *kept = Some(registry::baseline().plan(&problem.with_lens(room, room), &options)?);
-            }
-            if let Some(plan) = kept {
-                return Ok(plan.execute(&inputs, &mut out, ws)?);
-            }
-        }
-        let plan = match windowed {
-            Some(w) => {
-                let (method, options) = registry::sliding_window(w);
-                method.plan(&problem, &options)?
-            }
-            None => choice.plan(&problem)?,
-        };
-        Ok(plan.execute(&inputs, &mut out, ws)?)
     }
 }

@@ -12,7 +12,7 @@ use crate::run::{Run, execute};
 use crate::stats::median;
 use crate::table::seconds;
 use crate::workload::{LayerData, Workload};
-use attlas::{Calibration, Mask, Options, Workspace, registry};
+use attlas::{Calibration, Mask, Options, Schedule, Workspace, registry};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -30,6 +30,8 @@ pub(super) struct Search<'a> {
     /// Layer of the workload and key head.
     pub(super) units: Vec<(usize, usize)>,
     ws: Workspace,
+    /// One thread, for new tokens.
+    alone: Workspace,
     crew: &'a dyn Crew,
     seed: u64,
     /// Key heads that were measured by all processes, and the seconds it took.
@@ -45,7 +47,9 @@ impl<'a> Search<'a> {
     ) -> Result<Self> {
         let all = workload.layers.iter().enumerate();
         let units = all.flat_map(|(i, l)| (0..l.problem.n_kv_heads).map(move |g| (i, g))).collect();
-        Ok(Self { workload, settings, units, ws: run.workspace()?, crew, seed: run.seed, pace: (0, 0.0) })
+        let ws = run.workspace()?;
+        let alone = Workspace::new(Schedule { threads: 1, ..*ws.schedule() })?;
+        Ok(Self { workload, settings, units, ws, alone, crew, seed: run.seed, pace: (0, 0.0) })
     }
 
     fn layer(&self, i: usize) -> (&'a LayerData, usize) {
@@ -290,7 +294,7 @@ impl<'a> Search<'a> {
         };
         let seen = match phase {
             Phase::Prompt => unit.prompt(candidate, learnt, self.settings.effort.runs(), &mut self.ws),
-            Phase::Decode => unit.decode(candidate, learnt, steps, &mut self.ws),
+            Phase::Decode => unit.decode(candidate, learnt, steps, &self.alone),
         };
         let mut m = Measurement {
             phase,

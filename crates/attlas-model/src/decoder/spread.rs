@@ -4,7 +4,8 @@
 //! own tokens, rotated by their positions in the whole sequence. Attention alone needs the keys of others: a
 //! [`SpreadAttention`] attends with this process's queries to the keys of all.
 
-use super::{Decoder, Observer, final_states, lengthen, sized, weigh_sinks, windowed, without_lse};
+use super::layer::{weigh_sinks, windowed, without_lse};
+use super::{Decoder, Observer, final_states, lengthen, sized};
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::recipe::Attending;
@@ -88,7 +89,7 @@ impl Decoder {
             return Err(Error::Unsupported { what });
         }
         let attending: Vec<Attending> =
-            self.state.layers.iter().flat_map(|l| &l.parts).map(|p| p.attending(false)).collect();
+            self.state.layers.iter().flat_map(|l| &l.parts).map(|p| p.run.attending(false)).collect();
         let pieces = spread.pieces(tokens.len(), &attending);
         let result = self.run_spread(tokens, &pieces, hidden, spread, observer);
         let cache_bytes = self.cache_bytes();
@@ -162,7 +163,7 @@ impl super::DecoderState {
         let layer = &self.layers[l];
         let (n, dh) = (q.dims()[2], c.head_dim);
         let window = layer.window.filter(|&w| total > w);
-        for part in &layer.parts {
+        for part in layer.parts.iter().map(|p| &p.run) {
             let mut attending = part.attending(false);
             if let Some(window) = window {
                 if !attending.is_baseline() {
@@ -187,7 +188,8 @@ impl super::DecoderState {
                 }
             }
             if let (Some(sinks), Some(lse)) = (sinks, &lse) {
-                weigh_sinks(c, sinks, heads, lse, out);
+                let first = heads.start * dh;
+                weigh_sinks(&sinks[heads], lse, dh, c.n_heads * dh, &mut out[first..]);
             }
             self.info = std::mem::take(&mut self.info).merge(info);
         }
