@@ -19,7 +19,7 @@ use crate::save::{Folder, NamedTensor};
 use crate::tensor::Tensor;
 use crate::weights::{DecoderLayer, DecoderWeights, LatentAttention, LatentMaps, Weights};
 use attlas::conversions::mla::{self, Calibration, Converted, Figures, Params, Stage};
-use attlas::layer::{Dense, LayerShape};
+use attlas::layer::Dense;
 use attlas::{Mat, MatRef, Workspace};
 use attlas_num::Scratch;
 use attlas_num::kernels::quant::Format;
@@ -55,11 +55,6 @@ fn convertible(model: &Model) -> Result<&DecoderWeights> {
         return refuse(&format!("a {} model", c.architecture.name()));
     }
     Ok(weights)
-}
-
-/// Sizes of the attention layers of a model that has not been converted.
-pub fn layer_shape(c: &ModelConfig) -> LayerShape {
-    c.layer_shape()
 }
 
 /// The parameters for this model, widths that were left open set; an error if it cannot be converted with them.
