@@ -1,14 +1,13 @@
 //! `attlas compress`.
 
 use crate::args::{Common, CompressArgs};
-use crate::interrupt;
-use crate::progress::Progress;
-use crate::{Outcome, STOP, note, print, print_json, verdict};
+use crate::{Outcome, note, print, print_json, verdict};
 use attlas::conversions::common::network::Role;
 use attlas::{Options, registry};
 use attlas_lab::Error;
-use attlas_lab::compress::{Accept, Acceptance, Calibrate, Record, Settings, run as measure, set_rank};
+use attlas_lab::rewrite::factors::{Accept, Acceptance, Calibrate, Record, Settings, set_rank};
 use attlas_lab::table::{Table, number, wrap};
+use attlas_lab::words::setting;
 use std::process::ExitCode;
 
 /// Lines of losses that are shown to people.
@@ -16,10 +15,7 @@ const SHOWN: usize = 12;
 
 pub(crate) fn run(args: &CompressArgs, common: &Common) -> Outcome {
     let settings = settings(args, common)?;
-    interrupt::catch(common);
-    let progress = Progress::new(common);
-    let record = measure(&settings, &|what, done, all| progress.at(done, all, what), &STOP);
-    progress.end();
+    let record = verdict::rewritten(&settings, common);
     if matches!(record, Err(Error::Model(attlas_model::Error::Interrupted))) && args.out.path.exists() {
         tell!("interrupted: {} is written and whole, but was not measured", args.out.path.display());
         return Ok(ExitCode::from(130));
@@ -35,11 +31,6 @@ pub(crate) fn run(args: &CompressArgs, common: &Common) -> Outcome {
 
 fn settings(args: &CompressArgs, common: &Common) -> Result<Settings, Error> {
     let conversion = registry::conversion(&args.with)?;
-    if conversion.run.is_none() {
-        let able: Vec<&str> =
-            registry::CONVERSIONS.iter().filter(|c| c.run.is_some()).map(|c| c.id).collect();
-        return Err(Error::argument("--with", format!("one of {}", able.join(", ")), conversion.id));
-    }
     let mut options = Options::new();
     match &args.rank[..] {
         [] => {}
@@ -50,22 +41,16 @@ fn settings(args: &CompressArgs, common: &Common) -> Result<Settings, Error> {
             return Err(Error::argument("--rank", "one rank, or --accept to try several", found));
         }
     }
-    if let Some(error) = args.max_weight_error {
-        options.set("rel_error", error);
-    }
-    if let Some(share) = args.keep {
-        options.set("keep", share);
-    }
-    if let Some(loss) = args.max_loss {
-        options.set("max_loss", loss);
+    for (name, value) in
+        [("rel_error", args.max_weight_error), ("keep", args.keep), ("max_loss", args.max_loss)]
+    {
+        value.into_iter().for_each(|value| options.set(name, value));
     }
     if common.seed != 0 && conversion.params.iter().any(|p| p.name == "seed") {
         options.set("seed", common.seed);
     }
     for text in &args.set {
-        let (name, value) = text.split_once('=').ok_or_else(|| {
-            Error::argument("--set", "parameter=value, such as layer_rank=48", format!("'{text}'"))
-        })?;
+        let (name, value) = setting(text, "layer_rank=48")?;
         options.set(name, value);
     }
     Ok(Settings {

@@ -5,6 +5,7 @@ use crate::{Outcome, print, print_json};
 use attlas::{Mask, Options, Schedule, Workspace, registry};
 use attlas_lab::layer::{Settings, WeightSource, read_states, write_npy};
 use attlas_lab::table::{Table, number, seconds};
+use attlas_lab::words::setting;
 use attlas_lab::{Error, layer as lab, output};
 use std::path::Path;
 use std::process::ExitCode;
@@ -21,9 +22,7 @@ pub(crate) fn run(args: &LayerArgs, common: &Common) -> Outcome {
     }
     let mut options = Options::new();
     for text in &args.set {
-        let (name, value) = text.split_once('=').ok_or_else(|| {
-            Error::argument("--set", "parameter=value, such as dims=32x32", format!("'{text}'"))
-        })?;
+        let (name, value) = setting(text, "dims=32x32")?;
         options.set(name, value);
     }
     let settings = Settings {

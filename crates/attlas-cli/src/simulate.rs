@@ -5,6 +5,7 @@ use crate::{Outcome, note, print, print_json};
 use attlas::{Mat, Options, registry};
 use attlas_lab::simulate::{KHop, Matching, Model, Particles, ParticlesRun, Scheme, Score, Task};
 use attlas_lab::table::{Table, count, number};
+use attlas_lab::words::setting;
 use attlas_lab::{Error, output};
 use std::process::ExitCode;
 
@@ -19,8 +20,7 @@ pub(crate) fn run(args: &SimulateArgs, common: &Common) -> Outcome {
 fn khop(args: &KhopArgs, common: &Common) -> Outcome {
     let mut options = Options::new();
     for text in &args.set {
-        let expected = || Error::argument("--set", "parameter=value, such as window=64", format!("'{text}'"));
-        let (name, value) = text.split_once('=').ok_or_else(expected)?;
+        let (name, value) = setting(text, "window=64")?;
         options.set(name, value);
     }
     let task = KHop {

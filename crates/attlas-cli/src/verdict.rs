@@ -1,10 +1,22 @@
-//! Whether a changed model is within the limit on its loss.
+//! A model is rewritten, and judged by the limit on its loss.
 
 use crate::args::{Common, Limit};
-use crate::note;
+use crate::progress::Progress;
+use crate::{STOP, interrupt, note};
+use attlas_lab::Error;
+use attlas_lab::rewrite::{Rewrite, run};
 use attlas_lab::self_check::Quality;
 use attlas_lab::table::bytes;
 use std::process::ExitCode;
+
+/// Rewrites a model with its progress on the terminal, until it is done or interrupted.
+pub(crate) fn rewritten<R: Rewrite>(rewrite: &R, common: &Common) -> Result<R::Record, Error> {
+    interrupt::catch(common);
+    let progress = Progress::new(common);
+    let record = run(rewrite, &|what, done, all| progress.at(done, all, what), &STOP);
+    progress.end();
+    record
+}
 
 /// Result of a change in a sentence, and whether it is within the limit. `sizes` are bytes before and after.
 pub(crate) fn of(q: &Quality, limit: Limit, sizes: Option<(usize, usize)>) -> (String, bool) {

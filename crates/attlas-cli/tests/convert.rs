@@ -2,6 +2,8 @@
 
 mod support;
 
+use attlas::conversions::Run;
+use attlas::registry;
 use serde_json::{Value, json};
 use support::{Folder, alice, attlas, minilm, model};
 
@@ -235,6 +237,38 @@ fn smollm2_becomes_a_folder_that_predicts_as_its_record_says() {
     ]);
     assert_eq!(measured["tokens"], json!(128));
     assert!((measured["ppl"].as_f64().unwrap() / after - 1.0).abs() < 1e-4);
+}
+
+#[test]
+fn one_pipeline_runs_every_conversion_of_the_registry() {
+    let folder = Folder::new("registry");
+    // tucker keeps 36 of its blocks by default, two a layer.
+    let (llama, letters) = (folder.model("llama", 18), folder.text(400));
+    let (minilm, alice) = (minilm().display().to_string(), alice());
+    let (compress, convert): (&[&str], &[&str]) =
+        (&["compress", "--repeats", "0", "--with"], &["convert", "--to"]);
+    for conversion in registry::CONVERSIONS {
+        let (id, out) = (conversion.id, folder.file(conversion.id));
+        let run = |command: &[&str], model: &str, text: &str| {
+            let rest = ["--rank", "2", "--text", text, "--tokens", "40", "--out", &out, "--json"];
+            attlas(&[command, &[id, model], &rest].concat())
+        };
+        let (own, other) = match conversion.run {
+            Run::Matrices(_) => (compress, convert),
+            Run::Latents => (convert, compress),
+        };
+        let (status, _, err) = run(other, &llama, &letters);
+        let named = format!("attlas {} {} {id}", own[0], own[own.len() - 1]);
+        assert!(status == 2 && err.contains(&named), "{err}");
+        let mut done = run(own, &llama, &letters);
+        // What takes no rotated heads is for encoders.
+        if done.2.contains("rotary positions") {
+            done = run(own, &minilm, &alice);
+        }
+        assert!(done.0 < 2, "{}", done.2);
+        assert_eq!(serde_json::from_str::<Value>(&done.1).unwrap()["conversion"], json!(id));
+        assert!(attlas_model::Model::open(out.as_ref()).is_ok(), "{id}");
+    }
 }
 
 /// Whether a folder that was begun is still there.

@@ -48,11 +48,10 @@ pub struct Quality {
 }
 
 impl Quality {
-    /// A row of [`table`].
-    fn line(&self, name: &str) -> Vec<String> {
+    /// A row of [`table`] without its name.
+    pub(crate) fn cells(&self) -> [String; 9] {
         let quantile = |q: Option<f64>| q.map_or("-".into(), number);
-        vec![
-            name.into(),
+        [
             format!("{:.3}", self.ppl_after),
             format!("{:.3}", self.ppl_after_se),
             format!("{:+.4}", self.nll_increase),
@@ -84,7 +83,7 @@ pub fn table(rows: &[(&str, &Quality)]) -> Table {
         let own = ["before".to_owned(), format!("{:.3}", q.ppl_before), format!("{:.3}", q.ppl_before_se)];
         table.push(own.to_vec());
     }
-    rows.iter().for_each(|(name, q)| table.push(q.line(name)));
+    rows.iter().for_each(|(name, q)| table.push([vec![(*name).into()], q.cells().to_vec()].concat()));
     table
 }
 
@@ -243,48 +242,16 @@ impl Reader {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing;
     use attlas::Schedule;
-    use attlas_model::save::{Folder, NamedTensor};
-    use serde_json::json;
 
     /// A small model; `size` scales its values.
     fn model(name: &str, size: f32) -> Arc<Model> {
-        let path = std::env::temp_dir().join(format!("attlas-self-check-{}-{name}", std::process::id()));
-        let folder = Folder::create(&path).unwrap();
-        let config = json!({"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6, "vocab_size": 11,
-            "max_position_embeddings": 64, "tie_word_embeddings": true});
-        folder.json("config.json", &config).unwrap();
-        let words = json!({"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null,
-            "post_processor": null, "decoder": null,
-            "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}});
-        folder.json("tokenizer.json", &words).unwrap();
-        let tensor = |name: &str, shape: Vec<usize>, size: f32| {
-            let n = shape.iter().product::<usize>();
-            let values = (0..n)
-                .map(|i| size * (((i * 37 + name.len() * 11) % 23) as f32 / 11.0 - 1.0))
-                .collect::<Vec<_>>();
-            NamedTensor::dense(name, shape, values)
+        let value = |part: &str, i: usize| {
+            let size = if part.ends_with("v_proj.weight") { size } else { 1.0 };
+            size * (((i * 37 + part.len() * 11) % 23) as f32 / 11.0 - 1.0)
         };
-        let layer = |part: &str| format!("model.layers.0.{part}.weight");
-        let list = [
-            tensor("model.embed_tokens.weight", vec![11, 8], 1.0),
-            tensor("model.norm.weight", vec![8], 1.0),
-            tensor(&layer("input_layernorm"), vec![8], 1.0),
-            tensor(&layer("post_attention_layernorm"), vec![8], 1.0),
-            tensor(&layer("self_attn.q_proj"), vec![8, 8], 1.0),
-            tensor(&layer("self_attn.k_proj"), vec![4, 8], 1.0),
-            tensor(&layer("self_attn.v_proj"), vec![4, 8], size),
-            tensor(&layer("self_attn.o_proj"), vec![8, 8], 1.0),
-            tensor(&layer("mlp.gate_proj"), vec![8, 8], 1.0),
-            tensor(&layer("mlp.up_proj"), vec![8, 8], 1.0),
-            tensor(&layer("mlp.down_proj"), vec![8, 8], 1.0),
-        ];
-        folder.tensors("model.safetensors", &list).unwrap();
-        folder.finish().unwrap();
-        let model = Arc::new(Model::open(&path).unwrap());
-        std::fs::remove_dir_all(&path).unwrap();
-        model
+        testing::model(&format!("self-check-{name}"), 1, 8, value)
     }
 
     /// Compares two models once.

@@ -1,6 +1,7 @@
 //! A model and a text that it reads.
 
 use crate::hash::sha256;
+use crate::words::setting;
 use crate::{Error, Result};
 use attlas::params::Value;
 use attlas_model::config::ModelConfig;
@@ -135,9 +136,7 @@ impl Attention {
         let method = attlas::registry::method(id)?;
         let mut options = attlas::Options::new();
         for text in &self.set {
-            let (name, value) = text.split_once('=').ok_or_else(|| {
-                Error::argument("--set", "parameter=value, such as window=256", format!("'{text}'"))
-            })?;
+            let (name, value) = setting(text, "window=256")?;
             let name = name.strip_prefix(method.id).and_then(|n| n.strip_prefix('.')).unwrap_or(name);
             if !method.params.iter().any(|p| p.name == name) && !attlas::Near::names(name) {
                 return Err(attlas::Error::UnknownParam {

@@ -1,5 +1,13 @@
 //! Words that come from outside: names that are nearly right, and names that must not reach a terminal as they are.
 
+use crate::{Error, Result};
+
+/// The name and the value of a setting `parameter=value`, such as `example`.
+pub fn setting<'a>(text: &'a str, example: &str) -> Result<(&'a str, &'a str)> {
+    let expected = || format!("parameter=value, such as {example}");
+    text.split_once('=').ok_or_else(|| Error::argument("--set", expected(), format!("'{text}'")))
+}
+
 /// Text as a terminal may show it: control characters, which move cursors and change colours, and marks that turn the
 /// direction of a line, as their codes. Line ends and tabs stay.
 pub fn printable(text: &str) -> String {

@@ -19,7 +19,7 @@ use crate::save::{Folder, NamedTensor};
 use crate::tensor::Tensor;
 use crate::weights::{DecoderLayer, DecoderWeights, LatentAttention, LatentMaps, Weights};
 use attlas::conversions::mla::{self, Calibration, Converted, Figures, Params, Stage};
-use attlas::layer::{Dense, LayerShape};
+use attlas::layer::Dense;
 use attlas::{Mat, MatRef, Workspace};
 use attlas_num::Scratch;
 use attlas_num::kernels::quant::Format;
@@ -57,24 +57,13 @@ fn convertible(model: &Model) -> Result<&DecoderWeights> {
     Ok(weights)
 }
 
-/// Sizes of the attention layers of a model that has not been converted.
-pub fn layer_shape(c: &ModelConfig) -> LayerShape {
-    LayerShape {
-        d_model: c.hidden,
-        n_heads: c.n_heads,
-        n_kv_heads: c.n_kv_heads,
-        d: c.head_dim,
-        d_v: c.head_dim,
-    }
-}
-
 /// The parameters for this model, widths that were left open set; an error if it cannot be converted with them.
 ///
 /// The stock class has no bias for queries but one that a latent carries, so models with such biases get a latent of
 /// queries of full width.
 pub fn check(model: &Model, params: &Params) -> Result<Params> {
     let weights = convertible(model)?;
-    let shape = layer_shape(&model.config);
+    let shape = model.config.layer_shape();
     let mut params = params.clone();
     if params.rank_q.is_none() && weights.layers.iter().any(|l| l.q.bias().is_some()) {
         params.rank_q = Some((shape.n_heads * shape.d).min(shape.d_model));
@@ -157,7 +146,7 @@ pub fn calibrate(
     let mut decoder = Decoder::on(hidden_of.clone(), &Recipe::default(), threads)?;
     let another = hidden_of.config.latent.is_some();
     let mut collector = Collector {
-        layers: vec![Calibration::new(layer_shape(c), between_queries); c.n_layers],
+        layers: vec![Calibration::new(c.layer_shape(), between_queries); c.n_layers],
         source: another.then(|| (weights, Scratch::new())),
         q: Vec::new(),
         k: Vec::new(),
@@ -206,7 +195,8 @@ pub fn convert(
     }
     let one = |(l, layer): (usize, &DecoderLayer)| {
         let [q, k, v, o] = [&layer.q, &layer.k, &layer.v, &layer.o].map(dense);
-        let source = mla::Source { shape: layer_shape(c), q: &q, k: &k, v: &v, o: &o, rope: c.rope.as_ref() };
+        let source =
+            mla::Source { shape: c.layer_shape(), q: &q, k: &k, v: &v, o: &o, rope: c.rope.as_ref() };
         let second = again.map(|a| &a[l]);
         let converted = mla::convert(&source, params, stage, &calibration[l], second)?;
         let converted = if neutral { converted.with_neutral_norms() } else { converted };
@@ -326,7 +316,7 @@ pub fn stored_as(model: &Model, elements: Elements, gguf: bool) -> Result<Model>
     };
     let layers = weights.layers.par_iter().enumerate().map(layer).collect::<Result<_>>()?;
     let embedding = tensor("the embedding", &weights.embedding, elements)?;
-    let output = if is_tied(weights) {
+    let output = if weights.is_tied() {
         let missing = || Error::MissingTensor { name: "the output".into() };
         let bias = weights.output.bias().map(<[f32]>::to_vec);
         Linear::new(embedding.clone(), bias).ok_or_else(missing)?
@@ -367,10 +357,6 @@ fn stores_bf16(w: &DecoderWeights) -> bool {
     w.layers.iter().all(|l| l.k.weight().format() == Format::BF16)
 }
 
-fn is_tied(w: &DecoderWeights) -> bool {
-    w.output.weight().bytes().as_ptr() == w.embedding.bytes().as_ptr()
-}
-
 fn tensors(model: &Model) -> Result<Vec<NamedTensor<'_>>> {
     let Weights::Decoder(weights) = &model.weights else { return refuse("an encoder") };
     let vector =
@@ -379,7 +365,7 @@ fn tensors(model: &Model) -> Result<Vec<NamedTensor<'_>>> {
         NamedTensor::stored("model.embed_tokens.weight", &weights.embedding),
         vector("model.norm.weight".into(), &weights.final_norm),
     ];
-    if !is_tied(weights) {
+    if !weights.is_tied() {
         list.push(NamedTensor::stored("lm_head.weight", weights.output.weight()));
     }
     let mlp_biases = has_mlp_biases(model);
@@ -469,7 +455,7 @@ fn config_json(model: &Model) -> Result<serde_json::Value> {
         "first_k_dense_replace": c.n_layers,
         "max_position_embeddings": c.max_positions,
         "rms_norm_eps": c.norm_eps,
-        "tie_word_embeddings": is_tied(weights),
+        "tie_word_embeddings": weights.is_tied(),
         "vocab_size": c.vocab,
         "bos_token_id": model.tokenizer.bos(),
         "eos_token_id": if c.eos.len() == 1 { json!(c.eos[0]) } else { json!(c.eos) },

@@ -211,7 +211,7 @@ fn tensors(model: &Model, elements: Elements) -> Result<Vec<Named<'_>>> {
     };
     let mut list: Vec<Named<'_>> = vec![(n.embedding.into(), Cow::Borrowed(&weights.embedding))];
     list.push(vector(n.final_norm.into(), &weights.final_norm)?);
-    if !std::ptr::eq(weights.output.weight().bytes(), weights.embedding.bytes()) {
+    if !weights.is_tied() {
         list.push(("output.weight".into(), Cow::Borrowed(weights.output.weight())));
     }
     if let Some(rope) = c.rope.as_ref().filter(|_| c.latent.is_none()) {
@@ -291,8 +291,8 @@ fn linear<'a>(
     Ok(())
 }
 
-/// For each row of queries or keys as the file has them, which row of the model it is; `None` where all are in place.
-fn pair_order(c: &ModelConfig, layout: Layout, heads: usize) -> Option<Vec<usize>> {
+/// For each row of queries or keys in this layout of pairs, which row of the model it is; `None` where all are in place.
+pub(crate) fn pair_order(c: &ModelConfig, layout: Layout, heads: usize) -> Option<Vec<usize>> {
     let rope = c.rope.as_ref().filter(|r| r.layout != layout)?;
     let (half, d) = (rope.dim / 2, c.head_dim);
     let within = move |i: usize| match layout {

@@ -47,6 +47,13 @@ pub struct DecoderWeights {
     pub output: Linear,
 }
 
+impl DecoderWeights {
+    /// Whether the embedding gives the logits, too.
+    pub(crate) fn is_tied(&self) -> bool {
+        std::ptr::eq(self.output.weight().bytes(), self.embedding.bytes())
+    }
+}
+
 /// One layer of a [`DecoderWeights`].
 #[derive(Clone, Debug)]
 pub struct DecoderLayer {
@@ -199,15 +206,26 @@ impl Weights {
 
     /// Whether a map of a layer is a product of factors.
     pub fn has_products(&self) -> bool {
-        match self {
-            Self::Decoder(w) => w.layers.iter().any(|l| {
-                [&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down].into_iter().any(Linear::is_product)
-            }),
-            Self::Encoder(w) => w
-                .layers
-                .iter()
-                .any(|l| [&l.q, &l.k, &l.v, &l.o, &l.up, &l.down].into_iter().any(Linear::is_product)),
-        }
+        self.maps().any(Linear::is_product)
+    }
+
+    /// The maps of a layer in the order of [`Role::ALL`](attlas::conversions::common::network::Role::ALL); encoders have no gate.
+    pub(crate) fn maps_of(&self, layer: usize) -> Option<[Option<&Linear>; 7]> {
+        Some(match self {
+            Self::Decoder(w) => {
+                let l = w.layers.get(layer)?;
+                [&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down].map(Some)
+            }
+            Self::Encoder(w) => {
+                let l = w.layers.get(layer)?;
+                [Some(&l.q), Some(&l.k), Some(&l.v), Some(&l.o), None, Some(&l.up), Some(&l.down)]
+            }
+        })
+    }
+
+    /// The maps of all layers.
+    pub(crate) fn maps(&self) -> impl Iterator<Item = &Linear> {
+        (0..).map_while(|layer| self.maps_of(layer)).flatten().flatten()
     }
 }
 

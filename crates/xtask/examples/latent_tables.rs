@@ -11,14 +11,14 @@
 //! Calibration on tokens 0 to 8191 as sequences of 256, once; perplexity in windows of 512 without overlap. Perplexities
 //! that were known beforehand stand beside those measured, and one that is off by more than 1 % makes it fail.
 
-use attlas::conversions::mla::{Metric, Params, Rotate, Stage};
+use attlas::conversions::mla::{Calibration, Metric, Params, Rotate, Stage};
 use attlas::{Schedule, Workspace};
-use attlas_lab::convert::Converter;
 use attlas_lab::figures::{Line, lines};
 use attlas_lab::self_check::SelfCheck;
 use attlas_lab::table::Table;
 use attlas_lab::text::{Text, open_model};
 use attlas_model::Model;
+use attlas_model::convert::{Latents, calibrate, convert};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -29,7 +29,7 @@ struct Run {
     model: Arc<Model>,
     tokens: Vec<u32>,
     threads: Workspace,
-    converter: Converter,
+    first: Vec<Calibration>,
     /// Largest relative distance from a known perplexity.
     worst: f64,
 }
@@ -48,9 +48,8 @@ fn main() -> Outcome<()> {
     let model = open_model(Path::new(path))?;
     let tokens = Text::read(Path::new(text), &model, None)?.tokens;
     let threads = Workspace::new(Schedule::default())?;
-    let converter =
-        Converter::new(&model, &tokens[..8192], 256, threads.sibling(), &mut |_, _| {}, &NEVER_STOP)?;
-    let mut run = Run { model, tokens, threads, converter, worst: 0.0 };
+    let mut run = Run { model, tokens, threads, first: Vec::new(), worst: 0.0 };
+    run.first = run.moments(&run.model)?;
     if matches!(part, "all" | "stages") {
         run.stages()?;
     }
@@ -75,9 +74,19 @@ impl Run {
         Ok(read.perplexity().0)
     }
 
+    /// Moments of the model's layers on the hidden states of this one.
+    fn moments(&self, hidden_of: &Arc<Model>) -> Outcome<Vec<Calibration>> {
+        let (tokens, never) = (&self.tokens[..8192], &NEVER_STOP);
+        Ok(calibrate(&self.model, hidden_of, tokens, 256, true, &self.threads, &mut |_, _| {}, never)?)
+    }
+
+    fn convert(&self, params: &Params, stage: Stage, again: Option<&[Calibration]>) -> Outcome<Latents> {
+        Ok(self.threads.install(|_| convert(&self.model, params, stage, &self.first, again, false))?)
+    }
+
     /// Perplexity at a stage, and the mean share of the keys' energy that is still rotated.
     fn at(&self, params: &Params, stage: Stage, range: std::ops::Range<usize>) -> Outcome<(f64, f64)> {
-        let latents = self.converter.convert(params, stage, None, false)?;
+        let latents = self.convert(params, stage, None)?;
         let energy =
             latents.figures.iter().map(|f| f.kept_energy).sum::<f64>() / latents.figures.len() as f64;
         Ok((self.perplexity(&Arc::new(latents.model), range)?, energy))
@@ -190,10 +199,11 @@ impl Run {
             }
         }
         let published = Params { pca: Metric::Activation, ..params(Rotate::Real, 64, 2) };
-        let again = self.converter.again(&published, &self.tokens[..8192], &mut |_, _| {}, &NEVER_STOP)?;
+        let partial = self.convert(&published, Stage::PartialRope, None)?.model;
+        let again = self.moments(&Arc::new(partial))?;
         for (rank, known) in [(192, 36.09), (128, 46.45)] {
             let p = Params { rank: Some(rank), ..published.clone() };
-            let model = Arc::new(self.converter.convert(&p, Stage::LowRank, Some(&again), false)?.model);
+            let model = Arc::new(self.convert(&p, Stage::LowRank, Some(&again))?.model);
             let found = self.perplexity(&model, range.clone())?;
             let [a, b, c] = self.compare(known, found);
             table.push(vec!["published, calibrated twice".into(), rank.to_string(), "1".into(), a, b, c]);

@@ -17,7 +17,7 @@ pub(crate) use layer::LayerArgs;
 pub(crate) use measure::{
     BenchArgs, CompareArgs, InspectArgs, MethodsArgs, ReorderName, ReportArgs, WireName,
 };
-pub(crate) use rewrite::{CompressArgs, ConvertArgs, RecipeName, Target};
+pub(crate) use rewrite::{CompressArgs, ConvertArgs, RecipeName};
 pub(crate) use shared::{Inputs, Limit};
 pub(crate) use simulate::{KhopArgs, MatchArgs, ParticlesArgs, SimulateArgs, Simulation};
 

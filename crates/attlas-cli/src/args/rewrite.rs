@@ -2,9 +2,11 @@
 
 use super::shared::{Limit, ModelChoice, NewFolder, count, positive, share};
 use attlas::conversions::mla::Stage;
+use attlas::conversions::{Conversion, Run};
+use attlas::registry;
 use attlas_model::compress::Elements;
 use attlas_model::recipe::Numbers;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
@@ -107,8 +109,8 @@ pub(crate) struct ConvertArgs {
     #[command(flatten)]
     pub(crate) model: ModelChoice,
     /// Target of the conversion.
-    #[arg(long, value_enum)]
-    pub(crate) to: Target,
+    #[arg(long, value_parser = target())]
+    pub(crate) to: &'static Conversion,
     #[command(flatten)]
     pub(crate) out: NewFolder,
     /// The text to calibrate on, and to check on what follows; - is standard input.
@@ -169,13 +171,6 @@ pub(crate) struct ConvertArgs {
     pub(crate) limit: Limit,
 }
 
-/// Targets of a conversion.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Target {
-    /// Latent attention.
-    Mla,
-}
-
 /// How a model is converted to latent attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RecipeName {
@@ -183,6 +178,16 @@ pub(crate) enum RecipeName {
     Improved,
     /// Real basis, errors of activations, calibrated twice.
     Published,
+}
+
+/// Reads a conversion by its id. Those of another command are not shown, but known.
+fn target() -> impl TypedValueParser<Value = &'static Conversion> {
+    let shown = |c: &&Conversion| match c.run {
+        Run::Latents => PossibleValue::new(c.id).help("Latent attention"),
+        Run::Matrices(_) => PossibleValue::new(c.id).hide(true),
+    };
+    let ids = registry::CONVERSIONS.iter().map(shown).collect::<Vec<_>>();
+    PossibleValuesParser::new(ids).try_map(|id| registry::conversion(&id))
 }
 
 /// Reads a stage by its name.

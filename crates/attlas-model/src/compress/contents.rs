@@ -105,7 +105,7 @@ impl<'a> Contents<'a> {
 pub(super) fn decoder_tensors<'a>(w: &'a DecoderWeights, out: &mut Contents<'a>) {
     let n = &HF_DECODER;
     out.tensor(format!("model.{}", n.embedding), Cow::Borrowed(&w.embedding));
-    if !std::ptr::eq(w.output.weight().bytes(), w.embedding.bytes()) {
+    if !w.is_tied() {
         out.tensor("lm_head.weight".into(), Cow::Borrowed(w.output.weight()));
     }
     out.vectors.push((format!("model.{}", n.final_norm), Cow::Borrowed(&w.final_norm)));

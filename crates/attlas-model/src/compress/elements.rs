@@ -3,7 +3,6 @@
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::tensor::{Source, Tensor};
-use crate::weights::Weights;
 use attlas_num::kernels::quant::Format;
 use std::sync::Arc;
 
@@ -38,16 +37,7 @@ impl Elements {
             let of = Self::like(m.format());
             counts.iter_mut().filter(|(_, e)| *e == of).for_each(|(n, _)| *n += m.rows() * m.cols());
         };
-        match &model.weights {
-            Weights::Decoder(w) => {
-                let maps = w.layers.iter().flat_map(|l| [&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down]);
-                maps.flat_map(|m| m.matrices()).for_each(&mut count);
-            }
-            Weights::Encoder(w) => {
-                let maps = w.layers.iter().flat_map(|l| [&l.q, &l.k, &l.v, &l.o, &l.up, &l.down]);
-                maps.flat_map(|m| m.matrices()).for_each(&mut count);
-            }
-        }
+        model.weights.maps().flat_map(|m| m.matrices()).for_each(&mut count);
         counts.into_iter().max_by_key(|(n, _)| *n).map_or(Self::F32, |(_, e)| e)
     }
 

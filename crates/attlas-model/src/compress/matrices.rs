@@ -2,9 +2,10 @@
 
 use super::learn::Learnt;
 use crate::error::{Error, Result};
+use crate::export::pair_order;
 use crate::linear::Linear;
 use crate::model::Model;
-use crate::tensor::{Source, Tensor};
+use crate::tensor::Tensor;
 use crate::weights::{HF_DECODER, HF_ENCODER, Weights};
 use attlas::Mat;
 use attlas::conversions::common::moments::Moments;
@@ -37,52 +38,18 @@ impl<'a> Matrices<'a> {
     }
 
     fn linear(&self, slot: Slot) -> Option<&'a Linear> {
-        match &self.model.weights {
-            Weights::Decoder(w) => {
-                let l = w.layers.get(slot.layer)?;
-                Some(match slot.role {
-                    Role::Query => &l.q,
-                    Role::Key => &l.k,
-                    Role::Value => &l.v,
-                    Role::Output => &l.o,
-                    Role::Gate => &l.gate,
-                    Role::Up => &l.up,
-                    Role::Down => &l.down,
-                })
-            }
-            Weights::Encoder(w) => {
-                let l = w.layers.get(slot.layer)?;
-                Some(match slot.role {
-                    Role::Query => &l.q,
-                    Role::Key => &l.k,
-                    Role::Value => &l.v,
-                    Role::Output => &l.o,
-                    Role::Gate => return None,
-                    Role::Up => &l.up,
-                    Role::Down => &l.down,
-                })
-            }
-        }
+        self.model.weights.maps_of(slot.layer)?[slot.role as usize]
     }
 
     /// For each row of the matrix as Hugging Face orders it, which stored row it is; `None` where all are in place.
-    /// llama.cpp puts the halves of a rotated pair beside one another.
     fn order(&self, slot: Slot) -> Option<Vec<usize>> {
         let c = &self.model.config;
-        let rope = c.rope.as_ref().filter(|r| r.layout == Layout::Interleaved)?;
         let heads = match slot.role {
             Role::Query => c.n_heads,
             Role::Key => c.n_kv_heads,
             _ => return None,
         };
-        let half = rope.dim / 2;
-        let within = move |i: usize| match i {
-            i if i < half => 2 * i,
-            i if i < 2 * half => 2 * (i - half) + 1,
-            i => i,
-        };
-        let d = c.head_dim;
-        Some((0..heads).flat_map(|h| (0..d).map(move |i| h * d + within(i))).collect())
+        pair_order(c, Layout::Half, heads)
     }
 
     /// The stored tensor with its rows in order, and the bias.
@@ -91,11 +58,7 @@ impl<'a> Matrices<'a> {
         let Some(order) = self.order(slot) else {
             return Some((Cow::Borrowed(map.weight()), map.bias().map(<[f32]>::to_vec)));
         };
-        let weight = map.weight().as_weight();
-        let bytes: Vec<u8> = order.iter().flat_map(|&r| weight.row(r)).copied().collect();
-        let range = 0..bytes.len();
-        let (format, shape) = (map.weight().format(), map.weight().shape().to_vec());
-        let tensor = Tensor::new(Arc::new(Source::Owned(bytes)), range, format, shape)?;
+        let tensor = map.weight().some_rows(order.iter().copied())?;
         Some((Cow::Owned(tensor), map.bias().map(|b| order.iter().map(|&r| b[r]).collect())))
     }
 
@@ -121,14 +84,7 @@ impl<'a> Matrices<'a> {
 
 impl Network for Matrices<'_> {
     fn shape(&self) -> LayerShape {
-        let c = &self.model.config;
-        LayerShape {
-            d_model: c.hidden,
-            n_heads: c.n_heads,
-            n_kv_heads: c.n_kv_heads,
-            d: c.head_dim,
-            d_v: c.head_dim,
-        }
+        self.model.config.layer_shape()
     }
 
     fn n_layers(&self) -> usize {

@@ -26,9 +26,9 @@ use crate::save::{Folder, GGUF, NamedTensor};
 use crate::tensor::Tensor;
 use crate::weights::{Naming, Weights};
 use attlas::Options;
-use attlas::conversions::Conversion;
 use attlas::conversions::common::network::{Network, Request, Rewritten, Role, Slot, Weight};
 use attlas::conversions::common::product::{Factor, Values};
+use attlas::conversions::{Conversion, Run};
 use attlas::layer::Dense;
 use contents::{Contents, decoder_tensors, encoder_tensors};
 use matrices::Matrices;
@@ -71,9 +71,10 @@ pub fn compress_seen<'a>(
     progress: &(dyn Fn(usize, usize) + Sync),
 ) -> Result<Compressed<'a>> {
     let matrices = Matrices { learnt, ..Matrices::new(model)? };
-    let run = conversion.run.ok_or_else(|| Error::Unsupported {
-        what: format!("applying {} without its own calibration, as compress does,", conversion.id),
-    })?;
+    let Run::Matrices(run) = conversion.run else {
+        let what = format!("applying {} without its own calibration, as compress does,", conversion.id);
+        return Err(Error::Unsupported { what });
+    };
     let rewritten = run(&Request { network: &matrices, layers, roles, options, progress })?;
     Ok(Compressed { model, conversion, options: options.clone(), rewritten })
 }

@@ -31,7 +31,7 @@ pub(super) fn config_json(model: &Model) -> Result<Json> {
         Weights::Decoder(w) => {
             json["hidden_act"] = "silu".into();
             json["rms_norm_eps"] = c.norm_eps.into();
-            json["tie_word_embeddings"] = std::ptr::eq(w.output.weight().bytes(), w.embedding.bytes()).into();
+            json["tie_word_embeddings"] = w.is_tied().into();
         }
     }
     if let Some(rope) = &c.rope {

@@ -10,6 +10,7 @@ pub use families::{Activation, Architecture};
 pub(crate) use families::{HeadNorm, MLP_BIAS_NAME, Norms, Windows};
 
 use crate::error::{Error, Result};
+use attlas::layer::LayerShape;
 use attlas_num::rope::{Layout, Rope, Scaling};
 use serde_json::Value as Json;
 
@@ -139,6 +140,12 @@ const MAX_EXTENSION: usize = 64;
 const MAX_LAYERS: usize = 1 << 12;
 
 impl ModelConfig {
+    /// Sizes of attention layers whose values are as wide as keys.
+    pub fn layer_shape(&self) -> LayerShape {
+        let (d_model, d) = (self.hidden, self.head_dim);
+        LayerShape { d_model, n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, d, d_v: d }
+    }
+
     /// Longest context that can be run. Where frequencies follow the length (dynamic NTK, YaRN), that is beyond the one
     /// the model was made for.
     pub fn longest_context(&self) -> usize {

@@ -21,7 +21,7 @@
 
 use super::common::network::{Attention, Loss, Request, Rewritten, Role, Slot, Weight, new_weight};
 use super::common::refused;
-use crate::conversions::Conversion;
+use crate::conversions::{Conversion, Run};
 use crate::layer::{Dense, LayerShape};
 use crate::params::ParamValue;
 use crate::{Error, Mat, Options, Result, layers};
@@ -38,7 +38,7 @@ pub static CONVERSION: Conversion = Conversion {
     from: "grouped_query",
     to: "collaborative",
     reads_text: false,
-    run: Some(run),
+    run: Run::Matrices(run),
 };
 
 crate::choices! {

@@ -30,6 +30,15 @@ pub struct Conversion {
     pub to: &'static str,
     /// Whether it fits weights to the inputs that a calibration text gives them.
     pub reads_text: bool,
-    /// Applies it to a whole network; `None` where it needs more than weights.
-    pub run: Option<fn(&Request<'_>) -> Result<Rewritten>>,
+    /// How it is applied to a whole network.
+    pub run: Run,
+}
+
+/// How a conversion is applied to a whole network.
+#[derive(Clone, Copy, Debug)]
+pub enum Run {
+    /// To any of its matrices, from weights and, where it reads text, moments of their inputs.
+    Matrices(fn(&Request<'_>) -> Result<Rewritten>),
+    /// To all attention layers, which become latent ones in stages, from moments of their heads: [`mla::convert`].
+    Latents,
 }

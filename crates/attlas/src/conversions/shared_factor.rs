@@ -19,12 +19,12 @@
 //!
 //! **When to use.** Before distillation. After training alone it destroys a model: one basis serves all layers and roles.
 
-use super::Conversion;
 use super::common::moments::Seen;
 use super::common::network::{Loss, Request, Rewritten};
 use super::common::product::{Values, parameters};
 use super::common::refused;
 use super::common::stack::{Stack, stacks};
+use super::{Conversion, Run};
 use crate::{Error, Mat, Result};
 use attlas_num::linalg::psd_factor;
 use attlas_num::par::*;
@@ -40,7 +40,7 @@ pub static CONVERSION: Conversion = Conversion {
     from: "grouped_query",
     to: "grouped_query",
     reads_text: true,
-    run: Some(run),
+    run: Run::Matrices(run),
 };
 
 crate::params! {

@@ -26,7 +26,7 @@ use super::common::moments::Moments;
 use super::common::network::{Loss, Request, Rewritten, Slot};
 use super::common::product::{Factor, Product};
 use super::common::refused;
-use crate::conversions::Conversion;
+use crate::conversions::{Conversion, Run};
 use crate::layer::Linear;
 use crate::{Error, Mat, Result};
 use attlas_num::linalg::{matmul, matmul_tn, singular_values};
@@ -42,7 +42,7 @@ pub static CONVERSION: Conversion = Conversion {
     from: "grouped_query",
     to: "grouped_query",
     reads_text: true,
-    run: Some(run),
+    run: Run::Matrices(run),
 };
 
 crate::params! {

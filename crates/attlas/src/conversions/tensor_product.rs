@@ -21,7 +21,7 @@
 use super::common::moments::{Moments, RIDGE};
 use super::common::network::{Attention, Loss, Request, Rewritten, Role, Slot, Weight, new_weight};
 use super::common::refused;
-use crate::conversions::Conversion;
+use crate::conversions::{Conversion, Run};
 use crate::layer::{Dense, LayerShape};
 use crate::{Error, Mat, Options, Result};
 use attlas_num::linalg::{Triangle, solve_triangular_in_place, svd};
@@ -36,7 +36,7 @@ pub static CONVERSION: Conversion = Conversion {
     from: "grouped_query",
     to: "tensor_product",
     reads_text: true,
-    run: Some(run),
+    run: Run::Matrices(run),
 };
 
 crate::params! {

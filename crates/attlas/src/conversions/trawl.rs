@@ -20,7 +20,6 @@
 //! **When to use.** As a post-training experiment with a validation metric at hand: sweep layers from the last, keep a
 //! change only where the metric does not fall. `attlas compress --with trawl --accept` does that on text set aside.
 
-use super::Conversion;
 use super::common::heads::{HeadStack, head_stacks, rewrite};
 use super::common::moments::Seen;
 use super::common::network::{Loss, Request, Rewritten, Role};
@@ -28,6 +27,7 @@ use super::common::product::{Factor, Product, Values, parameters};
 use super::common::refused;
 use super::common::stack::{Member, Stack, stacks};
 use super::shared_factor::{self, check, stack_error, weighted_stack};
+use super::{Conversion, Run};
 use crate::{Mat, Result};
 use attlas_num::linalg::{Triangle, matmul_tn, psd_factor, solve_triangular_in_place};
 use attlas_num::tensor::{Tensor, cp, tucker};
@@ -42,7 +42,7 @@ pub static CONVERSION: Conversion = Conversion {
     from: "grouped_query",
     to: "grouped_query",
     reads_text: true,
-    run: Some(run),
+    run: Run::Matrices(run),
 };
 
 crate::choices! {

@@ -16,13 +16,13 @@
 //!
 //! **When to use.** Before distillation; see `shared_factor`.
 
-use super::Conversion;
 use super::common::heads::{HeadStack, head_stacks, rewrite};
 use super::common::moments::Seen;
 use super::common::network::{Request, Rewritten};
 use super::common::product::{Values, mix};
 use super::common::refused;
 use super::shared_factor::{Shared, check, each_stack, slices, stack_error, weighted_stack};
+use super::{Conversion, Run};
 use crate::{Error, Mat, Result};
 use attlas_num::linalg::{matmul, matmul_nt, psd_factor};
 use attlas_num::par::*;
@@ -38,7 +38,7 @@ pub static CONVERSION: Conversion = Conversion {
     from: "grouped_query",
     to: "grouped_query",
     reads_text: true,
-    run: Some(run),
+    run: Run::Matrices(run),
 };
 
 crate::params! {

@@ -212,7 +212,7 @@ pub struct Attention {
 }
 
 /// Loss of a matrix, or of several that were decomposed together.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Loss {
     /// Which.
     pub what: String,

@@ -38,7 +38,7 @@ pub use calibration::Calibration;
 pub use converted::Converted;
 pub use rotation::{Rotation, Widths};
 
-use crate::conversions::Conversion;
+use crate::conversions::{Conversion, Run};
 use crate::layer::{Dense, LayerShape};
 use crate::{Mat, Result};
 use assemble::assemble;
@@ -55,7 +55,7 @@ pub static CONVERSION: Conversion = Conversion {
     from: "grouped_query",
     to: "latent",
     reads_text: true,
-    run: None,
+    run: Run::Latents,
 };
 
 crate::choices! {
@@ -156,7 +156,7 @@ pub struct Source<'a> {
 }
 
 /// Energy kept and lost by a conversion.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct Figures {
     /// Share of the keys' energy that is still rotated.
     pub kept_energy: f64,

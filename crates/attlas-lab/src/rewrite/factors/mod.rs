@@ -9,22 +9,23 @@ mod calibrate;
 pub use accept::{Accept, Acceptance, Trial, set_rank};
 pub use calibrate::{Calibrate, Calibrated};
 
+use super::{Bench, Order, Rewrite, Written, check_conversion};
 use crate::run::timed;
-use crate::self_check::{Quality, SelfCheck};
+use crate::self_check::Quality;
 use crate::table::{Table, bytes, number, seconds};
-use crate::text::{Text, model_size, open_model};
+use crate::text::Text;
 use crate::{Error, Result};
-use attlas::conversions::Conversion;
-use attlas::conversions::common::network::Role;
-use attlas::{Options, Schedule, Workspace, registry};
+use attlas::conversions::common::network::{Loss, Role};
+use attlas::conversions::{Conversion, Run};
+use attlas::{Options, Workspace, registry};
 use attlas_model::bert::Batch;
-use attlas_model::compress::{Compressed, Elements, Learnt, compress_seen, flops_per_token};
+use attlas_model::compress::{Compressed, Elements, compress_seen, flops_per_token};
+use attlas_model::export::{check_gguf, is_gguf};
 use attlas_model::save::Folder;
 use attlas_model::{Decoder, Encoder, Model, Recipe, Rows};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Settings of a compression.
 #[derive(Clone, Debug)]
@@ -67,7 +68,7 @@ impl Settings {
 }
 
 /// Storage and cost of a model.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Figures {
     /// Numbers in the checkpoint.
     pub parameters: usize,
@@ -94,23 +95,6 @@ pub struct Embeddings {
     pub cosine_mean: f64,
     /// The smallest.
     pub cosine_min: f64,
-}
-
-/// Loss of weights that were decomposed together.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Loss {
-    /// Which weights.
-    pub what: String,
-    /// The rank that was kept.
-    pub rank: usize,
-    /// Relative Frobenius error.
-    pub rel_error: f64,
-    /// Relative root mean square error of the outputs on calibration text.
-    pub seen_error: Option<f64>,
-    /// Numbers before.
-    pub before: usize,
-    /// Numbers after.
-    pub after: usize,
 }
 
 /// The measurement.
@@ -154,134 +138,105 @@ pub struct Record {
     pub slower: Vec<&'static str>,
 }
 
-/// Converts, writes, opens again and measures. `progress` receives what is done, parts done and parts in all.
-pub fn run(
-    settings: &Settings,
-    progress: &(dyn Fn(&str, usize, usize) + Sync),
-    stop: &AtomicBool,
-) -> Result<Record> {
-    // What can be known to fail is known before a model is opened.
-    Folder::check(&settings.out)?;
-    let before = open_model(&settings.model)?;
-    if attlas_model::export::is_gguf(&settings.out) {
-        attlas_model::export::check_gguf(&before)?;
+impl Rewrite for Settings {
+    type Ready = Texts;
+    /// The model in factored form, its trials, and the text that it was fitted to.
+    type Made<'a> = (Compressed<'a>, Option<Acceptance>, Option<Calibrated>);
+    type Record = Record;
+
+    fn order(&self) -> Result<Order<'_>> {
+        let mine = |run: &Run| matches!(run, Run::Matrices(_));
+        check_conversion("--with", self.conversion, mine, "attlas convert --to")?;
+        Ok(Order { model: &self.model, out: &self.out, window: self.window, threads: self.threads })
     }
-    let texts = Texts::read(settings, &before)?;
-    let threads = Workspace::new(Schedule { threads: settings.threads, ..Schedule::default() })?;
-    let ((learnt, calibration), learn_seconds) =
-        timed_result(|| calibrate::learn(&before, settings, &threads, progress, stop))?;
-    let ((compressed, acceptance), convert_seconds) = timed_result(|| {
-        convert(&before, settings, &texts.set_aside, learnt.as_ref(), &threads, progress, stop)
-    })?;
-    let convert_seconds = learn_seconds + convert_seconds;
-    let calibration = calibration.map(|c: Calibrated| c.with_losses(&compressed.rewritten.losses));
-    if stop.load(Ordering::Relaxed) {
-        return Err(attlas_model::Error::Interrupted.into());
+
+    fn prepare(&self, model: &Model) -> Result<Texts> {
+        if is_gguf(&self.out) {
+            check_gguf(model)?;
+        }
+        Texts::read(self, model)
     }
-    let elements = settings.elements_of(&before);
-    compressed.write(&settings.out, elements)?;
-    let losses = compressed.rewritten.losses.iter();
-    let losses = losses
-        .map(|l| Loss {
-            what: l.what.clone(),
-            rank: l.rank,
-            rel_error: l.rel_error,
-            seen_error: l.seen_error,
-            before: l.before,
-            after: l.after,
+
+    fn make<'a>(&'a self, bench: &'a Bench<'a>, texts: &'a Texts) -> Result<Self::Made<'a>> {
+        let (model, progress) = (&bench.before, bench.progress);
+        let (learnt, calibration) = calibrate::learn(bench, self)?;
+        let (learnt, set_aside) = (learnt.as_ref(), &texts.set_aside);
+        let (compressed, acceptance) = if let Some(accept) = &self.accept {
+            let (threads, stop) = (&bench.threads, bench.stop);
+            let (kept, acceptance) =
+                accept::choose(model, self, accept, set_aside, learnt, threads, progress, stop)?;
+            (kept, Some(acceptance))
+        } else {
+            let report = |done: usize, all: usize| progress("decomposing", done, all);
+            let (layers, roles) = (self.layers.as_deref(), self.roles.as_deref());
+            (compress_seen(model, self.conversion, &self.options, layers, roles, learnt, &report)?, None)
+        };
+        let calibration = calibration.map(|c| c.with_losses(&compressed.rewritten.losses));
+        Ok((compressed, acceptance, calibration))
+    }
+
+    /// The folder needs no record beside it.
+    fn write(&self, bench: &Bench<'_>, _: &Texts, made: &Self::Made<'_>) -> Result<Option<Folder>> {
+        made.0.write(&self.out, self.elements_of(&bench.before))?;
+        Ok(None)
+    }
+
+    fn measure(
+        &self,
+        bench: &Bench<'_>,
+        texts: &Texts,
+        (compressed, acceptance, calibration): Self::Made<'_>,
+        written: Written,
+    ) -> Result<Record> {
+        let Bench { before, threads, .. } = bench;
+        let models = [before, &written.model];
+        let mut figures = [0, 1].map(|i| sizes(models[i], written.sizes[i], self.window));
+        let (mut quality, mut embeddings) = (None, None);
+        if texts.paragraphs.is_empty() {
+            let tokens = &texts.text.tokens;
+            let mut reference = bench.read(before, tokens, "before")?;
+            quality = Some(bench.against(&mut reference, &written.model, "as written")?);
+            let window = &tokens[..self.window.min(tokens.len())];
+            time_decoders(models, window, &mut figures, self.repeats, threads, bench.progress)?;
+        } else {
+            let (ids, threads) = (&texts.paragraphs, threads.sibling());
+            embeddings = Some(compare_embeddings(models, ids, &mut figures, self.repeats, threads)?);
+        }
+        let [before, after] = figures;
+        let slower = times(&before, &after).into_iter().filter(|(_, a, b)| *b >= 1.05 * a);
+        let slower = slower.map(|(name, ..)| name).collect();
+        Ok(Record {
+            model: bench.order.name(),
+            conversion: self.conversion.id,
+            params: self.options.clone(),
+            dtype: self.elements_of(&bench.before).name(),
+            out: self.out.display().to_string(),
+            text: texts.text.source.clone(),
+            text_sha256: texts.text.sha256.clone(),
+            window: self.window,
+            convert_seconds: written.make_seconds,
+            rel_error: compressed.rewritten.rel_error(),
+            losses: compressed.rewritten.losses,
+            acceptance,
+            calibration,
+            before,
+            after,
+            quality,
+            embeddings,
+            slower,
         })
-        .collect();
-    let rel_error = compressed.rewritten.rel_error();
-    let after = Arc::new(Model::open(&settings.out)?);
-    let mut figures = [sizes(&before, &settings.model, settings)?, sizes(&after, &settings.out, settings)?];
-    let models = [&before, &after];
-    let (mut quality, mut embeddings) = (None, None);
-    match &texts.content {
-        Content::Tokens(tokens) => {
-            let mut report = |done: usize, all: usize| progress("reading", done, 2 * all);
-            let mut check = SelfCheck::new(&before, tokens, settings.window, &threads, &mut report, stop)?;
-            let mut report = |done: usize, all: usize| progress("reading", all + done, 2 * all);
-            quality = Some(check.against(&after, &threads, &mut report, stop)?);
-            let window = &tokens[..settings.window.min(tokens.len())];
-            time_decoders(models, window, &mut figures, settings.repeats, &threads, progress)?;
-        }
-        Content::Texts(ids) => {
-            embeddings = Some(compare_embeddings(models, ids, &mut figures, settings.repeats, threads)?);
-        }
     }
-    let [before, after] = figures;
-    let worse = |a: Option<f64>, b: Option<f64>| matches!((a, b), (Some(a), Some(b)) if b >= 1.05 * a);
-    let mut slower = Vec::new();
-    if worse(before.prefill_seconds, after.prefill_seconds) {
-        slower.push("prefill");
-    }
-    if worse(before.decode_seconds, after.decode_seconds) {
-        slower.push("decode");
-    }
-    Ok(Record {
-        model: settings.model.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-        conversion: settings.conversion.id,
-        params: settings.options.clone(),
-        dtype: elements.name(),
-        out: settings.out.display().to_string(),
-        text: texts.source,
-        text_sha256: texts.sha256,
-        window: settings.window,
-        convert_seconds,
-        rel_error,
-        losses,
-        acceptance,
-        calibration,
-        before,
-        after,
-        quality,
-        embeddings,
-        slower,
-    })
-}
-
-/// Applies the conversion everywhere, or only where text set aside accepts it.
-fn convert<'a>(
-    model: &'a Arc<Model>,
-    settings: &Settings,
-    set_aside: &[u32],
-    learnt: Option<&Learnt>,
-    threads: &Workspace,
-    progress: &(dyn Fn(&str, usize, usize) + Sync),
-    stop: &AtomicBool,
-) -> Result<(Compressed<'a>, Option<Acceptance>)> {
-    if let Some(accept) = &settings.accept {
-        let (kept, acceptance) =
-            accept::choose(model, settings, accept, set_aside, learnt, threads, progress, stop)?;
-        return Ok((kept, Some(acceptance)));
-    }
-    let Settings { options, layers, roles, .. } = settings;
-    let report = |done: usize, all: usize| progress("decomposing", done, all);
-    let (layers, roles) = (layers.as_deref(), roles.as_deref());
-    let all = compress_seen(model, settings.conversion, options, layers, roles, learnt, &report)?;
-    Ok((all, None))
-}
-
-/// The result of work that may fail, and the seconds it took.
-fn timed_result<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
-    let (done, seconds) = timed(work);
-    Ok((done?, seconds))
 }
 
 /// The text that both models read.
-struct Texts {
-    source: String,
-    sha256: String,
-    content: Content,
+#[derive(Debug)]
+pub struct Texts {
+    /// Its tokens are to be predicted.
+    text: Text,
     /// The tokens after those, where they decide what is kept.
     set_aside: Vec<u32>,
-}
-
-enum Content {
-    /// Tokens to predict.
-    Tokens(Vec<u32>),
-    /// Texts to embed.
-    Texts(Vec<Vec<u32>>),
+    /// Instead of them, for an encoder, texts to embed.
+    paragraphs: Vec<Vec<u32>>,
 }
 
 /// Characters below which a paragraph is not worth embedding.
@@ -291,34 +246,21 @@ const PARAGRAPH_TOKENS: usize = 128;
 
 impl Texts {
     fn read(settings: &Settings, model: &Model) -> Result<Self> {
-        if !model.config.architecture.is_encoder() {
-            let more = settings.accept.as_ref().map_or(0, |a| a.tokens);
-            let mut text = Text::read(&settings.text, model, Some(settings.tokens.saturating_add(more)))?;
-            let set_aside = text.tokens.split_off(settings.tokens.min(text.tokens.len()));
-            if text.tokens.len() < 2 {
-                return Err(Error::argument("--text", "two tokens or more", text.tokens.len()));
-            }
-            if settings.accept.is_some() {
-                accept::check(Some(&set_aside))?;
-            }
-            return Ok(Self {
-                source: text.source,
-                sha256: text.sha256,
-                content: Content::Tokens(text.tokens),
-                set_aside,
-            });
+        let Settings { accept, tokens, .. } = settings;
+        if model.config.architecture.is_encoder() {
+            accept.as_ref().map_or(Ok(()), |_| accept::check(None))?;
+            let text = Text::read(&settings.text, model, None)?;
+            let paragraphs = paragraphs(&settings.text, model, 0, *tokens)?;
+            return Ok(Self { text, set_aside: Vec::new(), paragraphs });
         }
-        if settings.accept.is_some() {
-            accept::check(None)?;
+        let more = accept.as_ref().map_or(0, |a| a.tokens);
+        let mut text = Text::read(&settings.text, model, Some(tokens.saturating_add(more)))?;
+        let set_aside = text.tokens.split_off((*tokens).min(text.tokens.len()));
+        if text.tokens.len() < 2 {
+            return Err(Error::argument("--text", "two tokens or more", text.tokens.len()));
         }
-        let whole = Text::read(&settings.text, model, None)?;
-        let ids = paragraphs(&settings.text, model, 0, settings.tokens)?;
-        Ok(Self {
-            source: whole.source,
-            sha256: whole.sha256,
-            content: Content::Texts(ids),
-            set_aside: Vec::new(),
-        })
+        accept.as_ref().map_or(Ok(()), |_| accept::check(Some(&set_aside)))?;
+        Ok(Self { text, set_aside, paragraphs: Vec::new() })
     }
 }
 
@@ -345,18 +287,10 @@ fn paragraphs(path: &Path, model: &Model, skip: usize, most: usize) -> Result<Ve
     Ok(ids)
 }
 
-fn sizes(model: &Arc<Model>, path: &Path, settings: &Settings) -> Result<Figures> {
-    let (parameters, bytes) = model_size(path)?;
-    let window = settings.window.min(model.config.max_positions);
+fn sizes(model: &Model, (parameters, bytes): (usize, usize), window: usize) -> Figures {
+    let window = window.min(model.config.max_positions);
     let context = if model.config.architecture.is_encoder() { PARAGRAPH_TOKENS } else { window };
-    Ok(Figures {
-        parameters,
-        bytes,
-        flops_per_token: flops_per_token(model, context),
-        cache_bytes_per_token: None,
-        prefill_seconds: None,
-        decode_seconds: None,
-    })
+    Figures { parameters, bytes, flops_per_token: flops_per_token(model, context), ..Figures::default() }
 }
 
 /// The middle of the times; the lower of the two middle ones.
@@ -451,6 +385,13 @@ fn cosine(a: &[f32], b: &[f32]) -> f64 {
     dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
 }
 
+/// Seconds of both models, as far as they were measured.
+fn times(before: &Figures, after: &Figures) -> Vec<(&'static str, f64, f64)> {
+    let of = |f: &Figures| [("prefill", f.prefill_seconds), ("decode", f.decode_seconds)];
+    let pairs = of(before).into_iter().zip(of(after));
+    pairs.filter_map(|((name, a), (_, b))| Some((name, a?, b?))).collect()
+}
+
 impl Record {
     /// The changes, one line per figure.
     pub fn table(&self) -> Table {
@@ -489,34 +430,21 @@ impl Record {
         if let (Some(x), Some(y)) = (a.cache_bytes_per_token, b.cache_bytes_per_token) {
             line("cache a token", bytes(x), bytes(y), ratio(x, y));
         }
-        let times = [
-            ("prefill", a.prefill_seconds, b.prefill_seconds),
-            ("decode", a.decode_seconds, b.decode_seconds),
-        ];
-        for (name, x, y) in times {
-            if let (Some(x), Some(y)) = (x, y) {
-                line(name, seconds(x), seconds(y), y / x);
-            }
+        for (name, x, y) in times(a, b) {
+            line(name, seconds(x), seconds(y), y / x);
         }
         table
     }
 
     /// One sentence about speed.
     pub fn verdict(&self) -> String {
-        let words = |a: Option<f64>, b: Option<f64>| Some(b? / a?);
-        let (prefill, decode) = (
-            words(self.before.prefill_seconds, self.after.prefill_seconds),
-            words(self.before.decode_seconds, self.after.decode_seconds),
-        );
         let said = |name: &str, ratio: f64| match ratio {
             r if r >= 1.05 => format!("{name} got slower, by {:.0} %", 100.0 * (r - 1.0)),
             r if r <= 0.95 => format!("{name} got faster, by {:.0} %", 100.0 * (1.0 / r - 1.0)),
             _ => format!("{name} takes as long as before"),
         };
-        let parts: Vec<String> = [("prefill", prefill), ("decode", decode)]
-            .into_iter()
-            .filter_map(|(n, r)| Some(said(n, r?)))
-            .collect();
+        let times = times(&self.before, &self.after);
+        let parts: Vec<String> = times.into_iter().map(|(name, x, y)| said(name, y / x)).collect();
         if parts.is_empty() { "no times were measured".into() } else { parts.join("; ") }
     }
 }

@@ -6,17 +6,16 @@
 //! first tokens of the text, divided by the relative squared error of the outputs, is what a unit of that error costs.
 
 use super::{Settings, paragraphs};
+use crate::rewrite::Bench;
 use crate::self_check::SelfCheck;
 use crate::text::Text;
 use crate::{Error, Result};
+use attlas::Options;
 use attlas::conversions::common::network::{Loss, Role, Slot};
-use attlas::{Options, Workspace};
-use attlas_model::Model;
 use attlas_model::compress::{Calibration, Elements, Learnt, compress_seen};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 /// A text to fit to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,13 +70,7 @@ impl Calibrated {
 }
 
 /// Reads the calibration text of the settings, where there is one.
-pub(super) fn learn(
-    model: &Arc<Model>,
-    settings: &Settings,
-    threads: &Workspace,
-    progress: &(dyn Fn(&str, usize, usize) + Sync),
-    stop: &AtomicBool,
-) -> Result<(Option<Learnt>, Option<Calibrated>)> {
+pub(super) fn learn(bench: &Bench<'_>, settings: &Settings) -> Result<(Option<Learnt>, Option<Calibrated>)> {
     let Some(calibrate) = &settings.calibrate else { return Ok((None, None)) };
     if !settings.conversion.reads_text {
         let expected = "a conversion that fits weights to inputs";
@@ -86,7 +79,8 @@ pub(super) fn learn(
     let used = settings.tokens.saturating_add(settings.accept.as_ref().map_or(0, |a| a.tokens));
     let skip = if same_file(&calibrate.text, &settings.text) { used } else { 0 };
     let (layers, roles) = (settings.layers.as_deref(), settings.roles.as_deref());
-    let mut report = |done: usize, all: usize| progress("calibrating", done, all);
+    let Bench { before: model, threads, stop, .. } = bench;
+    let mut report = bench.report("calibrating");
     let encoder = model.config.architecture.is_encoder();
     let limit = (!encoder).then(|| skip.saturating_add(calibrate.tokens));
     let mut text = Text::read(&calibrate.text, model, limit)?;
@@ -115,7 +109,7 @@ pub(super) fn learn(
     let budget = |name: &str| settings.options.get(name).is_some();
     let sensitivity = if budget("keep") || budget("max_loss") {
         let probe = &tokens[..calibrate.probe.clamp(2, tokens.len())];
-        let nats = sensitivities(model, settings, &learnt, probe, threads, progress, stop)?;
+        let nats = sensitivities(bench, settings, &learnt, probe)?;
         let list =
             nats.iter().map(|(slot, nats)| Sensitivity { what: slot.to_string(), nats: *nats }).collect();
         learnt.sensitivity = nats.into_iter().collect();
@@ -133,14 +127,12 @@ fn same_file(a: &Path, b: &Path) -> bool {
 
 /// For each matrix the nats a token that a unit of relative squared error of its outputs costs.
 fn sensitivities(
-    model: &Arc<Model>,
+    bench: &Bench<'_>,
     settings: &Settings,
     learnt: &Learnt,
     probe: &[u32],
-    threads: &Workspace,
-    progress: &(dyn Fn(&str, usize, usize) + Sync),
-    stop: &AtomicBool,
 ) -> Result<Vec<(Slot, f64)>> {
+    let Bench { before: model, threads, progress, stop, .. } = bench;
     let layers = settings.layers.clone().unwrap_or_else(|| (0..model.config.n_layers).collect());
     let roles = settings.roles.clone().unwrap_or_else(|| Role::ALL.to_vec());
     let mut check = SelfCheck::new(model, probe, settings.window, threads, &mut |_, _| {}, stop)?;

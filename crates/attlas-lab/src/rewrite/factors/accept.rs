@@ -176,55 +176,19 @@ pub(super) fn check(tokens: Option<&[u32]>) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing;
     use attlas::{Schedule, registry};
     use attlas_model::Weights;
     use attlas_model::compress::Elements;
-    use attlas_model::save::{Folder, NamedTensor};
-    use serde_json::json;
     use std::path::PathBuf;
 
     /// Four layers of random weights.
     fn model(name: &str) -> Arc<Model> {
-        let path = std::env::temp_dir().join(format!("attlas-accept-{}-{name}", std::process::id()));
-        let folder = Folder::create(&path).unwrap();
-        let config = json!({"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6, "vocab_size": 11,
-            "max_position_embeddings": 64, "tie_word_embeddings": true});
-        folder.json("config.json", &config).unwrap();
-        let words = json!({"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null,
-            "post_processor": null, "decoder": null,
-            "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}});
-        folder.json("tokenizer.json", &words).unwrap();
-        let tensor = |name: String, shape: Vec<usize>| {
+        let value = |name: &str, i: usize| {
             let start: usize = name.bytes().map(usize::from).sum();
-            let value = |i: usize| ((i * 7919 + start * 31) % 101) as f32 / 50.0 - 1.0;
-            let values: Vec<f32> = (0..shape.iter().product()).map(value).collect();
-            NamedTensor::dense(name, shape, values)
+            ((i * 7919 + start * 31) % 101) as f32 / 50.0 - 1.0
         };
-        let mut list = vec![
-            tensor("model.embed_tokens.weight".into(), vec![11, 8]),
-            tensor("model.norm.weight".into(), vec![8]),
-        ];
-        for l in 0..4 {
-            for (part, shape) in [
-                ("input_layernorm", vec![8]),
-                ("post_attention_layernorm", vec![8]),
-                ("self_attn.q_proj", vec![8, 8]),
-                ("self_attn.k_proj", vec![4, 8]),
-                ("self_attn.v_proj", vec![4, 8]),
-                ("self_attn.o_proj", vec![8, 8]),
-                ("mlp.gate_proj", vec![12, 8]),
-                ("mlp.up_proj", vec![12, 8]),
-                ("mlp.down_proj", vec![8, 12]),
-            ] {
-                list.push(tensor(format!("model.layers.{l}.{part}.weight"), shape));
-            }
-        }
-        folder.tensors("model.safetensors", &list).unwrap();
-        folder.finish().unwrap();
-        let model = Arc::new(Model::open(&path).unwrap());
-        std::fs::remove_dir_all(&path).unwrap();
-        model
+        testing::model(&format!("accept-{name}"), 4, 12, value)
     }
 
     fn settings(id: &str, options: Options) -> Settings {
