@@ -62,12 +62,18 @@ class Pair:
         spread = self.two(*base)
         self.link = spread["link"]
         row = next(r for r in spread["rows"] if r["method"] == method)
-        self.rows.append((name, " ".join(base), shown(ours), shown(row["median"]), ours / row["median"], least))
+        self.add(name, " ".join(base), shown(ours), shown(row["median"]), ours / row["median"], least)
         if predict:
             cluster = f"nodes=2,gbps={self.link['gbps']:.3g},us={self.link['us']:.2g}"
             found = self.one(*base, "--cluster", cluster, threads=1)["rows"]
             predicted = next(r for r in found if r["method"] == method)
             self.predicted.append((name, cluster, predicted["seconds"], row["median"]))
+            print(f"predicted {shown(predicted['seconds'])}", file=sys.stderr, flush=True)
+
+    def add(self, *row):
+        """A row of the page, which is also shown at once: a run that is stopped has something to show."""
+        self.rows.append(row)
+        print(*row, sep="; ", file=sys.stderr, flush=True)
 
 
 def tune(pair, model, text):
@@ -81,7 +87,7 @@ def tune(pair, model, text):
                 rates[name].append(start(*args, "--shard", "0/1", "--out", out)["heads_per_second"])
     one, two = statistics.median(rates["one"]), statistics.median(rates["two"])
     command = "tune SmolLM2 --tokens 1024 --max-kl 0.01 --effort quick --shard 0/1"
-    pair.rows.append(("key heads of `tune`, a second", command, f"{one:.2f}", f"{two:.2f}", two / one, 0.90))
+    pair.add("key heads of `tune`, a second", command, f"{one:.2f}", f"{two:.2f}", two / one, 0.90)
 
 
 def main():
