@@ -381,4 +381,27 @@ mod tests {
         assert_eq!(path(&|_| true), (vec![0.2, 0.4, 0.8], Some(0.8)));
         assert_eq!(path(&|_| false).1, None);
     }
+
+    #[test]
+    fn a_recipe_is_worth_having_only_where_it_is_faster() {
+        let took = |seconds: f64, exact_seconds: Option<f64>| {
+            slower(&Outcome {
+                scored: 100,
+                ppl: 10.0,
+                exact_ppl: 10.0,
+                ppl_increase: 0.0,
+                ppl_increase_upper: 0.0,
+                kl_mean: 0.0,
+                kl_se: 0.0,
+                same_top: 1.0,
+                keys_share: 0.1,
+                seconds,
+                exact_seconds,
+            })
+        };
+        assert_eq!(took(0.8, Some(1.0)), None);
+        assert_eq!(took(0.8, None), None, "nothing to compare with");
+        // A tenth of the scores is no reason to decode by it.
+        assert!(took(1.07, Some(1.06)).unwrap().contains("exact attention took 1.06s"));
+    }
 }
