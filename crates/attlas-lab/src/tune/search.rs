@@ -562,8 +562,8 @@ mod tests {
         assert!(search.measure_all(Phase::Prompt, &kept, Some(&mut model), &mut known, &mut run).unwrap());
         assert_eq!(known.made(), made, "nothing is measured twice");
         assert!(search.measure_all(Phase::Decode, &kept, None, &mut known, &mut run).unwrap());
-        let cost = known.get(Phase::Decode, 0, 0, &kept[0]).unwrap().cost;
-        assert!(cost < 0.2, "{cost}");
+        let seen = known.get(Phase::Decode, 0, 0, &kept[0]).unwrap();
+        assert!(seen.error.is_some() && !seen.exact && seen.cost > 0.0, "{seen:?}");
         run.stop = &stopped;
         assert!(search.screen(Phase::Prompt, &mut state(), &mut run).unwrap().is_none());
     }
