@@ -14,8 +14,8 @@
 //! The recipe then runs over a second text, and the sum is searched until the budget holds there: doubled while it does,
 //! halved until it does, then in between. A budget holds where the upper 95 % bound of the increase, from differences token by
 //! token, is within it, and the divergence is, too: it is what texts like the model's own would lose. A third text gives the
-//! answer; a choice that does not hold there is made smaller. New tokens have choices of their own, by the share of the cache
-//! that is read.
+//! answer; a choice that does not hold there is made smaller. New tokens have choices of their own, by their time
+//! behind the text; where the model does not decode faster with them, exact attention decodes.
 //!
 //! Every measurement and every check is appended to a file as soon as it is made ([`SearchState`]), so that an interrupted search
 //! resumes, and parts of a search made elsewhere ([`Shard`]) can be merged.
@@ -67,7 +67,7 @@ const BOUND: f64 = 1.645;
 pub enum Phase {
     /// Whole prompts, by time.
     Prompt,
-    /// Single new tokens, by the share of the cache that is read.
+    /// Single new tokens behind a prompt, by time.
     Decode,
 }
 
