@@ -48,7 +48,7 @@ pub(super) unsafe fn strip(s: &Strip<'_>) {
     const PIECE: usize = 1024;
     let (weight, group) = (s.weight, s.form.group);
     let blocks = weight.cols / BLOCK;
-    assert!(s.x.iter().all(|x| x.len() == blocks * at::FEW) && s.rows.end <= weight.rows);
+    assert!(s.x.iter().flatten().all(|x| x.len() == blocks * at::FEW) && s.rows.end <= weight.rows);
     let zero = vdupq_n_u8(s.form.zero.map_or(0, |z| 1 << z));
     let (mut u, mut d, mut m) = ([0; PIECE], [0.0f32; PIECE / 16], [0.0f32; PIECE / 16]);
     for r in s.rows.clone() {
@@ -64,11 +64,15 @@ pub(super) unsafe fn strip(s: &Strip<'_>) {
                 let b = k / BLOCK + i;
                 // SAFETY: a block has 32 weights.
                 let w = unsafe { [weights(u.as_ptr(), zero), weights(u.as_ptr().add(16), zero)] };
-                for (n, x) in s.x.iter().enumerate() {
+                for n in 0..2 * s.x.len() {
+                    let (n, x) = (n / 2, s.x[n / 2][n % 2]);
                     let a: &[i8] = bytemuck::cast_slice(&x[8 * b..8 * b + 8]);
                     // SAFETY: a block has 32 numbers.
                     let a = unsafe { [vld1q_s8(a.as_ptr()), vld1q_s8(a.as_ptr().add(16))] };
                     let scale = f32::from_bits(x[blocks * at::SCALE + b]);
+                    if scale == 0.0 {
+                        continue;
+                    }
                     let none = vdupq_n_s32(0);
                     if group == BLOCK {
                         let products = vcvtq_f32_s32(dot(dot(none, w[0], a[0]), w[1], a[1]));
@@ -133,6 +137,15 @@ unsafe fn tile_of<const GROUP: usize, const MIN: bool>(t: &Tile<'_>) {
     let (mut w, mut d, mut m) = (t.panel.words.as_ptr(), t.panel.scales.as_ptr(), t.panel.minima.as_ptr());
     let mut word = t.first * 8;
     for g in 0..groups {
+        let none = |x: &*const u32| {
+            // SAFETY: as below.
+            unsafe { *x.add(scale + g * GROUP / BLOCK) == 0 }
+        };
+        if t.sparse && x.iter().all(none) {
+            (w, d, word) = (w.wrapping_add(GROUP / 4 * NR), d.wrapping_add(NR), word + GROUP / 4);
+            m = m.wrapping_add(NR);
+            continue;
+        }
         // SAFETY: x holds the rows with the numbers and sums of all blocks, the panel `groups` groups: asserted above.
         unsafe {
             let mut products = [[vdupq_n_s32(0); 2]; MR];

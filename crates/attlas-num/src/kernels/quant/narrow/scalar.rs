@@ -1,7 +1,7 @@
 //! The readable definition of every step: rounding, unpacking, sums of a strip and of a tile.
 
 use super::super::scalar::{IQ4_VALUES, MXFP4_DOUBLES, f32_at, half_at, mxfp4_scale, scale_min};
-use super::{BLOCK, FEW_ROWS, Format, MOST, Strip, Tile, at};
+use super::{BLOCK, FEW_ROWS, Format, MOST, OUTLIER, Strip, Tile, at};
 
 /// Columns of an output tile.
 pub(super) const NR: usize = 16;
@@ -52,6 +52,23 @@ pub(super) fn round(x: &[f32], few: bool, row: &mut [u32]) {
             for (lane, four) in lanes[8 * b..8 * b + 8].iter_mut().zip(a.as_chunks::<4>().0) {
                 *lane = -sum(four) as u32;
             }
+        }
+    }
+}
+
+/// What rounding lost in the blocks of a row that have outliers; zero in the others, and in a block that is not finite.
+#[inline(always)]
+pub(super) fn errors_of_outliers(x: &[f32], row: &[u32], errors: &mut [f32]) {
+    let n = x.len() / BLOCK;
+    let numbers: &[i8] = bytemuck::cast_slice(&row[..n * at::SCALE]);
+    let scales: &[f32] = bytemuck::cast_slice(&row[n * at::SCALE..][..n]);
+    let least = OUTLIER * scales.iter().map(|s| s * s).filter(|s| s.is_finite()).sum::<f32>() / n as f32;
+    let blocks = x.as_chunks::<BLOCK>().0.iter().zip(numbers.as_chunks::<BLOCK>().0);
+    for ((errors, s), (x, a)) in errors.as_chunks_mut::<BLOCK>().0.iter_mut().zip(scales).zip(blocks) {
+        // The largest scale times 127 may round to infinity.
+        let outlier = s * s > least && (s * 127.0).is_finite();
+        for (error, (x, a)) in errors.iter_mut().zip(x.iter().zip(a)) {
+            *error = if outlier { x - s * f32::from(*a) } else { 0.0 };
         }
     }
 }
@@ -263,7 +280,8 @@ pub(super) unsafe fn strip(strip: &Strip<'_>) {
         let mut sums = [0.0f32; FEW_ROWS];
         for (i, stored) in weight.row(r).chunks_exact(bytes).enumerate() {
             unpack(weight.format, stored, &mut u[..block], &mut d[..groups], &mut m[..groups]);
-            for (x, sum) in strip.x.iter().zip(&mut sums) {
+            for n in 0..2 * strip.x.len() {
+                let (x, sum) = (strip.x[n / 2][n % 2], &mut sums[n / 2]);
                 let blocks = weight.cols / BLOCK;
                 let numbers: &[i8] = bytemuck::cast_slice(&x[..blocks * at::SCALE]);
                 for (g, u) in u[..block].chunks_exact(form.group).enumerate() {
@@ -296,7 +314,7 @@ pub(super) unsafe fn strip(strip: &Strip<'_>) {
 pub(super) unsafe fn tile(t: &Tile<'_>) {
     let group = t.form.group;
     for n in 0..t.rows {
-        let x = &t.x[n * t.stride..][..t.stride];
+        let x = &t.x[n * t.stride..][..t.blocks * at::MANY];
         let numbers: &[i8] = bytemuck::cast_slice(&x[..t.blocks * at::SCALE]);
         for r in 0..t.cols {
             let mut sum = 0.0f32;

@@ -20,17 +20,19 @@ const NARROW: [Format; 14] = [
     Format::Mxfp4,
 ];
 
-/// The rounded row as whole numbers and scales.
-fn rounded(x: &[f32]) -> (Vec<i64>, Vec<f64>) {
-    let mut row = vec![u32::MAX; x.len() / BLOCK * at::FEW];
-    scalar::round(x, true, &mut row);
-    let blocks = x.len() / BLOCK;
-    let numbers: &[i8] = bytemuck::cast_slice(&row[..blocks * at::SCALE]);
-    let scales = &row[blocks * at::SCALE..blocks * at::MINUS];
-    (
-        numbers.iter().map(|a| i64::from(*a)).collect(),
-        scales.iter().map(|s| f64::from(f32::from_bits(*s))).collect(),
-    )
+/// The rounded row and its rounded errors, as whole numbers and scales.
+fn rounded(x: &[f32]) -> [(Vec<i64>, Vec<f64>); 2] {
+    let scratch = Scratch::poisoned();
+    let rounded = Rounded::new(Isa::Scalar, MatRef::new(x, 1, x.len()), &scratch);
+    [rounded.row(0), rounded.errors(0)].map(|row| {
+        let blocks = x.len() / BLOCK;
+        let numbers: &[i8] = bytemuck::cast_slice(&row[..blocks * at::SCALE]);
+        let scales = &row[blocks * at::SCALE..blocks * at::MINUS];
+        (
+            numbers.iter().map(|a| i64::from(*a)).collect(),
+            scales.iter().map(|s| f64::from(f32::from_bits(*s))).collect(),
+        )
+    })
 }
 
 /// For each element: the sum over groups of scaled sums of whole numbers, in f64; the sum of the magnitudes of its parts; what
@@ -45,20 +47,24 @@ fn reference(x: &[f32], n: usize, w: WeightRef<'_>) -> Vec<[f64; 4]> {
         super::super::dequantise_into(super::super::Isa::Scalar, w.format(), w.row(r), &mut values);
         for i in 0..n {
             let x = &x[i * cols..][..cols];
-            let (a, s) = rounded(x);
+            let rows = rounded(x);
             let out = &mut out[i * w.rows() + r];
             for g in 0..cols / f.group {
                 let range = g * f.group..(g + 1) * f.group;
                 let zero = f.zero.map_or(0, |z| 1i64 << z);
-                let products: i64 = range.clone().map(|j| (i64::from(u[j]) - zero) * a[j]).sum();
-                let total: i64 = a[range.clone()].iter().sum();
-                let s = s[range.start / BLOCK];
-                let parts = [
-                    s * f64::from(d[g]) * products as f64,
-                    if f.zero.is_none() { s * f64::from(m[g]) * total as f64 } else { 0.0 },
-                ];
-                out[0] += parts[0] + parts[1];
-                out[1] += parts[0].abs() + parts[1].abs();
+                for (a, s) in &rows {
+                    let products: i64 = range.clone().map(|j| (i64::from(u[j]) - zero) * a[j]).sum();
+                    let total: i64 = a[range.clone()].iter().sum();
+                    let s = s[range.start / BLOCK];
+                    let parts = [
+                        s * f64::from(d[g]) * products as f64,
+                        if f.zero.is_none() { s * f64::from(m[g]) * total as f64 } else { 0.0 },
+                    ];
+                    out[0] += parts[0] + parts[1];
+                    out[1] += parts[0].abs() + parts[1].abs();
+                }
+                // The last rounding that touched the block.
+                let s = rows.iter().map(|(_, s)| s[range.start / BLOCK]).rfind(|s| *s > 0.0).unwrap_or(0.0);
                 out[3] += range.map(|j| 0.5 * s * f64::from(values[j].abs())).sum::<f64>();
             }
             out[2] = x.iter().zip(&values).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum();
@@ -176,6 +182,25 @@ fn rounding_keeps_extremes_and_says_what_is_not_finite() {
         assert_eq!(row[4 * at::MINUS] as i32, 63);
         assert_eq!(row[4 * at::MINUS_HALVES] as i32, 63);
         assert_eq!((row[4 * at::LANES] as i32, row[4 * at::LANES + 1] as i32), (127, -64));
+    }
+}
+
+#[test]
+fn blocks_with_outliers_are_rounded_twice() {
+    let mut x = random_x(1, 8 * BLOCK, 6);
+    x[3 * BLOCK + 7] = 40.0;
+    let scratch = Scratch::poisoned();
+    for &isa in Isa::available() {
+        let rounded = Rounded::new(isa, MatRef::new(&x, 1, x.len()), &scratch);
+        let scales =
+            |row: &[u32]| row[8 * at::SCALE..8 * at::MINUS].iter().map(|s| f32::from_bits(*s)).collect();
+        let (once, twice): (Vec<f32>, Vec<f32>) = (scales(rounded.row(0)), scales(rounded.errors(0)));
+        for (b, (once, twice)) in once.iter().zip(&twice).enumerate() {
+            match b {
+                3 => assert!(*twice > 0.0 && *twice <= 0.51 / 127.0 * once, "{isa:?}: {once} {twice}"),
+                _ => assert_eq!(*twice, 0.0, "{isa:?}: block {b}"),
+            }
+        }
     }
 }
 

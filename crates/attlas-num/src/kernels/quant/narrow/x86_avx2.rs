@@ -163,6 +163,11 @@ unsafe fn tile_of<D: Dot, const GROUP: usize, const MIN: bool, const WIDE: bool>
             (t.panel.words.as_ptr(), t.panel.scales.as_ptr(), t.panel.minima.as_ptr());
         let mut word = t.first * 8;
         for g in 0..groups {
+            if t.sparse && x.iter().all(|x| *x.add(scale + g * GROUP / BLOCK) == 0) {
+                (w, d, word) = (w.wrapping_add(GROUP / 4 * NR), d.wrapping_add(NR), word + GROUP / 4);
+                m = m.wrapping_add(NR);
+                continue;
+            }
             let mut products = [_mm256_setzero_si256(); MR];
             if !MIN && (D::WHOLE || !WIDE) {
                 for i in 0..MR {

@@ -69,6 +69,15 @@ unsafe fn tile_of<const M: usize, const GROUP: usize, const MIN: bool>(t: &Tile<
     let (mut w, mut d, mut m) = (t.panel.words.as_ptr(), t.panel.scales.as_ptr(), t.panel.minima.as_ptr());
     let mut word = t.first * 8;
     for g in 0..groups {
+        let none = |x: &*const u32| {
+            // SAFETY: as below.
+            unsafe { *x.add(scale + g * GROUP / BLOCK) == 0 }
+        };
+        if t.sparse && x.iter().all(none) {
+            (w, d, word) = (w.wrapping_add(GROUP / 4 * NR), d.wrapping_add(NR), word + GROUP / 4);
+            m = m.wrapping_add(NR);
+            continue;
+        }
         // SAFETY: x holds M rows with the numbers and sums of all blocks, the panel `groups` groups: asserted above.
         unsafe {
             let mut products = [[_mm512_setzero_si512(); 2]; M];

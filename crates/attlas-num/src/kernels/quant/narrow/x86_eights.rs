@@ -16,7 +16,7 @@ use std::arch::x86_64::*;
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 pub(super) unsafe fn strip(s: &Strip<'_>) {
     let blocks = s.weight.cols / BLOCK;
-    assert!(s.x.iter().all(|x| x.len() == blocks * at::FEW) && s.rows.end <= s.weight.rows);
+    assert!(s.x.iter().flatten().all(|x| x.len() == blocks * at::FEW) && s.rows.end <= s.weight.rows);
     // SAFETY: passed on from the caller; rows of x hold all parts of `blocks` blocks.
     unsafe {
         match s.weight.format {
@@ -55,11 +55,11 @@ unsafe fn rows_of<L: Eight>(s: &Strip<'_>) {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn rows_by<L: Eight, const M: usize>(s: &Strip<'_>) {
     let blocks = s.weight.cols / BLOCK;
-    let x: [*const u32; M] = std::array::from_fn(|n| s.x[n].as_ptr());
+    let x: [[*const u32; 2]; M] = std::array::from_fn(|n| s.x[n].map(<[u32]>::as_ptr));
     // Minus the sums of x that stand for zero points, of one register of x.
-    let start = |n: usize, b: usize| {
+    let start = |x: *const u32, b: usize| {
         // SAFETY: x holds two blocks from `b` on, or other parts of its row behind the last.
-        let lanes = unsafe { _mm512_loadu_si512(x[n].add(blocks * at::LANES + 8 * b).cast()) };
+        let lanes = unsafe { _mm512_loadu_si512(x.add(blocks * at::LANES + 8 * b).cast()) };
         _mm512_sll_epi32(lanes, _mm_cvtsi32_si128(L::ZERO))
     };
     // SAFETY: a row holds `blocks / 8` times eight groups, and one stored block for each of the others, which formats with
@@ -74,30 +74,40 @@ unsafe fn rows_by<L: Eight, const M: usize>(s: &Strip<'_>) {
             let mut b = 0;
             while b + 8 <= blocks {
                 let (d, m) = L::factors(p);
-                let mut factors = [_mm512_setzero_ps(); M];
+                let mut factors = [[_mm512_setzero_ps(); 2]; M];
                 for n in 0..M {
-                    let scale = _mm256_loadu_ps(x[n].add(blocks * at::SCALE + b).cast());
-                    factors[n] = match L::HALVES {
-                        true => _mm512_mul_ps(
-                            d,
-                            _mm512_permutexvar_ps(TWICE.get(), _mm512_zextps256_ps512(scale)),
-                        ),
-                        false => _mm512_zextps256_ps512(_mm256_mul_ps(_mm512_castps512_ps256(d), scale)),
-                    };
+                    factors[n] = x[n].map(|x| {
+                        let scale = _mm256_loadu_ps(x.add(blocks * at::SCALE + b).cast());
+                        match L::HALVES {
+                            true => _mm512_mul_ps(
+                                d,
+                                _mm512_permutexvar_ps(TWICE.get(), _mm512_zextps256_ps512(scale)),
+                            ),
+                            false => _mm512_zextps256_ps512(_mm256_mul_ps(_mm512_castps512_ps256(d), scale)),
+                        }
+                    });
                     if L::MINIMA > 0 {
-                        let times = _mm256_loadu_ps(x[n].add(blocks * at::TIMES + b).cast());
-                        rest[n] = _mm256_fmadd_ps(m, times, rest[n]);
+                        let times = x[n].map(|x| _mm256_loadu_ps(x.add(blocks * at::TIMES + b).cast()));
+                        rest[n] = _mm256_fmadd_ps(m, _mm256_add_ps(times[0], times[1]), rest[n]);
                     }
                 }
                 for k in 0..4 {
                     let (u, b) = (L::pair(p, k), b + 2 * k);
                     let of_pair = if L::HALVES { OF_PAIR_BY_HALVES[k].get() } else { OF_PAIR[k].get() };
                     for n in 0..M {
-                        let start = if L::MINIMA > 0 { _mm512_setzero_si512() } else { start(n, b) };
-                        let a = _mm512_loadu_si512(x[n].add(8 * b).cast());
-                        let products = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(start, u, a));
-                        let factor = _mm512_permutexvar_ps(of_pair, factors[n]);
-                        sums[n][k % 2] = _mm512_fmadd_ps(products, factor, sums[n][k % 2]);
+                        for part in 0..2 {
+                            let x = x[n][part];
+                            // Most pairs have no errors: the branch repeats in every weight row, and is predicted.
+                            let scales = x.add(blocks * at::SCALE + b).cast::<u64>();
+                            if part > 0 && scales.read_unaligned() == 0 {
+                                continue;
+                            }
+                            let start = if L::MINIMA > 0 { _mm512_setzero_si512() } else { start(x, b) };
+                            let a = _mm512_loadu_si512(x.add(8 * b).cast());
+                            let products = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(start, u, a));
+                            let factor = _mm512_permutexvar_ps(of_pair, factors[n][part]);
+                            sums[n][k % 2] = _mm512_fmadd_ps(products, factor, sums[n][k % 2]);
+                        }
                     }
                 }
                 p = p.add(8 / L::GROUPS * L::BYTES);
@@ -106,20 +116,21 @@ unsafe fn rows_by<L: Eight, const M: usize>(s: &Strip<'_>) {
             while b < blocks {
                 let scales = L::scales(p);
                 let (u, d) = L::group(p, 0, &scales);
-                for n in 0..M {
+                for n in 0..2 * M {
+                    let (n, x) = (n / 2, x[n / 2][n % 2]);
                     let start = match L::MINIMA {
                         0 => {
-                            let lanes = _mm256_loadu_si256(x[n].add(blocks * at::LANES + 8 * b).cast());
+                            let lanes = _mm256_loadu_si256(x.add(blocks * at::LANES + 8 * b).cast());
                             _mm256_sll_epi32(lanes, _mm_cvtsi32_si128(L::ZERO))
                         }
                         _ => _mm256_setzero_si256(),
                     };
-                    let a = _mm256_loadu_si256(x[n].add(8 * b).cast());
+                    let a = _mm256_loadu_si256(x.add(8 * b).cast());
                     let products = _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(start, u, a));
-                    let scale = _mm256_set1_ps(f32::from_bits(*x[n].add(blocks * at::SCALE + b)));
+                    let scale = _mm256_set1_ps(f32::from_bits(*x.add(blocks * at::SCALE + b)));
                     rest[n] = _mm256_fmadd_ps(_mm256_mul_ps(products, d), scale, rest[n]);
                     if L::MINIMA > 0 {
-                        let times = _mm_load_ss(x[n].add(blocks * at::TIMES + b).cast());
+                        let times = _mm_load_ss(x.add(blocks * at::TIMES + b).cast());
                         let times = _mm256_zextps128_ps256(times);
                         rest[n] = _mm256_fmadd_ps(L::minima(p, 0, &scales), times, rest[n]);
                     }

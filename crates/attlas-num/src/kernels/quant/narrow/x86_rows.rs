@@ -51,7 +51,7 @@ pub(super) unsafe fn vnni_512(s: &Strip<'_>) {
 #[inline(always)]
 unsafe fn strip<D: Dot>(s: &Strip<'_>) {
     let blocks = s.weight.cols / BLOCK;
-    assert!(s.x.iter().all(|x| x.len() == blocks * at::FEW) && s.rows.end <= s.weight.rows);
+    assert!(s.x.iter().flatten().all(|x| x.len() == blocks * at::FEW) && s.rows.end <= s.weight.rows);
     // SAFETY: passed on from the caller; rows of x hold all parts of `blocks` blocks.
     unsafe {
         match s.weight.format {
@@ -94,7 +94,7 @@ unsafe fn rows_of<L: Load, D: Dot>(s: &Strip<'_>) {
 #[inline(always)]
 unsafe fn rows_by<L: Load, D: Dot, const M: usize>(s: &Strip<'_>) {
     let blocks = s.weight.cols / BLOCK;
-    let x: [*const u32; M] = std::array::from_fn(|n| s.x[n].as_ptr());
+    let x: [[*const u32; 2]; M] = std::array::from_fn(|n| s.x[n].map(<[u32]>::as_ptr));
     // SAFETY: a row holds `blocks / GROUPS` units of `BYTES` bytes, x all parts of `blocks` blocks; the output holds
     // `M · weight.rows` elements.
     unsafe {
@@ -111,21 +111,26 @@ unsafe fn rows_by<L: Load, D: Dot, const M: usize>(s: &Strip<'_>) {
                     let (first, scales) = (b + unit, L::scales(p));
                     for g in 0..L::GROUPS {
                         let (b, (u, d)) = (first + g, L::group(p, g, &scales));
-                        for n in 0..M {
+                        for n in 0..2 * M {
+                            let (n, x) = (n / 2, x[n / 2][n % 2]);
+                            let scale = f32::from_bits(*x.add(blocks * at::SCALE + b));
+                            // Most blocks have no errors: the branch repeats in every weight row, and is predicted.
+                            if scale == 0.0 {
+                                continue;
+                            }
                             let start = if L::MINIMA > 0 || L::WIDE && !D::WHOLE {
                                 _mm256_setzero_si256()
                             } else {
-                                let lanes = x[n].add(blocks * at::LANES + 8 * b);
+                                let lanes = x.add(blocks * at::LANES + 8 * b);
                                 _mm256_sll_epi32(_mm256_loadu_si256(lanes.cast()), _mm_cvtsi32_si128(L::ZERO))
                             };
-                            let a = _mm256_loadu_si256(x[n].add(8 * b).cast());
+                            let a = _mm256_loadu_si256(x.add(8 * b).cast());
                             let products = if L::WIDE {
                                 D::dot::<true>(start, u, a)
                             } else {
                                 D::dot::<false>(start, u, a)
                             };
                             let products = _mm256_mul_ps(_mm256_cvtepi32_ps(products), d);
-                            let scale = f32::from_bits(*x[n].add(blocks * at::SCALE + b));
                             let sum = &mut sums[n][(unit + g) % 2];
                             *sum = _mm256_fmadd_ps(products, _mm256_set1_ps(scale), *sum);
                         }
@@ -133,14 +138,17 @@ unsafe fn rows_by<L: Load, D: Dot, const M: usize>(s: &Strip<'_>) {
                     for h in 0..L::MINIMA {
                         let minima = L::minima(p, h, &scales);
                         for n in 0..M {
-                            let times = x[n].add(blocks * at::TIMES + first).cast();
-                            let times = match (L::MINIMA, L::GROUPS) {
-                                (1, 1) => _mm256_zextps128_ps256(_mm_load_ss(times)),
-                                (1, _) => _mm256_loadu_ps(times),
-                                _ => _mm256_loadu_ps(
-                                    x[n].add(blocks * at::TIMES_HALVES + 2 * first + 8 * h).cast(),
-                                ),
-                            };
+                            let times = x[n].map(|x| {
+                                let times = x.add(blocks * at::TIMES + first).cast();
+                                match (L::MINIMA, L::GROUPS) {
+                                    (1, 1) => _mm256_zextps128_ps256(_mm_load_ss(times)),
+                                    (1, _) => _mm256_loadu_ps(times),
+                                    _ => _mm256_loadu_ps(
+                                        x.add(blocks * at::TIMES_HALVES + 2 * first + 8 * h).cast(),
+                                    ),
+                                }
+                            });
+                            let times = _mm256_add_ps(times[0], times[1]);
                             of_minima[n] = _mm256_fmadd_ps(minima, times, of_minima[n]);
                         }
                     }
