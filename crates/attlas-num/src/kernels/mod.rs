@@ -1,4 +1,4 @@
-//! Hot loops, and the only module with `unsafe` code.
+//! Hot loops, and the only module of this crate with `unsafe` code.
 //!
 //! `scalar.rs` is the readable definition of every kernel; one other file per instruction set offers the same
 //! functions. The functions here check lengths and dispatch to the best instruction set of the machine, or to the one
