@@ -374,8 +374,8 @@ impl Diagnostic {
         (self.log_rel2.exp_m1().max(0.0) / directions as f64).sqrt()
     }
 
-    /// Returns the number of independent directions for this relative standard deviation; infinite if beyond all
-    /// numbers.
+    /// Returns the number of independent directions for this relative standard deviation; infinite beyond the
+    /// range of `f64`.
     pub fn directions_needed(&self, error: f64) -> f64 {
         (self.log_rel2.exp_m1().max(0.0) / (error * error)).ceil().max(1.0)
     }
