@@ -110,9 +110,9 @@ pub struct Fit<T> {
     pub rel_error: f64,
     /// Relative error after each sweep of the winning start.
     pub history: Vec<f64>,
-    /// How the winning start ended.
+    /// Outcome of the winning start.
     pub status: Status,
-    /// Which start won, from 0.
+    /// Number of the winning start, from 0.
     pub start: usize,
 }
 

@@ -54,13 +54,13 @@ pub struct Fit<T> {
     pub rel_error: f64,
     /// Relative error after each sweep of the winning start.
     pub history: Vec<f64>,
-    /// How the winning start ended.
+    /// Outcome of the winning start.
     pub status: Status,
     /// Worst cancelling pair, if there is one.
     pub degeneracy: Option<Degeneracy>,
     /// Terms that vanished during the iteration.
     pub zero_terms: Vec<usize>,
-    /// Which start won, from 0.
+    /// Number of the winning start, from 0.
     pub start: usize,
 }
 
