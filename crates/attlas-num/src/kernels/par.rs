@@ -349,7 +349,7 @@ impl<'a, T> Parts<'a, T> {
         Self { start: all.as_mut_ptr(), len: all.len(), borrowed: PhantomData }
     }
 
-    /// Returns the whole capacity of `list` as elements, including those not yet written.
+    /// Returns the whole capacity of `list`, written or not; valid while the list is not touched.
     fn room(list: &'a mut Vec<T>) -> Self {
         Self { start: list.as_mut_ptr(), len: list.capacity(), borrowed: PhantomData }
     }

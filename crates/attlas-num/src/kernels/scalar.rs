@@ -131,7 +131,7 @@ pub(super) fn attend<T: Real>(job: &Job<'_, T>, scratch: &Scratch, out: &mut [T]
     }
 }
 
-/// Applies softmax attention over the chosen keys, in two passes.
+/// Computes attention to the chosen keys, with the softmax of their logits in two passes.
 pub(super) fn attend_chosen<T: Real>(
     job: &AttendChosen<'_, T>,
     scratch: &Scratch,

@@ -1,9 +1,9 @@
 //! Threads that stay awake through many short loops.
 //!
-//! rayon hands out the parts of a loop through queues and lets idle threads sleep. That takes some microseconds per
-//! loop, as long as a loop over a single token of a small model. Within [`awake`], the calling thread announces its
-//! loops in one place that the other threads watch, and one counter hands out their ranges. Loops inside such a loop go
-//! through rayon, and threads that find no announcement look for rayon's work, too.
+//! rayon hands out the parts of a loop through queues and lets idle threads sleep. That costs some microseconds per
+//! loop, as much as the loop itself takes for a single token of a small model. Within [`awake`], the calling thread
+//! announces its loops in one place that the other threads watch, and one counter hands out their ranges. Inner loops
+//! go through rayon, and threads that find no announcement also look for rayon's work.
 
 use std::any::Any;
 use std::cell::{Cell, UnsafeCell};
