@@ -6,7 +6,7 @@ use attlas_num::kernels::quant::{Compute, Format, Job, WeightRef, narrow, produc
 use attlas_num::{MatRef, Scratch};
 use std::time::Instant;
 
-/// Median seconds of a call.
+/// Returns the median seconds of a call.
 fn median_seconds(mut call: impl FnMut()) -> f64 {
     call();
     let mut times: Vec<f64> = (0..9)
@@ -36,7 +36,7 @@ fn run(threads: usize) {
     for compute in Compute::ALL {
         for (rows, cols) in [(576, 576), (192, 576), (1536, 576), (576, 1536), (49152, 576)] {
             let format = if rows == 49152 { Format::Q8_0 } else { format };
-            // Enough copies that they do not fit in cache.
+            // Enough copies to exceed the cache.
             let size = format.bytes_of(rows * cols).unwrap_or_default();
             let copies = (96 << 20) / size;
             let bytes: Vec<u8> = (0..size * copies).map(|i| (i * 7) as u8 & 0x3b).collect();

@@ -1,6 +1,5 @@
-//! Numerical tools behind [attlas](https://docs.rs/attlas): SIMD kernels, matrix views, seeded random
-//! streams, and randomised linear algebra. Nothing here knows about attention methods; each tool is useful
-//! on its own.
+//! Numerical tools behind [attlas](https://docs.rs/attlas): SIMD kernels, matrix views, seeded random streams, and
+//! randomised linear algebra. No tool depends on an attention method; each is useful on its own.
 
 pub mod cluster;
 pub mod hash;

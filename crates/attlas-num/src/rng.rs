@@ -1,10 +1,10 @@
 //! Seeded random streams, one per purpose, the same bits on every machine.
 //!
-//! The generator is Philox4x32-10 (Salmon et al. 2011), a counter-based one: number `i` of a stream is a
-//! function of the stream's key and `i` alone, so results do not depend on threads or call order. Keys are
-//! derived by [`StreamKey::with`] from a seed and small integers that name who draws and what for, such as
-//! `(seed, batch, kv head, purpose, step)`. Normal variates use pure-Rust logarithm and sine, so that no
-//! system library can change a result.
+//! The generator is Philox4x32-10 (Salmon et al. 2011), which is counter-based: number `i` of a stream is a function of
+//! the stream's key and `i` alone, so results do not depend on threads or call order. [`StreamKey::with`] derives keys
+//! from a seed and small integers that name the consumer and the purpose, such as
+//! `(seed, batch, kv head, purpose, step)`. Normal variates use pure-Rust logarithm and sine, so no system library can
+//! change a result.
 //!
 //! ```
 //! use attlas_num::rng::StreamKey;
@@ -15,23 +15,23 @@
 //! assert_ne!(a, key.with(0).rng().normal());
 //! ```
 
-/// Names a stream: a seed folded with any number of labels.
+/// Key of a stream: a seed folded with any number of labels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StreamKey(u64);
 
 impl StreamKey {
-    /// The root of all streams of a seed.
+    /// Returns the root key of all streams of a seed.
     pub fn new(seed: u64) -> Self {
         Self(mix(seed ^ 0x6174_746c_6173_2131))
     }
 
-    /// The stream of this one's family named by `label`.
+    /// Derives the key with a numeric label.
     #[must_use]
     pub fn with(self, label: u64) -> Self {
         Self(mix(self.0.rotate_left(23) ^ mix(label.wrapping_add(0x9e37_79b9_7f4a_7c15))))
     }
 
-    /// The stream named by a word, such as `"directions"`.
+    /// Derives the key named by a word, such as `"directions"`.
     #[must_use]
     pub fn named(self, purpose: &str) -> Self {
         // FNV-1a: short, fixed for ever, good enough before `mix`.
@@ -41,7 +41,7 @@ impl StreamKey {
         self.with(hash)
     }
 
-    /// A generator at the start of this stream.
+    /// Returns a generator at the start of this stream.
     pub fn rng(self) -> Rng {
         Rng { key: [self.0 as u32, (self.0 >> 32) as u32], block: 0, buffer: [0; 4], used: 4, spare: None }
     }
@@ -54,7 +54,7 @@ fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Ten rounds of Philox4x32.
+/// Applies ten rounds of Philox4x32.
 fn philox(mut key: [u32; 2], counter: [u32; 4]) -> [u32; 4] {
     let mut c = counter;
     for _ in 0..10 {
@@ -66,7 +66,7 @@ fn philox(mut key: [u32; 2], counter: [u32; 4]) -> [u32; 4] {
     c
 }
 
-/// A position in a stream.
+/// Generator: a position in a stream.
 #[derive(Clone, Debug)]
 pub struct Rng {
     key: [u32; 2],
@@ -77,7 +77,7 @@ pub struct Rng {
 }
 
 impl Rng {
-    /// The next 32 bits.
+    /// Draws the next 32 bits.
     pub fn next_u32(&mut self) -> u32 {
         if self.used == 4 {
             self.buffer = philox(self.key, [self.block as u32, (self.block >> 32) as u32, 0, 0]);
@@ -88,22 +88,22 @@ impl Rng {
         self.buffer[self.used - 1]
     }
 
-    /// The next 64 bits.
+    /// Draws the next 64 bits.
     pub fn next_u64(&mut self) -> u64 {
         u64::from(self.next_u32()) | u64::from(self.next_u32()) << 32
     }
 
-    /// Uniform in `[0, 1)`, 53 bits.
+    /// Draws a uniform number in `[0, 1)`, with 53 bits.
     pub fn uniform(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
     }
 
-    /// Uniform in `(0, 1]`, so that its logarithm is finite.
+    /// Draws a uniform number in `(0, 1]`: its logarithm is finite.
     pub fn uniform_positive(&mut self) -> f64 {
         1.0 - self.uniform()
     }
 
-    /// Uniform in `0..n`, without bias. Panics if `n` is 0.
+    /// Draws a uniform integer in `0..n`, without bias. Panics if `n` is 0.
     pub fn below(&mut self, n: usize) -> usize {
         assert!(n > 0, "no integer is below 0");
         let n = n as u64;
@@ -116,7 +116,7 @@ impl Rng {
         }
     }
 
-    /// Standard normal, by Box and Muller in f64.
+    /// Draws a standard normal number, by Box and Muller in f64.
     pub fn normal(&mut self) -> f64 {
         if let Some(z) = self.spare.take() {
             return z;
@@ -127,17 +127,17 @@ impl Rng {
         radius * cos
     }
 
-    /// +1 or −1 with equal probability.
+    /// Draws +1 or −1 with equal probability.
     pub fn sign(&mut self) -> f64 {
         if self.next_u32() >> 31 == 0 { 1.0 } else { -1.0 }
     }
 
-    /// Norm of a standard normal vector of length `d`.
+    /// Draws the norm of a standard normal vector of length `d`.
     pub fn chi(&mut self, d: usize) -> f64 {
         (0..d).map(|_| self.normal()).map(|z| z * z).sum::<f64>().sqrt()
     }
 
-    /// `0..n` in random order.
+    /// Returns `0..n` in random order.
     pub fn permutation(&mut self, n: usize) -> Vec<usize> {
         let mut order: Vec<usize> = (0..n).collect();
         for i in (1..n).rev() {
@@ -146,13 +146,13 @@ impl Rng {
         order
     }
 
-    /// `m` distinct numbers of `0..n`, every set equally likely, in increasing order; all of them if
+    /// Draws `m` distinct numbers of `0..n`, every set equally likely, in increasing order; returns all of them if
     /// `m ≥ n`.
     pub fn subset(&mut self, n: usize, m: usize) -> Vec<usize> {
         if m >= n {
             return (0..n).collect();
         }
-        // Floyd's algorithm: m draws, whatever n is.
+        // Floyd's algorithm: m draws, whatever n.
         let mut chosen = std::collections::BTreeSet::new();
         for j in n - m..n {
             let t = self.below(j + 1);

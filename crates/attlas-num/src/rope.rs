@@ -1,11 +1,10 @@
 //! Rotary position embedding: frequencies, context-extension scalings, and both pair layouts.
 //!
-//! Feature pairs are complex numbers; pair $l$ of a vector at position $n$ is multiplied by
-//! $e^{i n \theta_l}$ with $\theta_l = b^{-2l/\mathrm{dim}}$:
-//! $x_{re}' = x_{re}\cos a - x_{im}\sin a$, $x_{im}' = x_{im}\cos a + x_{re}\sin a$, $a = n\theta_l$. Inner
-//! products of two rotated vectors depend on the difference of their positions only. Where the two parts of
-//! a pair lie is the [`Layout`]; checkpoints exist in both, and mixing them up gives a model that still
-//! speaks fluently and is wrong.
+//! Feature pairs are complex numbers; pair $l$ of a vector at position $n$ is multiplied by $e^{i n \theta_l}$ with
+//! $\theta_l = b^{-2l/\mathrm{dim}}$: $x_{re}' = x_{re}\cos a - x_{im}\sin a$, $x_{im}' = x_{im}\cos a + x_{re}\sin a$,
+//! $a = n\theta_l$. Inner products of two rotated vectors depend only on the difference of their positions. The
+//! [`Layout`] gives the positions of the two parts of a pair; checkpoints exist in both layouts, and mixing them up
+//! gives a model that still writes fluently but is wrong.
 //!
 //! References: Su et al. 2021 (RoFormer); Chen et al. 2023 (linear); bloc97 2023 (dynamic NTK);
 //! Peng et al. 2023 (YaRN); Ding et al. 2024 (LongRoPE); Llama 3.1 model card (llama3).
@@ -24,7 +23,7 @@
 
 use crate::Real;
 
-/// Where the parts of pair `l` lie among the `dim` rotated features.
+/// Positions of the parts of pair `l` among the `dim` rotated features.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// Real part at `l`, imaginary part at `l + dim/2`: Hugging Face checkpoints.
@@ -33,10 +32,10 @@ pub enum Layout {
     Interleaved,
 }
 
-/// A context extension: how the frequencies differ from $b^{-2l/\mathrm{dim}}$.
+/// Context extension: how the frequencies differ from $b^{-2l/\mathrm{dim}}$.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Scaling {
-    /// Not at all.
+    /// No change.
     None,
     /// $\theta_l / \mathrm{factor}$.
     Linear {
@@ -58,7 +57,7 @@ pub enum Scaling {
         low_freq: f64,
         /// Wavelengths below `original / high_freq` are kept.
         high_freq: f64,
-        /// Context the model was trained with first.
+        /// Context length of the original training.
         original: f64,
     },
     /// YaRN.
@@ -76,15 +75,15 @@ pub struct LongRope {
     pub short: Vec<f64>,
     /// Divisors of the pairs for more tokens.
     pub long: Vec<f64>,
-    /// Context the model was trained with first.
+    /// Context length of the original training.
     pub original: f64,
     /// Factor of sines and cosines.
     pub magnitude: f64,
 }
 
 impl LongRope {
-    /// The usual magnitude of a model whose context grew from `original` to `positions` tokens:
-    /// $\sqrt{1 + \ln(\mathrm{positions}/\mathrm{original}) / \ln(\mathrm{original})}$.
+    /// Returns the usual magnitude of a model whose context grew from `original` to `positions` tokens: $\sqrt{1 +
+    /// \ln(\mathrm{positions}/\mathrm{original}) / \ln(\mathrm{original})}$.
     pub fn usual_magnitude(original: f64, positions: f64) -> f64 {
         let ratio = positions / original;
         if ratio <= 1.0 { 1.0 } else { (1.0 + ratio.ln() / original.ln()).sqrt() }
@@ -100,11 +99,11 @@ pub struct Yarn {
     pub beta_fast: f64,
     /// Rotations over the original context below which a pair is divided.
     pub beta_slow: f64,
-    /// Context the model was trained with first.
+    /// Context length of the original training.
     pub original: f64,
     /// Slope of the magnitude, if given.
     pub mscale: Option<f64>,
-    /// Slope of the magnitude that the softmax scale takes over, if given.
+    /// Slope of the magnitude that is moved into the softmax scale, if given.
     pub mscale_all_dim: Option<f64>,
     /// Replaces the magnitude, if given.
     pub attention_factor: Option<f64>,
@@ -113,7 +112,7 @@ pub struct Yarn {
 }
 
 impl Yarn {
-    /// The usual parameters for a factor and an original context.
+    /// Returns the usual parameters for a factor and an original context.
     pub fn new(factor: f64, original: f64) -> Self {
         Self {
             factor,
@@ -131,7 +130,7 @@ impl Yarn {
         if factor <= 1.0 { 1.0 } else { 0.1 * c * factor.ln() + 1.0 }
     }
 
-    /// Factor of sines and cosines.
+    /// Returns the factor of sines and cosines.
     pub fn magnitude(&self) -> f64 {
         match (self.attention_factor, self.mscale, self.mscale_all_dim) {
             (Some(factor), ..) => factor,
@@ -140,12 +139,12 @@ impl Yarn {
         }
     }
 
-    /// DeepSeek's factor of the scale of the softmax.
+    /// Returns DeepSeek's factor of the softmax scale.
     pub fn softmax_factor(&self) -> f64 {
         self.mscale_all_dim.map_or(1.0, |all| Self::slope(self.factor, all).powi(2))
     }
 
-    /// Divisor and blend of pair `l`.
+    /// Returns the frequency of pair `l`: divided, kept, or a blend of both.
     fn frequency(&self, theta: f64, l: usize, dim: usize, base: f64) -> f64 {
         let pair_of = |turns: f64| {
             dim as f64 * (self.original / (std::f64::consts::TAU * turns)).ln() / (2.0 * base.ln())
@@ -170,15 +169,15 @@ pub struct Rope {
     pub dim: usize,
     /// The base $b$.
     pub base: f64,
-    /// Where pairs lie.
+    /// Layout of the pairs.
     pub layout: Layout,
     /// Context extension.
     pub scaling: Scaling,
 }
 
 impl Rope {
-    /// The frequencies $\theta_l$ for a context of `length` tokens; [`Scaling::Dynamic`] and
-    /// [`Scaling::LongRope`] look at it.
+    /// Returns the frequencies $\theta_l$ for a context of `length` tokens; only [`Scaling::Dynamic`] and
+    /// [`Scaling::LongRope`] depend on it.
     pub fn frequencies(&self, length: usize) -> Vec<f64> {
         let dim = self.dim;
         let mut base = self.base;
@@ -217,7 +216,7 @@ impl Rope {
             .collect()
     }
 
-    /// Whether the frequencies of a context of `length` tokens differ from those of short ones.
+    /// Returns true if the frequencies of a context of `length` tokens differ from those of short ones.
     pub fn is_stretched(&self, length: usize) -> bool {
         match &self.scaling {
             Scaling::Dynamic { max_positions, .. } => length as f64 > *max_positions,
@@ -226,7 +225,7 @@ impl Rope {
         }
     }
 
-    /// Factor of sines and cosines; 1 except under YaRN and LongRoPE.
+    /// Returns the factor of sines and cosines; 1 except under YaRN and LongRoPE.
     pub fn magnitude(&self) -> f64 {
         match &self.scaling {
             Scaling::Yarn(yarn) => yarn.magnitude(),
@@ -236,7 +235,7 @@ impl Rope {
     }
 }
 
-/// How the angles $n\theta_l$ are formed.
+/// Arithmetic in which the angles $n\theta_l$ are formed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Angles {
     /// As a product in single precision, as Hugging Face's models do; at position 10⁵ the fastest pair is
@@ -256,7 +255,7 @@ pub struct Table<T> {
 }
 
 impl<T: Real> Table<T> {
-    /// The table of `rope` for `n` positions.
+    /// Builds the table of `rope` for `n` positions.
     pub fn new(rope: &Rope, n: usize, angles: Angles) -> Self {
         let mut table = Self { cos: Vec::new(), sin: Vec::new(), pairs: rope.dim / 2, layout: rope.layout };
         table.cos.reserve(n * table.pairs);
@@ -276,7 +275,7 @@ impl<T: Real> Table<T> {
         table
     }
 
-    /// Number of positions.
+    /// Returns the number of positions.
     pub fn positions(&self) -> usize {
         self.cos.len().checked_div(self.pairs).unwrap_or(usize::MAX)
     }
@@ -320,8 +319,8 @@ impl<T: Real> Table<T> {
 
 /// Reorders the rows of a query or key projection from the other layout to `to`.
 ///
-/// `rows` holds `n_heads · dim` rows of `row_len` elements; any element type will do, stored blocks too. For
-/// keys, `n_heads` is the number of key heads.
+/// `rows` holds `n_heads · dim` rows of `row_len` elements of any type, stored blocks included. For keys, `n_heads` is
+/// the number of key heads.
 pub fn convert_rows<T: Copy>(rows: &[T], row_len: usize, n_heads: usize, dim: usize, to: Layout) -> Vec<T> {
     assert_eq!(rows.len(), n_heads * dim * row_len);
     let mut out = Vec::with_capacity(rows.len());

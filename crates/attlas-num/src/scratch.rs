@@ -1,8 +1,8 @@
-//! Reusable scratch memory that counts what is in use.
+//! Reusable scratch memory that tracks how much is in use.
 //!
-//! A [`Scratch`] hands out buffers and takes them back when they are dropped, so that repeated calls
-//! allocate nothing. Contents of a fresh buffer are unspecified; [`Scratch::poisoned`] fills them with NaN
-//! bit patterns, for tests that look for reads of uninitialised memory. Buffers start on a cache line.
+//! A [`Scratch`] hands out buffers and takes them back when they are dropped, so repeated calls allocate nothing. The
+//! contents of a fresh buffer are unspecified; [`Scratch::poisoned`] fills them with NaN bit patterns, for tests that
+//! look for reads of uninitialised memory. Buffers start on a cache line.
 //!
 //! ```
 //! use attlas_num::Scratch;
@@ -26,7 +26,7 @@ struct Line([u64; 8]);
 
 const LINE_BYTES: usize = 64;
 
-/// A pool of buffers, shared by the threads of one call.
+/// Pool of buffers, shared by the threads of one call.
 #[derive(Debug, Default)]
 pub struct Scratch {
     free: Mutex<Vec<Vec<Line>>>,
@@ -36,19 +36,19 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// An empty pool.
+    /// Creates an empty pool.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A pool whose buffers come filled with NaN.
+    /// Creates a pool whose buffers come filled with NaN.
     pub fn poisoned() -> Self {
         let pool = Self::default();
         pool.poison.store(true, Ordering::Relaxed);
         pool
     }
 
-    /// A buffer of `len` elements with unspecified contents.
+    /// Takes a buffer of `len` elements with unspecified contents.
     pub fn take<T: bytemuck::Pod>(&self, len: usize) -> Buf<'_, T> {
         let lines = (len * size_of::<T>()).div_ceil(LINE_BYTES);
         let mut store: Vec<Line> = {
@@ -69,37 +69,37 @@ impl Scratch {
         Buf { pool: self, store, len, _type: std::marker::PhantomData }
     }
 
-    /// A buffer of `len` elements, all zero bits.
+    /// Takes a buffer of `len` elements, all zero bits.
     pub fn take_zeroed<T: bytemuck::Pod>(&self, len: usize) -> Buf<'_, T> {
         let mut buf = self.take(len);
         buf.fill(T::zeroed());
         buf
     }
 
-    /// A buffer holding a copy of `values`.
+    /// Takes a buffer with a copy of `values`.
     pub fn take_copy<T: bytemuck::Pod>(&self, values: &[T]) -> Buf<'_, T> {
         let mut buf = self.take(values.len());
         buf.copy_from_slice(values);
         buf
     }
 
-    /// Most bytes handed out at one time since the last [`reset_peak`](Self::reset_peak).
+    /// Returns the most bytes handed out at one time since the last [`reset_peak`](Self::reset_peak).
     pub fn peak_bytes(&self) -> usize {
         self.peak.load(Ordering::Relaxed)
     }
 
-    /// Starts a new peak from what is in use now.
+    /// Restarts the peak from the bytes in use now.
     pub fn reset_peak(&self) {
         self.peak.store(self.in_use.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
-    /// Gives all free buffers back to the system.
+    /// Returns all free buffers to the system.
     pub fn trim(&self) {
         self.free.lock().unwrap_or_else(|e| e.into_inner()).clear();
     }
 }
 
-/// A borrowed buffer; a slice of `T` that goes back to its pool when dropped.
+/// Borrowed buffer: a slice of `T` that returns to its pool when dropped.
 #[derive(Debug)]
 pub struct Buf<'p, T> {
     pool: &'p Scratch,

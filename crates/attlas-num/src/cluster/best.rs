@@ -1,13 +1,13 @@
 //! The best of many items within a budget, in linear time.
 //!
-//! Items come in order of their score, the larger first, equal ones by position, and are taken while their weights
-//! together stay within a budget; the first that does not fit ends it. With equal weights these are the
-//! largest scores. NaN counts as the largest, so that it is never dropped silently; the two zeros are equal.
+//! Items are ordered by score, larger first, ties by position, and taken while their total weight stays within a
+//! budget; the first item that does not fit ends the selection. With equal weights these are the largest scores. NaN
+//! counts as the largest, so it is never dropped silently; the two zeros are equal.
 //!
-//! The choice is a [`Cut`]: everything above one score, and of the items of that score those up to one position. A
-//! histogram of the leading bits of the scores, with weights ([`Counts`]), shows the bin in which the cut lies; the items
-//! of that bin are halved until few enough are left to be sorted. Long lists are counted in pieces on rayon's current
-//! pool, or by the tasks that compute the scores; weights are whole numbers, so no number of threads moves the cut.
+//! The choice is a [`Cut`]: all items above one score, and the items of that score up to one position. A weighted
+//! histogram of the leading bits of the scores ([`Counts`]) locates the bin of the cut; the items of that bin are
+//! halved until few enough are left to sort. Long lists are counted in pieces on rayon's current pool, or by the tasks
+//! that compute the scores; weights are integers, so the number of threads does not move the cut.
 
 use crate::par::*;
 use crate::{DType, Real, kernels};
@@ -18,49 +18,49 @@ const BIN_BITS: u32 = 12;
 const BINS: usize = 1 << BIN_BITS;
 const BIN_SHIFT: u32 = u64::BITS - BIN_BITS;
 
-/// Items at the edge that are few enough to be sorted; more are halved first.
+/// Most items at the cut that are sorted; more are halved first.
 const SORTED: usize = 32;
 
-/// Scores whose bins are found before they are counted.
+/// Scores whose bins are computed in one loop before they are counted.
 const COUNTED: usize = 256;
 
-/// Scores of which one look tells whether any may lie in the bin of the cut.
+/// Scores that one test excludes together if none lies in the bin of the cut.
 const BLOCK: usize = 16;
 
-/// Scores that one task counts.
+/// Scores per counting task.
 const PIECE: usize = 8192;
 
-/// Which items are taken.
+/// Selection of items: those before a cut in the order of scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
-    /// The score at the cut, as `rank_of` numbers it.
+    /// Score at the cut, as numbered by `rank_of`.
     rank: u64,
-    /// One past the last position that is taken at this score.
+    /// One past the last position taken at this score.
     end: usize,
 }
 
 impl Cut {
-    /// Everything is taken.
+    /// Cut that takes everything.
     pub const ALL: Self = Self { rank: 0, end: usize::MAX };
 
-    /// Whether the item at `position` with this score is taken.
+    /// Returns true if the item at `position` with this score is taken.
     #[inline]
     pub fn takes<T: Real>(&self, score: T, position: usize) -> bool {
         let rank = rank_of(score);
         rank > self.rank || (rank == self.rank) & (position < self.end)
     }
 
-    /// Writes the positions of the items that are taken, of those with these scores from position `first` on, into
-    /// `places`, in order; returns how many there are. The list has to be longer than the scores by one.
+    /// Writes the positions of the taken items into `places`, in order, and returns their number. The first score is at
+    /// position `first`; `places` must be longer than `scores`.
     ///
     /// # Panics
     ///
-    /// If the list is too short, or a position does not fit into it.
+    /// If `places` is too short, or a position does not fit into `u32`.
     pub fn places<T: Real>(&self, scores: &[T], first: usize, places: &mut [u32]) -> usize {
         assert!(places.len() > scores.len(), "a list that is longer than the scores");
         assert!(u32::try_from(first + scores.len()).is_ok(), "positions of 32 bits");
         let mut len = 0;
-        // Written whether it is taken or not: what is follows no pattern that a branch could be predicted by.
+        // Writes every position and advances only for taken ones: no branch predictor can learn which are taken.
         let mut write = |i: usize, taken: bool| {
             places[len] = i as u32;
             len += usize::from(taken);
@@ -69,7 +69,7 @@ impl Cut {
         if value.is_nan() {
             (first..).zip(scores).for_each(|(i, &s)| write(i, self.takes(s, i)));
         } else {
-            // What is not a number comes before all numbers.
+            // NaN comes before all numbers.
             let below = self.end.saturating_sub(first).min(scores.len());
             let (before, behind) = scores.split_at(below);
             (first..).zip(before).for_each(|(i, &s)| write(i, (s >= value) | s.is_nan()));
@@ -78,13 +78,13 @@ impl Cut {
         len
     }
 
-    /// Sets to −∞ what belongs to scores that are not taken, the first of which is at position `first`; returns how many.
-    /// Of a cut that leaves something out.
+    /// Sets the logits of scores that are not taken to −∞ and returns their number. The first score is at position
+    /// `first`; the cut must leave something out.
     pub fn hide_others<T: Real>(&self, scores: &[T], first: usize, logits: &mut [T]) -> usize {
         let value: T = value_of(self.rank);
         let below = self.end.saturating_sub(first).min(scores.len());
         let ((before, behind), (early, late)) = (scores.split_at(below), logits.split_at_mut(below));
-        // A NaN fails the comparisons and stays; where it is the value itself, only some of them do.
+        // A NaN fails the comparisons and stays; if the score at the cut is NaN itself, only some of the NaNs stay.
         let hidden = if value.is_nan() {
             hide(before, early, |s| !s.is_nan()) + hide(behind, late, |_| true)
         } else {
@@ -93,12 +93,12 @@ impl Cut {
         hidden as usize
     }
 
-    /// The `count` largest scores.
+    /// Selects the `count` largest scores.
     pub fn largest<T: Real>(scores: &[T], count: usize) -> Self {
         if count >= scores.len() { Self::ALL } else { Self::within(scores, |_| 1, count) }
     }
 
-    /// The best items while their weights stay within `budget`.
+    /// Selects the best items while their total weight stays within `budget`.
     pub fn within<T: Real>(scores: &[T], weight: impl Fn(usize) -> usize + Sync, budget: usize) -> Self {
         let count = |t: usize| {
             let piece = t * PIECE..scores.len().min((t + 1) * PIECE);
@@ -112,8 +112,8 @@ impl Cut {
         Self::counted(scores, &counts, weight, budget)
     }
 
-    /// The same where the items have been counted, piece after piece, with these weights and this budget or a larger
-    /// one.
+    /// Selects as `within` does, from items already counted, piece after piece, with these weights and this budget or a
+    /// larger one.
     pub fn counted<T: Real>(
         scores: &[T],
         counts: &[Counts],
@@ -123,18 +123,18 @@ impl Cut {
         debug_assert_eq!(counts.iter().map(|c| c.piece.len()).sum::<usize>(), scores.len());
         let mut left = budget;
         let Some(edge) = edge_of(counts, &mut left) else { return Self::ALL };
-        // Scores of other bins lie below the one or above the other; where a bound is not a number, any may be inside.
+        // Scores of other bins lie below `low` or above `high`; if a bound is NaN, any score may be inside.
         let (low, high): (T, T) =
             (value_of(least_of(edge)), value_of(least_of(edge) | !(u64::MAX << BIN_SHIFT)));
         let collect = |c: &Counts| {
             let mut found: Vec<(u64, usize)> = Vec::new();
             let mut places = [0u8; BLOCK];
             for (first, block) in c.piece.clone().step_by(BLOCK).zip(scores[c.piece.clone()].chunks(BLOCK)) {
-                // A loop without a way out runs over many scores at a time.
+                // A loop without an early exit is vectorised.
                 if block.iter().fold(true, |outside, &s| outside & ((s < low) | (s > high))) {
                     continue;
                 }
-                // Written whether it is found or not: what is follows no pattern that a branch could be predicted by.
+                // Writes every place and advances only for matches: no branch predictor can learn which match.
                 let mut len = 0;
                 for (place, &s) in (0u8..).zip(block) {
                     places[len] = place;
@@ -145,7 +145,7 @@ impl Cut {
             }
             found
         };
-        // Few scores are looked through sooner than a second thread comes.
+        // Few scores are searched faster than a second thread starts.
         let found: Vec<Vec<(u64, usize)>> = match scores.len() > 2 * PIECE {
             true => counts.par_iter().with_max_len(1).map(collect).collect(),
             false => counts.iter().map(collect).collect(),
@@ -177,7 +177,7 @@ impl Cut {
     }
 }
 
-/// Sets to −∞ what belongs to scores that fulfil a condition; returns how many.
+/// Sets the logits of scores that fulfil a condition to −∞ and returns their number.
 fn hide<T: Real>(scores: &[T], logits: &mut [T], condition: impl Fn(T) -> bool) -> u32 {
     let mut hidden = 0;
     for (x, &s) in logits.iter_mut().zip(scores) {
@@ -189,7 +189,7 @@ fn hide<T: Real>(scores: &[T], logits: &mut [T], condition: impl Fn(T) -> bool) 
 }
 
 /// Writes the indices of the `count` largest scores into `index`, in increasing order; ties go to the smaller index.
-/// NaN counts as the largest, so that it is never dropped silently.
+/// NaN counts as the largest, so it is never dropped silently.
 pub fn select_top<T: Real>(scores: &[T], count: usize, index: &mut Vec<usize>) {
     index.clear();
     if count >= scores.len() {
@@ -203,7 +203,7 @@ pub fn select_top<T: Real>(scores: &[T], count: usize, index: &mut Vec<usize>) {
         return select_few(scores, count, index);
     }
     let cut = Cut::largest(scores, count);
-    // Written whether taken or not, as in `Cut::places`.
+    // Writes every index and advances only for taken ones, as in `Cut::places`.
     index.resize(count + 1, 0);
     let mut len = 0;
     for (i, &s) in scores.iter().enumerate() {
@@ -214,18 +214,18 @@ pub fn select_top<T: Real>(scores: &[T], count: usize, index: &mut Vec<usize>) {
     index.truncate(count);
 }
 
-/// The share of scores, one in this number, that counts as few.
+/// Ratio of scores to `count` from which `count` is few.
 const FEW: usize = 16;
 
-/// [`select_top`] for few scores among many: the largest of each of `4 · count` blocks show a bound that at least `count`
-/// scores reach, and only blocks that reach it are looked into.
+/// [`select_top`] for few scores among many: the maxima of `4 · count` blocks give a bound that at least `count` scores
+/// reach, and only blocks that reach it are searched.
 fn select_few<T: Real>(scores: &[T], count: usize, index: &mut Vec<usize>) {
     let len = scores.len() / (4 * count);
     let largest: Vec<u64> = scores
         .chunks(len)
         .map(|block| {
             let largest = kernels::max(block);
-            // The sum shows a NaN, which `max` leaves out; two infinities may look like one and are no harm.
+            // The sum shows a NaN, which `max` ignores; opposite infinities also make it NaN, which costs only time.
             let any_nan = kernels::sum(block).is_nan() && block.iter().any(|s| s.is_nan());
             rank_of(if any_nan { T::NAN } else { largest })
         })
@@ -247,27 +247,27 @@ fn select_few<T: Real>(scores: &[T], count: usize, index: &mut Vec<usize>) {
     index.sort_unstable();
 }
 
-/// Weights of a piece of the items, by the leading bits of their scores.
+/// Weights of one piece of the items, by the leading bits of their scores.
 ///
-/// A task that computes some of the scores counts them while they are at hand; pieces are of fixed length where the
-/// number of threads must not matter for anything else, the cut does not depend on them.
+/// A task that computes scores can count them while they are in cache. The cut does not depend on the pieces; they need
+/// a fixed length only if other results must not depend on the number of threads.
 #[derive(Clone, Debug)]
 pub struct Counts {
     piece: Range<usize>,
-    /// Bins that hold something and what they hold, from the best down to the one in which the budget ends: few, so that a
-    /// thread that looks for the cut reads little of what others wrote.
+    /// Non-empty bins and their weights, from the best down to the bin in which the budget ends: few, so the thread
+    /// that computes the cut reads little memory written by others.
     bins: Vec<(usize, usize)>,
 }
 
 impl Counts {
-    /// Counts the items from position `first` on that have these scores, as far as cuts within `budget` go.
+    /// Counts the items with these scores from position `first` on, as far as cuts within `budget` reach.
     pub fn new<T: Real>(scores: &[T], first: usize, weight: impl Fn(usize) -> usize, budget: usize) -> Self {
         let piece = first..first + scores.len();
         let mut bins = [0; BINS];
         let mut best = 0;
         let mut of_block = [0u16; COUNTED];
         for (start, block) in piece.clone().step_by(COUNTED).zip(scores.chunks(COUNTED)) {
-            // Two loops: the first runs over many scores at a time.
+            // Two loops, so that the first is vectorised.
             of_block.iter_mut().zip(block).for_each(|(bin, &s)| *bin = bin_of(rank_of(s)) as u16);
             for (i, &bin) in (start..).zip(&of_block[..block.len()]) {
                 bins[usize::from(bin)] += weight(i);
@@ -289,7 +289,7 @@ impl Counts {
     }
 }
 
-/// The first bin from above that does not fit whole; `left` loses the weight of those above it.
+/// Returns the first bin from above that does not fit whole; subtracts the weight of those above it from `left`.
 fn edge_of(counts: &[Counts], left: &mut usize) -> Option<usize> {
     let mut rest: Vec<&[(usize, usize)]> = counts.iter().map(|c| &c.bins[..]).collect();
     while let Some(best) = rest.iter().filter_map(|bins| bins.first()).map(|&(bin, _)| bin).max() {
@@ -308,9 +308,9 @@ fn edge_of(counts: &[Counts], left: &mut usize) -> Option<usize> {
     None
 }
 
-/// A number that orders as the score does, with 0 and −0 equal and NaN above everything.
+/// Maps a score to a number with the same order, with 0 and −0 equal and NaN above everything.
 ///
-/// Without a branch: the signs of scores follow no pattern.
+/// Free of branches: the signs of scores follow no pattern.
 #[inline]
 fn rank_of<T: Real>(score: T) -> u64 {
     let bits = match T::DTYPE {
@@ -322,7 +322,7 @@ fn rank_of<T: Real>(score: T) -> u64 {
     if score.is_nan() { u64::MAX } else { rank }
 }
 
-/// The score of this rank: what `rank_of` turns into it. NaN for the ranks of no score.
+/// Inverts `rank_of`: returns the score of this rank, NaN for the ranks of no score.
 fn value_of<T: Real>(rank: u64) -> T {
     let bits = if rank >> 63 == 1 { rank ^ 1 << 63 } else { !rank };
     match T::DTYPE {
@@ -335,7 +335,7 @@ fn bin_of(rank: u64) -> usize {
     (rank >> BIN_SHIFT) as usize
 }
 
-/// The least rank of a bin.
+/// Returns the least rank of a bin.
 fn least_of(bin: usize) -> u64 {
     (bin as u64) << BIN_SHIFT
 }
@@ -345,7 +345,7 @@ mod tests {
     use super::*;
     use crate::rng::StreamKey;
 
-    /// Positions from the best down to the first that does not fit.
+    /// Returns positions from the best down to the first that does not fit.
     fn by_sorting<T: Real>(scores: &[T], weights: &[usize], budget: usize) -> Vec<usize> {
         let mut order: Vec<usize> = (0..scores.len()).collect();
         let value = |i: usize| if scores[i].is_nan() { f64::INFINITY } else { scores[i].to_f64() };
@@ -363,7 +363,7 @@ mod tests {
         taken
     }
 
-    /// Item-by-item selection, the reference for the merged lists of two parts.
+    /// Selects item by item, as the reference for the merged lists of two parts.
     fn taken<T: Real>(cut: Cut, scores: &[T]) -> Vec<usize> {
         let taken: Vec<usize> = (0..scores.len()).filter(|&i| cut.takes(scores[i], i)).collect();
         let (mut places, mut listed) = (vec![0; scores.len() + 1], Vec::new());

@@ -1,15 +1,15 @@
 //! Sorting by hash code, cutting the order into blocks, and remembering the blocks of several rounds.
 //!
-//! [`order_by`] is a stable radix sort: equal codes stay in the order of their positions. [`Balanced`] cuts
-//! $n$ items into $L$ blocks, block $c$ being $[\lfloor cn/L \rfloor, \lfloor (c+1)n/L \rfloor)$, so that sizes
-//! differ by at most one and nothing is padded. [`Membership`] answers in one comparison per round whether two
-//! items met, which turns a union over rounds into a sum in which each pair counts where it is first met.
+//! [`order_by`] is a stable radix sort: equal codes stay in the order of their positions. [`Balanced`] cuts $n$ items
+//! into $L$ blocks, block $c$ being $[\lfloor cn/L \rfloor, \lfloor (c+1)n/L \rfloor)$, so sizes differ by at most one
+//! and nothing is padded. [`Membership`] tests with one comparison per round if two items share a block, which turns a
+//! union over rounds into a sum that counts each pair only in its first common round.
 
 use std::ops::Range;
 
-/// A number that items are sorted by.
+/// Number that items are sorted by.
 pub trait SortKey: Copy {
-    /// The key as an unsigned number of the same order.
+    /// Returns the key as an unsigned number of the same order.
     fn sort_bits(self) -> u64;
 }
 
@@ -26,7 +26,7 @@ macro_rules! integer_keys {
 
 integer_keys!(u32 => u64::from, u64 => |x| x, i64 => |x| (x as u64) ^ (1 << 63));
 
-/// In numerical order; the two zeros are equal, NaN comes last.
+/// Numerical order; the two zeros are equal, NaN comes last.
 impl SortKey for f64 {
     fn sort_bits(self) -> u64 {
         if self.is_nan() {
@@ -37,7 +37,7 @@ impl SortKey for f64 {
     }
 }
 
-/// In numerical order; the two zeros are equal, NaN comes last.
+/// Numerical order; the two zeros are equal, NaN comes last.
 impl SortKey for f32 {
     fn sort_bits(self) -> u64 {
         if self.is_nan() {
@@ -50,7 +50,7 @@ impl SortKey for f32 {
 
 const DIGIT_BITS: u32 = 8;
 
-/// The positions of `keys` in increasing order of key, equal keys in order of position.
+/// Returns the positions of `keys` in increasing order of key, equal keys in order of position.
 ///
 /// # Panics
 /// With more than `u32::MAX` keys.
@@ -61,7 +61,7 @@ pub fn order_by<K: SortKey>(keys: &[K]) -> Vec<u32> {
         items.sort_unstable();
         return items.into_iter().map(|(_, i)| i).collect();
     }
-    // Digits in which all keys agree need no pass: codes of few buckets are sorted in one.
+    // Digits in which all keys agree need no pass: codes of few buckets take one pass.
     let (all, any) = items.iter().fold((u64::MAX, 0), |(all, any), (k, _)| (all & k, any | k));
     let mut spare = vec![(0, 0); items.len()];
     for shift in (0..u64::BITS).step_by(DIGIT_BITS as usize) {
@@ -73,7 +73,7 @@ pub fn order_by<K: SortKey>(keys: &[K]) -> Vec<u32> {
     items.into_iter().map(|(_, i)| i).collect()
 }
 
-/// One stable counting sort by the digit at `shift`.
+/// Runs one stable counting sort by the digit at `shift`.
 fn counting_pass(from: &[(u64, u32)], to: &mut [(u64, u32)], shift: u32) {
     let digit = |key: u64| (key >> shift) as usize & 0xff;
     let mut next = [0usize; 1 << DIGIT_BITS];
@@ -89,17 +89,17 @@ fn counting_pass(from: &[(u64, u32)], to: &mut [(u64, u32)], shift: u32) {
     }
 }
 
-/// The rank of each position in `order`: `inverse[order[rank]] = rank`.
+/// Returns the rank of each position in `order`: `inverse[order[rank]] = rank`.
 ///
 /// # Panics
-/// If `order` names a position that it does not have.
+/// If `order` contains a position beyond its length.
 pub fn inverse_order(order: &[u32]) -> Vec<u32> {
     let mut inverse = vec![0; order.len()];
     order.iter().zip(0..).for_each(|(&i, rank)| inverse[i as usize] = rank);
     inverse
 }
 
-/// A partition of `0..n` into consecutive blocks whose sizes differ by at most one.
+/// Partition of `0..n` into consecutive blocks whose sizes differ by at most one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Balanced {
     n: usize,
@@ -107,12 +107,12 @@ pub struct Balanced {
 }
 
 impl Balanced {
-    /// `n` items in `blocks` blocks, at least one; blocks are empty where there are more blocks than items.
+    /// Partitions `n` items into `blocks` blocks, at least one; some are empty if there are more blocks than items.
     pub fn new(n: usize, blocks: usize) -> Self {
         Self { n, blocks: blocks.max(1) }
     }
 
-    /// As few blocks as keep each at most `target` items long; one block if `target` is 0.
+    /// Partitions into the fewest blocks of at most `target` items each; one block if `target` is 0.
     pub fn with_target(n: usize, target: usize) -> Self {
         Self::new(n, if target == 0 { 1 } else { n.div_ceil(target) })
     }
@@ -132,7 +132,7 @@ impl Balanced {
         self.start(c)..self.start(c + 1)
     }
 
-    /// The block that item `i < n` is in.
+    /// Returns the block of item `i < n`.
     pub fn block_of(&self, i: usize) -> usize {
         debug_assert!(i < self.n);
         // i ≥ ⌊cn/L⌋ ⟺ c ≤ ⌊((i + 1)L − 1) / n⌋.
@@ -150,7 +150,7 @@ impl Balanced {
     }
 }
 
-/// One number for each item and round, such as the block an item is in; the rounds of an item lie together.
+/// One number per item and round, such as the block of the item; the rounds of an item are contiguous.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RoundTable {
     rounds: usize,
@@ -159,10 +159,10 @@ pub struct RoundTable {
 }
 
 impl RoundTable {
-    /// Marks an item that takes no part in a round; it meets nobody there.
+    /// Marks an item that takes no part in a round: it shares no block there.
     pub const ABSENT: u32 = u32::MAX;
 
-    /// A table in which every item is absent from every round.
+    /// Creates a table in which every item is absent from every round.
     pub fn new(items: usize, rounds: usize) -> Self {
         Self { rounds, items, cells: vec![Self::ABSENT; items * rounds] }
     }
@@ -177,7 +177,7 @@ impl RoundTable {
         self.items
     }
 
-    /// The numbers of an item in all rounds.
+    /// Numbers of an item in all rounds.
     pub fn row(&self, item: usize) -> &[u32] {
         &self.cells[item * self.rounds..(item + 1) * self.rounds]
     }
@@ -188,14 +188,14 @@ impl RoundTable {
         self.cells[item * self.rounds + round] = value;
     }
 
-    /// Writes the blocks of a sorted order: the item of rank `t` is in block `block_of(t)`. Items that `order`
-    /// does not name keep what they have.
+    /// Writes the blocks of a sorted order: the item of rank `t` is in block `block_of(t)`. Items missing from `order`
+    /// keep their numbers.
     pub fn set_ranked(&mut self, round: usize, order: &[u32], mut block_of: impl FnMut(usize) -> u32) {
         order.iter().enumerate().for_each(|(rank, &i)| self.set(i as usize, round, block_of(rank)));
     }
 }
 
-/// Which pairs share a block: in a round, query `i` meets the keys of its own block.
+/// Pairs that share a block: in each round, query `i` is paired with the keys of its own block.
 #[derive(Clone, Copy, Debug)]
 pub struct Membership<'a> {
     queries: &'a RoundTable,
@@ -203,7 +203,7 @@ pub struct Membership<'a> {
 }
 
 impl<'a> Membership<'a> {
-    /// Queries meet the keys of their own block.
+    /// Pairs queries with the keys of their own block.
     ///
     /// # Panics
     /// If the tables have different numbers of rounds.
@@ -212,20 +212,20 @@ impl<'a> Membership<'a> {
         Self { queries, keys }
     }
 
-    /// Whether query `i` meets key `j` in `round`.
+    /// Returns true if query `i` and key `j` share a block in `round`.
     #[inline]
     pub fn meets(&self, i: usize, j: usize, round: usize) -> bool {
         same_block(self.queries.row(i)[round], self.keys.row(j)[round])
     }
 
-    /// Whether they met in a round before `round`: such a pair is skipped in a union.
+    /// Returns true if they shared a block in a round before `round`: a union skips such a pair.
     #[inline]
     pub fn met_before(&self, i: usize, j: usize, round: usize) -> bool {
         let (a, b) = (&self.queries.row(i)[..round], &self.keys.row(j)[..round]);
         a.iter().zip(b).any(|(&a, &b)| same_block(a, b))
     }
 
-    /// In how many rounds they meet: its logarithm is what a union subtracts where it does not skip.
+    /// Returns the number of rounds in which they share a block; a union that does not skip subtracts its logarithm.
     pub fn count(&self, i: usize, j: usize) -> usize {
         (0..self.queries.rounds).filter(|&t| self.meets(i, j, t)).count()
     }
@@ -314,7 +314,7 @@ mod tests {
         assert_eq!(huge.block_of(usize::MAX - 1), 2);
     }
 
-    /// Blocks of several hash rounds for random points, queries and keys apart.
+    /// Returns the blocks of several hash rounds for random points, queries and keys separately.
     fn tables(n_q: usize, n_k: usize, rounds: usize, blocks: usize) -> [RoundTable; 2] {
         let hash = CrossPolytope::<f64>::new(StreamKey::new(3), 4, 8, rounds);
         [(5, n_q), (6, n_k)].map(|(seed, n)| {

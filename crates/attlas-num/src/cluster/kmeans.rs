@@ -9,9 +9,9 @@
 //! depend on each other and every mean is summed in the order of its rows, so the bits of a result do not
 //! depend on the number of threads.
 //!
-//! **Degenerate input.** Duplicate rows leave clusters empty, which are then dropped. A row holding NaN has no
-//! nearest centroid and goes to cluster 0, whose centroid becomes NaN; no other row chooses a NaN centroid
-//! while another is left.
+//! **Degenerate input.** Duplicate rows leave clusters empty, which are then dropped. A row with a NaN has no nearest
+//! centroid and goes to cluster 0, whose centroid becomes NaN; no other row chooses a NaN centroid while another is
+//! left.
 //!
 //! References: Lloyd 1982; Arthur and Vassilvitskii 2007 (k-means++); Dhillon and Modha 2001 (spherical).
 
@@ -41,7 +41,7 @@ pub enum Metric {
     Median,
 }
 
-/// How to cluster.
+/// Settings of a clustering.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Most clusters.
@@ -53,13 +53,13 @@ pub struct Options {
 }
 
 impl Options {
-    /// Ten iterations of plain k-means.
+    /// Returns the settings of ten iterations of plain k-means.
     pub fn new(clusters: usize) -> Self {
         Self { clusters, iters: 10, metric: Metric::Euclidean }
     }
 }
 
-/// The centroids that the iteration starts from.
+/// Centroids at the start of the iteration.
 #[derive(Clone, Copy, Debug)]
 pub enum Init<'a, T> {
     /// Distinct random rows.
@@ -70,7 +70,7 @@ pub enum Init<'a, T> {
     Given(MatRef<'a, T>),
 }
 
-/// The result of a clustering.
+/// Result of a clustering.
 #[derive(Clone, Debug)]
 pub struct Clustering<T> {
     /// Centre of each cluster, computed from the final labels.
@@ -86,15 +86,15 @@ pub struct Clustering<T> {
     /// The same sum at each assignment, the final one included, with the centroids before their update.
     /// Without re-seeded clusters it does not grow (Euclidean and spherical).
     pub history: Vec<f64>,
-    /// Times that an empty cluster was given a new centroid.
+    /// Number of times that an empty cluster was given a new centroid.
     pub reseeded: usize,
 }
 
 /// Clusters the rows of `x`.
 ///
-/// `options.clusters` is brought into `1 ..= n`; [`Init::Given`] sets it instead. `weights` multiply rows; those
-/// that are not positive finite numbers count as zero. A cluster without mass starts anew from a random row,
-/// except in the last iteration, where it keeps its centroid.
+/// `options.clusters` is clamped to `1 ..= n`; [`Init::Given`] sets it instead. `weights` multiply rows; those that are
+/// not positive finite numbers count as zero. A cluster without mass restarts from a random row, except in the last
+/// iteration, where it keeps its centroid.
 ///
 /// # Panics
 /// If there are weights but not one per row, or given centroids have another length than rows.
@@ -162,7 +162,7 @@ pub fn kmeans<T: Real>(
     }
 }
 
-/// The nearest centroid of every row, the lowest index among equals; 0 where nothing compares.
+/// Assigns every row to its nearest centroid, the lowest index among equals; 0 if no distance is comparable.
 ///
 /// # Panics
 /// If `labels` does not have one element per row of `x`, or lengths of rows differ.
@@ -181,9 +181,9 @@ pub fn assign_into<T: Real>(x: MatRef<'_, T>, centroids: MatRef<'_, T>, metric: 
     });
 }
 
-/// Index of the first least `norms[c] − y[c]`; 0 where nothing compares.
+/// Returns the index of the first least `norms[c] − y[c]`; 0 if none is comparable.
 fn first_least<T: Real>(y: &[T], norms: &[T]) -> u32 {
-    // Lane by lane, so that the compiler can keep the running least and its place in vector registers.
+    // Lane by lane, so that the compiler can keep the running minimum and its index in vector registers.
     const LANES: usize = 8;
     let (y_chunks, y_rest) = y.as_chunks::<LANES>();
     let (n_chunks, n_rest) = norms.as_chunks::<LANES>();
@@ -212,8 +212,8 @@ fn first_least<T: Real>(y: &[T], norms: &[T]) -> u32 {
     if best.0 == T::INFINITY { 0 } else { best.1 }
 }
 
-/// The weighted mean of the rows of each label below `clusters`, and the number of rows; zero rows where a
-/// label has no mass.
+/// Computes the weighted mean of the rows of each label below `clusters`, and the number of rows; zero rows if a label
+/// has no mass.
 ///
 /// # Panics
 /// If labels or weights do not have one element per row, or a label is not below `clusters`.
@@ -238,7 +238,7 @@ pub fn label_means<T: Real>(
     (means, groups.counts())
 }
 
-/// The rows of each cluster, in increasing order.
+/// Rows of each cluster, in increasing order.
 struct Groups {
     order: Vec<u32>,
     /// Rows of cluster `c` are `order[starts[c]..starts[c + 1]]`.
@@ -308,7 +308,7 @@ fn update<T: Real>(
     }
 }
 
-/// The weighted sum of some rows, in their order.
+/// Computes the weighted sum of some rows, in their order.
 fn weighted_sum<T: Real>(x: MatRef<'_, T>, weights: &[f64], rows: &[u32]) -> Vec<f64> {
     let mut total = vec![0.0; x.cols()];
     let mut part = vec![0.0; x.cols()];
@@ -323,7 +323,7 @@ fn weighted_sum<T: Real>(x: MatRef<'_, T>, weights: &[f64], rows: &[u32]) -> Vec
     total
 }
 
-/// The lower weighted median of every coordinate.
+/// Computes the lower weighted median of every coordinate.
 fn median_into<T: Real>(x: MatRef<'_, T>, weights: &[f64], rows: &[u32], mass: f64, out: &mut [T]) {
     let mut column: Vec<(T, f64)> = Vec::with_capacity(rows.len());
     for (j, out) in out.iter_mut().enumerate() {
@@ -364,7 +364,7 @@ fn assign_and_measure<T: Real>(
     inertia(x, weights, centroids, labels)
 }
 
-/// Weighted sum of squared distances, from differences so that rows on their centroid add exactly nothing.
+/// Computes the weighted sum of squared distances, from differences: rows on their centroid add exactly nothing.
 fn inertia<T: Real>(x: MatRef<'_, T>, weights: &[f64], centroids: MatRef<'_, T>, labels: &[u32]) -> f64 {
     let mut terms = vec![0.0; x.rows()];
     for_each_chunk(x.rows() * x.cols(), &mut terms, |start, terms| {
@@ -375,7 +375,7 @@ fn inertia<T: Real>(x: MatRef<'_, T>, weights: &[f64], centroids: MatRef<'_, T>,
     terms.iter().sum()
 }
 
-/// Calls `f(start, chunk)` on pieces of `out`, in parallel where `work` is large.
+/// Calls `f(start, chunk)` on pieces of `out`, in parallel if `work` is large.
 fn for_each_chunk<U: Send>(work: usize, out: &mut [U], f: impl Fn(usize, &mut [U]) + Sync) {
     if work >= PARALLEL_WORK {
         out.par_chunks_mut(TASK_ROWS).enumerate().for_each(|(t, chunk)| f(t * TASK_ROWS, chunk));
@@ -394,7 +394,7 @@ fn initial<T: Real>(
     let rows = match init {
         Init::Given(centroids) => {
             assert_eq!(centroids.cols(), x.cols());
-            // No centroid at all cannot serve any row.
+            // An empty list of centroids cannot serve any row.
             if centroids.rows() > 0 {
                 return centroids.to_mat();
             }
@@ -408,7 +408,7 @@ fn initial<T: Real>(
     centroids
 }
 
-/// Rows chosen by k-means++: probability proportional to weight times *squared* distance.
+/// Chooses rows by k-means++: probability proportional to weight times *squared* distance.
 fn plus_plus<T: Real>(x: MatRef<'_, T>, weights: &[f64], k: usize, rng: &mut Rng) -> Vec<usize> {
     let mut chosen = vec![draw(weights, rng)];
     let mut mass = vec![f64::INFINITY; x.rows()];
@@ -424,7 +424,7 @@ fn plus_plus<T: Real>(x: MatRef<'_, T>, weights: &[f64], k: usize, rng: &mut Rng
     chosen
 }
 
-/// An index drawn by weight; uniformly where no weight is a positive finite number.
+/// Draws an index by weight; uniformly if no weight is a positive finite number.
 fn draw(weights: &[f64], rng: &mut Rng) -> usize {
     let usable = |w: f64| if w > 0.0 && w.is_finite() { w } else { 0.0 };
     let total: f64 = weights.iter().map(|&w| usable(w)).sum();
@@ -457,7 +457,7 @@ mod tests {
         result
     }
 
-    /// Checks that hold for every result.
+    /// Checks the properties of every result.
     fn check(x: &Mat<f64>, result: &Clustering<f64>) {
         let k = result.counts.len();
         assert_eq!(result.centroids.rows(), k);
@@ -609,7 +609,7 @@ mod tests {
         assert_eq!(cold.labels, warm.labels);
         assert_eq!(cold.centroids, warm.centroids);
         assert_eq!(cold.inertia, warm.inertia);
-        // Without iterations, given centroids only label; then means are taken.
+        // Without iterations, given centroids only assign labels; then means are taken.
         let given = Mat::from_vec(vec![-10.0, 0.0, 0.0, 10.0, 0.0, 0.0], 2, 3);
         let labelled = run(&x, 2, 0, Metric::Euclidean, Init::Given(given.as_ref()));
         assert!((0..200).all(|i| labelled.labels[i] == u32::from(x[(i, 0)] > 0.0)));

@@ -1,4 +1,4 @@
-//! Grouping: balanced blocks of sorted items, who shared a block with whom, the best within a budget, and k-means.
+//! Grouping: balanced blocks of sorted items, pairs that share a block, the best within a budget, and k-means.
 //!
 //! ```
 //! use attlas_num::cluster::{Init, Options, kmeans};

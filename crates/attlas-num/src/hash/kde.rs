@@ -1,16 +1,14 @@
 //! Weighted sums of exponentials of inner products, exactly or estimated, in the log domain.
 //!
-//! The quantity is $w_i = \sum_j x_j e^{\langle q_i, k_j\rangle}$ for weights $x_j \ge 0$; what is computed is
-//! $\ln w_i$, and no exponential is taken that could overflow. With $a_j = \ln x_j + |k_j|^2/2$ and
-//! $W = \sum_j e^{a_j}$ it is a Gaussian kernel density in one more dimension,
+//! The module computes $\ln w_i$ for $w_i = \sum_j x_j e^{\langle q_i, k_j\rangle}$ with weights $x_j \ge 0$, and takes
+//! no exponential that could overflow. With $a_j = \ln x_j + |k_j|^2/2$ and $W = \sum_j e^{a_j}$, $w$ is a Gaussian
+//! kernel density in one more dimension,
 //! $$w = e^{|q|^2/2}\, W \sum_j e^{-(|q - k_j|^2 + y_j^2)/2}, \qquad y_j^2 = 2 \ln(W / e^{a_j}) \ge 0,$$
-//! evaluated at $[q; 0]$ for the points $[k_j; y_j]$, so any estimator of kernel densities
-//! serves. [`Backend`] lists those offered. Every estimate of $w$ is unbiased (its logarithm is not), except
-//! for medians of means.
+//! evaluated at $[q; 0]$ for the points $[k_j; y_j]$, so any estimator of kernel densities serves. [`Backend`] lists
+//! the estimators. Every estimate of $w$ is unbiased (its logarithm is not), except for medians of means.
 //!
-//! Keys of weight zero ($\ln x_j = -\infty$) are dropped first. A query that no key remains for has
-//! $\ln w = -\infty$. A key or a log weight that is not finite otherwise makes every result NaN, a query
-//! holding NaN its own.
+//! Keys of weight zero ($\ln x_j = -\infty$) are dropped first. If no key remains, $\ln w = -\infty$. Any other key or
+//! log weight that is not finite makes every result NaN; a query with a NaN makes only its own result NaN.
 //!
 //! References: Zandieh, Han, Daliri and Karbasi 2023 (the density form); Charikar and Siminelakis 2017
 //! (hashing-based estimators); Karppa, Aumüller and Pagh 2022 (near keys exactly, the rest by sampling).
@@ -22,7 +20,7 @@ use crate::cluster::buckets::{Balanced, order_by};
 use crate::rng::StreamKey;
 use crate::{Mat, MatRef, Real};
 
-/// How the sums are obtained.
+/// Method for the sums.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Backend {
     /// Every term.
@@ -33,9 +31,9 @@ pub enum Backend {
         /// Keys drawn, shared by all queries; at least 1.
         samples: usize,
     },
-    /// Keys and queries are sorted by the Gray rank of a sign hash and cut into equally many blocks; a query
-    /// sums its block exactly and the other keys from a uniform sample without replacement. Unbiased given
-    /// that a sample falls outside the block; if none does, the rest is left out.
+    /// Sorts keys and queries by the Gray rank of a sign hash and cuts them into equally many blocks; a query sums its
+    /// block exactly and estimates the other keys from a uniform sample without replacement. Unbiased given that a
+    /// sample falls outside the block; if none does, the rest is left out.
     NearPlusSample {
         /// Most keys in a block; 0 for no blocks, i.e. uniform sampling alone.
         block: usize,
@@ -52,12 +50,12 @@ pub enum Backend {
         functions: usize,
         /// Tables; at least 1.
         tables: usize,
-        /// The estimate is the median of the means of that many groups of tables; 1 for the mean of all.
+        /// Groups of tables: the estimate is the median of their means; 1 for the mean of all tables.
         groups: usize,
     },
 }
 
-/// $\ln \sum_j x_j e^{\langle q_i, k_j\rangle}$ for every row of `q`; all $x_j = 1$ without `log_weights`.
+/// Computes $\ln \sum_j x_j e^{\langle q_i, k_j\rangle}$ for every row of `q`; all $x_j = 1$ without `log_weights`.
 ///
 /// `None` if a parameter of the backend is out of range.
 ///
@@ -103,7 +101,7 @@ pub fn log_exp_sums<T: Real>(
     }
 }
 
-/// $\ln \sum_j e^{a_j}$; −∞ for an empty sum, NaN if a term is.
+/// Computes $\ln \sum_j e^{a_j}$; −∞ for an empty sum, NaN if a term is.
 pub fn log_sum_exp(a: &[f64]) -> f64 {
     let largest = a.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     if largest.is_infinite() {
@@ -116,7 +114,7 @@ fn log_x(log_weights: Option<&[f64]>, j: usize) -> f64 {
     log_weights.map_or(0.0, |w| w[j])
 }
 
-/// The keys of positive weight, with $\ln x_j$, $a_j$ and $\ln W$.
+/// Keys of positive weight, with $\ln x_j$, $a_j$ and $\ln W$.
 struct Data<T> {
     keys: Mat<T>,
     log_x: Vec<f64>,
@@ -187,7 +185,7 @@ fn near_plus_sample<T: Real>(
     let mut sorted = Mat::zeros(n, q.cols());
     data.keys.as_ref().gather_into(order_k.iter().map(|&j| j as usize), sorted.data_mut());
     let log_x: Vec<f64> = order_k.iter().map(|&j| data.log_x[j as usize]).collect();
-    // Ranks, not keys: a uniform subset either way, and the block of a rank is known.
+    // Draws ranks, not keys: a uniform subset either way, and the block of a rank is known.
     let drawn = key.named("uniform draws").rng().subset(n, samples);
     let mut sampled = Mat::zeros(drawn.len(), q.cols());
     sorted.as_ref().gather_into(drawn.iter().copied(), sampled.data_mut());
@@ -222,12 +220,12 @@ fn near_plus_sample<T: Real>(
     Some(out)
 }
 
-/// A hashing-based estimator of the sums.
+/// Hashing-based estimator of the sums.
 ///
-/// Each table hashes the keys with $t$ p-stable functions of one width. A bucket keeps its total weight
-/// $W_b = \sum e^{a_j}$ and one key $k^*$ drawn in proportion to $e^{a_j}$. A query that falls into it estimates
-/// $e^{|q|^2/2}\, W_b\, e^{-|q - k^*|^2/2} / p(|q - k^*|)^t$, and 0 where the bucket has no key: unbiased, as a key
-/// is met with probability $p^t$ and then drawn with probability $e^{a_j}/W_b$.
+/// Each table hashes the keys with $t$ p-stable functions of one width. A bucket stores its total weight
+/// $W_b = \sum e^{a_j}$ and one key $k^*$ drawn in proportion to $e^{a_j}$. A query in that bucket estimates
+/// $e^{|q|^2/2}\, W_b\, e^{-|q - k^*|^2/2} / p(|q - k^*|)^t$, and 0 if the bucket has no key: unbiased, as a key shares
+/// the bucket with probability $p^t$ and is then drawn with probability $e^{a_j}/W_b$.
 #[derive(Clone, Debug)]
 pub struct Hbe<T> {
     hash: PStable<T>,
@@ -301,8 +299,8 @@ impl<T: Real> Hbe<T> {
         Some(Self { keys: data.keys.clone(), tables, hash })
     }
 
-    /// Estimates of $\ln \sum_j x_j e^{\langle q_i, k_j\rangle}$ for every row of `q`: the mean over the tables, or
-    /// with more than one group the median of the groups' means (more robust, not unbiased).
+    /// Estimates $\ln \sum_j x_j e^{\langle q_i, k_j\rangle}$ for every row of `q`: by the mean over the tables, or
+    /// with more than one group by the median of the groups' means (more robust, not unbiased).
     ///
     /// # Panics
     /// If rows of `q` and the keys differ in length.
@@ -325,7 +323,7 @@ impl<T: Real> Hbe<T> {
         means.chunks_exact_mut(cut.blocks()).map(log_median).collect()
     }
 
-    /// Logarithm of one table's estimate; −∞ where the bucket has no key.
+    /// Returns the logarithm of one table's estimate; −∞ if the bucket has no key.
     fn log_term(&self, table: usize, code: u64, q: &[T], squared_norm_q: f64) -> f64 {
         if squared_norm_q.is_nan() {
             return f64::NAN;
@@ -337,14 +335,14 @@ impl<T: Real> Hbe<T> {
         let squared = squared_distance(q, self.keys.row(buckets[found].key as usize));
         let p = collision_probability(squared.sqrt(), self.hash.width());
         if p == 0.0 {
-            // Only where the distance overflows, and with it the kernel vanishes.
+            // Reached only if the distance overflows, and then the kernel vanishes.
             return f64::NEG_INFINITY;
         }
         buckets[found].log_weight + 0.5 * (squared_norm_q - squared) - self.hash.functions() as f64 * p.ln()
     }
 }
 
-/// Logarithm of the median of numbers given by their logarithms; NaN if one is.
+/// Returns the logarithm of the median of numbers given by their logarithms; NaN if one is.
 fn log_median(logs: &mut [f64]) -> f64 {
     if logs.iter().any(|v| v.is_nan()) {
         return f64::NAN;
@@ -404,7 +402,7 @@ mod tests {
             for (i, t) in truth.iter().enumerate() {
                 let ratios: Vec<f64> = runs.iter().map(|r| (r[i] - t).exp()).collect();
                 assert_mean(&ratios, 1.0);
-                // Not a constant in disguise.
+                // The estimate varies, so it is not a constant.
                 assert!(ratios.iter().any(|r| (r - 1.0).abs() > 0.02), "{backend:?}");
             }
         }
@@ -517,7 +515,7 @@ mod tests {
             if !matches!(backend, Backend::Hbe { .. }) {
                 assert!(one[0].abs() < 1e-14, "{backend:?}");
             }
-            // A bad key or weight spoils all.
+            // A key or weight that is not finite makes every result NaN.
             let bad = Mat::from_vec(vec![f64::NAN, 1.0], 1, 2);
             assert!(sums(&q, &bad, None, backend, 1).iter().all(|v| v.is_nan()));
             assert!(
@@ -525,7 +523,7 @@ mod tests {
             );
             assert!(sums(&Mat::<f64>::zeros(0, 2), &gaussian(1, 3, 2), None, backend, 1).is_empty());
         }
-        // A key at distance 0 is always met, and then its share is exact.
+        // A key at distance 0 always shares the bucket, and then its share is exact.
         let at = Mat::from_vec(vec![1.0, 2.0], 1, 2);
         let met = sums(&at, &at, None, Backend::Hbe { width: 0.1, functions: 5, tables: 2, groups: 1 }, 1);
         assert!((met[0] - 5.0).abs() < 1e-14);

@@ -1,4 +1,4 @@
-//! Asymmetric lifts that make inner products Euclidean distances, seen only through projections.
+//! Asymmetric lifts that turn inner products into Euclidean distances, used only through projections.
 //!
 //! With $M_Q = \max_i |q_i|$, $M_K = \max_j |k_j|$ and $M^2 = M_Q^2 + M_K^2$, the lifts
 //! $$F(q) = [\,q;\ 0;\ \sqrt{M^2 - |q|^2}\,], \qquad G(k) = [\,k;\ \sqrt{M^2 - |k|^2};\ 0\,]$$
@@ -13,30 +13,30 @@ use crate::par::*;
 use crate::rng::StreamKey;
 use crate::{Mat, MatRef, Real};
 
-/// Largest Euclidean norm of a row; 0 without rows. Rows holding NaN are passed over.
+/// Returns the largest Euclidean norm of a row; 0 without rows. Rows with a NaN are ignored.
 pub fn max_norm<T: Real>(x: MatRef<'_, T>) -> f64 {
-    // The largest of numbers does not depend on the order in which they are compared.
+    // A maximum does not depend on the order of the comparisons.
     let rows = (0..x.rows()).into_par_iter().with_min_len(TASK_ROWS);
     rows.map(|i| squared_norm(x.row(i))).reduce(|| 0.0, f64::max).sqrt()
 }
 
-/// Fewest rows that one task looks at.
+/// Fewest rows per task.
 const TASK_ROWS: usize = 1024;
 
-/// The pair of lifts for sets with given largest norms.
+/// Pair of lifts for sets with given largest norms.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Lift {
     squared_radius: f64,
 }
 
 impl Lift {
-    /// The lifts for these two sets.
+    /// Creates the lifts for these two sets.
     pub fn new<T: Real>(q: MatRef<'_, T>, k: MatRef<'_, T>) -> Self {
         Self::from_max_norms(max_norm(q), max_norm(k))
     }
 
-    /// The lifts for sets whose largest norms (not squared) are known, as when one set of keys serves
-    /// several sets of queries.
+    /// Creates the lifts for sets whose largest norms (not squared) are known, as when one set of keys serves several
+    /// sets of queries.
     pub fn from_max_norms(max_q: f64, max_k: f64) -> Self {
         Self { squared_radius: max_q * max_q + max_k * max_k }
     }
@@ -46,8 +46,8 @@ impl Lift {
         self.squared_radius
     }
 
-    /// The one non-zero added coordinate of each row, $\sqrt{M^2 - |x|^2}$; never below 0, and 0 for rows
-    /// holding NaN. It does not depend on the direction, so one call serves all rounds.
+    /// Returns the one non-zero added coordinate of each row, $\sqrt{M^2 - |x|^2}$; never below 0, and 0 for rows with
+    /// a NaN. It does not depend on the direction, so one call serves all rounds.
     pub fn heights<T: Real>(&self, x: MatRef<'_, T>) -> Vec<T> {
         x.iter_rows()
             .map(|row| T::from_f64((self.squared_radius - squared_norm(row)).max(0.0).sqrt()))
@@ -55,7 +55,7 @@ impl Lift {
     }
 }
 
-/// Which of the two lifts applies to a row.
+/// The lift that applies to a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// $F$: the added coordinate is the last one.
@@ -64,7 +64,7 @@ pub enum Side {
     Key,
 }
 
-/// One Gaussian direction in $d + 2$ dimensions for each of a number of rounds.
+/// One Gaussian direction in $d + 2$ dimensions per round.
 #[derive(Clone, Debug)]
 pub struct LiftedLines<T> {
     /// Components along the original coordinates, one row per round.
@@ -93,7 +93,7 @@ impl<T: Real> LiftedLines<T> {
         Some(Self { flat, added: a.iter_rows().map(|row| [row[dim], row[dim + 1]]).collect() })
     }
 
-    /// The same in another element type: what drawing in that type from the same stream gives.
+    /// Converts to another element type, with the result of drawing in that type from the same stream.
     pub fn cast<U: Real>(&self) -> LiftedLines<U> {
         let added = self.added.iter().map(|a| a.map(|x| U::from_f64(x.to_f64()))).collect();
         LiftedLines { flat: self.flat.cast(), added }
@@ -104,8 +104,7 @@ impl<T: Real> LiftedLines<T> {
         self.added.len()
     }
 
-    /// Projections of the lifted rows of `x` on the line of `round`. `heights` are those of `x` from
-    /// [`Lift::heights`].
+    /// Projects the lifted rows of `x` on the line of `round`. `heights` are those of `x` from [`Lift::heights`].
     ///
     /// # Panics
     /// If `heights` and `out` do not have one element per row, or rows do not have `dim` elements.
@@ -119,7 +118,7 @@ impl<T: Real> LiftedLines<T> {
         });
     }
 
-    /// Projections on the lines of all rounds in one product: `n × rounds`, the rounds of a row together.
+    /// Projects on the lines of all rounds in one product: `n × rounds`, the rounds of a row together.
     ///
     /// # Panics
     /// If `heights` does not have one element per row, `out` not one per row and round, or rows do not have

@@ -1,7 +1,7 @@
 //! Locality-sensitive hashing, weighted sampling, and sums of exponentials estimated with both.
 //!
-//! A hash family draws random functions $h$ such that $\Pr[h(x) = h(y)]$ falls with the distance of $x$
-//! and $y$. Three families live here, each with its collision law in closed form where one exists:
+//! A hash family draws random functions $h$ such that $\Pr[h(x) = h(y)]$ falls with the distance of $x$ and $y$. This
+//! module has three families, each with its collision law in closed form where one exists:
 //!
 //! | type | distance | collision probability |
 //! |---|---|---|
@@ -43,7 +43,7 @@ use crate::{MatRef, Real};
 
 /// A family of hash functions drawn for a fixed number of rounds.
 ///
-/// Rows holding NaN get the code that the family documents, never a panic.
+/// Rows with a NaN get the code that the family documents, never a panic.
 pub trait Lsh<T: Real> {
     /// Code of a row; equal codes are a collision.
     type Code: Copy + Ord + Default + std::fmt::Debug;

@@ -1,4 +1,4 @@
-//! The cross-polytope hash: which signed random direction is nearest in angle.
+//! The cross-polytope hash: the index of the signed random direction nearest in angle.
 //!
 //! With $k$ Gaussian directions and $y = W x$, $h(x) = \arg\max\,[y_0, \dots, y_{k-1}, -y_0, \dots,
 //! -y_{k-1}]$, so there are $2k$ buckets. $h(a x) = h(x)$ for $a > 0$, and $h(-x) = h(x) + k \bmod 2k$. With
@@ -18,10 +18,10 @@ use crate::{Mat, MatRef, Real};
 /// Most buckets a hash may have, so that a code fits `u32` with room to spare.
 const MAX_BUCKETS: usize = 1 << 31;
 
-/// How trax factors a bucket count: one factor up to 128, else $2^{\lceil \log_2 \sqrt{n_b} \rceil}$ and the
+/// Factors a bucket count as trax does: one factor up to 128, else $2^{\lceil \log_2 \sqrt{n_b} \rceil}$ and the
 /// largest even number that keeps the product at most $n_b$.
 ///
-/// `buckets` is first brought into $2 \dots 2^{31}$ and rounded up to an even number.
+/// `buckets` is first clamped to $2 \dots 2^{31}$ and rounded up to an even number.
 pub fn factor_buckets(buckets: usize) -> Vec<usize> {
     let even = buckets.clamp(2, MAX_BUCKETS).next_multiple_of(2);
     if even <= 128 {
@@ -36,8 +36,7 @@ pub fn factor_buckets(buckets: usize) -> Vec<usize> {
 
 /// Cross-polytope hash functions for a number of rounds.
 ///
-/// Ties go to the positive side, then to the lowest index, so the zero vector is in bucket 0; so are rows
-/// holding NaN.
+/// Ties go to the positive side, then to the lowest index, so the zero vector is in bucket 0; so are rows with a NaN.
 #[derive(Clone, Debug)]
 pub struct CrossPolytope<T> {
     dim: usize,
@@ -47,7 +46,8 @@ pub struct CrossPolytope<T> {
 }
 
 impl<T: Real> CrossPolytope<T> {
-    /// About `buckets` buckets, factored by [`factor_buckets`]; [`buckets`](Self::buckets) says how many.
+    /// Draws functions of about `buckets` buckets, factored by [`factor_buckets`]; [`buckets`](Self::buckets) returns
+    /// the exact number.
     pub fn new(key: StreamKey, dim: usize, buckets: usize, rounds: usize) -> Self {
         Self::draw(key, dim, factor_buckets(buckets), rounds)
     }
@@ -59,7 +59,7 @@ impl<T: Real> CrossPolytope<T> {
         Self { dim, factors, rounds }
     }
 
-    /// The same in another element type: what drawing in that type from the same stream gives.
+    /// Converts to another element type, with the result of drawing in that type from the same stream.
     pub fn cast<U: Real>(&self) -> CrossPolytope<U> {
         let rounds = self.rounds.iter().map(Mat::cast).collect();
         CrossPolytope { dim: self.dim, factors: self.factors.clone(), rounds }
@@ -102,7 +102,7 @@ impl<T: Real> Lsh<T> for CrossPolytope<T> {
     }
 }
 
-/// Index of the largest of `[y, −y]`, the first one among equals.
+/// Returns the index of the largest of `[y, −y]`, the first one among equals.
 fn nearest_vertex<T: Real>(y: &[T]) -> usize {
     let (mut high, mut low) = ((T::NEG_INFINITY, 0), (T::NEG_INFINITY, 0));
     for (j, &v) in y.iter().enumerate() {
@@ -164,7 +164,7 @@ mod tests {
     fn the_nearest_vertex_is_the_first_largest_of_both_signs() {
         for n in 1..40 {
             let x = gaussian::<f64>(n as u64, 2, n);
-            // Coarse values stand in several places.
+            // Coarse values repeat, so the maximum has ties.
             let coarse: Vec<f64> = x.row(1).iter().map(|v| (2.0 * v).round()).collect();
             for y in [x.row(0), &coarse, &vec![0.0; n], &vec![f64::NAN; n]] {
                 let both: Vec<f64> = y.iter().copied().chain(y.iter().map(|v| -v)).collect();

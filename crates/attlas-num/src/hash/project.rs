@@ -1,4 +1,4 @@
-//! The inner loops of this room: distances, norms, and the product of rows with directions.
+//! Inner loops of the hash families: distances, norms, and products of rows with directions.
 
 use crate::kernels::{Isa, Op, gemm};
 use crate::rng::Rng;
@@ -8,10 +8,10 @@ use std::ops::Range;
 /// Independent partial sums, so that the compiler can keep them in vector registers.
 const LANES: usize = 8;
 
-/// Elements of the tile that [`project_tiles`] fills before it hands it on.
+/// Elements of the tile that [`project_tiles`] fills before each round of calls.
 const TILE_LEN: usize = 1 << 14;
 
-/// $|a - b|^2$ in f64, from the differences: no cancellation between large norms.
+/// Computes $|a - b|^2$ in f64, from the differences: no cancellation between large norms.
 #[inline]
 pub(crate) fn squared_distance<T: Real>(a: &[T], b: &[T]) -> f64 {
     debug_assert_eq!(a.len(), b.len());
@@ -28,7 +28,7 @@ pub(crate) fn squared_distance<T: Real>(a: &[T], b: &[T]) -> f64 {
     acc.iter().sum::<f64>() + a_rest.iter().zip(b_rest).map(square).sum::<f64>()
 }
 
-/// $|a|^2$ in f64: squares of f32 values cannot overflow there.
+/// Computes $|a|^2$ in f64: squares of f32 values cannot overflow there.
 #[inline]
 pub(crate) fn squared_norm<T: Real>(a: &[T]) -> f64 {
     let (chunks, rest) = a.as_chunks::<LANES>();
@@ -42,7 +42,7 @@ pub(crate) fn squared_norm<T: Real>(a: &[T]) -> f64 {
     acc.iter().sum::<f64>() + rest.iter().map(|x| x.to_f64() * x.to_f64()).sum::<f64>()
 }
 
-/// `count` standard normal rows of length `dim`.
+/// Draws `count` standard normal rows of length `dim`.
 pub(crate) fn directions<T: Real>(rng: &mut Rng, count: usize, dim: usize) -> Mat<T> {
     let mut w = Mat::zeros(count, dim);
     rng.fill_normal(w.data_mut());
@@ -57,14 +57,14 @@ pub(crate) fn project_tiles<T: Real>(x: MatRef<'_, T>, w: MatRef<'_, T>, mut f: 
         return;
     }
     in_tiles(x, w, |rows, x, y, scratch| {
-        // A row of the result depends on its own row of `x` and on `w` alone, down to the bits.
+        // A row of the result depends only on its own row of `x` and on `w`, down to the bits.
         gemm(Isa::best(), T::ONE, Op::N(x), Op::T(w), T::ZERO, y, width, scratch);
         rows.zip(y.chunks_exact(width)).for_each(|(i, y)| f(i, y));
     });
 }
 
-/// The same for few directions, of which [`project_tiles`] would fill a small part of a register: computes $W X^\top$
-/// and calls `f(rows, y)` with a tile of rows, about which direction `t` says row `t` of `y`.
+/// Computes $W X^\top$ for few directions, which would fill only part of a register in [`project_tiles`]. Calls
+/// `f(rows, y)` with a tile of rows; row `t` of `y` belongs to direction `t`.
 pub(crate) fn project_columns<T: Real>(
     x: MatRef<'_, T>,
     w: MatRef<'_, T>,
@@ -77,8 +77,8 @@ pub(crate) fn project_columns<T: Real>(
     });
 }
 
-/// Calls `f(rows, x, y, scratch)` for one tile of rows of `x` after another, with room `y` for their products with all
-/// rows of `w`.
+/// Calls `f(rows, x, y, scratch)` for one tile of rows of `x` after another, with room in `y` for their products with
+/// all rows of `w`.
 fn in_tiles<T: Real>(
     x: MatRef<'_, T>,
     w: MatRef<'_, T>,

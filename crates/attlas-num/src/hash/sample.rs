@@ -1,22 +1,22 @@
 //! Drawing by weight: with replacement from an alias table, without replacement from a stream.
 //!
-//! [`AliasTable`] draws index $i$ with probability $w_i / \sum_j w_j$ in constant time after $O(n)$ set-up
-//! (Walker 1977, in Vose's 1991 form). [`Reservoir`] keeps $m$ items of a stream such that the outcome is that
-//! of drawing $m$ times by weight, removing what was drawn: each item waits for an
-//! exponential time with its weight as rate and the first $m$ win; in the log domain the key is the log weight
-//! less the logarithm of a standard exponential, and the largest win (Efraimidis and Spirakis 2006).
+//! [`AliasTable`] draws index $i$ with probability $w_i / \sum_j w_j$ in constant time after $O(n)$ set-up (Walker
+//! 1977, in Vose's 1991 form). [`Reservoir`] keeps $m$ items of a stream, distributed as $m$ draws by weight without
+//! replacement: each item gets an exponential waiting time with its weight as rate, and the first $m$ are kept. In the
+//! log domain the key is the log weight minus the logarithm of a standard exponential, and the largest keys are kept
+//! (Efraimidis and Spirakis 2006).
 
 use crate::rng::{Rng, StreamKey};
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
-/// A discrete distribution that is drawn from in constant time.
+/// Discrete distribution with draws in constant time.
 #[derive(Clone, Debug)]
 pub struct AliasTable {
     cells: Vec<Cell>,
 }
 
-/// A cell of the table: all cells are equally likely, and within one `own` has probability `share`.
+/// Cell of the table: all cells are equally likely, and within one, `own` has probability `share`.
 #[derive(Clone, Copy, Debug)]
 struct Cell {
     share: f64,
@@ -25,9 +25,9 @@ struct Cell {
 }
 
 impl AliasTable {
-    /// The distribution proportional to `weights`. Weights that are not positive numbers count as zero and
-    /// are never drawn. `None` if no weight is positive, the largest is infinite, or there are more than
-    /// `u32::MAX` weights.
+    /// Builds the distribution proportional to `weights`. Weights that are not positive numbers count as zero and are
+    /// never drawn. `None` if no weight is positive, the largest is infinite, or there are more than `u32::MAX`
+    /// weights.
     pub fn new(weights: &[f64]) -> Option<Self> {
         let largest = weights.iter().copied().fold(0.0, f64::max);
         if !(largest > 0.0 && largest.is_finite()) || u32::try_from(weights.len()).is_err() {
@@ -52,13 +52,13 @@ impl AliasTable {
                 low.push(rich);
             }
         }
-        // What is left differs from the mean by rounding only.
+        // The remaining cells differ from the mean by rounding only.
         low.into_iter().chain(high).for_each(|c| cells[c].share = 1.0);
         Some(Self { cells })
     }
 
-    /// The distribution proportional to $e^{a_i}$, formed without overflow. NaN and −∞ count as zero weight;
-    /// `None` as for [`new`](Self::new).
+    /// Builds the distribution proportional to $e^{a_i}$, without overflow. NaN and −∞ count as zero weight; `None` as
+    /// for [`new`](Self::new).
     pub fn from_log_weights(log_weights: &[f64]) -> Option<Self> {
         let largest = log_weights.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         if !largest.is_finite() {
@@ -73,19 +73,19 @@ impl AliasTable {
         (if rng.uniform() < cell.share { cell.own } else { cell.other }) as usize
     }
 
-    /// `m` independent draws.
+    /// Draws `m` independent indices.
     pub fn draws(&self, m: usize, key: StreamKey) -> Vec<usize> {
         let mut rng = key.rng();
         (0..m).map(|_| self.draw(&mut rng)).collect()
     }
 }
 
-/// The `m` items of a stream drawn by weight without replacement.
+/// Sample of `m` items of a stream, drawn by weight without replacement.
 #[derive(Clone, Debug)]
 pub struct Reservoir<I> {
     capacity: usize,
     seen: u64,
-    /// The kept items, smallest key on top.
+    /// Kept items, smallest key on top.
     kept: BinaryHeap<Keyed<I>>,
 }
 
@@ -115,7 +115,7 @@ impl<I> Ord for Keyed<I> {
 }
 
 impl<I> Reservoir<I> {
-    /// An empty reservoir that keeps up to `capacity` items.
+    /// Creates an empty reservoir that keeps up to `capacity` items.
     pub fn new(capacity: usize) -> Self {
         Self { capacity, seen: 0, kept: BinaryHeap::new() }
     }
@@ -123,7 +123,7 @@ impl<I> Reservoir<I> {
     /// Offers an item of weight $e^{a}$, $a$ = `log_weight`. Items with $a = -\infty$ or NaN are not kept.
     pub fn push(&mut self, log_weight: f64, item: I, rng: &mut Rng) {
         self.seen += 1;
-        // One variate per item, kept or not: what later items draw does not depend on this weight.
+        // One variate per item, kept or not, so later draws do not depend on this weight.
         let waiting = (-libm::log(rng.uniform_positive())).max(f64::MIN_POSITIVE);
         let key = log_weight - libm::log(waiting);
         if log_weight == f64::NEG_INFINITY || key.is_nan() {
@@ -138,7 +138,7 @@ impl<I> Reservoir<I> {
         }
     }
 
-    /// The kept items in the order in which they arrived.
+    /// Returns the kept items in the order in which they arrived.
     pub fn into_items(self) -> Vec<I> {
         let mut kept = self.kept.into_vec();
         kept.sort_unstable_by_key(|k| k.arrival);

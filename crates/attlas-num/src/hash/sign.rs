@@ -1,4 +1,4 @@
-//! The sign hash and the order of its codes in which neighbours differ in one bit.
+//! The sign hash, and the Gray order of its codes, in which neighbours differ in one bit.
 //!
 //! Bit $t$ of a code is $[\langle w_t, x\rangle > 0]$ for a Gaussian direction $w_t$, so two points at angle
 //! $\theta$ agree in each bit with probability $1 - \theta/\pi$, independently, and the Hamming distance of
@@ -17,7 +17,7 @@ use crate::{Mat, MatRef, Real};
 /// Most bits of a code.
 pub const MAX_BITS: usize = 31;
 
-/// Position of `code` in the reflected Gray sequence, whose entry $r$ is $r \oplus \lfloor r/2 \rfloor$.
+/// Returns the position of `code` in the reflected Gray sequence, whose entry $r$ is $r \oplus \lfloor r/2 \rfloor$.
 pub fn gray_rank(code: u32) -> u32 {
     let mut rank = code;
     for shift in [1, 2, 4, 8, 16] {
@@ -28,7 +28,7 @@ pub fn gray_rank(code: u32) -> u32 {
 
 /// Sign hash functions of `bits` bits for a number of rounds.
 ///
-/// Zero vectors and rows holding NaN have code 0; with no bits, all rows do.
+/// Zero vectors and rows with a NaN have code 0; with no bits, all rows do.
 #[derive(Clone, Debug)]
 pub struct SignHash<T> {
     dim: usize,
@@ -47,7 +47,7 @@ impl<T: Real> SignHash<T> {
         })
     }
 
-    /// The same in another element type: what drawing in that type from the same stream gives.
+    /// Converts to another element type, with the result of drawing in that type from the same stream.
     pub fn cast<U: Real>(&self) -> SignHash<U> {
         SignHash { dim: self.dim, bits: self.bits, rounds: self.rounds.iter().map(Mat::cast).collect() }
     }
@@ -57,12 +57,12 @@ impl<T: Real> SignHash<T> {
         self.bits
     }
 
-    /// The directions of a round, one a row.
+    /// Directions of a round, one per row.
     pub fn directions(&self, round: usize) -> MatRef<'_, T> {
         self.rounds[round].as_ref()
     }
 
-    /// Gray ranks of the codes of all rows: what to sort by to have similar rows close together.
+    /// Computes the Gray ranks of the codes of all rows: sorting by them puts similar rows close together.
     pub fn gray_ranks(&self, x: MatRef<'_, T>, round: usize) -> Vec<u32> {
         let mut ranks = self.codes(x, round);
         ranks.iter_mut().for_each(|c| *c = gray_rank(*c));

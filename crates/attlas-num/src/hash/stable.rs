@@ -10,7 +10,7 @@ use crate::rng::StreamKey;
 use crate::{Mat, MatRef, Real};
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
-/// Probability that two points at `distance` share a bucket of one function of the given `width`.
+/// Returns the probability that two points at `distance` share a bucket of one function of the given `width`.
 pub fn collision_probability(distance: f64, width: f64) -> f64 {
     let distance = distance.abs();
     if distance == 0.0 {
@@ -25,11 +25,11 @@ pub fn collision_probability(distance: f64, width: f64) -> f64 {
     p.clamp(0.0, 1.0)
 }
 
-/// For each of a number of rounds, `functions` hash functions of one bucket width.
+/// Hash functions of one bucket width, `functions` of them in each round.
 ///
-/// [`Lsh::codes`] gives a 64-bit fingerprint of the tuple of bucket numbers: equal tuples have equal codes,
-/// different ones collide with probability about $2^{-64}$; with no functions all points share one code.
-/// A projection that is NaN counts as bucket 0, one beyond the range of `i64` as its end.
+/// [`Lsh::codes`] gives a 64-bit fingerprint of the tuple of bucket numbers: equal tuples have equal codes, different
+/// ones collide with probability about $2^{-64}$; with no functions all points share one code. A projection that is NaN
+/// counts as bucket 0; one beyond the range of `i64` is clamped to it.
 #[derive(Clone, Debug)]
 pub struct PStable<T> {
     dim: usize,
@@ -64,7 +64,7 @@ impl<T: Real> PStable<T> {
         })
     }
 
-    /// The same in another element type: what drawing in that type from the same stream gives.
+    /// Converts to another element type, with the result of drawing in that type from the same stream.
     pub fn cast<U: Real>(&self) -> PStable<U> {
         let cast = |r: &RoundFunctions<T>| RoundFunctions {
             directions: r.directions.cast(),
@@ -88,7 +88,7 @@ impl<T: Real> PStable<T> {
         self.functions
     }
 
-    /// Probability that two points at `distance` have equal codes in one round.
+    /// Returns the probability that two points at `distance` have equal codes in one round.
     pub fn collision_probability(&self, distance: f64) -> f64 {
         collision_probability(distance, self.width).powi(self.functions.min(i32::MAX as usize) as i32)
     }
@@ -124,7 +124,7 @@ impl<T: Real> Lsh<T> for PStable<T> {
     }
 }
 
-/// A 64-bit digest of a tuple: each word is mixed into the state by a bijection (SplitMix64's finaliser).
+/// Computes a 64-bit digest of a tuple: a bijection (SplitMix64's finaliser) mixes each word into the state.
 fn fingerprint(tuple: &mut dyn Iterator<Item = i64>) -> u64 {
     tuple.fold(0x9e37_79b9_7f4a_7c15, |state, word| {
         let mut z = state.rotate_left(29) ^ (word as u64).wrapping_mul(0xd6e8_feb8_6659_fd93);
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
     use crate::hash::tests::{assert_frequency, assert_mean, gaussian};
 
-    /// The tuples of bucket numbers of all rows: `n × functions`.
+    /// Computes the tuples of bucket numbers of all rows: `n × functions`.
     fn bucket_numbers<T: Real>(hash: &PStable<T>, x: MatRef<'_, T>, round: usize) -> Mat<i64> {
         let mut out = Vec::with_capacity(x.rows() * hash.functions);
         hash.for_each_tuple(x, round, |_, tuple| out.extend(tuple));

@@ -32,7 +32,7 @@ impl Double {
     }
 }
 
-/// The methods that differ only in the names of the intrinsics.
+/// Generates the methods that differ only in the names of the intrinsics.
 macro_rules! arithmetic {
     (
         $t:ty, $v:ty, $lanes:literal, $splat:ident, $add:ident, $sub:ident, $mul:ident, $fma:ident, $max:ident,
@@ -150,7 +150,7 @@ macro_rules! arithmetic {
         }
         #[inline(always)]
         fn prefetch(self, _p: *const $t) {
-            // Stable Rust has no prefetch here; the hardware's own is good with rows in order.
+            // Stable Rust has no prefetch intrinsic here; the hardware prefetcher copes with rows read in order.
         }
     };
 }
@@ -200,7 +200,7 @@ impl Simd for Single {
             let odd = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));
             let up = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
             let rounded = vreinterpretq_f32_u32(vandq_u32(up, vdupq_n_u32(0xffff_0000)));
-            // A number is equal to itself, NaN is not.
+            // NaN differs from itself, so it is passed on unrounded.
             vbslq_f32(vceqq_f32(x, x), rounded, x)
         }
     }

@@ -10,12 +10,12 @@ use crate::mat::{MatRef, Real};
 use crate::scratch::Scratch;
 use std::ops::Range;
 
-/// Which keys a row sees: row `i` sees key `j` where `lower ≤ j − i ≤ upper`; `None` is no limit.
+/// Keys visible to each row: row `i` sees key `j` if `lower ≤ j − i ≤ upper`; `None` means no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Band {
-    /// Least `j − i` that is seen.
+    /// Least visible `j − i`.
     pub lower: Option<isize>,
-    /// Greatest `j − i` that is seen.
+    /// Greatest visible `j − i`.
     pub upper: Option<isize>,
 }
 
@@ -29,7 +29,7 @@ impl Band {
         Self { lower: None, upper: Some(offset) }
     }
 
-    /// The keys that row `i` sees out of `n_k`; possibly empty.
+    /// Returns the range of keys, out of `n_k`, that row `i` sees; possibly empty.
     pub fn range(&self, i: usize, n_k: usize) -> Range<usize> {
         let i = isize::try_from(i).unwrap_or(isize::MAX);
         let clamp = |j: isize| usize::try_from(j).unwrap_or(0).min(n_k);
@@ -38,7 +38,7 @@ impl Band {
         start..end.max(start)
     }
 
-    /// The rows that see key `j`, however many there are; possibly none.
+    /// Returns the rows that see key `j`, without an upper limit on their number; possibly none.
     pub(super) fn rows(&self, j: usize) -> Range<usize> {
         let j = isize::try_from(j).unwrap_or(isize::MAX);
         let clamp = |i: isize| usize::try_from(i).unwrap_or(0);
@@ -47,14 +47,14 @@ impl Band {
         start..end.max(start)
     }
 
-    /// The same band for the rows from `i0` on, counted from there.
+    /// Returns the same band with rows counted from `i0`.
     #[must_use]
     pub fn from_row(self, i0: usize) -> Self {
         let shift = |x: isize| x.saturating_add_unsigned(i0);
         Self { lower: self.lower.map(shift), upper: self.upper.map(shift) }
     }
 
-    /// The same band for the keys from `j0` on, counted from there.
+    /// Returns the same band with keys counted from `j0`.
     #[must_use]
     pub fn from_key(self, j0: usize) -> Self {
         let shift = |x: isize| x.saturating_sub_unsigned(j0);
@@ -62,19 +62,20 @@ impl Band {
     }
 }
 
-/// One exact attention: every row of `q` over the keys it sees.
+/// Exact attention of every row of `q` over the keys it sees.
 ///
-/// A row that sees no key gives `out = 0` and `lse = −∞`. NaN in a query, or in a key or value it sees,
-/// reaches its output; what a row does not see, by the band or by a bias of −∞, cannot change a bit of its
-/// result, not even by being NaN. A logit of +∞ gives NaN. Work outside the band is skipped.
+/// A row that sees no key gives `out = 0` and `lse = −∞`. NaN in a query, or in a key or value it sees, reaches its
+/// output; keys and values hidden from a row, by the band or by a bias of −∞, cannot change a bit of its result, even
+/// if they are NaN. A logit of +∞ gives NaN. Work outside the band is skipped.
 ///
-/// **Which bits.** There are two ways to compute, chosen by `decode`: keys and values read where they are
-/// (decoding), or tile by tile for many rows at once. The two differ by rounding. Within each, the bits of a row depend on its query,
-/// on the keys, values and biases it sees and their positions in `k`, and on `tile_k`, `isa` and `precision`; not on
-/// the other rows of the call, their number or order, so any split of rows over threads gives the same bits.
+/// **Reproducibility.** There are two code paths, chosen by `decode`: one reads keys and values in place (decoding),
+/// the other goes tile by tile for many rows at once. Their results differ by rounding. Within each, a row's result
+/// depends bit for bit on its query, on the keys, values and biases it sees and their positions in `k`, and on
+/// `tile_k`, `isa` and `precision`; not on the other rows of the call, their number or order. Any split of rows over
+/// threads therefore gives the same bits.
 ///
-/// **Memory.** Below 1 MiB from the scratch pool for `d + d_v` up to about 5000 `f32`, whatever the number of
-/// rows and keys; beyond that it grows with the width.
+/// **Memory.** Less than 1 MiB from the scratch pool for `d + d_v` up to about 5000 `f32`, whatever the number of rows
+/// and keys; beyond that it grows with the width.
 #[derive(Clone, Copy, Debug)]
 pub struct Attend<'a, T> {
     /// Queries, one per row; columns `d`.
@@ -87,20 +88,20 @@ pub struct Attend<'a, T> {
     pub scale: T,
     /// Caps the products smoothly before the bias: $c \tanh(s / c)$ for $c$ positive.
     pub softcap: Option<T>,
-    /// Per key, added to its logit; −∞ hides the key.
+    /// Bias added to the logit of each key; −∞ hides the key.
     pub bias: Option<&'a [T]>,
-    /// Which keys a row sees.
+    /// Keys visible to each row.
     pub band: Band,
-    /// Keys per tile; 0 for the default. Lowered or raised to what the tiles allow: whole register blocks, at most 512.
-    /// The decoding path has a fixed one.
+    /// Keys per tile; 0 for the default. Adjusted to what the tiles allow: whole register blocks, at most 512. The
+    /// decoding path has a fixed tile length.
     pub tile_k: usize,
-    /// Instruction set; one that the machine lacks is replaced by [`Isa::Scalar`].
+    /// Instruction set; [`Isa::Scalar`] replaces one that the machine lacks.
     pub isa: Isa,
     /// Precision of the products; `f64` ignores it.
     pub precision: Precision,
-    /// For decoding: where at most eight rows all see the same keys, read every key and value once, straight from
-    /// memory, for all of them. Rounds differently from the tiles that everything else goes through, which is why
-    /// the caller chooses it and the number of rows does not.
+    /// For decoding: if at most eight rows all see the same keys, reads every key and value once, straight from memory,
+    /// for all of them. This path rounds differently from the tiled one, so the caller chooses it; the number of rows
+    /// alone does not.
     pub decode: bool,
 }
 
@@ -124,12 +125,13 @@ impl<T: Real> Attend<'_, T> {
     }
 }
 
-/// Attention of a few rows to some keys, named in the order in which they are to be read: decoding over the best keys of
-/// a cache. Keys and values are read where they lie, and later ones are prefetched.
+/// Attention of a few rows to a list of keys, read in the order of the list: decoding over the best keys of a cache.
 ///
-/// The rules of [`Attend`] hold for the rows named; the bits of a row depend on its query, on the named keys, values and
-/// biases, on their order and on `isa`. The memory is that of [`Attend`], in the scalar definition one element for each
-/// named key.
+/// Keys and values are read in place, and later ones are prefetched.
+///
+/// The rules of [`Attend`] apply to the listed keys; a row's result depends bit for bit on its query, on the listed
+/// keys, values and biases, on their order and on `isa`. Memory use is that of [`Attend`]; the scalar definition takes
+/// one element per listed key.
 #[derive(Clone, Copy, Debug)]
 pub struct AttendChosen<'a, T> {
     /// Queries, one per row; columns `d`.
@@ -138,13 +140,13 @@ pub struct AttendChosen<'a, T> {
     pub k: MatRef<'a, T>,
     /// Values, `n_k × d_v`.
     pub v: MatRef<'a, T>,
-    /// The rows of `k` and `v` that are attended to.
+    /// Keys to attend to: row numbers of `k` and `v`.
     pub chosen: &'a [u32],
     /// Factor of the dot products.
     pub scale: T,
-    /// Per chosen key, added to its logit; −∞ hides the key.
+    /// Bias added to the logit of each chosen key; −∞ hides the key.
     pub bias: Option<&'a [T]>,
-    /// Instruction set; one that the machine lacks is replaced by [`Isa::Scalar`].
+    /// Instruction set; [`Isa::Scalar`] replaces one that the machine lacks.
     pub isa: Isa,
 }
 

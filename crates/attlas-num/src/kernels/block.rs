@@ -1,10 +1,9 @@
 //! The register block that all dense products share, and the packing that feeds it.
 //!
-//! A block holds `MR` rows by `NV` registers of columns. Its left operand is read one element at a time and
-//! spread over a register, its right operand lies packed as `[depth][NV · LANES]`. Every entry is the sum over
-//! `depth` in increasing order, one fused multiply-add per term, wherever in the block it stands: this is
-//! what makes results independent of how rows are grouped. (Where the instruction set multiplies pairs of
-//! bfloat16, a term is a pair; see [`Simd::PAIRS`].)
+//! A block has `MR` rows and `NV` registers of columns. Its left operand is read one element at a time and broadcast to
+//! a register; its right operand is packed as `[depth][NV · LANES]`. Every entry is the sum over `depth` in increasing
+//! order, one fused multiply-add per term, wherever in the block it stands: results therefore do not depend on how rows
+//! are grouped. (Where the instruction set multiplies pairs of bfloat16, a term is a pair; see [`Simd::PAIRS`].)
 
 use super::simd::Simd;
 use crate::mat::{MatRef, Real};
@@ -30,7 +29,7 @@ pub(super) unsafe fn accumulate<S: Simd, const MR: usize, const NV: usize>(
     acc: &mut Block<S, MR, NV>,
 ) {
     let (mut a, mut b) = (a, b);
-    // Unrolled by four: short enough loops for the branch predictor to learn where they end.
+    // Unrolled by four: the loop is then short enough for the branch predictor to learn its end.
     for _ in 0..depth / 4 {
         for l in 0..4 {
             // SAFETY: step `l` of the remaining depth exists.
@@ -45,7 +44,7 @@ pub(super) unsafe fn accumulate<S: Simd, const MR: usize, const NV: usize>(
     }
 }
 
-/// One term of the sums: an outer product.
+/// Adds one term of the sums: an outer product.
 ///
 /// # Safety
 ///
@@ -73,7 +72,7 @@ unsafe fn step<S: Simd, const MR: usize, const NV: usize>(
     }
 }
 
-/// Asks for rows of a matrix to be brought near.
+/// Prefetches rows of a matrix.
 #[inline(always)]
 pub(super) fn fetch<S: Simd>(s: S, a: MatRef<'_, S::T>, rows: Range<usize>) {
     for i in rows {
@@ -98,7 +97,7 @@ pub(super) fn pack_rows<S: Simd, const MR: usize>(
     let mut done = 0;
     if rows == MR && first + MR.next_multiple_of(S::LANES) <= a.rows() {
         let whole = cols - cols % S::LANES;
-        // Squares of up to 16 × 16, transposed into place; rows beyond the group are read but not kept.
+        // Transposes squares of up to 16 × 16 elements; rows beyond the group are read but not kept.
         let mut square = [S::T::ZERO; 256];
         assert!(S::LANES * S::LANES <= square.len());
         for c in (0..whole).step_by(S::LANES) {

@@ -1,9 +1,9 @@
-//! Attention of a few rows that all see the same keys, as in decoding: the query heads of a group over one
-//! cache, or over some keys of it named by a list. Every key and value is read once, where it lies, and used for
-//! all rows; the time is that of reading memory.
+//! Attention of a few rows that all see the same keys, as in decoding: the query heads of a group over a whole cache or
+//! over listed keys of it. Every key and value is read once, in place, and used for all rows, so the time is that of
+//! reading memory.
 //!
-//! Dot products run along the columns, lane by lane, and their lanes are added last; otherwise the steps are
-//! those of the tiled kernel. What a row gets does not depend on the other rows of the call.
+//! Dot products run along the columns, lane by lane, and their lanes are added last; otherwise the steps are those of
+//! the tiled kernel. A row's result does not depend on the other rows of the call.
 
 use super::Precision;
 use super::attend::{AttendChosen, Job};
@@ -12,16 +12,16 @@ use crate::mat::{DType, MatRef, Real};
 use crate::scratch::Scratch;
 use std::ops::Range;
 
-/// Most rows that are taken together.
+/// Most rows processed together.
 const ROWS_MAX: usize = 8;
 /// Keys between two updates of the running maxima.
 const CHUNK: usize = 256;
 /// Keys whose values are added to one block of columns before the next block: few enough that memory is read
 /// nearly in order.
 const RUN: usize = 16;
-/// Prefetch distance in bytes. The hardware's own prefetching stops at every page.
+/// Prefetch distance in bytes. Hardware prefetching stops at page boundaries.
 pub(super) const AHEAD_BYTES: usize = 8192;
-/// Prefetch distance for the keys and values of a list, and its least and largest number of rows: rows may be wide or narrow.
+/// Prefetch distance for listed keys and values, in bytes, and its limits in rows, because rows may be wide or narrow.
 const LISTED_BYTES: usize = 12 << 10;
 const LISTED_ROWS: (usize, usize) = (4, 64);
 /// Bytes of a cache line.
@@ -29,26 +29,26 @@ const LINE_BYTES: usize = 64;
 /// Rows and registers of columns of a block of outputs.
 const BLOCK: usize = 4;
 
-/// Whether the call names this path and fits it: at most eight rows, all of which see the same keys.
+/// Returns true if the call selects this path and fits it: at most eight rows, all of which see the same keys.
 pub(super) fn applies<T: Real>(job: &Job<'_, T>) -> bool {
     let (rows, n_k) = (job.q.rows(), job.k.rows());
     job.decode && rows > 0 && rows <= ROWS_MAX && job.band.range(0, n_k) == job.band.range(rows - 1, n_k)
 }
 
-/// The keys of a call in the order of its biases: which row each is, and what to prefetch while it is read.
+/// Keys of a call in the order of its biases: maps a place in that order to a row and to the address to prefetch.
 trait Places: Copy {
-    /// Whether rows lie scattered in memory: then a key's value is prefetched with the key, and the values of a chunk
-    /// wait in the cache for their weights.
+    /// True if rows are scattered in memory: then a key's value is prefetched with the key, and the values of a chunk
+    /// stay in the cache until their weights are known.
     const SCATTERED: bool;
-    /// Row of the key at `place`.
+    /// Returns the row of the key at `place`.
     fn row(self, place: usize) -> usize;
-    /// Prefetch distance, as [`Places::ahead`] takes it.
+    /// Returns the prefetch distance, as [`Places::ahead`] takes it.
     fn distance<T: Real>(k: MatRef<'_, T>, v: MatRef<'_, T>) -> usize;
-    /// The address to prefetch while the key at `place` of `x` is read.
+    /// Returns the address to prefetch while the key at `place` of `x` is read.
     fn ahead<T: Real>(self, x: MatRef<'_, T>, place: usize, distance: usize) -> *const T;
 }
 
-/// Key `j` is row `j`.
+/// Keys in order: key `j` is row `j`.
 #[derive(Clone, Copy)]
 struct InOrder;
 
@@ -67,7 +67,7 @@ impl Places for InOrder {
     }
 }
 
-/// Keys named one by one.
+/// Keys given as a list of rows.
 #[derive(Clone, Copy)]
 struct Listed<'a>(&'a [u32]);
 
@@ -95,7 +95,7 @@ struct Few<'a, T> {
     v: MatRef<'a, T>,
     scale: T,
     softcap: Option<T>,
-    /// By place.
+    /// Indexed by place.
     bias: Option<&'a [T]>,
     rounded: bool,
 }
@@ -241,7 +241,7 @@ struct Scores<'t, T, P> {
     v: MatRef<'t, T>,
     places: P,
     keys: Range<usize>,
-    /// Rows `CHUNK` apart.
+    /// Rows start `CHUNK` apart.
     logits: &'t mut [T],
     rounded: bool,
 }
@@ -301,7 +301,7 @@ impl<S: Simd, P: Places, const R: usize, const K: usize> Kernel<S> for Rows<'_, 
     }
 }
 
-/// Caps a row's logits; those past the last key are whatever they were.
+/// Caps a row's logits; entries past the last key stay undefined.
 struct Cap<'t, T> {
     logits: &'t mut [T],
     cap: T,
@@ -341,7 +341,7 @@ impl<S: Simd> Kernel<S> for Softmax<'_, S> {
         let (old, top) = (*self.max, s.reduce_max(top));
         let new = if top > old { top } else { old };
         if new == S::T::NEG_INFINITY {
-            // Nothing to see, unless what is there is not a number.
+            // All logits are −∞ or NaN; a NaN must reach the sum.
             if logits.iter().any(|x| x.is_nan()) {
                 *self.sum = s.splat(S::T::NAN);
             }
@@ -370,7 +370,7 @@ impl<S: Simd> Kernel<S> for Softmax<'_, S> {
 
 /// Adds the weighted values of a chunk to a block of rows.
 struct Values<'t, T, P> {
-    /// Rows `CHUNK` apart.
+    /// Rows start `CHUNK` apart.
     weights: &'t [T],
     v: MatRef<'t, T>,
     places: P,
@@ -409,7 +409,7 @@ impl<S: Simd, P: Places, const R: usize> Kernel<S> for RowsOf<'_, S::T, P, R> {
 }
 
 impl<T: Real, P: Places> Values<'_, T, P> {
-    /// Keys `keys` of the chunk and `C` registers of columns from `col` on, the last with `part` elements.
+    /// Adds keys `keys` of the chunk to `C` registers of columns from `col` on, the last with `part` elements.
     #[inline(always)]
     fn columns<S: Simd<T = T>, const R: usize, const C: usize>(
         &mut self,

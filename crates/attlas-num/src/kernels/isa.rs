@@ -1,4 +1,4 @@
-//! Instruction sets: which exist, which this machine has.
+//! Instruction sets: which ones exist, and which of them this machine has.
 
 use std::fmt;
 use std::str::FromStr;
@@ -21,7 +21,7 @@ pub enum Isa {
 impl Isa {
     const ALL: [Self; 4] = [Self::Scalar, Self::Avx2, Self::Neon, Self::Avx512];
 
-    /// The fastest instruction set of this machine; detected once.
+    /// Returns the fastest instruction set of this machine; detected once.
     pub fn best() -> Self {
         static BEST: OnceLock<Isa> = OnceLock::new();
         *BEST.get_or_init(|| {
@@ -29,12 +29,12 @@ impl Isa {
         })
     }
 
-    /// The instruction sets of this machine, slowest first; never empty.
+    /// Returns the instruction sets of this machine, slowest first; never empty.
     pub fn available() -> Vec<Self> {
         Self::ALL.into_iter().filter(|isa| isa.is_available()).collect()
     }
 
-    /// Whether this machine has it. A kernel asked for an instruction set that is missing runs as
+    /// Returns true if this machine has the instruction set. A kernel called with a missing one runs as
     /// [`Isa::Scalar`].
     pub fn is_available(self) -> bool {
         match self {
@@ -43,7 +43,7 @@ impl Isa {
             Self::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => {
-                // The kernels enable AVX2 and FMA as well: a hypervisor may mask them alone.
+                // The kernels enable AVX2 and FMA as well, and a hypervisor may mask those alone.
                 Self::Avx2.is_available()
                     && is_x86_feature_detected!("avx512f")
                     && is_x86_feature_detected!("avx512dq")
@@ -73,9 +73,10 @@ impl fmt::Display for Isa {
     }
 }
 
-/// Runs plain loops compiled for the widest registers of this machine, which a build for all of them leaves narrow. Results
-/// are the same bits: no additions are reordered and none is fused with a multiplication. `work` should be short, or only
-/// call what is inlined.
+/// Runs plain loops compiled for the widest registers of this machine; a portable build uses narrow ones.
+///
+/// Results are the same bits: no additions are reordered and none is fused with a multiplication. `work` should be
+/// short, or call only inlined functions.
 ///
 /// ```
 /// let mut x = [1.0f32, 4.0, 9.0];
@@ -105,7 +106,7 @@ pub fn vectorised<R>(work: impl FnOnce() -> R) -> R {
     work()
 }
 
-/// The name is none of `scalar`, `avx2`, `avx512`, `neon`.
+/// Name that is none of `scalar`, `avx2`, `avx512`, `neon`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown instruction set `{0}`; expected scalar, avx2, avx512 or neon")]
 pub struct UnknownIsa(String);

@@ -1,12 +1,12 @@
 //! Natural logarithms of many numbers.
 //!
 //! $x = 2^k (1 + f)$ with $1 + f$ between $\sqrt{1/2}$ and $\sqrt 2$; with $s = f / (2 + f)$,
-//! $\ln(1 + f) = f - f^2/2 + s\,(f^2/2 + R)$ and $R = 2 \sum_{i \ge 1} s^{2i} / (2i + 1)$, the form of fdlibm's `log`: what
-//! is rounded is small beside $f$. As $s^2 \le 0.0295$, few terms of the series are enough. $k \ln 2$ is added in two
-//! parts, the first of which is exact.
+//! $\ln(1 + f) = f - f^2/2 + s\,(f^2/2 + R)$ and $R = 2 \sum_{i \ge 1} s^{2i} / (2i + 1)$, the form of fdlibm's `log`:
+//! the rounded terms are small compared with $f$. As $s^2 \le 0.0295$, a few terms of the series suffice. $k \ln 2$ is
+//! added in two parts, the first of them exact.
 //!
-//! Plain Rust without branches and without fused products: the compiler makes vector code of it for the instruction
-//! set of each function below, and every one of them gives the same bits.
+//! Plain Rust without branches or fused products: the compiler vectorises it for the instruction set of each function
+//! below, and all of them give the same bits.
 
 use super::Isa;
 
@@ -17,7 +17,7 @@ macro_rules! logarithm {
         fn $ln(x: $t) -> $t {
             const ONE: $bits = <$t>::to_bits(1.0);
             const HALF: $bits = <$t>::to_bits($half);
-            // Subnormal numbers have their bits elsewhere.
+            // The exponent field of a subnormal number is 0, so scale it up first.
             let tiny = x < <$t>::MIN_POSITIVE;
             let (scaled, lift) = if tiny { (x * (1u64 << $lift) as $t, $lift as $t) } else { (x, 0.0) };
             let bits = scaled.to_bits().wrapping_add(ONE - HALF);

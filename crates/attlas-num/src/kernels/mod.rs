@@ -1,9 +1,8 @@
-//! Hot loops, and the only room where `unsafe` lives.
+//! Hot loops, and the only module of this crate with `unsafe` code.
 //!
-//! `scalar.rs` is the readable definition of every kernel; the other files offer the same functions for one
-//! instruction set each. The functions here check lengths and hand over to the best instruction set of the
-//! machine, or to the one that the caller names. All run on the calling thread: splitting work is the caller's business,
-//! with the loops of [`par`].
+//! `scalar.rs` is the readable definition of every kernel; one other file per instruction set offers the same
+//! functions. The functions here check lengths and dispatch to the best instruction set of the machine, or to the one
+//! that the caller names. All run on the calling thread: the caller splits the work, with the loops of [`par`].
 //!
 //! ```
 //! use attlas_num::kernels::{Attend, Band, Isa, Precision};
@@ -31,7 +30,8 @@
 //! assert!(out[0] < 0.01 && (out[1] - 1.0).abs() < 0.01);
 //! ```
 
-// Register tiles are several arrays indexed by the same row and column; polynomial coefficients are not constants.
+// Register tiles are several arrays indexed by the same row and column; polynomial coefficients only resemble
+// constants.
 #![allow(clippy::needless_range_loop, clippy::too_many_arguments, clippy::approx_constant)]
 
 #[cfg(target_arch = "aarch64")]
@@ -84,7 +84,7 @@ pub enum Op<M> {
 }
 
 impl<'a, T> Op<MatRef<'a, T>> {
-    /// Rows of the operand after the transposition.
+    /// Returns the number of rows after the transposition.
     pub fn rows(&self) -> usize {
         match self {
             Self::N(a) => a.rows(),
@@ -92,7 +92,7 @@ impl<'a, T> Op<MatRef<'a, T>> {
         }
     }
 
-    /// Columns of the operand after the transposition.
+    /// Returns the number of columns after the transposition.
     pub fn cols(&self) -> usize {
         match self {
             Self::N(a) => a.cols(),
@@ -102,7 +102,7 @@ impl<'a, T> Op<MatRef<'a, T>> {
 }
 
 impl<T: Copy> Op<MatRef<'_, T>> {
-    /// The element in row `i`, column `j` after the transposition.
+    /// Returns the element in row `i`, column `j` after the transposition.
     pub fn at(&self, i: usize, j: usize) -> T {
         match self {
             Self::N(a) => a.at(i, j),
@@ -118,7 +118,7 @@ mod dispatch {
     #[cfg(target_arch = "x86_64")]
     use super::{x86_avx2, x86_avx512};
 
-    /// One entry per kernel, so that generic code finds the right instruction set for its element type.
+    /// Dispatch table with one entry per kernel: generic code finds the functions of its element type here.
     pub trait Kernels: Sized {
         fn attend_on(job: &Job<'_, Self>, scratch: &Scratch, out: &mut [Self], lse: &mut [Self]);
         fn attend_chosen_on(
@@ -171,7 +171,7 @@ mod dispatch {
         fn fma_burn_on(isa: Isa, iterations: u64) -> (u64, Self);
     }
 
-    /// Dispatches a call to the instruction set that it names, or to the scalar definition where the machine lacks it.
+    /// Dispatches a call to the instruction set that it names, or to the scalar definition if the machine lacks it.
     macro_rules! choose {
         ($isa:expr, $module:ident, $f:ident($($arg:expr),*), $fallback:expr) => {
             match $isa {
@@ -260,7 +260,7 @@ mod dispatch {
                     c_stride: usize,
                     scratch: &Scratch,
                 ) {
-                    // The scalar panels have one column each, so that they are the rows of the transposed operand.
+                    // Scalar panels have one column each, so they are the rows of the transposed operand.
                     let rows = MatRef::new(&right[..n * a.cols()], n, a.cols());
                     choose!(
                         isa,
@@ -314,8 +314,8 @@ pub trait Element: dispatch::Kernels {}
 impl Element for f32 {}
 impl Element for f64 {}
 
-/// $C = \alpha\, \mathrm{op}(A)\, \mathrm{op}(B) + \beta\, C$, rows of `c` lying `c_stride` elements apart.
-/// With `beta = 0` the old contents of `c` are not read.
+/// Computes $C = \alpha\, \mathrm{op}(A)\, \mathrm{op}(B) + \beta\, C$, with rows of `c` starting `c_stride` elements
+/// apart. With `beta = 0` the old contents of `c` are not read.
 ///
 /// # Panics
 ///
@@ -342,24 +342,26 @@ pub fn gemm<T: Real>(
     T::gemm_on(isa, alpha, a, b, beta, c, c_stride, scratch);
 }
 
-/// Elements of a right operand of `depth` rows and `n` columns, packed for [`gemm_packed`].
+/// Returns the packed length of a right operand of `depth` rows and `n` columns for [`gemm_packed`].
 pub fn packed_len<T: Real>(isa: Isa, depth: usize, n: usize) -> usize {
     n.next_multiple_of(T::panel_on(isa)) * depth
 }
 
-/// Packs the right operand of many products once. Every stretch of whole panels is itself the packed form of its columns; stretches
-/// that begin at multiples of 64 columns are.
+/// Packs a right operand once for many products.
+///
+/// Panels are packed independently, so any run of whole panels is the packed form of its columns. A run that begins at
+/// a multiple of 64 columns begins at a panel.
 ///
 /// # Panics
 ///
-/// If `dst` has not the length that [`packed_len`] names.
+/// If `dst` does not have the length that [`packed_len`] returns.
 pub fn pack_right<T: Real>(isa: Isa, b: Op<MatRef<'_, T>>, dst: &mut [T]) {
     assert_eq!(dst.len(), packed_len::<T>(isa, b.rows(), b.cols()), "room for the packed operand");
     T::pack_on(isa, b, dst);
 }
 
-/// $C = \alpha\, \mathrm{op}(A)\, B$ for the first `n` columns of a right operand that [`pack_right`] packed for the same
-/// instruction set; the bits are those of [`gemm`] up to an inner dimension of 256.
+/// Computes $C = \alpha\, \mathrm{op}(A)\, B$ for the first `n` columns of a right operand that [`pack_right`] packed
+/// for the same instruction set; up to an inner dimension of 256, the bits are those of [`gemm`].
 ///
 /// # Panics
 ///
@@ -390,57 +392,57 @@ pub fn gemm_packed<T: Real>(
     T::gemm_packed_on(isa, alpha, a, right, n, c, c_stride, scratch);
 }
 
-/// $\sum_i a_i b_i$. Panics if the lengths differ.
+/// Returns $\sum_i a_i b_i$. Panics if the lengths differ.
 pub fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     assert_eq!(a.len(), b.len(), "vectors of different length");
     T::dot_on(Isa::best(), a, b)
 }
 
-/// $\sum_i (a_i - b_i)^2$. Panics if the lengths differ.
+/// Returns $\sum_i (a_i - b_i)^2$. Panics if the lengths differ.
 pub fn sq_dist<T: Real>(a: &[T], b: &[T]) -> T {
     assert_eq!(a.len(), b.len(), "vectors of different length");
     T::sq_dist_on(Isa::best(), a, b)
 }
 
-/// $y \leftarrow a x + y$. Panics if the lengths differ.
+/// Computes $y \leftarrow a x + y$. Panics if the lengths differ.
 pub fn axpy<T: Real>(a: T, x: &[T], y: &mut [T]) {
     assert_eq!(x.len(), y.len(), "vectors of different length");
     T::axpy_on(Isa::best(), a, x, y);
 }
 
-/// $x \leftarrow a x$.
+/// Computes $x \leftarrow a x$.
 pub fn scale<T: Real>(a: T, x: &mut [T]) {
     T::scale_on(Isa::best(), a, x);
 }
 
-/// Sum of the elements.
+/// Returns the sum of the elements.
 pub fn sum<T: Real>(x: &[T]) -> T {
     T::sum_on(Isa::best(), x)
 }
 
-/// Greatest element, NaN left out; −∞ where there is none.
+/// Returns the greatest element, ignoring NaN; −∞ if there is none.
 pub fn max<T: Real>(x: &[T]) -> T {
     T::max_on(Isa::best(), x)
 }
 
-/// $x_i \leftarrow e^{x_i}$, within two units in the last place; exactly 0 where the result would be
-/// subnormal or less.
+/// Computes $x_i \leftarrow e^{x_i}$, within two units in the last place; exactly 0 where the result would be subnormal
+/// or less.
 pub fn exp_in_place<T: Real>(x: &mut [T]) {
     T::exp_in_place_on(Isa::best(), x);
 }
 
-/// $x_i \leftarrow e^{x_i - \text{shift}}$; returns the sum.
+/// Computes $x_i \leftarrow e^{x_i - \text{shift}}$ and returns the sum.
 pub fn exp_sum<T: Real>(x: &mut [T], shift: T) -> T {
     T::exp_sum_on(Isa::best(), x, shift)
 }
 
-/// $x_i \leftarrow \ln x_i$, within two units in the last place: −∞ of 0, NaN of negative numbers.
+/// Computes $x_i \leftarrow \ln x_i$, within two units in the last place: −∞ for 0, NaN for negative numbers.
 pub fn ln_in_place<T: Real>(x: &mut [T]) {
     T::ln_in_place_on(Isa::best(), x);
 }
 
-/// $x_i \leftarrow e^{x_i} / \sum_j e^{x_j}$; returns $\ln \sum_j e^{x_j}$. Entries of −∞ become 0; where
-/// all are −∞, or there is none, the weights are 0 and the result is −∞. A NaN makes all of them NaN.
+/// Computes $x_i \leftarrow e^{x_i} / \sum_j e^{x_j}$ and returns $\ln \sum_j e^{x_j}$. Entries of −∞ become 0; if all
+/// are −∞, or there are none, the weights are 0 and the result is −∞. A NaN makes all of them NaN.
 pub fn softmax_in_place<T: Real>(x: &mut [T]) -> T {
     let isa = Isa::best();
     let m = T::max_on(isa, x);
@@ -454,19 +456,19 @@ pub fn softmax_in_place<T: Real>(x: &mut [T]) -> T {
     m + total.ln()
 }
 
-/// `out[i] = dot(rows[i], x)`: reads the matrix once. Panics if the shapes do not fit.
+/// Computes `out[i] = dot(rows[i], x)`, reading the matrix once. Panics if the shapes do not fit.
 pub fn matvec<T: Real>(rows: MatRef<'_, T>, x: &[T], out: &mut [T]) {
     assert_eq!(rows.cols(), x.len(), "matrix and vector do not fit");
     assert_eq!(rows.rows(), out.len(), "one result per row");
     T::matvec_on(Isa::best(), rows, x, out);
 }
 
-/// Prefetch distance, in rows, for gathers of rows of some hundred bytes in random order: long enough to cover one memory
-/// latency.
+/// Prefetch distance, in rows, for gathers of rows of a few hundred bytes in random order: long enough to cover one
+/// memory latency.
 pub const ROWS_AHEAD: usize = 12;
 
-/// Prefetches the memory behind `x`, for rows that are visited in an order that no hardware prefetcher predicts.
-/// Changes time alone; does nothing on machines without such an instruction.
+/// Prefetches the memory behind `x`, for rows visited in an order that no hardware prefetcher predicts. Affects time
+/// only; does nothing on machines other than x86-64.
 pub fn prefetch<T: Real>(x: &[T]) {
     #[cfg(target_arch = "x86_64")]
     for line in x.chunks(64 / size_of::<T>()) {
@@ -478,14 +480,15 @@ pub fn prefetch<T: Real>(x: &[T]) {
     let _ = x;
 }
 
-/// Runs fused multiply-adds on registers alone, with enough independent chains to fill the pipes; returns
-/// how many floating-point operations that was, and a value that depends on all of them. Timed by the
-/// caller, it shows the machine's peak.
+/// Runs fused multiply-adds on registers only, with enough independent chains to fill the pipes.
+///
+/// Returns the number of floating-point operations and a value that depends on all of them. Timed by the caller, it
+/// shows the machine's peak.
 pub fn fma_burn<T: Real>(isa: Isa, iterations: u64) -> (u64, T) {
     T::fma_burn_on(isa, iterations)
 }
 
-/// Sum of a long array, reading memory as fast as one thread can: the yardstick for bandwidth.
+/// Sums a long array, reading memory as fast as one thread can: the yardstick for bandwidth.
 pub fn read_sum(x: &[f32]) -> f32 {
     sum(x)
 }

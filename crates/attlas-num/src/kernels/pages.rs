@@ -1,24 +1,25 @@
-//! Large pages for memory that is read far and wide, such as the cache of a long context or the rows that a method
-//! gathers from: the processor finds one page of 2 MiB faster than 512 of 4 KiB, most of all where rows are read here and
-//! there.
+//! Large pages for memory read in scattered order, such as the cache of a long context or the rows that a method
+//! gathers. One page of 2 MiB needs less address translation than 512 pages of 4 KiB, above all when rows are far
+//! apart.
 //!
-//! Linux gives large pages to memory that is marked before it is first written, and joins small pages on request.
-//! Elsewhere, and where memory is short, nothing changes.
+//! Linux uses large pages for memory marked before its first write, and merges small pages on request. On other
+//! systems, and when memory is short, nothing changes.
 
 use bytemuck::Pod;
 
-/// Memory below this size is left as it is, in bytes: it would be a page or two.
+/// Size in bytes below which memory is left alone: it would be a page or two.
 const LEAST: usize = 4 << 20;
 
-/// So many zeros, in large pages where they are worth it.
+/// Returns `len` zeros, in large pages if the size warrants them.
 pub fn zeros<T: Pod>(len: usize) -> Vec<T> {
-    // Comes from the system untouched where it is large.
+    // A large allocation comes from the system unwritten.
     let mut zeros = vec![T::zeroed(); len];
     ask(zeros.as_mut_ptr(), len);
     zeros
 }
 
-/// Makes room for `more` elements behind those of `rows`, in large pages where they are worth it; room grows by doubling.
+/// Reserves space for `more` further elements in `rows`, in large pages if the size warrants them; capacity at least
+/// doubles.
 pub fn reserve<T: Pod>(rows: &mut Vec<T>, more: usize) {
     let needed = rows.len().saturating_add(more);
     if needed <= rows.capacity() {
@@ -27,8 +28,8 @@ pub fn reserve<T: Pod>(rows: &mut Vec<T>, more: usize) {
     if needed.saturating_mul(size_of::<T>()) < LEAST {
         return rows.reserve(more);
     }
-    // Not by `Vec::reserve`, which moves pages to places where large ones cannot stay large.
-    // With room for more: the first rows after a long prompt must not copy all of it. Untouched room takes no memory.
+    // `Vec::reserve` may move pages to addresses where large ones cannot stay large. The capacity leaves room for more:
+    // the first rows after a long prompt must not copy all of it. Untouched room takes no memory.
     let roomy = needed.saturating_add(needed / 4).max(rows.capacity().saturating_mul(2));
     let mut grown = Vec::with_capacity(roomy);
     ask(grown.as_mut_ptr(), grown.capacity());
@@ -39,22 +40,23 @@ pub fn reserve<T: Pod>(rows: &mut Vec<T>, more: usize) {
 #[cfg(target_os = "linux")]
 fn ask<T: Pod>(memory: *mut T, len: usize) {
     const PAGE: usize = 4096;
-    // The number that Linux gives it; not every C library has a name for it.
+    // Value from the Linux headers; not every C library defines it.
     const MADV_COLLAPSE: i32 = 25;
     let bytes = len.saturating_mul(size_of::<T>());
     if bytes < LEAST {
         return;
     }
-    // Whole pages inside; an address that is not one on machines with other page sizes is refused and changes nothing.
+    // Only whole pages inside the range. On machines with other page sizes Linux rejects an unaligned address and
+    // changes nothing.
     let skipped = memory.addr().next_multiple_of(PAGE) - memory.addr();
     let whole = (bytes - skipped) / PAGE * PAGE;
     // SAFETY: the range lies inside one allocation that the caller holds, and the advice changes neither contents nor
-    // addresses; what it returns says only whether it was taken.
+    // addresses; its return value says only whether Linux took it.
     unsafe {
         let start = memory.cast::<u8>().add(skipped).cast();
         libc::madvise(start, whole, libc::MADV_HUGEPAGE);
-        // What an allocator hands out again was written before, in small pages: these are joined. Memory that was
-        // never written stays as it is.
+        // An allocator may reuse memory that was already written, in small pages: this merges them. Memory never
+        // written stays as it is.
         libc::madvise(start, whole, MADV_COLLAPSE);
     }
 }

@@ -1,9 +1,9 @@
-//! Loops on several threads, split by code that is compiled once.
+//! Parallel loops whose splitting code is compiled once.
 //!
-//! The names and the splitting are rayon's, and the threads are those of its current pool. rayon compiles its splitting
-//! again for every body and every type of item, some 3,000 lines of LLVM code a loop; here a loop is one closure over
-//! ranges of numbers, which `split` calls through a pointer. Items come in order: a collected list and a reduction
-//! are the same with any number of threads.
+//! Names and splitting follow rayon, and the threads are those of its current pool. rayon compiles its splitting again
+//! for every body and every item type, some 3,000 lines of LLVM code per loop; here a loop is one closure over index
+//! ranges, which `split` calls through a pointer. Items stay in order: a collected list and a reduction are the same
+//! with any number of threads.
 //!
 //! ```
 //! use attlas_num::par::*;
@@ -23,21 +23,21 @@ use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
 
-/// Items of a parallel loop, each named by its number.
+/// Indexed items of a parallel loop.
 ///
 /// # Safety
-/// Items with different numbers may be taken by different threads at the same time.
+/// Different threads may take items with different indices at the same time.
 pub unsafe trait Source: Sync {
     /// One item.
     type Item;
 
-    /// Number of items.
+    /// Returns the number of items.
     fn items(&self) -> usize;
 
-    /// Item number `i`.
+    /// Returns item `i`.
     ///
     /// # Safety
-    /// `i` is below [`items`](Self::items), and each number is taken once at most.
+    /// `i` is below [`items`](Self::items), and each index is taken at most once.
     unsafe fn take(&self, i: usize) -> Self::Item;
 }
 
@@ -59,34 +59,34 @@ impl<S: Source> Par<S> {
         Par { source: wrap(self.source), min: self.min, max: self.max }
     }
 
-    /// Most items that a thread takes at a time.
+    /// Limits how many items a thread takes at a time.
     pub fn with_max_len(self, max: usize) -> Self {
         Self { max: self.max.min(max), ..self }
     }
 
-    /// Fewest items that a thread takes at a time: for bodies that are shorter than a task.
+    /// Sets the fewest items that a thread takes at a time, for bodies shorter than a task.
     pub fn with_min_len(self, min: usize) -> Self {
         Self { min: self.min.max(min), ..self }
     }
 
-    /// Each item with its number.
+    /// Pairs each item with its index.
     pub fn enumerate(self) -> Par<Enumerate<S>> {
         self.with(Enumerate)
     }
 
-    /// The items in the opposite order.
+    /// Reverses the order of the items.
     pub fn rev(self) -> Par<Rev<S>> {
         self.with(Rev)
     }
 
-    /// Pairs with the items of `other`, as many as the shorter one has.
+    /// Pairs items with those of `other`, up to the shorter length.
     pub fn zip<O: IntoPar>(self, other: O) -> Par<Zip<S, O::Source>> {
         let other = other.into_par_iter();
         let (min, max) = (self.min.max(other.min), self.max.min(other.max));
         Par { source: Zip(self.source, other.source), min, max }
     }
 
-    /// Results of `f`.
+    /// Maps every item through `f`.
     pub fn map<R, F: Fn(S::Item) -> R + Sync>(self, f: F) -> Par<Map<S, F>> {
         self.with(|source| Map(source, f))
     }
@@ -96,7 +96,7 @@ impl<S: Source> Par<S> {
         self.for_each_init(|| (), |(), item| f(item));
     }
 
-    /// Runs `f` on every item, with a state that `init` makes for each run of items.
+    /// Runs `f` on every item, with a state that `init` creates for each range of items.
     pub fn for_each_init<A>(self, init: impl Fn() -> A + Sync, f: impl Fn(&mut A, S::Item) + Sync) {
         let source = &self.source;
         split(source.items(), self.min, self.max, &|range| {
@@ -106,12 +106,12 @@ impl<S: Source> Par<S> {
         });
     }
 
-    /// Every result of `f`, or the first error in the order of the items.
+    /// Runs `f` on every item and returns the first error in item order.
     pub fn try_for_each<E: Send>(self, f: impl Fn(S::Item) -> Result<(), E> + Sync) -> Result<(), E> {
         self.map(f).collect()
     }
 
-    /// The items in order: a list, or a `Result` or `Option` of one.
+    /// Collects the items in order, into a list or a `Result` or `Option` of one.
     pub fn collect<C: FromIterator<S::Item>>(self) -> C
     where
         S::Item: Send,
@@ -119,7 +119,7 @@ impl<S: Source> Par<S> {
         self.into_vec().into_iter().collect()
     }
 
-    /// Joins the items in order, starting with `identity`.
+    /// Reduces the items in order, starting with `identity`.
     pub fn reduce(
         self,
         identity: impl FnOnce() -> S::Item,
@@ -131,7 +131,7 @@ impl<S: Source> Par<S> {
         self.into_vec().into_iter().fold(identity(), join)
     }
 
-    /// The sum of the items in order.
+    /// Sums the items in order.
     pub fn sum<R: Sum<S::Item>>(self) -> R
     where
         S::Item: Send,
@@ -158,9 +158,9 @@ impl<S: Source> Par<S> {
     }
 }
 
-/// Calls `body` with ranges that together are `0..n`, each number once, on the threads of the current pool. Halves
-/// are split as rayon splits an indexed loop: into as many parts as there are threads, more where a part was stolen,
-/// none longer than `max` (but for rounding) and none shorter than `min`. Within [`awake`], a counter hands ranges out.
+/// Calls `body` on the threads of the current pool, with ranges that partition `0..n`. Ranges are halved as in rayon's
+/// indexed loops: one part per thread, more where a part was stolen, none longer than `max` (but for rounding) and none
+/// shorter than `min`. Within [`awake`], a counter hands out the ranges.
 fn split(n: usize, min: usize, max: usize, body: &(dyn Fn(Range<usize>) + Sync)) {
     if n > 0 && !team::lead(n, min, max, body) {
         let splits = rayon::current_num_threads().max(n / max.max(1));
@@ -181,7 +181,7 @@ fn halve(range: Range<usize>, splits: usize, stolen: bool, min: usize, body: &(d
     );
 }
 
-/// Runs both closures, at the same time where a thread is free.
+/// Runs both closures, in parallel if a thread is free.
 pub fn join<A: Send, B: Send>(a: impl FnOnce() -> A + Send, b: impl FnOnce() -> B + Send) -> (A, B) {
     fn run(a: &mut (dyn FnMut() + Send), b: &mut (dyn FnMut() + Send)) {
         rayon::join(a, b);
@@ -201,7 +201,7 @@ pub fn install<R: Send>(pool: &rayon::ThreadPool, work: impl FnOnce() -> R + Sen
     work.result()
 }
 
-/// Work that is called through a pointer, and its result.
+/// Closure called through a pointer, and its result.
 struct Once<F, R> {
     work: Option<F>,
     result: Option<R>,
@@ -221,12 +221,12 @@ impl<R, F: FnOnce() -> R> Once<F, R> {
     }
 }
 
-/// What a parallel loop runs over: numbers, the elements of a slice, or those of a list that is used up.
+/// Conversion into a parallel loop: over numbers, the elements of a slice, or a list taken by value.
 pub trait IntoPar {
     /// The items.
     type Source: Source;
 
-    /// A parallel loop over them.
+    /// Returns a parallel loop over them.
     fn into_par_iter(self) -> Par<Self::Source>;
 }
 
@@ -262,29 +262,29 @@ impl<T: Send> IntoPar for Vec<T> {
     }
 }
 
-/// Loops over the elements of a slice and over its chunks.
+/// Parallel loops over the elements of a slice and over its chunks.
 pub trait ParSlice<T> {
-    /// Every element.
+    /// Loops over every element.
     fn par_iter(&self) -> Par<&[T]>
     where
         T: Sync;
 
-    /// Every element, to be changed.
+    /// Loops over every element, mutably.
     fn par_iter_mut(&mut self) -> Par<ElementsMut<'_, T>>
     where
         T: Send;
 
-    /// Chunks of `size` elements, the last one perhaps shorter.
+    /// Loops over chunks of `size` elements, the last one possibly shorter.
     fn par_chunks(&self, size: usize) -> Par<Chunks<'_, T>>
     where
         T: Sync;
 
-    /// The same, to be changed.
+    /// Loops over chunks of `size` elements mutably, the last one possibly shorter.
     fn par_chunks_mut(&mut self, size: usize) -> Par<ChunksMut<'_, T>>
     where
         T: Send;
 
-    /// Chunks of `size` elements to be changed, without what is left over.
+    /// Loops over chunks of exactly `size` elements mutably, leaving out the remainder.
     fn par_chunks_exact_mut(&mut self, size: usize) -> Par<ChunksMut<'_, T>>
     where
         T: Send;
@@ -330,7 +330,7 @@ impl<T> ParSlice<T> for [T] {
     }
 }
 
-/// A list or slice whose elements several threads change, each its own.
+/// Elements of a list or slice that several threads change, each its own.
 #[derive(Debug)]
 struct Parts<'a, T> {
     start: *mut T,
@@ -349,12 +349,12 @@ impl<'a, T> Parts<'a, T> {
         Self { start: all.as_mut_ptr(), len: all.len(), borrowed: PhantomData }
     }
 
-    /// Room for `len` elements at `start`, for as long as the list is not touched.
+    /// Returns the whole capacity of `list`, written or not; valid while the list is not touched.
     fn room(list: &'a mut Vec<T>) -> Self {
         Self { start: list.as_mut_ptr(), len: list.capacity(), borrowed: PhantomData }
     }
 
-    /// Element number `i`.
+    /// Returns a pointer to element `i`.
     ///
     /// # Safety
     /// `i` is at most `len`.
@@ -364,7 +364,7 @@ impl<'a, T> Parts<'a, T> {
     }
 }
 
-/// Elements of a slice, to be changed.
+/// Mutable elements of a slice.
 #[derive(Debug)]
 pub struct ElementsMut<'a, T>(Parts<'a, T>);
 
@@ -382,7 +382,7 @@ unsafe impl<'a, T: Send> Source for ElementsMut<'a, T> {
     }
 }
 
-/// Chunks of a slice, to be changed.
+/// Mutable chunks of a slice.
 #[derive(Debug)]
 pub struct ChunksMut<'a, T> {
     all: Parts<'a, T>,
@@ -412,7 +412,7 @@ pub struct Chunks<'a, T> {
     size: usize,
 }
 
-/// Elements of a list that is used up; those that are not taken, because another item's body panicked, are not dropped.
+/// Elements of a list taken by value; those not taken, because another item's body panicked, are not dropped.
 #[derive(Debug)]
 pub struct Owned<T>(Vec<ManuallyDrop<T>>);
 
@@ -433,11 +433,11 @@ unsafe impl<T: Send> Source for Owned<T> {
     }
 }
 
-/// Items with their numbers.
+/// Items with their indices.
 #[derive(Debug)]
 pub struct Enumerate<S>(S);
 
-/// Items in the opposite order.
+/// Items in reverse order.
 #[derive(Debug)]
 pub struct Rev<S>(S);
 
@@ -489,7 +489,7 @@ unsafe impl<'a, T: Sync> Source for Chunks<'a, T> {
     }
 }
 
-// SAFETY: numbers stay different when they are passed on.
+// SAFETY: different indices stay different when they are passed on.
 unsafe impl<S: Source> Source for Enumerate<S> {
     type Item = (usize, S::Item);
 
@@ -503,7 +503,7 @@ unsafe impl<S: Source> Source for Enumerate<S> {
     }
 }
 
-// SAFETY: numbers stay different when they are passed on.
+// SAFETY: different indices stay different when they are passed on.
 unsafe impl<S: Source> Source for Rev<S> {
     type Item = S::Item;
 
@@ -517,7 +517,7 @@ unsafe impl<S: Source> Source for Rev<S> {
     }
 }
 
-// SAFETY: numbers stay different when they are passed on.
+// SAFETY: different indices stay different when they are passed on.
 unsafe impl<A: Source, B: Source> Source for Zip<A, B> {
     type Item = (A::Item, B::Item);
 
@@ -531,7 +531,7 @@ unsafe impl<A: Source, B: Source> Source for Zip<A, B> {
     }
 }
 
-// SAFETY: numbers stay different when they are passed on.
+// SAFETY: different indices stay different when they are passed on.
 unsafe impl<R, S: Source, F: Fn(S::Item) -> R + Sync> Source for Map<S, F> {
     type Item = R;
 

@@ -79,7 +79,7 @@ pub(super) fn gemm<S: Simd, const MR: usize>(
     }
 }
 
-/// Columns of a panel of a packed right operand.
+/// Returns the number of columns in a panel of a packed right operand.
 #[inline(always)]
 pub(super) fn panel<S: Simd>(_: S) -> usize {
     NV * S::LANES
@@ -94,7 +94,7 @@ pub(super) fn pack<S: Simd>(s: S, b: Op<MatRef<'_, S::T>>, dst: &mut [S::T]) {
     }
 }
 
-/// `c = alpha · a · b` for the first `n` columns of a right operand that [`pack`] has packed.
+/// Computes `c = alpha · a · b` for the first `n` columns of a right operand that [`pack`] has packed.
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
 pub(super) fn gemm_packed<S: Simd, const MR: usize>(
@@ -160,7 +160,7 @@ impl<S: Simd, const MR: usize> Kernel<S> for Strip<'_, S::T, MR> {
     }
 }
 
-/// `c = beta · c + alpha · acc` on the part of the block that exists.
+/// Writes `c = beta · c + alpha · acc` on the part of the block that exists.
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
 fn write<S: Simd, const MR: usize>(
@@ -204,7 +204,7 @@ fn write<S: Simd, const MR: usize>(
     }
 }
 
-/// Rows `i..i + MR`, columns `l0..` of the left operand as `[len][MR]`.
+/// Packs rows `i..i + MR`, columns `l0..` of the left operand as `[len][MR]`.
 #[inline(always)]
 fn pack_left<S: Simd, const MR: usize>(s: S, a: Op<MatRef<'_, S::T>>, l0: usize, i: usize, dst: &mut [S::T]) {
     let len = dst.len() / MR;
@@ -218,7 +218,7 @@ fn pack_left<S: Simd, const MR: usize>(s: S, a: Op<MatRef<'_, S::T>>, l0: usize,
             let rows = (a.cols() - i).min(MR);
             let lines = dst.chunks_exact_mut(MR).enumerate();
             if rows == MR {
-                // A length known here becomes a few register moves in place of a call for each line.
+                // A length known at compile time makes each line a few register moves, not a call.
                 lines.for_each(|(l, dst)| dst.copy_from_slice(&a.row(l0 + l)[i..][..MR]));
                 return;
             }
@@ -230,7 +230,7 @@ fn pack_left<S: Simd, const MR: usize>(s: S, a: Op<MatRef<'_, S::T>>, l0: usize,
     }
 }
 
-/// Rows `l0..l0 + len`, columns `j..j + NV · LANES` of the right operand as `[len][NV · LANES]`.
+/// Packs rows `l0..l0 + len`, columns `j..j + NV · LANES` of the right operand as `[len][NV · LANES]`.
 #[inline(always)]
 fn pack_right<S: Simd>(s: S, b: Op<MatRef<'_, S::T>>, l0: usize, len: usize, j: usize, dst: &mut [S::T]) {
     match b {

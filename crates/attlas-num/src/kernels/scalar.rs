@@ -68,7 +68,7 @@ pub(super) fn pack<T: Real>(b: Op<MatRef<'_, T>>, dst: &mut [T]) {
     }
 }
 
-/// The value nearest to `x` with eight significant bits.
+/// Returns the value nearest to `x` with eight significant bits.
 pub(super) fn round_bf16<T: Real>(x: T) -> T {
     T::from_f64(f64::from(half::bf16::from_f32(x.to_f64() as f32).to_f32()))
 }
@@ -92,7 +92,7 @@ pub(super) fn attend<T: Real>(job: &Job<'_, T>, scratch: &Scratch, out: &mut [T]
         let seen = job.band.range(i, job.k.rows());
         let mut first = seen.start;
         while first < seen.end {
-            // Tiles lie on multiples of the tile length, wherever the row's keys begin.
+            // Tiles start at multiples of the tile length, wherever the row's keys begin.
             let end = ((first / tile + 1) * tile).min(seen.end);
             let s = &mut weights[..end - first];
             for (s, j) in s.iter_mut().zip(first..) {
@@ -109,7 +109,7 @@ pub(super) fn attend<T: Real>(job: &Job<'_, T>, scratch: &Scratch, out: &mut [T]
             let (m_old, s_max) = (m, max(s));
             m = if s_max > m { s_max } else { m };
             if m == T::NEG_INFINITY {
-                // Nothing to see, unless what is there is not a number.
+                // All logits are −∞ or NaN; a NaN must reach the sum.
                 l += s.iter().copied().filter(|s| s.is_nan()).sum::<T>() + T::ZERO;
             } else {
                 if m != m_old {
@@ -131,7 +131,7 @@ pub(super) fn attend<T: Real>(job: &Job<'_, T>, scratch: &Scratch, out: &mut [T]
     }
 }
 
-/// Softmax of the logits of the chosen keys, in two passes.
+/// Computes attention to the chosen keys, with the softmax of their logits in two passes.
 pub(super) fn attend_chosen<T: Real>(
     job: &AttendChosen<'_, T>,
     scratch: &Scratch,
@@ -150,7 +150,7 @@ pub(super) fn attend_chosen<T: Real>(
             *s = if is_hidden(n) { bias } else { logit };
         }
         let m = max(&weights);
-        // Nothing to see, unless what is there is not a number.
+        // All logits are −∞ or NaN; a NaN must reach the sum.
         let l = match m == T::NEG_INFINITY {
             true => weights.iter().copied().filter(|s| s.is_nan()).sum::<T>() + T::ZERO,
             false => exp_sum(&mut weights, m),

@@ -1,9 +1,8 @@
 //! The vector operations that the generic kernels are written in.
 //!
-//! A value of a type that implements [`Simd`] is a token: it exists only where the machine has the
-//! instruction set, which is what makes the arithmetic safe to call. The generic kernels are `inline(always)`
-//! down to the operations and become machine code inside the functions that [`variant!`] makes, which carry
-//! the `target_feature` attributes.
+//! A value of a type that implements [`Simd`] is a token: it exists only where the machine has the instruction set,
+//! which makes the arithmetic safe to call. The generic kernels are `inline(always)` down to the operations and are
+//! compiled inside the functions that [`variant!`] makes, which carry the `target_feature` attributes.
 
 use super::attend::Job;
 use crate::mat::Real;
@@ -14,13 +13,13 @@ pub(super) trait Exponential: Real {
     /// Coefficients of $r, r^2, …$ in $2^r - 1$ on $[-1/2, 1/2]$: least greatest relative error among
     /// polynomials that are exactly 1 at 0 (Lawson's algorithm), 9.2e-8 for f32, 3.4e-18 for f64.
     const EXP2: &'static [Self];
-    /// $\log_2 e$, and what is lost by rounding it.
+    /// $\log_2 e$ and its rounding error.
     const LOG2_E: (Self, Self);
-    /// $2^n$ is 0 from this integer down.
+    /// Integer at and below which $2^n$ is 0.
     const MIN_EXPONENT: Self;
-    /// $2^n$ is infinite from this integer up, even after halving.
+    /// Integer at and above which $2^n$ is infinite, even after halving.
     const MAX_EXPONENT: Self;
-    /// The least finite number.
+    /// Least finite number.
     const LOWEST: Self;
 }
 
@@ -52,7 +51,7 @@ impl Exponential for f64 {
     const LOWEST: f64 = f64::MIN;
 }
 
-/// A hot loop that is compiled as a function of its own, whatever it is called from: see [`Simd::call`].
+/// Hot loop compiled as a function of its own, whatever calls it: see [`Simd::call`].
 pub(super) trait Kernel<S> {
     fn run(self, s: S);
 }
@@ -66,8 +65,8 @@ pub(super) trait Simd: Copy {
     /// Elements per register.
     const LANES: usize;
 
-    /// Runs a kernel as a function with the target features of this instruction set, out of line, so that
-    /// it has the registers for itself.
+    /// Runs a kernel out of line, as a function with the target features of this instruction set: it then has the
+    /// registers to itself.
     fn call<K: Kernel<Self>>(self, kernel: K);
 
     fn splat(self, x: Self::T) -> Self::V;
@@ -75,19 +74,19 @@ pub(super) trait Simd: Copy {
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
     fn div(self, a: Self::V, b: Self::V) -> Self::V;
-    /// `a · b + c`, rounded once.
+    /// Computes `a · b + c`, rounded once.
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// The larger of two; `old` where `new` is NaN.
+    /// Returns the larger of two; `old` where `new` is NaN.
     fn max(self, new: Self::V, old: Self::V) -> Self::V;
-    /// Nearest integers.
+    /// Rounds to the nearest integers.
     fn round(self, x: Self::V) -> Self::V;
-    /// $2^n$ for integers from `MIN_EXPONENT`, where it is 0, up to `MAX_EXPONENT`, where it is infinite.
+    /// Computes $2^n$ for integers from `MIN_EXPONENT`, where it is 0, up to `MAX_EXPONENT`, where it is infinite.
     fn pow2(self, n: Self::V) -> Self::V;
-    /// `x` in the lanes `lo..hi`, `other` in those outside.
+    /// Selects `x` in the lanes `lo..hi`, `other` elsewhere.
     fn inside(self, x: Self::V, other: Self::V, lo: usize, hi: usize) -> Self::V;
-    /// Sum of the lanes.
+    /// Returns the sum of the lanes.
     fn reduce_add(self, x: Self::V) -> Self::T;
-    /// Greatest lane; no lane may be NaN.
+    /// Returns the greatest lane; no lane may be NaN.
     fn reduce_max(self, x: Self::V) -> Self::T;
 
     /// Reads `LANES` elements.
@@ -143,7 +142,7 @@ pub(super) trait Simd: Copy {
         }
     }
 
-    /// $2^x$ where that is at most 1: exactly 1 at 0, exactly 0 at −∞; NaN stays NaN.
+    /// Computes $2^x$ where that is at most 1: exactly 1 at 0, exactly 0 at −∞; NaN stays NaN.
     #[inline(always)]
     fn exp2(self, x: Self::V) -> Self::V {
         let x = self.clamp_below(x, Self::T::MIN_EXPONENT);
@@ -151,10 +150,10 @@ pub(super) trait Simd: Copy {
         self.mul(exp2_fraction(self, self.sub(x, n)), self.pow2(n))
     }
 
-    /// $e^x$ for any $x$.
+    /// Computes $e^x$ for any $x$.
     #[inline(always)]
     fn exp(self, x: Self::V) -> Self::V {
-        // The power of two is applied in two halves, so that neither over- nor underflows too early.
+        // Each half of the power of two is in range where the whole may overflow or underflow too early.
         let two = Self::T::ONE + Self::T::ONE;
         let (high, low) = Self::T::LOG2_E;
         let x = self.clamp_below(x, two * Self::T::MIN_EXPONENT / high);
@@ -171,37 +170,37 @@ pub(super) trait Simd: Copy {
         self.mul(p, self.pow2(self.sub(n, half)))
     }
 
-    /// The larger of `x` and `low`; NaN stays NaN.
+    /// Returns the larger of `x` and `low`; NaN stays NaN.
     fn clamp_below(self, x: Self::V, low: Self::T) -> Self::V;
-    /// The smaller of `x` and `high`; NaN stays NaN.
+    /// Returns the smaller of `x` and `high`; NaN stays NaN.
     fn clamp_above(self, x: Self::V, high: Self::T) -> Self::V;
     /// Rounds f32 to eight significant bits, ties to even; leaves f64 alone.
     fn round_bf16(self, x: Self::V) -> Self::V;
 
-    /// Whether the products of the register block are of pairs: an element then stands for two numbers of
-    /// half its width, and [`mac`](Self::mac) adds both products.
+    /// True if the register block multiplies pairs: an element then stands for two numbers of half its width, and
+    /// [`mac`](Self::mac) adds both products.
     const PAIRS: bool = false;
-    /// One term of the sums in a register block: `a · b + c`, or the two products of a pair.
+    /// Adds one term of a sum in a register block: `a · b + c`, or the two products of a pair.
     #[inline(always)]
     fn mac(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         self.fma(a, b, c)
     }
-    /// Pairs lane by lane, rounded: `(low[i], high[i])`.
+    /// Rounds to pairs lane by lane: `(low[i], high[i])`.
     #[inline(always)]
     fn pair(self, low: Self::V, _high: Self::V) -> Self::V {
         low
     }
-    /// Pairs of neighbours, rounded: `(x[2i], x[2i + 1])` of the lanes of `low` followed by those of `high`.
+    /// Rounds to pairs of neighbours: `(x[2i], x[2i + 1])` of the lanes of `low` followed by those of `high`.
     #[inline(always)]
     fn narrow(self, low: Self::V, _high: Self::V) -> Self::V {
         low
     }
-    /// Pairs with the halves that are not wanted replaced by 0.
+    /// Replaces the unselected halves of pairs by 0.
     #[inline(always)]
     fn keep(self, x: Self::V, _low: bool, _high: bool) -> Self::V {
         x
     }
-    /// Runs the tiled kernel with products of pairs, if the machine has them; says whether it did.
+    /// Runs the tiled kernel with products of pairs if the machine has them; returns true if it did.
     #[inline(always)]
     fn attend_pairs(
         self,
@@ -213,11 +212,12 @@ pub(super) trait Simd: Copy {
         false
     }
 
-    /// Asks for the cache line at `p`; harmless wherever it points.
+    /// Prefetches the cache line at `p`; harmless wherever it points.
     fn prefetch(self, p: *const Self::T);
 }
 
-/// Logits in base 2 with a cap $c$ in base $e$: $c \log_2(e) \tanh(x \ln(2) / c)$, by $\tanh y = 1 - 2 / (e^{2y} + 1)$.
+/// Caps logits in base 2 with a cap $c$ in base $e$: $c \log_2(e) \tanh(x \ln(2) / c)$, by
+/// $\tanh y = 1 - 2 / (e^{2y} + 1)$.
 #[inline(always)]
 pub(super) fn softcap<S: Simd>(s: S, x: S::V, cap: S::T) -> S::V {
     let two = S::T::ONE + S::T::ONE;
@@ -227,7 +227,7 @@ pub(super) fn softcap<S: Simd>(s: S, x: S::V, cap: S::T) -> S::V {
     s.mul(tanh, s.splat(S::T::from_f64(cap.to_f64() * std::f64::consts::LOG2_E)))
 }
 
-/// $2^r$ for $|r| \le 1/2$.
+/// Computes $2^r$ for $|r| \le 1/2$.
 #[inline(always)]
 pub(super) fn exp2_fraction<S: Simd>(s: S, r: S::V) -> S::V {
     let c = S::T::EXP2;
@@ -238,9 +238,9 @@ pub(super) fn exp2_fraction<S: Simd>(s: S, r: S::V) -> S::V {
     s.fma(p, r, s.splat(S::T::ONE))
 }
 
-/// Makes the functions of one instruction set for one element type: the generic kernels, compiled with the
-/// named target features, a register block of `$rows` rows by two registers in products, and one of `$keys` keys or
-/// columns by three registers of rows in attention.
+/// Generates the functions of one instruction set for one element type: the generic kernels, compiled with the named
+/// target features, with register blocks of `$rows` rows by two registers in products, and of `$keys` keys or columns
+/// by three registers of rows in attention.
 macro_rules! variant {
     ($name:ident, $t:ty, $token:expr, $rows:literal, $keys:literal, $features:literal) => {
         pub(super) mod $name {

@@ -1,9 +1,9 @@
 //! Threads that stay awake through many short loops.
 //!
-//! rayon hands parts of a loop over through queues and lets threads without work sleep: some microseconds a loop, as many
-//! as a loop of a single token of a small model takes. Within [`awake`], the loops that the calling thread begins are announced
-//! in one place that the other threads watch, and their ranges handed out by one counter. Loops inside such a loop go
-//! through rayon, and threads that find no announcement look for its work, too.
+//! rayon hands out the parts of a loop through queues and lets idle threads sleep. That costs some microseconds per
+//! loop, as much as the loop itself takes for a single token of a small model. Within [`awake`], the calling thread
+//! announces its loops in one place that the other threads watch, and one counter hands out their ranges. Inner loops
+//! go through rayon, and threads that find no announcement also look for rayon's work.
 
 use std::any::Any;
 use std::cell::{Cell, UnsafeCell};
@@ -12,17 +12,17 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// What a loop does with a range of its numbers.
+/// Body of a loop, called with a range of indices.
 type Body<'a> = &'a (dyn Fn(Range<usize>) + Sync);
 
 thread_local! {
-    /// The team that this thread announces its loops to; none while it runs one.
+    /// Team to which this thread announces its loops; none while it runs one.
     static LED: Cell<Option<&'static Team>> = const { Cell::new(None) };
 }
 
 /// Idle rounds, some microseconds, after which a thread lets other programs run.
 const PATIENCE: u32 = 1 << 10;
-/// Idle rounds between two looks for work of rayon, each of which takes longer than a round.
+/// Idle rounds between two checks for rayon's work; a check takes longer than a round.
 const ROUNDS: u32 = 8;
 
 /// Runs `work` on the current thread of a pool while `threads - 1` others of the pool wait for its loops.
@@ -30,15 +30,15 @@ pub fn awake<R: Send>(threads: usize, work: impl FnOnce() -> R + Send) -> R {
     let team = Team { others: threads.saturating_sub(1), ..Team::default() };
     team.over(team.others, || {
         let _end = SetOnDrop(&team.ended);
-        // SAFETY: `Then` takes the reference back before the team goes, also if `work` panics.
+        // SAFETY: `Then` withdraws the reference before the team is dropped, even if `work` panics.
         let led = unsafe { std::mem::transmute::<&Team, &'static Team>(&team) };
         let _then = Then(LED.replace(Some(led)));
         work()
     })
 }
 
-/// Runs a loop over `0..n` with the team that this thread leads, in ranges of at least `min` and, but for that, at most
-/// `max` numbers. False, and nothing is done, if it leads none.
+/// Runs a loop over `0..n` with the team that this thread leads, in ranges of at least `min` and, unless `min` is
+/// larger, at most `max` indices. Returns false without running anything if it leads none.
 pub(super) fn lead(n: usize, min: usize, max: usize, body: Body<'_>) -> bool {
     let Some(team) = LED.take() else { return false };
     let _then = Then(Some(team));
@@ -51,25 +51,25 @@ pub(super) fn lead(n: usize, min: usize, max: usize, body: Body<'_>) -> bool {
     true
 }
 
-/// Threads that watch for loops, and the loop that is announced.
+/// Threads that watch for loops, and the announced loop.
 #[derive(Default)]
 struct Team {
     others: usize,
     awake: AtomicUsize,
     ended: AtomicBool,
     announced: UnsafeCell<Option<Loop>>,
-    /// Numbers of the announced loop; 0 while there is none, or nobody may begin with it any more.
+    /// Length of the announced loop; 0 while there is none or no further thread may join.
     numbers: AtomicUsize,
-    /// The first number that nobody has taken.
+    /// First index that no thread has taken.
     next: AtomicUsize,
-    /// Threads that may read `announced`.
+    /// Number of threads that may read `announced`.
     inside: AtomicUsize,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
-// SAFETY: `announced` is written by the leading thread alone, while `numbers` is 0 and nobody is `inside`; others read it
-// only after they counted themselves `inside` and then saw that `numbers` is not 0. These are sequentially consistent, so
-// one of both sides sees the other.
+// SAFETY: `announced` is written only by the leading thread, while `numbers` is 0 and no thread is `inside`; others
+// read it only after they have counted themselves `inside` and then seen that `numbers` is not 0. These accesses are
+// sequentially consistent, so one of the two sides sees the other.
 unsafe impl Sync for Team {}
 
 struct Loop {
@@ -78,24 +78,24 @@ struct Loop {
 }
 
 impl Team {
-    /// Runs `work` while `others` threads are awake.
+    /// Runs `work` while `others` threads stay awake.
     fn over<R: Send>(&self, others: usize, work: impl FnOnce() -> R + Send) -> R {
         if others == 0 {
             return work();
         }
         let own = rayon::current_thread_index();
-        // The thread that works may come by a watch while it waits for others.
+        // The working thread may pick up a watch job itself while it waits for others.
         let watch = || (rayon::current_thread_index() != own).then(|| self.watch());
-        // Joined and not spawned: that allocates nothing.
+        // Unlike `spawn`, `join` allocates nothing.
         rayon::join(|| self.over(others - 1, work), watch).0
     }
 
-    /// Takes part in loops, and in whatever else the pool has to do.
+    /// Takes part in announced loops, and in the other work of the pool.
     fn watch(&self) {
         let awake = self.awake.fetch_add(1, Ordering::Relaxed) + 1;
         let mut idle = Idle(0);
         while !self.ended.load(Ordering::Acquire) {
-            // A thread that took all watches at once would let the others sleep.
+            // One thread must not take all watch jobs, or the others would sleep.
             let must_wait = awake < self.others && self.awake.load(Ordering::Relaxed) < self.others;
             if self.take_part() || idle.0.is_multiple_of(ROUNDS) && !must_wait && found_work() {
                 idle = Idle(0);
@@ -122,7 +122,7 @@ impl Team {
         numbers > 0
     }
 
-    /// Runs ranges until none is left. Only while a loop is announced and cannot end.
+    /// Runs ranges until none is left. Call only while a loop is announced and cannot end.
     fn take_ranges(&self, numbers: usize) {
         // SAFETY: whoever comes here is the leader, or inside and has seen `numbers`.
         let Some(Loop { body, step }) = (unsafe { &*self.announced.get() }) else { return };
@@ -135,7 +135,7 @@ impl Team {
         }
     }
 
-    /// Announces a loop, takes part in it, and comes back when all of it has run.
+    /// Announces a loop, takes part in it, and returns when all of it has run.
     fn run(&self, numbers: usize, step: usize, body: Body<'_>) {
         // SAFETY: nobody uses the body after `Closing` is dropped, which happens before `body` ends.
         let body = unsafe { std::mem::transmute::<Body<'_>, Body<'static>>(body) };
@@ -152,7 +152,7 @@ impl Team {
     }
 }
 
-/// Lets nobody begin with the announced loop any more, and waits for those who have.
+/// Guard that closes the announced loop to further threads and waits for those inside.
 struct Closing<'a>(&'a Team);
 
 impl Drop for Closing<'_> {
@@ -160,25 +160,25 @@ impl Drop for Closing<'_> {
         self.0.numbers.store(0, Ordering::SeqCst);
         let mut idle = Idle(0);
         while self.0.inside.load(Ordering::SeqCst) > 0 {
-            // Loops inside theirs may have parts to give away.
+            // Inner loops of those threads may have parts to give away.
             match idle.0 > 0 && idle.0.is_multiple_of(ROUNDS) && found_work() {
                 true => idle = Idle(0),
                 false => idle.round(),
             }
         }
-        // The caller hears of its own panic; another thread's must not wait for the next loop.
+        // This thread's own panic propagates; one from another thread must not surface in the next loop.
         if std::thread::panicking() {
             *self.0.panic.lock().unwrap_or_else(PoisonError::into_inner) = None;
         }
     }
 }
 
-/// Does a piece of what waits in rayon's queues.
+/// Runs one piece of rayon's queued work; returns false if there was none.
 fn found_work() -> bool {
     rayon::yield_now() == Some(rayon::Yield::Executed)
 }
 
-/// Rounds without work.
+/// Number of rounds without work.
 struct Idle(u32);
 
 impl Idle {
@@ -188,7 +188,7 @@ impl Idle {
     }
 }
 
-/// The team that the thread leads again when this is dropped.
+/// Guard that restores the team that the thread leads.
 struct Then(Option<&'static Team>);
 
 impl Drop for Then {
@@ -197,7 +197,7 @@ impl Drop for Then {
     }
 }
 
-/// Sets a flag when it goes out of scope, also by a panic.
+/// Guard that sets a flag when dropped, also on a panic.
 struct SetOnDrop<'a>(&'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
@@ -258,7 +258,7 @@ mod tests {
                     let text = *result.unwrap_err().downcast::<String>().unwrap();
                     assert_eq!(text, format!("number {unlucky}"));
                     run(false);
-                    // Several threads panic, and one panic arrives.
+                    // Several threads panic, and the caller receives one panic.
                     let all = || (0..64).into_par_iter().with_max_len(1).for_each(|i| panic!("number {i}"));
                     assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(all)).is_err());
                     run(false);

@@ -92,7 +92,7 @@ fn exp_is_within_two_units_in_the_last_place() {
             let mut y = x.clone();
             T::exp_in_place_on(isa, &mut y);
             for (&x, &y) in x.iter().zip(&y) {
-                // Against libm in f64, which for f64 itself is good to one unit.
+                // The reference is libm in f64, which for f64 itself is accurate to one unit.
                 let want = libm::exp(x.to_f64());
                 let error = (y.to_f64() - want).abs();
                 if want < smallest {
@@ -340,7 +340,7 @@ impl<T: Real> Case<T> {
         (out, lse)
     }
 
-    /// Rows `range` of the queries as a call of their own.
+    /// Returns the same case with the queries `range` only.
     fn rows(&self, range: std::ops::Range<usize>) -> Self {
         let q = self.q.as_ref().sub_rows(range.clone()).to_mat();
         Self { q, band: self.band.from_row(range.start), ..self.clone() }
@@ -383,8 +383,8 @@ impl<T: Real> Case<T> {
         (o, lse, range, (self.q.cols() as f64 + 2.0) * T::ROUNDOFF * spread)
     }
 
-    /// Holds the result of every instruction set against the reference: within the guaranteed bound, and
-    /// within the practical one.
+    /// Checks the result of every instruction set against the reference: within the guaranteed bound, and within the
+    /// practical one.
     fn check(&self, name: &str) {
         for isa in Isa::available() {
             let (out, lse) = self.run(isa);
@@ -487,7 +487,7 @@ fn softcaps_agree_with_two_passes_in_f64() {
             case.bias = Some((0..300).map(|j| T::from_f64((j % 7) as f64 - 3.0)).collect());
             case.causal().check("softcap, causal, bias");
         }
-        // What is far outside lands on the cap, whatever its size.
+        // Logits far outside land on the cap, whatever their size.
         for isa in Isa::available() {
             let mut case = Case::<T>::new(3, 3, 1, 4, 2);
             (case.scale, case.softcap) = (1e30, Some(5.0));
@@ -668,7 +668,7 @@ fn the_bits_of_a_row_do_not_depend_on_the_other_rows() {
                 case.band = band;
                 case.precision = precision;
                 let (o, lse) = case.run(isa);
-                // Nine rows and more take the tiled path whatever the band.
+                // From nine rows on, the tiled path runs whatever the band.
                 for (start, end) in [(0, 9), (1, 230), (5, 16), (7, 31), (100, 225), (190, 230), (221, 230)] {
                     let (o2, lse2) = case.rows(start..end).run(isa);
                     assert_eq!(bits(&lse[start..end]), bits(&lse2), "{isa} {band:?} {start}..{end}");
@@ -832,7 +832,7 @@ fn keys_hidden_by_their_bias_cannot_change_a_bit() {
 #[test]
 fn nan_reaches_the_rows_that_see_it() {
     fn check<T: Real>() {
-        // A NaN with all payload bits set is the one that integer tricks on the exponent can lose.
+        // Integer arithmetic on the exponent can lose a NaN with all payload bits set.
         let nan = bytemuck::cast_slice::<u64, T>(&[u64::MAX])[0];
         assert!(nan.is_nan());
         for (isa, rows) in Isa::available().into_iter().flat_map(|isa| [(isa, 2), (isa, 30)]) {
@@ -864,7 +864,7 @@ fn nan_reaches_the_rows_that_see_it() {
 #[test]
 fn strided_inputs_give_the_bits_of_contiguous_ones() {
     fn check<T: Real>() {
-        // None, one that hides no key and one that hides a few: they take different ways through the kernel.
+        // No bias, one that hides no key and one that hides a few: each takes a different path through the kernel.
         let shift: Vec<T> = (0..90).map(|j| T::from_f64(f64::from(j % 7) * 0.3 - 1.0)).collect();
         let hiding: Vec<T> =
             shift.iter().enumerate().map(|(j, &b)| if j % 11 == 4 { T::NEG_INFINITY } else { b }).collect();

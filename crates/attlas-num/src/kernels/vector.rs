@@ -5,8 +5,8 @@ use super::decode::AHEAD_BYTES;
 use super::simd::Simd;
 use crate::mat::{MatRef, Real};
 
-/// Calls `$full` for blocks of four registers and then `$part` for what is left, register by register:
-/// the offset, the number of elements there, and which of the four sums it belongs to.
+/// Calls `$full` for blocks of four registers and then `$part` for the rest, register by register: with the offset, the
+/// number of elements there, and the index of the sum out of four.
 macro_rules! sweep {
     ($lanes:expr, $len:expr, |$at:ident, $count:ident, $slot:ident| $body:block) => {
         let (lanes, len): (usize, usize) = ($lanes, $len);
@@ -156,7 +156,7 @@ pub(super) fn exp_sum<S: Simd>(s: S, x: &mut [S::T], shift: S::T) -> S::T {
     total(s, acc)
 }
 
-/// Four rows at a time, so that four streams are read at once, with prefetching.
+/// Processes four rows at a time, with prefetching: four streams are read at once.
 #[inline(always)]
 pub(super) fn matvec<S: Simd>(s: S, a: MatRef<'_, S::T>, x: &[S::T], out: &mut [S::T]) {
     assert!(a.cols() == x.len() && a.rows() == out.len());
@@ -188,7 +188,7 @@ pub(super) fn matvec<S: Simd>(s: S, a: MatRef<'_, S::T>, x: &[S::T], out: &mut [
 
 #[inline(always)]
 pub(super) fn fma_burn<S: Simd, const ROWS: usize>(s: S, iterations: u64) -> (u64, S::T) {
-    // Chains that start apart and stay apart, or the compiler would keep only one of them.
+    // The chains start from different values, or the compiler would merge them into one.
     let (a, b) = (s.splat(S::T::from_f64(0.75)), s.splat(S::T::from_f64(0.3)));
     let mut x = [b; ROWS];
     for (r, x) in x.iter_mut().enumerate() {

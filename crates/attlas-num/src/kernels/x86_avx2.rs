@@ -32,12 +32,11 @@ impl Double {
     }
 }
 
-/// Added to an integer up to 2²² in size, brings that integer plus the bias of the exponent to the lowest
-/// bits.
+/// Added to an integer of magnitude up to 2²², leaves that integer plus the exponent bias in the lowest bits.
 const MAGIC_F32: f32 = 12_582_912.0 + 127.0;
 const MAGIC_F64: f64 = 6_755_399_441_055_744.0 + 1023.0;
 
-/// The methods that differ only in the names of the intrinsics.
+/// Generates the methods that differ only in the names of the intrinsics.
 macro_rules! arithmetic {
     (
         $t:ty, $v:ty, $lanes:literal, $splat:ident, $add:ident, $sub:ident, $mul:ident, $fma:ident, $max:ident,

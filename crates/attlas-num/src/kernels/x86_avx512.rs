@@ -36,13 +36,13 @@ impl Double {
     }
 }
 
-/// The lanes below `n`.
+/// Returns the mask of the first `n` lanes.
 #[inline(always)]
 fn first(n: usize) -> u32 {
     (1u32 << n) - 1
 }
 
-/// The methods that differ only in the names of the intrinsics.
+/// Generates the methods that differ only in the names of the intrinsics.
 macro_rules! arithmetic {
     (
         $features:literal, $t:ty, $v:ty, $mask:ty, $lanes:literal, $splat:ident, $add:ident, $sub:ident, $mul:ident, $fma:ident,
@@ -119,7 +119,7 @@ macro_rules! arithmetic {
         fn exp2(self, x: $v) -> $v {
             // SAFETY: the token proves that the machine has the instructions.
             unsafe {
-                // The distance to the nearest integer is 0 for −∞, so that no infinity meets another.
+                // Reduction gives 0 for −∞; subtracting the rounded value would give −∞ − (−∞), which is NaN.
                 let r = $reduce::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
                 $scalef(exp2_fraction(self, r), $sub(x, r))
             }
@@ -168,7 +168,7 @@ macro_rules! arithmetic {
     };
 }
 
-/// `f32` arithmetic, the same whether products are of numbers or of pairs.
+/// Generates the `f32` arithmetic shared by products of numbers and products of pairs.
 macro_rules! single {
     ($features:literal) => {
         arithmetic!(
@@ -213,7 +213,7 @@ macro_rules! single {
         unsafe fn reduce_add_16(self, x: &[__m512; 16], out: *mut f32) {
             // SAFETY: the caller vouches for `out`; the token for the instructions.
             unsafe {
-                // Half of the lanes of two registers at a time; every register goes through the same sums.
+                // Each step folds two registers into one; every register is summed in the same order.
                 let mut a = *x;
                 for i in 0..8 {
                     let (x, y) = (a[2 * i], a[2 * i + 1]);
@@ -241,7 +241,7 @@ macro_rules! single {
         unsafe fn transpose(self, src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
             // SAFETY: the caller vouches for both squares; the token for the instructions.
             unsafe {
-                // Pairs, then quadruples inside lanes of 128 bits, then the lanes themselves.
+                // Transposes pairs, then quadruples within 128-bit lanes, then the lanes themselves.
                 let mut a = [_mm512_setzero_ps(); 16];
                 let mut b = a;
                 for i in 0..16 {
@@ -332,7 +332,7 @@ impl Simd for Pairs {
     fn pair(self, low: __m512, high: __m512) -> __m512 {
         // SAFETY: the token proves that the machine has the instructions; sizes agree.
         unsafe {
-            // The 32 rounded numbers, `low` before `high`, dealt out alternately.
+            // Interleaves the rounded numbers of `low` and `high`.
             let both = transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
             _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_loadu_si512(DEAL.as_ptr().cast()), both))
         }
@@ -352,7 +352,7 @@ impl Simd for Pairs {
     }
 }
 
-/// Where the halves of pair `i` lie in two rows of 16 that follow each other: `i` and `16 + i`.
+/// Positions of the halves of pair `i` in two consecutive rows of 16: `i` and `16 + i`.
 const DEAL: [i16; 32] = {
     let mut order = [0; 32];
     let mut i = 0;

@@ -1,4 +1,4 @@
-//! Cholesky factorisation, plain and of matrices that are positive definite only up to rounding.
+//! Cholesky factorisation, also of matrices that are positive definite only up to rounding.
 
 use super::{
     LinalgError, Result, Triangle, leading_cols, matmul, matmul_tn, solve_triangular_in_place, square,
@@ -8,7 +8,7 @@ use crate::{Mat, MatRef, Real};
 use faer::Par;
 use faer::dyn_stack::{MemBuffer, MemStack};
 
-/// The lower factor of $A = LL^\top$; only the lower triangle of `a` is read.
+/// Computes the lower factor of $A = LL^\top$; only the lower triangle of `a` is read.
 pub fn cholesky<T: Real>(a: MatRef<'_, T>) -> Result<Mat<f64>> {
     square(a, "columns of a symmetric matrix")?;
     let (a, scale) = to_scaled(a, "the symmetric matrix")?;
@@ -36,7 +36,7 @@ fn factor(a: &Mat<f64>) -> Result<Mat<f64>> {
     Ok(Mat::from_fn(n, n, |i, j| if j <= i { l[(i, j)] } else { 0.0 }))
 }
 
-/// A factor of a symmetric positive semidefinite matrix that can be solved with whatever its rank.
+/// Factor of a symmetric positive semidefinite matrix, usable for solves at any rank.
 #[derive(Clone, Debug)]
 pub struct PsdFactor {
     kind: Kind,
@@ -57,10 +57,10 @@ const MAX_JITTER: f64 = 1e-4;
 
 /// Factors a positive semidefinite matrix, adding to its diagonal only as much as needed.
 ///
-/// Cholesky first; on failure with $\delta \cdot \mathrm{mean}(\operatorname{diag} M)\, I$ added, where
-/// $\delta = 8un, 80un, \dots$ up to $10^{-4}$ and $u$ is the unit roundoff of `T`; at last by the
-/// eigendecomposition, dropping eigenvalues below $n u \lambda_{\max}$. A pivot below $n u M_{jj}$ is noise and
-/// counts as a failure: solving with it would amplify rounding errors beyond all bounds.
+/// Tries Cholesky first; if it fails, Cholesky with $\delta \cdot \mathrm{mean}(\operatorname{diag} M)\, I$ added,
+/// where $\delta = 8un, 80un, \dots$ up to $10^{-4}$ and $u$ is the unit roundoff of `T`; finally the
+/// eigendecomposition, dropping eigenvalues below $n u \lambda_{\max}$. A pivot below $n u M_{jj}$ is noise and counts
+/// as a failure: solving with it would amplify rounding errors without bound.
 pub fn psd_factor<T: Real>(m: MatRef<'_, T>) -> Result<PsdFactor> {
     let n = square(m, "columns of a symmetric matrix")?;
     let (m, scale) = to_scaled(m, "the symmetric matrix")?;
@@ -88,12 +88,12 @@ pub fn psd_factor<T: Real>(m: MatRef<'_, T>) -> Result<PsdFactor> {
 }
 
 impl PsdFactor {
-    /// Shift added to the diagonal, relative to its mean; 0 without one, or where the eigenvalues were used.
+    /// Returns the shift added to the diagonal, relative to its mean; 0 without a shift or if eigenvalues were used.
     pub fn jitter(&self) -> f64 {
         self.jitter
     }
 
-    /// Number of directions kept: all of them unless the eigenvalues were used.
+    /// Returns the number of directions kept: all of them unless eigenvalues were used.
     pub fn rank(&self) -> usize {
         match &self.kind {
             Kind::Cholesky(_) => self.n,
@@ -101,7 +101,7 @@ impl PsdFactor {
         }
     }
 
-    /// $M^{-1} B$, with the pseudo-inverse where directions were dropped.
+    /// Computes $M^{-1} B$, with the pseudo-inverse if directions were dropped.
     pub fn solve<T: Real>(&self, b: MatRef<'_, T>) -> Result<Mat<f64>> {
         let mut x = self.half_solve(b)?;
         let root = self.scale.sqrt();
@@ -119,8 +119,8 @@ impl PsdFactor {
         Ok(x)
     }
 
-    /// $H B$ with $H^\top H = M^{-1}$ (or the pseudo-inverse), so that inner products of columns of the result
-    /// are inner products of columns of $B$ in the metric $M^{-1}$.
+    /// Computes $H B$ with $H^\top H = M^{-1}$ (or the pseudo-inverse): inner products of columns of the result are
+    /// inner products of columns of $B$ in the metric $M^{-1}$.
     pub fn half_solve<T: Real>(&self, b: MatRef<'_, T>) -> Result<Mat<f64>> {
         if b.rows() != self.n {
             return Err(LinalgError::Shape { what: "rows of b", expected: self.n, found: b.rows() });

@@ -1,20 +1,20 @@
-//! Matrix products in the element type, and the two vector loops that the factorisations are made of.
+//! Matrix products in the element type, and the two vector loops that the factorisations use.
 
 use crate::kernels::Op;
 use crate::{DType, Mat, MatRef, Real};
 use faer::{Accum, Par};
 
-/// $AB$. Panics if the inner sizes differ.
+/// Computes $AB$. Panics if the inner sizes differ.
 pub fn matmul<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>) -> Mat<T> {
     product(Op::N(a), Op::N(b))
 }
 
-/// $A^\top B$. Panics if the numbers of rows differ.
+/// Computes $A^\top B$. Panics if the numbers of rows differ.
 pub fn matmul_tn<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>) -> Mat<T> {
     product(Op::T(a), Op::N(b))
 }
 
-/// $AB^\top$. Panics if the numbers of columns differ.
+/// Computes $AB^\top$. Panics if the numbers of columns differ.
 pub fn matmul_nt<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>) -> Mat<T> {
     product(Op::N(a), Op::T(b))
 }
@@ -26,8 +26,8 @@ fn product<T: Real>(a: Op<MatRef<'_, T>>, b: Op<MatRef<'_, T>>) -> Mat<T> {
     out
 }
 
-/// `dst = alpha · a · b`, or `dst += …` if `accumulate`; rows of `dst` are `stride` apart. Panics if the
-/// sizes do not fit.
+/// Computes `dst = alpha · a · b`, or `dst += …` if `accumulate`; rows of `dst` are `stride` apart. Panics if the sizes
+/// do not fit.
 pub fn gemm<T: Real>(
     alpha: T,
     a: Op<MatRef<'_, T>>,
@@ -70,7 +70,7 @@ fn gemm_as<T: Real, E: Real + faer::traits::ComplexField>(
     faer::linalg::matmul::matmul(dst, accumulate, faer_op::<T, E>(a), faer_op::<T, E>(b), alpha, Par::Seq);
 }
 
-/// The view `faer` works on; neither side may be empty.
+/// Converts an operand to the view that `faer` works on; neither side may be empty.
 fn faer_op<'a, T: Real, E: Real>(op: Op<MatRef<'a, T>>) -> faer::MatRef<'a, E> {
     let view = |a: MatRef<'a, T>| {
         let stride = a.stride().max(a.cols());
@@ -84,7 +84,7 @@ fn faer_op<'a, T: Real, E: Real>(op: Op<MatRef<'a, T>>) -> faer::MatRef<'a, E> {
     }
 }
 
-/// Inner product with eight partial sums, the same on every machine. The shorter length counts.
+/// Computes the inner product with eight partial sums, the same on every machine, over the shorter length.
 pub fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     let (mut ca, mut cb) = (a.chunks_exact(8), b.chunks_exact(8));
     let mut sums = [T::ZERO; 8];
@@ -98,7 +98,7 @@ pub fn dot<T: Real>(a: &[T], b: &[T]) -> T {
     ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7])) + tail
 }
 
-/// `y += c · x`.
+/// Computes `y += c · x`.
 pub(crate) fn axpy<T: Real>(c: T, x: &[T], y: &mut [T]) {
     y.iter_mut().zip(x).for_each(|(y, &x)| *y += c * x);
 }

@@ -17,10 +17,10 @@ pub struct SymmetricEigen {
 /// Sweeps of the Jacobi methods before they give up.
 pub(crate) const MAX_SWEEPS: usize = 30;
 
-/// Eigendecomposition of a symmetric matrix, of which $(A + A^\top)/2$ is used.
+/// Computes the eigendecomposition of a symmetric matrix; it uses $(A + A^\top)/2$.
 ///
-/// Tridiagonalisation first; if that does not converge, or its eigenvalues do not have the matrix's
-/// Frobenius norm, cyclic Jacobi, which is slower and keeps the digits of small eigenvalues.
+/// Tries tridiagonalisation first; if that does not converge, or its eigenvalues do not have the matrix's Frobenius
+/// norm, cyclic Jacobi, which is slower and keeps the digits of small eigenvalues.
 pub fn symmetric_eigen<T: Real>(a: MatRef<'_, T>) -> Result<SymmetricEigen> {
     run(a, &[tridiagonal, jacobi])
 }
@@ -58,8 +58,8 @@ fn run<T: Real>(a: MatRef<'_, T>, chain: &[Algorithm]) -> Result<SymmetricEigen>
     Ok(SymmetricEigen { values: order.iter().map(|&j| scale * values[j]).collect(), vectors })
 }
 
-/// Sign of the first entry of largest magnitude in column `j`. Magnitudes within a part in 10⁹ of each other
-/// count as equal, so that rounding does not decide.
+/// Returns the sign of the first entry of largest magnitude in column `j`. Magnitudes within a part in 10⁹ of each
+/// other count as equal, so rounding does not decide.
 pub(crate) fn leading_sign(a: &Mat<f64>, j: usize) -> f64 {
     let mut best = 0.0f64;
     for i in 0..a.rows() {
@@ -97,7 +97,7 @@ fn tridiagonal(a: &Mat<f64>) -> Option<(Vec<f64>, Mat<f64>)> {
     Some(((0..n).map(|i| values[(i, 0)]).collect(), Mat::from_fn(n, n, |i, j| vectors[(i, j)])))
 }
 
-/// Cyclic Jacobi by rows. Rows of the transposed eigenvector matrix are rotated, so that they are contiguous.
+/// Runs cyclic Jacobi by rows. The rows of the transposed eigenvector matrix are rotated, because they are contiguous.
 fn jacobi(a: &Mat<f64>) -> Option<(Vec<f64>, Mat<f64>)> {
     let n = a.rows();
     let mut a = a.clone();
@@ -109,7 +109,7 @@ fn jacobi(a: &Mat<f64>) -> Option<(Vec<f64>, Mat<f64>)> {
             for q in p + 1..n {
                 let apq = a[(p, q)];
                 off += 2.0 * apq * apq;
-                // Relative to the two diagonal entries, so that small eigenvalues keep their digits.
+                // Relative to the two diagonal entries, so small eigenvalues keep their digits.
                 let local = (a[(p, p)].abs() * a[(q, q)].abs()).sqrt();
                 if apq == 0.0 || apq.abs() <= 0.1 * U * local {
                     continue;
@@ -137,12 +137,12 @@ fn jacobi(a: &Mat<f64>) -> Option<(Vec<f64>, Mat<f64>)> {
     None
 }
 
-/// The smaller root of $t^2 + 2\zeta t - 1 = 0$, without overflow.
+/// Returns the smaller root of $t^2 + 2\zeta t - 1 = 0$, without overflow.
 pub(crate) fn rotation_tangent(zeta: f64) -> f64 {
     zeta.signum() / (zeta.abs() + zeta.hypot(1.0))
 }
 
-/// Rows `p < q` become `c p − s q` and `s p + c q`.
+/// Rotates rows `p < q` into `c p − s q` and `s p + c q`.
 pub(crate) fn rotate_rows(a: &mut Mat<f64>, p: usize, q: usize, c: f64, s: f64) {
     let n = a.cols();
     let (head, tail) = a.data_mut().split_at_mut(q * n);

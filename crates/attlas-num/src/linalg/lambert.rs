@@ -1,10 +1,10 @@
 //! The Lambert function of an exponential.
 
-/// $w = W_0(e^t)$: the solution of $w + \ln w = t$, for any finite $t$.
+/// Computes $w = W_0(e^t)$: the solution of $w + \ln w = t$, for any finite $t$.
 ///
-/// Taking the logarithm of the argument keeps it finite where $e^t$ would overflow. Fritsch-type
-/// iteration $w \leftarrow \frac{w}{1+w}(1 + t - \ln w)$, five times; below $t = -36$ the answer is $e^t$ to
-/// rounding. $t = -\infty$ gives 0, $+\infty$ and NaN give themselves.
+/// Taking the logarithm of the argument keeps it finite where $e^t$ would overflow. Runs the Fritsch-type iteration
+/// $w \leftarrow \frac{w}{1+w}(1 + t - \ln w)$ five times; below $t = -36$ the answer is $e^t$ to rounding.
+/// $t = -\infty$ gives 0; $+\infty$ and NaN give themselves.
 pub fn lambert_w0_exp(t: f64) -> f64 {
     if t.is_nan() || t == f64::INFINITY {
         return t;

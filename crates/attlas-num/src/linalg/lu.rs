@@ -1,4 +1,4 @@
-//! LU factorisation with partial pivoting, and an estimate of how much it can be trusted.
+//! LU factorisation with partial pivoting, and an estimate of the condition number.
 
 use super::{
     LinalgError, Op, Result, Triangle, axpy, gemm, norm_one, solve_triangular_in_place, square, to_scaled,
@@ -14,7 +14,7 @@ pub struct Lu {
     perm: Vec<usize>,
     /// 1-norm of the factored matrix.
     norm: f64,
-    /// The factored matrix times `scale` is the caller's.
+    /// The caller's matrix is `scale` times the factored one.
     scale: f64,
     singular: Option<usize>,
 }
@@ -68,7 +68,7 @@ pub fn lu<T: Real>(a: MatRef<'_, T>) -> Result<Lu> {
 }
 
 impl Lu {
-    /// $A^{-1} B$, or [`LinalgError::Singular`] after an exactly zero pivot.
+    /// Computes $A^{-1} B$, or [`LinalgError::Singular`] after an exactly zero pivot.
     pub fn solve<T: Real>(&self, b: MatRef<'_, T>) -> Result<Mat<f64>> {
         let n = self.perm.len();
         if b.rows() != n {
@@ -85,15 +85,15 @@ impl Lu {
         Ok(x)
     }
 
-    /// $A^{-1}$.
+    /// Computes $A^{-1}$.
     pub fn inverse(&self) -> Result<Mat<f64>> {
         self.solve(Mat::<f64>::identity(self.perm.len()).as_ref())
     }
 
-    /// Estimate of $1 / (\|A\|_1 \|A^{-1}\|_1)$: 0 for a singular matrix, 1 for the empty one.
+    /// Estimates $1 / (\|A\|_1 \|A^{-1}\|_1)$: 0 for a singular matrix, 1 for the empty one.
     ///
-    /// The norm of the inverse is estimated from below, by Higham's form (1988) of Hager's ascent, hence the
-    /// value is an upper bound, rarely more than three times too large.
+    /// Higham's form (1988) of Hager's ascent estimates the norm of the inverse from below, so the value is an upper
+    /// bound, rarely more than three times too large.
     pub fn rcond(&self) -> f64 {
         let n = self.perm.len();
         if n == 0 {
@@ -127,7 +127,7 @@ impl Lu {
         let y = self.solve_scaled(alternating);
         best = f64::max(best, 2.0 * y.iter().map(|v| v.abs()).sum::<f64>() / (3.0 * n as f64));
         let rcond = 1.0 / best / self.norm;
-        // An inverse that overflows is as good as none.
+        // A matrix whose inverse overflows counts as singular.
         if rcond.is_finite() { rcond.min(1.0) } else { 0.0 }
     }
 
@@ -152,12 +152,12 @@ impl Lu {
     }
 }
 
-/// $A^{-1} B$ by LU.
+/// Computes $A^{-1} B$ by LU.
 pub fn solve<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>) -> Result<Mat<f64>> {
     lu(a)?.solve(b)
 }
 
-/// $A^{-1}$ by LU.
+/// Computes $A^{-1}$ by LU.
 pub fn inverse<T: Real>(a: MatRef<'_, T>) -> Result<Mat<f64>> {
     lu(a)?.inverse()
 }

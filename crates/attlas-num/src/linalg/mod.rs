@@ -1,8 +1,8 @@
 //! Dense factorisations: QR, Cholesky, LU, symmetric eigendecomposition, SVD, pseudo-inverses.
 //!
-//! Every factorisation takes a view of `f32` or `f64` and works, and answers, in `f64`: the matrices are
-//! small, and what is done with the factors usually squares their condition number. Matrix products
-//! ([`matmul`] and [`gemm`]) stay in the element type.
+//! Every factorisation takes a view of `f32` or `f64`, and computes and returns `f64`: the matrices are small, and
+//! later work with the factors usually squares their condition number. Matrix products ([`matmul`] and [`gemm`]) stay
+//! in the element type.
 //!
 //! Four rules hold throughout.
 //!
@@ -57,7 +57,7 @@ pub(crate) use dense::axpy;
 
 use crate::{Mat, MatRef, Real};
 
-/// Why a factorisation has no answer.
+/// Reason why a factorisation has no answer.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LinalgError {
@@ -113,8 +113,8 @@ pub type Result<T> = std::result::Result<T, LinalgError>;
 /// Unit roundoff of `f64`.
 pub(crate) const U: f64 = f64::EPSILON / 2.0;
 
-/// A copy in `f64` and a power of two `s`, so that `a = s · copy` and the copy's entries can be squared and
-/// summed without leaving the range. `s` is 1 unless the entries are extreme.
+/// Returns a copy in `f64` and a power of two `s`, with `a = s · copy`: the copy's entries can be squared and summed
+/// without leaving the range. `s` is 1 unless the entries are extreme.
 pub(crate) fn to_scaled<T: Real>(a: MatRef<'_, T>, what: &'static str) -> Result<(Mat<f64>, f64)> {
     let mut copy = to_f64(a);
     let mut max = 0.0f64;
@@ -131,7 +131,7 @@ pub(crate) fn to_scaled<T: Real>(a: MatRef<'_, T>, what: &'static str) -> Result
     Ok((copy, scale))
 }
 
-/// A power of two near `max` if `max` is extreme, else 1.
+/// Returns a power of two near `max` if `max` is extreme, else 1.
 fn range_scale(max: f64) -> f64 {
     if max == 0.0 || (1e-100..1e100).contains(&max) {
         return 1.0;
@@ -139,13 +139,13 @@ fn range_scale(max: f64) -> f64 {
     libm::exp2(libm::log2(max).round().clamp(-1000.0, 1000.0))
 }
 
-/// A contiguous copy in `f64`.
+/// Returns a contiguous copy in `f64`.
 pub(crate) fn to_f64<T: Real>(a: MatRef<'_, T>) -> Mat<f64> {
     let data = a.iter_rows().flatten().map(|x| x.to_f64()).collect();
     Mat::from_vec(data, a.rows(), a.cols())
 }
 
-/// Checks that a matrix is square and gives its size.
+/// Checks that a matrix is square and returns its size.
 pub(crate) fn square<T>(a: MatRef<'_, T>, what: &'static str) -> Result<usize> {
     if a.rows() == a.cols() {
         Ok(a.rows())
@@ -154,14 +154,14 @@ pub(crate) fn square<T>(a: MatRef<'_, T>, what: &'static str) -> Result<usize> {
     }
 }
 
-/// The columns `0..k` of `a`, copied.
+/// Copies the columns `0..k` of `a`.
 pub(crate) fn leading_cols(a: &Mat<f64>, k: usize) -> Mat<f64> {
     Mat::from_fn(a.rows(), k, |i, j| a[(i, j)])
 }
 
 #[cfg(test)]
 pub(crate) mod testing {
-    //! Matrices and comparisons shared by the tests of this room.
+    //! Matrices and comparisons shared by the tests of this module.
     use super::*;
     use crate::rng::StreamKey;
 
@@ -171,7 +171,7 @@ pub(crate) mod testing {
         Mat::from_fn(rows, cols, |_, _| rng.normal())
     }
 
-    /// `left · diag(sigma) · rightᵀ` with orthonormal factors.
+    /// Returns `left · diag(sigma) · rightᵀ` with orthonormal factors.
     pub(crate) fn with_spectrum(rows: usize, cols: usize, sigma: &[f64], seed: u64) -> Mat<f64> {
         let k = sigma.len();
         let left = thin_qr(gaussian(rows, k, seed).as_ref()).unwrap().q;
@@ -186,7 +186,7 @@ pub(crate) mod testing {
         a.data().iter().zip(b.data()).map(|(x, y)| (x - y) * (x - y)).sum::<f64>().sqrt()
     }
 
-    /// How far the columns are from orthonormal.
+    /// Returns the Frobenius distance of $Q^\top Q$ from the identity.
     pub(crate) fn departure_from_orthonormal(q: &Mat<f64>) -> f64 {
         distance(&matmul_tn(q.as_ref(), q.as_ref()), &Mat::identity(q.cols()))
     }

@@ -18,12 +18,12 @@ use super::svd::svd_fast;
 use super::{LinalgError, Result, matmul, norm_inf, norm_one, square, to_scaled};
 use crate::{Mat, MatRef, Real};
 
-/// $A^+$ by singular values, dropping those at most `rcond` times the largest; and the rank kept.
+/// Computes $A^+$ by singular values, dropping those at most `rcond` times the largest; also returns the rank kept.
 pub fn pinv<T: Real>(a: MatRef<'_, T>, rcond: f64) -> Result<(Mat<f64>, usize)> {
     Ok(svd_fast(a)?.pinv(rcond))
 }
 
-/// An iteration for the inverse; the table of this module's documentation says what each does.
+/// Iteration for the inverse; see the table in the module documentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Iteration {
     /// Third order, four products.
@@ -47,7 +47,7 @@ impl Iteration {
         }
     }
 
-    /// Steps that are ever made. On a singular matrix rounding errors in the null space grow like small
+    /// Returns the largest number of steps. On a singular matrix rounding errors in the null space grow like small
     /// eigenvalues; the limits keep that growth below $3.25^{25} \approx 6 \cdot 10^{12}$.
     pub fn max_steps(self) -> usize {
         match self {
@@ -93,7 +93,7 @@ impl Iteration {
     }
 }
 
-/// Where an iteration begins.
+/// Starting point of an iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PinvStart {
     /// $C^\top / (\|C\|_1 \|C\|_\infty)$: converges for every matrix.
@@ -111,11 +111,11 @@ pub struct PinvReport {
     pub steps: usize,
     /// $\|I - CZ\|_F$ of the result; about $\sqrt{m - \mathrm{rank}}$ for a singular matrix.
     pub residual: f64,
-    /// Fewer steps were made than asked for, because of [`Iteration::max_steps`].
+    /// True if [`Iteration::max_steps`] cut the number of steps.
     pub capped: bool,
 }
 
-/// Inverts a square matrix by at most `steps` steps, stopping once $\|I - CZ\|_F \le$ `tol`.
+/// Inverts a square matrix in at most `steps` steps, stopping once $\|I - CZ\|_F \le$ `tol`.
 pub fn iterative_pinv<T: Real>(
     c: MatRef<'_, T>,
     iteration: Iteration,
@@ -136,7 +136,7 @@ pub fn iterative_pinv<T: Real>(
             z.data_mut().iter_mut().for_each(|v| *v /= bound);
             (c, z, scale)
         }
-        // The identity is a start for the caller's matrix, not for a scaled one.
+        // The identity is meant for the caller's matrix, not for a scaled one.
         PinvStart::Identity => {
             let mut c = c;
             c.data_mut().iter_mut().for_each(|v| *v *= scale);
@@ -248,7 +248,7 @@ mod tests {
         let c = matmul_nt(scaled.as_ref(), q.as_ref());
         let run = |start| iterative_pinv(c.as_ref(), Iteration::Razavi, 25, 1e-10, start).unwrap();
         assert!(run(PinvStart::Identity).steps < run(PinvStart::Scaled).steps);
-        // Started outside its region, the iteration diverges and says so.
+        // Started outside its region, the iteration diverges and reports it.
         let big = Mat::from_fn(3, 3, |i, j| if i == j { 50.0 } else { 0.0 });
         let r = iterative_pinv(big.as_ref(), Iteration::Hyperpower7, 15, 0.0, PinvStart::Identity);
         assert!(matches!(r, Err(LinalgError::NoConvergence { .. })));

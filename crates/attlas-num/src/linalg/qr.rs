@@ -18,7 +18,7 @@ pub struct ThinQr {
     pub r: Mat<f64>,
 }
 
-/// Thin QR factorisation with a non-negative diagonal of `R`, which makes it unique at full rank.
+/// Computes the thin QR factorisation with a non-negative diagonal of `R`, unique at full rank.
 ///
 /// Cost $2mn^2 - \frac23 n^3$ for $m \ge n$.
 pub fn thin_qr<T: Real>(a: MatRef<'_, T>) -> Result<ThinQr> {
@@ -75,7 +75,7 @@ pub struct PivotedQr {
     pub rank: usize,
 }
 
-/// Column-pivoted QR that stops at `max_rank` columns, or when $|R_{kk}| \le \mathrm{tol}\,|R_{00}|$.
+/// Computes column-pivoted QR, stopping at `max_rank` columns or when $|R_{kk}| \le \mathrm{tol}\,|R_{00}|$.
 ///
 /// With `tol = 0` only exactly vanishing remainders stop it.
 pub fn pivoted_qr<T: Real>(a: MatRef<'_, T>, tol: f64, max_rank: usize) -> Result<PivotedQr> {
@@ -97,14 +97,14 @@ pub fn pivoted_qr<T: Real>(a: MatRef<'_, T>, tol: f64, max_rank: usize) -> Resul
     Ok(PivotedQr { q, r, perm, rank })
 }
 
-/// `extra` orthonormal columns orthogonal to the columns of `q`, which must be orthonormal.
+/// Returns `extra` orthonormal columns orthogonal to the columns of `q`, which must be orthonormal.
 pub(crate) fn orthonormal_complement(q: &Mat<f64>, extra: usize) -> Mat<f64> {
     let Reflections { columns, tau, .. } = reflect(q, None, usize::MAX);
     let full = form_q(&columns, &tau, q.rows(), q.cols() + extra);
     Mat::from_fn(q.rows(), extra, |i, j| full[(i, q.cols() + j)])
 }
 
-/// Reflections made column by column.
+/// Householder reflections, applied column by column.
 struct Reflections {
     /// Row `j` is column `j` after the reflections: `R` above the diagonal, the vector $v$ of reflection `j`
     /// from the diagonal on, with $v_j = 1$.
@@ -114,7 +114,7 @@ struct Reflections {
     perm: Vec<usize>,
 }
 
-/// Householder reflections, with pivoting and a stopping rule if `pivot_tol` is given.
+/// Runs Householder reflections, with pivoting and a stopping rule if `pivot_tol` is given.
 fn reflect(a: &Mat<f64>, pivot_tol: Option<f64>, max_rank: usize) -> Reflections {
     let (m, n) = (a.rows(), a.cols());
     let mut columns = a.transpose();
@@ -161,7 +161,7 @@ fn reflect(a: &Mat<f64>, pivot_tol: Option<f64>, max_rank: usize) -> Reflections
     Reflections { columns, diag, tau, perm }
 }
 
-/// Columns `0..cols` of the product of all reflections.
+/// Forms columns `0..cols` of the product of all reflections.
 fn form_q(columns: &Mat<f64>, tau: &[f64], m: usize, cols: usize) -> Mat<f64> {
     let mut qt = Mat::from_fn(cols, m, |i, j| if i == j { 1.0 } else { 0.0 });
     for (k, &t) in tau.iter().enumerate().rev() {
@@ -188,8 +188,8 @@ impl Norms {
         Self { exact: now.clone(), now }
     }
 
-    /// The column of largest norm from `k` on. Downdated norms are good to half the digits, so those near
-    /// the largest are computed again; otherwise the diagonal of `R` could rise by that much.
+    /// Returns the column of largest norm from `k` on. Downdated norms are good to half the digits, so those near the
+    /// largest are recomputed; otherwise the diagonal of `R` could rise by that much.
     fn largest(&mut self, columns: &Mat<f64>, k: usize) -> (usize, f64) {
         let top = self.now[k..].iter().fold(0.0f64, |a, &b| a.max(b));
         let mut best = (k, -1.0);
@@ -215,7 +215,7 @@ impl Norms {
         self.exact.swap(i, j);
     }
 
-    /// Takes row `k` out of the norms of the columns after `k`.
+    /// Removes row `k` from the norms of the columns after `k`.
     fn downdate(&mut self, columns: &Mat<f64>, k: usize) {
         for j in k + 1..self.now.len() {
             if self.now[j] == 0.0 {

@@ -23,20 +23,20 @@ pub struct Svd {
 }
 
 impl Svd {
-    /// The leading `k` triples.
+    /// Returns the leading `k` triples.
     #[must_use]
     pub fn truncated(&self, k: usize) -> Self {
         let k = k.min(self.sigma.len());
         Self { u: leading_cols(&self.u, k), sigma: self.sigma[..k].to_vec(), v: leading_cols(&self.v, k) }
     }
 
-    /// $U \operatorname{diag}(\sigma) V^\top$.
+    /// Computes $U \operatorname{diag}(\sigma) V^\top$.
     pub fn rebuild(&self) -> Mat<f64> {
         let us = Mat::from_fn(self.u.rows(), self.sigma.len(), |i, j| self.u[(i, j)] * self.sigma[j]);
         matmul_nt(us.as_ref(), self.v.as_ref())
     }
 
-    /// $V \Sigma^+ U^\top$, dropping $\sigma_i \le \mathrm{rcond}\,\sigma_1$; and how many are kept.
+    /// Computes $V \Sigma^+ U^\top$, dropping $\sigma_i \le \mathrm{rcond}\,\sigma_1$; also returns the number kept.
     pub fn pinv(&self, rcond: f64) -> (Mat<f64>, usize) {
         let cut = rcond * self.sigma.first().copied().unwrap_or(0.0);
         let rank = self.sigma.iter().take_while(|&&s| s > cut && s > 0.0).count();
@@ -50,22 +50,22 @@ const JACOBI_SIZE: (usize, usize) = (64, 128);
 
 type Algorithm = fn(&Mat<f64>, bool) -> Option<Svd>;
 
-/// Thin SVD: $k = \min(m, n)$ triples, by Jacobi up to $k = 64$.
+/// Computes the thin SVD: $k = \min(m, n)$ triples, by Jacobi up to $k = 64$.
 pub fn svd<T: Real>(a: MatRef<'_, T>) -> Result<Svd> {
     run(a, true, order(a, JACOBI_SIZE.0))
 }
 
-/// Thin SVD by bidiagonalisation where it converges, for callers that drop small singular values anyway.
+/// Computes the thin SVD by bidiagonalisation where it converges, for callers that drop small singular values anyway.
 pub(crate) fn svd_fast<T: Real>(a: MatRef<'_, T>) -> Result<Svd> {
     run(a, true, &[bidiagonal, jacobi])
 }
 
-/// The singular values, descending, without the vectors; by Jacobi up to $\min(m, n) = 128$.
+/// Computes the singular values, descending, without the vectors; by Jacobi up to $\min(m, n) = 128$.
 pub fn singular_values<T: Real>(a: MatRef<'_, T>) -> Result<Vec<f64>> {
     Ok(run(a, false, order(a, JACOBI_SIZE.1))?.sigma)
 }
 
-/// The singular values of $A B^\top$ for tall `a` and `b` with equally many columns, never forming the
+/// Computes the singular values of $A B^\top$ for tall `a` and `b` with equally many columns, never forming the
 /// product: those of $R_A R_B^\top$.
 pub fn singular_values_of_product<T: Real>(a: MatRef<'_, T>, b: MatRef<'_, T>) -> Result<Vec<f64>> {
     if a.cols() != b.cols() {
@@ -79,7 +79,7 @@ fn order<T>(a: MatRef<'_, T>, jacobi_size: usize) -> &'static [Algorithm] {
     if a.rows().min(a.cols()) <= jacobi_size { &[jacobi, bidiagonal] } else { &[bidiagonal, jacobi] }
 }
 
-/// The first answer of the chain whose singular values have the matrix's Frobenius norm.
+/// Returns the first answer of the chain whose singular values have the matrix's Frobenius norm.
 fn run<T: Real>(a: MatRef<'_, T>, vectors: bool, chain: &[Algorithm]) -> Result<Svd> {
     let (a, scale) = to_scaled(a, "the matrix to decompose")?;
     let (m, n) = (a.rows(), a.cols());
@@ -134,9 +134,9 @@ fn bidiagonal(a: &Mat<f64>, vectors: bool) -> Option<Svd> {
     })
 }
 
-/// One-sided Jacobi on $R^\top$, where $A P = Q R$ with pivoting.
+/// Runs one-sided Jacobi on $R^\top$, where $A P = Q R$ with pivoting.
 ///
-/// The rows of `R` are rotated until they are orthogonal: $V^\top R = \Sigma W^\top$, so that
+/// Rotates the rows of `R` until they are orthogonal: $V^\top R = \Sigma W^\top$, hence
 /// $A = (QV)\, \Sigma\, (PW)^\top$. Pivoting makes the rows nearly orthogonal from the start.
 fn jacobi(a: &Mat<f64>, vectors: bool) -> Option<Svd> {
     let (m, n) = (a.rows(), a.cols());
@@ -175,7 +175,7 @@ fn jacobi(a: &Mat<f64>, vectors: bool) -> Option<Svd> {
                 if vectors {
                     rotate_rows(&mut rotations, p, q, c, c * t);
                 }
-                // The squares move by ±t·xy; where that cancels they are computed again.
+                // The squares move by ±t·xy; where that cancels they are recomputed.
                 for (i, was, now) in [(p, xx, xx - t * xy), (q, yy, yy + t * xy)] {
                     squares[i] = if now > 0.1 * was { now } else { dot(rows.row(i), rows.row(i)) };
                 }
@@ -209,7 +209,7 @@ fn jacobi(a: &Mat<f64>, vectors: bool) -> Option<Svd> {
     Some(Svd { u: widened(u, n), sigma, v: widened(v, n) })
 }
 
-/// `q` with orthonormal columns added until there are `cols`.
+/// Extends `q` by orthonormal columns up to `cols` columns.
 fn widened(q: Mat<f64>, cols: usize) -> Mat<f64> {
     let have = q.cols();
     if have == cols {

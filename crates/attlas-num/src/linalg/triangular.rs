@@ -3,7 +3,7 @@
 use super::dense::axpy;
 use crate::{MatRef, Real};
 
-/// Which triangular system is solved; the other half of the matrix is not read.
+/// Triangular system to solve; the other half of the matrix is not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Triangle {
     /// $L x = b$.
@@ -18,13 +18,13 @@ pub enum Triangle {
     UpperTransposed,
 }
 
-/// Columns solved together, so that the rows in flight stay in cache.
+/// Columns solved together, few enough for the rows in use to stay in cache.
 const TILE: usize = 256;
 
 /// Overwrites the right-hand sides, a row-major `n × cols` block, with the solution.
 ///
-/// A zero on the diagonal gives a zero row, which is the minimum-norm choice for that unknown; callers that
-/// need to know look at the diagonal first. Panics if the block does not have `n` rows.
+/// A zero on the diagonal gives a zero row, the minimum-norm choice for that unknown; callers that must know check the
+/// diagonal first. Panics if the block does not have `n` rows.
 pub fn solve_triangular_in_place<T: Real>(triangle: Triangle, a: MatRef<'_, T>, rhs: &mut [T], cols: usize) {
     let n = a.rows();
     assert!(a.cols() == n && rhs.len() == n * cols, "a {n} × {n} system with {cols} right-hand sides");

@@ -27,14 +27,14 @@ pub struct MatRef<'a, T> {
 }
 
 impl<'a, T> MatRef<'a, T> {
-    /// A view of `rows` contiguous rows. Panics if `data` is not exactly `rows · cols` long.
+    /// Creates a view of `rows` contiguous rows. Panics if `data` is not exactly `rows · cols` long.
     pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
         assert_eq!(Some(data.len()), rows.checked_mul(cols), "elements of a {rows} × {cols} matrix");
         Self { data, rows, cols, stride: cols }
     }
 
-    /// A view with rows `stride` apart, starting at the front of `data`. `None` if `data` is too short
-    /// or rows would overlap.
+    /// Creates a view with rows `stride` apart, starting at the front of `data`. `None` if `data` is too short or rows
+    /// would overlap.
     pub fn with_stride(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Option<Self> {
         let needed =
             if rows == 0 || cols == 0 { 0 } else { (rows - 1).checked_mul(stride)?.checked_add(cols)? };
@@ -51,7 +51,7 @@ impl<'a, T> MatRef<'a, T> {
         self.cols
     }
 
-    /// Elements from the start of one row to the start of the next.
+    /// Distance from the start of one row to the start of the next, in elements.
     pub fn stride(&self) -> usize {
         self.stride
     }
@@ -66,12 +66,12 @@ impl<'a, T> MatRef<'a, T> {
         &self.data[start..start + self.cols]
     }
 
-    /// The elements behind the view, from its first element on; longer than the view where it is strided.
+    /// Elements behind the view, from its first element on; longer than the view if it is strided.
     pub fn data(&self) -> &'a [T] {
         self.data
     }
 
-    /// All elements as one slice where rows are contiguous.
+    /// All elements as one slice, if rows are contiguous.
     pub fn as_contiguous(&self) -> Option<&'a [T]> {
         (self.stride == self.cols || self.rows <= 1).then(|| &self.data[..self.rows * self.cols])
     }
@@ -95,14 +95,14 @@ impl<'a, T: Copy> MatRef<'a, T> {
         self.row(i)[j]
     }
 
-    /// A contiguous copy.
+    /// Returns a contiguous copy.
     pub fn to_mat(&self) -> Mat<T> {
         let mut data = Vec::with_capacity(self.rows * self.cols);
         self.iter_rows().for_each(|row| data.extend_from_slice(row));
         Mat { data, rows: self.rows, cols: self.cols }
     }
 
-    /// Copies the rows named by `index` into `out` in order, prefetching later rows while it copies.
+    /// Copies the rows that `index` names into `out`, in order, prefetching later rows meanwhile.
     pub fn gather_into<I>(&self, index: I, out: &mut [T])
     where
         T: Real,
@@ -119,7 +119,7 @@ impl<'a, T: Copy> MatRef<'a, T> {
     }
 }
 
-/// `rows · cols`. Panics where the product wraps: kernels trust the sizes of a view when they read by pointer.
+/// Returns `rows · cols`. Panics on overflow: kernels trust the sizes of a view when they read through pointers.
 fn element_count(rows: usize, cols: usize) -> usize {
     rows.checked_mul(cols).unwrap_or_else(|| panic!("a {rows} × {cols} matrix has more elements than memory"))
 }
@@ -139,7 +139,7 @@ impl<T> Mat<T> {
         Self { data, rows, cols }
     }
 
-    /// Entry `(i, j)` is `f(i, j)`.
+    /// Builds a matrix whose entry `(i, j)` is `f(i, j)`.
     pub fn from_fn(rows: usize, cols: usize, mut f: impl FnMut(usize, usize) -> T) -> Self {
         let mut data = Vec::with_capacity(element_count(rows, cols));
         for i in 0..rows {
@@ -185,29 +185,29 @@ impl<T> Mat<T> {
         &mut self.data
     }
 
-    /// Gives the storage back.
+    /// Returns the storage.
     pub fn into_vec(self) -> Vec<T> {
         self.data
     }
 }
 
 impl<T: Real> Mat<T> {
-    /// All zeros.
+    /// Returns a matrix of zeros.
     pub fn zeros(rows: usize, cols: usize) -> Self {
         Self { data: vec![T::ZERO; element_count(rows, cols)], rows, cols }
     }
 
-    /// The identity.
+    /// Returns the identity.
     pub fn identity(n: usize) -> Self {
         Self::from_fn(n, n, |i, j| if i == j { T::ONE } else { T::ZERO })
     }
 
-    /// The transpose, copied.
+    /// Returns a transposed copy.
     pub fn transpose(&self) -> Self {
         Self::from_fn(self.cols, self.rows, |i, j| self[(j, i)])
     }
 
-    /// Every element converted to the other element type.
+    /// Converts every element to the other element type.
     pub fn cast<U: Real>(&self) -> Mat<U> {
         Mat {
             data: self.data.iter().map(|x| U::from_f64(x.to_f64())).collect(),
@@ -216,7 +216,7 @@ impl<T: Real> Mat<T> {
         }
     }
 
-    /// Square root of the sum of squares, accumulated in f64.
+    /// Returns the square root of the sum of squares, accumulated in f64.
     pub fn frobenius(&self) -> f64 {
         self.data.iter().map(|x| x.to_f64() * x.to_f64()).sum::<f64>().sqrt()
     }
@@ -260,7 +260,7 @@ mod tests {
                 assert_eq!(row, m.row(i));
             }
         }
-        // As many as there is room for, of however many are named.
+        // Copies as many rows as fit, however many the index names.
         let mut out = vec![0.0; 6];
         m.as_ref().gather_into(38.., &mut out);
         assert_eq!(out, [380.0, 381.0, 382.0, 390.0, 391.0, 392.0]);

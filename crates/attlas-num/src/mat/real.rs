@@ -36,7 +36,7 @@ pub trait Real:
     + bytemuck::Pod
     + crate::kernels::Element
 {
-    /// Which type this is.
+    /// Name of this type.
     const DTYPE: DType;
     /// 0.
     const ZERO: Self;
@@ -68,15 +68,15 @@ pub trait Real:
     fn abs(self) -> Self;
     /// `self · a + b`, rounded once.
     fn mul_add(self, a: Self, b: Self) -> Self;
-    /// The larger one; the other one if either is NaN.
+    /// Returns the larger number; the other operand if one is NaN.
     fn max(self, other: Self) -> Self;
-    /// The smaller one; the other one if either is NaN.
+    /// Returns the smaller number; the other operand if one is NaN.
     fn min(self, other: Self) -> Self;
-    /// Neither infinite nor NaN.
+    /// Returns true if the number is neither infinite nor NaN.
     fn is_finite(self) -> bool;
-    /// NaN.
+    /// Returns true if the number is NaN.
     fn is_nan(self) -> bool;
-    /// The bits, widened to 64, for comparisons bit by bit.
+    /// Returns the bits, widened to 64, for bitwise comparisons.
     fn to_bits64(self) -> u64;
 }
 

@@ -1,12 +1,12 @@
-//! Leverage scores: how much each row of a matrix matters to its row space.
+//! Leverage scores: how much each row of a matrix contributes to its row space.
 
 use crate::linalg::{Result, dot, pivoted_qr};
 use crate::{MatRef, Real};
 
-/// $\tau_i = a_i^\top (A^\top A)^+ a_i$: in $[0, 1]$, with the rank as their sum, unchanged by $A \to AM$ for
+/// Computes $\tau_i = a_i^\top (A^\top A)^+ a_i$: in $[0, 1]$, with the rank as their sum, unchanged by $A \to AM$ for
 /// nonsingular $M$.
 ///
-/// Squared row norms of $Q$ from pivoted QR; directions with $|R_{jj}| \le$ `rank_tol` $|R_{00}|$ are dropped.
+/// Sums squares of the rows of $Q$ from pivoted QR; directions with $|R_{jj}| \le$ `rank_tol` $|R_{00}|$ are dropped.
 pub(super) fn leverage_scores<T: Real>(a: MatRef<'_, T>, rank_tol: f64) -> Result<Vec<f64>> {
     let q = pivoted_qr(a, rank_tol, usize::MAX)?.q;
     Ok((0..q.rows()).map(|i| dot(q.row(i), q.row(i)).clamp(0.0, 1.0)).collect())

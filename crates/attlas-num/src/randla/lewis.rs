@@ -1,8 +1,8 @@
-//! Lewis weights: what leverage scores are to the Euclidean norm, for every $\ell_p$ norm.
+//! Lewis weights: the counterpart of leverage scores for every $\ell_p$ norm.
 //!
-//! Every step reads the matrix twice, for $A^\top A$ and for $\|L^{-1} a_j\|^2$ with $LL^\top = A^\top A$, in blocks of rows
-//! that are widened to `f64` where they are used: no second matrix is held. Blocks have a fixed length and their sums are
-//! added in order, so that the number of threads changes no bit.
+//! Every step reads the matrix twice, for $A^\top A$ and for $\|L^{-1} a_j\|^2$ with $LL^\top = A^\top A$, in blocks of
+//! rows that are converted to `f64` on use: no second matrix is stored. Blocks have a fixed length and their sums are
+//! added in order, so the number of threads changes no bit.
 
 use crate::kernels::{Isa, Op, gemm};
 use crate::linalg::{LinalgError, Result, Triangle, axpy, cholesky, dot, solve_triangular_in_place};
@@ -11,7 +11,7 @@ use crate::randla::leverage::leverage_scores;
 use crate::scratch::Scratch;
 use crate::{Mat, MatRef, Real};
 
-/// When the iteration for [`lewis_weights`] stops, and which directions count.
+/// Stopping rule of [`lewis_weights`], and the directions that count.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LewisOptions {
     /// Most iterations.
@@ -28,7 +28,7 @@ impl Default for LewisOptions {
     }
 }
 
-/// $\ell_p$ Lewis weights, or what the iteration reached.
+/// $\ell_p$ Lewis weights, or the last iterate without convergence.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LewisWeights {
     /// $w_j$; 0 for rows of zeros.
@@ -37,14 +37,15 @@ pub struct LewisWeights {
     pub certificate: f64,
     /// Iterations taken.
     pub iterations: usize,
-    /// Whether the tolerance was reached.
+    /// True if the tolerance was reached.
     pub converged: bool,
     /// Rows that are not finite; they count as rows of zeros.
     pub not_finite: Vec<usize>,
 }
 
 impl LewisWeights {
-    /// Upper bounds on $\alpha_j = \sup_y |\langle a_j, y\rangle|^p / \sum_l |\langle a_l, y\rangle|^p$, at most 1.
+    /// Returns upper bounds on $\alpha_j = \sup_y |\langle a_j, y\rangle|^p / \sum_l |\langle a_l, y\rangle|^p$, at
+    /// most 1.
     ///
     /// With $w' = c w$: $\alpha_j \le (\sum w')^{p/2-1} w'_j$ for $p \ge 2$, whether or not the iteration converged, and
     /// $\alpha_j \le w'_j$ for $p \le 2$ at the fixed point.
@@ -55,7 +56,7 @@ impl LewisWeights {
     }
 }
 
-/// The weights with $w_j = \tau_j(W^{1/2 - 1/p} A)$; their sum is the rank.
+/// Computes the weights with $w_j = \tau_j(W^{1/2 - 1/p} A)$; their sum is the rank.
 ///
 /// $w \leftarrow w^{1-\eta} (\tau_j / w_j^{1-2/p})^{\eta p/2}$ with $\eta = 4/(p+2)$ contracts at the rate $|p-2|/(p+2)$ for every
 /// $p$; the undamped iteration (Cohen and Peng 2015) diverges from $p = 4$ on. The damping is a construction of this
@@ -114,7 +115,7 @@ pub fn lewis_weights<T: Real>(
     Ok(LewisWeights { weights, certificate, iterations, converged, not_finite })
 }
 
-/// The largest $\tau_j / w_j$ and the largest $|\ln(\tau_j / w_j)|$ of rows with a weight.
+/// Returns the largest $\tau_j / w_j$ and the largest $|\ln(\tau_j / w_j)|$ of rows with a weight.
 fn distance(tau: &[f64], weights: &[f64]) -> (f64, f64) {
     let ratios = tau.iter().zip(weights).filter(|(_, w)| **w > 0.0).map(|(t, w)| t / w);
     ratios.fold((0.0, 0.0), |(largest, gap), r| {
@@ -122,20 +123,20 @@ fn distance(tau: &[f64], weights: &[f64]) -> (f64, f64) {
     })
 }
 
-/// One step of the iteration for one weight.
+/// Takes one step of the iteration for one weight.
 fn damped(w: f64, tau: f64, p: f64) -> f64 {
     let eta = 4.0 / (p + 2.0);
     let target = libm::pow(tau / libm::pow(w, 1.0 - 2.0 / p), 0.5 * p);
     (libm::pow(w, 1.0 - eta) * libm::pow(target, eta)).max(1e-200)
 }
 
-/// Rows that are widened at one time.
+/// Rows converted at one time.
 const BLOCK: usize = 256;
 
-/// Rows whose Gram matrix one task adds up, block by block.
+/// Rows whose Gram matrix one task sums, block by block.
 const SUM_ROWS: usize = 4 * BLOCK;
 
-/// The rows of a matrix in `f64`, each times its factor; rows that are not finite are zeros.
+/// Rows of a matrix in `f64`, each times its factor; rows that are not finite are zeros.
 #[derive(Clone, Copy)]
 struct Rows<'a, T> {
     a: MatRef<'a, T>,
@@ -148,11 +149,11 @@ struct Leverage {
 }
 
 impl<T: Real> Rows<'_, T> {
-    /// Writes as many rows as there is room for, from `first` on; `spoiled` receives those that are not finite.
+    /// Fills `out` with rows from `first` on; calls `spoiled` for those that are not finite.
     fn write(&self, first: usize, out: &mut [f64], mut spoiled: impl FnMut(usize)) {
         for (j, out) in (first..).zip(out.chunks_exact_mut(self.a.cols().max(1))) {
             let (row, factor) = (self.a.row(j), self.factors.map_or(1.0, |f| f[j]));
-            // Without an early end, which would keep it from being vectorised.
+            // An early exit would keep this loop from being vectorised.
             if row.iter().fold(true, |finite, x| finite & x.is_finite()) {
                 out.iter_mut().zip(row).for_each(|(o, x)| *o = factor * x.to_f64());
             } else {
@@ -176,7 +177,7 @@ impl<T: Real> Rows<'_, T> {
         Ok(Leverage { scores: leverage_scores(dense.as_ref(), rank_tol)?, not_finite })
     }
 
-    /// $A^\top A$, and the rows that are not finite.
+    /// Computes $A^\top A$, and lists the rows that are not finite.
     fn gram(&self, scratch: &Scratch) -> (Mat<f64>, Vec<usize>) {
         let (n, d) = (self.a.rows(), self.a.cols());
         let piece = |s: usize| {
@@ -202,7 +203,7 @@ impl<T: Real> Rows<'_, T> {
         (gram, spoiled)
     }
 
-    /// $\|L^{-1} a_j\|^2$.
+    /// Computes $\|L^{-1} a_j\|^2$.
     fn scores(&self, inverse: &Mat<f64>, scratch: &Scratch) -> Vec<f64> {
         let d = self.a.cols();
         let mut scores = vec![0.0; self.a.rows()];
@@ -218,7 +219,7 @@ impl<T: Real> Rows<'_, T> {
     }
 }
 
-/// $L^{-1}$ for $LL^\top$ the Gram matrix; `None` where it is not well conditioned.
+/// Returns $L^{-1}$ for $LL^\top$ the Gram matrix; `None` if it is not well conditioned.
 fn inverse_factor(gram: &Mat<f64>) -> Option<Mat<f64>> {
     // Errors grow with the square of the condition number: beyond this, QR.
     const WELL_CONDITIONED: f64 = 1e-3;

@@ -1,7 +1,7 @@
 //! Randomised linear algebra: range finder and SVD of implicit operators, Lewis weights, randomly pivoted
 //! Cholesky.
 //!
-//! Everything random takes a [`StreamKey`](crate::rng::StreamKey) and is a function of it and the input alone.
+//! Every random routine takes a [`StreamKey`](crate::rng::StreamKey) and depends only on it and the input.
 //!
 //! ```
 //! use attlas_num::randla::{RandomizedSvd, randomized_svd};
@@ -28,7 +28,7 @@ pub use operator::{FnOperator, LinearOperator, NormEstimate, Product, operator_n
 pub use rpcholesky::{GaussianKernel, PartialCholesky, PsdMatrix, cholesky_with_pivots, rp_cholesky};
 pub use svd::{RandomizedSvd, randomized_svd, range_finder};
 
-/// Independent standard normal entries, drawn row by row.
+/// Draws independent standard normal entries row by row.
 fn gaussian_matrix<T: Real>(rng: &mut Rng, rows: usize, cols: usize) -> Mat<T> {
     let mut g = Mat::zeros(rows, cols);
     rng.fill_normal(g.data_mut());

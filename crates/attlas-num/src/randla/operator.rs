@@ -1,22 +1,22 @@
-//! Matrices known only by what they do to blocks of vectors, and their operator norm.
+//! Matrices known only by their action on blocks of vectors, and their operator norm.
 
 use super::gaussian_matrix;
 use crate::linalg::{matmul, matmul_nt, matmul_tn};
 use crate::rng::Rng;
 use crate::{DType, Mat, MatRef, Real};
 
-/// A linear map given by its action and that of its transpose.
+/// Linear map given by its action and that of its transpose.
 pub trait LinearOperator {
     /// Number of rows.
     fn rows(&self) -> usize;
     /// Number of columns.
     fn cols(&self) -> usize;
-    /// $AX$ for a block of columns.
+    /// Computes $AX$ for a block of columns.
     fn apply(&self, x: MatRef<'_, f64>) -> Mat<f64>;
-    /// $A^\top Y$ for a block of columns.
+    /// Computes $A^\top Y$ for a block of columns.
     fn apply_t(&self, y: MatRef<'_, f64>) -> Mat<f64>;
 
-    /// The matrix itself, from its action on the identity of the smaller side.
+    /// Forms the matrix itself, from its action on the identity of the smaller side.
     fn to_dense(&self) -> Mat<f64> {
         if self.cols() <= self.rows() {
             self.apply(Mat::identity(self.cols()).as_ref())
@@ -50,7 +50,7 @@ impl<T: Real> LinearOperator for MatRef<'_, T> {
     }
 }
 
-/// The same view if it is one of `f64` already.
+/// Returns the same view if it is already one of `f64`.
 fn in_double<'a, T: Real>(a: &MatRef<'a, T>) -> Option<MatRef<'a, f64>> {
     let data = (T::DTYPE == DType::F64).then(|| bytemuck::cast_slice(a.data()))?;
     MatRef::with_stride(data, a.rows(), a.cols(), a.stride())
@@ -74,7 +74,7 @@ impl LinearOperator for Mat<f64> {
     }
 }
 
-/// An operator made of two closures.
+/// Operator made of two closures.
 pub struct FnOperator<F, G> {
     /// Number of rows.
     pub rows: usize,
@@ -155,16 +155,16 @@ pub struct NormEstimate {
     pub value: f64,
     /// Products with $A^\top A$ made.
     pub steps: usize,
-    /// Whether the value settled before the steps ran out.
+    /// True if the value settled before the steps ran out.
     pub converged: bool,
 }
 
 /// Steps of power iteration before it gives up.
 const MAX_STEPS: usize = 200;
 
-/// Largest singular value by power iteration on $A^\top A$ from a Gaussian start.
+/// Estimates the largest singular value by power iteration on $A^\top A$ from a Gaussian start.
 ///
-/// Stops when the relative change has stayed at most `tol` three times running. For a dense matrix,
+/// Stops when the relative change has stayed at most `tol` three times running.
 pub fn operator_norm<A: LinearOperator + ?Sized>(a: &A, tol: f64, rng: &mut Rng) -> NormEstimate {
     let mut x = gaussian_matrix::<f64>(rng, a.cols(), 1);
     normalise(x.data_mut());
@@ -188,7 +188,7 @@ pub fn operator_norm<A: LinearOperator + ?Sized>(a: &A, tol: f64, rng: &mut Rng)
     NormEstimate { value, steps: MAX_STEPS, converged: false }
 }
 
-/// Divides by the 2-norm, which is returned; zero and NaN stay as they are.
+/// Divides by the 2-norm and returns it; zero and NaN stay as they are.
 fn normalise(x: &mut [f64]) -> f64 {
     let max = x.iter().fold(0.0, |m: f64, v| m.max(v.abs()));
     if x.iter().any(|v| v.is_nan()) {

@@ -5,7 +5,7 @@ use crate::Mat;
 use crate::linalg::{Result, Svd, matmul, svd, thin_qr};
 use crate::rng::StreamKey;
 
-/// An orthonormal basis of `cols` columns for nearly the range of `a`.
+/// Computes an orthonormal basis of `cols` columns for nearly the range of `a`.
 ///
 /// $Q = \operatorname{orth}(A \Omega)$ for a Gaussian $\Omega$, improved by `power` steps with
 /// $A A^\top$, orthonormalised at each half step.
@@ -30,23 +30,23 @@ pub fn range_finder<A: LinearOperator + ?Sized>(
 /// Parameters of [`randomized_svd`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RandomizedSvd {
-    /// Triples wanted.
+    /// Number of triples.
     pub rank: usize,
-    /// Additional random vectors.
+    /// Number of additional random vectors.
     pub oversampling: usize,
-    /// Power steps.
+    /// Number of power steps.
     pub power: usize,
 }
 
 impl RandomizedSvd {
-    /// The usual choice: ten more vectors, two power steps.
+    /// Returns the usual choice: ten more vectors, two power steps.
     pub fn rank(rank: usize) -> Self {
         Self { rank, oversampling: 10, power: 2 }
     }
 }
 
-/// The leading `rank` singular triples, approximately; the dense SVD if the sketch would not be smaller than
-/// the matrix.
+/// Computes the leading `rank` singular triples, approximately; by the dense SVD if the sketch would not be smaller
+/// than the matrix.
 ///
 /// Singular values are never overestimated beyond rounding. Cost: $2q + 2$ products of `a` or its transpose
 /// with a block of `rank + oversampling` columns.

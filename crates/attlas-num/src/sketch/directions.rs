@@ -1,7 +1,7 @@
 //! Random directions: the rows $\omega_l$ of an $m \times d$ matrix, each (nearly) standard normal.
 //!
-//! An estimator $\frac1m \sum_l f(\omega_l)$ is unbiased as soon as every row alone is $N(0, I_d)$; how rows
-//! depend on each other only moves its variance. Coupled rows come in blocks of $d$, the last one cut short.
+//! An estimator $\frac1m \sum_l f(\omega_l)$ is unbiased as soon as every row alone is $N(0, I_d)$; the dependence
+//! between rows only changes its variance. Coupled rows come in blocks of $d$, the last one cut short.
 //!
 //! * [`Coupling::Orthogonal`] (Yu et al. 2016): a Haar rotation times independent $\chi_d$ lengths.
 //! * [`Coupling::Simplex`] (Reid et al. 2023): unit vectors with pairwise inner product $-1/(d-1)$, rotated,
@@ -19,7 +19,7 @@ use crate::par::*;
 use crate::rng::{Rng, StreamKey};
 use crate::transform::walsh_hadamard_in_place;
 
-/// How directions depend on each other.
+/// Dependence between directions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Coupling {
     /// Independent normal rows.
@@ -35,8 +35,8 @@ pub enum Coupling {
     Hadamard,
 }
 
-/// Draws `m` directions of length `d`, in f64. Block `b` uses the stream `key.with(b)`, so that more
-/// directions of the same key begin with the fewer; blocks are drawn in parallel.
+/// Draws `m` directions of length `d`, in f64. Block `b` uses the stream `key.with(b)`, so a longer draw from the same
+/// key begins with a shorter one; blocks are drawn in parallel.
 pub fn draw_directions(
     coupling: Coupling,
     m: usize,
@@ -64,7 +64,7 @@ pub fn draw_directions(
             _ => haar(d, &mut rng).transpose(),
         };
         for (row, unit) in rows.chunks_exact_mut(d).zip(block.data().chunks_exact(d)) {
-            // A length of its own: one derived from the factorised matrix would depend on the rotation.
+            // Drawn on its own: a length from the factorised matrix would depend on the rotation.
             let length = match coupling {
                 Coupling::OrthogonalRegularised => (d as f64).sqrt(),
                 _ => rng.chi(d),
@@ -75,7 +75,7 @@ pub fn draw_directions(
     Ok(out)
 }
 
-/// Unit rows of a regular simplex, turned by a Haar rotation.
+/// Draws unit rows of a regular simplex, turned by a Haar rotation.
 fn simplex_block(d: usize, rng: &mut Rng) -> Mat<f64> {
     let rotation = haar(d, rng);
     // S·R row by row: S has an identity and a constant part, so no product of matrices is needed.
@@ -91,7 +91,7 @@ fn simplex_block(d: usize, rng: &mut Rng) -> Mat<f64> {
     })
 }
 
-/// $H D_1 H D_2 H D_3 / d^{3/2}$.
+/// Draws $H D_1 H D_2 H D_3 / d^{3/2}$.
 fn hadamard_block(d: usize, rng: &mut Rng) -> Mat<f64> {
     let signs: Vec<f64> = (0..3 * d).map(|_| rng.sign()).collect();
     // Row i of the block is (D₃ H D₂ H D₁ H e_i)ᵀ because H and D are symmetric.

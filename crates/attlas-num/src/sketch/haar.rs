@@ -3,11 +3,10 @@
 use crate::mat::Mat;
 use crate::rng::Rng;
 
-/// A rotation or reflection drawn from the Haar measure.
+/// Draws a rotation or reflection from the Haar measure.
 ///
-/// QR of a Gaussian matrix by Householder reflections, column `j` of Q then multiplied by the sign of
-/// $R_{jj}$: without that, $Q_{11} < 0$ always, and estimators that are not even in the directions are biased
-/// (Mezzadri 2007).
+/// Factors a Gaussian matrix by Householder reflections and multiplies column `j` of Q by the sign of $R_{jj}$: without
+/// that, $Q_{11} < 0$ always, and estimators that are not even in the directions are biased (Mezzadri 2007).
 pub(super) fn haar(d: usize, rng: &mut Rng) -> Mat<f64> {
     let gaussian = Mat::from_fn(d, d, |_, _| rng.normal());
     // Row j of `cols` is column j of the matrix.

@@ -2,9 +2,9 @@
 //! kernel.
 //!
 //! A *feature map* $\varphi$ turns a row $x \in \mathbb{R}^d$ into $m$ numbers with
-//! $\langle \varphi(x), \varphi(y) \rangle \approx \kappa(x, y)$. Where the numbers are positive they are
-//! returned as logarithms ([`LogFeatures`]); otherwise as values with one logarithmic scale per row
-//! ([`SignedFeatures`]). Neither form overflows for large rows.
+//! $\langle \varphi(x), \varphi(y) \rangle \approx \kappa(x, y)$. Positive features are returned as logarithms
+//! ([`LogFeatures`]), others as values with one logarithmic scale per row ([`SignedFeatures`]). Neither form overflows
+//! for large rows.
 //!
 //! * [`directions`]: the random directions behind most maps, independent or coupled.
 //! * [`features`]: maps for the exponential kernel $e^{\langle x, y\rangle}$ and elementwise maps.
@@ -42,7 +42,7 @@ pub mod variance;
 pub use directions::{Coupling, draw_directions};
 pub use features::{Constants, LogFeatures, MapOptions, Side, SignedFeatures};
 
-/// Why a sketch or a feature map could not be built.
+/// Reason why a sketch or a feature map could not be built.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SketchError {

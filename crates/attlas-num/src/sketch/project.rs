@@ -4,16 +4,16 @@ use crate::kernels::{self, Isa, Op, gemm};
 use crate::mat::{DType, Mat, MatRef, Real};
 use crate::scratch::Scratch;
 
-/// Whether a row of this squared norm needs [`dot_wide`].
+/// Returns true if a row of this squared norm needs [`dot_wide`].
 ///
 /// In single precision from 64 on: the rounding error of a log-feature is a relative error of the feature,
 /// and log-features grow like half the squared norm. In double precision where partial sums may overflow.
 pub(super) fn needs_wide<T: Real>(norm2: f64) -> bool {
-    // Written so that NaN is not wide.
+    // This comparison makes NaN not wide.
     norm2 > if T::DTYPE == DType::F32 { 64.0 } else { 1e280 }
 }
 
-/// `⟨x, y⟩` in double precision; an overflow of finite numbers gives ±∞, never NaN.
+/// Computes `⟨x, y⟩` in double precision; an overflow of finite numbers gives ±∞, never NaN.
 pub(super) fn dot_wide<T: Real>(x: &[T], y: &[T]) -> f64 {
     let mut acc = [0.0; 4];
     let (xs, ys) = (x.chunks_exact(4), y.chunks_exact(4));
@@ -27,7 +27,7 @@ pub(super) fn dot_wide<T: Real>(x: &[T], y: &[T]) -> f64 {
     if sum.is_nan() { dot_rescued(x, y) } else { sum }
 }
 
-/// The inner product of vectors so large that partial sums overflow with both signs.
+/// Computes the inner product of vectors so large that partial sums overflow with both signs.
 #[cold]
 fn dot_rescued<T: Real>(x: &[T], y: &[T]) -> f64 {
     // 2⁻⁵²⁰: the product of the two largest finite numbers, so scaled, is far from overflow.
@@ -36,15 +36,15 @@ fn dot_rescued<T: Real>(x: &[T], y: &[T]) -> f64 {
     sum / DOWN / DOWN
 }
 
-/// `‖x‖²` in double precision.
+/// Computes `‖x‖²` in double precision.
 pub(super) fn norm2_wide<T: Real>(x: &[T]) -> f64 {
     dot_wide(x, x)
 }
 
-/// `‖x‖²`: in the element type where that is accurate enough, in double precision above.
+/// Computes `‖x‖²`: in the element type where that is accurate enough, in double precision above.
 pub(super) fn norm2<T: Real>(x: &[T]) -> f64 {
     let fast = kernels::dot(x, x).to_f64();
-    // Not below 64 only where rows need wide sums anyway; NaN goes the slow way too, and stays.
+    // Only rows that need wide sums anyway exceed 64; NaN takes the slow path too, and stays.
     if fast <= 64.0 { fast } else { norm2_wide(x) }
 }
 
@@ -72,7 +72,7 @@ impl<T: Clone> Clone for Projection<T> {
 }
 
 impl<T: Real> Projection<T> {
-    /// For the rows of `omega`.
+    /// Prepares the rows of `omega`.
     pub(super) fn new(omega: Mat<T>) -> Self {
         Self { omega, scratch: Scratch::new() }
     }
@@ -92,9 +92,8 @@ impl<T: Real> Projection<T> {
         self.omega.cols()
     }
 
-    /// Projections of every row, handed over row by row to `finish(row index, projections, out row)`: in double
-    /// precision where `wide(row index)` asks for it; otherwise `None`, and they stand at the front of the
-    /// output row.
+    /// Projects every row and calls `finish(row index, projections, out row)`. If `wide(row index)` is true,
+    /// `projections` are in double precision; otherwise `None`, and they are at the front of the output row.
     ///
     /// A row's result does not depend on the rows beside it.
     pub(super) fn rows(
@@ -133,7 +132,7 @@ impl<T: Real> Projection<T> {
         }
     }
 
-    /// Like [`rows`](Self::rows) with all projections handed over in double precision, in a buffer of their own.
+    /// As [`rows`](Self::rows), with all projections passed in double precision, in a separate buffer.
     pub(super) fn rows_in_f64(
         &self,
         x: MatRef<'_, T>,

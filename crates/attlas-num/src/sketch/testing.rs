@@ -3,7 +3,7 @@
 use super::features::{LogFeatures, Side, SignedFeatures};
 use crate::mat::MatRef;
 
-/// The kernel that a positive map gives one pair.
+/// Returns the kernel value of one pair under a positive map.
 pub(super) fn kernel_of(map: &dyn LogFeatures<f64>, x: &[f64], y: &[f64]) -> f64 {
     let mut a = vec![f64::NAN; map.num_features()];
     let mut b = a.clone();
@@ -12,7 +12,7 @@ pub(super) fn kernel_of(map: &dyn LogFeatures<f64>, x: &[f64], y: &[f64]) -> f64
     a.iter().zip(&b).map(|(a, b)| (a + b).exp()).sum()
 }
 
-/// The kernel that a signed map gives one pair.
+/// Returns the kernel value of one pair under a signed map.
 pub(super) fn signed_kernel_of(map: &dyn SignedFeatures<f64>, x: &[f64], y: &[f64]) -> f64 {
     let mut a = vec![f64::NAN; map.num_features()];
     let mut b = a.clone();
@@ -24,8 +24,8 @@ pub(super) fn signed_kernel_of(map: &dyn SignedFeatures<f64>, x: &[f64], y: &[f6
 
 /// Checks mean and variance of an estimator over seeds, each within five standard errors.
 ///
-/// The standard error of the sample variance comes from the fourth moment of the sample; that five of them
-/// stay below the fraction `sharpness` of the variance is checked too, so that the test says something.
+/// The standard error of the sample variance comes from the fourth moment of the sample. Five of them must stay below
+/// the fraction `sharpness` of the variance; otherwise the test would prove nothing.
 pub(super) fn check_moments(
     name: &str,
     seeds: u64,

@@ -1,4 +1,4 @@
-//! Means and variances in closed form: what an estimator's error will be before it is run.
+//! Closed forms of means and variances: they predict an estimator's error before it runs.
 //!
 //! With $v^2 = \|x + y\|^2$, $\delta^2 = \|x - y\|^2$ and $\mathrm{SM} = e^{\langle x, y\rangle}$, variances of
 //! the exponential kernel are given **relative to $\mathrm{SM}^2$**; they then depend on $v^2$ (positive
@@ -15,13 +15,13 @@
 //! * trigonometric: $\frac{1}{M^2}\left[M (\cosh \delta^2 - 1) - P (1 - \rho_t e^{\delta^2})\right]$.
 //!
 //! $\rho$ is the mean of $e^{(\omega_1 + \omega_2) \cdot v}$ over a pair of a block: ${}_1F_1(d; d/2; v^2/2)$ for
-//! orthogonal ones, and its average over the angle between lengths for a fixed cosine (simplex).
+//! orthogonal pairs, and its average over the angle between lengths for a fixed cosine (simplex).
 
 use super::directions::Coupling;
 use super::features::{Exponent, Moments};
 use super::project::{dot_wide, norm2_wide};
 
-/// The three numbers about two rows on which the formulas depend.
+/// The three numbers of a pair of rows on which the formulas depend.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pair {
     /// $\|x\|^2$.
@@ -33,40 +33,40 @@ pub struct Pair {
 }
 
 impl Pair {
-    /// Of two rows, already scaled.
+    /// Computes the numbers of two rows, already scaled.
     pub fn of(x: &[f64], y: &[f64]) -> Self {
         Self { x2: norm2_wide(x), y2: norm2_wide(y), xy: dot_wide(x, y) }
     }
 
-    /// $\|x + y\|^2$.
+    /// Returns $\|x + y\|^2$.
     pub fn v2(&self) -> f64 {
         (self.x2 + self.y2 + 2.0 * self.xy).max(0.0)
     }
 
-    /// $\|x - y\|^2$.
+    /// Returns $\|x - y\|^2$.
     pub fn delta2(&self) -> f64 {
         (self.x2 + self.y2 - 2.0 * self.xy).max(0.0)
     }
 
-    /// $e^{\langle x, y\rangle}$.
+    /// Returns $e^{\langle x, y\rangle}$.
     pub fn sm(&self) -> f64 {
         self.xy.exp()
     }
 
-    /// The angle between the rows; a right one if either is zero.
+    /// Returns the angle between the rows; a right one if either is zero.
     pub fn angle(&self) -> f64 {
         let norm = (self.x2 * self.y2).sqrt();
         if norm > 0.0 { (self.xy / norm).clamp(-1.0, 1.0).acos() } else { std::f64::consts::FRAC_PI_2 }
     }
 }
 
-/// Ordered pairs of directions that share a block of `d`.
+/// Returns the number of ordered pairs of directions that share a block of `d`.
 pub fn block_pairs(directions: usize, d: usize) -> f64 {
     let pairs = |n: usize| n as f64 * (n as f64 - 1.0);
     (directions / d) as f64 * pairs(d) + pairs(directions % d)
 }
 
-/// $\ln {}_1F_1(a; b; z)$ for $a, b > 0$ and $z \ge 0$, where all terms of the series are positive.
+/// Computes $\ln {}_1F_1(a; b; z)$ for $a, b > 0$ and $z \ge 0$, where all terms of the series are positive.
 pub fn ln_hyp1f1(a: f64, b: f64, z: f64) -> f64 {
     if z.is_infinite() {
         return z;
@@ -78,8 +78,8 @@ pub fn ln_hyp1f1(a: f64, b: f64, z: f64) -> f64 {
     ln_series(|k| (a + k) / (b + k) * z / (k + 1.0))
 }
 
-/// The logarithm of $1 + t_1 + t_2 + \dots$ with positive terms, $t_{k+1} = \mathrm{ratio}(k)\, t_k$, whose ratios
-/// fall to zero.
+/// Computes the logarithm of $1 + t_1 + t_2 + \dots$ with positive terms, $t_{k+1} = \mathrm{ratio}(k)\, t_k$, whose
+/// ratios fall to zero.
 fn ln_series(ratio: impl Fn(f64) -> f64) -> f64 {
     let (mut term, mut sum, mut log) = (1.0f64, 1.0f64, 0.0);
     let mut k = 0.0;
@@ -100,7 +100,7 @@ fn ln_series(ratio: impl Fn(f64) -> f64) -> f64 {
     }
 }
 
-/// ${}_1F_1(-d/2; d/2; z)$ for $z \ge 0$, a polynomial for even $d$.
+/// Computes ${}_1F_1(-d/2; d/2; z)$ for $z \ge 0$, a polynomial for even $d$.
 fn kummer_polynomial(d: usize, z: f64) -> f64 {
     let h = d as f64 / 2.0;
     let (mut term, mut sum) = (1.0f64, 1.0);
@@ -113,8 +113,8 @@ fn kummer_polynomial(d: usize, z: f64) -> f64 {
     sum
 }
 
-/// $1 - \rho\, e^{-v^2}$ for two directions of a block at cosine `cosine`, with independent $\chi_d$ lengths:
-/// what each ordered pair takes off the variance of one-sided features, relative to $\mathrm{SM}^2$.
+/// Computes $1 - \rho\, e^{-v^2}$ for two directions of a block at cosine `cosine`, with independent $\chi_d$ lengths:
+/// the reduction per ordered pair of the variance of one-sided features, relative to $\mathrm{SM}^2$.
 pub fn pair_gain(d: usize, v2: f64, cosine: f64) -> f64 {
     let n = d as f64;
     let at = |u: f64| ln_hyp1f1(n, n / 2.0, 0.5 * v2 * (1.0 + cosine * u)) - v2;
@@ -136,7 +136,7 @@ pub fn pair_gain(d: usize, v2: f64, cosine: f64) -> f64 {
     total / weight
 }
 
-/// Variance that a coupling removes for each ordered pair; `even` for features of both $\pm\omega$.
+/// Returns the variance that a coupling removes per ordered pair; `even` for features of both $\pm\omega$.
 fn coupling_gain(coupling: Coupling, d: usize, v2: f64, even: bool) -> f64 {
     match coupling {
         Coupling::Iid => 0.0,
@@ -149,7 +149,7 @@ fn coupling_gain(coupling: Coupling, d: usize, v2: f64, even: bool) -> f64 {
     }
 }
 
-/// Relative variance of generalised exponential features with parameter $A$, `directions` directions, and
+/// Returns the relative variance of generalised exponential features with parameter $A$, `directions` directions, and
 /// features for both $\pm\omega$ if `antithetic`.
 ///
 /// $A = 0$ gives the positive (one-sided) and the hyperbolic map (antithetic). Infinite for $A \ge 1/8$.
@@ -176,15 +176,15 @@ pub fn exp_relative_variance(
     coupled(single, gain, m, block_pairs(directions, d))
 }
 
-/// $[M \cdot \mathrm{single} - P \cdot \mathrm{gain}] / M^2$, not below zero.
+/// Computes $[M \cdot \mathrm{single} - P \cdot \mathrm{gain}] / M^2$, not below zero.
 fn coupled(single: f64, gain: f64, m: f64, pairs: f64) -> f64 {
     if single.is_infinite() { single } else { ((single - pairs / m * gain) / m).max(0.0) }
 }
 
-/// Relative variance of trigonometric features.
+/// Returns the relative variance of trigonometric features.
 ///
-/// Independent directions, or orthogonal blocks for every other coupling but simplex ones, for which there
-/// is no closed form here: their pair term is taken as zero.
+/// Assumes independent directions, or orthogonal blocks for every other coupling. Simplex blocks have no closed form
+/// here: their pair term is taken as zero.
 pub fn trig_relative_variance(pair: &Pair, d: usize, directions: usize, coupling: Coupling) -> f64 {
     let delta2 = pair.delta2();
     let single = 2.0 * (0.5 * delta2).sinh().powi(2);
@@ -196,7 +196,7 @@ pub fn trig_relative_variance(pair: &Pair, d: usize, directions: usize, coupling
     coupled(single, gain, directions as f64, block_pairs(directions, d))
 }
 
-/// Mean of positive features whose orthogonal directions all have length $\sqrt d$:
+/// Returns the mean of positive features whose orthogonal directions all have length $\sqrt d$:
 /// $e^{-(\|x\|^2+\|y\|^2)/2}\, {}_0F_1(; d/2; d v^2/4)$, at most $\mathrm{SM}$.
 pub fn regularised_mean(pair: &Pair, d: usize) -> f64 {
     let h = d as f64 / 2.0;
@@ -204,13 +204,13 @@ pub fn regularised_mean(pair: &Pair, d: usize) -> f64 {
     (ln_series(|k| z / ((h + k) * (k + 1.0))) - 0.5 * (pair.x2 + pair.y2)).exp()
 }
 
-/// Relative covariance of the hyperbolic and the trigonometric estimate from the same independent directions,
-/// $(\cos(\|x\|^2 - \|y\|^2) - 1)/M$: never positive, so sharing directions never hurts.
+/// Returns the relative covariance of the hyperbolic and the trigonometric estimate from the same independent
+/// directions, $(\cos(\|x\|^2 - \|y\|^2) - 1)/M$: never positive, so sharing directions never hurts.
 pub fn hyp_trig_relative_covariance(pair: &Pair, directions: usize) -> f64 {
     ((pair.x2 - pair.y2).cos() - 1.0) / directions as f64
 }
 
-/// Variance of $\hat\lambda H + (1 - \hat\lambda) T$, where $\hat\lambda$ with mean `weight` and variance
+/// Returns the variance of $\hat\lambda H + (1 - \hat\lambda) T$, where $\hat\lambda$ with mean `weight` and variance
 /// `weight_variance` is independent of the two unbiased estimates.
 pub fn hybrid_variance(weight: f64, weight_variance: f64, var_h: f64, var_t: f64, covariance: f64) -> f64 {
     let rest = 1.0 - weight;
@@ -219,7 +219,7 @@ pub fn hybrid_variance(weight: f64, weight_variance: f64, var_h: f64, var_t: f64
         + 2.0 * (weight * rest - weight_variance) * covariance
 }
 
-/// Relative variance of angular hybrid features from independent directions: `directions` shared by both
+/// Returns the relative variance of angular hybrid features from independent directions: `directions` shared by both
 /// bases, `weights` sign features (Choromanski et al. 2022).
 pub fn angular_hybrid_relative_variance(pair: &Pair, d: usize, directions: usize, weights: usize) -> f64 {
     let lambda = pair.angle() / std::f64::consts::PI;
@@ -233,7 +233,7 @@ pub fn angular_hybrid_relative_variance(pair: &Pair, d: usize, directions: usize
     )
 }
 
-/// Relative variance of Gaussian hybrid features: weight $e^{-\delta^2/(2\tau^2)}$ on the trigonometric
+/// Returns the relative variance of Gaussian hybrid features: weight $e^{-\delta^2/(2\tau^2)}$ on the trigonometric
 /// estimate, itself from `weights` trigonometric features.
 pub fn gaussian_hybrid_relative_variance(
     pair: &Pair,
@@ -253,7 +253,7 @@ pub fn gaussian_hybrid_relative_variance(
     )
 }
 
-/// $\sum_i x_i^2 y_i^2$.
+/// Computes $\sum_i x_i^2 y_i^2$.
 fn squares_product(x: &[f64], y: &[f64]) -> f64 {
     x.iter().zip(y).map(|(a, b)| (a * b).powi(2)).sum()
 }
@@ -270,7 +270,7 @@ pub struct SketchedPair {
 }
 
 impl SketchedPair {
-    /// For these rows.
+    /// Computes the quantities of these rows.
     pub fn of(x: &[f64], y: &[f64], c: f64) -> Self {
         let pair = Pair::of(x, y);
         let xi = (pair.xy + c).powi(2);
@@ -278,14 +278,14 @@ impl SketchedPair {
         Self { xi, beta: (pair.x2 + c) * (pair.y2 + c) - sigma, gamma: xi - sigma }
     }
 
-    /// $\xi$: its $p$-th power is the squared kernel.
+    /// Returns $\xi$: its $p$-th power is the squared kernel.
     pub fn second_power(&self) -> f64 {
         self.xi
     }
 
-    /// The variance for a sketch of size `r`:
-    /// $[(\xi+\beta)^p + (\xi+\gamma)^p - 2\xi^p]/r + \kappa[(\xi+\beta+\gamma)^p - (\xi+\beta)^p -
-    /// (\xi+\gamma)^p + \xi^p]$ with $\kappa = 1/r^2$ for odd and $2/r^2$ for even $r$ (derived in this project).
+    /// Returns the variance for a sketch of size `r`: $[(\xi+\beta)^p + (\xi+\gamma)^p - 2\xi^p]/r +
+    /// \kappa[(\xi+\beta+\gamma)^p - (\xi+\beta)^p - (\xi+\gamma)^p + \xi^p]$ with $\kappa = 1/r^2$ for odd and $2/r^2$
+    /// for even $r$ (derived in this project).
     pub fn variance(&self, degree: u32, r: usize) -> f64 {
         let Self { xi, beta, gamma } = *self;
         let power = |base: f64| base.powi(degree as i32);
@@ -296,8 +296,8 @@ impl SketchedPair {
     }
 }
 
-/// $E\langle a, b\rangle^2$ and $E\|a\|^2\|b\|^2$ for Gaussian product sketches $a$, $b$ of degree `degree` and
-/// size `r`, by recursion over the tree of branches.
+/// Computes $E\langle a, b\rangle^2$ and $E\|a\|^2\|b\|^2$ for Gaussian product sketches $a$, $b$ of degree `degree`
+/// and size `r`, by recursion over the tree of branches.
 pub fn product_sketch_moments(pair: &Pair, degree: u32, r: usize) -> (f64, f64) {
     if degree <= 1 {
         return (pair.xy * pair.xy, pair.x2 * pair.y2);
@@ -309,18 +309,18 @@ pub fn product_sketch_moments(pair: &Pair, degree: u32, r: usize) -> (f64, f64) 
     ((1.0 - 1.0 / size) * s1 * s2 + shared, (1.0 - 1.0 / size) * t1 * t2 + shared)
 }
 
-/// Variance of a Gaussian product sketch of $\langle x, y\rangle^{\mathrm{degree}}$.
+/// Returns the variance of a Gaussian product sketch of $\langle x, y\rangle^{\mathrm{degree}}$.
 pub fn product_sketch_variance(pair: &Pair, degree: u32, r: usize) -> f64 {
     product_sketch_moments(pair, degree, r).0 - pair.xy.powi(2 * degree as i32)
 }
 
-/// Mean of the squared half-degree sketch, which stands for $\langle x, y\rangle^p$ with `degree` = $p$ even:
-/// the kernel plus the variance of the half sketch, always too large.
+/// Returns the mean of the squared half-degree sketch, which estimates $\langle x, y\rangle^p$ with `degree` = $p$
+/// even: the kernel plus the variance of the half sketch, always too large.
 pub fn self_tensored_mean(pair: &Pair, degree: u32, r: usize) -> f64 {
     product_sketch_moments(pair, degree / 2, r).0
 }
 
-/// The smallest number $m \ge 1$ with `variance(m)` at most `error²`, if any up to $2^{40}$; `variance` falls
+/// Returns the smallest number $m \ge 1$ with `variance(m)` at most `error²`, if any up to $2^{40}$; `variance` falls
 /// with its argument and is relative to the squared target.
 pub fn features_needed(error: f64, variance: impl Fn(usize) -> f64) -> Option<usize> {
     let enough = |m: usize| variance(m) <= error * error;
@@ -339,21 +339,20 @@ pub fn features_needed(error: f64, variance: impl Fn(usize) -> f64) -> Option<us
     Some(high)
 }
 
-/// The predicted error of a map on given data, from the average logarithm of the second moment of one feature
-/// pair.
+/// Predicted error of a map on given data, from the average logarithm of the second moment of one feature pair.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Diagnostic {
-    /// Mean log second moment less twice the mean score: $\ln(1 + M \cdot \text{relative variance})$ of a
-    /// typical pair.
+    /// Mean log second moment minus twice the mean score: $\ln(1 + M \cdot \text{relative variance})$ of a typical
+    /// pair.
     pub log_rel2: f64,
 }
 
 impl Diagnostic {
-    /// For exponential features on data with these moments.
+    /// Predicts the error of exponential features on data with these moments.
     ///
-    /// `None` if the features need second moments that were not collected. With features for $\pm\omega$ the
-    /// two halves of the second moment are averaged in the logarithm before they are added, which predicts a
-    /// little too little for spread-out data.
+    /// `None` if the features need second moments that were not collected. With features for $\pm\omega$ the two halves
+    /// of the second moment are averaged in the logarithm before they are added, which predicts slightly too little for
+    /// spread-out data.
     pub fn of_exponent(exponent: &Exponent, moments: &Moments, antithetic: bool) -> Option<Self> {
         let same = exponent.mean_log_second_moment(moments)? - 2.0 * moments.mean_score();
         if !antithetic {
@@ -364,18 +363,19 @@ impl Diagnostic {
         Some(Self { log_rel2: high + (low - high).exp().ln_1p() - std::f64::consts::LN_2 })
     }
 
-    /// For trigonometric features on data with these moments: $\ln \cosh$ of the mean $\|x - y\|^2$.
+    /// Predicts the error of trigonometric features on data with these moments: $\ln \cosh$ of the mean $\|x - y\|^2$.
     pub fn of_trig(moments: &Moments) -> Self {
         let delta2 = (moments.mean_sum_norm2() - 4.0 * moments.mean_score()).max(0.0);
         Self { log_rel2: delta2 + (-2.0 * delta2).exp().ln_1p() - std::f64::consts::LN_2 }
     }
 
-    /// Predicted relative standard deviation of one kernel entry with this many independent directions.
+    /// Returns the predicted relative standard deviation of one kernel entry with `directions` independent directions.
     pub fn relative_sd(&self, directions: usize) -> f64 {
         (self.log_rel2.exp_m1().max(0.0) / directions as f64).sqrt()
     }
 
-    /// Independent directions for this relative standard deviation; infinite if beyond all numbers.
+    /// Returns the number of independent directions for this relative standard deviation; infinite beyond the
+    /// range of `f64`.
     pub fn directions_needed(&self, error: f64) -> f64 {
         (self.log_rel2.exp_m1().max(0.0) / (error * error)).ceil().max(1.0)
     }

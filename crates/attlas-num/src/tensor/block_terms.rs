@@ -19,10 +19,10 @@ use crate::linalg::{matmul, matmul_nt, matmul_tn};
 use crate::rng::{Rng, StreamKey};
 use crate::{DType, Mat, Real};
 
-/// Most unknowns the joint equations of the cores may have; their matrix holds the square of it.
+/// Most unknowns of the joint equations of the cores; their matrix holds the square of that number.
 pub const MAX_CORE_UNKNOWNS: usize = 8192;
 
-/// A sum of Tucker forms of one shape.
+/// Sum of Tucker forms of one shape.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockTerms<T> {
     /// The blocks; every factor is `Some`.
@@ -58,7 +58,7 @@ impl<T: Real> BlockTerms<T> {
     }
 }
 
-/// Where the iteration starts.
+/// Starting point of the iteration.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Init {
     /// Random groups of a Tucker basis, slightly perturbed; every other start mixes the basis at random.
@@ -68,7 +68,7 @@ pub enum Init {
     Given(BlockTerms<f64>),
 }
 
-/// How to iterate.
+/// Settings of the iteration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
     /// The first start; all others are [`Init::Split`].
@@ -91,7 +91,7 @@ impl Default for Options {
     }
 }
 
-/// How the iteration ended.
+/// Outcome of the iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Status {
@@ -101,7 +101,7 @@ pub enum Status {
     MaxIters,
 }
 
-/// A decomposition and how it was reached.
+/// Decomposition, with the course of its iteration.
 #[derive(Clone, Debug)]
 pub struct Fit<T> {
     /// Blocks by norm of their core, largest first; orthonormal bases with positive largest entries.
@@ -110,9 +110,9 @@ pub struct Fit<T> {
     pub rel_error: f64,
     /// Relative error after each sweep of the winning start.
     pub history: Vec<f64>,
-    /// How the winning start ended.
+    /// Outcome of the winning start.
     pub status: Status,
-    /// Which start won, from 0.
+    /// Number of the winning start, from 0.
     pub start: usize,
 }
 
@@ -260,7 +260,7 @@ struct Problem<'a> {
 /// `bases[p][n]`: the basis of block `p` in mode `n`.
 type Bases = Vec<Vec<Mat<f64>>>;
 
-/// A basis of given columns: standard normal numbers where fewer are known.
+/// Returns the named columns of a basis, slightly perturbed; standard normal numbers where it has none.
 fn pick(basis: &Mat<f64>, columns: &[usize], rng: &mut Rng) -> Mat<f64> {
     Mat::from_fn(basis.rows(), columns.len(), |i, j| match columns[j] {
         c if c < basis.cols() => basis[(i, c)] + 0.01 * rng.normal(),
@@ -273,7 +273,7 @@ impl Problem<'_> {
         self.t.order()
     }
 
-    /// Bases from a Tucker basis wide enough for all blocks, as far as the tensor is wide enough.
+    /// Returns bases from a Tucker basis wide enough for all blocks, as far as the tensor is wide enough.
     fn split(&self, key: StreamKey, start: usize) -> Result<Bases> {
         let shape = self.t.shape();
         let wide: Vec<usize> =
@@ -284,7 +284,7 @@ impl Problem<'_> {
             let Some(basis) = &whole.factors[mode] else { continue };
             let mut rng = key.with(mode as u64).rng();
             let (r, all) = (self.ranks[mode], self.ranks[mode] * self.blocks);
-            // One block takes the basis as it is: it is the best start, and there is nothing to split.
+            // One block takes the columns in order: that is the best start, and there is nothing to split.
             let order = if self.blocks == 1 { (0..all).collect() } else { rng.permutation(all) };
             for (p, bases) in bases.iter_mut().enumerate() {
                 let picked = if start.is_multiple_of(2) {
@@ -300,14 +300,14 @@ impl Problem<'_> {
         Ok(bases)
     }
 
-    /// `T ×_m A_pᵀ` over all modes but `skip`.
+    /// Computes `T ×_m A_pᵀ` over all modes but `skip`.
     fn project(&self, bases: &[Mat<f64>], skip: Option<usize>) -> Result<Tensor<f64>> {
         let list: Vec<(usize, &Mat<f64>)> =
             bases.iter().enumerate().filter(|(m, _)| Some(*m) != skip).collect();
         self.t.mode_products_t(&list)
     }
 
-    /// The cores that fit best together, and `gᵀNg − 2gᵀb`: what they take off `‖T‖²`.
+    /// Returns the cores that fit best together, and `gᵀNg − 2gᵀb`, the squared error minus `‖T‖²`.
     fn solve_cores(&self, bases: &Bases) -> Result<(Vec<Tensor<f64>>, f64)> {
         let len: usize = self.ranks.iter().product();
         let total = len * self.blocks;
@@ -335,8 +335,7 @@ impl Problem<'_> {
         Ok((cores.collect::<Result<_>>()?, gain))
     }
 
-    /// Replaces the bases of one mode by the best ones for the given cores and other bases, and makes them
-    /// orthonormal.
+    /// Replaces the bases of one mode by the best ones for the given cores and other bases, and orthonormalises them.
     fn update_mode(&self, bases: &mut Bases, cores: &mut [Tensor<f64>], mode: usize) -> Result<()> {
         let r = self.ranks[mode];
         let total = r * self.blocks;
@@ -409,7 +408,7 @@ impl Problem<'_> {
     }
 }
 
-/// The blocks, largest first, with the sign rule applied to every basis vector.
+/// Returns the blocks, largest first, with the sign rule applied to every basis vector.
 fn assemble(bases: Bases, cores: Vec<Tensor<f64>>) -> Result<BlockTerms<f64>> {
     let mut blocks = Vec::with_capacity(cores.len());
     for (mut bases, mut core) in bases.into_iter().zip(cores) {

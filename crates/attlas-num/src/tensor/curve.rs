@@ -1,4 +1,4 @@
-//! Error against size: how well a tensor is approximated as the rank grows.
+//! Error against size: the approximation error of a tensor as the rank grows.
 
 use super::{Result, Tensor, cp, tucker};
 use crate::rng::StreamKey;
@@ -13,15 +13,15 @@ pub struct Point {
     pub parameters: usize,
     /// `‖T − T̂‖ / ‖T‖`.
     pub rel_error: f64,
-    /// Two terms grow and cancel at this rank; never for Tucker.
+    /// True if two terms grow and cancel at this rank; never for Tucker.
     pub degenerate: bool,
 }
 
-/// Polyadic error for each rank of the list, in the order given.
+/// Computes the polyadic error for each rank of the list, in the order given.
 ///
-/// Where a rank exceeds the one before, the earlier terms with random columns added are tried as a further
-/// start. Its first update is at least as good as the earlier terms, so that errors along an increasing
-/// list never rise by more than rounding (with `ridge = 0`).
+/// If a rank exceeds the one before, the earlier terms extended by random columns are tried as a further start. Its
+/// first update is at least as good as the earlier terms, so errors along an increasing list never rise by more than
+/// rounding (with `ridge = 0`).
 pub fn polyadic<T: Real>(t: &Tensor<T>, ranks: &[usize], options: &cp::Options) -> Result<Vec<Point>> {
     let mut points = Vec::with_capacity(ranks.len());
     let mut earlier: Option<cp::Fit<T>> = None;
@@ -46,7 +46,7 @@ pub fn polyadic<T: Real>(t: &Tensor<T>, ranks: &[usize], options: &cp::Options) 
     Ok(points)
 }
 
-/// The terms with standard normal columns added up to `rank`.
+/// Returns the terms with standard normal columns added up to `rank`.
 fn widened(old: &cp::Cp<f64>, rank: usize, seed: u64) -> cp::Cp<f64> {
     let key = StreamKey::new(seed).named("cp widened").with(rank as u64);
     let widen = |(m, f): (usize, &Mat<f64>)| {
@@ -56,7 +56,7 @@ fn widened(old: &cp::Cp<f64>, rank: usize, seed: u64) -> cp::Cp<f64> {
     cp::Cp { weights: vec![1.0; rank], factors: old.factors.iter().enumerate().map(widen).collect() }
 }
 
-/// Tucker error for each list of ranks.
+/// Computes the Tucker error for each list of ranks.
 pub fn tucker<T: Real>(t: &Tensor<T>, ranks: &[Vec<usize>], options: &tucker::Options) -> Result<Vec<Point>> {
     ranks
         .iter()

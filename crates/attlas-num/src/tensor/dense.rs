@@ -6,17 +6,17 @@ use crate::par::*;
 use crate::{Mat, MatRef, Real};
 use std::borrow::Cow;
 
-/// The largest number of modes a tensor may have.
+/// Largest number of modes of a tensor.
 pub const MAX_ORDER: usize = 8;
 
-/// An owned tensor, row-major: the last index is contiguous.
+/// Owned tensor, row-major: the last index is contiguous.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tensor<T> {
     shape: Vec<usize>,
     buf: Vec<T>,
 }
 
-/// Number of entries of a shape, or why the shape is refused.
+/// Returns the number of entries of a shape, or the reason why it is refused.
 fn entries(shape: &[usize]) -> Result<usize> {
     if shape.is_empty() || shape.len() > MAX_ORDER {
         return Err(Error::shape("order of a tensor", format!("1 to {MAX_ORDER}"), shape.len()));
@@ -43,7 +43,7 @@ impl<T> Tensor<T> {
         Ok(Self { shape: shape.to_vec(), buf })
     }
 
-    /// Entry with flat row-major index `k` is `f(k)`.
+    /// Builds the tensor whose entry with flat row-major index `k` is `f(k)`.
     pub fn from_flat_fn(shape: &[usize], f: impl FnMut(usize) -> T) -> Result<Self> {
         let n = entries(shape)?;
         Ok(Self { shape: shape.to_vec(), buf: (0..n).map(f).collect() })
@@ -69,12 +69,12 @@ impl<T> Tensor<T> {
         &mut self.buf
     }
 
-    /// Gives the storage back.
+    /// Returns the storage.
     pub fn into_vec(self) -> Vec<T> {
         self.buf
     }
 
-    /// The tensor as `(L, I_n, S)`: sizes before, at and after `mode`.
+    /// Returns the tensor's sizes `(L, I_n, S)` before, at and after `mode`.
     pub(super) fn split(&self, mode: usize) -> (usize, usize, usize) {
         split(&self.shape, mode)
     }
@@ -87,23 +87,23 @@ impl<T> Tensor<T> {
     }
 }
 
-/// Fibres that one piece of a product along the last mode takes.
+/// Fibres per piece of a product along the last mode.
 const ROWS: usize = 512;
-/// Rows of the matrix that one piece of a product along the first mode takes.
+/// Matrix rows per piece of a product along the first mode.
 const PRODUCT_ROWS: usize = 48;
 
-/// Sizes before, at and after a mode.
+/// Returns the sizes before, at and after a mode.
 pub(super) fn split(shape: &[usize], mode: usize) -> (usize, usize, usize) {
     (shape[..mode].iter().product(), shape[mode], shape[mode + 1..].iter().product())
 }
 
 impl<T: Real> Tensor<T> {
-    /// All zeros.
+    /// Returns a tensor of zeros.
     pub fn zeros(shape: &[usize]) -> Result<Self> {
         Self::from_flat_fn(shape, |_| T::ZERO)
     }
 
-    /// Puts matrices of one size on top of each other: `T[i, :, :]` is matrix `i`.
+    /// Stacks matrices of one size: `T[i, :, :]` is matrix `i`.
     pub fn stack(matrices: &[Mat<T>]) -> Result<Self> {
         let (rows, cols) = matrices.first().map_or((0, 0), |m| (m.rows(), m.cols()));
         if let Some(odd) = matrices.iter().find(|m| (m.rows(), m.cols()) != (rows, cols)) {
@@ -116,18 +116,18 @@ impl<T: Real> Tensor<T> {
         Self::new(&[matrices.len(), rows, cols], matrices.iter().flat_map(|m| m.data()).copied().collect())
     }
 
-    /// Every entry converted to the other element type.
+    /// Converts every entry to the other element type.
     pub fn cast<U: Real>(&self) -> Tensor<U> {
         Tensor { shape: self.shape.clone(), buf: self.buf.iter().map(|x| U::from_f64(x.to_f64())).collect() }
     }
 
-    /// The entry at `index`; `None` outside the tensor.
+    /// Returns the entry at `index`; `None` outside the tensor.
     pub fn get(&self, index: &[usize]) -> Option<T> {
         let inside = index.len() == self.order() && index.iter().zip(&self.shape).all(|(i, n)| i < n);
         inside.then(|| self.buf[index.iter().zip(&self.shape).fold(0, |k, (i, n)| k * n + i)])
     }
 
-    /// The mode-`mode` unfolding, copied.
+    /// Returns the mode-`mode` unfolding, copied.
     pub fn unfold(&self, mode: usize) -> Result<Mat<T>> {
         self.check_mode(mode)?;
         Ok(self.unfold_unchecked(mode))
@@ -145,7 +145,7 @@ impl<T: Real> Tensor<T> {
         Mat::from_vec(out, n, l * s)
     }
 
-    /// The tensor of the given shape whose mode-`mode` unfolding is `m`.
+    /// Returns the tensor of the given shape whose mode-`mode` unfolding is `m`.
     pub fn fold(m: &Mat<T>, mode: usize, shape: &[usize]) -> Result<Self> {
         let mut out = Self::zeros(shape)?;
         out.check_mode(mode)?;
@@ -166,7 +166,7 @@ impl<T: Real> Tensor<T> {
         Ok(out)
     }
 
-    /// $T \times_n M$ for $M$ of $J \times I_n$: every mode-`mode` fibre is multiplied by $M$.
+    /// Computes $T \times_n M$ for $M$ of $J \times I_n$: every mode-`mode` fibre is multiplied by $M$.
     pub fn mode_product(&self, m: &Mat<T>, mode: usize) -> Result<Self> {
         self.check_mode(mode)?;
         if m.cols() != self.shape[mode] {
@@ -175,7 +175,7 @@ impl<T: Real> Tensor<T> {
         self.mode_product_op(m, mode, false)
     }
 
-    /// $T \times_n M^\top$ for $M$ of $I_n \times J$, without copying the transpose.
+    /// Computes $T \times_n M^\top$ for $M$ of $I_n \times J$, without copying the transpose.
     pub fn mode_product_t(&self, m: &Mat<T>, mode: usize) -> Result<Self> {
         self.check_mode(mode)?;
         if m.rows() != self.shape[mode] {
@@ -195,7 +195,7 @@ impl<T: Real> Tensor<T> {
         }
         let op = |flip: bool| if transposed != flip { Op::T(m.as_ref()) } else { Op::N(m.as_ref()) };
         let rows_of = |data, cols| Op::N(MatRef::new(data, data.len() / cols, cols));
-        // Pieces depend on sizes alone, and no entry on more than one of them: threads do not change results.
+        // Pieces depend only on sizes, and each entry belongs to one piece: threads do not change results.
         if s == 1 {
             let (from, to) = (self.buf.par_chunks(ROWS * n), out.buf.par_chunks_mut(ROWS * j));
             from.zip(to).for_each(|(from, to)| {
@@ -215,13 +215,13 @@ impl<T: Real> Tensor<T> {
         Ok(out)
     }
 
-    /// Several mode products at once, at most one per mode. The mode that shrinks most is contracted first,
+    /// Computes several mode products at once, at most one per mode. The mode that shrinks most is contracted first,
     /// whatever the order of the list.
     pub fn mode_products(&self, list: &[(usize, &Mat<T>)]) -> Result<Self> {
         self.products_shrinking_first(list, false)
     }
 
-    /// Several products with transposes at once; see [`mode_products`](Self::mode_products).
+    /// Computes several products with transposes at once; see [`mode_products`](Self::mode_products).
     pub fn mode_products_t(&self, list: &[(usize, &Mat<T>)]) -> Result<Self> {
         self.products_shrinking_first(list, true)
     }
@@ -248,7 +248,7 @@ impl<T: Real> Tensor<T> {
         Ok(out.into_owned())
     }
 
-    /// Sum of products of corresponding entries, accumulated in f64.
+    /// Returns the sum of products of corresponding entries, accumulated in f64.
     pub fn inner(&self, other: &Self) -> Result<f64> {
         if self.shape != other.shape {
             return Err(Error::shape(
@@ -260,7 +260,7 @@ impl<T: Real> Tensor<T> {
         Ok(self.buf.iter().zip(&other.buf).map(|(x, y)| x.to_f64() * y.to_f64()).sum())
     }
 
-    /// Square root of the sum of squares, accumulated in f64 without overflow or underflow in between.
+    /// Returns the square root of the sum of squares, accumulated in f64 without overflow or underflow in between.
     pub fn norm(&self) -> f64 {
         let largest = self.largest();
         if largest == 0.0 || !largest.is_finite() {
@@ -270,13 +270,13 @@ impl<T: Real> Tensor<T> {
         (self.buf.iter().map(|x| (x.to_f64() / scale).powi(2)).sum::<f64>()).sqrt() * scale
     }
 
-    /// Largest magnitude of an entry; NaN if there is one.
+    /// Returns the largest magnitude of an entry; NaN if an entry is NaN.
     fn largest(&self) -> f64 {
         self.buf.iter().map(|x| x.to_f64().abs()).fold(0.0, |m, x| if x > m || x.is_nan() { x } else { m })
     }
 
-    /// The tensor in f64, divided by a power of two where squares of its entries would leave the range of
-    /// f64, and that power. Refuses entries, or a norm, that are not finite.
+    /// Returns the tensor in f64, divided by a power of two if squares of its entries would leave the range of f64, and
+    /// that power. Refuses entries, or a norm, that are not finite.
     pub(super) fn to_working(&self) -> Result<(Cow<'_, Tensor<f64>>, f64)> {
         let largest = self.largest();
         if !largest.is_finite() {
@@ -297,7 +297,7 @@ impl<T: Real> Tensor<T> {
     }
 }
 
-/// A power of two within a factor of two of `x`, exact to divide by.
+/// Returns a power of two within a factor of two of `x`, exact to divide by.
 fn power_of_two_near(x: f64) -> f64 {
     libm::ldexp(1.0, libm::ilogb(x).clamp(-1022, 1023))
 }

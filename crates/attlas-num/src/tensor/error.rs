@@ -1,17 +1,17 @@
 //! Errors of tensor operations.
 
-/// Why a tensor operation was refused.
+/// Reason why a tensor operation was refused.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Sizes that do not fit together.
+    /// Sizes that do not match.
     #[error("{what}: expected {expected}, found {found}")]
     Shape {
         /// The operation.
         what: &'static str,
-        /// The size that would have fitted.
+        /// The size that would match.
         expected: String,
-        /// The size that was given.
+        /// The given size.
         found: String,
     },
     /// A parameter outside its range.

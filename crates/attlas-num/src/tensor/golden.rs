@@ -1,11 +1,11 @@
-//! Answers of an independent implementation, made by `goldens/tensor/make.py`, and how tests read them.
+//! Answers of an independent implementation, made by `goldens/tensor/make.py`, and functions that read them.
 
 use super::known::fill;
 use super::{Tensor, khatri_rao, kronecker};
 use crate::Mat;
 use serde_json::Value;
 
-/// The stored answers under `key`.
+/// Returns the stored answers under `key`.
 pub(super) fn golden(key: &str) -> Value {
     // Read, not included: the published crate holds no goldens, and its tests must still compile.
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../goldens/tensor/tensorly.json");
@@ -14,7 +14,7 @@ pub(super) fn golden(key: &str) -> Value {
     all[key].clone()
 }
 
-/// Numbers of a list, to the last place but one: the parser does not always round correctly.
+/// Reads the numbers of a list, to the last place but one: the parser does not always round correctly.
 pub(super) fn floats(v: &Value) -> Vec<f64> {
     v.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
 }
@@ -23,7 +23,7 @@ pub(super) fn sizes(v: &Value) -> Vec<usize> {
     v.as_array().unwrap().iter().map(|x| x.as_u64().unwrap() as usize).collect()
 }
 
-/// A matrix of the deterministic fill.
+/// Returns a matrix of the deterministic fill.
 pub(super) fn mat(rows: usize, cols: usize, seed: u64) -> Mat<f64> {
     Mat::from_vec(fill(&[rows, cols], seed).unwrap().into_vec(), rows, cols)
 }

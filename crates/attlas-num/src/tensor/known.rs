@@ -1,4 +1,4 @@
-//! Numbers for known answers: a fill that any language reproduces in a few lines of integer arithmetic.
+//! Test data with known answers: a fill that any language reproduces in a few lines of integer arithmetic.
 
 use super::{Result, Tensor};
 
@@ -15,7 +15,7 @@ pub fn entry(k: usize, s: u64) -> f64 {
     2.0 * ((z >> 11) as f64 / (1u64 << 53) as f64) - 1.0
 }
 
-/// A tensor of the given shape filled with [`entry`].
+/// Returns a tensor of the given shape filled with [`entry`].
 pub fn fill(shape: &[usize], s: u64) -> Result<Tensor<f64>> {
     Tensor::from_flat_fn(shape, |k| entry(k, s))
 }

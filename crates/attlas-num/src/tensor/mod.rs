@@ -9,12 +9,12 @@
 //! \quad T_{(3)} = C\Lambda(A * B)^\top,$$
 //! $$T = G \times_1 A \times_2 B \times_3 C:\quad T_{(1)} = A\,G_{(1)}(B \otimes C)^\top,\quad
 //! \operatorname{vec} T = (A \otimes B \otimes C)\operatorname{vec} G.$$
-//! Kolda and Bader (2009) and MATLAB order columns the other way round, $T_{(1)} = A(C * B)^\top$; data in
-//! that order is converted where it enters, nowhere else. Modes are counted from 0 in code.
+//! Kolda and Bader (2009) and MATLAB order columns the other way round, $T_{(1)} = A(C * B)^\top$; data in that order
+//! is converted on entry, nowhere else. Modes are counted from 0 in code.
 //!
-//! Tensors hold `f32` or `f64`; decompositions work in `f64` and round their answer once. Orders 1 to 8 are
-//! accepted, and dimensions of 1 or 0: an empty tensor has norm 0 and is decomposed exactly. Entries that
-//! are not finite are refused with [`Error::NotFinite`].
+//! Tensors hold `f32` or `f64`; decompositions work in `f64` and round their result once. They accept orders 1 to 8 and
+//! dimensions of 1 or 0: an empty tensor has norm 0 and is decomposed exactly. Entries that are not finite are refused
+//! with [`Error::NotFinite`].
 //!
 //! ```
 //! use attlas_num::tensor::{Tensor, tucker};

@@ -10,7 +10,7 @@ use super::{Error, Result, Tensor};
 use crate::linalg::{Op, gemm};
 use crate::{Mat, MatRef, Real};
 
-/// $Y_n$ for `mode`: entry $(i, r)$ is the contraction of the slice with index $i$ in `mode` with column $r$
+/// Computes $Y_n$ for `mode`: entry $(i, r)$ is the contraction of the slice with index $i$ in `mode` with column $r$
 /// of every other factor. `factors` has one matrix per mode; that of `mode` gives only its column count.
 pub fn mttkrp<T: Real>(t: &Tensor<T>, factors: &[Mat<T>], mode: usize) -> Result<Mat<T>> {
     t.check_mode(mode)?;
@@ -40,7 +40,7 @@ fn unchecked<T: Real>(t: &Tensor<T>, factors: &[Mat<T>], mode: usize, rank: usiz
     partial.finish(factors, mode)
 }
 
-/// A tensor some of whose modes are contracted; the rank is its last index.
+/// Tensor with some modes contracted; the rank is its last index.
 #[derive(Debug)]
 struct Partial<T> {
     /// Remaining modes, in increasing order, and their sizes.
@@ -50,8 +50,8 @@ struct Partial<T> {
 }
 
 impl<T: Real> Partial<T> {
-    /// Modes before `end` contracted, `end ≥ 1`: one product per leading index, summed where it is needed,
-    /// so that no intermediate is larger than the result.
+    /// Contracts the modes before `end`, `end ≥ 1`: one product per leading index, summed where needed, so that no
+    /// intermediate is larger than the result.
     fn from_left(t: &Tensor<T>, factors: &[Mat<T>], end: usize) -> Self {
         let (_, i, s) = t.split(end - 1);
         let (leading, factor) = (&factors[..end - 1], &factors[end - 1]);
@@ -83,7 +83,7 @@ impl<T: Real> Partial<T> {
         Self { modes: t.shape().iter().copied().enumerate().take(last).collect(), rank, buf }
     }
 
-    /// Sums over the remaining mode at position `at`, each column weighted by the factor's.
+    /// Sums over the remaining mode at position `at`, weighting each column by the factor's.
     fn contract(&self, at: usize, factor: &Mat<T>) -> Self {
         let l: usize = self.modes[..at].iter().map(|m| m.1).product();
         let n = self.modes[at].1;
@@ -120,14 +120,14 @@ impl<T: Real> Partial<T> {
     }
 }
 
-/// The products of one sweep in turn, mode 0 first, sharing contractions between modes.
+/// Products of one sweep in turn, mode 0 first, with contractions shared between modes.
 #[derive(Debug, Default)]
 pub(super) struct SweepCache {
     partial: Option<Partial<f64>>,
 }
 
 impl SweepCache {
-    /// $Y_n$ of the sweep's next mode. Between two calls only the factor of the earlier mode may change.
+    /// Returns $Y_n$ of the sweep's next mode. Between two calls only the factor of the earlier mode may change.
     pub(super) fn next(&mut self, t: &Tensor<f64>, factors: &[Mat<f64>], mode: usize) -> Mat<f64> {
         let order = t.order();
         if order == 1 {

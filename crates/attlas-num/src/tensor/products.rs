@@ -1,15 +1,15 @@
-//! Products of matrices and vectors that tensors are made of.
+//! Kronecker, Khatri–Rao, Hadamard and outer products.
 
 use super::{Error, Result, Tensor};
 use crate::{Mat, Real};
 
-/// $A \otimes B$: entry $(iK + k, jL + l)$ is $a_{ij} b_{kl}$ for $B$ of $K \times L$.
+/// Computes $A \otimes B$: entry $(iK + k, jL + l)$ is $a_{ij} b_{kl}$ for $B$ of $K \times L$.
 pub fn kronecker<T: Real>(a: &Mat<T>, b: &Mat<T>) -> Mat<T> {
     let (k, l) = (b.rows().max(1), b.cols().max(1));
     Mat::from_fn(a.rows() * b.rows(), a.cols() * b.cols(), |i, j| a[(i / k, j / l)] * b[(i % k, j % l)])
 }
 
-/// $A * B$, the Kronecker product column by column: entry $(iJ + j, r)$ is $a_{ir} b_{jr}$ for $B$ of $J$
+/// Computes $A * B$, the Kronecker product column by column: entry $(iJ + j, r)$ is $a_{ir} b_{jr}$ for $B$ of $J$
 /// rows. Both need the same number of columns.
 pub fn khatri_rao<T: Real>(a: &Mat<T>, b: &Mat<T>) -> Result<Mat<T>> {
     if a.cols() != b.cols() {
@@ -19,7 +19,7 @@ pub fn khatri_rao<T: Real>(a: &Mat<T>, b: &Mat<T>) -> Result<Mat<T>> {
     Ok(Mat::from_fn(a.rows() * b.rows(), a.cols(), |i, r| a[(i / j, r)] * b[(i % j, r)]))
 }
 
-/// $A \odot B$, entry by entry.
+/// Computes $A \odot B$, entry by entry.
 pub fn hadamard<T: Real>(a: &Mat<T>, b: &Mat<T>) -> Result<Mat<T>> {
     if (a.rows(), a.cols()) != (b.rows(), b.cols()) {
         return Err(Error::shape(
@@ -31,7 +31,7 @@ pub fn hadamard<T: Real>(a: &Mat<T>, b: &Mat<T>) -> Result<Mat<T>> {
     Ok(Mat::from_fn(a.rows(), a.cols(), |i, j| a[(i, j)] * b[(i, j)]))
 }
 
-/// The outer product of one vector per mode.
+/// Computes the outer product of one vector per mode.
 pub fn outer<T: Real>(vectors: &[&[T]]) -> Result<Tensor<T>> {
     let shape: Vec<usize> = vectors.iter().map(|v| v.len()).collect();
     let mut buf = vec![T::ONE];

@@ -1,8 +1,8 @@
 //! Dense matrix work that the decompositions need: a guarded normal-equation solve, and leading left singular vectors.
 //!
-//! Large sums are cut into a number of parts that depends on sizes alone, and added in their order, so that results
-//! do not depend on threads. Eigenvalues and singular values come from faer; where its iteration does not converge,
-//! the Jacobi rotations of `linalg` take over.
+//! Large sums are cut into a number of parts that depends only on sizes, and added in their order, so results do not
+//! depend on threads. Eigenvalues and singular values come from faer; where its iteration does not converge, the Jacobi
+//! rotations of `linalg` take over.
 
 use super::Tensor;
 use crate::Mat;
@@ -22,8 +22,8 @@ fn owned(a: MatRef<'_, f64>) -> Mat<f64> {
 
 /// Solves `a (Γ + μI) = y` for `a`, row by row, with Γ symmetric positive semidefinite up to rounding.
 ///
-/// `μ = (ridge + c) · tr Γ / R`. Cholesky; where it breaks down, `c` grows a hundredfold, five times at
-/// most, and after that the eigenvectors of Γ with eigenvalues above `R ε λ_max` carry the solution.
+/// `μ = (ridge + c) · tr Γ / R`. Uses Cholesky; if it breaks down, `c` grows a hundredfold, five times at most, and
+/// after that the solution comes from the eigenvectors of Γ with eigenvalues above `R ε λ_max`.
 pub(super) fn solve_gram(gamma: &Mat<f64>, y: &Mat<f64>, ridge: f64, c: f64) -> Mat<f64> {
     let r = gamma.rows();
     assert!(gamma.cols() == r && y.cols() == r, "normal equations must be square");
@@ -54,7 +54,7 @@ pub(super) fn solve_gram(gamma: &Mat<f64>, y: &Mat<f64>, ridge: f64, c: f64) -> 
     matmul_nt(in_basis.as_ref(), vectors.as_ref())
 }
 
-/// Eigenvalues, largest first, and eigenvectors (columns) of a symmetric positive semidefinite matrix.
+/// Computes eigenvalues, largest first, and eigenvectors (columns) of a symmetric positive semidefinite matrix.
 pub(super) fn eigh(a: &Mat<f64>) -> (Vec<f64>, Mat<f64>) {
     let n = a.rows();
     match view(a).self_adjoint_eigen(Side::Lower) {
@@ -67,8 +67,8 @@ pub(super) fn eigh(a: &Mat<f64>) -> (Vec<f64>, Mat<f64>) {
     }
 }
 
-/// Singular values, largest first, and left singular vectors of `a`; all `a.rows()` vectors, values beyond
-/// the smaller dimension being 0.
+/// Computes singular values, largest first, and left singular vectors of `a`; all `a.rows()` vectors, with value 0
+/// beyond the smaller dimension.
 pub(super) fn left_svd(a: &Mat<f64>) -> (Vec<f64>, Mat<f64>) {
     let n = a.rows();
     if a.cols() == 0 {
@@ -84,10 +84,10 @@ pub(super) fn left_svd(a: &Mat<f64>) -> (Vec<f64>, Mat<f64>) {
     }
 }
 
-/// The same by the decomposition of [`linalg`](crate::linalg), which has a second algorithm; NaN where that fails too.
+/// Computes the same with [`linalg`](crate::linalg), which has a second algorithm; NaN if that fails too.
 fn left_svd_slowly(a: &Mat<f64>) -> (Vec<f64>, Mat<f64>) {
     let n = a.rows();
-    // Columns of zeros make a thin decomposition have all left vectors.
+    // Padding with zero columns makes a thin decomposition return all left vectors.
     let wide = Mat::from_fn(n, n.max(a.cols()), |i, j| if j < a.cols() { a[(i, j)] } else { 0.0 });
     match svd(wide.as_ref()) {
         Ok(found) => (found.sigma, found.u),
@@ -95,12 +95,12 @@ fn left_svd_slowly(a: &Mat<f64>) -> (Vec<f64>, Mat<f64>) {
     }
 }
 
-/// `a[0] ⊗ a[1] ⊗ …`.
+/// Computes `a[0] ⊗ a[1] ⊗ …`.
 pub(super) fn kron_chain(list: &[Mat<f64>]) -> Mat<f64> {
     list.iter().fold(Mat::identity(1), |acc, m| super::kronecker(&acc, m))
 }
 
-/// An orthonormal basis of the columns of `a` (`rows ≥ cols`) and the triangular factor: `a = q r`.
+/// Returns an orthonormal basis of the columns of `a` (`rows ≥ cols`) and the triangular factor: `a = q r`.
 pub(super) fn thin_qr(a: &Mat<f64>) -> (Mat<f64>, Mat<f64>) {
     let qr = view(a).qr();
     (owned(qr.compute_thin_Q().as_ref()), owned(qr.thin_R()))
@@ -111,13 +111,13 @@ const PARTS: usize = 8;
 /// Multiply-adds below which one part is faster than several.
 const SMALL: usize = 1 << 22;
 
-/// The Gram matrix `T₍ₙ₎ T₍ₙ₎ᵀ`, read from the buffer without unfolding.
+/// Computes the Gram matrix `T₍ₙ₎ T₍ₙ₎ᵀ` from the buffer, without unfolding.
 pub(super) fn mode_gram(t: &Tensor<f64>, mode: usize) -> Mat<f64> {
     let (l, i, s) = t.split(mode);
     if t.data().is_empty() {
         return Mat::zeros(i, i);
     }
-    // The unfolding is one matrix, or as many as there are indices before the mode, beside one another.
+    // The unfolding is one matrix, or one matrix per index before the mode, side by side.
     let whole = match (l, s) {
         (_, 1) => Some(MatRef::from_row_major_slice(t.data(), l, i).transpose()),
         (1, _) => Some(MatRef::from_row_major_slice(t.data(), i, s)),
@@ -168,10 +168,10 @@ fn add_gram(gram: &mut Mat<f64>, a: MatRef<'_, f64>) {
     );
 }
 
-/// Singular values (largest first, `I_n` of them) and all left singular vectors of the unfolding of `mode`.
+/// Computes singular values (largest first, `I_n` of them) and all left singular vectors of the unfolding of `mode`.
 ///
-/// From the Gram matrix, whose small singular values are known to `√ε σ_1` only, or `precise`ly, from the
-/// triangular factor of `T₍ₙ₎ᵀ`.
+/// Uses the Gram matrix, whose small singular values are accurate only to `√ε σ_1`, or, if `precise`, the triangular
+/// factor of `T₍ₙ₎ᵀ`.
 pub(super) fn mode_svd(t: &Tensor<f64>, mode: usize, precise: bool) -> (Vec<f64>, Mat<f64>) {
     let (_, i, _) = t.split(mode);
     if t.data().is_empty() {
@@ -197,15 +197,15 @@ pub(super) fn mode_svd(t: &Tensor<f64>, mode: usize, precise: bool) -> (Vec<f64>
     (values, vectors)
 }
 
-/// The sign of the largest entry of column `j`; of the first one where several agree to ten digits, so that
-/// rounding does not choose.
+/// Returns the sign of the largest entry of column `j`; of the first one if several agree to ten digits, so rounding
+/// does not choose.
 pub(super) fn column_sign(a: &Mat<f64>, j: usize) -> f64 {
     let largest = (0..a.rows()).map(|i| a[(i, j)].abs()).fold(0.0, f64::max);
     let first = (0..a.rows()).map(|i| a[(i, j)]).find(|x| x.abs() >= largest * (1.0 - 1e-10));
     if first.is_some_and(|x| x < 0.0) { -1.0 } else { 1.0 }
 }
 
-/// The first `k` columns.
+/// Returns the first `k` columns.
 pub(super) fn leading_columns(a: &Mat<f64>, k: usize) -> Mat<f64> {
     Mat::from_fn(a.rows(), k.min(a.cols()), |i, j| a[(i, j)])
 }
@@ -269,7 +269,7 @@ mod tests {
                 assert_eq!(gram, with(3, &t, mode), "{shape:?}, mode {mode}");
                 let unfolded = t.unfold_unchecked(mode);
                 let exact = matmul_nt(unfolded.as_ref(), unfolded.as_ref());
-                // A sum of that many products, none larger than the largest diagonal entry, rounded in two orders.
+                // Each entry is a sum of products, none larger than the largest diagonal entry, rounded in two orders.
                 let size = (0..exact.rows()).map(|i| exact[(i, i)]).fold(0.0, f64::max);
                 assert!(worst(&gram, &exact) <= 2.0 * f64::EPSILON * unfolded.cols() as f64 * size);
             }

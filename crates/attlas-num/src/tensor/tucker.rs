@@ -1,7 +1,7 @@
 //! The Tucker decomposition: an orthonormal basis per mode and a small dense core.
 //!
-//! $T \approx G \times_1 U_1 \cdots \times_N U_N$ with $U_n^\top U_n = I$ and $G = T \times_n U_n^\top$, so
-//! that $\|T - \hat T\|^2 = \|T\|^2 - \|G\|^2$. Three ways to the bases:
+//! $T \approx G \times_1 U_1 \cdots \times_N U_N$ with $U_n^\top U_n = I$ and $G = T \times_n U_n^\top$, hence
+//! $\|T - \hat T\|^2 = \|T\|^2 - \|G\|^2$. Three methods find the bases:
 //!
 //! - *HOSVD* (De Lathauwer, De Moor, Vandewalle 2000): leading left singular vectors of every unfolding. The
 //!   error is at most the root of the sum of all discarded energies, hence $\sqrt N$ times the best one.
@@ -18,7 +18,7 @@ use super::{Error, Result, Tensor};
 use crate::rng::StreamKey;
 use crate::{Mat, Real};
 
-/// A core and one basis per mode.
+/// Core and one basis per mode.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tucker<T> {
     /// The core; its shape is the list of ranks.
@@ -39,12 +39,12 @@ impl<T: Real> Tucker<T> {
         self.core.shape()
     }
 
-    /// Numbers stored: the core and every basis that is not the identity.
+    /// Returns how many numbers are stored: the core and every basis that is not the identity.
     pub fn parameters(&self) -> usize {
         self.core.data().len() + self.factors.iter().flatten().map(|f| f.data().len()).sum::<usize>()
     }
 
-    /// The dense tensor.
+    /// Forms the dense tensor.
     pub fn reconstruct(&self) -> Result<Tensor<T>> {
         let list: Vec<(usize, &Mat<T>)> =
             self.factors.iter().enumerate().filter_map(|(m, f)| Some((m, f.as_ref()?))).collect();
@@ -54,7 +54,7 @@ impl<T: Real> Tucker<T> {
         self.core.mode_products(&list)
     }
 
-    /// Every number converted to the other element type.
+    /// Converts every number to the other element type.
     pub fn cast<U: Real>(&self) -> Tucker<U> {
         Tucker {
             core: self.core.cast(),
@@ -66,16 +66,16 @@ impl<T: Real> Tucker<T> {
 /// Number of basis vectors to keep.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Ranks {
-    /// This many, one number per mode, `1..=I_n`; `I_n` in modes left alone.
+    /// Given numbers, one per mode, `1..=I_n`; `I_n` in modes left alone.
     Given(Vec<usize>),
     /// All of them.
     Full,
-    /// In each compressed mode the fewest that discard at most $\varepsilon^2 \|T\|^2$ divided by the number
-    /// of compressed modes, so that the relative error is at most ε, `0..=1`. At least 1.
+    /// The fewest in each compressed mode that discard at most $\varepsilon^2 \|T\|^2$ divided by the number of
+    /// compressed modes, so the relative error is at most ε, `0..=1`. At least 1.
     RelError(f64),
 }
 
-/// How the bases are found.
+/// Method of finding the bases.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Method {
     /// One mode after another, each on the tensor already truncated.
@@ -87,13 +87,13 @@ pub enum Method {
     Hooi,
 }
 
-/// How to decompose.
+/// Settings of the decomposition.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
-    /// How the bases are found.
+    /// Method of finding the bases.
     pub method: Method,
-    /// The order in which ST-HOSVD treats the compressed modes. `None`: those that shrink most first, and
-    /// from the first to the last where the ranks are not known before.
+    /// Order in which ST-HOSVD treats the compressed modes. `None`: those that shrink most first, or from first to last
+    /// if the ranks are not known beforehand.
     pub order: Option<Vec<usize>>,
     /// Most HOOI sweeps, at least 1.
     pub iters: usize,
@@ -101,8 +101,8 @@ pub struct Options {
     pub tol: f64,
     /// The modes to compress, all of them if `None`; the others keep the identity.
     pub modes: Option<Vec<usize>>,
-    /// HOOI runs from ST-HOSVD's bases and from this many random ones, and the best fit is kept: the iteration
-    /// can stop at a saddle or a poor local optimum.
+    /// Number of random starts of HOOI besides ST-HOSVD's bases; the best fit is kept. The iteration can stop at a
+    /// saddle or a poor local optimum.
     pub restarts: usize,
     /// Seed of the random bases.
     pub seed: u64,
@@ -114,7 +114,7 @@ impl Default for Options {
     }
 }
 
-/// How HOOI ended; the direct methods always converge.
+/// Outcome of HOOI; the direct methods always converge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Status {
@@ -124,7 +124,7 @@ pub enum Status {
     MaxIters,
 }
 
-/// A decomposition and how it was reached.
+/// Decomposition, with the course of its iteration.
 #[derive(Clone, Debug)]
 pub struct Fit<T> {
     /// The largest entry of every basis vector is positive.
@@ -136,7 +136,7 @@ pub struct Fit<T> {
     pub discarded: Vec<f64>,
     /// Relative error of the start and after each HOOI sweep.
     pub history: Vec<f64>,
-    /// How the iteration ended.
+    /// Outcome of the iteration.
     pub status: Status,
 }
 
@@ -189,7 +189,7 @@ pub fn decompose<T: Real>(t: &Tensor<T>, ranks: &Ranks, options: &Options) -> Re
     Ok(Fit { tucker, rel_error, discarded, history, status })
 }
 
-/// The compressed modes in increasing order, and the order in which to treat them.
+/// Returns the compressed modes in increasing order, and the order in which to treat them.
 fn check(shape: &[usize], ranks: &Ranks, options: &Options) -> Result<(Vec<usize>, Vec<usize>)> {
     let mut modes = options.modes.clone().unwrap_or_else(|| (0..shape.len()).collect());
     modes.sort_unstable();
@@ -267,7 +267,7 @@ fn zero_fit<T: Real>(shape: &[usize], ranks: &Ranks, modes: &[usize]) -> Result<
 
 type Factors = Vec<Option<Mat<f64>>>;
 
-/// Orthonormal bases of the same sizes, uniform at random.
+/// Draws orthonormal bases of the same sizes, uniformly at random.
 fn random_bases(like: &Factors, key: StreamKey) -> Factors {
     let draw = |mode: usize, basis: &Mat<f64>| {
         let mut rng = key.with(mode as u64).rng();
@@ -276,7 +276,7 @@ fn random_bases(like: &Factors, key: StreamKey) -> Factors {
     like.iter().enumerate().map(|(mode, basis)| basis.as_ref().map(|b| draw(mode, b))).collect()
 }
 
-/// `T ×_m U_mᵀ` over every basis but those of `skip`.
+/// Computes `T ×_m U_mᵀ` over every basis but those of `skip`.
 fn project(t: &Tensor<f64>, factors: &Factors, skip: &[usize]) -> Result<Tensor<f64>> {
     let list: Vec<(usize, &Mat<f64>)> = factors
         .iter()
@@ -288,12 +288,12 @@ fn project(t: &Tensor<f64>, factors: &Factors, skip: &[usize]) -> Result<Tensor<
 }
 
 fn energy(values: &[f64]) -> f64 {
-    // Smallest first, so that they are not lost beside the large ones.
+    // Adds the smallest first, so they are not lost beside the large ones.
     values.iter().rev().map(|s| s * s).sum()
 }
 
 impl Job<'_> {
-    /// The basis of `mode` for the tensor `t`, and the energy outside it.
+    /// Returns the basis of `mode` for the tensor `t`, and the energy outside it.
     fn basis(&self, t: &Tensor<f64>, mode: usize) -> (Mat<f64>, f64) {
         let (values, vectors, rank) = match self.ranks {
             Ranks::Given(list) => {
@@ -306,7 +306,7 @@ impl Job<'_> {
                 (values, vectors, rank)
             }
             Ranks::RelError(epsilon) => {
-                // Squares of singular values below 1e-8 of the largest drown in the Gram matrix.
+                // In the Gram matrix, squares of singular values below 1e-8 of the largest are lost in rounding.
                 let (values, vectors) = mode_svd(t, mode, *epsilon < 1e-6);
                 let budget = epsilon * epsilon * self.norm_squared / self.modes.len() as f64;
                 let rank =
@@ -317,7 +317,7 @@ impl Job<'_> {
         (leading_columns(&vectors, rank), energy(&values[rank.min(values.len())..]))
     }
 
-    /// From the Gram matrix where the wanted directions stand clear of its rounding, else from a QR.
+    /// Uses the Gram matrix if the requested directions stand clear of its rounding, otherwise a QR.
     fn vectors_for_rank(&self, t: &Tensor<f64>, mode: usize, rank: usize) -> (Vec<f64>, Mat<f64>) {
         let (values, vectors) = mode_svd(t, mode, false);
         if values[rank - 1] > 1e-7 * values[0] { (values, vectors) } else { mode_svd(t, mode, true) }
@@ -382,7 +382,7 @@ impl Job<'_> {
         Ok((history, Status::MaxIters))
     }
 
-    /// `√(‖T‖² − ‖G‖²) / ‖T‖`, or entry by entry where that difference has no digits left.
+    /// Computes `√(‖T‖² − ‖G‖²) / ‖T‖`, or the error entry by entry if that difference has no digits left.
     fn relative_error(&self, t: &Tensor<f64>, core: &Tensor<f64>, factors: &Factors) -> Result<f64> {
         let captured: f64 = core.data().iter().map(|x| x * x).sum();
         let squared = 1.0 - captured / self.norm_squared;
@@ -407,7 +407,7 @@ mod tests {
         Options { method, order, iters: 5000, tol: 1e-15, restarts: 0, ..Default::default() }
     }
 
-    /// Singular values of every unfolding, largest first.
+    /// Returns the singular values of every unfolding, largest first.
     fn mode_spectra(t: &Tensor<f64>) -> Vec<Vec<f64>> {
         (0..t.order()).map(|mode| mode_svd(t, mode, true).0).collect()
     }
@@ -547,7 +547,7 @@ mod tests {
                 last = fit.tucker.parameters();
             }
         }
-        // One vector less in a mode of the HOSVD would break that mode's share.
+        // One vector fewer in a mode of the HOSVD would exceed that mode's share.
         let fit = decompose(&t, &Ranks::RelError(0.5), &with(Method::Hosvd)).unwrap();
         for (mode, spectrum) in mode_spectra(&t).iter().enumerate() {
             let kept = fit.tucker.ranks()[mode];

@@ -1,7 +1,7 @@
 //! The Fourier transform of real data, any length.
 //!
-//! Forward: $F_k = \sum_j x_j e^{-2\pi i jk/n}$ for $k = 0, \dots, \lfloor n/2 \rfloor$; the rest is the
-//! conjugate of these. The inverse here divides by $n$, so that the two are inverse to each other.
+//! Forward: $F_k = \sum_j x_j e^{-2\pi i jk/n}$ for $k = 0, \dots, \lfloor n/2 \rfloor$; the other entries are the
+//! conjugates of these. The inverse here divides by $n$, so it undoes the forward transform.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use realfft::num_complex::Complex;
 use realfft::{ComplexToReal, RealFftPlanner, RealToComplex};
 
-/// A planned transform of one length.
+/// Planned transform of one length.
 #[derive(Clone)]
 pub struct RealFft {
     forward: Arc<dyn RealToComplex<f64>>,
@@ -36,7 +36,7 @@ impl RealFft {
         self.len
     }
 
-    /// Never: a plan has at least one number.
+    /// Returns false: a plan has at least one number.
     pub fn is_empty(&self) -> bool {
         false
     }

@@ -1,10 +1,10 @@
 //! The gradient of exact attention over tiles of keys.
 //!
-//! With weights $p_{ij} = e^{s_{ij} - \mathrm{lse}_i}$ and $\delta_i = \langle \bar o_i, o_i\rangle - \bar\ell_i$, where
-//! $\bar o$ and $\bar\ell$ are the gradients that reach outputs and log-sum-exps,
+//! With weights $p_{ij} = e^{s_{ij} - \mathrm{lse}_i}$ and $\delta_i = \langle \bar o_i, o_i\rangle - \bar\ell_i$,
+//! where $\bar o$ and $\bar\ell$ are the gradients with respect to outputs and log-sum-exps,
 //! $\bar v_j = \sum_i p_{ij} \bar o_i$, $\bar s_{ij} = p_{ij} (\langle \bar o_i, v_j \rangle - \delta_i)$,
-//! $\bar q_i = \tau \sum_j \bar s_{ij} k_j$, $\bar k_j = \tau \sum_i \bar s_{ij} q_i$ (Dao et al. 2022, Algorithm 4). The
-//! weights are computed again from the log-sum-exp, so nothing of size `rows × keys` is stored.
+//! $\bar q_i = \tau \sum_j \bar s_{ij} k_j$, $\bar k_j = \tau \sum_i \bar s_{ij} q_i$ (Dao et al. 2022, Algorithm 4).
+//! The weights are recomputed from the log-sum-exp, so nothing of size `rows × keys` is stored.
 
 use super::Isa;
 use super::attend::Band;
@@ -14,14 +14,15 @@ use crate::mat::{MatRef, Real};
 use crate::scratch::Scratch;
 use std::ops::Range;
 
-/// The gradient of [`Attend`](super::Attend) without a bias, in full precision.
+/// Gradient of [`Attend`](super::Attend) without a bias, in full precision.
 ///
-/// A row that sees no key gets the gradient 0. A pair of which the row does not see the key adds nothing, not even NaN.
+/// A row that sees no key gets the gradient 0. A pair outside the band adds nothing, not even NaN.
 ///
-/// **Which bits.** Those of `dq` depend on the row and on what it sees; those of `dk` and `dv` on the rows of the call and
-/// their order.
+/// **Reproducibility.** The bits of `dq` depend on the row and on the keys and values it sees; those of `dk` and `dv`
+/// on the rows of the call and their order.
 ///
-/// **Memory.** Below 1.5 MiB from the scratch pool for `d + d_v` up to about 1000, whatever the number of rows and keys.
+/// **Memory.** Less than 1.5 MiB from the scratch pool for `d + d_v` up to about 1000, whatever the number of rows and
+/// keys.
 #[derive(Clone, Copy, Debug)]
 pub struct AttendBackward<'a, T> {
     /// Queries, one per row; columns `d`.
@@ -30,17 +31,17 @@ pub struct AttendBackward<'a, T> {
     pub k: MatRef<'a, T>,
     /// Values, `n_k × d_v`.
     pub v: MatRef<'a, T>,
-    /// The gradient that reaches the outputs, one row per query; columns `d_v`.
+    /// Gradient with respect to the outputs, one row per query; columns `d_v`.
     pub d_out: MatRef<'a, T>,
-    /// The log-sum-exp of every row, natural logarithm.
+    /// Log-sum-exp of every row, natural logarithm.
     pub lse: &'a [T],
-    /// For every row the inner product of output and `d_out`, less the gradient that reaches its log-sum-exp.
+    /// For every row, the inner product of output and `d_out` minus the gradient with respect to its log-sum-exp.
     pub delta: &'a [T],
     /// Factor of the dot products.
     pub scale: T,
-    /// Which keys a row sees.
+    /// Keys visible to each row.
     pub band: Band,
-    /// Instruction set; one that the machine lacks is replaced by [`Isa::Scalar`].
+    /// Instruction set; [`Isa::Scalar`] replaces one that the machine lacks.
     pub isa: Isa,
 }
 
@@ -74,14 +75,14 @@ impl<T: Real> AttendBackward<'_, T> {
 /// Keys in a tile: whole register blocks of every instruction set, few enough for the weights of a group and their
 /// gradients to stay in the first-level cache.
 const TILE: usize = 96;
-/// Bytes of what is kept of a block of rows: it stays in the second-level cache beside a tile.
+/// Bytes of the state kept for a block of rows, which stays in the second-level cache beside a tile.
 const BLOCK_BYTES: usize = 384 << 10;
 /// Most registers of rows in a group.
 const VECTORS: usize = 3;
 /// Registers of columns in a block of the products that run over rows.
 const NV: usize = 2;
 
-/// State of one group of rows: `width` of them, of which `live` exist.
+/// One group of `width` rows, of which the first `live` exist.
 struct GroupRows<'g, T> {
     row: usize,
     live: usize,
@@ -167,7 +168,7 @@ pub(super) fn run<S: Simd, const MR: usize>(
         }
         acc.fill(S::T::ZERO);
 
-        // Ranges begin and end in the order of the rows.
+        // Neither end of a row's key range decreases from row to row.
         let seen = job.band.range(i0, n_k).start..job.band.range(i0 + live - 1, n_k).end;
         let mut j0 = seen.start / TILE * TILE;
         while j0 < seen.end {
@@ -184,7 +185,7 @@ pub(super) fn run<S: Simd, const MR: usize>(
             for Group { first, vectors } in groups(live, S::LANES) {
                 let width = vectors * S::LANES;
                 let at = first..first + width;
-                // The next tile is on its way while this one is worked on.
+                // Fetches the next tile while this one is in use.
                 let next = after + ahead * first / live..after + ahead * at.end.min(live) / live;
                 fetch(s, job.k, next.clone());
                 fetch(s, job.v, next);
@@ -221,7 +222,7 @@ pub(super) fn run<S: Simd, const MR: usize>(
     }
 }
 
-/// Registers of rows that go together.
+/// Registers of rows processed together.
 #[derive(Clone, Copy)]
 struct Group {
     first: usize,
@@ -236,8 +237,8 @@ fn groups(rows: usize, lanes: usize) -> impl Iterator<Item = Group> {
         .map(move |v| Group { first: v * lanes, vectors: (vectors - v).min(VECTORS) })
 }
 
-/// Rows of `a` as `[TILE][width]`: where they lie if they follow one another there and fill it, else as a copy with zeros
-/// beside and below.
+/// Returns rows of `a` as `[TILE][width]`: in place if they are contiguous and fill it, otherwise as a copy padded with
+/// zeros beside and below.
 fn tile_of<'t, T: Real>(a: MatRef<'t, T>, rows: Range<usize>, width: usize, dst: &'t mut [T]) -> &'t [T] {
     let (cols, count) = (a.cols(), rows.len());
     if cols == width && a.stride() == width && count == TILE {
@@ -251,15 +252,15 @@ fn tile_of<'t, T: Real>(a: MatRef<'t, T>, rows: Range<usize>, width: usize, dst:
     dst
 }
 
-/// Brings the rows of a group into the forms that the products read.
+/// Packs the rows of a group into the layouts that the products read.
 struct Pack<'t, 'q, T> {
     q: MatRef<'q, T>,
     g: MatRef<'q, T>,
     row: usize,
     count: usize,
-    /// Scale in base 2, for the queries that logits are made of.
+    /// Scale in base 2, for the queries in the logits.
     factor: T,
-    /// Scale, for the queries that gradients of keys are made of.
+    /// Scale, for the queries in the gradients of keys.
     scale: T,
     q_t: &'t mut [T],
     g_t: &'t mut [T],
@@ -290,7 +291,7 @@ impl<S: Simd> Kernel<S> for Pack<'_, '_, S::T> {
     }
 }
 
-/// One group of rows over one tile of keys.
+/// Processes one group of rows over one tile of keys.
 #[inline(always)]
 fn tile<S: Simd, const MR: usize, const NR: usize>(
     s: S,
@@ -304,7 +305,7 @@ fn tile<S: Simd, const MR: usize, const NR: usize>(
     dk: &mut [S::T],
     dv: &mut [S::T],
 ) {
-    // Keys that some row sees, and those that all see.
+    // Keys that at least one row sees, and keys that all rows see.
     let end = keys.first + keys.live;
     let of_row = |i: usize| {
         let Range { start, end: stop } = band.range(i, n_k);
@@ -343,7 +344,7 @@ fn tile<S: Simd, const MR: usize, const NR: usize>(
     }
 }
 
-/// Which rows of a group see a key of a tile.
+/// Visibility of the keys of a tile to the rows of a group.
 #[derive(Clone, Copy)]
 struct See {
     band: Band,
@@ -353,7 +354,7 @@ struct See {
 }
 
 impl See {
-    /// The rows that see key `j` of the tile, counted in the group.
+    /// Returns the rows that see key `j` of the tile, counted within the group.
     #[inline(always)]
     fn rows(&self, j: usize) -> Range<usize> {
         let rows = self.band.rows(self.first + j);
@@ -473,7 +474,7 @@ impl<S: Simd, const MR: usize, const NR: usize> Kernel<S> for Queries<'_, S::T, 
                 let right = ds.as_ptr().add(common.start * width);
                 accumulate::<S, MR, NR>(s, common.len(), left, (1, stride), right, &mut block);
             }
-            // Keys that not all rows see add to the rows that do.
+            // Keys that only some rows see: added to those rows alone.
             for j in (seen.start..common.start).chain(common.end..seen.end) {
                 let (rows, k) = (sees.rows(j), &keys.k[j * stride + c * MR..][..MR]);
                 for v in 0..NR {
@@ -598,7 +599,7 @@ fn store<S: Simd>(s: S, x: &mut [S::T], at: usize, value: S::V) {
     unsafe { s.store(x.as_mut_ptr(), value) };
 }
 
-/// The definition, pair by pair.
+/// Scalar definition, pair by pair.
 pub(super) fn scalar<T: Real>(job: &Job<'_, T>, dq: &mut [T], dk: &mut [T], dv: &mut [T]) {
     let (d, d_v) = (job.k.cols(), job.v.cols());
     let dot = super::scalar::dot::<T>;

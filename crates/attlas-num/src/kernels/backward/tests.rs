@@ -1,11 +1,11 @@
-//! The gradient of exact attention: finite differences, instruction sets, pairs that are not seen.
+//! The gradient of exact attention: finite differences, instruction sets, pairs outside the band.
 
 use super::*;
 use crate::kernels::{Attend, Precision};
 use crate::mat::Mat;
 use crate::rng::StreamKey;
 
-/// Queries, keys, values and the gradient that reaches outputs and log-sum-exps.
+/// Queries, keys, values and the gradients with respect to outputs and log-sum-exps.
 struct Data<T> {
     q: Mat<T>,
     k: Mat<T>,
@@ -45,7 +45,7 @@ impl<T: Real> Data<T> {
         (out, lse)
     }
 
-    /// The sum whose gradient is computed.
+    /// Returns the sum whose gradient is computed.
     fn loss(&self) -> f64 {
         let (out, lse) = self.forward(Isa::Scalar);
         let of = |a: &[T], b: &[T]| -> f64 { a.iter().zip(b).map(|(&a, &b)| (a * b).to_f64()).sum() };
@@ -141,7 +141,7 @@ fn pairs_that_are_not_seen_add_nothing_not_even_nan() {
         assert_eq!(clean[which][at.clone()], spoiled[which][at], "{which}");
     };
     same(0, 0..50);
-    // Keys after the spoiled one are seen by rows that also see it; their queries are spoiled.
+    // Rows from 50 on see the NaN key, so their query gradients are NaN.
     assert!(spoiled[0][50 * 16..].iter().all(|x| x.is_nan()));
     let mut y = Data::<f32>::new(60, 60, 16, 16, Band::causal(0));
     y.q.row_mut(10).fill(f32::NAN);

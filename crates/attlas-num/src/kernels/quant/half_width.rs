@@ -1,20 +1,20 @@
 //! Products of operands rounded to bfloat16, with sums in f32.
 //!
-//! Weights are dequantised and rounded, x is rounded once. On processors with `vdpbf16ps` pairs are multiplied and added at
-//! twice the width of f32; on others the same rounded numbers go through the schedules of f32, which costs no accuracy and
-//! saves no time. Products of two numbers of eight significant bits are exact in f32, so both differ in the order of
-//! additions alone.
+//! Weights are dequantised and rounded, x is rounded once. Processors with `vdpbf16ps` multiply and add pairs at twice
+//! the width of f32; on others the same rounded numbers go through the schedules of f32, at the same accuracy and
+//! without saving time. A product of two numbers of eight significant bits is exact in f32, so the two differ only in
+//! the order of additions.
 
 use super::{FUSED_ROWS, Isa, Job, MatRef, Scratch, Targets};
 use crate::par::*;
 
-/// The nearest number of eight significant bits, ties to even.
+/// Rounds to the nearest number of eight significant bits, ties to even.
 #[inline(always)]
 pub(super) fn rounded(x: f32) -> f32 {
     f32::from_bits(u32::from(bits(x)) << 16)
 }
 
-/// Its upper half; what is no number stays none.
+/// Returns the upper half of the rounded number; NaN stays NaN.
 #[inline(always)]
 pub(super) fn bits(x: f32) -> u16 {
     let b = x.to_bits();
@@ -24,9 +24,9 @@ pub(super) fn bits(x: f32) -> u16 {
     (b.wrapping_add(0x7fff + (b >> 16 & 1)) >> 16) as u16
 }
 
-/// Several products with the same x in one parallel pass.
+/// Computes several products with the same x in one parallel pass.
 ///
-/// Panics if the shapes do not belong together.
+/// Panics if the shapes do not match.
 pub(super) fn products(isa: Isa, x: MatRef<'_, f32>, jobs: &mut [Job<'_>], scratch: &Scratch) {
     let isa = super::checked(isa);
     super::check(x, jobs);

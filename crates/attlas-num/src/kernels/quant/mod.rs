@@ -8,15 +8,16 @@
 //! - many rows of x (prefill): a panel of weight rows is dequantised into a tile that stays in cache, laid
 //!   out so that a register tile of outputs is updated by broadcast multiply-adds.
 //!
-//! [`Compute`] names what the operands are rounded to before they are multiplied: nothing, bfloat16, or whole numbers of
-//! eight bits ([`narrow`]).
+//! [`Compute`] selects the rounding of the operands before multiplication: none, bfloat16, or 8-bit integers
+//! ([`narrow`]).
 //!
-//! Output rows are independent, and the order of additions in an element depends on the schedule and the
-//! instruction set alone: neither on the thread count nor on which other rows are computed with it.
+//! Output rows are independent, and the order of additions in an element depends only on the schedule and the
+//! instruction set, not on the thread count or on the other rows computed with it.
 //!
 //! Block layouts: ggml, `ggml-common.h` and `ggml-quants.c`.
 
-/// Calls a function of a unit with [`Whole`](x86_avx512::Whole) of the format, and another where it is not of whole numbers.
+/// Calls a function with the unit [`Whole`](x86_avx512::Whole) of an integer format; runs `$other` for the other
+/// formats.
 #[cfg(target_arch = "x86_64")]
 macro_rules! by_format {
     ($format:expr, $run:ident($($argument:expr),*), $other:expr) => {
@@ -53,14 +54,14 @@ mod x86_bf16;
 use crate::par::*;
 use crate::{MatRef, Scratch};
 
-/// How a block of weights is stored.
+/// Storage format of a block of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
     /// IEEE single precision.
     F32,
     /// IEEE half precision.
     F16,
-    /// The upper half of a single.
+    /// The upper half of a single-precision number.
     BF16,
     /// 32 values of 4 bits, one scale.
     Q4_0,
@@ -114,7 +115,7 @@ impl Format {
         Self::Mxfp4,
     ];
 
-    /// Values in a block; the columns of a matrix are a multiple of it.
+    /// Returns the number of values in a block; the columns of a matrix are a multiple of it.
     pub fn block_len(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::BF16 => 1,
@@ -124,7 +125,7 @@ impl Format {
         }
     }
 
-    /// Bytes of a block.
+    /// Returns the bytes of a block.
     pub fn block_bytes(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -146,7 +147,7 @@ impl Format {
         }
     }
 
-    /// The name ggml gives it.
+    /// Returns the name that ggml gives the format.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "F32",
@@ -169,7 +170,7 @@ impl Format {
         }
     }
 
-    /// Bytes of `len` values; `None` if `len` is no whole number of blocks or the product overflows.
+    /// Returns the bytes of `len` values; `None` if `len` is not a whole number of blocks or the product overflows.
     pub fn bytes_of(self, len: usize) -> Option<usize> {
         if !len.is_multiple_of(self.block_len()) {
             return None;
@@ -184,7 +185,7 @@ impl std::fmt::Display for Format {
     }
 }
 
-/// The instruction set a product runs on.
+/// Instruction set of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
     /// Plain Rust.
@@ -196,7 +197,7 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// Those this processor has, slowest first.
+    /// Returns the instruction sets of this processor, slowest first.
     pub fn available() -> &'static [Isa] {
         #[cfg(target_arch = "x86_64")]
         {
@@ -211,13 +212,13 @@ impl Isa {
         &[Self::Scalar]
     }
 
-    /// The fastest one this processor has.
+    /// Returns the fastest instruction set of this processor.
     pub fn best() -> Isa {
         *Self::available().last().unwrap_or(&Self::Scalar)
     }
 }
 
-/// A matrix in stored form, row after row.
+/// Matrix of weights in stored form, row after row.
 #[derive(Clone, Copy, Debug)]
 pub struct WeightRef<'a> {
     bytes: &'a [u8],
@@ -229,7 +230,7 @@ pub struct WeightRef<'a> {
 }
 
 impl<'a> WeightRef<'a> {
-    /// A view of `rows × cols` weights. `None` if a row is no whole number of blocks or `bytes` is not
+    /// Creates a view of `rows × cols` weights. `None` if a row is not a whole number of blocks or `bytes` is not
     /// exactly as long as the matrix.
     pub fn new(bytes: &'a [u8], format: Format, rows: usize, cols: usize) -> Option<Self> {
         let stride = format.bytes_of(cols)?;
@@ -237,30 +238,30 @@ impl<'a> WeightRef<'a> {
         (needed == bytes.len()).then_some(Self { bytes, format, rows, cols, stride })
     }
 
-    /// Number of rows: outputs of the product.
+    /// Returns the number of rows: outputs of the product.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Number of columns: inputs of the product.
+    /// Returns the number of columns: inputs of the product.
     pub fn cols(&self) -> usize {
         self.cols
     }
 
-    /// How the weights are stored.
+    /// Returns the storage format of the weights.
     pub fn format(&self) -> Format {
         self.format
     }
 
-    /// Row `i` as stored.
+    /// Returns row `i` as stored.
     #[inline]
     pub fn row(&self, i: usize) -> &'a [u8] {
         assert!(i < self.rows, "row {i} of {}", self.rows);
         &self.bytes[i * self.stride..][..self.stride]
     }
 
-    /// Asks for the rows that follow `rows`, as many bytes further on as hide the latency of memory: the hardware's own
-    /// prefetching stops at every page, which small rows reach every few.
+    /// Prefetches the rows after `rows`, far enough ahead to hide the latency of memory: hardware prefetching stops at
+    /// page boundaries, which come every few small rows.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     fn prefetch_behind(&self, rows: std::ops::Range<usize>) {
@@ -274,14 +275,14 @@ impl<'a> WeightRef<'a> {
         }
     }
 
-    /// Row `i` in single precision.
+    /// Writes row `i` to `out` in single precision.
     pub fn row_into(&self, i: usize, out: &mut [f32]) {
         assert_eq!(out.len(), self.cols);
         dequantise_into(Isa::best(), self.format, self.row(i), out);
     }
 }
 
-/// The values of whole blocks in single precision. Panics if the lengths do not belong together.
+/// Dequantises whole blocks to single precision. Panics if the lengths do not match.
 pub fn dequantise_into(isa: Isa, format: Format, bytes: &[u8], out: &mut [f32]) {
     assert_eq!(Some(bytes.len()), format.bytes_of(out.len()), "{format} bytes for {} values", out.len());
     match checked(isa) {
@@ -302,9 +303,9 @@ fn checked(isa: Isa) -> Isa {
     isa
 }
 
-/// Rows of x up to which each weight row is dequantised in registers; above it, panels are tiled.
+/// Most rows of x that one pass multiplies with each weight row dequantised in registers.
 const FEW_ROWS: usize = 4;
-/// Rows of x up to which the first schedule is applied again and again.
+/// Most rows of x for which such passes are repeated; above it, panels are tiled.
 const FUSED_ROWS: usize = 20;
 /// Depth of a packed panel; a multiple of every block length.
 const DEPTH: usize = 768;
@@ -313,7 +314,7 @@ const PANEL_TILES: usize = 4;
 /// Stored bytes below which a share of work is not worth another thread.
 const MIN_TASK_BYTES: usize = 16 << 10;
 
-/// One weight matrix and where its product goes: `x.rows() × weight.rows()`, contiguous.
+/// One weight matrix and the destination of its product: `x.rows() × weight.rows()`, contiguous.
 #[derive(Debug)]
 pub struct Job<'a> {
     /// The weights.
@@ -322,16 +323,16 @@ pub struct Job<'a> {
     pub out: &'a mut [f32],
 }
 
-/// $Y = X W^\top$ on the best instruction set, in parallel over output rows.
+/// Computes $Y = X W^\top$ on the best instruction set, in parallel over output rows.
 ///
-/// Panics if the shapes do not belong together.
+/// Panics if the shapes do not match.
 pub fn product(x: MatRef<'_, f32>, weight: WeightRef<'_>, out: &mut [f32], scratch: &Scratch) {
     products(Isa::best(), x, &mut [Job { weight, out }], scratch);
 }
 
-/// Several products with the same x in one parallel pass: query, key and value projections, for example.
+/// Computes several products with the same x in one parallel pass: query, key and value projections, for example.
 ///
-/// Panics if the shapes do not belong together.
+/// Panics if the shapes do not match.
 pub fn products(isa: Isa, x: MatRef<'_, f32>, jobs: &mut [Job<'_>], scratch: &Scratch) {
     let isa = checked(isa);
     check(x, jobs);
@@ -349,7 +350,7 @@ pub fn products(isa: Isa, x: MatRef<'_, f32>, jobs: &mut [Job<'_>], scratch: &Sc
     }
 }
 
-/// Panics if the shapes do not belong together.
+/// Panics if the shapes do not match.
 fn check(x: MatRef<'_, f32>, jobs: &[Job<'_>]) {
     for job in jobs {
         assert_eq!(x.cols(), job.weight.cols, "columns of x and of the weights");
@@ -357,24 +358,24 @@ fn check(x: MatRef<'_, f32>, jobs: &[Job<'_>]) {
     }
 }
 
-/// Type that the operands of a product are rounded to. Sums are in f32 in any case.
+/// Type to which the operands of a product are rounded. Sums are in f32 in any case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Compute {
-    /// Nothing: weights have the value that is stored.
+    /// No rounding: weights have their stored values.
     #[default]
     F32,
     /// bfloat16, eight significant bits.
     Bf16,
-    /// x to whole numbers of eight bits, 32 of a row with one scale; weights are the whole numbers that they are stored as.
-    /// Formats without whole numbers are multiplied as by [`Compute::F32`].
+    /// 8-bit integers: x with one scale per 32 elements of a row, weights as the integers they are stored as. Formats
+    /// without integers are multiplied as by [`Compute::F32`].
     Int8,
 }
 
 impl Compute {
-    /// Every one.
+    /// All variants.
     pub const ALL: [Self; 3] = [Self::F32, Self::Bf16, Self::Int8];
 
-    /// A short name.
+    /// Returns a short name.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -383,7 +384,7 @@ impl Compute {
         }
     }
 
-    /// Type in which products with weights of a format are computed.
+    /// Returns the type in which products with weights of `format` are computed.
     pub fn of(self, format: Format) -> Self {
         match self {
             Self::Int8 if !narrow::is_narrow(format) => Self::F32,
@@ -411,9 +412,10 @@ impl std::str::FromStr for Compute {
     }
 }
 
-/// Several products with the same x, each in what [`Compute::of`] says of its format. The order of `jobs` may change.
+/// Computes several products with the same x, each in the type that [`Compute::of`] returns for its format. May reorder
+/// `jobs`.
 ///
-/// Panics if the shapes do not belong together.
+/// Panics if the shapes do not match.
 pub fn products_in(compute: Compute, x: MatRef<'_, f32>, jobs: &mut [Job<'_>], scratch: &Scratch) {
     match compute {
         Compute::F32 => products(Isa::best(), x, jobs, scratch),
@@ -428,10 +430,10 @@ pub fn products_in(compute: Compute, x: MatRef<'_, f32>, jobs: &mut [Job<'_>], s
     }
 }
 
-/// Products that one pass computes.
+/// Most products that one pass computes.
 const AT_ONCE: usize = 8;
 
-/// Where the products of one pass go, those without elements left out.
+/// Destinations of the products of one pass, without the empty ones.
 struct Targets<'a> {
     all: [Option<Target<'a>>; AT_ONCE],
 }
@@ -449,7 +451,7 @@ impl<'a> Targets<'a> {
         self.all.iter().flatten()
     }
 
-    /// Weight rows in tiles of `nr`, over all matrices.
+    /// Returns the number of tiles of `nr` weight rows over all matrices.
     fn tiles(&self, nr: usize) -> usize {
         self.iter().map(|t| t.weight.rows.div_ceil(nr)).sum()
     }
@@ -480,7 +482,7 @@ impl<'a> Targets<'a> {
     }
 }
 
-/// A pointer into an output that threads write to disjoint parts of.
+/// Pointer into an output, to whose disjoint parts several threads write.
 #[derive(Clone, Copy)]
 struct Output(*mut f32);
 // SAFETY: tasks write disjoint elements, and the borrow behind the pointer outlives the parallel pass.
@@ -498,13 +500,13 @@ struct Strip<'a> {
     weight: WeightRef<'a>,
     rows: std::ops::Range<usize>,
     x: MatRef<'a, f32>,
-    /// Round weights to bfloat16, as x is already.
+    /// Round weights to bfloat16; x is rounded already.
     rounds: bool,
-    /// Where the first row of x has its output for weight row 0.
+    /// Output of the first row of x for weight row 0.
     out: *mut f32,
 }
 
-/// Few rows of x; weights are rounded to bfloat16 if `rounds`.
+/// Multiplies few rows of x; rounds weights to bfloat16 if `rounds`.
 fn fused(isa: Isa, x: MatRef<'_, f32>, rounds: bool, targets: &Targets<'_>) {
     targets.share(|t, rows| {
         for n in (0..x.rows()).step_by(FEW_ROWS) {
@@ -538,7 +540,7 @@ unsafe fn run_strip(isa: Isa, strip: &Strip<'_>) {
     }
 }
 
-/// A strip by way of a dequantised piece of each row; for formats without a fused kernel.
+/// Computes a strip by dequantising each row piece by piece; for formats without a fused kernel.
 ///
 /// # Safety
 /// As [`run_strip`].
@@ -589,7 +591,7 @@ struct Tile {
     accumulate: bool,
 }
 
-/// Rows and columns of the register tile.
+/// Returns the rows and columns of the register tile.
 fn tile_shape(isa: Isa) -> (usize, usize) {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -600,8 +602,8 @@ fn tile_shape(isa: Isa) -> (usize, usize) {
     }
 }
 
-/// Many rows of x: panels of weight rows, and row ranges of x where there are fewer panels than threads. Weights are rounded
-/// to bfloat16 if `rounds`.
+/// Multiplies many rows of x: one task per panel of weight rows, split into row ranges of x if there are fewer panels
+/// than threads. Rounds weights to bfloat16 if `rounds`.
 fn tiled(isa: Isa, x: MatRef<'_, f32>, rounds: bool, targets: &Targets<'_>, scratch: &Scratch) {
     let (mr, nr) = tile_shape(isa);
     let threads = rayon::current_num_threads();
@@ -609,7 +611,7 @@ fn tiled(isa: Isa, x: MatRef<'_, f32>, rounds: bool, targets: &Targets<'_>, scra
     if units == 0 {
         return;
     }
-    // The panel height with the shortest longest share; of equals the tallest, which reads x least often.
+    // The panel height that minimises the longest share; among equals the tallest, which reads x least often.
     let tiles = (1..=PANEL_TILES)
         .min_by_key(|&p| {
             let panels: usize = targets.iter().map(|t| t.weight.rows.div_ceil(nr).div_ceil(p)).sum();
@@ -632,7 +634,7 @@ fn tiled(isa: Isa, x: MatRef<'_, f32>, rounds: bool, targets: &Targets<'_>, scra
         }
     }
 
-    // Rows a multiple of a page apart would all fall into the same few cache sets.
+    // Rows a multiple of a page apart would all map to the same few cache sets.
     let mut padded = None;
     let mut x = x;
     if x.stride().is_multiple_of(1024) && x.stride() > 0 {

@@ -9,9 +9,9 @@ pub(super) const NR: usize = 16;
 /// Rows of an output tile.
 pub(super) const MR: usize = 4;
 
-/// The value of IEEE half-precision bits.
+/// Converts IEEE half-precision bits to single precision.
 ///
-/// A half shifted into the fields of a single is too small by 2¹¹²; multiplying that back is exact, for
+/// A half shifted into the fields of a single is too small by a factor of 2¹¹²; multiplying by it is exact, for
 /// subnormal halves too.
 #[inline(always)]
 pub(super) fn half_to_f32(h: u16) -> f32 {
@@ -39,7 +39,7 @@ fn each<const B: usize, const L: usize>(bytes: &[u8], out: &mut [f32], f: impl F
     }
 }
 
-/// The values of whole blocks. `bytes` and `out` hold the same number of blocks.
+/// Dequantises whole blocks. `bytes` and `out` have the same number of blocks.
 #[inline(always)]
 pub(super) fn dequantise(format: Format, bytes: &[u8], out: &mut [f32]) {
     match format {
@@ -79,7 +79,7 @@ pub(super) fn dequantise(format: Format, bytes: &[u8], out: &mut [f32]) {
 pub(super) const IQ4_VALUES: [f32; 16] = [
     -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
 ];
-/// Twice what four bits stand for in MXFP4: sign, two bits of exponent, one of mantissa.
+/// Twice the values of the 4-bit codes of MXFP4: sign, two bits of exponent, one of mantissa.
 pub(super) const MXFP4_DOUBLES: [f32; 16] =
     [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 
@@ -92,7 +92,7 @@ fn iq4_nl(b: &[u8; 18], y: &mut [f32; 32]) {
     }
 }
 
-/// Eight sub-blocks of 32, whose scales have four bits in one place and two in another.
+/// Dequantises eight sub-blocks of 32 whose scales have four bits in one place and two in another.
 #[inline(always)]
 fn iq4_xs(b: &[u8; 136], y: &mut [f32; 256]) {
     let d = half_at(b, 0);
@@ -108,7 +108,7 @@ fn iq4_xs(b: &[u8; 136], y: &mut [f32; 256]) {
     }
 }
 
-/// Half of the power of two of a block, subnormal for the two least exponents.
+/// Returns half of the power of two of a block, subnormal for the two least exponents.
 #[inline(always)]
 pub(super) fn mxfp4_scale(exponent: u8) -> f32 {
     let e = u32::from(exponent);
@@ -162,7 +162,7 @@ fn q5_1(b: &[u8; 24], y: &mut [f32; 32]) {
     }
 }
 
-/// Sixteen sub-blocks of 16: 4-bit scale and minimum each, values of two bits.
+/// Dequantises sixteen sub-blocks of 16: 4-bit scale and minimum each, values of two bits.
 #[inline(always)]
 fn q2_k(b: &[u8; 84], y: &mut [f32; 256]) {
     let (scales, rest) = b.split_at(16);
@@ -177,7 +177,7 @@ fn q2_k(b: &[u8; 84], y: &mut [f32; 256]) {
     }
 }
 
-/// Sixteen sub-blocks of 16: signed 6-bit scales, values of three bits whose top bit is in `hmask`.
+/// Dequantises sixteen sub-blocks of 16: signed 6-bit scales, values of three bits whose top bit is in `hmask`.
 #[inline(always)]
 fn q3_k(b: &[u8; 110], y: &mut [f32; 256]) {
     let (hmask, qs, t) = (&b[..32], &b[32..96], &b[96..108]);
@@ -195,7 +195,7 @@ fn q3_k(b: &[u8; 110], y: &mut [f32; 256]) {
     }
 }
 
-/// The 6-bit scale and minimum of sub-block `s` of Q4_K and Q5_K.
+/// Returns the 6-bit scale and minimum of sub-block `s` of Q4_K and Q5_K.
 #[inline(always)]
 pub(super) fn scale_min(t: &[u8], s: usize) -> (f32, f32) {
     let (scale, min) = if s < 4 {
@@ -252,7 +252,7 @@ fn q6_k(b: &[u8; 210], y: &mut [f32; 256]) {
     }
 }
 
-/// Sum of products, in eight interleaved partial sums so that the compiler may vectorise it.
+/// Returns the sum of products, in eight interleaved partial sums that the compiler can vectorise.
 #[inline(always)]
 pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0f32; 8];
@@ -277,7 +277,7 @@ pub(super) fn transpose(src: &[f32], k: usize, rows: usize, dst: &mut [f32], nr:
     }
 }
 
-/// One output tile: at most [`MR`] rows of x times a packed panel of [`NR`] weight rows.
+/// Computes one output tile: at most [`MR`] rows of x times a packed panel of [`NR`] weight rows.
 ///
 /// # Safety
 /// The pointers of `t` are valid for the extents it states, and nobody else touches its outputs meanwhile.

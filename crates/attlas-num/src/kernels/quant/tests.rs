@@ -3,7 +3,7 @@
 use super::*;
 use crate::rng::StreamKey;
 
-/// Random legal bytes whose scales are ordinary numbers.
+/// Returns random legal bytes whose scales are ordinary numbers.
 pub(super) fn random_weights(format: Format, rows: usize, cols: usize, seed: u64) -> Vec<u8> {
     let mut rng = StreamKey::new(seed).named(format.name()).rng();
     let mut bytes: Vec<u8> =
@@ -42,7 +42,7 @@ pub(super) fn random_x(rows: usize, cols: usize, seed: u64) -> Vec<f32> {
     x
 }
 
-/// $X W^\top$ in f64, and for each element the sum of the magnitudes of its terms.
+/// Returns $X W^\top$ in f64, and for each element the sum of the magnitudes of its terms.
 fn reference(x: &[f32], n: usize, w: WeightRef<'_>) -> Vec<(f64, f64)> {
     let mut out = vec![(0.0, 0.0); n * w.rows()];
     let mut row = vec![0.0; w.cols()];
@@ -111,7 +111,7 @@ fn lengths_that_fill_no_register_are_exact_to_rounding() {
     }
 }
 
-/// Rows of the product beside other rows, few or many, and on other numbers of threads.
+/// Checks that a row of the product depends neither on other rows, few or many, nor on the number of threads.
 pub(super) fn check_company_and_threads<I: Copy + Sync>(isa: I, products: Products<I>) {
     let (rows, cols) = (300, 320);
     for format in [Format::Q4_1, Format::Q8_0] {
@@ -170,7 +170,7 @@ fn several_products_at_once_equal_single_ones() {
 
 #[test]
 fn dequantised_values_have_the_same_bits_on_every_instruction_set() {
-    // All byte values are legal, scales that are infinite or NaN included.
+    // All byte values are legal, including scales that are infinite or NaN.
     for format in Format::ALL {
         let mut rng = StreamKey::new(11).named(format.name()).rng();
         let len = format.block_len() * 9;
@@ -189,7 +189,7 @@ fn dequantised_values_have_the_same_bits_on_every_instruction_set() {
 /// A product kernel on one instruction set.
 pub(super) type Products<I> = fn(I, MatRef<'_, f32>, &mut [Job<'_>], &Scratch);
 
-/// Infinite weights and a NaN in x spoil their own rows and columns of the product, and nothing else.
+/// Checks that infinite weights and a NaN in x affect only their own rows and columns of the product.
 pub(super) fn check_infinities<I: Copy + std::fmt::Debug>(isas: &[I], products: Products<I>) {
     let scratch = Scratch::new();
     let (rows, cols) = (6, 64);

@@ -7,10 +7,11 @@ use std::marker::PhantomData;
 
 /// Columns of an output tile: two registers.
 pub(super) const NR: usize = 16;
-/// Rows of an output tile: with two columns of registers, 12 sums, two weights and a broadcast.
+/// Rows of an output tile: with two registers of columns, it takes 12 registers for sums, two for weights and one for a
+/// broadcast.
 pub(super) const MR: usize = 6;
 
-/// The values of whole blocks.
+/// Dequantises whole blocks.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn dequantise(format: Format, bytes: &[u8], out: &mut [f32]) {
     // SAFETY: the features are on.
@@ -80,7 +81,7 @@ unsafe fn transpose_8x8(src: *const f32, src_stride: usize, dst: *mut f32, dst_s
     }
 }
 
-/// One output tile.
+/// Computes one output tile.
 ///
 /// # Safety
 /// As [`super::run_tile`].
@@ -133,14 +134,14 @@ unsafe fn tile_of<const M: usize>(t: &Tile) {
     }
 }
 
-/// Sign bits for the first `n` of eight lanes; all of them if there are more.
+/// Returns sign bits for the first `n` of eight lanes; for all of them if `n` is larger.
 #[target_feature(enable = "avx2,fma,f16c")]
 fn tail_mask(n: usize) -> __m256i {
     let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     _mm256_cmpgt_epi32(_mm256_set1_epi32(n.min(8) as i32), lane)
 }
 
-/// A strip of weight rows against few rows of x.
+/// Multiplies a strip of weight rows with few rows of x.
 ///
 /// # Safety
 /// As [`super::run_strip`].
@@ -209,7 +210,7 @@ unsafe fn rows_by<U: Unit, const M: usize>(s: &Strip<'_>) {
         let mut totals: [f32; M] =
             std::array::from_fn(|n| horizontal_sum(_mm256_add_ps(sums[n][0], sums[n][1])));
         if whole < cols {
-            // Only formats of single values end inside a group of 32.
+            // Only formats with blocks of one value end inside a group of 32.
             let mut rest = [0.0f32; 32];
             let at = whole / 32 * U::BYTES;
             scalar::dequantise(s.weight.format, &s.weight.row(r)[at..], &mut rest[..cols - whole]);
@@ -240,18 +241,18 @@ trait Load {
     unsafe fn load(p: *const u8) -> [__m256; 4];
 }
 
-/// A format, unit by unit: a stored block, or thirty-two weights where blocks are shorter.
+/// Format read unit by unit: a stored block, or thirty-two weights if blocks are shorter.
 trait Unit {
-    /// Bytes of a unit.
+    /// Bytes in a unit.
     const BYTES: usize;
-    /// Groups of thirty-two of a unit.
+    /// Groups of thirty-two in a unit.
     const GROUPS: usize;
     /// Data unpacked once for all groups.
     type Scales;
     /// # Safety
     /// AVX2, FMA and F16C are there and `BYTES` bytes can be read at `p`.
     unsafe fn scales(p: *const u8) -> Self::Scales;
-    /// The weights of a group.
+    /// Returns the weights of a group.
     ///
     /// # Safety
     /// As `scales`, and the group exists.
@@ -271,7 +272,7 @@ impl<L: Load> Unit for L {
     }
 }
 
-/// A format of whole numbers, unpacked as products of these unpack it.
+/// Integer format, unpacked as for products in 8-bit integers.
 struct Whole<L>(PhantomData<L>);
 impl<L: x86_rows::Load> Unit for Whole<L> {
     const BYTES: usize = L::BYTES;
@@ -304,7 +305,7 @@ impl<L: x86_rows::Load> Unit for Whole<L> {
     }
 }
 
-/// The half at `p` in every lane.
+/// Returns the half-precision number at `p` in every lane.
 #[inline(always)]
 unsafe fn half(p: *const u8) -> __m256 {
     // SAFETY: the callers run with F16C and can read two bytes.
@@ -313,7 +314,7 @@ unsafe fn half(p: *const u8) -> __m256 {
     }
 }
 
-/// The low nibbles of sixteen bytes, then the high ones.
+/// Unpacks the low nibbles of sixteen bytes, then the high ones.
 #[inline(always)]
 unsafe fn nibbles(p: *const u8) -> [__m256; 4] {
     // SAFETY: the callers run with AVX2 and can read sixteen bytes.
@@ -401,7 +402,7 @@ impl Load for BF16 {
     }
 }
 
-/// Sum of products of equally long slices.
+/// Returns the sum of products of equally long slices.
 #[target_feature(enable = "avx2,fma,f16c")]
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [_mm256_setzero_ps(); 4];

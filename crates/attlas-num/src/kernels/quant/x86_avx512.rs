@@ -7,10 +7,11 @@ use std::marker::PhantomData;
 
 /// Columns of an output tile: two registers.
 pub(super) const NR: usize = 32;
-/// Rows of an output tile: with two columns of registers, 24 sums, two weights and a broadcast.
+/// Rows of an output tile: with two registers of columns, it takes 24 registers for sums, two for weights and one for a
+/// broadcast.
 pub(super) const MR: usize = 12;
 
-/// The values of whole blocks.
+/// Dequantises whole blocks.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub(super) fn dequantise(format: Format, bytes: &[u8], out: &mut [f32]) {
     // SAFETY: the features are on.
@@ -34,7 +35,7 @@ unsafe fn values_of<U: Unit>(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// One output tile.
+/// Computes one output tile.
 ///
 /// # Safety
 /// As [`super::run_tile`].
@@ -93,13 +94,13 @@ unsafe fn tile_of<const M: usize>(t: &Tile) {
     }
 }
 
-/// Bits for the first `n` of sixteen lanes; all of them if there are more.
+/// Returns a mask of the first `n` of sixteen lanes; of all lanes if `n` is larger.
 #[inline(always)]
 pub(super) fn tail_mask(n: usize) -> u16 {
     if n >= 16 { u16::MAX } else { (1 << n) - 1 }
 }
 
-/// A strip of weight rows against few rows of x.
+/// Multiplies a strip of weight rows with few rows of x.
 ///
 /// # Safety
 /// As [`super::run_strip`].
@@ -149,8 +150,8 @@ unsafe fn rows_by<U: Unit, const M: usize>(s: &Strip<'_>) {
     for r in s.rows.clone() {
         let row = s.weight.row(r).as_ptr();
         s.weight.prefetch_behind(r..r + 1);
-        // Units alternate between two pairs of sums, so that an addition need not wait the four cycles of the one before.
-        // (Several weight rows at a time would do, too, but long rows are then read at half the speed.)
+        // Units alternate between two pairs of sums, so an addition need not wait the four cycles of the one before.
+        // (Several weight rows at a time would do as well, but long rows are then read at half the speed.)
         let mut pairs = [[[_mm512_setzero_ps(); 2]; M]; 2];
         let units = whole / 32 / U::GROUPS;
         // SAFETY: a row holds `units` units of U::BYTES bytes, x holds `cols` elements per row.
@@ -178,7 +179,7 @@ unsafe fn rows_by<U: Unit, const M: usize>(s: &Strip<'_>) {
             *sum = [_mm512_add_ps(sum[0], other[0]), _mm512_add_ps(sum[1], other[1])];
         }
         if whole < cols {
-            // Only formats of single values end inside a group of 32.
+            // Only formats with blocks of one value end inside a group of 32.
             let mut rest = [0.0f32; 32];
             let at = whole / 32 * U::BYTES;
             scalar::dequantise(s.weight.format, &s.weight.row(r)[at..], &mut rest[..cols - whole]);
@@ -211,18 +212,18 @@ pub(super) trait Load {
     unsafe fn load(p: *const u8) -> (__m512, __m512);
 }
 
-/// A format, unit by unit: a stored block, or thirty-two weights where blocks are shorter.
+/// Format read unit by unit: a stored block, or thirty-two weights if blocks are shorter.
 pub(super) trait Unit {
-    /// Bytes of a unit.
+    /// Bytes in a unit.
     const BYTES: usize;
-    /// Groups of thirty-two of a unit.
+    /// Groups of thirty-two in a unit.
     const GROUPS: usize;
     /// Data unpacked once for all groups.
     type Scales;
     /// # Safety
     /// AVX-512 is there and `BYTES` bytes can be read at `p`.
     unsafe fn scales(p: *const u8) -> Self::Scales;
-    /// The weights of a group.
+    /// Returns the weights of a group.
     ///
     /// # Safety
     /// As `scales`, and the group exists.
@@ -242,7 +243,7 @@ impl<L: Load> Unit for L {
     }
 }
 
-/// A format of whole numbers, unpacked as products of these unpack it.
+/// Integer format, unpacked as for products in 8-bit integers.
 pub(super) struct Whole<L>(PhantomData<L>);
 impl<L: x86_rows::Load> Unit for Whole<L> {
     const BYTES: usize = L::BYTES;
@@ -276,7 +277,7 @@ impl<L: x86_rows::Load> Unit for Whole<L> {
     }
 }
 
-/// `0.0, 1.0, … 15.0`.
+/// Returns `0.0, 1.0, … 15.0`.
 #[inline(always)]
 unsafe fn iota() -> __m512 {
     // SAFETY: the callers run with AVX-512.
@@ -294,7 +295,7 @@ unsafe fn nibbles(p: *const u8, table: __m512) -> (__m512, __m512) {
     }
 }
 
-/// The half at `p`, converted.
+/// Converts the half-precision number at `p`.
 #[inline(always)]
 unsafe fn half(p: *const u8) -> __m128 {
     // SAFETY: the callers run with F16C and can read two bytes.
@@ -384,7 +385,7 @@ impl Load for BF16 {
     }
 }
 
-/// Sum of products of equally long slices.
+/// Returns the sum of products of equally long slices.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());

@@ -10,15 +10,16 @@ use std::arch::x86_64::*;
 
 /// Columns of an output tile: two registers.
 const NR: usize = 32;
-/// Rows of an output tile: with two columns of registers, 24 sums, two weights and a broadcast.
+/// Rows of an output tile: with two registers of columns, it takes 24 registers for sums, two for weights and one for a
+/// broadcast.
 const MR: usize = 12;
 
-/// Whether the processor has the instructions.
+/// Returns true if the processor has the instructions.
 pub(super) fn is_available() -> bool {
     super::Isa::best() == super::Isa::Avx512 && std::arch::is_x86_feature_detected!("avx512bf16")
 }
 
-/// Rows of x in bfloat16, two to a word, zero up to whole registers.
+/// Rows of x in bfloat16, two to a word, padded with zeros to whole registers.
 struct Rounded<'p> {
     words: Buf<'p, u32>,
     rows: usize,
@@ -47,7 +48,7 @@ fn round(x: &[f32], out: &mut [u16]) {
     out[x.len()..].fill(0);
 }
 
-/// All products of a pass; the caller checked the shapes, that x has elements, and [`is_available`].
+/// Computes all products of a pass; the caller checked the shapes, that x has elements, and [`is_available`].
 pub(super) fn run(x: MatRef<'_, f32>, jobs: &mut [super::Job<'_>], scratch: &Scratch) {
     let rounded = Rounded::new(x, scratch);
     for jobs in jobs.chunks_mut(super::AT_ONCE) {
@@ -66,7 +67,7 @@ pub(super) fn run(x: MatRef<'_, f32>, jobs: &mut [super::Job<'_>], scratch: &Scr
     }
 }
 
-/// Weight rows `rows` against `count` rows of x from `n` on.
+/// Multiplies weight rows `rows` with `count` rows of x from `n` on.
 ///
 /// # Safety
 /// The processor has the features, and nobody else writes the outputs of these weight rows meanwhile.
@@ -86,13 +87,13 @@ unsafe fn strip(x: &Rounded<'_>, n: usize, count: usize, t: &Target<'_>, rows: s
     }
 }
 
-/// Thirty-two numbers rounded to bfloat16, in order.
+/// Rounds thirty-two numbers to bfloat16, in order.
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn joined(low: __m512, high: __m512) -> __m512bh {
     _mm512_cvtne2ps_pbh(high, low)
 }
 
-/// Thirty-two numbers of x.
+/// Loads thirty-two numbers of x.
 ///
 /// # Safety
 /// Sixteen words can be read at `p`.
@@ -134,7 +135,7 @@ unsafe fn rows_of<U: Unit>(
             }
         }
         if whole < x.cols {
-            // Only formats of single values end inside a group of 32.
+            // Only formats with blocks of one value end inside a group of 32.
             let mut rest = [0.0f32; 32];
             scalar::dequantise(t.weight.format, &row[whole / 32 * U::BYTES..], &mut rest[..x.cols - whole]);
             // SAFETY: `rest` holds 32 numbers, and rows of x whole registers.
@@ -152,7 +153,7 @@ unsafe fn rows_of<U: Unit>(
     }
 }
 
-/// Many rows of x: a task for every 32 weight rows, and row ranges of x where these are fewer than threads.
+/// Multiplies many rows of x: one task per 32 weight rows, split into row ranges of x if these are fewer than threads.
 fn tiled(x: &Rounded<'_>, targets: &Targets<'_>, scratch: &Scratch) {
     let tiles = targets.tiles(NR);
     if tiles == 0 {
@@ -174,7 +175,7 @@ fn tiled(x: &Rounded<'_>, targets: &Targets<'_>, scratch: &Scratch) {
     });
 }
 
-/// At most 32 weight rows against the rows `part` of x.
+/// Multiplies at most 32 weight rows with the rows `part` of x.
 fn run_panel(
     x: &Rounded<'_>,
     part: std::ops::Range<usize>,
@@ -238,7 +239,7 @@ fn run_panel(
 struct Tile<'a> {
     x: &'a [u32],
     stride: usize,
-    /// The first pair of this piece, and how many it has.
+    /// First pair of this piece, and number of its pairs.
     first: usize,
     steps: usize,
     /// `steps × NR` pairs of weights.

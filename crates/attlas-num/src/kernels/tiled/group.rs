@@ -8,7 +8,7 @@ use super::{OnlineSoftmax, Plan, load, store};
 use crate::mat::Real;
 use std::ops::Range;
 
-/// One tile of keys, from `first` to `end`, as a group of `live` rows from `row` on meets it.
+/// One tile of keys, from `first` to `end`, paired with a group of `live` rows from `row` on.
 pub(super) struct Tile<'t, 'j, T> {
     pub(super) job: &'t Job<'j, T>,
     pub(super) plan: Plan,
@@ -24,7 +24,7 @@ pub(super) struct Tile<'t, 'j, T> {
 }
 
 impl<T: Real> Tile<'_, '_, T> {
-    /// Adds the tile to a group.
+    /// Adds the tile to the state of a group.
     #[inline(always)]
     pub(super) fn update<S: Simd<T = T>, const MR: usize, const NV: usize>(
         &self,
@@ -33,7 +33,8 @@ impl<T: Real> Tile<'_, '_, T> {
         logits: &mut [T],
         mut state: OnlineSoftmax<'_, T>,
     ) {
-        // Keys that some row sees, and those that all see: ranges begin and end in the order of the rows.
+        // Keys that at least one row sees, and keys that all rows see: neither end of a row's key range decreases from
+        // row to row.
         let of_row = |i: usize| {
             let Range { start, end } = self.job.band.range(i, self.job.k.rows());
             (start.clamp(self.first, self.end) - self.first, end.clamp(self.first, self.end) - self.first)
@@ -57,7 +58,7 @@ impl<T: Real> Tile<'_, '_, T> {
         s.call(Outputs::<T, MR, NV> { tile: self, seen, common, weights: logits, acc: state.acc });
     }
 
-    /// The rows of the group that see key `j` of the tile.
+    /// Returns the rows of the group that see key `j` of the tile.
     #[inline(always)]
     fn lanes(&self, j: usize) -> Range<usize> {
         let j = self.first + j;
@@ -69,15 +70,16 @@ impl<T: Real> Tile<'_, '_, T> {
     }
 }
 
-/// `new` in the rows `rows` of a group, `old` in the others, for register `v`.
+/// Selects `new` in the rows `rows` of a group and `old` in the others, for register `v`.
 #[inline(always)]
 fn only<S: Simd>(s: S, rows: &Range<usize>, v: usize, new: S::V, old: S::V) -> S::V {
     let at = v * S::LANES;
     s.inside(new, old, rows.start.saturating_sub(at), rows.end.saturating_sub(at))
 }
 
-/// Fills `logits` (`[key][rows of the group]`) for the keys `seen`, with −∞ where a row does not see one, and collects
-/// the greatest of each row in `top`. Keys up to whole register blocks are written along, as if not seen.
+/// Fills `logits` (`[key][rows of the group]`) for the keys `seen`, with −∞ where a row does not see the key, and
+/// collects the greatest logit of each row in `top`. The range is widened to whole register blocks; the added keys
+/// count as unseen.
 struct Logits<'t, 'j, S: Simd, const MR: usize, const NV: usize> {
     tile: &'t Tile<'t, 'j, S::T>,
     seen: Range<usize>,
@@ -135,7 +137,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Kernel<S> for Logits<'_, '_, S, 
                     }
                 }
             } else {
-                // In memory, so that the sums above stay in registers.
+                // Masks in memory, so that the sums above stay in registers.
                 for (r, row) in block.chunks_exact_mut(width).enumerate() {
                     let rows = tile.lanes(p * MR + r);
                     for v in 0..NV {
@@ -151,8 +153,8 @@ impl<S: Simd, const MR: usize, const NV: usize> Kernel<S> for Logits<'_, '_, S, 
     }
 }
 
-/// Turns logits into weights, in pairs of keys where the instruction set multiplies those, and brings the running maxima
-/// and sums up to date, and the outputs to the new maxima.
+/// Turns logits into weights, in pairs of keys where the instruction set multiplies pairs; updates the running maxima
+/// and sums, and rescales the outputs to the new maxima.
 struct Weights<'t, 's, S: Simd, const NV: usize> {
     rounded: bool,
     seen: Range<usize>,
@@ -171,7 +173,7 @@ impl<S: Simd, const NV: usize> Kernel<S> for Weights<'_, '_, S, NV> {
             let at = v * S::LANES;
             let old = load(s, state.max, at);
             let new = s.max(top[v], old);
-            // A row that has seen nothing yet stays at −∞, which is no place to measure from.
+            // The maximum of a row without a visible key so far stays −∞; shifting by it would compute −∞ − (−∞).
             shift[v] = s.clamp_below(new, S::T::LOWEST);
             let rise = s.sub(s.clamp_above(shift[v], -S::T::LOWEST), s.clamp_below(old, S::T::LOWEST));
             if s.reduce_max(rise) > S::T::ZERO {
@@ -210,8 +212,8 @@ impl<S: Simd, const NV: usize> Kernel<S> for Weights<'_, '_, S, NV> {
     }
 }
 
-/// Adds the weighted values: whole registers of rows over the keys that all see, and over those before and after
-/// only the rows that see them.
+/// Adds the weighted values: to whole registers of rows for the keys that all rows see, and for the keys before and
+/// after only to the rows that see them.
 struct Outputs<'t, 'j, T, const MR: usize, const NV: usize> {
     tile: &'t Tile<'t, 'j, T>,
     seen: Range<usize>,
@@ -225,7 +227,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Kernel<S> for Outputs<'_, '_, S:
     fn run(self, s: S) {
         let Self { tile, seen, common, weights, acc } = self;
         let (width, Rows { data, stride }) = (NV * S::LANES, tile.values);
-        // Steps of the sums are keys, or pairs of keys: those that all rows see whole.
+        // A step of the sums is a key or a pair of keys; `from..to` are the steps that all rows see in full.
         let unit = if S::PAIRS { 2 } else { 1 };
         let steps = seen.start / unit..seen.end.div_ceil(unit);
         let from = common.start.div_ceil(unit);
@@ -265,7 +267,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Kernel<S> for Outputs<'_, '_, S:
     }
 }
 
-/// Steps of the sums that not all rows take part in.
+/// Steps of the sums in which only some rows take part.
 struct Partial<'t, 'j, T, const MR: usize, const NV: usize> {
     tile: &'t Tile<'t, 'j, T>,
     steps: Range<usize>,
@@ -298,7 +300,7 @@ impl<S: Simd, const MR: usize, const NV: usize> Kernel<S> for Partial<'_, '_, S:
     }
 }
 
-/// One step of the sums for the rows that see its key, or the keys of its pair.
+/// Adds one step of the sums for the rows that see its key, or the keys of its pair.
 #[inline(always)]
 fn partial_step<S: Simd, const MR: usize, const NV: usize>(
     s: S,
@@ -312,7 +314,8 @@ fn partial_step<S: Simd, const MR: usize, const NV: usize>(
         add_to(s, tile.lanes(t), (true, true), weights, values, acc);
         return;
     }
-    // Rows see a stretch of keys, so those that see one of a pair only lie before or after those that see both.
+    // The keys of a row are contiguous, so the rows that see only one key of a pair lie before or after those that see
+    // both.
     let (one, two) = (tile.lanes(2 * t), tile.lanes(2 * t + 1));
     for (rows, other, halves) in [(&one, &two, (true, false)), (&two, &one, (false, true))] {
         if rows.is_empty() || other.is_empty() {
@@ -326,7 +329,7 @@ fn partial_step<S: Simd, const MR: usize, const NV: usize>(
     add_to(s, both, (true, true), weights, values, acc);
 }
 
-/// One step of the sums for the rows `rows`, with the wanted halves of a pair.
+/// Adds one step of the sums for the rows `rows`, with the selected halves of a pair.
 #[inline(always)]
 fn add_to<S: Simd, const MR: usize, const NV: usize>(
     s: S,

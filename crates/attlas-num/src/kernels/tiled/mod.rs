@@ -1,15 +1,15 @@
 //! Tiled attention for many rows, generic over the instruction set.
 //!
-//! Rows of queries stand in the lanes of registers. A group is up to three registers of rows, and all that is kept of
-//! it lies with its rows side by side: the transposed queries, the logits and weights of a tile of keys, the running
-//! maxima and sums, the outputs. An element of a key or a value is one number spread over a register, read where keys
-//! and values lie, so nothing but the queries is transposed, and maxima and sums over keys run lane by lane. A block
-//! of rows goes through the keys tile by tile; inside, a group at a time goes through logits, weights and outputs while
-//! its weights lie in the nearest caches. Logits are in base 2: $\log_2 e$ is folded into the queries and the biases.
+//! Each query row occupies one lane of a register. A group is up to three registers of rows, and all its state is
+//! stored with the rows side by side: the transposed queries, the logits and weights of a tile of keys, the running
+//! maxima and sums, the outputs. An element of a key or a value is one number broadcast to a register and read in
+//! place, so only the queries are transposed, and maxima and sums over keys run lane by lane. A block of rows goes
+//! through the keys tile by tile; within a tile, one group at a time computes logits, weights and outputs while its
+//! weights are in the nearest caches. Logits are in base 2: $\log_2 e$ is folded into the queries and the biases.
 //!
-//! The bits of a row depend on its own query and on what it sees, tile by tile, and on nothing else: each
-//! logit is summed over the columns in order, each output and each sum of weights over the keys in order; keys that a
-//! row does not see are left out of its products, not multiplied by zero.
+//! The bits of a row depend only on its own query and on the keys and values it sees, tile by tile: each logit is
+//! summed over the columns in order, each output and each sum of weights over the keys in order; keys that a row does
+//! not see are left out of its products, not multiplied by zero.
 
 mod group;
 mod near;
@@ -33,7 +33,7 @@ const TILE_BYTES: usize = 256 << 10;
 const BLOCK_BYTES: usize = 576 << 10;
 /// Most registers of rows in a group.
 const VECTORS: usize = 3;
-/// Most rows in a block: more of them repay the reading of a tile no further.
+/// Most rows in a block: a larger block no longer gains from reading each tile for more rows.
 const ROWS_MAX: usize = 576;
 
 /// Sizes of tiles and blocks.
@@ -62,14 +62,14 @@ impl Plan {
     }
 }
 
-/// Rows of a block that go together: `vectors` registers of them from row `first` on.
+/// Rows of a block that are processed together: `vectors` registers of them from row `first` on.
 #[derive(Clone, Copy)]
 struct Group {
     first: usize,
     vectors: usize,
 }
 
-/// Cuts `rows` into as few groups as there can be, all of about the same size.
+/// Cuts `rows` into the fewest possible groups, all of about the same size.
 #[inline(always)]
 fn groups(rows: usize, lanes: usize) -> impl Iterator<Item = Group> {
     let vectors = rows.div_ceil(lanes);
@@ -80,8 +80,8 @@ fn groups(rows: usize, lanes: usize) -> impl Iterator<Item = Group> {
     })
 }
 
-/// Running state of the rows of a block, or of a group: the maximum, the sum of weights, and the output, not yet
-/// divided by the sum, as `[d_v][rows]` group by group.
+/// Running state of the rows of a block or a group: the maximum, the sum of weights, and the output before division by
+/// the sum, as `[d_v][rows]` group by group.
 struct OnlineSoftmax<'s, T> {
     max: &'s mut [T],
     sum: &'s mut [T],
@@ -89,7 +89,7 @@ struct OnlineSoftmax<'s, T> {
 }
 
 impl<T> OnlineSoftmax<'_, T> {
-    /// That of the rows of one group.
+    /// Returns the state of the rows of one group.
     #[inline(always)]
     fn rows(&mut self, rows: Range<usize>, d_v: usize) -> OnlineSoftmax<'_, T> {
         OnlineSoftmax {
@@ -139,7 +139,7 @@ pub(super) fn attend<S: Simd, const MR: usize>(
         acc.fill(S::T::ZERO);
         let mut state = OnlineSoftmax { max: &mut max, sum: &mut sum, acc: &mut acc };
 
-        // Ranges begin and end in the order of the rows.
+        // Neither end of a row's key range decreases from row to row.
         let seen = job.band.range(i0, n_k).start..job.band.range(i0 + live - 1, n_k).end;
         let mut j0 = seen.start / plan.tile * plan.tile;
         while j0 < seen.end {
@@ -152,7 +152,7 @@ pub(super) fn attend<S: Simd, const MR: usize>(
             }
             let ahead = seen.end.min(j1 + plan.tile).max(j1) - j1;
             for Group { first, vectors } in groups(live, S::LANES) {
-                // The next tile is on its way while this one is worked on.
+                // Fetches the next tile while this one is in use.
                 let width = vectors * S::LANES;
                 let end = (first + width).min(live);
                 let next = j1 + ahead * first / live..j1 + ahead * end / live;
@@ -250,19 +250,19 @@ fn store<S: Simd>(s: S, x: &mut [S::T], at: usize, value: S::V) {
     unsafe { s.store(x.as_mut_ptr(), value) };
 }
 
-/// Up to a register of elements from `at` on, 0 where there are none.
+/// Loads up to a register of elements from `at` on, 0 past the end.
 #[inline(always)]
 fn load_some<S: Simd>(s: S, x: &[S::T], at: usize) -> S::V {
     let x = &x[at.min(x.len())..];
-    // SAFETY: as many elements are read as there are.
+    // SAFETY: no more elements are read than the slice has.
     unsafe { if x.len() >= S::LANES { s.load(x.as_ptr()) } else { s.load_part(x.as_ptr(), x.len()) } }
 }
 
-/// Up to a register of elements from `at` on, as many as there are places.
+/// Stores up to a register of elements from `at` on, as many as the slice has room for.
 #[inline(always)]
 fn store_some<S: Simd>(s: S, x: &mut [S::T], at: usize, value: S::V) {
     let x = &mut x[at..];
-    // SAFETY: as many elements are written as there are places.
+    // SAFETY: no more elements are written than the slice has room for.
     unsafe {
         if x.len() >= S::LANES {
             s.store(x.as_mut_ptr(), value);

@@ -40,15 +40,15 @@ impl<S: Simd> Kernel<S> for PackQueries<'_, '_, S::T> {
     }
 }
 
-/// Rows of a tile, one for each key, or for values in pairs one for each two keys.
+/// Rows of a tile: one per key, or, for values in pairs, one per two keys.
 #[derive(Clone, Copy)]
 pub(super) struct Rows<'t, T> {
     pub(super) data: &'t [T],
     pub(super) stride: usize,
 }
 
-/// The keys and values of the tile `tile`, of which those of `needed` are read: where they lie if they follow one
-/// another there and nothing has to be done to them, else as copies.
+/// Returns the keys and values of the tile `tile`, of which only `needed` is read: in place if they are contiguous and
+/// need no change, otherwise as copies.
 #[inline(always)]
 pub(super) fn near<'t, S: Simd, const MR: usize>(
     s: S,
@@ -61,7 +61,7 @@ pub(super) fn near<'t, S: Simd, const MR: usize>(
     values: &'t mut [S::T],
 ) -> (Rows<'t, S::T>, Rows<'t, S::T>) {
     let (d, d_v) = (job.k.cols(), job.v.cols());
-    // What a bias hides must not be read; any other bias leaves keys and values as they are.
+    // Keys and values hidden by a bias must not be read; any other bias leaves them unchanged.
     let hides = |b: &[S::T]| b[needed.clone()].contains(&S::T::NEG_INFINITY);
     let as_it_is = !rounded && !job.bias.is_some_and(hides);
     let keys = if as_it_is && job.k.stride() == d && tile.len().is_multiple_of(MR) {
@@ -80,8 +80,8 @@ pub(super) fn near<'t, S: Simd, const MR: usize>(
     (keys, values)
 }
 
-/// Row `j` of `a`, or nothing for a key that is not needed or that its bias hides: nothing that such a key holds may
-/// reach a sum.
+/// Returns row `j` of `a`, or an empty slice if the key is not needed or its bias hides it: no element of such a key
+/// may reach a sum.
 #[inline(always)]
 fn row_if_seen<'a, T: Real>(job: &Job<'a, T>, a: MatRef<'a, T>, needed: &Range<usize>, j: usize) -> &'a [T] {
     let seen = needed.contains(&j) && job.bias.is_none_or(|b| b[j] != T::NEG_INFINITY);
@@ -117,7 +117,8 @@ impl<S: Simd> Kernel<S> for CopyKeys<'_, '_, S::T> {
     }
 }
 
-/// Copies values, zeros in the columns after the last; two keys to a row where the instruction set multiplies pairs.
+/// Copies values, with zeros in the columns after the last; two keys to a row where the instruction set multiplies
+/// pairs.
 struct CopyValues<'t, 'j, T> {
     job: &'t Job<'j, T>,
     rounded: bool,

@@ -1,9 +1,10 @@
-//! How pivots are drawn: one at a time, in blocks thinned by rejection, or in blocks.
+//! Drawing of pivots: one at a time, in blocks thinned by rejection, or in blocks.
 //!
-//! Pivots are drawn with probability proportional to $(D_j^2 p_j)^\gamma$, $p$ being the residual diagonal and $D$ the scales.
-//! A block is drawn with the $p$ of its beginning. Rejection takes its proposals in order and keeps $j$ with probability
-//! $(p'_j / p_j)^\gamma$, $p'$ being the residual after those kept before it: they are then distributed as if drawn one at a
-//! time. Only the small matrix $A_{I,I} - G_{:,I}^\top G_{:,I}$ of the proposals is needed to decide.
+//! Pivots are drawn with probability proportional to $(D_j^2 p_j)^\gamma$, $p$ being the residual diagonal and $D$ the
+//! scales. A block is drawn with the $p$ at its start. Rejection takes its proposals in order and keeps $j$ with
+//! probability $(p'_j / p_j)^\gamma$, $p'$ being the residual after those kept before it: the kept pivots are then
+//! distributed as if drawn one at a time. The decision needs only the small matrix $A_{I,I} - G_{:,I}^\top G_{:,I}$ of
+//! the proposals.
 
 use super::matrix::PsdMatrix;
 use super::state::Factorisation;
@@ -12,7 +13,7 @@ use crate::rng::StreamKey;
 use crate::{Mat, Real};
 
 impl<T: Real> Factorisation<'_, T> {
-    /// Logarithm of the sampling weight of `j`, before the power.
+    /// Returns the logarithm of the sampling weight of `j`, before the power.
     fn log_score(&self, j: usize) -> f64 {
         if self.residual[j] <= 0.0 {
             return f64::NEG_INFINITY;
@@ -31,7 +32,7 @@ impl<T: Real> Factorisation<'_, T> {
         best.0
     }
 
-    /// Running sums of the sampling weights.
+    /// Returns running sums of the sampling weights.
     fn cumulative(&self, power: f64) -> Vec<f64> {
         let mut sum = 0.0;
         let mut add = |w: f64| {
@@ -43,7 +44,7 @@ impl<T: Real> Factorisation<'_, T> {
                 None => self.residual.iter().map(|&p| add(p)).collect(),
                 Some(w) => self.residual.iter().zip(w).map(|(&p, &w)| add(p * w)).collect(),
             };
-            // Products that underflow are taken by their logarithms.
+            // If products underflow, logarithms replace them.
             if self.weight.is_none() || plain.last().is_some_and(|&total| total > 1e-250) {
                 return plain;
             }
@@ -72,7 +73,7 @@ impl<T: Real> Factorisation<'_, T> {
         };
         match pivot {
             Some(s) => self.take_pivot(matrix, s),
-            // Weights that all underflow: nothing left that counts.
+            // All weights underflow: nothing significant is left.
             None => {
                 self.residual.fill(0.0);
                 Ok(())
@@ -99,11 +100,11 @@ impl<T: Real> Factorisation<'_, T> {
         let before: Vec<f64> = (0..index.len()).map(|j| h[(j, j)]).collect();
         let mut accepted: Vec<usize> = Vec::new();
         for j in 0..index.len() {
-            // Every proposal uses one draw, so that a rejection does not shift the stream.
+            // Every proposal uses one draw, so a rejection does not shift the stream.
             let draw = rng.uniform();
             let s = index[j];
             if before[j] <= self.noise[s] {
-                // Recomputed, the residual is noise; forgetting it keeps rounds from repeating.
+                // The recomputed residual is noise; setting it to 0 keeps rounds from repeating.
                 self.residual[s] = 0.0;
                 continue;
             }
@@ -157,7 +158,7 @@ impl<T: Real> Factorisation<'_, T> {
     }
 }
 
-/// Step `j` of an outer-product Cholesky: column `j` becomes that of the factor, the block after it the Schur
+/// Takes step `j` of an outer-product Cholesky: column `j` becomes that of the factor, the block after it the Schur
 /// complement.
 fn eliminate(h: &mut Mat<f64>, j: usize) {
     let b = h.rows();
@@ -171,7 +172,7 @@ fn eliminate(h: &mut Mat<f64>, j: usize) {
     }
 }
 
-/// The index whose slice of the running sums holds the share `u` of the total; never one of weight zero.
+/// Returns the index whose slice of the running sums holds the share `u` of the total; never one of weight zero.
 fn pick(cumulative: &[f64], u: f64) -> Option<usize> {
     let total = *cumulative.last()?;
     if !(total > 0.0 && total.is_finite()) {

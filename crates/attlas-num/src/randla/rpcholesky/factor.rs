@@ -1,4 +1,4 @@
-//! The factor $G$ of $\hat A = G^\top G$, in panels, and what is done with it.
+//! The factor $G$ of $\hat A = G^\top G$, in panels, and the operations on it.
 //!
 //! With $S$ the pivots and $L = (G_{:,S})^\top$, $\hat A = A_{:,S} W$ for the interpolation weights $W = L^{-\top} G$: sums over
 //! all columns become sums over the pivots.
@@ -10,8 +10,8 @@ use crate::scratch::Buf;
 use crate::{Mat, MatRef, Real, Scratch};
 use std::ops::Range;
 
-/// Columns of the factor that lie together and are worked on by one thread: fixed, so that the number of
-/// threads changes nothing.
+/// Columns of the factor that are stored together and processed by one thread: fixed, so that the number of threads
+/// changes nothing.
 pub(super) const PANEL: usize = 512;
 /// Panels whose products are summed in the element type before the sums are added in `f64`.
 pub(super) const PANELS_PER_SUM: usize = 8;
@@ -22,7 +22,7 @@ pub(super) struct Panels<'s, T> {
     pub(super) data: Buf<'s, T>,
     pub(super) n: usize,
     pub(super) width: usize,
-    /// Rows there is room for.
+    /// Capacity in rows.
     pub(super) capacity: usize,
 }
 
@@ -62,7 +62,7 @@ pub struct PartialCholesky<'s, T> {
     pub pivots: Vec<usize>,
     /// Diagonal of $A - \hat A$, never negative, zero at the pivots.
     pub residual: Vec<f64>,
-    /// Trace of the residual over the trace of the matrix; both of $D K_0 D$ where log-scales were given.
+    /// Trace of the residual over the trace of the matrix; both of $D K_0 D$ if log-scales were given.
     pub relative_residual: f64,
     /// Rounds of drawing that were made.
     pub rounds: usize,
@@ -85,15 +85,15 @@ impl<T: Real> PartialCholesky<'_, T> {
         Mat::from_fn(k, k, |i, j| if j <= i { self.panels.at(j, self.pivots[i]).to_f64() } else { 0.0 })
     }
 
-    /// Least residual that a pivot had when it was taken, the least square on the diagonal of $L$; infinite without
-    /// pivots.
+    /// Returns the least residual that a pivot had when it was taken, the least square on the diagonal of $L$; infinite
+    /// without pivots.
     pub fn least_pivot(&self) -> f64 {
         let taken = self.pivots.iter().enumerate().map(|(t, &s)| self.panels.at(t, s).to_f64().powi(2));
         taken.fold(f64::INFINITY, f64::min)
     }
 
-    /// $W X$ for the interpolation weights $W = L^{-\top} G$, without forming them: $\hat A = A_{:,S} W$. `fill(j, row)`
-    /// writes row `j` of $X$, which has `cols` columns and is never formed whole.
+    /// Computes $W X$ for the interpolation weights $W = L^{-\top} G$, without forming them: $\hat A = A_{:,S} W$.
+    /// `fill(j, row)` writes row `j` of $X$, which has `cols` columns and is never formed whole.
     pub fn apply_weights_with(
         &self,
         cols: usize,

@@ -1,4 +1,4 @@
-//! Positive semidefinite matrices that are read by pieces and need not be stored.
+//! Positive semidefinite matrices that are read in pieces and need not be stored.
 
 use crate::kernels::{Isa, Op, exp_in_place, gemm};
 use crate::linalg::dot;
@@ -6,15 +6,15 @@ use crate::par::*;
 use crate::{MatRef, Real, Scratch};
 use std::ops::Range;
 
-/// A positive semidefinite matrix, read by pieces of rows.
+/// Positive semidefinite matrix, read in pieces of rows.
 pub trait PsdMatrix<T: Real>: Sync {
-    /// Number of rows.
+    /// Returns the number of rows.
     fn size(&self) -> usize;
-    /// The diagonal, `n` entries.
+    /// Writes the diagonal, `n` entries.
     fn diag_into(&self, out: &mut [T]);
-    /// The columns `cols` of the named rows, row after row, `rows.len() × cols.len()` entries.
+    /// Writes the columns `cols` of the named rows, row after row, `rows.len() × cols.len()` entries.
     fn rows_into(&self, rows: &[usize], cols: Range<usize>, out: &mut [T], scratch: &Scratch);
-    /// The named rows and columns, `index.len()²` entries.
+    /// Writes the named rows and columns, `index.len()²` entries.
     fn sub_into(&self, index: &[usize], out: &mut [T]);
 }
 
@@ -48,7 +48,7 @@ pub struct GaussianKernel<'a, T> {
 }
 
 impl<'a, T: Real> GaussianKernel<'a, T> {
-    /// The kernel of the rows of `points`.
+    /// Creates the kernel of the rows of `points`.
     pub fn new(points: MatRef<'a, T>) -> Self {
         let half = T::from_f64(0.5);
         let of_row = |i: usize| half * dot(points.row(i), points.row(i));
@@ -104,7 +104,7 @@ impl<T: Real> PsdMatrix<T> for GaussianKernel<'_, T> {
     }
 }
 
-/// $e^{\min(0, x)}$, with NaN kept.
+/// Computes $e^{\min(0, x)}$, with NaN kept.
 fn capped_exp<T: Real>(x: T) -> T {
     if x > T::ZERO { T::ONE } else { x.exp() }
 }

@@ -30,7 +30,7 @@ use crate::rng::StreamKey;
 use crate::{Real, Scratch};
 use state::Factorisation;
 
-/// How pivots are found.
+/// Method of drawing pivots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Variant {
     /// One at a time.
@@ -57,7 +57,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// The defaults, for at most `rank` pivots.
+    /// Returns the defaults, for at most `rank` pivots.
     pub fn rank(rank: usize) -> Self {
         Self { rank, variant: None, block: None, stop_tol: None, power: 1.0 }
     }
@@ -68,11 +68,12 @@ impl Options {
     }
 }
 
-/// Randomly pivoted Cholesky of `matrix`, or of $D K_0 D$ with `matrix` $= K_0$ if `log_scale` $= \ln D$ is given.
+/// Computes a randomly pivoted Cholesky of `matrix`, or of $D K_0 D$ with `matrix` $= K_0$ if `log_scale` $= \ln D$ is
+/// given.
 ///
-/// With log-scales the factor is still that of $K_0$, in which nothing overflows; only the pivots follow
-/// $D K_0 D$. Fewer pivots than asked for are taken where the residual is exhausted. Residuals below eight
-/// roundoffs of their diagonal entry are noise and count as zero. Columns are worked on in parallel.
+/// With log-scales the factor is still that of $K_0$, in which nothing overflows; only the pivots follow $D K_0 D$. The
+/// result has fewer pivots than `rank` if the residual is exhausted. Residuals below eight roundoffs of their diagonal
+/// entry are noise and count as zero. Columns are processed in parallel.
 pub fn rp_cholesky<'s, T: Real, M: PsdMatrix<T> + ?Sized>(
     matrix: &M,
     log_scale: Option<&[f64]>,
@@ -108,7 +109,7 @@ pub fn rp_cholesky<'s, T: Real, M: PsdMatrix<T> + ?Sized>(
     Ok(state.finish(rounds))
 }
 
-/// Partial Cholesky with the given pivots, in their order. A pivot whose residual is gone (a repeated one,
+/// Computes the partial Cholesky with the given pivots, in their order. A pivot whose residual is gone (a repeated one,
 /// for instance) is an error.
 pub fn cholesky_with_pivots<'s, T: Real, M: PsdMatrix<T> + ?Sized>(
     matrix: &M,

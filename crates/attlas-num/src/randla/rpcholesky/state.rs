@@ -1,7 +1,7 @@
-//! A factorisation that grows: residual diagonal, pivots taken so far, and how new ones are added.
+//! A growing factorisation: residual diagonal, pivots taken so far, and the addition of new ones.
 //!
-//! New pivots $I$ with $LL^\top = A_{I,I} - G_{:,I}^\top G_{:,I}$ append the rows $L^{-1}(A_{I,:} - G_{:,I}^\top G)$ to $G$, and the
-//! residual diagonal falls by their squares. Panels of columns are worked on in parallel, each by itself.
+//! New pivots $I$ with $LL^\top = A_{I,I} - G_{:,I}^\top G_{:,I}$ append the rows $L^{-1}(A_{I,:} - G_{:,I}^\top G)$ to
+//! $G$, and the residual diagonal falls by their squares. Panels of columns are processed independently, in parallel.
 
 use super::factor::{Panels, PartialCholesky};
 use super::matrix::PsdMatrix;
@@ -10,7 +10,7 @@ use crate::linalg::{LinalgError, Result, Triangle, solve_triangular_in_place};
 use crate::par::*;
 use crate::{Mat, MatRef, Real, Scratch};
 
-/// A factorisation in the making.
+/// Unfinished factorisation.
 pub(super) struct Factorisation<'s, T> {
     pub(super) n: usize,
     panels: Panels<'s, T>,
@@ -79,7 +79,7 @@ impl<'s, T: Real> Factorisation<'s, T> {
         }
     }
 
-    /// 0 for the zero matrix.
+    /// Returns the relative residual; 0 for the zero matrix.
     pub(super) fn relative_residual(&self) -> f64 {
         if self.trace > 0.0 { self.weighted_trace() / self.trace } else { 0.0 }
     }
@@ -99,7 +99,7 @@ impl<'s, T: Real> Factorisation<'s, T> {
         self.append(matrix, &[s], &Mat::from_vec(vec![root], 1, 1))
     }
 
-    /// $A_{I,I} - G_{:,I}^\top G_{:,I}$.
+    /// Computes $A_{I,I} - G_{:,I}^\top G_{:,I}$.
     pub(super) fn residual_block<M: PsdMatrix<T> + ?Sized>(
         &self,
         matrix: &M,
@@ -118,12 +118,12 @@ impl<'s, T: Real> Factorisation<'s, T> {
         Ok(h)
     }
 
-    /// $G_{:,I}$.
+    /// Returns $G_{:,I}$.
     fn factor_columns(&self, index: &[usize]) -> Mat<T> {
         Mat::from_fn(self.pivots.len(), index.len(), |t, j| self.panels.at(t, index[j]))
     }
 
-    /// Appends the accepted ones of the drawn indices; column `j` of `h` holds that of the Cholesky factor.
+    /// Appends the accepted ones among the drawn indices; column `j` of `h` is that of the Cholesky factor.
     pub(super) fn append_accepted<M: PsdMatrix<T> + ?Sized>(
         &mut self,
         matrix: &M,

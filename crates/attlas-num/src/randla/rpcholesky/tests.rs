@@ -21,13 +21,13 @@ fn run(a: &Mat<f64>, options: Options, seed: u64) -> PartialCholesky<'static, f6
     rp_cholesky(&a.as_ref(), None, options, StreamKey::new(seed), &SCRATCH).unwrap()
 }
 
-/// $G^\top G$, formed.
+/// Forms $G^\top G$.
 fn approximation(f: &PartialCholesky<'_, f64>) -> Mat<f64> {
     let factor = f.factor();
     matmul_tn(factor.as_ref(), factor.as_ref())
 }
 
-/// $W X$ for the interpolation weights $W$ of `f`.
+/// Computes $W X$ for the interpolation weights $W$ of `f`.
 fn apply_weights(f: &PartialCholesky<'_, f64>, x: &Mat<f64>) -> Mat<f64> {
     f.apply_weights_with(x.cols(), &SCRATCH, |j, out| out.copy_from_slice(x.row(j)))
 }
@@ -36,7 +36,7 @@ fn trace(a: &Mat<f64>) -> f64 {
     (0..a.rows()).map(|i| a[(i, i)]).sum()
 }
 
-/// A kernel matrix with a quickly falling spectrum.
+/// Returns a kernel matrix with a quickly falling spectrum.
 fn smooth_kernel(n: usize, seed: u64) -> Mat<f64> {
     let x = gaussian(n, 2, seed);
     let kernel = GaussianKernel::new(x.as_ref());
@@ -53,7 +53,7 @@ fn a_matrix_of_low_rank_is_exhausted_by_its_rank() {
             let f = run(&a, with(variant, rank), 1);
             assert!(f.relative_residual <= 1e-10, "{variant:?} {n} {rank}");
             assert!(distance(&approximation(&f), &a) <= 1e-10 * a.frobenius());
-            // Asking for more pivots than there are directions stops early, without noise pivots.
+            // A request for more pivots than there are directions stops early, without noise pivots.
             let more = run(&a, with(variant, n), 1);
             assert_eq!(more.rank(), rank, "{variant:?}");
         }
@@ -132,7 +132,7 @@ fn the_factor_is_triangular_on_its_pivots_and_weights_interpolate() {
     }
 }
 
-/// Pearson's statistic of observed counts.
+/// Computes Pearson's statistic of observed counts.
 fn chi_square(counts: &[usize], probabilities: &[f64]) -> f64 {
     let total = counts.iter().sum::<usize>() as f64;
     counts
@@ -151,7 +151,7 @@ fn fixed() -> Mat<f64> {
     )
 }
 
-/// Probabilities of the ordered pairs of first pivots, row by row.
+/// Returns the probabilities of the ordered pairs of first pivots, row by row.
 fn pair_probabilities(a: &Mat<f64>, power: f64) -> Vec<f64> {
     let n = a.rows();
     let total: f64 = (0..n).map(|i| a[(i, i)].powf(power)).sum();
@@ -209,7 +209,7 @@ fn pairs_of_pivots_follow_the_residual_in_simple_and_accelerated() {
             }
         }
     }
-    // The block variant draws its second pivot from the first diagonal: the test has the power to see it.
+    // The block variant draws its second pivot from the first diagonal; the test must detect it.
     let counts = pair_counts(&a, None, with(Variant::Block, 2), 20_000);
     assert!(chi_square(&counts, &pair_probabilities(&a, 1.0)) > CHI11);
 }
@@ -224,7 +224,7 @@ fn log_scales_give_the_pivots_of_the_scaled_matrix() {
         let statistic = chi_square(&counts, &pair_probabilities(&scaled, 1.0));
         assert!(statistic < CHI11, "{variant:?}: {statistic}");
     }
-    // Scales beyond the range of numbers only matter by their differences.
+    // Of scales beyond the range of numbers, only the differences matter.
     let huge: Vec<f64> = log_scale.iter().map(|x| x + 5000.0).collect();
     let run = |scale: &[f64]| {
         rp_cholesky(&k0.as_ref(), Some(scale), with(Variant::Simple, 3), StreamKey::new(5), &SCRATCH).unwrap()
@@ -250,7 +250,7 @@ fn the_trace_error_keeps_its_bound_in_expectation() {
             (0..60).map(|seed| run(&a, with(variant, k), seed).relative_residual * trace(&a)).collect();
         let mean = errors.iter().sum::<f64>() / 60.0;
         assert!(mean <= (1.0 + eps) * best, "{variant:?}: {mean} over {best}");
-        // And it cannot beat the best approximation of its rank.
+        // The approximation cannot beat the best one of its rank.
         assert!(mean >= spectrum[k..].iter().sum::<f64>());
     }
 }

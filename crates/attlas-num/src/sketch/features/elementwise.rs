@@ -9,7 +9,7 @@ use crate::kernels::{ln_in_place, softmax_in_place};
 use crate::mat::{MatRef, Real};
 use crate::sketch::{SketchError, ensure};
 
-/// A positive function of each coordinate.
+/// Positive function of each coordinate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Elementwise {
     /// $\mathrm{elu}(x) + 1$.
@@ -62,7 +62,7 @@ impl<T: Real> LogFeatures<T> for ElementwiseFeatures {
                 Elementwise::Elu1 => {
                     map_row(row, out, |x| if x * root > T::ZERO { T::ONE + x * root } else { T::ONE });
                     ln_in_place(out);
-                    // The logarithm of one is zero.
+                    // The logarithm above is 0 for x ≤ 0; this adds x itself there.
                     let below = |x: T| if x > T::ZERO { T::ZERO } else { x };
                     out.iter_mut().zip(row).for_each(|(o, &x)| *o += below(x * root));
                 }
@@ -106,7 +106,7 @@ impl<T: Real> LogFeatures<T> for ElementwiseFeatures {
     }
 }
 
-/// The gradient of one row of log-features.
+/// Computes the gradient of one row of log-features.
 fn pull_back_row<T: Real>(
     function: Elementwise,
     root: T,

@@ -23,7 +23,7 @@ use crate::scratch::Scratch;
 use crate::sketch::project::{Projection, needs_wide, norm2, project};
 use crate::sketch::{SketchError, ensure, ensure_size};
 
-/// The $A \le 0$ of smallest average log second moment where $\|x + y\|^2$ averages `z`.
+/// Returns the $A \le 0$ of smallest average log second moment if $\|x + y\|^2$ averages `z`.
 ///
 /// $u = [(d + 2z) + \sqrt{(d+2z)^2 + 8dz}]/(2d)$, $A = (1 - u)/8$. For one pair the exact minimiser.
 pub fn optimal_a(z: f64, d: usize) -> f64 {
@@ -46,25 +46,26 @@ pub struct SideMoments {
 }
 
 impl SideMoments {
-    /// Means and mean squares of coordinates; enough for [`Exponent::saderf`] and [`Moments::mean_sum_norm2`].
+    /// Creates empty sums for means and mean squares of coordinates; enough for [`Exponent::saderf`] and
+    /// [`Moments::mean_sum_norm2`].
     pub fn diagonal(d: usize) -> Self {
         Self { count: 0, sum: vec![0.0; d], squares: vec![0.0; d], outer: None }
     }
 
-    /// All second moments, for [`Exponent::sderf`] and [`Exponent::aderf`].
+    /// Creates empty sums for all second moments, for [`Exponent::sderf`] and [`Exponent::aderf`].
     pub fn dense(d: usize) -> Self {
         Self { outer: Some(Mat::zeros(d, d)), ..Self::diagonal(d) }
     }
 
-    /// As if from one row with these means of products: what was saved from [`means`](Self::means). Panics on
-    /// wrong shapes.
+    /// Restores what [`means`](Self::means) returned, as if from one row with these means of products. Panics on wrong
+    /// shapes.
     pub fn from_means(mean: Vec<f64>, outer: Mat<f64>) -> Self {
         assert!(outer.rows() == mean.len() && outer.cols() == mean.len(), "d × d second moments");
         let squares = (0..mean.len()).map(|i| outer[(i, i)]).collect();
         Self { count: 1, sum: mean, squares, outer: Some(outer) }
     }
 
-    /// The mean, and the mean of $x x^\top$ where it was collected.
+    /// Returns the mean, and the mean of $x x^\top$ if it was collected.
     pub fn means(&self) -> (Vec<f64>, Option<Mat<f64>>) {
         let n = self.count.max(1) as f64;
         let outer = self.outer.as_ref().map(|m| Mat::from_fn(m.rows(), m.cols(), |i, j| m[(i, j)] / n));
@@ -109,7 +110,7 @@ impl SideMoments {
     }
 }
 
-/// Rows of which the second moments are computed together.
+/// Rows whose second moments are computed together.
 const BLOCK: usize = 256;
 
 /// First and second moments of queries $x$ and keys $y$, scaled.
@@ -121,8 +122,8 @@ pub struct Moments {
 }
 
 impl Moments {
-    /// From the sums of both sides; the maps will see $\sqrt{\mathrm{scale}}$ times the rows. A side without
-    /// rows counts as zero.
+    /// Builds the moments from the sums of both sides, for maps that multiply rows by $\sqrt{\mathrm{scale}}$. A side
+    /// without rows counts as zero.
     pub fn new(query: &SideMoments, key: &SideMoments, scale: f64) -> Result<Self, SketchError> {
         ensure_size("row length of keys", query.sum.len(), key.sum.len())?;
         ensure(scale > 0.0 && scale.is_finite(), "scale", scale, "positive and finite")?;
@@ -136,7 +137,7 @@ impl Moments {
         let outer = |side: &SideMoments| {
             let outer = side.outer.as_ref()?;
             let factor = per_row(side) * scale;
-            // One triangle, so that rounding cannot make it asymmetric.
+            // Reads one triangle, so rounding cannot make it asymmetric.
             Some(Mat::from_fn(outer.rows(), outer.rows(), |i, j| factor * outer[(i.max(j), i.min(j))]))
         };
         let moments = Self {
@@ -165,7 +166,7 @@ impl Moments {
         (squares + 2.0 * self.mean_score()).max(0.0)
     }
 
-    /// Second moments with a ridge relative to their average eigenvalue.
+    /// Returns the second moments with a ridge relative to their average eigenvalue.
     fn ridged(&self, ridge: f64) -> Result<[Mat<f64>; 2], SketchError> {
         ensure(ridge >= 0.0 && ridge.is_finite(), "ridge", ridge, "finite and not negative")?;
         let outer = self.outer.as_ref().ok_or(SketchError::InvalidParam {
@@ -182,7 +183,7 @@ impl Moments {
     }
 }
 
-/// A $d \times d$ matrix with the structure that the variants have.
+/// $d \times d$ matrix with the structure of a variant.
 #[derive(Clone, Debug)]
 enum Linear {
     Scaled(f64),
@@ -191,7 +192,7 @@ enum Linear {
 }
 
 impl Linear {
-    /// $L x$.
+    /// Computes $L x$.
     fn apply(&self, x: &[f64]) -> Vec<f64> {
         match self {
             Self::Scaled(c) => x.iter().map(|x| c * x).collect(),
@@ -200,7 +201,7 @@ impl Linear {
         }
     }
 
-    /// $L^\top x$.
+    /// Computes $L^\top x$.
     fn apply_transposed(&self, x: &[f64]) -> Vec<f64> {
         match self {
             Self::Dense(m) => (0..m.cols()).map(|j| (0..m.rows()).map(|i| m[(i, j)] * x[i]).sum()).collect(),
@@ -208,13 +209,13 @@ impl Linear {
         }
     }
 
-    /// $\|L x\|^2$.
+    /// Computes $\|L x\|^2$.
     fn norm2(&self, x: &[f64]) -> f64 {
         let y = self.apply(x);
         dot(&y, &y)
     }
 
-    /// Writes $\|L x\|^2$ for every row of `x`.
+    /// Computes $\|L x\|^2$ for every row of `x`.
     fn norms2<T: Real>(&self, x: MatRef<'_, T>) -> Vec<f64> {
         match self {
             Self::Scaled(c) => x.iter_rows().map(|row| c * c * norm2(row)).collect(),
@@ -225,7 +226,7 @@ impl Linear {
             Self::Dense(m) => {
                 let mut wide = Mat::zeros(x.rows(), x.cols());
                 for (i, row) in x.iter_rows().enumerate() {
-                    // Bounded so that no sum overflows with both signs; NaN stays.
+                    // The bounds keep sums from overflowing with both signs; NaN stays.
                     let bounded = row.iter().map(|x| x.to_f64().clamp(-1e140, 1e140));
                     wide.row_mut(i).iter_mut().zip(bounded).for_each(|(w, x)| *w = x);
                 }
@@ -236,7 +237,7 @@ impl Linear {
         }
     }
 
-    /// $\mathrm{root} \cdot \Omega L$, rounded once.
+    /// Computes $\mathrm{root} \cdot \Omega L$, rounded once.
     fn fold<T: Real>(&self, omega: &Mat<f64>, root: f64) -> Mat<T> {
         let entry = |f: &dyn Fn(usize, usize) -> f64| {
             Mat::from_fn(omega.rows(), omega.cols(), |l, j| T::from_f64(root * f(l, j)))
@@ -251,7 +252,7 @@ impl Linear {
         }
     }
 
-    /// $E (Lx)_c^2$ for each $c$; `None` if that takes second moments that are missing.
+    /// Computes $E (Lx)_c^2$ for each $c$; `None` if it needs second moments that are missing.
     fn mean_squares(&self, moments: &Moments, side: usize) -> Option<Vec<f64>> {
         let squares = &moments.squares[side];
         Some(match self {
@@ -266,7 +267,7 @@ impl Linear {
     }
 }
 
-/// The singular value decomposition of moments.
+/// Computes the singular value decomposition of moments.
 fn decomposed(a: &Mat<f64>) -> Result<Svd, SketchError> {
     let refused = SketchError::InvalidParam { name: "moments", value: f64::NAN, expected: "finite numbers" };
     svd(a.as_ref()).map_err(|_| refused)
@@ -285,7 +286,7 @@ pub struct Exponent {
     /// The diagonal of $A$.
     a: Vec<f64>,
     query: SideForm,
-    /// The key side where it differs.
+    /// The key side, if it differs.
     key: Option<SideForm>,
     /// $\ln D$.
     log_d: f64,
@@ -399,7 +400,7 @@ impl Exponent {
         4.0 * self.log_d - 0.5 * self.a.iter().map(|a| (-8.0 * a).ln_1p()).sum::<f64>()
     }
 
-    /// $\ln E[f(\omega, x)^2 f(\omega, y)^2]$ for scaled rows.
+    /// Computes $\ln E[f(\omega, x)^2 f(\omega, y)^2]$ for scaled rows.
     pub fn log_second_moment(&self, x: &[f64], y: &[f64]) -> f64 {
         let (q, k) = (self.side(Side::Query), self.side(Side::Key));
         let (u, w) = (q.b.apply(x), k.b.apply(y));
@@ -408,14 +409,14 @@ impl Exponent {
         self.log_constant() - q.l.norm2(x) - k.l.norm2(y) + 2.0 * sum
     }
 
-    /// Variance of the estimate from independent directions, relative to $e^{2\langle x, y\rangle}$.
+    /// Returns the variance of the estimate from independent directions, relative to $e^{2\langle x, y\rangle}$.
     pub fn relative_variance(&self, x: &[f64], y: &[f64], directions: usize) -> f64 {
         let log = self.log_second_moment(x, y) - 2.0 * dot(x, y);
         log.exp_m1().max(0.0) / directions as f64
     }
 
-    /// The average of [`log_second_moment`](Self::log_second_moment) over all pairs of data with these
-    /// moments; `None` where dense moments are needed but were not collected.
+    /// Returns the average of [`log_second_moment`](Self::log_second_moment) over all pairs of data with these moments;
+    /// `None` if it needs dense moments that were not collected.
     pub fn mean_log_second_moment(&self, moments: &Moments) -> Option<f64> {
         let (q, k) = (self.side(Side::Query), self.side(Side::Key));
         let (u2, w2) = (q.b.mean_squares(moments, 0)?, k.b.mean_squares(moments, 1)?);
@@ -425,7 +426,7 @@ impl Exponent {
         Some(self.mean_log_opposite_moment(moments)? + 2.0 * sum)
     }
 
-    /// The average of $\ln E[f(\omega, x) f(-\omega, x) f(\omega, y) f(-\omega, y)]$ over all pairs.
+    /// Returns the average of $\ln E[f(\omega, x) f(-\omega, x) f(\omega, y) f(-\omega, y)]$ over all pairs.
     pub fn mean_log_opposite_moment(&self, moments: &Moments) -> Option<f64> {
         let norm =
             |side: Side, k: usize| Some(self.side(side).l.mean_squares(moments, k)?.iter().sum::<f64>());
@@ -433,7 +434,7 @@ impl Exponent {
     }
 }
 
-/// One side of the map, ready to be applied: $\sqrt{\mathrm{scale}}\,\Omega B$ and $L$.
+/// One side of the map, ready to apply: $\sqrt{\mathrm{scale}}\,\Omega B$ and $L$.
 #[derive(Clone, Debug)]
 struct SideMap<T> {
     omega: Projection<T>,
@@ -455,7 +456,7 @@ pub struct ExpFeatures<T> {
 }
 
 impl<T: Real> ExpFeatures<T> {
-    /// From parameters and the rows of `directions`.
+    /// Builds the map from parameters and the rows of `directions`.
     pub fn new(
         exponent: &Exponent,
         directions: &Mat<f64>,
@@ -486,22 +487,22 @@ impl<T: Real> ExpFeatures<T> {
     }
 }
 
-/// One side of exponential features as numbers: feature $l$ of $x$ has the logarithm
-/// $c_l + \langle \Omega_l, x \rangle - \frac12 \|N x\|^2$, that of $-\omega_l$ the other sign before the product.
+/// Constants of one side of exponential features. The logarithm of feature $l$ of $x$ is
+/// $c_l + \langle \Omega_l, x \rangle - \frac12 \|N x\|^2$; for $-\omega_l$ the inner product has the opposite sign.
 #[derive(Clone, Debug)]
 pub struct ExpParts {
-    /// $\Omega$, a direction a row.
+    /// $\Omega$, one direction per row.
     pub directions: Mat<f64>,
     /// $c$.
     pub constants: Vec<f64>,
-    /// $N$; where there is none it is a multiple of the identity.
+    /// $N$; if `None`, a multiple of the identity.
     pub norm: Option<Mat<f64>>,
     /// The square of that multiple.
     pub norm_scale: f64,
 }
 
 impl ExpFeatures<f64> {
-    /// The numbers of one side, for maps that run elsewhere. Every constant is kept.
+    /// Returns the constants of one side, for maps that run elsewhere. None of them is dropped.
     pub fn parts(&self, side: Side) -> ExpParts {
         let map = match side {
             Side::Query => &self.query,
@@ -606,8 +607,8 @@ impl<T: Real> LogFeatures<T> for ExpFeatures<T> {
     }
 }
 
-/// `projection + base` as a log-feature: below the range of the type an exact zero, above it the largest
-/// number.
+/// Returns `projection + base` as a log-feature: an exact zero below the range of the type, the largest number above
+/// it.
 fn log_value<T: Real>(projection: f64, base: f64) -> T {
     if base == f64::NEG_INFINITY && !projection.is_nan() {
         return T::NEG_INFINITY;

@@ -11,8 +11,8 @@
 //! * **Clusters** ([`ClusterFeatures`]): positive features, for every pair of a query and a key cluster with its
 //!   own diagonal $A$: $x \to Ax$, $y \to A^{-1}y$.
 //!
-//! The minus signs of the mixture sit on the key side, real in place of the paper's imaginary unit. Mixed
-//! features are signed and their constants never cancel, so they are always kept.
+//! The minus signs of the mixture are on the key side, real in place of the paper's imaginary unit. Mixed features are
+//! signed and their constants never cancel, so they are always kept.
 
 use super::trig::phase;
 use super::{
@@ -24,7 +24,7 @@ use crate::sketch::project::{Projection, needs_wide, norm2_wide};
 use crate::sketch::variance::{Pair, exp_relative_variance};
 use crate::sketch::{Coupling, SketchError, ensure, ensure_size};
 
-/// The kernel that mixes.
+/// Kernel that weights the mixture.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum HybridWeight {
     /// $\theta/\pi$ on the hyperbolic estimate.
@@ -47,7 +47,8 @@ pub struct HybridFeatures<T> {
 }
 
 impl<T: Real> HybridFeatures<T> {
-    /// From base directions (shared by both estimates) and independent standard normal weight directions.
+    /// Builds features from base directions (shared by both estimates) and independent standard normal weight
+    /// directions.
     pub fn new(
         directions: &Mat<f64>,
         weight_directions: &Mat<f64>,
@@ -150,12 +151,12 @@ impl<T: Real> SignedFeatures<T> for HybridFeatures<T> {
     }
 }
 
-/// Positive features with one diagonal rescaling for each pair of clusters.
+/// Positive features with one diagonal rescaling per pair of clusters.
 ///
 /// A query in cluster $i$ has non-zero features only in the blocks $(i, \cdot)$, a key in cluster $j$ only in
-/// $(\cdot, j)$, so a pair meets in one block, whose $A_c = \sqrt{|c_{k,c} / c_{q,c}|}$ (1 where either is zero,
-/// kept within $10^{\pm3}$) suits its centroids. Weights are cluster indicators, hence deterministic, and the
-/// estimate is unbiased.
+/// $(\cdot, j)$, so a pair shares one block, whose $A_c = \sqrt{|c_{k,c} / c_{q,c}|}$ (1 where either is zero, kept
+/// within $10^{\pm3}$) suits its centroids. Weights are cluster indicators, hence deterministic, and the estimate is
+/// unbiased.
 #[derive(Clone, Debug)]
 pub struct ClusterFeatures {
     omega: Mat<f64>,
@@ -166,7 +167,7 @@ pub struct ClusterFeatures {
 }
 
 impl ClusterFeatures {
-    /// From directions and the centroids of unscaled queries and keys.
+    /// Builds the map from directions and the centroids of unscaled queries and keys.
     pub fn new(
         directions: &Mat<f64>,
         query_centroids: &Mat<f64>,
@@ -193,8 +194,8 @@ impl ClusterFeatures {
         self.omega.rows() * if self.antithetic { 2 } else { 1 }
     }
 
-    /// Variance of the estimate for *scaled* rows, relative to the squared kernel: that of hyperbolic (or positive)
-    /// features after the rescaling of the pair's clusters.
+    /// Returns the variance of the estimate for *scaled* rows, relative to the squared kernel: that of hyperbolic (or
+    /// positive) features after the rescaling of the pair's clusters.
     pub fn relative_variance(&self, x: &[f64], y: &[f64], coupling: Coupling) -> f64 {
         let root = self.options.scale.sqrt();
         let unscaled = |x: &[f64]| -> Vec<f64> { x.iter().map(|x| x / root).collect() };
@@ -206,14 +207,14 @@ impl ClusterFeatures {
         exp_relative_variance(&pair, x.len(), m, coupling, 0.0, self.antithetic)
     }
 
-    /// Factor of coordinate `c` of a query for centroids `i` and `j`.
+    /// Returns the factor of coordinate `c` of a query for centroids `i` and `j`.
     fn factor(&self, i: usize, j: usize, c: usize) -> f64 {
         let (q, k) = (self.query_centroids[(i, c)].abs(), self.key_centroids[(j, c)].abs());
         if q > 0.0 && k > 0.0 { (k.sqrt() / q.sqrt()).clamp(1e-3, 1e3) } else { 1.0 }
     }
 }
 
-/// The nearest row of `centroids`; the first of equals.
+/// Returns the nearest row of `centroids`; the first of equals.
 fn nearest(centroids: &Mat<f64>, x: &[f64]) -> usize {
     let distance = |c: &[f64]| -> f64 { c.iter().zip(x).map(|(c, x)| (c - x).powi(2)).sum() };
     (0..centroids.rows())
@@ -256,7 +257,7 @@ impl<T: Real> LogFeatures<T> for ClusterFeatures {
                     .enumerate()
                     .map(|(c, x)| {
                         let a = self.factor(i, j, c);
-                        // Bounded so that neither the norm nor a projection overflows.
+                        // The bounds keep the norm and the projections from overflowing.
                         (root * x * if side == Side::Query { a } else { 1.0 / a }).clamp(-1e140, 1e140)
                     })
                     .collect();

@@ -4,9 +4,9 @@
 //! $f_l$ and one number $e$ per row with $\varphi_l(x) = e^{e} f_l$. The two sides of a kernel may have
 //! different maps, $\kappa(x, y) = \langle \varphi_q(x), \varphi_k(y) \rangle$.
 //!
-//! Factors that all features of one row share, such as $m^{-1/2}$ or $e^{-\|x\|^2/2}$ of a query, cancel
-//! where a row of kernel values is normalised to sum one. [`Constants::Drop`] leaves those out; it is wrong
-//! wherever kernel values of different maps meet. The factor of a *key* re-weights keys and is never dropped.
+//! Factors that all features of one row share, such as $m^{-1/2}$ or $e^{-\|x\|^2/2}$ of a query, cancel where a row of
+//! kernel values is normalised to sum one. [`Constants::Drop`] leaves those out; it is wrong wherever kernel values of
+//! different maps are combined. The factor of a *key* re-weights keys and is never dropped.
 
 mod elementwise;
 mod exponential;
@@ -23,7 +23,7 @@ pub use trig::{RandomRelu, Trig};
 use super::{SketchError, ensure};
 use crate::mat::{MatRef, Real};
 
-/// Which argument of the kernel a row is.
+/// Argument of the kernel that a row is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     /// The first argument; rows are normalised over the other one.
@@ -32,13 +32,13 @@ pub enum Side {
     Key,
 }
 
-/// Whether factors that cancel in normalised rows are computed.
+/// Treatment of factors that cancel in normalised rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Constants {
-    /// The kernel itself.
+    /// Keep them: the features give the kernel itself.
     #[default]
     Keep,
-    /// The kernel up to a factor for each query.
+    /// Drop them: the features give the kernel up to a factor per query.
     Drop,
 }
 
@@ -48,7 +48,7 @@ pub struct MapOptions {
     /// The map sees $\sqrt{\mathrm{scale}}$ times its input on both sides, so that
     /// $\langle x, y \rangle = \mathrm{scale}\,\langle q, k \rangle$.
     pub scale: f64,
-    /// Whether cancelling factors are kept.
+    /// Treatment of cancelling factors.
     pub constants: Constants,
 }
 
@@ -63,7 +63,7 @@ impl MapOptions {
         ensure(self.scale > 0.0 && self.scale.is_finite(), "scale", self.scale, "positive and finite")
     }
 
-    /// Whether factors of a whole row on this side are to be left out.
+    /// Returns true if factors of a whole row on this side are left out.
     fn drops(&self, side: Side) -> bool {
         self.constants == Constants::Drop && side == Side::Query
     }
@@ -71,24 +71,24 @@ impl MapOptions {
 
 /// A map to positive features.
 pub trait LogFeatures<T: Real>: std::fmt::Debug + Send + Sync {
-    /// Length of the rows it takes.
+    /// Returns the length of the rows it takes.
     fn input_dim(&self) -> usize;
 
-    /// Features per row.
+    /// Returns the number of features per row.
     fn num_features(&self) -> usize;
 
     /// Writes the logarithms of the features of every row of `x`, `rows × num_features`. Panics on wrong
     /// shapes.
     fn log_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T]);
 
-    /// Whether [`pull_back`](Self::pull_back) is there.
+    /// Returns true if [`pull_back`](Self::pull_back) is implemented.
     fn has_gradient(&self) -> bool {
         false
     }
 
     /// Writes the gradient of $\sum_{il} g_{il} \log \varphi_l(x_i)$ with respect to the rows of `x`, for given $g$,
-    /// `rows × num_features`. An exact zero has the gradient 0. Panics on wrong shapes, and where
-    /// [`has_gradient`](Self::has_gradient) says no.
+    /// `rows × num_features`. An exact zero has the gradient 0. Panics on wrong shapes, and if
+    /// [`has_gradient`](Self::has_gradient) returns false.
     fn pull_back(&self, x: MatRef<'_, T>, side: Side, g: &[T], dx: &mut [T]) {
         let _ = (x, side, g, dx);
         panic!("{self:?} has no gradient");
@@ -97,18 +97,18 @@ pub trait LogFeatures<T: Real>: std::fmt::Debug + Send + Sync {
 
 /// A map to features of either sign.
 pub trait SignedFeatures<T: Real>: std::fmt::Debug + Send + Sync {
-    /// Length of the rows it takes.
+    /// Returns the length of the rows it takes.
     fn input_dim(&self) -> usize;
 
-    /// Features per row.
+    /// Returns the number of features per row.
     fn num_features(&self) -> usize;
 
-    /// Writes the features of every row of `x`, `rows × num_features`, and the logarithm of the factor that
-    /// each row of them is to be multiplied by. Panics on wrong shapes.
+    /// Writes the features of every row of `x`, `rows × num_features`, and the logarithm of the factor that multiplies
+    /// each row of them. Panics on wrong shapes.
     fn signed_features(&self, x: MatRef<'_, T>, side: Side, out: &mut [T], log_scale: &mut [T]);
 }
 
-/// The customary number of random features for rows of length `d`: $d \ln d$, at least 8, rounded up to a
+/// Returns the customary number of random features for rows of length `d`: $d \ln d$, at least 8, rounded up to a
 /// multiple of 8.
 pub fn default_num_features(d: usize) -> usize {
     let d = d as f64;
@@ -133,7 +133,7 @@ pub(super) fn check_signed_call<T: Real>(
     assert_eq!(log_scale.len(), x.rows(), "one scale per row");
 }
 
-/// A finite number as close to `x` as the type allows; NaN stays.
+/// Returns a finite number as close to `x` as the type allows; NaN stays.
 pub(super) fn saturate<T: Real>(x: f64) -> T {
     let largest = match T::DTYPE {
         crate::mat::DType::F32 => f64::from(f32::MAX),

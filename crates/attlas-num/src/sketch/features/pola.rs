@@ -18,7 +18,7 @@ pub struct Pola {
 }
 
 impl Pola {
-    /// From one power and one divisor per channel.
+    /// Builds the map from one power and one divisor per channel.
     pub fn new(powers: Vec<f64>, divisors: &[f64]) -> Result<Self, SketchError> {
         ensure_size("divisors", powers.len(), divisors.len())?;
         for &p in &powers {
@@ -30,7 +30,8 @@ impl Pola {
         Ok(Self { powers, log_divisors: divisors.iter().map(|s| s.ln()).collect() })
     }
 
-    /// From trained weights: powers $1 + \alpha\,\mathrm{sigmoid}(w_c)$, divisors $\mathrm{softplus}(s_c)$.
+    /// Builds the map from trained weights: powers $1 + \alpha\,\mathrm{sigmoid}(w_c)$, divisors
+    /// $\mathrm{softplus}(s_c)$.
     pub fn from_weights(alpha: f64, w: &[f64], s: &[f64]) -> Result<Self, SketchError> {
         ensure(alpha >= 0.0 && alpha.is_finite(), "alpha", alpha, "finite and not negative")?;
         let powers = w.iter().map(|w| 1.0 + alpha / (1.0 + (-w).exp())).collect();
@@ -38,12 +39,12 @@ impl Pola {
         Self::new(powers, &divisors)
     }
 
-    /// The untrained map, all weights zero: powers $1 + \alpha/2$, divisors $\ln 2$.
+    /// Builds the untrained map, all weights zero: powers $1 + \alpha/2$, divisors $\ln 2$.
     pub fn untrained(d: usize, alpha: f64) -> Result<Self, SketchError> {
         Self::from_weights(alpha, &vec![0.0; d], &vec![0.0; d])
     }
 
-    /// Powers and logarithms of the divisors of the channels.
+    /// Returns the powers and the logarithms of the divisors of the channels.
     pub fn parts(&self) -> [&[f64]; 2] {
         [&self.powers, &self.log_divisors]
     }

@@ -19,7 +19,7 @@ pub struct Trig<T> {
 }
 
 impl<T: Real> Trig<T> {
-    /// From the rows of `directions`.
+    /// Builds the map from the rows of `directions`.
     pub fn new(directions: &Mat<f64>, options: MapOptions) -> Result<Self, SketchError> {
         options.validate()?;
         ensure(directions.rows() > 0, "directions", 0.0, "at least one")?;
@@ -27,7 +27,7 @@ impl<T: Real> Trig<T> {
     }
 }
 
-/// $\sqrt{\mathrm{scale}}\,\Omega$, rounded once.
+/// Returns $\sqrt{\mathrm{scale}}\,\Omega$, rounded once.
 fn scaled_directions<T: Real>(directions: &Mat<f64>, scale: f64) -> Projection<T> {
     let root = scale.sqrt();
     let entry = |i, j| T::from_f64(root * directions[(i, j)]);
@@ -66,7 +66,7 @@ impl<T: Real> SignedFeatures<T> for Trig<T> {
     }
 }
 
-/// Sine and cosine; an overflowed angle, whose phase is lost, counts as 0.
+/// Returns sine and cosine; an overflowed angle, whose phase is lost, counts as 0.
 pub(super) fn phase(angle: f64) -> (f64, f64) {
     if angle.is_infinite() { (0.0, 1.0) } else { libm::sincos(angle) }
 }
@@ -80,7 +80,7 @@ pub struct RandomRelu<T> {
 }
 
 impl<T: Real> RandomRelu<T> {
-    /// From the rows of `directions`; the reference code adds `eps` = 1e-3.
+    /// Builds the map from the rows of `directions`; the reference code adds `eps` = 1e-3.
     pub fn new(directions: &Mat<f64>, eps: f64, options: MapOptions) -> Result<Self, SketchError> {
         options.validate()?;
         ensure(directions.rows() > 0, "directions", 0.0, "at least one")?;
@@ -104,7 +104,7 @@ impl<T: Real> LogFeatures<T> for RandomRelu<T> {
         let wide = |i: usize| needs_wide::<T>(self.options.scale * norm2_wide(x.row(i)));
         self.omega.rows_in_f64(x, out, m, wide, |_, p, row| {
             for (o, &p) in row.iter_mut().zip(p) {
-                // Written so that NaN stays.
+                // This comparison keeps NaN.
                 let value = if p < 0.0 { self.eps } else { p + self.eps };
                 *o = if value.is_infinite() { saturate(f64::MAX.ln()) } else { T::from_f64(value.ln()) };
             }

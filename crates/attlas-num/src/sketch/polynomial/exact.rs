@@ -8,7 +8,7 @@ use crate::mat::{MatRef, Real};
 use crate::sketch::features::{Constants, MapOptions, Side, SignedFeatures, check_signed_call};
 use crate::sketch::{SketchError, ensure};
 
-/// The largest number of monomials that is allowed.
+/// Largest number of monomials allowed.
 const MAX_FEATURES: usize = 1 << 20;
 
 /// Exact features of $((\mathrm{scale}\,\langle q, k\rangle) + \alpha)^p$.
@@ -25,7 +25,7 @@ pub struct ExactPolynomial {
 }
 
 impl ExactPolynomial {
-    /// For rows of length `d`. Degrees 1 to 8, at most 2²⁰ monomials.
+    /// Builds the map for rows of length `d`. Degrees 1 to 8, at most 2²⁰ monomials.
     pub fn new(d: usize, degree: u32, alpha: f64, options: MapOptions) -> Result<Self, SketchError> {
         ensure(options.scale > 0.0 && options.scale.is_finite(), "scale", options.scale, "positive")?;
         ensure((1..=8).contains(&degree), "degree", f64::from(degree), "1 to 8")?;
@@ -53,7 +53,7 @@ impl ExactPolynomial {
     }
 }
 
-/// $p! / \prod_c n_c!$ of a non-decreasing sequence of coordinates.
+/// Computes $p! / \prod_c n_c!$ for a non-decreasing sequence of coordinates.
 fn multinomial(index: &[u32]) -> f64 {
     let (mut result, mut run) = (1.0, 0.0);
     for (i, &c) in index.iter().enumerate() {

@@ -23,7 +23,7 @@ use super::features::{Constants, Side, saturate};
 use super::project::norm2_wide;
 use crate::mat::Real;
 
-/// Features of the square of a kernel: $a_u^2$ and $\sqrt2\, a_u a_w$ for $u < w$, `r(r+1)/2` numbers with
+/// Writes features of the square of a kernel: $a_u^2$ and $\sqrt2\, a_u a_w$ for $u < w$, `r(r+1)/2` numbers with
 /// $\langle \mathrm{sym}(a), \mathrm{sym}(b)\rangle = \langle a, b\rangle^2$. Panics on a wrong output length.
 pub fn symmetric_square_into<T: Real>(a: &[T], out: &mut [T]) {
     assert_eq!(out.len(), symmetric_square_len(a.len()), "r(r+1)/2");
@@ -38,18 +38,18 @@ pub fn symmetric_square_into<T: Real>(a: &[T], out: &mut [T]) {
     }
 }
 
-/// Length of the [symmetric square](symmetric_square_into) of `r` numbers.
+/// Returns the length of the [symmetric square](symmetric_square_into) of `r` numbers.
 pub fn symmetric_square_len(r: usize) -> usize {
     r * (r + 1) / 2
 }
 
-/// Writes `x` divided by its length (with `extra` appended to it as one more coordinate, where positive) and
-/// returns the length's logarithm; a zero row stays zero with logarithm 0.
+/// Writes `x` divided by its length (with `extra` appended as one more coordinate, if positive) and returns the
+/// length's logarithm; a zero row stays zero with logarithm 0.
 fn normalise_into<T: Real>(x: &[T], extra: f64, out: &mut [f64]) -> f64 {
-    // The largest entry first: squares of very large or small numbers leave the range.
+    // Divides by the largest entry first: squares of very large or small numbers leave the range.
     let top = x.iter().fold(extra.abs(), |m, v| m.max(v.to_f64().abs()));
     if top == 0.0 {
-        // Not simply zeros: a NaN, which `max` skips, must survive.
+        // Copies instead of filling with zeros: a NaN, which `max` skips, must survive.
         out.iter_mut().zip(x).for_each(|(o, v)| *o = v.to_f64());
         out[x.len()..].fill(0.0);
         return 0.0;
@@ -63,7 +63,7 @@ fn normalise_into<T: Real>(x: &[T], extra: f64, out: &mut [f64]) -> f64 {
     top.ln() + length.ln()
 }
 
-/// The logarithmic scale of a row.
+/// Returns the logarithmic scale of a row.
 fn row_scale<T: Real>(log: f64, side: Side, constants: Constants) -> T {
     if constants == Constants::Drop && side == Side::Query { T::ZERO } else { saturate(log) }
 }

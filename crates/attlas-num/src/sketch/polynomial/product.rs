@@ -15,7 +15,7 @@ use crate::sketch::features::{MapOptions, Side, SignedFeatures, check_signed_cal
 use crate::sketch::project::project;
 use crate::sketch::{SketchError, ensure};
 
-/// How products are scaled.
+/// Scaling of products.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ProductScale {
     /// $r^{-1/2}$ for each product: unbiased.
@@ -25,7 +25,7 @@ pub enum ProductScale {
     ReferenceCode,
 }
 
-/// A tree of products.
+/// Tree of products.
 #[derive(Clone, Debug)]
 enum Node<T> {
     Leaf,
@@ -38,7 +38,7 @@ impl<T: Real> Node<T> {
             return Self::Leaf;
         }
         let (h1, h2) = (degree.div_ceil(2), degree / 2);
-        // The factor of the product goes to one of its two matrices.
+        // One of the two matrices takes the factor of the product.
         let gaussian = |h: u32, branch: u64, factor: f64| {
             let mut rng = key.with(branch).rng();
             let cols = if h == 1 { d } else { r };
@@ -64,7 +64,7 @@ impl<T: Real> Node<T> {
         }
     }
 
-    /// [`apply`](Self::apply) with products by the fast kernel: `out` is `rows × r`.
+    /// [`apply`](Self::apply) with the fast product kernel: `out` is `rows × r`.
     fn apply_into(&self, x: MatRef<'_, T>, isa: Isa, scratch: &Scratch, out: &mut [T]) {
         let Self::Product { left, right, g1, g2 } = self else {
             return x.iter_rows().zip(out.chunks_exact_mut(x.cols())).for_each(|(x, o)| o.copy_from_slice(x));
@@ -85,7 +85,7 @@ impl<T: Real> Node<T> {
         out.iter_mut().zip(other.iter()).for_each(|(a, b)| *a *= *b);
     }
 
-    /// The sketches of all rows of `x`.
+    /// Computes the sketches of all rows of `x`.
     fn apply(&self, x: MatRef<'_, T>) -> Mat<T> {
         match self {
             Self::Leaf => x.to_mat(),
@@ -109,7 +109,7 @@ impl<T: Real> Node<T> {
     }
 }
 
-/// A Gaussian product sketch of a power of the inner product.
+/// Gaussian product sketch of a power of the inner product.
 #[derive(Clone, Debug)]
 pub struct ProductSketch<T> {
     root: Node<T>,
@@ -147,7 +147,7 @@ impl<T: Real> ProductSketch<T> {
         Ok(Self { root, d, degree, sketch_len, self_tensored, options })
     }
 
-    /// The same in another element type: what drawing in that type from the same stream gives.
+    /// Converts to another element type, with the result of drawing in that type from the same stream.
     pub fn cast<U: Real>(&self) -> ProductSketch<U> {
         ProductSketch {
             root: self.root.cast(),
@@ -159,8 +159,8 @@ impl<T: Real> ProductSketch<T> {
         }
     }
 
-    /// Writes the sketches (before they are squared) of rows as they are, neither divided by their lengths nor
-    /// multiplied by the root of the scale. Takes a few buffers of the output's size from `scratch`.
+    /// Writes the sketches of rows before squaring; the rows are neither divided by their lengths nor multiplied by the
+    /// root of the scale. Takes a few buffers of the output's size from `scratch`.
     ///
     /// # Panics
     ///
@@ -171,7 +171,7 @@ impl<T: Real> ProductSketch<T> {
         self.root.apply_into(x, isa, scratch, out);
     }
 
-    /// Length of the sketch before it is squared.
+    /// Returns the length of the sketch before it is squared.
     pub fn sketch_len(&self) -> usize {
         self.sketch_len
     }
@@ -225,7 +225,7 @@ mod tests {
     #[test]
     fn powers_are_unbiased_with_the_variance_of_the_recursion() {
         let pair = Pair::of(&X, &Y);
-        // Products of Gaussians have heavy tails: larger sketches tame them.
+        // Products of Gaussians have heavy tails, which larger sketches reduce.
         for (degree, r, seeds, sharpness) in
             [(2, 16, 40_000, 0.15), (3, 24, 20_000, 0.25), (4, 32, 20_000, 0.3)]
         {

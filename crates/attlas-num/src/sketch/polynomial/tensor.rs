@@ -6,8 +6,8 @@
 //! $[\mathrm{Re} F_0, \sqrt2\,\mathrm{Re} F_1, \sqrt2\,\mathrm{Im} F_1, \dots, \mathrm{Re} F_{r/2}] / \sqrt r$ (the last
 //! for even $r$ only) have the same inner products and save the inverse transform.
 //!
-//! Tables of buckets and signs are fully random; hashes computed on the fly need no memory and are 2-wise
-//! (buckets) and 4-wise (signs) independent, which is all that mean and variance depend on.
+//! Tables of buckets and signs are fully random; hashes computed on the fly need no memory and are 2-wise (buckets) and
+//! 4-wise (signs) independent, which is enough for mean and variance.
 
 use realfft::num_complex::Complex;
 
@@ -18,7 +18,7 @@ use crate::sketch::features::{MapOptions, Side, SignedFeatures, check_signed_cal
 use crate::sketch::{SketchError, ensure};
 use crate::transform::RealFft;
 
-/// Where buckets and signs come from.
+/// Source of buckets and signs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Hashing {
     /// Stored, fully random.
@@ -28,7 +28,7 @@ pub enum Hashing {
     OnTheFly,
 }
 
-/// Which of two equivalent forms the features have.
+/// Form of the features; the two forms are equivalent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Domain {
     /// The real and imaginary parts of the transform.
@@ -47,7 +47,7 @@ fn mul_add_mod(a: u64, b: u64, c: u64) -> u64 {
     if folded >= MERSENNE_61 { folded - MERSENNE_61 } else { folded }
 }
 
-/// Uniform below `2⁶¹ − 1`.
+/// Draws a uniform number below `2⁶¹ − 1`.
 fn residue(rng: &mut Rng) -> u64 {
     loop {
         let bits = rng.next_u64() >> 3;
@@ -80,7 +80,7 @@ impl Hash {
         }
     }
 
-    /// Bucket of coordinate `i`, and whether its sign is minus.
+    /// Returns the bucket of coordinate `i`, and true if its sign is minus.
     fn at(&self, i: usize) -> (usize, bool) {
         match self {
             Self::Table { buckets, negative } => (buckets[i] as usize, negative[i]),
@@ -102,11 +102,11 @@ pub struct TensorSketchSpec {
     pub c: f64,
     /// Size of the sketch.
     pub r: usize,
-    /// Where buckets and signs come from.
+    /// Source of buckets and signs.
     pub hashing: Hashing,
     /// The form of the features.
     pub domain: Domain,
-    /// Whether features are the symmetric square of a sketch of half the degree, which must be even then.
+    /// True for features that are the symmetric square of a sketch of half the degree; the degree must then be even.
     pub self_tensored: bool,
 }
 
@@ -123,7 +123,7 @@ impl Default for TensorSketchSpec {
     }
 }
 
-/// A tensor sketch of $(\mathrm{scale}\,\langle q, k\rangle + c)^p$.
+/// Tensor sketch of $(\mathrm{scale}\,\langle q, k\rangle + c)^p$.
 #[derive(Clone, Debug)]
 pub struct TensorSketch {
     spec: TensorSketchSpec,

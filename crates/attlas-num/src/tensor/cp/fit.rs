@@ -1,7 +1,7 @@
-//! A decomposition and its report: order and signs of its terms, and whether two of them cancel.
+//! A decomposition and its report: order and signs of its terms, and cancelling pairs of terms.
 //!
-//! The cosine of the angle between terms $r$ and $s$ is $\prod_n \langle a^{(n)}_r, a^{(n)}_s\rangle$. One near −1 between terms that are both
-//! larger than the tensor is the mark of a border-rank approximation, which no finite terms attain.
+//! The cosine of the angle between terms $r$ and $s$ is $\prod_n \langle a^{(n)}_r, a^{(n)}_s\rangle$. A cosine near −1
+//! between terms that are both larger than the tensor marks a border-rank approximation, which no finite terms attain.
 
 use super::Cp;
 use super::sweep::{Run, hadamard_all};
@@ -9,7 +9,7 @@ use crate::Mat;
 use crate::linalg::matmul_tn;
 use crate::tensor::small::column_sign;
 
-/// How the iteration ended.
+/// Outcome of the iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Status {
@@ -44,7 +44,7 @@ impl std::fmt::Display for Degeneracy {
     }
 }
 
-/// A decomposition and how it was reached.
+/// Decomposition, with the course of its iteration.
 #[derive(Clone, Debug)]
 pub struct Fit<T> {
     /// Weights at least 0, largest first; unit columns whose largest entry is positive in every mode but the
@@ -54,13 +54,13 @@ pub struct Fit<T> {
     pub rel_error: f64,
     /// Relative error after each sweep of the winning start.
     pub history: Vec<f64>,
-    /// How the winning start ended.
+    /// Outcome of the winning start.
     pub status: Status,
-    /// The worst cancelling pair, where there is one.
+    /// Worst cancelling pair, if there is one.
     pub degeneracy: Option<Degeneracy>,
     /// Terms that vanished during the iteration.
     pub zero_terms: Vec<usize>,
-    /// Which start won, from 0.
+    /// Number of the winning start, from 0.
     pub start: usize,
 }
 
@@ -86,7 +86,7 @@ impl Run {
     }
 }
 
-/// Weights largest first, and the largest entry of each column positive in every mode but the last.
+/// Sorts the weights, largest first, and makes the largest entry of each column positive in every mode but the last.
 fn canonical(weights: Vec<f64>, factors: &[Mat<f64>]) -> Cp<f64> {
     let rank = weights.len();
     let mut order: Vec<usize> = (0..rank).collect();
@@ -113,7 +113,7 @@ fn canonical(weights: Vec<f64>, factors: &[Mat<f64>]) -> Cp<f64> {
     Cp { weights: order.iter().map(|&r| weights[r]).collect(), factors: sorted }
 }
 
-/// The most strongly cancelling pair of terms that are larger than twice the tensor.
+/// Returns the most strongly cancelling pair of terms that are larger than twice the tensor.
 fn degeneracy(cp: &Cp<f64>, norm: f64) -> Option<Degeneracy> {
     let grams: Vec<Mat<f64>> = cp.factors.iter().map(|f| matmul_tn(f.as_ref(), f.as_ref())).collect();
     let cosines = hadamard_all(&grams, cp.rank(), None);

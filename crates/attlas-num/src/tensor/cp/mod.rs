@@ -1,12 +1,12 @@
 //! The canonical polyadic decomposition (CP, PARAFAC) by alternating least squares.
 //!
-//! $T \approx \sum_r \lambda_r\, a_r \otimes b_r \otimes c_r$, unit columns. Fixing all factors but one
-//! leaves a linear least-squares problem with the small matrix $\Gamma = \bigodot_{m \ne n} A_m^\top A_m$:
-//! $A_n \Gamma = Y_n$, where $Y_n$ is the [matricised product](super::mttkrp()). Cycling over the modes never
-//! raises the error (Kolda and Bader 2009, section 3.4).
+//! $T \approx \sum_r \lambda_r\, a_r \otimes b_r \otimes c_r$, unit columns. With all factors but one fixed, a linear
+//! least-squares problem with the small matrix $\Gamma = \bigodot_{m \ne n} A_m^\top A_m$ remains: $A_n \Gamma = Y_n$,
+//! where $Y_n$ is the [matricised product](super::mttkrp()). Cycling over the modes never raises the error (Kolda and
+//! Bader 2009, section 3.4).
 //!
-//! A best approximation of rank $R \ge 2$ need not exist: two terms may grow without bound while they cancel
-//! (de Silva and Lim 2008). [`Fit::degeneracy`] says when that seems to happen.
+//! A best approximation of rank $R \ge 2$ need not exist: two terms may grow without bound while they cancel (de Silva
+//! and Lim 2008). [`Fit::degeneracy`] reports when that seems to happen.
 //!
 //! **Cost.** A sweep takes about $4 R \prod I + N(R^2 \sum I + R^3/3)$ flops for order $N$, and memory for
 //! the tensor, the factors and one contraction of $R \prod I / I_N$ numbers: a short mode is best put first.
@@ -28,7 +28,7 @@ use crate::{Mat, Real};
 use sweep::{Run, initial, iterate};
 use target::Dense;
 
-/// Where the iteration starts.
+/// Starting point of the iteration.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Init {
     /// Leading left singular vectors of every unfolding, missing columns standard normal, and 0.01 times a
@@ -41,7 +41,7 @@ pub enum Init {
     Given(Cp<f64>),
 }
 
-/// How to iterate.
+/// Settings of the iteration.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
     /// The first start.
@@ -54,7 +54,7 @@ pub struct Options {
     pub tol: Option<f64>,
     /// Tikhonov weight on every factor, relative to the mean of the diagonal of Γ.
     pub ridge: f64,
-    /// Try to extrapolate from the last two sweeps (Bro 1998).
+    /// True to extrapolate from the last two sweeps (Bro 1998).
     pub line_search: bool,
     /// Seed of the random parts.
     pub seed: u64,
@@ -117,7 +117,7 @@ pub fn decompose<T: Real>(t: &Tensor<T>, rank: usize, options: &Options) -> Resu
     })
 }
 
-/// Decomposes a tensor that is given by what alternating least squares asks of it.
+/// Decomposes a tensor given by the products that alternating least squares needs.
 pub fn decompose_target(target: &mut dyn Target, rank: usize, options: &Options) -> Result<Fit<f64>> {
     options.validate()?;
     let shape = target.shape();

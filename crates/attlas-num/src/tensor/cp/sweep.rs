@@ -1,8 +1,8 @@
 //! Sweeps of alternating least squares from one start, and extrapolation between them.
 //!
 //! The update of mode $n$ solves $A_n \Gamma = Y_n$ and divides the columns by their lengths, which become the weights
-//! $\lambda$. After the last mode $N$ the error follows from what the sweep has at hand:
-//! $\|T - \hat T\|^2 = \|T\|^2 + \lambda^\top (\bigodot_n A_n^\top A_n) \lambda - 2 \sum_{i,r} \lambda_r (Y_N)_{ir} (A_N)_{ir}$.
+//! $\lambda$. After the last mode $N$ the error follows from the results of the sweep: $\|T - \hat T\|^2 = \|T\|^2 +
+//! \lambda^\top (\bigodot_n A_n^\top A_n) \lambda - 2 \sum_{i,r} \lambda_r (Y_N)_{ir} (A_N)_{ir}$.
 
 use super::{Init, Options, Target};
 use crate::linalg::matmul_tn;
@@ -11,7 +11,7 @@ use crate::tensor::small::{eigh, leading_columns, solve_gram};
 use crate::tensor::{Error, Result, hadamard};
 use crate::{DType, Mat};
 
-/// The factors a start begins with, unit columns.
+/// Returns the factors at the beginning of a start, with unit columns.
 pub(super) fn initial(
     target: &mut dyn Target,
     shape: &[usize],
@@ -69,14 +69,14 @@ pub(super) struct Run {
     pub(super) start: usize,
 }
 
-/// Hadamard product of all matrices but that of `skip`.
+/// Computes the Hadamard product of all matrices but that of `skip`.
 pub(super) fn hadamard_all(grams: &[Mat<f64>], rank: usize, skip: Option<usize>) -> Mat<f64> {
     let ones = Mat::from_vec(vec![1.0; rank * rank], rank, rank);
     let kept = grams.iter().enumerate().filter(|(m, _)| Some(*m) != skip);
     kept.fold(ones, |acc, (_, g)| hadamard(&acc, g).expect("Gram matrices of one rank"))
 }
 
-/// Relative error of `weights` and `factors`, given `y`, the product of the last mode.
+/// Computes the relative error of `weights` and `factors`, given `y`, the product of the last mode.
 fn relative_error(
     target: &mut dyn Target,
     norm_squared: f64,
@@ -162,8 +162,8 @@ pub(super) fn iterate(
     Ok(Run { weights, factors, error, history, converged, start })
 }
 
-/// Bro's extrapolation: $A + (t^{1/p} - 1)(A - A^{\text{prev}})$ after sweep $t$, the power $p$ growing when
-/// four tries in a row were refused.
+/// Bro's extrapolation: $A + (t^{1/p} - 1)(A - A^{\text{prev}})$ after sweep $t$; the power $p$ grows when four tries
+/// in a row were rejected.
 struct Extrapolation {
     power: f64,
     refused: usize,
@@ -176,7 +176,7 @@ impl Default for Extrapolation {
 }
 
 impl Extrapolation {
-    /// The extrapolated terms; weights travel with the last factor.
+    /// Returns the extrapolated terms; weights travel with the last factor.
     fn step(
         &self,
         sweep: usize,

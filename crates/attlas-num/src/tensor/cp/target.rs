@@ -1,4 +1,4 @@
-//! The products that alternating least squares needs of a tensor, and dense tensors as one source of them.
+//! Products of a tensor that alternating least squares needs, and their implementation for dense tensors.
 
 use super::terms::for_each_slice;
 use crate::tensor::Tensor;
@@ -6,43 +6,44 @@ use crate::tensor::mttkrp::{SweepCache, mttkrp};
 use crate::tensor::small::mode_gram;
 use crate::{DType, Mat};
 
-/// Operations that let a tensor be decomposed without being formed.
+/// Operations that allow a tensor to be decomposed without being formed.
 ///
 /// A dense tensor is one implementation. Another is a tensor known through factors, such as a stack of
 /// products $W_h U_h^\top$, where all of this is cheap and the dense form is not.
 pub trait Target {
-    /// Dimensions.
+    /// Returns the dimensions.
     fn shape(&self) -> Vec<usize>;
 
-    /// `‖T‖²`.
+    /// Returns `‖T‖²`.
     fn norm_squared(&self) -> f64;
 
-    /// `T₍ₙ₎` times the Khatri–Rao product of the other factors, `I_n × R`.
+    /// Computes `T₍ₙ₎` times the Khatri–Rao product of the other factors, `I_n × R`.
     fn mttkrp(&mut self, factors: &[Mat<f64>], mode: usize) -> Mat<f64>;
 
-    /// The same inside a sweep, which asks for modes 0, 1, … in turn and changes only the factor just asked
-    /// for: an implementation may keep contractions from one call to the next.
+    /// Computes the same inside a sweep, which requests modes 0, 1, … in turn and changes only the factor of the mode
+    /// just requested: an implementation may keep contractions from one call to the next.
     fn mttkrp_in_sweep(&mut self, factors: &[Mat<f64>], mode: usize) -> Mat<f64> {
         self.mttkrp(factors, mode)
     }
 
-    /// `‖T − T̂‖²` entry by entry, where that is possible; used when cancellation hides small errors.
+    /// Computes `‖T − T̂‖²` entry by entry, if that is possible; used when cancellation hides small errors.
     fn residual_squared(&mut self, _weights: &[f64], _factors: &[Mat<f64>]) -> Option<f64> {
         None
     }
 
-    /// The Gram matrix `T₍ₙ₎ T₍ₙ₎ᵀ`, needed by [`Init::Hosvd`](super::Init::Hosvd) only; without it that start is random.
+    /// Returns the Gram matrix `T₍ₙ₎ T₍ₙ₎ᵀ`, needed only by [`Init::Hosvd`](super::Init::Hosvd); without it that start
+    /// is random.
     fn gram(&mut self, _mode: usize) -> Option<Mat<f64>> {
         None
     }
 
-    /// Precision of the data, which sets the default tolerance and the smallest ridge.
+    /// Returns the precision of the data, which sets the default tolerance and the smallest ridge.
     fn dtype(&self) -> DType {
         DType::F64
     }
 }
 
-/// A tensor that is there.
+/// Tensor that is stored densely.
 pub(super) struct Dense<'a> {
     pub(super) t: &'a Tensor<f64>,
     pub(super) cache: SweepCache,

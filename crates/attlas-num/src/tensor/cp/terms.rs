@@ -7,7 +7,7 @@ use crate::linalg::{Op, gemm};
 use crate::tensor::{Error, Result, Tensor};
 use crate::{Mat, Real};
 
-/// A sum of outer products: `Σ_r weights[r] · factors[0][:, r] ⊗ factors[1][:, r] ⊗ …`.
+/// Sum of outer products: `Σ_r weights[r] · factors[0][:, r] ⊗ factors[1][:, r] ⊗ …`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Cp<T> {
     /// One weight per term.
@@ -27,12 +27,12 @@ impl<T: Real> Cp<T> {
         self.factors.iter().map(Mat::rows).collect()
     }
 
-    /// Numbers stored: `R (1 + Σ I_n)`.
+    /// Returns how many numbers are stored: `R (1 + Σ I_n)`.
     pub fn parameters(&self) -> usize {
         self.rank() * (1 + self.factors.iter().map(Mat::rows).sum::<usize>())
     }
 
-    /// The dense tensor.
+    /// Forms the dense tensor.
     pub fn reconstruct(&self) -> Result<Tensor<T>> {
         self.check()?;
         let mut out = Tensor::zeros(&self.shape())?;
@@ -45,8 +45,8 @@ impl<T: Real> Cp<T> {
         Ok(out)
     }
 
-    /// The same tensor with weights 1: each column is multiplied by the order-th root of its weight, so
-    /// that all factors have entries of similar size. Negative weights go to the last mode.
+    /// Returns the same tensor with weights 1: each column is multiplied by the order-th root of its weight, so all
+    /// factors have entries of similar size. Negative weights go to the last mode.
     #[must_use]
     pub fn absorb_weights(&self) -> Self {
         let order = self.factors.len();
@@ -64,7 +64,7 @@ impl<T: Real> Cp<T> {
         }
     }
 
-    /// Every number converted to the other element type.
+    /// Converts every number to the other element type.
     pub fn cast<U: Real>(&self) -> Cp<U> {
         Cp {
             weights: self.weights.iter().map(|w| U::from_f64(w.to_f64())).collect(),
@@ -80,7 +80,7 @@ impl<T: Real> Cp<T> {
     }
 }
 
-/// Rows and columns of the slices over the last two modes.
+/// Returns the rows and columns of the slices over the last two modes.
 fn slice_shape(factors: &[Mat<f64>]) -> (usize, usize) {
     let order = factors.len();
     (if order > 1 { factors[order - 2].rows() } else { 1 }, factors[order - 1].rows())

@@ -140,7 +140,7 @@ fn the_error_never_rises_between_sweeps() {
             let options = Options { init, tol: Some(0.0), iters: 300, ..Default::default() };
             let fit = decompose(&fill(shape, seed).unwrap(), rank, &options).unwrap();
             for pair in fit.history.windows(2) {
-                // The squared error is what the sweep computes and what rounds.
+                // Compares squared errors, because the sweep computes and rounds those.
                 let rise = pair[1].powi(2) - pair[0].powi(2);
                 assert!(rise <= 10.0 * f64::EPSILON, "{shape:?}: {pair:?} {rise:e}");
             }
@@ -321,7 +321,7 @@ fn the_scale_of_the_entries_does_not_matter() {
 fn single_precision_data_is_decomposed_in_double_precision() {
     let t = exact_rank(&[4, 5, 6], 2, 90).cast::<f32>();
     let fit = decompose(&t, 2, &Options { tol: Some(1e-9), ..Default::default() }).unwrap();
-    // What is left is the rounding of the data and of the smallest ridge, both near 1e-7.
+    // The rest is the rounding of the data and of the smallest ridge, both near 1e-7.
     assert!(fit.rel_error < 1e-5, "{}", fit.rel_error);
 }
 

@@ -1,7 +1,7 @@
 //! NEON with dot products of eight bits (`sdot`, of Armv8.2): tiles of 6 × 8 outputs.
 //!
-//! Weights are taken less their zero point, which fits a signed byte in every format, so sums need no correction. The
-//! instruction stands in assembly because its intrinsic is not stable.
+//! Weights minus their zero point fit a signed byte in every format, so sums need no correction. The instruction is
+//! written in assembly because its intrinsic is not stable.
 
 use super::{BLOCK, FEW_ROWS, Strip, Tile, at, scalar};
 use std::arch::aarch64::*;
@@ -9,10 +9,11 @@ use std::arch::asm;
 
 /// Columns of an output tile: two registers.
 pub(super) const NR: usize = 8;
-/// Rows of an output tile: with two columns of registers, 12 sums of a group, 12 of all, two of weights and a broadcast.
+/// Rows of an output tile: with two registers of columns, it takes 12 registers for the sums of a group, 12 for the
+/// sums of all groups, two for weights and one for a broadcast.
 pub(super) const MR: usize = 6;
 
-/// `sum` and, in each lane, the products of four neighbours.
+/// Adds to each lane of `sum` the products of four neighbours.
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
 fn dot(mut sum: int32x4_t, w: int8x16_t, a: int8x16_t) -> int32x4_t {
@@ -27,7 +28,7 @@ fn dot(mut sum: int32x4_t, w: int8x16_t, a: int8x16_t) -> int32x4_t {
     sum
 }
 
-/// Sixteen weights less their zero point.
+/// Returns sixteen weights minus their zero point.
 ///
 /// # Safety
 /// Sixteen bytes can be read at `p`.
@@ -38,13 +39,13 @@ unsafe fn weights(p: *const u8, zero: uint8x16_t) -> int8x16_t {
     vreinterpretq_s8_u8(vsubq_u8(unsafe { vld1q_u8(p) }, zero))
 }
 
-/// A strip of weight rows against few rows of x.
+/// Multiplies a strip of weight rows with few rows of x.
 ///
 /// # Safety
 /// As [`super::run_strip`].
 #[target_feature(enable = "neon,dotprod")]
 pub(super) unsafe fn strip(s: &Strip<'_>) {
-    /// Weights unpacked together; a multiple of every block.
+    /// Weights unpacked at a time; a multiple of every block length.
     const PIECE: usize = 1024;
     let (weight, group) = (s.weight, s.form.group);
     let blocks = weight.cols / BLOCK;
@@ -101,7 +102,7 @@ pub(super) unsafe fn strip(s: &Strip<'_>) {
     }
 }
 
-/// One output tile.
+/// Computes one output tile.
 ///
 /// # Safety
 /// As [`super::run_tile`].

@@ -1,18 +1,19 @@
-//! Products in whole numbers of eight bits.
+//! Products in 8-bit integers.
 //!
-//! A row of x is cut into blocks of 32, each rounded to $x_i \approx s\,a_i$ with $s = \max|x_i| / 127$ and whole $a_i$, as
-//! llama.cpp rounds activations (its formats Q8_0 and Q8_1). Weights are stored as whole numbers anyway: in groups of 32, or
-//! of 16, $w_i = d\,(u_i - z) + m$ with $u_i$ of eight bits, a zero point $z$ of the format and a minimum $m$ where the format
-//! has one. A group then adds
+//! A row of x is cut into blocks of 32, each rounded to $x_i \approx s\,a_i$ with $s = \max|x_i| / 127$ and integer
+//! $a_i$, as llama.cpp rounds activations (its formats Q8_0 and Q8_1). Weights are stored as integers anyway: in groups
+//! of 32 or 16, $w_i = d\,(u_i - z) + m$ with 8-bit $u_i$, a zero point $z$ of the format and a minimum $m$ where the
+//! format has one. A group then adds
 //!
 //! $$ s\,d \sum_i (u_i - z)\,a_i \;+\; s\,m \sum_i a_i $$
 //!
-//! where both sums are exact in 32 bits: whatever computes them, the result differs only in the order in which groups are
-//! added. Beside the product with unrounded x the error of an element is at most $\sum_b \tfrac12 s_b \sum_{i \in b} |w_i|$.
+//! where both sums are exact in 32 bits, so implementations differ only in the order in which they add groups. Compared
+//! with the product with unrounded x, the error of an element is at most $\sum_b \tfrac12 s_b \sum_{i \in b} |w_i|$.
 //!
-//! That error is the work of a few blocks with outliers, which activations of language models have. Blocks whose $s_b^2$ lies
-//! above the mean of the row are therefore rounded twice: the errors of the first rounding are rounded to eight bits again, with a
-//! scale of their own, and multiplied as a second row. Nothing but x decides which, so that a row has the same numbers alone and in a prompt.
+//! Activations of language models have outliers, and the few blocks that hold them cause most of that error. Blocks whose
+//! $s_b^2$ exceeds the mean of the row are therefore rounded twice: their rounding errors are rounded to eight bits again, with
+//! a scale of their own, and multiplied as a second, sparse row. The choice depends on the row of x alone, so a row has
+//! the same integers alone and in a prompt.
 //!
 //! `scalar.rs` is the definition. Few rows of x (decoding) are multiplied with each weight row as it is read; for many
 //! (prefill), a panel of weight rows is unpacked to eight bits once and multiplied with tiles of rows of x.
@@ -34,12 +35,12 @@ use crate::par::*;
 use crate::scratch::Buf;
 use crate::{MatRef, Scratch};
 
-/// Numbers of x with one scale.
+/// Elements of x that share one scale.
 pub const BLOCK: usize = 32;
-/// Most weights of a stored block.
+/// Most weights in a stored block.
 const MOST: usize = 256;
 
-/// The instruction set a product in eight bits runs on.
+/// Instruction set of a product in 8-bit integers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
     /// Plain Rust.
@@ -55,7 +56,7 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// Those this processor has, slowest first.
+    /// Returns the instruction sets of this processor, slowest first.
     pub fn available() -> &'static [Isa] {
         #[cfg(target_arch = "x86_64")]
         {
@@ -77,18 +78,18 @@ impl Isa {
         &[Self::Scalar]
     }
 
-    /// The fastest one this processor has.
+    /// Returns the fastest instruction set of this processor.
     pub fn best() -> Isa {
         *Self::available().last().unwrap_or(&Self::Scalar)
     }
 }
 
-/// How a format is made of whole numbers.
+/// Integer layout of a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Form {
-    /// Weights with one scale: 16 or 32.
+    /// Weights that share one scale: 16 or 32.
     group: usize,
-    /// The zero point is two to this power; none where groups have a minimum.
+    /// Base-2 logarithm of the zero point; none if groups have a minimum.
     zero: Option<u32>,
 }
 
@@ -106,42 +107,41 @@ fn form(format: Format) -> Option<Form> {
     Some(Form { group, zero })
 }
 
-/// Whether weights of the format are whole numbers of at most eight bits.
+/// Returns true if weights of the format are integers of at most eight bits.
 pub fn is_narrow(format: Format) -> bool {
     form(format).is_some()
 }
 
-/// Rows of x in eight bits and, behind each, its rounding errors in eight bits. A row is a run of words: the numbers, four
-/// to a word, then for its blocks what products need of them.
+/// Rows of x in eight bits, each followed by its rounding errors in eight bits. A row is a run of words: the integers, four
+/// to a word, then the per-block data that products need.
 struct Rounded<'p> {
     words: Buf<'p, u32>,
     rows: usize,
-    /// Blocks of a row.
+    /// Blocks per row.
     blocks: usize,
-    /// Words of a row, and from a row to its errors.
+    /// Words per row; the errors of a row follow it.
     stride: usize,
 }
 
-/// A block is rounded twice if its squared scale exceeds the mean of its row by this factor. Activations have outliers: in
-/// SmolLM2, 14 to 31 % of the blocks exceed the mean, and they hold 71 to 84 % of the squared error of a product. On 8188 tokens of
-/// *Alice in Wonderland* the divergence from f32 products falls from 0.0028 to 0.0008.
+/// A block is rounded twice if its squared scale exceeds the mean of its row by this factor. In SmolLM2 14 to 31 % of the
+/// blocks do, and they cause 71 to 84 % of the squared error.
 const OUTLIER: f32 = 1.0;
 
-/// Where the parts of a row begin, in words for each block.
+/// Offsets of the parts of a row, in words per block.
 mod at {
-    /// Scales, one f32 a block.
+    /// Scales, one f32 per block.
     pub(super) const SCALE: usize = 8;
-    /// Minus the sum, one i32 a block.
+    /// Negated sums, one i32 per block.
     pub(super) const MINUS: usize = 9;
-    /// Minus the sums of both halves, two i32 a block.
+    /// Negated sums of both halves, two i32 per block.
     pub(super) const MINUS_HALVES: usize = 10;
-    /// Scale times sum, one f32 a block.
+    /// Scale times sum, one f32 per block.
     pub(super) const TIMES: usize = 12;
-    /// Scale times the sums of both halves, two f32 a block.
+    /// Scale times the sums of both halves, two f32 per block.
     pub(super) const TIMES_HALVES: usize = 13;
-    /// Minus the sums of four neighbours, eight i32 a block; only where rows are few.
+    /// Negated sums of four neighbours, eight i32 per block; present only for few rows.
     pub(super) const LANES: usize = 15;
-    /// Words a block without and with the last.
+    /// Words per block without and with the last part.
     pub(super) const MANY: usize = 15;
     pub(super) const FEW: usize = 23;
 }
@@ -184,9 +184,9 @@ impl<'p> Rounded<'p> {
     }
 }
 
-/// Several products with the same x in one parallel pass.
+/// Computes several products with the same x in one parallel pass.
 ///
-/// Panics if the shapes do not belong together or a format has no such form.
+/// Panics if the shapes do not match or a format has no integer layout.
 pub fn products(isa: Isa, x: MatRef<'_, f32>, jobs: &mut [Job<'_>], scratch: &Scratch) {
     assert!(Isa::available().contains(&isa), "this processor has no {isa:?}");
     for job in jobs.iter() {
@@ -216,7 +216,7 @@ struct Strip<'a> {
     rows: std::ops::Range<usize>,
     /// Rows of x, each with its errors.
     x: &'a [[&'a [u32]; 2]],
-    /// Where the first row of x has its output for weight row 0.
+    /// Output of the first row of x for weight row 0.
     out: *mut f32,
 }
 
@@ -224,7 +224,7 @@ fn form_of(target: &Target<'_>) -> Form {
     form(target.weight.format).unwrap_or_else(|| unreachable!("seen before the pass"))
 }
 
-/// Few rows of x.
+/// Multiplies few rows of x.
 fn fused(isa: Isa, x: &Rounded<'_>, targets: &Targets<'_>) {
     targets.share(|t, rows| {
         for n in (0..x.rows).step_by(FEW_ROWS) {
@@ -270,11 +270,11 @@ unsafe fn run_strip(isa: Isa, strip: &Strip<'_>) {
 /// Operands of a register tile.
 struct Tile<'a> {
     form: Form,
-    /// Rows of x, `stride` words apart, and the blocks of each.
+    /// Rows of x, `stride` words apart, with `blocks` blocks each.
     x: &'a [u32],
     stride: usize,
     blocks: usize,
-    /// The first block of this piece, and how many it has.
+    /// First block of this piece, and number of its blocks.
     first: usize,
     count: usize,
     rows: usize,
@@ -289,16 +289,16 @@ struct Tile<'a> {
     sparse: bool,
 }
 
-/// Some weight rows of a piece of depth, zero past the last: for four neighbours at a time, these of every row.
+/// Weight rows over a piece of the depth, zero past the last: per four neighbouring columns, one word for every row.
 struct Panel<'a> {
     words: &'a [u32],
-    /// For each group, those of every row.
+    /// Per group, the scales of all rows.
     scales: &'a [f32],
-    /// As the scales; only where groups have minima.
+    /// Laid out as the scales; only if groups have minima.
     minima: &'a [f32],
 }
 
-/// Rows and columns of the register tile.
+/// Returns the rows and columns of the register tile.
 fn tile_shape(isa: Isa) -> (usize, usize) {
     match isa {
         #[cfg(target_arch = "x86_64")]
@@ -311,8 +311,8 @@ fn tile_shape(isa: Isa) -> (usize, usize) {
     }
 }
 
-/// Many rows of x: a task for every register tile's width of weight rows, and row ranges of x where these are fewer than
-/// threads.
+/// Multiplies many rows of x: one task per register tile's width of weight rows, split into row ranges of x if these
+/// are fewer than threads.
 fn tiled(isa: Isa, x: &Rounded<'_>, targets: &Targets<'_>, scratch: &Scratch) {
     let (mr, nr) = tile_shape(isa);
     let tiles = targets.tiles(nr);
@@ -336,7 +336,7 @@ fn tiled(isa: Isa, x: &Rounded<'_>, targets: &Targets<'_>, scratch: &Scratch) {
     });
 }
 
-/// Weight rows `rows`, as many as a register tile is wide, against the rows `part` of x.
+/// Multiplies weight rows `rows`, at most one register tile wide, with the rows `part` of x.
 fn run_panel(
     isa: Isa,
     x: &Rounded<'_>,
@@ -419,8 +419,8 @@ unsafe fn run_tile(isa: Isa, tile: &Tile<'_>) {
     }
 }
 
-/// Columns `depth` of weight rows `rows` as whole numbers, four to a word, with scales and then minima of all groups; zero
-/// past the last row.
+/// Unpacks columns `depth` of weight rows `rows` into integers, four to a word, with scales and then minima of all
+/// groups; zero past the last row.
 fn unpack_rows(
     isa: Isa,
     weight: WeightRef<'_>,
@@ -459,7 +459,7 @@ fn unpack_rows(
     }
 }
 
-/// `rows` rows of words side by side.
+/// Transposes `rows` rows of words.
 fn transpose(isa: Isa, from: &[u32], rows: usize, to: &mut [u32]) {
     assert!(from.len() == to.len() && from.len().is_multiple_of(rows));
     let k = from.len() / rows;
@@ -478,9 +478,10 @@ fn transpose(isa: Isa, from: &[u32], rows: usize, to: &mut [u32]) {
     }
 }
 
-/// Runs products in eight bits on registers alone, with enough independent chains to fill the pipes; returns how many
-/// multiplications and additions that was, and a value that depends on all of them. Timed by the caller, it shows the
-/// machine's peak.
+/// Runs 8-bit products on registers only, with enough independent chains to fill the pipes.
+///
+/// Returns the number of multiplications and additions, and a value that depends on all of them. Timed by the caller,
+/// it shows the machine's peak.
 pub fn burn(isa: Isa, iterations: u64) -> (u64, i32) {
     assert!(Isa::available().contains(&isa), "this processor has no {isa:?}");
     match isa {

@@ -8,7 +8,7 @@ pub(super) const NR: usize = 16;
 /// Rows of an output tile.
 pub(super) const MR: usize = 4;
 
-/// What a block is multiplied by, and its scale, from the bits of its greatest magnitude.
+/// Returns the factor that rounds a block, and its scale, from the bits of its greatest magnitude.
 #[inline(always)]
 pub(super) fn scale_of(most: u32) -> (f32, f32) {
     let (most, odd) = (f32::from_bits(most), most >= 0x7f80_0000);
@@ -20,8 +20,8 @@ pub(super) fn scale_of(most: u32) -> (f32, f32) {
     }
 }
 
-/// A row of x in eight bits. A block of numbers too small to divide by is zero; one with a number that is none, or is not
-/// finite, has no finite scale.
+/// Rounds a row of x to eight bits. A block whose numbers are too small to divide by becomes zero; the scale of a block
+/// with an infinity or a NaN is NaN.
 #[inline(always)]
 pub(super) fn round(x: &[f32], few: bool, row: &mut [u32]) {
     let n = x.len() / BLOCK;
@@ -33,7 +33,7 @@ pub(super) fn round(x: &[f32], few: bool, row: &mut [u32]) {
     let (times_halves, lanes) = rest.split_at_mut(2 * n);
     let numbers: &mut [i8] = bytemuck::cast_slice_mut(words);
     for (b, (x, a)) in x.as_chunks::<BLOCK>().0.iter().zip(numbers.as_chunks_mut::<BLOCK>().0).enumerate() {
-        // Magnitudes in the order of their bits, which puts what is not finite last.
+        // Compares magnitudes by their bits, which puts infinities and NaN last.
         let most = x.iter().fold(0, |most: u32, x| most.max(x.to_bits() & 0x7fff_ffff));
         let (factor, s) = scale_of(most);
         for (a, x) in a.iter_mut().zip(x) {
@@ -88,8 +88,8 @@ fn each<const B: usize, const L: usize, const G: usize>(
     }
 }
 
-/// The whole numbers $u$ of whole blocks, their scales $d$ and, where the format has them, minima $m$. All slices hold the
-/// same number of blocks.
+/// Unpacks the integers $u$ of whole blocks, their scales $d$ and, if the format has them, minima $m$. All slices have
+/// the same number of blocks.
 #[inline(always)]
 pub(super) fn unpack(format: Format, bytes: &[u8], u: &mut [u8], d: &mut [f32], m: &mut [f32]) {
     match format {
@@ -135,7 +135,7 @@ pub(super) fn unpack(format: Format, bytes: &[u8], u: &mut [u8], d: &mut [f32], 
     }
 }
 
-/// A table of whole numbers, moved by a zero point.
+/// Shifts a table of integers by a zero point.
 const fn moved(table: &[f32; 16], zero: i32) -> [u8; 16] {
     let mut out = [0; 16];
     let mut i = 0;
@@ -148,10 +148,10 @@ const fn moved(table: &[f32; 16], zero: i32) -> [u8; 16] {
 
 /// Values of the 16 codes of IQ4_NL and IQ4_XS, plus 128.
 pub(super) const IQ4_BYTES: [u8; 16] = moved(&IQ4_VALUES, 128);
-/// Twice what four bits stand for in MXFP4, and 16.
+/// Twice the values of the 4-bit codes of MXFP4, plus 16.
 pub(super) const MXFP4_BYTES: [u8; 16] = moved(&MXFP4_DOUBLES, 16);
 
-/// The low halves of sixteen bytes, then the high ones.
+/// Unpacks the low halves of sixteen bytes, then the high ones.
 #[inline(always)]
 fn nibbles(b: &[u8], u: &mut [u8; 32]) {
     for j in 0..16 {
@@ -160,7 +160,7 @@ fn nibbles(b: &[u8], u: &mut [u8; 32]) {
     }
 }
 
-/// The same with a fifth bit each, 32 of which come first.
+/// Unpacks nibbles with a fifth bit each; the 32 fifth bits come first.
 #[inline(always)]
 fn fives(b: &[u8], u: &mut [u8; 32]) {
     let high = u32::from_le_bytes([b[0], b[1], b[2], b[3]]);
@@ -206,7 +206,7 @@ fn q3_k(b: &[u8; 110], u: &mut [u8; 256], d: &mut [f32; 16], _: &mut [f32; 16]) 
     }
 }
 
-/// Scales and minima of Q4_K and Q5_K.
+/// Unpacks the scales and minima of Q4_K and Q5_K.
 #[inline(always)]
 pub(super) fn scales_and_minima(b: &[u8], d: &mut [f32; 8], m: &mut [f32; 8]) {
     let (all, least) = (half_at(b, 0), half_at(b, 2));
@@ -267,7 +267,7 @@ fn iq4_xs(b: &[u8; 136], u: &mut [u8; 256], d: &mut [f32; 8], _: &mut [f32; 8]) 
     }
 }
 
-/// A strip, block by block.
+/// Computes a strip, block by block.
 ///
 /// # Safety
 /// As [`super::run_strip`].
@@ -307,7 +307,7 @@ pub(super) unsafe fn strip(strip: &Strip<'_>) {
     }
 }
 
-/// One output tile.
+/// Computes one output tile.
 ///
 /// # Safety
 /// As [`super::run_tile`].

@@ -1,4 +1,4 @@
-//! Every instruction set against sums of whole numbers, and the product against the unrounded one within its rounding.
+//! Every instruction set against sums of integers, and the product against the unrounded one within its rounding.
 
 use super::super::tests::{check_company_and_threads, check_infinities, random_weights, random_x};
 use super::*;
@@ -20,7 +20,7 @@ const NARROW: [Format; 14] = [
     Format::Mxfp4,
 ];
 
-/// The rounded row and its rounded errors, as whole numbers and scales.
+/// Returns the rounded row and its rounded errors as integers and scales.
 fn rounded(x: &[f32]) -> [(Vec<i64>, Vec<f64>); 2] {
     let scratch = Scratch::poisoned();
     let rounded = Rounded::new(Isa::Scalar, MatRef::new(x, 1, x.len()), &scratch);
@@ -35,8 +35,8 @@ fn rounded(x: &[f32]) -> [(Vec<i64>, Vec<f64>); 2] {
     })
 }
 
-/// For each element: the sum over groups of scaled sums of whole numbers, in f64; the sum of the magnitudes of its parts; what
-/// unrounded x gives; and the most that rounding x may change.
+/// Returns for each element: the sum over groups of scaled integer sums, in f64; the sum of the magnitudes of its
+/// parts; the product with unrounded x; and the largest change that rounding x can make.
 fn reference(x: &[f32], n: usize, w: WeightRef<'_>) -> Vec<[f64; 4]> {
     let (cols, f) = (w.cols(), form(w.format()).unwrap());
     let (mut u, mut d, mut m) = (vec![0; cols], vec![0.0; cols / f.group], vec![0.0; cols / f.group]);
@@ -88,7 +88,7 @@ fn check(isa: Isa, format: Format, n: usize, rows: usize, cols: usize) {
         // Sums inside a group are exact: three roundings of its parts, and any order of additions.
         let tolerance = eps * (cols as f64 / 8.0 + 4.0) * size;
         assert!((y - sum).abs() <= tolerance, "{isa:?} {format} {n}×{rows}×{cols} at {i}: {y} {sum}");
-        // And the whole differs from the unrounded product by what rounding moves.
+        // The whole differs from the unrounded product by at most the effect of rounding x.
         let most = moved * (1.0 + 1e-5) + tolerance;
         assert!((y - unrounded).abs() <= most, "{isa:?} {format} {n}×{rows}×{cols} at {i}: {y} {unrounded}");
     }
@@ -134,7 +134,8 @@ fn a_row_alone_and_in_a_prompt_are_the_same_whole_numbers() {
         };
         let sizes = reference(&x[..cols], 1, w);
         for ((alone, among), [_, size, ..]) in run(1).iter().zip(&run(FUSED_ROWS + 5)).zip(sizes) {
-            // Groups are added in another order; rounded otherwise, one number of x alone would move some 1e-5 of the size.
+            // Only the order of groups differs; one number of x rounded differently would move the result by some 1e-5
+            // of the size.
             let gap = f64::from((alone - among).abs());
             assert!(gap <= f64::from(f32::EPSILON) * size * 4.0, "{format}: {alone} {among}");
         }

@@ -5,10 +5,11 @@ use std::arch::x86_64::*;
 
 /// Columns of an output tile: one register.
 pub(super) const NR: usize = 8;
-/// Rows of an output tile: six sums of a group, six of all, weights, a broadcast and two of products of pairs.
+/// Rows of an output tile: it takes six registers for the sums of a group, six for the sums of all groups, one for
+/// weights, one for a broadcast and two for products of pairs.
 pub(super) const MR: usize = 6;
 
-/// A row of x in eight bits: a block in four registers.
+/// Rounds a row of x to eight bits, a block in four registers.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn round(x: &[f32], few: bool, row: &mut [u32]) {
     let n = x.len() / BLOCK;
@@ -25,7 +26,7 @@ pub(super) fn round(x: &[f32], few: bool, row: &mut [u32]) {
             let most = _mm_max_epi32(most, _mm_shuffle_epi32::<0b01_00_11_10>(most));
             let most = _mm_max_epi32(most, _mm_shuffle_epi32::<0b10_11_00_01>(most));
             let (factor, s) = scalar::scale_of(_mm_cvtsi128_si32(most) as u32);
-            // What is not finite has the factor zero, times which it must not become a number that is none.
+            // The factor of a block with an infinity or a NaN is 0, and 0 times either is NaN.
             let x = if s.is_nan() { [_mm256_setzero_ps(); 4] } else { x };
             let [i, j, k, l] = x.map(|x| _mm256_cvtps_epi32(_mm256_mul_ps(x, _mm256_set1_ps(factor))));
             let bytes = _mm256_packs_epi16(_mm256_packs_epi32(i, j), _mm256_packs_epi32(k, l));
@@ -51,7 +52,7 @@ pub(super) fn round(x: &[f32], few: bool, row: &mut [u32]) {
     }
 }
 
-/// The whole numbers of whole blocks.
+/// Unpacks the integers of whole blocks.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn unpack(format: Format, bytes: &[u8], u: &mut [u8], d: &mut [f32], m: &mut [f32]) {
     scalar::unpack(format, bytes, u, d, m);
@@ -59,10 +60,11 @@ pub(super) fn unpack(format: Format, bytes: &[u8], u: &mut [u8], d: &mut [f32], 
 
 /// Sums of four products in each lane.
 pub(super) trait Dot {
-    /// Whether numbers above 127 are taken as they are. Otherwise they are taken 128 less where `WIDE`, and the sum needs
-    /// no zero point.
+    /// True if integers above 127 are used as they are. Otherwise 128 is subtracted from them where `WIDE`, and the sum
+    /// needs no zero point.
     const WHOLE: bool;
-    /// `sum` and, in each lane, the products of four neighbours of `u`, unsigned, and `a`, of at most 127 in magnitude.
+    /// Adds to each lane of `sum` the products of four neighbours of `u`, unsigned, and `a`, of at most 127 in
+    /// magnitude.
     ///
     /// # Safety
     /// The processor has what the type is named after.
@@ -99,7 +101,7 @@ impl Dot for Vnni {
     }
 }
 
-/// One output tile.
+/// Computes one output tile.
 ///
 /// # Safety
 /// As [`super::run_tile`].
@@ -109,7 +111,7 @@ pub(super) unsafe fn tile_pairs(t: &Tile<'_>) {
     unsafe { tile::<Pairs>(t) }
 }
 
-/// One output tile.
+/// Computes one output tile.
 ///
 /// # Safety
 /// As [`super::run_tile`].
@@ -136,7 +138,7 @@ unsafe fn tile<D: Dot>(t: &Tile<'_>) {
 }
 
 /// # Safety
-/// As [`super::run_tile`]; groups have `GROUP` weights, minima if `MIN` and numbers above 127 only if `WIDE`.
+/// As [`super::run_tile`]; groups have `GROUP` weights, minima if `MIN` and integers above 127 only if `WIDE`.
 #[inline(always)]
 unsafe fn tile_of<D: Dot, const GROUP: usize, const MIN: bool, const WIDE: bool>(t: &Tile<'_>) {
     let groups = t.count * BLOCK / GROUP;
@@ -148,7 +150,7 @@ unsafe fn tile_of<D: Dot, const GROUP: usize, const MIN: bool, const WIDE: bool>
     let x: [*const u32; MR] =
         std::array::from_fn(|i| t.x.as_ptr().wrapping_add(i.min(t.rows - 1) * t.stride));
     let first = t.first * BLOCK / GROUP;
-    // Where sums of groups stand in a row, by the size of a group.
+    // Offsets of the sums of groups in a row, by group size.
     let (minus, times) = match GROUP {
         BLOCK => (t.blocks * at::MINUS + first, t.blocks * at::TIMES + first),
         _ => (t.blocks * at::MINUS_HALVES + first, t.blocks * at::TIMES_HALVES + first),

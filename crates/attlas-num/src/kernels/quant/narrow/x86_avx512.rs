@@ -5,16 +5,17 @@ use std::arch::x86_64::*;
 
 /// Columns of an output tile: two registers.
 pub(super) const NR: usize = 32;
-/// Rows of an output tile: with two columns of registers, 12 sums of a group, 12 of all, two of weights and a broadcast.
+/// Rows of an output tile: with two registers of columns, it takes 12 registers for the sums of a group, 12 for the
+/// sums of all groups, two for weights and one for a broadcast.
 pub(super) const MR: usize = 6;
 
-/// The whole numbers of whole blocks.
+/// Unpacks the integers of whole blocks.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub(super) fn unpack(format: Format, bytes: &[u8], u: &mut [u8], d: &mut [f32], m: &mut [f32]) {
     scalar::unpack(format, bytes, u, d, m);
 }
 
-/// One output tile.
+/// Computes one output tile.
 ///
 /// # Safety
 /// As [`super::run_tile`].
@@ -58,7 +59,7 @@ unsafe fn tile_of<const M: usize, const GROUP: usize, const MIN: bool>(t: &Tile<
     assert!(!MIN || t.panel.minima.len() == groups * NR);
     let x: [*const u32; M] = std::array::from_fn(|i| t.x.as_ptr().wrapping_add(i * t.stride));
     let first = t.first * BLOCK / GROUP;
-    // Where sums of groups stand in a row, by the size of a group.
+    // Offsets of the sums of groups in a row, by group size.
     let (minus, times) = match GROUP {
         BLOCK => (t.blocks * at::MINUS + first, t.blocks * at::TIMES + first),
         _ => (t.blocks * at::MINUS_HALVES + first, t.blocks * at::TIMES_HALVES + first),
@@ -131,7 +132,7 @@ unsafe fn tile_of<const M: usize, const GROUP: usize, const MIN: bool>(t: &Tile<
     }
 }
 
-/// Bits for the first `n` of sixteen lanes; all of them if there are more.
+/// Returns a mask of the first `n` of sixteen lanes; of all lanes if `n` is larger.
 #[inline(always)]
 fn tail_mask(n: usize) -> u16 {
     if n >= 16 { u16::MAX } else { (1 << n) - 1 }

@@ -1,7 +1,8 @@
 //! Strips of weight rows on registers of 64 bytes, for AVX-512: eight groups at a time, two to a register.
 //!
-//! One group at a time needs some fourteen instructions for 20 bytes of Q4_1, which cores run slower than memory delivers.
-//! Here scales of eight groups are converted and multiplied at once, and products of two groups: half as many.
+//! One group at a time takes some fourteen instructions for 20 bytes of Q4_1: cores run them more slowly than memory
+//! delivers the bytes. Here the scales of eight groups are converted and multiplied at once, and so are the products of
+//! two groups, which halves the number of instructions.
 
 use super::x86_rows::{
     self, Iq4Nl, Load, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, eight, halves, six_bits,
@@ -9,7 +10,7 @@ use super::x86_rows::{
 use super::{BLOCK, FEW_ROWS, Format, Strip, at, scalar};
 use std::arch::x86_64::*;
 
-/// A strip.
+/// Computes a strip.
 ///
 /// # Safety
 /// As [`super::run_strip`].
@@ -29,7 +30,7 @@ pub(super) unsafe fn strip(s: &Strip<'_>) {
             Format::Q4K => rows_of::<Q4K>(s),
             Format::Q5K => rows_of::<Q5K>(s),
             Format::Q6K => rows_of::<Q6K>(s),
-            // One group at a time.
+            // Falls back to one group at a time.
             _ => x86_rows::vnni_512(s),
         }
     }
@@ -56,19 +57,19 @@ unsafe fn rows_of<L: Eight>(s: &Strip<'_>) {
 unsafe fn rows_by<L: Eight, const M: usize>(s: &Strip<'_>) {
     let blocks = s.weight.cols / BLOCK;
     let x: [[*const u32; 2]; M] = std::array::from_fn(|n| s.x[n].map(<[u32]>::as_ptr));
-    // Minus the sums of x that stand for zero points, of one register of x.
+    // Negated sums of x that account for zero points, for one register of x.
     let start = |x: *const u32, b: usize| {
         // SAFETY: x holds two blocks from `b` on, or other parts of its row behind the last.
         let lanes = unsafe { _mm512_loadu_si512(x.add(blocks * at::LANES + 8 * b).cast()) };
         _mm512_sll_epi32(lanes, _mm_cvtsi32_si128(L::ZERO))
     };
-    // SAFETY: a row holds `blocks / 8` times eight groups, and one stored block for each of the others, which formats with
-    // larger blocks do not leave. x holds all parts of `blocks` blocks, the output `M · weight.rows` elements.
+    // SAFETY: a row holds `blocks / 8` times eight groups, and one stored block for each remaining group; formats with
+    // larger blocks leave none. x holds all parts of `blocks` blocks, the output `M · weight.rows` elements.
     unsafe {
         for r in s.rows.clone() {
             let mut p = s.weight.row(r).as_ptr();
             s.weight.prefetch_behind(r..r + 1);
-            // Pairs alternate between two sums, so that neither waits for the other.
+            // Pairs alternate between two sums, so neither waits for the other.
             let mut sums = [[_mm512_setzero_ps(); 2]; M];
             let mut rest = [_mm256_setzero_ps(); M];
             let mut b = 0;
@@ -147,13 +148,13 @@ unsafe fn rows_by<L: Eight, const M: usize>(s: &Strip<'_>) {
     }
 }
 
-/// Sixteen lanes to choose.
+/// Sixteen lane indices.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Lanes([i32; 16]);
 
 impl Lanes {
-    /// Lane `i` is `first + i / run`.
+    /// Creates indices with lane `i` equal to `first + i / run`.
     const fn runs(first: i32, run: usize) -> Self {
         let (mut lanes, mut i) = ([0; 16], 0);
         while i < 16 {
@@ -170,30 +171,30 @@ impl Lanes {
     }
 }
 
-/// Each of eight numbers twice.
+/// Indices that repeat each of eight numbers.
 static TWICE: Lanes = Lanes::runs(0, 2);
-/// Where the factors of two groups stand among eight, and of their halves among sixteen.
+/// Indices of the factors of two groups among eight, and of their halves among sixteen.
 static OF_PAIR: [Lanes; 4] = [Lanes::runs(0, 8), Lanes::runs(2, 8), Lanes::runs(4, 8), Lanes::runs(6, 8)];
 static OF_PAIR_BY_HALVES: [Lanes; 4] =
     [Lanes::runs(0, 4), Lanes::runs(4, 4), Lanes::runs(8, 4), Lanes::runs(12, 4)];
 
 /// A format, eight groups of 32 at a time: one stored block of 256, or eight of 32.
 trait Eight: Load {
-    /// Whether the halves of a group have scales of their own.
+    /// True if the halves of a group have scales of their own.
     const HALVES: bool = false;
-    /// Scales, in the first eight lanes unless `HALVES`, and minima of the groups.
+    /// Returns scales, in the first eight lanes unless `HALVES`, and minima of the groups.
     ///
     /// # Safety
     /// AVX-512 is there and eight groups can be read at `p`.
     unsafe fn factors(p: *const u8) -> (__m512, __m256);
-    /// The numbers of groups `2 k` and `2 k + 1`.
+    /// Returns the integers of groups `2 k` and `2 k + 1`.
     ///
     /// # Safety
     /// As `factors`, and `k < 4`.
     unsafe fn pair(p: *const u8, k: usize) -> __m512i;
 }
 
-/// The first four bytes of eight blocks.
+/// Reads the first four bytes of eight blocks.
 #[inline(always)]
 unsafe fn heads(p: *const u8, bytes: usize) -> __m256i {
     // SAFETY: the callers can read eight blocks.
@@ -204,14 +205,14 @@ unsafe fn heads(p: *const u8, bytes: usize) -> __m256i {
     }
 }
 
-/// The low halves of the lanes, converted.
+/// Converts the low halves of the lanes.
 #[inline(always)]
 unsafe fn converted(heads: __m256i) -> __m256 {
     // SAFETY: the callers run with AVX-512 VL and F16C.
     unsafe { _mm256_cvtph_ps(_mm256_cvtepi32_epi16(heads)) }
 }
 
-/// The nibbles of sixteen bytes at `p` and of sixteen at `q`, each the low ones, then the high ones.
+/// Unpacks the nibbles of sixteen bytes at `p` and of sixteen at `q`, each the low ones, then the high ones.
 #[inline(always)]
 unsafe fn nibbles(p: *const u8, q: *const u8) -> __m512i {
     // SAFETY: the callers run with AVX-512 and can read the bytes.
@@ -233,7 +234,7 @@ unsafe fn fifth(u: __m512i, p: *const u8, q: *const u8) -> __m512i {
     }
 }
 
-/// Formats with blocks of 32, whose scale is a half at the start, and the minimum the one after it.
+/// Implements formats with blocks of 32 that start with a half-precision scale, then the minimum if there is one.
 macro_rules! blocks_of_32 {
     ($name:ident, |$p:ident, $q:ident| $numbers:expr) => {
         impl Eight for $name {
@@ -280,7 +281,7 @@ blocks_of_32! {
     }
 }
 
-/// Scales and minima of Q4_K and Q5_K.
+/// Returns the scales and minima of Q4_K and Q5_K.
 #[inline(always)]
 unsafe fn of_six_bits(p: *const u8) -> (__m512, __m256) {
     // SAFETY: passed on from the caller, who can read a block.
@@ -291,7 +292,7 @@ unsafe fn of_six_bits(p: *const u8) -> (__m512, __m256) {
     }
 }
 
-/// The low, then the high nibbles of 32 bytes.
+/// Unpacks the low, then the high nibbles of 32 bytes.
 #[inline(always)]
 unsafe fn nibbles_of_pair(p: *const u8) -> __m512i {
     // SAFETY: the callers run with AVX-512 and can read the bytes.
@@ -355,7 +356,8 @@ impl Eight for Q6K {
             let low = _mm512_loadu_si512(p.add(64 * (k / 2)).cast());
             let low = if k.is_multiple_of(2) { low } else { _mm512_srli_epi16::<4>(low) };
             let high = _mm512_broadcast_i64x4(_mm256_loadu_si256(p.add(128 + 32 * (k / 2)).cast()));
-            // Two bits for each of four groups, moved to bits four and five: no bit crosses into the byte above that is kept.
+            // Moves two bits for each of four groups to bits four and five; the mask below clears bits from
+            // neighbouring bytes.
             let high = match k % 2 {
                 0 => _mm512_sllv_epi64(high, _mm512_setr_epi64(4, 4, 4, 4, 2, 2, 2, 2)),
                 _ => _mm512_srlv_epi64(high, _mm512_setr_epi64(0, 0, 0, 0, 2, 2, 2, 2)),

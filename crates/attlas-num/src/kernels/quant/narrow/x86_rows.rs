@@ -16,7 +16,7 @@ impl Dot for Vnni512 {
     }
 }
 
-/// A strip without VNNI.
+/// Computes a strip without VNNI.
 ///
 /// # Safety
 /// As [`super::run_strip`].
@@ -26,7 +26,7 @@ pub(super) unsafe fn pairs(s: &Strip<'_>) {
     unsafe { strip::<Pairs>(s) }
 }
 
-/// A strip with AVX-VNNI.
+/// Computes a strip with AVX-VNNI.
 ///
 /// # Safety
 /// As [`super::run_strip`].
@@ -36,7 +36,7 @@ pub(super) unsafe fn vnni(s: &Strip<'_>) {
     unsafe { strip::<Vnni>(s) }
 }
 
-/// A strip with AVX-512.
+/// Computes a strip with AVX-512.
 ///
 /// # Safety
 /// As [`super::run_strip`].
@@ -101,7 +101,7 @@ unsafe fn rows_by<L: Load, D: Dot, const M: usize>(s: &Strip<'_>) {
         for r in s.rows.clone() {
             let mut p = s.weight.row(r).as_ptr();
             s.weight.prefetch_behind(r..r + 1);
-            // Groups alternate between two sums, so that neither waits for the other.
+            // Groups alternate between two sums, so neither waits for the other.
             let mut sums = [[_mm256_setzero_ps(); 2]; M];
             let mut of_minima = [_mm256_setzero_ps(); M];
             let mut b = 0;
@@ -177,29 +177,29 @@ unsafe fn horizontal_sum(v: __m256) -> f32 {
     }
 }
 
-/// A format, unit by unit: a stored block.
+/// Format read unit by unit, where a unit is a stored block.
 pub(in super::super) trait Load {
-    /// Bytes of a unit.
+    /// Bytes in a unit.
     const BYTES: usize;
-    /// Groups of 32 of a unit.
+    /// Groups of 32 in a unit.
     const GROUPS: usize;
-    /// Registers of minima of a unit: one for all groups, or two where these are of 16.
+    /// Registers of minima in a unit: one for all groups, or two if groups are of 16.
     const MINIMA: usize = 0;
-    /// Whether numbers are above 127.
+    /// True if integers exceed 127.
     const WIDE: bool = false;
-    /// The zero point as a power of two, where there are no minima.
+    /// Base-2 logarithm of the zero point, if there are no minima.
     const ZERO: i32 = 0;
     /// Data unpacked once for all groups.
     type Scales;
     /// # Safety
     /// AVX2, FMA and F16C are there and `BYTES` bytes can be read at `p`.
     unsafe fn scales(p: *const u8) -> Self::Scales;
-    /// The numbers of a group and the scale of each lane.
+    /// Returns the integers of a group and the scale of each lane.
     ///
     /// # Safety
     /// As `scales`, and the group exists.
     unsafe fn group(p: *const u8, g: usize, scales: &Self::Scales) -> (__m256i, __m256);
-    /// A register of minima; where the unit is one group, its first lane.
+    /// Returns a register of minima; if the unit is one group, in its first lane.
     ///
     /// # Safety
     /// As `scales`.
@@ -210,7 +210,7 @@ pub(in super::super) trait Load {
     }
 }
 
-/// The minima of both halves of group `g`, each in every lane.
+/// Returns the minima of both halves of group `g`, each in every lane.
 ///
 /// # Safety
 /// As [`Load::group`].
@@ -229,21 +229,21 @@ pub(in super::super) unsafe fn minima_of<L: Load>(p: *const u8, g: usize, scales
     }
 }
 
-/// The half at `p`, converted.
+/// Converts the half-precision number at `p`.
 #[inline(always)]
 unsafe fn half(p: *const u8) -> __m128 {
     // SAFETY: the callers run with F16C and can read two bytes.
     unsafe { _mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(p.cast::<u16>().read_unaligned()))) }
 }
 
-/// The half at `p` in every lane.
+/// Returns the half-precision number at `p` in every lane.
 #[inline(always)]
 pub(super) unsafe fn halves(p: *const u8) -> __m256 {
     // SAFETY: as `half`.
     unsafe { _mm256_broadcastss_ps(half(p)) }
 }
 
-/// The low halves of sixteen bytes, then the high ones.
+/// Unpacks the low halves of sixteen bytes, then the high ones.
 #[inline(always)]
 unsafe fn nibbles(p: *const u8) -> __m256i {
     // SAFETY: the callers run with AVX2 and can read sixteen bytes.
@@ -254,7 +254,7 @@ unsafe fn nibbles(p: *const u8) -> __m256i {
     }
 }
 
-/// Bit i of the word at `p` as 16 in byte i.
+/// Returns bit i of the word at `p` as 16 in byte i.
 #[inline(always)]
 unsafe fn fifth_bits(p: *const u8) -> __m256i {
     // SAFETY: the callers run with AVX2 and can read four bytes.
@@ -278,7 +278,7 @@ unsafe fn looked_up(p: *const u8, table: &[u8; 16]) -> __m256i {
     }
 }
 
-/// Formats with a block of 32, whose scale is a half at the start.
+/// Implements formats with a block of 32 that starts with a half-precision scale.
 macro_rules! blocks_of_32 {
     ($name:ident, $bytes:literal, |$p:ident| $numbers:expr, $($rest:tt)*) => {
         pub(in super::super) struct $name;
@@ -301,7 +301,7 @@ macro_rules! blocks_of_32 {
     };
 }
 
-/// The minimum of a block is the half after the scale.
+/// Reads the minimum of a block from the half-precision number after the scale.
 macro_rules! minimum_after_scale {
     () => {
         const MINIMA: usize = 1;
@@ -313,7 +313,7 @@ macro_rules! minimum_after_scale {
     };
 }
 
-// In braces, or the formatter would put commas between items.
+// Braces keep the formatter from putting commas between items.
 blocks_of_32! { Q4_0, 18, |p| nibbles(p.add(2)), const ZERO: i32 = 3; }
 blocks_of_32! { Q4_1, 20, |p| nibbles(p.add(4)), minimum_after_scale!(); }
 blocks_of_32! { Q5_0, 22, |p| _mm256_or_si256(nibbles(p.add(6)), fifth_bits(p.add(2))), const ZERO: i32 = 4; }
@@ -347,7 +347,7 @@ impl Load for Mxfp4 {
     }
 }
 
-/// Scales and minima of Q4_K and Q5_K, unpacked as eight bytes each.
+/// Unpacks the scales and minima of Q4_K and Q5_K as eight bytes each.
 #[inline(always)]
 pub(super) unsafe fn six_bits(p: *const u8) -> (u64, u64) {
     // SAFETY: the callers can read a block.
@@ -359,7 +359,7 @@ pub(super) unsafe fn six_bits(p: *const u8) -> (u64, u64) {
     (scales, minima)
 }
 
-/// Eight unsigned bytes times a scale.
+/// Returns eight unsigned bytes times a scale.
 #[inline(always)]
 pub(super) unsafe fn eight(bytes: u64, scale: __m256) -> __m256 {
     // SAFETY: the callers run with AVX2.
@@ -369,7 +369,7 @@ pub(super) unsafe fn eight(bytes: u64, scale: __m256) -> __m256 {
     }
 }
 
-/// Eight numbers, to be read one at a time.
+/// Stores eight numbers to be read one at a time.
 #[inline(always)]
 unsafe fn spilled(v: __m256) -> [f32; 8] {
     let mut out = [0.0; 8];
@@ -378,7 +378,7 @@ unsafe fn spilled(v: __m256) -> [f32; 8] {
     out
 }
 
-/// The low or the high halves of the 32 bytes that group `g` shares with its neighbour.
+/// Returns the low or the high halves of the 32 bytes that group `g` shares with its neighbour.
 #[inline(always)]
 unsafe fn half_of_pair(p: *const u8, g: usize) -> __m256i {
     // SAFETY: the callers run with AVX2 and can read the bytes of all groups.
@@ -389,7 +389,7 @@ unsafe fn half_of_pair(p: *const u8, g: usize) -> __m256i {
     }
 }
 
-/// Layout shared by Q4_K and Q5_K.
+/// Implements the layout shared by Q4_K and Q5_K.
 macro_rules! six_bit_scales {
     () => {
         const GROUPS: usize = 8;
@@ -438,7 +438,7 @@ impl Load for Q5K {
     }
 }
 
-/// Two bits of each of the 32 bytes that group `g` shares with three neighbours.
+/// Returns two bits of each of the 32 bytes that group `g` shares with three neighbours.
 #[inline(always)]
 unsafe fn two_bits(p: *const u8, g: usize) -> __m256i {
     // SAFETY: the callers run with AVX2 and can read the bytes of all groups.
@@ -449,7 +449,7 @@ unsafe fn two_bits(p: *const u8, g: usize) -> __m256i {
     }
 }
 
-/// Sixteen numbers, to be read one at a time.
+/// Stores sixteen numbers to be read one at a time.
 #[inline(always)]
 unsafe fn sixteen([low, high]: [__m256; 2]) -> [f32; 16] {
     let mut out = [0.0; 16];
@@ -461,7 +461,7 @@ unsafe fn sixteen([low, high]: [__m256; 2]) -> [f32; 16] {
     out
 }
 
-/// The scales of both halves of a group, each in its lanes.
+/// Returns the scales of both halves of a group, each in its lanes.
 #[inline(always)]
 unsafe fn of_halves(low: f32, high: f32) -> __m256 {
     // SAFETY: the callers run with AVX2.

@@ -117,7 +117,7 @@ fn matrices_are_unbiased_with_the_stated_variance_and_odd_sizes() {
 
 #[test]
 fn without_the_sign_fix_positive_features_would_be_biased() {
-    // The defect the Haar draw avoids, reproduced by undoing its sign: first entry of the rotation negative.
+    // Reproduces the defect that the Haar draw avoids by undoing its sign: the first entry of the rotation is negative.
     let (x, y) = ([0.4, 0.0, 0.0, 0.0], [0.4, 0.0, 0.0, 0.0]);
     let sm = 0.16f64.exp();
     let n = 4000u32;
