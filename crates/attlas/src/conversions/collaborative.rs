@@ -68,7 +68,7 @@ crate::params! {
         tol: f64 = 1e-8, in 0.0..=1.0;
         /// Tikhonov weight.
         ridge: f64 = 1e-10, in 0.0..=1.0;
-        /// Stream of a random start.
+        /// Seed of a random start.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }

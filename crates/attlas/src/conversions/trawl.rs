@@ -97,7 +97,7 @@ crate::params! {
         iters: usize = 100, in 1..=10_000;
         /// Stop when the relative error changes by less.
         tol: f64 = 1e-6, in 0.0..=1.0;
-        /// Stream of the random part of a start.
+        /// Seed of the random part of a start.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }

@@ -134,7 +134,7 @@ pub struct Settings {
     pub rank: usize,
     /// Power steps of the randomised SVD.
     pub power: usize,
-    /// Stream of the randomised SVD.
+    /// Seed of the randomised SVD.
     pub seed: u64,
 }
 

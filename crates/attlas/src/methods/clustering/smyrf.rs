@@ -79,7 +79,7 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// Weight of a key that several rounds find.
+    /// Weight of a key found in several rounds.
     pub enum Merge {
         /// Once: the softmax over the union of the rounds.
         Union = "union",
@@ -95,16 +95,16 @@ crate::params! {
         rounds: usize = 4, in 1..=64;
         /// Keys in a run, at most; queries are cut into as many runs as the keys.
         block: usize = 64, in 1..=1 << 30;
-        /// Weight of a key that several rounds find.
+        /// Weight of a key found in several rounds.
         merge: Merge = Merge::Union;
         /// Keys at the start that every query sees exactly, outside the runs.
         sinks: usize = 0, in 0..=1 << 30;
-        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
-        /// none. With a causal mask only the first keys.
+        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
+        /// ignored. With a causal mask, these and the sinks must be the first keys.
         always: Indices = Indices::none(), in 0..=1 << 30;
         /// Causal problems: lengths from which on sequences are not halved further but attended exactly.
         min_len: usize = 1024, in 1..=1 << 30;
-        /// Stream the lines are drawn from.
+        /// Seed of the random lines.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -129,7 +129,7 @@ pub struct Smyrf {
 }
 
 impl Smyrf {
-    /// A plan with these parameters; draws the lines.
+    /// Creates a plan with these parameters; draws the lines.
     pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         let lines = PerGroup::draw(p, |index| {
             let key = index.stream_key(params.seed).named("smyrf");
@@ -142,7 +142,7 @@ impl Smyrf {
         keys.div_ceil(self.params.block)
     }
 
-    /// The same with the first keys as sinks.
+    /// Returns the plan with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
         Self { params, ..self.clone() }

@@ -126,16 +126,16 @@ crate::params! {
         /// Features per token; auto is d ln d, rounded up to a multiple of 8. Rounded up to an even number where they are
         /// antithetic.
         features: Option<usize> = None, in 1..=1 << 20;
-        /// How the random directions depend on each other.
+        /// Coupling of the random directions.
         directions: Directions = Directions::Orthogonal;
         /// The scalar of oprf, below 1/8; auto fits it: to the data without a mask, to a calibration where there is one,
         /// and else to queries and keys of unit variance.
         a: Option<f64> = None, in -1e6..=0.1249;
         /// Added to second moments, relative to their average eigenvalue.
         ridge: f64 = 1e-6, in 1e-15..=1.0;
-        /// The relative standard deviation of a kernel entry that the figure `features_needed` is for.
+        /// Relative standard deviation of a kernel entry that the figure `features_needed` aims at.
         target_error: f64 = 0.1, in 1e-6..=10.0;
-        /// Stream the directions are drawn from.
+        /// Seed of the random directions.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -153,7 +153,7 @@ impl Spec for Params {
     }
 }
 
-/// The source of feature maps.
+/// Source of feature maps.
 #[derive(Clone, Debug)]
 pub struct Crt {
     params: Params,

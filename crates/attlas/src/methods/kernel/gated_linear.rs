@@ -119,7 +119,7 @@ pub struct GatedLinear {
 }
 
 impl GatedLinear {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(problem: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         Ok(Self { params, scale: problem.scale })

@@ -108,15 +108,15 @@ crate::params! {
         tau: f64 = 1.0, in 1e-6..=1e6;
         /// Clusters of queries, and of keys; at most as many as there are rows.
         clusters: usize = 4, in 1..=256;
-        /// How the shared directions depend on each other.
+        /// Coupling of the shared directions.
         directions: Directions = Directions::Orthogonal;
         /// Treatment of rows where a denominator nearly cancels.
         denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
-        /// The share of itself without cancellation below which a denominator counts as cancelled.
+        /// A denominator counts as cancelled below this share of the sum of its absolute terms.
         den_floor: f64 = 1e-3, in 0.0..=1.0;
-        /// The relative standard deviation of a kernel entry that the figure `features_needed` is for.
+        /// Relative standard deviation of a kernel entry that the figure `features_needed` aims at.
         target_error: f64 = 0.1, in 1e-6..=10.0;
-        /// Stream of the directions and of the clustering.
+        /// Seed of the directions and of the clustering.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -136,7 +136,7 @@ impl Spec for Params {
     }
 }
 
-/// The source of feature maps.
+/// Source of feature maps.
 #[derive(Clone, Debug)]
 pub struct Hybrid {
     params: Params,

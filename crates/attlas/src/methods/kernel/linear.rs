@@ -111,7 +111,7 @@ crate::params! {
         den_eps: f64 = 0.0, in 0.0..=1.0;
         /// Treatment of rows where the denominator of the identity map nearly cancels.
         denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
-        /// The share of itself without cancellation below which a denominator counts as cancelled.
+        /// A denominator counts as cancelled below this share of the sum of its absolute terms.
         den_floor: f64 = 1e-3, in 0.0..=1.0;
     }
 }
@@ -136,7 +136,7 @@ impl Spec for Params {
     }
 }
 
-/// The source of feature maps.
+/// Source of feature maps.
 #[derive(Clone, Debug)]
 pub struct Coordinates {
     params: Params,

@@ -154,18 +154,18 @@ crate::params! {
         /// Features per token; auto is d ln d, rounded up to a multiple of 8. Rounded up to an even number for hyp and
         /// trig, which have two features per direction.
         features: Option<usize> = None, in 1..=1 << 20;
-        /// How the random directions depend on each other.
+        /// Coupling of the random directions.
         directions: Directions = Directions::Orthogonal;
         /// Added to every stabilised feature, as the reference implementation does; it mixes in uniform attention.
         /// Positive and hyperbolic features without a mask only.
         feature_eps: f64 = 0.0, in 0.0..=1.0;
         /// Treatment of rows where the denominator of trigonometric features nearly cancels.
         denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
-        /// The share of itself without cancellation below which a denominator counts as cancelled.
+        /// A denominator counts as cancelled below this share of the sum of its absolute terms.
         den_floor: f64 = 1e-3, in 0.0..=1.0;
-        /// The relative standard deviation of a kernel entry that the figure `features_needed` is for.
+        /// Relative standard deviation of a kernel entry that the figure `features_needed` aims at.
         target_error: f64 = 0.1, in 1e-6..=10.0;
-        /// Stream the directions are drawn from.
+        /// Seed of the random directions.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -196,7 +196,7 @@ impl Spec for Params {
 /// Constant that the reference implementation adds to ReLU features.
 pub const RELU_EPS: f64 = 1e-3;
 
-/// The source of feature maps.
+/// Source of feature maps.
 #[derive(Clone, Debug)]
 pub struct Performer {
     params: Params,

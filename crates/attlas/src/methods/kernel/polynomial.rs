@@ -186,7 +186,7 @@ pub struct Polynomial {
 }
 
 impl Polynomial {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(problem: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         if !params.degree.is_multiple_of(2) {

@@ -120,7 +120,7 @@ crate::params! {
         /// The standard deviation of the half sketch, relative to its root mean square, that the figure `features_needed`
         /// is for.
         target_error: f64 = 0.1, in 1e-3..=10.0;
-        /// Stream the sketch is drawn from.
+        /// Seed of the sketch.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -203,7 +203,7 @@ impl Params {
 }
 
 impl PolySketch {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(problem: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         if !params.degree.is_multiple_of(2) {

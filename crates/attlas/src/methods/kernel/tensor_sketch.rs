@@ -93,7 +93,7 @@ crate::params! {
         block: usize = 128, in 1..=1 << 20;
         /// The standard deviation of the sketch, relative to its root mean square, that the figure `features_needed` is for.
         target_error: f64 = 0.1, in 1e-3..=10.0;
-        /// Stream that buckets and signs are drawn from.
+        /// Seed of buckets and signs.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -153,7 +153,7 @@ pub struct TensorSketch {
 }
 
 impl TensorSketch {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         let squared = params.nonneg == Nonneg::SelfTensor;

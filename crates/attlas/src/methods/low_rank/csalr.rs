@@ -178,7 +178,7 @@ impl Parts for Windows {
 }
 
 impl Csalr {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(params: Params) -> Result<Self> {
         params.validate()?;
         Ok(Self { params })

@@ -125,7 +125,7 @@ crate::params! {
         ratio: f64 = 0.25, in 0.0..=1.0;
         /// With `cache = prefix`, keys kept of each bin.
         bin_rank: usize = 12, in 1..=1 << 20;
-        /// Stream the landmarks are drawn from.
+        /// Seed of the landmarks.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -160,7 +160,7 @@ struct Landmarks<T> {
 }
 
 impl LiftedNystrom {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(params: Params) -> Self {
         Self { params }
     }

@@ -153,7 +153,7 @@ fn read_conv(problem: &Problem, calibration: &Calibration) -> Result<Mat<f64>> {
 }
 
 impl Nystromformer {
-    /// A plan with these parameters and, where given, a trained convolution.
+    /// Creates a plan with these parameters and, where given, a trained convolution.
     pub(crate) fn new(problem: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
         params.validate()?;
         let conv = calibration.map(|c| read_conv(problem, c)).transpose()?;

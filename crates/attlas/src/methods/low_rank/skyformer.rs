@@ -89,7 +89,7 @@ crate::params! {
         solver: SolverKind = SolverKind::Cholesky;
         /// Steps of `solver = razavi`.
         iters: usize = 6, in 1..=25;
-        /// Stream the landmarks are drawn from.
+        /// Seed of the landmarks.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -109,7 +109,7 @@ impl Spec for Params {
     }
 }
 
-/// Query rows of one task.
+/// Query rows per task.
 const ROWS: usize = 192;
 
 impl Params {
@@ -151,7 +151,7 @@ struct Compressed<T> {
 }
 
 impl Skyformer {
-    /// A plan with these parameters; draws uniform landmarks.
+    /// Creates a plan with these parameters; draws uniform landmarks.
     pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         let uniform = PerGroup::draw(p, |index| Ok(params.uniform(p.n_q, p.n_k, index)))?;
         Ok(Self { params, uniform, planned: (p.n_q, p.n_k) })

@@ -157,8 +157,8 @@ crate::params! {
         budget: usize = 128, in 0..=1 << 30;
         /// Keys at the start that are always attended exactly.
         sinks: usize = 10, in 0..=1 << 30;
-        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
-        /// none. With a causal mask only the first keys.
+        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
+        /// ignored. With a causal mask, these and the sinks must be the first keys.
         always: Indices = Indices::none(), in 0..=1 << 30;
         /// Tokens after which clusters are updated; the recent buffer holds one to two times as many.
         interval: usize = 128, in 1..=1 << 30;
@@ -181,9 +181,9 @@ crate::params! {
         /// Base of the rotary embedding that keys came with, to cluster them unrotated; auto takes them as they are. In a
         /// model, `model` stands for its own.
         rope_base: Option<f64> = None, in 1.0..=1e12;
-        /// Features that are rotated; auto for all.
+        /// Number of rotated features; auto for all.
         rope_dim: Option<usize> = None, in 2..=1 << 20;
-        /// Where the parts of a rotated pair lie.
+        /// Layout of the rotated pairs.
         rope_layout: RopeLayout = RopeLayout::Half;
         /// Position of the query when it scores unrotated centroids.
         rope_offset: usize = 2048, in 0..=1 << 30;
@@ -191,7 +191,7 @@ crate::params! {
         prompt: Prompt = Prompt::Tokens;
         /// Keys that are clustered together with prompt = blocks.
         chunk: usize = 256, in 1..=1 << 30;
-        /// Stream that first centroids and seeds are drawn from.
+        /// Seed of the initial centroids and of later ones.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -236,7 +236,7 @@ pub struct Multipole {
 }
 
 impl Multipole {
-    /// A plan with these parameters; an error unless the window is at least twice the interval.
+    /// Creates a plan with these parameters; an error unless the window is at least twice the interval.
     pub(crate) fn new(params: Params) -> Result<Self> {
         if params.window < params.interval.saturating_mul(2) {
             let least = params.interval.saturating_mul(2);
@@ -260,7 +260,7 @@ impl Multipole {
         rope_base.map(|base| Turn::new(base, rope_dim.unwrap_or(d), rope_layout == RopeLayout::Half))
     }
 
-    /// The same with the first keys as sinks.
+    /// Returns the plan with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
         Self { params }

@@ -136,7 +136,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// Weight of a key that several rounds find.
+    /// Weight of a key found in several rounds.
     pub enum Merge {
         /// Once: the softmax over the union of the rounds.
         Union = "union",
@@ -169,7 +169,7 @@ crate::params! {
         /// the mean of the rows so far. Queries and keys of trained models lie in cones around different directions, and
         /// seldom share a bucket otherwise.
         centre: bool = false;
-        /// Weight of a key that several rounds find.
+        /// Weight of a key found in several rounds.
         merge: Merge = Merge::Union;
         /// Factor of the inner products with normalised, shared keys.
         logit_scale: f64 = 1.0, in 0.0..=1e6;
@@ -177,10 +177,10 @@ crate::params! {
         window: Option<usize> = None, in 0..=1 << 30;
         /// Keys at the start that every query sees exactly, outside the chunks; separate keys only.
         sinks: usize = 0, in 0..=1 << 30;
-        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
-        /// none. With a causal mask only the first keys.
+        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
+        /// ignored. With a causal mask, these and the sinks must be the first keys.
         always: Indices = Indices::none(), in 0..=1 << 30;
-        /// Stream the hash functions are drawn from.
+        /// Seed of the hash functions.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -242,7 +242,7 @@ pub struct Reformer {
 }
 
 impl Reformer {
-    /// A plan with these parameters; draws the hash functions.
+    /// Creates a plan with these parameters; draws the hash functions.
     pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         let hashes = PerGroup::draw(p, |index| Ok(params.hash(index, p.d, p.n_k)))?;
         Ok(Self { params, hashes, planned: p.n_k })
@@ -290,7 +290,7 @@ impl Reformer {
         if self.shared() { T::from_f64(self.params.logit_scale) } else { scale }
     }
 
-    /// The same with the first keys as sinks.
+    /// Returns the plan with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
         Self { params, ..self.clone() }

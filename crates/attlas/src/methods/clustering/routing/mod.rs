@@ -170,8 +170,8 @@ crate::params! {
         fallback: Option<Unrouted> = None;
         /// Keys at the start that every query sees exactly, outside the groups; not with merge = mean.
         sinks: usize = 0, in 0..=1 << 30;
-        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
-        /// none. With a causal mask only the first keys.
+        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
+        /// ignored. With a causal mask, these and the sinks must be the first keys.
         always: Indices = Indices::none(), in 0..=1 << 30;
         /// Causal problems without a calibration: tokens that attend exactly and whose keys give the centroids; auto
         /// for the larger of a group and four tokens per centroid.
@@ -180,7 +180,7 @@ crate::params! {
         iters: usize = 10, in 0..=1000;
         /// Rows that k-means runs on, drawn at random where there are more; auto for 128 per centroid.
         samples: Option<usize> = None, in 1..=1 << 30;
-        /// Stream that first centroids and samples are drawn from.
+        /// Seed of the initial centroids and samples.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -237,7 +237,7 @@ struct Sizes {
 }
 
 impl Routing {
-    /// A plan with these parameters and, where there is one, with the centroids of a calibration.
+    /// Creates a plan with these parameters and, where there is one, with the centroids of a calibration.
     pub(crate) fn new(params: Params, p: &Problem, calibration: Option<&Calibration>) -> Result<Self> {
         let load = |c: &Calibration| (0..p.n_kv_heads).map(|h| c.matrix(&format!("centroids.{h}"))).collect();
         Ok(Self { params, given: calibration.map(load).transpose()? })
@@ -284,14 +284,14 @@ impl Routing {
         if self.params.merge == Merge::Mean { Join::Mean } else { Join::LogSumExp }
     }
 
-    /// The same with the first keys as sinks.
+    /// Returns the plan with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
         Self { params, given: self.given.clone() }
     }
 }
 
-/// Rows that one task takes.
+/// Rows per task.
 const ROWS: usize = 512;
 
 impl GroupPlan for Routing {

@@ -209,7 +209,7 @@ pub struct SampledColumns {
 }
 
 impl SampledColumns {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(params: Params) -> Self {
         Self { params }
     }

@@ -106,7 +106,7 @@ crate::params! {
         /// The error that the figures `keys_needed` (no weight above it outside the kept keys) and `draws_needed` (relative
         /// standard deviation of a sampled normaliser) are for.
         target_error: f64 = 0.1, in 1e-6..=1.0;
-        /// Stream of a sampled normaliser.
+        /// Seed of the sampled normaliser.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -174,7 +174,7 @@ pub struct Lev {
 }
 
 impl Lev {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(problem: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         let kernel = PowerKernel { scale: problem.scale, shift: 0.0, power: params.degree };

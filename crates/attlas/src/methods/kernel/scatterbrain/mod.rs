@@ -150,11 +150,11 @@ crate::params! {
         features: usize = 32, in 1..=1 << 16;
         /// The feature map.
         map: Map = Map::Hyp;
-        /// How the random directions depend on each other.
+        /// Coupling of the random directions.
         directions: Directions = Directions::Orthogonal;
-        /// The relative standard deviation of an estimate that the figure `features_needed` is for.
+        /// Relative standard deviation of an estimate that the figure `features_needed` aims at.
         target_error: f64 = 0.1, in 1e-6..=10.0;
-        /// Stream of the directions and of the hashes.
+        /// Seed of the directions and of the hashes.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }

@@ -110,7 +110,7 @@ crate::params! {
         source: Source = Source::Pool;
         /// Ridge of the fit, relative to the mean diagonal of its normal equations. Used by fitted alone.
         ridge: f64 = 1e-6, in 0.0..=1.0;
-        /// Stream of the random projection. Used by gaussian alone.
+        /// Seed of the random projection. Used by gaussian only.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -140,11 +140,11 @@ pub struct Linformer {
     segment_len: usize,
 }
 
-/// Query rows of one task.
+/// Query rows per task.
 const BLOCK_ROWS: usize = 256;
 
 impl Linformer {
-    /// A plan with these parameters and, for learned and fitted sources, what was learnt.
+    /// Creates a plan with these parameters and, for learned and fitted sources, what was learnt.
     pub(crate) fn new(problem: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
         params.validate()?;
         let need = |what: &str| Error::Unsupported {

@@ -173,7 +173,7 @@ const RANK_PIECE: usize = 4096;
 const FINITE_PIECE: usize = 2048;
 
 impl Loki {
-    /// A plan with the bases of `calibration`.
+    /// Creates a plan with the bases of `calibration`.
     pub fn new(p: &Problem, params: Params, calibration: &Calibration) -> Result<Self> {
         params.validate()?;
         if let (Some(rank), Some(_)) = (params.rank, params.variance) {

@@ -131,7 +131,7 @@ crate::params! {
         power: f64 = 1.0, in 0.1..=100.0;
         /// Relative residual at which no more pivots are drawn; auto is 1e-13, and 1e-6 in single precision.
         tol: Option<f64> = None, in 0.0..=1.0;
-        /// Stream the pivots are drawn from.
+        /// Seed of the pivots.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -191,7 +191,7 @@ pub struct Wildcat {
 }
 
 impl Wildcat {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(params: Params) -> Self {
         Self { compressor: Compressor { params } }
     }
