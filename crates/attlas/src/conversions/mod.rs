@@ -28,7 +28,7 @@ pub struct Conversion {
     pub from: &'static str,
     /// Id of the layer it ends in.
     pub to: &'static str,
-    /// Whether it fits weights to the inputs that a calibration text gives them.
+    /// True if it fits weights to the inputs that a calibration text gives them.
     pub reads_text: bool,
     /// How it is applied to a whole network.
     pub run: Run,

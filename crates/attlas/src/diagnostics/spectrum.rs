@@ -33,7 +33,7 @@ pub struct Spectra {
 pub struct Spectrum {
     /// The singular values that were computed: all of them where `complete`.
     pub values: Vec<f64>,
-    /// Whether all of them were.
+    /// True if all of them were.
     pub complete: bool,
     /// Share of $\|\cdot\|_F^2$ that the computed ones hold.
     pub captured: f64,

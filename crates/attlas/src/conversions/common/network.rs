@@ -45,7 +45,7 @@ impl Role {
         }
     }
 
-    /// Whether it belongs to attention.
+    /// True if it belongs to attention.
     pub fn in_attention(self) -> bool {
         matches!(self, Self::Query | Self::Key | Self::Value | Self::Output)
     }

@@ -174,7 +174,7 @@ impl LiftedNystrom {
         BlockCausal { compressor: self.clone(), block, tree, finish: self.finish() }
     }
 
-    /// Whether nothing is approximated.
+    /// True if nothing is approximated.
     fn covers(&self, n_q: usize, n_k: usize, mask: Mask) -> bool {
         let m = self.params.landmarks;
         match (mask, self.params.source) {

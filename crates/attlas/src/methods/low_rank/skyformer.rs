@@ -113,7 +113,7 @@ impl Spec for Params {
 const ROWS: usize = 192;
 
 impl Params {
-    /// Whether the target is computed directly.
+    /// True if the target is computed directly.
     fn covers(&self, n_q: usize, n_k: usize) -> bool {
         let m = self.landmarks;
         m >= n_k || self.source == Source::Both && m / 2 >= n_q.min(n_k)

@@ -205,7 +205,7 @@ impl Spec for Params {
 }
 
 impl Params {
-    /// Whether a part without a mask is computed exactly.
+    /// True if a part without a mask is computed exactly.
     fn is_exact(&self, n_q: usize, n_k: usize) -> bool {
         n_k <= self.block || n_k <= self.samples || n_q < self.n_min
     }
@@ -250,7 +250,7 @@ impl Hyper {
         Ok(Self { params, hashes, samples })
     }
 
-    /// Whether the whole problem is computed exactly.
+    /// True if the whole problem is computed exactly.
     fn covers(&self, n_q: usize, n_k: usize) -> bool {
         let Params { block, samples, n_min, sinks, .. } = self.params;
         n_k <= block.max(samples).max(sinks) || n_q.max(n_k) <= n_min

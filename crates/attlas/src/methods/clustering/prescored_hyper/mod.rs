@@ -277,13 +277,13 @@ impl PrescoredHyper {
         Ok(Self { params, hashes })
     }
 
-    /// Whether a part without a mask is computed exactly.
+    /// True if a part without a mask is computed exactly.
     fn is_exact(&self, n_q: usize, n_k: usize) -> bool {
         let Params { block, samples, n_min, .. } = self.params;
         n_k <= block.max(samples) || n_q < n_min
     }
 
-    /// Whether the whole problem is computed exactly.
+    /// True if the whole problem is computed exactly.
     fn covers(&self, n_q: usize, n_k: usize) -> bool {
         let Params { block, samples, n_min, sinks, .. } = self.params;
         n_k <= block.max(samples).max(sinks) || n_q.max(n_k) <= n_min

@@ -228,7 +228,7 @@ impl Loki {
         self.params.keys.unwrap_or_else(share).min(n)
     }
 
-    /// Whether a row with `n` visible keys attends to all of them.
+    /// True if a row with `n` visible keys attends to all of them.
     fn keeps_all(&self, n: usize) -> bool {
         let Params { window, sinks, min_len, .. } = self.params;
         n < min_len || self.budget(n) >= n || window.saturating_add(sinks) >= n

@@ -205,7 +205,7 @@ impl Wildcat {
         BlockCausal { compressor: self.compressor.clone(), block, tree, finish: self.params().finish() }
     }
 
-    /// Whether nothing is compressed.
+    /// True if nothing is compressed.
     fn covers(&self, n_k: usize, mask: Mask) -> bool {
         let block = self.params().block;
         match mask {
