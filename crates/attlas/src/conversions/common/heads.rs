@@ -1,4 +1,4 @@
-//! Attention matrices as tensors with modes of their own for layers, heads and roles.
+//! Attention matrices as tensors with separate modes for layers, heads and roles.
 //!
 //! $\mathcal W^Q \in \mathbb{R}^{L \times H \times d \times D}$ holds the query matrices of all layers, head by head
 //! (order 4). In order 5 roles with equal numbers and widths of heads share a tensor, such as

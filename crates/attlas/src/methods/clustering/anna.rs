@@ -1,7 +1,7 @@
 //! ANNA: every query averages the values of the keys it collides with in hash tables.
 //!
 //! **Idea.** Approximate nearest neighbours as an attention primitive: a key counts when it is near the query, and
-//! not otherwise. It is a model of its own, with near-neighbour semantics, not an approximation of softmax.
+//! not otherwise. It is a separate model with near-neighbour semantics, not an approximation of softmax.
 //!
 //! **Math.** `rounds` tables of `hashes` p-stable functions $\lfloor(\langle w, x\rangle + b)/\mathrm{width}\rfloor$.
 //! With $c_{ij}$ the number of tables in which $q_i$ and $k_j$ share a bucket, $n_i = \sum_j c_{ij}$,

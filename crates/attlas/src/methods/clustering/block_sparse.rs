@@ -74,7 +74,7 @@ impl Spec for Params {
 }
 
 crate::choices! {
-    /// How blocks of keys are scored.
+    /// Score of the blocks of keys.
     pub enum Score {
         /// Mean query with mean key.
         Means = "means",
@@ -100,7 +100,7 @@ crate::params! {
     pub struct Params {
         /// Share of the scored weight that is attended exactly.
         threshold: f64 = 0.9, in 0.0..=1.0;
-        /// How blocks of keys are scored.
+        /// Score of the blocks of keys.
         score: Score = Score::Antidiagonal;
         /// Rows and keys per group along an antidiagonal.
         stride: usize = 16, in 1..=1 << 16;

@@ -138,7 +138,7 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// How columns are drawn.
+    /// Sampling of the columns.
     pub enum Sampling {
         /// Every key at most once.
         WithoutReplacement = "without_replacement",

@@ -154,7 +154,7 @@ crate::choices! {
     pub enum Normaliser {
         /// From the same block and samples as the numerator.
         SelfNorm = "self_norm",
-        /// From a kernel density estimate of its own.
+        /// From a separate kernel density estimate.
         Kde = "kde",
     }
 }

@@ -130,7 +130,7 @@ pub static METHOD: Method = Method {
 crate::choices! {
     /// Source of the keys.
     pub enum Keys {
-        /// Vectors of their own.
+        /// Separate vectors.
         Separate = "separate",
         /// The queries, passed again as keys: they are normalised, and no token attends to itself.
         Shared = "shared",

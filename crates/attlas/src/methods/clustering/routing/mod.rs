@@ -18,7 +18,7 @@
 //!
 //! **Reference.** roy2021; survey, clustering ($w = n/k$ members, not $k$). The published models route in a few heads of the
 //! last layers, beside local attention, with $K := Q$ when causal, and their logits are $\langle \hat q, \hat k \rangle$ without
-//! $1/\sqrt d$: `logits = layer_norm`. The default takes logits from the queries and keys as they are.
+//! $1/\sqrt d$: `logits = layer_norm`. The default computes logits from the unchanged queries and keys.
 //!
 //! **Cost.** Routing $2(n_q + n_k) k d$, attention $2 k w^2 (d + d_v)$; k-means on the fly adds `iters` times
 //! $2 \cdot \mathrm{samples} \cdot k d$. $O(n^{1.5} d)$ at $k = \sqrt n$. Scratch $O((n + kw)(d + d_v))$.
@@ -131,7 +131,7 @@ crate::choices! {
 crate::choices! {
     /// Vectors that logits are computed from.
     pub enum Logits {
-        /// Queries and keys as they are, with the problem's scale.
+        /// Unchanged queries and keys, with the problem's scale.
         Raw = "raw",
         /// Layer-normed queries and keys, without a scale, as in the official code.
         LayerNorm = "layer_norm",

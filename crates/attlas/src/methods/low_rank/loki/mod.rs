@@ -126,7 +126,7 @@ crate::params! {
         sinks: usize = 0, in 0..=1 << 30;
         /// Heads that choose keys together: per_head for none, or group_max for a group of heads.
         group_select: GroupSelect = GroupSelect::PerHead;
-        /// Basis that ranks keys: pca of the keys, or qk_optimal, which also knows the queries.
+        /// Basis that ranks keys: pca of the keys, or qk_optimal, which also uses the queries.
         basis: Basis = Basis::QkOptimal;
         /// Rows that see fewer keys than this attend to all of them.
         min_len: usize = 64, in 0..=1 << 30;

@@ -189,7 +189,7 @@ fn decoding_keeps_the_keys_that_rows_choose() {
 
 #[test]
 fn one_choice_per_group_is_the_union_of_its_best_scores() {
-    // With equal queries in all heads, choosing together is choosing alone.
+    // With equal queries in all heads, choosing together equals choosing separately.
     let p = Problem::new(3, 97, 8).with_kv_heads(1);
     let mut x = Case::gaussian(p, 9);
     let head = x.q[..97 * 8].to_vec();
