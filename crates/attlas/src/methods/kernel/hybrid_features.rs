@@ -5,8 +5,8 @@
 //!
 //! **Math.** With $H$ the hyperbolic and $T$ the trigonometric estimate from the same directions:
 //! * `angular`: $\hat\lambda H + (1 - \hat\lambda) T$, $\hat\lambda = \frac12 - \frac{1}{2n} \sum_t
-//!   \mathrm{sgn}(\tau_t \cdot x)\,\mathrm{sgn}(\tau_t \cdot
-//!   y)$, with mean $\theta/\pi$: the positive estimate dominates at large angles. $m = 4M(n + 1) features.
+//!   \mathrm{sgn}(\tau_t \cdot x)\,\mathrm{sgn}(\tau_t \cdot y)$, with mean $\theta/\pi$: the positive estimate
+//!   dominates at large angles. $m = 4M(n + 1)$ features.
 //! * `gaussian`: $\hat\lambda T + (1 - \hat\lambda) H$, where $\hat\lambda$ estimates $e^{-\|x - y\|^2/(2\tau^2)}$;
 //!   $m = 2M(1 + 4n)$.
 //! * `clusters`: hyperbolic features, for each pair of a cluster of queries and one of keys after a diagonal rescaling
