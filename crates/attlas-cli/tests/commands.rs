@@ -108,7 +108,7 @@ top_k: Exact attention over the largest logits (yardstick)
 
 parameters
   keys = 64 (a whole number from 1 to 1073741824)
-      Keys kept for each query, at most all it sees.
+      Keys kept for each query, at most all visible ones.
 ";
     assert_eq!((ran.status, ran.out.as_str()), (0, wanted));
     let json = attlas(&["methods", "top_k", "--json"]).json();

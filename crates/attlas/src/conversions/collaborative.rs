@@ -1,22 +1,22 @@
 //! Multi-head layers in collaborative form: one set of query and key features for all heads.
 //!
-//! **Idea.** The products $W_Q^h W_K^{h\top}$ of all heads make a tensor; its CP decomposition is a mixing matrix and one
-//! shared query and key projection.
+//! **Idea.** The products $W_Q^h W_K^{h\top}$ of all heads form a tensor; its CP decomposition gives a mixing matrix
+//! and one shared query and key projection.
 //!
 //! **Math.** $(xW_Q + b_Q)(yW_K + b_K)^\top = xW_QW_K^\top y^\top + b_QW_K^\top y^\top +$ terms constant in $y$, which softmax
-//! removes: $b_K$ disappears and $V_c^h = W_K^h b_Q^h$, exactly. With $R \ge Hd$ features the heads' own projections and a
-//! one-hot mixing matrix are exact. Below that, $T_h = W_Q^h W_K^{h\top} \approx \sum_r M_{hr}\, \tilde w^Q_r \tilde w^{K\top}_r$
-//! by alternating least squares on the factors of $T$ ($H \times D \times D$ is never formed), from the $R$ largest of all
-//! heads' singular triples, beginning with the update of $M$: the first update is already as good as truncating heads one
-//! by one.
+//! removes: $b_K$ disappears and $V_c^h = W_K^h b_Q^h$, exactly. With $R \ge Hd$ features, the heads' own projections
+//! and a one-hot mixing matrix are exact. With fewer,
+//! $T_h = W_Q^h W_K^{h\top} \approx \sum_r M_{hr}\, \tilde w^Q_r \tilde w^{K\top}_r$ by alternating least squares on
+//! the factors of $T$ ($H \times D \times D$ is never formed), starting from the $R$ largest singular triples of all
+//! heads with the update of $M$: the first update is already as good as truncating each head separately.
 //!
 //! **Reference.** cordonnier2020.
 //!
-//! **Cost.** About $12 D H d R$ operations a sweep.
+//! **Cost.** About $12 D H d R$ operations per sweep.
 //!
 //! **Guarantees.** Exact with all biases at $R = Hd$; never worse than pruning singular triples; tested here.
 //!
-//! **When to use.** BERT, ViT, GPT-2. **Not where anything stands between $W_Q$ and $W_K^\top$**: rotary positions, norms of
+//! **When to use.** BERT, ViT, GPT-2. **Not with anything between $W_Q$ and $W_K^\top$**: rotary positions, norms of
 //! queries and keys, relative positions inside the product.
 
 use super::common::network::{Attention, Loss, Request, Rewritten, Role, Slot, Weight, new_weight};
@@ -42,13 +42,13 @@ pub static CONVERSION: Conversion = Conversion {
 };
 
 crate::choices! {
-    /// Where alternating least squares starts.
+    /// Starting point of alternating least squares.
     pub enum Init {
         /// The largest singular triples of all heads.
         SvdPrune = "svd_prune",
         /// Leading singular vectors of the unfoldings, a little perturbed.
         Hosvd = "hosvd",
-        /// At random.
+        /// Random factors.
         Random = "random",
     }
 }
@@ -56,24 +56,24 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`convert`].
     pub struct Params {
-        /// Shared features R; H·d / 2 where it is auto.
+        /// Shared features R; auto is H·d / 2.
         rank: Option<usize> = None, in 1..=1 << 20;
-        /// Which width divides the logits afterwards.
+        /// Width whose root divides the logits after the conversion.
         temperature: layers::collaborative::Temperature = layers::collaborative::Temperature::Original;
-        /// Where alternating least squares starts.
+        /// Starting point of alternating least squares.
         init: Init = Init::SvdPrune;
-        /// Most sweeps. 0 leaves the singular triples that svd_prune starts from as they are, a head each.
+        /// Maximum number of sweeps. 0 keeps the singular triples of svd_prune unchanged, each belonging to one head.
         iters: usize = 100, in 0..=100_000;
-        /// Stop when the relative error changes by less.
+        /// Stop when the relative error changes by less than this.
         tol: f64 = 1e-8, in 0.0..=1.0;
         /// Tikhonov weight.
         ridge: f64 = 1e-10, in 0.0..=1.0;
-        /// Stream of a random start.
+        /// Seed of a random start.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
 
-/// Weights of the collaborative layer; values and output stay as they are.
+/// Weights of the collaborative layer; values and output do not change.
 #[derive(Clone, Debug)]
 pub struct Converted {
     /// `R × d_model`.
@@ -82,16 +82,16 @@ pub struct Converted {
     pub k: Mat<f32>,
     /// `H · R` numbers as a column: the weight `mix`.
     pub mix: Mat<f32>,
-    /// `H × d_model`; `None` where queries have no bias.
+    /// `H × d_model`; `None` if queries have no bias.
     pub content: Option<Mat<f32>>,
     /// Relative Frobenius error of the products $W_Q W_K^\top$ of all heads together.
     pub rel_error: f64,
-    /// Error after each sweep; empty where nothing was iterated.
+    /// Error after each sweep; empty without iterations.
     pub history: Vec<f64>,
 }
 
-/// Converts the query and key projections of a multi-head layer. `between` says what stands between the two
-/// projections, where anything does: then there is no such form.
+/// Converts the query and key projections of a multi-head layer. `between` names any operation between the two
+/// projections, which rules out this form.
 pub fn convert(
     shape: &LayerShape,
     params: &Params,
@@ -190,7 +190,7 @@ pub fn convert(
     Ok(converted(&fit.cp, fit.rel_error, fit.history))
 }
 
-/// Attention of the layers asked for, all of them by default.
+/// Converts the attention of the requested layers, by default all.
 fn run(request: &Request<'_>) -> Result<Rewritten> {
     let params = Params::from_options(request.options)?;
     request.whole_attention(CONVERSION.id)?;
@@ -232,7 +232,7 @@ fn run(request: &Request<'_>) -> Result<Rewritten> {
     Ok(out)
 }
 
-/// The tensor of the products $W_Q^h W_K^{h\top}$, known through its factors.
+/// The tensor of the products $W_Q^h W_K^{h\top}$, given by its factors.
 struct Products {
     /// `d_model × d` for each head.
     q: Vec<Mat<f64>>,
@@ -240,7 +240,7 @@ struct Products {
 }
 
 impl Products {
-    /// The `rank` largest singular triples of all heads; each belongs to one head.
+    /// Returns the `rank` largest singular triples of all heads; each belongs to one head.
     fn prune(&self, rank: usize) -> Result<cp::Cp<f64>> {
         let fail = |e: attlas_num::linalg::LinalgError| refused(CONVERSION.id, e);
         let mut triples = Vec::new();
@@ -256,7 +256,7 @@ impl Products {
         triples.sort_by(|a, b| b.0.total_cmp(&a.0));
         triples.truncate(rank);
         let (n, d_model) = (triples.len(), self.q[0].rows());
-        // Fewer triples than asked for only where heads are wider than the model: the rest are unit vectors.
+        // There are fewer than `rank` triples only if heads are wider than the model: the rest are unit vectors.
         let at = |r: usize, i: usize, side: usize| match triples.get(r) {
             Some(t) => [&t.2, &t.3][side][i],
             None => f64::from(u8::from(i == r % d_model)),
@@ -314,7 +314,7 @@ impl cp::Target for Products {
                 matmul(own[h].as_ref(), p.as_ref())
             })
             .collect();
-        // Added in the order of heads, whatever the number of threads.
+        // Add in the order of heads, whatever the number of threads.
         for part in parts {
             out.data_mut().iter_mut().zip(part.data()).for_each(|(o, p)| *o += p);
         }
@@ -420,7 +420,7 @@ mod tests {
             assert!((error - c.rel_error).abs() < 1e-5, "rank {rank}: {error} against {}", c.rel_error);
             assert!(error >= last);
             last = error;
-            // Never worse than the pruned triples it starts from.
+            // Never worse than its starting point, the pruned triples.
             let heads = |w: &Mat<f32>| {
                 (0..3).map(|h| Mat::from_fn(14, 4, |i, e| f64::from(w[(h * 4 + e, i)]))).collect()
             };
@@ -448,7 +448,7 @@ mod tests {
             let square = |s: &[f64]| s.iter().map(|s| s * s).sum::<f64>();
             let want = (square(&sigma[rank..]) / square(&sigma)).sqrt();
             assert!((c.rel_error - want).abs() < 1e-5, "rank {rank}: {} against {want}", c.rel_error);
-            // Each feature belongs to one head, and what the layer computes has that error.
+            // Each feature belongs to one head, and the layer's output has this error.
             let mut lost = 0.0;
             for (head, exact) in products.iter().enumerate() {
                 let mixed = Mat::from_fn(rank, 14, |r, i| c.mix[(head * rank + r, 0)] * c.q[(r, i)]);

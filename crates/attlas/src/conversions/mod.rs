@@ -28,17 +28,17 @@ pub struct Conversion {
     pub from: &'static str,
     /// Id of the layer it ends in.
     pub to: &'static str,
-    /// Whether it fits weights to the inputs that a calibration text gives them.
+    /// True if it fits weights to their inputs on a calibration text.
     pub reads_text: bool,
-    /// How it is applied to a whole network.
+    /// Application to a whole network.
     pub run: Run,
 }
 
-/// How a conversion is applied to a whole network.
+/// Application of a conversion to a whole network.
 #[derive(Clone, Copy, Debug)]
 pub enum Run {
-    /// To any of its matrices, from weights and, where it reads text, moments of their inputs.
+    /// Converts any of its matrices, from weights and, if it reads text, moments of their inputs.
     Matrices(fn(&Request<'_>) -> Result<Rewritten>),
-    /// To all attention layers, which become latent ones in stages, from moments of their heads: [`mla::convert`].
+    /// Converts all attention layers to latent ones, in stages, from moments of their heads: [`mla::convert`].
     Latents,
 }

@@ -5,15 +5,15 @@
 //!
 //! **Math.** $X_i \approx B G_i C^\top$ with orthonormal $B, C \in \mathbb{R}^{d \times R}$ and $G_i = B^\top X_i C$: the
 //! partial Tucker decomposition of the stack on its last two modes (the paper calls it a tensor train). With moments
-//! $H_i = X^\top X / n$ of the inputs of each block, bases are those of the stack of $L^\top X_i$, $LL^\top$ the mean of all
-//! $H_i$, each scaled to the same trace, and cores are the best for their own inputs:
+//! $H_i = X^\top X / n$ of the inputs of each block, bases are those of the stack of $L^\top X_i$, $LL^\top$ the mean
+//! of all $H_i$, each scaled to the same trace, and each core is optimal for its block's inputs:
 //! $G_i = (B^\top H_i B)^{-1} B^\top H_i X_i C$.
 //!
-//! **Reference.** ren2022 (its variant III); whitening after wang2025svdllm. Blocks are those of [`common::stack`](super::common::stack): where matrices
-//! have different shapes there are several stacks, each with bases of its own.
+//! **Reference.** ren2022 (its variant III); whitening after wang2025svdllm. Blocks are those of
+//! [`common::stack`](super::common::stack): matrices of different shapes form several stacks, each with its own bases.
 //!
-//! **Cost.** $2dR + mR^2$ numbers a stack; $2(2dR + R^2)$ operations a token and block, less where $xB$ serves several
-//! blocks.
+//! **Cost.** $2dR + mR^2$ numbers per stack; $2(2dR + R^2)$ operations per token and block, fewer if several blocks
+//! share $xB$.
 //!
 //! **Guarantees.** $R = d$ reproduces every block; at equal $R$ the error is between those of `svd` and `tucker`.
 //!
@@ -46,13 +46,13 @@ pub static CONVERSION: Conversion = Conversion {
 crate::params! {
     /// Parameters of [`factor`].
     pub struct Params {
-        /// Width R of both bases, lowered to the sides of blocks where it is more.
+        /// Width R of both bases, at most the sides of the blocks.
         rank: usize = 64, in 1..=1 << 16;
-        /// Instead of a rank: the smallest widths that promise at most this relative error of the stack.
+        /// Instead of a rank: the smallest widths that guarantee at most this relative error of the stack.
         rel_error: Option<f64> = None, in 0.0..=1.0;
-        /// Most sweeps of the alternating improvement.
+        /// Maximum number of HOOI sweeps.
         iters: usize = 50, in 1..=10_000;
-        /// Stop when the norm of the cores changes by less, relatively.
+        /// Stop when the relative change of the norm of the cores is less than this.
         tol: f64 = 1e-8, in 0.0..=1.0;
     }
 }
@@ -60,39 +60,39 @@ crate::params! {
 /// Blocks with shared bases.
 #[derive(Clone, Debug)]
 pub struct Shared {
-    /// Rows of blocks, `rows × R`.
+    /// Basis of the rows of blocks, `rows × R`.
     pub b: Arc<Mat<f32>>,
-    /// Columns of blocks, `columns × R`.
+    /// Basis of the columns of blocks, `columns × R`.
     pub c: Arc<Mat<f32>>,
     /// One core for each block.
     pub cores: Vec<Mat<f32>>,
     /// Relative Frobenius error over the whole stack.
     pub rel_error: f64,
-    /// Relative root mean square error of the outputs, where moments of the inputs are known.
+    /// Relative root mean square error of the outputs, if moments of the inputs are known.
     pub seen_error: Option<f64>,
 }
 
 impl Shared {
-    /// Numbers stored, shared ones counted once.
+    /// Counts the stored numbers, shared ones once.
     pub fn parameters(&self) -> usize {
         let cores: usize = self.cores.iter().map(|g| g.data().len()).sum();
         self.b.data().len() + self.c.data().len() + cores
     }
 
-    /// Both errors, block by block.
+    /// Computes both errors, block by block.
     fn measure(&mut self, blocks: &[Mat<f32>], seen: &Seen) {
         self.rel_error = stack_error(blocks, |i| self.block(i));
         self.seen_error = Some(seen.relative_error(blocks, |i| self.block(i)));
     }
 
-    /// Block `i`, dense.
+    /// Returns block `i`, dense.
     pub fn block(&self, i: usize) -> Mat<f32> {
         let bg = attlas_num::linalg::matmul(self.b.as_ref().as_ref(), self.cores[i].as_ref());
         attlas_num::linalg::matmul_nt(bg.as_ref(), self.c.as_ref().as_ref())
     }
 }
 
-/// Shared bases for the blocks, all of one shape; for inputs with these moments, where they are known.
+/// Factors blocks of one shape with shared bases, for inputs with the given moments if they are known.
 pub fn factor(blocks: &[Mat<f32>], params: &Params, seen: Option<&Seen>) -> Result<Shared> {
     params.validate()?;
     let (rows, cols) = check(blocks)?;
@@ -143,7 +143,7 @@ pub fn factor(blocks: &[Mat<f32>], params: &Params, seen: Option<&Seen>) -> Resu
     Ok(shared)
 }
 
-/// The blocks with their inputs weighted by the mean of all moments, stacked, and the factor of that mean.
+/// Stacks the blocks with inputs weighted by the mean of all moments; also returns the factor of this mean.
 pub(super) fn weighted_stack(blocks: &[Mat<f32>], seen: &Seen, id: &str) -> Result<(Tensor<f32>, Mat<f64>)> {
     if seen.each.len() != blocks.len() {
         return Err(Error::shape(
@@ -160,7 +160,7 @@ pub(super) fn weighted_stack(blocks: &[Mat<f32>], seen: &Seen, id: &str) -> Resu
     Ok((Tensor::stack(&weighted).map_err(|e| refused(id, e))?, root))
 }
 
-/// Relative Frobenius error of all blocks together.
+/// Computes the relative Frobenius error of all blocks together.
 pub(super) fn stack_error(blocks: &[Mat<f32>], approximate: impl Fn(usize) -> Mat<f32>) -> f64 {
     let (mut gap, mut all) = (0.0, 0.0);
     for (i, block) in blocks.iter().enumerate() {
@@ -171,7 +171,7 @@ pub(super) fn stack_error(blocks: &[Mat<f32>], approximate: impl Fn(usize) -> Ma
     if all > 0.0 { (gap / all).sqrt() } else { 0.0 }
 }
 
-/// Shared bases for the matrices asked for, all of them by default, stack by stack.
+/// Factors the requested matrices, by default all, stack by stack.
 fn run(request: &Request<'_>) -> Result<Rewritten> {
     let params = Params::from_options(request.options)?;
     each_stack(request, |stack, blocks, seen, out| {
@@ -187,7 +187,8 @@ fn run(request: &Request<'_>) -> Result<Rewritten> {
     })
 }
 
-/// Decomposes the stacks of a request one after another; `work` adds maps and gives rank, error, and that of the outputs.
+/// Decomposes the stacks of a request one at a time; `work` adds maps and returns the rank, the error, and the error of
+/// the outputs.
 pub(super) fn each_stack(
     request: &Request<'_>,
     mut work: impl FnMut(
@@ -219,13 +220,13 @@ pub(super) fn each_stack(
     Ok(out)
 }
 
-/// The matrices of a stack.
+/// Returns the matrices of a stack.
 pub(super) fn slices(t: &Tensor<f32>) -> Vec<Mat<f32>> {
     let (rows, cols) = (t.shape()[1], t.shape()[2]);
     t.data().chunks_exact((rows * cols).max(1)).map(|x| Mat::from_vec(x.to_vec(), rows, cols)).collect()
 }
 
-/// Rows and columns of the blocks, all of one shape.
+/// Returns the rows and columns of the blocks; an error unless all have one shape.
 pub(super) fn check(blocks: &[Mat<f32>]) -> Result<(usize, usize)> {
     let (rows, cols) = blocks.first().map_or((0, 0), |b| (b.rows(), b.cols()));
     if rows == 0 || cols == 0 || blocks.iter().any(|b| (b.rows(), b.cols()) != (rows, cols)) {
@@ -340,7 +341,7 @@ pub(super) mod tests {
                 r.maps.iter().map(of).sum::<f64>()
             };
             assert!(error(&better) < 0.8 * error(&plain), "{} {}", error(&better), error(&plain));
-            // The record's own figures are those of the maps.
+            // The recorded figures equal those of the maps.
             let reported: f64 = better
                 .losses
                 .iter()

@@ -1,25 +1,25 @@
-//! Truncated singular value decomposition of every matrix on its own.
+//! Truncated singular value decomposition of every matrix separately.
 //!
-//! **Idea.** Replace a matrix by the product of two thin ones, the best of their rank: for all inputs alike, or for those
-//! of a calibration text.
+//! **Idea.** Replace a matrix by the product of two thin ones, optimal for their rank: for all inputs equally, or for
+//! those of a calibration text.
 //!
 //! **Math.** $W \approx U_R \Sigma_R V_R^\top$, stored as $U_R \Sigma_R$ and $V_R^\top$. With second moments
 //! $LL^\top = X^\top X / n$ of the inputs the decomposition is that of $WL = U \Sigma V^\top$, and
 //! $\hat W = U_R \Sigma_R V_R^\top L^{-1} = U_R (U_R^\top W)$: $L$ need not be inverted. A budget for all matrices together
-//! (`keep`, `max_loss`) is spread by one multiplier ([`common::fill`](super::common::fill)); a matrix whose factors would
-//! store more than itself stays as it is.
+//! (`keep`, `max_loss`) is distributed by one multiplier ([`common::fill`](super::common::fill)); a matrix whose
+//! factors would need more storage stays unfactored.
 //!
 //! **Reference.** eckart1936; ren2022 (its variant II); wang2025svdllm (whitening by a Cholesky factor); ranks by one
 //! multiplier are this project's.
 //!
-//! **Cost.** $R(n_{in} + n_{out})$ numbers, and twice as many operations a token: it pays for $R < n/2$ in square
-//! matrices.
+//! **Cost.** $R(n_{in} + n_{out})$ numbers, and twice that number of operations per token: a saving for $R < n/2$ in
+//! square matrices.
 //!
 //! **Guarantees.** The smallest Frobenius error of any matrix of that rank (Eckart and Young); with moments, the smallest
 //! mean squared error of the outputs on the calibration text. Tested here.
 //!
-//! **When to use.** As the yardstick of every factored form. Trained weights are not low rank, their outputs on text nearly
-//! are: with a calibration text the same rank loses several times less.
+//! **When to use.** As the yardstick of every factored form. Trained weights are not low rank, but their outputs on
+//! text nearly are: with a calibration text the loss at the same rank is several times smaller.
 
 use super::common::fill::{Budget, Spectrum, fill};
 use super::common::moments::Moments;
@@ -48,19 +48,18 @@ pub static CONVERSION: Conversion = Conversion {
 crate::params! {
     /// Parameters of [`factor`].
     pub struct Params {
-        /// Rank of every matrix, lowered to the smaller side where it is more.
+        /// Rank of every matrix, at most its smaller side.
         rank: usize = 64, in 1..=1 << 20;
-        /// Instead of a rank: the smallest one with at most this relative error, matrix by matrix; of the outputs where a
-        /// calibration text is given.
+        /// Instead of a rank: for each matrix, the smallest one with at most this relative error, of the outputs if
+        /// there is a calibration text.
         rel_error: Option<f64> = None, in 0.0..=1.0;
-        /// Instead of a rank: the share of the numbers of all matrices together that is stored, spread over them by one
-        /// multiplier.
+        /// Instead of a rank: the share of all matrices' numbers that is stored, distributed by one multiplier.
         keep: Option<f64> = None, in 0.0..=1.0;
-        /// Instead of a rank: the largest loss of all matrices together, spread over them by one multiplier. In nats a
-        /// token where sensitivities were measured, otherwise the sum of relative squared errors.
+        /// Instead of a rank: the largest loss of all matrices together, distributed by one multiplier. In nats per
+        /// token if sensitivities were measured, otherwise the sum of relative squared errors.
         max_loss: Option<f64> = None, in 0.0..=1e9;
-        /// Share of the mean second moment of the inputs that is added to all directions, so that those a calibration
-        /// text does not use count a little.
+        /// Share of the mean second moment of the inputs added to all directions, so that directions unused by the
+        /// calibration text count a little.
         ridge: f64 = 1e-6, in 0.0..=1.0;
     }
 }
@@ -74,12 +73,12 @@ pub struct Factored {
     pub rank: usize,
     /// $\lVert W - \hat W \rVert_F / \lVert W \rVert_F$.
     pub rel_error: f64,
-    /// The same of the outputs, where moments of the inputs are known.
+    /// The same error for the outputs, if moments of the inputs are known.
     pub seen_error: Option<f64>,
 }
 
-/// The best approximation of `w` (`n_out × n_in`) of the given rank, or of the rank that the error needs: for all inputs
-/// alike, or for inputs with these moments. Budgets for several matrices are not looked at.
+/// Computes the best approximation of `w` (`n_out × n_in`) of the given rank, or of the rank that the error needs: for
+/// all inputs equally, or for inputs with these moments. Ignores budgets for several matrices.
 pub fn factor(w: &Mat<f32>, params: &Params, moments: Option<&Moments>) -> Result<Factored> {
     params.validate()?;
     let wide = w.cast::<f64>();
@@ -87,7 +86,7 @@ pub fn factor(w: &Mat<f32>, params: &Params, moments: Option<&Moments>) -> Resul
     let svd = attlas_num::linalg::svd(seen.as_ref().unwrap_or(&wide).as_ref())
         .map_err(|e| refused(CONVERSION.id, e))?;
     let most = svd.sigma.len();
-    // Smallest first, so that they are not lost beside the large ones.
+    // Smallest first, so that rounding does not lose them beside the large ones.
     let square = |s: &[f64]| s.iter().rev().map(|s| s * s).sum::<f64>();
     let total = square(&svd.sigma);
     let rank = match params.rel_error {
@@ -105,13 +104,13 @@ pub fn factor(w: &Mat<f32>, params: &Params, moments: Option<&Moments>) -> Resul
         return Ok(Factored { map, rank, rel_error: error, seen_error: None });
     }
     let right = matmul_tn(cut.u.as_ref(), wide.as_ref());
-    // What a projection removes is orthogonal to what it leaves.
+    // The removed part is orthogonal to the projection.
     let (norm, kept) = (wide.frobenius().powi(2), right.frobenius().powi(2));
     let rel_error = if norm > 0.0 && rank < most { (1.0 - kept / norm).max(0.0).sqrt() } else { 0.0 };
     Ok(Factored { map: product(right.cast(), cut.u.cast()), rank, rel_error, seen_error: Some(error) })
 }
 
-/// The matrix with its inputs weighted, where moments of them are known.
+/// Weights the inputs of the matrix, if their moments are known.
 fn weighted(w: &Mat<f64>, params: &Params, moments: Option<&Moments>) -> Result<Option<Mat<f64>>> {
     let Some(m) = moments else { return Ok(None) };
     if m.width() != w.cols() {
@@ -120,7 +119,8 @@ fn weighted(w: &Mat<f64>, params: &Params, moments: Option<&Moments>) -> Result<
     Ok(Some(matmul(w.as_ref(), m.root(params.ridge)?.as_ref())))
 }
 
-/// Ranks of all matrices within the common budget, where there is one; `None` in it leaves a matrix as it is.
+/// Finds the ranks of all matrices within the common budget, if there is one; a rank of `None` leaves a matrix
+/// unfactored.
 fn ranks(request: &Request<'_>, slots: &[Slot], params: &Params) -> Result<Option<Vec<Option<usize>>>> {
     let given = [params.rel_error.is_some(), params.keep.is_some(), params.max_loss.is_some()];
     if given.iter().filter(|g| **g).count() > 1 {
@@ -162,7 +162,7 @@ fn ranks(request: &Request<'_>, slots: &[Slot], params: &Params) -> Result<Optio
     }
 }
 
-/// Every matrix asked for, all of them by default, in factored form.
+/// Factors every requested matrix, by default all.
 fn run(request: &Request<'_>) -> Result<Rewritten> {
     let params = Params::from_options(request.options)?;
     let slots = request.slots(&request.layers_or(|n| (0..n).collect())?, |_| true)?;
@@ -225,7 +225,7 @@ mod tests {
         for rank in [1, 3, 6] {
             let f = factor(&w, &at(rank), None).unwrap();
             assert!((relative_error(&w, &f.map.dense()) - f.rel_error).abs() < 1e-6);
-            // No other factors of that rank do better.
+            // No other factors of this rank do better.
             for seed in ["a", "b"] {
                 let other = matmul(random(seed, 9, rank).as_ref(), random("c", rank, 7).as_ref());
                 assert!(relative_error(&w, &other) > f.rel_error);
@@ -272,7 +272,7 @@ mod tests {
             assert!((error(&seen) - seen.seen_error.unwrap()).abs() < 1e-4, "rank {rank}");
             assert!(error(&seen) < error(&plain) && plain.rel_error <= seen.rel_error, "rank {rank}");
             assert!((relative_error(&w, &seen.map.dense()) - seen.rel_error).abs() < 1e-5);
-            // The best of that rank has the outputs that a truncated decomposition of them has.
+            // The outputs of the best matrix of this rank are the truncated decomposition of the exact outputs.
             let sigma = attlas_num::linalg::singular_values(outputs(&w).as_ref()).unwrap();
             let square = |s: &[f64]| s.iter().map(|s| s * s).sum::<f64>();
             let best = (square(&sigma[rank..]) / square(&sigma)).sqrt();
@@ -298,7 +298,7 @@ mod tests {
                 after as f64 <= share * all as f64 && after as f64 > 0.85 * share * all as f64,
                 "{share}"
             );
-            // The same rank everywhere, or the same share of every matrix, loses no less at that size.
+            // The same rank everywhere, or the same share of every matrix, loses no less at this size.
             for rank in 1..4 {
                 let uniform = run(&request(&toy, &Options::new().with("rank", rank))).unwrap();
                 if uniform.losses.iter().map(|l| l.after).sum::<usize>() <= after {

@@ -1,22 +1,22 @@
 //! Grouped-query layers as tensor product attention with fixed head factors.
 //!
-//! **Idea.** Keys of all heads are fixed mixtures of few feature factors: with one factor a key head this is the layer
-//! itself; with fewer, the best mixture in the Frobenius norm is a truncated singular value decomposition.
+//! **Idea.** Keys of all heads are fixed mixtures of a few feature factors. With one factor per key head this is the
+//! layer itself; with fewer, the best mixture in the Frobenius norm is a truncated singular value decomposition.
 //!
 //! **Math.** View the key weights as $H_{kv} \times (d D)$; its rank-$R$ approximation $\sum_r \sigma_r u_r v_r^\top$ gives
 //! $a_r = R\,u_r$ (repeated for the query heads of a group) and $W^b_r = \sigma_r v_r$. With calibration inputs the
 //! decomposition is that of $W L$, $LL^\top = X^\top X / n$, and $L^{-1}$ is applied afterwards; a bias is one more input,
-//! always 1. Rotary positions act on
-//! $b$ and need nothing.
+//! always 1. Rotary positions act on $b$ and need no change.
 //!
 //! **Reference.** zhang2025tpa for the form; the fit is this project's.
 //!
 //! **Cost.** One singular value decomposition of an $H_{kv} \times dD$ matrix each for keys and values.
 //!
-//! **Guarantees.** $R = H_{kv}$ is exact. Below, the relative error is reported: trained heads share almost nothing along
-//! this mode (0.76 at $R = 1$, 0.51 at $R = 2$ of 3 for SmolLM2-135M, where unrelated heads would give 0.82 and 0.58).
+//! **Guarantees.** $R = H_{kv}$ is exact. At lower ranks the relative error is reported: trained heads share almost
+//! nothing along this mode (0.76 at $R = 1$, 0.51 at $R = 2$ of 3 for SmolLM2-135M, where unrelated heads would give
+//! 0.82 and 0.58).
 //!
-//! **When to use.** The exact form, to run a model in this layer; the lossy one as a diagnosis.
+//! **When to use.** The exact form to run a model with this layer; the lossy form as a diagnosis.
 
 use super::common::moments::{Moments, RIDGE};
 use super::common::network::{Attention, Loss, Request, Rewritten, Role, Slot, Weight, new_weight};
@@ -42,9 +42,9 @@ pub static CONVERSION: Conversion = Conversion {
 crate::params! {
     /// Parameters of [`convert`].
     pub struct Params {
-        /// Terms of keys; as many as key heads, which is exact, where it is auto.
+        /// Number of terms of keys; auto is the number of key heads, which is exact.
         rank_k: Option<usize> = None, in 1..=4096;
-        /// Terms of values; as many as key heads, which is exact, where it is auto.
+        /// Number of terms of values; auto is the number of key heads, which is exact.
         rank_v: Option<usize> = None, in 1..=4096;
     }
 }
@@ -56,16 +56,16 @@ pub struct Factors {
     pub a: Mat<f32>,
     /// `rank · width × d_model`: the weight `b_k` or `b_v`.
     pub b: Mat<f32>,
-    /// Terms.
+    /// Number of terms.
     pub rank: usize,
     /// Relative Frobenius error of the weights.
     pub rel_error: f64,
-    /// Relative root mean square error of keys or values, where moments of the inputs are known.
+    /// Relative root mean square error of keys or values, if moments of the inputs are known.
     pub seen_error: Option<f64>,
 }
 
-/// Factors of keys and of values from their projections (`n_kv_heads · width × d_model`). Queries and output stay as
-/// they are. `seen` holds moments of calibration inputs, where there are any.
+/// Computes factors of keys and of values from their projections (`n_kv_heads · width × d_model`). Queries and output
+/// do not change. `seen` holds moments of calibration inputs, if there are any.
 pub fn convert(
     shape: &LayerShape,
     params: &Params,
@@ -81,7 +81,8 @@ pub fn convert(
     ))
 }
 
-/// Attention of the layers asked for, all of them by default. Biases of keys and values are one more input, always 1.
+/// Converts the attention of the requested layers, by default all. Biases of keys and values are one more input, always
+/// 1.
 fn run(request: &Request<'_>) -> Result<Rewritten> {
     let params = Params::from_options(request.options)?;
     request.whole_attention(CONVERSION.id)?;
@@ -148,7 +149,7 @@ fn run(request: &Request<'_>) -> Result<Rewritten> {
             weights.insert(a_name, new_weight(f.a));
             weights.insert(b_name, Weight::New(b));
         }
-        // Ranks take the place of groups.
+        // Ranks replace groups.
         let shape = LayerShape { n_kv_heads: shape.n_heads, ..shape };
         out.attention.insert(layer, Attention { shape, options, weights });
         (request.progress)(i + 1, layers.len());

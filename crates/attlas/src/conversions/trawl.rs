@@ -3,22 +3,23 @@
 //! **Idea.** Stack the feed-forward matrices (or the attention matrices) of some layers, decompose the stack at low rank
 //! and write the reconstruction back, or keep the factors.
 //!
-//! **Math.** Feed-forward: $W_{in}$ and $W_{out}^\top$, both $d \times f$, of $k$ layers make a $2k \times d \times f$
-//! tensor ($3k$ with a gate); attention: $W_Q, W_K, W_V, W_O$ make a $4k \times d \times d$ one, and with grouped-query
-//! attention $W_Q, W_O$ and $W_K, W_V$ one each. CP of rank $R$, or Tucker of ranks (all, $R$, $R$). With moments of the
-//! inputs the decomposition is that of the weighted stack (see `shared_factor`), and the diagonal of each matrix is the
-//! best for its own inputs; matrices whose inputs are rows and those whose inputs are columns are then stacked apart.
+//! **Math.** Feed-forward: $W_{in}$ and $W_{out}^\top$, both $d \times f$, of $k$ layers form a $2k \times d \times f$
+//! tensor ($3k$ with a gate); attention: $W_Q, W_K, W_V, W_O$ form a $4k \times d \times d$ one, and with grouped-query
+//! attention $W_Q, W_O$ and $W_K, W_V$ one each. CP of rank $R$, or Tucker of ranks (all, $R$, $R$). With moments of
+//! the inputs the decomposition is that of the weighted stack (see `shared_factor`), and the diagonal of each matrix is
+//! optimal for its own inputs; matrices with inputs as rows and those with inputs as columns then form separate stacks.
 //!
-//! **Reference.** luo2025; whitening after wang2025svdllm. The published gains come mostly from the feed-forward weights of the last layers, and the rank
-//! was chosen on the metric that is reported.
+//! **Reference.** luo2025; whitening after wang2025svdllm. The published gains come mostly from the feed-forward
+//! weights of the last layers, and their rank was chosen on the reported metric itself.
 //!
-//! **Cost.** Dense weights are written back, so a model costs what it did. With `keep_factors` and CP a $d \times f$ matrix
-//! costs $2R(d + f)$ operations a token instead of $2df$, and both bases are stored once for the stack.
+//! **Cost.** Dense weights are written back, so the cost of the model does not change. With `keep_factors` and CP a
+//! $d \times f$ matrix costs $2R(d + f)$ operations per token instead of $2df$, and both bases are stored once per
+//! stack.
 //!
 //! **Guarantees.** Full rank changes nothing; equal matrices in a stack need the rank of one. Tested here.
 //!
-//! **When to use.** As a post-training experiment with a validation metric at hand: sweep layers from the last, keep a
-//! change only where the metric does not fall. `attlas compress --with trawl --accept` does that on text set aside.
+//! **When to use.** As a post-training experiment with a validation metric: sweep layers from the last, and keep a
+//! change only if the metric does not fall. `attlas compress --with trawl --accept` does this on held-out text.
 
 use super::common::heads::{HeadStack, head_stacks, rewrite};
 use super::common::moments::Seen;
@@ -46,7 +47,7 @@ pub static CONVERSION: Conversion = Conversion {
 };
 
 crate::choices! {
-    /// Which matrices are stacked.
+    /// Stacked matrices.
     pub enum Target {
         /// The feed-forward matrices.
         Ffn = "ffn",
@@ -56,13 +57,13 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// Which layers are stacked together.
+    /// Layers that are stacked together.
     pub enum Span {
-        /// Each layer on its own.
+        /// Each layer separately.
         Single = "single",
         /// Runs of consecutive layers.
         Segment = "segment",
-        /// All layers asked for.
+        /// All requested layers.
         All = "all",
     }
 }
@@ -80,56 +81,56 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`factor`].
     pub struct Params {
-        /// Which matrices are stacked, where none are named.
+        /// Stacked matrices, if none are named.
         target: Target = Target::Ffn;
-        /// Which layers are stacked together.
+        /// Layers that are stacked together.
         span: Span = Span::Single;
         /// The decomposition.
         format: Format = Format::Cp;
         /// Terms of the sum, or vectors of each basis.
         rank: usize = 32, in 1..=1 << 16;
         /// Modes of a stack: 3 (matrices, rows, columns), 4 (layers, heads, width of a head, model width, for each role of
-        /// attention), or 5 (roles too, where they have as many heads).
+        /// attention), or 5 (also roles, if their numbers of heads are equal).
         order: usize = 3, in 3..=5;
         /// Keep the factors instead of writing dense weights back.
         keep_factors: bool = false;
-        /// Most sweeps.
+        /// Maximum number of sweeps.
         iters: usize = 100, in 1..=10_000;
-        /// Stop when the relative error changes by less.
+        /// Stop when the relative error changes by less than this.
         tol: f64 = 1e-6, in 0.0..=1.0;
-        /// Stream of the random part of a start.
+        /// Seed of the random part of a start.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
 
-/// A stack of blocks with bases in common: block $i$ is $B G_i C^\top$.
+/// A stack of blocks with common bases: block $i$ is $B G_i C^\top$.
 #[derive(Clone, Debug)]
 pub struct Factored {
-    /// Rows of blocks, `rows × R`.
+    /// Basis of the rows of blocks, `rows × R`.
     pub b: Arc<Mat<f32>>,
-    /// Columns of blocks, `columns × R`.
+    /// Basis of the columns of blocks, `columns × R`.
     pub c: Arc<Mat<f32>>,
-    /// Core between the factors, block by block: diagonals for CP, matrices for Tucker.
+    /// Cores between the factors, block by block: diagonals for CP, matrices for Tucker.
     pub cores: Vec<Values>,
     /// Relative Frobenius error over the whole stack.
     pub rel_error: f64,
-    /// Relative root mean square error of the outputs, where moments of the inputs are known.
+    /// Relative root mean square error of the outputs, if moments of the inputs are known.
     pub seen_error: Option<f64>,
 }
 
 impl Factored {
-    /// Vectors of the larger basis.
+    /// Returns the number of vectors in the larger basis.
     pub fn rank(&self) -> usize {
         self.b.cols().max(self.c.cols())
     }
 
-    /// Block `i` as part of a map.
+    /// Returns block `i` as part of a map.
     pub fn product(&self, member: &Member, i: usize) -> Product {
         member.product(&self.b, self.cores[i].clone(), &self.c)
     }
 }
 
-/// The decomposition of blocks, all of one shape; for inputs with these moments, where they are known.
+/// Decomposes blocks of one shape, for inputs with the given moments if they are known.
 pub fn factor(blocks: &[Mat<f32>], params: &Params, seen: Option<&Seen>) -> Result<Factored> {
     params.validate()?;
     check(blocks)?;
@@ -188,7 +189,7 @@ fn with_unit_columns(mut m: Mat<f64>) -> Mat<f64> {
     m
 }
 
-/// For each block the diagonal that is best for its own inputs, a row each.
+/// Computes for each block the optimal diagonal for its own inputs, one per row.
 fn diagonals(seen: &Seen, blocks: &[Mat<f32>], b: &Mat<f64>, c: &Mat<f64>) -> Result<Mat<f64>> {
     let (inputs, outputs) = if seen.turned { (c, b) } else { (b, c) };
     let overlap = matmul_tn(outputs.as_ref(), outputs.as_ref());
@@ -204,7 +205,7 @@ fn diagonals(seen: &Seen, blocks: &[Mat<f32>], b: &Mat<f64>, c: &Mat<f64>) -> Re
     Ok(Mat::from_vec(rows, blocks.len(), rank))
 }
 
-/// The matrices asked for, by default the feed-forward ones of the last layer.
+/// Reconstructs the requested matrices, by default the feed-forward ones of the last layer.
 fn run(request: &Request<'_>) -> Result<Rewritten> {
     let params = Params::from_options(request.options)?;
     let layers = request.layers_or(|n| n.checked_sub(1).into_iter().collect())?;
@@ -267,7 +268,7 @@ fn run(request: &Request<'_>) -> Result<Rewritten> {
     Ok(out)
 }
 
-/// The layers that are stacked together.
+/// Groups the layers that are stacked together.
 fn spans(layers: &[usize], span: Span) -> Vec<&[usize]> {
     match span {
         Span::Single => layers.chunks(1).collect(),

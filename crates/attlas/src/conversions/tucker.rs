@@ -1,16 +1,16 @@
 //! The whole network as one Tucker decomposition.
 //!
-//! **Idea.** As `shared_factor`, and the cores of the blocks are themselves mixtures of a few.
+//! **Idea.** As `shared_factor`, but the cores of the blocks are mixtures of a few shared ones.
 //!
 //! **Math.** $X_i \approx B \big(\sum_{k=1}^{\ell} A_{ik} G_k\big) C^\top$, $G_k$ the slices of the core (the survey
 //! prints $G_i$ inside the sum). With moments of the inputs, bases and cores are those of the weighted stack (see
-//! `shared_factor`), and the weights $A_{i\cdot}$ of each block are the best for its own inputs. With `order` 4 or 5 the
+//! `shared_factor`), and the weights $A_{i\cdot}$ of each block are optimal for its own inputs. With `order` 4 or 5 the
 //! matrices of attention have modes for layers, heads and roles instead (see [`common::heads`](super::common::heads)).
 //!
 //! **Reference.** ren2022 (its variant IV); whitening after wang2025svdllm. Blocks are those of [`common::stack`](super::common::stack).
 //!
-//! **Cost.** $m\ell + \ell R^2 + 2dR$ numbers; mixed cores are formed when loaded, so that running costs what
-//! `shared_factor` costs.
+//! **Cost.** $m\ell + \ell R^2 + 2dR$ numbers; mixed cores are formed on loading, so a run costs the same as with
+//! `shared_factor`.
 //!
 //! **Guarantees.** $\ell = m$ is `shared_factor`; $\ell = m$ and $R = d$ reproduce every block.
 //!
@@ -44,22 +44,22 @@ pub static CONVERSION: Conversion = Conversion {
 crate::params! {
     /// Parameters of [`factor`].
     pub struct Params {
-        /// Width R of both bases, lowered to the sides of blocks where it is more.
+        /// Width R of both bases, at most the sides of the blocks.
         rank: usize = 64, in 1..=1 << 16;
-        /// Cores ℓ that blocks are mixtures of; in orders 4 and 5 the rank of the layers, lowered to their number.
+        /// Number of cores ℓ that blocks mix; in orders 4 and 5 the rank of the layers, at most their number.
         layer_rank: usize = 36, in 1..=1 << 16;
         /// Modes of a stack: 3 (blocks, rows, columns), 4 (layers, heads, width of a head, model width, for each role of
-        /// attention), or 5 (roles too, where they have as many heads).
+        /// attention), or 5 (also roles, if their numbers of heads are equal).
         order: usize = 3, in 3..=5;
-        /// Rank of the heads in orders 4 and 5; all of them where it is auto.
+        /// Rank of the heads in orders 4 and 5; auto is their number.
         head_rank: Option<usize> = None, in 1..=1 << 16;
-        /// Rank of the width of a head in orders 4 and 5; all of it where it is auto.
+        /// Rank of the width of a head in orders 4 and 5; auto is the full width.
         width_rank: Option<usize> = None, in 1..=1 << 16;
-        /// Instead of ranks: the smallest ones that promise at most this relative error of the stack.
+        /// Instead of ranks: the smallest ones that guarantee at most this relative error of the stack.
         rel_error: Option<f64> = None, in 0.0..=1.0;
-        /// Most sweeps of the alternating improvement.
+        /// Maximum number of HOOI sweeps.
         iters: usize = 50, in 1..=10_000;
-        /// Stop when the norm of the core changes by less, relatively.
+        /// Stop when the relative change of the norm of the core is less than this.
         tol: f64 = 1e-8, in 0.0..=1.0;
     }
 }
@@ -87,19 +87,19 @@ pub struct Mixture {
 }
 
 impl Mixture {
-    /// Numbers stored.
+    /// Counts the stored numbers.
     pub fn parameters(&self) -> usize {
         self.a.data().len() + self.shared.parameters()
     }
 
-    /// The form that runs: one mixed core for each block.
+    /// Returns the form used in runs: one mixed core per block.
     pub fn mixed(&self) -> Shared {
         let cores = (0..self.a.rows()).map(|i| mix(&self.shared.cores, &self.a, &[i])).collect();
         Shared { cores, ..self.shared.clone() }
     }
 }
 
-/// The decomposition of the blocks, all of one shape; for inputs with these moments, where they are known.
+/// Decomposes blocks of one shape, for inputs with the given moments if they are known.
 pub fn factor(blocks: &[Mat<f32>], params: &Params, seen: Option<&Seen>) -> Result<Mixture> {
     params.validate()?;
     let (rows, cols) = check(blocks)?;
@@ -131,7 +131,7 @@ pub fn factor(blocks: &[Mat<f32>], params: &Params, seen: Option<&Seen>) -> Resu
     let basis = |m: usize, n: usize| fit.factors[m].clone().unwrap_or_else(|| Mat::identity(n)).cast::<f64>();
     let (b, c) = (basis(1, rows), basis(2, cols));
     let cores: Vec<Mat<f64>> = slices(&fit.core).iter().map(Mat::cast).collect();
-    // What is left of the basis of the inputs goes into the cores.
+    // The triangular factor of the input basis goes into the cores.
     let (b, c, cores) = if seen.turned {
         let (q, r) = seen.unweighted(&c, &root)?;
         (b, q, cores.iter().map(|g| matmul_nt(g.as_ref(), r.as_ref())).collect::<Vec<_>>())
@@ -152,7 +152,7 @@ pub fn factor(blocks: &[Mat<f32>], params: &Params, seen: Option<&Seen>) -> Resu
     Ok(mixture)
 }
 
-/// The weights of the cores in block `i` that are best for its own inputs.
+/// Computes the optimal weights of the cores in block `i` for its own inputs.
 fn weights(
     seen: &Seen,
     i: usize,
@@ -177,7 +177,7 @@ fn weights(
     Ok(solved.data().iter().map(|x| *x as f32).collect())
 }
 
-/// The selected matrices, all of them by default, stack by stack.
+/// Factors the selected matrices, by default all, stack by stack.
 fn run(request: &Request<'_>) -> Result<Rewritten> {
     let params = Params::from_options(request.options)?;
     if params.order > 3 {

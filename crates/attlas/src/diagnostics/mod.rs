@@ -1,4 +1,4 @@
-//! Diagnostics of a head, before any method is chosen: sparsity, sinks, singular values and ranks.
+//! Diagnostics of a head before the choice of a method: sparsity, sinks, singular values and ranks.
 //!
 //! For queries $Q$, keys $K$, values $V$ and scale $\beta$ let $S = \beta QK^\top$ be the logits, $A = e^S$ the
 //! scores, both zero where the mask hides a key, and $P = Z^{-1}A$ the weights, $Z$ the row sums. [`inspect`]
@@ -6,14 +6,14 @@
 //!
 //! - [`spectra`]: singular values of $Q$, $K$, $V$, $QK^\top$, $A$ and $P$ and their effective ranks; principal
 //!   components of the keys ([`key_components`]);
-//! - [`weight_profile`]: how sparse rows of $P$ are, how many keys hold a given mass, entropies, attention sinks, the
-//!   leading block of $P$ and a map of the whole;
-//! - [`hardness`]: norms that decide how hard the head is for coreset methods.
+//! - [`weight_profile`]: sparsity of the rows of $P$, number of keys that hold a given mass, entropies, attention
+//!   sinks, the leading block of $P$ and a map of all of it;
+//! - [`hardness`]: norms that determine how hard the head is for coreset methods.
 //!
-//! No matrix of the size of $A$ is stored above [`Settings::dense_limit`]. There, the leading singular values of $A$
+//! Above [`Settings::dense_limit`] no matrix of the size of $A$ is stored: the leading singular values of $A$
 //! and $P$ come from a randomised SVD (halko2011) whose products go through the tiled exact
-//! kernel: $PX$ is attention with values $X$, and $P^\top Y$ is attention in which keys ask and queries answer, with
-//! a bias of minus the log-sum-exp ([`Weights`]). Row figures are taken from blocks of rows that are dropped at once.
+//! kernel: $PX$ is attention with values $X$, and $P^\top Y$ is attention with queries and keys exchanged and a bias of
+//! minus the log-sum-exp ([`Weights`]). Row figures come from blocks of rows that are dropped at once.
 //!
 //! Everything is computed in double precision and does not depend on the number of threads.
 
@@ -30,7 +30,7 @@ use attlas_num::kernels::Band;
 use attlas_num::linalg::LinalgError;
 use attlas_num::{Mat, MatRef, Real};
 
-/// One head to look at, in double precision.
+/// One head to inspect, in double precision.
 #[derive(Clone, Debug)]
 pub struct Head {
     q: Mat<f64>,
@@ -41,8 +41,8 @@ pub struct Head {
 }
 
 impl Head {
-    /// A copy of one head's queries `n_q × d`, keys `n_k × d` and values `n_k × d_v`; refused if the shapes do not
-    /// fit or anything is not finite.
+    /// Copies one head's queries `n_q × d`, keys `n_k × d` and values `n_k × d_v`; an error if the shapes do not fit or
+    /// a number is not finite.
     pub fn new<T: Real>(
         q: MatRef<'_, T>,
         k: MatRef<'_, T>,
@@ -93,12 +93,12 @@ impl Head {
         self.scale
     }
 
-    /// Which keys a row sees.
+    /// Mask of the keys that a row sees.
     pub fn mask(&self) -> Mask {
         self.mask
     }
 
-    /// The mask as a band of `key − row`.
+    /// Returns the mask as a band of `key − row`.
     fn band(&self) -> Band {
         match self.mask {
             Mask::None => Band::ALL,
@@ -106,7 +106,7 @@ impl Head {
         }
     }
 
-    /// With a causal mask row `i` sees the keys up to `i + offset`.
+    /// Offset of the causal mask: row `i` sees the keys up to `i + offset`.
     fn offset(&self) -> isize {
         self.k.rows() as isize - self.q.rows() as isize
     }
@@ -115,18 +115,18 @@ impl Head {
 /// Settings of [`inspect`]; the defaults are those of the survey's figures.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Settings {
-    /// Share of the sum of squared singular values that an effective rank must hold.
+    /// Share of the sum of squared singular values that an effective rank must reach.
     pub share: f64,
     /// Singular values below this multiple of the largest do not count for [`Spectrum::eps_rank`].
     pub eps: f64,
-    /// A key is called a sink where at least half of the rows that see it give it more than this many times the weight
-    /// of a uniform row: whatever the length, and not for a key that only its neighbours look at.
+    /// A key is a sink if at least half of the rows that see it give it more than this multiple of the uniform weight.
+    /// This holds for any length, and excludes keys that only their neighbours attend to.
     pub sink: f64,
-    /// Keys that fewer rows see are not judged as sinks.
+    /// Keys visible to fewer rows cannot be sinks.
     pub min_rows: usize,
-    /// Rows and columns of the leading block that is kept.
+    /// Rows and columns of the stored leading block.
     pub block: usize,
-    /// Rows and columns of the map of the whole.
+    /// Rows and columns of the map of all weights.
     pub cells: usize,
     /// Smaller side of $A$ up to which all its singular values are computed from a dense matrix.
     pub dense_limit: usize,
@@ -134,7 +134,7 @@ pub struct Settings {
     pub rank: usize,
     /// Power steps of the randomised SVD.
     pub power: usize,
-    /// Stream of the randomised SVD.
+    /// Seed of the randomised SVD.
     pub seed: u64,
 }
 
@@ -155,7 +155,7 @@ impl Default for Settings {
     }
 }
 
-/// Everything there is to say about one head.
+/// Report on one head.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct HeadReport {
     /// Queries.
@@ -172,7 +172,7 @@ pub struct HeadReport {
     pub hardness: Hardness,
 }
 
-/// Looks at one head.
+/// Inspects one head.
 pub fn inspect(head: &Head, settings: &Settings, ws: &Workspace) -> Result<HeadReport> {
     let weights = weight_profile(head, settings, ws);
     Ok(HeadReport {
@@ -185,19 +185,18 @@ pub fn inspect(head: &Head, settings: &Settings, ws: &Workspace) -> Result<HeadR
     })
 }
 
-/// Norms that decide how hard a head is for methods that replace keys by fewer ones.
+/// Norms that determine how hard a head is for methods that replace keys by fewer ones.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Hardness {
     /// $R_Q$, the length of the longest query.
     pub query_norm: f64,
     /// $R_K$, the length of the longest key after the mean is subtracted.
     pub key_norm: f64,
-    /// $\beta R_Q R_K / \ln n_k$; bounded values are what the guarantee of `wildcat` asks for. 0 of fewer than two
-    /// keys.
+    /// $\beta R_Q R_K / \ln n_k$; the guarantee of `wildcat` needs it bounded. 0 for fewer than two keys.
     pub gamma: f64,
 }
 
-/// $R_Q$, $R_K$ and $\gamma$ of a head.
+/// Computes $R_Q$, $R_K$ and $\gamma$ of a head.
 pub fn hardness(head: &Head) -> Hardness {
     let query_norm = longest(head.q());
     let key_norm = longest(centred(head.k()).as_ref());
@@ -206,23 +205,23 @@ pub fn hardness(head: &Head) -> Hardness {
     Hardness { query_norm, key_norm, gamma }
 }
 
-/// The largest 2-norm of a row.
+/// Returns the largest 2-norm of a row.
 fn longest(x: MatRef<'_, f64>) -> f64 {
     x.iter_rows().map(norm).fold(0.0, f64::max)
 }
 
-/// The 2-norm of a row.
+/// Returns the 2-norm of a row.
 fn norm(row: &[f64]) -> f64 {
     row.iter().fold(0.0, |a: f64, x| a.hypot(*x))
 }
 
-/// Rows with their mean subtracted, exactly zero where all rows are equal.
+/// Subtracts the mean of the rows; the result is exactly zero if all rows are equal.
 fn centred(x: MatRef<'_, f64>) -> Mat<f64> {
     let (n, d) = (x.rows(), x.cols());
     if n == 0 {
         return Mat::zeros(0, d);
     }
-    // Differences from the first row: equal rows then have a mean of exactly zero.
+    // Use differences from the first row: equal rows then have a mean of exactly zero.
     let first = x.row(0);
     let mut centred = Mat::from_fn(n, d, |i, j| x.at(i, j) - first[j]);
     let mut mean = vec![0.0; d];
@@ -235,7 +234,7 @@ fn centred(x: MatRef<'_, f64>) -> Mat<f64> {
     centred
 }
 
-/// A factorisation that failed, in this crate's words.
+/// Converts a failed factorisation into an error of this crate.
 fn failed(what: &'static str) -> impl Fn(LinalgError) -> Error {
     move |e| Error::Numerical { what, reason: e.to_string() }
 }

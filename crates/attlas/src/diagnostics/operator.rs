@@ -1,4 +1,4 @@
-//! Scores and weights as linear operators, never stored.
+//! Scores and weights as linear operators that are never stored.
 
 use super::Head;
 use crate::workspace::Context;
@@ -7,7 +7,7 @@ use attlas_num::par::*;
 use attlas_num::randla::LinearOperator;
 use attlas_num::{Mat, MatRef};
 
-/// Rows that one task takes, fixed so that threads cannot change a bit.
+/// Rows per task; fixed, so that results do not depend on the number of threads.
 const TASK_ROWS: usize = 96;
 
 /// $P = Z^{-1} A$, applied through the exact kernel.
@@ -24,7 +24,7 @@ pub struct Weights<'a> {
 }
 
 impl<'a> Weights<'a> {
-    /// The weights of a head whose rows have the log-sum-exp `lse`; runs on the caller's thread pool.
+    /// Creates the weights of a head whose rows have the log-sum-exp `lse`; runs on the caller's thread pool.
     pub fn new(head: &'a Head, lse: &'a [f64], cx: Context<'a>) -> Self {
         assert_eq!(lse.len(), head.q.rows(), "one log-sum-exp per query");
         Self { head, lse, cx }
@@ -46,7 +46,7 @@ impl LinearOperator for Weights<'_> {
     }
 
     fn apply_t(&self, y: MatRef<'_, f64>) -> Mat<f64> {
-        // An empty row has ℓ = −∞; nobody sees it, and its bias hides it where the mask does not.
+        // An empty row has ℓ = −∞; its bias hides it where the mask does not.
         let hidden = |l: &f64| if *l == f64::NEG_INFINITY { *l } else { -l };
         let bias: Vec<f64> = self.lse.iter().map(hidden).collect();
         answers_of_queries(self.head, y, Some(&bias), 0.0, self.cx)
@@ -55,7 +55,7 @@ impl LinearOperator for Weights<'_> {
 
 /// $A e^{-c}$ for one common shift $c$, applied through the exact kernel: $A = \operatorname{diag}(e^{\ell_i}) P$.
 ///
-/// The shift divides all singular values by $e^c$ alike; with the largest logit as $c$ nothing overflows.
+/// The shift divides all singular values by $e^c$; with the largest logit as $c$ nothing overflows.
 #[derive(Clone, Copy, Debug)]
 pub struct Scores<'a> {
     weights: Weights<'a>,
@@ -63,7 +63,7 @@ pub struct Scores<'a> {
 }
 
 impl<'a> Scores<'a> {
-    /// The scores of a head whose rows have the log-sum-exp `lse`, divided by $e^{\text{shift}}$.
+    /// Creates the scores of a head whose rows have the log-sum-exp `lse`, divided by $e^{\text{shift}}$.
     pub fn new(head: &'a Head, lse: &'a [f64], shift: f64, cx: Context<'a>) -> Self {
         Self { weights: Weights::new(head, lse, cx), shift }
     }
@@ -89,7 +89,7 @@ impl LinearOperator for Scores<'_> {
     }
 }
 
-/// $\sum_i e^{s_{ij} + b_i - c} y_i$ for every key $j$, over the rows $i$ that see it.
+/// Computes $\sum_i e^{s_{ij} + b_i - c} y_i$ for every key $j$, over the rows $i$ that see it.
 fn answers_of_queries(
     h: &Head,
     y: MatRef<'_, f64>,
@@ -114,7 +114,7 @@ fn scale_rows(x: &mut Mat<f64>, lse: &[f64], shift: f64) {
     }
 }
 
-/// Exact attention of all rows in parallel: outputs and log-sum-exp.
+/// Computes exact attention of all rows in parallel: outputs and log-sum-exp.
 pub(super) fn attend(
     q: MatRef<'_, f64>,
     k: MatRef<'_, f64>,

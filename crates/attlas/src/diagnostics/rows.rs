@@ -8,25 +8,25 @@ use attlas_num::kernels::{Op, exp_in_place, gemm};
 use attlas_num::par::*;
 use std::ops::Range;
 
-/// Shares of the row maximum below which weights are counted.
+/// Shares of the row maximum; weights below each are counted.
 const THRESHOLDS: [f64; 3] = [1e-1, 1e-2, 1e-3];
-/// Masses whose least number of keys is found.
+/// Masses for which the least number of keys is determined.
 const MASSES: [f64; 3] = [0.9, 0.95, 0.99];
-/// Numbers of keys whose mass is found.
+/// Numbers of keys for which the mass is determined.
 const TOP_KEYS: [usize; 6] = [1, 4, 16, 64, 256, 1024];
-/// Parts that rows are split into for sums over columns; fixed, so that threads cannot change a bit.
+/// Number of parts of the rows for sums over columns; fixed, so that results do not depend on the number of threads.
 const PARTS: usize = 32;
-/// Rows whose logits are held at one time.
+/// Rows whose logits are stored at a time.
 const TILE_ROWS: usize = 16;
-/// Steps per unit of logit in which the largest weights of a row are found.
+/// Buckets per unit of logit in the search for the largest weights of a row.
 const BUCKETS_PER_UNIT: f64 = 8.0;
-/// Buckets; weights below $e^{-64}$ of the largest share the last one.
+/// Number of buckets; weights below $e^{-64}$ of the largest share the last one.
 const BUCKETS: usize = 512;
 
-/// How the weights of a head are spread.
+/// Distribution of the weights of a head.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct WeightProfile {
-    /// Rows that see at least one key.
+    /// Number of rows that see at least one key.
     pub rows: usize,
     /// Shares of the visible weights that are less than 1e-1, 1e-2 and 1e-3 of their row's largest.
     pub below: [(f64, f64); 3],
@@ -36,13 +36,13 @@ pub struct WeightProfile {
     pub mass_of_top: [TopMass; 6],
     /// Entropies of the rows in nats.
     pub entropy: Summary,
-    /// Mean weight of each key over the rows that see it; NaN (`null` in JSON) where no row does.
+    /// Mean weight of each key over the rows that see it; NaN (`null` in JSON) if none does.
     pub mean_weight: Vec<f64>,
-    /// Keys to which most of the rows that see them give far more than their share, largest mean weight first.
+    /// Keys that get far more than their share from most rows that see them, largest mean weight first.
     pub sinks: Vec<Sink>,
     /// $P_{ij} / \max_j P_{ij}$ of the first rows and keys.
     pub leading: HeatMap,
-    /// Mass that the rows of a part of the sequence put on the keys of another: rows sum to one.
+    /// Mass that the rows of one part of the sequence put on the keys of another; rows sum to one.
     pub map: HeatMap,
     /// Log-sum-exp of the rows.
     #[serde(skip)]
@@ -55,19 +55,19 @@ pub struct WeightProfile {
     pub(super) weights_energy: f64,
 }
 
-/// Keys that hold a mass, over the rows.
+/// Number of keys that hold a mass, over the rows.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct MassKeys {
     /// The mass.
     pub mass: f64,
-    /// How many keys hold it.
+    /// Number of keys that hold it.
     pub keys: Summary,
 }
 
 /// Mass of the largest weights, over the rows.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct TopMass {
-    /// How many weights; a row that sees fewer keys has all its mass in them.
+    /// Number of weights; a row that sees fewer keys has all its mass in them.
     pub keys: usize,
     /// Their sum.
     pub mass: Summary,
@@ -96,20 +96,20 @@ impl Summary {
     }
 }
 
-/// A key that rows look at whatever they ask (gu2025).
+/// A key that rows attend to whatever their query (gu2025).
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Sink {
-    /// Its place.
+    /// Its position.
     pub key: usize,
     /// Mean weight over the rows that see it.
     pub weight: f64,
-    /// Length of the key over the median length of keys.
+    /// Norm of the key over the median norm of keys.
     pub key_norm: f64,
-    /// Length of its value over the median length of values.
+    /// Norm of its value over the median norm of values.
     pub value_norm: f64,
 }
 
-/// A small matrix to be drawn.
+/// A small matrix for a plot.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct HeatMap {
     /// Rows.
@@ -120,7 +120,7 @@ pub struct HeatMap {
     pub data: Vec<f64>,
 }
 
-/// Sparsity, mass, entropy and sinks of the weights. Holds $O(n)$ numbers, beside blocks of a few rows.
+/// Computes sparsity, mass, entropy and sinks of the weights. Stores $O(n)$ numbers beside blocks of a few rows.
 pub fn weight_profile(head: &Head, settings: &Settings, ws: &Workspace) -> WeightProfile {
     let (n_q, n_k) = (head.q.rows(), head.k.rows());
     let map = |n: usize| settings.cells.min(n);
@@ -157,7 +157,7 @@ pub fn weight_profile(head: &Head, settings: &Settings, ws: &Workspace) -> Weigh
     let max_logit = seen.iter().map(|r| r.max).fold(f64::NEG_INFINITY, f64::max);
     let over_rows = |f: &dyn Fn(&RowFigures) -> f64| Summary::of(seen.iter().map(|r| f(r)).collect());
     for (a, row) in map.chunks_mut(map_cols.max(1)).enumerate() {
-        // A cell's sum over the rows that see something, divided by their number.
+        // A cell's sum over the rows that see a key, divided by their number.
         let range = a * n_q / map_rows..(a + 1) * n_q / map_rows;
         let live = rows[range].iter().filter(|r| r.lse > f64::NEG_INFINITY).count();
         row.iter_mut().for_each(|x| *x /= live.max(1) as f64);
@@ -198,7 +198,7 @@ pub fn weight_profile(head: &Head, settings: &Settings, ws: &Workspace) -> Weigh
     }
 }
 
-/// The first row that sees key `j`; all rows where none does.
+/// Returns the first row that sees key `j`, or the number of rows if none does.
 fn first_observer(head: &Head, j: usize) -> usize {
     match head.mask {
         Mask::None => 0,
@@ -229,7 +229,7 @@ struct RowFigures {
 struct RowsProfile {
     rows: Vec<RowFigures>,
     columns: Vec<f64>,
-    /// Rows that give a key far more than a uniform row would.
+    /// For each key, the number of rows that give it far more than a uniform row would.
     heavy: Vec<usize>,
     map: Vec<f64>,
     leading: Vec<f64>,
@@ -302,7 +302,7 @@ impl RowsProfile {
         part
     }
 
-    /// Figures of a row with logits `s`; leaves $e^{s - \max s}$ in `w`.
+    /// Computes the figures of a row with logits `s`; leaves $e^{s - \max s}$ in `w`.
     fn row(&mut self, s: &[f64], w: &mut [f64], order: &mut Order) -> RowFigures {
         let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         if max == f64::NEG_INFINITY {
@@ -329,12 +329,12 @@ impl RowsProfile {
     }
 }
 
-/// The cell of the map that holds row `i`: the inverse of the ranges `a·n/cells..(a+1)·n/cells`.
+/// Returns the cell of the map that holds row `i`: the inverse of the ranges `a·n/cells..(a+1)·n/cells`.
 fn map_row(i: usize, n: usize, cells: usize) -> usize {
     ((i + 1) * cells - 1) / n
 }
 
-/// Memory for finding the largest weights of a row without sorting it.
+/// Buffers for finding the largest weights of a row without sorting it.
 #[derive(Default)]
 struct Order {
     mass: Vec<f64>,
@@ -348,7 +348,7 @@ struct Taken {
     mass: f64,
 }
 
-/// The bucket of a logit.
+/// Returns the bucket of a logit.
 fn bucket(max: f64, s: f64) -> usize {
     (((max - s) * BUCKETS_PER_UNIT) as usize).min(BUCKETS - 1)
 }
@@ -367,8 +367,8 @@ impl Order {
         }
     }
 
-    /// The largest weights of the row that was filled in, until their sum reaches `mass` or their number `keys`: whole
-    /// buckets first, then the members of the one in which that happens, sorted.
+    /// Takes the largest weights of the current row until their sum reaches `mass` or their number `keys`: first whole
+    /// buckets, then the sorted members of the last one.
     fn take(&mut self, max: f64, s: &[f64], w: &[f64], mass: f64, keys: usize) -> Taken {
         let mut taken = Taken { keys: 0, mass: 0.0 };
         let mut b = 0;

@@ -12,17 +12,17 @@ use attlas_num::rng::StreamKey;
 /// Singular values and ranks of the matrices of a head.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Spectra {
-    /// Of the queries.
+    /// Spectrum of the queries.
     pub q: Spectrum,
-    /// Of the keys.
+    /// Spectrum of the keys.
     pub k: Spectrum,
-    /// Of the values.
+    /// Spectrum of the values.
     pub v: Spectrum,
-    /// Of $QK^\top$, without scale and mask.
+    /// Spectrum of $QK^\top$, without scale and mask.
     pub qk: Spectrum,
-    /// Of the scores $A$, masked, divided by $e^{\max S}$.
+    /// Spectrum of the scores $A$, masked, divided by $e^{\max S}$.
     pub scores: Spectrum,
-    /// Of the weights $P = Z^{-1} A$, masked.
+    /// Spectrum of the weights $P = Z^{-1} A$, masked.
     pub weights: Spectrum,
     /// Principal components of the keys.
     pub key_components: KeyComponents,
@@ -31,33 +31,33 @@ pub struct Spectra {
 /// Singular values, descending, and ranks.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Spectrum {
-    /// The singular values that were computed: all of them where `complete`.
+    /// The computed singular values: all of them if `complete`.
     pub values: Vec<f64>,
-    /// Whether all of them were.
+    /// True if all singular values were computed.
     pub complete: bool,
-    /// Share of $\|\cdot\|_F^2$ that the computed ones hold.
+    /// Share of $\|\cdot\|_F^2$ in the computed values.
     pub captured: f64,
-    /// $\|\cdot\|_F^2 / \sigma_1^2$; 0 of a zero matrix.
+    /// $\|\cdot\|_F^2 / \sigma_1^2$; 0 for a zero matrix.
     pub stable_rank: f64,
     /// Least number of singular values that hold the share [`Settings::share`] of $\|\cdot\|_F^2$.
     pub variance_rank: AtLeast,
-    /// $e^{-\sum p \ln p}$ with $p = \sigma / \sum\sigma$, where the spectrum is complete.
+    /// $e^{-\sum p \ln p}$ with $p = \sigma / \sum\sigma$, if the spectrum is complete.
     pub entropy_rank: Option<f64>,
-    /// Singular values above [`Settings::eps`] times the largest.
+    /// Number of singular values above [`Settings::eps`] times the largest.
     pub eps_rank: AtLeast,
 }
 
-/// A number, or a lower bound of it where too few singular values were computed to tell.
+/// A number, or a lower bound if too few singular values were computed to determine it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct AtLeast {
     /// The number.
     pub value: usize,
-    /// It may be more.
+    /// True if the number may be larger.
     pub open: bool,
 }
 
 impl Spectrum {
-    /// Of a matrix whose squared Frobenius norm is `energy`, from its leading singular values.
+    /// Creates the spectrum of a matrix with squared Frobenius norm `energy` from its leading singular values.
     fn new(values: Vec<f64>, complete: bool, energy: f64, settings: &Settings) -> Self {
         let top = values.first().copied().unwrap_or(0.0);
         let squares: f64 = values.iter().map(|s| (s / top) * (s / top)).sum();
@@ -90,19 +90,19 @@ impl Spectrum {
         Self::whole(singular_values(x).map_err(failed(what))?, settings)
     }
 
-    /// All singular values of a matrix.
+    /// Creates the spectrum from all singular values of a matrix.
     fn whole(values: Vec<f64>, settings: &Settings) -> Result<Self> {
         let energy = values.iter().map(|s| s * s).sum();
         Ok(Self::new(values, true, energy, settings))
     }
 }
 
-/// Singular values and ranks of $Q$, $K$, $V$, $QK^\top$, $A$ and $P$. `profile` is the head's [`weight_profile`],
-/// which knows log-sum-exp and Frobenius norms.
+/// Computes singular values and ranks of $Q$, $K$, $V$, $QK^\top$, $A$ and $P$. `profile` is the head's
+/// [`weight_profile`], which contains log-sum-exp and Frobenius norms.
 ///
-/// Up to [`Settings::dense_limit`] all singular values are found, at cubic cost. Above it, the leading
-/// [`Settings::rank`] of $A$ and $P$ are, never overestimated beyond rounding, from $2q + 2$ products for $q$ power
-/// steps: about $8(q+1)\,n_q n_k (\text{rank} + d)$ operations for both and a few matrices of $n \times$ rank.
+/// Up to [`Settings::dense_limit`] it computes all singular values, at cubic cost. Above it, the leading
+/// [`Settings::rank`] of $A$ and $P$, never overestimated beyond rounding, from $2q + 2$ products for $q$ power steps:
+/// about $8(q+1)\,n_q n_k (\text{rank} + d)$ operations for both and a few matrices of $n \times$ rank.
 ///
 /// [`weight_profile`]: super::weight_profile
 pub fn spectra(head: &Head, profile: &WeightProfile, settings: &Settings, ws: &Workspace) -> Result<Spectra> {
@@ -133,7 +133,7 @@ pub fn spectra(head: &Head, profile: &WeightProfile, settings: &Settings, ws: &W
     })
 }
 
-/// All singular values of a small operator, the leading ones of a large one.
+/// Computes all singular values of a small operator, the leading ones of a large one.
 fn leading(
     a: &dyn LinearOperator,
     what: &'static str,
@@ -150,20 +150,21 @@ fn leading(
     Ok(Spectrum::new(values, false, energy, settings))
 }
 
-/// Principal components of keys: what `loki` ranks them by.
+/// Principal components of keys, by which `loki` ranks them.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct KeyComponents {
     /// Eigenvalues of the centred covariance, divided by one less than the number of keys, descending.
     pub eigenvalues: Vec<f64>,
-    /// Least number of them that holds the given share of the variance; 0 where the keys do not vary.
+    /// Least number of components that hold the given share of the variance; 0 if the keys do not vary.
     pub rank: usize,
 }
 
-/// Principal components of keys before or after their rotary embedding, and how many hold `share` of the variance.
+/// Computes principal components of keys, before or after their rotary embedding, and the number that holds `share` of
+/// the variance.
 pub fn key_components(k: MatRef<'_, f64>, share: f64) -> Result<KeyComponents> {
     let n = k.rows();
     let mut sigma = singular_values(centred(k).as_ref()).map_err(failed("keys"))?;
-    // What centring leaves of equal keys is rounding.
+    // For equal keys, centring leaves only rounding errors.
     let size = k.iter_rows().flatten().fold(0.0, |a: f64, x| a.max(x.abs()));
     let noise = 4.0 * f64::EPSILON * ((n * k.cols()) as f64).sqrt() * size;
     sigma.iter_mut().filter(|s| **s <= noise).for_each(|s| *s = 0.0);

@@ -198,7 +198,7 @@ fn weights_of_zero_queries_are_harmonic() {
 fn one_planted_sink_is_the_one_reported() {
     for mask in [Mask::None, Mask::Causal] {
         let (n, d) = (80, 8);
-        // A coordinate of its own: the queries have one there, key 0 has what makes its logit 20.
+        // An extra coordinate: the queries have one there, and key 0 the value that makes its logit 20.
         let widen = |x: Mat<f64>, f: &dyn Fn(usize) -> f64| {
             Mat::from_fn(n, d + 1, |i, j| if j == d { f(i) } else { x[(i, j)] })
         };
@@ -230,7 +230,7 @@ fn a_sink_is_found_by_how_often_it_is_heavy_whatever_the_length() {
 
 #[test]
 fn keys_seen_by_few_rows_are_not_judged() {
-    // Every token looks at itself: the last keys have weight one, but only a few rows see them.
+    // Every token attends to itself: the last keys have weight one, but only a few rows see them.
     let n = 40;
     let x = Mat::from_fn(n, n, |i, j| if i == j { 30.0 } else { 0.0 });
     let h = Head::new(x.as_ref(), x.as_ref(), x.as_ref(), 1.0, Mask::Causal).unwrap();
@@ -269,7 +269,7 @@ fn equal_keys_have_no_variance_and_scores_of_rank_one() {
     assert_eq!(report.spectra.scores.eps_rank.value, 1);
     assert!(report.spectra.scores.values[1] < 1e-14 * report.spectra.scores.values[0]);
     assert_eq!((report.hardness.key_norm, report.hardness.gamma), (0.0, 0.0));
-    // A causal A has a positive diagonal: its rank is full, and only the decay says something.
+    // A causal A has a positive diagonal: its rank is full, and only the decay is informative.
     // Here it is the triangle of ones, with singular values 1 / (2 sin((2k−1)π / (4n+2))).
     let causal = Head { mask: Mask::Causal, q: Mat::zeros(50, 6), ..h };
     let s = inspect(&causal, &Settings::default(), &workspace()).unwrap().spectra.scores;
@@ -332,7 +332,7 @@ fn row_figures_follow_their_definitions() {
                     row.iter().take(top.keys).sum()
                 })
                 .collect();
-            // Both are sums of up to 61 weights that are at most one together.
+            // Both are sums of up to 61 weights with a total of at most one.
             let tol = 64.0 * f64::EPSILON;
             assert!((top.mass.mean - masses.iter().sum::<f64>() / masses.len() as f64).abs() < tol);
             masses.sort_by(f64::total_cmp);
@@ -383,7 +383,7 @@ fn threads_do_not_change_a_bit() {
         let ws = Workspace::new(Schedule { threads, ..Schedule::default() }).unwrap();
         inspect(&h, &settings, &ws).unwrap()
     };
-    // Serialised, because means of keys that nobody sees are NaN.
+    // Serialised, because means of keys that no row sees are NaN.
     let text = |r: &HeadReport| serde_json::to_string(r).unwrap();
     assert_eq!(text(&run(1)), text(&run(4)));
 }

@@ -1,40 +1,41 @@
 //! Ranks of many matrices under one budget.
 //!
-//! Rank $r$ of matrix $m$ costs $r(n_{out} + n_{in})$ numbers and loses $w_m \sum_{i > r} \sigma_{m,i}^2$; the matrix as it is
-//! costs $n_{out} n_{in}$ and loses nothing. Both sums over all matrices are traded by one multiplier $\lambda$: every matrix
-//! takes the rank, or stays as it is, that minimises loss plus $\lambda$ times cost. Losses are convex in the rank, so that
-//! rank is the number of $w_m \sigma_{m,i}^2$ above $\lambda (n_{out} + n_{in})$: water filled to one level over all spectra.
+//! Rank $r$ of matrix $m$ costs $r(n_{out} + n_{in})$ numbers and loses $w_m \sum_{i > r} \sigma_{m,i}^2$; the
+//! unfactored matrix costs $n_{out} n_{in}$ and loses nothing. One multiplier $\lambda$ trades the sums of both over
+//! all matrices: for every matrix, the rank or the unfactored form minimises loss plus $\lambda$ times cost. Losses are
+//! convex in the rank, so the rank is the number of $w_m \sigma_{m,i}^2$ above $\lambda (n_{out} + n_{in})$:
+//! water-filling to one level over all spectra.
 
-/// Losses that a matrix offers.
+/// Spectrum of a matrix, which determines its loss at every rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Spectrum {
     /// Squared singular values, the largest first.
     pub energies: Vec<f64>,
-    /// Outputs.
+    /// Number of outputs.
     pub rows: usize,
-    /// Inputs.
+    /// Number of inputs.
     pub cols: usize,
-    /// Cost of one unit in the common loss.
+    /// Weight of one unit in the common loss.
     pub weight: f64,
 }
 
-/// The filled ranks.
+/// Common budget of all matrices.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Budget {
-    /// Most numbers that are stored.
+    /// Maximum count of stored numbers.
     Numbers(usize),
-    /// Largest loss.
+    /// Maximum loss.
     Loss(f64),
 }
 
 /// Ranks within a budget.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Filled {
-    /// The rank of each matrix; `None` where it stays as it is.
+    /// The rank of each matrix; `None` if it stays unfactored.
     pub ranks: Vec<Option<usize>>,
     /// The sum of all losses.
     pub loss: f64,
-    /// Numbers stored.
+    /// Count of stored numbers.
     pub numbers: usize,
 }
 
@@ -64,8 +65,8 @@ impl Side<'_> {
     }
 }
 
-/// The ranks that lose least within a number of numbers, or store least within a loss. Where even rank 1 everywhere stores
-/// too much, that is what is given.
+/// Returns the ranks of least loss within a storage budget, or of least storage within a loss. If even rank 1
+/// everywhere stores too much, returns rank 1 everywhere.
 pub fn fill(list: &[Spectrum], budget: Budget) -> Filled {
     let sides: Vec<Side<'_>> = list
         .iter()
@@ -87,7 +88,7 @@ pub fn fill(list: &[Spectrum], budget: Budget) -> Filled {
     let at = |multiplier: f64| total(sides.iter().map(|s| s.at(multiplier)).collect());
     let whole = total(vec![None; sides.len()]);
     let largest = sides.iter().filter(|s| s.most > 0).map(|s| s.loss[0]).fold(0.0f64, f64::max);
-    // No loss anywhere: the smallest form is as good as any.
+    // No form has any loss: take the smallest.
     if largest <= 0.0 {
         return total(sides.iter().map(|s| (s.most > 0).then_some(1)).collect());
     }
@@ -115,7 +116,7 @@ pub fn fill(list: &[Spectrum], budget: Budget) -> Filled {
         Budget::Numbers(_) => at(high.exp()).ranks,
         Budget::Loss(_) => at(low.exp()).ranks,
     };
-    // A matrix that goes from its own form to factors leaves a gap: what is left goes where it helps most.
+    // A matrix that switches to factors leaves a gap in the budget: spend the rest where it helps most.
     if let Budget::Numbers(n) = budget {
         let mut left = n.saturating_sub(total(best.clone()).numbers);
         loop {
@@ -146,7 +147,7 @@ mod tests {
         ]
     }
 
-    /// Every choice of ranks.
+    /// All choices of ranks.
     fn all() -> Vec<(Vec<Option<usize>>, f64, usize)> {
         let list = spectra();
         let options = |s: &Spectrum| {
@@ -181,7 +182,7 @@ mod tests {
         for numbers in [80, 120, 170, 220, 280, 312] {
             let f = fill(&spectra(), Budget::Numbers(numbers));
             assert!(f.numbers <= numbers, "{f:?}");
-            // Nothing smaller loses less by more than the step between two neighbours on the hull.
+            // No smaller choice beats the loss by more than the step between two neighbours on the hull.
             let best =
                 all().into_iter().filter(|x| x.2 <= numbers).map(|x| x.1).fold(f64::INFINITY, f64::min);
             let jump = all().iter().filter(|x| x.2 + 312 / 3 >= numbers).map(|x| x.1).fold(0.0, f64::max);

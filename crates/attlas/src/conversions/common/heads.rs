@@ -1,11 +1,11 @@
-//! Attention matrices as tensors with modes of their own for layers, heads and roles.
+//! Attention matrices as tensors with separate modes for layers, heads and roles.
 //!
-//! $\mathcal W^Q \in \mathbb{R}^{L \times H \times d \times D}$ holds the queries' matrices of all layers, head by head (order
-//! 4); roles with as many heads of one width lie behind one another in order 5, such as $4 \times L \times H \times d \times
-//! D$ for multi-head attention, and queries beside outputs, keys beside values where key heads are shared. Decompositions
-//! give, for each matrix, what a stack of blocks gives: a basis of its rows $(h, e)$, a core, and a basis of the model's
-//! width; heads and widths make the first one as a Kronecker product (Tucker) or column by column (CP), layers and roles the
-//! weights of the cores alike.
+//! $\mathcal W^Q \in \mathbb{R}^{L \times H \times d \times D}$ holds the query matrices of all layers, head by head
+//! (order 4). In order 5 roles with equal numbers and widths of heads share a tensor, such as
+//! $4 \times L \times H \times d \times D$ for multi-head attention, or queries with outputs and keys with values when
+//! key heads are shared. As for a stack of blocks, a decomposition gives for each matrix a basis of its rows $(h, e)$,
+//! a core, and a basis of the model's width. The modes for heads and widths form the first basis as a Kronecker product
+//! (Tucker) or column by column (CP); those for layers and roles form the weights of the cores in the same way.
 
 use super::network::{Loss, Request, Rewritten, Role, Slot};
 use super::product::{Product, Values, parameters};
@@ -15,31 +15,32 @@ use crate::{Error, Mat, Result};
 use attlas_num::tensor::{Tensor, cp, khatri_rao, kronecker, tucker};
 use std::sync::Arc;
 
-/// Matrices of some roles in all layers asked for, as one tensor.
+/// Matrices of some roles in all requested layers, as one tensor.
 #[derive(Clone, Debug)]
 pub struct HeadStack {
     /// The matrices, roles first, in blocks (head, width of a head) × model width.
     pub stack: Stack,
-    /// Layers, heads, width of a head, model width; before them roles in order 5.
+    /// Layers, heads, width of a head, model width; in order 5 preceded by roles.
     pub shape: Vec<usize>,
 }
 
-/// What a decomposition of a [`HeadStack`] gives, for each block $B (\sum_k a_{ik} G_k) C^\top$.
+/// Decomposition of a [`HeadStack`], with blocks $B (\sum_k a_{ik} G_k) C^\top$.
 #[derive(Clone, Debug)]
 pub struct HeadFactors {
-    /// Weights of the cores, a row for each block.
+    /// Weights of the cores, one row per block.
     pub a: Mat<f32>,
     /// Basis of heads and their widths.
     pub b: Mat<f32>,
     /// Basis of the model's width.
     pub c: Mat<f32>,
-    /// Cores; none for CP, where `a` has the diagonals.
+    /// Cores; none for CP, where `a` holds the diagonals.
     pub cores: Vec<Mat<f32>>,
     /// Relative Frobenius error over the whole tensor.
     pub rel_error: f64,
 }
 
-/// The tensors of a request, of order 4 or 5. Refuses feed-forward matrices, which have no heads, and moments of inputs.
+/// Builds the tensors of a request, of order 4 or 5. Refuses feed-forward matrices, which have no heads, and moments of
+/// inputs.
 pub fn head_stacks(
     request: &Request<'_>,
     layers: &[usize],
@@ -93,13 +94,13 @@ impl HeadStack {
         Tensor::new(&self.shape, numbers).map_err(|e| refused(id, e))
     }
 
-    /// The modes before heads, head widths and the model's width.
+    /// Returns the number of modes before heads, head widths and the model's width.
     fn outer(&self) -> usize {
         self.shape.len() - 3
     }
 
-    /// A Tucker decomposition; `ranks` are those of layers, heads, head widths and the model's width, each lowered to the
-    /// mode's size. All roles are kept.
+    /// Computes a Tucker decomposition; `ranks` are those of layers, heads, head widths and the model's width, each
+    /// lowered to the mode's size. All roles are kept.
     pub fn tucker(
         &self,
         blocks: &[Mat<f32>],
@@ -117,7 +118,7 @@ impl HeadStack {
                 tucker::Ranks::Given(given)
             }
         };
-        // Roles are few and unlike one another: they stay as they are.
+        // Roles are few and differ: their mode is not compressed.
         let modes = (self.shape.len() == 5).then(|| (1..5).collect());
         let options = tucker::Options { modes, ..options.clone() };
         let fit =
@@ -136,7 +137,7 @@ impl HeadStack {
         })
     }
 
-    /// A sum of `rank` outer products.
+    /// Computes a sum of `rank` outer products.
     pub fn cp(
         &self,
         blocks: &[Mat<f32>],
@@ -166,7 +167,7 @@ impl HeadStack {
 }
 
 impl HeadFactors {
-    /// The maps of all matrices of the tensor, in their order.
+    /// Returns the maps of all matrices of the tensor, in their order.
     pub fn products(self, stack: &Stack) -> Vec<Product> {
         let [a, b, c] = [self.a, self.b, self.c].map(Arc::new);
         let cores = Arc::new(self.cores);
@@ -178,7 +179,7 @@ impl HeadFactors {
     }
 }
 
-/// Decomposes tensors one after another and puts `finish` of each product in its place.
+/// Decomposes tensors one at a time and replaces each matrix by `finish` of its product.
 pub fn rewrite(
     request: &Request<'_>,
     stacks: &[HeadStack],
@@ -241,7 +242,7 @@ mod tests {
         }
     }
 
-    /// Matrices that are an outer product of roles, layers, heads, widths: one term of order 5.
+    /// Matrices that form an outer product of roles, layers, heads and widths: one term of order 5.
     struct Separable(Toy);
 
     impl Network for Separable {
@@ -293,9 +294,9 @@ mod tests {
             .with("head_rank", 1)
             .with("width_rank", 1);
         for (conversion, options, numbers) in [
-            // A basis of 8 rows and one of 8 columns, a number for each of 12 matrices.
+            // A basis of 8 rows, one of 8 columns, and one number for each of 12 matrices.
             (&trawl::CONVERSION, &cp, 8 + 8 + 12),
-            // The same, weights of four cores, and the cores.
+            // The same bases, weights of four cores, and the cores.
             (&tucker_conversion::CONVERSION, &tucker, 8 + 8 + 12 * 4 + 4),
         ] {
             let all =

@@ -1,5 +1,5 @@
-//! Shared by conversions: a network as a list of matrices, maps that are products of matrices, and matrices of
-//! one shape on a stack, by blocks or with a mode for heads.
+//! Shared by conversions: a network as a list of matrices, maps that are products of matrices, and stacks of matrices
+//! of one shape, by blocks or with a mode for heads.
 
 pub mod fill;
 pub mod heads;
@@ -10,12 +10,12 @@ pub mod stack;
 
 use crate::{Error, Mat};
 
-/// A refusal by the numerical tools, in the words of this crate.
+/// Converts a failure of the numerical tools into an error of this crate.
 pub(crate) fn refused(id: &str, e: impl std::fmt::Display) -> Error {
     Error::Unsupported { method: id.into(), reasons: vec![e.to_string()] }
 }
 
-/// $\lVert A - B \rVert_F / \lVert A \rVert_F$; 0 where both vanish.
+/// Computes $\lVert A - B \rVert_F / \lVert A \rVert_F$; 0 if both vanish.
 pub fn relative_error(a: &Mat<f32>, b: &Mat<f32>) -> f64 {
     let gap: f64 = a.data().iter().zip(b.data()).map(|(x, y)| f64::from(x - y).powi(2)).sum();
     let norm = a.frobenius();
@@ -33,7 +33,7 @@ pub(crate) mod tests {
     use attlas_num::rope::Rope;
     use std::sync::Arc;
 
-    /// A network of random matrices: width 8, four query heads, a feed-forward layer of the width given.
+    /// A network of random matrices: width 8, four query heads, a feed-forward layer of the given width.
     pub(crate) struct Toy {
         pub(crate) layers: usize,
         pub(crate) kv_heads: usize,
@@ -41,7 +41,7 @@ pub(crate) mod tests {
         pub(crate) gated: bool,
         pub(crate) biased: bool,
         pub(crate) rope: Option<Rope>,
-        /// Inputs of every matrix have moments of their own.
+        /// Gives the inputs of every matrix their own moments.
         pub(crate) seen: bool,
     }
 
@@ -98,7 +98,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Inputs that are long in some directions and short in others.
+    /// Inputs with large variance in some directions and small in others.
     pub(crate) fn inputs_of(name: &str, width: usize) -> Mat<f32> {
         let flat = random(name, 60, width);
         let stretched = Mat::from_fn(60, width, |i, j| flat[(i, j)] * 0.6f32.powi(j as i32));
@@ -106,7 +106,7 @@ pub(crate) mod tests {
         attlas_num::linalg::matmul(stretched.as_ref(), mixed.as_ref())
     }
 
-    /// Everything of a network, with these settings.
+    /// A request for the whole network with these settings.
     pub(crate) fn request<'a>(network: &'a dyn Network, options: &'a Options) -> Request<'a> {
         Request { network, layers: None, roles: None, options, progress: &|_, _| () }
     }

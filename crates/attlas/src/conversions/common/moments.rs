@@ -2,8 +2,9 @@
 //!
 //! With $G = X^\top X / n$ for inputs $x$ of a map $W$, the mean squared error of its outputs is
 //! $\operatorname{tr}\big((W - \hat W)\, G\, (W - \hat W)^\top\big) = \lVert (W - \hat W) L \rVert_F^2$ for every
-//! $LL^\top = G$. Decompositions of $WL$ are therefore the best for that text, where those of $W$ are the best for inputs
-//! that are equally long in all directions (wang2025svdllm). Directions that the text does not use get a small ridge.
+//! $LL^\top = G$. Decompositions of $WL$ are therefore optimal for this text, whereas those of $W$ are optimal for
+//! inputs with equal variance in all directions (wang2025svdllm). Directions that the text does not use get a small
+//! ridge.
 
 use super::refused;
 use crate::{Error, Mat, Result};
@@ -17,11 +18,11 @@ pub struct Moments {
     mean: Vec<f64>,
 }
 
-/// Share of the mean second moment that is added to all directions, where a conversion has no parameter for it.
+/// Share of the mean second moment added to all directions by conversions without a parameter for it.
 pub const RIDGE: f64 = 1e-6;
 
 impl Moments {
-    /// Second moments $X^\top X / n$ and means of inputs. An error if sizes do not fit or a number is not finite.
+    /// Takes second moments $X^\top X / n$ and means of inputs. An error if sizes do not fit or a number is not finite.
     pub fn new(gram: Mat<f64>, mean: Vec<f64>) -> Result<Self> {
         let n = mean.len();
         if (gram.rows(), gram.cols()) != (n, n) {
@@ -34,22 +35,22 @@ impl Moments {
         Ok(Self { gram, mean })
     }
 
-    /// Width of the inputs.
+    /// Returns the width of the inputs.
     pub fn width(&self) -> usize {
         self.mean.len()
     }
 
-    /// $X^\top X / n$.
+    /// Returns $X^\top X / n$.
     pub fn gram(&self) -> &Mat<f64> {
         &self.gram
     }
 
-    /// The lower factor of the second moments with `ridge` times their mean diagonal added; ten times as much wherever
-    /// rounding leaves no positive pivot.
+    /// Computes the lower factor of the second moments plus `ridge` times their mean diagonal; the ridge grows tenfold
+    /// while rounding leaves no positive pivot.
     pub fn root(&self, ridge: f64) -> Result<Mat<f64>> {
         let n = self.width();
         let mean = (0..n).map(|i| self.gram[(i, i)]).sum::<f64>() / n.max(1) as f64;
-        // A text that never drives the map says nothing: all directions count alike.
+        // A text with zero inputs gives no information: all directions count equally.
         if mean <= 0.0 {
             return Ok(Mat::identity(n));
         }
@@ -65,7 +66,7 @@ impl Moments {
         }
     }
 
-    /// Moments of inputs with one more number, always 1: the place of a bias.
+    /// Extends the moments by one more input, always 1, for a bias.
     #[must_use]
     pub fn with_one(&self) -> Self {
         let n = self.width();
@@ -79,7 +80,7 @@ impl Moments {
         Self { gram, mean }
     }
 
-    /// The mean of several, each scaled to the same trace, so that none outweighs the others.
+    /// Averages several moments, each scaled to the same trace, so that none outweighs the others.
     pub fn pooled(list: &[Arc<Moments>]) -> Option<Self> {
         let n = list.first()?.width();
         let (mut gram, mut mean) = (Mat::zeros(n, n), vec![0.0; n]);
@@ -95,13 +96,14 @@ impl Moments {
         Some(Self { gram, mean })
     }
 
-    /// Mean squared length of the outputs of a map (`n_out × n_in`).
+    /// Returns the mean squared length of the outputs of a map (`n_out × n_in`).
     pub fn energy(&self, w: &Mat<f64>) -> f64 {
         let through = matmul(w.as_ref(), self.gram.as_ref());
         through.data().iter().zip(w.data()).map(|(a, b)| a * b).sum::<f64>().max(0.0)
     }
 
-    /// Root mean square error of the outputs of `approximate` relative to those of `exact`, both `n_out × n_in`.
+    /// Computes the root mean square error of the outputs of `approximate` relative to those of `exact`, both
+    /// `n_out × n_in`.
     pub fn relative_error(&self, exact: &Mat<f32>, approximate: &Mat<f32>) -> f64 {
         let wide = exact.cast::<f64>();
         let mut gap = approximate.cast::<f64>();
@@ -111,23 +113,23 @@ impl Moments {
     }
 }
 
-/// Moments of all blocks of a stack; inputs are rows of its blocks, or columns where blocks are turned.
+/// Moments of all blocks of a stack; inputs are rows of its blocks, or columns if blocks are turned.
 #[derive(Clone, Debug)]
 pub struct Seen {
-    /// Inputs are columns.
+    /// True if inputs are columns.
     pub turned: bool,
-    /// One for each block.
+    /// Moments of each block.
     pub each: Vec<Arc<Moments>>,
 }
 
 impl Seen {
-    /// The lower factor of the mean of all moments.
+    /// Computes the lower factor of the mean of all moments.
     pub fn root(&self) -> Result<Mat<f64>> {
         let wrong = || Error::shape("calibration moments", "one width for all blocks", "several, or none");
         Moments::pooled(&self.each).ok_or_else(wrong)?.root(RIDGE)
     }
 
-    /// The block with its inputs weighted by the factor: $L^\top X$, or $XL$ where blocks are turned.
+    /// Weights the inputs of the block by the factor: $L^\top X$, or $XL$ if blocks are turned.
     pub fn weighted(&self, block: &Mat<f32>, root: &Mat<f64>) -> Mat<f64> {
         let wide = block.cast::<f64>();
         if self.turned {
@@ -137,8 +139,8 @@ impl Seen {
         }
     }
 
-    /// The basis of the inputs in their own coordinates, $L^{-\top} \tilde B$, as an orthonormal basis $Q$ and what is left
-    /// to the cores: $L^{-\top} \tilde B = QR$.
+    /// Splits the basis in the inputs' own coordinates, $L^{-\top} \tilde B = QR$, into an orthonormal basis $Q$ and a
+    /// factor $R$ for the cores.
     pub fn unweighted(&self, basis: &Mat<f64>, root: &Mat<f64>) -> Result<(Mat<f64>, Mat<f64>)> {
         let (mut out, cols) = (basis.clone(), basis.cols());
         solve_triangular_in_place(Triangle::LowerTransposed, root.as_ref(), out.data_mut(), cols);
@@ -146,8 +148,8 @@ impl Seen {
         Ok((qr.q, qr.r))
     }
 
-    /// For block `i` and bases of its inputs and outputs: $B^\top H B$ and $B^\top H X C$ with $X$ as inputs × outputs and
-    /// $H$ its own second moments, a little ridge included.
+    /// Computes, for block `i` and bases of its inputs and outputs, $B^\top H B$ and $B^\top H X C$, with $X$ as inputs
+    /// × outputs and $H$ the block's second moments plus a small ridge.
     pub fn normal(
         &self,
         i: usize,
@@ -167,14 +169,14 @@ impl Seen {
         (matmul_tn(inputs.as_ref(), hb.as_ref()), matmul(small.as_ref(), outputs.as_ref()))
     }
 
-    /// Root mean square error of the outputs of all blocks together, relative to those of the exact ones.
+    /// Computes the root mean square error of the outputs of all blocks together, relative to the exact outputs.
     pub fn relative_error(&self, blocks: &[Mat<f32>], approximate: impl Fn(usize) -> Mat<f32>) -> f64 {
         let (mut gap, mut all) = (0.0, 0.0);
         for (i, (block, moments)) in blocks.iter().zip(&self.each).enumerate() {
             let map = |m: &Mat<f32>| if self.turned { m.cast::<f64>() } else { m.cast::<f64>().transpose() };
             let (exact, mut other) = (map(block), map(&approximate(i)));
             other.data_mut().iter_mut().zip(exact.data()).for_each(|(a, b)| *a -= b);
-            // Each block counts by its own outputs, whatever their size.
+            // Each block counts relative to its own outputs.
             let energy = moments.energy(&exact);
             if energy > 0.0 {
                 gap += moments.energy(&other) / energy;

@@ -1,4 +1,4 @@
-//! A whole network as conversions see it: matrices by place, and what is made of them.
+//! A whole network as conversions see it: matrices by place, and their replacements.
 
 use super::moments::Moments;
 use super::product::Product;
@@ -11,19 +11,19 @@ use std::sync::Arc;
 /// Role of a matrix in its layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Role {
-    /// To queries.
+    /// Projection to queries.
     Query,
-    /// To keys.
+    /// Projection to keys.
     Key,
-    /// To values.
+    /// Projection to values.
     Value,
-    /// From concatenated heads back to the residual stream.
+    /// Projection from concatenated heads back to the residual stream.
     Output,
-    /// To the gate of the feed-forward layer.
+    /// Projection to the gate of the feed-forward layer.
     Gate,
-    /// Into the feed-forward layer.
+    /// Projection into the feed-forward layer.
     Up,
-    /// Out of it.
+    /// Projection out of the feed-forward layer.
     Down,
 }
 
@@ -32,7 +32,7 @@ impl Role {
     pub const ALL: [Role; 7] =
         [Self::Query, Self::Key, Self::Value, Self::Output, Self::Gate, Self::Up, Self::Down];
 
-    /// Its short name.
+    /// Returns its short name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Query => "q",
@@ -45,12 +45,12 @@ impl Role {
         }
     }
 
-    /// Whether it belongs to attention.
+    /// True if it belongs to attention.
     pub fn in_attention(self) -> bool {
         matches!(self, Self::Query | Self::Key | Self::Value | Self::Output)
     }
 
-    /// The roles of a list such as `q,k` or `attention`; `attention`, `ffn` and `all` stand for several.
+    /// Parses a list of roles such as `q,k` or `attention`; `attention`, `ffn` and `all` stand for several.
     pub fn parse_list(text: &str) -> Result<Vec<Role>> {
         let mut roles = Vec::new();
         for word in text.split(',').map(str::trim) {
@@ -90,29 +90,29 @@ impl std::fmt::Display for Slot {
     }
 }
 
-/// The matrices of a network. They are read one at a time, so that whoever holds them in a smaller form need not
-/// hold them all in this one.
+/// The matrices of a network. They are read one at a time, so that a network stored in a compact form need never be
+/// expanded as a whole.
 pub trait Network: Sync {
-    /// Sizes of its attention layers.
+    /// Returns the sizes of its attention layers.
     fn shape(&self) -> LayerShape;
-    /// How many layers there are.
+    /// Returns the number of layers.
     fn n_layers(&self) -> usize;
-    /// Outputs and inputs of a matrix; `None` where there is no such matrix.
+    /// Returns the outputs and inputs of a matrix; `None` if there is no matrix in this place.
     fn size(&self, slot: Slot) -> Option<(usize, usize)>;
-    /// The matrix with its bias.
+    /// Returns the matrix with its bias.
     fn map(&self, slot: Slot) -> Result<Dense>;
-    /// Rotary positions of queries and keys, where there are any.
+    /// Returns the rotary positions of queries and keys, if there are any.
     fn rope(&self) -> Option<Rope>;
-    /// Features of its attention beside projections, rotary positions, a softmax over all tokens, and values; each in
-    /// words such as "sliding windows".
+    /// Names the features of its attention beyond projections, rotary positions, a softmax over all tokens, and values,
+    /// such as "sliding windows".
     fn obstacles(&self) -> Vec<String>;
-    /// Moments of the inputs of a matrix on calibration text, where there was any.
+    /// Returns moments of the inputs of a matrix on calibration text, if there was any.
     fn moments(&self, slot: Slot) -> Option<Arc<Moments>> {
         let _ = slot;
         None
     }
-    /// Nats a token that the network's predictions lose for each unit of relative squared error in the outputs of a
-    /// matrix, where that was measured.
+    /// Returns the loss of the network's predictions, in nats per token, for each unit of relative squared error in the
+    /// outputs of a matrix, if it was measured.
     fn sensitivity(&self, slot: Slot) -> Option<f64> {
         let _ = slot;
         None
@@ -124,13 +124,13 @@ pub trait Network: Sync {
 pub struct Request<'a> {
     /// The network.
     pub network: &'a dyn Network,
-    /// The layers to convert; the conversion's own choice where absent.
+    /// The layers to convert; if absent, the conversion's own choice.
     pub layers: Option<&'a [usize]>,
-    /// The matrices to convert; the conversion's own choice where absent.
+    /// The matrices to convert; if absent, the conversion's own choice.
     pub roles: Option<&'a [Role]>,
     /// Its parameters.
     pub options: &'a Options,
-    /// Told how many parts of how many are done.
+    /// Callback for progress: parts done, and parts in total.
     pub progress: &'a (dyn Fn(usize, usize) + Sync),
 }
 
@@ -146,7 +146,7 @@ impl std::fmt::Debug for Request<'_> {
 }
 
 impl Request<'_> {
-    /// The named layers, or `default`; an error if the network has fewer, or there are none.
+    /// Returns the named layers, or `default`; an error if the network has fewer, or there are none.
     pub fn layers_or(&self, default: impl FnOnce(usize) -> Vec<usize>) -> Result<Vec<usize>> {
         let n = self.network.n_layers();
         let mut layers = self.layers.map_or_else(|| default(n), <[usize]>::to_vec);
@@ -159,7 +159,7 @@ impl Request<'_> {
         }
     }
 
-    /// The named places, or those of all roles that `default` accepts; an error if there are none.
+    /// Returns the named places, or those of all roles that `default` accepts; an error if there are none.
     pub fn slots(&self, layers: &[usize], default: impl Fn(Role) -> bool) -> Result<Vec<Slot>> {
         let wanted = |r: Role| self.roles.map_or_else(|| default(r), |roles| roles.contains(&r));
         let slots: Vec<Slot> = layers
@@ -175,7 +175,7 @@ impl Request<'_> {
         Ok(slots)
     }
 
-    /// An error where attention layers are named in parts: they are replaced as a whole.
+    /// Returns an error if a request names parts of attention layers: they are replaced as a whole.
     pub fn whole_attention(&self, id: &str) -> Result<()> {
         match self.roles {
             Some(roles) if roles.iter().any(|r| !r.in_attention()) || roles.len() != 4 => {
@@ -196,11 +196,11 @@ impl Request<'_> {
 pub enum Weight {
     /// The old matrix with its bias.
     Kept(Role),
-    /// A new one.
+    /// A new matrix.
     New(Dense),
 }
 
-/// An attention layer that takes the place of another.
+/// An attention layer that replaces another.
 #[derive(Clone, Debug)]
 pub struct Attention {
     /// Its sizes.
@@ -214,40 +214,40 @@ pub struct Attention {
 /// Loss of a matrix, or of several that were decomposed together.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Loss {
-    /// Which.
+    /// Name of the matrix or matrices.
     pub what: String,
     /// The rank that was kept.
     pub rank: usize,
     /// Relative Frobenius error.
     pub rel_error: f64,
-    /// Relative root mean square error of the outputs on calibration text, where there was any.
+    /// Relative root mean square error of the outputs on calibration text, if there was any.
     pub seen_error: Option<f64>,
-    /// Numbers before.
+    /// Numbers stored before.
     pub before: usize,
-    /// Numbers after.
+    /// Numbers stored after.
     pub after: usize,
 }
 
 /// Result of a conversion: the maps and layers that change; everything else stays.
 #[derive(Clone, Debug, Default)]
 pub struct Rewritten {
-    /// Maps that are products now. Biases stay.
+    /// Maps that become products. Biases stay.
     pub maps: BTreeMap<Slot, Product>,
-    /// By layer, attention that is another layer now; its kind is the conversion's `to`.
+    /// New attention by layer; its kind is the conversion's `to`.
     pub attention: BTreeMap<usize, Attention>,
     /// The losses.
     pub losses: Vec<Loss>,
 }
 
 impl Rewritten {
-    /// Takes over what was made of other matrices of the same network.
+    /// Adds the results for other matrices of the same network.
     pub fn extend(&mut self, other: Rewritten) {
         self.maps.extend(other.maps);
         self.attention.extend(other.attention);
         self.losses.extend(other.losses);
     }
 
-    /// Root mean square of the relative errors, weighted by the numbers that each stands for.
+    /// Computes the root mean square of the relative errors, weighted by the original sizes.
     pub fn rel_error(&self) -> f64 {
         let total: usize = self.losses.iter().map(|l| l.before).sum();
         let sum: f64 = self.losses.iter().map(|l| l.rel_error.powi(2) * l.before as f64).sum();
@@ -255,7 +255,7 @@ impl Rewritten {
     }
 }
 
-/// A matrix without bias as a weight.
+/// Makes a weight from a matrix without bias.
 pub(crate) fn new_weight(m: Mat<f32>) -> Weight {
     Weight::New(Dense::new(m))
 }

@@ -7,23 +7,23 @@ use attlas_num::kernels::{Op, gemm};
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// The numbers of a factor. What is behind one [`Arc`] is stored once, however many factors use it.
+/// The numbers of a factor. Data behind one [`Arc`] is stored once, however many factors use it.
 #[derive(Clone, Debug)]
 pub enum Values {
     /// A matrix.
     Matrix(Arc<Mat<f32>>),
     /// A diagonal: one row of a table.
     Diagonal {
-        /// One diagonal a row.
+        /// One diagonal per row.
         table: Arc<Mat<f32>>,
-        /// Which.
+        /// Row of the diagonal.
         row: usize,
     },
     /// Mixtures of a few matrices, stacked on one another.
     Mixture {
         /// The matrices, all of one shape.
         cores: Arc<Vec<Mat<f32>>>,
-        /// Weights of the matrices, one mixture a row.
+        /// Weights of the matrices, one mixture per row.
         weights: Arc<Mat<f32>>,
         /// The mixtures that are stacked.
         rows: Vec<usize>,
@@ -35,24 +35,24 @@ pub enum Values {
 pub struct Factor {
     /// Its numbers, `n_out × n_in` unless it is transposed.
     pub values: Values,
-    /// The transpose of what is stored acts.
+    /// True if the transpose of the stored values acts.
     pub transposed: bool,
-    /// It acts on this many slices of its input alike; each gives one slice of the output.
+    /// Number of slices of the input that it acts on, each giving one slice of the output.
     pub slices: usize,
 }
 
 impl Factor {
-    /// A matrix of its own.
+    /// Makes a factor from an unshared matrix.
     pub fn matrix(m: Mat<f32>) -> Self {
         Self::shared(&Arc::new(m), false)
     }
 
-    /// A matrix that others may use too.
+    /// Makes a factor from a matrix that others may share.
     pub fn shared(m: &Arc<Mat<f32>>, transposed: bool) -> Self {
         Self { values: Values::Matrix(m.clone()), transposed, slices: 1 }
     }
 
-    /// The matrix that acts on one slice, `n_out × n_in`. A diagonal is written out.
+    /// Returns the matrix that acts on one slice, `n_out × n_in`. A diagonal is written out.
     pub fn dense(&self) -> Mat<f32> {
         let stored = match &self.values {
             Values::Matrix(m) => Cow::Borrowed(m.as_ref()),
@@ -66,7 +66,7 @@ impl Factor {
         if self.transposed { stored.transpose() } else { stored.into_owned() }
     }
 
-    /// Outputs and inputs, of all slices together.
+    /// Returns the outputs and inputs of all slices together.
     pub fn size(&self) -> (usize, usize) {
         let (rows, cols) = match &self.values {
             Values::Matrix(m) => (m.rows(), m.cols()),
@@ -80,7 +80,7 @@ impl Factor {
     }
 }
 
-/// Mixtures of matrices on one another.
+/// Stacks mixtures of matrices on one another.
 pub fn mix(cores: &[Mat<f32>], weights: &Mat<f32>, rows: &[usize]) -> Mat<f32> {
     let (height, width) = cores.first().map_or((0, 0), |c| (c.rows(), c.cols()));
     let mut out = Mat::zeros(height * rows.len(), width);
@@ -92,7 +92,7 @@ pub fn mix(cores: &[Mat<f32>], weights: &Mat<f32>, rows: &[usize]) -> Mat<f32> {
     out
 }
 
-/// A product of factors, the first to act first.
+/// A product of factors in the order in which they act.
 #[derive(Clone, Debug)]
 pub struct Product {
     /// The factors.
@@ -100,7 +100,7 @@ pub struct Product {
 }
 
 impl Product {
-    /// The dense matrix, `n_out × n_in`.
+    /// Computes the dense matrix, `n_out × n_in`.
     pub fn dense(&self) -> Mat<f32> {
         let n_in = self.n_in();
         let start = Mat::identity(n_in);
@@ -162,7 +162,7 @@ impl Linear for Product {
     }
 }
 
-/// Numbers stored for all the products together, shared ones counted once.
+/// Counts the numbers stored for all products together, shared ones once.
 pub fn parameters<'a>(products: impl IntoIterator<Item = &'a Product>) -> usize {
     let mut seen = std::collections::BTreeMap::new();
     for f in products.into_iter().flat_map(|p| &p.factors) {

@@ -1,12 +1,12 @@
-//! Matrices of one shape on a stack, to be decomposed together.
+//! Stacks of matrices of one shape, for joint decomposition.
 //!
-//! A block is a matrix in the orientation $x \cdot W$ (inputs × outputs), or that transposed where it would not fit the
-//! others. The square blocks of a whole network are those of Ren et al.: for each layer $W_Q$, $W_K$, $W_V$, $W_O$, the
-//! slices of $W_{in}$ transposed and the slices of $W_{out}$, so that in feed-forward blocks the rows are always the
-//! hidden slice and the columns the model width. Feed-forward layers that have a gate, or a width that is no multiple of
-//! the model's, make a stack of their own, $d \times f$; so do keys and values of grouped-query attention. Nothing is
-//! ever padded. Where moments of inputs are known, matrices are not cut, and those whose inputs are rows and those whose
-//! inputs are columns are stacked apart.
+//! A block is a matrix in the orientation $x \cdot W$ (inputs × outputs), or its transpose if it would not fit the
+//! others otherwise. The square blocks of a whole network are those of Ren et al.: for each layer $W_Q$, $W_K$, $W_V$,
+//! $W_O$, the slices of $W_{in}$ transposed and the slices of $W_{out}$, so that in feed-forward blocks the rows are
+//! always the hidden slice and the columns the model width. Feed-forward layers with a gate, or with a width that is no
+//! multiple of the model's, form a separate stack, $d \times f$; so do keys and values of grouped-query attention.
+//! Nothing is ever padded. If moments of inputs are known, matrices are not cut, and matrices with inputs as rows and
+//! those with inputs as columns form separate stacks.
 
 use super::moments::{Moments, Seen};
 use super::network::{Network, Role, Slot};
@@ -15,19 +15,19 @@ use crate::layer::Dense;
 use crate::{Error, Mat, Result};
 use std::sync::Arc;
 
-/// A matrix on a stack: one block, or several where it is cut.
+/// A matrix on a stack: one block, or several if it is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// Where it comes from.
+    /// Its place in the network.
     pub slot: Slot,
-    /// Blocks are outputs × inputs, cut along the outputs; otherwise inputs × outputs, cut along the inputs.
+    /// If true, blocks are outputs × inputs, cut along the outputs; otherwise inputs × outputs, cut along the inputs.
     pub turned: bool,
-    /// Blocks it is cut into.
+    /// Number of blocks.
     pub slices: usize,
 }
 
 impl Member {
-    /// The blocks of its matrix (`n_out × n_in`).
+    /// Cuts its matrix (`n_out × n_in`) into blocks.
     pub fn blocks(&self, w: &Mat<f32>) -> Vec<Mat<f32>> {
         let (along, across) = if self.turned { (w.rows(), w.cols()) } else { (w.cols(), w.rows()) };
         let height = along / self.slices;
@@ -40,7 +40,7 @@ impl Member {
             .collect()
     }
 
-    /// The matrix (`n_out × n_in`) whose blocks these are.
+    /// Assembles the matrix (`n_out × n_in`) from its blocks.
     pub fn matrix(&self, blocks: &[Mat<f32>]) -> Mat<f32> {
         let (height, across) = blocks.first().map_or((0, 0), |b| (b.rows(), b.cols()));
         let at = |along: usize, j: usize| blocks[along / height][(along % height, j)];
@@ -51,7 +51,7 @@ impl Member {
         }
     }
 
-    /// The map whose blocks are $B G_s C^\top$; `core` holds the $G_s$ on one another. For a diagonal there is one block.
+    /// Makes the map with blocks $B G_s C^\top$; `core` holds the stacked $G_s$. With a diagonal there is one block.
     pub fn product(&self, b: &Arc<Mat<f32>>, core: Values, c: &Arc<Mat<f32>>) -> Product {
         let rows = |transposed| Factor { slices: self.slices, ..Factor::shared(b, transposed) };
         let core = |transposed| Factor { values: core, transposed, slices: 1 };
@@ -76,22 +76,22 @@ pub struct Stack {
 }
 
 impl Stack {
-    /// How many blocks there are.
+    /// Returns the number of blocks.
     pub fn len(&self) -> usize {
         self.members.iter().map(|m| m.slices).sum()
     }
 
-    /// There is no block.
+    /// True if there is no block.
     pub fn is_empty(&self) -> bool {
         self.members.is_empty()
     }
 
-    /// Numbers in all its blocks.
+    /// Counts the numbers in all blocks.
     pub fn numbers(&self) -> usize {
         self.len() * self.shape.0 * self.shape.1
     }
 
-    /// All blocks.
+    /// Reads all blocks.
     pub fn blocks(&self, network: &dyn Network) -> Result<Vec<Mat<f32>>> {
         let mut blocks = Vec::with_capacity(self.len());
         for m in &self.members {
@@ -101,7 +101,7 @@ impl Stack {
         Ok(blocks)
     }
 
-    /// Moments of the inputs of all blocks, where all of them are known.
+    /// Returns the moments of the inputs of all blocks, if all are known.
     pub fn seen(&self, network: &dyn Network) -> Option<Seen> {
         let turned = self.members.first()?.turned;
         let alike = |m: &Member| m.slices == 1 && m.turned == turned;
@@ -112,7 +112,7 @@ impl Stack {
         Some(Seen { turned, each: each? })
     }
 
-    /// The members with the numbers of their blocks.
+    /// Iterates over the members with the indices of their blocks.
     pub fn numbered(&self) -> impl Iterator<Item = (&Member, std::ops::Range<usize>)> {
         let mut next = 0;
         self.members.iter().map(move |m| {
@@ -123,8 +123,8 @@ impl Stack {
     }
 }
 
-/// The stacks of the places given: as few as shapes allow. With `slice`, feed-forward matrices without a gate whose width
-/// is a multiple of the model's are cut into square blocks.
+/// Sorts the given places into as few stacks as shapes allow. With `slice`, feed-forward matrices without a gate are
+/// cut into square blocks if their width is a multiple of the model's.
 pub fn stacks(network: &dyn Network, slots: &[Slot], slice: bool) -> Result<Vec<Stack>> {
     let d = network.shape().d_model;
     let mut stacks: Vec<(bool, Stack)> = Vec::new();

@@ -1,4 +1,4 @@
-//! The weights of the latent layer, written out.
+//! Assembly of the latent layer's weights.
 
 use super::cut::{Cut, lost};
 use super::plan::Plan;
@@ -10,8 +10,8 @@ use crate::{Mat, Result};
 use attlas_num::linalg::{matmul, matmul_nt, matmul_tn, symmetric_eigen};
 use attlas_num::rope::Rope;
 
-/// Second moments of queries less their bias, which stays whole behind the latent: $\sum (q-b)(q-b)^\top$, and a
-/// billionth of $W W^\top$, so that directions which no token has shown are kept where there is room for them.
+/// Computes second moments of queries minus their bias, which the latent does not compress: $\sum (q-b)(q-b)^\top$ plus
+/// a billionth of $W W^\top$, so that directions without data are kept if there is room.
 fn query_moments(gram: &Mat<f64>, calibration: &Calibration, q: &Dense) -> Mat<f64> {
     let (n, sum) = (calibration.tokens as f64, &calibration.q_sum);
     let b = |i: usize| q.bias.as_ref().map_or(0.0, |b| f64::from(b[i]));
@@ -28,7 +28,7 @@ fn query_moments(gram: &Mat<f64>, calibration: &Calibration, q: &Dense) -> Mat<f
     moments
 }
 
-/// Weight and bias, the latter as one more column.
+/// Joins weight and bias, the bias as one more column.
 fn affine(map: &Dense) -> Mat<f64> {
     let n_in = map.n_in();
     Mat::from_fn(map.n_out(), n_in + 1, |i, j| {
@@ -36,7 +36,7 @@ fn affine(map: &Dense) -> Mat<f64> {
     })
 }
 
-/// The inverse of [`affine`], without a bias that is zero.
+/// Inverts [`affine`], without a bias if it is zero.
 fn to_dense(map: &Mat<f64>) -> Dense {
     let n_in = map.cols() - 1;
     let bias: Vec<f32> = (0..map.rows()).map(|i| map[(i, n_in)] as f32).collect();
@@ -52,8 +52,8 @@ pub(super) fn stacked(a: &Dense, b: &Dense) -> Mat<f64> {
     Mat::from_vec(rows, a.n_out() + b.n_out(), n)
 }
 
-/// Writes out the layer. `kept` are the rotated features (all keys × features); without a `cut` every key is among
-/// them, and the latent is the values.
+/// Assembles the layer. `kept` are the rotated features (all keys × features); without a `cut` they include every key,
+/// and the latent is the values.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn assemble(
     source: &Source<'_>,
@@ -115,7 +115,7 @@ pub(super) fn assemble(
         let basis = Mat::from_fn(wide.rows(), rq, |i, j| eigen.vectors[(i, j)]);
         let down = matmul_tn(basis.as_ref(), wide.as_ref());
         q_a = Some((Dense::new(down.cast()), None));
-        // The bias stays whole, behind the latent.
+        // The bias is not compressed: it acts after the latent.
         let bias = wide.cols();
         queries =
             Mat::from_fn(wide.rows(), rq + 1, |i, j| if j < rq { basis[(i, j)] } else { queries[(i, bias)] });

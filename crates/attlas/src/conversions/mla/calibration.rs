@@ -8,21 +8,22 @@ use attlas_num::linalg::matmul_tn;
 #[derive(Clone, Debug)]
 pub struct Calibration {
     pub(super) shape: LayerShape,
-    /// Of keys and values of all key heads, one after another.
+    /// Moments of keys and values of all key heads, concatenated.
     pub(super) kv: Mat<f64>,
-    /// Of each query head.
+    /// Moments of each query head.
     pub(super) heads: Vec<Mat<f64>>,
-    /// Of all query heads together, where they were asked for.
+    /// Moments of all query heads together, if requested.
     pub(super) q: Option<Mat<f64>>,
     /// Sum of all query heads.
     pub(super) q_sum: Vec<f64>,
     pub(super) tokens: usize,
-    /// Longest vector of keys and values, and of queries, of a token.
+    /// Largest norm of a token's keys and values, and of its queries.
     pub(super) longest: [f64; 2],
 }
 
 impl Calibration {
-    /// No tokens yet. Moments between query heads are kept if `between_queries`; a latent of queries needs them.
+    /// Starts without tokens. Moments between query heads are kept if `between_queries`; a latent of queries needs
+    /// them.
     pub fn new(shape: LayerShape, between_queries: bool) -> Self {
         let (kv, q) = (shape.n_kv_heads * (shape.d + shape.d_v), shape.n_heads * shape.d);
         Self {
@@ -36,13 +37,13 @@ impl Calibration {
         }
     }
 
-    /// Tokens seen.
+    /// Returns the number of tokens so far.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 
     /// Adds tokens: queries `[token, head, d]`, keys `[token, key head, d]` and values `[token, key head, d_v]` before
-    /// rotation. An error if the lengths do not belong together; nothing is added then.
+    /// rotation. An error if the lengths do not match; nothing is added then.
     pub fn add(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<()> {
         let s = self.shape;
         let (wq, wk, wv) = (s.n_heads * s.d, s.n_kv_heads * s.d, s.n_kv_heads * s.d_v);

@@ -1,4 +1,4 @@
-//! A layer in latent form: its weights, and the same with norms that do nothing.
+//! A layer in latent form: its weights, and a variant with norms that do nothing.
 
 use super::Figures;
 use crate::layer::{Dense, LayerShape, Linear, Weights};
@@ -15,26 +15,26 @@ pub struct Converted {
     pub params: latent::Params,
     /// Rotation of the shared key.
     pub rope: Option<Rope>,
-    /// From hidden states to the latent of queries, and its norm, where there is one.
+    /// Map from hidden states to the latent of queries, and its norm, if there is one.
     pub q_a: Option<(Dense, Option<Vec<f32>>)>,
-    /// Queries, from hidden states or their latent.
+    /// Map to queries, from hidden states or their latent.
     pub q: Dense,
-    /// Latent and shared key.
+    /// Map to the latent and the shared key.
     pub kv_a: Dense,
-    /// Weight of the latent's norm, where there is one.
+    /// Weight of the latent's norm, if there is one.
     pub kv_a_norm: Option<Vec<f32>>,
-    /// From the latent to keys and values of each head.
+    /// Map from the latent to keys and values of each head.
     pub kv_b: Mat<f32>,
-    /// Output.
+    /// Output projection.
     pub o: Dense,
     /// Energy kept and lost.
     pub figures: Figures,
-    /// No latent of a calibration token is longer: of keys and values, and of queries.
+    /// Largest norms of a calibration token's latents: of keys and values, and of queries.
     pub(super) longest: [f64; 2],
 }
 
 impl Converted {
-    /// The weights under the names that [`latent::LAYER`] knows.
+    /// Returns the weights under the names of [`latent::LAYER`].
     pub fn weights(&self) -> Weights {
         let column = |v: &[f32]| Dense::new(Mat::from_vec(v.to_vec(), v.len(), 1));
         let mut list =
@@ -51,16 +51,16 @@ impl Converted {
         list.into_iter().map(boxed).collect()
     }
 
-    /// The layer.
+    /// Builds the layer.
     pub fn layer(&self) -> Result<Latent> {
         Latent::new(self.shape, self.params.clone(), self.rope.clone(), self.weights())
     }
 
-    /// The same layer with norms that do nothing, for programs that always apply them: each latent gets one more
-    /// coordinate that is a large constant $\beta$, so that its root mean square hardly moves, and the norm's weight
+    /// Returns the same layer with norms that do nothing, for programs that always apply them: each latent gets one
+    /// more coordinate, a large constant $\beta$, so that its root mean square hardly changes, and the norm's weight
     /// undoes it. The norm multiplies by $(1 + \lVert c \rVert^2/\beta^2)^{-1/2}$, at most $5 \cdot 10^{-7}$ from 1 on
-    /// calibration tokens. Where queries have a latent and a bias, the constant becomes 1 and carries the bias, for
-    /// programs that know none behind the latent.
+    /// calibration tokens. If queries have a latent and a bias, the constant becomes 1 and carries the bias, for
+    /// programs without a bias after the latent.
     #[must_use]
     pub fn with_neutral_norms(mut self) -> Self {
         let neutral = |map: &Dense, rank: usize, longest: f64| {

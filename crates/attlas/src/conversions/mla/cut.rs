@@ -11,18 +11,18 @@ use attlas_num::linalg::{matmul, matmul_nt, matmul_tn, symmetric_eigen};
 /// The maps to and from the latent.
 #[derive(Debug)]
 pub(super) struct Cut {
-    /// Latent × all keys and values.
+    /// Map to the latent: latent × all keys and values.
     pub(super) down: Mat<f64>,
-    /// All keys × latent.
+    /// Map to keys: all keys × latent.
     pub(super) up_k: Mat<f64>,
-    /// All values × latent.
+    /// Map to values: all values × latent.
     pub(super) up_v: Mat<f64>,
     pub(super) alpha: f64,
     pub(super) rel_error: f64,
 }
 
 impl Cut {
-    /// Nothing is cut: the latent is what is not rotated, `rest` (all keys × features), and the values.
+    /// Cuts nothing: the latent holds the unrotated features, `rest` (all keys × features), and the values.
     pub(super) fn whole(rest: &Mat<f64>, wv: usize) -> Self {
         let (wk, w) = (rest.rows(), rest.cols());
         let unit = |i: usize, j: usize| f64::from(u8::from(i == j));
@@ -103,14 +103,14 @@ impl Cut {
     }
 }
 
-/// $\sqrt{\sum_{j \ge r} \lambda_j / \sum \lambda_j}$.
+/// Computes $\sqrt{\sum_{j \ge r} \lambda_j / \sum \lambda_j}$.
 pub(super) fn lost(values: &[f64], rank: usize) -> f64 {
     let sum = |v: &[f64]| v.iter().map(|x| x.max(0.0)).sum::<f64>();
     let total = sum(values);
     if total > 0.0 { (sum(&values[rank..]) / total).sqrt() } else { 0.0 }
 }
 
-/// Cost of an error of the unrotated keys in squared scores, summed over heads and pairs of calibration tokens.
+/// Computes the metric of unrotated keys: squared errors of scores, summed over heads and pairs of calibration tokens.
 fn score_metric(s: &LayerShape, rest: &Mat<f64>, calibration: &Calibration) -> Mat<f64> {
     let group = s.n_heads / s.n_kv_heads;
     let mut sum = Mat::zeros(rest.cols(), rest.cols());
@@ -126,7 +126,7 @@ fn score_metric(s: &LayerShape, rest: &Mat<f64>, calibration: &Calibration) -> M
     sum
 }
 
-/// Cost of an error of the values after the output projection, if every head passed it on whole.
+/// Computes the metric of values: errors after the output projection, if every head passed them on in full.
 fn output_metric(s: &LayerShape, o: &Dense) -> Mat<f64> {
     let group = s.n_heads / s.n_kv_heads;
     let o = o.weight.cast::<f64>();
@@ -144,7 +144,7 @@ fn output_metric(s: &LayerShape, o: &Dense) -> Mat<f64> {
     metric
 }
 
-/// The symmetric square root and its inverse, eigenvalues below 1e-6 of the largest raised to that.
+/// Computes the symmetric square root and its inverse, with eigenvalues raised to at least 1e-6 of the largest.
 fn roots(a: &Mat<f64>) -> Result<(Mat<f64>, Mat<f64>)> {
     let n = a.rows();
     if n == 0 {

@@ -1,8 +1,8 @@
 //! Grouped-query layers as latent attention: one cached latent for all key heads, one shared rotated key.
 //!
-//! **Idea.** All keys and values of a token together are a latent, and the heads pick their own with fixed matrices.
-//! A change of basis that rotary positions do not notice gathers what is rotated in one narrow key; the rotation of the
-//! rest is dropped, and what is left is cut to few dimensions where calibration text has its energy.
+//! **Idea.** All keys and values of a token together form a latent, from which fixed matrices select those of each
+//! head. A change of basis that commutes with rotary positions concentrates the keys' energy in one narrow rotated key;
+//! the rest loses its rotation and is projected to the few dimensions that hold the energy of calibration text.
 //!
 //! **Math.** With $T$ the orthogonal basis of [`Rotation`], $k' = T^\top k$: the first $d_R$ features stay rotated, the
 //! others, $k'_N$, are not. $y = [P_K k'_N/\alpha;\ P_V v]$ has second moments $R \Lambda R^\top$ over calibration
@@ -11,7 +11,7 @@
 //! of scores, and $P_V^2 = \sum_h W_{O,h}^\top W_{O,h}$ by groups, which measures those of values after the output
 //! projection; `activation` takes the identity. $\alpha$ is the ratio of the mean column norms of the two parts.
 //! Queries of head $h$ become $\gamma[q_h; T_h^{R\top} q_h]$, $\gamma = \sqrt{(d + d_R)/d}$, because the latent layer
-//! divides scores by $\sqrt{d + d_R}$; their latent is that of $q - b$, and the bias $b$ stays whole.
+//! divides scores by $\sqrt{d + d_R}$; their latent compresses $q - b$, and the bias $b$ stays uncompressed.
 //!
 //! **Reference.** meng2025transmla; the complex basis and the functional metric are this project's. Errata of the
 //! survey's appendix are followed: rotations of column vectors, mixtures over folded frequencies with their cross terms,
@@ -20,10 +20,10 @@
 //! **Cost.** Eigenproblems of $GF$ (twice that for the complex basis) for each group of frequencies and of
 //! $G(d + d_v) - d_R$ once, all in double precision. The new layer caches $r + d_R$ numbers instead of $G(d + d_v)$.
 //!
-//! **Guarantees.** Every [`Stage`] can be had alone. Exact to rounding: `merged`, `rotated` with `fold = 1`, and going
-//! from `partial_rope` to `balanced`; tested here. What is lost otherwise is reported as [`Figures`].
+//! **Guarantees.** Every [`Stage`] is available separately. Exact up to rounding: `merged`, `rotated` with `fold = 1`,
+//! and going from `partial_rope` to `balanced`; tested here. [`Figures`] report every other loss.
 //!
-//! **When to use.** To shrink the cache of a trained model without training it, mildly: quality falls quickly.
+//! **When to use.** To shrink the cache of a trained model slightly without training: quality falls quickly.
 
 mod assemble;
 mod calibration;
@@ -59,21 +59,21 @@ pub static CONVERSION: Conversion = Conversion {
 };
 
 crate::choices! {
-    /// The basis in which part of the keys loses its rotation.
+    /// Basis in which part of the keys loses its rotation.
     pub enum Rotate {
-        /// Unitary mixtures of key heads: gathers most.
+        /// Unitary mixtures of key heads, which concentrate the most energy.
         Complex = "complex",
         /// Orthogonal mixtures of key heads, as published.
         Real = "real",
-        /// The features of key head 0, as they are.
+        /// The unchanged features of key head 0.
         None = "none",
     }
 }
 
 crate::choices! {
-    /// How the error of the low rank is measured.
+    /// Metric of the low-rank error.
     pub enum Metric {
-        /// Keys by the scores, values by the outputs that they make.
+        /// Keys by their effect on scores, values by their effect on outputs.
         Functional = "functional",
         /// Keys and values as vectors, as published.
         Activation = "activation",
@@ -87,45 +87,45 @@ crate::params! {
     pub struct Params {
         /// Width of the shared rotated key; divides the head width. Auto is 64, or the head width if that is less.
         rope_dim: Option<usize> = None, in 2..=1 << 20;
-        /// Neighbouring frequencies that are mixed: a multiple of head width / rope_dim that divides half the head
-        /// width. Auto is 2, or the smallest that is allowed if that is more.
+        /// Number of neighbouring frequencies that are mixed: a multiple of head width / rope_dim that divides half the
+        /// head width. Auto is 2, or the smallest allowed value if that is more.
         fold: Option<usize> = None, in 1..=1 << 20;
         /// Width of the latent, at most n_kv_heads · (d + d_v) − rope_dim. Auto leaves three quarters of the cache.
         rank: Option<usize> = None, in 1..=1 << 20;
         /// Width of a latent of queries; auto is none.
         rank_q: Option<usize> = None, in 1..=1 << 20;
-        /// Weight of keys against values in the low rank: below 1 favours values, 0 is no balancing.
+        /// Weight of keys against values in the low rank: below 1 favours values, 0 turns balancing off.
         balance: f64 = 1.0, in 0.0..=1e6;
-        /// The basis in which part of the keys loses its rotation.
+        /// Basis in which part of the keys loses its rotation.
         rotate: Rotate = Rotate::Complex;
-        /// How the error of the low rank is measured.
+        /// Metric of the low-rank error.
         pca: Metric = Metric::Functional;
     }
 }
 
-/// How far a conversion goes; each stage contains those before it.
+/// Stage of a conversion; each stage includes the earlier ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stage {
-    /// One latent for all key heads, everything rotated as before: exact, and nothing is saved.
+    /// One latent for all key heads, everything rotated as before: exact, without savings.
     Merged,
-    /// In the new basis, everything still rotated: exact without folding.
+    /// The new basis, with everything still rotated: exact without folding.
     Rotated,
-    /// Only the shared key is rotated; nothing is cut.
+    /// Rotation of the shared key only; nothing is cut.
     PartialRope,
-    /// Keys and values in the basis of the low rank, all of it: the same as before.
+    /// Keys and values in the full basis of the low rank: the same function as before.
     Balanced,
-    /// The latent is cut to its rank.
+    /// The latent cut to its rank.
     LowRank,
-    /// Queries have a latent as well.
+    /// A latent for queries as well.
     LowRankQueries,
 }
 
 impl Stage {
-    /// All, in order.
+    /// All stages, in order.
     pub const ALL: [Stage; 6] =
         [Self::Merged, Self::Rotated, Self::PartialRope, Self::Balanced, Self::LowRank, Self::LowRankQueries];
 
-    /// Its name.
+    /// Returns its name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Merged => "merged",
@@ -151,7 +151,7 @@ pub struct Source<'a> {
     pub v: &'a Dense,
     /// Output.
     pub o: &'a Dense,
-    /// Rotary positions over the whole head, where there are any.
+    /// Rotary positions over the whole head, if there are any.
     pub rope: Option<&'a Rope>,
 }
 
@@ -164,12 +164,13 @@ pub struct Figures {
     pub alpha: f64,
     /// Relative error of keys and values in the metric of the low rank, $\sqrt{1 - \sum_{j<r} \lambda_j / \sum \lambda_j}$.
     pub rel_error: f64,
-    /// The same of queries.
+    /// The same error for queries.
     pub query_error: f64,
 }
 
-/// A layer in latent form, as far as `stage`. The low rank is that of `calibration`, or of `again` where that is given:
-/// moments of the same projections on the hidden states of the model at [`Stage::PartialRope`], as its authors take them.
+/// Converts a layer to latent form, up to `stage`. The low rank comes from `calibration` or, if given, from `again`:
+/// moments of the same projections on the hidden states of the model at [`Stage::PartialRope`], as its authors take
+/// them.
 pub fn convert(
     source: &Source<'_>,
     params: &Params,
@@ -186,7 +187,7 @@ pub fn convert(
     let s = source.shape;
     let (wk, wv) = (s.n_kv_heads * s.d, s.n_kv_heads * s.d_v);
     let Some(rope) = source.rope else {
-        // Nothing is rotated: every stage up to the low rank is the same.
+        // Without rotation, every stage up to the low rank is the same.
         let all = Mat::identity(wk);
         let none = Mat::zeros(wk, 0);
         let cut = if stage < Stage::Balanced {
@@ -204,7 +205,7 @@ pub fn convert(
     if stage <= Stage::Rotated {
         let theta = rope.frequencies(1);
         let wide = Rope { dim: wk, base: rope.base, layout: Layout::Interleaved, scaling: Scaling::None };
-        // Frequencies repeat from group to group, which no base gives.
+        // Frequencies repeat from group to group, which no base produces.
         let own = wide.frequencies(1);
         let divisors = own.iter().zip(&rotation.frequency).map(|(own, &l)| own / theta[l]).collect();
         let wide = Rope { scaling: Scaling::Divisors(divisors), ..wide };

@@ -1,4 +1,4 @@
-//! Widths that follow from a layer and the parameters, and which layers cannot be converted so.
+//! Widths that follow from a layer and the parameters, and checks that the layer can be converted.
 
 use super::{CONVERSION, Calibration, Params, Source, Stage, Widths};
 use crate::conversions::common::refused;
@@ -6,7 +6,7 @@ use crate::layer::{LayerShape, Linear};
 use crate::{Error, Result};
 use attlas_num::rope::{Layout, Rope, Scaling};
 
-/// Sizes that follow from source and parameters.
+/// Sizes that follow from the source layer and the parameters.
 #[derive(Debug)]
 pub(super) struct Plan {
     pub(super) widths: Widths,
@@ -15,8 +15,8 @@ pub(super) struct Plan {
 }
 
 impl Params {
-    /// With every width that was left open set as it will be used; an error if a layer of this shape and rotation
-    /// cannot be converted so, which is cheap to know before calibrating.
+    /// Fills in every width left open; an error if a layer of this shape and rotation cannot be converted this way,
+    /// which is cheap to check before calibration.
     pub fn resolved(&self, shape: &LayerShape, rope: Option<&Rope>) -> Result<Self> {
         self.validate()?;
         let plan = Plan::sizes(shape, rope, self)?;
@@ -78,7 +78,7 @@ impl Plan {
         };
         let cache = s.n_kv_heads * (s.d + s.d_v);
         let full = cache - rotated;
-        // Checkpoints of latents that are normalised cache one number more.
+        // Checkpoints with normalised latents cache one number more.
         let rank = p.rank.unwrap_or((3 * cache / 4).saturating_sub(rotated + 1).max(1));
         if rank > full {
             return Err(Error::param("rank", rank, format!("at most {full}, which is all there is")));
@@ -112,7 +112,7 @@ impl Plan {
     }
 }
 
-/// The rotation of the kept pairs, every `collapse`-th of the source's: of the same kind with a narrower width.
+/// Returns the rotation of the kept pairs, every `collapse`-th of the source's: the same kind with a narrower width.
 pub(super) fn narrow_rope(rope: &Rope, collapse: usize) -> Result<Rope> {
     let scaling = match &rope.scaling {
         same @ (Scaling::None | Scaling::Linear { .. } | Scaling::Llama3 { .. }) => same.clone(),

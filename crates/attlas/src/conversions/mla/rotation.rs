@@ -1,12 +1,12 @@
-//! RoRoPE: an orthogonal change of basis of all key heads together that commutes with rotary positions, and gathers the
-//! keys' energy in few rotated pairs.
+//! RoRoPE: an orthogonal change of basis of all key heads together that commutes with rotary positions, and
+//! concentrates the keys' energy in few rotated pairs.
 //!
-//! Pair $l$ of key head $g$ is a complex number $k_{g,l}$ that rotary positions multiply with a phase that does not
-//! depend on $g$. Any unitary mixture over $g$ at fixed $l$, applied to keys and queries alike, leaves every score as it
-//! is. The mixture that puts most energy in its first component is that of the eigenvectors of $\sum \bar k_l
-//! k_l^\top$ over calibration tokens (complex), or of its real part. Folding treats $F$ neighbouring frequencies as one:
-//! the mixture is then over $GF$ numbers, of which $F/C$ keep their rotation; unequal frequencies are mixed, which is
-//! the price.
+//! Pair $l$ of key head $g$ is a complex number $k_{g,l}$ that rotary positions multiply by a phase that does not
+//! depend on $g$. Any unitary mixture over $g$ at fixed $l$, applied to both keys and queries, leaves every score
+//! unchanged. The mixture that puts most energy in its first component consists of the eigenvectors of
+//! $\sum \bar k_l k_l^\top$ over calibration tokens (complex), or of its real part. Folding treats $F$ neighbouring
+//! frequencies as one: the mixture is then over $GF$ numbers, and $F/C$ of them keep their rotation; the price is that
+//! unequal frequencies are mixed.
 
 use super::{CONVERSION, Rotate};
 use crate::conversions::common::refused;
@@ -17,18 +17,18 @@ use attlas_num::rope::Layout;
 /// Sizes of a rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Widths {
-    /// Key heads.
+    /// Number of key heads.
     pub groups: usize,
     /// Width of a head, even.
     pub d: usize,
-    /// Neighbouring frequencies that are mixed; a multiple of `collapse` that divides `d / 2`.
+    /// Number of neighbouring frequencies that are mixed; a multiple of `collapse` that divides `d / 2`.
     pub fold: usize,
-    /// Frequencies for each that is kept.
+    /// Number of frequencies per kept one.
     pub collapse: usize,
 }
 
 impl Widths {
-    /// Width that stays rotated.
+    /// Returns the width that stays rotated.
     pub fn kept(&self) -> usize {
         self.d / self.collapse
     }
@@ -39,16 +39,17 @@ impl Widths {
 pub struct Rotation {
     /// Orthogonal, all key features × new features: pairs of neighbouring columns, those that stay rotated first.
     pub basis: Mat<f64>,
-    /// Frequency of each pair of columns; those past the kept ones have it only where everything stays rotated.
+    /// Frequency of each pair of columns; pairs past the kept ones use it only if everything stays rotated.
     pub frequency: Vec<usize>,
-    /// Columns that stay rotated.
+    /// Number of columns that stay rotated.
     pub kept: usize,
-    /// Share of the keys' energy in them.
+    /// Share of the keys' energy in these columns.
     pub energy: f64,
 }
 
 impl Rotation {
-    /// The change of basis for keys whose second moments over calibration tokens are the leading block of `gram`.
+    /// Computes the change of basis for keys; their second moments over calibration tokens are the leading block of
+    /// `gram`.
     pub fn new(w: Widths, how: Rotate, layout: Layout, gram: &Mat<f64>) -> Result<Self> {
         let width = w.groups * w.d;
         let parts = |g: usize, l: usize| match layout {
@@ -59,7 +60,7 @@ impl Rotation {
         let kept_each = w.fold / w.collapse;
         let mut pairs: Vec<Pair> = Vec::new();
         for first in (0..w.d / 2).step_by(w.fold) {
-            // The frequencies that are kept come first, so that without a mixture they are those of head 0.
+            // Kept frequencies come first, so that without a mixture they are those of head 0.
             let order = |a: usize| (a % kept_each) * w.collapse + a / kept_each;
             let features: Vec<(usize, (usize, usize))> = (0..n)
                 .map(|s| {
@@ -110,11 +111,11 @@ impl Rotation {
     }
 }
 
-/// A new pair: what of which pairs it is made of.
+/// A new pair, as a mixture of old pairs.
 struct Pair {
     kept: bool,
     frequency: usize,
-    /// Real and imaginary feature of a pair, and its complex weight.
+    /// Real and imaginary feature of an old pair, and its complex weight.
     mixture: Vec<((usize, usize), [f64; 2])>,
     energy: f64,
 }
@@ -122,12 +123,13 @@ struct Pair {
 /// Eigenvalues and eigenvectors.
 type Eigen = (Vec<f64>, Vec<Vec<[f64; 2]>>);
 
-/// Eigenvalues, descending, and orthonormal eigenvectors of a Hermitian matrix given by its entries as real and
-/// imaginary parts.
+/// Computes the eigenvalues, descending, and orthonormal eigenvectors of a Hermitian matrix given by the real and
+/// imaginary parts of its entries.
 ///
-/// $A + iB$ is diagonalised through the symmetric $\begin{pmatrix} A & -B \\ B & A \end{pmatrix}$, whose eigenvalues come
-/// twice, with vectors for $u$ and $iu$. Within a run of equal eigenvalues the real vectors are any basis, so that
-/// each complex vector is the one of those left that has most outside of what was taken; what it has inside is removed.
+/// $A + iB$ is diagonalised through the symmetric $\begin{pmatrix} A & -B \\ B & A \end{pmatrix}$, whose eigenvalues
+/// come twice, with vectors for $u$ and $iu$. Within a run of equal eigenvalues the real vectors form an arbitrary
+/// basis. Each step therefore takes the remaining complex vector with the largest component outside the span of those
+/// taken, and removes the component inside.
 fn hermitian_eigen(n: usize, entry: impl Fn(usize, usize) -> [f64; 2]) -> Result<Eigen> {
     let symmetric = Mat::from_fn(2 * n, 2 * n, |i, j| {
         let [re, im] = entry(i % n, j % n);
@@ -153,7 +155,7 @@ fn hermitian_eigen(n: usize, entry: impl Fn(usize, usize) -> [f64; 2]) -> Result
         let Some(best) = best else { unreachable!("more columns than were taken") };
         used[best] = true;
         let mut vector = left[best].clone();
-        // What was taken is removed once more: rounding grows where little is left.
+        // Remove the taken vectors once more: rounding grows if little is left.
         for other in &taken {
             remove(&mut vector, other);
         }
@@ -169,7 +171,7 @@ fn hermitian_eigen(n: usize, entry: impl Fn(usize, usize) -> [f64; 2]) -> Result
     Ok(((0..n).map(|j| eigen.values[2 * j]).collect(), taken))
 }
 
-/// $v \leftarrow v - u\,(u^* v)$ for a unit vector $u$.
+/// Computes $v \leftarrow v - u\,(u^* v)$ for a unit vector $u$.
 fn remove(v: &mut [[f64; 2]], u: &[[f64; 2]]) {
     let (mut re, mut im) = (0.0, 0.0);
     for ([a, b], [x, y]) in v.iter().zip(u) {
@@ -192,7 +194,7 @@ mod tests {
     const W: Widths = Widths { groups: 3, d: 8, fold: 1, collapse: 1 };
 
     fn gram(width: usize) -> Mat<f64> {
-        // Correlated keys, so that there is something to gather.
+        // Correlated keys, so that there is energy to concentrate.
         let mix = random("mix", width, width).cast::<f64>();
         let keys = matmul(random("keys", 60, width).cast::<f64>().as_ref(), mix.as_ref());
         matmul_tn(keys.as_ref(), keys.as_ref())
@@ -280,7 +282,7 @@ mod tests {
             let r = Rotation::new(w, how, Layout::Interleaved, &gram(8)).unwrap();
             assert!((r.energy - 1.0).abs() < 1e-14);
             for (i, c) in (0..8).flat_map(|i| (0..8).map(move |c| (i, c))) {
-                // A phase is free in each pair, and nothing else.
+                // Only the phase of each pair is free.
                 assert!(i / 2 == c / 2 || r.basis[(i, c)] == 0.0);
                 assert!(how == Rotate::Complex || i == c || r.basis[(i, c)] == 0.0);
             }

@@ -1,4 +1,4 @@
-//! Stages against the layer they start from, on small random layers.
+//! Tests of the stages against the original layer, on small random layers.
 
 use super::*;
 use crate::layer::{Layer, Linear};
@@ -8,7 +8,7 @@ use crate::layers::testing::{assert_close, forward, random};
 use crate::{Options, registry};
 use attlas_num::linalg::matmul;
 
-/// Two query heads a key head.
+/// Two query heads per key head.
 const SHAPE: LayerShape = LayerShape { d_model: 30, n_heads: 6, n_kv_heads: 3, d: 8, d_v: 5 };
 
 fn rope(layout: Layout) -> Rope {
@@ -52,7 +52,7 @@ impl Model {
         GroupedQuery::new(self.shape, weights, self.rope.clone(), exact, Options::new()).unwrap()
     }
 
-    /// Hidden states of few directions, so that there is something to gain.
+    /// Hidden states in few directions, so that a low rank pays off.
     fn hidden(&self, name: &str, n: usize) -> Mat<f32> {
         let (few, noise) = (random(name, n, 6), random(&format!("{name} noise"), n, self.shape.d_model));
         let mut x = matmul(few.as_ref(), random("directions", 6, self.shape.d_model).as_ref());
@@ -72,7 +72,7 @@ impl Model {
     fn calibration(&self, x: &Mat<f32>) -> Calibration {
         let mut calibration = Calibration::new(self.shape, true);
         let [q, k, v] = self.project(x);
-        // In two parts, as a model gives them.
+        // In two parts, as a model provides them.
         let s = &self.shape;
         let at = x.rows() / 3;
         let (wq, wk, wv) = (at * s.n_heads * s.d, at * s.n_kv_heads * s.d, at * s.n_kv_heads * s.d_v);
@@ -92,7 +92,7 @@ fn both_layouts() -> [Model; 2] {
     [Layout::Half, Layout::Interleaved].map(|l| Model::new(SHAPE, Some(rope(l)), l == Layout::Half))
 }
 
-/// Largest difference of the outputs on text that was not calibrated on, as a share of the largest output.
+/// Largest difference of the outputs on text outside the calibration, as a share of the largest output.
 fn distance(model: &Model, converted: &Converted) -> f32 {
     let x = model.hidden("text", 40);
     let want = forward(&model.layer(), &x, &[40]);
@@ -138,7 +138,7 @@ fn the_merge_and_the_rotation_alone_are_exact() {
             assert_same(&model, &converted);
             // Nothing is saved yet.
             assert_eq!(converted.layer().unwrap().cache_elements(), model.layer().cache_elements());
-            // A fold mixes frequencies that differ: the price that buys what it gathers.
+            // A fold mixes different frequencies: the price of the energy it concentrates.
             let folded = model.convert(&Params { fold: Some(2), ..params }, Stage::Rotated);
             assert_eq!(distance(&model, &folded) > 1e-4, rotate != Rotate::None);
         }
@@ -165,7 +165,7 @@ fn full_rank_is_the_partially_rotated_layer_whatever_the_balance() {
                         assert_eq!(full.params.rank, 3 * 13 - rope_dim);
                     }
                 }
-                // What is lost is lost by the rotations that were dropped.
+                // The whole loss comes from the dropped rotations.
                 assert!(distance(&model, &partial) > 1e-4);
             }
         }
@@ -221,7 +221,7 @@ fn errors_grow_as_the_rank_falls_and_are_those_of_the_activations() {
         let c = model.convert(&params, Stage::LowRank);
         assert!(c.figures.rel_error > last, "rank {rank}");
         last = c.figures.rel_error;
-        // Rebuilt keys and values of every group against their own, keys divided by alpha; what is rotated is exact.
+        // Rebuilt keys and values of every group against their own, keys divided by alpha; rotated features are exact.
         let rotation = Rotation::new(
             Widths { groups: 3, d: 8, fold: 1, collapse: 1 },
             Rotate::Complex,
@@ -263,7 +263,7 @@ fn errors_grow_as_the_rank_falls_and_are_those_of_the_activations() {
 
 #[test]
 fn the_functional_metric_makes_smaller_errors_in_scores_and_outputs() {
-    // What it minimises: squared errors of scores over all pairs plus those of projected values, at the same weights.
+    // The objective: squared errors of scores over all pairs plus those of projected values, with the same weights.
     let model = Model::new(SHAPE, None, false);
     let x = model.hidden("calibration", 200);
     let calibration = model.calibration(&x);
@@ -320,7 +320,7 @@ fn a_latent_of_queries_is_exact_at_full_rank_and_loses_what_it_says() {
         };
         let x = model.hidden("text", 40);
         let want = forward(&model.convert(&Params::default(), Stage::LowRank).layer().unwrap(), &x, &[40]);
-        // 30 inputs: the queries have no larger rank, a bias apart, which the latent does not hold.
+        // 30 inputs: the queries have no larger rank, except for a bias, which is not in the latent.
         assert_close(&forward(&of(30).layer().unwrap(), &x, &[40]), &want);
         let (some, fewer) = (of(20).figures.query_error, of(10).figures.query_error);
         assert!(fewer > some && some > 0.0);
@@ -334,7 +334,7 @@ fn neutral_norms_change_nothing() {
         for stage in [Stage::PartialRope, Stage::LowRank, Stage::LowRankQueries] {
             let plain = model.convert(&params, stage);
             let normed = plain.clone().with_neutral_norms();
-            // What stands behind a latent has no bias left.
+            // No map after a latent has a bias left.
             assert!(normed.q_a.is_none() || normed.q.bias.is_none());
             assert_eq!(normed.params.rank, plain.params.rank + 1);
             let x = model.hidden("text", 40);

@@ -1,31 +1,31 @@
 //! ANNA: every query averages the values of the keys it collides with in hash tables.
 //!
 //! **Idea.** Approximate nearest neighbours as an attention primitive: a key counts when it is near the query, and
-//! not otherwise. It is a model of its own, with near-neighbour semantics, not an approximation of softmax.
+//! not otherwise. It is a separate model with near-neighbour semantics, not an approximation of softmax.
 //!
 //! **Math.** `rounds` tables of `hashes` p-stable functions $\lfloor(\langle w, x\rangle + b)/\mathrm{width}\rfloor$.
 //! With $c_{ij}$ the number of tables in which $q_i$ and $k_j$ share a bucket, $n_i = \sum_j c_{ij}$,
-//! $o_i = \sum_j (c_{ij}/n_i) v_j$ and the log-sum-exp is $\ln n_i$; a query that meets no key gives 0 and −∞, or, with a
-//! causal mask, what `fallback` says. For a
-//! radius $r$ and a factor $c$ this meets the definition of the paper: with probability at least $1 - \eta$,
-//! $w_{ij} > 0$ only if $|q_i - k_j| \le cr$, and $|q_i - k_j| \le r$ implies
-//! $w_{ij} \ge 1/((|N(q_i, cr)| - 1)\,\mathrm{rounds} + 1)$. With $p_1 = p(r)$, $p_2 = p(cr)$ the collision
-//! probabilities of one function, the theory takes $\lceil 3 \ln n / \ln(1/p_2) \rceil$ functions and
-//! $\lceil p_1^{-\mathrm{hashes}} \ln n \rceil$ tables: what `auto` means. Sub-quadratic needs
-//! $\rho = \ln p_1 / \ln p_2 < 1/3$, about $c > \sqrt 3$. `weights = softmax` takes the softmax over the *set* of keys
-//! met instead; `filter` drops keys farther than $cr$.
+//! $o_i = \sum_j (c_{ij}/n_i) v_j$ and the log-sum-exp is $\ln n_i$; a query that collides with no key gives 0 and −∞
+//! or, with a causal mask, the output chosen by `fallback`. For a radius $r$ and a factor $c$ this satisfies the
+//! paper's definition: with probability at least $1 - \eta$, $w_{ij} > 0$ only if $|q_i - k_j| \le cr$, and
+//! $|q_i - k_j| \le r$ implies $w_{ij} \ge 1/((|N(q_i, cr)| - 1)\,\mathrm{rounds} + 1)$. With $p_1 = p(r)$,
+//! $p_2 = p(cr)$ the collision probabilities of one function, the theory takes $\lceil 3 \ln n / \ln(1/p_2) \rceil$
+//! functions and $\lceil p_1^{-\mathrm{hashes}} \ln n \rceil$ tables; `auto` takes these. Sub-quadratic cost needs
+//! $\rho = \ln p_1 / \ln p_2 < 1/3$, about $c > \sqrt 3$. `weights = softmax` takes the softmax over the *set* of
+//! colliding keys instead; `filter` drops keys farther than $cr$.
 //!
 //! **Reference.** liu2025 (ANNA); survey, appendix, which gives no definition: weights are uniform over collisions, not
 //! softmax.
 //!
-//! **Cost.** $2 (n_q + n_k)\,\mathrm{rounds} \cdot \mathrm{hashes} \cdot d$ for the codes, then one addition of a row per
-//! query and table; causal and decoding alike. Scratch $O(n d_v)$, tables one after another. With `softmax` or `filter`,
-//! every collision is looked at.
+//! **Cost.** $2 (n_q + n_k)\,\mathrm{rounds} \cdot \mathrm{hashes} \cdot d$ for the codes, then one addition of a row
+//! per query and table, also when causal and when decoding. Scratch $O(n d_v)$, one table at a time. With `softmax` or
+//! `filter`, every collision is visited.
 //!
-//! **Guarantees.** Equal vectors always meet. Strictly causal: a bucket is a running sum over positions. With `softmax`,
-//! the error is at most the lost mass times the spread of the values. All tested, and the weight bound by brute force.
+//! **Guarantees.** Equal vectors always collide. Strictly causal: a bucket is a running sum over positions. With
+//! `softmax`, the error is at most the lost mass times the spread of the values. All are tested, the weight bound by
+//! brute force.
 //!
-//! **When to use.** For models made for it (matching, induction); as softmax attention it is a crude one.
+//! **When to use.** For models made for it (matching, induction); as an approximation of softmax attention it is crude.
 
 use crate::engine::{Fallback, PerGroup, attend_subset, exact_group};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
@@ -72,9 +72,9 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// How the keys that a query meets are weighed.
+    /// Weighting of the keys that a query collides with.
     pub enum Weights {
-        /// By the number of tables in which they meet.
+        /// By the number of tables in which they collide.
         Uniform = "uniform",
         /// By the softmax of their logits, each key once.
         Softmax = "softmax",
@@ -84,9 +84,9 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`Anna`].
     pub struct Params {
-        /// Hash tables; auto takes as many as the theory asks for, at most 4096.
+        /// Hash tables; auto takes the number of the theory, at most 4096.
         rounds: Option<usize> = Some(8), in 1..=4096;
-        /// Functions of a table; with none, everything meets. Auto takes as many as the theory asks for, at most 64.
+        /// Hash functions per table; with 0, every pair collides. Auto takes the number of the theory, at most 64.
         hashes: Option<usize> = Some(3), in 0..=64;
         /// Width of a bucket, in units of the queries and keys.
         width: f64 = 4.0, in 1e-9..=1e9;
@@ -94,13 +94,13 @@ crate::params! {
         radius: f64 = 1.0, in 1e-9..=1e9;
         /// Multiple of the radius beyond which no key should count; used by auto and by the filter.
         factor: f64 = 2.0, in 1.0..=1e6;
-        /// How the keys that a query meets are weighed.
+        /// Weighting of the keys that a query collides with.
         weights: Weights = Weights::Uniform;
         /// Drop keys farther than `factor · radius`.
         filter: bool = false;
-        /// Output of a causal row that meets no key.
+        /// Output of a causal row that collides with no key.
         fallback: Fallback = Fallback::SelfKey;
-        /// Stream the functions are drawn from.
+        /// Seed of the hash functions.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -126,7 +126,7 @@ impl Spec for Params {
     }
 }
 
-/// Functions per table and number of tables that the theory asks for with `n` keys.
+/// Returns the functions per table and the number of tables in the theory, for `n` keys.
 pub fn theory(n: usize, radius: f64, factor: f64, width: f64) -> (f64, f64) {
     let ln_n = (n.max(2) as f64).ln();
     let (near, far) = (collision_probability(radius, width), collision_probability(factor * radius, width));
@@ -144,7 +144,7 @@ pub struct Anna {
 }
 
 impl Anna {
-    /// A plan for a problem of this many keys.
+    /// Creates a plan for the problem's number of keys.
     pub(crate) fn new(params: Params, p: &Problem) -> Result<Self> {
         let (hashes, _) = theory(p.n_k, params.radius, params.factor, params.width);
         let hashes = params.hashes.unwrap_or(hashes.clamp(0.0, 64.0) as usize);
@@ -159,13 +159,13 @@ impl Anna {
         Ok(Self { params, rounds, hashes, functions })
     }
 
-    /// Whether every collision must be looked at, rather than the sums of buckets.
+    /// True if every collision must be visited, not only the sums of buckets.
     fn lists(&self) -> bool {
         self.params.filter || self.params.weights == Weights::Softmax
     }
 
-    /// Weighs the keys of `met`, which may name a key several times; returns the log-sum-exp and the number of
-    /// distances and logits it took.
+    /// Weights the keys of `met`, which may name a key several times; returns the log-sum-exp and the number of
+    /// distances and logits computed.
     fn weigh<T: Real>(
         &self,
         q: &[T],
@@ -203,7 +203,7 @@ impl Anna {
     }
 }
 
-/// Divides a sum of `n` rows; returns the log-sum-exp.
+/// Divides a sum of `n` rows by `n`; returns the log-sum-exp.
 fn finish<T: Real>(n: u64, out: &mut [T]) -> T {
     if n == 0 {
         return T::NEG_INFINITY;
@@ -212,9 +212,9 @@ fn finish<T: Real>(n: u64, out: &mut [T]) -> T {
     T::from_f64((n as f64).ln())
 }
 
-/// Tables whose keys are sorted at the same time.
+/// Tables whose keys are sorted together.
 const BATCH: usize = 4;
-/// Rows that one task takes.
+/// Rows per task.
 const ROWS: usize = 1024;
 
 impl GroupPlan for Anna {
@@ -262,7 +262,7 @@ impl GroupPlan for Anna {
 }
 
 impl Anna {
-    /// Uniform weights: running sums of the buckets of one table after another.
+    /// Computes uniform weights from running sums over the buckets, one table at a time.
     fn run_sums<T: Real>(&self, g: &mut Group<'_, T>, functions: &PStable<T>) -> u64 {
         let (n_k, n_q, d_v, cx) = (g.n_k(), g.n_q(), g.d_v(), g.cx);
         let heads: Vec<MatRef<'_, T>> = (0..g.q.heads()).map(|h| g.q.head(h)).collect();
@@ -312,7 +312,7 @@ impl Anna {
         visited
     }
 
-    /// Softmax or filter: the keys met in all tables, row by row.
+    /// Computes softmax or filtered weights over the keys that collide in any table, row by row.
     fn run_lists<T: Real>(&self, g: &mut Group<'_, T>, functions: &PStable<T>) -> Result<u64> {
         let (k, v, tau) = (g.k, g.v, g.scale);
         let visible: Vec<usize> = (0..g.n_q()).map(|i| g.visible(i)).collect();
@@ -336,7 +336,7 @@ impl Anna {
         Ok(visited.into_iter().sum())
     }
 
-    /// Answers rows that met no key; returns how many.
+    /// Applies the fallback to rows without a collision; returns the number of outputs written.
     fn fall_back<T: Real>(&self, g: &mut Group<'_, T>) -> Result<u64> {
         let (k, v, tau, fallback) = (g.k, g.v, g.scale, self.params.fallback);
         let visible: Vec<usize> = (0..g.n_q()).map(|i| g.visible(i)).collect();
@@ -372,12 +372,12 @@ impl Hasher for Fingerprint {
 
 type ByCode<V> = HashMap<u64, V, BuildHasherDefault<Fingerprint>>;
 
-/// The keys of one table, bucket after bucket, in order of position inside each.
+/// Keys of one table, ordered by bucket, then by position.
 struct Table {
     round: usize,
     order: Vec<u32>,
     buckets: ByCode<Range<u32>>,
-    /// First place of every bucket in order, and at the end the number of keys.
+    /// Start of every bucket in `order`, then the number of keys.
     starts: Vec<u32>,
 }
 
@@ -395,17 +395,17 @@ impl Table {
         Self { round, order, buckets, starts }
     }
 
-    /// The places of the keys below `visible` in the bucket of `code`.
+    /// Returns the places of the keys below `visible` in the bucket of `code`.
     fn met(&self, code: u64, visible: usize) -> Range<usize> {
         let Some(bucket) = self.buckets.get(&code) else { return 0..0 };
         let (start, end) = (bucket.start as usize, bucket.end as usize);
         start..start + self.order[start..end].partition_point(|&j| (j as usize) < visible)
     }
 
-    /// At every place the sum of the values of its bucket up to there.
+    /// Writes, at every place, the sum of its bucket's values up to there.
     fn running_sums<T: Real>(&self, v: MatRef<'_, T>, sums: &mut [T]) {
         let d_v = v.cols();
-        // Whole buckets in tasks of about as many keys.
+        // Tasks take whole buckets, with about equally many keys.
         let (mut pieces, mut rest) = (Vec::new(), sums);
         let mut first = 0;
         for (b, &start) in self.starts.iter().enumerate() {
@@ -423,7 +423,7 @@ impl Table {
                 let keys = &self.order[bucket[0] as usize..bucket[1] as usize];
                 let (own, tail) = out.split_at_mut(keys.len() * d_v);
                 out = tail;
-                // In double precision, so that long buckets lose nothing; rounded once where it is stored.
+                // Double precision keeps long buckets accurate; the sum is rounded once, when stored.
                 sum.fill(0.0);
                 for (&j, out) in keys.iter().zip(own.chunks_exact_mut(d_v)) {
                     for ((s, &x), o) in sum.iter_mut().zip(v.row(j as usize)).zip(out) {
@@ -445,7 +445,7 @@ struct Bucket {
     members: Vec<u32>,
 }
 
-/// Decoding: the tables are the state; keys and values are kept only where they are looked at again.
+/// Decoding state: the tables, and keys and values only where they are read again.
 #[derive(Debug)]
 struct Tables<T> {
     plan: Anna,
@@ -463,7 +463,7 @@ impl<T: Real> Tables<T> {
         self.plan.lists() || self.plan.params.fallback != Fallback::Zero
     }
 
-    /// A token that falls back on itself needs no other.
+    /// True if only the last token is kept: the fallback reads nothing else.
     fn keeps_last(&self) -> bool {
         !self.plan.lists() && self.plan.params.fallback == Fallback::SelfKey
     }
@@ -563,7 +563,7 @@ mod tests {
         assert!(METHOD.support(&p, &Options::new()).is_yes());
     }
 
-    /// Tables in which each pair meets, and its distance.
+    /// Number of tables in which each pair collides.
     fn meetings(case: &Case, options: &Options) -> Vec<Vec<usize>> {
         let p = &case.problem;
         let plan = Anna::new(Params::from_options(options).unwrap(), p).unwrap();
@@ -577,7 +577,7 @@ mod tests {
         met
     }
 
-    /// Weights, by values that name their key.
+    /// A case whose outputs are the weights: the values are unit vectors.
     fn named_values(p: Problem, seed: u64) -> Case {
         let mut case = Case::gaussian(Problem { d_v: p.n_k, ..p }, seed);
         case.v.iter_mut().enumerate().for_each(|(i, v)| *v = f64::from(u8::from(i / p.n_k == i % p.n_k)));
@@ -749,7 +749,7 @@ mod tests {
             };
             let mut case = Case::gaussian(p, 0);
             case.q = x.iter().flat_map(|&x| point(x as f64)).collect();
-            // The same point for −x and m − x, rounding included.
+            // −x and m − x give the same point, rounding included.
             case.k = x.iter().flat_map(|&x| point(((m - x) % m) as f64)).collect();
             case.v = vec![1.0; n];
             let (_, lse) = run_method(&METHOD, &options.clone().with("seed", seed), &case);

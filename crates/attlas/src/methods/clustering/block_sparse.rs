@@ -1,8 +1,8 @@
 //! Block-sparse attention: blocks of rows choose blocks of keys by a cheap score, until a share of it is reached.
 //!
-//! **Idea.** A block of rows attends to whole blocks of keys. Which ones is decided by an estimate of their weight: from
-//! means, from sums along antidiagonals, which meet every vertical and every slanted line of the matrix, or from the exact
-//! weights of a few scout rows. Sinks and a window are exact, blocks that are not taken count as their means.
+//! **Idea.** A block of rows attends to whole blocks of keys. It chooses them by an estimate of their weight: from
+//! means, from sums along antidiagonals, which cross every vertical and every slanted line of the matrix, or from the
+//! exact weights of a few scout rows. Sinks and a window are exact; blocks that are not taken count as their means.
 //!
 //! **Math.** A block begins at row $i_0$; its far keys are $[s, i_0 - w)$, cut into aligned blocks $C$. For each query head
 //! of the group a score gives shares $a_C$ of the weight, the rest belonging to sinks and near keys; shares are summed over
@@ -13,21 +13,21 @@
 //! $C$. `scouts`: $a_C = \sum_{j \in C} p_j$ over the scouts of `sampled_columns`. Blocks are taken in order of $a_C$ until sinks,
 //! near keys and taken blocks hold `threshold` of the total.
 //!
-//! **Decoding.** A token scores blocks by their means and takes them by the same rule.
+//! **Decoding.** Each token scores blocks by their means and takes them by the same rule.
 //!
-//! **Reference.** xu2025 (XAttention: antidiagonal scores, threshold on their cumulated sum); jiang2024 (block patterns by
-//! means). Departures: the choice uses no row later than the block's first, where the paper scores the block itself; it is
-//! shared by a group; blocks that are not taken keep their mass as means (`far = none` drops them as published).
+//! **Reference.** xu2025 (XAttention: antidiagonal scores, threshold on their cumulative sum); jiang2024 (block
+//! patterns by means). Departures: the choice uses no row later than the block's first, whereas the paper scores the
+//! block itself; a group shares the choice; blocks that are not taken keep their mass as means (`far = none` drops them
+//! as published).
 //!
 //! **Cost.** Scores, as a share of exact ones: $1/B$ (`means`), $1/S$ (`antidiagonal`), `scouts`$/B$; then
 //! $2 (d + d_v)$ for each taken key and each mean.
 //!
-//! **Guarantees.** Exact at `threshold` = 1. Weights are non-negative and sum to one. A row depends on queries up to the
-//! first row of its block and on keys up to itself, on nothing later. `error_estimate` as in
-//! `sampled_columns`.
+//! **Guarantees.** Exact at `threshold` = 1. Weights are non-negative and sum to one. A row depends only on queries up
+//! to the first row of its block and on keys up to itself. `error_estimate` as in `sampled_columns`.
 //!
-//! **When to use.** As the yardstick of `sampled_columns`: whole blocks are simpler to read and need two to three times as
-//! many keys for the same error.
+//! **When to use.** As the yardstick of `sampled_columns`: whole blocks are simpler to read but need two to three times
+//! the keys for the same error.
 
 use crate::engine::{
     KeyPages, NearField, Operands, PackedKeys, PageRule, PageScore, QueryBlock, RunMeans, Scored,
@@ -74,7 +74,7 @@ impl Spec for Params {
 }
 
 crate::choices! {
-    /// How blocks of keys are scored.
+    /// Score of the blocks of keys.
     pub enum Score {
         /// Mean query with mean key.
         Means = "means",
@@ -100,13 +100,13 @@ crate::params! {
     pub struct Params {
         /// Share of the scored weight that is attended exactly.
         threshold: f64 = 0.9, in 0.0..=1.0;
-        /// How blocks of keys are scored.
+        /// Score of the blocks of keys.
         score: Score = Score::Antidiagonal;
-        /// Rows and keys of a group along an antidiagonal.
+        /// Rows and keys per group along an antidiagonal.
         stride: usize = 16, in 1..=1 << 16;
-        /// Scout rows of a block with score = scouts.
+        /// Scout rows per block, with score = scouts.
         scouts: usize = 4, in 1..=1 << 20;
-        /// Rows that share a choice, and keys of a block.
+        /// Rows that share a choice, and keys per block.
         block: usize = 64, in 1..=1 << 20;
         /// Keys at the start that every row sees exactly.
         sinks: usize = 4, in 0..=1 << 30;
@@ -129,7 +129,7 @@ pub struct BlockSparse {
 }
 
 impl BlockSparse {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(params: Params) -> Self {
         Self { params }
     }
@@ -149,7 +149,7 @@ impl GroupPlan for BlockSparse {
             Score::Antidiagonal => 1.0 / stride as f64,
             Score::Scouts => (scouts as f64 / block as f64).min(1.0),
         };
-        // How many blocks are taken depends on the data; a tenth is typical.
+        // The number of blocks taken depends on the data; a tenth is typical.
         let taken = (0.1 * pairs).max(1.0);
         Cost {
             setup_flops: 2 * (share * pairs * p.d as f64) as u64,
@@ -193,7 +193,7 @@ impl GroupPlan for BlockSparse {
     }
 }
 
-/// Chooses by the parameters of a plan.
+/// Chooses keys by the parameters of a plan.
 #[derive(Clone, Copy, Debug)]
 struct Choice<'a, T> {
     params: &'a Params,
@@ -203,10 +203,10 @@ struct Choice<'a, T> {
 }
 
 impl<T: Real> Choice<'_, T> {
-    /// The keys of the chosen blocks in increasing order, and how many scores were computed.
+    /// Returns the keys of the chosen blocks in increasing order, and the number of scores computed.
     fn choose(&self, query_block: &QueryBlock) -> (Vec<u32>, u64) {
         let block = self.params.block;
-        // Shares of the blocks, of which only far keys count; what is left is near.
+        // Only far keys count towards the shares of the blocks; the rest of the total is near.
         let mut shares = vec![0.0f64; query_block.end.div_ceil(block)];
         let (total, scored) = match self.params.score {
             Score::Means => self.by_means(query_block, &mut shares),
@@ -220,7 +220,7 @@ impl<T: Real> Choice<'_, T> {
         let mut order: Vec<usize> =
             (0..shares.len()).filter(|&c| far(c).iter().any(|r| !r.is_empty())).collect();
         let mut covered = total - order.iter().map(|&c| shares[c]).sum::<f64>();
-        // Scores that are no numbers come first, so that nothing is left out silently.
+        // NaN scores come first, so that nothing is left out silently.
         let key = |c: usize| if shares[c].is_nan() { f64::INFINITY } else { shares[c] };
         order.sort_by(|&a, &b| key(b).total_cmp(&key(a)).then(a.cmp(&b)));
         let wanted = self.params.threshold * total;
@@ -235,7 +235,7 @@ impl<T: Real> Choice<'_, T> {
         (order.into_iter().flat_map(|c| far(c).into_iter().flatten()).map(|j| j as u32).collect(), scored)
     }
 
-    /// The last rows up to the first of the block; without a mask its own.
+    /// Rows that score: the last ones up to the block's first row; without a mask, the block's own.
     fn rows(&self, query_block: &QueryBlock) -> std::ops::Range<usize> {
         match self.mask {
             Mask::Causal => (query_block.first + 1).saturating_sub(self.params.block)..query_block.first + 1,
@@ -275,7 +275,7 @@ impl<T: Real> Choice<'_, T> {
             let always = logits.len();
             let blocks: Vec<usize> = (0..shares.len()).collect();
             for &c in &blocks {
-                // The mean of the far keys of the block, for it may hold sinks or near keys, too.
+                // The mean over far keys only: the block may also hold sinks or near keys.
                 let far = query_block.far().map(|far| far.start.max(c * block)..far.end.min((c + 1) * block));
                 let count: usize = far.iter().map(std::ops::Range::len).sum();
                 let sum = far.into_iter().flatten().map(|j| dot(&mean, k.row(j))).fold(T::ZERO, |a, b| a + b);
@@ -319,7 +319,7 @@ impl<T: Real> Choice<'_, T> {
         let factor = scale / T::from_usize(stride);
         let left = MatRef::new(&left, groups, width);
         gemm(cx.schedule.isa, factor, Op::N(left), Op::T(right), T::ZERO, &mut logits, counts.1, cx.scratch);
-        // A group of keys that straddles blocks counts for the one it begins in.
+        // A group of keys that straddles blocks counts for the block it begins in.
         for row in logits.chunks_exact_mut(counts.1) {
             let top = max(row);
             let total = exp_sum(row, top).to_f64();

@@ -1,12 +1,12 @@
-//! Heavy hitters (H2O): a cache of the keys with the greatest weights so far and of the last ones; others are forgotten.
+//! Heavy hitters (H2O): a cache of the keys with the greatest weights so far and of the last keys; others are evicted.
 //!
-//! **Idea.** Few keys hold most of the weight of all rows, and they show early. A cache of bounded size keeps those with
-//! the greatest sums of weights so far, beside the most recent ones. What it evicts is gone: a later row that needs a key
-//! no query looked at before does not find it.
+//! **Idea.** Few keys hold most of the weight of all rows, and these keys show early. A cache of bounded size keeps
+//! those with the greatest sums of weights so far, beside the most recent ones. Evicted keys are gone: a later row
+//! cannot find a key that earlier queries ignored.
 //!
 //! **Math.** The cache $S$ begins empty. A row attends to the keys in $S$ up to itself, $o = \sum_{j \in S} p_j v_j$ with
 //! $p$ the softmax over $S$, and adds $p_j$, summed over the query heads of the group, to the score $a_j$. After every
-//! `interval` rows $S$ becomes its `recent` last keys and the `keys` others with the greatest $a_j$ (ties to the earlier
+//! `interval` rows $S$ keeps its `recent` last keys and the `keys` others with the greatest $a_j$ (ties to the earlier
 //! key).
 //!
 //! **Reference.** zhang2023. Departures: keys are evicted after every `interval` rows instead of after each, and the heads
@@ -17,10 +17,10 @@
 //! whatever the length; the state is $c (d + d_v + 1)$ numbers per key head.
 //!
 //! **Guarantees.** Exact when `keys` covers all keys. Weights are non-negative and sum to one. The state does not grow with
-//! the length. No bound on the error: what was evicted cannot be found again.
+//! the length. No bound on the error: an evicted key cannot be found again.
 //!
-//! **When to use.** When memory for the cache is the limit and the text is not searched for single facts; as the yardstick
-//! for methods that keep the cache and read little of it.
+//! **When to use.** When cache memory is the limit and the task does not search the text for single facts; as the
+//! yardstick for methods that keep the cache and read little of it.
 
 use crate::engine::{Eviction, exact_group};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
@@ -69,9 +69,9 @@ impl Spec for Params {
 crate::params! {
     /// Parameters of [`HeavyHitters`].
     pub struct Params {
-        /// Keys with the greatest sums of weights that are kept.
+        /// Number of keys kept by their sums of weights.
         keys: usize = 256, in 0..=1 << 30;
-        /// Last keys that are kept.
+        /// Number of most recent keys kept.
         recent: usize = 256, in 1..=1 << 30;
         /// Rows between two evictions.
         interval: usize = 64, in 1..=1 << 20;
@@ -85,7 +85,7 @@ pub struct HeavyHitters {
 }
 
 impl HeavyHitters {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(params: Params) -> Self {
         let Params { keys, recent, interval } = params;
         Self { rule: Eviction { keys, recent, interval, observed: None, pool: 1 } }
@@ -139,7 +139,7 @@ mod tests {
             j == 9 || j + 8 >= first
         };
         let (want, want_lse) = reference_masked(&case, sees);
-        // Rows of the third block on: before it, another key may be the heaviest.
+        // From the third block on: before it, another key may be the heaviest.
         assert_rows_close(&o[24 * d..], &want[24 * d..], 1e-12, "outputs");
         assert_rows_close(&lse[24..], &want_lse[24..], 1e-12, "log-sum-exp");
     }

@@ -1,16 +1,17 @@
-//! Quest: pages of cached keys whose upper bounds are greatest are attended exactly, the others by means of runs.
+//! Quest: exact attention to the pages of cached keys with the greatest upper bounds; means stand for the others.
 //!
-//! **Idea.** A query and the range of every coordinate within a page bound the logits of its keys without reading them. While
-//! decoding, the pages with the greatest bounds are read; sinks and the last keys always are; runs of the other keys count
-//! as one pseudo key each, so that no mass is lost.
+//! **Idea.** A query and the range of every coordinate within a page bound the logits of its keys without reading them.
+//! While decoding, the pages with the greatest bounds are read; sinks and the last keys are always read; each run of
+//! the other keys counts as one pseudo key, so that no mass is lost.
 //!
 //! **Math.** For a page $P$ with $M_c = \max_{j \in P} k_{jc}$, $m_c = \min_{j \in P} k_{jc}$:
 //! $u_P = \tau \sum_c \max(q_c M_c, q_c m_c) \ge \tau \max_{j \in P} \langle q, k_j \rangle$. For query head $h$,
-//! $w^h_P \propto |P| e^{u^h_P}$ beside the exact weight of sinks and window; pages are taken in order of $\sum_h w^h_P$ up to
-//! `keys` keys. The output is the softmax over the keys of sinks, window and taken pages, and, for each aligned run of
-//! `far_block` keys, over the mean of its other keys with the logarithm of their number added to its logit.
+//! $w^h_P \propto |P| e^{u^h_P}$ normalised together with the exact weight of sinks and window; pages are taken in
+//! order of $\sum_h w^h_P$ up to `keys` keys. The output is the softmax over the keys of sinks, window and taken pages,
+//! and, for each aligned run of `far_block` keys, over the mean of its other keys with the logarithm of their number
+//! added to its logit.
 //!
-//! **Whole sequences.** Each row is computed as the stream would, over the pages before it.
+//! **Whole sequences.** Each row is computed as in the stream, over the pages before it.
 //!
 //! **Reference.** tang2024. Departures: keys that are not read keep their mass as means (`far = none` leaves them out as
 //! published); the heads of a group choose together.
@@ -19,7 +20,7 @@
 //! $n (d + d_v) / \mathrm{far\_block}$ of means, instead of $n (d + d_v)$.
 //!
 //! **Guarantees.** Exact when `keys` covers all keys. Weights are non-negative and sum to one. The bound of a page is never
-//! below a logit of its keys (tested); how much weight the other pages hold is not bounded.
+//! below a logit of its keys (tested); the weight of the other pages is not bounded.
 //!
 //! **When to use.** Decoding over long contexts, where memory traffic is the cost and any key may be needed.
 
@@ -81,29 +82,29 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`Quest`].
     pub struct Params {
-        /// Keys of the pages that are read, at most.
+        /// Maximum number of keys in the pages that are read.
         keys: usize = 1024, in 0..=1 << 30;
-        /// Keys of a page.
+        /// Keys per page.
         page: usize = 16, in 1..=1 << 20;
         /// Keys at the start that are always exact.
         sinks: usize = 4, in 0..=1 << 30;
-        /// Last keys that are always exact, with those of the run they begin in.
+        /// Last keys that are always exact, extended to the start of the run they begin in.
         window: usize = 64, in 0..=1 << 30;
         /// Treatment of keys that are not read.
         far: Far = Far::Mean;
-        /// Keys of a run that counts as one pseudo key; a multiple of the page.
+        /// Keys per run that counts as one pseudo key; a multiple of the page.
         far_block: usize = 64, in 1..=1 << 20;
     }
 }
 
-/// The plan: sizes of pages and budget.
+/// The plan: page size and budget.
 #[derive(Clone, Debug)]
 pub struct Quest {
     rule: PageRule,
 }
 
 impl Quest {
-    /// A plan with these parameters; an error where runs do not consist of whole pages.
+    /// Creates a plan with these parameters; an error unless runs consist of whole pages.
     pub(crate) fn new(params: Params) -> Result<Self> {
         let Params { keys, page, sinks, window, far, far_block } = params;
         if !far_block.is_multiple_of(page) {

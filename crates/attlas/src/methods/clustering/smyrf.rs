@@ -8,19 +8,19 @@
 //! $F(q) = [q; 0; \sqrt{M^2 - |q|^2}]$ and $G(k) = [k; \sqrt{M^2 - |k|^2}; 0]$,
 //! $|F(q) - G(k)|^2 = 2M^2 - 2\langle q, k\rangle$: the order is *reversed*, not kept. Round $h$ sorts
 //! $\langle a_h, F(q_i)\rangle$ and $\langle a_h, G(k_j)\rangle$, $a_h \sim N(0, I_{d+2})$, and cuts both into
-//! $L = \lceil n_k / \mathrm{block} \rceil$ balanced runs; query $i$ sees the run $S_i^{(h)}$, with logits
-//! $\tau \langle q_i, k_j \rangle$. `union` is the softmax over $\bigcup_h S_i^{(h)}$: a key is skipped in every
-//! round but the first it is met in. `multiset` counts a key once for each round: $o_i = \sum_h a_h(i)\, o_i^{(h)}$ with
+//! $L = \lceil n_k / \mathrm{block} \rceil$ balanced runs; query $i$ sees the keys of its run, $S_i^{(h)}$, with logits
+//! $\tau \langle q_i, k_j \rangle$. `union` is the softmax over $\bigcup_h S_i^{(h)}$: a key counts only in the first
+//! round that finds it. `multiset` counts a key once for each round: $o_i = \sum_h a_h(i)\, o_i^{(h)}$ with
 //! $a_h(i) = e^{\ell_i^{(h)}} / \sum_t e^{\ell_i^{(t)}}$, where $\ell$ is a *log*-sum-exp; the weights depend on $i$.
 //!
-//! **Causal form.** Not in the paper. Sequences are halved: each half attends to itself in the same way, exactly
-//! from `min_len` tokens down, and the later half attends to the earlier one without a mask. A query's rank among the
-//! queries of its own half would depend on later tokens, so there it is taken among the queries of the *earlier* half
-//! (where a chunk of queries has no earlier ones, among the earlier keys, lifted as queries), and $M_Q$ likewise. With
-//! that, no later token has an effect.
+//! **Causal form.** Not in the paper. Sequences are halved: each half attends to itself recursively, exactly from
+//! `min_len` tokens down, and the later half attends to the earlier one without a mask. A query's rank among the
+//! queries of its own half would depend on later tokens, so it is taken among the queries of the *earlier* half (for a
+//! chunk of queries with none before it, among the earlier keys, lifted as queries), and $M_Q$ likewise. No later token
+//! then has an effect.
 //!
-//! **Reference.** daras2020; survey, clustering. The offsets and bucket widths of the hash that the paper names have no
-//! effect on an order and do not exist here. The authors merge as a multiset and leave out $\tau$ for their images.
+//! **Reference.** daras2020; survey, clustering. The offsets and bucket widths of the paper's hash do not affect the
+//! order and do not exist here. The authors merge as a multiset and leave out $\tau$ for their images.
 //!
 //! **Cost.** $2H(n_q + n_k)d$ for the projections, two sorts a round, $2 H n_q\, \mathrm{block}\,(d + d_v)$; scratch
 //! $O(n(d + d_v + H))$. Causal: $n\, \mathrm{min\_len}/2 + (n/2) \log_2(n/\mathrm{min\_len})\, H\, \mathrm{block}$ pairs.
@@ -79,7 +79,7 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// Weight of a key that several rounds find.
+    /// Weight of a key found in several rounds.
     pub enum Merge {
         /// Once: the softmax over the union of the rounds.
         Union = "union",
@@ -91,20 +91,20 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`Smyrf`].
     pub struct Params {
-        /// Independent lines.
+        /// Number of independent lines.
         rounds: usize = 4, in 1..=64;
-        /// Keys in a run, at most; queries are cut into as many runs as the keys.
+        /// Maximum number of keys in a run; queries are cut into the same number of runs.
         block: usize = 64, in 1..=1 << 30;
-        /// Weight of a key that several rounds find.
+        /// Weight of a key found in several rounds.
         merge: Merge = Merge::Union;
         /// Keys at the start that every query sees exactly, outside the runs.
         sinks: usize = 0, in 0..=1 << 30;
-        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
-        /// none. With a causal mask only the first keys.
+        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
+        /// ignored. With a causal mask, these and the sinks must be the first keys.
         always: Indices = Indices::none(), in 0..=1 << 30;
-        /// Causal problems: lengths from which on sequences are not halved further but attended exactly.
+        /// Causal problems: sequences of at most this length are not halved but attended exactly.
         min_len: usize = 1024, in 1..=1 << 30;
-        /// Stream the lines are drawn from.
+        /// Seed of the random lines.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -129,7 +129,7 @@ pub struct Smyrf {
 }
 
 impl Smyrf {
-    /// A plan with these parameters; draws the lines.
+    /// Creates a plan with these parameters; draws the lines.
     pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         let lines = PerGroup::draw(p, |index| {
             let key = index.stream_key(params.seed).named("smyrf");
@@ -142,7 +142,7 @@ impl Smyrf {
         keys.div_ceil(self.params.block)
     }
 
-    /// The same with the first keys as sinks.
+    /// Returns the plan with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
         Self { params, ..self.clone() }
@@ -197,7 +197,7 @@ impl GroupPlan for Smyrf {
                 visited += self.attend_all(&mut g, &keys, &heads, None, 0..n_q);
             }
             Mask::Causal => {
-                // Query i stands at position i + shift; before `first` stand keys without queries.
+                // Query i is at position i + shift; positions before `first` have keys but no queries.
                 let shift = g.n_k() as isize - n_q as isize;
                 let first = sinks.max(shift.max(0) as usize);
                 let row = |position: usize| (position as isize - shift) as usize;
@@ -245,7 +245,7 @@ enum CausalPiece {
     Later { keys: Range<usize>, queries: Range<usize> },
 }
 
-/// The pieces of causal attention over `range`, halved down to `min_len`.
+/// Splits causal attention over `range` into pieces, halved down to `min_len`.
 fn halve(range: Range<usize>, min_len: usize) -> Vec<CausalPiece> {
     if range.len() <= min_len {
         return vec![CausalPiece::Square(range)];
@@ -257,11 +257,11 @@ fn halve(range: Range<usize>, min_len: usize) -> Vec<CausalPiece> {
     parts
 }
 
-/// Rows of exact attention that one task takes.
+/// Rows of exact attention per task.
 const EXACT_ROWS: usize = 192;
 
-/// Merges exact causal attention of `rows` to the keys `range`, whose last key stands where the last row does. With
-/// no rows, starts the output of all rows from the keys `range` that they may see instead.
+/// Merges exact causal attention of `rows` to the keys `range`, whose last key is at the position of the last row. With
+/// no rows, initialises the output of all rows from the visible keys of `range`.
 fn exact_part<T: Real>(g: &mut Group<'_, T>, rows: Range<usize>, range: Range<usize>) -> u64 {
     let start = rows.is_empty();
     let (n_q, d_v, heads) = (g.n_q(), g.d_v(), g.q.heads());
@@ -297,7 +297,7 @@ fn exact_part<T: Real>(g: &mut Group<'_, T>, rows: Range<usize>, range: Range<us
     visited
 }
 
-/// The keys of one unmasked part, sorted in every round.
+/// The keys of one unmasked part, sorted for every round.
 struct KeySide<'a, T> {
     k: MatRef<'a, T>,
     v: MatRef<'a, T>,
@@ -343,7 +343,7 @@ impl<'a, T: Real> KeySide<'a, T> {
     }
 }
 
-/// One table of what each round says of `n` rows, `n × rounds`: the entries of a row lie together.
+/// Transposes per-round lists for `n` rows into one table, `n × rounds`, with the entries of a row contiguous.
 fn by_row(rounds: &[Vec<u32>]) -> Vec<u32> {
     let (n, width) = (rounds.first().map_or(0, Vec::len), rounds.len());
     let mut table = vec![0; n * width];
@@ -355,7 +355,7 @@ fn by_row(rounds: &[Vec<u32>]) -> Vec<u32> {
     table
 }
 
-/// The projections of one round as numbers of the same order.
+/// Maps the projections of one round to integers in the same order.
 fn column<T: Real>(table: &[T], rounds: usize, r: usize) -> Vec<u64> {
     let bits = |x: &T| match T::DTYPE {
         DType::F32 => (x.to_f64() as f32).sort_bits(),
@@ -364,7 +364,7 @@ fn column<T: Real>(table: &[T], rounds: usize, r: usize) -> Vec<u64> {
     table.iter().skip(r).step_by(rounds).map(bits).collect()
 }
 
-/// Projections of the lifted rows, `n × rounds`.
+/// Projects the lifted rows, `n × rounds`.
 fn project<'s, T: Real>(
     lines: &LiftedLines<T>,
     lift: Lift,
@@ -381,12 +381,12 @@ fn project<'s, T: Real>(
     out
 }
 
-/// Rows that one task projects.
+/// Rows that a task projects.
 const PROJECT_ROWS: usize = 2048;
 
 impl Smyrf {
-    /// Merges the attention of `rows` of every head to sorted keys; `like` holds, per head, the queries among which
-    /// ranks are taken where these are not the rows themselves.
+    /// Merges the attention of `rows` of every head to sorted keys; `like` holds, per head, the queries that define
+    /// ranks if these are not the rows themselves.
     fn attend_all<T: Real>(
         &self,
         g: &mut Group<'_, T>,
@@ -447,7 +447,7 @@ impl Smyrf {
     }
 }
 
-/// The run of every element: sorted, cut into `count` balanced runs.
+/// Sorts the elements, cuts them into `count` balanced runs and returns each element's run.
 fn runs_by_rank<T: SortKey>(x: &[T], count: usize) -> Vec<u32> {
     let runs = Balanced::new(x.len(), count);
     let mut cells = vec![0; x.len()];
@@ -458,7 +458,7 @@ fn runs_by_rank<T: SortKey>(x: &[T], count: usize) -> Vec<u32> {
     cells
 }
 
-/// The run that every element would fall into among those of `like`.
+/// Returns the run of `like` that each element would fall into.
 fn runs_among<T: SortKey>(x: &[T], like: &[T], count: usize) -> Vec<u32> {
     let mut sorted: Vec<u64> = like.iter().map(|y| y.sort_bits()).collect();
     sorted.sort_unstable();
@@ -470,7 +470,7 @@ fn runs_among<T: SortKey>(x: &[T], like: &[T], count: usize) -> Vec<u32> {
     x.iter().map(cell).collect()
 }
 
-/// A round: each run of queries meets the run of keys of the same number.
+/// A round: each run of queries attends to the run of keys with the same index.
 struct Runs<'a, T> {
     keys: &'a KeySide<'a, T>,
     /// Run of every query, `n × rounds`.
@@ -479,7 +479,7 @@ struct Runs<'a, T> {
     union: bool,
 }
 
-/// Runs of earlier rounds: those that keys of a block were in, and those of each of its queries.
+/// Runs of a block's keys and of its queries in earlier rounds.
 struct Earlier {
     of_keys: CodeIndex,
     /// `queries × rounds before`.
@@ -514,8 +514,8 @@ impl<T: Real> BlockMask<T> for Runs<'_, T> {
 }
 
 impl<T: Real> Runs<'_, T> {
-    /// Codes of the runs that some rows of a table were in before this round, read one after another: the table is larger
-    /// than the nearest cache, and nothing has to wait for a row of it.
+    /// Returns the codes of the runs of some rows of a table before this round, read in one loop: the table exceeds the
+    /// nearest cache, and no load has to wait for another.
     fn earlier(&self, table: &[u32], rows: &[u32]) -> Vec<u32> {
         let (rounds, runs) = (self.keys.lines.rounds(), self.keys.runs.blocks() as u32);
         let mut codes = Vec::with_capacity(rows.len() * self.round);
@@ -540,7 +540,7 @@ mod tests {
         check_method(&METHOD);
     }
 
-    /// The runs of every query and key, by sorting lifted projections as the definition says.
+    /// The runs of every query and key, by the definition: sorted lifted projections.
     fn runs_of(case: &Case, rounds: usize, block: usize) -> Vec<(Vec<u32>, Vec<u32>)> {
         let p = &case.problem;
         let (q, k) = (MatRef::new(&case.q, p.n_q, p.d), MatRef::new(&case.k, p.n_k, p.d));
@@ -569,7 +569,7 @@ mod tests {
             let (want, want_lse) = reference_masked(&case, |i, j| met(i, j) > 0);
             assert_rows_close(&o, &want, 1e-12, "union");
             assert_rows_close(&lse, &want_lse, 1e-12, "union");
-            // A multiset adds the logarithm of the number of meetings to a logit.
+            // A multiset adds to a logit the logarithm of the number of rounds that find the pair.
             let (o, lse) = run_method(&METHOD, &options.with("merge", "multiset"), &case);
             let (want, want_lse) =
                 crate::testkit::reference_weights(&case, |i, j, s| s + (met(i, j) as f64).ln());
@@ -597,7 +597,7 @@ mod tests {
         }
     }
 
-    /// One head on given lines.
+    /// Runs one head on given lines.
     fn with_lines(
         q: &Mat<f64>,
         k: &Mat<f64>,

@@ -1,13 +1,13 @@
-//! SnapKV: the last rows vote for the keys that are kept; the others are forgotten.
+//! SnapKV: the last rows vote for the keys to keep; the others are evicted.
 //!
-//! **Idea.** What the last rows of a prompt look at is what the answer will look at. The rows of an observation window vote
-//! for keys by their weights, votes are pooled over neighbours so that phrases stay whole, and the cache keeps the keys
-//! with the most votes and the window. What it evicts is gone: a later row that needs a key the window did not look at
-//! does not find it.
+//! **Idea.** The answer will attend to the keys that the last rows of the prompt attend to. The rows of an observation
+//! window vote for keys by their weights, votes are pooled over neighbours so that phrases stay whole, and the cache
+//! keeps the keys with the most votes and the window. Evicted keys are gone: a later row cannot find a key that the
+//! window ignored.
 //!
 //! **Math.** A row attends to the keys in the cache $S$ up to itself. After every `interval` rows let $W$ be the last
 //! `window` of them: $a_j = \sum_{i \in W} \sum_h p^h_{ij}$, $\tilde a_j = \max_{|l - j| \le \mathrm{pool}/2} a_l$ over
-//! neighbours in the cache, and $S$ becomes its last `window` keys and the `keys` others with the greatest $\tilde a_j$
+//! neighbours in the cache, and $S$ keeps its last `window` keys and the `keys` others with the greatest $\tilde a_j$
 //! (ties to the earlier key).
 //!
 //! **Reference.** li2024. Departures: the paper compresses once, after the prompt, and lets the cache grow from there; here
@@ -19,9 +19,9 @@
 //! per key head.
 //!
 //! **Guarantees.** Exact when `keys` covers all keys. Weights are non-negative and sum to one. The state does not grow with
-//! the length. No bound on the error: what was evicted cannot be found again.
+//! the length. No bound on the error: an evicted key cannot be found again.
 //!
-//! **When to use.** When memory for the cache is the limit and the question stands at the end of the prompt; as the
+//! **When to use.** When cache memory is the limit and the question is at the end of the prompt; as the
 //! yardstick for methods that keep the cache and read little of it.
 
 use crate::engine::{Eviction, exact_group};
@@ -71,9 +71,9 @@ impl Spec for Params {
 crate::params! {
     /// Parameters of [`Snap`].
     pub struct Params {
-        /// Keys with the most votes that are kept.
+        /// Number of keys kept by votes.
         keys: usize = 480, in 0..=1 << 30;
-        /// Rows that vote, at most the interval, and last keys that are kept.
+        /// Number of rows that vote, at most the interval, and of last keys that are kept.
         window: usize = 32, in 1..=1 << 20;
         /// Rows between two compressions.
         interval: usize = 64, in 1..=1 << 20;
@@ -89,7 +89,7 @@ pub struct Snap {
 }
 
 impl Snap {
-    /// A plan with these parameters; an error where the window is longer than the interval, or the pool has no middle.
+    /// Creates a plan with these parameters; an error if the window exceeds the interval or the pool has no middle.
     pub(crate) fn new(params: Params) -> Result<Self> {
         let Params { keys, window, interval, pool } = params;
         if window > interval {
@@ -144,7 +144,7 @@ mod tests {
         case.k.chunks_exact_mut(d).enumerate().for_each(|(j, k)| k[0] = if j == 9 { 9.0 } else { 0.0 });
         let options = Options::new().with("keys", 3).with("window", 4).with("interval", 16).with("pool", 3);
         let (o, _) = run_method(&METHOD, &options, &case);
-        // After the first 16 rows: key 9 with its neighbours, and the last 4.
+        // After the first 16 rows, the cache holds key 9 with its neighbours and the last 4 keys.
         let sees = |i: usize, j: usize| i < 16 || (8..=10).contains(&j) || j >= 12;
         let (want, _) = reference_masked(&case, sees);
         assert_rows_close(&o[..32 * d], &want[..32 * d], 1e-12, "outputs");

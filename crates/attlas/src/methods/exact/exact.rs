@@ -13,13 +13,13 @@
 //! **Cost.** $2 n_q n_k (d + d_v)$ operations and $n_q n_k$ exponentials, half of it when causal, because tiles
 //! that no row sees are skipped. Scratch: a few tiles per thread, whatever the length.
 //!
-//! The gradient computes the weights again from the log-sum-exp, tile by tile: five products where a run has two, in memory
-//! proportional to the number of tokens (dao2022, Algorithm 4).
+//! The gradient recomputes the weights from the log-sum-exp, tile by tile: five products instead of the two of a run,
+//! in memory proportional to the number of tokens (dao2022, Algorithm 4).
 //!
 //! **Guarantees.** $|o - \hat o|_c \le \mathrm{range}_c\,(\delta + 32u)$ with
-//! $\delta = (d+2)\,u\,\beta \max_{ij} \sum_l |q_{il}||k_{jl}|$, tested with the kernels. A row's bits depend on
-//! its own query, the keys it sees and the key tile alone. With `precision = bf16` operands are rounded to 8
-//! significant bits, sums stay in single precision.
+//! $\delta = (d+2)\,u\,\beta \max_{ij} \sum_l |q_{il}||k_{jl}|$, tested with the kernels. A row's bits depend only on
+//! its own query, the keys it sees and the key tile. With `precision = bf16` operands are rounded to 8 significant bits
+//! and sums stay in single precision.
 //!
 //! **When to use.** Whenever it is fast enough; everything else is measured against it.
 
@@ -86,7 +86,7 @@ pub struct Exact {
 }
 
 impl Exact {
-    /// A plan with this precision and this cap.
+    /// Creates a plan with this precision and this cap.
     pub(crate) fn new(params: Params, softcap: Option<f64>) -> Self {
         Self { precision: params.precision.precision(), softcap }
     }
@@ -156,7 +156,7 @@ impl<T: Real> GroupStream<T> for ExactStream<T> {
         self.plan.run(Group::decode(q, k, v, scale, out, lse, self.index, cx)?)
     }
 
-    /// All tokens in one call of the kernel.
+    /// Attends with all tokens in one call of the kernel.
     fn extend(&mut self, x: Group<'_, T>) -> Result<RunInfo> {
         self.push(x.k, x.v, x.cx)?;
         let (k, v) = (self.cached.keys(), self.cached.values());
@@ -205,7 +205,7 @@ mod tests {
         golden::assert_fro(&o, 2.1254241812);
     }
 
-    /// The rows of a stream that takes the tokens of `x` one after another.
+    /// Rows of a stream fed the tokens of `x` one at a time.
     fn streamed(method: &crate::Method, options: &Options, x: &crate::testkit::Case) -> Vec<f64> {
         let p = x.problem;
         let mut stream = method.plan(&p, options).unwrap().stream(crate::DType::F64).unwrap();
@@ -259,7 +259,7 @@ mod tests {
         assert!(super::METHOD.plan(&p.with_softcap(Some(0.0)), &Options::new()).is_err());
     }
 
-    /// One call on the caller's thread, and the same inside the threads of the workspace.
+    /// Same result on the caller's thread and inside the threads of the workspace.
     #[test]
     fn the_thread_that_calls_gives_the_bits_of_the_others() {
         use crate::testkit::Case;

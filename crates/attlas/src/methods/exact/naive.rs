@@ -12,7 +12,7 @@
 //!
 //! **Guarantees.** Rounding of double precision, whatever the element type.
 //!
-//! **When to use.** As the truth that everything else is compared with. Never for speed.
+//! **When to use.** As the reference for every other method. Never for speed.
 
 use crate::group::{Group, GroupPlan};
 use crate::method::{Accepted, Claims, Cost, Family, Method, RunInfo, Spec};

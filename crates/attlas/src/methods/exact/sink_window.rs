@@ -1,4 +1,4 @@
-//! Sinks and a sliding window: the first `sinks` keys and the last `window` keys, nothing between.
+//! Sinks and a sliding window: the first `sinks` keys and the last `window` keys, nothing in between.
 //!
 //! **Idea.** Trained models park much attention on the first few tokens and most of the rest on recent ones.
 //! Keeping both bounds the cache and the work per token.
@@ -7,17 +7,17 @@
 //! $\{j < s\} \cup \{p_i - w < j \le p_i\}$ when causal, $\{j < s\} \cup \{|j - p_i| < w\}$ without a mask; softmax
 //! attention over that set. Sinks and window are two exact parts over disjoint keys, merged by log-sum-exp.
 //!
-//! With `positions = cache_relative`, as the paper has it, a query that sees $s + w$ keys stands at the last of as many
-//! places: keys of the window are as far away as they are, sinks at most $s + w - 1$ tokens. Rotated keys need not be
-//! rotated anew for that: the query is turned back to place $s + w - 1$ where it meets the sinks.
+//! With `positions = cache_relative`, as in the paper, positions are those in the cache: a query that sees $s + w$ keys
+//! is at position $s + w - 1$, keys of the window keep their distance, and sinks are at most $s + w - 1$ tokens away.
+//! Cached keys need no new rotation: for the sinks alone, the query is rotated back to position $s + w - 1$.
 //!
-//! **Reference.** xiao2024 (StreamingLLM). Keys keep their original positions by default, as the survey has it.
+//! **Reference.** xiao2024 (StreamingLLM). Keys keep their original positions by default, as in the survey.
 //!
-//! **Cost.** $2 n_q (s + w)(d + d_v)$; scratch as exact attention plus one output block per thread.
+//! **Cost.** $2 n_q (s + w)(d + d_v)$; scratch as for exact attention, plus one output block per thread.
 //!
 //! **Guarantees.** Exact when the window, or causally sinks and window together, cover all keys. The error is at
-//! most the lost mass times the range of the values. With `precision = bf16` operands are rounded to 8 significant
-//! bits, sums stay in single precision.
+//! most the lost mass times the range of the values. With `precision = bf16` operands are rounded to 8 significant bits
+//! and sums stay in single precision.
 //!
 //! **When to use.** As the yardstick of every method that claims to use the middle of the context.
 
@@ -79,11 +79,11 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// Where a query stands when it meets the sinks.
+    /// Position of a query relative to the sinks.
     pub enum Positions {
-        /// At its own position.
+        /// Its position in the text.
         Original = "original",
-        /// Behind sinks and window, wherever it is in the text.
+        /// Its position in the cache, after sinks and window.
         CacheRelative = "cache_relative",
     }
 }
@@ -97,14 +97,13 @@ crate::params! {
         window: usize = 512, in 1..=1 << 30;
         /// Precision of the operands: full, or bf16 with sums in single precision; decoding is in full precision.
         precision: Operands = Operands::Full;
-        /// Where a query stands when it meets the sinks; with a causal mask only.
+        /// Position of a query relative to the sinks: in the text, or in the cache (with a causal mask only).
         positions: Positions = Positions::Original;
-        /// Base of the rotary embedding that queries came with, for cache_relative; in a model that of the model where it
-        /// is not set.
+        /// Base of the queries' rotary embedding, for cache_relative; in a model, the model's own by default.
         rope_base: Option<f64> = None, in 1.0..=1e12;
-        /// Features that are rotated; auto for all.
+        /// Number of rotated features; auto for all.
         rope_dim: Option<usize> = None, in 2..=1 << 20;
-        /// Where the parts of a rotated pair lie.
+        /// Layout of the rotated pairs.
         rope_layout: RopeLayout = RopeLayout::Half;
     }
 }
@@ -142,20 +141,20 @@ impl Spec for Params {
     }
 }
 
-/// Query rows of one task.
+/// Query rows per task.
 const BLOCK_ROWS: usize = 96;
 
-/// The plan: how many sinks, how wide a window.
+/// The plan: number of sinks, width of the window.
 #[derive(Clone, Debug)]
 pub struct SinkWindow {
     params: Params,
     softcap: Option<f64>,
-    /// Turns queries to their place in the cache.
+    /// Rotation of queries to their position in the cache.
     turn: Option<Turn>,
 }
 
 impl SinkWindow {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(params: Params, p: &Problem) -> Self {
         let Params { rope_base, rope_dim, rope_layout, .. } = params;
         let of = |base| Turn::new(base, rope_dim.unwrap_or(p.d), rope_layout == RopeLayout::Half);
@@ -163,7 +162,7 @@ impl SinkWindow {
         Self { turn: rope_base.filter(|_| relative).map(of), params, softcap: p.softcap }
     }
 
-    /// Moves a query at `position` to its place in the cache, where that is another.
+    /// Rotates a query at `position` to its position in the cache, if they differ.
     fn to_cache<T: Real>(&self, position: isize, row: &mut [T]) {
         let last = (self.params.sinks.saturating_add(self.params.window) as isize).saturating_sub(1);
         if let Some(turn) = self.turn.as_ref().filter(|_| position > last) {
@@ -171,7 +170,7 @@ impl SinkWindow {
         }
     }
 
-    /// Whether every row sees every key it may see.
+    /// True if every row sees all keys that its mask allows.
     fn covers<T: Real>(&self, g: &Group<'_, T>) -> bool {
         let Params { sinks, window, .. } = self.params;
         window >= g.n_k().max(g.n_q()) || g.mask == Mask::Causal && sinks.saturating_add(window) >= g.n_k()
@@ -200,7 +199,7 @@ impl GroupPlan for SinkWindow {
         let visited = g.par_row_blocks(BLOCK_ROWS, |mut block| {
             let p = block.first as isize + offset;
             let upper = if causal { p } else { p + window - 1 };
-            // The window, over the keys behind the sinks.
+            // The window, over the keys after the sinks.
             let shift = sinks as isize;
             let band = Band { lower: Some(p - window + 1 - shift), upper: Some(upper - shift) };
             let (k_near, v_near) = (k.sub_rows(sinks..k.rows()), v.sub_rows(sinks..v.rows()));
@@ -255,7 +254,7 @@ impl GroupPlan for SinkWindow {
     }
 }
 
-/// Adds the part of the sinks to the rows of `block`.
+/// Merges attention to the sinks into the rows of `block`.
 fn merge_sinks<T: Real>(
     block: &mut crate::group::RowBlock<'_, T>,
     q: MatRef<'_, T>,
@@ -280,8 +279,8 @@ fn merge_sinks<T: Real>(
     }
 }
 
-/// Fixed slots for the sinks, a ring of `window` slots for the rest. The ring is not in order of age; softmax
-/// does not mind.
+/// Fixed slots for the sinks, a ring of `window` slots for the rest. The ring is not in order of age, which softmax
+/// does not depend on.
 #[derive(Debug)]
 struct Ring<T> {
     plan: SinkWindow,
@@ -392,7 +391,8 @@ mod tests {
         }
     }
 
-    /// Keys before rotation, rotated by their place in the cache, the query by the last of those: the paper's own form.
+    /// The paper's own form: keys before rotation, rotated by their position in the cache, and the query by the last
+    /// one.
     #[test]
     fn cache_relative_positions_are_those_of_keys_rotated_in_the_cache() {
         use attlas_num::rope::{Angles, Layout, Rope, Scaling, Table};

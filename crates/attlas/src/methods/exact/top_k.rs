@@ -1,7 +1,7 @@
 //! Top-k attention: exact softmax over the `keys` largest logits of each row.
 //!
-//! **Idea.** Compute all logits, keep the largest, attend to those alone. It is the best that any method can do
-//! that keeps a fixed number of keys per query, and so the yardstick of the sparse ones.
+//! **Idea.** Compute all logits, keep the largest, attend to those alone. No method that keeps a fixed number of keys
+//! per query can do better, so it is the yardstick of the sparse ones.
 //!
 //! **Math.** For row $i$ let $S_i$ be the indices of the `keys` largest $s_{ij} = \beta\, q_i^\top k_j$ among the
 //! visible ones, ties to the smaller index: $o_i = \sum_{j \in S_i} e^{s_{ij} - \ell_i} v_j$ with
@@ -44,7 +44,7 @@ pub static METHOD: Method = Method {
 crate::params! {
     /// Parameters of [`TopK`].
     pub struct Params {
-        /// Keys kept for each query, at most all it sees.
+        /// Keys kept for each query, at most all visible ones.
         keys: usize = 64, in 1..=1 << 30;
     }
 }

@@ -13,17 +13,17 @@
 //! * `aderf`: scalar $A$, different $B$ for queries and keys, from the second moments of both.
 //! * `saderf`: `oprf` after a diagonal rescaling of queries against keys.
 //!
-//! `antithetic` features take each direction with both signs: with `oprf` this is the best map of the family at equal
+//! `antithetic` features use each direction with both signs: with `oprf` this is the best map of the family at equal
 //! cost for heads of moderate norm.
 //!
-//! **Reference.** likhosherstov2022 (`oprf`), likhosherstov2023 (the others), reid2023 (simplex). The $\pm\omega$ form for
-//! $A \ne 0$ and orthogonal or simplex directions with it are constructions of this project.
+//! **Reference.** likhosherstov2022 (`oprf`), likhosherstov2023 (the others), reid2023 (simplex). The $\pm\omega$ form
+//! for $A \ne 0$, and its use with orthogonal or simplex directions, are constructions of this project.
 //!
-//! **What the statistics may see.** Without a mask they are those of the group's own queries and keys, unless `a` or a
-//! calibration fixes them. A causal row may not see later tokens, and the sums of a stream are void if $A$ changes: so
-//! causal plans and streams use `a`, or a calibration, or else, for `oprf`, the value for queries and keys of unit
-//! variance, $z = 2 \tau d$, which sees no data at all; `sderf`, `aderf` and `saderf` are then refused. Every choice is
-//! unbiased.
+//! **Source of the statistics.** Without a mask they come from the group's own queries and keys, unless `a` or a
+//! calibration fixes them. A causal row may not see later tokens, and a stream's sums become invalid if $A$ changes.
+//! Causal plans and streams therefore use `a` or a calibration; without either, `oprf` uses the value for queries and
+//! keys of unit variance, $z = 2 \tau d$, which depends on no data, and `sderf`, `aderf` and `saderf` are refused.
+//! Every choice is unbiased.
 //!
 //! **Cost.** $2(n_q + n_k)\,m\,(d + d_v)$, causal half as much again, and the moments: $(n_q + n_k)\,d$ for `oprf` and
 //! `saderf`, $(n_q + n_k)\,d^2 + O(d^3)$ for the others. State $m(d_v + 3)$.
@@ -32,9 +32,10 @@
 //! `attlas_num::sketch::variance`: tested. `RunInfo` carries the predicted relative standard deviation and the
 //! `features_needed` for 10 %.
 //!
-//! **When to use.** Among random features, where the exponent can be fitted: without a mask, or with a calibration, up to
-//! $\tau \|q\| \|k\| \approx 4$; `sderf` where the spectrum of the keys is far from flat. Causally and without a calibration it
-//! was no better than `performer` on a trained model. Beyond that size, no random feature map helps without training.
+//! **When to use.** Among random features, wherever the exponent can be fitted: without a mask or with a calibration,
+//! up to $\tau \|q\| \|k\| \approx 4$; `sderf` where the spectrum of the keys is far from flat. With a causal mask and
+//! no calibration it was no better than `performer` on a trained model. Above that norm, no random feature map helps
+//! without training.
 
 use crate::engine::linear::{Directions, ErrorModel, Linear, Positive, Prepared, Shape, Source};
 use crate::group::{Group, GroupIndex, GroupPlan};
@@ -103,7 +104,7 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// Which parameters of the exponent are fitted.
+    /// Fitted parameters of the exponent.
     pub enum Variant {
         /// One scalar (FAVOR++).
         Oprf = "oprf",
@@ -119,23 +120,23 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`Crt`].
     pub struct Params {
-        /// Which parameters of the exponent are fitted.
+        /// Fitted parameters of the exponent.
         variant: Variant = Variant::Oprf;
-        /// Features for each direction and its opposite.
+        /// Use each direction and its opposite.
         antithetic: bool = true;
-        /// Features per token; auto is d ln d, rounded up to a multiple of 8. Rounded up to an even number where they are
-        /// antithetic.
+        /// Features per token; auto is d ln d, rounded up to a multiple of 8. Antithetic features are rounded up to an
+        /// even number.
         features: Option<usize> = None, in 1..=1 << 20;
-        /// How the random directions depend on each other.
+        /// Coupling of the random directions.
         directions: Directions = Directions::Orthogonal;
-        /// The scalar of oprf, below 1/8; auto fits it: to the data without a mask, to a calibration where there is one,
-        /// and else to queries and keys of unit variance.
+        /// The scalar of oprf, below 1/8; auto fits it to a calibration if there is one, otherwise to the data without
+        /// a mask and to queries and keys of unit variance with one.
         a: Option<f64> = None, in -1e6..=0.1249;
         /// Added to second moments, relative to their average eigenvalue.
         ridge: f64 = 1e-6, in 1e-15..=1.0;
-        /// The relative standard deviation of a kernel entry that the figure `features_needed` is for.
+        /// Relative standard deviation of a kernel entry that the figure `features_needed` aims at.
         target_error: f64 = 0.1, in 1e-6..=10.0;
-        /// Stream the directions are drawn from.
+        /// Seed of the random directions.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -153,17 +154,17 @@ impl Spec for Params {
     }
 }
 
-/// The source of feature maps.
+/// Source of feature maps.
 #[derive(Clone, Debug)]
 pub struct Crt {
     params: Params,
     causal: bool,
-    /// Fitted to a calibration, one for each key head.
+    /// Exponents fitted to a calibration, one for each key head.
     frozen: Vec<Exponent>,
 }
 
 impl Crt {
-    /// Fits the exponents where they are not left to the data.
+    /// Fits the exponents to a calibration, if there is one and `a` is not set.
     pub fn new(p: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
         if params.a.is_some() && params.variant != Variant::Oprf {
             return Err(Error::param("a", params.a.unwrap_or(0.0), "auto, except for variant = oprf"));
@@ -199,7 +200,7 @@ impl Crt {
         if self.params.antithetic { features.div_ceil(2) } else { features }
     }
 
-    /// The exponent of one group; where it is fitted to the data of a run, an error without them.
+    /// Returns the exponent of one group; an error if it must be fitted to the data of a run and these are absent.
     pub fn exponent<T: Real>(&self, shape: &Shape, data: Option<&Group<'_, T>>) -> Result<Exponent> {
         if let Some(frozen) = self.frozen.get(shape.index.kv_head) {
             return Ok(frozen.clone());
@@ -221,10 +222,10 @@ impl Crt {
     }
 }
 
-/// Rows whose moments one task sums.
+/// Rows whose moments a task sums.
 const PIECE: usize = 4096;
 
-/// The moments of some rows: pieces in parallel, added in order.
+/// Computes the moments of some rows: pieces in parallel, added in order.
 fn collect<T: Real>(rows: MatRef<'_, T>, dense: bool) -> SideMoments {
     let new = || if dense { SideMoments::dense(rows.cols()) } else { SideMoments::diagonal(rows.cols()) };
     let pieces: Vec<SideMoments> = (0..rows.rows().div_ceil(PIECE))
@@ -241,7 +242,7 @@ fn collect<T: Real>(rows: MatRef<'_, T>, dense: bool) -> SideMoments {
     })
 }
 
-/// The exponent for data with these moments.
+/// Fits the exponent to data with these moments.
 fn fit(params: &Params, moments: &Moments) -> Result<Exponent> {
     Ok(match params.variant {
         Variant::Oprf => Exponent::oprf_auto(moments)?,
@@ -251,7 +252,7 @@ fn fit(params: &Params, moments: &Moments) -> Result<Exponent> {
     })
 }
 
-/// Moments of queries (those of a group pooled) and keys, for each key head.
+/// Collects moments of queries (pooled over a group) and keys, for each key head.
 fn calibrate(_: &Params, p: &Problem, samples: &[Inputs<'_>]) -> Result<Calibration> {
     let mut calibration = Calibration::new(METHOD.id, p);
     for h in 0..p.n_kv_heads {
@@ -262,7 +263,7 @@ fn calibrate(_: &Params, p: &Problem, samples: &[Inputs<'_>]) -> Result<Calibrat
                 Inputs::F64(x) => add_sample(&mut sides, x, p, h)?,
             }
         }
-        // Refuses moments that are not finite.
+        // Rejects moments that are not finite.
         Moments::new(&sides[0], &sides[1], p.scale)?;
         for (name, side) in ["q", "k"].into_iter().zip(&sides) {
             let (mean, outer) = side.means();
@@ -348,7 +349,7 @@ mod tests {
         pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))
     }
 
-    /// The map that a run without a mask uses, by the formulas.
+    /// The map of a run without a mask, by the formulas.
     fn map(o: &Options, x: &Case) -> ExpFeatures<f64> {
         let (p, params) = (&x.problem, Params::from_options(o).unwrap());
         let source = Crt::new(&Problem { mask: Mask::None, ..*p }, params.clone(), None).unwrap();
@@ -451,7 +452,7 @@ mod tests {
             let got = run_with(&*with(&p), &x, How::default()).unwrap();
             assert_rows_close(&got.o, &run(&METHOD, &o, &x).o, 1e-8, variant);
 
-            // Causal rows: the last one is that of the run without a mask, and no row depends on later tokens.
+            // Causal rows: the last one equals that of the run without a mask, and no row depends on later tokens.
             let causal = x.with_problem(p.causal());
             let plan = with(&p.causal());
             let rows = run_with(&*plan, &causal, How::default()).unwrap().o;

@@ -1,25 +1,29 @@
 //! Squared-ReLU attention with a linear far field: the attention inside GAU and FLASH.
 //!
-//! **Idea.** Inside a chunk, weights are squared rectified scores and are not normalised; everything outside goes through one
-//! matrix, without features and without a normaliser. A gate outside repairs what the missing softmax spoils.
+//! **Idea.** Inside a chunk, weights are squared rectified scores and are not normalised; everything outside goes
+//! through one matrix, without features and without a normaliser. A gate outside the method compensates for the missing
+//! softmax.
 //!
 //! **Math.** With chunks of $C$ positions, scores $x_{ij} = \tau \langle q_i, k_j\rangle$ and the chunk $g$ of row $i$:
 //! $o_i = \sum_{j \in g} a_{ij} v_j + \tau\, \tilde q_i^\top M_i$. *Near*: $a = \mathrm{relu}(x/n + b)^2$ with a configured length $n$
-//! (`scaling = paper_code`), or $\mathrm{relu}(x + b)^2 / (n\, d)$ with the number $n$ of chunk keys that the row sees (`per_length`); masked
-//! after the activation. *Far*: causally $M_i = \sum_{j < gC} \tilde k_j v_j^\top / (gC)$, nothing in the first chunk; without a mask
-//! $\sum_j \tilde k_j v_j^\top / n_k$ over all keys. The last chunk is shorter, never padded. $\tau$ is the problem's scale, 1 in the paper.
+//! (`scaling = paper_code`), or $\mathrm{relu}(x + b)^2 / (n\, d)$ with the number $n$ of chunk keys that the row sees
+//! (`per_length`); the mask applies after the activation. *Far*: causally
+//! $M_i = \sum_{j < gC} \tilde k_j v_j^\top / (gC)$, zero in the first chunk; without a mask
+//! $\sum_j \tilde k_j v_j^\top / n_k$ over all keys. The last chunk is shorter, never padded. $\tau$ is the problem's
+//! scale, 1 in the paper.
 //!
 //! Norm, projections with SiLU, the affine views of a shared $Z$, the gate $U \odot$ and the output projection are the layer
-//! [`gau`](crate::layers::gau). The method takes the views as its inputs: with `views = split` the first half of the columns of queries and keys is the quadratic view and the
-//! second half the linear one ($\tilde q$, $\tilde k$), with `shared` both are the whole row. A constant bias is a parameter.
+//! [`gau`](crate::layers::gau). The method takes the views as its inputs: with `views = split` the first half of the
+//! columns of queries and keys is the quadratic view and the second half the linear one ($\tilde q$, $\tilde k$); with
+//! `shared` the whole row serves as both. A constant bias is a parameter.
 //!
 //! **Reference.** hua2022. Only the far field is linear: squared ReLU has no small feature map. Public code divides the
 //! causal far field by the chunk length instead of the running count.
 //!
 //! **Cost.** $n C (d + d_v)$ causally, twice that without a mask, plus $4 n\, d\, d_v$; state $d\, d_v$ and one chunk.
 //!
-//! **Guarantees.** Deterministic, equal to the definition to rounding. Causally one chunk of all tokens has no far field
-//! (FLASH is GAU). Weights are not normalised: it does not approximate softmax.
+//! **Guarantees.** Deterministic, equal to the definition up to rounding. With a causal mask, a single chunk of all
+//! tokens has no far field (FLASH is GAU). Weights are not normalised: it does not approximate softmax.
 //!
 //! **When to use.** Inside layers trained with it.
 
@@ -61,17 +65,17 @@ pub static METHOD: Method = Method {
 crate::params! {
     /// Parameters of [`GatedLinear`].
     pub struct Params {
-        /// Positions of a chunk.
+        /// Positions per chunk.
         block: usize = 256, in 1..=1 << 30;
-        /// How scores become weights.
+        /// Map from scores to weights.
         scaling: Scaling = Scaling::PaperCode;
-        /// The length that scores are divided by with `paper_code`; auto is the chunk.
+        /// Length that divides the scores with `paper_code`; auto is the chunk.
         length: Option<usize> = None, in 1..=1 << 30;
         /// Added to scores before the rectifier.
         bias: f64 = 0.0, in -1e6..=1e6;
-        /// Whether one row serves as quadratic and linear view, or half of it each.
+        /// Columns of the quadratic and the linear view: the whole row for both, or one half each.
         views: Views = Views::Shared;
-        /// Whether there is a far field.
+        /// Add the linear far field.
         far: bool = true;
     }
 }
@@ -92,7 +96,7 @@ impl Spec for Params {
 }
 
 crate::choices! {
-    /// How scores become weights.
+    /// Map from scores to weights.
     pub enum Scaling {
         /// Divided by a configured length, then rectified and squared.
         PaperCode = "paper_code",
@@ -102,9 +106,9 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// Which columns are which view.
+    /// Columns of the two views.
     pub enum Views {
-        /// All columns are both.
+        /// All columns serve both views.
         Shared = "shared",
         /// The first half is quadratic, the second linear.
         Split = "split",
@@ -119,13 +123,13 @@ pub struct GatedLinear {
 }
 
 impl GatedLinear {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(problem: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         Ok(Self { params, scale: problem.scale })
     }
 
-    /// Columns of the quadratic and of the linear view.
+    /// Returns the columns of the quadratic and of the linear view.
     fn columns(&self, d: usize) -> (Range<usize>, Range<usize>) {
         match self.params.views {
             Views::Shared => (0..d, 0..d),
@@ -139,8 +143,7 @@ impl GatedLinear {
         gemm(cx.schedule.isa, T::ONE, Op::T(k), Op::N(v), T::ONE, state, v.cols(), cx.scratch);
     }
 
-    /// Writes rows: the far field from `state` over `count` keys, and the near keys, of which row `i` sees the first
-    /// `seen(i)`.
+    /// Writes rows: the far field from `state` over `count` keys, plus the first `seen(i)` near keys for row `i`.
     #[allow(clippy::too_many_arguments)]
     fn attend<T: Real>(
         &self,
@@ -195,8 +198,7 @@ impl GatedLinear {
     }
 }
 
-/// Keys of a chunk, and its values with rows that are not finite set to zero, where a weight of zero would spread
-/// them.
+/// Keys of a chunk, and its values with non-finite rows set to zero, because a weight of zero would still spread them.
 struct NearChunk<'a, T> {
     k: MatRef<'a, T>,
     v: MatRef<'a, T>,
@@ -218,7 +220,7 @@ fn finite_into<T: Real>(v: MatRef<'_, T>, out: &mut [T]) -> Vec<usize> {
     spoiled
 }
 
-/// Some columns of a matrix.
+/// Returns some columns of a matrix.
 fn columns_of<T: Real>(x: MatRef<'_, T>, columns: Range<usize>) -> MatRef<'_, T> {
     if x.rows() == 0 {
         return MatRef::new(&[], 0, columns.len());
@@ -269,7 +271,7 @@ impl GroupPlan for GatedLinear {
         let keys_of = |c: usize| c * block..((c + 1) * block).min(n_k);
         let len = self.columns(k.cols()).1.len() * d_v;
 
-        // The state of each chunk, then before each chunk (causal) or of all chunks in the last place.
+        // The state of each chunk, then the state before each chunk (causal) or, in the last place, of all chunks.
         let mut states = cx.scratch.take_zeroed::<T>(chunks * len);
         if self.params.far {
             states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(c, state)| {
@@ -283,7 +285,7 @@ impl GroupPlan for GatedLinear {
             }
         }
 
-        // Rows stand at key positions; without a mask, rows before the first key belong to the first chunk.
+        // Rows are at key positions; without a mask, rows before the first key belong to the first chunk.
         let early = n_q.saturating_sub(n_k);
         let unseen_rows = if causal { early } else { 0 };
         let first = n_k.saturating_sub(n_q);
@@ -490,7 +492,7 @@ mod tests {
         x.q.iter_mut().for_each(|q| *q = q.abs());
         x.k.iter_mut().for_each(|k| *k = -k.abs());
         assert!(run(&x, &Options::new().with("far", false)).iter().all(|&o| o == 0.0));
-        // With a bias they would not be: padding keys with zeros would add relu(b)².
+        // With a bias they would differ: padding keys with zeros would add relu(b)².
         assert!(run(&x, &Options::new().with("far", false).with("bias", 1.0)).iter().any(|&o| o != 0.0));
     }
 

@@ -1,24 +1,24 @@
 //! Hybrid random features: two estimates of the softmax kernel mixed with weights that depend on the pair.
 //!
 //! **Idea.** Trigonometric features are exact at angle 0, hyperbolic ones at angle $\pi$. Mix both by a weight that is
-//! itself a kernel with random features: the mixture is unbiased, and good at both ends.
+//! itself a kernel with random features: the mixture is unbiased and accurate at both ends.
 //!
 //! **Math.** With $H$ the hyperbolic and $T$ the trigonometric estimate from the same directions:
 //! * `angular`: $\hat\lambda H + (1 - \hat\lambda) T$, $\hat\lambda = \frac12 - \frac{1}{2n} \sum_t
-//!   \mathrm{sgn}(\tau_t \cdot x)\,\mathrm{sgn}(\tau_t \cdot y)$, of mean $\theta/\pi$: the positive estimate gets the
-//!   weight at large angles. $m = 4M(n + 1)$ features.
+//!   \mathrm{sgn}(\tau_t \cdot x)\,\mathrm{sgn}(\tau_t \cdot y)$, with mean $\theta/\pi$: the positive estimate
+//!   dominates at large angles. $m = 4M(n + 1)$ features.
 //! * `gaussian`: $\hat\lambda T + (1 - \hat\lambda) H$, where $\hat\lambda$ estimates $e^{-\|x - y\|^2/(2\tau^2)}$;
 //!   $m = 2M(1 + 4n)$.
 //! * `clusters`: hyperbolic features, for each pair of a cluster of queries and one of keys after a diagonal rescaling
 //!   that suits their centroids; positive, and without a mask only. $m = 2M c^2$.
 //!
 //! **Reference.** choromanski2022. A sign on the key side replaces the paper's imaginary unit. All bases are always
-//! combined; none is chosen. The weights of published notebooks are swapped in one place; these are the right ones.
+//! combined, never selected. Published notebooks swap the weights in one place; here they are correct.
 //!
 //! **Cost.** $n + 1$ times that of `performer` with $M$ directions.
 //!
 //! **Guarantees.** Entries are unbiased with the variance of the formula, zero for rows of equal length at angles 0 and
-//! $\pi$: tested. Features are signed (except `clusters`), so that denominators may cancel. `RunInfo` carries the
+//! $\pi$: tested. Features are signed (except `clusters`), so denominators may cancel. `RunInfo` carries the
 //! predicted relative standard deviation of an entry and the `features_needed` for `target_error`.
 //!
 //! **When to use.** Kernel entries at small norms ($\tau\|q\|\|k\| \lesssim 2$); for normalised rows the sign problem
@@ -84,7 +84,7 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// Variable of the mixture.
+    /// Variable that the mixture weight depends on.
     pub enum Kind {
         /// The angle between query and key.
         Angular = "angular",
@@ -98,25 +98,25 @@ crate::choices! {
 crate::params! {
     /// Parameters of hybrid random features.
     pub struct Params {
-        /// Variable of the mixture.
+        /// Variable that the mixture weight depends on.
         kind: Kind = Kind::Angular;
-        /// Directions that both estimates share.
+        /// Number of directions, shared by both estimates.
         bases: usize = 32, in 1..=1 << 16;
         /// Random features of the weight.
         weights: usize = 8, in 1..=1 << 12;
         /// Width of the Gaussian weight.
         tau: f64 = 1.0, in 1e-6..=1e6;
-        /// Clusters of queries, and of keys; at most as many as there are rows.
+        /// Number of clusters of queries, and of keys; at most the number of rows.
         clusters: usize = 4, in 1..=256;
-        /// How the shared directions depend on each other.
+        /// Coupling of the shared directions.
         directions: Directions = Directions::Orthogonal;
         /// Treatment of rows where a denominator nearly cancels.
         denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
-        /// The share of itself without cancellation below which a denominator counts as cancelled.
+        /// A denominator counts as cancelled below this share of the sum of its absolute terms.
         den_floor: f64 = 1e-3, in 0.0..=1.0;
-        /// The relative standard deviation of a kernel entry that the figure `features_needed` is for.
+        /// Relative standard deviation of a kernel entry that the figure `features_needed` aims at.
         target_error: f64 = 0.1, in 1e-6..=10.0;
-        /// Stream of the directions and of the clustering.
+        /// Seed of the directions and of the clustering.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -136,7 +136,7 @@ impl Spec for Params {
     }
 }
 
-/// The source of feature maps.
+/// Source of feature maps.
 #[derive(Clone, Debug)]
 pub struct Hybrid {
     params: Params,
@@ -371,7 +371,7 @@ mod tests {
     fn more_bases_bring_rows_nearer_to_softmax() {
         let mut x = Case::gaussian(Problem::new(1, 150, 8), 6);
         x.q.iter_mut().chain(&mut x.k).for_each(|v| *v *= 0.6);
-        // Two clusters on either side, far from the axes, where their rescaling has something to go by.
+        // Two clusters on either side, far from the axes, where the rescaling has an effect.
         let mut clustered = x.clone();
         for (t, v) in clustered.q.iter_mut().chain(&mut clustered.k).enumerate() {
             let sign = if t / 8 % 2 == 0 { 1.0 } else { -1.0 };

@@ -12,14 +12,14 @@
 //! * `identity`: $x$, signed.
 //!
 //! **Reference.** katharopoulos2020. The problem's scale is not applied, as in the reference: `qk_scale` takes its
-//! place. Nothing is added to denominators unless `den_eps` asks for it; public code adds 1e-6 or 1e-10 to sums of
+//! place. Nothing is added to denominators unless `den_eps` is set; public code adds 1e-6 or 1e-10 to sums of
 //! unscaled features, where it can dominate.
 //!
 //! **Cost.** $4 n d\, d_v$, causal half as much again; state $d(d_v + 3)$.
 //!
-//! **Guarantees.** Deterministic; equals the kernel attention above to rounding. It does not approximate softmax.
+//! **Guarantees.** Deterministic; equals the kernel attention above up to rounding. It does not approximate softmax.
 //!
-//! **When to use.** Models trained with it. On others it is the floor of the family.
+//! **When to use.** Models trained with it. On other models it is the baseline of the family.
 
 use crate::engine::linear::{
     DenominatorEps, DenominatorPolicy, Linear, Positive, Prepared, Shape, Signed, Source,
@@ -87,7 +87,7 @@ crate::choices! {
     pub enum Map {
         /// elu(x) + 1.
         Elu1 = "elu1",
-        /// max(x, 0), plus a constant on request.
+        /// max(x, 0), plus an optional constant.
         Relu = "relu",
         /// Softmax over the coordinates of queries, exponentials of keys.
         Softmax = "softmax",
@@ -111,7 +111,7 @@ crate::params! {
         den_eps: f64 = 0.0, in 0.0..=1.0;
         /// Treatment of rows where the denominator of the identity map nearly cancels.
         denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
-        /// The share of itself without cancellation below which a denominator counts as cancelled.
+        /// A denominator counts as cancelled below this share of the sum of its absolute terms.
         den_floor: f64 = 1e-3, in 0.0..=1.0;
     }
 }
@@ -136,7 +136,7 @@ impl Spec for Params {
     }
 }
 
-/// The source of feature maps.
+/// Source of feature maps.
 #[derive(Clone, Debug)]
 pub struct Coordinates {
     params: Params,
@@ -267,7 +267,7 @@ mod tests {
             assert!(ran.o.iter().all(|v| v.is_finite()), "{policy}");
             assert!(policy != "zero_row" || ran.o.iter().all(|&v| v == 0.0));
         }
-        // Softmax would be another kernel.
+        // Exact rows would use softmax, a different kernel.
         assert!(METHOD.plan(&p, &Options::new().with("denominator", "exact_row")).is_err());
     }
 

@@ -41,7 +41,7 @@ mod tests {
             }
             let most = *cached.iter().max().unwrap();
             assert!(most as f64 <= bytes, "{}: {most} bytes, stated {bytes}", method.id);
-            // Once the first blocks are full, no more is cached.
+            // Once the first blocks are full, the cache stops growing.
             let (early, late) = (cached[4..12].iter().max(), cached[12..].iter().max());
             assert_eq!(early, late, "{}", method.id);
         }

@@ -1,7 +1,7 @@
 //! Performer: unbiased random features of the softmax kernel (FAVOR+).
 //!
-//! **Idea.** Replace $e^{\tau q^\top k}$ by an inner product of random features, so that keys and values sum up once
-//! and every query reads the sum. Positive features keep the weights positive; orthogonal directions lower their
+//! **Idea.** Replace $e^{\tau q^\top k}$ by an inner product of random features, so that keys and values are summed
+//! once and every query reads the sum. Positive features keep the weights positive; orthogonal directions lower their
 //! variance.
 //!
 //! **Math.** With $x = \sqrt\tau q$, $y = \sqrt\tau k$ and directions $\omega_l \sim N(0, I_d)$:
@@ -16,20 +16,20 @@
 //!
 //! **Reference.** choromanski2021; directions: yu2016 (orthogonal), reid2023 (simplex). Departures: blocks are
 //! orthogonal with $\chi_d$ lengths and the sign of the QR factor corrected, without which `pos` is biased; shifts per
-//! feature and per row in place of one global key maximum; nothing is added to features unless `feature_eps` asks
-//! for it, which reproduces the reference implementation and, because it needs the maximum over all keys, exists
-//! without a mask only.
+//! feature and per row in place of one global key maximum; nothing is added to features unless `feature_eps` is set,
+//! which reproduces the reference implementation and works without a mask only, because it needs the maximum over all
+//! keys.
 //!
 //! **Cost.** $2(n_q + n_k)\,m\,(d + d_v)$, causal half as much again; state $m(d_v + 3)$, whatever the length.
 //!
 //! **Guarantees.** Un-normalised rows are unbiased (`pos`, `hyp`; `trig` before its denominator is guarded): tested.
 //! The relative variance of an entry is $(e^{\|x+y\|^2} - 1)/M$ for independent directions, less for orthogonal
 //! ones: exponential in the norms. `RunInfo` carries the predicted relative standard deviation
-//! (`predicted_rel_sd`; above 0.5 rows mean little) and the `features_needed` for 10 %.
+//! (`predicted_rel_sd`; above 0.5 rows are unreliable) and the `features_needed` for 10 %.
 //!
-//! **When to use.** Small norms ($\tau\|q\|\|k\| \lesssim 2$) or models trained with it. `crt` has less variance where its
-//! exponent can be fitted to the data, which needs a calibration when causal; without one neither is the better choice
-//! (SmolLM2-135M, 1024 tokens, one seed: perplexity 839 with `performer`, 942 with `crt`, 24.7 exactly).
+//! **When to use.** Small norms ($\tau\|q\|\|k\| \lesssim 2$) or models trained with it. `crt` has less variance when
+//! its exponent can be fitted to the data, which needs a calibration when causal; without one neither is the better
+//! choice (SmolLM2-135M, 1024 tokens, one seed: perplexity 839 with `performer`, 942 with `crt`, 24.7 exactly).
 
 use crate::engine::linear::{
     DenominatorPolicy, Directions, ErrorModel, Linear, Positive, Prepared, Shape, Signed, Source,
@@ -151,21 +151,21 @@ crate::params! {
     pub struct Params {
         /// Kind of features.
         map: Map = Map::Hyp;
-        /// Features per token; auto is d ln d, rounded up to a multiple of 8. Rounded up to an even number for hyp and
-        /// trig, which have two features per direction.
+        /// Features per token; auto is d ln d, rounded up to a multiple of 8. Features of hyp and trig, two per
+        /// direction, are rounded up to an even number.
         features: Option<usize> = None, in 1..=1 << 20;
-        /// How the random directions depend on each other.
+        /// Coupling of the random directions.
         directions: Directions = Directions::Orthogonal;
-        /// Added to every stabilised feature, as the reference implementation does; it mixes in uniform attention.
-        /// Positive and hyperbolic features without a mask only.
+        /// Constant added to every stabilised feature, as in the reference implementation; it mixes in uniform
+        /// attention. Only for positive and hyperbolic features without a mask.
         feature_eps: f64 = 0.0, in 0.0..=1.0;
         /// Treatment of rows where the denominator of trigonometric features nearly cancels.
         denominator: DenominatorPolicy = DenominatorPolicy::Clamp;
-        /// The share of itself without cancellation below which a denominator counts as cancelled.
+        /// A denominator counts as cancelled below this share of the sum of its absolute terms.
         den_floor: f64 = 1e-3, in 0.0..=1.0;
-        /// The relative standard deviation of a kernel entry that the figure `features_needed` is for.
+        /// Relative standard deviation of a kernel entry that the figure `features_needed` aims at.
         target_error: f64 = 0.1, in 1e-6..=10.0;
-        /// Stream the directions are drawn from.
+        /// Seed of the random directions.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -196,14 +196,14 @@ impl Spec for Params {
 /// Constant that the reference implementation adds to ReLU features.
 pub const RELU_EPS: f64 = 1e-3;
 
-/// The source of feature maps.
+/// Source of feature maps.
 #[derive(Clone, Debug)]
 pub struct Performer {
     params: Params,
 }
 
 impl Performer {
-    /// With these parameters.
+    /// Creates the source with these parameters.
     pub fn new(params: Params) -> Self {
         Self { params }
     }
@@ -276,7 +276,7 @@ impl Source for Performer {
     }
 }
 
-/// Features with a constant added after the stabilisation of the reference implementation:
+/// Features plus a constant, after the stabilisation of the reference implementation:
 /// $e^{\omega \cdot x - \|x\|^2/2 - M} + \varepsilon$, where $M$ is the largest $\omega \cdot x$ of a query, or of all
 /// keys.
 #[derive(Debug)]
@@ -298,7 +298,7 @@ impl<T: Real> Lifted<T> {
         lifted
     }
 
-    /// The largest log-feature of a row without its norm.
+    /// Returns the largest log-feature of a row, without the norm term.
     fn top(&self, x: &[T], log_features: &[T]) -> f64 {
         kernels::max(log_features).to_f64() + 0.5 * self.scale * kernels::dot(x, x).to_f64()
     }
@@ -435,7 +435,8 @@ mod tests {
         ] {
             let o = options(&[("map", map), ("features", m), ("directions", directions)]);
             if map == "pos" {
-                // Long tails: at half the rows, where a sample tells the variance, with the formula's own value.
+                // Long tails: at half the rows, where a sample determines the variance, against the formula's own
+                // value.
                 let (x, y) = (x.map(|v| v * 0.5), y.map(|v| v * 0.5));
                 let pair = Pair::of(&x, &y);
                 let coupling = Params::from_options(&o).unwrap().directions.coupling();

@@ -1,8 +1,8 @@
-//! PolaFormer: linear attention over positive and negative parts, same signs apart from opposite ones.
+//! PolaFormer: linear attention over positive and negative parts, with separate streams for equal and opposite signs.
 //!
-//! **Idea.** ReLU features forget negative coordinates. Keep both parts of queries and keys, let one stream weigh keys
-//! of the same sign and another one those of opposite sign, each for half of the values, and sharpen the weights by a
-//! power of each channel.
+//! **Idea.** ReLU features discard negative coordinates. Keep both parts of queries and keys; let one stream weight
+//! keys of the same sign and another those of opposite sign, each for half of the value channels, and sharpen the
+//! weights by a power per channel.
 //!
 //! **Math.** $x_\pm = \max(\pm x_c / s_c, 0)^{p_c}$ with $p_c = 1 + \alpha\,\mathrm{sigmoid}(w_c)$ and
 //! $s_c = \mathrm{softplus}(t_c)$; $\varphi_k = [k_+; k_-]$, $\varphi_{\text{same}} = [q_+; q_-]$,
@@ -11,14 +11,14 @@
 //! where each stream divides by $\varepsilon n + \sum_j \langle \varphi, \varphi_k \rangle$ over its $n$ keys. Both
 //! streams are positive; nothing is subtracted.
 //!
-//! **Reference.** meng2025. Untrained, $w = t = 0$: powers $1 + \alpha/2$, divisors $\ln 2$. Trained ones come in a
-//! calibration as `w.0`, `t.0`, …, one $1 \times d$ matrix per key head. Gates, the convolution on values and the
+//! **Reference.** meng2025. Untrained, $w = t = 0$: powers $1 + \alpha/2$, divisors $\ln 2$. A calibration brings
+//! trained ones as `w.0`, `t.0`, …, one $1 \times d$ matrix per key head. Gates, the convolution on values and the
 //! positional term belong to the layer, not to the method. The causal form is ours.
 //!
 //! **Cost.** $8 n d\, d_v$; state $2d(d_v + 3)$.
 //!
-//! **Guarantees.** Equals the definition to rounding. It does not approximate softmax. A stream whose signs never meet
-//! gives zeros.
+//! **Guarantees.** Equals the definition up to rounding. It does not approximate softmax. A stream without matching
+//! signs gives zeros.
 //!
 //! **When to use.** Models trained with it.
 
@@ -53,9 +53,9 @@ pub static METHOD: Method = Method {
 crate::params! {
     /// Parameters of [`Polarity`].
     pub struct Params {
-        /// Powers lie between 1 and 1 + alpha; in the middle without training.
+        /// Powers lie between 1 and 1 + alpha; untrained ones are in the middle.
         alpha: f64 = 4.0, in 0.0..=64.0;
-        /// Added to every denominator, times the number of keys that the row sees.
+        /// Constant added to every denominator, times the number of keys that the row sees.
         den_eps: f64 = 1e-6, in 0.0..=1.0;
     }
 }
@@ -72,16 +72,16 @@ impl Spec for Params {
     }
 }
 
-/// The source of feature maps.
+/// Source of feature maps.
 #[derive(Clone, Debug)]
 pub struct Polarity {
     params: Params,
-    /// One map for each key head where trained, else one for all.
+    /// One map for each key head if trained, otherwise one for all.
     maps: Vec<Pola>,
 }
 
 impl Polarity {
-    /// With trained powers and divisors where a calibration brings them.
+    /// Creates the source, with trained powers and divisors if a calibration has them.
     pub fn new(p: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
         let maps = match calibration {
             None => vec![Pola::untrained(p.d, params.alpha)?],
@@ -101,7 +101,7 @@ impl Polarity {
 }
 
 impl Polarity {
-    /// One map for each key head where trained, else one for all.
+    /// One map for each key head if trained, otherwise one for all.
     pub fn maps(&self) -> &[Pola] {
         &self.maps
     }
@@ -138,7 +138,7 @@ impl Source for Polarity {
     }
 }
 
-/// The map of the stream in which queries meet keys of opposite sign.
+/// Map of the stream that pairs queries with keys of opposite sign.
 #[derive(Debug)]
 struct Opposite(Pola);
 
@@ -234,7 +234,7 @@ mod tests {
 
     #[test]
     fn larger_powers_sharpen_the_weights() {
-        // Values that name the key: the sum of squared weights grows as weights concentrate.
+        // Values are unit vectors: the sum of squared weights grows as weights concentrate.
         let p = Problem { d_v: 16, ..Problem::new(1, 8, 16) };
         let mut x = Case::gaussian(p, 6);
         x.v = (0..8 * 16).map(|t| f64::from(u8::from(t % 16 % 8 == t / 16))).collect();

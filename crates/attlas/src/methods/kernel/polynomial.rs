@@ -1,13 +1,14 @@
-//! Exact polynomial attention: an even power of the inner product in the place of its exponential.
+//! Exact polynomial attention: an even power of the inner product in place of its exponential.
 //!
-//! **Idea.** $\kappa(q, k) = ((\tau\langle q, k\rangle + \alpha)/\beta)^p$ grows fast enough to attend and has a finite feature
-//! map, so that at low degrees the sum over keys is a matrix of fixed size.
+//! **Idea.** $\kappa(q, k) = ((\tau\langle q, k\rangle + \alpha)/\beta)^p$ grows fast enough for selective attention
+//! and has a finite feature map, so at low degrees the sum over keys is a matrix of fixed size.
 //!
-//! **Math.** $o_i = \sum_j \kappa(q_i, k_j) v_j / (c_0 + \sum_j \kappa(q_i, k_j))$, $\tau$ being the problem's scale. Directly,
-//! weights are $(t/t^*)^p$ with $t = |\tau\langle q, k\rangle + \alpha|/\beta$ and $t^*$ the running maximum of the row, and $c_0$ enters
-//! as $c_0 t^{*-p}$. At $p = 2$ the features are the symmetric square of $[\sqrt{\tau} x; \sqrt\alpha]$, $m = d'(d'+1)/2$ of
-//! them; at $p = 4$ and $d' \le 16$ all monomials, $m = \binom{d'+3}{4}$. With $c_0 > 0$ the weights of a row sum to less
-//! than one. Only even powers: odd ones have negative weights.
+//! **Math.** $o_i = \sum_j \kappa(q_i, k_j) v_j / (c_0 + \sum_j \kappa(q_i, k_j))$, where $\tau$ is the problem's
+//! scale. The direct form computes weights $(t/t^*)^p$ with $t = |\tau\langle q, k\rangle + \alpha|/\beta$ and $t^*$
+//! the running maximum of the row, and $c_0$ enters as $c_0 t^{*-p}$. At $p = 2$ the features are the symmetric square
+//! of $[\sqrt{\tau} x; \sqrt\alpha]$, $m = d'(d'+1)/2$ of them; at $p = 4$ and $d' \le 16$ all monomials,
+//! $m = \binom{d'+3}{4}$. With $c_0 > 0$ the weights of a row sum to less than one. Only even powers are allowed: odd
+//! ones have negative weights.
 //!
 //! **Reference.** kacham2024; the limits in $p$ follow the corrected survey: with $c_0 = 1$, $p \to \infty$ and
 //! $\mu = \max_j |t_{ij}|$, a row becomes hardmax for $\mu > 1$, $1/(1 + |S|)$ on the maximisers $S$ for $\mu = 1$, and zero for
@@ -16,10 +17,11 @@
 //! **Cost.** Directly $2 n_q n_k (d + d_v)$; with features $4 n\, m\, d_v$ and a state of $m (d_v + 1)$ numbers. `form = auto`
 //! takes the cheaper one.
 //!
-//! **Guarantees.** Both forms are the kernel to rounding (tested). Weights are non-negative; $q \to -q$ changes nothing
-//! where $\alpha = 0$. It does not approximate softmax.
+//! **Guarantees.** Both forms equal the kernel up to rounding (tested). Weights are non-negative; $q \to -q$ changes
+//! nothing where $\alpha = 0$. It does not approximate softmax.
 //!
-//! **When to use.** In models trained with it, and as what `polysketch`, `tensor_sketch` and `lev` approximate.
+//! **When to use.** In models trained with it, and as the reference that `polysketch`, `tensor_sketch` and `lev`
+//! approximate.
 
 use crate::engine::poly_state::{
     Form, Guard, HalfSketch, PowerKernel, Prepare, Signed, SketchAttention, SketchStream, UnitRows,
@@ -67,19 +69,19 @@ pub static METHOD: Method = Method {
 crate::params! {
     /// Parameters of [`Polynomial`].
     pub struct Params {
-        /// The power, even.
+        /// Degree of the power, even.
         degree: usize = 4, in 2..=64;
-        /// Added to the scaled inner product.
+        /// Constant added to the scaled inner product.
         alpha: f64 = 0.0, in 0.0..=1e6;
-        /// Divides the sum of both.
+        /// Divisor of the scaled inner product plus alpha.
         beta: f64 = 1.0, in 1e-6..=1e6;
-        /// Added to the normaliser; 1 in PolySketchFormer. Above 0, constant values are not reproduced.
+        /// Constant added to the normaliser; 1 in PolySketchFormer. Above 0, constant values are not reproduced.
         c0: f64 = 0.0, in 0.0..=1e6;
-        /// Whether queries and keys are layer-normalised first, without gain.
+        /// Layer-normalise queries and keys first, without gain.
         layer_norm: bool = false;
-        /// Whether keys are read directly or through features.
+        /// Form of the sum over keys: direct, or through features.
         form: Arrangement = Arrangement::Auto;
-        /// Keys of a block in which the causal form with features is direct.
+        /// Keys per block within which the causal form with features is direct.
         block: usize = 256, in 1..=1 << 20;
     }
 }
@@ -101,11 +103,11 @@ impl Spec for Params {
 }
 
 crate::choices! {
-    /// How the sums over keys are computed.
+    /// Form of the sums over keys.
     pub enum Arrangement {
         /// The cheaper one by counted work.
         Auto = "auto",
-        /// Every key for every query.
+        /// Every query reads every key.
         Direct = "direct",
         /// A state of monomials.
         Features = "features",
@@ -115,7 +117,7 @@ crate::choices! {
 /// ε of the layer normalisation.
 const EPS: f64 = 1e-5;
 
-/// Widest rows whose monomials of degree 4 are used.
+/// Maximum row width for monomials of degree 4.
 const QUARTIC_WIDTH: usize = 16;
 
 /// The feature map of a low degree.
@@ -159,7 +161,7 @@ impl Params {
         if self.layer_norm { Prepare::LayerNorm(EPS) } else { Prepare::Copy }
     }
 
-    /// The feature map, where the degree has one of a sensible size.
+    /// Returns the feature map, if the degree has one of a reasonable size.
     fn map(&self, p: &Problem) -> Option<Map> {
         let PowerKernel { scale, shift, power } = self.kernel(p);
         let width = p.d + usize::from(shift > 0.0);
@@ -177,7 +179,7 @@ impl Params {
     }
 }
 
-/// The plan: the kernel, and its feature map where it has one.
+/// The plan: the kernel, and its feature map if there is one.
 #[derive(Clone, Debug)]
 pub struct Polynomial {
     params: Params,
@@ -186,7 +188,7 @@ pub struct Polynomial {
 }
 
 impl Polynomial {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(problem: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         if !params.degree.is_multiple_of(2) {
@@ -200,12 +202,12 @@ impl Polynomial {
         Ok(Self { kernel: params.kernel(problem), map, params })
     }
 
-    /// Features of the map, 0 without one.
+    /// Returns the number of features; 0 without a map.
     fn features(&self) -> usize {
         self.map.as_ref().map_or(0, |map| map.form().features(HalfSketch::<f64>::width(map)))
     }
 
-    /// The map, where it is to be used for this many keys.
+    /// Returns the map, if the form uses it for this number of keys.
     fn map_for(&self, n_k: usize, mask: Mask, d: usize, d_v: usize) -> Option<&Map> {
         let seen = if mask == Mask::Causal { n_k / 2 } else { n_k };
         let pays = seen * (d + d_v) > 3 * self.features() * (d_v + 1);
@@ -258,7 +260,7 @@ impl GroupPlan for Polynomial {
                 let cached = through.state_len(g.d_v()) + self.params.block * (k.cols() + g.d_v());
                 let figures = [("decode_bytes", (cached * size_of::<T>()) as f64)].into();
                 let info = through.run(&mut g, k)?;
-                // The features are exact: what the guard of sketches counts is no fallback here.
+                // The features are exact: rows counted by the guard of sketches are no fallbacks here.
                 Ok(RunInfo { fallback_rows: 0, figures, ..info })
             }
             None => self.kernel.attend_group(&mut g, k, self.params.c0, prepare),
@@ -454,7 +456,7 @@ mod tests {
         let ws = Workspace::single().unwrap();
         kernel.add_tile(MatRef::new(&[1.0], 1, 1), tile, |_| 0..3, &mut acc, &mut top, ws.context());
         finish_row(&acc, kernel.log_scale(&acc, top[0]), 1.0, &mut out);
-        // Three equal weights and the one of the constant.
+        // Three equal weights, and that of the constant.
         assert!((out[0] - 3.0 / 4.0f64).abs() < 1e-15);
     }
 

@@ -5,29 +5,31 @@
 //! state of fixed size. Causally, the block around a query is exact.
 //!
 //! **Math.** With $q' = [\sqrt{\tau/\beta}\, q; \sqrt{\alpha/\beta}]$ and $k'$ alike, $\langle q', k'\rangle = (\tau\langle q, k\rangle + \alpha)/\beta$,
-//! $\tau$ being the problem's scale (1 in the paper; pass it to reproduce). $a = \mathrm{half}(q', p/2)$:
+//! where $\tau$ is the problem's scale (1 in the paper; set it to 1 to reproduce). $a = \mathrm{half}(q', p/2)$:
 //! $\mathrm{half}(x, 1) = x$, $\mathrm{half}(x, h) = r^{-1/2} (G_1 u) \odot (G_2 w)$ with *independent* sketches $u$, $w$ of degree
 //! $\lceil h/2\rceil$, $\lfloor h/2\rfloor$. Then $\hat\kappa = (a^\top b)^2 = \langle \mathrm{sym}(a), \mathrm{sym}(b)\rangle$ with $m = r(r+1)/2$
-//! products, and $o_i = \sum_j \hat\kappa_{ij} v_j / (c_0 + \sum_j \hat\kappa_{ij})$. Rows are divided by their lengths first, and the
-//! lengths' powers are kept as logarithms, so that no degree overflows. The paper adds $\sqrt{\alpha/(\beta d)}$ to every
-//! coordinate; one coordinate more has the same inner products and, the sketch being Gaussian, the same law.
+//! products, and $o_i = \sum_j \hat\kappa_{ij} v_j / (c_0 + \sum_j \hat\kappa_{ij})$. Rows are divided by their lengths
+//! first, and the powers of the lengths are kept as logarithms, so that no degree overflows. The paper adds
+//! $\sqrt{\alpha/(\beta d)}$ to every coordinate; an extra coordinate gives the same inner products and, because the
+//! sketch is Gaussian, the same distribution.
 //!
 //! **Reference.** kacham2024. Errata of the survey: branches must be independent; the feature dimension is $r^2$
-//! (here $r(r+1)/2$), not $r$. The published code divides each product by $r$, which `scaling = reference_code` repeats.
-//! Learned sketches need trained weights and are not offered. The symmetric square is a construction of this project.
+//! (here $r(r+1)/2$), not $r$. The published code divides each product by $r$, which `scaling = reference_code`
+//! reproduces. Learned sketches need trained weights and are not offered. The symmetric square is a construction of
+//! this project.
 //!
 //! **Cost.** $4 n d r$ for the sketches ($p = 4$), $4 n m d_v$ for the state (half as much again causally, where pieces of
 //! the sequence first sum their keys), $n b (d + d_v)$ for blocks of $b$; state $m (d_v + 1)$.
 //!
 //! **Guarantees.** Weights are non-negative; with $c_0 > 0$ they sum to less than one. With `local_exact` and a block of
 //! all keys it is polynomial attention; degree 2 always is. Squaring is biased: the mean of $\hat\kappa$ is
-//! $\kappa + \mathrm{Var}(a^\top b)$, by a known formula (tested); `figures` holds its size on sampled pairs, the error that
-//! goes with it, and the sketch size that `target_error` would take.
+//! $\kappa + \mathrm{Var}(a^\top b)$, by a known formula (tested); `figures` reports the size of this bias on sampled
+//! pairs, the corresponding error, and the sketch size that `target_error` needs.
 //!
 //! **When to use.** In models trained with it, at long contexts. It does not approximate softmax. Without training, a short
 //! sketch needs a large `alpha`. Relative errors on normal queries and keys ($n = 512$, $d = 64$, degree 4, 4 seeds), against
-//! attention with the kernel itself, without a mask and, in brackets, with a causal one and blocks of 256; answering zero
-//! errs by 1:
+//! attention with the kernel itself, without a mask and, in brackets, with a causal one and blocks of 256 (an output of
+//! zero has error 1):
 //!
 //! | `alpha` | $r = 32$ | $r = 64$ | $r = 128$ |
 //! |---|---|---|---|
@@ -36,8 +38,8 @@
 //! | 16 | 0.65 (0.25) | 0.51 (0.18) | 0.36 (0.15) |
 //! | 32 | 0.43 (0.19) | 0.33 (0.13) | 0.23 (0.12) |
 //!
-//! With `alpha` 0, as in the paper, and $r = 32$ the error is above 1 without a mask. Against softmax, 16 and $r = 32$ err by 0.84
-//! (0.60), of which the kernel itself makes 0.69 (0.57).
+//! With `alpha` 0, as in the paper, and $r = 32$ the error is above 1 without a mask. Against softmax, `alpha` 16 and
+//! $r = 32$ have an error of 0.84 (0.60); the exact kernel alone has 0.69 (0.57).
 
 use crate::engine::PerGroup;
 use crate::engine::poly_state::{
@@ -96,31 +98,31 @@ pub static METHOD: Method = Method {
 crate::params! {
     /// Parameters of [`PolySketch`].
     pub struct Params {
-        /// The power, even.
+        /// Degree of the power, even.
         degree: usize = 4, in 2..=32;
         /// Size r of the sketch; r(r+1)/2 products of its entries are summed.
         features: usize = 32, in 1..=1024;
-        /// Whether the kernel is exact inside a causal block.
+        /// Use the exact kernel inside a causal block.
         local_exact: bool = true;
-        /// Keys of a causal block.
+        /// Keys per causal block.
         block: usize = 256, in 1..=1 << 20;
-        /// Added to the normaliser.
+        /// Constant added to the normaliser.
         c0: f64 = 1.0, in 0.0..=1e6;
-        /// Added to the scaled inner product. The larger it is, the flatter the kernel and the smaller the error of its
-        /// sketch; 0 is the pure power.
+        /// Constant added to the scaled inner product. A larger one gives a flatter kernel and a smaller sketching
+        /// error; 0 is the pure power.
         alpha: f64 = 16.0, in 0.0..=1e6;
-        /// Divides the sum of both.
+        /// Divisor of the scaled inner product plus alpha.
         beta: f64 = 1.0, in 1e-6..=1e6;
-        /// Whether queries and keys are layer-normalised first, without gain.
+        /// Layer-normalise queries and keys first, without gain.
         layer_norm: bool = true;
-        /// How products of projections are scaled.
+        /// Scaling of the products of projections.
         scaling: Scaling = Scaling::Unbiased;
-        /// Whether all heads use one sketch.
+        /// Use one sketch for all heads.
         share: bool = true;
-        /// The standard deviation of the half sketch, relative to its root mean square, that the figure `features_needed`
-        /// is for.
+        /// Standard deviation of the half sketch, relative to its root mean square, that the figure `features_needed`
+        /// aims at.
         target_error: f64 = 0.1, in 1e-3..=10.0;
-        /// Stream the sketch is drawn from.
+        /// Seed of the sketch.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -138,11 +140,11 @@ impl Spec for Params {
 }
 
 crate::choices! {
-    /// How products of projections are scaled.
+    /// Scaling of the products of projections.
     pub enum Scaling {
-        /// By the root of r: half sketches are unbiased.
+        /// Divided by the root of r: half sketches are unbiased.
         Unbiased = "unbiased",
-        /// By r, as the published code does: kernels of degree 4 come out divided by r².
+        /// Divided by r, as in the published code: kernels of degree 4 come out divided by r².
         ReferenceCode = "reference_code",
     }
 }
@@ -150,7 +152,7 @@ crate::choices! {
 /// ε of the layer normalisation.
 const EPS: f64 = 1e-5;
 
-/// Rows and keys whose pairs are looked at for the figures of a run.
+/// Rows and keys sampled in pairs for the figures of a run.
 const SAMPLED: usize = 16;
 
 /// The sketch of rows divided by their lengths.
@@ -189,7 +191,7 @@ pub struct PolySketch {
 }
 
 impl Params {
-    /// The sketch of half the power, for rows of `width` elements.
+    /// Draws the sketch of half the power, for rows of `width` elements.
     fn draw(&self, index: GroupIndex, width: usize) -> Result<ProductSketch<f64>> {
         let key = if self.share { StreamKey::new(self.seed) } else { index.stream_key(self.seed) };
         let scaling = match self.scaling {
@@ -203,7 +205,7 @@ impl Params {
 }
 
 impl PolySketch {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(problem: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         if !params.degree.is_multiple_of(2) {
@@ -250,8 +252,8 @@ impl PolySketch {
         }
     }
 
-    /// By how much squaring raises the sum of the kernel over sampled pairs, relative to it; its root, the standard
-    /// deviation of the half sketch relative to its root mean square; and the size that `target_error` would take.
+    /// Computes, over sampled pairs, the relative bias of the kernel sum by squaring; its root, the standard deviation
+    /// of the half sketch relative to its root mean square; and the sketch size that `target_error` needs.
     fn figures<T: Real>(&self, g: &Group<'_, T>, k: MatRef<'_, T>) -> BTreeMap<&'static str, f64> {
         let cached =
             Form::Squared.features(self.width()) * (g.d_v() + 2) + self.params.block * (k.cols() + g.d_v());
@@ -406,7 +408,7 @@ mod tests {
         let target = self_tensored_mean(&pair, 4, 8);
         assert!((mean - target).abs() < 5.0 * error, "{mean} ± {error}, {target}");
         assert!(mean - pair.xy.powi(4) > 5.0 * error, "the bias shows");
-        // The same pair, ten thirds as long on both sides: the known values of the page.
+        // The same pair, ten thirds as long on both sides: the known values of the documentation page.
         let known = Pair::of(&[1.0, 2.0], &[3.0, 1.0]);
         assert!((self_tensored_mean(&known, 4, 8) - 1796.875).abs() < 1e-9);
         assert!((self_tensored_mean(&known, 8, 8) - 9_004_974.365).abs() < 1e-2);
@@ -507,7 +509,7 @@ mod tests {
         let needed = figures(16)["features_needed"];
         let sd = |r: f64| figures(r as usize)["predicted_rel_sd"];
         assert!(sd(needed) <= 0.3 && sd(needed - 1.0) > 0.3, "{needed}");
-        // The mean of the kernel over seeds has the bias that is reported.
+        // The mean of the kernel over seeds has the reported bias.
         let reported = figures(16)["self_tensoring_bias"];
         assert!((reported.sqrt() - sd(16.0)).abs() < 1e-12);
     }

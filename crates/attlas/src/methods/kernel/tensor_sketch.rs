@@ -1,14 +1,15 @@
 //! Tensor Sketch attention: a power of the inner product from convolved count sketches.
 //!
-//! **Idea.** The count sketch of $x^{\otimes p}$ is a circular convolution of $p$ count sketches of $x$, so a power of the inner
-//! product is the inner product of short vectors that Fourier transforms make.
+//! **Idea.** The count sketch of $x^{\otimes p}$ is a circular convolution of $p$ count sketches of $x$, so Fourier
+//! transforms give short vectors whose inner product approximates a power of the inner product.
 //!
 //! **Math.** With $x' = [x; \sqrt c]$, buckets $h_t$, signs $s_t$: $C_t[h_t(i)] \mathrel{+}= s_t(i) x'_i$,
-//! $F = \prod_t \mathrm{rfft}(C_t)$; the $r$ real numbers of $F$, weighted by Parseval, have inner products of mean
-//! $(\tau\langle q, k\rangle + c)^p$. With `nonneg = self_tensor` (even $p$) a sketch of degree $p/2$ is squared, as in `polysketch`:
-//! weights are non-negative and too large on average by the variance of the half sketch. With `nonneg = none` weights
-//! have either sign, and a normaliser may vanish: it is compared with
-//! $D^+ = \sum_l |\varphi_l(q)| \sum_j |\varphi_l(k_j)|$ and treated as `guard` says; the number of such rows is reported.
+//! $F = \prod_t \mathrm{rfft}(C_t)$; the $r$ real numbers of $F$, weighted by Parseval, have inner products with mean
+//! $(\tau\langle q, k\rangle + c)^p$. With `nonneg = self_tensor` (even $p$) a sketch of degree $p/2$ is squared, as in
+//! `polysketch`: weights are non-negative and too large on average by the variance of the half sketch. With
+//! `nonneg = none` weights have either sign, and a normaliser may vanish: it is compared with
+//! $D^+ = \sum_l |\varphi_l(q)| \sum_j |\varphi_l(k_j)|$, and `guard` selects the treatment; a run reports the number
+//! of these rows.
 //!
 //! **Reference.** pham2013; features in the Fourier domain and their variance are derived in this project. The survey's
 //! cost lacks a factor $p$.
@@ -21,9 +22,9 @@
 //! is exact.
 //!
 //! **When to use.** Relative errors on normal queries and keys ($n = 512$, $d = 64$, degree 2, 4 seeds, no mask), against
-//! attention with the kernel itself; answering zero errs by 1: signed with $r = 512$ 5.1; squared with $r = 32$, 64 and 128
-//! 0.94, 0.80 and 0.62, and with $c = 4$ 0.77, 0.55 and 0.43. Take it over `polysketch` where $d$ is large and
-//! sketches are long: count sketches cost $d$, not $d r$.
+//! attention with the kernel itself (an output of zero has error 1): 5.1 for signed sketches with $r = 512$; 0.94, 0.80
+//! and 0.62 for squared ones with $r = 32$, 64 and 128, and 0.77, 0.55 and 0.43 with $c = 4$. Prefer it to `polysketch`
+//! when $d$ is large and sketches are long: count sketches cost $d$, not $d r$.
 
 use crate::engine::PerGroup;
 use crate::engine::poly_state::{
@@ -77,23 +78,23 @@ pub static METHOD: Method = Method {
 crate::params! {
     /// Parameters of [`TensorSketch`].
     pub struct Params {
-        /// The power.
+        /// Degree of the power.
         degree: usize = 2, in 1..=32;
-        /// Added to the scaled inner product.
+        /// Constant added to the scaled inner product.
         c: f64 = 0.0, in 0.0..=1e6;
-        /// Size of the sketch; auto is 8 d, at most 64 where it is squared.
+        /// Size of the sketch; auto is 8 d, at most 64 if squared.
         features: Option<usize> = None, in 1..=1 << 16;
-        /// How weights are kept non-negative; odd degrees need none.
+        /// Method of keeping weights non-negative; odd degrees require none.
         nonneg: Nonneg = Nonneg::SelfTensor;
         /// Output of rows with a vanishing normaliser, where weights have either sign.
         guard: Policy = Policy::Clamp;
-        /// The share of the sum of absolute products below which a normaliser counts as vanishing.
+        /// A normaliser counts as vanishing below this share of the sum of absolute products.
         tol: f64 = 1e-3, in 0.0..=1.0;
-        /// Keys of a causal block.
+        /// Keys per causal block.
         block: usize = 128, in 1..=1 << 20;
-        /// The standard deviation of the sketch, relative to its root mean square, that the figure `features_needed` is for.
+        /// Standard deviation of the sketch over its root mean square that the figure `features_needed` aims at.
         target_error: f64 = 0.1, in 1e-3..=10.0;
-        /// Stream that buckets and signs are drawn from.
+        /// Seed of buckets and signs.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -111,9 +112,9 @@ impl Spec for Params {
 }
 
 crate::choices! {
-    /// How weights are kept non-negative.
+    /// Method of keeping weights non-negative.
     pub enum Nonneg {
-        /// They are not: the whole power is sketched.
+        /// None: the whole power is sketched, and weights have either sign.
         None = "none",
         /// A sketch of half the power is squared.
         SelfTensor = "self_tensor",
@@ -123,9 +124,9 @@ crate::choices! {
 crate::choices! {
     /// Output of rows with a vanishing normaliser.
     pub enum Policy {
-        /// Their ratio as it is.
+        /// The unmodified ratio.
         Strict = "strict",
-        /// A normaliser raised to the tolerance.
+        /// The ratio with the normaliser raised to the tolerance.
         Clamp = "clamp",
         /// Attention with the kernel itself; streams keep keys and values for it. Even degrees only.
         ExactRow = "exact_row",
@@ -134,10 +135,10 @@ crate::choices! {
     }
 }
 
-/// Rows and keys whose pairs are looked at for the figures of a run.
+/// Rows and keys sampled in pairs for the figures of a run.
 const SAMPLED: usize = 16;
 
-/// A sketch with every value of single precision safe: the map itself works in double precision.
+/// Sketch map that works in double precision, safe for every single-precision value.
 type Map = Signed<Sketch>;
 
 /// The plan: the specification of the sketch.
@@ -153,7 +154,7 @@ pub struct TensorSketch {
 }
 
 impl TensorSketch {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         let squared = params.nonneg == Nonneg::SelfTensor;
@@ -213,8 +214,8 @@ impl TensorSketch {
         }
     }
 
-    /// The standard deviation of the sketch over sampled pairs, relative to its root mean square; squared, that is the
-    /// bias of the squared sketch relative to the kernel; and the size that `target_error` would take.
+    /// Computes the standard deviation of the sketch over sampled pairs, relative to its root mean square (its square
+    /// is the relative bias of the squared sketch), and the size that `target_error` needs.
     fn figures<T: Real>(&self, g: &Group<'_, T>) -> BTreeMap<&'static str, f64> {
         let cached = self.form.features(self.spec.r) * (g.d_v() + 2) + self.params.block * (self.d + g.d_v());
         let mut figures = BTreeMap::new();
@@ -249,7 +250,7 @@ impl TensorSketch {
     }
 }
 
-/// The sketch, with logarithms of its scale that belong to the kernel.
+/// The sketch, with the logarithmic scale that restores the kernel.
 #[derive(Clone, Debug)]
 struct Scaled {
     map: Map,
@@ -441,7 +442,7 @@ mod tests {
 
     #[test]
     fn vanishing_normalisers_are_counted_and_treated() {
-        // A short sketch of a small kernel: signs are as good as random.
+        // A short sketch of a small kernel: signs are effectively random.
         let x = Case::gaussian(Problem::new(1, 60, 8), 5);
         let run = |guard: &str| {
             let options = Options::new().with("degree", 3usize).with("features", 4usize).with("guard", guard);

@@ -1,28 +1,31 @@
-//! CSALR, compressed self-attention with low-rank approximation: landmarks whose small matrix is made invertible.
+//! CSALR, compressed self-attention with low-rank approximation: landmarks with a small matrix made invertible.
 //!
 //! **Idea.** Approximate self-attention through averages of queries and keys over parts of the sequence, and add one
-//! wherever a query and a key landmark average the same tokens, so that the small matrix can be inverted directly.
+//! wherever a query landmark and a key landmark average the same tokens, so that the small matrix can be inverted
+//! directly.
 //!
 //! **Math.** With means $\bar Q, \bar K$ over the same $m$ parts, $C' = \operatorname{softmax}(\beta \bar Q \bar K^\top) + I$,
 //! $U = \operatorname{attn}(\bar Q, K, V)$ and $T = C'^{-1} U$ by LU: $O_i = \operatorname{attn}(q_i, \bar K, T) + T_{s(i)}$, where
 //! $s(i)$ is the part of token $i$; that is $F' = F + M$ with $M$ the membership indicator. Parts are consecutive
 //! segments, or windows of a grid that the tokens fill row by row. Where LU's reciprocal condition estimate falls
-//! below 1e-6 (single) or 1e-12 (double precision), singular values above that share of the largest are used, and the
-//! figure `svd_fallback` says so.
+//! below 1e-6 (single) or 1e-12 (double precision), the inverse uses singular values above this share of the largest,
+//! and the figure `svd_fallback` reports it.
 //!
 //! **Reference.** chen2020csalr. The condition for the added one is garbled in the survey: it is that landmark $i$
-//! of the queries and landmark $j$ of the keys average the same positions. What happens to the first factor is read
-//! as membership, which keeps both exactness properties below; `first = none` leaves it as it is and loses them.
+//! of the queries and landmark $j$ of the keys average the same positions. The change to the first factor is
+//! interpreted as membership, which keeps both exactness properties below; `first = none` leaves the factor unchanged
+//! and loses them.
 //!
 //! **Cost.** $4 m n (d + d_v) + 2m^2(d + d_v) + \frac23 m^3$ operations; $O(m^2 + m(d + d_v))$ memory.
 //!
 //! **Guarantees.** $C$ is positive and its rows sum to one, so by Perron and Frobenius $-1$ is no eigenvalue and $C'$
 //! is nonsingular; its condition is not bounded ($C = \begin{pmatrix} e & 1-e \\ 1-e & e \end{pmatrix}$ gives $1/e$). Exact when every token
 //! is a landmark, and when queries are constant inside each part, for any keys and values. Weights may be negative and
-//! sum to one; to one half with `first = none`. Self-attention without a causal mask only. Query rows past the valid
-//! length of a padded sequence are padding as well and come out as zero.
+//! sum to one, or to one half with `first = none`. Only self-attention without a causal mask. Query rows past the valid
+//! length of a padded sequence are padding as well and give zero.
 //!
-//! **When to use.** As the better-conditioned, less accurate relative of `nystromformer`; images with `pool = windows`.
+//! **When to use.** As a better-conditioned, less accurate alternative to `nystromformer`; for images with
+//! `pool = windows`.
 
 use crate::engine::exact_group;
 use crate::engine::landmarks::{landmark_attention, landmark_flops};
@@ -87,13 +90,13 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`Csalr`].
     pub struct Params {
-        /// Parts whose means are the landmarks, with windows at most that many; exact attention where they reach the
+        /// Number of parts whose means are the landmarks (a maximum with windows); attention is exact if it reaches the
         /// number of tokens.
         landmarks: usize = 64, in 1..=1 << 20;
         /// Tokens averaged into one landmark: segments of consecutive tokens, or windows of a grid.
         pool: Pool = Pool::Segments;
         /// Columns of the grid; auto takes the square root of the number of tokens, rounded up. The last row may be
-        /// incomplete. Used by windows alone.
+        /// incomplete. Used by windows only.
         grid_width: Option<usize> = None, in 1..=1 << 30;
         /// Term added to the first factor: member (one where the token belongs to the part), or none.
         first: First = First::Member;
@@ -138,7 +141,7 @@ struct Windows {
 }
 
 impl Windows {
-    /// At most `count` windows of nearly equal sides, as square as the grid's proportions allow.
+    /// Cuts the grid into at most `count` windows of nearly equal sides, as square as its proportions allow.
     fn new(n: usize, count: usize, width: usize) -> Self {
         let width = width.clamp(1, n.max(1));
         let height = n.div_ceil(width).max(1);
@@ -149,7 +152,7 @@ impl Windows {
         let cell = |i: usize| rows.part_of(i / width) * across + cols.part_of(i % width);
         let mut members = vec![Vec::new(); down * across];
         (0..n).for_each(|i| members[cell(i)].push(i));
-        // Behind the end of an incomplete last row a window may hold nothing.
+        // Past the end of an incomplete last row a window may be empty.
         members.retain(|m| !m.is_empty());
         let mut part_of = vec![0; n];
         for (part, tokens) in members.iter().enumerate() {
@@ -178,13 +181,13 @@ impl Parts for Windows {
 }
 
 impl Csalr {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(params: Params) -> Result<Self> {
         params.validate()?;
         Ok(Self { params })
     }
 
-    /// The approximation, whatever the number of landmarks; there is at least one token.
+    /// Computes the approximation for any number of landmarks; needs at least one token.
     fn approximate<T: Real>(&self, g: &mut Group<'_, T>) -> Result<RunInfo> {
         let (n, p) = (g.n_k(), &self.params);
         match p.pool {
@@ -218,7 +221,7 @@ impl Csalr {
     }
 }
 
-/// $(C + I)^{-1}$.
+/// Solver that applies $(C + I)^{-1}$.
 enum Solver {
     Factors(Lu),
     Inverse(Mat<f64>),
@@ -233,7 +236,7 @@ impl Solver {
     }
 }
 
-/// $(C + I)^{-1}$; `None` where $C$ is not finite.
+/// Inverts $C + I$; `None` if $C$ is not finite.
 fn invert(c: &Mat<f64>, dtype: DType) -> (Option<Solver>, RunInfo) {
     let least = if dtype == DType::F32 { 1e-6 } else { 1e-12 };
     let mut shifted = c.clone();
@@ -320,7 +323,7 @@ mod tests {
         golden::assert_fro(&o, 2.3234427499);
     }
 
-    /// Takes the landmarks even where the budget covers everything.
+    /// Uses the landmarks even if the budget covers everything.
     #[derive(Debug)]
     struct Forced(Csalr);
 

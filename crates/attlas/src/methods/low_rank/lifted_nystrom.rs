@@ -1,27 +1,27 @@
 //! Lifted Nyström: softmax attention through landmarks of the lifted exponential kernel.
 //!
 //! **Idea.** The scores $e^{\beta q^\top k}$ are an off-diagonal block of the positive semidefinite kernel of queries
-//! and keys together. Approximate that block by Nyström with few queries or keys as landmarks.
+//! and keys together. Approximate this block by Nyström with a few queries or keys as landmarks.
 //!
 //! **Math.** With $x = \sqrt\beta\,\tau q$ and centred $y = \sqrt\beta\, k / \tau$ the score is
 //! $e^{\|x\|^2/2}\, g(x, y)\, e^{\|y\|^2/2}$, $g$ the Gaussian kernel. Nyström commutes with diagonal scaling and the
 //! factor of the query cancels in the normalisation, so for landmarks $L$, $M = g(L, L) + \gamma I$ and
 //! $c = \max_j \|y_j\|^2/2$
 //! $$[V_S \mid w] = \mathrm{diag}(e^{c - \|l\|^2/2})\, M^{-1} g(L, Y)\, \mathrm{diag}(e^{\|y\|^2/2 - c})\, [V \mid 1]$$
-//! and $o = \sum_s e^{x^\top l_s} V_s / \sum_s e^{x^\top l_s} w_s$: no large exponential is ever formed. The overflow that
-//! is sometimes given as the reason to leave softmax is this choice of gauge away; the authors' own reason is
-//! instability in training.
+//! and $o = \sum_s e^{x^\top l_s} V_s / \sum_s e^{x^\top l_s} w_s$: no large exponential is ever formed. The overflow
+//! that is sometimes given as the reason to leave softmax disappears with this choice of gauge; the authors' own reason
+//! is instability in training.
 //!
 //! **Reference.** chen2021skyformer, its lifted Nyström step applied to softmax; the Gaussian model of that paper is
 //! `skyformer`. Landmarks from keys are pivoted Cholesky with uniform pivots, see `wildcat`.
 //!
 //! **Cost.** $2m(n_q + n_k)(d + d_v + 1) + 2m^2 d + m^3/3$; memory $m^2 + m(d + d_v)$ and the scaled keys. With
-//! landmarks from keys all but the last step is shared by the heads of a group.
+//! landmarks from keys the heads of a group share everything but the last step.
 //!
-//! **Guarantees.** Exact when `landmarks` covers the keys. Rows and columns that belong to a landmark are reproduced
-//! as $\gamma \to 0$; the residual of the lifted kernel is positive semidefinite, so entries err by at most
-//! $\sqrt{\kappa(x, x)\, \mathrm{res}(y)}$. Landmarks drawn twice change nothing. Where $\|y\|^2/2$ spreads over more
-//! than 60 (600 in double precision), weights would underflow and exact attention is computed.
+//! **Guarantees.** Exact when `landmarks` covers the keys. As $\gamma \to 0$ the rows and columns of landmarks are
+//! reproduced; the residual of the lifted kernel is positive semidefinite, so the error of an entry is at most
+//! $\sqrt{\kappa(x, x)\, \mathrm{res}(y)}$. Landmarks drawn twice change nothing. If $\|y\|^2/2$ spreads over more than
+//! 60 (600 in double precision), weights would underflow and attention is computed exactly.
 //!
 //! **When to use.** As the yardstick of landmark methods: uniform landmarks miss isolated keys, which `wildcat` finds.
 //! Raise `tau` for large keys and small queries.
@@ -91,15 +91,15 @@ pub static METHOD: Method = Method {
 crate::params! {
     /// Parameters of [`LiftedNystrom`].
     pub struct Params {
-        /// Landmarks; causally, of each block.
+        /// Number of landmarks; with a causal mask, per block.
         landmarks: usize = 128, in 1..=1 << 20;
-        /// Where landmarks come from.
+        /// Source of the landmarks.
         source: Source = Source::Keys;
-        /// How landmarks are drawn.
+        /// Sampling of the landmarks.
         sampling: Sampling = Sampling::UniformWor;
         /// Shift added to the diagonal of the kernel of the landmarks.
         gamma: f64 = 1e-8, in 0.0..=1e6;
-        /// How the small system is solved.
+        /// Solver of the small system.
         solver: SolverKind = SolverKind::Cholesky;
         /// Steps of `solver = razavi`.
         iters: usize = 6, in 1..=25;
@@ -111,21 +111,21 @@ crate::params! {
         clip: bool = true;
         /// Output of a row whose denominator cancels.
         fallback: Fallback = Fallback::Exact;
-        /// Queries of a block, with a causal mask.
+        /// Queries per block, with a causal mask.
         block: usize = 1024, in 1..=1 << 30;
-        /// With a causal mask, join the coresets of equally many blocks and compress again.
+        /// With a causal mask, join coresets of equal numbers of blocks and compress them again.
         tree: bool = false;
         /// Keys that a stream compresses.
         cache: CacheMode = CacheMode::Blocks;
-        /// With `cache = prefix`, first tokens that are kept as they are.
+        /// With `cache = prefix`, number of first tokens kept uncompressed.
         sinks: usize = 32, in 0..=1 << 30;
-        /// With `cache = prefix`, last tokens of the prefix that are kept as they are.
+        /// With `cache = prefix`, number of last tokens of the prefix kept uncompressed.
         window: usize = 32, in 0..=1 << 30;
-        /// With `cache = prefix`, share of the tokens between that is kept.
+        /// With `cache = prefix`, share of the tokens in between that is kept.
         ratio: f64 = 0.25, in 0.0..=1.0;
-        /// With `cache = prefix`, keys kept of each bin.
+        /// With `cache = prefix`, keys kept per bin.
         bin_rank: usize = 12, in 1..=1 << 20;
-        /// Stream the landmarks are drawn from.
+        /// Seed of the landmarks.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -145,22 +145,22 @@ impl Spec for Params {
     }
 }
 
-/// The plan, which is also how keys are compressed.
+/// The plan, which is also the compressor of keys.
 #[derive(Clone, Debug)]
 pub struct LiftedNystrom {
     params: Params,
 }
 
-/// Landmarks, before the values are carried over to them.
+/// Landmarks, before they receive values.
 struct Landmarks<T> {
-    /// In the space of the Gaussian kernel.
+    /// Coordinates in the space of the Gaussian kernel.
     scaled: Vec<T>,
-    /// As keys of the softmax: logits with queries are `scale · qᵀl`.
+    /// Keys of the softmax: logits with queries are `scale · qᵀl`.
     keys: Vec<T>,
 }
 
 impl LiftedNystrom {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(params: Params) -> Self {
         Self { params }
     }
@@ -174,19 +174,19 @@ impl LiftedNystrom {
         BlockCausal { compressor: self.clone(), block, tree, finish: self.finish() }
     }
 
-    /// Whether nothing is approximated.
+    /// True if nothing is approximated.
     fn covers(&self, n_q: usize, n_k: usize, mask: Mask) -> bool {
         let m = self.params.landmarks;
         match (mask, self.params.source) {
             (Mask::Causal, _) => m >= n_k || self.params.block >= n_k,
             (Mask::None, Source::Keys) => m >= n_k,
-            // All queries as landmarks are as good as all keys.
+            // With all queries as landmarks the result is exact, as with all keys.
             (Mask::None, Source::Both) => m >= n_k || m / 2 >= n_q.min(n_k),
         }
     }
 
-    /// A coreset on landmarks of the keys and of `queries`, and the steps of an iteration; `None` where weights
-    /// would underflow or numbers are not finite.
+    /// Builds a coreset on landmarks from the keys and `queries`; returns it with the steps of the iteration, or `None`
+    /// if weights would underflow or numbers are not finite.
     #[allow(clippy::too_many_arguments)]
     fn coreset<T: Real>(
         &self,
@@ -202,7 +202,7 @@ impl LiftedNystrom {
         self.coreset_at(k, values, queries, scale, cx, choose)
     }
 
-    /// The same on the landmarks that `choose` names: those below the number of keys are keys, others queries.
+    /// Builds a coreset on the landmarks chosen by `choose`: indices below the number of keys are keys, others queries.
     fn coreset_at<T: Real>(
         &self,
         k: MatRef<'_, T>,
@@ -258,7 +258,7 @@ impl LiftedNystrom {
         coreset.is_finite().then_some((coreset, steps))
     }
 
-    /// Factor applied to queries. A negative factor on inner products flips the sign of the queries.
+    /// Returns the factor on queries. A negative scale of inner products flips the sign of the queries.
     fn lift(&self, scale: f64) -> f64 {
         scale.abs().sqrt() * self.params.tau * scale.signum()
     }
@@ -325,7 +325,7 @@ impl LiftedNystrom {
         found
     }
 
-    /// One head alone, with landmarks from its own queries.
+    /// Computes one head, with landmarks from its own queries.
     fn run_head<T: Real>(&self, mut g: Group<'_, T>, stream: StreamKey) -> Result<RunInfo> {
         let queries = Some(g.q.head(0));
         let (m, scale) = (self.params.landmarks, g.scale.to_f64());
@@ -452,7 +452,7 @@ impl GroupPlan for LiftedNystrom {
             CacheMode::Blocks => Cache::Blocks,
             CacheMode::Prefix => Cache::Prefix(Prefix { sinks, window, ratio, bin_rank }),
         };
-        // Query landmarks are of one problem; a stream has no such set.
+        // Query landmarks belong to one problem; a stream has no fixed set of queries.
         (self.params.source == Source::Keys)
             .then(|| Box::new(CoresetStream::new(self.causal(), cache, p, index, seed)) as _)
     }
@@ -479,7 +479,7 @@ mod tests {
         run_with(&*plan, case, How::default()).unwrap()
     }
 
-    /// The coreset of a one-head case on given landmarks, for other values.
+    /// The coreset of a one-head case on given landmarks, with other values.
     fn coreset_on(pairs: &[(&str, &str)], case: &Case, v: MatRef<'_, f64>, chosen: &[usize]) -> Coreset<f64> {
         let plan = LiftedNystrom::new(Params::from_options(&options(pairs)).unwrap());
         let p = &case.problem;
@@ -535,7 +535,7 @@ mod tests {
             let queries: Vec<usize> = (30..50).collect();
             assert_rows_close(&outputs(&pairs, &case, &queries), &want, 1e-10, "all queries");
         }
-        // A query that is a landmark gets its own row; queries of the other sign do with a negative factor.
+        // A query that is a landmark reproduces its own row; so do negated queries with a negative factor.
         let negative = case.with_problem(Problem { scale: -p.scale, ..p });
         for case in [&case, &negative] {
             let (want, _) = reference(case);

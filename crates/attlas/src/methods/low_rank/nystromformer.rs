@@ -7,12 +7,13 @@
 //! $F = \operatorname{softmax}(\beta Q \bar K^\top)$, $C = \operatorname{softmax}(\beta \bar Q \bar K^\top)$,
 //! $G = \operatorname{softmax}(\beta \bar Q K^\top)$: $O = F\,(C^+ (G V))$, multiplied from the right so that the work is
 //! linear in the tokens. $C^+$ is reached by iterations of matrix products from
-//! $Z_0 = C^\top / (\|C\|_1 \|C\|_\infty)$, norms taken per matrix, or by singular values above `rcond` times the largest.
-//! With `len_bias`, $\ln n_s$ is added to the logits of averaged key $s$ in $F$ and $C$, $n_s$ the length of its segment.
-//! A trained model may add a convolution of the values, $O_t \mathrel{+}= \sum_u w_{h,u} V_{t + u - \lfloor\kappa/2\rfloor}$,
-//! one filter of odd length per query head; its weights come in a calibration made by [`with_conv`].
+//! $Z_0 = C^\top / (\|C\|_1 \|C\|_\infty)$, with norms per matrix, or from singular values above `rcond` times the
+//! largest. With `len_bias`, $\ln n_s$ is added to the logits of averaged key $s$ in $F$ and $C$, $n_s$ the length of
+//! its segment. A trained model may add a convolution of the values,
+//! $O_t \mathrel{+}= \sum_u w_{h,u} V_{t + u - \lfloor\kappa/2\rfloor}$, one filter of odd length per query head; a
+//! calibration made by [`with_conv`] contains its weights.
 //!
-//! **Reference.** xiong2021. Landmarks are averages of all tokens, not selected tokens. The paper's iteration
+//! **Reference.** xiong2021. Landmarks are averages over all tokens, not selected tokens. The paper's iteration
 //! (razavi2014) is of third order; its landmark formula must divide by the length of the segment; its complexity
 //! must count the $m^3$ of the inverse. Segments here are disjoint when $m$ does not divide the length.
 //!
@@ -70,7 +71,7 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// How the small matrix is inverted.
+    /// Inversion of the small matrix.
     pub enum Pinv {
         /// Third order, four products a step: the paper's.
         Razavi = "razavi",
@@ -88,20 +89,21 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`Nystromformer`].
     pub struct Params {
-        /// Segments whose means are the landmarks; exact attention where they reach the number of queries or keys.
+        /// Number of segments whose means are the landmarks; attention is exact if it reaches the number of queries or
+        /// keys.
         landmarks: usize = 64, in 1..=1 << 20;
-        /// How the small matrix is inverted: razavi (the paper's), newton_schulz, chebyshev, hyperpower7 or svd.
+        /// Inversion of the small matrix: razavi (the paper's), newton_schulz, chebyshev, hyperpower7 or svd.
         pinv: Pinv = Pinv::Razavi;
-        /// Steps of the iteration. Few steps are a spectral filter, many an accurate inverse; past 25 (razavi), 42,
-        /// 26 or 15 steps rounding would take over and no more are made. Not used by svd.
+        /// Steps of the iteration. Few steps act as a spectral filter, many give an accurate inverse; iteration stops
+        /// at 25 (razavi), 42, 26 or 15 steps, where rounding would dominate. Not used by svd.
         iters: usize = 6, in 1..=42;
-        /// Singular values up to this share of the largest are dropped, and never less than landmarks times the
-        /// unit roundoff. Used by svd alone.
+        /// Drop singular values up to this share of the largest, at least landmarks times the unit roundoff. Used by
+        /// svd only.
         rcond: f64 = 1e-2, in 0.0..=1.0;
-        /// Adds the logarithm of the segment's length to the logits of averaged keys. Matters only where the number
-        /// of landmarks does not divide the number of keys.
+        /// Add the logarithm of the segment's length to the logits of averaged keys. Matters only if the number of
+        /// landmarks does not divide the number of keys.
         len_bias: bool = false;
-        /// Cuts outputs to the range of the values, column by column.
+        /// Clip outputs to the range of the values, column by column.
         clip: bool = false;
     }
 }
@@ -122,7 +124,7 @@ impl Spec for Params {
     }
 }
 
-/// The plan: parameters, and the filters of the convolution where a calibration brings them.
+/// The plan: parameters, and the convolution filters of a calibration, if there are any.
 #[derive(Debug)]
 pub struct Nystromformer {
     params: Params,
@@ -132,7 +134,8 @@ pub struct Nystromformer {
 /// Name of the matrix of filters in a calibration, `n_heads × κ`.
 const CONV: &str = "conv";
 
-/// Trained filters of the convolution skip, one row of odd length per query head, as a calibration for `problem`.
+/// Makes a calibration for `problem` from trained filters of the convolution skip, one row of odd length per query
+/// head.
 pub fn with_conv(problem: &Problem, filters: &Mat<f64>) -> Result<Calibration> {
     let mut calibration = Calibration::new(METHOD.id, problem);
     calibration.insert(CONV.into(), filters);
@@ -153,7 +156,7 @@ fn read_conv(problem: &Problem, calibration: &Calibration) -> Result<Mat<f64>> {
 }
 
 impl Nystromformer {
-    /// A plan with these parameters and, where given, a trained convolution.
+    /// Creates a plan with these parameters and the calibration's convolution, if there is one.
     pub(crate) fn new(problem: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
         params.validate()?;
         let conv = calibration.map(|c| read_conv(problem, c)).transpose()?;
@@ -169,7 +172,7 @@ impl Nystromformer {
         Ok(Self { params, conv })
     }
 
-    /// The approximation, whatever the number of landmarks; keys and queries are not empty.
+    /// Computes the approximation for any number of landmarks; keys and queries must not be empty.
     fn approximate<T: Real>(&self, g: &mut Group<'_, T>) -> Result<RunInfo> {
         let p = &self.params;
         let (q_parts, k_parts) = (Segments::new(g.n_q(), p.landmarks), Segments::new(g.n_k(), p.landmarks));
@@ -192,7 +195,7 @@ impl Nystromformer {
         )
     }
 
-    /// $C^+$; `None` where $C$ is not finite.
+    /// Computes $C^+$; `None` if $C$ is not finite.
     fn invert(&self, c: &Mat<f64>) -> (Option<Mat<f64>>, RunInfo) {
         let p = &self.params;
         let iteration = match p.pinv {
@@ -206,7 +209,7 @@ impl Nystromformer {
                     let info = RunInfo { rank: Some(rank), ..RunInfo::default() };
                     return (Some(inverse), info);
                 }
-                // Entries that are not finite end the iteration as well.
+                // Non-finite entries also end the iteration.
                 Iteration::Hyperpower7
             }
         };
@@ -330,7 +333,7 @@ mod tests {
         golden::assert_close(c.row(0), &[0.5161223522, 0.2484335732, 0.2354440747]);
     }
 
-    /// Takes the landmarks even where the budget covers everything.
+    /// Uses the landmarks even if the budget covers everything.
     #[derive(Debug)]
     struct Forced(Nystromformer);
 
@@ -486,7 +489,7 @@ mod tests {
         ];
         for (workload, few, many) in wanted {
             for (m, want) in [("64", few), ("256", many)] {
-                // Where the error exceeds one, streams differ by more than the tolerance.
+                // If the error exceeds one, seeds differ by more than the tolerance.
                 let seeds = if want > 1.1 { table::SEEDS } else { 1 };
                 let error = table::error_of(&METHOD, &[("landmarks", m)], None, workload, seeds);
                 table::assert_error(error, want, &format!("{workload:?}, {m} landmarks"));
@@ -503,7 +506,7 @@ mod tests {
         table::assert_error(error(Workload::Iid, "64", "1e-2"), 0.84, "iid, 64");
         table::assert_error(error(Workload::Smooth, "64", "1e-2"), 0.36, "smooth, 64");
         table::assert_error(error(Workload::Smooth, "256", "1e-2"), 0.11, "smooth, 256");
-        // An accurate inverse is worse than answering zero.
+        // An accurate inverse is worse than an output of zero.
         assert!(error(Workload::Smooth, "64", "0") > 1.0);
     }
 }

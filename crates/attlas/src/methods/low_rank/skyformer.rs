@@ -14,22 +14,22 @@
 //! $32^{-1/4}$; landmarks are drawn without replacement by default; the iteration starts from the identity, not from
 //! a norm taken over the whole batch.
 //!
-//! **Cost.** $2m(n_q + n_k)(d + d_v) + 2m^2 d + m^3/3$ per query head (with `source = keys` the part of the keys once
-//! per group); memory $m^2 + m d_v$ and the scaled keys.
+//! **Cost.** $2m(n_q + n_k)(d + d_v) + 2m^2 d + m^3/3$ per query head (with `source = keys` the keys' share is computed
+//! once per group); memory $m^2 + m d_v$ and the scaled keys.
 //!
 //! **Guarantees.** As $\gamma \to 0$ with all keys or all queries as landmarks, the target; when `landmarks` covers the
-//! keys the target is computed directly. Entries of the kernel lie in $[0, 1]$ and err by at most
-//! $\sqrt{\mathrm{res}(x)\,\mathrm{res}(y)}$. The target does not change when queries and keys move together, and does
-//! when keys move alone. Linear in the values.
+//! keys the target is computed directly. Entries of the kernel lie in $[0, 1]$; their error is at most
+//! $\sqrt{\mathrm{res}(x)\,\mathrm{res}(y)}$. The target does not change under a common translation of queries and
+//! keys, but changes under a translation of the keys alone. Linear in the values.
 //!
-//! **Decoding.** With `source = keys` a plan without a mask offers a stream: the keys that are pushed first are compressed at
-//! once, as the plan compresses them, and answer any number of later queries in $2m(d + d_v)$ operations each. Sums over
-//! disjoint keys add up, so that later keys are kept as they are until eight times `landmarks` of them get landmarks of
-//! their own. There is no causal form: landmarks of a prompt would be seen by tokens before them.
+//! **Decoding.** With `source = keys` a plan without a mask offers a stream: it compresses the first pushed keys at
+//! once, like the plan, and computes any number of later queries in $2m(d + d_v)$ operations each. Sums over disjoint
+//! keys add up, so later keys are stored uncompressed until eight times `landmarks` of them get their own landmarks.
+//! There is no causal form: tokens would see landmarks of later tokens in the prompt.
 //!
-//! **When to use.** In models trained with it: it is not an approximation of softmax attention, and the survey's
-//! listing of it among methods that compress trained models holds for `lifted_nystrom` only. The size of outputs
-//! grows with the number of keys. Poor on short sequences.
+//! **When to use.** In models trained with it: it is not an approximation of softmax attention, and where the survey
+//! lists it among methods that compress trained models, this applies to `lifted_nystrom` only. Outputs grow with the
+//! number of keys. Poor on short sequences.
 
 use crate::engine::PerGroup;
 use crate::engine::gaussian::{self, Points, Sampling, SolverKind, Source};
@@ -77,19 +77,19 @@ pub static METHOD: Method = Method {
 crate::params! {
     /// Parameters of [`Skyformer`].
     pub struct Params {
-        /// Landmarks.
+        /// Number of landmarks.
         landmarks: usize = 128, in 1..=1 << 20;
-        /// Where landmarks come from.
+        /// Source of the landmarks.
         source: Source = Source::Both;
-        /// How landmarks are drawn.
+        /// Sampling of the landmarks.
         sampling: Sampling = Sampling::UniformWor;
         /// Shift added to the diagonal of the kernel of the landmarks.
         gamma: f64 = 0.1, in 0.0..=1e6;
-        /// How the small system is solved.
+        /// Solver of the small system.
         solver: SolverKind = SolverKind::Cholesky;
         /// Steps of `solver = razavi`.
         iters: usize = 6, in 1..=25;
-        /// Stream the landmarks are drawn from.
+        /// Seed of the landmarks.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -109,17 +109,17 @@ impl Spec for Params {
     }
 }
 
-/// Query rows of one task.
+/// Query rows per task.
 const ROWS: usize = 192;
 
 impl Params {
-    /// Whether the target is computed directly.
+    /// True if the target is computed directly.
     fn covers(&self, n_q: usize, n_k: usize) -> bool {
         let m = self.landmarks;
         m >= n_k || self.source == Source::Both && m / 2 >= n_q.min(n_k)
     }
 
-    /// Landmarks drawn uniformly, those from `n_k` on being queries; `None` where pivots choose them, or there are none.
+    /// Draws landmarks uniformly; indices from `n_k` on are queries. `None` if pivots choose them, or there are none.
     fn uniform(&self, n_q: usize, n_k: usize, index: GroupIndex) -> Option<Vec<usize>> {
         if self.covers(n_q, n_k) || self.sampling == Sampling::RpCholesky {
             return None;
@@ -138,11 +138,11 @@ impl Params {
 pub struct Skyformer {
     params: Params,
     uniform: PerGroup<Option<Vec<usize>>>,
-    /// Queries and keys as planned.
+    /// Planned numbers of queries and keys.
     planned: (usize, usize),
 }
 
-/// Landmarks with what the values become on them: few keys for the Gaussian kernel.
+/// Landmarks with their transformed values: a few keys for the Gaussian kernel.
 struct Compressed<T> {
     landmarks: Mat<T>,
     half_norms: Vec<T>,
@@ -151,13 +151,13 @@ struct Compressed<T> {
 }
 
 impl Skyformer {
-    /// A plan with these parameters; draws uniform landmarks.
+    /// Creates a plan with these parameters; draws uniform landmarks.
     pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         let uniform = PerGroup::draw(p, |index| Ok(params.uniform(p.n_q, p.n_k, index)))?;
         Ok(Self { params, uniform, planned: (p.n_q, p.n_k) })
     }
 
-    /// Pivots of scaled keys `y` and queries `x`, those below the number of keys being keys.
+    /// Finds pivots among scaled keys `y` and queries `x`; indices below the number of keys are keys.
     fn pivots<T: Real>(
         &self,
         y: MatRef<'_, T>,
@@ -174,7 +174,7 @@ impl Skyformer {
         Some(rp_cholesky(&kernel, None, options, stream.named("pivots"), cx.scratch).ok()?.pivots)
     }
 
-    /// Carries the values over to the chosen landmarks; `None` where numbers are not finite.
+    /// Transfers the values to the chosen landmarks; `None` if numbers are not finite.
     fn compress<T: Real>(
         &self,
         y: Points<'_, T>,
@@ -197,14 +197,14 @@ impl Skyformer {
     }
 }
 
-/// Queries that stand among the keys after multiplication by a factor.
+/// Queries that join the keys after multiplication by a factor.
 #[derive(Clone, Copy)]
 struct Lifted<'a, T> {
     q: MatRef<'a, T>,
     factor: T,
 }
 
-/// Writes row `i` of the keys, or behind them of the queries.
+/// Writes row `i` of the keys or, past their end, of the queries.
 fn row_into<T: Real>(y: MatRef<'_, T>, x: Option<Lifted<'_, T>>, i: usize, out: &mut [T]) {
     match x {
         Some(Lifted { q, factor }) if i >= y.rows() => scale_row(q.row(i - y.rows()), factor, out),
@@ -212,7 +212,7 @@ fn row_into<T: Real>(y: MatRef<'_, T>, x: Option<Lifted<'_, T>>, i: usize, out: 
     }
 }
 
-/// A row times a factor.
+/// Multiplies a row by a factor.
 fn scale_row<T: Real>(row: &[T], factor: T, out: &mut [T]) {
     out.iter_mut().zip(row).for_each(|(x, &r)| *x = factor * r);
 }
@@ -270,7 +270,7 @@ impl GroupPlan for Skyformer {
                 made.extend(found);
             }
         }
-        // Numbers that are not finite are left to the target itself, which hands them on to the rows that see them.
+        // Non-finite inputs use the target itself, which passes them on only to the rows that see them.
         let wanted = if self.params.source == Source::Keys { 1 } else { g.q.heads() };
         let direct = made.len() < wanted;
         let rows = g.lse.len();
@@ -302,7 +302,7 @@ impl GroupPlan for Skyformer {
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
-        // Query landmarks are of one problem; a stream has no such set.
+        // Query landmarks belong to one problem; a stream has no fixed set of queries.
         (self.params.source == Source::Keys).then(|| {
             Box::new(LandmarkStream {
                 plan: self.clone(),
@@ -320,17 +320,17 @@ impl GroupPlan for Skyformer {
     }
 }
 
-/// Factors of keys and of queries; a negative scale is queries of the other sign.
+/// Returns the factors of keys and of queries; a negative scale negates the queries.
 fn factors<T: Real>(scale: T) -> (T, T) {
     let root = scale.abs().sqrt();
     (root, if scale < T::ZERO { -root } else { root })
 }
 
-/// Keys in a stream, for each landmark, that are kept before they get landmarks of their own.
+/// Uncompressed keys of a stream, per landmark, before they get their own landmarks.
 const KEPT: usize = 8;
 
-/// Landmarks that stand for older keys, then newer keys as they are: both are points with values, and outputs are sums over
-/// all of them.
+/// Landmarks for older keys, then uncompressed newer keys: both are points with values, and outputs are sums over all
+/// points.
 #[derive(Debug)]
 struct LandmarkStream<T> {
     plan: Skyformer,
@@ -342,9 +342,9 @@ struct LandmarkStream<T> {
     values: Vec<T>,
     d: usize,
     d_v: usize,
-    /// Points that are landmarks.
+    /// Number of points that are landmarks.
     landmarks: usize,
-    /// Times that keys were compressed.
+    /// Number of compressions so far.
     compressed: u64,
 }
 
@@ -368,12 +368,12 @@ impl<T: Real> LandmarkStream<T> {
         (Points { x, half_norms: &self.half_norms }, MatRef::new(&self.values, n, self.d_v))
     }
 
-    /// Puts landmarks in the place of the newer keys; keys that are not finite stay.
+    /// Replaces the newer keys by landmarks; non-finite keys stay.
     fn compress(&mut self, cx: Context<'_>) {
         let (newer, params) = (self.landmarks..self.point_count(), &self.plan.params);
         let (keys, v) = self.all();
         let (keys, v) = (keys.rows(newer.clone()), v.sub_rows(newer.clone()));
-        // The first keys get the landmarks that a plan would give them.
+        // The first keys get the same landmarks as in a plan.
         let stream = if self.compressed == 0 { self.stream } else { self.stream.with(self.compressed) };
         let chosen = match params.sampling {
             Sampling::RpCholesky => self.plan.pivots(keys.x, None, stream, cx),
@@ -522,7 +522,7 @@ mod tests {
         }
         let ridge = crate::metrics::relative_frobenius(&outputs(&[], &case, &keys), &want);
         assert!((0.05..0.5).contains(&ridge), "{ridge}");
-        // A query that is a landmark has its own row.
+        // A query that is a landmark reproduces its own row.
         let o = outputs(&[("gamma", "0")], &case, &[3, 9, 20, 64 + 7, 64 + 39]);
         for i in [7, 39] {
             assert_rows_close(&o[i * 5..(i + 1) * 5], &want[i * 5..(i + 1) * 5], 1e-10, "landmark");
@@ -630,12 +630,12 @@ mod tests {
             let (outputs, bytes) = streamed(&pairs, &case, &[120, 1, 94, 1, 84]);
             // A prompt is compressed as the plan compresses it.
             assert_rows_close(&outputs[0], &run(&pairs, &first(120)), 1e-10, sampling);
-            // Later keys add what they add to the target.
+            // Later keys contribute the same as in the target.
             let more: Vec<f64> =
                 target(&first(215)).iter().zip(target(&first(120))).map(|(a, b)| a - b).collect();
             let sum: Vec<f64> = outputs[0].iter().zip(&more).map(|(a, b)| a + b).collect();
             assert_rows_close(&outputs[2], &sum, 1e-10, sampling);
-            // The 96th of them gives them landmarks of their own.
+            // At the 96th of them, they get their own landmarks.
             assert_eq!(bytes, 8 * (12 + 12 + 84) * (6 + 1 + 5));
             assert_ne!(outputs[3], outputs[2]);
         }

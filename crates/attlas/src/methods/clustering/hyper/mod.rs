@@ -1,7 +1,7 @@
 //! HyperAttention: a block diagonal of hashed queries and keys, and sampled columns for the rest.
 //!
 //! **Idea.** Large entries of the attention matrix are caught by sorting queries and keys by a hash and
-//! attending within blocks; what is left of each row is estimated from a few random columns. Causal problems
+//! attending within blocks; the rest of each row is estimated from a few random columns. Causal problems
 //! are halved recursively into parts without a mask.
 //!
 //! **Math.** Bit $t$ of a row's code is $[\langle w_t, x\rangle > 0]$; rows are sorted by the Gray rank of their
@@ -9,13 +9,13 @@
 //! and the sampled keys $T$ of the group:
 //! $$\hat Z_i = \sum_{j \in c} e^{s_{ij}} + \omega_c \sum_{j \in T \setminus c} e^{s_{ij}}, \qquad
 //!   \hat o_i = \hat Z_i^{-1} \Big( \sum_{j \in c} e^{s_{ij}} v_j + \omega_c \sum_{j \in T \setminus c} e^{s_{ij}} v_j \Big),$$
-//! where $\omega_c = (n_k - |c|) / |T \setminus c|$ without replacement and $n_k/m$ with. Causally, the second half
-//! of the rows attends to the first half of the keys in this way, and both halves are treated in turn; at
+//! where $\omega_c = (n_k - |c|) / |T \setminus c|$ without replacement and $n_k/m$ with. With a causal mask, the
+//! second half of the rows attends to the first half of the keys in this way, then each half is divided again; at
 //! `n_min` rows the exact kernel takes over.
 //!
-//! Token by token, the last `n_min` keys are exact, as they are at the end of that recursion; of the others a query sees the
-//! `block` keys around its own Gray rank among theirs, and `samples` draws stand for the rest
-//! (`engine::hashed_stream`). The paper has no decoding.
+//! Token by token, the last `n_min` keys are exact, as they are at the end of that recursion; among the others a query
+//! sees the `block` keys around its Gray rank, and `samples` draws stand for the rest (`engine::hashed_stream`). The
+//! paper has no decoding.
 //!
 //! The variant `theory` is the algorithm that the paper analyses. With $B_i$ the block's sum and $r$ the largest
 //! sum outside the block over `samples` random rows:
@@ -26,20 +26,20 @@
 //!
 //! **Reference.** han2024; survey, clustering and sampling. Departures, with their reasons:
 //! - Samples are drawn without replacement by default: the same mean, less variance, exact at $m = n_k$.
-//! - The survey adds sampled columns with weight one; they must stand for all columns outside the block, or the
-//!   normaliser is far too small, and those inside the block must not be counted twice (public code does, in
+//! - The survey adds sampled columns with weight one. They must stand for all columns outside the block, or the
+//!   normaliser is far too small, and columns inside the block must not count twice (as they do in public code, in
 //!   single precision).
 //! - The survey's table says leverage scores: the paper draws by squared norms of the values (here `theory`), the
-//!   authors' code uniformly (here `practical`), and the code uses the block for the output too. It also leaves
-//!   out the cap $C_i$ and the floor $r/\kappa$.
-//! - Codes are ordered by the inverse Gray code, so that neighbouring codes differ in one bit; public code
-//!   indexes the table the wrong way round. Block numbers come from zero-based ranks.
+//!   authors' code uniformly (here `practical`), and the code uses the block for the output too. The code also omits
+//!   the cap $C_i$ and the floor $r/\kappa$.
+//! - Codes are ordered by the inverse Gray code, so that neighbouring codes differ in one bit; public code indexes the
+//!   table in reverse. Block numbers come from zero-based ranks.
 //! - Nothing is padded: a zero key would still weigh $e^0$. Odd lengths are halved unevenly.
 //! - In causal parts a query finds its block by its own rank among the keys instead of its rank among the
-//!   queries: with the latter, later queries would move earlier ones across the edges of blocks. `theory` is
+//!   queries: otherwise later queries would move earlier ones across the edges of blocks. `theory` is
 //!   refused there, since $r$ is a maximum over rows.
-//! - In `theory`, $\hat Z_i$ is at least the largest exponential that was sampled for the output, which $Z_i$
-//!   cannot be below; without it, one large column outside the block overflows.
+//! - In `theory`, $\hat Z_i$ is at least the largest exponential that was sampled for the output, a lower bound of
+//!   $Z_i$; without it, one large column outside the block overflows.
 //!
 //! **Cost.** Hashing $2(n_q + n_k)\, d\, r$, then $2 n_q (b + m)(d + d_v)$; causally
 //! $n\,n_{\min}/2 + \frac n2 \log_2(n/n_{\min}) (b + m)$ keys per row. Memory $O(n)$ indices and one block per
@@ -49,8 +49,8 @@
 //! values, the error falls as $m^{-1/2}$; all tested here. Exact when `block` or `samples` cover all keys, or
 //! `n_min` all tokens. No causal leak.
 //!
-//! **When to use.** Long prompts without a mask whose heads attend to similar tokens. Heavy keys outside the
-//! block (attention sinks) are missed: give them by `sinks`.
+//! **When to use.** Long prompts without a mask whose heads attend to similar tokens. It misses heavy keys outside the
+//! block (attention sinks): cover them with `sinks`.
 
 mod theory;
 
@@ -138,7 +138,7 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// How columns are drawn.
+    /// Sampling of the columns.
     pub enum Sampling {
         /// Every key at most once.
         WithoutReplacement = "without_replacement",
@@ -148,7 +148,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// Which algorithm.
+    /// The algorithm.
     pub enum Variant {
         /// The authors' implementation: block and uniform samples, normalised together.
         Practical = "practical",
@@ -160,30 +160,30 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`Hyper`].
     pub struct Params {
-        /// Most keys in a block.
+        /// Maximum number of keys in a block.
         block: usize = 256, in 1..=1 << 30;
-        /// Keys drawn for the rest of every row; 0 leaves the rest out.
+        /// Keys drawn to estimate the rest of every row; 0 leaves the rest out.
         samples: usize = 256, in 0..=1 << 30;
         /// Bits of the hash; 0 keeps the order of tokens.
         hashes: usize = 7, in 0..=31;
-        /// Below this many queries attention is exact; the base of the causal recursion.
+        /// Attention is exact below this number of queries; the base of the causal recursion.
         n_min: usize = 4096, in 0..=1 << 30;
-        /// Keys at the start that every query sees exactly and that are not hashed or sampled.
+        /// Keys at the start that every query sees exactly; they are neither hashed nor sampled.
         sinks: usize = 0, in 0..=1 << 30;
-        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
-        /// none. With a causal mask only the first keys.
+        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
+        /// ignored. With a causal mask, these and the sinks must be the first keys.
         always: Indices = Indices::none(), in 0..=1 << 30;
-        /// Whether a key can be drawn more than once; the theory variant always draws independently.
+        /// Sampling with or without replacement; the theory variant always draws independently.
         sampling: Sampling = Sampling::WithoutReplacement;
-        /// practical or theory; the latter without a mask only.
+        /// practical or theory; theory works without a mask only.
         variant: Variant = Variant::Practical;
-        /// Theory: the floor of the normaliser is the largest residual over this.
+        /// Theory: the floor of the normaliser is the largest residual divided by this.
         kappa: f64 = 16.0, in 1.0..=f64::INFINITY;
-        /// Theory: accuracy that the cap on sampled exponentials is made for.
+        /// Theory: accuracy for which the cap on sampled exponentials is set.
         tol: f64 = 0.5, in 1e-6..=1.0;
         /// Theory: factor of the cap; infinity for none.
         cap: f64 = 1.0, in 1e-6..=f64::INFINITY;
-        /// Stream of directions and samples.
+        /// Seed of directions and samples.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -205,19 +205,19 @@ impl Spec for Params {
 }
 
 impl Params {
-    /// Whether a part without a mask is computed exactly.
+    /// True if a part without a mask is computed exactly.
     fn is_exact(&self, n_q: usize, n_k: usize) -> bool {
         n_k <= self.block || n_k <= self.samples || n_q < self.n_min
     }
 
-    /// The keys drawn for the rows of a part, from its own stream: directions alone are those of the whole group.
+    /// Draws keys for the rows of a part, from the part's own random stream; directions are those of the whole group.
     fn samples_of(&self, part: &Rectangle, index: GroupIndex) -> UniformSamples {
         let replacement = self.sampling == Sampling::WithReplacement;
         let key = part.stream(index.stream_key(self.seed)).named("samples");
         UniformSamples::new(part.keys.len(), self.samples, replacement, key)
     }
 
-    /// Samples of all parts of a problem that are not exact.
+    /// Draws samples for all parts of a problem that are not exact.
     fn samples_of_parts(&self, p: &Problem, index: GroupIndex) -> BTreeMap<(usize, usize), UniformSamples> {
         let n_k = p.n_k.saturating_sub(self.sinks);
         let parts = match p.mask {
@@ -234,12 +234,12 @@ impl Params {
 pub struct Hyper {
     params: Params,
     hashes: SortHashes,
-    /// Samples of the parts that the planned lengths are cut into, by the keys of a part.
+    /// Samples of the parts of the planned lengths, by the key range of a part.
     samples: PerGroup<BTreeMap<(usize, usize), UniformSamples>>,
 }
 
 impl Hyper {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         if params.variant == Variant::Theory && params.samples == 0 {
@@ -250,13 +250,13 @@ impl Hyper {
         Ok(Self { params, hashes, samples })
     }
 
-    /// Whether the whole problem is computed exactly.
+    /// True if the whole problem is computed exactly.
     fn covers(&self, n_q: usize, n_k: usize) -> bool {
         let Params { block, samples, n_min, sinks, .. } = self.params;
         n_k <= block.max(samples).max(sinks) || n_q.max(n_k) <= n_min
     }
 
-    /// Pairs visited by each head.
+    /// Counts the pairs that each head visits.
     fn pairs(&self, p: &Problem) -> u64 {
         if self.covers(p.n_q, p.n_k) {
             return p.visible_pairs() / (p.batch * p.n_heads).max(1) as u64;
@@ -274,7 +274,7 @@ impl Hyper {
         rest + (p.n_q * self.params.sinks) as u64
     }
 
-    /// A whole group without a mask.
+    /// Computes a whole group without a mask.
     fn whole<T: Real>(&self, group: &mut Group<'_, T>, ranks: &Ranks) -> Result<RunInfo> {
         if self.params.is_exact(group.n_q(), group.n_k()) {
             return exact_group(group);
@@ -290,7 +290,7 @@ impl Hyper {
         Ok(count_dropped(info, &drawn, &blocks))
     }
 
-    /// A part of a causal problem.
+    /// Computes a part of a causal problem.
     fn part<T: Real>(
         &self,
         part_rows: CausalPart<'_, T>,
@@ -306,8 +306,8 @@ impl Hyper {
         Ok(count_dropped(info, &drawn, &blocks))
     }
 
-    /// The keys drawn for the rows of a part: those of the plan, or for a part that only a shorter call has, from the same
-    /// stream.
+    /// Returns the keys drawn for the rows of a part: the plan's or, for a part that only a shorter call has, new ones
+    /// from the same random stream.
     fn samples(&self, part: &Rectangle, index: GroupIndex) -> Cow<'_, UniformSamples> {
         match self.samples.of(index).get(&(part.keys.start, part.keys.end)) {
             Some(planned) => Cow::Borrowed(planned),
@@ -315,14 +315,14 @@ impl Hyper {
         }
     }
 
-    /// The same with the first keys as sinks.
+    /// Returns the plan with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
         Self { params, ..self.clone() }
     }
 }
 
-/// Writes down how many rows had no samples outside their block.
+/// Records the number of rows without samples outside their block.
 fn count_dropped(mut info: RunInfo, drawn: &UniformSamples, blocks: &SortedBlocks) -> RunInfo {
     let dropped = drawn.dropped_rows(blocks);
     if dropped > 0 {

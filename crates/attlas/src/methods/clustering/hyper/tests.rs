@@ -26,7 +26,7 @@ fn honours_the_contract() {
 
 #[test]
 fn samples_of_all_keys_without_replacement_are_exact_for_any_block() {
-    // Straight through the approximate path: the plan itself would call the exact kernel here.
+    // Forces the approximate path: the plan itself would call the exact kernel here.
     for (n_q, n_k, block) in [(1, 2, 1), (5, 3, 2), (97, 97, 10), (13, 200, 16), (200, 13, 4)] {
         let x = Case::gaussian(Problem { d_v: 3, ..Problem::new(1, 1, 8).with_lens(n_q, n_k) }, 1);
         let mut out = vec![f64::NAN; n_q * 3];
@@ -162,7 +162,7 @@ fn the_error_falls_with_the_root_of_the_samples() {
 
 #[test]
 fn sinks_are_seen_exactly() {
-    // Nearly all mass on the sinks, the rest flat: sampling cannot spoil what is not sampled.
+    // Nearly all mass on the sinks, the rest flat: sampling cannot harm what is not sampled.
     let mut x = Case::with_heavy_sinks(Problem::new(1, 256, 16), 9);
     x.q.iter_mut().for_each(|q| *q *= 2.0);
     x.k[4 * 16..].iter_mut().for_each(|k| *k *= 0.05);
@@ -178,7 +178,7 @@ fn sinks_are_seen_exactly() {
     }
 }
 
-/// The page's figures, $n = 2048$, $d = 64$: error within 15 %, with sinks within a factor of 1.5.
+/// Figures of the documentation page, $n = 2048$, $d = 64$: error within 15 %, with sinks within a factor of 1.5.
 #[test]
 fn reference_figures_are_met() {
     let p = Problem::new(1, 2048, 64);
@@ -206,7 +206,7 @@ fn reference_figures_are_met() {
     };
     report(mean(&iid, &base), (2.39, 1.0));
     report(mean(&clustered, &base), (0.202, 1.0));
-    // Four sinks, each found with probability 1/8: the mass of three runs says little.
+    // Four sinks, each found with probability 1/8: the mass of three runs is no evidence.
     near(mean(&sinks, &base).0, 3.05, 0.5);
     report(mean(&clustered, &with(("sinks", "4"))), (0.199, 1.0));
     report(mean(&sinks, &with(("sinks", "4"))), (1.31, 1.0));
@@ -234,7 +234,7 @@ fn the_theory_variant_without_cap_and_floor_has_the_practical_normaliser() {
     let theory = o.clone().with("variant", "theory").with("cap", f64::INFINITY).with("kappa", f64::INFINITY);
     let (_, lse) = run_method(&METHOD, &theory, &x);
     assert_rows_close(&lse, &practical, 1e-12, "log-sum-exp");
-    // The cap and the floor do something.
+    // The cap and the floor take effect.
     let (_, capped) = run_method(&METHOD, &theory.with("cap", 1e-3), &x);
     assert!(capped.iter().zip(&lse).all(|(a, b)| a <= b) && capped != lse);
     let (_, floored) = run_method(&METHOD, &o.with("variant", "theory").with("kappa", 1.0), &x);

@@ -1,6 +1,6 @@
 //! The variant that the paper analyses: a capped and floored normaliser, columns drawn by the norms of values.
 //!
-//! Everything is a value and the logarithm of its scale, so no exponential overflows.
+//! Every quantity is a value with the logarithm of its scale, so no exponential overflows.
 
 use super::Params;
 use crate::engine::{Columns, SortedBlocks, UniformSamples, divide_by, exact_rows, places, relative_squares};
@@ -10,7 +10,7 @@ use attlas_num::kernels::{Band, Op, gemm};
 use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
 
-/// A part without a mask whose queries and keys are sorted into `blocks`.
+/// Computes a part without a mask, with queries and keys sorted into `blocks`.
 pub(super) fn run<T: Real>(
     params: &Params,
     group: &mut Group<'_, T>,
@@ -77,7 +77,7 @@ pub(super) fn run<T: Real>(
     Ok(RunInfo::visited(visited.into_iter().sum::<u64>() + (residual_rows * n) as u64))
 }
 
-/// For each head, the logarithm of the largest sum of exponentials outside the own block, over `m` rows.
+/// Returns, for each head, the logarithm of the largest sum of exponentials outside a row's own block, over `m` rows.
 fn largest_residuals<T: Real>(
     group: &Group<'_, T>,
     blocks: &SortedBlocks,
@@ -92,7 +92,7 @@ fn largest_residuals<T: Real>(
             block_of[r.head as usize * n_q + r.row as usize] = c;
         }
     }
-    // One set of rows for all heads, so that a head gets the same answer alone.
+    // One set of rows for all heads, so that a head computed alone gives the same result.
     let chosen = key.rng().subset(n_q, m);
     let rows = heads * chosen.len();
     let mut queries = cx.scratch.take::<T>(rows * d);

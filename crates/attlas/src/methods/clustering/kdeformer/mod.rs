@@ -1,8 +1,8 @@
 //! KDEformer: a hashed block diagonal and columns sampled by importance, normalised by kernel densities.
 //!
 //! **Idea.** The row sums of softmax attention are weighted Gaussian kernel densities, and so are the squared
-//! norms of its columns. Estimated densities normalise rows and say which columns to sample; heavy entries are
-//! taken out first by hashing.
+//! norms of its columns. Estimated densities normalise rows and decide which columns to sample; hashing first takes out
+//! heavy entries.
 //!
 //! **Math.** For weights $x_j \ge 0$ and $W = \sum_j x_j e^{|k_j|^2/2}$,
 //! $$\kappa(q, K, x) = \sum_j x_j e^{\langle q, k_j\rangle} = e^{|q|^2/2}\, W \sum_j e^{-(|q - k_j|^2 + y_j^2)/2},
@@ -23,18 +23,18 @@
 //! | `public` | $\lvert \hat v_l\rvert / \lambda_{\max}(\hat V^\top \hat V) + 1/n$ with $\hat v = [v, 1]$, as in the authors' code |
 //! | `kde` | $b_l + \lvert v_l\rvert^2 / \lVert V\rVert_2^2$, in the practical pipeline mixed half and half with $1/n$ |
 //!
-//! Token by token, the last `n_min` keys are exact; of the others a query sees the `block` keys around its own Gray rank
-//! among theirs, and `samples` uniform draws stand for the rest (`engine::hashed_stream`). The paper has no decoding.
+//! Token by token, the last `n_min` keys are exact; among the others a query sees the `block` keys around its Gray
+//! rank, and `samples` uniform draws stand for the rest (`engine::hashed_stream`). The paper has no decoding.
 //!
 //! **Reference.** zandieh2023; charikar2017 and karppa2022 for the estimators; survey, clustering and sampling.
-//! The densities are estimated by the backends of `kde`: the paper's primitive of Charikar et al. cannot be
-//! implemented as such, and the authors did not. Corrections of the survey's text: both density identities need
-//! the factor $e^{|q|^2/2}$; $W$ has $e^{|k|^2/2}$, not $e^{|k|^2}$; the density is taken at $[q; 0]$; sampling is by
-//! norms of *columns*, with keys as query points and queries as data; the block diagonal has sorted blocks of
-//! equal size, not buckets of equal codes; $\gamma = 1/\lVert V\rVert_2^2$ stands for
-//! $\lVert P\rVert_2^2 / \lVert V\rVert_2^2$ with $\lVert P\rVert_2$ taken as 1; the probability is a sum of two
-//! terms. All sums are kept in the log domain; public code exponentiates raw logits. Estimated $\hat z_i$ are at
-//! least the largest exponential sampled, which $z_i$ cannot be below.
+//! The densities are estimated by the backends of `kde`: the paper's primitive of Charikar et al. cannot be implemented
+//! as such, and the authors did not implement it. Corrections of the survey's text: both density identities need the
+//! factor $e^{|q|^2/2}$; $W$ has $e^{|k|^2/2}$, not $e^{|k|^2}$; the density is taken at $[q; 0]$; sampling is by norms
+//! of *columns*, with keys as query points and queries as data; the block diagonal has sorted blocks of equal size, not
+//! buckets of equal codes; $\gamma = 1/\lVert V\rVert_2^2$ stands for $\lVert P\rVert_2^2 / \lVert V\rVert_2^2$ with
+//! $\lVert P\rVert_2$ taken as 1; the probability is a sum of two terms. All sums are kept in the log domain; public
+//! code exponentiates raw logits. Estimated $\hat z_i$ are at least the largest exponential sampled, a lower bound of
+//! $z_i$.
 //!
 //! **Cost.** Practical $2(n_q + n_k)\, d\, r + 2 n_q (b + m)(d + d_v)$, memory $n_q (d_v + O(1)) + m (d + d_v)$. The
 //! paper's bound for the theory is $O(\epsilon^{-2} d\, n^{1.173})$ (quoted).
@@ -45,8 +45,8 @@
 //! `samples` cover all keys.
 //!
 //! **When to use.** Without a mask, where values differ much in size; otherwise HyperAttention's uniform samples
-//! without replacement do as well. Heavy keys outside the block dominate the variance: give them by `sinks`.
-//! With a causal mask only what depends on keys alone can choose columns: `kde` modes are refused.
+//! without replacement do as well. Heavy keys outside the block dominate the variance: cover them with `sinks`. With a
+//! causal mask the choice of columns must not depend on queries: `kde` modes are refused.
 
 use crate::engine::{
     ALWAYS_LEAKS, Assign, Columns, FirstKeys, HashedRule, HashedStream, Operands, Ranks, Rectangle, Row,
@@ -150,19 +150,19 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// Where the normaliser of a row comes from.
+    /// Source of a row's normaliser.
     pub enum Normaliser {
         /// From the same block and samples as the numerator.
         SelfNorm = "self_norm",
-        /// From a kernel density estimate of its own.
+        /// From a separate kernel density estimate.
         Kde = "kde",
     }
 }
 
 crate::choices! {
-    /// By what columns are drawn.
+    /// Probabilities by which columns are drawn.
     pub enum Probabilities {
-        /// Equally.
+        /// Equal probabilities.
         Uniform = "uniform",
         /// Squared norms of values, mixed with uniform.
         ValueMix = "value_mix",
@@ -174,7 +174,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// How kernel densities are obtained.
+    /// Method of estimating kernel densities.
     pub enum Density {
         /// All terms.
         Exact = "exact",
@@ -182,7 +182,7 @@ crate::choices! {
         Weighted = "weighted",
         /// The query's hashed block exactly, the rest from a uniform sample.
         NearPlusSample = "near_plus_sample",
-        /// Hash tables of Euclidean space.
+        /// Hashing-based estimators: hash tables of Euclidean space.
         Hbe = "hbe",
     }
 }
@@ -190,39 +190,39 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`KdeFormer`].
     pub struct Params {
-        /// Most keys in a block.
+        /// Maximum number of keys in a block.
         block: usize = 64, in 1..=1 << 30;
-        /// Columns drawn, shared by all queries of a head; 0 leaves all but the block out.
+        /// Columns drawn, shared by all queries of a head; 0 leaves out everything but the block.
         samples: usize = 128, in 0..=1 << 30;
         /// Bits of the hash; 0 keeps the order of tokens.
         hashes: usize = 7, in 0..=31;
-        /// Precision of the products with sampled columns where they are 512 or more: full, or bf16 with sums in single
-        /// precision, whose rounding is far below the error of sampling.
+        /// Precision of the products with 512 or more sampled columns: full, or bf16 with sums in single precision,
+        /// whose rounding is far below the sampling error.
         precision: Operands = Operands::Full;
-        /// Base of the causal recursion: squares of at most that many rows are exact.
+        /// Base of the causal recursion: squares of at most this number of rows are exact.
         n_min: usize = 1024, in 0..=1 << 30;
-        /// Keys at the start that every query sees exactly and that are not hashed or sampled.
+        /// Keys at the start that every query sees exactly; they are neither hashed nor sampled.
         sinks: usize = 0, in 0..=1 << 30;
-        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
-        /// none. With a causal mask only the first keys.
+        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
+        /// ignored. With a causal mask, these and the sinks must be the first keys.
         always: Indices = Indices::none(), in 0..=1 << 30;
-        /// Where normalisers come from: self_norm, or kde (the theory, without the block).
+        /// Source of the normalisers: self_norm, or kde (the theory, without the block).
         z_mode: Normaliser = Normaliser::SelfNorm;
-        /// By what columns are drawn.
+        /// Probabilities by which columns are drawn.
         p_mode: Probabilities = Probabilities::ValueMix;
-        /// How kernel densities are obtained, where a mode needs them.
+        /// Method of estimating kernel densities, where a mode needs them.
         kde: Density = Density::NearPlusSample;
-        /// Samples of a density estimate; as many as columns where it is auto.
+        /// Samples per density estimate; auto takes the number of columns.
         kde_samples: Option<usize> = None, in 1..=1 << 30;
         /// Width of the buckets of hbe.
         kde_width: f64 = 4.0, in 1e-3..=1e6;
-        /// Hash functions in a table of hbe.
+        /// Hash functions per table of hbe.
         kde_functions: usize = 2, in 1..=64;
         /// Tables of hbe.
         kde_tables: usize = 64, in 1..=1 << 16;
-        /// Groups of tables whose means the median is taken of; 1 for the mean of all.
+        /// Groups of tables: the estimate is the median of the groups' means, with 1 the mean of all tables.
         kde_groups: usize = 1, in 1..=1 << 16;
-        /// Stream of directions and samples.
+        /// Seed of directions and samples.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -258,7 +258,7 @@ pub struct KdeFormer {
 }
 
 impl KdeFormer {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         if params.z_mode == Normaliser::Kde && params.samples == 0 {
@@ -297,7 +297,7 @@ impl KdeFormer {
         }
     }
 
-    /// Inner products that densities at `points` of `data` take; at most, where they are hashed.
+    /// Counts the inner products of densities at `points` of `data`; an upper bound where they are hashed.
     fn density_scores(&self, points: usize, data: usize) -> u64 {
         let each = match self.backend() {
             Backend::Exact => data,
@@ -308,7 +308,7 @@ impl KdeFormer {
         (points * each) as u64
     }
 
-    /// Attention without a mask in a part of a group.
+    /// Computes attention without a mask in a part of a group.
     fn part<T: Real>(&self, mut group: Group<'_, T>, part: &Rectangle, assign: Assign) -> Result<RunInfo> {
         if self.is_exact(group.n_k()) {
             return exact_group(&mut group);
@@ -323,7 +323,7 @@ impl KdeFormer {
             );
             return self.attend(&mut group, &blocks, &drawn);
         }
-        // Densities are those of one head's queries, so heads go one by one.
+        // Densities depend on one head's queries, so heads run one at a time.
         let (rows, d_v) = (group.n_q(), group.d_v());
         let mut info = RunInfo::default();
         for h in 0..group.q.heads() {
@@ -338,7 +338,7 @@ impl KdeFormer {
         Ok(info)
     }
 
-    /// One head whose columns are drawn by estimated norms, or whose rows are divided by estimated sums.
+    /// Computes one head with columns drawn by estimated norms, or rows divided by estimated sums.
     fn by_density<T: Real>(
         &self,
         mut group: Group<'_, T>,
@@ -358,7 +358,7 @@ impl KdeFormer {
             }
             Normaliser::Kde => self.divide(&mut group, &weights, &log_z, of_part)?,
         };
-        // Every query for the row sums, and every key with the queries for the column norms.
+        // The row sums visit keys for every query, the column norms queries for every key.
         info.keys_visited += self.density_scores(q.rows(), k.rows());
         if columns.is_some() {
             info.keys_visited += self.density_scores(k.rows(), q.rows());
@@ -370,7 +370,7 @@ impl KdeFormer {
         Ok(info)
     }
 
-    /// Quantity that columns are drawn in proportion to.
+    /// Returns the unnormalised probabilities of the columns.
     fn weights<T: Real>(&self, v: MatRef<'_, T>, log_columns: Option<&[f64]>, key: StreamKey) -> Vec<f64> {
         let n = v.rows() as f64;
         match self.params.p_mode {
@@ -420,16 +420,16 @@ impl KdeFormer {
         Columns::draw(weights, self.params.samples, key.named("columns"))
     }
 
-    /// Blocks whose queries meet the columns outside all of them together: enough rows to repay the packing of keys.
+    /// Number of blocks that share one pass over the columns outside them: enough rows to repay the packing of keys.
     fn blocks_together(&self) -> usize {
         (SHARED_ROWS / self.params.block).max(1)
     }
 
-    /// The practical pipeline: block and samples, normalised together.
+    /// Computes the practical pipeline: block and samples, normalised together.
     ///
-    /// Samples are the same for all queries but for those in the own block. Where there are many, some blocks at a time
-    /// meet those that lie in none of them, gathered once; each block meets its own keys and the few samples in its
-    /// neighbours.
+    /// All queries share the samples, except those in a query's own block. With many samples, a few blocks together
+    /// attend to the samples outside all of them, gathered once; each block then attends to its own keys and the few
+    /// samples in its neighbours.
     fn attend<T: Real>(
         &self,
         group: &mut Group<'_, T>,
@@ -456,7 +456,7 @@ impl KdeFormer {
         Ok(info)
     }
 
-    /// Joins to every row the samples outside the blocks that its own goes with. Returns the pairs visited.
+    /// Merges into every row the samples outside the blocks that share its pass. Returns the pairs visited.
     fn attend_sampled<T: Real>(
         &self,
         group: &mut Group<'_, T>,
@@ -472,7 +472,7 @@ impl KdeFormer {
         v.gather_into(index(), &mut values);
         let (keys, values) = (MatRef::new(&keys, m, d), MatRef::new(&values, m, d_v));
 
-        // Results in the order of blocks, tasks of some rows of the same blocks.
+        // Results are in the order of blocks; a task takes rows of blocks that share a pass.
         let rows: Vec<Row> = (0..blocks.blocks()).flat_map(|c| blocks.block_rows(c)).copied().collect();
         let mut parts = cx.scratch.take::<T>(rows.len() * d_v);
         let mut part_lse = cx.scratch.take::<T>(rows.len());
@@ -534,7 +534,7 @@ impl KdeFormer {
         visited
     }
 
-    /// The theory: sampled columns over the estimated normaliser.
+    /// Computes the theory variant: sampled columns divided by the estimated normaliser.
     fn divide<T: Real>(
         &self,
         group: &mut Group<'_, T>,
@@ -563,25 +563,25 @@ impl KdeFormer {
         Ok(RunInfo::visited((group.n_q() * m) as u64))
     }
 
-    /// The same with the first keys as sinks.
+    /// Returns the plan with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
         Self { params, ..self.clone() }
     }
 }
 
-/// Query rows of one task of the theory.
+/// Query rows per task of the theory variant.
 const TASK_ROWS: usize = 192;
 
-/// Query rows that meet samples together, and as many samples as make that worth while.
+/// Query rows that share a pass over the samples, and the least number of samples for such a pass.
 const SHARED_ROWS: usize = 512;
 
-/// Columns that were drawn, each once, in the order of the sorted keys.
+/// Drawn columns without repetition, in the order of the sorted keys.
 struct Sampled<T> {
-    /// RowSlot of each among the sorted keys.
+    /// Rank of each among the sorted keys.
     ranks: Vec<u32>,
     keys: Vec<u32>,
-    /// Bias of its logit; one that was drawn several times counts so often.
+    /// Bias of each logit, which includes the number of times the column was drawn.
     bias: Vec<T>,
 }
 
@@ -600,7 +600,7 @@ impl<T: Real> Sampled<T> {
         Self { ranks, keys, bias }
     }
 
-    /// Those in some consecutive blocks.
+    /// Returns the range of columns in some consecutive blocks.
     fn inside(&self, blocks: &SortedBlocks, some: Range<usize>) -> Range<usize> {
         let (start, end) = (blocks.ranks(some.start).start, blocks.ranks(some.end - 1).end);
         let before = |rank: usize| self.ranks.partition_point(|&r| (r as usize) < rank);
@@ -608,7 +608,7 @@ impl<T: Real> Sampled<T> {
     }
 }
 
-/// Relative accuracy of the spectral norms in probabilities, which need no more.
+/// Relative accuracy of the spectral norms, sufficient for probabilities.
 const NORM_TOL: f64 = 1e-3;
 
 /// Squared norms of rows relative to the largest entry, so that they cannot overflow; NaN where all are zero.
@@ -620,7 +620,7 @@ fn par_relative_squares<T: Real>(x: MatRef<'_, T>) -> Vec<f64> {
         .enumerate()
         .map(|(t, part)| {
             rows(t, part.len()).iter_rows().fold(0.0, |a: f64, row| {
-                // The largest of f64 numbers that are not NaN, whatever their order.
+                // `max` ignores NaN, whatever the order.
                 row.iter().fold(a, |a, v| a.max(v.to_f64().abs()))
             })
         })

@@ -207,7 +207,7 @@ fn rows_of_huge_norm_do_not_overflow() {
 
 #[test]
 fn samples_are_met_by_all_rows_but_those_of_their_block() {
-    // Five blocks that go together in twos, few samples and many.
+    // Five blocks that share passes in pairs, with few samples and with many.
     for samples in [100, 900] {
         samples_are_met_as_defined(samples);
     }
@@ -257,7 +257,7 @@ fn causal_density_modes_are_refused_with_all_reasons() {
     assert_eq!(reasons.len(), 2);
 }
 
-/// The page's figures on $n = 2048$, $d = 64$: within 15 %, with sinks within a factor of 1.5.
+/// Figures of the documentation page on $n = 2048$, $d = 64$: within 15 %, with sinks within a factor of 1.5.
 #[test]
 fn reference_figures_are_met() {
     let p = Problem::new(1, 2048, 64);

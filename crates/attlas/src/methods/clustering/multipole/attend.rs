@@ -1,4 +1,5 @@
-//! One token: clusters are scored and chosen, the keys of the best are attended exactly, each of the others as one.
+//! One token: scores and chooses clusters, attends exactly to the keys of the best and to each other cluster as one
+//! token.
 
 use super::state::{KeyClusters, Level};
 use super::{Far, Multipole};
@@ -12,13 +13,13 @@ use attlas_num::kernels::{
 use attlas_num::par::*;
 use std::ops::Range;
 
-/// Clusters that one task scores, clusters that one attends to, and keys that it attends to in one go; fixed, so that
-/// threads cannot change a bit.
+/// Clusters that a task scores, clusters that it attends to, and keys that it attends to at once; fixed, so that
+/// results do not depend on the number of threads.
 pub(super) const SCORED: usize = 1024;
 pub(super) const PIECE: usize = 512;
 pub(super) const MEMBERS: usize = 1024;
 
-/// Keys of a query: the first `len` keys and values, and the clusters of some of them.
+/// Keys visible to a query: the first `len` keys and values, and the clusters of some of them.
 #[derive(Clone, Copy)]
 pub(super) struct ClusteredKeys<'a, T> {
     pub(super) k: MatRef<'a, T>,
@@ -28,7 +29,7 @@ pub(super) struct ClusteredKeys<'a, T> {
 }
 
 impl Multipole {
-    /// One query row per head at `position`; returns the logits computed.
+    /// Attends with one query row per head at `position`; returns the number of logits computed.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn attend<T: Real>(
         &self,
@@ -69,7 +70,7 @@ impl Multipole {
             .sum()
     }
 
-    /// Heads that choose their clusters together.
+    /// Attends with heads that choose their clusters together.
     #[allow(clippy::too_many_arguments)]
     fn attend_together<T: Real>(
         &self,
@@ -102,7 +103,7 @@ impl Multipole {
         let recent = (self.params.sinks + state.clustered()).min(len);
         let always: Vec<u32> = (0..sinks).chain(recent.max(sinks)..len).map(|j| j as u32).collect();
         let far = self.params.far == Far::Monopole;
-        // All at once: threads that are awake need not be woken again.
+        // In one parallel section: threads already awake need not be woken again.
         let ((), parts) = join(
             || token.attend(&always, out, lse),
             || {
@@ -128,7 +129,7 @@ struct Token<'a, T> {
 }
 
 impl<T: Real> Token<'_, T> {
-    /// Exact attention to the keys in `members`: pieces of fixed length, merged in order.
+    /// Attends exactly to the keys in `members`, in pieces of fixed length merged in order.
     fn attend(&self, members: &[u32], out: &mut [T], lse: &mut [T]) {
         let Self { q, k, v, scale, cx } = *self;
         let (rows, d_v) = (q.rows(), v.cols());
@@ -182,21 +183,21 @@ fn merge_rows<T: Real>(out: &mut [T], lse: &mut [T], out2: &[T], lse2: &[T]) {
 /// Scored clusters of one level.
 struct Field<'a, T> {
     level: &'a Level<T>,
-    /// Which clusters; all where absent.
+    /// The clusters; all if absent.
     ids: Option<Vec<u32>>,
     /// Logits of the centroids, head after head.
     logits: Vec<T>,
-    /// Keys of the clusters, counted by the logits of the only head.
+    /// Histograms of the clusters' keys by logit, with a single head.
     counts: Option<Vec<Counts>>,
-    /// Scores that clusters are chosen by: the sum over heads of their weight per key. With one head the logits, which order
-    /// alike.
+    /// Scores that rank the clusters: the sum over heads of their weight per key. With one head the logits, which give
+    /// the same order.
     scores: Option<Vec<T>>,
     /// The clusters that are attended exactly.
     cut: Option<Cut>,
 }
 
 impl<'a, T: Real> Field<'a, T> {
-    /// All of a level, of which clusters with at most `budget` keys will be taken.
+    /// Scores all clusters of a level, from which clusters with at most `budget` keys in total will be taken.
     fn all(level: &'a Level<T>, q: MatRef<'_, T>, scale: T, budget: usize) -> Self {
         let m = level.len();
         let mut logits = vec![T::ZERO; q.rows() * m];
@@ -209,7 +210,7 @@ impl<'a, T: Real> Field<'a, T> {
                 out.iter_mut().for_each(|x| *x *= scale);
                 alone.then(|| Counts::new(out, first, |c| level.count(c), budget))
             };
-            // All are scored before counts are looked at: an `Option` of all of them would end at the first chunk without one.
+            // Score every chunk before collecting: an `Option` of all counts would stop at the first `None`.
             let of_chunks: Vec<Option<Counts>> = match m > SCORED {
                 true => logits.par_chunks_mut(SCORED).with_max_len(1).enumerate().map(score).collect(),
                 false => logits.chunks_mut(SCORED).enumerate().map(score).collect(),
@@ -219,7 +220,7 @@ impl<'a, T: Real> Field<'a, T> {
         Self { level, ids: None, logits, counts, scores: None, cut: None }
     }
 
-    /// Those of a level that `ids` names.
+    /// Scores the clusters `ids` of a level.
     fn some(level: &'a Level<T>, ids: Vec<u32>, q: MatRef<'_, T>, scale: T) -> Self {
         let keys = level.keys();
         let logits = q
@@ -254,7 +255,7 @@ impl<'a, T: Real> Field<'a, T> {
         });
     }
 
-    /// The taken ones of these places.
+    /// Returns the taken clusters among these places.
     fn taken(&self, places: Range<usize>) -> Vec<u32> {
         let mut taken = vec![0; places.len() + 1];
         let scores = &self.scores()[places.clone()];
@@ -263,7 +264,7 @@ impl<'a, T: Real> Field<'a, T> {
         taken
     }
 
-    /// Members of the clusters at these places, in the order of memory.
+    /// Returns the members of the clusters at these places, in memory order.
     fn members(&self, places: &[u32]) -> Vec<u32> {
         let mut members = Vec::new();
         for &place in places {
@@ -272,11 +273,11 @@ impl<'a, T: Real> Field<'a, T> {
         members
     }
 
-    /// The logits of the clusters at `places` with the logarithms of how many keys they hold.
+    /// Writes the logits of the clusters at `places` plus the logarithms of their numbers of keys.
     fn add_log_counts(&self, places: Range<usize>, logits: &[T], to: &mut [T]) {
         let counts = self.level.log_counts();
         match &self.ids {
-            // Without a look-up for each, many are added at a time.
+            // Without a look-up per cluster, the loop vectorises.
             None => {
                 let counts = &counts[places];
                 to.iter_mut().zip(logits).zip(counts).for_each(|((x, &s), &c)| *x = s + c);
@@ -302,7 +303,7 @@ impl<'a, T: Real> Field<'a, T> {
         scores
     }
 
-    /// Attention of a token, piece after piece of the clusters: exact to the keys of those that were taken (`near`), to
+    /// Attends with a token, one piece of the clusters at a time: exactly to the keys of the taken ones (`near`), to
     /// each of the others as one token (`far`).
     fn attend(&self, token: &Token<'_, T>, near: bool, far: bool) -> Vec<PartialOutput<T>> {
         let (heads, d_v) = (token.q.rows(), token.v.cols());
@@ -344,7 +345,7 @@ impl<'a, T: Real> Field<'a, T> {
             taken.iter().for_each(|&place| bias[place as usize - places.start] = T::NEG_INFINITY);
             let values = self.level.values();
             let mut l = [T::NEG_INFINITY];
-            // The logits are known: keys without columns leave them to the bias.
+            // The logits are known: keys without columns pass them through the bias.
             let (q, isa, scale) = (MatRef::new(&[], 1, 0), cx.schedule.isa, T::ONE);
             match &self.ids {
                 None => {

@@ -1,4 +1,4 @@
-//! Whole causal sequences in blocks of rows: clusters of consecutive chunks of keys, chosen once for a block and its heads.
+//! Whole causal sequences in blocks of rows: clusters of consecutive chunks of keys, chosen once per block.
 
 use super::state::share;
 use super::{Far, Multipole, Params};
@@ -12,13 +12,13 @@ use attlas_num::kernels::{Band, Op, Precision, axpy, exp_in_place, gemm, softmax
 use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
 
-/// Rows that share a choice, and the rows among those up to its first that make it.
+/// Rows that share a choice, and the number of rows, none later than the block's first, that make it.
 const BLOCK: usize = 64;
 const SCOUTS: usize = 4;
-/// Lloyd iterations over a chunk, at most.
+/// Maximum number of Lloyd iterations over a chunk.
 const ITERS: usize = 5;
 
-/// The clusters of all whole chunks of keys behind the sinks, chunk after chunk.
+/// The clusters of all whole chunks of keys after the sinks, chunk by chunk.
 #[derive(Debug)]
 struct Chunks<T> {
     /// Means, one row for each cluster.
@@ -28,7 +28,7 @@ struct Chunks<T> {
     /// Members of cluster `c` are `members[starts[c]..starts[c + 1]]`.
     members: Vec<u32>,
     starts: Vec<usize>,
-    /// Clusters before each chunk.
+    /// Number of clusters before each chunk.
     of_chunk: Vec<usize>,
 }
 
@@ -81,8 +81,7 @@ impl<T: Real> Chunks<T> {
 }
 
 impl Multipole {
-    /// Keys of whole chunks that every row of a block sees whose first row stands at `position`, without the last
-    /// `interval`.
+    /// Number of whole chunks, without the last `interval` keys, visible to a block whose first row is at `position`.
     fn chunked(&self, position: usize) -> usize {
         let Params { sinks, chunk, interval, .. } = self.params;
         position.saturating_sub(sinks + interval) / chunk

@@ -1,46 +1,49 @@
 //! Multipole attention: exact for the best clusters of cached keys, one pseudo-token for each other cluster.
 //!
-//! **Idea.** While decoding, the cache is `[sinks | clustered | recent]`. Cached keys are clustered by k-means, clusters
-//! are scored by their centroids, the members of the best ones are attended exactly up to a token budget, and every
-//! other cluster counts as one token at its mean with the weight of its size: a monopole far field.
+//! **Idea.** While decoding, the cache is `[sinks | clustered | recent]`. Cached keys are clustered by k-means, and
+//! their centroids score them. Attention is exact over the members of the best clusters, up to a token budget; every
+//! other cluster counts as one token at its mean, weighted by its size: a monopole far field.
 //!
 //! **Math.** Cluster $c$ holds $n_c$ keys with means $\bar k_c$, $\bar v_c$. For query head $h$ of a group,
 //! $s_c^h = \tau \langle q^h, \bar k_c \rangle$, $D^h = \ln \sum_c n_c e^{s_c^h}$ over *all* clusters, score
-//! $S_c = \mathrm{mean}_h\, e^{s_c^h - D^h}$. In order of $S_c$ (ties by number) clusters are taken while their keys fit
-//! into `budget`; the first that does not fit ends it. The output is the softmax over the logits
-//! $\tau \langle q^h, k_j \rangle$ of sinks, recent and taken keys, with values $v_j$, and $s_c^h + \ln n_c$ of all other
-//! clusters, with values $\bar v_c$. The heads of a group choose together, or each for itself with `per_head`. With
-//! `hierarchy`, clusters of fine centroids are scored first, at every level $n_c$ counts keys, and only the children of
-//! the taken ones are scored: $n_\mathrm{coarse} + |\mathrm{children}| + \mathrm{budget}$ per query.
+//! $S_c = \mathrm{mean}_h\, e^{s_c^h - D^h}$. Clusters are taken in order of $S_c$ (ties by number) until one no longer
+//! fits into `budget`. The output is the softmax over the logits $\tau \langle q^h, k_j \rangle$ of sinks, recent and
+//! taken keys, with values $v_j$, and $s_c^h + \ln n_c$ of all other clusters, with values $\bar v_c$. The heads of a
+//! group choose together or, with `per_head`, separately. With `hierarchy`, clusters of fine centroids are scored
+//! first, and then only the children of those taken; at every level $n_c$ counts keys. Scored and attended are
+//! $n_\mathrm{coarse} + |\mathrm{children}| + \mathrm{budget}$ per query.
 //!
-//! **State.** The prompt is clustered in consecutive blocks of `window` keys, the last one of length in
-//! $[\mathrm{window}/2, 3\,\mathrm{window}/2)$. Every `interval` tokens, that many leave the recent buffer (which holds
-//! between `interval` and $2\,\mathrm{interval} - 1$): random ones of them become seeds, the others join the nearest
-//! centroid as running means, `update_iters` Lloyd iterations run over the last block, and counts and means are taken
-//! anew from its final labels. When the last block reaches $3\,\mathrm{window}/2$, its first `window` tokens become a
-//! block of their own.
+//! **State.** The prompt is clustered in consecutive blocks of `window` keys; the last one has a length in
+//! $[\mathrm{window}/2, 3\,\mathrm{window}/2)$. Every `interval` tokens, `interval` keys leave the recent buffer (which
+//! holds between `interval` and $2\,\mathrm{interval} - 1$): random ones among them become seeds, the others join the
+//! nearest centroid as running means, `update_iters` Lloyd iterations run over the last block, and counts and means are
+//! recomputed from its final labels. When the last block reaches $3\,\mathrm{window}/2$, its first `window` tokens
+//! become a separate block.
 //!
-//! **Whole sequences.** A causal problem is computed as by teacher forcing: the first $n_k - n_q$ tokens are the prompt, and
-//! each query meets the state built from strictly earlier tokens. Without a mask all keys are the prompt. With
-//! `prompt = blocks` a causal problem is computed in blocks of 64 rows instead: the keys behind the sinks are clustered in
-//! consecutive chunks of `chunk` keys, a block meets the chunks that end at least `interval` keys before its first row, and
-//! the keys behind these exactly; four scout rows, none later than the first, choose its clusters by the sum of their
-//! $e^{s_c^h - D^h}$. That is dense work, many times faster than a choice for every row.
+//! **Whole sequences.** A causal problem is computed as in teacher forcing: the first $n_k - n_q$ tokens are the
+//! prompt, and each query uses the state built from strictly earlier tokens. Without a mask all keys are the prompt.
+//! With `prompt = blocks` a causal problem is computed in blocks of 64 rows instead: the keys after the sinks are
+//! clustered in consecutive chunks of `chunk` keys; a block attends to the clusters of the chunks that end at least
+//! `interval` keys before its first row, and exactly to the keys after these; four scout rows, none later than the
+//! first, choose its clusters by the sum of their $e^{s_c^h - D^h}$. This is dense work, many times faster than a
+//! choice for every row.
 //!
-//! **Rotary positions.** Keys come rotated. With `rope_base` set, clusters live on keys turned back to position 0 and are
-//! scored by the query turned to the position `rope_offset` (windowed RoPE), while exact parts use keys and queries as
-//! they came. This is exact for plain rotary embeddings at positions $0, 1, \dots$ with frequencies
-//! $b^{-2l/\mathrm{dim}}$; for stretched frequencies (YaRN, llama3) leave it off: then clusters are those of rotated keys.
+//! **Rotary positions.** Keys arrive rotated. With `rope_base` set, clusters are formed on keys rotated back to
+//! position 0 and scored by the query rotated to position `rope_offset` (windowed RoPE), while exact parts use keys and
+//! queries as given. This is exact for plain rotary embeddings at positions $0, 1, \dots$ with frequencies
+//! $b^{-2l/\mathrm{dim}}$; for stretched frequencies (YaRN, llama3) leave it off: clusters are then formed on rotated
+//! keys.
 //!
 //! **Reference.** hooper2025; survey, clustering. Corrected: the denominator of the score runs over all clusters; logits
 //! carry $\tau$; the mass of the far field enters the normaliser; clusters change every `interval` tokens, not with every
-//! query. Against the authors' code: counts are those of the final labels; a seed counts itself; a budget that covers all
-//! keys takes all clusters; coarse counts are keys. `window` is smaller than the authors' 8192, because on a CPU the
-//! update of such a block costs as much as exact decoding over 65 thousand keys.
+//! query. Differences from the authors' code: counts are those of the final labels; a seed counts itself; a budget that
+//! covers all keys takes all clusters; coarse counts are keys. `window` is smaller than the authors' 8192, because on a
+//! CPU the update of such a block costs as much as exact decoding over 65 thousand keys.
 //!
 //! **Cost.** Per token and head $2 C d$ to score $C = \mathrm{ratio} \cdot n$ clusters, $2(\mathrm{sinks} + \mathrm{recent} +
 //! \mathrm{budget})(d + d_v)$, $2 C d_v$; reads $\mathrm{ratio}\, n (d + d_v)$ instead of $n(d + d_v)$. Prompt
-//! $2 \cdot \mathrm{iters} \cdot n\, \mathrm{window}\, \mathrm{ratio}\, d$; update as `update_iters + 1` passes over the last block.
+//! $2 \cdot \mathrm{iters} \cdot n\, \mathrm{window}\, \mathrm{ratio}\, d$; an update costs `update_iters + 1` passes
+//! over the last block.
 //!
 //! **Guarantees.** Exact when `budget` covers all keys; for any budget with `ratio = 1` or equal keys in every cluster. By
 //! Jensen, without `rope_base`, $\hat\ell \le \ell$, and $\hat\ell$ does not fall as the budget grows. Tested.
@@ -129,9 +132,9 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// Treatment of clusters that are not attended exactly.
+    /// Treatment of clusters outside the exact part.
     pub enum Far {
-        /// Each counts as one token of the weight of its size.
+        /// Each counts as one token, weighted by its size.
         Monopole = "monopole",
         /// They are left out.
         Drop = "drop",
@@ -139,11 +142,11 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// How the rows of a whole causal sequence are computed.
+    /// Computation of the rows of a whole causal sequence.
     pub enum Prompt {
-        /// As by teacher forcing: every row meets the clusters that decoding would have, and chooses for itself.
+        /// As in teacher forcing: every row uses the clusters that decoding would have, and makes its own choice.
         Tokens = "tokens",
-        /// In blocks of rows over clusters of chunks of keys, chosen once for a block and its heads.
+        /// In blocks of rows, over clusters of chunks of keys, chosen once per block for all heads of a group.
         Blocks = "blocks",
     }
 }
@@ -153,14 +156,14 @@ crate::params! {
     pub struct Params {
         /// Clusters per key.
         ratio: f64 = 0.0625, in 1e-6..=1.0;
-        /// Keys of clusters that are attended exactly for each query, at most.
+        /// Maximum number of clustered keys attended exactly for each query.
         budget: usize = 128, in 0..=1 << 30;
         /// Keys at the start that are always attended exactly.
         sinks: usize = 10, in 0..=1 << 30;
-        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
-        /// none. With a causal mask only the first keys.
+        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
+        /// ignored. With a causal mask, these and the sinks must be the first keys.
         always: Indices = Indices::none(), in 0..=1 << 30;
-        /// Tokens after which clusters are updated; the recent buffer holds one to two times as many.
+        /// Tokens between updates of the clusters; the recent buffer holds one to two times this number.
         interval: usize = 128, in 1..=1 << 30;
         /// Keys that are clustered together; at least twice the interval.
         window: usize = 2048, in 2..=1 << 30;
@@ -168,30 +171,30 @@ crate::params! {
         iters: usize = 10, in 0..=1000;
         /// Lloyd iterations of an update.
         update_iters: usize = 3, in 0..=1000;
-        /// Whether clusters of centroids are scored first.
+        /// Score clusters of centroids first.
         hierarchy: bool = false;
         /// Coarse clusters per key, with a hierarchy.
         coarse_ratio: f64 = 0.015625, in 1e-6..=1.0;
         /// Keys in the coarse clusters whose children are scored, in multiples of the budget.
         coarse_factor: f64 = 8.0, in 1.0..=1e6;
-        /// Treatment of clusters that are not attended exactly.
+        /// Treatment of clusters outside the exact part.
         far: Far = Far::Monopole;
-        /// Whether each query head chooses its own clusters.
+        /// Let each query head choose its own clusters.
         per_head: bool = false;
-        /// Base of the rotary embedding that keys came with, to cluster them unrotated; auto takes them as they are. In a
-        /// model, `model` stands for its own.
+        /// Base of the keys' rotary embedding, to cluster them unrotated; auto clusters them as given. In a model,
+        /// `model` means the model's own base.
         rope_base: Option<f64> = None, in 1.0..=1e12;
-        /// Features that are rotated; auto for all.
+        /// Number of rotated features; auto for all.
         rope_dim: Option<usize> = None, in 2..=1 << 20;
-        /// Where the parts of a rotated pair lie.
+        /// Layout of the rotated pairs.
         rope_layout: RopeLayout = RopeLayout::Half;
         /// Position of the query when it scores unrotated centroids.
         rope_offset: usize = 2048, in 0..=1 << 30;
-        /// How the rows of a whole causal sequence are computed; blocks are many times faster.
+        /// Computation of the rows of a whole causal sequence; blocks are many times faster.
         prompt: Prompt = Prompt::Tokens;
-        /// Keys that are clustered together with prompt = blocks.
+        /// Keys that are clustered together, with prompt = blocks.
         chunk: usize = 256, in 1..=1 << 30;
-        /// Stream that first centroids and seeds are drawn from.
+        /// Seed of the initial centroids and of later ones.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -236,7 +239,7 @@ pub struct Multipole {
 }
 
 impl Multipole {
-    /// A plan with these parameters; an error unless the window is at least twice the interval.
+    /// Creates a plan with these parameters; an error unless the window is at least twice the interval.
     pub(crate) fn new(params: Params) -> Result<Self> {
         if params.window < params.interval.saturating_mul(2) {
             let least = params.interval.saturating_mul(2);
@@ -249,7 +252,7 @@ impl Multipole {
         Ok(Self { params })
     }
 
-    /// Keys that are clustered among `n` tokens.
+    /// Counts the keys that are clustered among `n` tokens.
     fn clustered(&self, n: usize) -> usize {
         let Params { sinks, interval, .. } = self.params;
         interval * (n.saturating_sub(sinks) / interval).saturating_sub(1)
@@ -260,14 +263,14 @@ impl Multipole {
         rope_base.map(|base| Turn::new(base, rope_dim.unwrap_or(d), rope_layout == RopeLayout::Half))
     }
 
-    /// The same with the first keys as sinks.
+    /// Returns the plan with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
         Self { params }
     }
 }
 
-/// Positions that one task takes.
+/// Positions per task.
 const POSITIONS: usize = 16;
 
 impl GroupPlan for Multipole {
@@ -323,7 +326,7 @@ impl GroupPlan for Multipole {
         let mut staged_lse = cx.scratch.take::<T>(n_q * heads);
         let (mut visited, mut first) = (0, 0);
         while first < n_q {
-            // All queries up to the next update meet the same clusters.
+            // All queries up to the next update use the same clusters.
             let target = self.clustered(g.visible(first));
             state.update(flat, g.v, target.max(state.clustered()));
             let last = (first..n_q).find(|&i| self.clustered(g.visible(i)) > target).unwrap_or(n_q);
@@ -381,22 +384,22 @@ impl GroupPlan for Multipole {
     }
 }
 
-/// Decoding one group: the cache, closed blocks in the order of their clusters, and the clusters.
+/// Decoding state of one group: the cache, with closed blocks in the order of their clusters, and the clusters.
 #[derive(Debug)]
 struct ClusterStream<T> {
     plan: Multipole,
     turn: Option<Turn>,
     state: KeyClusters<T>,
-    /// Every key with its value behind it, so that a cluster is one run of memory.
+    /// Every key followed by its value, so that a cluster is contiguous in memory.
     rows: Vec<T>,
-    /// Keys turned back to position 0, where the plan turns keys.
+    /// Keys rotated back to position 0, if the plan unrotates keys.
     turned: Vec<T>,
     d: usize,
     d_v: usize,
     index: GroupIndex,
 }
 
-/// Keys and values of a cache whose rows hold a key and its value.
+/// Splits a cache whose rows hold a key and its value into keys and values.
 fn split<T: Real>(rows: &[T], d: usize, d_v: usize) -> (MatRef<'_, T>, MatRef<'_, T>) {
     let n = rows.len() / (d + d_v);
     let values = &rows[if n > 0 { d } else { 0 }..];
@@ -426,7 +429,7 @@ impl<T: Real> GroupStream<T> for ClusterStream<T> {
         } else {
             self.state.update(flat, v, target);
         }
-        // While the budget covers all keys, attention is exact bit for bit, which the order of keys would change.
+        // While the budget covers all keys, attention is bit-exact; reordering the keys would change it.
         if n > self.plan.params.budget {
             self.state.arrange(&mut self.rows);
         }

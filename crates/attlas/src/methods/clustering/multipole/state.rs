@@ -1,4 +1,4 @@
-//! The clusters of a cache: made from a prompt, updated as tokens come.
+//! The clusters of a cache: built from a prompt, updated as tokens arrive.
 
 use super::Params;
 use attlas_num::cluster::kmeans::label_means;
@@ -9,7 +9,7 @@ use attlas_num::rng::StreamKey;
 use attlas_num::{Mat, MatRef, Real};
 use std::ops::Range;
 
-/// Clusters of one level: what they hold, how many keys that is, and the means of keys and values.
+/// Clusters of one level: members, numbers of keys, and means of keys and values.
 #[derive(Clone, Debug)]
 pub(super) struct Level<T> {
     keys: Vec<T>,
@@ -19,7 +19,7 @@ pub(super) struct Level<T> {
     /// Cluster `c` holds `members[starts[c]..starts[c + 1]]`.
     members: Vec<u32>,
     starts: Vec<usize>,
-    /// Number of leading clusters that hold consecutive members, one cluster after the other, from `first` on.
+    /// Number of leading clusters that hold consecutive members, cluster after cluster, starting at `first`.
     arranged: usize,
     first: u32,
     d: usize,
@@ -54,17 +54,17 @@ impl<T: Real> Level<T> {
         self.counts[c]
     }
 
-    /// Natural logarithms of the keys in all clusters.
+    /// Natural logarithms of the clusters' numbers of keys.
     pub(super) fn log_counts(&self) -> &[T] {
         &self.log_counts
     }
 
-    /// Positions of the keys of a cluster, or numbers of the clusters of the level below.
+    /// Positions of the keys in a cluster, or indices of its clusters in the level below.
     pub(super) fn members(&self, c: usize) -> &[u32] {
         &self.members[self.starts[c]..self.starts[c + 1]]
     }
 
-    /// Appends the members of a cluster; what is known without the list is not read from it.
+    /// Appends the members of a cluster; arranged clusters need no look-up in the list.
     pub(super) fn append_members(&self, c: usize, to: &mut Vec<u32>) {
         if c < self.arranged {
             let place = |c: usize| self.first + self.starts[c] as u32;
@@ -83,7 +83,7 @@ impl<T: Real> Level<T> {
         self.members.truncate(self.starts[clusters]);
     }
 
-    /// Appends the clusters that `labels` make of rows numbered from `first`, row `i` holding `counts(i)` keys.
+    /// Appends the clusters given by `labels` of rows numbered from `first`; row `i` stands for `counts(i)` keys.
     fn append(
         &mut self,
         keys: MatRef<'_, T>,
@@ -120,7 +120,7 @@ impl<T: Real> Level<T> {
     }
 }
 
-/// The clusters of the keys behind the sinks: those of closed blocks, then those of the last, open one.
+/// The clusters of the keys after the sinks: first those of closed blocks, then those of the last, open block.
 #[derive(Debug)]
 pub(super) struct KeyClusters<T> {
     params: Params,
@@ -132,12 +132,12 @@ pub(super) struct KeyClusters<T> {
     coarse: Option<Level<T>>,
     closed_fine: usize,
     closed_coarse: usize,
-    /// Clusterings made so far: names their random streams.
+    /// Number of clusterings so far, which names their random streams.
     made: u64,
 }
 
 impl<T: Real> KeyClusters<T> {
-    /// No clusters.
+    /// Creates a state without clusters.
     pub(super) fn new(params: Params, d: usize, d_v: usize, key: StreamKey) -> Self {
         let coarse = params.hierarchy.then(|| Level::new(d, d_v));
         Self {
@@ -173,7 +173,7 @@ impl<T: Real> KeyClusters<T> {
         self.fine.bytes() + self.coarse.as_ref().map_or(0, Level::bytes)
     }
 
-    /// Clusters the first `n` keys behind the sinks, block after block.
+    /// Clusters the first `n` keys after the sinks, block by block.
     pub(super) fn prefill(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, n: usize) {
         let window = self.params.window;
         let (mut blocks, mut rest) = (n / window, n % window);
@@ -185,7 +185,7 @@ impl<T: Real> KeyClusters<T> {
             .map(|b| b * window..(b + 1) * window)
             .chain((rest > 0).then_some(n - rest..n))
             .collect();
-        // Blocks know nothing of each other; each has a stream of its own.
+        // Blocks are independent; each has its own random stream.
         let labels: Vec<Vec<u32>> = blocks
             .par_iter()
             .enumerate()
@@ -203,7 +203,7 @@ impl<T: Real> KeyClusters<T> {
         self.clustered = n;
     }
 
-    /// Takes in keys, `interval` at a time, until `n` are clustered.
+    /// Adds keys, `interval` at a time, until `n` are clustered.
     pub(super) fn update(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, n: usize) {
         let Params { interval, window, .. } = self.params;
         while self.clustered < n {
@@ -220,8 +220,8 @@ impl<T: Real> KeyClusters<T> {
         }
     }
 
-    /// Reorders the rows of closed blocks, keys with their values, so that those of a cluster lie together: they are read
-    /// by cluster from now on, and memory is read in runs.
+    /// Reorders the rows of closed blocks, keys with their values, by cluster: attention reads them by cluster from now
+    /// on, in contiguous runs of memory.
     pub(super) fn arrange(&mut self, rows: &mut [T]) {
         let width = self.fine.d + self.fine.d_v;
         let fine = &mut self.fine;
@@ -230,7 +230,7 @@ impl<T: Real> KeyClusters<T> {
         if new.is_empty() {
             return;
         }
-        // Blocks lie one behind the other, and so do the members of their clusters.
+        // Blocks are consecutive, and so are the members of their clusters.
         fine.first = self.params.sinks as u32;
         let first = self.params.sinks + new.start;
         let (window, order) = (self.params.window, &mut fine.members[new]);
@@ -261,7 +261,7 @@ impl<T: Real> KeyClusters<T> {
         x.sub_rows(self.params.sinks + keys.start..self.params.sinks + keys.end)
     }
 
-    /// Clusters the keys of a block from nothing.
+    /// Clusters the keys of a block from scratch.
     fn cluster_anew(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, block: Range<usize>) {
         if block.is_empty() {
             return;
@@ -271,7 +271,7 @@ impl<T: Real> KeyClusters<T> {
         self.append(k, v, block, &labels);
     }
 
-    /// The clusters of the keys of a block, drawn from the stream of clustering number `made`.
+    /// Clusters the keys of a block with the random stream of clustering number `made`; returns their labels.
     fn labels(&self, k: MatRef<'_, T>, block: &Range<usize>, made: u64) -> Vec<u32> {
         let clusters = share(block.len(), self.params.ratio);
         let options = Options { clusters, iters: self.params.iters, metric: Metric::Euclidean };
@@ -341,7 +341,7 @@ impl<T: Real> KeyClusters<T> {
     }
 }
 
-/// Clusters for `n` keys.
+/// Number of clusters for `n` keys.
 pub(super) fn share(n: usize, ratio: f64) -> usize {
     ((n as f64 * ratio).round() as usize).max(1)
 }

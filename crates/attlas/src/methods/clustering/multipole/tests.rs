@@ -9,7 +9,7 @@ fn honours_the_contract() {
     check_method(&METHOD);
 }
 
-/// Everything is clustered but the last key.
+/// Settings that cluster every key but the last.
 fn all_clustered() -> Options {
     Options::new().with("sinks", 0).with("interval", 1)
 }
@@ -40,7 +40,7 @@ fn clusters_of_one_key_are_exact_for_any_budget() {
     }
 }
 
-/// One head over given clusters, all of them behind no sinks.
+/// Runs one head over given clusters, without sinks.
 fn over_labels(case: &Case, labels: &[u32], params: Params) -> (Vec<f64>, Vec<f64>) {
     let p = &case.problem;
     let params = Params { sinks: 0, ..params };
@@ -65,7 +65,7 @@ fn one_cluster_of_two_opposite_keys_is_the_known_answer() {
     assert!((lse[0].exp() - 2.0).abs() < 1e-15 && o[0] == 0.0);
     let (o, lse) = over_labels(&case, &[0, 0], Params { budget: 2, ..Params::default() });
     assert!((lse[0].exp() - 3.0862).abs() < 5e-5 && (o[0] - 1f64.tanh()).abs() < 1e-15);
-    // A cluster that does not fit whole is not taken at all.
+    // A cluster that does not fit entirely is not taken at all.
     let (_, lse) = over_labels(&case, &[0, 0], Params { budget: 1, ..Params::default() });
     assert!((lse[0].exp() - 2.0).abs() < 1e-15);
 }
@@ -133,7 +133,7 @@ fn one_coarse_cluster_that_is_taken_gives_the_flat_answer() {
 
 #[test]
 fn heads_choose_by_their_mean_score() {
-    // Two heads look at opposite clusters; a budget for one cluster goes to the head that is surer.
+    // Two heads favour opposite clusters; a budget for one cluster goes to the head with the more peaked weights.
     let p = Problem { scale: 1.0, ..Problem::new(2, 1, 1).with_lens(1, 4).with_kv_heads(1) };
     let k = vec![2.0, 2.2, -2.0, -2.2];
     let (k, v) = (MatRef::new(&k, 4, 1), MatRef::new(&k, 4, 1));
@@ -215,7 +215,7 @@ fn every_clustered_key_is_in_one_cluster_after_every_update() {
     }
 }
 
-/// Output rows of a stream that is given a prompt and then single tokens.
+/// Output rows of a stream fed a prompt and then single tokens.
 fn streamed(options: &Options, case: &Case, prompt: usize) -> Vec<f64> {
     let p = case.problem;
     let plan = METHOD.plan(&p, options).unwrap();
@@ -274,7 +274,7 @@ fn unrotated_keys_are_clustered_whatever_their_positions() {
     let options = all_clustered().with("budget", 0).with("ratio", 0.005).with("rope_base", 1e4);
     let (_, lse) = run_method(&METHOD, &options.with("rope_offset", 300), &case);
     for (i, &lse) in lse.iter().enumerate() {
-        // The query stands at i; moved to 300 it meets the key at 0. The last key is exact.
+        // The query is at position i; rotated to 300 it scores the key at 0. The last key is exact.
         let mut q = case.q[i * d..(i + 1) * d].to_vec();
         let last: f64 = (0..d).map(|c| q[c] * case.k[(n - 1) * d + c]).sum();
         turn.apply(300.0 - i as f64, &mut q);
@@ -332,8 +332,8 @@ fn blocks_of_rows_with_clusters_of_one_key_are_exact_for_any_budget() {
 
 #[test]
 fn every_cluster_is_scored_however_many_there_are() {
-    // More clusters than one task scores, each of one key: attention to their centroids is exact for any budget, whether heads
-    // choose together or alone.
+    // More clusters than one task scores, each of one key: attention to their centroids is exact for any budget,
+    // whether heads choose together or separately.
     let p = Problem::new(2, 1, 4).with_kv_heads(1).with_lens(3, 2 * super::attend::SCORED + 100);
     let case = Case::gaussian(p.causal(), 12);
     let want = reference(&case).0;

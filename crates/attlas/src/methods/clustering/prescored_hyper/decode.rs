@@ -1,4 +1,4 @@
-//! Decoding: the best old keys, chosen anew now and then, and all newer ones.
+//! Decoding: the best old keys, chosen again at intervals, and all newer keys.
 
 use super::{MeanQuery, PrescoredHyper, RECENT_QUERIES, Residual, complement};
 use crate::engine::{CachedRows, Gathered, exact_group};
@@ -8,16 +8,16 @@ use crate::{MatRef, Real, Result, RunInfo};
 use attlas_num::kernels::{Band, merge_lse};
 use std::collections::VecDeque;
 
-/// Tokens after which old keys are scored again.
+/// Tokens between two scorings of the old keys.
 pub(super) const RESCORE: usize = 256;
 
-/// The cache, and what was kept of its old keys.
+/// The cache, and the kept part of its old keys.
 #[derive(Debug)]
 pub(super) struct BestKeys<T> {
     plan: PrescoredHyper,
     cached: CachedRows<T>,
     index: GroupIndex,
-    /// Keys before this one were scored; all later ones are seen.
+    /// Keys before this one were scored; all later ones are visible.
     scored: Option<usize>,
     /// Sinks, kept keys and samples of the others, side by side.
     far_k: Vec<T>,
@@ -41,7 +41,7 @@ impl<T: Real> BestKeys<T> {
         }
     }
 
-    /// Remembers the mean of the heads' queries.
+    /// Stores the mean of the heads' queries.
     fn remember(&mut self, q: MatRef<'_, T>) {
         let mut mean = vec![0.0; q.cols()];
         for row in q.iter_rows() {
@@ -53,7 +53,7 @@ impl<T: Real> BestKeys<T> {
         self.queries.push_back(mean);
     }
 
-    /// Scores the keys from the sinks to `edge` and gathers those that are kept.
+    /// Scores the keys from the sinks to `edge` and gathers the kept ones.
     fn score(&mut self, edge: usize, scale: T, cx: Context<'_>) -> u64 {
         let (sinks, (d, d_v)) = (self.plan.params.sinks, self.cached.widths());
         let (k, v) = (self.cached.keys(), self.cached.values());
@@ -105,7 +105,7 @@ impl<T: Real> GroupStream<T> for BestKeys<T> {
         let (n, (d, d_v)) = (self.cached.tokens(), self.cached.widths());
         let (n_min, sinks) = (self.plan.params.n_min, self.plan.params.sinks);
         self.remember(q);
-        // The token itself is always seen.
+        // The token itself is always visible.
         let edge = n.saturating_sub(n_min.max(1));
         let old = edge.saturating_sub(sinks);
         let covered = old <= self.plan.params.block.max(self.plan.params.samples);

@@ -19,17 +19,18 @@
 //! | `norm2` | $\lvert k_j\rvert^2$ |
 //! | `mean_query` | $\langle \bar q, k_j\rangle$, $\bar q$ the mean of the queries of the group |
 //!
-//! With `select = drawn` the keys are drawn without replacement by their score (by $u_j$ for the outlier scores)
-//! instead, the authors' variant for vision models; with `block` at least `keys` it is plain softmax over them.
+//! With `select = drawn` the keys are instead drawn without replacement by their score (by $u_j$ for the outlier
+//! scores), the authors' variant for vision models. With `block` at least `keys` it is plain softmax over the kept
+//! keys.
 //!
-//! Token by token, the last `n_min` keys are exact and old ones are scored anew every 256 tokens: a query sees all keys that
-//! were kept, all that came since, and with `residual = all_keys` the samples of the others. There is nothing to hash.
+//! Token by token, the last `n_min` keys are exact and older ones are scored again every 256 tokens: a query sees all
+//! kept keys, all keys since then and, with `residual = all_keys`, the samples of the others. Nothing is hashed.
 //!
 //! **Reference.** li2025; han2024; survey, clustering and sampling. Keys that are not kept are *removed*; the
-//! authors' code zeroes them, which leaves each with weight one in every row. Their "leverage" multiplies the
-//! keys by a random orthogonal matrix and takes norms, which is `norm2`; here it is leverage. k-means runs for
-//! each key head on its own keys, from distinct random keys, or from the authors' k-means++ with `seeding`. Causally, each part of
-//! the recursion scores its own past keys: a choice over the whole sequence would leak. The default score is
+//! authors' code zeroes them, which leaves each with weight one in every row. Their "leverage" multiplies the keys by a
+//! random orthogonal matrix and takes norms, which is `norm2`; here it is the leverage itself. k-means runs for each
+//! key head on its own keys, from distinct random keys, or from the authors' k-means++ with `seeding`. Causally, each
+//! part of the recursion scores its own past keys: a choice over the whole sequence would leak. The default score is
 //! leverage: k-means with the authors' 256 clusters costs as much as attending to 2560 keys.
 //!
 //! **Cost.** Scores $2 n_k d^2$ (leverage) or $2\,\mathrm{iters}\; n_k\, d\,\mathrm{clusters}$, then HyperAttention on
@@ -39,9 +40,9 @@
 //! times the diameter of the values. With `keys` covering all keys it is HyperAttention. Exact when `block` or
 //! `samples` cover all keys, or `n_min` all tokens. Choices are nested in `keys`. All tested here.
 //!
-//! **When to use.** Where a few keys matter to all queries; on heads of trained models `score = mean_query` finds them, and
-//! scores that see keys alone do not. On clustered inputs no score beats a random subset
-//! of the same size; report the exact result beside it.
+//! **When to use.** Where a few keys matter to all queries. On heads of trained models `score = mean_query` finds them;
+//! scores from the keys alone do not. On clustered inputs no score beats a random subset of the same size; report the
+//! exact result beside it.
 
 mod decode;
 
@@ -156,7 +157,7 @@ crate::choices! {
     pub enum Score {
         /// Leverage in the row space of the keys.
         Leverage = "leverage",
-        /// Share in the distances of the cluster.
+        /// Distance to the centroid, as a share of the cluster's sum.
         KMeansOutlier = "kmeans_outlier",
         /// The same with coordinate-wise medians.
         KMedianOutlier = "kmedian_outlier",
@@ -164,27 +165,28 @@ crate::choices! {
         KernelKMeans = "kernel_kmeans",
         /// Squared length.
         Norm2 = "norm2",
-        /// Product with the mean of the queries; with a causal mask, of the last 256 before the rows that attend.
+        /// Product with the mean of the queries; with a causal mask, of the last 256 queries before the rows that
+        /// attend.
         MeanQuery = "mean_query",
     }
 }
 
 crate::choices! {
-    /// Where the clusterings start.
+    /// Initialisation of the clusterings.
     pub enum Seeding {
-        /// From distinct random keys.
+        /// Distinct random keys.
         Rows = "rows",
-        /// From keys drawn by their squared distance to those drawn before (k-means++), as the authors do.
+        /// Keys drawn by their squared distance to those already drawn (k-means++), as the authors do.
         PlusPlus = "plus_plus",
     }
 }
 
 crate::choices! {
-    /// How keys are kept.
+    /// Rule for keeping keys.
     pub enum Select {
-        /// The best.
+        /// The keys with the best scores.
         Top = "top",
-        /// Drawn without replacement by their score.
+        /// Keys drawn without replacement by their score.
         Drawn = "drawn",
     }
 }
@@ -200,7 +202,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// How samples of the kept keys are drawn.
+    /// Sampling of the kept keys.
     pub enum Sampling {
         /// Every key at most once.
         WithoutReplacement = "without_replacement",
@@ -212,38 +214,38 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`PrescoredHyper`].
     pub struct Params {
-        /// Keys kept; all where there are no more.
+        /// Number of keys kept; all if there are no more.
         keys: usize = 1024, in 1..=1 << 30;
         /// Score that ranks keys.
         score: Score = Score::Leverage;
-        /// Whether the best are kept or keys drawn by their score.
+        /// Keep the keys with the best scores, or keys drawn by their score.
         select: Select = Select::Top;
-        /// Clusters of the k-means scores; the smaller of 256 and a quarter of the kept keys where it is auto.
+        /// Clusters of the k-means scores; auto takes a quarter of the kept keys, at most 256.
         clusters: Option<usize> = None, in 1..=1 << 20;
-        /// Where the clusterings start.
+        /// Initialisation of the clusterings.
         seeding: Seeding = Seeding::Rows;
-        /// Iterations of the clusterings; 10, with medians 3, where it is auto.
+        /// Iterations of the clusterings; auto takes 10, or 3 with medians.
         iters: Option<usize> = None, in 0..=1000;
         /// Stand-in for the keys that are not kept.
         residual: Residual = Residual::None;
-        /// Keys drawn outside the kept ones with residual = all_keys.
+        /// Keys drawn outside the kept ones, with residual = all_keys.
         residual_samples: usize = 256, in 1..=1 << 30;
-        /// Most keys in a block.
+        /// Maximum number of keys in a block.
         block: usize = 256, in 1..=1 << 30;
-        /// Kept keys drawn for what lies outside a query's block; 0 leaves it out.
+        /// Kept keys drawn to estimate those outside a query's block; 0 leaves them out.
         samples: usize = 0, in 0..=1 << 30;
-        /// Whether a kept key can be drawn more than once.
+        /// Sampling with or without replacement.
         sampling: Sampling = Sampling::WithoutReplacement;
         /// Bits of the hash; 0 keeps the order of tokens.
         hashes: usize = 7, in 0..=31;
-        /// Below this many queries attention is exact; the base of the causal recursion.
+        /// Attention is exact below this number of queries; the base of the causal recursion.
         n_min: usize = 4096, in 0..=1 << 30;
         /// Keys at the start that every query sees exactly and that are not scored.
         sinks: usize = 0, in 0..=1 << 30;
-        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
-        /// none. With a causal mask only the first keys.
+        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
+        /// ignored. With a causal mask, these and the sinks must be the first keys.
         always: Indices = Indices::none(), in 0..=1 << 30;
-        /// Stream of clusterings, directions and samples.
+        /// Seed of clusterings, directions and samples.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -268,26 +270,26 @@ pub struct PrescoredHyper {
 }
 
 impl PrescoredHyper {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         let hashes = draw_sort_hashes(p, params.seed, params.hashes)?;
         Ok(Self { params, hashes })
     }
 
-    /// Whether a part without a mask is computed exactly.
+    /// True if a part without a mask is computed exactly.
     fn is_exact(&self, n_q: usize, n_k: usize) -> bool {
         let Params { block, samples, n_min, .. } = self.params;
         n_k <= block.max(samples) || n_q < n_min
     }
 
-    /// Whether the whole problem is computed exactly.
+    /// True if the whole problem is computed exactly.
     fn covers(&self, n_q: usize, n_k: usize) -> bool {
         let Params { block, samples, n_min, sinks, .. } = self.params;
         n_k <= block.max(samples).max(sinks) || n_q.max(n_k) <= n_min
     }
 
-    /// Most samples beside a block.
+    /// Maximum number of samples beside a block.
     fn extra(&self, n_k: usize) -> usize {
         let Params { samples, residual, residual_samples, .. } = self.params;
         let residual = if residual == Residual::AllKeys { residual_samples.min(n_k) } else { 0 };
@@ -302,7 +304,7 @@ impl PrescoredHyper {
         self.params.iters.unwrap_or(if self.params.score == Score::KMedianOutlier { 3 } else { 10 })
     }
 
-    /// Distances to centroids that the score of a key takes.
+    /// Number of distances to centroids computed per key.
     fn scores_per_key(&self) -> u64 {
         match self.params.score {
             Score::Leverage | Score::Norm2 | Score::MeanQuery => 0,
@@ -310,7 +312,7 @@ impl PrescoredHyper {
         }
     }
 
-    /// The kept keys in increasing order; `None` where all are.
+    /// Returns the kept keys in increasing order; `None` if all are kept.
     fn kept<T: Real>(&self, k: MatRef<'_, T>, mean: Option<&MeanQuery>, key: StreamKey) -> Option<Vec<u32>> {
         let keys = self.params.keys;
         if keys >= k.rows() {
@@ -322,7 +324,7 @@ impl PrescoredHyper {
                 let mut drawn = Reservoir::new(keys);
                 let mut rng = key.named("drawn").rng();
                 let scores = self.scores(k, mean, key, false);
-                // Keys without weight only come in where there are not enough with weight.
+                // Keys without weight enter only if there are too few with weight.
                 let floor = f64::MIN_POSITIVE.ln();
                 let log = |s: f64| if s > 0.0 { s.ln().max(floor) } else { 2.0 * floor };
                 scores.iter().enumerate().for_each(|(j, &s)| drawn.push(log(s), j, &mut rng));
@@ -334,8 +336,8 @@ impl PrescoredHyper {
         Some(chosen.into_iter().map(|j| j as u32).collect())
     }
 
-    /// Scores of the keys for a ranking, or weights to draw them by: outlier scores as shares of their cluster, or as
-    /// plain distances; products with the mean query as they are, or their exponentials.
+    /// Computes scores for ranking the keys, or weights for drawing them: outlier scores as shares of their cluster or
+    /// as plain distances, products with the mean query as they are or as exponentials.
     fn scores<T: Real>(
         &self,
         k: MatRef<'_, T>,
@@ -344,7 +346,7 @@ impl PrescoredHyper {
         ranking: bool,
     ) -> Vec<f64> {
         let metric = match self.params.score {
-            // Before the first query nothing is known but the keys.
+            // Before the first query only the keys are known.
             Score::MeanQuery => return mean.map_or_else(|| squared_norms(k), |mean| mean.scores(k, ranking)),
             Score::Norm2 => return squared_norms(k),
             // Keys that are not finite have no leverage; their norms keep them from being dropped unseen.
@@ -376,7 +378,7 @@ impl PrescoredHyper {
         }
     }
 
-    /// Attention without a mask in a part of a group.
+    /// Computes attention without a mask in a part of a group.
     fn part<T: Real>(
         &self,
         mut group: Group<'_, T>,
@@ -415,18 +417,18 @@ impl PrescoredHyper {
         Ok(RunInfo { keys_visited, rank: Some(count), setup_scores: scored, ..info })
     }
 
-    /// The same with the first keys as sinks.
+    /// Returns the plan with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
         Self { params, ..self.clone() }
     }
 }
 
-/// The mean of some queries, times the scale.
+/// Mean of some queries, times the scale.
 struct MeanQuery(Vec<f64>);
 
 impl MeanQuery {
-    /// Of rows `rows` of all heads; `None` where there are none.
+    /// Averages the rows `rows` of all heads; `None` if there are none.
     fn new<T: Real>(q: Queries<'_, T>, rows: std::ops::Range<usize>, scale: T) -> Option<Self> {
         if rows.is_empty() || q.heads() == 0 {
             return None;
@@ -439,7 +441,7 @@ impl MeanQuery {
         Some(Self(mean))
     }
 
-    /// Products with the keys, or their exponentials relative to the largest.
+    /// Computes products with the keys, or their exponentials relative to the largest.
     fn scores<T: Real>(&self, k: MatRef<'_, T>, ranking: bool) -> Vec<f64> {
         let product = |j: usize| k.row(j).iter().zip(&self.0).map(|(k, q)| k.to_f64() * q).sum::<f64>();
         let products: Vec<f64> = (0..k.rows()).into_par_iter().with_min_len(PIECE).map(product).collect();
@@ -451,10 +453,10 @@ impl MeanQuery {
     }
 }
 
-/// Queries whose mean ranks the keys of a causal part, at most.
+/// Maximum number of queries whose mean ranks the keys of a causal part.
 const RECENT_QUERIES: usize = 256;
 
-/// The numbers of `0..n` outside `kept`, at the places `chosen` of their increasing order.
+/// Lists the numbers of `0..n` outside `kept` and returns those at the places `chosen`.
 fn complement(n: usize, kept: &[u32], chosen: &[usize]) -> Vec<u32> {
     let mut kept = kept.iter().copied().peekable();
     let outside = (0..n as u32).filter(|j| kept.next_if_eq(j).is_none());
@@ -473,10 +475,10 @@ fn squared_norms<T: Real>(k: MatRef<'_, T>) -> Vec<f64> {
     squares
 }
 
-/// Keys that one task takes. Fixed, so that the number of threads cannot change a bit.
+/// Keys per task; fixed, so that results do not depend on the number of threads.
 const PIECE: usize = 1024;
 
-/// $k_j^\top (K^\top K)^{-1} k_j$ of every key; `None` where a key is not finite. No copy of all the keys is made.
+/// Computes $k_j^\top (K^\top K)^{-1} k_j$ of every key without copying all keys; `None` if a key is not finite.
 fn leverage<T: Real>(k: MatRef<'_, T>) -> Option<Vec<f64>> {
     let pieces = k.rows().div_ceil(PIECE);
     let rows = |t: usize| k.sub_rows(t * PIECE..k.rows().min((t + 1) * PIECE));
@@ -485,7 +487,7 @@ fn leverage<T: Real>(k: MatRef<'_, T>) -> Option<Vec<f64>> {
     if !largest.is_finite() {
         return None;
     }
-    // Leverage is that of any multiple of the keys: one whose squares are in range.
+    // Leverage does not change with the scale of the keys: take one whose squares are in range.
     let factor = if (1e-100..1e100).contains(&largest) || largest == 0.0 { 1.0 } else { 1.0 / largest };
     let scaled = |t: usize| {
         let data = rows(t).iter_rows().flatten().map(|x| factor * x.to_f64()).collect();
@@ -498,7 +500,7 @@ fn leverage<T: Real>(k: MatRef<'_, T>) -> Option<Vec<f64>> {
     let parts: Vec<Mat<f64>> = (0..pieces).into_par_iter().map(gram).collect();
     let mut sum = Mat::zeros(k.cols(), k.cols());
     parts.iter().for_each(|part| axpy(1.0, part.data(), sum.data_mut()));
-    // |W k|² with W of as many rows as the rank.
+    // |W k|², where W has one row per rank.
     let whitening =
         psd_factor(sum.as_ref()).ok()?.half_solve(Mat::<f64>::identity(k.cols()).as_ref()).ok()?;
     let mut scores = vec![0.0; k.rows()];
@@ -511,7 +513,7 @@ fn leverage<T: Real>(k: MatRef<'_, T>) -> Option<Vec<f64>> {
     Some(scores)
 }
 
-/// The larger one; NaN if either is.
+/// Returns the larger one; NaN if either is NaN.
 fn larger(a: f64, b: f64) -> f64 {
     if b > a || b.is_nan() { b } else { a }
 }
@@ -574,7 +576,7 @@ impl GroupPlan for PrescoredHyper {
                     self.part(rest.reborrow(), &whole, &ranks, Assign::Balanced, mean.as_ref())
                 }
                 Mask::Causal => causalize(rest, n_min, &|part_rows, part| {
-                    // Earlier queries than any that attends here: none of them can tell of a later token.
+                    // Queries earlier than any that attends here: they carry no information about later tokens.
                     let first = part.rows.start;
                     let mean = mean(first.saturating_sub(RECENT_QUERIES)..first);
                     part_rows.run(|group| self.part(group, &part, &ranks, Assign::Alone, mean.as_ref()))

@@ -201,7 +201,7 @@ fn samples_of_all_keys_make_the_normaliser_unbiased() {
 
 #[test]
 fn the_mean_query_finds_what_every_query_attends_to() {
-    // Every query shares a direction with keys 57 and 101; others are longer, but no query looks for them.
+    // Every query shares a direction with keys 57 and 101; others are longer, but no query is aligned with them.
     let mut x = Case::gaussian(Problem::new(2, 150, 8).with_kv_heads(1), 9);
     x.q.chunks_exact_mut(8).for_each(|q| q[0] = 8.0);
     x.q.chunks_exact_mut(8).for_each(|q| q[1] = 0.0);
@@ -225,7 +225,7 @@ fn the_complement_is_found_at_its_places() {
     assert_eq!(complement(3, &[], &[0, 1, 2]), [0, 1, 2]);
 }
 
-/// The page's figures for 512 of 2048 keys kept, plain softmax over them: within 15 %, sinks within 1.5.
+/// Figures of the documentation page for 512 of 2048 keys kept, plain softmax over them: within 15 %, sinks within 1.5.
 #[test]
 fn reference_figures_are_met() {
     let p = Problem::new(1, 2048, 64);

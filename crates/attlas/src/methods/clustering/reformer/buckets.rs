@@ -1,4 +1,4 @@
-//! Sorted keys in chunks, and which chunk each query belongs to.
+//! Sorted keys in chunks, and the chunk of each query.
 
 use super::{Merge, Params};
 use crate::Real;
@@ -6,14 +6,14 @@ use crate::engine::{BlockMask, BlockRow, CodeIndex};
 use attlas_num::cluster::{Balanced, order_by};
 use std::ops::Range;
 
-/// How sorted keys are cut into chunks.
+/// Cut of sorted keys into chunks.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Chunks {
     /// Chunks of this number of ranks; the last may be short.
     Ragged(usize),
     /// This number of chunks, whose sizes differ by at most one.
     Balanced(usize),
-    /// Chunks of this number of ranks within each bucket, which always ends with a chunk that is not full.
+    /// Chunks of this number of ranks within each bucket; the last chunk of a bucket is never full.
     PerBucket(usize),
 }
 
@@ -22,13 +22,13 @@ pub(super) enum Chunks {
 pub(super) struct KeyRound {
     /// Bucket of every key.
     codes: Vec<u32>,
-    /// Keys behind the sinks by bucket and position.
+    /// Keys after the sinks, by bucket and position.
     order: Vec<u32>,
     /// Places in `order` of every chunk.
     chunks: Vec<Range<usize>>,
-    /// First chunk of the bucket that a chunk belongs to, where chunks are cut per bucket; 0 otherwise.
+    /// First chunk of each chunk's bucket, if chunks are cut per bucket; 0 otherwise.
     first: Vec<u32>,
-    /// Chunk of every key; sinks are in none.
+    /// Chunk of every key; sinks have none.
     of_key: Vec<u32>,
     per_bucket: bool,
 }
@@ -36,7 +36,7 @@ pub(super) struct KeyRound {
 const NONE: u32 = u32::MAX;
 
 impl KeyRound {
-    /// Sorts the keys behind the first `sinks` and cuts them into chunks.
+    /// Sorts the keys after the first `sinks` and cuts them into chunks.
     pub(super) fn new(codes: Vec<u32>, sinks: usize, chunks: Chunks) -> Self {
         let mut order = order_by(&codes[sinks..]);
         order.iter_mut().for_each(|j| *j += sinks as u32);
@@ -77,7 +77,7 @@ impl KeyRound {
         self.chunks.len()
     }
 
-    /// The places of the keys of a bucket; empty where it has none.
+    /// Returns the places of the keys of a bucket; empty if it has none.
     fn bucket(&self, code: u32) -> Range<usize> {
         let start = self.order.partition_point(|&j| self.codes[j as usize] < code);
         start..start + self.order[start..].partition_point(|&j| self.codes[j as usize] == code)
@@ -88,14 +88,14 @@ impl KeyRound {
 #[derive(Debug)]
 pub(super) struct QueryRound {
     codes: Vec<u32>,
-    /// Chunk of every query; none where its bucket has no key.
+    /// Chunk of every query; `NONE` if its bucket has no key.
     chunk: Vec<u32>,
-    /// Where keys are cut per bucket: place in the order of the first key that a query does not see.
+    /// With chunks per bucket: place in the order of the first key that a query does not see.
     end: Vec<u32>,
 }
 
 impl QueryRound {
-    /// Queries in order of their buckets, cut into as many chunks as the keys.
+    /// Sorts queries by bucket and cuts them into the keys' number of chunks.
     pub(super) fn balanced(codes: Vec<u32>, keys: &KeyRound) -> Self {
         let mut chunk = vec![0; codes.len()];
         let order = order_by(&codes);
@@ -105,12 +105,12 @@ impl QueryRound {
         Self { codes, chunk, end: Vec::new() }
     }
 
-    /// Query `i` is token `i`, in the chunk of its own key.
+    /// Puts query `i`, which is token `i`, into the chunk of its own key.
     pub(super) fn shared(codes: Vec<u32>, keys: &KeyRound) -> Self {
         Self { codes, chunk: keys.of_key.clone(), end: Vec::new() }
     }
 
-    /// Query `i` sees the keys below `older[i]` in the chunks of its own bucket.
+    /// Lets query `i` see the keys below `older[i]` in the chunks of its own bucket.
     pub(super) fn causal(codes: Vec<u32>, keys: &KeyRound, older: &[usize], block: usize) -> Self {
         let buckets = codes.iter().copied().max().map_or(0, |c| c as usize + 1);
         let places: Vec<Range<usize>> = (0..buckets as u32).map(|c| keys.bucket(c)).collect();
@@ -133,18 +133,18 @@ impl QueryRound {
     }
 }
 
-/// A round: the queries of a chunk meet the keys of their own and of neighbouring chunks.
+/// A round: the queries of a chunk attend to the keys of their own and of neighbouring chunks.
 pub(super) struct Sorted<'a> {
     pub(super) round: usize,
     pub(super) keys: &'a [KeyRound],
     pub(super) queries: &'a [QueryRound],
     pub(super) params: &'a Params,
-    /// Where queries are keys: the key of query 0.
+    /// With shared keys: the key of query 0.
     pub(super) self_key: Option<usize>,
 }
 
 impl Sorted<'_> {
-    /// Calls `f(round, chunk)` for every chunk of keys that queries of chunk `c` meet in `round`.
+    /// Calls `f(round, chunk)` for every chunk of keys that queries of chunk `c` attend to in `round`.
     fn for_each_chunk(&self, round: usize, c: u32, mut f: impl FnMut(usize, u32)) {
         let (keys, Params { before, after, wrap, .. }) = (&self.keys[round], self.params);
         if c == NONE {
@@ -169,12 +169,13 @@ impl Sorted<'_> {
         chunk.wrapping_mul(self.keys.len() as u32).wrapping_add(round as u32)
     }
 
-    /// Whether keys of other buckets are seen. With a causal mask chunks hold one bucket, and it makes no difference.
+    /// True if keys of other buckets are visible. With a causal mask a chunk holds one bucket, so it makes no
+    /// difference.
     fn across(&self) -> bool {
         self.params.across_buckets.unwrap_or(true)
     }
 
-    /// Whether query `i` may see key `j` as far as buckets of `round` go.
+    /// True if the buckets of `round` let query `i` see key `j`.
     fn fits(&self, round: usize, i: usize, j: usize) -> bool {
         self.across() || self.queries[round].codes[i] == self.keys[round].codes[j]
     }
@@ -182,18 +183,18 @@ impl Sorted<'_> {
 
 /// Summary of a block of queries.
 pub(super) struct Block {
-    /// Codes of the chunks that the keys were in, for the chunks that queries may have met before.
+    /// Codes of the keys' chunks in the rounds whose pairs may have been counted already.
     index: Option<CodeIndex>,
-    /// Chunks of the queries in each earlier round, where there is an index.
+    /// Chunks of the queries in each earlier round, if there is an index.
     chunks: Vec<Vec<u32>>,
-    /// RowSlot in the round's order of the first key, where keys are cut per bucket.
+    /// Place of the first key in the round's order, with chunks per bucket.
     start: usize,
     /// Keys at the front that come from another round.
     foreign: usize,
 }
 
-/// The entries of a table that `rows` names, read one after another: the table is larger than the nearest cache, and
-/// nothing has to wait for one of them.
+/// Reads the entries `rows` of a table in one loop: the table exceeds the nearest cache, and no load has to wait for
+/// another.
 fn named(table: &[u32], rows: &[u32]) -> Vec<u32> {
     rows.iter().map(|&i| table[i as usize]).collect()
 }
@@ -210,7 +211,7 @@ impl<T: Real> BlockMask<T> for Sorted<'_> {
         for (place, &(r, c)) in chunks.iter().enumerate() {
             let keys = &self.keys[r];
             let own_chunk = |j: u32| has(self.round, own.of_key[j as usize]);
-            // With one round, the ring may lead back to a chunk that is met anyway.
+            // With one round, the ring may lead back to a chunk already listed.
             if self.params.merge == Merge::Union && chunks[..place].contains(&(r, c)) {
                 continue;
             }
@@ -229,7 +230,7 @@ impl<T: Real> BlockMask<T> for Sorted<'_> {
             return None;
         }
         let index = skip.then(|| {
-            // What queries met in earlier rounds are chunks of those rounds, and on a ring their neighbours.
+            // In earlier rounds queries attended to chunks of those rounds and, on a ring, to their neighbours.
             let rounds = &self.keys[..if self.params.wrap { self.keys.len() } else { self.round }];
             let mut index = CodeIndex::new(keys.len() * rounds.len());
             for (r, round) in rounds.iter().enumerate() {

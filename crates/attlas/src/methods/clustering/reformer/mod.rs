@@ -1,24 +1,26 @@
 //! Reformer: attention inside chunks of tokens sorted by an angular hash.
 //!
-//! **Idea.** Sort tokens by the bucket of a random angular hash, cut the order into chunks, and attend within the own and
-//! the previous chunk; repeat over several hash rounds. In the paper queries double as keys (`keys = shared`).
+//! **Idea.** Sort tokens by the bucket of a random angular hash, cut the order into chunks, and let each token attend
+//! to its own and the previous chunk; repeat over several hash rounds. In the paper queries double as keys
+//! (`keys = shared`).
 //!
 //! **Math.** Round $r$ gives token $i$ the bucket $h_r(x_i) = \arg\max[W_r x_i; -W_r x_i]$ with Gaussian rows (argmax; argmin
-//! only renames buckets), sorts by (bucket, position), and calls rank$/m$ the chunk; $S_i^{(r)}$ are the keys of the chunks
-//! $c_i - \mathrm{before} \dots c_i + \mathrm{after}$. `union` is the softmax over $\bigcup_r S_i^{(r)}$, which a plain sum over
-//! rounds is not: keys are skipped in every round but the first they are met in; `multiset` counts them once a round. With
-//! `keys = shared`, pass the shared vectors as queries and as keys: keys are normalised, $s_{ij} = \mathrm{logit\_scale}\,
-//! \langle q_i, k_j/|k_j| \rangle$ without a further $1/\sqrt d$ (the survey keeps both, which makes logits $\sqrt d$ too small
-//! against the official code), and a token does not attend to itself unless it sees nothing else; then $o_i = v_i$ and the
-//! log-sum-exp is −∞, so that it weighs nothing in a later merge. With `keys = separate` (an extension, and the default,
-//! because it answers for any model) queries and keys are hashed by the same $W_r$, sorted apart, and cut into the same
-//! number of balanced chunks; logits carry the problem's scale and nothing is excluded.
+//! only renames buckets), sorts by (bucket, position), and defines the chunk as rank$/m$; $S_i^{(r)}$ are the keys of
+//! the chunks $c_i - \mathrm{before} \dots c_i + \mathrm{after}$. `union` is the softmax over $\bigcup_r S_i^{(r)}$,
+//! unlike a plain sum over rounds: a key counts only in the first round that finds it; `multiset` counts it once per
+//! round. With `keys = shared`, pass the shared vectors as queries and as keys: keys are normalised,
+//! $s_{ij} = \mathrm{logit\_scale}\, \langle q_i, k_j/|k_j| \rangle$ without a further $1/\sqrt d$ (the survey keeps
+//! both, which makes logits smaller than in the official code by $\sqrt d$), and a token does not attend to itself
+//! unless it sees nothing else; then $o_i = v_i$ and the log-sum-exp is −∞, so that the row has no weight in a later
+//! merge. With `keys = separate` (an extension, and the default because it works for any model) queries and keys are
+//! hashed by the same $W_r$, sorted apart, and cut into the same number of balanced chunks; logits carry the problem's
+//! scale and nothing is excluded.
 //!
-//! **Causal form.** Ranks in the whole order depend on later tokens. So that none leaks, each bucket is a list of
-//! positions that only grows, cut into chunks of $m$ as it fills; query $i$ sees the chunk that its rank in the bucket's
-//! list of older keys falls into, up to itself, and the `before` chunks ahead of it, all of its own bucket. In place of
-//! the neighbours from other buckets it sees the last `window` tokens (the public decoder fills up with recent tokens
-//! too). Decoding does the same from the lists.
+//! **Causal form.** Ranks in the whole order depend on later tokens. To prevent leaks, each bucket is a list of
+//! positions that only grows, cut into chunks of $m$ as it fills. Query $i$ sees the chunk that contains its rank in
+//! the bucket's list of older keys, up to itself, and the `before` chunks ahead of it, all of its own bucket. In place
+//! of neighbours from other buckets it sees the last `window` tokens (the public decoder also fills up with recent
+//! tokens). Decoding does the same from the lists.
 //!
 //! **Reference.** kitaev2020, and the trax code for the factored hash, the bucket count $2n/m$ and `wrap`. The published near
 //! perfect figures are for models trained with the hash.
@@ -26,11 +28,11 @@
 //! **Cost.** Hash $2 R n d \sum f/2$ for factors $f$ of the bucket count, $R$ sorts, $2 R n\,(1 + \mathrm{before} +
 //! \mathrm{after}) m (d + d_v)$; scratch $O(n(d + d_v))$ and a few integers per token and round.
 //!
-//! **Guarantees.** Separate keys: exact when `block` covers all keys. Shared keys: then exactly full shared-QK attention.
-//! With `union`, the error is at most the lost mass times the spread of the values, and mass does not fall with rounds.
+//! **Guarantees.** Separate keys: exact when `block` covers all keys. Shared keys: then full shared-QK attention. With
+//! `union`, the error is at most the lost mass times the spread of the values, and mass does not fall with rounds.
 //! Strictly causal. Tested.
 //!
-//! **When to use.** Models trained with it. For others `smyrf` or `hyper` pair queries and keys better.
+//! **When to use.** Models trained with it. For other models `smyrf` or `hyper` pair queries and keys better.
 
 mod buckets;
 
@@ -128,15 +130,15 @@ pub static METHOD: Method = Method {
 crate::choices! {
     /// Source of the keys.
     pub enum Keys {
-        /// Vectors of their own.
+        /// Separate vectors.
         Separate = "separate",
-        /// The queries themselves, given again as keys: they are normalised, and no token attends to itself.
+        /// The queries, passed again as keys: they are normalised, and no token attends to itself.
         Shared = "shared",
     }
 }
 
 crate::choices! {
-    /// Weight of a key that several rounds find.
+    /// Weight of a key found in several rounds.
     pub enum Merge {
         /// Once: the softmax over the union of the rounds.
         Union = "union",
@@ -150,37 +152,37 @@ crate::params! {
     pub struct Params {
         /// Source of the keys.
         keys: Keys = Keys::Separate;
-        /// Independent hash functions.
+        /// Number of independent hash functions.
         rounds: usize = 4, in 1..=64;
         /// Tokens in a chunk.
         block: usize = 64, in 1..=1 << 30;
-        /// Buckets of a hash function; auto takes two per chunk. Many are factored, which may leave a few less.
+        /// Buckets per hash function; auto takes two per chunk. Large numbers are factored, which may leave a few less.
         buckets: Option<usize> = None, in 2..=1 << 24;
         /// Chunks before its own that a token sees.
         before: usize = 1, in 0..=1024;
-        /// Chunks after its own that a token sees; without meaning for a causal mask.
+        /// Chunks after its own that a token sees; unused with a causal mask.
         after: usize = 0, in 0..=1024;
-        /// Whether neighbours in other buckets are seen; auto for true without a mask, and false with a causal one, which
-        /// has no form that sees them.
+        /// Let tokens see neighbours in other buckets; auto is true without a mask and false with a causal one, which
+        /// has no such form.
         across_buckets: Option<bool> = None;
-        /// Whether the first chunk of a round looks back into the last one of the round before, as public code does.
+        /// Let the first chunk of a round see the last chunk of the round before, as public code does.
         wrap: bool = false;
-        /// Whether queries and keys are hashed without their means, each side without its own; with a causal mask, without
-        /// the mean of the rows so far. Queries and keys of trained models lie in cones around different directions, and
-        /// seldom share a bucket otherwise.
+        /// Subtract the mean of the queries and that of the keys before hashing; with a causal mask, the mean of the
+        /// rows so far. Otherwise queries and keys of trained models, which lie in cones around different directions,
+        /// seldom share a bucket.
         centre: bool = false;
-        /// Weight of a key that several rounds find.
+        /// Weight of a key found in several rounds.
         merge: Merge = Merge::Union;
         /// Factor of the inner products with normalised, shared keys.
         logit_scale: f64 = 1.0, in 0.0..=1e6;
-        /// Causal problems: recent tokens that are seen besides; auto for one chunk.
+        /// Causal problems: recent tokens that every query also sees; auto for one chunk.
         window: Option<usize> = None, in 0..=1 << 30;
         /// Keys at the start that every query sees exactly, outside the chunks; separate keys only.
         sinks: usize = 0, in 0..=1 << 30;
-        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
-        /// none. With a causal mask only the first keys.
+        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
+        /// ignored. With a causal mask, these and the sinks must be the first keys.
         always: Indices = Indices::none(), in 0..=1 << 30;
-        /// Stream the hash functions are drawn from.
+        /// Seed of the hash functions.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -224,7 +226,7 @@ impl Spec for Params {
 }
 
 impl Params {
-    /// Hash functions for `n` keys; a single chunk needs none.
+    /// Draws the hash functions for `n` keys; a single chunk needs none.
     fn hash<T: Real>(&self, index: GroupIndex, d: usize, n: usize) -> Option<CrossPolytope<T>> {
         let key = index.stream_key(self.seed).named("reformer");
         let buckets = self.buckets.unwrap_or(2 * (n / self.block).max(1));
@@ -236,13 +238,13 @@ impl Params {
 #[derive(Clone, Debug)]
 pub struct Reformer {
     params: Params,
-    /// For the planned number of keys.
+    /// Hash functions for the planned number of keys.
     hashes: PerGroup<Option<CrossPolytope<f64>>>,
     planned: usize,
 }
 
 impl Reformer {
-    /// A plan with these parameters; draws the hash functions.
+    /// Creates a plan with these parameters; draws the hash functions.
     pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         let hashes = PerGroup::draw(p, |index| Ok(params.hash(index, p.d, p.n_k)))?;
         Ok(Self { params, hashes, planned: p.n_k })
@@ -252,12 +254,12 @@ impl Reformer {
         self.params.keys == Keys::Shared
     }
 
-    /// Hash functions for `n` keys; a single chunk needs one round and no hash.
+    /// Returns the hash functions for `n` keys; a single chunk needs one round and no hash.
     fn hash<T: Real>(&self, index: GroupIndex, d: usize, n: usize) -> Option<CrossPolytope<T>> {
         if n == self.planned {
             return self.hashes.of(index).as_ref().map(CrossPolytope::cast);
         }
-        // The number of buckets follows that of the keys, which here are fewer than planned.
+        // The number of buckets depends on the number of keys, which is not the planned one here.
         self.params.hash(index, d, n)
     }
 
@@ -265,12 +267,12 @@ impl Reformer {
         self.params.window.unwrap_or(self.params.block)
     }
 
-    /// Keys older than the window of a query that sees `visible` keys: those it finds by hash.
+    /// Counts the keys older than the window of a query that sees `visible` keys: those it finds by hash.
     fn older(&self, visible: usize) -> usize {
         visible.saturating_sub(self.window() + usize::from(self.shared()))
     }
 
-    /// The rows that are hashed: `x` itself, or in `out` without the mean of all rows or of those so far.
+    /// Returns the rows to hash: `x` itself or, in `out`, its rows minus the mean of all rows or of the rows so far.
     fn centre_into<'a, T: Real>(&self, x: MatRef<'a, T>, causal: bool, out: &'a mut [T]) -> MatRef<'a, T> {
         if !self.params.centre {
             return x;
@@ -290,14 +292,14 @@ impl Reformer {
         if self.shared() { T::from_f64(self.params.logit_scale) } else { scale }
     }
 
-    /// The same with the first keys as sinks.
+    /// Returns the plan with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
         Self { params, ..self.clone() }
     }
 }
 
-/// Rows of the window that one task takes.
+/// Rows of the window per task.
 const WINDOW_ROWS: usize = 192;
 
 impl GroupPlan for Reformer {
@@ -440,8 +442,8 @@ impl Running {
         Self { count: 0.0, mean: vec![0.0; d] }
     }
 
-    /// The next row without the mean of the rows so far, itself included: the direction is that without the mean of
-    /// the earlier ones.
+    /// Subtracts the mean of the rows so far, including this one, which gives the same direction as subtracting the
+    /// mean of the earlier rows.
     fn centre_into<T: Real>(&mut self, row: &[T], out: &mut [T]) {
         self.count += 1.0;
         self.mean.iter_mut().zip(row).for_each(|(m, x)| *m += (x.to_f64() - *m) / self.count);
@@ -461,7 +463,7 @@ fn normalise<T: Real>(row: &mut [T]) {
 }
 
 impl Reformer {
-    /// How the sorted keys are cut without a mask: at every `block` ranks, or balanced so that queries fit.
+    /// Cuts of the sorted keys without a mask: at every `block` ranks, or balanced so that queries fit.
     fn chunks(&self, n: usize) -> Chunks {
         let block = self.params.block;
         if self.shared() { Chunks::Ragged(block) } else { Chunks::Balanced(n.div_ceil(block)) }
@@ -523,7 +525,7 @@ impl Reformer {
         visited
     }
 
-    /// Lets shared tokens that saw nothing else see themselves.
+    /// Gives shared tokens that saw nothing else their own value.
     fn finish<T: Real>(&self, g: Group<'_, T>, visited: u64) -> RunInfo {
         let mut info = RunInfo::visited(visited);
         let (n_k, n_q, d_v) = (g.n_k(), g.n_q(), g.d_v());
@@ -541,7 +543,7 @@ impl Reformer {
     }
 }
 
-/// Decoding: positions of every bucket, and keys and values as they came (keys normalised where shared).
+/// Decoding state: positions of every bucket, and keys and values as given (shared keys normalised).
 #[derive(Debug)]
 struct BucketStream<T> {
     plan: Reformer,
@@ -555,7 +557,7 @@ struct BucketStream<T> {
     d: usize,
     d_v: usize,
     index: GroupIndex,
-    /// Means of the keys and of the queries of each head so far, where rows are hashed without them.
+    /// Means of the keys and of each head's queries so far, if hashing subtracts them.
     key_mean: Running,
     query_means: Vec<Running>,
 }

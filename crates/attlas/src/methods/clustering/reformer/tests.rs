@@ -105,7 +105,7 @@ fn wrapping_joins_the_rounds_to_a_ring() {
         Options::new().with("keys", "shared").with("rounds", 3).with("block", 16).with("wrap", true);
     assert_equals(&case, &options, |i, j| meets(i, j).min(1), true);
     assert_equals(&case, &options.clone().with("merge", "multiset"), meets, true);
-    // Where every chunk sees everything, the ring changes nothing.
+    // If every chunk sees everything, the ring changes nothing.
     let all = options.with("before", 6).with("after", 6);
     let (a, b) = (run_method(&METHOD, &all, &case), run_method(&METHOD, &all.with("wrap", false), &case));
     assert_rows_close(&a.0, &b.0, 1e-12, "ring");

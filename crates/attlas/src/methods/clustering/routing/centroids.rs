@@ -1,8 +1,8 @@
-//! Where centroids come from: spherical k-means on layer-normed rows.
+//! Centroids by spherical k-means on layer-normed rows.
 //!
 //! $\hat x = (x - \bar x)/\sigma(x)$ over the $d$ entries of a row, zero for a constant one. Centroids are unit vectors that
-//! maximise $\sum_i \max_c \langle \mu_c, \hat x_i\rangle$ as far as Lloyd's iteration from random rows does, on a random subset of the rows
-//! where there are many.
+//! maximise $\sum_i \max_c \langle \mu_c, \hat x_i\rangle$ to the extent that Lloyd's iteration from random rows does;
+//! with many rows, on a random subset.
 
 use super::{METHOD, Params, ROWS, Routing};
 use crate::engine::lane_sum;
@@ -13,7 +13,7 @@ use attlas_num::cluster::{Init, Metric, Options as KmeansOptions, kmeans};
 use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
 
-/// Rows per centroid that k-means sees by default: more move the centroids very little.
+/// Default number of rows per centroid in k-means: more move the centroids very little.
 pub(super) const ROWS_PER_CENTROID: usize = 128;
 
 pub(super) fn find_centroids<T: Real>(
@@ -32,7 +32,7 @@ pub(super) fn find_centroids<T: Real>(
     kmeans(drawn.as_ref(), None, options, Init::Rows, key).centroids
 }
 
-/// Inner products with centroids that [`find_centroids`] takes for as many rows.
+/// Counts the inner products with centroids that [`find_centroids`] computes.
 pub(super) fn centroid_scores(rows: usize, clusters: usize, params: &Params) -> u64 {
     let rows = rows.min(params.samples.unwrap_or(clusters.saturating_mul(ROWS_PER_CENTROID)));
     (rows * clusters * (params.iters + 1)) as u64

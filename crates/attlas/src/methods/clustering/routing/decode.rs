@@ -1,7 +1,7 @@
 //! Decoding: one list of positions for every centroid, which only grows.
 //!
-//! Centroids are given, or found once on the keys of the first tokens, which attend exactly until then; a new key goes to
-//! the list of its best centroid, and a query reads the end of one list.
+//! Centroids are given, or computed once from the keys of the first tokens, which attend exactly until then; a new key
+//! joins the list of its best centroid, and a query reads the end of one list.
 
 use super::centroids::norm_into;
 use super::{Routing, Sizes};
@@ -21,7 +21,7 @@ pub(super) struct CentroidStream<T> {
     centroids: Option<Mat<T>>,
     lists: Vec<Vec<u32>>,
     cached: CachedRows<T>,
-    /// Layer-normed keys: those that wait for centroids, or all where logits are taken from them.
+    /// Layer-normed keys: those before there are centroids, or all if logits use them.
     normed: Vec<T>,
     d: usize,
     d_v: usize,
@@ -29,12 +29,12 @@ pub(super) struct CentroidStream<T> {
 }
 
 impl<T: Real> CentroidStream<T> {
-    /// With no key yet.
+    /// Creates an empty stream.
     pub(super) fn new(plan: &Routing, p: &Problem, index: GroupIndex) -> Self {
         let sizes = plan.sizes(p.n_k, index.kv_head);
         Self {
             plan: plan.clone(),
-            // What the plan attends exactly, the stream does too.
+            // The stream is exact whenever the plan is.
             exact: plan.raw() && (sizes.window >= p.n_k || sizes.prefix >= p.n_k),
             sizes,
             centroids: None,
@@ -47,7 +47,7 @@ impl<T: Real> CentroidStream<T> {
         }
     }
 
-    /// Appends layer-normed keys from position `first` on to the lists of their centroids.
+    /// Appends layer-normed keys, which start at position `first`, to the lists of their centroids.
     fn append(&mut self, keys: &[T], first: usize) {
         let Some(centroids) = &self.centroids else { return };
         let mut labels = vec![0; keys.len() / self.d];

@@ -1,4 +1,4 @@
-//! Who meets whom around the centroids.
+//! Groups of queries and keys around the centroids.
 
 use crate::engine::{BlockMask, BlockRow, CodeIndex, top_indices};
 use crate::workspace::Context;
@@ -7,8 +7,8 @@ use attlas_num::kernels::{Op, gemm};
 use attlas_num::par::*;
 use std::ops::Range;
 
-/// The `w` rows from `first` on with the largest products with each centroid, ties to the smaller number, in order
-/// of position.
+/// Returns, for each centroid, the `w` rows from `first` on with the largest products, ties to the smaller index, in
+/// order of position.
 pub(super) fn best_members<T: Real>(
     x: MatRef<'_, T>,
     first: usize,
@@ -28,8 +28,8 @@ pub(super) fn best_members<T: Real>(
     members.collect::<Vec<_>>().concat()
 }
 
-/// Places of the `w` largest scores, counted from `first`, in increasing order. NaN counts as largest, so that it is
-/// never dropped silently.
+/// Returns the places of the `w` largest scores, counted from `first`, in increasing order. NaN counts as largest, so
+/// that it is never dropped silently.
 fn largest<T: Real>(scores: &[T], first: usize, w: usize) -> Vec<u32> {
     top_indices(scores, w).into_iter().map(|i| (first + i) as u32).collect()
 }
@@ -37,7 +37,7 @@ fn largest<T: Real>(scores: &[T], first: usize, w: usize) -> Vec<u32> {
 /// Centroids whose scores are computed together.
 pub(super) const BATCH: usize = 16;
 
-/// Groups in which some queries meet some keys; both may be in several.
+/// Groups of queries and keys; both may be in several groups.
 pub(super) struct Routed<'a> {
     keys: &'a [Vec<u32>],
     groups_of_query: Memberships,
@@ -91,7 +91,7 @@ impl<'a> Routed<'a> {
     }
 }
 
-/// A group, and the groups before it that its keys were in.
+/// A group, and its keys' earlier groups.
 pub(super) struct Later {
     group: u32,
     of_keys: CodeIndex,
@@ -124,11 +124,11 @@ impl<T: Real> BlockMask<T> for Routed<'_> {
     }
 }
 
-/// Keys of every cluster in order of position, of which a query sees the last `window` that are not later than it.
+/// Keys of every cluster in order of position; a query sees the last `window` keys not later than itself.
 pub(super) struct Recent {
-    /// Keys of all clusters, one after another.
+    /// Keys of all clusters, cluster by cluster.
     order: Vec<u32>,
-    /// Places of the clusters.
+    /// Ranges of the clusters in `order`.
     clusters: Vec<Range<usize>>,
     /// First block of every cluster: block `b` of a cluster serves ranks from `b · window` on.
     first_block: Vec<usize>,
@@ -136,7 +136,7 @@ pub(super) struct Recent {
 }
 
 impl Recent {
-    /// Clusters of the keys from `sinks` on.
+    /// Groups the keys from `sinks` on by cluster.
     pub(super) fn new(labels: &[u32], sinks: usize, clusters: usize, window: usize) -> Self {
         let mut lists = vec![Vec::new(); clusters];
         (sinks..labels.len()).for_each(|j| lists[labels[j] as usize].push(j as u32));
@@ -156,7 +156,7 @@ impl Recent {
         self.first_block[self.clusters.len()]
     }
 
-    /// Places queries, of which the first `skipped` are left out.
+    /// Assigns queries to blocks, leaving out the first `skipped`.
     pub(super) fn place(&self, labels: &[u32], visible: &[usize], skipped: usize) -> RecentQueries<'_> {
         let mut blocks = vec![u32::MAX; labels.len()];
         let mut ranks = vec![0; labels.len()];
@@ -175,14 +175,14 @@ impl Recent {
 /// Queries in blocks of similar rank, so that a block needs at most two windows of keys.
 pub(super) struct RecentQueries<'a> {
     recent: &'a Recent,
-    /// Block of every query; none where its cluster has no key yet.
+    /// Block of every query; none if its cluster has no key yet.
     pub(super) blocks: Vec<u32>,
-    /// Keys of its cluster that a query may see.
+    /// Number of keys of its cluster that a query may see.
     ranks: Vec<u32>,
 }
 
 impl RecentQueries<'_> {
-    /// Cluster and first rank of the keys of a block.
+    /// Returns the cluster of a block and the first rank of its keys.
     fn span(&self, b: usize) -> (usize, usize) {
         let cluster = self.recent.first_block.partition_point(|&first| first <= b) - 1;
         let own = b - self.recent.first_block[cluster];
@@ -190,9 +190,9 @@ impl RecentQueries<'_> {
     }
 }
 
-/// Keys of its cluster that a block of queries sees.
+/// The keys of its cluster that a block of queries sees.
 pub(super) struct Window {
-    /// Rank of the first key that the block meets.
+    /// Rank of the block's first key.
     start: usize,
     /// Ranks of the queries.
     ranks: Vec<usize>,

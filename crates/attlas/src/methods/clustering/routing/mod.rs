@@ -1,25 +1,24 @@
 //! Routing Transformer: attention inside groups around shared centroids.
 //!
-//! **Idea.** Queries and keys are routed to centroids of both; attention runs inside the groups, of about
-//! $\sqrt n$ members each.
+//! **Idea.** Route queries and keys to common centroids and attend inside the groups, of about $\sqrt n$ members each.
 //!
 //! **Math.** $\hat x$ is $x$ without its mean, divided by its standard deviation over $d$ (layer norm without weights);
 //! $\mu_1, \dots, \mu_k$ are unit centroids, given by a calibration or found by spherical k-means on $[\hat Q; \hat K]$.
 //! `top_w`: centroid $c$ takes the $w$ queries and the $w$ keys with the largest $\langle \mu_c, \hat x \rangle$, and inside
-//! each group queries attend to keys; what lies outside has logit −∞, not 0. A token may be in several groups or in none:
-//! `union` is the softmax over all keys met, `multiset` counts a key once per group, `mean` averages the outputs of the
-//! groups as the reference code does (its log-sum-exp is that of the multiset). A query in no group attends to the keys of
-//! its best centroid. `nearest_recent`: every token belongs to its best centroid alone, and query $i$ attends to the $w$ most
-//! recent keys $j \le i$ of its cluster, itself included.
+//! each group queries attend to keys; keys outside have logit −∞, not 0. A token may be in several groups or in none:
+//! `union` is the softmax over all keys in these groups, `multiset` counts a key once per group, `mean` averages the
+//! outputs of the groups as the reference code does (its log-sum-exp is that of the multiset). A query in no group
+//! attends to the keys of its best centroid. `nearest_recent`: every token belongs to its best centroid alone, and
+//! query $i$ attends to the $w$ most recent keys $j \le i$ of its cluster, itself included.
 //!
-//! **Causal form.** Which tokens are among the best $w$ depends on later tokens, and so do centroids found on the whole
-//! sequence: masking inside such groups, as public code does, still leaks. A causal problem therefore takes
-//! `nearest_recent`, with centroids given by a calibration, or found on the keys of the first `prefix` tokens, which attend
-//! exactly. Decoding appends to one list per centroid.
+//! **Causal form.** The best $w$ tokens depend on later tokens, and so do centroids of the whole sequence: masking
+//! inside these groups, as public code does, still leaks. A causal problem therefore takes `nearest_recent`, with
+//! centroids from a calibration, or from the keys of the first `prefix` tokens, which attend exactly. Decoding appends
+//! to one list per centroid.
 //!
 //! **Reference.** roy2021; survey, clustering ($w = n/k$ members, not $k$). The published models route in a few heads of the
 //! last layers, beside local attention, with $K := Q$ when causal, and their logits are $\langle \hat q, \hat k \rangle$ without
-//! $1/\sqrt d$: `logits = layer_norm`. The default takes logits from the queries and keys as they are.
+//! $1/\sqrt d$: `logits = layer_norm`. The default computes logits from the unchanged queries and keys.
 //!
 //! **Cost.** Routing $2(n_q + n_k) k d$, attention $2 k w^2 (d + d_v)$; k-means on the fly adds `iters` times
 //! $2 \cdot \mathrm{samples} \cdot k d$. $O(n^{1.5} d)$ at $k = \sqrt n$. Scratch $O((n + kw)(d + d_v))$.
@@ -108,7 +107,7 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// Who belongs to a centroid.
+    /// Membership of a centroid's group.
     pub enum Assignment {
         /// The `window` best queries and keys of each centroid; no mask.
         TopW = "top_w",
@@ -118,9 +117,9 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// Weight of a key that several groups of a query hold.
+    /// Weight of a key that is in several groups of a query.
     pub enum Merge {
-        /// Once: the softmax over all keys met.
+        /// Once: the softmax over the union of the groups.
         Union = "union",
         /// The outputs of the groups are averaged, as in the reference code.
         Mean = "mean",
@@ -132,7 +131,7 @@ crate::choices! {
 crate::choices! {
     /// Vectors that logits are computed from.
     pub enum Logits {
-        /// Queries and keys as they are, with the problem's scale.
+        /// Unchanged queries and keys, with the problem's scale.
         Raw = "raw",
         /// Layer-normed queries and keys, without a scale, as in the official code.
         LayerNorm = "layer_norm",
@@ -158,11 +157,11 @@ crate::params! {
     pub struct Params {
         /// Centroids; auto takes the square root of the number of keys. A calibration brings its own.
         clusters: Option<usize> = None, in 1..=1 << 20;
-        /// Members of a group; auto shares the keys evenly over the centroids. At most all queries and all keys.
+        /// Members of a group, at most all queries and all keys; auto shares the keys evenly among the centroids.
         window: Option<usize> = None, in 1..=1 << 30;
-        /// Who belongs to a centroid; auto takes top_w without a mask and nearest_recent with one.
+        /// Membership of a centroid's group; auto takes top_w without a mask and nearest_recent with one.
         assignment: Option<Assignment> = None;
-        /// Weight of a key that several groups of a query hold.
+        /// Weight of a key that is in several groups of a query.
         merge: Merge = Merge::Union;
         /// Vectors that logits are computed from.
         logits: Logits = Logits::Raw;
@@ -170,17 +169,17 @@ crate::params! {
         fallback: Option<Unrouted> = None;
         /// Keys at the start that every query sees exactly, outside the groups; not with merge = mean.
         sinks: usize = 0, in 0..=1 << 30;
-        /// Keys by place that every query sees exactly, beside the sinks, such as 0-3+17; places past the last key name
-        /// none. With a causal mask only the first keys.
+        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
+        /// ignored. With a causal mask, these and the sinks must be the first keys.
         always: Indices = Indices::none(), in 0..=1 << 30;
-        /// Causal problems without a calibration: tokens that attend exactly and whose keys give the centroids; auto
-        /// for the larger of a group and four tokens per centroid.
+        /// Causal problems without a calibration: number of first tokens, which attend exactly and whose keys give the
+        /// centroids; auto takes the larger of a group and four tokens per centroid.
         prefix: Option<usize> = None, in 1..=1 << 30;
         /// Iterations of k-means.
         iters: usize = 10, in 0..=1000;
-        /// Rows that k-means runs on, drawn at random where there are more; auto for 128 per centroid.
+        /// Maximum number of rows for k-means, drawn at random; auto for 128 per centroid.
         samples: Option<usize> = None, in 1..=1 << 30;
-        /// Stream that first centroids and samples are drawn from.
+        /// Seed of the initial centroids and samples.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -220,7 +219,7 @@ impl Spec for Params {
     }
 }
 
-/// The plan: parameters, and centroids where a calibration gave them.
+/// The plan: parameters, and the centroids of a calibration if there is one.
 #[derive(Clone, Debug)]
 pub struct Routing {
     params: Params,
@@ -237,7 +236,7 @@ struct Sizes {
 }
 
 impl Routing {
-    /// A plan with these parameters and, where there is one, with the centroids of a calibration.
+    /// Creates a plan with these parameters and the centroids of a calibration, if there is one.
     pub(crate) fn new(params: Params, p: &Problem, calibration: Option<&Calibration>) -> Result<Self> {
         let load = |c: &Calibration| (0..p.n_kv_heads).map(|h| c.matrix(&format!("centroids.{h}"))).collect();
         Ok(Self { params, given: calibration.map(load).transpose()? })
@@ -255,7 +254,7 @@ impl Routing {
         Sizes { clusters, window, prefix }
     }
 
-    /// Given centroids, or those of spherical k-means on `rows`, `n × d`.
+    /// Returns the given centroids, or runs spherical k-means on `rows`, `n × d`.
     fn centroids<T: Real>(&self, rows: MatRef<'_, T>, sizes: Sizes, index: GroupIndex) -> Mat<T> {
         if let Some(given) = &self.given {
             return given[index.kv_head].cast();
@@ -284,14 +283,14 @@ impl Routing {
         if self.params.merge == Merge::Mean { Join::Mean } else { Join::LogSumExp }
     }
 
-    /// The same with the first keys as sinks.
+    /// Returns the plan with the first keys as sinks.
     fn with_first(&self, first: &FirstKeys) -> Self {
         let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
         Self { params, given: self.given.clone() }
     }
 }
 
-/// Rows that one task takes.
+/// Rows per task.
 const ROWS: usize = 512;
 
 impl GroupPlan for Routing {
@@ -385,7 +384,7 @@ impl Routing {
         (0..n_q).map(|i| band.range(i, sinks).len() as u64).sum()
     }
 
-    /// Groups of the best queries and keys of every centroid.
+    /// Attends within the groups of each centroid's best queries and keys.
     fn top_w<T: Real>(
         &self,
         g: &mut Group<'_, T>,
@@ -430,7 +429,7 @@ impl Routing {
         info
     }
 
-    /// Every query over the most recent keys of its cluster; the first tokens exactly.
+    /// Attends with every query to the most recent keys of its cluster; with the first tokens exactly.
     fn nearest_recent<T: Real>(
         &self,
         g: &mut Group<'_, T>,

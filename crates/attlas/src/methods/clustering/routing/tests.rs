@@ -48,7 +48,7 @@ fn scores(x: &[f64], centroids: &Mat<f64>) -> Vec<Vec<f64>> {
     x.chunks(d).map(score).collect()
 }
 
-/// Whether each row is among the `w` best of each centroid.
+/// True where a row is among the `w` best of a centroid.
 fn members(scores: &[Vec<f64>], w: usize) -> Vec<Vec<bool>> {
     let better = |i: usize, c: usize| scores.iter().filter(|row| row[c] > scores[i][c]).count();
     (0..scores.len()).map(|i| (0..scores[i].len()).map(|c| better(i, c) < w).collect()).collect()

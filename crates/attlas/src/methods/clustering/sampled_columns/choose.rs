@@ -1,4 +1,4 @@
-//! Which far keys a block of rows attends to: the heaviest by scout rows or by a mean of queries, and diagonals.
+//! Choice of far keys for a block of rows: the heaviest by scout rows or by a mean of queries, and diagonals.
 
 use super::{Chooser, Params};
 use crate::engine::{QueryBlock, Scored};
@@ -7,7 +7,7 @@ use attlas_num::cluster::select_top;
 use attlas_num::kernels::{axpy, exp_sum, matvec, max, sum};
 use std::ops::Range;
 
-/// Chooses by the parameters of a plan.
+/// Chooses keys by the parameters of a plan.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Choice<'a, T> {
     pub(super) params: &'a Params,
@@ -21,12 +21,12 @@ pub(super) struct Scouted {
     /// The heaviest far keys, in increasing order.
     keys: Vec<u32>,
     votes: Vec<Vote>,
-    /// Scores that were computed.
+    /// Number of scores computed.
     pub(super) visited: u64,
 }
 
 impl<T: Real> Choice<'_, T> {
-    /// Scouts for the block at `place`.
+    /// Scores the far keys of a block by its chooser.
     pub(super) fn scout(&self, query_block: &QueryBlock) -> Scouted {
         let keys = self.params.chosen_of(query_block.far_len());
         if query_block.far_len() == 0 || keys == 0 && self.params.diagonals == 0 {
@@ -38,8 +38,8 @@ impl<T: Real> Choice<'_, T> {
         }
     }
 
-    /// The chosen far keys in increasing order: those that the block's own scouts found, and the diagonals by these and by the
-    /// scouts of the blocks before, which stand before it in `scouted`.
+    /// Returns the chosen far keys in increasing order: those found by the block's own scouts, and the diagonals voted
+    /// by these and by the scouts of earlier blocks, which precede it in `scouted`.
     pub(super) fn choose(&self, query_block: &QueryBlock, scouted: &[Scouted]) -> Vec<u32> {
         let mut chosen = scouted.last().map_or_else(Vec::new, |own| own.keys.clone());
         let blocks = if self.mask == Mask::Causal { BLOCKS } else { 1 };
@@ -69,7 +69,7 @@ impl<T: Real> Choice<'_, T> {
         Scouted { keys: self.heaviest(query_block, &mut mass), votes, visited }
     }
 
-    /// By one score for each key: its product with the mean of the last queries up to the first row.
+    /// Scores each key by its product with the mean of the last queries up to the first row.
     fn by_mean_query(&self, query_block: &QueryBlock) -> Scouted {
         let Self { params, scored: Scored { q, k, scale, cx, .. }, .. } = *self;
         let from = query_block.first.saturating_sub(params.recent - 1);
@@ -92,11 +92,12 @@ impl<T: Real> Choice<'_, T> {
         Scouted { keys, votes: Vec::new(), visited: query_block.end as u64 }
     }
 
-    /// The heaviest far keys, at most `keys` or the share of them, and no more than hold the share `mass` of the mass of all far keys.
+    /// Returns the heaviest far keys: at most `keys` or `far_share` of them, and only until they hold the share `mass`
+    /// of all far mass.
     fn heaviest(&self, query_block: &QueryBlock, mass: &mut [T]) -> Vec<u32> {
         let (keys, wanted) = (self.params.chosen_of(query_block.far_len()), self.params.mass);
         let [before, behind] = query_block.far();
-        // The far keys side by side.
+        // The masses of the far keys, contiguously.
         let split = before.len();
         let behind = behind.start.min(mass.len())..behind.end.min(mass.len());
         mass.copy_within(before.clone(), 0);
@@ -121,7 +122,7 @@ impl<T: Real> Choice<'_, T> {
         found.into_iter().map(|i| key(i) as u32).collect()
     }
 
-    /// Adds the runs of keys at the distances with most votes, those beside them included.
+    /// Adds the runs of keys at the distances with most votes and at their neighbours.
     fn add_diagonals(&self, query_block: &QueryBlock, counted: Vec<(isize, f64)>, chosen: &mut Vec<u32>) {
         let far = query_block.far();
         let mut taken: Vec<isize> = Vec::new();
@@ -148,17 +149,17 @@ impl<T: Real> Choice<'_, T> {
     }
 }
 
-/// Share of a row's weight from which on a key votes for its distance.
+/// Least share of a row's weight with which a key votes for its distance.
 pub(super) const VOTE: f64 = 1.0 / 128.0;
 
-/// Blocks whose scouts vote: a passage that is read again goes on for many rows, and a head need not look at it in each.
+/// Blocks whose scouts vote: a copied passage spans many rows, and a head need not attend to it in each.
 const BLOCKS: usize = 8;
 
-/// Distances that differ by no more than this count as one: heads that copy look at a key and at its neighbours.
+/// Distances that differ by no more than this count as one: copying heads attend to a key and its neighbours.
 const BESIDE: usize = 2;
 
-/// Calls `vote` with every key of `range` that holds at least the share [`VOTE`] of a row's weight; `weights` times `share`
-/// are those of the keys from `start` on.
+/// Calls `vote` with every key of `range` that has at least the share [`VOTE`] of a row's weight; `weights` times
+/// `share` are the weights of the keys from `start` on.
 pub(super) fn voters<T: Real>(
     weights: &[T],
     share: T,
@@ -170,7 +171,7 @@ pub(super) fn voters<T: Real>(
     let to = range.end.clamp(from, start + weights.len());
     let least = T::from_f64(VOTE) / share;
     for (i, keys) in weights[from - start..to - start].chunks(PIECE).enumerate() {
-        // A loop without a way out runs over many weights at a time.
+        // A loop without an early exit vectorises.
         if keys.iter().fold(false, |any, w| any | (*w >= least)) {
             let heavy = keys.iter().enumerate().filter(|(_, w)| **w >= least);
             heavy.for_each(|(j, w)| vote(from + i * PIECE + j, (*w * share).to_f64()));
@@ -178,10 +179,10 @@ pub(super) fn voters<T: Real>(
     }
 }
 
-/// Weights that are looked through at a time.
+/// Weights scanned at a time.
 const PIECE: usize = 64;
 
-/// The weight that one head of a scout holds at a distance.
+/// Weight of one head of a scout at a distance.
 #[derive(Clone, Copy, Debug)]
 struct Vote {
     distance: isize,
@@ -189,8 +190,8 @@ struct Vote {
     weight: f64,
 }
 
-/// Distances with their votes, most votes first, ties to the smaller distance: the weight of all scouts but the one that
-/// holds most. A key that every row looks at lies at another distance from each scout, and gets none.
+/// Returns distances with their votes, most votes first, ties to the smaller distance: the weight of all scouts except
+/// the largest one. A key with weight in every row is at a different distance from each scout, and gets no votes.
 fn counted(mut votes: Vec<Vote>, scouts: usize) -> Vec<(isize, f64)> {
     votes.sort_by_key(|vote| (vote.distance, vote.scout));
     let distances = votes.chunk_by(|a, b| a.distance == b.distance);

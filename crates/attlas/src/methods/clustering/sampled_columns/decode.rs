@@ -1,4 +1,4 @@
-//! Decoding: a choice of keys that is renewed now and then, the means of all other runs, and the window.
+//! Decoding: a choice of keys renewed at intervals, the means of all other runs, and the window.
 
 use super::choose::{VOTE, voters};
 use super::{Params, SampledColumns};
@@ -12,14 +12,15 @@ use attlas_num::kernels::{Attend, Band, Precision, axpy, exp_sum, matvec, max, m
 use attlas_num::par::*;
 use std::ops::Range;
 
-/// Keys whose logits one task computes, and gathered keys that one attends to; fixed, so that threads cannot change a bit.
+/// Keys whose logits a task computes, and gathered keys that a task attends to; fixed, so that results do not depend on
+/// the number of threads.
 const SCORED: usize = 2048;
 const PIECE: usize = 1024;
 
-/// Votes below this are dropped: those of the least voter, three refreshes ago.
+/// Votes below this are dropped: the weakest vote decays to it in three refreshes.
 const FORGOTTEN: f64 = VOTE / 8.0;
 
-/// A key that holds a good part of a token's weight.
+/// A key with a large share of a token's weight.
 #[derive(Clone, Copy, Debug)]
 struct Vote {
     key: usize,
@@ -28,7 +29,7 @@ struct Vote {
     known: f64,
 }
 
-/// The cache, the masses of its keys, and what the next tokens attend to beside the window.
+/// The cache, the masses of its keys, and the keys that the next tokens attend to beside the window.
 #[derive(Debug)]
 pub(super) struct ColumnStream<T> {
     plan: SampledColumns,
@@ -36,11 +37,11 @@ pub(super) struct ColumnStream<T> {
     means: RunMeans<T>,
     /// Decayed mass of each key.
     mass: Vec<T>,
-    /// Decayed votes for distances, in increasing order of these.
+    /// Decayed votes for distances, in order of distance.
     votes: Vec<(usize, f64)>,
     /// Keys chosen at the last refresh, in increasing order.
     chosen: Vec<u32>,
-    /// Whether there was a refresh, and tokens attended since.
+    /// True after the first refresh, and the tokens attended since the last one.
     refreshed: bool,
     since: usize,
     /// Start of the window when `far` was gathered.
@@ -48,7 +49,7 @@ pub(super) struct ColumnStream<T> {
     far: FarKeys<T>,
 }
 
-/// Sinks, chosen keys and means, side by side.
+/// Sinks, chosen keys and means, contiguously.
 #[derive(Debug, Default)]
 struct FarKeys<T> {
     k: Vec<T>,
@@ -73,16 +74,16 @@ impl<T: Real> ColumnStream<T> {
         }
     }
 
-    /// Adds the exact weights of a token over all keys to half the masses so far, and chooses anew.
+    /// Adds the exact weights of a token over all keys to half the masses so far, and renews the choice.
     fn refresh(&mut self, q: MatRef<'_, T>, scale: T, edge: usize, cx: Context<'_>) -> u64 {
         let (n, heads) = (self.cached.tokens(), q.rows());
         let k = self.cached.keys();
         let pieces = n.div_ceil(SCORED);
         let mut weights = cx.scratch.take::<T>(n * heads);
-        // Of each piece and head: the largest logit and the sum of weights measured from it.
+        // For each piece and head: the largest logit, and the sum of weights relative to it.
         let mut found = cx.scratch.take::<T>(2 * pieces * heads);
         let each = weights.par_chunks_mut(SCORED * heads).zip(found.par_chunks_mut(2 * heads));
-        // Piece after piece of the keys, so that each is read once for all heads.
+        // One piece of the keys at a time, so that each key is read once for all heads.
         each.with_max_len(1).enumerate().for_each(|(t, (logits, found))| {
             let keys = k.sub_rows(t * SCORED..t * SCORED + logits.len() / heads);
             let rows = q.iter_rows().zip(logits.chunks_exact_mut(keys.rows()));
@@ -94,7 +95,7 @@ impl<T: Real> ColumnStream<T> {
                 found[1] = exp_sum(logits, if top == T::NEG_INFINITY { T::ZERO } else { top });
             }
         });
-        // What makes the weights of a piece and head shares of the whole.
+        // Factors that turn the weights of a piece and head into shares of the whole.
         let mut shares = vec![T::ZERO; pieces * heads];
         for h in 0..heads {
             let of_head =
@@ -105,7 +106,7 @@ impl<T: Real> ColumnStream<T> {
                 shares[t * heads + h] = (piece - top).exp() / total;
             }
         }
-        // The weights of all heads together take the place of the first head's.
+        // The sum over all heads overwrites the first head's weights.
         let each = weights.par_chunks_mut(SCORED * heads).zip(shares.par_chunks(heads));
         each.with_max_len(1).for_each(|(weights, shares)| {
             let (first, others) = weights.split_at_mut(weights.len() / heads);
@@ -131,7 +132,7 @@ impl<T: Real> ColumnStream<T> {
         (n * heads) as u64
     }
 
-    /// The heaviest keys between sinks and `edge`, and the runs at the distances with most votes.
+    /// Chooses the heaviest keys between sinks and `edge`, and the runs at the distances with most votes.
     fn choose(&mut self, n: usize, edge: usize, votes: &[Vote]) {
         let Params { mass: wanted, diagonals, refresh, sinks, .. } = self.plan.params;
         let far = sinks.min(edge)..edge;
@@ -162,8 +163,8 @@ impl<T: Real> ColumnStream<T> {
         self.chosen.dedup();
     }
 
-    /// Distances by their votes: as much weight as tokens before also held at this distance, or as the key did not have
-    /// before. A key that every token looks at has neither.
+    /// Ranks distances by their votes: the weight that earlier tokens also had at this distance, or that is new to the
+    /// key. A key with weight from every token has neither.
     fn count(&mut self, n: usize, votes: &[Vote]) -> Vec<usize> {
         let earlier = |distance| match self.votes.binary_search_by_key(&distance, |v| v.0) {
             Ok(i) => self.votes[i].1,
@@ -184,7 +185,7 @@ impl<T: Real> ColumnStream<T> {
         counted.into_iter().map(|(distance, _)| distance).collect()
     }
 
-    /// Gathers sinks, chosen keys and means anew.
+    /// Gathers sinks, chosen keys and means again.
     fn gather(&mut self, edge: usize, cx: Context<'_>) {
         let (k, v, (d, d_v)) = (self.cached.keys(), self.cached.values(), self.cached.widths());
         let far = self.plan.params.sinks.min(edge)..edge;
@@ -210,7 +211,7 @@ impl<T: Real> ColumnStream<T> {
 impl<T: Real> GroupStream<T> for ColumnStream<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, _: Context<'_>) -> Result<()> {
         self.cached.append(k, v);
-        // When keys come and not when they become far: a prompt brings many at once.
+        // On arrival of the keys, not when they become far: a prompt brings many at once.
         if self.plan.parts() > 0 {
             self.means.extend(self.cached.keys(), self.cached.values());
         }

@@ -1,30 +1,31 @@
 //! Sampled columns: a few scout rows choose the far keys of a block of rows; the other keys count as means of runs.
 //!
-//! **Idea.** Sinks and a window are exact. Most of the far mass of neighbouring rows lies on the same few keys, and which
-//! they are shows in the exact scores of a few rows. Rows go in blocks; scout rows that are not later than the block's
-//! first row choose its keys, once for all query heads of a group. Heads that copy look at another key in every row,
-//! always at the same distance: a distance at which several scouts look adds the run of keys along its diagonal. Each aligned
-//! run of the keys that are left is one pseudo key, so that no mass is lost.
+//! **Idea.** Sinks and a window are exact. Most of the far mass of neighbouring rows lies on the same few keys, which
+//! the exact scores of a few rows reveal. Rows are computed in blocks; scout rows no later than the block's first row
+//! choose its keys, once for all query heads of a group. Copying heads attend to a different key in every row, always
+//! at the same distance: a distance that several scouts favour adds the run of keys along its diagonal. Each aligned
+//! run of the remaining keys is one pseudo key, so that no mass is lost.
 //!
 //! **Math.** A block begins at row $i_0$ (as a position among the keys); $E = \max(i_0 - w, 0)$ is the edge of its near
-//! field and $F = [s, E)$ its far keys, behind $s$ sinks. For the scouts $R$ (the row $i_0$ and others spread over the block
-//! before), $m_j = \sum_{r \in R} \sum_h p^h_{rj}$ with $p^h_r$ the exact softmax of row $r$ over all keys it sees. $C$ holds
-//! the `keys` heaviest of $F$ (ties to the smaller index), or fewer that hold the share `mass` of $\sum_F m_j$, and diagonals.
-//! At a distance $o$ scout $r$ votes with $a_r(o) = \sum_h p^h_{r, r - o}$, summed over heads with $r - o$ far from $r$'s block and
-//! $p^h_{r, r - o} \ge 1/128$; over the scouts of the block and of the 7 before, the distance counts $\sum_r a_r(o) - \max_r a_r(o)$,
-//! so that a key which every scout looks at, and which lies at another distance from each, counts nothing (with `scouts` = 1,
-//! $\sum_r a_r$). The `diagonals` distances that count most, and those within 2 of them, add the keys
-//! $i_0 - o, \dots, i_0 - o + B - 1$ that are far.
-//! For each aligned run $A$ of `far_block` keys let $U = A \cap F \setminus C$, $\bar k, \bar v$ its means: row $i$ is the
+//! field and $F = [s, E)$ are its far keys, after $s$ sinks. For the scouts $R$ (the row $i_0$ and others spread over
+//! the block before), $m_j = \sum_{r \in R} \sum_h p^h_{rj}$ with $p^h_r$ the exact softmax of row $r$ over all keys it
+//! sees. $C$ holds the `keys` heaviest of $F$ (ties to the smaller index), or fewer that hold the share `mass` of
+//! $\sum_F m_j$, and diagonals. At a distance $o$ scout $r$ votes with $a_r(o) = \sum_h p^h_{r, r - o}$, summed over
+//! heads with $r - o$ far from $r$'s block and $p^h_{r, r - o} \ge 1/128$; over the scouts of the block and of the 7
+//! before, the distance scores $\sum_r a_r(o) - \max_r a_r(o)$, so that a single key with weight in every scout, at a
+//! different distance from each, scores nothing (with `scouts` = 1, $\sum_r a_r$). The `diagonals` distances with the
+//! highest scores, and those within 2 of them, add the far keys among $i_0 - o, \dots, i_0 - o + B - 1$. For each
+//! aligned run $A$ of `far_block` keys let $U = A \cap F \setminus C$ with means $\bar k, \bar v$. Row $i$ is the
 //! softmax over the logits $\tau \langle q_i, k_j \rangle$ of sinks, $C$ and $[E, i]$ with values $v_j$, and
 //! $\tau \langle q_i, \bar k \rangle + \ln |U|$ with values $\bar v$. With `chooser = mean_query`,
-//! $m_j = e^{\tau \langle \bar q, k_j \rangle}$ for the mean $\bar q$ of the last `recent` queries of all heads. Without a
-//! mask, scouts are spread over the block itself, and keys within the window on both sides are near.
+//! $m_j = e^{\tau \langle \bar q, k_j \rangle}$ for the mean $\bar q$ of the last `recent` queries of all heads.
+//! Without a mask, scouts are spread over the block itself, and keys within the window on both sides are near.
 //!
-//! **Decoding.** Every `refresh` tokens the exact weights of the token over all keys are added to half the masses so far,
-//! and keys are chosen from these; the window begins at an aligned run, so that all runs in the far field are whole. A
-//! token reads sinks, chosen keys, window and the means of runs; each `refresh`-th also reads every key once. A distance counts
-//! as much weight as tokens before also held at it, or as the key at it is new; its run lasts until the next refresh.
+//! **Decoding.** Every `refresh` tokens, half the masses so far plus the token's exact weights over all keys become the
+//! new masses, which choose the keys; the window begins at an aligned run, so that all runs in the far field are whole.
+//! A token reads sinks, chosen keys, window and the means of runs; every `refresh`-th token also reads every key once.
+//! A distance scores the weight that earlier tokens also had at this distance, or that is new to its key; its run lasts
+//! until the next refresh.
 //!
 //! **Reference.** zhu2024 (SampleAttention: columns by sampled rows), jiang2024 (MInference: vertical and slash lines),
 //! zhang2023 (H2O: masses of keys). Departures: scouts are strictly causal; the choice is shared by a group; runs of
@@ -34,9 +35,9 @@
 //! $2 (\mathrm{scouts}/B)(n/2)\,d$ for scores. Decoding reads $\mathrm{keys} + w + n/\mathrm{far\_block}$ keys and values and
 //! $n/\mathrm{refresh}$ keys. Scratch: scouts times keys scores per thread.
 //!
-//! **Guarantees.** Exact when `keys` covers the far field. Weights are non-negative and sum to one. A row depends on
-//! queries up to the first row of its block and on keys up to itself, on nothing later. `error_estimate` of
-//! a run is the relative error on `check_rows` rows of each head.
+//! **Guarantees.** Exact when `keys` covers the far field. Weights are non-negative and sum to one. A row depends only
+//! on queries up to the first row of its block and on keys up to itself. `error_estimate` of a run is the relative
+//! error on `check_rows` rows of each head.
 //!
 //! **When to use.** Long prompts and long contexts of trained causal models, from a few thousand tokens on.
 
@@ -134,7 +135,7 @@ impl Spec for Params {
 }
 
 crate::choices! {
-    /// Who chooses the far keys of a block of rows.
+    /// Chooser of the far keys of a block of rows.
     pub enum Chooser {
         /// Rows whose exact weights are computed.
         Scouts = "scouts",
@@ -144,7 +145,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// Treatment of far keys that were not chosen.
+    /// Treatment of far keys that are not chosen.
     pub enum Far {
         /// They are left out.
         None = "none",
@@ -158,20 +159,20 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`SampledColumns`].
     pub struct Params {
-        /// Far keys that are chosen for each block of rows.
+        /// Number of far keys chosen for each block of rows.
         keys: usize = 192, in 0..=1 << 30;
-        /// Share of the far keys that is chosen for each block of rows, where that is more than `keys`: keeps the error from
+        /// Share of the far keys chosen for each block of rows, if that is more than `keys`: keeps the error from
         /// growing with the length.
         far_share: f64 = 0.0, in 0.0..=1.0;
-        /// Share of the far mass after which no more keys are chosen; 1 takes all `keys`.
+        /// Share of the far mass at which the choice of keys stops; 1 takes all `keys`.
         mass: f64 = 1.0, in 0.0..=1.0;
-        /// Most distances whose runs of keys are added to the choice; only scouts can vote for them.
+        /// Maximum number of distances whose runs of keys join the choice; only scouts can vote for them.
         diagonals: usize = 2, in 0..=1 << 20;
-        /// Who chooses the far keys.
+        /// Chooser of the far keys.
         chooser: Chooser = Chooser::Scouts;
-        /// Scout rows of a block.
+        /// Scout rows per block.
         scouts: usize = 4, in 1..=1 << 20;
-        /// Queries whose mean chooses keys with chooser = mean_query.
+        /// Queries whose mean chooses keys, with chooser = mean_query.
         recent: usize = 256, in 1..=1 << 30;
         /// Rows that share a choice.
         block: usize = 64, in 1..=1 << 20;
@@ -179,13 +180,13 @@ crate::params! {
         sinks: usize = 4, in 0..=1 << 30;
         /// Keys before the first row of a block that its rows see exactly.
         window: usize = 64, in 0..=1 << 30;
-        /// Treatment of far keys that were not chosen.
+        /// Treatment of far keys that are not chosen.
         far: Far = Far::Mean;
-        /// Keys of a run.
+        /// Keys per run.
         far_block: usize = 64, in 1..=1 << 20;
-        /// Clusters of a run with far = split.
+        /// Clusters per run, with far = split.
         parts: usize = 2, in 2..=4;
-        /// Decoded tokens between two whose exact weights renew the choice.
+        /// Decoded tokens between two renewals of the choice by exact weights.
         refresh: usize = 16, in 1..=1 << 30;
         /// Rows of each head on which the error of a run is measured; 0 for none.
         check_rows: usize = 8, in 0..=1 << 20;
@@ -196,7 +197,7 @@ crate::params! {
 }
 
 impl Params {
-    /// Keys that are chosen among `far` ones, as long as there are that many.
+    /// Returns the number of keys to choose among `far` ones, before the limit `far` itself.
     fn chosen_of(&self, far: usize) -> usize {
         self.keys.max((self.far_share * far as f64) as usize)
     }
@@ -209,12 +210,12 @@ pub struct SampledColumns {
 }
 
 impl SampledColumns {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(params: Params) -> Self {
         Self { params }
     }
 
-    /// Pseudo keys of a whole run; 0 without a far field.
+    /// Returns the number of pseudo keys per whole run; 0 without a far field.
     fn parts(&self) -> usize {
         match self.params.far {
             Far::None => 0,
@@ -228,13 +229,13 @@ impl SampledColumns {
         NearField { block, sinks, window }
     }
 
-    /// Whether every far key is chosen for every block.
+    /// True if every far key is chosen for every block.
     fn covers(&self, mask: Mask, n_q: usize, n_k: usize) -> bool {
         let most = self.field().most_far(mask, n_q, n_k);
         most == 0 || self.params.mass >= 1.0 && self.params.chosen_of(most) >= most
     }
 
-    /// Most keys and pseudo keys that a block attends to.
+    /// Returns the maximum number of keys and pseudo keys that a block attends to.
     fn gathered(&self, p: &Problem) -> usize {
         let Params { diagonals, block, far_block, .. } = self.params;
         let chosen = self.params.chosen_of(p.n_k).saturating_add(diagonals.saturating_mul(block));

@@ -78,7 +78,7 @@ fn later_queries_cannot_change_a_row_not_even_as_nan() {
 
 #[test]
 fn equal_keys_within_runs_are_exact() {
-    // Runs of equal keys are their means, whatever is chosen.
+    // Runs of equal keys equal their means, whatever is chosen.
     for problem in [Problem::new(2, 120, 6).with_kv_heads(1), Problem::new(1, 120, 6).causal()] {
         let mut case = Case::gaussian(problem, 4);
         for run in case.k.chunks_mut(8 * 6) {
@@ -96,7 +96,7 @@ fn equal_keys_within_runs_are_exact() {
 
 #[test]
 fn a_repeated_passage_is_found_along_its_diagonal() {
-    // Row i looks at key i − 100 alone: a diagonal holds all of them, single keys do not.
+    // Row i attends to key i − 100 alone: one diagonal covers all rows, single keys do not.
     let (n, d) = (256, 64);
     let mut case = Case::gaussian(Problem { scale: 1.0, ..Problem::new(1, n, d).causal() }, 5);
     for i in 100..n {

@@ -1,7 +1,7 @@
-//! Decoding: the streaming set, the keys and values it holds, and the near ones.
+//! Decoding: the streaming set with its keys and values, and the near keys and values.
 //!
-//! Rows see the set as it was before their block, as they do in a whole sequence; keys and values that neither that set
-//! nor the window needs are forgotten when a block begins.
+//! Rows see the set as it was before their block, as in a whole sequence; keys and values that neither this set nor the
+//! window needs are dropped when a block begins.
 
 use super::normaliser::full_form;
 use super::rows::KeptRows;
@@ -12,7 +12,7 @@ use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result, RunInfo};
 use std::collections::BTreeMap;
 
-/// Decoding: the set, the keys and values it holds, and the near ones.
+/// Decoding state: the set with its keys and values, and the near keys and values.
 #[derive(Debug)]
 pub(super) struct LeverageStream<T> {
     plan: Lev,
@@ -40,7 +40,7 @@ impl<T: Real> LeverageStream<T> {
         }
     }
 
-    /// Start of the current block and of the near keys.
+    /// Returns the start of the current block and that of the near keys.
     fn near(&self) -> (usize, usize) {
         let Params { block, window, .. } = self.plan.params;
         let last = self.len.saturating_sub(1);

@@ -1,22 +1,24 @@
 //! LevAttention: a small set of keys that holds every large weight of every query.
 //!
-//! **Idea.** For weights $|\langle q, k\rangle|^p$ there is, for each set of keys, a subset $U$ whose size does not depend on their number,
-//! outside which no normalised weight of *any* query exceeds $\varepsilon$. It is found from the keys alone.
+//! **Idea.** For weights $|\langle q, k\rangle|^p$ every set of keys has a subset $U$, of a size independent of their
+//! number, such that no normalised weight of *any* query outside $U$ exceeds $\varepsilon$. It follows from the keys
+//! alone.
 //!
 //! **Math.** The sensitivity $\alpha_j = \sup_y |\langle k_j, y\rangle|^p / \sum_l |\langle k_l, y\rangle|^p$ bounds the weight of key $j$; any upper bound
 //! gives a valid superset. $p = 2$: $\alpha_j$ is the leverage score $k_j^\top (K^\top K)^+ k_j$. Otherwise bounds follow from $\ell_p$ Lewis
 //! weights, $\alpha_j \le w_j$ ($p \le 2$) or $(\sum w')^{p/2-1} w'_j$ with certified $w'$ ($p \ge 2$). $U = \{j : \text{bound} \ge \varepsilon\}$, or
 //! the `keys` largest. Then $o_i = \sum_{j \in U} f_{ij} v_j / Z_i$, $f = |\tau\langle q, k\rangle|^p$, where $Z_i$ is $\sum_U f$ (`over_u`), the full sum
 //! $\tau^2 q^\top K^\top K q$ (`exact2`, $p = 2$), or $\sum_U f$ plus an unbiased estimate of the rest from `draws` keys drawn once with
-//! $\pi \propto w$ (`sampled`). `weights = softmax` uses $e^{\tau\langle q, k\rangle}$ on the kept keys. A `window` adds near keys, block by
-//! block: every row sees at least its `window` nearest.
+//! $\pi \propto w$ (`sampled`). `weights = softmax` uses $e^{\tau\langle q, k\rangle}$ on the kept keys. A `window`
+//! adds near keys, block by block: every row sees at least its `window` nearest keys.
 //!
-//! *Causally* one set from all keys would leak. Rows of a block see the set of the prefix before the block and their own
-//! block. The leverage scores $\tau_j$ of a prefix only fall as keys arrive; rank-one updates of
-//! $P = (K^\top K + \lambda I)^{-1}$, $\lambda = 10^{-6} \|k\|^2$ of the first key, keep them, and they are recomputed every 4096 keys. For
-//! $p \le 2$ a weight is at most $\tau_j^{p/2}$, so the set $\{\tau_j^{p/2} \ge \varepsilon\}$ holds every key of a weight of at least
-//! $\varepsilon$. For $p > 2$ the bound is $t^{p/2-1} \tau_j^{p/2}$ after $t$ keys, and with `keys` the smallest score is dropped as
-//! keys arrive: both are heuristics, since a dropped key could deserve to come back.
+//! *With a causal mask* one set from all keys would leak. Rows of a block see the set of the prefix before the block
+//! and their own block. The leverage scores $\tau_j$ of a prefix only fall as keys arrive; rank-one updates of
+//! $P = (K^\top K + \lambda I)^{-1}$, with $\lambda = 10^{-6} \|k\|^2$ of the first key, maintain them, and they are
+//! recomputed every 4096 keys. For $p \le 2$ a weight is at most $\tau_j^{p/2}$, so the set
+//! $\{\tau_j^{p/2} \ge \varepsilon\}$ holds every key with a weight of at least $\varepsilon$. For $p > 2$ the bound is
+//! $t^{p/2-1} \tau_j^{p/2}$ after $t$ keys, and with `keys` the smallest score is dropped as keys arrive: both are
+//! heuristics, since a dropped key could deserve to come back.
 //!
 //! **Reference.** kannan2025; cohen2015 for Lewis weights. Errata of the survey: $U$ depends on $K$ and is universal over
 //! queries only; the guarantee is for the full normaliser, and `over_u` inflates weights; bounds are in $d$, the head's
@@ -24,9 +26,9 @@
 //!
 //! **Cost.** $4 n_k d^2$ for leverage (times iterations for $p \ne 2$), then $2 n_q |U| (d + d_v)$; causally $n_k (4 d^2 + 2|U| d)$.
 //!
-//! **Guarantees.** Any exact weight of at least $\varepsilon$ belongs to a kept key, causally for $p \le 2$ (tested); `keys_needed` in `figures` says how
-//! many keys that takes for $\varepsilon$ = `target_error`. With all keys kept and `over_u` it is
-//! polynomial attention. It does not approximate softmax, and the mass outside $U$ can be close to one.
+//! **Guarantees.** Any exact weight of at least $\varepsilon$ belongs to a kept key, causally for $p \le 2$ (tested);
+//! `keys_needed` in `figures` is the number of keys for $\varepsilon$ = `target_error`. With all keys kept and `over_u`
+//! it is polynomial attention. It does not approximate softmax, and the mass outside $U$ can be close to one.
 //!
 //! **When to use.** In models trained with it, or to find keys that matter to all queries.
 
@@ -81,32 +83,32 @@ pub static METHOD: Method = Method {
 crate::params! {
     /// Parameters of [`Lev`].
     pub struct Params {
-        /// The power p of the weights that the set is universal for.
+        /// Power p of the weights for which the set is universal.
         degree: f64 = 2.0, in 1.0..=16.0;
-        /// Keys kept, those of largest sensitivity; at most all of them.
+        /// Number of keys kept, those of largest sensitivity; at most all keys.
         keys: usize = 32, in 1..=1 << 30;
-        /// Keeps the keys of at least this sensitivity, whatever their number; auto goes by `keys`.
+        /// Keep all keys of at least this sensitivity, whatever their number; auto uses `keys`.
         eps: Option<f64> = None, in 1e-9..=1.0;
-        /// Divisor of the weights.
+        /// Normaliser of the weights.
         normaliser: Normaliser = Normaliser::OverU;
         /// Keys drawn for a sampled normaliser.
         draws: usize = 64, in 1..=1 << 20;
-        /// The weights of the kept keys.
+        /// Weights of the kept keys.
         weights: Weights = Weights::Power;
-        /// Nearest keys that every row sees besides, its own included.
+        /// Nearest keys that every row also sees, its own included.
         window: usize = 0, in 0..=1 << 30;
-        /// Rows that share a window; causally the keys after which the set is renewed.
+        /// Rows that share a window; with a causal mask, also the number of keys between updates of the set.
         block: usize = 64, in 1..=1 << 20;
         /// Directions of the keys below this share of the largest are dropped.
         rank_tol: f64 = 1e-6, in 0.0..=0.1;
-        /// Most iterations for Lewis weights.
+        /// Maximum number of iterations for Lewis weights.
         iters: usize = 30, in 0..=1000;
-        /// Relative change at which they have converged.
+        /// Relative change at which Lewis weights count as converged.
         tol: f64 = 1e-6, in 0.0..=1.0;
-        /// The error that the figures `keys_needed` (no weight above it outside the kept keys) and `draws_needed` (relative
-        /// standard deviation of a sampled normaliser) are for.
+        /// Error that the figures `keys_needed` (largest weight outside the kept keys) and `draws_needed` (relative
+        /// standard deviation of a sampled normaliser) aim at.
         target_error: f64 = 0.1, in 1e-6..=1.0;
-        /// Stream of a sampled normaliser.
+        /// Seed of the sampled normaliser.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -124,7 +126,7 @@ impl Spec for Params {
 }
 
 crate::choices! {
-    /// Divisor of the weights.
+    /// Normaliser of the weights.
     pub enum Normaliser {
         /// Their sum over the kept keys.
         OverU = "over_u",
@@ -136,9 +138,9 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// The weights of the kept keys.
+    /// Weights of the kept keys.
     pub enum Weights {
-        /// The power that the set is universal for.
+        /// The power for which the set is universal.
         Power = "power",
         /// Softmax over the kept keys, as for weights trained with softmax.
         Softmax = "softmax",
@@ -174,14 +176,14 @@ pub struct Lev {
 }
 
 impl Lev {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(problem: &Problem, params: Params) -> Result<Self> {
         params.validate()?;
         let kernel = PowerKernel { scale: problem.scale, shift: 0.0, power: params.degree };
         Ok(Self { params, kernel })
     }
 
-    /// Most keys that a stream keeps besides near ones, where there is a bound: scores of degree 2 sum to the rank.
+    /// Maximum number of keys that a stream keeps besides near ones, if bounded: scores of degree 2 sum to the rank.
     fn most_held(&self, d: usize) -> Option<usize> {
         match self.params.eps {
             None => Some(self.params.keys),
@@ -294,7 +296,7 @@ impl Lev {
         let (k, v, cx) = (g.k, g.v, g.cx);
         let (n_q, n_k, d_v, block) = (g.n_q(), k.rows(), g.d_v(), self.params.block);
         let offset = n_k as isize - n_q as isize;
-        // What the rows of each block of positions see, and the quadratic forms of earlier keys.
+        // For each block of positions, the keys its rows see and the Gram matrix of earlier keys.
         let mut set = StreamingSet::new(&self.params, k.cols());
         let mut before: Vec<(Vec<usize>, Option<Vec<f64>>)> = Vec::new();
         for j in 0..n_k {
@@ -305,7 +307,7 @@ impl Lev {
             set.push(k.row(j));
         }
         let most = before.iter().map(|(kept, _)| kept.len()).max();
-        // Rows of blocks of queries cross blocks of positions: one row block per block of positions and head.
+        // Blocks of queries may straddle blocks of positions: cut one job per block of positions and head.
         let mut jobs = Vec::new();
         let unseen_rows = n_q.saturating_sub(n_k);
         for (h, out) in g.out.chunks_exact_mut(n_q * d_v).enumerate() {

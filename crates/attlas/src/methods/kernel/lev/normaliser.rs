@@ -1,7 +1,7 @@
 //! Normalisers beyond the sum of weights over the visited keys.
 //!
-//! * `exact2`: $\sum_j (\tau\langle q, k_j\rangle)^2 = \tau^2 q^\top G q$ with $G = K^\top K$, over all keys; causally $G$ is that of the
-//!   keys before the block, and those of the block are added one by one.
+//! * `exact2`: $\sum_j (\tau\langle q, k_j\rangle)^2 = \tau^2 q^\top G q$ with $G = K^\top K$, over all keys; with a
+//!   causal mask $G$ covers the keys before the block, and keys of the block are added one by one.
 //! * `sampled`: $\sum_{j \in U} f_j + \frac1s \sum_{t=1}^s f_{j_t} / \pi_{j_t}$, the $j_t$ drawn from outside $U$ with $\pi$ proportional to the
 //!   bounds on sensitivities: unbiased, and its relative variance is at most their sum over $s$.
 
@@ -42,7 +42,8 @@ impl Lev {
     }
 }
 
-/// $\tau^2 (q^\top G q + \sum_j \langle q, k_j\rangle^2)$ over keys of the current block, in units of $\mathrm{top}^2$.
+/// Computes $\tau^2 (q^\top G q + \sum_j \langle q, k_j\rangle^2)$ over keys of the current block, in units of
+/// $\mathrm{top}^2$.
 pub(super) fn full_form<T: Real>(
     gram: &[f64],
     q: &[T],
@@ -55,10 +56,10 @@ pub(super) fn full_form<T: Real>(
     (quadratic(gram, q) + own) * scale * scale / (top * top)
 }
 
-/// Rows whose outer products one task adds up. Fixed, so that the number of threads cannot change a bit.
+/// Rows whose outer products a task sums; fixed, so that results do not depend on the number of threads.
 const PIECE: usize = 1024;
 
-/// $K^\top K$: pieces of rows in parallel, added in order.
+/// Computes $K^\top K$: pieces of rows in parallel, added in order.
 pub(super) fn gram_of<T: Real>(k: MatRef<'_, T>) -> Vec<f64> {
     let piece = |t: usize| {
         let mut gram = vec![0.0; k.cols() * k.cols()];
@@ -79,7 +80,7 @@ pub(super) fn add_outer<T: Real>(gram: &mut [f64], row: &[T]) {
     }
 }
 
-/// $q^\top G q$, never below 0.
+/// Computes $q^\top G q$, never below 0.
 pub(super) fn quadratic<T: Real>(gram: &[f64], q: &[T]) -> f64 {
     let form =
         |(row, &a): (&[f64], &T)| a.to_f64() * row.iter().zip(q).map(|(g, &b)| g * b.to_f64()).sum::<f64>();

@@ -1,8 +1,8 @@
-//! Outputs of rows from kept keys and from near ones.
+//! Outputs of rows from kept and near keys.
 //!
 //! Numerator and normaliser of row $i$ are sums over the same keys, $\sum_j f_{ij} [v_j, 1]$, in units of the largest
-//! $|\tau\langle q_i, k_j\rangle|^p$ of the row; [`Extra`] then adds to the normaliser or takes its place. With softmax weights
-//! the two parts are ordinary attention, merged by log-sum-exp.
+//! $|\tau\langle q_i, k_j\rangle|^p$ of the row; [`Extra`] then adds to the normaliser or replaces it. With softmax
+//! weights, the two parts are ordinary attention, merged by log-sum-exp.
 
 use super::{Lev, Weights};
 use crate::engine::exact_rows;
@@ -11,7 +11,7 @@ use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::kernels::{Band, merge_lse};
 
-/// Kept keys visible to the rows of one block beside near keys, gathered.
+/// Gathered kept keys that the rows of one block see beside near keys.
 #[derive(Debug)]
 pub(super) struct KeptRows<T> {
     pub(super) k: Vec<T>,
@@ -39,12 +39,12 @@ impl<T: Real> KeptRows<T> {
     }
 }
 
-/// Something added to the normaliser of row `i` with a given unit: `extra(i, q, top)` in units of $\mathrm{top}^p$, or the
-/// whole of it in the place of the sum over what was visited.
+/// Contribution to the normaliser of row `i`: `extra(i, q, top)` in units of $\mathrm{top}^p$, either added to the sum
+/// over visited keys or replacing it.
 pub(super) type Extra<'a, T> = &'a (dyn Fn(usize, &[T], f64) -> (f64, bool) + Sync);
 
 impl Lev {
-    /// Attends with some rows to kept keys and to near keys, of which row `i` sees those up to number `near_upper + i`, or
+    /// Attends with some rows to kept keys and to near keys; row `i` sees near keys up to index `near_upper + i`, or
     /// all.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn attend<T: Real>(

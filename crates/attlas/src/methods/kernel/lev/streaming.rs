@@ -2,8 +2,8 @@
 //!
 //! With $P = (K^\top K + \lambda I)^{-1}$ over the keys so far, the score of a kept key is $\tau_j = k_j^\top P k_j$. A new key $k$,
 //! $u = Pk$, $g = 1 + k^\top u$, changes it by the rank-one formula of Sherman and Morrison: $P \leftarrow P - uu^\top/g$, hence
-//! $\tau_j \leftarrow \tau_j - \langle k_j, u\rangle^2/g$, and $\tau = k^\top u / g$ for the key itself. Scores only fall, so a key below the
-//! threshold can go for good.
+//! $\tau_j \leftarrow \tau_j - \langle k_j, u\rangle^2/g$, and $\tau = k^\top u / g$ for the key itself. Scores only
+//! fall, so a key below the threshold can be dropped for good.
 //!
 //! The threshold is compared with $\tau_j^{p/2}$ for $p \le 2$, a bound of the weight: $\sum_l |x_l|^p \ge (\sum_l x_l^2)^{p/2}$, hence
 //! $|x_j|^p / \sum_l |x_l|^p \le (x_j^2 / \sum_l x_l^2)^{p/2} \le \tau_j^{p/2}$. For $p > 2$ the bound is $t^{p/2-1} \tau_j^{p/2}$ after
@@ -16,7 +16,7 @@ use attlas_num::Mat;
 use attlas_num::kernels::dot;
 use attlas_num::linalg::inverse;
 
-/// Keys after which the streaming set is recomputed.
+/// Keys between recomputations of the streaming set.
 const REFRESH: usize = 4096;
 
 /// The set of a growing prefix.
@@ -63,7 +63,7 @@ impl StreamingSet {
         self.index.clone()
     }
 
-    /// Takes the next key.
+    /// Adds the next key.
     pub(super) fn push<T: Real>(&mut self, key: &[T]) {
         let j = self.seen;
         self.seen += 1;
@@ -73,7 +73,7 @@ impl StreamingSet {
             return;
         }
         if !length.is_finite() {
-            // Nothing can be said of it: it stays, and takes no part in the scores of others.
+            // No bound exists for this key: keep it, and leave it out of the scores of others.
             self.keep(j, vec![0.0; self.d], f64::INFINITY);
             return;
         }
@@ -107,7 +107,7 @@ impl StreamingSet {
         self.scores.push(score);
     }
 
-    /// Computes the inverse and all scores anew, against the drift of the updates.
+    /// Recomputes the inverse and all scores to remove the drift of the updates.
     pub(super) fn refresh(&mut self) {
         self.since_refresh = 0;
         let d = self.d;
@@ -119,7 +119,7 @@ impl StreamingSet {
         }
     }
 
-    /// Drops what is below the threshold, or the smallest scores past the number to keep.
+    /// Drops keys below the threshold, or the smallest scores beyond the number to keep.
     fn drop_light(&mut self) {
         let power = 0.5 * self.degree;
         let factor = if power > 1.0 { (self.seen as f64).powf(power - 1.0) } else { 1.0 };
@@ -139,7 +139,7 @@ impl StreamingSet {
         }
     }
 
-    /// The smallest score, ties to the later key.
+    /// Returns the place of the smallest score, ties to the later key.
     fn lightest(&self) -> usize {
         let mut best = 0;
         for (t, s) in self.scores.iter().enumerate() {

@@ -26,7 +26,7 @@ fn with_all_keys_it_is_polynomial_attention() {
         assert_rows_close(&run(&x, &options.clone().with("keys", 50usize)), &want, 1e-12, "all keys");
         assert_rows_close(&run(&x, &options.with("eps", 1e-9)), &want, 1e-12, "no threshold");
     }
-    // A window that covers all keys does the same, whatever is kept.
+    // A window over all keys does the same, whatever is kept.
     let x = Case::gaussian(p, 2);
     let options = Options::new().with("keys", 1usize).with("window", 50usize);
     assert_rows_close(&run(&x, &options), &polynomial(&x, 2), 1e-12, "all near");
@@ -97,7 +97,7 @@ fn the_exact_normaliser_is_the_full_sum() {
         let full = run(&x, &base.clone().with("normaliser", "exact2"));
         let ones = Case { v: vec![1.0; x.v.len()], ..x.clone() };
         let (all, share) = (run(&ones, &base), run(&ones, &base.clone().with("normaliser", "exact2")));
-        // Weights over the kept keys sum to one, over all keys to the kept mass, and outputs differ by it.
+        // Normalised over the kept keys, weights sum to one; over all keys, to the kept mass. Outputs differ by it.
         assert_rows_close(&all, &vec![1.0; 70], 1e-12, "over U");
         assert!(share.iter().all(|&s| s > 0.0 && s <= 1.0 + 1e-12) && share.iter().any(|&s| s < 0.9));
         let want: Vec<f64> = over.iter().zip(&share).map(|(o, s)| o * s).collect();

@@ -1,7 +1,7 @@
-//! With a causal mask: a window exactly, and the features of all keys before it.
+//! Causal form: exact attention in a window, and the features of all keys before it.
 //!
-//! The window of a block of rows begins at a key that all of them see, so that the far sum is a state of its own: nothing
-//! is taken out, and no scale depends on a later token. Near and far merge by log-sum-exp.
+//! The window of a block of rows begins at a key that all its rows see, so the far sum is a separate state: nothing is
+//! subtracted, and no scale depends on a later token. Near and far merge by log-sum-exp.
 
 use super::Scatterbrain;
 use crate::engine::exact_rows;
@@ -13,11 +13,11 @@ use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::kernels::{Band, merge_lse};
 
-/// Keys that are added to a state at one time.
+/// Keys added to a state at a time.
 const ABSORBED: usize = 256;
 
 impl Scatterbrain {
-    /// With a causal mask: the state of all keys before a block's window, and the window exactly.
+    /// Attends with a causal mask: to the state of all keys before a block's window, and exactly to the window.
     pub(super) fn run_causal<T: Real>(&self, g: &mut Group<'_, T>, acc: &Positive<T>) -> u64 {
         let (k, v, scale, cx, block) = (g.k, g.v, g.scale, g.cx, self.params.block());
         let piece = causal_piece(k.rows()).next_multiple_of(block);
@@ -61,7 +61,7 @@ pub(super) fn absorb<T: Real>(
     }
 }
 
-/// Rows over near keys exactly, and over the `cached` keys of a state by their features.
+/// Attends with rows exactly to near keys, and by features to the `cached` keys of a state.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn attend_near<T: Real>(
     acc: &Positive<T>,

@@ -1,6 +1,6 @@
-//! Token by token: the state of far keys, and the near keys and values as they are.
+//! Token by token: the state of far keys, and the near keys and values themselves.
 //!
-//! Keys leave the window, and enter the state, only where a block of rows begins, as in a whole sequence.
+//! Keys move from the window into the state only when a block of rows begins, as in a whole sequence.
 
 use super::Scatterbrain;
 use super::causal::{absorb, attend_near};
@@ -23,7 +23,7 @@ pub(super) struct NearFarStream<T> {
 }
 
 impl<T: Real> NearFarStream<T> {
-    /// With no key yet.
+    /// Creates an empty stream.
     pub(super) fn new(plan: &Scatterbrain, acc: Positive<T>, d_v: usize) -> Self {
         let mut state = vec![T::ZERO; acc.state_len()];
         acc.clear(&mut state);

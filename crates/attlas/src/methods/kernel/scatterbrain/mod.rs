@@ -1,36 +1,35 @@
 //! Scatterbrain: exact scores on a sparse support, random features everywhere else.
 //!
 //! **Idea.** Random features are poor where scores are large, and a sparse set of keys misses the mass of the many
-//! small ones. Take the features for all keys, take their estimate back on a support that holds the large scores, and
-//! put the exact scores there.
+//! small ones. Use the features for all keys, subtract their estimate on a support that holds the large scores, and add
+//! the exact scores there.
 //!
 //! **Math.** With features $\varphi$ of $e^{\langle x, y\rangle}$, $\hat\kappa_{ij} = \langle \varphi(q_i),
 //! \varphi(k_j)\rangle$ with all constants kept, and the support $S_i$ of row $i$: the unnormalised row is
 //! $\sum_{j \in S_i} e^{s_{ij}} v_j + R_i$, $R_i = \sum_j \hat\kappa_{ij} v_j - \sum_{j \in S_i} \hat\kappa_{ij} v_j$, and
-//! its normaliser is the same with ones, $\rho_i$ in place of $R_i$. Where $\rho_i$ is below $10^{-4}$ of the sum it is a
-//! difference of, it is cancellation and dropped; otherwise $R_i$ is kept inside $\rho_i$ times the hull of the values.
-//! Supports:
+//! its normaliser is the same with ones, $\rho_i$ in place of $R_i$. A $\rho_i$ below $10^{-4}$ of the full sum is
+//! cancellation and dropped; otherwise $R_i$ is kept inside $\rho_i$ times the hull of the values. Supports:
 //! * `lsh`: `rounds` of projections of lifted queries and keys on one line, sorted and cut into clusters of `keys` keys,
-//!   cluster $t$ of the queries block_mask cluster $t$ of the keys; pairs that meet again count once;
+//!   cluster $t$ of the queries attends to cluster $t$ of the keys; repeated pairs count once;
 //! * `window`: the `keys` nearest keys to either side;
 //! * `top_k`: the `keys` largest scores, found by computing all of them: quadratic, for comparison.
 //!
-//! *Causally* the support is a window that begins with a block of rows: every row sees its `keys` nearest keys at
-//! least. The features of all keys before it are then summed by themselves, which is $\rho_i$ and $R_i$ without a
-//! difference, and no scale depends on a later token.
+//! *With a causal mask* the support is a window shared by a block of rows: every row sees at least its `keys` nearest
+//! keys. The features of all earlier keys are summed separately, which gives $\rho_i$ and $R_i$ without a difference,
+//! and no scale depends on a later token.
 //!
-//! **Reference.** chen2021. Its features are hyperbolic (`hyp`), not the positive ones that the survey names, which also
-//! omits the subtraction and that constants no longer cancel. `oprf` are those of likhosherstov2022 with both signs, an
-//! addition of this project; its parameter is fitted to the lengths of the keys, causally to unit variance.
+//! **Reference.** chen2021. Its features are hyperbolic (`hyp`), not the positive ones that the survey names; the
+//! survey also omits the subtraction and the fact that constants no longer cancel. `oprf` features are those of
+//! likhosherstov2022 with both signs, an addition of this project; their parameter is fitted to the lengths of the keys
+//! or, with a causal mask, to unit variance.
 //!
-//! **Cost.** $4 n m (d + d_v)$ for features and sums, $n |S| (2d + 2m + 4 d_v)$ for the support; a stream holds
+//! **Cost.** $4 n m (d + d_v)$ for features and sums, $n |S| (2d + 2m + 4 d_v)$ for the support; a stream stores
 //! $m (d_v + 3)$ numbers and the near keys and values.
 //!
-//! **Guarantees.** Exact when the support is everything. Entries on the support are exact, others unbiased with the
-//! variance of the map: tested. Weights are non-negative and sum to one. Outputs are not linear in the values where
-//! they are clamped.
+//! **Guarantees.** Exact when the support covers everything. Entries on the support are exact, others unbiased with the
+//! variance of the map: tested. Weights are non-negative and sum to one. Clamped outputs are not linear in the values.
 //!
-//! **When to use.** On models as they are, where few large scores stand out of a flat rest.
+//! **When to use.** On models without retraining, where a few large scores stand out from a flat rest.
 
 mod causal;
 mod decode;
@@ -113,9 +112,9 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// Where scores are exact.
+    /// Support on which scores are exact.
     pub enum Sparse {
-        /// A window with a causal mask, clusters without.
+        /// A window with a causal mask, clusters without one.
         Auto = "auto",
         /// Clusters of sorted projections.
         Lsh = "lsh",
@@ -139,10 +138,10 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`Scatterbrain`].
     pub struct Params {
-        /// Where scores are exact.
+        /// Support on which scores are exact.
         support: Sparse = Sparse::Auto;
-        /// Keys of the support: of a cluster in each round, of the window to either side (the row's own key counts), or of
-        /// the largest scores. As many as there are tokens make the method exact.
+        /// Keys of the support: per cluster in each round, per side of the window (the row's own key counts), or with
+        /// the largest scores. The method is exact if this reaches the number of tokens.
         keys: usize = 32, in 0..=1 << 30;
         /// Rounds of hashing.
         rounds: usize = 2, in 1..=64;
@@ -150,11 +149,11 @@ crate::params! {
         features: usize = 32, in 1..=1 << 16;
         /// The feature map.
         map: Map = Map::Hyp;
-        /// How the random directions depend on each other.
+        /// Coupling of the random directions.
         directions: Directions = Directions::Orthogonal;
-        /// The relative standard deviation of an estimate that the figure `features_needed` is for.
+        /// Relative standard deviation of an estimate that the figure `features_needed` aims at.
         target_error: f64 = 0.1, in 1e-6..=10.0;
-        /// Stream of the directions and of the hashes.
+        /// Seed of the directions and of the hashes.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -187,21 +186,21 @@ impl Params {
         self.features.div_ceil(2)
     }
 
-    /// Rows of a causal block.
+    /// Returns the number of rows per causal block.
     fn block(&self) -> usize {
         self.keys.clamp(MIN_BLOCK, ROWS)
     }
 
-    /// First key that the rows of the causal block which begins at `start` see exactly.
+    /// Returns the first key that the rows of the causal block at `start` see exactly.
     fn near_from(&self, start: usize) -> usize {
         (start + 1).saturating_sub(self.keys.max(1))
     }
 }
 
-/// Most query rows of a tile.
+/// Maximum number of query rows in a tile.
 const ROWS: usize = 128;
 
-/// Fewest rows of a causal block.
+/// Minimum number of rows in a causal block.
 const MIN_BLOCK: usize = 32;
 
 /// The plan.
@@ -210,18 +209,18 @@ pub struct Scatterbrain {
     params: Params,
     scale: f64,
     d: usize,
-    /// Directions of the features, and lines that rows are sorted along.
+    /// Directions of the features, and lines along which rows are sorted.
     draws: PerGroup<(Mat<f64>, LiftedLines<f64>)>,
 }
 
-/// The sums of features, and what their error is predicted from.
+/// The sums of features, and the data that predict their error.
 struct Estimate<T> {
     acc: Positive<T>,
     error: ErrorModel,
 }
 
 impl Scatterbrain {
-    /// With these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(p: &Problem, params: Params) -> Result<Self> {
         let draws = PerGroup::draw(p, |index| {
             let key = index.stream_key(params.seed);
@@ -240,7 +239,7 @@ impl Scatterbrain {
         self.features() * (d_v + 3)
     }
 
-    /// The feature map; `k` where the keys may be looked at.
+    /// Builds the feature map; `k` is present if it may depend on the keys.
     fn estimate<T: Real>(
         &self,
         k: Option<MatRef<'_, T>>,

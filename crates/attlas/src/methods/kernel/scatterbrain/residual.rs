@@ -1,9 +1,9 @@
-//! Without a mask: sums of features over all keys, and what the support changes about them.
+//! Unmasked form: sums of features over all keys, corrected on the support.
 //!
 //! For row $i$ with support $S_i$: $\sum_{j \in S_i} e^{s_{ij}} [v_j, 1] + [R_i, \rho_i]$ with
 //! $[R_i, \rho_i] = \sum_j \hat\kappa_{ij} [v_j, 1] - \sum_{j \in S_i} \hat\kappa_{ij} [v_j, 1]$. The first sum and the last are taken
 //! tile by tile; at the end $R_i / \rho_i$, kept in the hull of the values, is merged at the logarithmic scale of
-//! $\rho_i$, or dropped where $\rho_i$ is no more than cancellation.
+//! $\rho_i$, or dropped if $\rho_i$ is mere cancellation.
 
 use super::support::{Buckets, See};
 use super::{ROWS, Scatterbrain};
@@ -20,7 +20,7 @@ use attlas_num::par::*;
 const CANCELLATION: f64 = 1e-4;
 
 impl Scatterbrain {
-    /// Without a mask: the sums over all keys, less the estimate on the support, plus the exact scores there.
+    /// Attends without a mask: the sums over all keys, minus the estimate on the support, plus the exact scores there.
     pub(super) fn run_plain<T: Real>(&self, g: &mut Group<'_, T>, acc: &Positive<T>) -> u64 {
         let (k, v, cx, n_q, d_v) = (g.k, g.v, g.cx, g.n_q(), g.d_v());
         let states = whole_state(acc, k, v, cx);
@@ -82,8 +82,8 @@ impl<T: Real> Hull<T> {
         hull
     }
 
-    /// Divides the residual vector by the residual mass, which it returns, and keeps it in the hull; `None` where the
-    /// mass is no more than cancellation.
+    /// Divides the residual vector by the residual mass, which it returns, and keeps it in the hull; `None` if the mass
+    /// is mere cancellation.
     pub(super) fn settle(&self, residual: &mut [T], whole: T) -> Option<T> {
         let (vector, rho) = residual.split_at_mut(self.low.len());
         let rho = rho[0];
@@ -92,7 +92,7 @@ impl<T: Real> Hull<T> {
         }
         for (x, (&low, &high)) in vector.iter_mut().zip(self.low.iter().zip(&self.high)) {
             *x /= rho;
-            // Not `clamp`: NaN stays.
+            // Not `clamp`, so that NaN stays.
             if *x < low {
                 *x = low;
             } else if *x > high {
@@ -103,7 +103,7 @@ impl<T: Real> Hull<T> {
     }
 }
 
-/// Everything that the support of one head is computed from.
+/// Inputs of the support computation of one head.
 struct CachedTokens<'a, T> {
     acc: &'a Positive<T>,
     state: &'a [T],
@@ -115,8 +115,8 @@ struct CachedTokens<'a, T> {
 }
 
 impl<T: Real> CachedTokens<'_, T> {
-    /// Takes the estimate on a round's pairs out of `residual` (rows of `[num, den]`) and merges the exact scores into
-    /// `out` and `lse`. Returns the number of pairs.
+    /// Subtracts the estimate on a round's pairs from `residual` (rows of `[num, den]`) and merges the exact scores
+    /// into `out` and `lse`. Returns the number of pairs.
     fn exchange(&self, round: &Buckets, out: &mut [T], lse: &mut [T], residual: &mut [T]) -> u64 {
         let (cx, d_v, n) = (self.cx, self.v.cols(), round.rows.len());
         let mut exact = cx.scratch.take::<T>(n * d_v);
@@ -166,7 +166,7 @@ impl<T: Real> CachedTokens<'_, T> {
         visited
     }
 
-    /// Some rows over some keys: exactly, and by their features.
+    /// Computes some rows over some keys: exactly, and by features.
     fn tile(&self, rows: &[u32], keys: &[u32], see: &See, exact: &mut [T], logs: &mut [T], taken: &mut [T]) {
         let (cx, isa, scratch) = (self.cx, self.cx.schedule.isa, self.cx.scratch);
         let (n, n_k, d, d_v) = (rows.len(), keys.len(), self.q.cols(), self.v.cols());

@@ -1,9 +1,9 @@
-//! Which keys a row sees exactly, without a mask.
+//! Support without a mask: the keys that a row sees exactly.
 //!
-//! A support is a list of rounds in each of which a row stands in one tile, a few rows that meet the same keys: clusters of
-//! sorted projections (cluster $t$ of the queries meets cluster $t$ of the keys, a pair that met in an earlier round is
-//! hidden), the keys within reach of a row's position, or the largest scores of each row. No pair counts twice, so that what
-//! is put in and what is taken out agree.
+//! A support is a list of rounds. In each round a row belongs to one tile, a few rows with the same keys: clusters of
+//! sorted projections (cluster $t$ of the queries with cluster $t$ of the keys, pairs of earlier rounds hidden), the
+//! keys within reach of a row's position, or the largest scores of each row. No pair counts twice, so exact scores and
+//! subtracted estimates cover the same pairs.
 
 use super::{ROWS, Scatterbrain, Sparse};
 use crate::group::GroupIndex;
@@ -17,7 +17,7 @@ use attlas_num::par::*;
 use std::ops::Range;
 
 impl Scatterbrain {
-    /// The support of the rows of one head, round by round; no pair stands in two rounds.
+    /// Computes the support of the rows of one head, round by round; no pair is in two rounds.
     pub(super) fn rounds<T: Real>(
         &self,
         q: MatRef<'_, T>,
@@ -38,27 +38,27 @@ impl Scatterbrain {
     }
 }
 
-/// A part of the support in which every row stands at most once: tiles of rows that meet lists of keys.
+/// A part of the support that contains every row at most once: tiles of rows with lists of keys.
 pub(super) struct Buckets {
     pub(super) rows: Vec<u32>,
     pub(super) keys: Vec<u32>,
-    /// Which rows and which keys a tile has.
+    /// Rows and keys of each tile.
     pub(super) tiles: Vec<(Range<usize>, Range<usize>)>,
     pub(super) see: See,
 }
 
-/// Keys of a tile that its rows see.
+/// Visibility of a tile's keys to its rows.
 pub(super) enum See {
     /// All.
     All,
     /// Those within `reach` of the row's position, which is `offset` more than its number.
     Near { reach: isize, offset: isize },
-    /// Those that it did not meet in a round before.
+    /// Those not paired with the row in an earlier round.
     New { queries: RoundTable, keys: RoundTable, round: usize },
 }
 
 impl See {
-    /// Sets what the row does not see to −∞.
+    /// Sets logits of keys that the row does not see to −∞.
     pub(super) fn hide<T: Real>(&self, row: u32, keys: &[u32], logits: &mut [T]) {
         let pairs = keys.iter().zip(logits);
         match self {
@@ -80,7 +80,7 @@ impl See {
     }
 }
 
-/// `range` in steps of at most [`ROWS`].
+/// Splits `range` into steps of at most [`ROWS`].
 fn in_steps(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     range.clone().step_by(ROWS).map(move |start| start..(start + ROWS).min(range.end))
 }

@@ -11,7 +11,7 @@ fn options(pairs: &[(&str, &str)]) -> Options {
     pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))
 }
 
-/// The features that a run without a mask uses.
+/// The features of a run without a mask.
 fn features(o: &Options, x: &Case) -> ExpFeatures<f64> {
     let p = &x.problem;
     let params = Params::from_options(o).unwrap();
@@ -45,7 +45,7 @@ fn score(x: &Case, i: usize, j: usize) -> f64 {
     x.problem.scale * dot
 }
 
-/// The definition: exact scores where `on` says so, estimates elsewhere.
+/// The definition: exact scores where `on` is true, estimates elsewhere.
 fn definition(o: &Options, x: &Case, on: impl Fn(usize, usize) -> bool) -> (Vec<f64>, Vec<f64>) {
     let table = estimates(o, x);
     naive(x, |_, i, j| (1.0, if on(i, j) { score(x, i, j) } else { table[i * x.problem.n_k + j] }))
@@ -93,7 +93,7 @@ fn pairs_that_meet_in_several_rounds_count_once() {
         let ws = crate::Workspace::single().unwrap();
         let index = GroupIndex { batch: 0, kv_head: 0 };
         let rounds = plan.rounds(q, k, max_norm(k), index, ws.context());
-        // How often every pair stands in a tile, and how often it is seen there.
+        // How often every pair is in a tile, and how often it is visible there.
         let (mut met, mut seen) = (vec![0; n_q * n_k], vec![0; n_q * n_k]);
         for round in &rounds {
             for (rows, keys) in &round.tiles {
@@ -148,12 +148,12 @@ fn without_a_support_it_is_performer() {
 fn a_support_of_everything_is_softmax_although_the_residual_cancels() {
     let x = Case::gaussian(Problem::new(1, 50, 8), 7);
     let want = reference(&x).0;
-    // One cluster of 49 of 50 keys, twice: almost everything; a window that reaches everywhere.
+    // One cluster of 49 of 50 keys, twice: almost everything; a window that covers everything.
     let near = run_method(&METHOD, &options(&[("support", "window"), ("keys", "49")]), &x);
     let all = options(&[("support", "top_k"), ("keys", "49"), ("features", "64")]);
     let missing = run_method(&METHOD, &all, &x).0;
     assert!(crate::metrics::relative_frobenius(&missing, &want) < 0.02);
-    // Only the first row does not see the last key, and the last row not the first.
+    // Only the first row misses the last key, and only the last row misses the first.
     assert_rows_close(&near.0[8..49 * 8], &want[8..49 * 8], 1e-12, "rows that see everything");
     // Row 69 alone sees a key more than its window holds.
     let causal = Case::gaussian(Problem { d_v: 5, ..Problem::new(1, 70, 8).causal() }, 5);
@@ -195,7 +195,7 @@ fn entries_off_the_support_have_the_variance_of_the_map_and_those_on_it_none() {
 
 #[test]
 fn hashed_supports_lower_the_variance_by_the_chance_to_meet() {
-    // Two keys in clusters of one: the query meets one of them, by a line that does not know the features.
+    // Two keys in clusters of one: the query is paired with one of them, by a line independent of the features.
     let draws = 20_000;
     let x = two_keys(draws);
     let o = options(&[("support", "lsh"), ("keys", "1"), ("rounds", "1"), ("features", "8")]);

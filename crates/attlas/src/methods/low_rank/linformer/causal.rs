@@ -1,8 +1,8 @@
-//! The causal form: means of complete segments, the own segment exactly.
+//! Causal form: means of complete segments, and the query's own segment exactly.
 //!
 //! Segments have $c$ tokens. A query at position $i$ sees the mean key and value of each segment that ends before
 //! its own, with $\ln c$ added to the logit, and the keys $\lfloor i/c \rfloor c, \dots, i$ as they are; the two parts merge by
-//! log-sum-exp. No mean that it sees holds a later token.
+//! log-sum-exp. No mean that it sees contains a later token.
 
 use super::{BLOCK_ROWS, Linformer};
 use crate::engine::exact_rows;
@@ -14,7 +14,7 @@ use attlas_num::kernels::{Band, merge_lse};
 use std::ops::Range;
 
 impl Linformer {
-    /// Means of earlier segments, own segment exactly.
+    /// Attends to the means of earlier segments, and to the own segment exactly.
     pub(super) fn run_causal<T: Real>(&self, g: &mut Group<'_, T>) -> Result<RunInfo> {
         let (k, v, scale, cx) = (g.k, g.v, g.scale, g.cx);
         let len = k.rows().div_ceil(self.params.rank).max(1);
@@ -39,7 +39,7 @@ impl Linformer {
     }
 }
 
-/// Means of complete segments, each standing for as many tokens as its bias says.
+/// Means of complete segments; the bias of each is the logarithm of its number of tokens.
 #[derive(Clone, Copy, Debug)]
 struct Means<'a, T> {
     k: MatRef<'a, T>,
@@ -48,7 +48,7 @@ struct Means<'a, T> {
 }
 
 impl<T: Real> Means<'_, T> {
-    /// Attention of rows to the means in `range`.
+    /// Attends with rows to the means in `range`.
     fn attend(
         &self,
         q: MatRef<'_, T>,
@@ -63,7 +63,7 @@ impl<T: Real> Means<'_, T> {
     }
 }
 
-/// Rows of one block of the causal form; returns scores computed and rows that see nothing.
+/// Computes one block of rows in the causal form; returns the scores computed and the rows that see nothing.
 #[allow(clippy::too_many_arguments)]
 fn causal_block<T: Real>(
     block: RowBlock<'_, T>,
@@ -163,7 +163,7 @@ impl<T: Real> Pooled<T> {
 impl<T: Real> GroupStream<T> for Pooled<T> {
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Result<()> {
         for (k, v) in k.iter_rows().zip(v.iter_rows()) {
-            // Not before the next token: the last one of a segment still sees it as it is.
+            // Only at the next token: the last token of a segment still sees the raw keys.
             if self.k.len() == self.len * self.d {
                 self.close_segment(cx);
             }

@@ -1,4 +1,4 @@
-//! Values mixed as sample inputs ask for, keys pooled.
+//! Mixing of values fitted to sample inputs, with pooled keys.
 //!
 //! With $S$ the softmax weights of the queries over the pooled keys and $P$ those over all keys, $F$ minimises
 //! $\sum \|S F - P\|_F^2 + \lambda \frac{\operatorname{tr} G}{k} \|F\|_F^2$ over the samples: $F = (G + \lambda \frac{\operatorname{tr} G}{k} I)^{-1} R$,

@@ -12,12 +12,12 @@
 //! - `fitted`: $E$ pools, $F = (G + \lambda \frac{\operatorname{tr} G}{k} I)^{-1} R$ from sample inputs of the same length, with
 //!   $G = \sum S^\top S$, $R = \sum S^\top P$, $S$ the weights of the pooled keys and $P$ the exact ones: the least-squares
 //!   fit of $S F$ to $P$, one per key head.
-//! - `gaussian`: $E = F$ with independent $N(0, 1/k)$ entries; for study, it does not approximate attention.
+//! - `gaussian`: $E = F$ with independent $N(0, 1/k)$ entries; for study only, it does not approximate attention.
 //!
-//! **Reference.** wang2020. $E$ and $F$ are $k \times n$, as they multiply from the left; the paper and the survey
-//! declare the transpose. The normaliser divides rows: $D^{-1} \exp$, not $\exp D^{-1}$. The paper's existence proof takes
-//! $E = \delta R$, $F = e^{-\delta} R$ with $\delta \to 0$, which is of no practical use. Masking the upper triangle of
-//! the $n \times k$ weights, as some code does, is not causal: $EK$ has mixed the future in already.
+//! **Reference.** wang2020. $E$ and $F$ are $k \times n$, because they multiply from the left; the paper and the survey
+//! state the transpose. The normaliser divides rows: $D^{-1} \exp$, not $\exp D^{-1}$. The paper's existence proof
+//! takes $E = \delta R$, $F = e^{-\delta} R$ with $\delta \to 0$, which is of no practical use. Masking the upper
+//! triangle of the $n \times k$ weights, as some code does, is not causal: $EK$ already contains the future.
 //!
 //! **Cost.** $n_k (d + d_v)$ to pool or $2 k n_k (d + d_v)$ to multiply, then $2 n_q k (d + d_v)$; causal
 //! $2 n_q (k/2 + c/2)(d + d_v)$. Memory $k (d + d_v)$.
@@ -87,13 +87,13 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// Where the projections come from.
+    /// Source of the projections.
     pub enum Source {
-        /// Means over segments; nothing to learn.
+        /// Means over segments, without learning.
         Pool = "pool",
         /// Trained matrices, from a calibration.
         Learned = "learned",
-        /// Values mixed as fitted to sample inputs, keys pooled; from a calibration.
+        /// Mixing of values fitted to sample inputs, with pooled keys; from a calibration.
         Fitted = "fitted",
         /// Random matrices.
         Gaussian = "gaussian",
@@ -103,14 +103,14 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`Linformer`].
     pub struct Params {
-        /// Mixed keys and values that stand for all of them; exact attention where they reach the number of keys.
-        /// Learned matrices bring their own; a fit must have been made for the same number.
+        /// Number of mixed keys and values; attention is exact if it reaches the number of keys. Learned matrices
+        /// define their own; a fit must have been made for the same number.
         rank: usize = 256, in 1..=1 << 20;
-        /// Where the projections come from: pool (means over segments), learned, fitted or gaussian.
+        /// Source of the projections: pool (means over segments), learned, fitted or gaussian.
         source: Source = Source::Pool;
-        /// Ridge of the fit, relative to the mean diagonal of its normal equations. Used by fitted alone.
+        /// Ridge of the fit, relative to the mean diagonal of its normal equations. Used by fitted only.
         ridge: f64 = 1e-6, in 0.0..=1.0;
-        /// Stream of the random projection. Used by gaussian alone.
+        /// Seed of the random projection. Used by gaussian only.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -131,7 +131,7 @@ impl Spec for Params {
     }
 }
 
-/// The plan: how keys and values are mixed.
+/// The plan: the mixing of keys and values.
 #[derive(Debug)]
 pub struct Linformer {
     params: Params,
@@ -140,11 +140,11 @@ pub struct Linformer {
     segment_len: usize,
 }
 
-/// Query rows of one task.
+/// Query rows per task.
 const BLOCK_ROWS: usize = 256;
 
 impl Linformer {
-    /// A plan with these parameters and, for learned and fitted sources, what was learnt.
+    /// Creates a plan with these parameters and, for learned and fitted sources, the calibration.
     pub(crate) fn new(problem: &Problem, params: Params, calibration: Option<&Calibration>) -> Result<Self> {
         params.validate()?;
         let need = |what: &str| Error::Unsupported {
@@ -161,7 +161,7 @@ impl Linformer {
         Ok(Self { params, mix, segment_len })
     }
 
-    /// Mixed rows for `n` keys of a key head.
+    /// Returns the number of mixed rows for `n` keys of a key head.
     fn rank(&self, n: usize, kv_head: usize) -> usize {
         match &self.mix {
             Mix::Pool | Mix::Gaussian => self.params.rank.min(n),
@@ -170,7 +170,7 @@ impl Linformer {
         }
     }
 
-    /// Every query sees every mixed key.
+    /// Attends with every query to every mixed key.
     fn run_full<T: Real>(&self, g: &mut Group<'_, T>) -> Result<RunInfo> {
         let (k, v, scale, cx, index) = (g.k, g.v, g.scale, g.cx, g.index);
         let (n, rank) = (k.rows(), self.rank(k.rows(), index.kv_head));
@@ -186,7 +186,7 @@ impl Linformer {
                 bias = Some(log_lens::<T>(&segments));
             }
             Mix::Pool | Mix::Fitted(_) => {
-                // A fit for another length than a padded sequence has says nothing: pool instead.
+                // A fit for another length does not apply to a padded sequence: pool instead.
                 fallback = matches!(self.mix, Mix::Fitted(_));
                 pool_rows(k, &segments, cx, &mut k_mixed);
                 pool_rows(v, &segments, cx, &mut v_mixed);

@@ -1,7 +1,7 @@
-//! The matrices $E$ and $F$: given, fitted, or drawn, and what they make of keys and values.
+//! The matrices $E$ and $F$, given, fitted or drawn, and their products with keys and values.
 //!
-//! Both are $k \times n$ and multiply from the left, $EK$ and $FV$, a few of their rows at a time, which are written where
-//! they are used: a random projection ($N(0, 1/k)$ entries) is never held, and one in `f64` is never copied whole.
+//! Both are $k \times n$ and multiply from the left, $EK$ and $FV$, a few rows at a time, generated on use: a random
+//! projection ($N(0, 1/k)$ entries) is never stored, and one in `f64` is never copied whole.
 
 use super::METHOD;
 use crate::method::Calibration;
@@ -12,7 +12,7 @@ use attlas_num::linalg::{self, Op};
 use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
 
-/// How trained projections are shared in a model of several layers and heads.
+/// Sharing of trained projections in a model of several layers and heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sharing {
     /// Every head of every layer has its own two matrices.
@@ -26,7 +26,7 @@ pub enum Sharing {
 }
 
 impl Sharing {
-    /// Matrices that a model of this shape holds.
+    /// Returns the number of matrices in a model of this shape.
     pub fn matrices(self, layers: usize, heads: usize) -> usize {
         match self {
             Sharing::None => 2 * layers * heads,
@@ -37,8 +37,8 @@ impl Sharing {
     }
 }
 
-/// Trained projections as a calibration for `problem`: one matrix for all key heads or one for each; without `f`
-/// values are mixed as keys are. Matrices may be $k \times n$ or $n \times k$; the longer side is the sequence.
+/// Makes a calibration for `problem` from trained projections: one matrix for all key heads or one for each; without
+/// `f`, `e` also mixes the values. Matrices may be $k \times n$ or $n \times k$; the longer side is the sequence.
 pub fn with_projections(problem: &Problem, e: &[Mat<f64>], f: &[Mat<f64>]) -> Result<Calibration> {
     let mut calibration = Calibration::new(METHOD.id, problem);
     for (name, list) in [("e", e), ("f", f)] {
@@ -61,7 +61,7 @@ pub(super) fn wrong(expected: impl ToString, found: impl ToString) -> Error {
     Error::Calibration { method: METHOD.id.into(), expected: expected.to_string(), found: found.to_string() }
 }
 
-/// The matrix with the sequence along its rows' elements: `k × n`, `k ≤ n`.
+/// Orients the matrix with the sequence along its columns: `k × n`, `k ≤ n`.
 fn oriented(m: &Mat<f64>) -> Result<Mat<f64>> {
     match m.rows().cmp(&m.cols()) {
         std::cmp::Ordering::Less => Ok(m.clone()),
@@ -74,7 +74,7 @@ fn oriented(m: &Mat<f64>) -> Result<Mat<f64>> {
     }
 }
 
-/// Matrices of every key head, or none where they are made on the spot.
+/// Matrices of every key head, or none if they are generated on use.
 #[derive(Debug)]
 pub(super) enum Mix {
     Pool,
@@ -140,17 +140,17 @@ pub(super) fn copy_row<T: Real>(m: &Mat<f64>, r: usize, row: &mut [T]) {
     row.iter_mut().zip(m.row(r)).for_each(|(x, m)| *x = T::from_f64(*m));
 }
 
-/// Row `r` of a projection with entries $N(0, 1/k)$; a shorter sequence sees the first entries of a longer one.
+/// Draws row `r` of a projection with entries $N(0, 1/k)$; a shorter sequence uses the first entries of a longer one.
 pub(super) fn gaussian_row<T: Real>(key: StreamKey, k: usize, r: usize, row: &mut [T]) {
     let mut rng = key.with(r as u64).rng();
     let deviation = 1.0 / (k as f64).sqrt();
     row.iter_mut().for_each(|x| *x = T::from_f64(deviation * rng.normal()));
 }
 
-/// Rows of a projection that one task multiplies.
+/// Rows of a projection that a task multiplies.
 pub(super) const CHUNK: usize = 16;
 
-/// `out = projection · x`, rows of the projection written on demand by `fill(row, entries)`.
+/// Computes `out = projection · x`; `fill(row, entries)` generates rows of the projection on demand.
 pub(super) fn multiply<T: Real>(
     fill: impl Fn(usize, &mut [T]) + Sync,
     x: MatRef<'_, T>,
@@ -158,7 +158,7 @@ pub(super) fn multiply<T: Real>(
     out: &mut [T],
 ) {
     let (n, width) = (x.rows(), x.cols());
-    // The product with a single column rounds by its stride: give it the same one in every layout.
+    // Rounding of the product with a single column depends on its stride: use the same stride in every layout.
     let mut column = cx.scratch.take::<T>(if width == 1 { n } else { 0 });
     let x = if width == 1 {
         x.gather_into(0..n, &mut column);

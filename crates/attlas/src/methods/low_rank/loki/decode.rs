@@ -1,4 +1,4 @@
-//! Decoding: scores of all keys by their ranking coordinates, attention to the chosen ones where they lie.
+//! Decoding: scores of all keys by their ranking coordinates, attention to the chosen ones in place.
 
 use super::{Basis, GroupSelect, Loki, RANK_PIECE, larger};
 use crate::group::{GroupIndex, GroupStream};
@@ -11,11 +11,11 @@ use attlas_num::par::*;
 use attlas_num::{Mat, linalg};
 use std::ops::Range;
 
-/// Keys whose chosen ones one task attends to. Fixed, so that the number of threads cannot change a bit.
+/// Keys among which a task attends to the chosen ones; fixed, so that results do not depend on the number of threads.
 const ATTEND_PIECE: usize = 2048;
 
 impl Loki {
-    /// Which keys `scores` chooses: those of `choose`, by all threads. `counts` may be those of the scores.
+    /// Chooses keys by `scores`, like `choose` but on all threads. `counts` may hold the histograms of the scores.
     pub(super) fn keep<T: Real>(&self, scores: &[T], counts: Option<&[Counts]>) -> RankedChoice {
         let n = scores.len();
         if self.keeps_all(n) {
@@ -29,18 +29,19 @@ impl Loki {
     }
 }
 
-/// Which keys are attended to when decoding.
+/// Keys attended to when decoding.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RankedChoice {
-    /// By their score.
+    /// Cut by score.
     cut: Cut,
-    /// Before this place and from that one on whatever their score.
+    /// Keys before `head` and from `tail` on are attended to whatever their score.
     head: usize,
     tail: usize,
 }
 
 impl RankedChoice {
-    /// Lists the places of these keys that are attended to; returns how many. The list is longer than the keys by one.
+    /// Lists the places of the attended keys among `keys`; returns their number. The list has one more place than there
+    /// are keys.
     pub(super) fn places<T: Real>(&self, keys: Range<usize>, scores: &[T], places: &mut [u32]) -> usize {
         let head = self.head.clamp(keys.start, keys.end);
         let tail = self.tail.clamp(head, keys.end);
@@ -54,19 +55,19 @@ impl RankedChoice {
     }
 }
 
-/// The cache of one key head: ranking coordinates, and apart from them the rest of every key with its value.
+/// The cache of one key head: ranking coordinates, and separately the rest of every key with its value.
 #[derive(Debug)]
 pub(super) struct Split<T> {
     plan: Loki,
     /// Map applied to queries: rows that give the ranking coordinates, then those that complete them.
     q_map: Mat<T>,
     a_k: Mat<T>,
-    /// The remaining columns of the rotation; where there are none, keys are held whole beside the ranking columns.
+    /// The remaining columns of the rotation; `None` if whole keys are stored beside the ranking columns.
     k_rest: Option<Mat<T>>,
     d_v: usize,
     len: usize,
     ranked: Vec<T>,
-    /// Remaining coordinates of the keys, followed by their values: one run of memory for each.
+    /// Remaining coordinates of each key followed by its value, contiguous in memory.
     rest: Vec<T>,
 }
 
@@ -80,7 +81,7 @@ fn append_product<T: Real>(x: MatRef<'_, T>, m: &Mat<T>, out: &mut Vec<T>) {
     }
 }
 
-/// One query of a head: its scores of all keys, and what meets the rest of a key.
+/// One query of a head: its scores of all keys, and its coordinates for the rest of a key.
 #[derive(Clone, Copy)]
 struct Query<'a, T> {
     scores: &'a [T],
@@ -88,10 +89,11 @@ struct Query<'a, T> {
 }
 
 impl<T: Real> Split<T> {
-    /// An empty cache.
+    /// Creates an empty cache.
     pub(super) fn new(plan: Loki, p: &Problem, index: GroupIndex) -> Self {
         let basis = &plan.bases[index.kv_head];
-        // Kept keys are completed by the columns behind the ranking ones, or read whole where those are no part of them.
+        // The columns after the ranking ones complete kept keys; if the ranking columns are no part of the key, it is
+        // read whole.
         let (q_map, k_rest) = match plan.params.basis {
             Basis::Pca => {
                 let rest = Mat::from_fn(p.d, p.d - plan.rank, |i, j| basis.rotation[(i, plan.rank + j)]);
@@ -103,8 +105,8 @@ impl<T: Real> Split<T> {
         Self { plan, q_map, a_k, k_rest, d_v: p.d_v, len: 0, ranked: Vec::new(), rest: Vec::new() }
     }
 
-    /// Attention of some heads to the keys that `kept` has by the scores `by`: pieces of the cache in parallel, merged in
-    /// order. Returns how many keys that is.
+    /// Attends with some heads to the keys that `kept` selects by the scores `by`: pieces of the cache in parallel,
+    /// merged in order. Returns the number of keys.
     #[allow(clippy::too_many_arguments)]
     fn attend_kept(
         &self,
@@ -123,7 +125,7 @@ impl<T: Real> Split<T> {
         let (k, v) = self.rest.split_at(stride - d_v);
         let view = |x, cols| MatRef::with_stride(x, n, cols, stride).expect("rows of the cache are whole");
         let (k, v) = (view(&self.rest, k.len()), view(v, d_v));
-        // With the ranking coordinates split off, what they contribute to a logit is known.
+        // With the ranking coordinates split off, their contribution to a logit is already known.
         let split = self.k_rest.is_some();
         let pieces = n.div_ceil(ATTEND_PIECE);
         let mut part = cx.scratch.take::<T>(pieces * count * d_v);
@@ -194,7 +196,7 @@ impl<T: Real> GroupStream<T> for Split<T> {
             .for_each(|(q, mapped)| matvec(self.q_map.as_ref(), q, mapped));
         let mut scores = cx.scratch.take::<T>(heads * n);
         let keys = MatRef::new(&self.ranked, n, r);
-        // Scores are counted while they are at hand; where heads choose together, the largest are counted later.
+        // Count scores while they are in cache; if heads choose together, their maxima are counted later.
         let together = self.plan.params.group_select == GroupSelect::GroupMax && heads > 1;
         let (counted, budget) = (!together && !self.plan.keeps_all(n), self.plan.budget(n));
         let rank = |(h, q): (usize, &[T])| -> Vec<Counts> {

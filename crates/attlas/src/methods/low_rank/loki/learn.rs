@@ -7,7 +7,7 @@ use crate::{Inputs, Problem, Qkv, Real, Result};
 use attlas_num::Mat;
 use attlas_num::linalg::{self, matmul, matmul_nt, symmetric_eigen};
 
-/// Statistics of queries and keys, gathered from any number of inputs; at least $50 d$ tokens are advised.
+/// Statistics of queries and keys from any number of inputs; use at least $50 d$ tokens.
 #[derive(Clone, Debug)]
 pub struct Calibrator {
     problem: Problem,
@@ -16,7 +16,7 @@ pub struct Calibrator {
 }
 
 impl Calibrator {
-    /// Nothing seen yet of the heads and widths of `problem`; its lengths do not matter.
+    /// Creates empty statistics for the heads and widths of `problem`; its lengths do not matter.
     pub fn new(problem: &Problem) -> Self {
         let moments = vec![Moments::new(problem.d); problem.n_kv_heads];
         Self { problem: *problem, keys: moments.clone(), queries: moments }
@@ -44,18 +44,18 @@ impl Calibrator {
         Ok(())
     }
 
-    /// Adds what another one for the same problem has seen.
+    /// Adds the statistics of another one for the same problem.
     pub fn merge(&mut self, other: &Self) {
         self.keys.iter_mut().zip(&other.keys).for_each(|(a, b)| a.merge(b));
         self.queries.iter_mut().zip(&other.queries).for_each(|(a, b)| a.merge(b));
     }
 
-    /// The basis of every key head, `basis.g`, with its eigenvalues `lambda.g`, mean `mean.g` and count `count.g`; for
-    /// `qk_optimal` also `a_q.g` and `a_k.g`.
+    /// Computes the basis of every key head, `basis.g`, with its eigenvalues `lambda.g`, mean `mean.g` and count
+    /// `count.g`; for `qk_optimal` also `a_q.g` and `a_k.g`.
     pub fn finish(&self, basis: Basis) -> Result<Calibration> {
         let mut out = Calibration::new(METHOD.id, &self.problem);
         for (g, (keys, queries)) in self.keys.iter().zip(&self.queries).enumerate() {
-            // One key varies in no direction, and any basis ranks it first.
+            // A single key has no variance, and any basis ranks it first.
             let alone = || (keys.count() == 1).then(|| Mat::zeros(self.problem.d, self.problem.d));
             let covariance = keys
                 .covariance()
@@ -80,14 +80,14 @@ impl Calibrator {
     }
 }
 
-/// The registry's way to a calibration.
+/// Calibrates for the registry.
 pub(super) fn calibrate(params: &Params, p: &Problem, samples: &[Inputs<'_>]) -> Result<Calibration> {
     let mut calibrator = Calibrator::new(p);
     samples.iter().try_for_each(|x| calibrator.update(x))?;
     calibrator.finish(params.basis)
 }
 
-/// All columns of $A_q$ and $A_k$, best first; directions without variance are left out of the inverse roots.
+/// Computes all columns of $A_q$ and $A_k$, best first; inverse roots leave out directions without variance.
 pub(super) fn qk_optimal(r_q: &Mat<f64>, r_k: &Mat<f64>) -> linalg::Result<(Mat<f64>, Mat<f64>)> {
     let roots = |r: &Mat<f64>| -> linalg::Result<(Mat<f64>, Mat<f64>)> {
         let eigen = symmetric_eigen(r.as_ref())?;

@@ -1,35 +1,36 @@
 //! Loki: keys ranked by a few principal components, exact attention over the best ones.
 //!
-//! **Idea.** Keys of a head lie near a subspace that a little calibration finds. Score all keys with the first `rank`
-//! coordinates in that basis, keep the best, and attend to those with all coordinates.
+//! **Idea.** Keys of a head lie near a subspace that a short calibration finds. Score all keys with the first `rank`
+//! coordinates in its basis, keep the best, and attend to these with all coordinates.
 //!
 //! **Math.** Calibration: eigenvectors $P$ of the covariance of the keys of each key head, descending. For a query,
 //! $\hat q = P^\top q$ and $a_j = \langle \hat q_{:r}, (P^\top k_j)_{:r} \rangle$; the chosen set holds the $k$ largest $a_j$ (ties to the
-//! smaller index), the first `sinks` and the last `window` visible keys; softmax attention over it. No softmax and
-//! no values are needed for ranking, and the mean is never subtracted: it moves all $a_j$ of a query alike.
-//! With `basis = qk_optimal`, the default, the ranking uses $\langle A_q^\top q, A_k^\top k \rangle$ with
-//! $U S W^\top = R_q^{1/2} \Sigma_k^{1/2}$, $A_q = R_q^{-1/2} U_r S_r^{1/2}$, $A_k = \Sigma_k^{-1/2} W_r S_r^{1/2}$: the bilinear form of
-//! rank $r$ with the least expected squared error of scores, for queries with second moment $R_q$ independent of keys with
-//! covariance $\Sigma_k$; key PCA is the case $R_q = I$.
+//! smaller index), the first `sinks` and the last `window` visible keys; softmax attention over it. Ranking needs no
+//! softmax and no values, and the mean is never subtracted: it shifts all $a_j$ of a query equally. With
+//! `basis = qk_optimal`, the default, the ranking uses $\langle A_q^\top q, A_k^\top k \rangle$ with
+//! $U S W^\top = R_q^{1/2} \Sigma_k^{1/2}$, $A_q = R_q^{-1/2} U_r S_r^{1/2}$, $A_k = \Sigma_k^{-1/2} W_r S_r^{1/2}$:
+//! the bilinear form of rank $r$ with the least expected squared error of scores, for queries with second moment $R_q$
+//! independent of keys with covariance $\Sigma_k$; key PCA is the case $R_q = I$.
 //!
 //! **Reference.** singhania2024. The survey's softmax and values over approximate scores do not occur; selection takes
-//! linear time; the cost at a fixed fraction of keys stays quadratic. Whether $P$ is fitted to keys before or
-//! after rotary embedding is decided by the keys given to the calibration; it is always applied to the keys and queries
-//! that attention sees. The authors rank by `pca`, which misses keys that all queries share a large product with, such as
-//! attention sinks: over 63 heads of SmolLM2-135M (2048 tokens, a quarter of the keys kept, calibrated on another text) the
-//! mean error is 0.319 with `pca` and 0.071 with `qk_optimal`. A fractional `rank` of the authors' code counts one dimension less than `variance` here.
+//! linear time; the cost at a fixed fraction of keys stays quadratic. The calibration's keys decide if $P$ is fitted
+//! before or after rotary embedding; it is always applied to the keys and queries that attention sees. The authors rank
+//! by `pca`, which misses keys with a large product with all queries, such as attention sinks: over 63 heads of
+//! SmolLM2-135M (2048 tokens, a quarter of the keys kept, calibrated on another text) the mean error is 0.319 with
+//! `pca` and 0.071 with `qk_optimal`. A fractional `rank` in the authors' code counts one dimension less than
+//! `variance` here.
 //!
 //! **Cost.** Per query $2d^2 + 2 n r + O(n) + 2k(d + d_v)$ when decoding; the rows of a prompt compute all $2n(d + d_v)$
-//! products in dense tiles and hide what was not chosen, which takes less time than gathering it. Decoding holds $KP$ in two arrays, the $r$ ranked columns and
-//! the rest, so that ranking reads $n r$ numbers and the rest of a key is read only if it is kept; memory is that of the
-//! cache itself, $r$ numbers per token more with `qk_optimal`.
+//! products in dense tiles and hide keys that were not chosen, which is faster than gathering the chosen ones. Decoding
+//! stores $KP$ in two arrays, the $r$ ranked columns and the rest, so that ranking reads $n r$ numbers and the rest of
+//! a key is read only if it is kept; memory is that of the cache itself, plus $r$ numbers per token with `qk_optimal`.
 //!
 //! **Guarantees.** $|o - \hat o|_c \le (1 - p_S)\,\mathrm{range}_c$ with the captured mass $p_S = e^{\hat\ell - \ell}$.
 //! $|q^\top k - a| \le \|(I - P_rP_r^\top) q\|\,\|(I - P_rP_r^\top) k\|$. With `rank` of $d$, or keys in the span of the first $r$
 //! eigenvectors, the set is that of exact top-k. Exact when all keys are kept.
 //!
-//! **When to use.** Decoding with peaked heads. Flat attention is fatal: a quarter of the keys of an unstructured head
-//! holds little more than half of its mass. Prefill gains little.
+//! **When to use.** Decoding with peaked heads. It fails on flat attention: a quarter of the keys of an unstructured
+//! head holds little more than half of its mass. Prefill gains little.
 
 mod decode;
 mod learn;
@@ -87,9 +88,9 @@ pub static METHOD: Method = Method {
 };
 
 crate::choices! {
-    /// Who chooses keys.
+    /// Heads that choose keys together.
     pub enum GroupSelect {
-        /// Every query head for itself.
+        /// Every query head separately.
         PerHead = "per_head",
         /// All heads of a group together, by the largest score over heads.
         GroupMax = "group_max",
@@ -97,7 +98,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// The basis that ranks keys.
+    /// Basis that ranks keys.
     pub enum Basis {
         /// Principal components of the keys.
         Pca = "pca",
@@ -109,12 +110,13 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`Loki`].
     pub struct Params {
-        /// Coordinates that rank keys, at most the width; auto takes a quarter of the width, or what `variance` asks for.
+        /// Coordinates that rank keys, at most the width; auto takes a quarter of the width, or the number that
+        /// `variance` needs.
         rank: Option<usize> = None, in 1..=1 << 20;
-        /// Share of the keys' variance that the ranking coordinates must hold, the largest number over key heads. Not
-        /// together with `rank`.
+        /// Share of the keys' variance that the ranking coordinates must hold; their number is the largest over key
+        /// heads. Not together with `rank`.
         variance: Option<f64> = None, in 0.0..=1.0;
-        /// Keys kept for each query; auto keeps `fraction` of those it sees.
+        /// Keys kept for each query; auto keeps `fraction` of the visible ones.
         keys: Option<usize> = None, in 1..=1 << 30;
         /// Share of the visible keys that is kept, rounded up.
         fraction: f64 = 0.25, in 0.0..=1.0;
@@ -122,11 +124,11 @@ crate::params! {
         window: usize = 0, in 0..=1 << 30;
         /// Keys at the start that are always kept.
         sinks: usize = 0, in 0..=1 << 30;
-        /// Who chooses keys: per_head, or group_max for one choice per group of heads.
+        /// Heads that choose keys together: per_head for none, or group_max for a group of heads.
         group_select: GroupSelect = GroupSelect::PerHead;
-        /// Basis that ranks keys: pca of the keys, or qk_optimal, which also knows the queries.
+        /// Basis that ranks keys: pca of the keys, or qk_optimal, which also uses the queries.
         basis: Basis = Basis::QkOptimal;
-        /// Rows that see fewer keys attend to all of them.
+        /// Rows that see fewer keys than this attend to all of them.
         min_len: usize = 64, in 0..=1 << 30;
     }
 }
@@ -162,18 +164,18 @@ struct HeadBasis {
     a_k: Mat<f64>,
 }
 
-/// Rows of queries that one task ranks together, and keys that they attend to at a time.
+/// Rows of queries that a task ranks together, and keys that they attend to at a time.
 const BLOCK_ROWS: usize = 48;
 const TILE_KEYS: usize = 512;
 
-/// Keys that one task ranks. Fixed, so that the number of threads cannot change a bit.
+/// Keys that a task ranks; fixed, so that results do not depend on the number of threads.
 const RANK_PIECE: usize = 4096;
 
-/// Keys that one task looks through for values that are not finite.
+/// Keys that a task scans for non-finite values.
 const FINITE_PIECE: usize = 2048;
 
 impl Loki {
-    /// A plan with the bases of `calibration`.
+    /// Creates a plan with the bases of `calibration`.
     pub fn new(p: &Problem, params: Params, calibration: &Calibration) -> Result<Self> {
         params.validate()?;
         if let (Some(rank), Some(_)) = (params.rank, params.variance) {
@@ -211,30 +213,30 @@ impl Loki {
         Ok(Self { params, rank, bases })
     }
 
-    /// Coordinates that rank keys.
+    /// Returns the number of coordinates that rank keys.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// The maps of queries and of keys to the ranking coordinates of one key head, `d × rank`.
+    /// Returns the maps of queries and of keys to the ranking coordinates of one key head, `d × rank`.
     pub fn maps(&self, kv_head: usize) -> [&Mat<f64>; 2] {
         let basis = &self.bases[kv_head];
         [&basis.a_q, &basis.a_k]
     }
 
-    /// Keys that a row with `n` visible ones keeps by rank.
+    /// Returns the number of keys that a row with `n` visible ones keeps by rank.
     fn budget(&self, n: usize) -> usize {
         let share = || ((self.params.fraction * n as f64).ceil() as usize).max(1);
         self.params.keys.unwrap_or_else(share).min(n)
     }
 
-    /// Whether a row with `n` visible keys attends to all of them.
+    /// True if a row with `n` visible keys attends to all of them.
     fn keeps_all(&self, n: usize) -> bool {
         let Params { window, sinks, min_len, .. } = self.params;
         n < min_len || self.budget(n) >= n || window.saturating_add(sinks) >= n
     }
 
-    /// The chosen keys of `scores`, in increasing order.
+    /// Writes the keys chosen by `scores`, in increasing order.
     fn choose<T: Real>(&self, scores: &[T], ranked: &mut Vec<usize>, chosen: &mut Vec<usize>) {
         let n = scores.len();
         chosen.clear();
@@ -249,7 +251,7 @@ impl Loki {
         chosen.extend(tail..n);
     }
 
-    /// Heads whose scores decide for head `h`.
+    /// Returns the heads whose scores decide for head `h`.
     fn voters(&self, h: usize, heads: usize) -> Range<usize> {
         match self.params.group_select {
             GroupSelect::PerHead => h..h + 1,
@@ -290,7 +292,7 @@ impl Loki {
                     scores.iter_mut().zip(other.iter()).for_each(|(a, &b)| *a = larger(*a, b));
                 }
             }
-            // Zero times a value that is not finite is not zero: rows that see one are computed by themselves.
+            // Zero times a non-finite value is not zero: rows that see one are computed separately.
             let together = |n: usize| n <= finite && !self.keeps_all(n);
             let ranked: Vec<Ranked<'_, T>> = (0..rows)
                 .map(|i| {
@@ -330,15 +332,15 @@ impl Loki {
     }
 }
 
-/// The scores of one row for the keys it sees, and which of them are chosen where the row is not computed by itself.
+/// Scores of one row for the keys it sees, and its cut, unless the row is computed separately.
 struct Ranked<'a, T> {
     scores: &'a [T],
     cut: Option<Cut>,
 }
 
 impl Loki {
-    /// Rows with a cut, over tiles of keys with what they do not choose hidden: more products than the chosen keys
-    /// alone take, but dense ones. Rows without one come out as zeros. Returns the number of keys chosen.
+    /// Attends with the rows that have a cut, over tiles of keys with unchosen keys hidden: more products than for the
+    /// chosen keys alone, but dense. Rows without a cut become zeros. Returns the number of keys chosen.
     fn attend_together<T: Real>(
         &self,
         block: &mut RowBlock<'_, T>,
@@ -369,7 +371,7 @@ impl Loki {
                 };
                 let (seen, hidden) = row.split_at_mut(len.min(n - start));
                 hidden.fill(T::NEG_INFINITY);
-                // Sinks and the window are kept whatever their scores are.
+                // Sinks and the window are kept whatever their scores.
                 let inside = self.params.sinks.saturating_sub(start).min(seen.len())
                     ..(n - self.params.window).saturating_sub(start).min(seen.len());
                 kept += seen.len();
@@ -394,7 +396,7 @@ impl Loki {
     }
 }
 
-/// Turns logits into weights relative to the largest logit so far, to which the sums in `out` are brought. Returns the
+/// Turns logits into weights relative to the largest logit so far, and rescales the sums in `out` to it. Returns the
 /// sum of all weights so far.
 fn add_weights<T: Real>(row: &mut [T], top: &mut T, mut sum: T, out: &mut [T]) -> T {
     let largest = kernels::max(row);
@@ -406,12 +408,12 @@ fn add_weights<T: Real>(row: &mut [T], top: &mut T, mut sum: T, out: &mut [T]) -
         }
         *top = largest;
     }
-    // Nothing but −∞ and NaN so far: the one weighs nothing, the other spoils the row.
+    // Only −∞ and NaN so far: −∞ has no weight, NaN makes the row NaN.
     let shift = if *top == T::NEG_INFINITY { T::ZERO } else { *top };
     sum + kernels::exp_sum(row, shift)
 }
 
-/// How many rows from the first on have finite entries only.
+/// Counts the leading rows with finite entries only.
 fn finite_rows<T: Real>(v: MatRef<'_, T>) -> usize {
     let pieces: Vec<usize> = (0..v.rows().div_ceil(FINITE_PIECE))
         .into_par_iter()
@@ -425,7 +427,7 @@ fn finite_rows<T: Real>(v: MatRef<'_, T>) -> usize {
     whole * FINITE_PIECE + pieces.get(whole).copied().unwrap_or(0)
 }
 
-/// The larger one; NaN if either is.
+/// Returns the larger one; NaN if either is NaN.
 fn larger<T: Real>(a: T, b: T) -> T {
     if b > a || b.is_nan() { b } else { a }
 }
@@ -452,7 +454,7 @@ impl GroupPlan for Loki {
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
-        // Rows see at most all keys, and a row that sees fewer keeps a larger share of them.
+        // A row that sees fewer keys keeps a larger share of them.
         let all = match g.mask {
             Mask::None => self.keeps_all(g.n_k()),
             Mask::Causal => (0..=g.n_k()).rev().all(|n| self.keeps_all(n)),

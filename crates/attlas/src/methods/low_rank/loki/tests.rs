@@ -15,7 +15,7 @@ fn options(pairs: &[(&str, &str)]) -> Options {
     pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))
 }
 
-/// Learnt from the case itself.
+/// A calibration on the case itself.
 fn learn(x: &Case, set: &Options) -> Calibration {
     let p = x.problem;
     let view = |x, h, n, w| TensorRef::bhnd(x, [p.batch, h, n, w]).unwrap();
@@ -79,7 +79,7 @@ fn keys_in_a_subspace_are_ranked_exactly_by_its_dimensions() {
     assert_rows_close(&run(&x, &[("rank", "3"), ("keys", "13")]).o, &want, 1e-11, "subspace");
     let error = metrics::relative_frobenius(&run(&x, &[("rank", "1"), ("keys", "13")]).o, &want);
     assert!(error > 0.05, "one dimension is enough: {error}");
-    // And the variance asks for just those dimensions.
+    // And the variance needs exactly these dimensions.
     let ran = run(&x, &[("variance", "0.999999"), ("keys", "13")]);
     assert_eq!(ran.info.rank, Some(3));
 }
@@ -158,7 +158,7 @@ fn sinks_and_window_are_always_kept() {
 fn decoding_keeps_the_keys_that_rows_choose() {
     let x = Case::gaussian(Problem::new(1, 3000, 4), 15);
     let calibration = learn(&x, &Options::new());
-    // Scores that repeat, with some that are not numbers.
+    // Repeated scores, some of them NaN.
     let scores: Vec<f64> =
         (0..x.k.len()).map(|i| if i % 997 == 3 { f64::NAN } else { (3.0 * x.k[i]).round() }).collect();
     let (mut ranked, mut chosen) = (Vec::new(), Vec::new());
@@ -189,7 +189,7 @@ fn decoding_keeps_the_keys_that_rows_choose() {
 
 #[test]
 fn one_choice_per_group_is_the_union_of_its_best_scores() {
-    // With equal queries in all heads, choosing together is choosing alone.
+    // With equal queries in all heads, choosing together equals choosing separately.
     let p = Problem::new(3, 97, 8).with_kv_heads(1);
     let mut x = Case::gaussian(p, 9);
     let head = x.q[..97 * 8].to_vec();
@@ -200,7 +200,7 @@ fn one_choice_per_group_is_the_union_of_its_best_scores() {
     assert!(run(&y, &set("group_max")).o != run(&y, &set("per_head")).o);
 }
 
-/// Expected squared error of scores of the bilinear form $A_q A_k^\top$, relative to that of answering zero.
+/// Expected squared error of scores of the bilinear form $A_q A_k^\top$, relative to that of predicting zero.
 fn score_error(r_q: &Mat<f64>, r_k: &Mat<f64>, a_q: &Mat<f64>, a_k: &Mat<f64>, r: usize) -> f64 {
     let d = r_q.rows();
     let form = |i: usize, j: usize| (0..r).map(|c| a_q[(i, c)] * a_k[(j, c)]).sum::<f64>();

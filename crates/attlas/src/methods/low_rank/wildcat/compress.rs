@@ -20,12 +20,12 @@ pub struct Compressor {
     pub(super) params: Params,
 }
 
-/// $\rho_0 = \sqrt{1 + e^{W_0(2/e^2) + 2}}$.
+/// Computes $\rho_0 = \sqrt{1 + e^{W_0(2/e^2) + 2}}$.
 pub(super) fn rho() -> f64 {
     (1.0 + (lambert_w0_exp(2f64.ln() - 2.0) + 2.0).exp()).sqrt()
 }
 
-/// A coreset and what is known of its error.
+/// A coreset and figures on its error.
 pub(super) struct Made<T> {
     pub(super) coreset: Coreset<T>,
     pub(super) figures: BTreeMap<&'static str, f64>,
@@ -34,7 +34,7 @@ pub(super) struct Made<T> {
 /// A coreset of one bin.
 pub(super) struct Bin<T> {
     pub(super) coreset: Coreset<T>,
-    /// `None` where the keys are kept as they are.
+    /// `None` if the keys are kept uncompressed.
     pub(super) error: Option<BinError>,
 }
 
@@ -44,7 +44,7 @@ pub(super) struct BinError {
     pub(super) tau: f64,
     /// Trace of the residual over the trace of the kernel.
     pub(super) residual: f64,
-    /// $\ln \sum_j \sqrt{p_j} e^{h_j}$, with what rounding may hide of $p_j$ added to it.
+    /// $\ln \sum_j \sqrt{p_j} e^{h_j}$, with an allowance for the rounding of $p_j$.
     pub(super) log_sum: f64,
     pub(super) key_norm: f64,
 }
@@ -52,18 +52,18 @@ pub(super) struct BinError {
 /// Values shared by the bins of one set of keys.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shared<'a> {
-    /// $|\beta|$: a negative factor is the same as queries of the other sign.
+    /// $|\beta|$: a negative factor is equivalent to negated queries.
     pub(super) beta: f64,
     /// Vector subtracted from every key.
     pub(super) mean: &'a [f64],
-    /// $R_Q$; 0 takes that of the keys.
+    /// $R_Q$; 0 stands for the norm of the keys.
     pub(super) query_norm: f64,
 }
 
-/// Rows that one task goes through, where every row is read once: fixed, so that the number of threads changes nothing.
+/// Rows per task in passes that read every row once; fixed, so that results do not depend on the number of threads.
 const ROWS: usize = 2048;
 
-/// Largest norm of the rows; infinite if one is not finite.
+/// Returns the largest norm of the rows; infinite if one is not finite.
 pub(super) fn largest_norm<T: Real>(x: MatRef<'_, T>) -> f64 {
     let square = |i: usize| {
         let square = dot(x.row(i), x.row(i)).to_f64();
@@ -72,7 +72,7 @@ pub(super) fn largest_norm<T: Real>(x: MatRef<'_, T>) -> f64 {
     (0..x.rows()).into_par_iter().with_min_len(ROWS).map(square).reduce(|| 0.0, f64::max).sqrt()
 }
 
-/// Subtracts `mean` from every key; the largest and the least square of a norm, the largest infinite if one is not
+/// Subtracts `mean` from every key; returns the largest and the least squared norm, the largest infinite if one is not
 /// finite.
 fn centre_into<T: Real>(k: MatRef<'_, T>, mean: &[f64], x: &mut [T]) -> (f64, f64) {
     let d = k.cols();
@@ -95,7 +95,7 @@ fn centre_into<T: Real>(k: MatRef<'_, T>, mean: &[f64], x: &mut [T]) -> (f64, f6
         .reduce(|| (0.0, f64::INFINITY), |a, b| (a.0.max(b.0), a.1.min(b.1)))
 }
 
-/// $\tau$ for `n` keys.
+/// Computes $\tau$ for `n` keys.
 pub(super) fn temperature(rule: Temperature, beta: f64, query_norm: f64, key_norm: f64, n: usize) -> f64 {
     let ratio = key_norm / query_norm;
     match rule {
@@ -108,21 +108,21 @@ pub(super) fn temperature(rule: Temperature, beta: f64, query_norm: f64, key_nor
     }
 }
 
-/// Largest spread of $h$ at which $e^{h}$ keeps its digits: beyond, weights underflow.
+/// Returns the largest spread of $h$ at which $e^{h}$ keeps its digits: beyond it, weights underflow.
 pub(super) fn spread_limit<T: Real>() -> f64 {
     if T::ROUNDOFF < 1e-10 { 600.0 } else { 60.0 }
 }
 
-/// Part of a residual of $K_0$ at a key with $h$ that rounding may hide: residuals below eight roundoffs count as zero,
-/// each of `rank` steps rounds once, and so does each of `d` products in an exponent of the size of $h$. (For
-/// $t = \|x_i - x_j\|/\sqrt2$ the terms of the exponent sum to at most $(2\sqrt h + t)^2$, and
+/// Bounds the part of a residual of $K_0$, at a key with $h$, that rounding may hide: residuals below eight roundoffs
+/// count as zero, each of `rank` steps rounds once, and so does each of `d` products in an exponent of the size of $h$.
+/// (For $t = \|x_i - x_j\|/\sqrt2$ the terms of the exponent sum to at most $(2\sqrt h + t)^2$, and
 /// $(2\sqrt h + t)^2 e^{-t^2} \le 8h + 1$.)
 pub(super) fn hidden_residual<T: Real>(rank: usize, d: usize, h: f64) -> f64 {
     T::ROUNDOFF * ((8 + rank) as f64 + (d + 2) as f64 * (8.0 * h + 1.0))
 }
 
 impl Compressor {
-    /// The coreset of a group's keys, and the figures of a run; `query_norm` is that of its queries.
+    /// Builds the coreset of a group's keys and the figures of a run; `query_norm` is that of its queries.
     pub(super) fn coreset<T: Real>(
         &self,
         g: &Group<'_, T>,
@@ -164,7 +164,7 @@ impl Compressor {
         if self.params.centre { mean_of(k) } else { vec![0.0; k.cols()] }
     }
 
-    /// Bins one after another: parts of equal length, and the rest as one more.
+    /// Compresses bin by bin: parts of equal length, and the rest as one more.
     pub(super) fn bins<T: Real>(
         &self,
         k: MatRef<'_, T>,
@@ -178,7 +178,7 @@ impl Compressor {
         let bins = size.bins.clamp(1, n.max(1));
         let (len, rank) = ((n / bins).max(1), size.rank.div_ceil(bins));
         let stream = stream.named("pivots");
-        // All keys that are left over make one part, however many they are.
+        // All remaining keys form one part, however many they are.
         let parts = bins + usize::from(n > bins * len);
         (0..parts)
             .into_par_iter()
@@ -194,7 +194,7 @@ impl Compressor {
             .collect()
     }
 
-    /// The coreset of one bin with the pivots that `factor` finds.
+    /// Builds the coreset of one bin with the pivots that `factor` finds.
     pub(super) fn bin<'s, T: Real>(
         &self,
         k: MatRef<'_, T>,
@@ -217,7 +217,7 @@ impl Compressor {
             return verbatim();
         }
         if beta * query_norm * key_norm <= 1e-290 {
-            // Keys that cannot be told apart, or that no query asks for.
+            // Indistinguishable keys, or only zero queries.
             let error = BinError { tau: 1.0, residual: 0.0, log_sum: f64::NEG_INFINITY, key_norm };
             return Bin { coreset: sum_at_first(k, values), error: Some(error) };
         }
@@ -259,7 +259,7 @@ impl Compressor {
     }
 }
 
-/// The first key with the sum of all values and weights.
+/// Returns the first key with the sum of all values and weights.
 fn sum_at_first<T: Real>(k: MatRef<'_, T>, values: Values<'_, T>) -> Coreset<T> {
     let mut sum = vec![0.0; values.d_v()];
     let mut weight = 0.0;
@@ -274,7 +274,7 @@ fn sum_at_first<T: Real>(k: MatRef<'_, T>, values: Values<'_, T>) -> Coreset<T> 
     coreset
 }
 
-/// Norm of the mean of the keys.
+/// Returns the norm of the mean of the keys.
 fn mean_norm<T: Real>(k: MatRef<'_, T>) -> f64 {
     mean_of(k).iter().map(|m| m * m).sum::<f64>().sqrt()
 }
@@ -290,7 +290,7 @@ impl CompressKeys for Compressor {
         cx: Context<'_>,
     ) -> Coreset<T> {
         let mean = self.mean(keys);
-        // Queries are not to be seen: those of later tokens would leak into earlier rows.
+        // Queries must not be used: those of later tokens would leak into earlier rows.
         let query_norm = self.params.query_norm.unwrap_or(0.0);
         let shared = Shared { beta: scale.abs(), mean: &mean, query_norm };
         let mut all = Coreset::empty(keys.cols(), values.d_v());

@@ -1,7 +1,7 @@
 //! WILDCAT: attention to a weighted coreset of the keys.
 //!
-//! **Idea.** Choose few keys by randomly pivoted Cholesky on the exponential kernel of the keys, give them the
-//! Nyström weights that make them stand for all keys, and attend to them alone.
+//! **Idea.** Choose a few keys by randomly pivoted Cholesky on the exponential kernel of the keys, give them Nyström
+//! weights so that they stand for all keys, and attend to them alone.
 //!
 //! **Math.** Keys are centred, which leaves softmax unchanged. With $\beta$ the factor on inner products and a
 //! temperature $\tau$, let $x_j = k_j \sqrt\beta / \tau$, $h_j = \|x_j\|^2/2$ and
@@ -14,22 +14,22 @@
 //! $b_0 = \ln n/(\beta R_Q R_K) + 2$, $\rho_0 = \sqrt{1 + e^{W_0(2/e^2) + 2}}$, $R_Q$ and $R_K$ the largest norms of
 //! queries and centred keys. (A comment in the authors' code has $2 W_0$ inside $\rho_0$; the constant used there,
 //! and the paper, have one.) The method works on $\kappa(K, K)$ and $\kappa(Q, K_S)$ only, not on the lifted
-//! kernel of queries and keys together, and compresses without seeing queries where $R_Q$ is given.
+//! kernel of queries and keys together, and compresses without the queries if $R_Q$ is given.
 //!
 //! **Reference.** schroder2026; pivots: chen2024, epperly2024. Departures from the authors' code: a triangular
 //! factor instead of an explicit inverse; the Lambert rule by default; the denominator test and its fallback.
 //!
 //! **Cost.** $2nr(d + d_v + 1)/b + 2nr^2/b^2$ to compress with $b$ bins, $2 n_q r (d + d_v + 1)$ per query head;
-//! memory $nr/b^2$ per bin at work. Causal: block by block, see below.
+//! memory $nr/b^2$ per active bin. Causal: block by block, see below.
 //!
 //! **Guarantees.** Exact when `rank` covers all keys. With $p$ the residual diagonal of $K_0$, entrywise
 //! $|A_{ij} - \hat A_{ij}| \le e^{\beta\tau^2\|q_i\|^2/2} \sqrt{p_j}\, e^{h_j}$, hence with `centre`
 //! $|o - \hat o|_c \le \mathrm{range}_c \min(1, e^{\beta\tau^2\|q_i\|^2/2} \sum_j \sqrt{p_j}\, e^{h_j} / n)$ on every
-//! input: the largest such factor of a run is reported as `certified_error`, with what rounding may hide of $p$ added
-//! to it: where nothing seems left of a residual it is known to some roundoffs, and a score to their root. That part is
-//! an estimate, tested and not proved. The bound is loose, by factors of hundreds on structureless data. Quoted: coresets
-//! of size $n^{o(1)}$ reach errors $O(n^{-\sqrt{\log\log n}})$ for bounded $\beta R_Q R_K / \ln n$ (reported as `gamma`).
-//! All keys equal: one pivot, the mean of the values.
+//! input: a run reports the largest such factor as `certified_error`, with an allowance for the rounding of $p$: a
+//! residual that seems to vanish is known only to a few roundoffs, and a score to their root. This allowance is an
+//! estimate, tested but not proved. The bound is loose, by factors of hundreds on structureless data. Quoted: coresets
+//! of size $n^{o(1)}$ reach errors $O(n^{-\sqrt{\log\log n}})$ for bounded $\beta R_Q R_K / \ln n$ (reported as
+//! `gamma`). All keys equal: one pivot, the mean of the values.
 //!
 //! **When to use.** Unmasked attention over many keys, or as a compressed cache: long prompts, cross-attention.
 //! The published method has no causal prefill; here blocks of queries see their own keys exactly and coresets
@@ -92,18 +92,18 @@ pub static METHOD: Method = Method {
 crate::params! {
     /// Parameters of [`Wildcat`].
     pub struct Params {
-        /// Keys kept; causally, of each block.
+        /// Number of keys kept; with a causal mask, per block.
         rank: usize = 128, in 1..=1 << 30;
-        /// Share of the keys that is kept where that is more than `rank`; in a compressed prefix the share that is
-        /// kept, a quarter where it is auto.
+        /// Share of the keys kept, if that is more than `rank`; in a compressed prefix the share kept, where auto is a
+        /// quarter.
         ratio: Option<f64> = None, in 0.0..=1.0;
-        /// Contiguous parts that are compressed apart from each other, each to its share of the rank.
+        /// Number of contiguous parts that are compressed separately, each to its share of the rank.
         bins: usize = 1, in 1..=1 << 30;
-        /// How the temperature is found.
+        /// Rule for the temperature.
         temperature: Temperature = Temperature::Lambert;
-        /// The temperature itself; `temperature` decides where it is auto. Raised where weights would underflow.
+        /// The temperature itself; with auto, the rule `temperature` decides. It is raised if weights would underflow.
         tau: Option<f64> = None, in 1e-6..=1e6;
-        /// Largest norm of a query; auto takes that of the queries or, where they are not to be seen, of the keys.
+        /// Largest norm of a query; auto takes that of the queries or, if these must stay unseen, of the keys.
         query_norm: Option<f64> = None, in 0.0..=1e30;
         /// Subtract the mean of the keys first.
         centre: bool = true;
@@ -111,27 +111,27 @@ crate::params! {
         clip: bool = true;
         /// Output of a row whose denominator cancels.
         fallback: Fallback = Fallback::Exact;
-        /// Queries of a block, with a causal mask.
+        /// Queries per block, with a causal mask.
         block: usize = 1024, in 1..=1 << 30;
-        /// With a causal mask, join the coresets of equally many blocks and compress again.
+        /// With a causal mask, join coresets of equal numbers of blocks and compress them again.
         tree: bool = false;
         /// Keys that a stream compresses.
         cache: CacheMode = CacheMode::Blocks;
-        /// With `cache = prefix`, first tokens that are kept as they are.
+        /// With `cache = prefix`, number of first tokens kept uncompressed.
         sinks: usize = 32, in 0..=1 << 30;
-        /// With `cache = prefix`, last tokens of the prefix that are kept as they are.
+        /// With `cache = prefix`, number of last tokens of the prefix kept uncompressed.
         window: usize = 32, in 0..=1 << 30;
-        /// With `cache = prefix`, keys kept of each bin; their number follows from `ratio`.
+        /// With `cache = prefix`, keys kept per bin; `ratio` determines the number of bins.
         bin_rank: usize = 12, in 1..=1 << 20;
-        /// How pivots are drawn.
+        /// Drawing of the pivots.
         pivoting: Pivoting = Pivoting::Auto;
         /// Pivots drawn per round; auto is a tenth of the rank, from 10 to 128.
         pivot_block: Option<usize> = None, in 1..=1 << 16;
         /// Pivots are drawn in proportion to this power of the residual.
         power: f64 = 1.0, in 0.1..=100.0;
-        /// Relative residual at which no more pivots are drawn; auto is 1e-13, and 1e-6 in single precision.
+        /// Relative residual at which drawing stops; auto is 1e-13, or 1e-6 in single precision.
         tol: Option<f64> = None, in 0.0..=1.0;
-        /// Stream the pivots are drawn from.
+        /// Seed of the pivots.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -145,19 +145,19 @@ impl Spec for Params {
 }
 
 crate::choices! {
-    /// How the temperature is found.
+    /// Rule for the temperature.
     pub enum Temperature {
         /// The paper's formula with the Lambert function.
         Lambert = "lambert",
-        /// $\sqrt{3.94582\, R_K/R_Q}$, as in later versions of the authors' code; 2 to 11 % less.
+        /// $\sqrt{3.94582\, R_K/R_Q}$, as in later versions of the authors' code; 2 to 11 % smaller.
         Const = "const",
     }
 }
 
 crate::choices! {
-    /// How pivots are drawn.
+    /// Drawing of the pivots.
     pub enum Pivoting {
-        /// Accelerated from rank 64 on, else simple.
+        /// Accelerated from rank 64 on, otherwise simple.
         Auto = "auto",
         /// One at a time.
         Simple = "simple",
@@ -191,7 +191,7 @@ pub struct Wildcat {
 }
 
 impl Wildcat {
-    /// A plan with these parameters.
+    /// Creates a plan with these parameters.
     pub(crate) fn new(params: Params) -> Self {
         Self { compressor: Compressor { params } }
     }
@@ -205,7 +205,7 @@ impl Wildcat {
         BlockCausal { compressor: self.compressor.clone(), block, tree, finish: self.params().finish() }
     }
 
-    /// Whether nothing is compressed.
+    /// True if nothing is compressed.
     fn covers(&self, n_k: usize, mask: Mask) -> bool {
         let block = self.params().block;
         match mask {

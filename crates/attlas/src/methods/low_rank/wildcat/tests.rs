@@ -144,7 +144,7 @@ fn given_pivots_give_the_golden_values() {
 
 #[test]
 fn all_keys_as_pivots_reproduce_attention() {
-    // The path is forced by a rank just below the number of keys and a twin of the last key.
+    // A rank just below the number of keys and a twin of the last key force the path.
     let p = Problem { d_v: 5, ..Problem::new(1, 60, 8).with_lens(40, 60) };
     let mut case = Case::gaussian(p, 3);
     let twin = case.k[58 * 8..59 * 8].to_vec();
@@ -231,8 +231,8 @@ fn the_certificate_says_something_where_keys_are_simple() {
 
 #[test]
 fn a_certificate_covers_what_rounding_hides_of_the_residual() {
-    // Keys over twelve decades on a line: nine pivots leave no residual that double precision can tell from zero, yet
-    // outputs err by millionths.
+    // Keys over twelve decades on a line: after nine pivots no residual differs from zero in double precision, yet
+    // outputs have errors of millionths.
     let p = Problem { scale: 1.0, ..Problem::new(1, 59, 1) };
     let case = Adversary::Scales.case(p, 433);
     let ran = run(&[("rank", "9")], &case);
@@ -277,7 +277,7 @@ fn shifted_keys_and_scaled_pairs_change_nothing() {
     scaled.q.iter_mut().for_each(|x| *x *= 4.0);
     scaled.k.iter_mut().for_each(|x| *x /= 4.0);
     assert_rows_close(&run(&pairs, &scaled).o, &first.o, 1e-10, "queries up, keys down");
-    // A negative factor is queries of the other sign.
+    // A negative factor is equivalent to negated queries.
     let mut flipped = case.clone();
     flipped.q.iter_mut().for_each(|x| *x = -*x);
     flipped.problem.scale = -case.problem.scale;
@@ -368,7 +368,7 @@ fn errors_are_the_specified_ones() {
             let n = draws.len() as f64;
             let mean = draws.iter().sum::<f64>() / n;
             let deviation = (draws.iter().map(|e| (e - mean) * (e - mean)).sum::<f64>() / (n - 1.0)).sqrt();
-            // Whether 64 pivots hit all of 32 clusters is luck: that figure is one draw of a wide distribution.
+            // 64 pivots hit all of 32 clusters only by luck: this figure is one draw from a wide distribution.
             let lucky = workload == Workload::Clustered && *rank == "64";
             let allowed = if lucky { 3.0 * deviation } else { 0.15 * want };
             assert!(
@@ -405,7 +405,7 @@ fn bins_cost_accuracy_and_stay_close() {
     // One key per bin is the sequence cut to every second key with weights.
     let case = Case::gaussian(Problem::new(1, 61, 8), 2);
     let ran = run(&[("rank", "30"), ("bins", "30")], &case);
-    // Thirty bins of two keys and a rest of one, kept as it is.
+    // Thirty bins of two keys, and one key left over, kept uncompressed.
     assert_eq!(ran.info.rank, Some(31));
     // Ten bins of one key, and the other nine keys together.
     let case = Case::gaussian(Problem::new(1, 19, 8), 2);
@@ -416,7 +416,7 @@ fn bins_cost_accuracy_and_stay_close() {
 
 #[test]
 fn cancelled_denominators_are_answered() {
-    // Far queries see one pivot alone, and some pivots have negative weight.
+    // Distant queries see one pivot alone, and some pivots have negative weight.
     let mut case = Case::gaussian(Problem::new(1, 80, 2), 0);
     case.q.iter_mut().for_each(|x| *x *= 30.0);
     let (want, lse) = reference(&case);
@@ -576,7 +576,7 @@ fn a_stream_of_blocks_gives_the_rows_of_the_causal_plan() {
 #[test]
 fn a_compressed_prefix_keeps_sinks_and_window_and_grows_by_whole_tokens() {
     let prefix = Prefix { sinks: 32, window: 32, ratio: 0.25, bin_rank: 12 };
-    // 1000 tokens: 936 between, 234 wanted, 19 bins of 49; the remaining 5 join the window.
+    // 1000 tokens: 936 in between, 234 to keep, 19 bins of 49; the remaining 5 join the window.
     let (middle, size) = prefix.split(1000).unwrap();
     assert_eq!((middle, size.bins, size.rank), (32..32 + 19 * 49, 19, 19 * 12));
     assert!(prefix.split(100).is_none() && prefix.split(10).is_none());
@@ -589,7 +589,7 @@ fn a_compressed_prefix_keeps_sinks_and_window_and_grows_by_whole_tokens() {
     let got: Vec<f64> = rows.concat();
     let error = relative_frobenius(&got, &want[379 * 16..]);
     assert!(error < 0.25, "{error}");
-    // 364 tokens between, 91 wanted, 7 bins of 52 keep 12 each; 16 + 20 tokens as they are.
+    // 364 tokens in between, 91 to keep, 7 bins of 52 keep 12 each; 16 + 20 tokens uncompressed.
     let kept = 8 * (16 + 18) + 7 * 12 * (16 + 18) + (8 + 20) * 32;
     assert_eq!(bytes, kept * 8);
     // With everything kept the stream is exact.
