@@ -324,8 +324,8 @@ pub trait Plan: Debug + Send + Sync {
 
     /// Computes the output, and the log-sum-exp if the output has room for it. Nothing is written when an error is
     /// returned. NaN and infinities in the inputs of one key head do not affect the others. Rows that see them are NaN;
-    /// where a method then has no answer at all, it makes all rows of that key head NaN, or returns an error under a
-    /// causal mask.
+    /// where a method then has no answer at all, all rows of that key head are NaN, or, under a causal mask, the call
+    /// returns an error.
     fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
 
     /// Computes the gradients of queries, keys and values from the gradient with respect to the results of a run.

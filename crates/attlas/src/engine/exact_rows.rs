@@ -40,7 +40,7 @@ const KEYS_PER_PIECE: usize = 512;
 /// Maximum number of keys for which the calling thread may attend alone.
 const KEYS_ON_CALLER: usize = 4096;
 
-/// Elements of keys and values that one thread reads in the time in which another is woken and answers.
+/// Elements of keys and values that one thread reads in the time it takes to wake another and get its result.
 const ELEMENTS_ON_CALLER: usize = 1 << 19;
 
 /// Computes exact attention of a group, in parallel over query blocks, or over keys if each head has one query.

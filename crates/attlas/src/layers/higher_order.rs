@@ -13,8 +13,8 @@
 //! estimate $e^{\tilde q^\top \tilde k/\sqrt d}$ without bias; heads share directions, modes do not.
 //!
 //! **Reference.** omranpour2025, with the authors' code's separate projections for each mode, sum pooling and layer
-//! norm; choromanski2021 for the random features. Whether the first version of the paper shares projections between
-//! modes could not be verified; `per_mode_qk = false` does. Pooling precedes projection, with the same result at less
+//! norm; choromanski2021 for the random features. It could not be verified that the first version of the paper shares
+//! projections between modes; `per_mode_qk = false` does. Pooling precedes projection, with the same result at less
 //! cost; a bias counts once for each pooled token.
 //!
 //! **Cost.** $2 N D \sum N_i$ operations to apply, $2 D \sum N_i^2$ for the scores; memory $H \sum N_i^2$; with $m$ features

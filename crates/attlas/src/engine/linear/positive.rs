@@ -190,7 +190,7 @@ impl<T: Real> Positive<T> {
         let mut lse = shift + den.ln();
         let mut factor = T::ONE / den;
         if eps > 0.0 {
-            // ln(e^lse + eps), where neither term overflows.
+            // ln(e^lse + eps), arranged so that neither term overflows.
             let (a, b) = (lse.to_f64(), eps.ln());
             let total = a.max(b) + (-(a - b).abs()).exp().ln_1p();
             (lse, factor) = (T::from_f64(total), T::from_f64((shift.to_f64() - total).exp()));

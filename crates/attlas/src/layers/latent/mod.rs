@@ -58,7 +58,7 @@ pub static LAYER: LayerKind = LayerKind {
 };
 
 crate::choices! {
-    /// Form in which attention is computed.
+    /// Form of attention: with keys and values of the heads, or on the latents.
     pub enum Form {
         /// The form with fewer operations for the given tokens.
         Auto = "auto",
@@ -100,7 +100,7 @@ crate::params! {
         norm_eps: f64 = 1e-6, in 0.0..=1.0;
         /// Factor of the softmax scale; context extension by YaRN has one.
         scale_factor: f64 = 1.0, in 1e-6..=1e6;
-        /// Form in which attention is computed.
+        /// Form of attention: with keys and values of the heads, or on the latents.
         form: Form = Form::Auto;
         /// Products of weights that the absorbed form uses.
         merge: Merge = Merge::None;
