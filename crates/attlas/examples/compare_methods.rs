@@ -1,4 +1,4 @@
-//! Which methods can do a problem, and how far are they from exact attention?
+//! Which methods support a problem, and how far are they from exact attention?
 //! `cargo run -p attlas --features testkit --example compare_methods`.
 
 use attlas::metrics::relative_frobenius;

@@ -6,7 +6,7 @@ use attlas::testkit::{Case, How, Ran, run_with};
 use attlas::{Options, Problem, Schedule, registry};
 use std::time::Instant;
 
-/// Ids and settings: how many keys a query may meet beyond the exact part near the diagonal.
+/// Ids and settings, which set how many keys a query may attend to beyond the exact part near the diagonal.
 const METHODS: [(&str, &[(&str, &str)]); 4] = [
     ("smyrf", &[("rounds", "4"), ("block", "64"), ("min_len", "512")]),
     ("hyper", &[("block", "128"), ("samples", "128"), ("n_min", "512")]),
@@ -26,7 +26,7 @@ fn timed(id: &str, pairs: &[(&str, &str)], case: &Case) -> attlas::Result<(Ran, 
 fn main() -> attlas::Result<()> {
     println!("{:>6} {:10} {:>8} {:>13} {:>9}", "tokens", "method", "error", "keys per row", "time");
     for n in [2048, 4096, 8192] {
-        // Prompts of a trained model have structure: tokens here gather around 64 centres.
+        // Prompts of a trained model have structure: the tokens here lie around 64 centres.
         let case = Case::clustered(Problem::new(1, n, 64).causal(), 1).cast_f32();
         let (exact, seconds) = timed("exact", &[], &case)?;
         let row = |id: &str, ran: &Ran, seconds: f64| {

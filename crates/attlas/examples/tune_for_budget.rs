@@ -33,7 +33,7 @@ fn main() -> Result<()> {
         let mut budget = if names.is_empty() { N } else { 16 };
         while budget <= N {
             let options = names.iter().fold(Options::new(), |o, name| o.with(name, budget));
-            // A budget that a method refuses, or a mask that it does not know, is passed over.
+            // Skips budgets that a method refuses and masks that it lacks.
             if let Ok(plan) = method.plan(&problem, &options) {
                 let mut o = vec![0.0f32; N * D];
                 let mut out = Out::new(TensorMut::bhnd(&mut o, dims)?).into();

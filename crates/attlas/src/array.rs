@@ -3,8 +3,8 @@
 use crate::{Attention, Element, Error, Result, TensorRef, attention};
 use ndarray::{Array4, ArrayView4, Axis};
 
-/// Exact softmax attention of arrays `[batch, heads, rows, width]` on all threads, with the factor $1/\sqrt d$ on inner
-/// products. Keys and values may have fewer heads than queries.
+/// Computes exact softmax attention of arrays `[batch, heads, rows, width]` on all threads, with the factor $1/\sqrt d$
+/// on inner products. Keys and values may have fewer heads than queries.
 ///
 /// ```
 /// use ndarray::Array4;
@@ -38,8 +38,8 @@ pub fn attention_array<E: Element>(
         .map_err(|e| Error::shape("output", format!("[{batch}, {n_heads}, {n_q}, {d_v}]"), e))
 }
 
-/// A view of `[batch, heads, rows, width]` without a copy, in any order of the first three axes. An error where elements of
-/// a row do not follow each other, or the view skips elements.
+/// Views an array `[batch, heads, rows, width]` without a copy, in any order of the first three axes. An error if the
+/// elements of a row are not contiguous or the view skips elements.
 impl<'a, T> TryFrom<ArrayView4<'a, T>> for TensorRef<'a, T> {
     type Error = Error;
 

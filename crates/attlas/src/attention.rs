@@ -1,4 +1,4 @@
-//! One call for the common case.
+//! Exact attention in one call, for the common case.
 
 use crate::{Error, Options, Out, Problem, Qkv, Result, Schedule, TensorMut, TensorRef, Workspace, registry};
 
@@ -17,17 +17,17 @@ pub struct Attention {
     pub d_v: usize,
     /// Factor on the inner products; $1/\sqrt d$ where absent.
     pub scale: Option<f64>,
-    /// Whether query `i` sees key `j` only when `j ≤ i + (n_k − n_q)`.
+    /// True if query `i` sees key `j` only when `j ≤ i + (n_k − n_q)`.
     pub causal: bool,
 }
 
 impl Attention {
-    /// One sequence, `n_heads` heads of width `d`, no mask.
+    /// Makes the shape of one sequence, `n_heads` heads of width `d`, no mask.
     pub fn new(n_heads: usize, d: usize) -> Self {
         Self { batch: 1, n_heads, n_kv_heads: n_heads, d, d_v: d, scale: None, causal: false }
     }
 
-    /// The problem of slices with these numbers of elements.
+    /// Returns the problem of slices with these numbers of elements.
     fn problem(&self, q: usize, k: usize, v: usize) -> Result<Problem> {
         let rows = |what, len: usize, heads: usize, width: usize| {
             let each = self.batch.checked_mul(heads).and_then(|x| x.checked_mul(width)).filter(|&x| x > 0);
@@ -53,8 +53,8 @@ impl Attention {
     }
 }
 
-/// Exact softmax attention on all threads. Slices are contiguous `[batch, heads, rows, width]`, and so is the result;
-/// numbers of rows follow from their lengths.
+/// Computes exact softmax attention on all threads. Slices are contiguous `[batch, heads, rows, width]`, and so is the
+/// result; the numbers of rows follow from the lengths of the slices.
 ///
 /// ```
 /// use attlas::{Attention, attention};
@@ -66,7 +66,7 @@ impl Attention {
 /// ```
 ///
 /// Elements are `f32` or `f64`, and with the feature `half` also `half::f16` and `half::bf16`, which are computed in
-/// single precision. Each call starts threads of its own: code that attends often keeps a [`Workspace`] and a
+/// single precision. Each call starts its own threads: code that attends often should keep a [`Workspace`] and a
 /// [`Plan`](crate::Plan), which also take strided tensors and other methods.
 pub fn attention<E: Element>(q: &[E], k: &[E], v: &[E], shape: &Attention) -> Result<Vec<E>> {
     E::attend(&shape.problem(q.len(), k.len(), v.len())?, q, k, v)

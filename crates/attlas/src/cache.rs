@@ -1,7 +1,7 @@
 //! The cache of keys and values that exact decoding reads.
 //!
-//! Keys are stored after any positional rotation, so that each is rotated once. Storage grows by doubling and
-//! is laid out `[batch, head, token, column]`, so that a head's tokens are contiguous and a view costs nothing.
+//! Keys are stored after any positional rotation, so each is rotated once. Storage grows by doubling and is laid out
+//! `[batch, head, token, column]`, so a head's tokens are contiguous and a view costs nothing.
 
 use crate::problem::Dims;
 use crate::{Error, Real, Result, TensorRef};
@@ -21,29 +21,29 @@ pub struct KvCache<T> {
 }
 
 impl<T: Real> KvCache<T> {
-    /// An empty cache with room for `capacity` tokens.
+    /// Makes an empty cache with room for `capacity` tokens.
     pub fn new(batch: usize, n_kv_heads: usize, d: usize, d_v: usize, capacity: usize) -> Self {
         let heads = batch * n_kv_heads;
         let (k, v) = (room(heads, capacity * d), room(heads, capacity * d_v));
         Self { batch, n_kv_heads, d, d_v, len: 0, capacity, k, v }
     }
 
-    /// Key heads, and the widths of keys and values, of every sequence: batch, heads, width of keys.
+    /// Returns the batch size, the number of key heads and the width of keys.
     pub fn sizes(&self) -> (usize, usize, usize) {
         (self.batch, self.n_kv_heads, self.d)
     }
 
-    /// Tokens cached.
+    /// Returns the number of cached tokens.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// No token is cached.
+    /// Returns true if no token is cached.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Bytes of the cached tokens.
+    /// Returns the bytes of the cached tokens.
     pub fn bytes(&self) -> usize {
         self.batch * self.n_kv_heads * self.len * (self.d + self.d_v) * size_of::<T>()
     }
@@ -78,12 +78,12 @@ impl<T: Real> KvCache<T> {
         self.len = self.len.min(len);
     }
 
-    /// The cached keys, `[batch, n_kv_heads, len, d]`.
+    /// Returns the cached keys, `[batch, n_kv_heads, len, d]`.
     pub fn keys(&self) -> Result<TensorRef<'_, T>> {
         self.view(&self.k, self.d)
     }
 
-    /// The cached values, `[batch, n_kv_heads, len, d_v]`.
+    /// Returns the cached values, `[batch, n_kv_heads, len, d_v]`.
     pub fn values(&self) -> Result<TensorRef<'_, T>> {
         self.view(&self.v, self.d_v)
     }
@@ -93,7 +93,7 @@ impl<T: Real> KvCache<T> {
         TensorRef::new(data, dims, [self.n_kv_heads * self.capacity * width, self.capacity * width, width])
     }
 
-    /// Makes room for `tokens` tokens in all, so that appending up to there moves nothing.
+    /// Makes room for `tokens` tokens in all; appending up to there moves nothing.
     pub fn reserve(&mut self, tokens: usize) {
         if tokens > self.capacity {
             self.grow(tokens);
@@ -129,7 +129,7 @@ mod tests {
     use crate::testkit::Case;
     use crate::{Options, Out, Problem, Qkv, TensorMut, Workspace, registry};
 
-    /// Rows of one-shot causal attention, and of the same text fed in `chunks` through a cache.
+    /// Returns the rows of one-shot causal attention, and those of the same text fed in `chunks` through a cache.
     fn one_shot_and_chunked(chunks: &[usize]) -> (Vec<f64>, Vec<f64>) {
         let n = chunks.iter().sum();
         let p = Problem { batch: 2, d_v: 5, ..Problem::new(4, n, 8).with_kv_heads(2).causal() };

@@ -1,13 +1,13 @@
 //! Errors, each with the facts a caller needs to correct it.
 
-/// Result of anything in this crate.
+/// Result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a request was refused. Nothing has been written to any output when one of these is returned.
+/// Reason for a refusal. Nothing has been written to any output when one of these is returned.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The method cannot do what the problem asks; all the reasons are listed.
+    /// The method cannot solve the problem; lists all the reasons.
     #[error("{method} cannot do this: {}", reasons.join("; "))]
     Unsupported {
         /// Id of the method, layer or conversion.
@@ -28,7 +28,7 @@ pub enum Error {
     /// No parameter of that name exists.
     #[error("there is no parameter {name}; accepted are {}", list(accepted))]
     UnknownParam {
-        /// The value found.
+        /// The name found.
         name: String,
         /// The names that exist.
         accepted: Vec<String>,
@@ -38,7 +38,7 @@ pub enum Error {
     UnknownId {
         /// "method", "layer" or "conversion".
         kind: &'static str,
-        /// The value found.
+        /// The id found.
         id: String,
         /// The ids that exist.
         known: Vec<String>,
@@ -46,7 +46,7 @@ pub enum Error {
     /// A tensor, stride or count does not fit the problem.
     #[error("{what}: expected {expected}, found {found}")]
     Shape {
-        /// Which object.
+        /// The object.
         what: &'static str,
         /// The shape that the problem needs.
         expected: String,
@@ -56,7 +56,7 @@ pub enum Error {
     /// Sizes whose product does not fit into memory addresses.
     #[error("{what} is too large: {sizes:?} overflows the address space")]
     TooLarge {
-        /// Which object.
+        /// The object.
         what: &'static str,
         /// The factors.
         sizes: Vec<usize>,
@@ -76,13 +76,13 @@ pub enum Error {
     Numerical {
         /// The computation.
         what: &'static str,
-        /// Why there is no answer.
+        /// The reason.
         reason: String,
     },
     /// A device refused, or a call of its driver failed.
     #[error("{device}: {reason}")]
     Device {
-        /// Which device.
+        /// The device.
         device: String,
         /// Its message.
         reason: String,
@@ -98,12 +98,12 @@ pub enum Error {
 }
 
 impl Error {
-    /// A [`Error::Shape`].
+    /// Makes an [`Error::Shape`].
     pub fn shape(what: &'static str, expected: impl ToString, found: impl ToString) -> Self {
         Self::Shape { what, expected: expected.to_string(), found: found.to_string() }
     }
 
-    /// A [`Error::InvalidParam`].
+    /// Makes an [`Error::InvalidParam`].
     pub fn param(name: &str, value: impl ToString, expected: impl ToString) -> Self {
         Self::InvalidParam { name: name.into(), value: value.to_string(), expected: expected.to_string() }
     }

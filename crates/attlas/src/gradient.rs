@@ -1,9 +1,9 @@
-//! Gradients: what reaches the outputs of a plan goes back to its queries, keys and values.
+//! Gradients with respect to queries, keys and values, from those with respect to the results of a plan.
 //!
-//! [`Plan::backward`](crate::Plan::backward) takes a [`Pass`]: the inputs and results of a run, the gradient that reaches
-//! them, and the places for the gradients of queries, keys and values. Methods that claim
-//! [`gradient`](crate::Claims::gradient) implement [`GroupPlan::backward`](crate::GroupPlan::backward) for one key head; the
-//! runner here checks shapes, reads strides, cuts off padding and runs the groups in parallel.
+//! [`Plan::backward`](crate::Plan::backward) takes a [`Pass`]: the inputs and results of a run, the gradient with
+//! respect to the results, and the destinations of the gradients of queries, keys and values. Methods that claim
+//! [`gradient`](crate::Claims::gradient) implement [`GroupPlan::backward`](crate::GroupPlan::backward) for one key
+//! head; the runner here checks shapes, reads strides, cuts off padding and runs the groups in parallel.
 //!
 //! ```
 //! use attlas::gradient::{Backward, Pass};
@@ -55,15 +55,15 @@ pub struct Pass<'a, T> {
     pub o: TensorRef<'a, T>,
     /// Its log-sum-exps, contiguous `[batch, n_heads, n_q]`.
     pub lse: &'a [T],
-    /// The gradient that reaches the outputs.
+    /// Gradient with respect to the outputs.
     pub d_o: TensorRef<'a, T>,
-    /// The gradient that reaches the log-sum-exps, where one does.
+    /// Gradient with respect to the log-sum-exps, if any.
     pub d_lse: Option<&'a [T]>,
-    /// Where the gradient of the queries goes.
+    /// Destination of the gradient of the queries.
     pub dq: TensorMut<'a, T>,
-    /// Where the gradient of the keys goes.
+    /// Destination of the gradient of the keys.
     pub dk: TensorMut<'a, T>,
-    /// Where the gradient of the values goes.
+    /// Destination of the gradient of the values.
     pub dv: TensorMut<'a, T>,
 }
 
@@ -89,7 +89,7 @@ impl<'a> From<Pass<'a, f64>> for Backward<'a> {
 }
 
 impl<T: Real> Pass<'_, T> {
-    /// The same pass with other inputs of the same sizes.
+    /// Returns the same pass with other inputs of the same sizes.
     pub(crate) fn reborrow_with<'b>(&'b mut self, x: Qkv<'b, T>) -> Pass<'b, T> {
         Pass {
             x,
@@ -103,7 +103,7 @@ impl<T: Real> Pass<'_, T> {
         }
     }
 
-    /// Checks that everything has the sizes the problem names.
+    /// Checks that everything has the sizes of the problem.
     fn validate(&self, p: &Problem) -> Result<()> {
         self.x.validate(p)?;
         let expect = |what, dims: Dims, want: Dims| {
@@ -146,9 +146,9 @@ pub struct GroupBackward<'a, T> {
     pub mask: Mask,
     /// Log-sum-exp of each row, `heads × n_q`.
     pub lse: &'a [T],
-    /// The gradient that reaches the outputs, laid out as the queries are.
+    /// Gradient with respect to the outputs, laid out as the queries are.
     pub d_o: Queries<'a, T>,
-    /// Of each row the inner product of output and `d_o`, less the gradient that reaches its log-sum-exp; `heads × n_q`.
+    /// Per row, the inner product of output and `d_o`, less the gradient of its log-sum-exp; `heads × n_q`.
     pub delta: &'a [T],
     /// Gradient of the queries, contiguous `heads × n_q × d`, unspecified at first.
     pub dq: &'a mut [T],
@@ -156,19 +156,19 @@ pub struct GroupBackward<'a, T> {
     pub dk: &'a mut [T],
     /// Gradient of the values, contiguous `n_k × d_v`, zero at first.
     pub dv: &'a mut [T],
-    /// Which sequence and key head this is.
+    /// Sequence and key head of the group.
     pub index: GroupIndex,
     /// Schedule and scratch memory.
     pub cx: Context<'a>,
 }
 
 impl<T: Real> GroupBackward<'_, T> {
-    /// Query rows of each head.
+    /// Returns the number of query rows of each head.
     pub fn n_q(&self) -> usize {
         self.q.n_q()
     }
 
-    /// The mask as a band: row `i` sees key `j` when `j − i ≤ n_k − n_q`.
+    /// Returns the mask as a band: row `i` sees key `j` when `j − i ≤ n_k − n_q`.
     pub fn band(&self) -> Band {
         match self.mask {
             Mask::None => Band::ALL,
@@ -177,7 +177,7 @@ impl<T: Real> GroupBackward<'_, T> {
     }
 }
 
-/// The gradients of one group: those of queries, keys and values, and how many rows of each head and keys there are.
+/// Gradients of queries, keys and values of one group, with its numbers of rows per head and of keys.
 struct Done<'s, T> {
     dq: Buf<'s, T>,
     dk: Buf<'s, T>,
@@ -252,7 +252,7 @@ pub(crate) fn run_backward<T: Real>(
     })
 }
 
-/// The first rows of some heads of one sequence.
+/// Returns the first rows of some heads of one sequence.
 fn queries_of<'t, T: Real>(
     t: TensorRef<'t, T>,
     batch: usize,
@@ -262,7 +262,7 @@ fn queries_of<'t, T: Real>(
     Queries::new(t.batch(batch).heads(heads.clone()).rows(0..rows))
 }
 
-/// Copies the first `rows` rows of a head; the others become 0.
+/// Copies the first `rows` rows of a head and sets the others to 0.
 fn copy_rows<T: Real>(to: &mut TensorMut<'_, T>, batch: usize, head: usize, from: &[T], rows: usize) {
     let [_, _, all, width] = to.dims();
     for i in 0..all {

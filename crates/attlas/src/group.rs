@@ -1,4 +1,4 @@
-//! One key head at a time: what a method's author writes, and the runner that does the rest.
+//! The interface of one key head, which a method's author implements, and the runner around it.
 //!
 //! A method sees the keys and values of one key head and the query rows of all query heads that share it. The
 //! runner here checks shapes, reads strides, cuts off padding, runs groups in parallel, hands out scratch
@@ -27,44 +27,44 @@ pub struct Queries<'a, T> {
 }
 
 impl<'a, T: Real> Queries<'a, T> {
-    /// The queries of a `[1, heads, n_q, d]` tensor.
+    /// Wraps a `[1, heads, n_q, d]` tensor of queries.
     pub fn new(tensor: TensorRef<'a, T>) -> Self {
         Self { tensor }
     }
 
-    /// Query heads in the group.
+    /// Returns the number of query heads in the group.
     pub fn heads(&self) -> usize {
         self.tensor.dims()[1]
     }
 
-    /// Rows of each head.
+    /// Returns the number of rows of each head.
     pub fn n_q(&self) -> usize {
         self.tensor.dims()[2]
     }
 
-    /// The rows of head `h`.
+    /// Returns the rows of head `h`.
     pub fn head(&self, h: usize) -> MatRef<'a, T> {
         self.tensor.head(0, h)
     }
 
-    /// Head `h` alone.
+    /// Returns head `h` alone.
     #[must_use]
     pub fn only(&self, h: usize) -> Self {
         Self { tensor: self.tensor.heads(h..h + 1) }
     }
 
-    /// Rows `range` of every head.
+    /// Returns rows `range` of every head.
     #[must_use]
     pub fn rows(&self, range: std::ops::Range<usize>) -> Self {
         Self { tensor: self.tensor.rows(range) }
     }
 
-    /// Row `i` of every head: a `heads × d` matrix, or `None` where strides do not allow it.
+    /// Returns row `i` of every head as a `heads × d` matrix, or `None` if the strides do not allow it.
     pub fn token(&self, i: usize) -> Option<MatRef<'a, T>> {
         self.tensor.token(0, i)
     }
 
-    /// Every row of every head, heads after one another.
+    /// Iterates over every row of every head, head after head.
     pub fn iter_rows(self) -> impl Iterator<Item = &'a [T]> {
         (0..self.heads()).flat_map(move |h| {
             let head = self.head(h);
@@ -78,7 +78,7 @@ impl<'a, T: Real> Queries<'a, T> {
 pub struct Group<'a, T> {
     /// Queries of all heads that share the keys.
     pub q: Queries<'a, T>,
-    /// Keys, `n_k × d`; fewer than planned where a sequence is padded.
+    /// Keys, `n_k × d`; fewer than planned if the sequence is padded.
     pub k: MatRef<'a, T>,
     /// Values, `n_k × d_v`.
     pub v: MatRef<'a, T>,
@@ -88,15 +88,15 @@ pub struct Group<'a, T> {
     pub mask: Mask,
     /// Output rows, contiguous `heads × n_q × d_v`, unspecified at first.
     pub out: &'a mut [T],
-    /// Log-sum-exp of each row, contiguous `heads × n_q`, unspecified at first. Always there.
+    /// Log-sum-exp of each row, contiguous `heads × n_q`, unspecified at first. Always present.
     pub lse: &'a mut [T],
-    /// Which sequence and key head this is.
+    /// Sequence and key head of the group.
     pub index: GroupIndex,
     /// Schedule and scratch memory. Code already runs on the workspace's threads: use [`attlas_num::par`] or rayon freely.
     pub cx: Context<'a>,
 }
 
-/// Which sequence and key head a group belongs to.
+/// Sequence and key head of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GroupIndex {
     /// The sequence.
@@ -106,14 +106,14 @@ pub struct GroupIndex {
 }
 
 impl GroupIndex {
-    /// The random streams of this group under `seed`.
+    /// Returns the random streams of this group under `seed`.
     pub fn stream_key(self, seed: u64) -> StreamKey {
         StreamKey::new(seed).with(self.batch as u64).with(self.kv_head as u64)
     }
 }
 
 impl<'a, T: Real> Group<'a, T> {
-    /// One query row per head over everything a stream holds.
+    /// Makes the group of one decoding step: one query row per head over all keys of a stream.
     #[allow(clippy::too_many_arguments)]
     pub fn decode(
         q: MatRef<'a, T>,
@@ -129,7 +129,7 @@ impl<'a, T: Real> Group<'a, T> {
         Ok(Self { q: Queries::new(tensor), k, v, scale, mask: Mask::None, out, lse, index, cx })
     }
 
-    /// The same group, borrowed for a shorter time.
+    /// Returns the same group, borrowed for a shorter time.
     pub fn reborrow(&mut self) -> Group<'_, T> {
         Group {
             q: self.q,
@@ -144,22 +144,22 @@ impl<'a, T: Real> Group<'a, T> {
         }
     }
 
-    /// Keys of this group.
+    /// Returns the number of keys.
     pub fn n_k(&self) -> usize {
         self.k.rows()
     }
 
-    /// Query rows of each head.
+    /// Returns the number of query rows of each head.
     pub fn n_q(&self) -> usize {
         self.q.n_q()
     }
 
-    /// Width of values.
+    /// Returns the width of values.
     pub fn d_v(&self) -> usize {
         self.v.cols()
     }
 
-    /// The mask as a band: row `i` sees key `j` when `j − i ≤ n_k − n_q`.
+    /// Returns the mask as a band: row `i` sees key `j` when `j − i ≤ n_k − n_q`.
     pub fn band(&self) -> Band {
         match self.mask {
             Mask::None => Band::ALL,
@@ -167,33 +167,32 @@ impl<'a, T: Real> Group<'a, T> {
         }
     }
 
-    /// Keys that row `i` of a head sees: `0..visible(i)`.
+    /// Returns the number of keys that row `i` of a head sees; they are keys `0..visible(i)`.
     pub fn visible(&self, i: usize) -> usize {
         self.mask.visible(self.n_q(), self.n_k(), i)
     }
 
-    /// Neither NaN nor an infinity is in queries, keys or values.
+    /// Returns true if queries, keys and values are all finite.
     pub fn is_finite(&self) -> bool {
         let finite = |row: &[T]| row.iter().all(|x| x.is_finite());
         self.q.iter_rows().all(finite) && self.k.iter_rows().all(finite) && self.v.iter_rows().all(finite)
     }
 
-    /// Pairs of a query row and a key it sees, over all heads of the group.
+    /// Returns the number of pairs of a query row and a key it sees, over all heads of the group.
     pub fn visible_pairs(&self) -> u64 {
         let rows: usize = (0..self.n_q()).map(|i| self.visible(i)).sum();
         (rows * self.q.heads()) as u64
     }
 
-    /// Writes every row as seeing nothing: zero output, log-sum-exp −∞.
+    /// Writes every row as one that sees no key: zero output, log-sum-exp −∞.
     pub fn fill_empty(&mut self) -> RunInfo {
         self.out.fill(T::ZERO);
         self.lse.fill(T::NEG_INFINITY);
         RunInfo { empty_rows: self.lse.len() as u64, ..RunInfo::default() }
     }
 
-    /// Runs `work` for blocks of `rows_per_block` rows of each head in parallel, later blocks first, since with a
-    /// causal mask they are the long ones: whichever thread is free takes the longest that is left. Results are in
-    /// this order, too.
+    /// Runs `work` in parallel on blocks of `rows_per_block` rows of each head, later blocks first: under a causal mask
+    /// these take longest, so a free thread always takes the longest block left. Results come in this order, too.
     pub fn par_row_blocks<R: Send>(
         &mut self,
         rows_per_block: usize,
@@ -201,7 +200,7 @@ impl<'a, T: Real> Group<'a, T> {
     ) -> Result<Vec<R>> {
         let threads = self.cx.schedule.threads;
         let blocks = self.row_blocks(rows_per_block);
-        // One place for each block: sorting the results would compile a sort for every type of result.
+        // One slot per block: sorting the results would compile a sort for every result type.
         let results: Mutex<Vec<Option<R>>> = Mutex::new(blocks.iter().map(|_| None).collect());
         run_blocks(blocks, threads, &|at, block| {
             let result = work(block)?;
@@ -212,7 +211,7 @@ impl<'a, T: Real> Group<'a, T> {
         Ok(results.into_iter().flatten().collect())
     }
 
-    /// The blocks of [`par_row_blocks`](Self::par_row_blocks), in its order.
+    /// Returns the blocks of [`par_row_blocks`](Self::par_row_blocks), in its order.
     fn row_blocks(&mut self, rows_per_block: usize) -> Vec<RowBlock<'_, T>> {
         let (n_q, d_v) = (self.n_q(), self.d_v());
         let mut blocks = Vec::new();
@@ -234,8 +233,8 @@ impl<'a, T: Real> Group<'a, T> {
     }
 }
 
-/// Runs `work` on blocks in their order, each by whichever thread is free. Compiled once for each element type, not
-/// once for each caller: the code of a parallel loop is larger than most of what runs inside.
+/// Runs `work` on blocks in order, each on whichever thread is free. Compiled once per element type, not once per
+/// caller: the code of a parallel loop is larger than most of what runs inside.
 fn run_blocks<T: Real>(
     blocks: Vec<RowBlock<'_, T>>,
     threads: usize,
@@ -261,7 +260,7 @@ fn run_blocks<T: Real>(
     }
 }
 
-/// Some consecutive query rows of one head, with the places for their results.
+/// Consecutive query rows of one head, with slots for their results.
 #[derive(Debug)]
 pub struct RowBlock<'a, T> {
     /// Head within the group.
@@ -278,82 +277,82 @@ pub struct RowBlock<'a, T> {
 
 /// The numerics of one group, which the author of a method implements.
 pub trait GroupPlan: Debug + Send + Sync + Sized + 'static {
-    /// Whether it computes in double precision, too: where the feature `double` is off, only the oracles do, and plans
-    /// refuse the others.
+    /// True if it computes in double precision, too. Without the feature `double` only the oracles do; plans refuse
+    /// double precision for the others.
     const DOUBLE: bool = cfg!(feature = "double");
 
-    /// Counted work for the whole problem, set-up included.
+    /// Returns the counted work for the whole problem, set-up included.
     fn cost(&self, problem: &Problem) -> Cost;
 
     /// Computes one group.
     fn run<T: Real>(&self, group: Group<'_, T>) -> Result<RunInfo>;
 
-    /// Whether `run` writes a log-sum-exp; must agree with the method's claim.
+    /// Returns true if `run` writes a log-sum-exp; must agree with the method's claim.
     fn has_lse(&self) -> bool {
         true
     }
 
-    /// Whether `run` may return an error. Results then pass through scratch memory, so that an error leaves the
-    /// caller's output as it was.
+    /// Returns true if `run` may return an error. Results then pass through scratch memory, so an error leaves the
+    /// caller's output unchanged.
     fn can_fail(&self) -> bool {
         true
     }
 
-    /// Whether a run with this many threads ends sooner on the thread that calls than where others must be woken for it.
-    /// It is asked for calls from outside the workspace's threads, of plans that cannot fail; `run` then finds one thread in its context, and
-    /// must not use rayon, whose threads would be those of the process.
+    /// Returns true if a run with this many threads ends sooner on the calling thread than after waking others. Used
+    /// only for calls from outside the workspace's threads, of plans that cannot fail. `run` then finds one thread in
+    /// its context and must not use rayon, which would run on the threads of the process.
     fn on_caller(&self, problem: &Problem, threads: usize) -> bool {
         let _ = (problem, threads);
         false
     }
 
-    /// Whether `backward` is there; must agree with the method's claim.
+    /// Returns true if `backward` is implemented; must agree with the method's claim.
     fn has_gradient(&self) -> bool {
         false
     }
 
-    /// Writes the gradients of one group. Only called where `has_gradient` says so.
+    /// Writes the gradients of one group. Called only if `has_gradient` returns true.
     fn backward<T: Real>(&self, g: GroupBackward<'_, T>) -> Result<()> {
         let _ = g;
         Err(no_gradient())
     }
 
-    /// How it sorts and cuts queries and keys: see [`Plan::sorted_rule`].
+    /// Returns how it sorts and cuts queries and keys: see [`Plan::sorted_rule`].
     fn sorted_rule(&self, problem: &Problem) -> Option<SortedRule<'_>> {
         let _ = problem;
         None
     }
 
-    /// Numbers of a few weighted keys that stand for a piece of keys, where the method makes such.
+    /// Returns the numbers of a few weighted keys that represent a piece of keys, if the method makes them.
     fn stand_ins<T: Real>(&self, piece: StandIns<'_, T>) -> Option<Vec<T>> {
         let _ = piece;
         None
     }
 
-    /// Attends with the queries of a group to such numbers alone.
+    /// Attends with the queries of a group to such numbers and to nothing else.
     fn attend_stand_ins<T: Real>(&self, group: Group<'_, T>, stand_ins: &[T]) -> Result<RunInfo> {
         let _ = (group, stand_ins);
         Err(not_made_for("stand-ins", "a method that gathers"))
     }
 
-    /// Decoding for one group, where the method can.
+    /// Makes an empty stream for one group, if the method can decode.
     fn stream<T: Real>(&self, problem: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
         let _ = (problem, index);
         None
     }
 }
 
-/// The refusal of a plan without a backward pass.
+/// Makes the refusal of a plan without a backward pass.
 pub(crate) fn no_gradient() -> Error {
     Error::Unsupported { method: "this plan".into(), reasons: vec!["it has no gradient".into()] }
 }
 
-/// The refusal of what only other plans and streams take.
+/// Makes the refusal of an input that only other plans and streams take.
 fn not_made_for(what: &'static str, expected: &str) -> Error {
     Error::shape(what, expected, "another one")
 }
 
-/// Keys that are to be stood for: see [`Plan::stand_ins`].
+/// A piece of keys to be represented by stand-ins: see [`Plan::stand_ins`].
 #[derive(Clone, Copy, Debug)]
 pub struct StandIns<'a, T> {
     /// Keys.
@@ -362,15 +361,16 @@ pub struct StandIns<'a, T> {
     pub v: MatRef<'a, T>,
     /// Factor on the inner products.
     pub scale: f64,
-    /// Which sequence and key head this is.
+    /// Sequence and key head of the keys.
     pub index: GroupIndex,
-    /// Which piece of the sequence.
+    /// Index of the piece within the sequence.
     pub piece: u64,
     /// Schedule and scratch memory.
     pub cx: Context<'a>,
 }
 
-/// The whole problem as a [`Plan`]. Not public: [`Spec::plan_with`](crate::method::Spec::plan_with) checks first.
+/// Wraps `plan` as a [`Plan`] of the whole problem. Not public: [`Spec::plan_with`](crate::method::Spec::plan_with)
+/// checks first.
 pub(crate) fn boxed<S: Spec, P: GroupPlan>(spec: S, plan: P, problem: &Problem) -> Box<dyn Plan> {
     let problem = *problem;
     match problem.near.is_none() {
@@ -394,8 +394,8 @@ pub trait GroupStream<T: Real>: Debug + Send {
         cx: Context<'_>,
     ) -> Result<RunInfo>;
 
-    /// Appends the tokens of `x` and attends with each of them to everything up to itself: token by token, unless
-    /// the method knows something faster.
+    /// Appends the tokens of `x` and attends with each of them to everything up to itself: token by token, unless the
+    /// method has something faster.
     fn extend(&mut self, x: Group<'_, T>) -> Result<RunInfo> {
         token_by_token(x, &mut |k, v, q, scale, out, lse, cx| {
             self.push(k, v, cx)?;
@@ -403,30 +403,30 @@ pub trait GroupStream<T: Real>: Debug + Send {
         })
     }
 
-    /// Bytes of state held now.
+    /// Returns the current size of the state in bytes.
     fn state_bytes(&self) -> usize;
 
-    /// The sums that stand for everything pushed, where the stream holds nothing else.
+    /// Returns the sums that represent everything pushed, if the stream holds nothing else.
     fn sums(&self, cx: Context<'_>) -> Option<Vec<T>> {
         let _ = cx;
         None
     }
 
-    /// Adds such sums, which stand for `tokens` tokens.
+    /// Adds the sums of another stream, which represent `tokens` tokens.
     fn add_sums(&mut self, sums: &[T], tokens: usize) -> Result<()> {
         let _ = (sums, tokens);
         Err(not_made_for("sums", "a stream that is a sum over keys"))
     }
 
-    /// The sums of the keys that the next call of [`rows`](Self::rows) brings, with a causal mask; what this computed is
-    /// kept for that call. None where `rows` has no use for it.
+    /// Returns the sums of the keys that the next call of [`rows`](Self::rows) brings, under a causal mask, and keeps
+    /// the intermediate results for that call. `None` if `rows` has no use for them.
     fn prepare(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Option<Vec<T>> {
         let _ = (k, v, cx);
         None
     }
 
-    /// Rows of `x` that see everything pushed and, with a causal mask, the keys of `x` up to their own. Nothing is
-    /// pushed.
+    /// Computes the rows of `x`, which see everything pushed and, under a causal mask, the keys of `x` up to their own.
+    /// Pushes nothing.
     fn rows(&mut self, x: Group<'_, T>) -> Result<RunInfo> {
         let _ = x;
         Err(not_made_for("rows", "a stream that is a sum over keys"))
@@ -444,7 +444,7 @@ type Step<'s, T> = &'s mut dyn FnMut(
     Context<'_>,
 ) -> Result<RunInfo>;
 
-/// Takes the tokens of `x` one after another.
+/// Processes the tokens of `x` one after another.
 fn token_by_token<T: Real>(x: Group<'_, T>, step: Step<'_, T>) -> Result<RunInfo> {
     let (heads, n, d_v) = (x.q.heads(), x.n_q(), x.d_v());
     let mut q = x.cx.scratch.take::<T>(heads * x.k.cols());
@@ -554,7 +554,7 @@ impl<S: Spec, P: GroupPlan> Plan for Grouped<S, P> {
     }
 }
 
-/// The refusal of double precision where only single precision is compiled.
+/// Makes the refusal of double precision where only single precision is compiled.
 fn single_only(method: &Method) -> Error {
     let reason =
         "this program computes it in single precision alone: the feature `double` of attlas adds the other";
@@ -562,7 +562,7 @@ fn single_only(method: &Method) -> Error {
 }
 
 impl<S: Spec, P: GroupPlan> Grouped<S, P> {
-    /// The problem of one call, whose lengths may be smaller than the planned ones.
+    /// Returns the problem of one call, whose lengths may be smaller than the planned ones.
     fn call(&self, n_q: usize, n_k: usize) -> Result<Problem> {
         shorter(&self.problem, S::METHOD, n_q, n_k, &|call| self.spec.supports(call))
     }
@@ -603,10 +603,10 @@ impl<S: Spec, P: GroupPlan> Grouped<S, P> {
     }
 }
 
-// The functions from here on take a method's work as a trait object: they are compiled once for each element type, not
-// once for each method, and the code of a parallel loop is larger than most of what runs inside.
+// The functions from here on take a method's work as a trait object, so they are compiled once per element type, not
+// once per method: the code of a parallel loop is larger than most of what runs inside.
 
-/// The problem `planned` with the lengths of one call, refused where it is longer or the method does not support it.
+/// Returns `planned` with the lengths of one call; refuses longer calls and those that the method does not support.
 fn shorter(
     planned: &Problem,
     method: &Method,
@@ -630,7 +630,7 @@ fn shorter(
     if reasons.is_empty() { Ok(call) } else { Err(Error::Unsupported { method: method.id.into(), reasons }) }
 }
 
-/// An error where the plan has no gradient for the problem.
+/// Returns an error if the plan has no gradient for the problem.
 fn check_gradient(p: &Problem, method: &Method, has_gradient: bool) -> Result<()> {
     let reason = if p.softcap.is_some() {
         "it has no gradient where logits are capped: leave softcap out".into()
@@ -675,7 +675,7 @@ fn run_plan<T: Real>(
     run_groups(p, x, out, ws, !claims.can_fail, run)
 }
 
-/// Stand-ins of the keys and values of every group, `None` where the plan has none.
+/// Makes the stand-ins of the keys and values of every group; `None` if the plan has none.
 fn make_stand_ins<T: Typed>(
     p: &Problem,
     k: TensorRef<'_, T>,
@@ -728,7 +728,7 @@ fn run_stand_ins<T: Typed>(
     })
 }
 
-/// Computes one group.
+/// A function that computes one group.
 type RunGroup<'r, T> = &'r (dyn Fn(Group<'_, T>) -> Result<RunInfo> + Sync);
 
 /// Runs every group of a problem.
@@ -751,8 +751,8 @@ fn run_groups<T: Real>(
                     Ok(all.merge(one(g, &mut [], &mut lse[g * rows..][..rows])?))
                 });
             }
-            // Merged in any order, which makes no difference, and not listed: a token of a model is one such pass for every
-            // layer. Of several errors the first group's stands.
+            // Merged in any order, which makes no difference, and without a list: a model makes one such pass per token
+            // and layer. Of several errors, that of the first group is returned.
             let all = Mutex::new((RunInfo::default(), None::<(usize, Error)>));
             let groups = o.par_chunks_mut(rows * p.d_v).zip(lse.par_chunks_mut(rows)).enumerate();
             groups.with_max_len(1).for_each(|(g, (out, lse))| {
@@ -770,7 +770,7 @@ fn run_groups<T: Real>(
     })
 }
 
-/// The same one after another on the calling thread, for plans that cannot fail and use no other thread then.
+/// Runs every group on the calling thread, one after another, for plans that cannot fail and then use no other thread.
 fn run_groups_here<T: Real>(
     p: &Problem,
     x: &Qkv<'_, T>,
@@ -805,7 +805,7 @@ fn run_one<T: Real>(
     if rows == p.n_q { answer(run, group) } else { run_padded(run, group, rows) }
 }
 
-/// The first `rows` rows of every head; the rest is padding and sees nothing.
+/// Computes the first `rows` rows of every head; the rest is padding and sees nothing.
 fn run_padded<T: Real>(run: RunGroup<'_, T>, mut group: Group<'_, T>, rows: usize) -> Result<RunInfo> {
     if rows == 0 {
         return Ok(group.fill_empty());
@@ -822,7 +822,7 @@ fn run_padded<T: Real>(run: RunGroup<'_, T>, mut group: Group<'_, T>, rows: usiz
     Ok(RunInfo { empty_rows: info.empty_rows + (heads * (n_q - rows)) as u64, ..info })
 }
 
-/// The part of the inputs that one group reads, and its slices of the output.
+/// Returns the part of the inputs that one group reads, and its slices of the output.
 fn group_of<'a, T: Real>(
     p: &Problem,
     x: &Qkv<'a, T>,
@@ -847,9 +847,8 @@ fn group_of<'a, T: Real>(
     }
 }
 
-/// Runs one group. NaN and infinities that leave a method without an answer give NaN in all rows of their own
-/// group, so that other groups keep their answers. With a causal mask such rows would include some that see none of
-/// them: there, the error stands.
+/// Runs one group. If NaN and infinities leave a method without an answer, all rows of their own group become NaN, and
+/// other groups keep their answers. Under a causal mask some of those rows see no such input, so the error is returned.
 fn answer<T: Real>(run: RunGroup<'_, T>, mut group: Group<'_, T>) -> Result<RunInfo> {
     match run(group.reborrow()) {
         Err(_) if group.mask == Mask::None && !group.is_finite() => {
@@ -863,8 +862,8 @@ fn answer<T: Real>(run: RunGroup<'_, T>, mut group: Group<'_, T>) -> Result<RunI
     }
 }
 
-/// Gives `work` contiguous `[batch, heads, rows]` slices for outputs and log-sum-exp: the caller's own where
-/// `direct` and they are laid out so, scratch memory otherwise, copied out at the end.
+/// Gives `work` contiguous `[batch, heads, rows]` slices for outputs and log-sum-exp: the caller's own if `direct` and
+/// the layout match, otherwise scratch memory that is copied out at the end.
 fn with_staging<T: Real>(
     p: &Problem,
     out: &mut Out<'_, T>,
@@ -906,10 +905,10 @@ fn with_staging<T: Real>(
     Ok(info)
 }
 
-/// Elements that a thread copies at a time: a task costs a microsecond, as much as copying some of them.
+/// Elements that one task copies: starting a task costs a microsecond, as much as copying some of them.
 const COPIED: usize = 1 << 16;
 
-/// Streams of all groups of a problem.
+/// Streams of all groups of a problem, behind one [`Stream`].
 #[derive(Debug)]
 struct GroupedStream<T: Real> {
     problem: Problem,
@@ -1030,7 +1029,7 @@ impl<T: Typed> Stream for GroupedStream<T> {
         let size = p.group_size();
         self.for_groups(1, out, ws, |group, index, o, lse, cx| {
             let heads = q.batch(index.batch).heads(index.kv_head * size..(index.kv_head + 1) * size);
-            // One row per head, gathered where the strides make no matrix.
+            // One row per head, gathered if the strides form no matrix.
             let gathered = heads.token(0, 0).is_none().then(|| {
                 let mut rows = cx.scratch.take::<T>(size * p.d);
                 (0..size)

@@ -1,4 +1,4 @@
-//! Layers: hidden states in, hidden states out, with weights and a cache of their own.
+//! Attention layers: maps from hidden states to hidden states, with weights and a cache of their own.
 
 use crate::params::ParamSpec;
 use crate::workspace::Context;
@@ -30,19 +30,19 @@ pub struct LayerShape {
 pub struct LayerKind {
     /// Name in the literature, `snake_case`; public API.
     pub id: &'static str,
-    /// One line for people.
+    /// One-line title for people.
     pub title: &'static str,
     /// Authors and year, or the section of the survey.
     pub reference: &'static str,
     /// Its parameters.
     pub params: &'static [ParamSpec],
-    /// The weights it takes, by name.
+    /// Returns the weights it takes, by name.
     pub weights: fn(&LayerShape, &Options) -> Result<Vec<WeightSpec>>,
-    /// Numbers that the cache holds for each token.
+    /// Returns how many numbers the cache holds per token.
     pub cache_elements: fn(&LayerShape, &Options) -> Result<usize>,
-    /// The parameter that names the grid into which the layer folds its tokens, where it has one.
+    /// Parameter that names the grid into which the layer folds its tokens, if it has one.
     pub grid: Option<&'static str>,
-    /// Makes the layer from its weights. Called by [`LayerKind::layer`] after they were checked.
+    /// Makes the layer from its weights, which [`LayerKind::layer`] has checked.
     pub build: fn(&LayerShape, &Options, Weights) -> Result<Box<dyn Layer>>,
 }
 
@@ -65,16 +65,16 @@ impl LayerKind {
 pub struct WeightSpec {
     /// Its name.
     pub name: &'static str,
-    /// Outputs.
+    /// Number of outputs.
     pub n_out: usize,
-    /// Inputs.
+    /// Number of inputs.
     pub n_in: usize,
-    /// The layer works without it.
+    /// True if the layer works without it.
     pub optional: bool,
 }
 
 impl WeightSpec {
-    /// An error if a map has other sizes.
+    /// Returns an error if a map has other sizes.
     pub(crate) fn check(&self, w: &dyn Linear) -> Result<()> {
         if (w.n_out(), w.n_in()) == (self.n_out, self.n_in) {
             return Ok(());
@@ -86,13 +86,13 @@ impl WeightSpec {
 
 /// A linear map $y = W x + b$ in whatever form its weights are stored.
 pub trait Linear: Debug + Send + Sync {
-    /// Outputs.
+    /// Returns the number of outputs.
     fn n_out(&self) -> usize;
-    /// Inputs.
+    /// Returns the number of inputs.
     fn n_in(&self) -> usize;
-    /// `out` (`rows × n_out`, contiguous) becomes the image of the rows of `x` (`rows × n_in`).
+    /// Writes the images of the rows of `x` (`rows × n_in`) to `out` (`rows × n_out`, contiguous).
     fn apply(&self, x: MatRef<'_, f32>, out: &mut [f32], cx: Context<'_>);
-    /// Numbers stored.
+    /// Returns how many numbers are stored.
     fn parameters(&self) -> usize {
         self.n_out() * self.n_in()
     }
@@ -106,12 +106,12 @@ pub type Weights = BTreeMap<String, Box<dyn Linear>>;
 pub struct Dense {
     /// `n_out × n_in`.
     pub weight: Mat<f32>,
-    /// `n_out` numbers, where there is a bias.
+    /// `n_out` numbers, if there is a bias.
     pub bias: Option<Vec<f32>>,
 }
 
 impl Dense {
-    /// A map without bias.
+    /// Makes a map without bias.
     pub fn new(weight: Mat<f32>) -> Self {
         Self { weight, bias: None }
     }
@@ -150,16 +150,16 @@ impl Linear for Dense {
 
 /// An attention layer with its weights.
 pub trait Layer: Debug + Send + Sync {
-    /// Its sizes.
+    /// Returns its sizes.
     fn shape(&self) -> LayerShape;
 
-    /// Numbers in its weights.
+    /// Returns how many numbers its weights hold.
     fn parameters(&self) -> usize;
 
-    /// Numbers its cache holds for each token.
+    /// Returns how many numbers its cache holds per token.
     fn cache_elements(&self) -> usize;
 
-    /// An empty cache.
+    /// Makes an empty cache.
     fn new_cache(&self) -> Box<dyn LayerCache>;
 
     /// Appends the tokens of `x` (`t × d_model`) to the cache and writes their outputs (`t × d_model`). Causal:
@@ -172,8 +172,9 @@ pub trait Layer: Debug + Send + Sync {
         ws: &mut Workspace,
     ) -> Result<RunInfo>;
 
-    /// Outputs (`n × d_model`) of a whole sequence `x` (`n × d_model`) without a mask: every token sees every
-    /// other. Layers that have only a causal form refuse; those that have none refuse [`forward`](Self::forward).
+    /// Computes the outputs (`n × d_model`) of a whole sequence `x` (`n × d_model`) without a mask: every token sees
+    /// every other. Layers that have only a causal form refuse; layers without a causal form refuse
+    /// [`forward`](Self::forward).
     fn forward_all(&self, _x: MatRef<'_, f32>, _out: &mut [f32], _ws: &mut Workspace) -> Result<RunInfo> {
         Err(Error::Unsupported {
             method: "this layer".into(),
@@ -181,8 +182,8 @@ pub trait Layer: Debug + Send + Sync {
         })
     }
 
-    /// Outputs (`n × d_model`) of `x` (`n × d_model`) with keys and values of another sequence (`m × d_model`), without a
-    /// mask: cross attention. Layers refuse where the two would need positions in common.
+    /// Computes the outputs (`n × d_model`) of `x` (`n × d_model`) with keys and values of another sequence (`m ×
+    /// d_model`), without a mask: cross attention. Layers refuse if the two sequences would need common positions.
     fn forward_cross(
         &self,
         _x: MatRef<'_, f32>,
@@ -196,23 +197,23 @@ pub trait Layer: Debug + Send + Sync {
         })
     }
 
-    /// Work of `tokens` new tokens after `cached` earlier ones, projections included; `None` where it is not
+    /// Returns the work of `tokens` new tokens after `cached` earlier ones, projections included; `None` if it is not
     /// counted. Without a mask there are no earlier tokens.
     fn cost(&self, _mask: Mask, _cached: usize, _tokens: usize) -> Option<Cost> {
         None
     }
 }
 
-/// State of a layer after the tokens it has seen. The layer that made it knows its type.
+/// State of a layer after the tokens so far. Only the layer that made it knows its type.
 pub trait LayerCache: Debug + Send + Any {
-    /// Tokens cached.
+    /// Returns the number of cached tokens.
     fn len(&self) -> usize;
-    /// No token is cached.
+    /// Returns true if no token is cached.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
     /// Forgets all but the first `len` tokens.
     fn truncate(&mut self, len: usize);
-    /// Bytes of the cached tokens.
+    /// Returns the bytes of the cached tokens.
     fn bytes(&self) -> usize;
 }

@@ -11,13 +11,13 @@
 //! # Ok::<(), attlas::Error>(())
 //! ```
 //!
-//! With the feature `ndarray`, `attention_array` takes and gives arrays; with `half`, elements may be `f16` or `bf16`.
+//! With the feature `ndarray`, `attention_array` takes and returns arrays; with `half`, elements may be `f16` or `bf16`.
 //! Without `double`, which is on by default, methods other than `exact` and `naive` refuse double precision, and the
 //! library's code is a quarter smaller.
 //!
-//! Any method by its name, with strided tensors, threads and scratch memory that are kept from call to call, and the
-//! log-sum-exp of each row: a [`Problem`] names the sizes and the mask, a [`Method`] from the [`registry`] plans it,
-//! and the [`Plan`] runs in a [`Workspace`].
+//! [`registry::method`] finds any method by name. A [`Problem`] gives the sizes and the mask, the [`Method`] plans it,
+//! and the [`Plan`] runs in a [`Workspace`], which keeps threads and scratch memory from call to call. Tensors may be
+//! strided, and a run can also return the log-sum-exp of each row:
 //!
 //! ```
 //! use attlas::{Options, Out, Problem, Qkv, Schedule, TensorMut, TensorRef, Workspace, registry};
@@ -35,7 +35,7 @@
 //! # Ok::<(), attlas::Error>(())
 //! ```
 //!
-//! Decoding token by token, with a [`Stream`] that holds what a method keeps of the past:
+//! A [`Stream`] decodes token by token and holds the state that a method keeps of earlier tokens:
 //!
 //! ```
 //! use attlas::{DType, Options, Out, Problem, TensorMut, TensorRef, Workspace, registry};
@@ -54,7 +54,7 @@
 //! # Ok::<(), attlas::Error>(())
 //! ```
 //!
-//! | module | holds |
+//! | module | contents |
 //! | --- | --- |
 //! | [`problem`] | sizes, masks, strided tensors |
 //! | [`registry`] | the lists of methods, layers and conversions |
@@ -65,14 +65,14 @@
 //! | [`workspace`] | threads, tiles and scratch memory |
 //! | [`spread`] | how methods run when keys lie on several processes |
 //! | [`cache`] | keys and values for exact decoding |
-//! | [`methods`], [`engine`] | every method by family, and what they share |
+//! | [`methods`], [`engine`] | every method by family, and the code they share |
 //! | [`layer`], [`layers`], [`conversions`] | attention layers with weights, and conversions between them |
-//! | [`diagnostics`], [`metrics`] | how an attention head looks, and how far an output is from the exact one |
+//! | [`diagnostics`], [`metrics`] | statistics of an attention head, and the distance of an output from the exact one |
 //! | `testkit` | with the feature `testkit`: inputs, references and the checks that every method passes |
 //!
-//! [`registry::baseline`] is exact attention alone: a program that plans nothing else links none of the other
-//! methods and is a tenth of the size of one that calls [`registry::method`]. Nothing here prints, reads files, the
-//! environment or the clock, or keeps global state.
+//! [`registry::baseline`] is exact attention alone: a program that plans nothing else links none of the other methods
+//! and is a tenth of the size of one that calls [`registry::method`]. The crate prints nothing, reads no files,
+//! environment or clock, and keeps no global state.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! The contract of a method: its claims, and how it is planned, run and streamed.
+//! The contract of a method: its claims, its plans and its streams.
 
 use crate::engine::SortedRule;
 use crate::gradient::Backward;
@@ -18,7 +18,7 @@ use std::fmt::Debug;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Family {
-    /// Exact attention and the yardsticks derived from it.
+    /// Exact attention and the baselines derived from it.
     Exact,
     /// Hashing, clustering and importance sampling.
     Clustering,
@@ -29,10 +29,10 @@ pub enum Family {
 }
 
 impl Family {
-    /// All of them, in the order of the survey.
+    /// All families, in the order of the survey.
     pub const ALL: [Family; 4] = [Family::Exact, Family::Clustering, Family::LowRank, Family::Kernel];
 
-    /// The name used on the command line and in records.
+    /// Returns the name used on the command line and in records.
     pub fn name(self) -> &'static str {
         match self {
             Family::Exact => "exact",
@@ -48,9 +48,9 @@ impl Family {
 pub struct Method {
     /// Name in the literature, `snake_case`; public API.
     pub id: &'static str,
-    /// Where the survey treats it.
+    /// Its family in the survey.
     pub family: Family,
-    /// One line for people.
+    /// One-line title for people.
     pub title: &'static str,
     /// Authors and year, or the section of the survey.
     pub reference: &'static str,
@@ -58,20 +58,20 @@ pub struct Method {
     pub claims: Claims,
     /// Its parameters.
     pub params: &'static [ParamSpec],
-    /// Settings under which even a problem of a hundred tokens takes the approximate path: what the shared
-    /// checks run beside the defaults.
+    /// Settings under which even a problem of a hundred tokens takes the approximate path; the shared checks run them
+    /// beside the defaults.
     pub probes: &'static [&'static [Setting]],
-    /// Settings under which it is the softmax over some of the keys: no row's log-sum-exp exceeds the exact one, and
-    /// the error is at most the missing mass times the range of the values.
+    /// Settings under which it computes the softmax over a subset of the keys: no row's log-sum-exp exceeds the exact
+    /// one, and the error is at most the missing mass times the range of the values.
     pub subsets: &'static [&'static [Setting]],
-    /// The parameter that names the length below which it computes exact attention, with some mask, where it has one.
+    /// Parameter that sets the length below which it computes exact attention under some mask, if there is one.
     pub exact_below: Option<&'static str>,
     /// Parameters that a tuner may move, and the values worth trying.
     pub tunable: &'static [Tunable],
-    /// Whether it can do a problem with these options, and if not, all the reasons. Options that cannot be read
-    /// are such a reason.
+    /// Returns the reasons why it cannot solve a problem with these options, none if it can. Unreadable options are
+    /// such a reason.
     pub supports: fn(&Problem, &Options) -> Support,
-    /// Learns from data, where the method does.
+    /// Learns a calibration from data, if the method can.
     pub calibrate: Option<Calibrate>,
     /// Reads the options, checks everything and makes a plan: [`Spec::plan_with`] of the typed parameters.
     pub build: Build,
@@ -93,37 +93,37 @@ pub struct Tunable {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ladder {
-    /// A budget: whole numbers up to the number of keys. A larger one is more accurate and takes longer. The budgets
-    /// of a method move together.
+    /// A budget: whole numbers up to the number of keys. A larger one is more accurate and takes longer. All budgets of
+    /// a method move together.
     UpToKeys,
-    /// These values beside the default, each with every budget.
+    /// These values and the default, each with every budget.
     Values(&'static [&'static str]),
 }
 
 impl Tunable {
-    /// A budget.
+    /// Makes a budget.
     pub const fn budget(param: &'static str) -> Self {
         Self { param, ladder: Ladder::UpToKeys }
     }
 
-    /// Some values beside the default.
+    /// Makes a choice among these values and the default.
     pub const fn values(param: &'static str, values: &'static [&'static str]) -> Self {
         Self { param, ladder: Ladder::Values(values) }
     }
 }
 
-/// Makes a plan from a problem, options and what was learnt from data.
+/// Makes a plan from a problem, options and an optional calibration.
 pub type Build = fn(&Problem, &Options, Option<&Calibration>) -> Result<Box<dyn Plan>>;
 
 /// Learns a calibration from sample inputs of the problem's heads and widths.
 pub type Calibrate = fn(&Problem, &Options, &[Inputs<'_>]) -> Result<Calibration>;
 
-/// The same from typed parameters.
+/// Learns a calibration from typed parameters and sample inputs.
 pub type Learn<S> = fn(&S, &Problem, &[Inputs<'_>]) -> Result<Calibration>;
 
 impl Method {
-    /// The entry of the method that `S` types, with what follows from the type: parameters, support, calibration
-    /// and plans. Everything else is named in the entry and completed by `..Method::of::<Params>()`.
+    /// Returns the registry entry of the method typed by `S`, filled with what follows from the type: parameters,
+    /// support, calibration and plans. An entry names the other fields and ends in `..Method::of::<Params>()`.
     pub const fn of<S: Spec>() -> Method {
         Method {
             id: "",
@@ -151,12 +151,12 @@ impl Method {
         }
     }
 
-    /// Plans `problem`, or says everything that stands in the way.
+    /// Plans `problem`, or returns every reason against it.
     pub fn plan(&self, problem: &Problem, options: &Options) -> Result<Box<dyn Plan>> {
         self.plan_with(problem, options, None)
     }
 
-    /// The same with what was learnt from data.
+    /// Plans `problem` with an optional calibration, or returns every reason against it.
     pub fn plan_with(
         &self,
         problem: &Problem,
@@ -169,7 +169,7 @@ impl Method {
     }
 }
 
-/// A method typed by its parameters. The registry reads them from [`Options`] and comes in by the same door:
+/// A method typed by its parameters. The registry reads them from [`Options`] and then takes the same path:
 ///
 /// ```
 /// use attlas::methods::low_rank::nystromformer::Params;
@@ -183,24 +183,24 @@ pub trait Spec: ParamSet {
     /// The registry entry.
     const METHOD: &'static Method;
 
-    /// Learns from sample inputs of the problem's heads and widths, where the method does.
+    /// Learns from sample inputs of the problem's heads and widths, if the method can.
     const CALIBRATE: Option<Learn<Self>> = None;
 
-    /// Whether the method can do `problem` with these parameters, and if not, all the reasons.
+    /// Returns the reasons why the method cannot solve `problem` with these parameters, none if it can.
     fn supports(&self, problem: &Problem) -> Support {
         let _ = problem;
         Support::yes()
     }
 
-    /// Makes the plan of a problem that was accepted; rules between parameters are checked here.
+    /// Makes the plan of an accepted problem and checks rules between parameters.
     fn build(self, accepted: Accepted<'_>) -> Result<impl GroupPlan>;
 
-    /// Checks everything and plans `problem`, or says everything that stands in the way.
+    /// Checks everything and plans `problem`, or returns every reason against it.
     fn plan(self, problem: &Problem) -> Result<Box<dyn Plan>> {
         self.plan_with(problem, None)
     }
 
-    /// The same with what was learnt from data.
+    /// Checks everything and plans `problem` with an optional calibration.
     fn plan_with(self, problem: &Problem, calibration: Option<&Calibration>) -> Result<Box<dyn Plan>> {
         let method = Self::METHOD;
         problem.validate()?;
@@ -216,18 +216,18 @@ pub trait Spec: ParamSet {
     }
 }
 
-/// A problem that a method can do. Only [`Spec::plan_with`] makes one, so no plan gets past a refusal.
+/// A problem that a method accepts. Only [`Spec::plan_with`] makes one, so a refused problem is never planned.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Accepted<'a> {
     /// The problem.
     pub problem: &'a Problem,
-    /// The calibration, made for this method, its heads and widths.
+    /// The calibration, if any; made for this method, its heads and widths.
     pub calibration: Option<&'a Calibration>,
 }
 
 impl Method {
-    /// Whether the method can do a problem with these options, near field included, and if not, all the reasons.
+    /// Returns the reasons why the method cannot solve a problem with these options, near field included.
     pub fn support(&self, problem: &Problem, options: &Options) -> Support {
         match Near::split(problem.near, options, self.params) {
             Ok((near, options)) => {
@@ -241,7 +241,7 @@ impl Method {
         }
     }
 
-    /// An error with everything that stands in the way of a plan, `support` included.
+    /// Returns an error with every reason against a plan, `support` included.
     fn accept(&self, problem: &Problem, support: Support, calibration: Option<&Calibration>) -> Result<()> {
         let mut reasons = support.reasons;
         reasons.extend(problem.near.reasons(self, problem));
@@ -255,7 +255,7 @@ impl Method {
         calibration.map_or(Ok(()), |c| c.check(self.id, problem))
     }
 
-    /// Why the method cannot honour the problem's softcap, where it cannot.
+    /// Returns why the method cannot honour the problem's softcap, if it cannot.
     fn softcap_reason(&self, problem: &Problem) -> Option<String> {
         let cap = problem.softcap?;
         if !self.claims.softcap {
@@ -267,7 +267,7 @@ impl Method {
         near.then(|| format!("logits are capped at {cap}, which a near field does not do"))
     }
 
-    /// Promises of the method with these options; laws are left to [`keeps_with`](Self::keeps_with).
+    /// Returns the method's promises with these options, except laws: see [`keeps_with`](Self::keeps_with).
     pub fn claims_with(&self, options: &Options) -> Claims {
         let mut claims = self.claims;
         for promise in self.withdrawn(options) {
@@ -283,7 +283,7 @@ impl Method {
         claims
     }
 
-    /// Whether `law` is promised with these options.
+    /// Returns true if `law` is promised with these options.
     pub fn keeps_with(&self, options: &Options, law: Law) -> bool {
         let near = Near::split(Near::NONE, options, self.params).map_or(Near::NONE, |(near, _)| near);
         self.claims.keeps(law) && near.keeps(law) && !self.withdrawn(options).any(|p| p == Promise::Law(law))
@@ -300,20 +300,21 @@ impl Method {
     }
 }
 
-/// A problem with the decisions that need no data.
+/// A planned problem: every decision that needs no data is made.
 ///
-/// The planned numbers of queries and keys are capacities: [`execute`](Self::execute) takes as many or fewer, so that
-/// one plan serves a cache that grows. What a method decides from the length, it decides from the planned one.
+/// The planned numbers of queries and keys are capacities: [`execute`](Self::execute) also takes fewer, so one plan
+/// serves a growing cache. Decisions that depend on the length use the planned length.
 pub trait Plan: Debug + Send + Sync {
-    /// The planned problem.
+    /// Returns the planned problem.
     fn problem(&self) -> &Problem;
 
-    /// Counted work, set-up included.
+    /// Returns the counted work, set-up included.
     fn cost(&self) -> Cost;
 
-    /// Most scratch bytes in use at one time, counted by a run on Gaussian inputs of the planned size, without padding.
-    /// It takes as long as any other run, and is a measurement, not a bound: where buffers follow the data (lists of
-    /// chosen keys, rows that are computed again), other inputs take more or less. The buffers stay in `ws`, so that the next run allocates none.
+    /// Measures the peak scratch memory in bytes, by a run on Gaussian inputs of the planned size, without padding. It
+    /// takes as long as any other run and is a measurement, not a bound: where buffers follow the data (lists of chosen
+    /// keys, recomputed rows), other inputs take more or less. The buffers stay in `ws`, so the next run allocates
+    /// none.
     fn workspace_bytes(&self, dtype: DType, ws: &mut Workspace) -> Result<usize> {
         match dtype {
             DType::F32 => count_scratch::<f32>(self.problem(), ws, &|x, out, ws| self.execute(x, out, ws)),
@@ -321,33 +322,33 @@ pub trait Plan: Debug + Send + Sync {
         }
     }
 
-    /// Computes the output, and the log-sum-exp where the output has room for it. Nothing is written when an
-    /// error is returned. NaN and infinities in the inputs of one key head leave the others their answers: rows that
-    /// see them are NaN, and where a method then has no answer at all, so are all rows of that key head, unless a
-    /// causal mask forbids it.
+    /// Computes the output, and the log-sum-exp if the output has room for it. Nothing is written when an error is
+    /// returned. NaN and infinities in the inputs of one key head do not affect the others. Rows that see them are NaN;
+    /// where a method then has no answer at all, all rows of that key head are NaN, or, under a causal mask, the call
+    /// returns an error.
     fn execute(&self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
 
-    /// The gradients of queries, keys and values, from the gradient that reaches the results of a run, for methods that
-    /// claim [`gradient`](Claims::gradient); the others refuse. Nothing is written when an error is returned.
+    /// Computes the gradients of queries, keys and values from the gradient with respect to the results of a run.
+    /// Methods that do not claim [`gradient`](Claims::gradient) refuse. Nothing is written when an error is returned.
     fn backward(&self, pass: &mut Backward<'_>, ws: &mut Workspace) -> Result<()> {
         let _ = (pass, ws);
         Err(no_gradient())
     }
 
-    /// Token-by-token decoding, where the method can; empty at first.
+    /// Makes an empty stream for token-by-token decoding, if the method can decode.
     fn stream(&self, dtype: DType) -> Option<Box<dyn Stream>> {
         let _ = dtype;
         None
     }
 
-    /// How it sorts and cuts queries and keys, where it attends block by block over sorted rows and does nothing else.
+    /// Returns how it sorts and cuts queries and keys, if it only attends block by block over sorted rows.
     fn sorted_rule(&self) -> Option<SortedRule<'_>> {
         None
     }
 
-    /// A few weighted keys that stand for the keys `[batch, n_kv_heads, t, d]` and values of one piece of a sequence, one
-    /// list for each sequence and key head, where the method makes such ([`Spread::Gather`]). `piece` names the random
-    /// streams.
+    /// Returns a few weighted keys that represent the keys `[batch, n_kv_heads, t, d]` and values of one piece of a
+    /// sequence: one list for each sequence and key head, if the method makes them ([`Spread::Gather`]). `piece`
+    /// selects the random streams.
     fn stand_ins(
         &self,
         k: Tensor<'_>,
@@ -359,8 +360,8 @@ pub trait Plan: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Attends with the queries `[batch, n_heads, n, d]` to stand-ins of several pieces, all lists of one sequence and key
-    /// head joined, and to nothing else.
+    /// Attends with the queries `[batch, n_heads, n, d]` to the stand-ins of several pieces and to nothing else. All
+    /// lists of one sequence and key head are joined.
     fn attend_stand_ins(
         &self,
         q: Tensor<'_>,
@@ -373,8 +374,8 @@ pub trait Plan: Debug + Send + Sync {
     }
 }
 
-/// Most scratch bytes in use at one time while `run` works on Gaussian inputs. The output has rows of a token side by
-/// side and no log-sum-exp: the layout that passes through scratch memory.
+/// Measures the peak scratch memory in bytes while `run` works on Gaussian inputs. The output stores the heads of a
+/// token side by side and has no log-sum-exp: this layout passes through scratch memory.
 fn count_scratch<T: Real>(
     p: &Problem,
     ws: &mut Workspace,
@@ -401,51 +402,53 @@ where
     Ok(ws.scratch().peak_bytes())
 }
 
-/// Decoding one token at a time, causal by construction. Tensors have the element type that the stream was made
-/// for.
+/// Decoding of one token at a time, causal by construction. Tensors have the element type for which the stream was
+/// made.
 pub trait Stream: Debug + Send {
     /// Appends the keys `[batch, n_kv_heads, t, d]` and values `[batch, n_kv_heads, t, d_v]` of `t` tokens.
     fn push(&mut self, k: Tensor<'_>, v: Tensor<'_>, ws: &mut Workspace) -> Result<()>;
 
-    /// Attends with the queries `[batch, n_heads, 1, d]` of the last pushed token to everything pushed. Several tokens
-    /// at a time, as speculative decoding has them: [`Stream::extend`].
+    /// Attends with the queries `[batch, n_heads, 1, d]` of the last pushed token to everything pushed. For several
+    /// tokens at a time, as in speculative decoding, see [`Stream::extend`].
     fn attend(&mut self, q: Tensor<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
 
-    /// Appends `t` tokens and attends with each of them to itself and everything before: `t` rows of output. The
-    /// same as pushing and attending token by token, which is what happens where a method knows nothing faster.
+    /// Appends `t` tokens and attends with each of them to itself and everything before: `t` rows of output. Equals
+    /// pushing and attending token by token, and does just that where a method has nothing faster.
     fn extend(&mut self, inputs: &Inputs<'_>, out: &mut Output<'_>, ws: &mut Workspace) -> Result<RunInfo>;
 
-    /// Tokens pushed so far.
+    /// Returns the number of tokens pushed so far.
     fn len(&self) -> usize;
 
-    /// No token has been pushed.
+    /// Returns true if no token has been pushed.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Bytes of state held now.
+    /// Returns the current size of the state in bytes.
     fn state_bytes(&self) -> usize;
 
-    /// The sums that stand for everything pushed, where the method keeps nothing else ([`Spread::Scan`]).
+    /// Returns the sums that represent everything pushed, if the method keeps nothing else ([`Spread::Scan`]).
     fn sums(&self, ws: &mut Workspace) -> Option<Numbers> {
         let _ = ws;
         None
     }
 
-    /// Adds the sums of another stream of the same plan, which stand for `tokens` tokens.
+    /// Adds the sums of another stream of the same plan, which represent `tokens` tokens.
     fn add_sums(&mut self, sums: &Numbers, tokens: usize) -> Result<()> {
         let _ = (sums, tokens);
         Err(Error::shape("sums", "a stream that is a sum over keys", "another one"))
     }
 
-    /// The sums of the keys that the next call of [`rows`](Self::rows) brings, with a causal mask; what this computed is
-    /// kept for that call. None where `rows` has no use for it, and the sums are those of a stream that takes the keys.
+    /// Returns the sums of the keys that the next call of [`rows`](Self::rows) brings, under a causal mask, and keeps
+    /// the intermediate results for that call. `None` if `rows` has no use for them: push the keys to a stream for
+    /// their sums.
     fn prepare(&mut self, k: Tensor<'_>, v: Tensor<'_>, ws: &mut Workspace) -> Result<Option<Numbers>> {
         let _ = (k, v, ws);
         Ok(None)
     }
 
-    /// Rows that see everything pushed and, with `causal`, the keys of `inputs` up to their own. Nothing is pushed.
+    /// Computes rows that see everything pushed and, with `causal`, the keys of `inputs` up to their own. Pushes
+    /// nothing.
     fn rows(
         &mut self,
         inputs: &Inputs<'_>,
@@ -472,7 +475,7 @@ pub struct Claims {
     pub exact_at: &'static [(&'static str, Budget)],
     /// Weights are non-negative and sum to one: constant values are reproduced, outputs stay in their hull.
     pub row_stochastic: bool,
-    /// Over seeds, $e^{\text{lse}}$ has the exact normaliser as its mean.
+    /// The mean of $e^{\text{lse}}$ over seeds is the exact normaliser.
     pub unbiased: bool,
     /// Draws no random numbers.
     pub deterministic: bool,
@@ -480,7 +483,7 @@ pub struct Claims {
     pub softmax: bool,
     /// Gives the log-sum-exp of its unnormalised sums.
     pub lse: bool,
-    /// Leaves out keys whose mass nothing stands for, so that a near field adds their means.
+    /// Drops keys without representing their mass; a near field then adds their means.
     pub drops: bool,
     /// Honours [`Problem::softcap`]; other methods refuse it.
     pub softcap: bool,
@@ -488,33 +491,33 @@ pub struct Claims {
     pub spread: Spread,
     /// Exponent of the sequence length in the time, as published.
     pub exponent: f64,
-    /// Requirement before it is useful.
+    /// Prerequisite for useful results.
     pub needs: Needs,
-    /// The slow truth that others are checked against, left out of comparisons unless it is named.
+    /// Slow reference for checks; left out of comparisons unless named.
     pub oracle: bool,
-    /// Laws that do not hold, each with the reason.
+    /// Laws that it breaks, each with the reason.
     #[serde(serialize_with = "exceptions")]
     pub except: &'static [(Law, &'static str)],
-    /// Promises that single settings of a parameter do not keep.
+    /// Promises that particular settings of a parameter break.
     pub withdrawn: &'static [Withdrawn],
 }
 
-/// A promise that does not hold while a parameter has a certain value.
+/// A promise that is void while a parameter has a certain value.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct Withdrawn {
     /// Name of the parameter.
     pub param: &'static str,
-    /// Its value, as written in options, or a condition: `> 0` and `< 1` are numbers above and below, `!= word` is
-    /// every other value, `*` every value but the default.
+    /// Its value, as written in options, or a condition: `> 0` and `< 1` match numbers above and below, `!= word`
+    /// matches every other value, `*` every value but the default.
     pub value: &'static str,
-    /// The promise that does not hold then.
+    /// The promise that is then void.
     pub promise: Promise,
-    /// Why.
+    /// The reason.
     pub reason: &'static str,
 }
 
 impl Withdrawn {
-    /// Whether the promise is withdrawn while the parameter has `value`.
+    /// Returns true if the promise is withdrawn while the parameter has `value`.
     pub fn applies(&self, value: &str, default: Option<&str>) -> bool {
         let number = |text: &str| text.trim().parse::<f64>().ok();
         let compare = |bound: &str, holds: fn(f64, f64) -> bool| {
@@ -534,7 +537,7 @@ impl Withdrawn {
     }
 }
 
-/// As a list of `{"param", "value"}`, where the value is `num_keys`, `num_tokens` or a number.
+/// Serialises a list of `{"param", "value"}`, where the value is `num_keys`, `num_tokens` or a number.
 fn exact_settings<S: serde::Serializer>(
     list: &&'static [(&'static str, Budget)],
     serializer: S,
@@ -558,7 +561,7 @@ fn exact_settings<S: serde::Serializer>(
     serializer.collect_seq(list.iter().map(|&(param, budget)| At { param, value: amount(budget) }))
 }
 
-/// As a list of `{"law", "reason"}`.
+/// Serialises a list of `{"law", "reason"}`.
 fn exceptions<S: serde::Serializer>(
     list: &&'static [(Law, &'static str)],
     serializer: S,
@@ -611,7 +614,7 @@ impl Claims {
         withdrawn: &[],
     };
 
-    /// Whether `law` is promised.
+    /// Returns true if `law` is promised.
     pub fn keeps(&self, law: Law) -> bool {
         !self.except.iter().any(|(l, _)| *l == law)
     }
@@ -625,7 +628,7 @@ pub enum Law {
     LinearInValues,
     /// Without a mask, permuting keys together with values changes nothing but rounding.
     KeyOrder,
-    /// Each query head of a group gets what it would get alone with the group's keys.
+    /// Each query head of a group gives the same result as alone with the group's keys.
     HeadsAlone,
     /// A stream gives the rows of the causal plan, up to rounding.
     DecodeIsPrefill,
@@ -633,15 +636,15 @@ pub enum Law {
     QueriesAlone,
 }
 
-/// Requirement of a method before it is useful.
+/// Prerequisite of a method for useful results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Needs {
-    /// Works on any trained model as it is.
+    /// None: works on any trained model as it is.
     Nothing,
-    /// Learns from sample inputs first.
+    /// Must first learn from sample inputs.
     Calibration,
-    /// Is meant for models trained with it; runs without, with the error that has.
+    /// Meant for models trained with it; runs on others with whatever error results.
     Training,
 }
 
@@ -658,7 +661,7 @@ pub enum Budget {
 }
 
 impl Budget {
-    /// The value for a problem.
+    /// Returns the value for a problem.
     pub fn value(self, problem: &Problem) -> crate::params::Value {
         match self {
             Budget::NumKeys => problem.n_k.max(1).into(),
@@ -668,7 +671,7 @@ impl Budget {
     }
 }
 
-/// Whether a method can do a problem: the reasons why not, none if it can.
+/// Reasons why a method refuses a problem; none if it accepts.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Support {
     /// Every reason for refusing.
@@ -676,17 +679,17 @@ pub struct Support {
 }
 
 impl Support {
-    /// It can.
+    /// Accepts.
     pub fn yes() -> Self {
         Self::default()
     }
 
-    /// It can unless `refused`.
+    /// Accepts unless `refused`.
     pub fn unless(refused: bool, reason: impl Into<String>) -> Self {
         Self::yes().and_unless(refused, reason)
     }
 
-    /// And unless `refused`.
+    /// Adds `reason` if `refused`.
     #[must_use]
     pub fn and_unless(mut self, refused: bool, reason: impl Into<String>) -> Self {
         if refused {
@@ -695,25 +698,25 @@ impl Support {
         self
     }
 
-    /// No reason stands against it.
+    /// Returns true if there is no reason to refuse.
     pub fn is_yes(&self) -> bool {
         self.reasons.is_empty()
     }
 }
 
-/// Work counted from the sizes, for the whole problem.
+/// Operations and bytes for the whole problem, counted from its sizes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
 pub struct Cost {
     /// Floating-point operations before the first output row: hashing, clustering, features of keys, ….
     pub setup_flops: u64,
-    /// Floating-point operations for the rows; a multiply-add counts two.
+    /// Floating-point operations for the rows; a multiply-add counts as two.
     pub run_flops: u64,
     /// Bytes read and written if every operand came from memory once.
     pub bytes: u64,
 }
 
 impl Cost {
-    /// Set-up and run together.
+    /// Returns the operations of set-up and run together.
     pub fn flops(&self) -> u64 {
         self.setup_flops + self.run_flops
     }
@@ -722,35 +725,35 @@ impl Cost {
 /// Record of a run.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct RunInfo {
-    /// Inner products of a query with a key, or with a vector that stands for keys: a centroid, landmark, sample or
+    /// Inner products of a query with a key, or with a vector that represents keys: a centroid, landmark, sample or
     /// mixed key, a bucket's sum, an entry of a feature state. A key that is scored twice, as when keys are first
-    /// ranked by a few coordinates, counts twice; products with random directions of a hash do not count. Every
-    /// method counts this one unit.
+    /// ranked by a few coordinates, counts twice; products with random directions of a hash do not count. All methods
+    /// count in this unit.
     pub keys_visited: u64,
-    /// The same products where no query takes part: of keys with centroids, landmarks or pivots, before the first row.
-    /// With k-means on queries and keys together, also those of the queries in it.
+    /// The same products without queries: keys with centroids, landmarks or pivots, before the first row. With k-means
+    /// on queries and keys together, products of its queries count here, too.
     pub setup_scores: u64,
-    /// Rows that saw no key and were written as zero.
+    /// Rows that see no key and are written as zero.
     pub empty_rows: u64,
-    /// Rows answered by a fallback, such as exact attention after a vanishing denominator.
+    /// Rows computed by a fallback, such as exact attention after a vanishing denominator.
     pub fallback_rows: u64,
-    /// Largest rank, number of landmarks or clusters that was reached.
+    /// Largest rank, or number of landmarks or clusters, that was reached.
     pub rank: Option<usize>,
-    /// Most iterations that an inner iteration took.
+    /// Largest number of steps of an inner iteration.
     pub iterations: Option<usize>,
-    /// Whether the method ended as planned.
+    /// How the run ended.
     pub status: Status,
-    /// Further figures by name, the largest over groups: predicted errors, residuals, ….
+    /// Further figures by name, such as predicted errors and residuals; the largest over groups.
     pub figures: BTreeMap<&'static str, f64>,
 }
 
 impl RunInfo {
-    /// Counts visited pairs alone.
+    /// Makes a record of visited pairs alone.
     pub fn visited(keys_visited: u64) -> Self {
         Self { keys_visited, ..Self::default() }
     }
 
-    /// Joins the information of two parts of a run.
+    /// Combines the records of two parts of a run.
     #[must_use]
     pub fn merge(mut self, other: RunInfo) -> RunInfo {
         self.keys_visited += other.keys_visited;
@@ -783,7 +786,7 @@ pub enum Status {
     StoppedEarly,
 }
 
-/// Result of learning from data: plain numbers by name, saved and loaded unchanged.
+/// Parameters learnt from data: plain numbers by name, saved and loaded unchanged.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Calibration {
     /// Id of the method that made it.
@@ -800,7 +803,7 @@ pub struct Calibration {
     pub matrices: BTreeMap<String, Matrix>,
 }
 
-/// A matrix as it stands in a file.
+/// A matrix as stored in a file.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Matrix {
     /// Rows.
@@ -812,7 +815,7 @@ pub struct Matrix {
 }
 
 impl Calibration {
-    /// An empty calibration for the heads and widths of `problem`.
+    /// Makes an empty calibration for the heads and widths of `problem`.
     pub fn new(method: &str, problem: &Problem) -> Self {
         Self {
             method: method.into(),
@@ -829,7 +832,7 @@ impl Calibration {
         self.matrices.insert(name, Matrix { rows: m.rows(), cols: m.cols(), data: m.data().to_vec() });
     }
 
-    /// The matrix stored under `name`.
+    /// Returns the matrix stored under `name`.
     pub fn matrix(&self, name: &str) -> Result<Mat<f64>> {
         let missing = |found: String| Error::Calibration {
             method: self.method.clone(),

@@ -1,4 +1,4 @@
-//! The distance of an output to the exact one.
+//! The distance of an output from the exact one.
 //!
 //! All figures are computed in double precision. `rows` are `d_v` wide; a row that is zero in both outputs has
 //! error 0, one that is zero in the exact output alone has a relative error of infinity.
@@ -27,7 +27,7 @@ pub struct Errors {
     /// Quantiles 0.5, 0.9, 0.99 and 1 of the relative error of rows.
     #[serde(deserialize_with = "numbers")]
     pub row_quantiles: [f64; 4],
-    /// Largest and root-mean-square difference of log-sum-exp, where both have one.
+    /// Largest and root-mean-square difference of log-sum-exp, if both outputs have one.
     pub lse: Option<LseError>,
 }
 
@@ -45,7 +45,7 @@ pub struct LseError {
     pub mass: f64,
 }
 
-/// A number that was read again: JSON has no word for those that are not finite.
+/// Reads a number back: JSON writes numbers that are not finite as null.
 fn number<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
     use serde::Deserialize;
     Ok(Option::<f64>::deserialize(from)?.unwrap_or(f64::NAN))
@@ -57,7 +57,7 @@ fn numbers<'de, D: serde::Deserializer<'de>>(from: D) -> Result<[f64; 4], D::Err
 }
 
 impl Errors {
-    /// Compares two outputs of `d_v` columns, and their log-sum-exp where given.
+    /// Compares two outputs of `d_v` columns, and their log-sum-exp if given.
     pub fn new<T: Real>(got: &[T], exact: &[T], d_v: usize, lse: Option<(&[T], &[T])>) -> Self {
         assert_eq!(got.len(), exact.len(), "outputs have different lengths");
         let wide = |x: &[T]| x.iter().map(|v| v.to_f64()).collect::<Vec<f64>>();
@@ -93,7 +93,7 @@ impl LseError {
     }
 }
 
-/// $\|\hat O - O\|_F / \|O\|_F$.
+/// Returns $\|\hat O - O\|_F / \|O\|_F$.
 pub fn relative_frobenius(got: &[f64], exact: &[f64]) -> f64 {
     let gap: Vec<f64> = got.iter().zip(exact).map(|(g, e)| g - e).collect();
     ratio(norm(&gap), norm(exact))
@@ -116,13 +116,13 @@ fn cosine(a: &[f64], b: &[f64]) -> f64 {
     if na == 0.0 || nb == 0.0 { 0.0 } else { dot / (na * nb) }
 }
 
-/// Nearest-rank quantile of sorted values; 0 where there are none.
+/// Returns the nearest-rank quantile of sorted values; 0 if there are none.
 fn quantile(sorted: &[f64], p: f64) -> f64 {
     let rank = (p * sorted.len() as f64).ceil() as usize;
     sorted.get(rank.saturating_sub(1).min(sorted.len().saturating_sub(1))).copied().unwrap_or(0.0)
 }
 
-/// Largest singular value of a matrix of `cols` columns: power iteration on its Gram matrix, which is small.
+/// Returns the largest singular value of a matrix of `cols` columns, by power iteration on its small Gram matrix.
 fn spectral_norm(x: &[f64], cols: usize) -> f64 {
     let mut gram = vec![0.0; cols * cols];
     for row in x.chunks(cols) {

@@ -1,10 +1,10 @@
 //! The near field of a problem: keys that every query sees exactly, whatever method does the rest.
 //!
-//! Heads of trained models hold most of their mass on the first keys, on the latest ones and on a few heavy keys that all
-//! queries of a neighbourhood share. A method that hashes, samples or averages keys sees them as noise. With a near field the
-//! runner computes them with the exact kernel, hands the method the far keys alone and merges by log-sum-exp
-//! (see `engine/near`). Every method that gives a log-sum-exp can have one; the default is none, which leaves a method as
-//! it was published.
+//! Heads of trained models put most of their mass on the first keys, on the latest ones and on a few heavy keys that
+//! all queries of a neighbourhood share. A method that hashes, samples or averages keys treats these as noise. With a
+//! near field the runner computes them with the exact kernel, hands the method the far keys alone and merges by
+//! log-sum-exp (see `engine/near`). Every method that gives a log-sum-exp can have one; the default is none, which
+//! leaves a method as published.
 //!
 //! In options, command lines and recipes the fields are named `near.sinks`, `near.window`, …. A plain `sinks` given to a method
 //! without a parameter of that name means `near.sinks`.
@@ -17,11 +17,11 @@ use crate::{Error, Options, Problem, Result};
 pub const PREFIX: &str = "near.";
 
 crate::choices! {
-    /// How the far keys that a method leaves out are represented.
+    /// Representation of the far keys that a method leaves out.
     #[derive(serde::Serialize, serde::Deserialize)]
     #[serde(rename_all = "snake_case")]
     pub enum Rest {
-        /// By means where the method's claims say that it drops keys, not at all otherwise.
+        /// By means if the method claims to drop keys, not at all otherwise.
         Auto = "auto",
         /// Not at all.
         None = "none",
@@ -40,17 +40,18 @@ crate::params! {
         /// Most recent keys that a query sees, its own included; without a mask, keys nearer than this on both sides of
         /// a block of queries.
         window: usize = 0, in 0..=1 << 30;
-        /// Far keys that a block of queries sees exactly: those to which the mean of recent queries gives the most weight.
+        /// Far keys that a block of queries sees exactly: the keys to which the mean of recent queries gives the most
+        /// weight.
         heavy: usize = 0, in 0..=1 << 20;
         /// Queries that share their heavy keys; auto is a 32nd of the keys, at least 64.
         block: Option<usize> = None, in 1..=1 << 30;
-        /// Queries whose mean chooses the heavy keys: the first of the block and those before it.
+        /// Queries whose mean selects the heavy keys: the first of the block and those before it.
         recent: usize = 256, in 1..=1 << 20;
-        /// How far keys that the method leaves out are represented.
+        /// Representation of the far keys that the method leaves out.
         rest: Rest = Rest::Auto;
-        /// Compare the far part with exact attention in the first row of every 64; where means of the far keys, or no far part
-        /// at all, came nearer in the latest of these rows, they replace it. In decoding only beside heavy keys, for which all
-        /// keys are held.
+        /// Compare the far part with exact attention in the first of every 64 rows. If means of the far keys, or no far
+        /// part at all, were more accurate in the latest of these rows, they replace it. In decoding, only together
+        /// with heavy keys, which keep all keys in the cache.
         guard: bool = true;
     }
 }
@@ -60,34 +61,34 @@ impl Near {
     pub const NONE: Near =
         Near { sinks: 0, window: 0, heavy: 0, block: None, recent: 256, rest: Rest::Auto, guard: true };
 
-    /// Sinks and a window.
+    /// Makes a near field of sinks and a window.
     pub fn new(sinks: usize, window: usize) -> Self {
         Self { sinks, window, ..Self::NONE }
     }
 
-    /// No key is named.
+    /// Returns true if it names no key.
     pub fn is_none(&self) -> bool {
         self.sinks == 0 && self.window == 0 && self.heavy == 0
     }
 
-    /// Queries that share their heavy keys, among `n_k` keys.
+    /// Returns the number of queries that share their heavy keys, among `n_k` keys.
     pub fn block_of(&self, n_k: usize) -> usize {
         self.block.unwrap_or((n_k / 32).max(64))
     }
 
-    /// Whether `name` names a field in [`Options`].
+    /// Returns true if `name` names a field in [`Options`].
     pub fn names(name: &str) -> bool {
         name.strip_prefix(PREFIX).is_some_and(|field| Near::SPECS.iter().any(|s| s.name == field))
     }
 
-    /// The options without those of the near field: what a method itself reads.
+    /// Returns the options without those of the near field; these are the ones that a method reads.
     pub fn strip(options: &Options) -> Options {
         let others = options.iter().filter(|(name, _)| !name.starts_with(PREFIX));
         others.fold(Options::new(), |rest, (name, value)| rest.with(name, value.clone()))
     }
 
-    /// The options without those of the near field, and the near field that they describe: `base` where they name none of its
-    /// fields. An option `sinks` that `params` does not have counts as `near.sinks`.
+    /// Splits options into the near field that they describe, or `base` if they name none of its fields, and the
+    /// others. An option `sinks` that `params` does not have counts as `near.sinks`.
     pub fn split(base: Near, options: &Options, params: &[ParamSpec]) -> Result<(Near, Options)> {
         let (mut fields, mut rest) = (Options::new(), Options::new());
         for (name, value) in options.iter() {
@@ -113,7 +114,7 @@ impl Near {
         Ok((Near::from_options(&fields).map_err(named)?, rest))
     }
 
-    /// Everything that keeps a method with these claims from having this near field.
+    /// Returns every reason why a method with these claims cannot have this near field.
     pub fn reasons(&self, method: &Method, problem: &Problem) -> Vec<String> {
         let mut reasons = Vec::new();
         if self.is_none() {
@@ -138,7 +139,7 @@ impl Near {
         reasons
     }
 
-    /// The same with `rest` decided from what a method claims.
+    /// Returns the near field with `rest` decided from what a method claims.
     #[must_use]
     pub(crate) fn resolved(self, claims: &Claims) -> Self {
         match self.rest {
@@ -147,7 +148,7 @@ impl Near {
         }
     }
 
-    /// Whether a method that keeps `law` keeps it with this near field.
+    /// Returns true if a method that keeps `law` keeps it with this near field.
     pub(crate) fn keeps(&self, law: Law) -> bool {
         let chooses = self.heavy > 0 || self.guard;
         match law {

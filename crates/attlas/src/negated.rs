@@ -1,7 +1,7 @@
 //! A negative scale: the plan of the positive one, with the queries negated.
 //!
-//! $-\beta\, q^\top k = \beta\, (-q)^\top k$. Methods that rank or hash queries and keys never see the sign of the scale, so
-//! it goes into the queries here, once for all methods.
+//! $-\beta\, q^\top k = \beta\, (-q)^\top k$. Methods that rank or hash queries and keys ignore the sign of the scale,
+//! so it moves into the queries here, once for all methods.
 
 use crate::gradient::Backward;
 use crate::method::{Cost, Plan, RunInfo, Stream};
@@ -16,7 +16,7 @@ pub(crate) struct Negated<P: ?Sized> {
 }
 
 impl<P: ?Sized> Negated<P> {
-    /// `inner` plans `problem` with the sign of its scale changed.
+    /// Wraps `inner`, a plan of `problem` with the sign of its scale changed.
     pub(crate) fn new(inner: Box<P>, problem: &Problem) -> Self {
         Self { problem: *problem, inner }
     }

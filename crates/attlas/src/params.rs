@@ -1,15 +1,15 @@
 //! Parameters declared once: documentation, type, default and range.
 //!
-//! [`params!`](crate::params!) makes a struct from a list of fields and derives everything that talks about
-//! them: [`Default`], the table `SPECS` that help texts quote, `from_options` that reads untyped
-//! [`Options`], and `validate`. [`choices!`](crate::choices!) declares a parameter that is one of a few words.
+//! [`params!`](crate::params!) declares a struct from a list of fields and derives the rest: [`Default`], the table
+//! `SPECS` that help texts quote, `from_options` that reads untyped [`Options`], and `validate`.
+//! [`choices!`](crate::choices!) declares a parameter that is one of a few words.
 
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::ops::RangeInclusive;
 
-/// An untyped parameter value, as it stands in a command line, a recipe or a record.
+/// An untyped parameter value, as written on a command line, in a recipe or in a record.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(untagged)]
 pub enum Value {
@@ -35,7 +35,7 @@ impl Display for Value {
 }
 
 impl From<&str> for Value {
-    /// Reads a number or a truth value where the text is one; a word otherwise.
+    /// Reads a number or a truth value if the text is one, and a word otherwise.
     fn from(text: &str) -> Self {
         let plain = text.replace('_', "");
         match text {
@@ -62,7 +62,7 @@ value_from!(usize => Int as u64, u64 => Int as u64, u32 => Int as u64, f64 => Fl
 macro_rules! value_from_signed {
     ($($t:ty),*) => { $(
         impl From<$t> for Value {
-            /// A negative number is kept as a real one, as when it is read from text: no parameter takes it for a
+            /// Keeps a negative number as a real one, as reading it from text does, so no parameter takes it for a
             /// large whole number.
             fn from(x: $t) -> Self {
                 u64::try_from(x).map_or(Value::Float(x as f64), Value::Int)
@@ -73,7 +73,7 @@ macro_rules! value_from_signed {
 value_from_signed!(i32, i64, isize);
 
 impl From<f32> for Value {
-    /// The shortest decimal that reads back as `x`: `0.1f32` is 0.1, not 0.10000000149.
+    /// Converts through the shortest decimal that reads back as `x`: `0.1f32` is 0.1, not 0.10000000149.
     fn from(x: f32) -> Self {
         Value::Float(x.to_string().parse().unwrap_or(f64::from(x)))
     }
@@ -91,12 +91,12 @@ impl From<String> for Value {
 pub struct Options(BTreeMap<String, Value>);
 
 impl Options {
-    /// No parameter set: all defaults.
+    /// Makes options without any parameter: all defaults.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The same with `name` set to `value`.
+    /// Returns the options with `name` set to `value`.
     #[must_use]
     pub fn with(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.set(name, value);
@@ -108,17 +108,17 @@ impl Options {
         self.0.insert(name.into(), value.into());
     }
 
-    /// The value of `name`, where set.
+    /// Returns the value of `name`, if set.
     pub fn get(&self, name: &str) -> Option<&Value> {
         self.0.get(name)
     }
 
-    /// All that is set, by name.
+    /// Iterates over the set parameters, by name.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
         self.0.iter().map(|(k, v)| (k.as_str(), v))
     }
 
-    /// Nothing is set.
+    /// Returns true if nothing is set.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -142,7 +142,7 @@ pub struct ParamSpec {
     pub kind: &'static str,
     /// Its default.
     pub default: fn() -> Value,
-    /// The accepted values, in words.
+    /// Returns the accepted values, in words.
     pub accepted: fn() -> String,
 }
 
@@ -162,13 +162,13 @@ pub trait ParamSet: Clone + std::fmt::Debug + Default + PartialEq + Send + Sync 
     /// Descriptions of the parameters, in order of declaration.
     const SPECS: &'static [ParamSpec];
 
-    /// Defaults overridden by `options`, checked.
+    /// Overrides the defaults by `options` and checks them.
     fn from_options(options: &Options) -> Result<Self>;
 
     /// Checks every range.
     fn validate(&self) -> Result<()>;
 
-    /// Every parameter by name.
+    /// Returns every parameter by name.
     fn to_options(&self) -> Options;
 }
 
@@ -180,11 +180,11 @@ pub trait ParamValue: Sized + Clone {
     const KIND: &'static str;
     /// Reads an untyped value; `None` if it is not of this type.
     fn from_value(value: &Value) -> Option<Self>;
-    /// The untyped value.
+    /// Returns the untyped value.
     fn to_value(&self) -> Value;
-    /// Whether it lies in `range`.
+    /// Returns true if it lies in `range`.
     fn within(&self, range: &RangeInclusive<Self::Bound>) -> bool;
-    /// The accepted values, in words.
+    /// Returns the accepted values, in words.
     fn accepted(range: Option<&RangeInclusive<Self::Bound>>) -> String;
 }
 
@@ -267,7 +267,7 @@ impl ParamValue for bool {
 pub struct Sizes(pub Vec<usize>);
 
 impl Sizes {
-    /// Product of the sizes, or `None` where it overflows.
+    /// Returns the product of the sizes, or `None` on overflow.
     pub fn product(&self) -> Option<usize> {
         self.0.iter().try_fold(1usize, |a, &b| a.checked_mul(b))
     }
@@ -292,7 +292,7 @@ impl ParamValue for Sizes {
     }
 }
 
-/// Indices that a list may hold.
+/// Maximum number of indices in a list.
 const MAX_INDICES: usize = 1 << 16;
 
 /// A list of indices, ascending and distinct: numbers and ranges with both ends, joined by `+`, such as `0-3+17`;
@@ -301,17 +301,17 @@ const MAX_INDICES: usize = 1 << 16;
 pub struct Indices(Vec<usize>);
 
 impl Indices {
-    /// No index.
+    /// Makes an empty list.
     pub fn none() -> Self {
         Self::default()
     }
 
-    /// The indices in ascending order.
+    /// Iterates over the indices in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = usize> + '_ {
         self.0.iter().copied()
     }
 
-    /// There is none.
+    /// Returns true if the list is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -453,7 +453,7 @@ macro_rules! params {
                 },
             )* ];
 
-            /// Defaults, overridden by `options`, checked.
+            /// Overrides the defaults by `options` and checks them.
             $vis fn from_options(options: &$crate::Options) -> $crate::Result<Self> {
                 #[allow(unused_mut)]
                 let mut params = Self::default();

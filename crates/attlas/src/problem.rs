@@ -15,7 +15,7 @@ pub enum Mask {
 }
 
 impl Mask {
-    /// Number of keys that row `i` of `n_q` sees, of `n_k`: the first ones.
+    /// Returns how many of the `n_k` keys, counted from the first, row `i` of `n_q` sees.
     pub fn visible(self, n_q: usize, n_k: usize, i: usize) -> usize {
         match self {
             Mask::None => n_k,
@@ -54,10 +54,10 @@ pub struct Problem {
     pub scale: f64,
     /// Which keys a query may see.
     pub mask: Mask,
-    /// Keys that are seen exactly, beside what the method does with the others.
+    /// Keys computed exactly, whatever the method does with the others.
     #[serde(default, skip_serializing_if = "Near::is_none")]
     pub near: Near,
-    /// Caps logits smoothly, $c \tanh(s / c)$, as Gemma 2 does. Methods that do not claim it refuse the problem.
+    /// Caps logits smoothly, $c \tanh(s / c)$, as Gemma 2 does. Methods that do not claim softcap refuse the problem.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub softcap: Option<f64>,
 }
@@ -80,60 +80,60 @@ impl Problem {
         }
     }
 
-    /// The same with logits capped at a number, where there is one.
+    /// Returns the problem with this softcap, if any.
     #[must_use]
     pub fn with_softcap(self, softcap: Option<f64>) -> Self {
         Self { softcap, ..self }
     }
 
-    /// The same with a near field.
+    /// Returns the problem with this near field.
     #[must_use]
     pub fn with_near(self, near: Near) -> Self {
         Self { near, ..self }
     }
 
-    /// The same with a causal mask.
+    /// Returns the problem with a causal mask.
     #[must_use]
     pub fn causal(self) -> Self {
         Self { mask: Mask::Causal, ..self }
     }
 
-    /// The same with `n_kv_heads` key and value heads.
+    /// Returns the problem with `n_kv_heads` key and value heads.
     #[must_use]
     pub fn with_kv_heads(self, n_kv_heads: usize) -> Self {
         Self { n_kv_heads, ..self }
     }
 
-    /// The same with other numbers of queries and keys.
+    /// Returns the problem with these numbers of queries and keys.
     #[must_use]
     pub fn with_lens(self, n_q: usize, n_k: usize) -> Self {
         Self { n_q, n_k, ..self }
     }
 
-    /// The same for `batch` sequences.
+    /// Returns the problem for `batch` sequences.
     #[must_use]
     pub fn with_batch(self, batch: usize) -> Self {
         Self { batch, ..self }
     }
 
-    /// Keys that row `i` of a head sees: `0..visible(i)`.
+    /// Returns the number of keys that row `i` of a head sees; they are keys `0..visible(i)`.
     pub fn visible(&self, i: usize) -> usize {
         self.mask.visible(self.n_q, self.n_k, i)
     }
 
-    /// Query heads that share one key head.
+    /// Returns the number of query heads that share one key head.
     pub fn group_size(&self) -> usize {
         self.n_heads / self.n_kv_heads.max(1)
     }
 
-    /// Pairs of a query and a key it may see, over all heads and sequences.
+    /// Returns the number of pairs of a query and a key that it sees, over all heads and sequences.
     pub fn visible_pairs(&self) -> u64 {
         let heads = (self.batch * self.n_heads) as u64;
         let (n_q, n_k) = (self.n_q as u64, self.n_k as u64);
         heads
             * match self.mask {
                 Mask::None => n_q * n_k,
-                // Rows see n_k, n_k − 1, … keys counted from the last row, until none is left.
+                // Counted from the last, rows see n_k, n_k − 1, … keys until none is left.
                 Mask::Causal => {
                     let rows = n_q.min(n_k);
                     rows * n_k - rows * rows.saturating_sub(1) / 2
@@ -183,20 +183,20 @@ pub type Dims = [usize; 4];
 /// Elements between neighbours along batch, head and row; columns are contiguous.
 pub type Strides = [usize; 3];
 
-/// Strides of a contiguous `[batch, heads, rows, columns]` tensor; the largest number where a product exceeds it, which
-/// no tensor can have.
+/// Returns the strides of a contiguous `[batch, heads, rows, columns]` tensor. A product that overflows saturates; no
+/// tensor can have such a stride.
 pub fn bhnd([_, h, n, c]: Dims) -> Strides {
     let head = n.saturating_mul(c);
     [h.saturating_mul(head), head, c]
 }
 
-/// Strides of a contiguous `[batch, rows, heads, columns]` tensor, bounded likewise.
+/// Returns the strides of a contiguous `[batch, rows, heads, columns]` tensor, saturated likewise.
 pub fn bnhd([_, h, n, c]: Dims) -> Strides {
     let row = h.saturating_mul(c);
     [n.saturating_mul(row), c, row]
 }
 
-/// Index of the last element plus one, or `None` on overflow.
+/// Returns the index of the last element plus one, or `None` on overflow.
 fn extent(dims: Dims, strides: Strides) -> Option<usize> {
     if dims.contains(&0) {
         return Some(0);
@@ -225,7 +225,7 @@ pub struct TensorRef<'a, T> {
 }
 
 impl<'a, T> TensorRef<'a, T> {
-    /// A view with given strides. An error if it reaches past the end of `data`.
+    /// Makes a view with given strides; an error if it reaches past the end of `data`.
     pub fn new(data: &'a [T], dims: Dims, strides: Strides) -> Result<Self> {
         check_extent("tensor", data.len(), dims, strides)?;
         if strides[2] < dims[3] && dims[2] > 1 {
@@ -234,27 +234,27 @@ impl<'a, T> TensorRef<'a, T> {
         Ok(Self { data, dims, strides })
     }
 
-    /// A contiguous `[batch, heads, rows, columns]` tensor.
+    /// Views `data` as a contiguous `[batch, heads, rows, columns]` tensor.
     pub fn bhnd(data: &'a [T], dims: Dims) -> Result<Self> {
         Self::new(data, dims, bhnd(dims))
     }
 
-    /// A contiguous `[batch, rows, heads, columns]` tensor, seen as `[batch, heads, rows, columns]`.
+    /// Views a contiguous `[batch, rows, heads, columns]` tensor as `[batch, heads, rows, columns]`.
     pub fn bnhd(data: &'a [T], dims: Dims) -> Result<Self> {
         Self::new(data, dims, bnhd(dims))
     }
 
-    /// Batch, heads, rows, columns.
+    /// Returns the sizes: batch, heads, rows, columns.
     pub fn dims(&self) -> Dims {
         self.dims
     }
 
-    /// Elements between neighbours along batch, head and row.
+    /// Returns the strides in elements along batch, head and row.
     pub fn strides(&self) -> Strides {
         self.strides
     }
 
-    /// The matrix of one head of one sequence.
+    /// Returns the matrix of one head of one sequence.
     pub fn head(&self, batch: usize, head: usize) -> MatRef<'a, T> {
         assert!(batch < self.dims[0] && head < self.dims[1]);
         let [_, _, rows, cols] = self.dims;
@@ -267,14 +267,14 @@ impl<'a, T> TensorRef<'a, T> {
             .unwrap_or_else(|| unreachable!("checked on construction"))
     }
 
-    /// One row of every head: a `heads × columns` matrix.
+    /// Returns one row of every head: a `heads × columns` matrix.
     pub fn token(&self, batch: usize, row: usize) -> Option<MatRef<'a, T>> {
         let [_, heads, _, cols] = self.dims;
         let start = batch * self.strides[0] + row * self.strides[2];
         MatRef::with_stride(self.data.get(start..)?, heads, cols, self.strides[1])
     }
 
-    /// One sequence of the batch.
+    /// Returns one sequence of the batch.
     pub fn batch(&self, batch: usize) -> TensorRef<'a, T> {
         assert!(batch < self.dims[0]);
         let [_, h, n, c] = self.dims;
@@ -282,7 +282,7 @@ impl<'a, T> TensorRef<'a, T> {
         TensorRef { data: &self.data[start..], dims: [1, h, n, c], strides: self.strides }
     }
 
-    /// Rows `range` of every head.
+    /// Returns rows `range` of every head.
     pub fn rows(&self, range: std::ops::Range<usize>) -> TensorRef<'a, T> {
         assert!(range.start <= range.end && range.end <= self.dims[2]);
         let [b, h, _, c] = self.dims;
@@ -290,7 +290,7 @@ impl<'a, T> TensorRef<'a, T> {
         TensorRef { data: &self.data[start..], dims: [b, h, range.len(), c], strides: self.strides }
     }
 
-    /// Heads `range` of every sequence.
+    /// Returns heads `range` of every sequence.
     pub fn heads(&self, range: std::ops::Range<usize>) -> TensorRef<'a, T> {
         assert!(range.start <= range.end && range.end <= self.dims[1]);
         let [b, _, n, c] = self.dims;
@@ -321,7 +321,7 @@ impl<'a> From<TensorRef<'a, f64>> for Tensor<'a> {
 }
 
 impl Tensor<'_> {
-    /// The element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         match self {
             Tensor::F32(_) => DType::F32,
@@ -339,11 +339,11 @@ pub struct TensorMut<'a, T> {
 }
 
 impl<'a, T> TensorMut<'a, T> {
-    /// A view with given strides. An error if it reaches past the end of `data` or if two of its elements
-    /// would be the same one.
+    /// Makes a view with given strides; an error if it reaches past the end of `data` or if two of its elements
+    /// coincide.
     pub fn new(data: &'a mut [T], dims: Dims, strides: Strides) -> Result<Self> {
         check_extent("output", data.len(), dims, strides)?;
-        // Along axes in order of stride, each step must clear everything the shorter axes reach.
+        // Along axes in order of stride, each step must skip everything that the shorter axes reach.
         let mut axes = [0, 1, 2].map(|a| (strides[a], dims[a]));
         axes.sort_unstable();
         let mut reach = dims[3];
@@ -360,45 +360,45 @@ impl<'a, T> TensorMut<'a, T> {
         Ok(Self { data, dims, strides })
     }
 
-    /// A contiguous `[batch, heads, rows, columns]` tensor.
+    /// Views `data` as a contiguous `[batch, heads, rows, columns]` tensor.
     pub fn bhnd(data: &'a mut [T], dims: Dims) -> Result<Self> {
         Self::new(data, dims, bhnd(dims))
     }
 
-    /// A contiguous `[batch, rows, heads, columns]` tensor, seen as `[batch, heads, rows, columns]`.
+    /// Views a contiguous `[batch, rows, heads, columns]` tensor as `[batch, heads, rows, columns]`.
     pub fn bnhd(data: &'a mut [T], dims: Dims) -> Result<Self> {
         Self::new(data, dims, bnhd(dims))
     }
 
-    /// Batch, heads, rows, columns.
+    /// Returns the sizes: batch, heads, rows, columns.
     pub fn dims(&self) -> Dims {
         self.dims
     }
 
-    /// Whether elements lie in the order of a contiguous `[batch, heads, rows, columns]` tensor.
+    /// Returns true if elements lie in the order of a contiguous `[batch, heads, rows, columns]` tensor.
     pub fn is_bhnd(&self) -> bool {
         let want = bhnd(self.dims);
         (0..3).all(|a| self.dims[a] <= 1 || self.strides[a] == want[a])
     }
 
-    /// The whole storage behind the view.
+    /// Returns the whole storage behind the view.
     pub fn data_mut(&mut self) -> &mut [T] {
         self.data
     }
 
-    /// One row of one head.
+    /// Returns one row of one head.
     pub fn row_mut(&mut self, batch: usize, head: usize, row: usize) -> &mut [T] {
         assert!(batch < self.dims[0] && head < self.dims[1] && row < self.dims[2]);
         let start = batch * self.strides[0] + head * self.strides[1] + row * self.strides[2];
         &mut self.data[start..start + self.dims[3]]
     }
 
-    /// The same tensor, borrowed for a shorter time.
+    /// Returns the same tensor, borrowed for a shorter time.
     pub fn reborrow(&mut self) -> TensorMut<'_, T> {
         TensorMut { data: self.data, dims: self.dims, strides: self.strides }
     }
 
-    /// Rows `range` of every head, borrowed.
+    /// Borrows rows `range` of every head.
     pub fn rows_mut(&mut self, range: std::ops::Range<usize>) -> TensorMut<'_, T> {
         assert!(range.start <= range.end && range.end <= self.dims[2]);
         let [b, h, _, c] = self.dims;
@@ -416,39 +416,39 @@ pub struct Qkv<'a, T> {
     pub k: TensorRef<'a, T>,
     /// `[batch, n_kv_heads, n_k, d_v]`.
     pub v: TensorRef<'a, T>,
-    /// Valid keys of each sequence; the rest is padding and is never read. All keys where absent.
+    /// Number of valid keys of each sequence; the rest is padding and is never read. `None` if all keys are valid.
     pub key_lens: Option<&'a [usize]>,
-    /// Where the queries of a padded sequence stand under a causal mask.
+    /// Position of the queries of a padded sequence under a causal mask.
     pub align: Align,
 }
 
-/// Where the queries of a sequence with fewer valid keys than planned stand under a causal mask. Without a mask every
+/// Position of the queries under a causal mask, in sequences with fewer valid keys than planned. Without a mask every
 /// query sees every valid key.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Align {
-    /// At the end: the last query stands at the last valid key and sees all of them. For caches of different lengths
-    /// in one batch.
+    /// At the end: the last query is aligned with the last valid key and sees all valid keys. For caches of different
+    /// lengths in one batch.
     #[default]
     End,
-    /// Where they would stand without padding: query `i` sees key `j` when `j ≤ i + (n_k − n_q)` and `j` is valid.
-    /// For right-padded prompts. Queries past the last valid key are padding, too: their outputs are zero and their
+    /// The same as without padding: query `i` sees key `j` when `j ≤ i + (n_k − n_q)` and `j` is valid. For
+    /// right-padded prompts. Queries past the last valid key are padding, too: their outputs are zero and their
     /// log-sum-exp is −∞.
     Start,
 }
 
 impl<'a, T: Real> Qkv<'a, T> {
-    /// Queries, keys and values without padding.
+    /// Bundles queries, keys and values without padding.
     pub fn new(q: TensorRef<'a, T>, k: TensorRef<'a, T>, v: TensorRef<'a, T>) -> Self {
         Self { q, k, v, key_lens: None, align: Align::End }
     }
 
-    /// The same where only the first `lens[b]` keys of sequence `b` are valid.
+    /// Returns the inputs with only the first `lens[b]` keys of sequence `b` valid.
     #[must_use]
     pub fn padded(self, lens: &'a [usize], align: Align) -> Self {
         Self { key_lens: Some(lens), align, ..self }
     }
 
-    /// Queries of a sequence that are not padding: the first ones.
+    /// Returns the number of queries of a sequence that precede the padding.
     pub(crate) fn valid_rows(&self, p: &Problem, batch: usize) -> usize {
         match (self.key_lens, self.align, p.mask) {
             (Some(lens), Align::Start, Mask::Causal) => {
@@ -458,7 +458,7 @@ impl<'a, T: Real> Qkv<'a, T> {
         }
     }
 
-    /// Checks that every tensor has the sizes the problem names.
+    /// Checks that every tensor has the sizes of the problem.
     pub fn validate(&self, p: &Problem) -> Result<()> {
         let expect = |what, dims: Dims, want: Dims| {
             if dims == want {
@@ -508,7 +508,7 @@ impl<'a> From<Qkv<'a, f64>> for Inputs<'a> {
 }
 
 impl Inputs<'_> {
-    /// The element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         match self {
             Inputs::F32(_) => DType::F32,
@@ -517,27 +517,27 @@ impl Inputs<'_> {
     }
 }
 
-/// Where results of one element type go.
+/// Destination of the results in one element type.
 #[derive(Debug)]
 pub struct Out<'a, T> {
     /// `[batch, n_heads, n_q, d_v]`.
     pub o: TensorMut<'a, T>,
-    /// Natural logarithm of each row's normaliser, contiguous `[batch, n_heads, n_q]`, where requested.
+    /// Natural logarithm of each row's normaliser, contiguous `[batch, n_heads, n_q]`, if requested.
     pub lse: Option<&'a mut [T]>,
 }
 
 impl<'a, T: Real> Out<'a, T> {
-    /// Output rows alone.
+    /// Receives output rows alone.
     pub fn new(o: TensorMut<'a, T>) -> Self {
         Self { o, lse: None }
     }
 
-    /// Output rows and their log-sum-exp.
+    /// Receives output rows and their log-sum-exp.
     pub fn with_lse(o: TensorMut<'a, T>, lse: &'a mut [T]) -> Self {
         Self { o, lse: Some(lse) }
     }
 
-    /// Checks that the output has the sizes the problem names.
+    /// Checks that the output has the sizes of the problem.
     pub fn validate(&self, p: &Problem) -> Result<()> {
         let want = [p.batch, p.n_heads, p.n_q, p.d_v];
         if self.o.dims() != want {
@@ -553,7 +553,7 @@ impl<'a, T: Real> Out<'a, T> {
     }
 }
 
-/// Where results go, in single or double precision.
+/// Destination of the results, in single or double precision.
 #[derive(Debug)]
 pub enum Output<'a> {
     /// Single precision.
@@ -608,7 +608,7 @@ mod tests {
             assert!(TensorRef::bnhd(&data, dims).is_err(), "{dims:?}");
             assert!(TensorMut::bhnd(&mut [0.0f32; 64], dims).is_err(), "{dims:?}");
         }
-        // Nothing in it, whatever the other sizes are.
+        // Empty, whatever the other sizes are.
         assert!(TensorRef::bhnd(&data, [1, 1 << 40, 1 << 40, 0]).is_ok());
         assert!(TensorRef::bnhd(&data, [0, 1 << 40, 1 << 40, 8]).is_ok());
     }

@@ -73,17 +73,17 @@ pub static CONVERSIONS: &[&Conversion] = &[
     &conversions::mla::CONVERSION,
 ];
 
-/// The method called `id`, or an error that lists all of them.
+/// Returns the method called `id`, or an error that lists all ids.
 pub fn method(id: &str) -> Result<&'static Method> {
     find("method", METHODS, id, |m| m.id)
 }
 
-/// The layer called `id`, or an error that lists all of them.
+/// Returns the layer called `id`, or an error that lists all ids.
 pub fn layer(id: &str) -> Result<&'static LayerKind> {
     find("layer", LAYERS, id, |l| l.id)
 }
 
-/// The conversion called `id`, or an error that lists all of them.
+/// Returns the conversion called `id`, or an error that lists all ids.
 pub fn conversion(id: &str) -> Result<&'static Conversion> {
     find("conversion", CONVERSIONS, id, |c| c.id)
 }
@@ -101,12 +101,12 @@ fn find<T>(
     })
 }
 
-/// Exact attention: what every method is measured against, and what stands in where one has no form.
+/// Returns exact attention: the reference for every method, and the substitute where a method has no form.
 pub fn baseline() -> &'static Method {
     &exact::exact::METHOD
 }
 
-/// Exact attention in which each query sees its own and the `window - 1` keys before it, with its settings.
+/// Returns exact attention in which each query sees its own key and the `window - 1` before it, with its settings.
 pub fn sliding_window(window: usize) -> (&'static Method, Options) {
     (&exact::sink_window::METHOD, Options::new().with("sinks", 0usize).with("window", window.max(1)))
 }

@@ -1,8 +1,8 @@
-//! How a method runs when the keys of one sequence lie on several processes.
+//! Running a method when the keys of one sequence lie on several processes.
 //!
-//! Attention over disjoint sets of keys merges exactly by log-sum-exp, and the state of a linear method is a sum. So a
-//! method needs no code of its own to run on more than one machine: its entry names a schedule, and whoever moves the
-//! bytes (the crate `attlas-mpi`) does the rest.
+//! Attention over disjoint sets of keys merges exactly by log-sum-exp, and the state of a linear method is a sum. A
+//! method therefore needs no code of its own to run on more than one machine: its entry names a schedule, and the crate
+//! `attlas-mpi`, which moves the bytes, does the rest.
 
 use serde::Serialize;
 
@@ -13,49 +13,49 @@ pub enum Spread {
     /// Keys and values travel round a ring. Each process attends with its own queries to one block of keys at a time
     /// and merges the parts by log-sum-exp.
     Ring {
-        /// The parameters that say how many of the first and of the last keys a row sees, where a row's keys follow from
-        /// its position: only those keys are kept from the blocks that pass.
+        /// Parameters that give the number of first and of last keys that a row sees, if a row's keys follow from its
+        /// position: only those keys are kept from each passing block.
         #[serde(skip_serializing_if = "Option::is_none")]
         window: Option<(&'static str, &'static str)>,
-        /// The parameters that count keys which a row reads of many. The blocks of keys share them, each by how many of the
-        /// keys it holds: a row then reads as much as on one process.
+        /// Parameters that count the keys a row selects among many. Blocks share each count in proportion to the number
+        /// of their keys, so a row reads no more than on one process.
         #[serde(skip_serializing_if = "<[_]>::is_empty")]
         shared: &'static [&'static str],
     },
     /// The state is a sum over keys. Processes exchange sums, whose size does not depend on the number of tokens:
     /// [`Stream::sums`](crate::Stream::sums).
     Scan {
-        /// The parameter that names the tokens of a block whose rows see each other exactly: no block may lie on two
-        /// processes.
+        /// Parameter that gives the number of tokens in a block whose rows see each other exactly: no block may lie on
+        /// two processes.
         #[serde(skip_serializing_if = "Option::is_none")]
         block: Option<&'static str>,
     },
-    /// A few weighted keys stand for many. Processes gather those of all others:
+    /// A few weighted keys represent many. Processes gather those of all others:
     /// [`Plan::stand_ins`](crate::Plan::stand_ins).
     Gather,
     /// None of these.
     Refused {
-        /// Why.
+        /// The reason.
         reason: &'static str,
     },
 }
 
 impl Spread {
-    /// [`Spread::Ring`] where any block of keys will do.
+    /// [`Spread::Ring`] for methods that accept any block of keys.
     pub const RING: Self = Self::Ring { window: None, shared: &[] };
 
     /// [`Spread::Scan`] without blocks.
     pub const SCAN: Self = Self::Scan { block: None };
 
-    /// The reason of methods that rank all keys of a row.
+    /// Reason of methods that rank all keys of a row.
     pub const RANKS_KEYS: Self =
         Self::Refused { reason: "a row chooses among all of its keys, and one process ranks its own alone" };
 
-    /// The reason of methods that learn from all queries and keys of a sequence.
+    /// Reason of methods that learn from all queries and keys of a sequence.
     pub const SEES_ALL: Self =
         Self::Refused { reason: "what it does with a key depends on all queries and keys of the sequence" };
 
-    /// The schedule's name; none where there is no schedule.
+    /// Returns the schedule's name, if there is a schedule.
     pub fn name(self) -> Option<&'static str> {
         match self {
             Self::Ring { .. } => Some("ring"),
@@ -76,7 +76,7 @@ pub enum Numbers {
 }
 
 impl Numbers {
-    /// Number of values.
+    /// Returns the number of values.
     pub fn len(&self) -> usize {
         match self {
             Self::F32(x) => x.len(),
@@ -84,20 +84,20 @@ impl Numbers {
         }
     }
 
-    /// None at all.
+    /// Returns true if there are no values.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// A logarithm that keeps its digits as two numbers of any precision.
+/// Splits a logarithm into two numbers of any precision that together keep its digits.
 pub(crate) fn split_log<T: crate::Real>(log: f64) -> [T; 2] {
     let high = T::from_f64(log);
     let low = if log.is_finite() { T::from_f64(log - high.to_f64()) } else { T::ZERO };
     [high, low]
 }
 
-/// The logarithm that [`split_log`] took apart.
+/// Joins the two numbers of [`split_log`] again.
 pub(crate) fn join_log<T: crate::Real>([high, low]: [T; 2]) -> f64 {
     high.to_f64() + low.to_f64()
 }

@@ -1,14 +1,14 @@
-//! How a plan is run: threads, tiles, instruction set and scratch memory. Never what is computed.
+//! Threads, tiles, instruction set and scratch memory: how a plan runs, never what it computes.
 
 use crate::{Error, Result};
 use attlas_num::Scratch;
 use attlas_num::kernels::Isa;
 use std::sync::Arc;
 
-/// Settings that change speed and must not move results past rounding.
+/// Settings that change speed, and results by rounding at most.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Schedule {
-    /// Threads to use; 0 takes as many as the machine offers.
+    /// Number of threads; 0 uses all that the machine offers.
     pub threads: usize,
     /// Query rows that are processed together; 0 lets the kernels decide. Never changes a bit of a result.
     pub tile_q: usize,
@@ -38,12 +38,12 @@ impl Workspace {
         Self::with_scratch(schedule, Scratch::new())
     }
 
-    /// One thread, everything else by default.
+    /// Starts one thread, with defaults otherwise.
     pub fn single() -> Result<Self> {
         Self::new(Schedule { threads: 1, ..Schedule::default() })
     }
 
-    /// The same with given scratch memory, such as one that hands out NaN.
+    /// Starts the threads of `schedule` with given scratch memory, such as one that hands out NaN.
     pub fn with_scratch(schedule: Schedule, scratch: Scratch) -> Result<Self> {
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(schedule.threads)
@@ -54,24 +54,24 @@ impl Workspace {
         Ok(Self { schedule, pool: Arc::new(pool), scratch })
     }
 
-    /// A workspace with scratch memory of its own on the same threads. Code that runs on them can hand it to
-    /// a plan, which then starts at once instead of waking the threads again.
+    /// Returns a workspace with its own scratch memory on the same threads. Code that runs on them can hand it to a
+    /// plan, which then starts at once instead of waking the threads again.
     #[must_use]
     pub fn sibling(&self) -> Self {
         Self { schedule: self.schedule, pool: self.pool.clone(), scratch: Scratch::new() }
     }
 
-    /// The schedule of this workspace; `threads` is the number started.
+    /// Returns the schedule of this workspace; `threads` is the number started.
     pub fn schedule(&self) -> &Schedule {
         &self.schedule
     }
 
-    /// The scratch memory.
+    /// Returns the scratch memory.
     pub fn scratch(&self) -> &Scratch {
         &self.scratch
     }
 
-    /// The context of code inside a plan.
+    /// Returns the context for code inside a plan.
     pub fn context(&self) -> Context<'_> {
         Context { schedule: self.schedule, scratch: &self.scratch, groups: 1 }
     }
@@ -81,8 +81,9 @@ impl Workspace {
         attlas_num::par::install(&self.pool, || work(self.context()))
     }
 
-    /// The same, and threads without work stay awake until `work` ends ([`attlas_num::par::awake`]). To wake a thread takes
-    /// longer than many of the hundreds of small products of a single token; longer work had better let its threads sleep.
+    /// Runs `work` on this workspace's threads and keeps idle ones awake until it ends ([`attlas_num::par::awake`]).
+    /// Waking a thread takes longer than many of the hundreds of small products of a single token; in longer work, idle
+    /// threads should sleep.
     pub fn install_awake<R: Send>(&self, work: impl FnOnce(Context<'_>) -> R + Send) -> R {
         self.install(|cx| attlas_num::par::awake(self.schedule.threads, || work(cx)))
     }
@@ -91,9 +92,9 @@ impl Workspace {
 /// A schedule and scratch memory, as seen from inside a plan that already runs on its threads.
 #[derive(Clone, Copy, Debug)]
 pub struct Context<'a> {
-    /// How to run.
+    /// The schedule of the run.
     pub schedule: Schedule,
-    /// Where to take buffers from.
+    /// The source of buffers.
     pub scratch: &'a Scratch,
     /// Number of groups processed concurrently; with many groups, each can be split more coarsely.
     pub groups: usize,

@@ -1,4 +1,4 @@
-//! The tables of reference accuracies: rows that the methods' own tests leave out.
+//! Reference accuracies: rows of the tables that the methods' own tests leave out.
 //!
 //! 2048 tokens of width 64, one head. The figures come from independent prototypes; other random streams differ by up to
 //! 15 %, samplers on inputs with sinks by up to a factor of 1.5, because whether one of four sinks is drawn decides a
@@ -35,7 +35,7 @@ impl Known {
 }
 
 const SEEDS: usize = 3;
-/// Which inputs: diffuse, clustered, with sinks.
+/// Indices of the inputs: diffuse, clustered, with sinks.
 const DIFFUSE: usize = 0;
 const CLUSTERED: usize = 1;
 const SINKS: usize = 2;
@@ -58,7 +58,7 @@ fn options(pairs: &[(&str, &str)]) -> Options {
     pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))
 }
 
-/// Mean error and mass of a method over the seeds.
+/// Measures mean error and mass of a method over the seeds.
 fn measure(id: &str, pairs: &[(&str, &str)], workload: usize, mask: Mask) -> (f64, f64) {
     let method = registry::method(id).unwrap();
     let seeded = method.params.iter().any(|p| p.name == "seed");
@@ -73,7 +73,7 @@ fn measure(id: &str, pairs: &[(&str, &str)], workload: usize, mask: Mask) -> (f6
     (error, mass)
 }
 
-/// The error is `error` within `share`, and the mass, where there is a figure for it.
+/// Asserts that the error is `error` within `share`, and the same of the mass if there is a figure for it.
 fn check(
     id: &str,
     pairs: &[(&str, &str)],
@@ -194,8 +194,8 @@ fn sinks_make_the_window() {
         for (workload, want) in [DIFFUSE, CLUSTERED].into_iter().zip(wanted) {
             check("sink_window", &set, workload, Mask::Causal, (want, None), 0.15);
         }
-        // With sinks the output is small and the rest of the mass heavy-tailed, so that streams differ more: the mean of
-        // six is held to 15 % and three of its standard errors.
+        // With sinks the output is small and the rest of the mass heavy-tailed, so streams differ more: the mean of six
+        // must agree within 15 % and three of its standard errors.
         let method = registry::method("sink_window").unwrap();
         let errors: Vec<f64> = (0..6)
             .map(|seed| {
@@ -211,7 +211,7 @@ fn sinks_make_the_window() {
     }
 }
 
-/// Errors on the four kinds of heads of the low-rank table.
+/// Measures errors on the four kinds of heads of the low-rank table.
 fn on_heads(id: &str, pairs: &[(&str, &str)], kind: Workload) -> Vec<(f64, f64)> {
     let method = registry::method(id).unwrap();
     static KNOWN: [OnceLock<Vec<Known>>; 4] = [const { OnceLock::new() }; 4];
@@ -261,7 +261,7 @@ fn pseudo_inverses_by_singular_values_err_as_tabulated() {
         [(Workload::Iid, 0.84, 0.64), (Workload::Clustered, 0.84, 3.3), (Workload::Decaying, 0.99, 1.37)]
     {
         for (m, want) in [("64", few), ("256", many)] {
-            // Errors above one are noise amplified, and differ as much between streams.
+            // Errors above one are amplified noise and differ as much between streams.
             let share = if want > 1.1 { 0.5 } else { 0.15 };
             assert_within(run(kind, m, "1e-2"), want, share, &format!("{kind:?}, {m} landmarks"));
         }

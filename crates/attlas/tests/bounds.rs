@@ -34,7 +34,7 @@ fn problems(masks: &'static [Mask]) -> impl Strategy<Value = Problem> {
 const UNMASKED: &[Mask] = &[Mask::None];
 const ANY_MASK: &[Mask] = &[Mask::None, Mask::Causal];
 
-/// Smallest and largest value of a column over the keys that row `i` sees.
+/// Returns the smallest and largest value of a column over the keys that row `i` sees.
 fn range(case: &Case, i: usize, c: usize) -> (f64, f64) {
     let p = &case.problem;
     let seen = if p.mask == Mask::Causal { i + 1 + p.n_k - p.n_q } else { p.n_k };
@@ -42,7 +42,7 @@ fn range(case: &Case, i: usize, c: usize) -> (f64, f64) {
     (column().fold(f64::INFINITY, f64::min), column().fold(f64::NEG_INFINITY, f64::max))
 }
 
-/// Rounding of a log-sum-exp of this size, and of what is made of it.
+/// Returns the rounding of a log-sum-exp of this size, and of numbers computed from it.
 fn rounding(lse: f64) -> f64 {
     256.0 * f64::EPSILON * lse.abs().max(1.0)
 }
@@ -51,7 +51,7 @@ fn options(pairs: &[(&str, &str)]) -> Options {
     pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))
 }
 
-/// Runs a method that may have to learn first; `None` where it refuses the problem.
+/// Runs a method, after learning if it must; `None` if it refuses the problem.
 fn run(id: &str, pairs: &[(&str, &str)], case: &Case) -> Option<Ran> {
     let (method, options) = (registry::method(id).unwrap(), options(pairs));
     let needs = method.claims.needs == attlas::method::Needs::Calibration;
@@ -63,7 +63,7 @@ fn run(id: &str, pairs: &[(&str, &str)], case: &Case) -> Option<Ran> {
     }
 }
 
-/// Every method with the settings under which it is the softmax over some of the keys.
+/// Iterates over every method with the settings under which it is the softmax over some of the keys.
 fn subsets() -> impl Iterator<Item = (&'static str, &'static [Setting])> {
     registry::METHODS.iter().flat_map(|m| m.subsets.iter().map(|pairs| (m.id, *pairs)))
 }
@@ -71,7 +71,7 @@ fn subsets() -> impl Iterator<Item = (&'static str, &'static [Setting])> {
 #[test]
 fn every_subset_misses_some_mass_and_no_method_refuses() {
     assert!(subsets().count() >= 14);
-    // Otherwise the bound below would say nothing.
+    // Without this, the bound below would say nothing.
     let case = Case::gaussian(Problem { d_v: 3, ..Problem::new(2, 80, 6).with_kv_heads(1) }, 3);
     let (_, want) = reference(&case);
     for (id, pairs) in subsets() {
@@ -190,7 +190,7 @@ proptest! {
             case.k.iter_mut().skip(c).step_by(p.d).for_each(|k| *k -= mean);
         }
         let (_, lse) = run_method(registry::method("exact").unwrap(), &Options::new(), &case);
-        // What is left of the mean by rounding, times the longest query.
+        // The rounding error of the mean, times the longest query.
         let left = (0..p.d).map(|c| {
             (case.k.iter().skip(c).step_by(p.d).sum::<f64>() / p.n_k as f64).abs()
         });
@@ -242,7 +242,7 @@ proptest! {
         let least = symmetric_eigen(core.as_ref()).unwrap().values.into_iter().fold(f64::INFINITY, f64::min);
         let factor = psd_factor(core.as_ref()).unwrap();
         prop_assume!(least > 1e-8 || factor.jitter() > 0.0 || factor.rank() < landmarks.len());
-        // C M⁺ Cᵀ, and the diagonal of what it leaves.
+        // C M⁺ Cᵀ, and the diagonal of the residual.
         let cross = Mat::from_fn(landmarks.len(), n, |i, j| kernel[(landmarks[i], j)]);
         let found = matmul(cross.transpose().as_ref(), factor.solve(cross.as_ref()).unwrap().as_ref());
         let half = factor.half_solve(cross.as_ref()).unwrap();
@@ -277,7 +277,7 @@ proptest! {
     }
 }
 
-/// The bound for approximate scores `b` of the positive scores `a`, over values of two columns.
+/// Checks the bound for approximate scores `b` of the positive scores `a`, over values of two columns.
 fn check_scores(a: &[f64], b: &[f64], v: &[f64]) -> Result<(), TestCaseError> {
     let (z, sum): (f64, f64) = (a.iter().sum(), b.iter().sum());
     let gap: f64 = a.iter().zip(b).map(|(a, b)| (a - b).abs()).sum();

@@ -9,13 +9,13 @@ fn low_rank() -> impl Iterator<Item = &'static Method> {
     registry::METHODS.iter().copied().filter(|m| m.family == Family::LowRank)
 }
 
-/// The defaults and every probe.
+/// Returns the defaults and every probe.
 fn settings(method: &Method) -> Vec<Options> {
     let of = |pairs: &[(&str, &str)]| pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v));
     std::iter::once(Options::new()).chain(method.probes.iter().map(|p| of(p))).collect()
 }
 
-/// Runs with a calibration learnt from the case itself where one is needed; `None` where the method refuses.
+/// Runs with a calibration learnt from the case itself, if one is needed; `None` if the method refuses.
 fn run(method: &Method, options: &Options, case: &Case) -> Option<Ran> {
     let calibration: Option<Calibration> = match method.claims.needs {
         Needs::Calibration => match learn(method, options, case) {

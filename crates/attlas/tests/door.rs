@@ -1,4 +1,4 @@
-//! One checked way to a plan, whether the parameters come as text or typed, and streams that take only what they
+//! Text and typed parameters pass the same checks on the way to a plan, and streams refuse inputs that they cannot
 //! read.
 
 use attlas::methods::kernel::performer;
@@ -8,7 +8,7 @@ use attlas::{
     DType, Error, Options, Out, Plan, Problem, Qkv, Result, Spec, TensorMut, TensorRef, Workspace, registry,
 };
 
-/// The typed way and the options it stands for give the same refusal or the same plan.
+/// Checks that typed parameters and the same options give the same refusal or the same plan.
 fn both_ways(typed: Result<Box<dyn Plan>>, id: &str, options: &Options, case: &Case) {
     let by_name = registry::method(id).unwrap().plan(&case.problem, options);
     match (typed, by_name) {

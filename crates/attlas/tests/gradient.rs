@@ -1,11 +1,11 @@
-//! Gradients beside those of PyTorch: `goldens/gradients/make.py` wrote them.
+//! Gradients compared with those of PyTorch, which `goldens/gradients/make.py` wrote.
 
 use attlas::gradient::{Backward, Pass};
 use attlas::layers::common::third::{Form, Pairwise};
 use attlas::{Band, Mask, Options, Out, Problem, Qkv, TensorMut, TensorRef, Workspace, registry};
 use attlas_num::{Mat, MatRef};
 
-/// The inputs of the script.
+/// Computes the inputs of the script.
 fn fill(s: usize, n: usize) -> Vec<f64> {
     let entry = |t: usize| (0.7 * (t as f64 + 1.0) + 1.3 * s as f64 + 0.05 * ((t % 11) as f64).powi(2)).sin();
     (0..n).map(entry).collect()

@@ -1,4 +1,4 @@
-//! Diagnostics of long heads store no matrix of scores. Alone in its process, because the allocator is counted.
+//! Diagnostics of long heads store no matrix of scores. The test has its own process because it counts allocations.
 
 use attlas::diagnostics::{Head, HeadReport, Settings, inspect};
 use attlas::testkit::Case;
@@ -7,7 +7,7 @@ use attlas::{MatRef, Problem, Schedule, Workspace};
 #[global_allocator]
 static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 
-/// Inspects a causal head of `n` tokens; with the bytes allocated at most, inputs included.
+/// Inspects a causal head of `n` tokens; also returns the peak of allocated bytes, inputs included.
 fn watched(n: usize, d: usize, settings: &Settings) -> (HeadReport, usize) {
     let case = Case::clustered(Problem::new(1, n, d).causal(), 1);
     let ws = Workspace::new(Schedule::default()).unwrap();

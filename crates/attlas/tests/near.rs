@@ -1,4 +1,4 @@
-//! A near field makes methods useful on heads like those of a trained model: none is worse with it than its near field alone.
+//! A near field makes methods useful on heads like trained ones: no method is worse with it than its near field alone.
 
 use attlas::method::{Family, Needs};
 use attlas::metrics::relative_frobenius;
@@ -6,7 +6,7 @@ use attlas::testkit::heads::trained_head;
 use attlas::testkit::{How, run_with};
 use attlas::{Method, Options, registry};
 
-/// Settings under which a problem of a thousand tokens is approximated, with some hundred scores a query.
+/// Returns settings that approximate a problem of a thousand tokens with some hundred scores per query.
 fn settings(method: &Method) -> Options {
     let pairs: &[(&str, &str)] = match method.id {
         "reformer" => &[("rounds", "4"), ("block", "32")],
@@ -45,7 +45,7 @@ fn no_method_is_worse_with_a_near_field_than_the_near_field_alone() {
         let heavy = run(method.id, &with.clone().with("near.heavy", 32));
         let published = run(method.id, &settings(method));
         let scores = far.info.keys_visited as f64 / rows;
-        // A window of as many scores, the rows before it counted as full.
+        // A window with the same number of scores, with the rows before it counted as full.
         let wide = Options::new().with("sinks", 4).with("window", scores as usize - 4);
         println!(
             "{:16} published {:.3}; near field {:.3} at {scores:.0} scores, {:.3} with 32 heavy keys; window of as many {:.3}",
@@ -55,7 +55,7 @@ fn no_method_is_worse_with_a_near_field_than_the_near_field_alone() {
             error(&heavy.o),
             error(&run("sink_window", &wide).o),
         );
-        // Its estimate explodes on single rows between those that the guard looks at.
+        // Its estimate explodes on single rows between those that the guard checks.
         let unguarded = method.id == "hybrid_features";
         if error(&far.o) > alone || error(&heavy.o) > alone && !unguarded {
             worst.push(format!("{}: {:.3}, heavy {:.3}", method.id, error(&far.o), error(&heavy.o)));

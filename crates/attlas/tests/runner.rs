@@ -1,5 +1,5 @@
-//! Promises of the runner: an error leaves the output alone, key heads do not fail each other, planned lengths are
-//! capacities, and padded sequences are those without padding.
+//! Promises of the runner: an error leaves the output alone, a failing key head does not affect the others, planned
+//! lengths are capacities, and padding does not change results.
 
 use attlas::group::{Group, GroupPlan};
 use attlas::method::{Accepted, Cost, Method, RunInfo, Spec};
@@ -173,8 +173,8 @@ fn scratch_is_counted_by_the_run_that_takes_it() {
         assert_eq!(plan.workspace_bytes(DType::F32, &mut ws).unwrap(), counted, "{id}: again");
         assert!(plan.workspace_bytes(DType::F64, &mut ws).unwrap() > counted, "{id}: wider elements");
     }
-    // Exact attention takes buffers by sizes alone: any data of the size takes what was counted, but for the rows that
-    // the counting pass stages for its layout.
+    // Exact attention takes buffers by sizes alone: any data of this size takes the counted bytes, except for the rows
+    // that the counting pass stages for its layout.
     let case = Case::gaussian(Problem::new(4, 200, 16).with_kv_heads(2).causal(), 5);
     let plan = registry::method("exact").unwrap().plan(&case.problem, &Options::new()).unwrap();
     let counted = plan.workspace_bytes(DType::F64, &mut Workspace::single().unwrap()).unwrap();

@@ -1,4 +1,5 @@
-//! `keys_visited` is one unit for every method: inner products of queries with keys or what stands for them.
+//! `keys_visited` has one unit for every method: inner products of queries with keys or with vectors that represent
+//! keys.
 
 use attlas::testkit::{Case, How, run_with};
 use attlas::{DType, Method, Options, Out, Problem, RunInfo, TensorMut, TensorRef, Workspace, registry};
@@ -33,7 +34,7 @@ fn routing_counts_its_centroids_and_its_clustering() {
     let case = Case::gaussian(Problem::new(2, 96, 8).with_kv_heads(1), 2);
     let pairs = [("clusters", "6"), ("window", "10"), ("iters", "3"), ("fallback", "zero")];
     let info = run("routing", &pairs, &case);
-    // Each of 192 queries is scored by 6 centroids, and 6 groups of 10 queries meet 10 keys in either head.
+    // Each of 192 queries is scored by 6 centroids, and 6 groups of 10 queries attend to 10 keys in either head.
     assert_eq!(info.keys_visited, 192 * 6 + 2 * 6 * 10 * 10);
     // 288 rows in 3 iterations and a last assignment, then the keys.
     assert_eq!(info.setup_scores, 288 * 6 * 4 + 96 * 6);
@@ -45,7 +46,7 @@ fn anna_counts_the_sums_and_the_keys_it_reads() {
     // One bucket in either table.
     let sums = run("anna", &[("hashes", "0"), ("rounds", "2")], &case);
     assert_eq!(sums.keys_visited, 100);
-    // Every key meets every query in three tables, and has one logit.
+    // Every key shares a bucket with every query in three tables, and has one logit.
     let wide = [("hashes", "1"), ("width", "1e9"), ("rounds", "3"), ("weights", "softmax")];
     assert_eq!(run("anna", &wide, &case).keys_visited, 2500);
     // Buckets that hold no key are not read.

@@ -1,18 +1,18 @@
-//! Keys named by a list that every query sees exactly, whatever the method does with the others.
+//! A list of keys that every query sees exactly, whatever the method does with the others.
 //!
-//! Without a mask the order of keys is free. The named keys are brought to the front, where they become what the
-//! method calls its sinks. With a causal mask a key's place is its time, so there the list must be a beginning.
+//! Without a mask the order of keys is free, so the listed keys move to the front and become the method's sinks. With a
+//! causal mask the order of keys is their order in time, so the list must name the first keys.
 
 use crate::group::Group;
 use crate::params::Indices;
 use crate::{Mask, Problem, Real, Result, RunInfo};
 
-/// The keys before all others: the first `sinks` and those of `always`, of `n_k` keys.
+/// Keys that move to the front: the first `sinks` and those in `always`, of `n_k` keys.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FirstKeys(Vec<usize>);
 
 impl FirstKeys {
-    /// `None` where `always` is empty, so that `sinks` says everything.
+    /// Collects these keys; `None` if `always` is empty and `sinks` suffices.
     pub fn new(sinks: usize, always: &Indices, n_k: usize) -> Option<Self> {
         if always.is_empty() {
             return None;
@@ -22,7 +22,7 @@ impl FirstKeys {
         Some(Self(keys))
     }
 
-    /// How many they are.
+    /// Returns their number.
     pub fn count(&self) -> usize {
         self.0.len()
     }
@@ -31,7 +31,7 @@ impl FirstKeys {
         self.0.last().is_none_or(|&last| last + 1 == self.0.len())
     }
 
-    /// Runs `inner` on the group with these keys brought to the front and the others behind them in their order.
+    /// Runs `inner` on the group with these keys moved to the front and the others behind them in their order.
     pub fn run<T: Real>(
         &self,
         group: &mut Group<'_, T>,
@@ -55,12 +55,12 @@ impl FirstKeys {
     }
 }
 
-/// Why [`always_leaks`] refuses.
+/// Reason for the refusals of [`always_leaks`].
 pub const ALWAYS_LEAKS: &str =
     "with a causal mask, keys that every query sees must be the first ones; use sinks instead of always";
 
-/// Whether a list names keys that a causal mask hides from some queries. It does not matter how many keys the problem
-/// has: a stream may meet those past its end.
+/// Returns true if a list names keys that a causal mask hides from some queries. The problem's number of keys does not
+/// matter: a stream may grow past it.
 pub fn always_leaks(p: &Problem, sinks: usize, always: &Indices) -> bool {
     let beginning = always.iter().filter(|&j| j >= sinks).zip(sinks..).all(|(j, next)| j == next);
     p.mask == Mask::Causal && !beginning
@@ -126,7 +126,7 @@ mod tests {
                 let mass = (found[i] - lse[i]).exp();
                 assert!(mass >= (heavy[i] - lse[i]).exp() - 1e-12, "{id}: row {i} misses a named key");
             }
-            // Without the list something is missed.
+            // Without the list the method misses some of them.
             let (o, _) = run_method(method, &options(pairs), &case);
             assert!(relative_frobenius(&o, &want) > 2.0 * error, "{id} finds the keys by itself");
         }

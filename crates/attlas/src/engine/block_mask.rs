@@ -1,9 +1,9 @@
-//! Blocks of queries that meet lists of keys: the common core of the methods that sort, hash or route.
+//! Blocks of queries that attend to lists of keys: the common core of the methods that sort, hash or route.
 //!
-//! A [`Buckets`] puts queries into blocks; a [`BlockMask`] says which keys a block meets and what each of its rows sees
-//! of them. Blocks run in parallel, each on keys and queries gathered into contiguous scratch, and leave their rows
-//! in the order of the buckets; then every query merges its rows into what it had. A query may stand in several
-//! blocks of a buckets, or in none.
+//! [`Buckets`] put queries into blocks; a [`BlockMask`] gives the keys of a block and the part of them that each row
+//! sees. Blocks run in parallel, each on keys and queries gathered into contiguous scratch, and write their rows in
+//! bucket order; then every query merges its rows into its previous result. A query may be in several blocks, or in
+//! none.
 
 use super::{attend_tile, exact_rows};
 use crate::workspace::Context;
@@ -14,7 +14,7 @@ use std::ops::Range;
 
 /// Queries merged by one task.
 const MERGE_ROWS: usize = 512;
-/// Blocks that one task takes, one after the other: what two neighbours both meet is gathered once.
+/// Consecutive blocks of one task: keys that two neighbours share are gathered once.
 const TASK_BLOCKS: usize = 4;
 
 /// Queries in the order of their blocks.
@@ -25,13 +25,13 @@ pub struct Buckets {
 }
 
 impl Buckets {
-    /// Block `b` holds the queries `order[starts[b]..starts[b + 1]]`.
+    /// Makes buckets in which block `b` holds the queries `order[starts[b]..starts[b + 1]]`.
     pub fn new(order: Vec<u32>, starts: Vec<usize>) -> Self {
         debug_assert_eq!(starts.last(), Some(&order.len()));
         Self { order, starts }
     }
 
-    /// Query `i` is in block `blocks[i]`, or in none where that is not below `count`.
+    /// Makes buckets in which query `i` is in block `blocks[i]`, or in none if that is not below `count`.
     pub fn from_blocks(blocks: &[u32], count: usize) -> Self {
         let mut starts = vec![0; count + 1];
         let inside = || blocks.iter().zip(0u32..).filter(|(b, _)| (**b as usize) < count);
@@ -59,7 +59,7 @@ impl Buckets {
         self.starts[b]..self.starts[b + 1]
     }
 
-    /// The places of every query in the order: those of query `i` are `places[starts[i]..starts[i + 1]]`.
+    /// Returns the places of every query in the order: those of query `i` are `places[starts[i]..starts[i + 1]]`.
     fn places(&self, n_q: usize) -> (Vec<usize>, Vec<u32>) {
         let mut starts = vec![0; n_q + 1];
         self.order.iter().for_each(|&i| starts[i as usize + 1] += 1);
@@ -78,7 +78,7 @@ impl Buckets {
 pub struct BlockRow {
     /// Its place in the block.
     pub place: usize,
-    /// The query that stands there.
+    /// Its query.
     pub query: usize,
 }
 
@@ -87,27 +87,27 @@ pub trait BlockMask<T>: Sync {
     /// Data prepared once for all rows of a block.
     type Block;
 
-    /// The keys that some row of block `b` may see, in the order in which they are gathered.
+    /// Returns the keys that some row of block `b` may see, in the order in which they are gathered.
     fn keys(&self, b: usize) -> Vec<u32>;
 
-    /// Prepares block `b` with its `queries` and the `keys` that they meet; `None` where every row sees every key.
+    /// Prepares block `b` with its `queries` and `keys`; `None` if every row sees every key.
     fn enter(&self, b: usize, queries: &[u32], keys: &[u32]) -> Option<Self::Block>;
 
-    /// The range of `keys` that a row of the block sees; logits inside it may be set to −∞.
+    /// Returns the range of `keys` that a row of the block sees; may set logits inside it to −∞.
     fn see(&self, block: &Self::Block, row: BlockRow, keys: &[u32], logits: &mut [T]) -> Range<usize>;
 }
 
-/// How the rows of a query in several blocks are joined.
+/// Rule for joining the rows of a query that is in several blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Join {
-    /// By log-sum-exp, with each other and with what the output holds.
+    /// By log-sum-exp, with each other and with the previous output.
     LogSumExp,
-    /// The outputs are averaged and replace what the output holds; the log-sum-exps are joined.
+    /// Outputs are averaged and replace the previous output; log-sum-exps are joined.
     Mean,
 }
 
-/// Runs a buckets over the rows `q` and joins it into `out` (`n_q × d_v`) and `lse`. Returns the number of pairs of a
-/// query and a key whose logit was computed.
+/// Runs all blocks over the rows `q` and joins the results into `out` (`n_q × d_v`) and `lse`. Returns the number of
+/// pairs of a query and a key whose logit was computed.
 #[allow(clippy::too_many_arguments)]
 pub fn attend_buckets<T: Real, M: BlockMask<T>>(
     block_mask: &M,
@@ -169,7 +169,7 @@ pub fn attend_buckets<T: Real, M: BlockMask<T>>(
     out.par_chunks_mut(MERGE_ROWS * d_v).zip(lse.par_chunks_mut(MERGE_ROWS)).enumerate().for_each(
         |(t, (out, lse))| {
             for ((i, out), lse) in (t * MERGE_ROWS..).zip(out.chunks_exact_mut(d_v)).zip(lse) {
-                // Rows of the buckets lie anywhere: those of later queries are prefetched.
+                // Rows in bucket order are scattered: those of later queries are prefetched.
                 if let Some(&later) = places.get(starts[i] + ROWS_AHEAD) {
                     prefetch(&rows[later as usize * d_v..(later as usize + 1) * d_v]);
                 }
@@ -188,7 +188,7 @@ pub fn attend_buckets<T: Real, M: BlockMask<T>>(
     visited
 }
 
-/// The keys that a block meets, gathered with their values.
+/// The keys of a block, gathered with their values.
 struct Gathered<'a, T> {
     keys: Vec<u32>,
     k: Buf<'a, T>,
@@ -196,7 +196,7 @@ struct Gathered<'a, T> {
 }
 
 impl<'a, T: Real> Gathered<'a, T> {
-    /// Gathers `keys`; those at the front that `before` ends with are copied from there, which is near.
+    /// Gathers `keys`. A beginning that is also the end of `before` is copied from there, which is close in memory.
     fn new(
         keys: Vec<u32>,
         before: Option<&Self>,
@@ -219,14 +219,14 @@ impl<'a, T: Real> Gathered<'a, T> {
     }
 }
 
-/// How many keys `before` ends and `keys` begins with.
+/// Returns how many keys are both the end of `before` and the beginning of `keys`.
 fn overlap(before: &[u32], keys: &[u32]) -> usize {
     let start = before.iter().position(|j| keys.first() == Some(j)).unwrap_or(before.len());
     let shared = &before[start..];
     if keys.starts_with(shared) { shared.len() } else { 0 }
 }
 
-/// The average of the outputs that saw a key, and the joined log-sum-exp.
+/// Computes the average of the outputs that saw a key, and the joined log-sum-exp.
 fn mean_into<'a, T: Real>(parts: impl Iterator<Item = (&'a [T], T)>, out: &mut [T], lse: &mut T) {
     out.fill(T::ZERO);
     *lse = T::NEG_INFINITY;

@@ -1,4 +1,4 @@
-//! Keys and values of one key head as decoding caches them: rows one after another, in memory that grows by large pages.
+//! Decoding cache of one key head: keys and values row after row, in memory that grows by large pages.
 
 use crate::{MatRef, Real};
 use attlas_num::kernels::pages;
@@ -13,7 +13,7 @@ pub struct CachedRows<T> {
 }
 
 impl<T: Real> CachedRows<T> {
-    /// With no token yet.
+    /// Makes an empty cache.
     pub fn new(d: usize, d_v: usize) -> Self {
         Self { k: Vec::new(), v: Vec::new(), d, d_v }
     }

@@ -1,9 +1,9 @@
-//! Causal attention from a method that knows no mask.
+//! Causal attention from a method without a mask.
 //!
-//! Recursive halving (HyperAttention's device, han2024): rows and keys are cut in the middle; both halves are
-//! causal problems of their own, and every row of the second half sees every key of the first, a part without
-//! a mask. The second half's two results merge by log-sum-exp. Below a base size the exact kernel runs. A part
-//! only ever holds keys that all of its rows see, so nothing that a method does with them can leak.
+//! Recursive halving, as in HyperAttention (han2024): rows and keys are cut in the middle; both halves are causal
+//! problems of their own, and every row of the second half sees every key of the first, a part without a mask. The
+//! second half's two results merge by log-sum-exp. Below a base size the exact kernel runs. A part holds only keys that
+//! all of its rows see, so a method cannot leak any of them.
 //!
 //! Halves are `⌊n/2⌋` and the rest: nothing is padded. With more keys than rows, the keys before the first
 //! row's position are one more part without a mask; with more rows than keys, the first rows see nothing.
@@ -18,31 +18,31 @@ use attlas_num::rng::StreamKey;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Rows that one task takes, where rows are all that is split.
+/// Rows of one task, where only rows are split.
 const TASK_ROWS: usize = 96;
 
 /// A part of a causal problem in which every row sees every key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rectangle {
-    /// Its rows of the group's queries.
+    /// Its rows among the group's queries.
     pub rows: Range<usize>,
-    /// Its keys of the group's; no two parts have the same ones, so they name a part's random streams.
+    /// Its keys among the group's; no two parts share keys, so the keys identify a part's random streams.
     pub keys: Range<usize>,
 }
 
 impl Rectangle {
-    /// The whole of a group without a mask.
+    /// Returns the whole of a group without a mask.
     pub fn whole<T: Real>(group: &Group<'_, T>) -> Self {
         Self { rows: 0..group.n_q(), keys: 0..group.n_k() }
     }
 
-    /// The random stream of this part.
+    /// Returns the random stream of this part.
     pub fn stream(&self, key: StreamKey) -> StreamKey {
         key.with(self.keys.start as u64).with(self.keys.end as u64)
     }
 }
 
-/// The operands of a part, and the results of its rows so far, which its own are merged with.
+/// Operands of a part, and the results of its rows so far, with which its own are merged.
 #[derive(Debug)]
 pub struct CausalPart<'a, T> {
     /// Queries of the part.
@@ -53,7 +53,7 @@ pub struct CausalPart<'a, T> {
     pub v: MatRef<'a, T>,
     /// Factor of the dot products.
     pub scale: T,
-    /// Which group it is a part of.
+    /// Sequence and key head of its group.
     pub index: GroupIndex,
     /// Scratch and schedule.
     pub cx: Context<'a>,
@@ -61,7 +61,7 @@ pub struct CausalPart<'a, T> {
 }
 
 impl<'a, T: Real> CausalPart<'a, T> {
-    /// Runs the part as a group without a mask, in memory of its own, and merges its results by log-sum-exp.
+    /// Runs the part as a group without a mask, in its own memory, and merges its results by log-sum-exp.
     pub fn run(self, work: impl FnOnce(Group<'_, T>) -> Result<RunInfo>) -> Result<RunInfo> {
         let Self { q, k, v, scale, index, cx, found } = self;
         let (n, d_v) = (q.n_q(), v.cols());
@@ -79,17 +79,17 @@ impl<'a, T: Real> CausalPart<'a, T> {
         Ok(info)
     }
 
-    /// Where the rows stand, those of head 0 first.
+    /// Returns the slots of the rows, those of head 0 first.
     pub fn into_places(self) -> impl Iterator<Item = RowSlot<'a, T>> {
         let d_v = self.v.cols();
         self.found.out.into_iter().zip(self.found.lse).flat_map(move |(out, lse)| places(out, lse, d_v))
     }
 }
 
-/// Runs a causal group, giving every part without a mask to `unmasked`, which joins its results to those found before.
+/// Runs a causal group and passes every part without a mask to `unmasked`, which joins its results to the earlier ones.
 ///
-/// Square parts of at most `n_min` rows are exact. Parts run after the halves they join, so those in flight never share
-/// a row. The order of merging is fixed; bits do not depend on threads if those of `unmasked` do not.
+/// Square parts of at most `n_min` rows are exact. Parts run after the halves they join, so concurrent parts never
+/// share a row. The order of merging is fixed; bits do not depend on threads if those of `unmasked` do not.
 pub fn causalize<T, F>(group: &mut Group<'_, T>, n_min: usize, unmasked: &F) -> Result<RunInfo>
 where
     T: Real,
@@ -120,12 +120,12 @@ where
     Ok(RunInfo { empty_rows: info.empty_rows + empty_rows, ..info })
 }
 
-/// Most parts without a mask that can be in flight at one time.
+/// Returns the largest number of parts without a mask that can run at one time.
 pub fn causal_parts(p: &Problem, n_min: usize) -> usize {
     2 * p.n_q.div_ceil(n_min.max(1)) + 1
 }
 
-/// The parts without a mask of a causal problem, in the order in which [`causalize`] cuts it.
+/// Returns the parts without a mask of a causal problem, in the order in which [`causalize`] cuts it.
 pub fn causal_rectangles(n_q: usize, n_k: usize, n_min: usize) -> Vec<Rectangle> {
     fn square(rows: Range<usize>, offset: isize, n_min: usize, out: &mut Vec<Rectangle>) {
         if rows.len() <= n_min {
@@ -146,7 +146,7 @@ pub fn causal_rectangles(n_q: usize, n_k: usize, n_min: usize) -> Vec<Rectangle>
     out
 }
 
-/// Pairs of a row and a key that are visited for each head when a part of `rows` rows and `keys` keys visits
+/// Counts the pairs of a row and a key that each head visits, if a part of `rows` rows and `keys` keys visits
 /// `unmasked(rows, keys)` of them.
 pub fn causal_pairs(n_q: usize, n_k: usize, n_min: usize, unmasked: &dyn Fn(usize, usize) -> u64) -> u64 {
     let rows = n_q.min(n_k);
@@ -154,7 +154,8 @@ pub fn causal_pairs(n_q: usize, n_k: usize, n_min: usize, unmasked: &dyn Fn(usiz
     prefix + square_pairs(rows, n_min.max(1), unmasked, &mut BTreeMap::new())
 }
 
-/// Halves differ by at most one, so each level has at most two sizes and the table stays small.
+/// Counts the pairs of a square. Halves differ by at most one, so each level has at most two sizes and the table stays
+/// small.
 fn square_pairs(
     n: usize,
     n_min: usize,
@@ -184,7 +185,7 @@ struct Halver<'a, T, F> {
     index: GroupIndex,
     cx: Context<'a>,
     n_min: usize,
-    /// Key that row 0 sees last.
+    /// Last key that row 0 sees.
     offset: isize,
     unmasked: &'a F,
 }
@@ -194,13 +195,13 @@ where
     T: Real,
     F: Fn(CausalPart<'_, T>, Rectangle) -> Result<RunInfo> + Sync,
 {
-    /// The keys at the positions of `rows`.
+    /// Returns the keys at the positions of `rows`.
     fn keys(&self, rows: &Range<usize>) -> Range<usize> {
         let shift = |i: usize| (i as isize + self.offset).max(0) as usize;
         shift(rows.start)..shift(rows.end)
     }
 
-    /// Causal attention of `rows` over the keys at their positions.
+    /// Computes causal attention of `rows` over the keys at their positions.
     fn square(&self, rows: Range<usize>, mut results: Rows<'_, T>) -> Result<RunInfo> {
         let n = rows.len();
         if n <= self.n_min {
@@ -216,7 +217,7 @@ where
         Ok(a?.merge(b?).merge(self.part(second, keys, bottom)?))
     }
 
-    /// Exact causal attention of a small square.
+    /// Computes exact causal attention of a small square.
     fn base(&self, rows: Range<usize>, results: Rows<'_, T>) {
         let keys = self.keys(&rows);
         let (k, v) = (self.k.sub_rows(keys.clone()), self.v.sub_rows(keys));
@@ -230,7 +231,7 @@ where
         });
     }
 
-    /// Adds the part of `keys`, all of which all of `rows` see.
+    /// Adds the part of `rows` and `keys`, in which every row sees every key.
     fn part(&self, rows: Range<usize>, keys: Range<usize>, found: Rows<'_, T>) -> Result<RunInfo> {
         let part_rows = CausalPart {
             q: self.q.rows(rows.clone()),
@@ -242,12 +243,12 @@ where
             found,
         };
         let info = (self.unmasked)(part_rows, Rectangle { rows, keys })?;
-        // A row that finds nothing here has found something in its own half.
+        // A row without keys here has keys in its own half.
         Ok(RunInfo { empty_rows: 0, ..info })
     }
 }
 
-/// The places for the results of some consecutive rows, for every head.
+/// Slots for the results of consecutive rows, for every head.
 #[derive(Debug)]
 struct Rows<'a, T> {
     out: Vec<&'a mut [T]>,
@@ -308,7 +309,7 @@ mod tests {
     use crate::{Schedule, TensorRef, Workspace};
     use std::sync::Mutex;
 
-    /// Output, log-sum-exp and the parts that were asked for, in order of their keys.
+    /// Returns output, log-sum-exp and the parts passed to `unmasked`, in order of their keys.
     fn run(case: &Case, n_min: usize, threads: usize) -> (Vec<f64>, Vec<f64>, Vec<Rectangle>, RunInfo) {
         let p = case.problem;
         let ws = Workspace::new(Schedule { threads, ..Schedule::default() }).unwrap();

@@ -1,4 +1,4 @@
-//! Blocks of rows over a near field, keys chosen once for the block, and means of the others.
+//! Attention of blocks of rows to a near field, to keys chosen once per block, and to means of the other keys.
 
 use super::far_field::{Gathered, RunMeans};
 use super::token_blocks::par_token_blocks;
@@ -10,18 +10,18 @@ use attlas_num::par::*;
 use attlas_num::scratch::Buf;
 use std::ops::Range;
 
-/// Which rows share a choice, and which keys they see exactly without one.
+/// Rows that share a choice of keys, and keys that they see exactly in any case.
 #[derive(Clone, Copy, Debug)]
 pub struct NearField {
     /// Rows that share a choice.
     pub block: usize,
     /// Keys at the start that every row sees.
     pub sinks: usize,
-    /// Keys before the first row of a block (without a mask also behind the last) that its rows see.
+    /// Keys before the first row of a block (without a mask also after the last) that its rows see.
     pub window: usize,
 }
 
-/// Where a block of rows stands among the keys.
+/// Position of a block of rows among the keys.
 #[derive(Clone, Debug)]
 pub struct QueryBlock {
     /// First row of the block.
@@ -32,15 +32,15 @@ pub struct QueryBlock {
     pub rows: usize,
     /// Keys at the start that are exact.
     pub sinks: usize,
-    /// Keys that are exact because they are near.
+    /// Keys that are exact because they are near the block.
     pub near: Range<usize>,
-    /// Keys that some row of the block sees end here.
+    /// End of the keys that some row of the block sees.
     pub end: usize,
     mask: Mask,
 }
 
 impl NearField {
-    /// The place of the block that begins at row `first`, among `n_q` rows and `n_k` keys.
+    /// Returns the position of the block that begins at row `first`, among `n_q` rows and `n_k` keys.
     pub fn query_block(&self, mask: Mask, first: usize, n_q: usize, n_k: usize) -> QueryBlock {
         let rows = self.block.min(n_q - first);
         let position = first as isize + n_k as isize - n_q as isize;
@@ -54,7 +54,7 @@ impl NearField {
         QueryBlock { first, position, rows, sinks: self.sinks.min(near.start), near, end, mask }
     }
 
-    /// Most far keys that a block has.
+    /// Returns the largest number of far keys of a block.
     pub fn most_far(&self, mask: Mask, n_q: usize, n_k: usize) -> usize {
         let far = |first| self.query_block(mask, first, n_q, n_k).far_len();
         match mask {
@@ -64,24 +64,24 @@ impl NearField {
         }
     }
 
-    /// Most keys that are near a block.
+    /// Returns the largest number of keys near a block.
     pub fn most_near(&self) -> usize {
         self.sinks.saturating_add(self.window.saturating_mul(2)).saturating_add(self.block)
     }
 }
 
 impl QueryBlock {
-    /// The keys that are neither sinks nor near, before and behind.
+    /// Returns the keys that are neither sinks nor near, before and after the near ones.
     pub fn far(&self) -> [Range<usize>; 2] {
         [self.sinks..self.near.start, self.near.end..self.end]
     }
 
-    /// Far keys.
+    /// Returns the number of far keys.
     pub fn far_len(&self) -> usize {
         self.far().iter().map(Range::len).sum()
     }
 
-    /// Keys that row `r` sees.
+    /// Returns the number of keys that row `r` sees.
     pub fn sees(&self, r: usize) -> usize {
         match self.mask {
             Mask::None => self.end,
@@ -89,8 +89,8 @@ impl QueryBlock {
         }
     }
 
-    /// `count` scout rows: with a causal mask the first row and others spread over the block before, none of them later
-    /// than the first row; without one, rows spread over the block.
+    /// Returns `count` scout rows. With a causal mask these are the first row and others spread over the block before,
+    /// so none is later than the first row; without a mask they are spread over the block.
     pub fn scouts(&self, count: usize, block: usize) -> Vec<usize> {
         let mut rows: Vec<usize> = match self.mask {
             Mask::None => (0..count).map(|s| self.first + self.rows * s / count).collect(),
@@ -106,17 +106,17 @@ impl QueryBlock {
     }
 }
 
-/// Elements of a cache line: rows of scores begin on different ones.
+/// Elements of a cache line; rows of scores begin on different lines.
 const LINE: usize = 16;
-/// Keys that are scored at a time: the scores of all scouts stay in the second-level cache.
+/// Keys scored at a time, such that the scores of all scouts stay in the second-level cache.
 const CHUNK: usize = 2048;
 
-/// Elements between the rows of a chunk, among `n` keys.
+/// Returns the elements between the rows of a chunk, among `n` keys.
 fn chunk_stride(n: usize) -> usize {
     n.min(CHUNK).next_multiple_of(LINE) + LINE
 }
 
-/// The keys of a group as the right operand of products: packed once, and not again for every block that scores them.
+/// The keys of a group as the right operand of products, packed once for all blocks that score them.
 #[derive(Debug)]
 pub struct PackedKeys<'p, T> {
     data: Buf<'p, T>,
@@ -134,7 +134,7 @@ impl<'p, T: Real> PackedKeys<'p, T> {
         Self { data, d }
     }
 
-    /// Chunk `c` and those behind it.
+    /// Returns chunk `c` and the following ones.
     fn chunk_onwards(&self, c: usize) -> &[T] {
         &self.data[c * CHUNK * self.d..]
     }
@@ -147,7 +147,7 @@ pub struct Scored<'a, T> {
     pub q: Queries<'a, T>,
     /// Keys of the group.
     pub k: MatRef<'a, T>,
-    /// The keys packed, for those that score them many times.
+    /// The packed keys, if they are scored many times.
     pub packed: Option<&'a PackedKeys<'a, T>>,
     /// Factor on the inner products.
     pub scale: T,
@@ -156,9 +156,9 @@ pub struct Scored<'a, T> {
 }
 
 impl<T: Real> Scored<'_, T> {
-    /// The exact weights of some rows of all heads over all keys they see: calls `visit(row, first, weights, share)` for stretches
-    /// of keys from `first` on, where weights times share of all stretches of a row sum to one. Returns how many scores were
-    /// computed.
+    /// Computes the exact weights of some rows of all heads over all keys they see. Calls `visit(row, first, weights,
+    /// share)` for stretches of keys from `first` on; weights times share sum to one over all stretches of a row.
+    /// Returns the number of scores computed.
     pub fn weights(
         &self,
         query_block: &QueryBlock,
@@ -176,7 +176,7 @@ impl<T: Real> Scored<'_, T> {
         }
         let chunks = end.div_ceil(CHUNK);
         let mut logits = cx.scratch.take::<T>(chunks * count * stride);
-        // Of each chunk and row: the largest logit, and the sum of weights measured from it.
+        // For each chunk and row: the largest logit, and the sum of weights relative to it.
         let mut tops = cx.scratch.take::<T>(chunks * count);
         let mut sums = cx.scratch.take::<T>(chunks * count);
         let left = Op::N(MatRef::new(&queries, count, d));
@@ -221,8 +221,8 @@ impl<T: Real> Scored<'_, T> {
     }
 }
 
-/// Attends block by block to sinks, near keys, the keys that `choose` names in increasing order, and the means of the
-/// other far keys where there are any. `choose` also returns how many scores it computed.
+/// Attends block by block to sinks, near keys, the keys that `choose` returns in increasing order, and the means of the
+/// other far keys, if any. `choose` also returns the number of scores it computed.
 pub fn attend_chosen_blocks<T: Real>(
     g: &mut Group<'_, T>,
     field: NearField,
@@ -244,7 +244,7 @@ pub fn attend_chosen_blocks<T: Real>(
         }
         let shared = all.len();
         all.append(k, v, query_block.near.clone());
-        // The near keys stand behind those that every row sees.
+        // The near keys follow those that every row sees.
         let upper = shared as isize + query_block.position - query_block.near.start as isize;
         let band = if mask == Mask::Causal { Band::causal(upper) } else { Band::ALL };
         let mut visited = scored;

@@ -1,4 +1,4 @@
-//! Columns drawn by weight, and rows whose normaliser comes from elsewhere.
+//! Columns sampled by weight, and rows divided by a separate normaliser.
 
 use crate::Real;
 use attlas_num::MatRef;
@@ -6,20 +6,20 @@ use attlas_num::hash::kde::log_sum_exp;
 use attlas_num::hash::sample::AliasTable;
 use attlas_num::rng::StreamKey;
 
-/// Keys drawn independently with probabilities $p_l$, with what makes sums over them unbiased.
+/// Keys drawn independently with probabilities $p_l$, with the terms that make sums over them unbiased.
 #[derive(Debug)]
 pub struct Columns {
     /// The keys, in the order of drawing.
     pub index: Vec<usize>,
-    /// $-\ln(m\, p_l)$ of each, to be added to its logit.
+    /// $-\ln(m\, p_l)$ of each key, which is added to its logit.
     pub bias: Vec<f64>,
     /// $\ln \sum_t 1/(m\, p_{l_t})$.
     pub log_total: f64,
 }
 
 impl Columns {
-    /// Draws `m` of the keys in proportion to `weights`; uniformly where these are no distribution, such as
-    /// all zero or holding an infinity.
+    /// Draws `m` of the keys in proportion to `weights`; uniformly if these are no distribution, for example all zero
+    /// or with an infinity.
     pub fn draw(weights: &[f64], m: usize, key: StreamKey) -> Self {
         let n = weights.len();
         let m = if n == 0 { 0 } else { m };
@@ -39,18 +39,18 @@ impl Columns {
     }
 }
 
-/// Squared norms of rows relative to the largest entry, so that they cannot overflow; NaN where all are zero.
+/// Returns the squared norms of rows relative to the largest entry, which cannot overflow; NaN if all entries are zero.
 pub fn relative_squares<T: Real>(x: MatRef<'_, T>) -> Vec<f64> {
     let largest = x.iter_rows().flatten().fold(0.0, |a: f64, v| a.max(v.to_f64().abs()));
     let square = |row: &[T]| row.iter().map(|v| (v.to_f64() / largest).powi(2)).sum::<f64>();
     x.iter_rows().map(square).collect()
 }
 
-/// Turns a softmax over weighted columns into the unbiased numerator over an own normaliser: `out` and `lse`
-/// come from the kernel with the columns' biases, `log_z` is the normaliser. Returns the log-sum-exp of the row.
+/// Divides a softmax over weighted columns, an unbiased numerator, by a separate normaliser: `out` and `lse` come from
+/// the kernel with the columns' biases, `log_z` is the normaliser. Returns the log-sum-exp of the row.
 ///
-/// The largest logit among the columns is at least `lse - log_total`, and the true normaliser at least its
-/// exponential: an estimate below that is raised to it, without which one large column could overflow.
+/// The largest logit among the columns is at least `lse - log_total`, and the true normaliser at least its exponential:
+/// a smaller estimate is raised to it, since otherwise one large column could overflow.
 pub fn divide_by<T: Real>(out: &mut [T], lse: T, log_z: T, log_total: T) -> T {
     let seen = lse - log_total;
     let log_z = if log_z < seen { seen } else { log_z };

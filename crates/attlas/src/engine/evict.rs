@@ -1,4 +1,5 @@
-//! A cache of bounded size: keys gather scores from the rows that attend to them, and those with the lowest are forgotten.
+//! A cache of bounded size: keys accumulate scores from the rows that attend to them, and the lowest-scored are
+//! evicted.
 
 use crate::group::{Group, GroupStream};
 use crate::method::RunInfo;
@@ -8,23 +9,24 @@ use attlas_num::cluster::select_top;
 use attlas_num::kernels::{Attend, Band, Op, Precision, axpy, exp_sum, gemm, max};
 use attlas_num::par::*;
 
-/// Which keys are kept.
+/// Rule that selects the keys to keep.
 #[derive(Clone, Copy, Debug)]
 pub struct Eviction {
-    /// Keys with the highest scores that are kept.
+    /// Number of keys kept for their high scores.
     pub keys: usize,
-    /// Last keys that are kept whatever their scores.
+    /// Number of last keys kept whatever their scores.
     pub recent: usize,
     /// Rows between two evictions.
     pub interval: usize,
-    /// Rows before an eviction that are counted; all rows ever where absent.
+    /// Rows before an eviction whose weights are counted; all rows so far if `None`.
     pub observed: Option<usize>,
-    /// Width of the max pooling: a key is judged by the best score among this number of neighbours, itself in the middle.
+    /// Width of the max pooling: a key counts with the best score among this number of neighbours, itself in the
+    /// middle.
     pub pool: usize,
 }
 
 impl Eviction {
-    /// Most keys held by a stream that was given no prompt.
+    /// Returns the largest number of keys in a stream without a prompt.
     pub fn most(&self) -> usize {
         self.keys.saturating_add(self.recent).saturating_add(self.interval)
     }
@@ -40,7 +42,7 @@ impl Eviction {
             out[..unseen * d_v].fill(T::ZERO);
             lse[..unseen].fill(T::NEG_INFINITY);
         }
-        // Before the first row stands the prompt, whose queries are unknown.
+        // The keys before the first row are the prompt, whose queries are unknown.
         let prompt = n_k.saturating_sub(n_q);
         kept.push(g.k.sub_rows(0..prompt), g.v.sub_rows(0..prompt));
         for first in (unseen..n_q).step_by(self.interval) {
@@ -72,19 +74,19 @@ impl Eviction {
         Ok(info)
     }
 
-    /// The rows that are counted, of `rows` ones that follow `done` others since the last eviction.
+    /// Returns which of `rows` rows are counted, after `done` others since the last eviction.
     fn counted(&self, done: usize, rows: usize) -> std::ops::Range<usize> {
         let first = self.observed.map_or(0, |observed| self.interval.saturating_sub(observed));
         first.saturating_sub(done).min(rows)..rows
     }
 
-    /// A stream that forgets.
+    /// Makes a stream with eviction.
     pub fn stream<T: Real>(&self, p: &Problem) -> Box<dyn GroupStream<T>> {
         Box::new(EvictingStream { kept: EvictingCache::new(*self, p.d, p.d_v), done: 0 })
     }
 }
 
-/// The keys and values that are kept, in the order of their tokens, and their scores.
+/// The kept keys and values, in the order of their tokens, and their scores.
 #[derive(Debug)]
 struct EvictingCache<T> {
     rule: Eviction,
@@ -108,7 +110,7 @@ impl<T: Real> EvictingCache<T> {
         (self.k.len() + self.v.len() + self.scores.len()) * size_of::<T>()
     }
 
-    /// Bytes of a full cache just before an eviction.
+    /// Returns the bytes of a full cache just before an eviction.
     fn most_bytes(&self) -> usize {
         self.rule.most().saturating_mul((self.d + self.d_v + 1) * size_of::<T>())
     }
@@ -150,7 +152,7 @@ impl<T: Real> EvictingCache<T> {
         job.run(cx.scratch, out, lse);
     }
 
-    /// The sum over rows of the weights that each key gets.
+    /// Sums the weights of each key over the rows.
     fn weights(&self, q: MatRef<'_, T>, scale: T, band: Band, cx: Context<'_>) -> Vec<T> {
         let n = self.len();
         let mut total = vec![T::ZERO; n];
@@ -172,7 +174,7 @@ impl<T: Real> EvictingCache<T> {
         self.scores.iter_mut().zip(weights).for_each(|(s, &w)| *s += w);
     }
 
-    /// Forgets the keys with the lowest scores.
+    /// Evicts the keys with the lowest scores.
     fn evict(&mut self) {
         let Eviction { keys, recent, observed, pool, .. } = self.rule;
         let old = self.len().saturating_sub(recent);

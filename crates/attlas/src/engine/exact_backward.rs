@@ -1,4 +1,4 @@
-//! The gradient of exact attention for one group, over threads.
+//! The gradient of exact attention for one group, in parallel.
 
 use crate::gradient::GroupBackward;
 use attlas_num::Real;
@@ -6,13 +6,13 @@ use attlas_num::kernels::AttendBackward;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Parts that a call is cut into, at most, over all of its groups. Every part sums gradients of keys and values of its own,
-/// added in order at the end: a fixed number, so that threads cannot change a bit and memory stays proportional to the
-/// number of tokens.
+/// Maximum number of parts of a call, over all of its groups. Every part sums its own gradients of keys and values,
+/// which are added in order at the end. The number is fixed, so threads cannot change a bit and memory stays
+/// proportional to the number of tokens.
 const PARTS: usize = 16;
-/// Rows of a part, at least.
+/// Minimum rows of a part.
 const ROWS: usize = 96;
-/// Keys whose sums over the parts one task makes.
+/// Keys of one task when the sums of the parts are added.
 const KEYS: usize = 256;
 
 /// Some rows of one head.
@@ -22,7 +22,8 @@ struct Rows {
     rows: Range<usize>,
 }
 
-/// Consecutive units of work, and the gradients of their queries and of the first `keys` keys, which are all that they see.
+/// Consecutive units of work, with the gradients of their queries and of the first `keys` keys, which are all that they
+/// see.
 struct Part<'a, T> {
     units: &'a [Rows],
     keys: usize,
@@ -80,7 +81,7 @@ pub fn exact_backward<T: Real>(g: GroupBackward<'_, T>) {
         (dq, sums) = (tail, rest);
         work.push(Part { units, keys, dq: head, dk, dv });
     }
-    // Under a causal mask the last parts are the long ones.
+    // Under a causal mask the last parts take longest.
     work.par_iter_mut().rev().with_max_len(1).for_each(run);
     let keys = g.dk.par_chunks_mut(KEYS * d).zip(g.dv.par_chunks_mut(KEYS * d_v)).enumerate();
     keys.for_each(|(chunk, (dk, dv))| {

@@ -10,15 +10,15 @@ use attlas_num::{MatRef, Real};
 crate::choices! {
     /// Precision of the operands of both products.
     pub enum Operands {
-        /// As given.
+        /// As given by the caller.
         Full = "full",
-        /// Rounded to bfloat16; single-precision inputs only, double precision ignores it.
+        /// Rounded to bfloat16; single-precision inputs only, ignored in double precision.
         Bf16 = "bf16",
     }
 }
 
 impl Operands {
-    /// The kernel precision.
+    /// Returns the kernel precision.
     pub fn precision(self) -> Precision {
         match self {
             Operands::Full => Precision::Full,
@@ -27,34 +27,35 @@ impl Operands {
     }
 }
 
-/// Most query rows that one task takes when the schedule does not say: what the kernel takes through the keys at a time.
+/// Maximum query rows of one task when the schedule does not say: the rows that the kernel processes per pass over the
+/// keys.
 const BLOCK_ROWS: usize = 576;
 /// Rows that fill a register on every instruction set.
 const LANES: usize = 16;
 
-/// Keys of one piece when a single query per head is split over keys. Fixed, so that the number of threads
-/// cannot change a bit, and few, so that key heads that are no multiple of the threads keep all of them busy.
+/// Keys of one piece when a single query per head is split over keys. The number is fixed, so threads cannot change a
+/// bit, and small, so all threads stay busy even if the key heads are no multiple of them.
 const KEYS_PER_PIECE: usize = 512;
 
-/// Keys up to which the calling thread may attend alone.
+/// Maximum number of keys for which the calling thread may attend alone.
 const KEYS_ON_CALLER: usize = 4096;
 
-/// Elements of keys and values that one thread reads while another is woken and answers.
+/// Elements of keys and values that one thread reads in the time it takes to wake another and get its result.
 const ELEMENTS_ON_CALLER: usize = 1 << 19;
 
-/// Exact attention of a group, in parallel over query blocks, or over keys when each head has one query.
+/// Computes exact attention of a group, in parallel over query blocks, or over keys if each head has one query.
 ///
 /// Methods call this when their budget covers every key, which makes them bit-identical to `exact`.
 pub fn exact_group<T: Real>(group: &mut Group<'_, T>) -> Result<RunInfo> {
     exact_group_with(group, Precision::Full)
 }
 
-/// The same in a given precision.
+/// Computes exact attention of a group in a given precision.
 pub fn exact_group_with<T: Real>(g: &mut Group<'_, T>, precision: Precision) -> Result<RunInfo> {
     exact_group_capped(g, precision, None)
 }
 
-/// The same with logits capped at a number.
+/// Computes exact attention of a group in a given precision, with an optional cap on logits.
 pub fn exact_group_capped<T: Real>(
     g: &mut Group<'_, T>,
     precision: Precision,
@@ -79,7 +80,7 @@ pub fn exact_group_capped<T: Real>(
     Ok(RunInfo { keys_visited: visited, empty_rows: empty as u64, ..RunInfo::default() })
 }
 
-/// Exact attention of given rows over given keys on the calling thread, with an optional logit bias per key.
+/// Computes exact attention of given rows over given keys on the calling thread, with an optional logit bias per key.
 #[allow(clippy::too_many_arguments)]
 pub fn exact_rows<T: Real>(
     q: MatRef<'_, T>,
@@ -95,7 +96,7 @@ pub fn exact_rows<T: Real>(
     attend(q, k, v, bias, scale, band, Precision::Full, cx).run(cx.scratch, out, lse);
 }
 
-/// The same without a bias in a given precision, with logits capped at a number where there is one.
+/// Computes exact attention of given rows without a bias, in a given precision and with an optional cap on logits.
 #[allow(clippy::too_many_arguments)]
 pub fn exact_rows_with<T: Real>(
     q: MatRef<'_, T>,
@@ -111,8 +112,8 @@ pub fn exact_rows_with<T: Real>(
     capped(attend(q, k, v, None, scale, band, precision, cx), softcap).run(cx.scratch, out, lse);
 }
 
-/// Exact attention of a few rows over many keys without a mask: pieces of keys in parallel, of fixed length, so
-/// that the number of threads cannot change a bit.
+/// Computes exact attention of a few rows over many keys without a mask: pieces of keys in parallel, of fixed length,
+/// so the number of threads cannot change a bit.
 pub fn exact_few_rows<T: Real>(
     q: MatRef<'_, T>,
     k: MatRef<'_, T>,
@@ -125,8 +126,8 @@ pub fn exact_few_rows<T: Real>(
     exact_split_keys(q, k, v, scale, (Precision::Full, None), cx, out, lse);
 }
 
-/// Whether exact attention ends sooner on the thread that calls: with one thread always, and for one token as long as its
-/// keys and values take less time than waking another thread saves.
+/// Returns true if exact attention ends sooner on the calling thread: always with one thread, and for one token if
+/// reading its keys and values takes less time than waking another thread saves.
 pub fn exact_on_caller(p: &crate::Problem, threads: usize) -> bool {
     let elements = (p.batch * p.n_kv_heads * p.n_k).saturating_mul(p.d + p.d_v);
     threads == 1 || p.n_q == 1 && p.n_k <= KEYS_ON_CALLER && elements <= ELEMENTS_ON_CALLER
@@ -146,8 +147,8 @@ fn merge_parts<T: Real>(part_out: &[T], part_lse: &[T], out: &mut [T], lse: &mut
 
 fn rows_per_task(n_q: usize, heads: usize, cx: Context<'_>) -> usize {
     match cx.schedule.tile_q {
-        // At least eight tasks for every thread, so that uneven (causal) rows balance, but never tiny ones; of the sizes
-        // near that, the one with which all threads finish together.
+        // At least eight tasks per thread, to balance uneven (causal) rows, but never tiny ones; of the sizes near
+        // that, the one with which all threads finish together.
         0 => {
             let (rows, threads) = (n_q * heads * cx.groups, cx.schedule.threads.max(1));
             let tasks = threads * rows.div_ceil(threads * BLOCK_ROWS).max(8);
@@ -190,7 +191,7 @@ fn capped<T: Real>(job: Attend<'_, T>, softcap: Option<f64>) -> Attend<'_, T> {
     Attend { softcap: softcap.map(T::from_f64), ..job }
 }
 
-/// One query row per head over all keys: pieces of keys in parallel, merged in order by log-sum-exp. Every
+/// Attends with one query row per head to all keys: pieces of keys in parallel, merged in order by log-sum-exp. Every
 /// key and value row is read once for all heads.
 #[allow(clippy::too_many_arguments)]
 fn exact_split_keys<T: Real>(

@@ -19,7 +19,7 @@ const SINKS: usize = 4;
 const WINDOW: usize = 64;
 
 impl Fallback {
-    /// Answers a row that sees the keys `0..visible`; returns its log-sum-exp, −∞ where there is nothing to see.
+    /// Computes a row that sees the keys `0..visible`; returns its log-sum-exp, −∞ if there is none.
     pub fn answer<T: Real>(
         self,
         q: &[T],

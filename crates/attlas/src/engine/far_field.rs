@@ -1,8 +1,8 @@
 //! The exact near field, chosen keys and a smooth far field of a block of rows, gathered side by side.
 //!
-//! [`Gathered`] holds keys, values and biases that one call of the exact kernel takes. [`RunMeans`] holds the sums of
-//! aligned runs of keys, of which [`RunMeans::append`] makes one pseudo key for each run: the mean of its keys that were
-//! not chosen, with the logarithm of their number as its bias.
+//! [`Gathered`] holds the keys, values and biases of one call of the exact kernel. [`RunMeans`] holds the sums of
+//! aligned runs of keys; [`RunMeans::append`] turns each run into one pseudo key: the mean of its keys that were not
+//! chosen, with the logarithm of their number as its bias.
 
 use crate::workspace::Context;
 use attlas_num::kernels::{Attend, Band, Precision, axpy, pages, sq_dist};
@@ -23,7 +23,7 @@ pub struct Gathered<'p, T> {
 }
 
 impl<'p, T: Real> Gathered<'p, T> {
-    /// Room for `capacity` keys.
+    /// Makes room for `capacity` keys.
     pub fn new(capacity: usize, d: usize, d_v: usize, cx: Context<'p>) -> Self {
         let (k, v) = (cx.scratch.take(capacity * d), cx.scratch.take(capacity * d_v));
         Self { k, v, bias: cx.scratch.take(capacity), len: 0, d, d_v }
@@ -34,7 +34,7 @@ impl<'p, T: Real> Gathered<'p, T> {
         self.len
     }
 
-    /// No key is held.
+    /// Returns true if no key is held.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -51,7 +51,7 @@ impl<'p, T: Real> Gathered<'p, T> {
         self.len = end;
     }
 
-    /// Appends a pseudo key that stands for `count` keys with these sums.
+    /// Appends a pseudo key that represents `count` keys with these sums.
     pub fn append_mean(&mut self, k: &[T], v: &[T], count: usize) {
         let share = T::ONE / T::from_usize(count);
         let (key, value) = (self.len * self.d, self.len * self.d_v);
@@ -113,9 +113,9 @@ impl<'p, T: Real> Gathered<'p, T> {
     }
 }
 
-/// Most parts that a run is split into.
+/// Maximum number of parts of a run.
 const PARTS_MAX: usize = 4;
-/// Runs that one task sums up at least.
+/// Minimum number of runs that one task sums up.
 const RUNS: usize = 16;
 /// Lloyd iterations that split a run.
 const ITERS: usize = 4;
@@ -136,7 +136,7 @@ pub struct RunMeans<T> {
 }
 
 impl<T: Real> RunMeans<T> {
-    /// No run yet, each of `len` keys and split into `parts`, at most four.
+    /// Makes an empty store of runs of `len` keys, each split into `parts`, at most four.
     pub fn new(len: usize, parts: usize, d: usize, d_v: usize) -> Self {
         let parts = parts.clamp(1, PARTS_MAX);
         Self { len, parts, d, d_v, labels: Vec::new(), counts: Vec::new(), k: Vec::new(), v: Vec::new() }
@@ -152,8 +152,8 @@ impl<T: Real> RunMeans<T> {
         (self.k.len() + self.v.len()) * size_of::<T>() + self.labels.len() + 4 * self.counts.len()
     }
 
-    /// Takes in the whole runs of `k` and `v` that are not yet held, on all threads. What a run holds depends on its own
-    /// keys alone.
+    /// Adds the whole runs of `k` and `v` that are not yet held, on all threads. The content of a run depends on its
+    /// own keys alone.
     pub fn extend(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>) {
         let (len, parts, d, d_v) = (self.len, self.parts, self.d, self.d_v);
         let (from, to) = (self.runs(), k.rows() / len);
@@ -193,13 +193,13 @@ impl<T: Real> RunMeans<T> {
         self.labels.extend(labels.into_iter().flatten());
     }
 
-    /// Most pseudo keys that `far` keys in up to two ranges give.
+    /// Returns the largest number of pseudo keys that `far` keys in up to two ranges give.
     pub fn most(&self, far: usize) -> usize {
         (far / self.len + 4) * self.parts
     }
 
     /// Appends the means of the keys in `far` other than `chosen`, which is in increasing order. A run that `far` cuts
-    /// gives one mean, so that no key outside `far` takes part.
+    /// gives one mean, to which no key outside `far` contributes.
     pub fn append(
         &self,
         k: MatRef<'_, T>,
@@ -250,7 +250,8 @@ impl<T: Real> RunMeans<T> {
     }
 }
 
-/// The part of each key of a run: k-means from the keys farthest from those before, first of all from the mean.
+/// Returns the part of each key of a run, by k-means: it starts from the key farthest from the mean, then each time
+/// from the key farthest from the previous ones.
 fn split<T: Real>(k: MatRef<'_, T>, parts: usize) -> Vec<u8> {
     let mut labels = vec![0u8; k.rows()];
     let mut centres: Vec<Vec<T>> = vec![mean_of(k, |_| true).unwrap_or_default()];
@@ -285,7 +286,7 @@ fn subtract<T: Real>(sum: &mut [T], x: &[T]) {
     sum.iter_mut().zip(x).for_each(|(s, &x)| *s -= x);
 }
 
-/// Mean of the rows that fulfil a condition, where there are any.
+/// Returns the mean of the rows that fulfil a condition, if there are any.
 fn mean_of<T: Real>(k: MatRef<'_, T>, condition: impl Fn(usize) -> bool) -> Option<Vec<T>> {
     let (mut sum, mut count) = (vec![T::ZERO; k.cols()], 0);
     for j in (0..k.rows()).filter(|&j| condition(j)) {
@@ -324,7 +325,7 @@ mod tests {
                     far.clone().filter(|j| j % 3 == 1 || (32..48).contains(j)).map(|j| j as u32).collect();
                 let mut all = Gathered::new(means.most(far.len()), d, d_v, ws.context());
                 means.append(k, v, far.clone(), &chosen, &mut all);
-                // Counts times means are the sums over what was left.
+                // Counts times means are the sums over the remaining keys.
                 let counts: Vec<f64> = all.bias[..all.len()].iter().map(|b| b.exp()).collect();
                 let total: f64 = counts.iter().sum();
                 assert!((total - (far.len() - chosen.len()) as f64).abs() < 1e-9);

@@ -1,7 +1,8 @@
-//! The Gaussian kernel $g(a, b) = e^{-\|a - b\|^2/2}$ as an operator: products with it, never the matrix whole.
+//! The Gaussian kernel $g(a, b) = e^{-\|a - b\|^2/2}$ as an operator: products with it, without the whole matrix.
 //!
-//! Evaluated as $\exp(\min(0, a^\top b - \|a\|^2/2 - \|b\|^2/2))$, so entries lie in $[0, 1]$ and nothing overflows. With
-//! $x = \sqrt\beta\, q$ and $y = \sqrt\beta\, k$ it is $e^{\beta q^\top k}$ up to a factor for each query and each key.
+//! It is evaluated as $\exp(\min(0, a^\top b - \|a\|^2/2 - \|b\|^2/2))$, so entries lie in $[0, 1]$ and nothing
+//! overflows. With $x = \sqrt\beta\, q$ and $y = \sqrt\beta\, k$ it is $e^{\beta q^\top k}$ up to a factor for each
+//! query and each key.
 
 use crate::workspace::Context;
 use crate::{Mat, MatRef, Real};
@@ -10,7 +11,7 @@ use attlas_num::linalg::{Iteration, PinvStart, iterative_pinv, matmul, psd_facto
 use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
 
-/// Points of one tile; fixed, so that the number of threads changes nothing.
+/// Points of one tile; fixed, so the number of threads changes nothing.
 const TILE: usize = 512;
 /// Tiles whose products are summed in the element type before the sums are added in `f64`.
 const TILES_PER_SUM: usize = 8;
@@ -32,7 +33,7 @@ impl<'a, T: Real> Points<'a, T> {
     }
 }
 
-/// $\|x\|^2/2$ of each row.
+/// Writes $\|x\|^2/2$ of each row.
 pub fn half_norms_into<T: Real>(x: MatRef<'_, T>, out: &mut [T]) {
     let half = T::from_f64(0.5);
     x.iter_rows().zip(out).for_each(|(x, h)| *h = half * dot(x, x));
@@ -58,7 +59,7 @@ pub fn points_into<T: Real>(
     });
 }
 
-/// $g(A, B)$, `a.rows × b.rows`.
+/// Writes $g(A, B)$, `a.rows × b.rows`.
 pub fn kernel_into<T: Real>(a: Points<'_, T>, b: Points<'_, T>, out: &mut [T], cx: Context<'_>) {
     let width = b.x.rows();
     gemm(cx.schedule.isa, T::ONE, Op::N(a.x), Op::T(b.x), T::ZERO, out, width, cx.scratch);
@@ -72,7 +73,7 @@ pub fn kernel_into<T: Real>(a: Points<'_, T>, b: Points<'_, T>, out: &mut [T], c
     }
 }
 
-/// $g(A, B) V$ on the calling thread, tile by tile over the points $B$; `v` has one row per point of $B$.
+/// Computes $g(A, B) V$ on the calling thread, tile by tile over the points $B$; `v` has one row per point of $B$.
 pub fn apply_rows<T: Real>(
     a: Points<'_, T>,
     b: Points<'_, T>,
@@ -92,7 +93,7 @@ pub fn apply_rows<T: Real>(
     }
 }
 
-/// $g(A, B) X$ for few points $A$ and many $B$, in parallel over $B$; `fill(j, row)` writes row `j` of $X$.
+/// Computes $g(A, B) X$ for few points $A$ and many $B$, in parallel over $B$; `fill(j, row)` writes row `j` of $X$.
 pub fn apply_long<T: Real>(
     a: Points<'_, T>,
     b: Points<'_, T>,
@@ -130,17 +131,17 @@ pub fn apply_long<T: Real>(
 }
 
 crate::choices! {
-    /// Where landmarks come from.
+    /// Origin of the landmarks.
     pub enum Source {
         /// Keys alone.
         Keys = "keys",
-        /// Half of them queries, half keys.
+        /// Half of them from queries, half from keys.
         Both = "both",
     }
 }
 
 crate::choices! {
-    /// How landmarks are drawn.
+    /// Sampling of the landmarks.
     pub enum Sampling {
         /// Uniformly with replacement, as in the paper.
         UniformWr = "uniform_wr",
@@ -152,9 +153,9 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// How the small system is solved.
+    /// Solver of the small system.
     pub enum SolverKind {
-        /// Cholesky, with as much jitter as a singular matrix needs.
+        /// Cholesky, with the jitter that a singular matrix needs.
         Cholesky = "cholesky",
         /// The iteration of Razavi et al. on the scaled matrix, a fixed number of steps.
         Razavi = "razavi",
@@ -162,7 +163,7 @@ crate::choices! {
 }
 
 impl SolverKind {
-    /// With the number of steps.
+    /// Adds the number of steps.
     pub fn with_steps(self, steps: usize) -> Solver {
         match self {
             SolverKind::Cholesky => Solver::Cholesky,
@@ -171,7 +172,7 @@ impl SolverKind {
     }
 }
 
-/// `m` of `n` indices drawn uniformly, in increasing order.
+/// Draws `m` of `n` indices uniformly and returns them in increasing order.
 pub fn uniform(n: usize, m: usize, replace: bool, stream: StreamKey) -> Vec<usize> {
     let mut rng = stream.rng();
     if !replace {
@@ -182,16 +183,16 @@ pub fn uniform(n: usize, m: usize, replace: bool, stream: StreamKey) -> Vec<usiz
     drawn
 }
 
-/// How $(M + \gamma I)^{-1}$ is applied.
+/// Method that applies $(M + \gamma I)^{-1}$.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Solver {
-    /// Cholesky, with as much jitter as a singular matrix needs.
+    /// Cholesky, with the jitter that a singular matrix needs.
     Cholesky,
     /// This many steps of the iteration of Razavi et al., on the matrix scaled to a spectrum in $(0, 1]$.
     Razavi(usize),
 }
 
-/// $(g(L, L) + \gamma I)^{-1} B$ and the steps of an iteration; `None` where numbers are not finite.
+/// Returns $(g(L, L) + \gamma I)^{-1} B$ and the steps of an iteration; `None` if numbers are not finite.
 pub fn solve<T: Real>(
     landmarks: Points<'_, T>,
     gamma: f64,

@@ -1,10 +1,10 @@
-//! Decoding with old keys sorted by a hash: the block of keys around the query's own rank, samples of the others.
+//! Decoding with old keys sorted by a hash: the block of keys around the query's own rank, and samples of the others.
 //!
-//! A token sees exactly the sinks, the last tokens, and the `block` old keys around the place that the Gray rank of its hash
-//! has among theirs; `samples` uniform draws stand for the old keys outside that block,
+//! A token sees exactly the sinks, the last tokens, and the `block` old keys around the place of its hash's Gray rank
+//! among theirs; `samples` uniform draws represent the old keys outside that block,
 //! $$\hat Z = \sum_{j \in \text{near}} e^{s_j} + \omega \sum_{j \in T \setminus c} e^{s_j},$$
-//! with $\omega$ as in prompts. Among keys of the query's own rank the latest are taken. Keys are kept, so that every later
-//! query can ask for others.
+//! with $\omega$ as in prompts. Among keys of the query's own rank, the latest are taken. All keys are kept, since
+//! later queries may need others.
 
 use super::{CachedRows, UniformSamples, exact_group, exact_rows};
 use crate::group::{Group, GroupIndex, GroupStream};
@@ -21,15 +21,15 @@ use std::ops::Range;
 pub struct HashedRule {
     /// Old keys around the query's rank.
     pub block: usize,
-    /// Draws that stand for the others; 0 leaves them out.
+    /// Draws that represent the others; 0 leaves them out.
     pub samples: usize,
-    /// Whether a key can be drawn more than once.
+    /// True if a key can be drawn more than once.
     pub replacement: bool,
     /// Last tokens that are seen exactly; the token itself always is.
     pub recent: usize,
     /// First tokens that are seen exactly.
     pub sinks: usize,
-    /// The stream that samples are drawn from.
+    /// Random stream of the samples.
     pub key: StreamKey,
 }
 
@@ -45,11 +45,11 @@ pub struct HashedStream<T> {
     edge: usize,
 }
 
-/// Keys that are put into their places one by one; more are sorted with all others.
+/// Maximum number of keys that are inserted one by one; more are sorted together with all others.
 const FEW: usize = 32;
 
 impl<T: Real> HashedStream<T> {
-    /// With no key yet. `hash` is that of prompts; without one, keys keep the order of tokens.
+    /// Makes an empty stream. `hash` is that of prompts; without one, keys keep the order of tokens.
     pub fn new(
         rule: HashedRule,
         hash: Option<&SignHash<f64>>,
@@ -70,7 +70,7 @@ impl<T: Real> HashedStream<T> {
         ranks
     }
 
-    /// Takes the keys before `edge` in.
+    /// Adds the keys before `edge` to the sorted ones.
     fn sort_to(&mut self, edge: usize) {
         let new = self.edge..edge;
         if new.is_empty() {
@@ -90,7 +90,7 @@ impl<T: Real> HashedStream<T> {
         self.edge = edge;
     }
 
-    /// Places of the keys around a rank, among the sorted ones.
+    /// Returns the places of the keys around a rank, among the sorted ones.
     fn around(&self, rank: u32) -> Range<usize> {
         let (n, block) = (self.sorted.len(), self.rule.block.min(self.sorted.len()));
         let low = self.sorted.partition_point(|p| p.0 < rank);
@@ -193,7 +193,7 @@ mod tests {
         Case::gaussian(Problem { d_v: 5, ..Problem::new(2, n, 8).with_kv_heads(1).causal() }, 3)
     }
 
-    /// Output and log-sum-exp of the last token of both heads.
+    /// Returns output and log-sum-exp of the last token of both heads.
     fn last(rule: HashedRule, case: &Case, pieces: &[usize]) -> (Vec<f64>, Vec<f64>) {
         let p = &case.problem;
         let index = GroupIndex { batch: 0, kv_head: 0 };
@@ -235,7 +235,7 @@ mod tests {
             let mut squares = [0.0; 2];
             for seed in 0..count {
                 let rule = HashedRule { replacement, ..rule(seed) };
-                // The hash is fixed; samples alone are drawn anew.
+                // The hash is fixed; only the samples are drawn anew.
                 let (_, lse) = last(rule, &case, &[120]);
                 for h in 0..2 {
                     let ratio = (lse[h] - exact.1[h]).exp();

@@ -1,5 +1,5 @@
-//! Pages of cached keys: each token scores them by a bound or a mean, attends to the keys of the best ones exactly, and to
-//! every run of the others at its mean.
+//! Pages of cached keys. Each token scores them by a bound or a mean, attends exactly to the keys of the best ones, and
+//! to every run of the others at its mean.
 
 use crate::engine::CachedRows;
 use crate::group::GroupStream;
@@ -10,7 +10,7 @@ use attlas_num::cluster::select_top;
 use attlas_num::kernels::{Attend, AttendChosen, Band, Precision, matvec, max, merge_lse};
 use attlas_num::par::*;
 
-/// How a page is scored.
+/// Score of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageScore {
     /// Upper bound of its logits from the least and greatest values of each coordinate.
@@ -19,24 +19,24 @@ pub enum PageScore {
     Mean,
 }
 
-/// Which pages are attended exactly.
+/// Rule that selects the pages to attend exactly.
 #[derive(Clone, Copy, Debug)]
 pub struct PageRule {
     /// How pages are scored.
     pub score: PageScore,
     /// Keys of a page.
     pub page: usize,
-    /// Keys of a run that is one pseudo key when none of its pages is taken; a multiple of the page.
+    /// Keys of a run, which becomes one pseudo key if none of its pages is taken; a multiple of the page.
     pub run: usize,
-    /// Keys of the pages that are taken, at most.
+    /// Maximum number of keys in the taken pages.
     pub keys: usize,
-    /// Share of the weight that sinks, window and taken pages are estimated to hold before no more are taken.
+    /// Estimated share of the weight of sinks, window and taken pages at which no more pages are taken.
     pub share: f64,
     /// Keys at the start and at the end that are always exact.
     pub sinks: usize,
     /// See `sinks`; the token itself always is.
     pub window: usize,
-    /// Whether keys that were not taken count as means.
+    /// True if keys that were not taken count as means.
     pub means: bool,
 }
 
@@ -53,11 +53,11 @@ pub struct KeyPages<T> {
     mean_v: Vec<T>,
 }
 
-/// Pages, runs or keys that one task takes; fixed, so that threads cannot change a bit.
+/// Pages, runs or keys of one task; fixed, so that threads cannot change a bit.
 const PIECE: usize = 1024;
 
 impl<T: Real> KeyPages<T> {
-    /// Nothing known yet.
+    /// Makes empty summaries.
     pub fn new(rule: PageRule, d: usize, d_v: usize) -> Self {
         Self { rule, d, d_v, scores: Vec::new(), mean_k: Vec::new(), mean_v: Vec::new() }
     }
@@ -71,7 +71,7 @@ impl<T: Real> KeyPages<T> {
         self.mean_k.len() / self.d
     }
 
-    /// Takes in the whole runs of `k` and `v` that are not yet known.
+    /// Summarises the whole runs of `k` and `v` that are not yet known.
     pub fn extend(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>) {
         let PageRule { page, run, score, .. } = self.rule;
         let share = |count: usize| T::ONE / T::from_usize(count);
@@ -85,7 +85,7 @@ impl<T: Real> KeyPages<T> {
                             let at = self.scores.len();
                             self.scores.extend_from_slice(keys.row(0));
                             for row in keys.iter_rows() {
-                                // A NaN stays, so that its page is never left out silently.
+                                // A NaN stays, so its page is never left out silently.
                                 self.scores[at..].iter_mut().zip(row).for_each(|(m, &x)| {
                                     *m = if x.is_nan() || m.is_nan() { T::NAN } else { pick(*m, x) };
                                 });
@@ -99,13 +99,13 @@ impl<T: Real> KeyPages<T> {
         }
     }
 
-    /// The end of the runs that are far from the last of `n` keys.
+    /// Returns the end of the runs that are far from the last of `n` keys.
     pub fn edge(&self, n: usize) -> usize {
         n.saturating_sub(self.rule.window.max(1)) / self.rule.run * self.rule.run
     }
 
     /// Attends with one query row per head to the first `n` keys, whose far runs are known, on all threads or on the
-    /// calling one alone; returns the scores computed.
+    /// calling one alone; returns the number of scores computed.
     #[allow(clippy::too_many_arguments)]
     pub fn attend(
         &self,
@@ -210,7 +210,8 @@ impl<T: Real> KeyPages<T> {
         (heads * (always + list.len() + edge / page + smooth)) as u64
     }
 
-    /// The best pages of the first `count`, in increasing order. `near` holds the log-sum-exps of what is always exact.
+    /// Returns the best of the first `count` pages in increasing order. `near` holds the log-sum-exps of the keys that
+    /// are always exact.
     fn choose(
         &self,
         q: MatRef<'_, T>,
@@ -246,7 +247,7 @@ impl<T: Real> KeyPages<T> {
                 total.iter_mut().for_each(|x| *x = T::NAN);
                 continue;
             }
-            // Shares of the weight, each page counting as its keys at the score.
+            // Shares of the weight, if every key of a page had the page's score.
             let size = T::from_usize(page).ln();
             let top = (max(&logits) + size).max(near);
             logits.iter_mut().for_each(|x| *x = *x + size - top);
@@ -296,7 +297,7 @@ pub(super) struct PagedStream<T> {
 }
 
 impl<T: Real> KeyPages<T> {
-    /// A stream that starts empty.
+    /// Makes an empty stream.
     pub fn stream(rule: PageRule, d: usize, d_v: usize) -> Box<dyn GroupStream<T>> {
         Box::new(PagedStream { cached: CachedRows::new(d, d_v), known: KeyPages::new(rule, d, d_v) })
     }

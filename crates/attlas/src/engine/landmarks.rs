@@ -1,4 +1,4 @@
-//! Attention through averaged queries and keys: the skeleton that the landmark methods fill in.
+//! Attention through averaged queries and keys: the common frame of the landmark methods.
 //!
 //! With averages $\bar Q, \bar K$ of parts of the queries and keys, $C = \operatorname{softmax}(\beta \bar Q \bar K^\top + b)$
 //! and $U = \operatorname{attn}(\bar Q, K, V)$, a small solve gives $T$ from $C$ and $U$, and the rows are
@@ -16,8 +16,9 @@ use attlas_num::par::*;
 /// Query rows of one task.
 const BLOCK_ROWS: usize = 256;
 
-/// Runs the skeleton on a group. `solver(C)` gives what turns $U$ into $T$, or into `None` where $C$ has entries that are
-/// not numbers; it works while $U$ is computed. `finish(block, T)` may change the rows of a block afterwards.
+/// Runs the landmark methods' common frame on a group. `solver(C)` returns a function that turns $U$ into $T$, or into
+/// `None` if $C$ has entries that are not numbers; `solver` runs while $U$ is computed. `finish(block, T)` may change
+/// the rows of a block afterwards.
 pub fn landmark_attention<T: Real, S: Send + FnOnce(&Mat<f64>) -> Option<Mat<f64>>>(
     g: &mut Group<'_, T>,
     q_parts: &impl Parts,
@@ -65,7 +66,7 @@ pub fn landmark_attention<T: Real, S: Send + FnOnce(&Mat<f64>) -> Option<Mat<f64
     Ok(infos.into_iter().fold(RunInfo::visited(pairs as u64), RunInfo::merge))
 }
 
-/// Multiply-adds of [`landmark_attention`] without the solve, as `(set-up, run)` operations of the whole problem.
+/// Counts the operations of [`landmark_attention`] without the solve, as `(set-up, run)` of the whole problem.
 pub fn landmark_flops(p: &Problem, m: usize) -> (u64, u64) {
     let heads = (p.batch * p.n_heads) as u64;
     let pooling = (p.batch * (p.n_heads * p.n_q + p.n_kv_heads * p.n_k) * p.d) as u64;

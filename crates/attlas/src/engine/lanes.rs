@@ -2,7 +2,7 @@
 
 use crate::Real;
 
-/// Sum of `f` over a row, in eight partial sums that do not wait for each other.
+/// Sums `f` over a row, in eight independent partial sums.
 pub fn lane_sum<T: Real>(row: &[T], f: impl Fn(f64) -> f64) -> f64 {
     let mut sums = [0.0; 8];
     let mut chunks = row.chunks_exact(8);

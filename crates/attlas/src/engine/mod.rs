@@ -9,7 +9,7 @@
 //! | `causal` | causal attention as rectangles without a mask | `hyper`, `kdeformer`, `prescored_hyper` |
 //! | [`linear`] | linear attention from feature maps: sums, causal prefix, streams | `linear`, `polaformer`, `performer`, `crt`, `hybrid_features`, `scatterbrain` |
 //! | [`poly_state`] | powers of inner products, exact tiles and sketched states | `polynomial`, `polysketch`, `tensor_sketch`, `lev`, `gated_linear` |
-//! | [`coreset`] | few weighted keys that stand for many | `wildcat`, `lifted_nystrom` |
+//! | [`coreset`] | a few weighted keys that represent many | `wildcat`, `lifted_nystrom` |
 //! | [`landmarks`], [`pool`] | attention through averaged queries and keys | `nystromformer`, `csalr`, `linformer` |
 //! | [`gaussian`] | the Gaussian kernel as an operator | `skyformer`, `lifted_nystrom` |
 //! | [`near`] | exact near field around any method, merged by log-sum-exp | every method with a log-sum-exp |

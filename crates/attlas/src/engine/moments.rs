@@ -13,10 +13,10 @@ pub struct Moments {
     scatter: Mat<f64>,
 }
 
-/// Rows whose sum one task takes: fixed, so that the number of threads changes no bit.
+/// Rows that one task sums: fixed, so the number of threads changes no bit.
 const SUMMED_ROWS: usize = 2048;
 
-/// The mean of the rows, in double precision: pieces in parallel, added in order. Zeros without rows.
+/// Returns the mean of the rows, in double precision: pieces in parallel, added in order. Zeros without rows.
 pub fn mean_of<T: Real>(rows: MatRef<'_, T>) -> Vec<f64> {
     let n = rows.rows();
     let sums: Vec<Vec<f64>> = (0..n.div_ceil(SUMMED_ROWS))
@@ -40,7 +40,7 @@ pub fn mean_of<T: Real>(rows: MatRef<'_, T>) -> Vec<f64> {
 const CHUNK: usize = 256;
 
 impl Moments {
-    /// Of no rows yet, `d` columns.
+    /// Makes the moments of no rows, with `d` columns.
     pub fn new(d: usize) -> Self {
         Self { count: 0, mean: vec![0.0; d], scatter: Mat::zeros(d, d) }
     }
@@ -62,7 +62,7 @@ impl Moments {
         }
     }
 
-    /// Adds what `other` has seen.
+    /// Adds the rows of `other`.
     pub fn merge(&mut self, other: &Self) {
         if other.count == 0 {
             return;
@@ -78,7 +78,7 @@ impl Moments {
         self.count += other.count;
     }
 
-    /// Rows seen.
+    /// Returns the number of rows so far.
     pub fn count(&self) -> usize {
         self.count
     }
@@ -88,14 +88,14 @@ impl Moments {
         &self.mean
     }
 
-    /// Covariance, divided by one less than the count; `None` of fewer than two rows.
+    /// Returns the covariance, divided by one less than the count; `None` for fewer than two rows.
     pub fn covariance(&self) -> Option<Mat<f64>> {
         let d = self.mean.len();
         let divisor = self.count.checked_sub(1).filter(|&n| n > 0)? as f64;
         Some(Mat::from_fn(d, d, |i, j| self.scatter[(i, j)] / divisor))
     }
 
-    /// Mean of $x x^\top$; `None` of no rows.
+    /// Returns the mean of $x x^\top$; `None` without rows.
     pub fn second_moment(&self) -> Option<Mat<f64>> {
         let (d, n) = (self.mean.len(), self.count as f64);
         (self.count > 0)

@@ -1,7 +1,7 @@
-//! Random objects of a plan: one for each sequence and key head, drawn before any data is seen.
+//! Random objects of a plan: one per sequence and key head, drawn before any data.
 //!
-//! Objects are drawn in double precision; a run casts its own to the element type of its inputs, which gives the bits
-//! that drawing in that type would.
+//! Objects are drawn in double precision; a run casts its own to the element type of its inputs, which gives the same
+//! bits as drawing in that type.
 
 use crate::group::GroupIndex;
 use crate::{Problem, Result};
@@ -29,7 +29,7 @@ impl<V> PerGroup<V> {
         Ok(Self { n_kv_heads: problem.n_kv_heads, values: values?.into() })
     }
 
-    /// The value of one sequence and key head.
+    /// Returns the value of one sequence and key head.
     ///
     /// # Panics
     /// If the planned problem has no such sequence or key head.

@@ -1,7 +1,7 @@
 //! Averages of consecutive tokens: the landmarks of methods that rely on locality.
 //!
 //! $n$ tokens are cut into $m \le n$ disjoint, non-empty segments: the first $m - (n \bmod m)$ have
-//! $\lfloor n/m \rfloor$ tokens, the rest one more. The Nyströmformer paper's formula divides by $m$ and sums $m$
+//! $\lfloor n/m \rfloor$ tokens, the rest one more. The formula in the Nyströmformer paper divides by $m$ and sums $m$
 //! terms; both must be the length of the segment.
 
 use crate::Real;
@@ -15,11 +15,11 @@ use std::ops::Range;
 pub trait Parts: Sync {
     /// Number of parts.
     fn count(&self) -> usize;
-    /// The tokens of a part, at least one.
+    /// Returns the tokens of a part, at least one.
     fn tokens(&self, part: usize) -> impl Iterator<Item = usize>;
-    /// Number of tokens of a part.
+    /// Returns the number of tokens of a part.
     fn len_of(&self, part: usize) -> usize;
-    /// The part a token belongs to.
+    /// Returns the part of a token.
     fn part_of(&self, token: usize) -> usize;
 }
 
@@ -64,7 +64,7 @@ impl Parts for Segments {
     }
 }
 
-/// The mean row of each part of `x`, summed in double precision: `parts.count() × x.cols()` into `out`.
+/// Writes the mean row of each part of `x`, summed in double precision: `parts.count() × x.cols()` into `out`.
 pub fn pool_rows<T: Real>(x: MatRef<'_, T>, parts: &impl Parts, cx: Context<'_>, out: &mut [T]) {
     let d = x.cols();
     out.par_chunks_exact_mut(d).enumerate().for_each_init(
@@ -80,12 +80,13 @@ pub fn pool_rows<T: Real>(x: MatRef<'_, T>, parts: &impl Parts, cx: Context<'_>,
     );
 }
 
-/// Logarithms of the lengths of the parts: the bias by which an average stands for all its tokens.
+/// Returns the logarithms of the lengths of the parts: the bias with which an average represents all its tokens.
 pub fn log_lens<T: Real>(parts: &impl Parts) -> Vec<T> {
     (0..parts.count()).map(|s| T::from_f64((parts.len_of(s) as f64).ln())).collect()
 }
 
-/// $\operatorname{softmax}(\beta \bar Q \bar K^\top + b)$ row by row in double precision; every row sums to one.
+/// Computes $\operatorname{softmax}(\beta \bar Q \bar K^\top + b)$ row by row in double precision; every row sums to
+/// one.
 pub fn landmark_weights<T: Real>(
     q: MatRef<'_, T>,
     k: MatRef<'_, T>,
@@ -107,7 +108,7 @@ pub fn landmark_weights<T: Real>(
     c
 }
 
-/// Smallest and largest value of each column, NaN left out.
+/// Returns the smallest and largest value of each column, ignoring NaN.
 pub fn column_ranges<T: Real>(v: MatRef<'_, T>) -> Vec<(T, T)> {
     let mut ranges = vec![(T::INFINITY, T::NEG_INFINITY); v.cols()];
     for row in v.iter_rows() {
@@ -119,7 +120,7 @@ pub fn column_ranges<T: Real>(v: MatRef<'_, T>) -> Vec<(T, T)> {
     ranges
 }
 
-/// Moves every element of the rows in `out` into the range of its column; NaN stays.
+/// Clips every element of the rows in `out` to the range of its column; NaN stays.
 pub fn clip_rows<T: Real>(out: &mut [T], ranges: &[(T, T)]) {
     for row in out.chunks_exact_mut(ranges.len()) {
         for (o, &(low, high)) in row.iter_mut().zip(ranges) {

@@ -1,4 +1,4 @@
-//! The error of a run on a few of its rows, whose exact outputs are computed for it.
+//! The error of a run on sampled rows, for which exact outputs are computed.
 
 use crate::group::Group;
 use crate::{Real, RunInfo};
@@ -6,8 +6,8 @@ use attlas_num::MatRef;
 use attlas_num::kernels::{Attend, Band, Precision};
 use attlas_num::par::*;
 
-/// Adds the figure `error_estimate` to `info`: the relative Frobenius error of the outputs in `g.out` on `tokens` rows of
-/// every head, one in each of as many equal stretches of the sequence.
+/// Adds the figure `error_estimate` to `info`: the relative Frobenius error of the outputs in `g.out` on `tokens` rows
+/// of every head, one in each of `tokens` equal stretches of the sequence.
 pub fn add_sampled_error<T: Real>(g: &Group<'_, T>, tokens: usize, info: &mut RunInfo) {
     let (n_q, d, d_v, heads) = (g.n_q(), g.k.cols(), g.d_v(), g.q.heads());
     let tokens = tokens.min(n_q);
@@ -15,7 +15,7 @@ pub fn add_sampled_error<T: Real>(g: &Group<'_, T>, tokens: usize, info: &mut Ru
         return;
     }
     let squares = |t: usize| {
-        // The golden ratio spreads the places within the stretches.
+        // The golden ratio spreads the positions within the stretches.
         let place = (t as f64 * 0.618_033_988_749_894_9).fract();
         let (from, to) = (t * n_q / tokens, (t + 1) * n_q / tokens);
         let i = from + ((to - from) as f64 * place) as usize;

@@ -1,8 +1,8 @@
-//! Columns that every query sees exactly, whatever the method does with the others.
+//! The first keys, which every query sees exactly, whatever the method does with the others.
 //!
-//! Trained models park much attention on the first few keys. A method that samples or hashes keys and misses
-//! one of them gets the normaliser of a row badly wrong, so the first `sinks` keys can be taken out of its hands:
-//! they are attended to exactly and merged by log-sum-exp with what the method makes of the rest.
+//! Trained models put much attention on the first few keys. A method that samples or hashes keys and misses one of them
+//! gets the normaliser of a row badly wrong. The first `sinks` keys are therefore attended to exactly and merged by
+//! log-sum-exp with the method's result on the rest.
 
 use super::exact_rows;
 use crate::group::Group;
@@ -12,7 +12,7 @@ use attlas_num::kernels::merge_lse;
 /// Query rows of one task.
 const TASK_ROWS: usize = 96;
 
-/// Runs `rest` on the group without its first `sinks` keys, then adds these exactly. A causal mask stays one:
+/// Runs `rest` on the group without its first `sinks` keys, then adds these exactly. A causal mask stays causal:
 /// positions are counted from the last key.
 pub fn with_sinks<T: Real>(
     group: &mut Group<'_, T>,

@@ -1,15 +1,15 @@
-//! Queries and keys sorted by a sign hash and cut into equally many blocks, and attention inside them.
+//! Queries and keys sorted by a sign hash and cut into the same number of blocks, and attention inside them.
 //!
-//! Rows are sorted by the Gray rank of their codes, equal ranks in order of position, so that neighbours in the
-//! order are likely to be close in angle. The keys are cut into $L = \lceil n_k / b \rceil$ blocks whose sizes
-//! differ by at most one. Without a mask the sorted queries of each head are cut into as many blocks, and block
-//! $c$ of the queries meets block $c$ of the keys: the block diagonal of HyperAttention (han2024) and KDEformer
-//! (zandieh2023), without padding. In the parts of a causal problem that would let a later query move an earlier
-//! one across a block's edge; there a query goes to the block at which its own rank would be inserted among the
-//! keys, spread by position over the keys of equal rank. Without bits both rules agree.
+//! Rows are sorted by the Gray rank of their codes, equal ranks in order of position, so neighbours in the order are
+//! likely to be close in angle. The keys are cut into $L = \lceil n_k / b \rceil$ blocks whose sizes differ by at most
+//! one. Without a mask the sorted queries of each head are cut into $L$ blocks, too, and block $c$ of the queries
+//! attends to block $c$ of the keys: the block diagonal of HyperAttention (han2024) and KDEformer (zandieh2023),
+//! without padding. In the parts of a causal problem a later query could then move an earlier one across a block's
+//! edge; there a query goes to the block at which its own rank would be inserted among the keys, spread by position
+//! over the keys of equal rank. Without bits both rules agree.
 //!
-//! [`attend_blocks`] attends to the block and to some more keys that are named block by block with a bias on
-//! their logits: samples with their weights. Both together are one call of the exact kernel on gathered rows.
+//! [`attend_blocks`] attends to the block and to additional keys, given per block with a bias on their logits: samples
+//! with their weights. Both together are one call of the exact kernel on gathered rows.
 
 use super::{CausalPart, PerGroup, Rectangle, exact_rows};
 use crate::group::{Group, GroupIndex, Queries};
@@ -27,13 +27,13 @@ use std::ops::Range;
 /// Rows that one task hashes.
 const HASH_ROWS: usize = 1024;
 
-/// Most query rows that one task takes.
+/// Maximum query rows of one task.
 const TASK_ROWS: usize = 512;
 
-/// How queries find their block.
+/// Assignment of queries to blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Assign {
-    /// Sorted queries are cut into as many blocks as the keys, of nearly equal sizes.
+    /// Sorted queries are cut into the same number of blocks as the keys, of nearly equal sizes.
     Balanced,
     /// By their own rank among the keys, whatever the other queries are.
     Alone,
@@ -51,13 +51,13 @@ pub struct Row {
 /// Sort keys of the rows of a group: Gray ranks of their sign hashes.
 #[derive(Debug)]
 pub struct Ranks {
-    /// Of each head.
+    /// Ranks of the queries of each head.
     queries: Vec<Vec<u32>>,
     keys: Vec<u32>,
 }
 
 impl Ranks {
-    /// Ranks of the codes of `hash`; all 0 without one.
+    /// Computes the ranks of the codes of `hash`; all 0 without one.
     pub fn new<T: Real>(q: Queries<'_, T>, k: MatRef<'_, T>, hash: Option<&SignHash<f64>>) -> Self {
         let hash = hash.map(SignHash::cast::<T>);
         let queries = (0..q.heads()).into_par_iter().map(|h| ranks(hash.as_ref(), q.head(h))).collect();
@@ -75,9 +75,10 @@ pub fn draw_sort_hashes(problem: &Problem, seed: u64, bits: usize) -> Result<Sor
     })
 }
 
-/// How a method sorts the rows of each group without a mask, cuts the keys into blocks, and samples others: enough for
-/// processes that each hold some of the rows to do it together. Queries of a head are cut into as many blocks, and every
-/// query sees the keys of its block and the samples outside it, by [`UniformSamples`].
+/// Rule by which a method sorts the rows of each group without a mask, cuts the keys into blocks, and samples other
+/// keys. It suffices for processes that each hold some of the rows to do this together. The queries of a head are cut
+/// into the same number of blocks, and every query sees the keys of its block and the samples outside it, by
+/// [`UniformSamples`].
 #[derive(Debug)]
 pub struct SortedRule<'a> {
     hashes: &'a SortHashes,
@@ -86,7 +87,7 @@ pub struct SortedRule<'a> {
 }
 
 impl<'a> SortedRule<'a> {
-    /// Blocks of at most `block` keys, and the samples that `draw` gives for each group.
+    /// Makes blocks of at most `block` keys, and the samples that `draw` gives for each group.
     pub fn new(
         p: &Problem,
         hashes: &'a SortHashes,
@@ -97,17 +98,17 @@ impl<'a> SortedRule<'a> {
         Ok(Self { hashes, samples, cut: Balanced::with_target(p.n_k, block) })
     }
 
-    /// What to sort the rows `x` of a group by, equal ones by position.
+    /// Returns the sort keys of the rows `x` of a group; rows with equal ones are sorted by position.
     pub fn ranks<T: Real>(&self, index: GroupIndex, x: MatRef<'_, T>) -> Vec<u32> {
         ranks(self.hashes.of(index).as_ref().map(SignHash::cast::<T>).as_ref(), x)
     }
 
-    /// How the sorted keys are cut.
+    /// Returns the cut of the sorted keys.
     pub fn cut(&self) -> Balanced {
         self.cut
     }
 
-    /// The samples of a group.
+    /// Returns the samples of a group.
     pub fn samples(&self, index: GroupIndex) -> &UniformSamples {
         self.samples.of(index)
     }
@@ -127,8 +128,8 @@ pub struct SortedBlocks {
 }
 
 impl SortedBlocks {
-    /// Sorts the rows of `part` by their ranks and cuts the keys, or those of them that `kept` names in increasing order,
-    /// counted from the first of the part, into blocks of at most `block`.
+    /// Sorts the rows of `part` by their ranks and cuts its keys into blocks of at most `block`; with `kept`, only the
+    /// keys that it names in increasing order, counted from the first of the part.
     pub fn new(ranks: &Ranks, part: &Rectangle, kept: Option<&[u32]>, block: usize, assign: Assign) -> Self {
         let of_keys = &ranks.keys[part.keys.clone()];
         let of_keys: Cow<'_, [u32]> = match kept {
@@ -168,7 +169,7 @@ impl SortedBlocks {
         self.cut.blocks()
     }
 
-    /// All keys in sorted order; a place in it is a rank.
+    /// Returns all keys in sorted order; a place in it is a rank.
     pub fn keys(&self) -> &[u32] {
         &self.keys
     }
@@ -188,14 +189,14 @@ impl SortedBlocks {
         &self.rows[self.starts[c]..self.starts[c + 1]]
     }
 
-    /// Runs `work` on every block that has queries, in parallel; blocks with many are given in pieces. `places` are
-    /// those of all rows, head 0 first. Results come in order of the blocks.
+    /// Runs `work` on every block that has queries, in parallel; a block with many queries is given in pieces. `places`
+    /// are the slots of all rows, head 0 first. Results come in order of the blocks.
     pub fn par_blocks<'p, T: Real, R: Send>(
         &self,
         places: impl Iterator<Item = RowSlot<'p, T>>,
         work: impl Fn(Piece<'_, 'p, T>) -> Result<R> + Sync + Send,
     ) -> Result<Vec<R>> {
-        // Handing out each row's place in sorted order lets tasks write to it without a copy in between.
+        // Handing out each row's slot in sorted order lets tasks write to it without a copy in between.
         let mut by_row: Vec<Option<RowSlot<'p, T>>> = places.map(Some).collect();
         let place = |r: &Row| by_row[r.head as usize * self.n_q + r.row as usize].take();
         let mut sorted: Vec<RowSlot<'p, T>> = self.rows.iter().filter_map(place).collect();
@@ -212,7 +213,7 @@ impl SortedBlocks {
     }
 }
 
-/// Gray ranks of the codes of all rows.
+/// Returns the Gray ranks of the codes of all rows.
 fn ranks<T: Real>(hash: Option<&SignHash<T>>, x: MatRef<'_, T>) -> Vec<u32> {
     let mut ranks = vec![0u32; x.rows()];
     if let Some(hash) = hash {
@@ -225,16 +226,16 @@ fn ranks<T: Real>(hash: Option<&SignHash<T>>, x: MatRef<'_, T>) -> Vec<u32> {
     ranks
 }
 
-/// The sorted rows and where blocks of nearly equal sizes start.
+/// Returns the sorted rows and the starts of blocks of nearly equal sizes.
 fn balanced(ranks: &[u32], blocks: usize) -> (Vec<u32>, Vec<usize>) {
     let cut = Balanced::new(ranks.len(), blocks);
     let starts = (0..blocks).map(|c| cut.range(c).start).chain([ranks.len()]).collect();
     (order_by(ranks), starts)
 }
 
-/// Where a rank would be inserted among those of the keys.
+/// Index for inserting ranks among those of the keys.
 struct Insertion {
-    /// The ranks that keys have, increasing, and the place of the first key of each; at the end their number.
+    /// The distinct ranks of the keys, increasing, and the place of the first key of each; at the end their number.
     values: Vec<u32>,
     starts: Vec<usize>,
 }
@@ -253,7 +254,7 @@ impl Insertion {
         Self { values, starts }
     }
 
-    /// Rows sorted by the block of the keys that each goes to, equal ones by position, and where blocks start.
+    /// Returns the rows sorted by the key block of each, equal ones by position, and the starts of the blocks.
     fn blocks(&self, ranks: &[u32], cut: &Balanced) -> (Vec<u32>, Vec<usize>) {
         let last = cut.items().saturating_sub(1);
         let block_of = |(i, rank): (usize, &u32)| {
@@ -278,7 +279,7 @@ impl Insertion {
     }
 }
 
-/// Where the results of one row go.
+/// Destination of the results of one row.
 #[derive(Debug)]
 pub struct RowSlot<'a, T> {
     /// The output row.
@@ -287,7 +288,7 @@ pub struct RowSlot<'a, T> {
     pub lse: &'a mut T,
 }
 
-/// The places of some rows.
+/// Iterates over the slots of some rows.
 pub fn places<'a, T>(out: &'a mut [T], lse: &'a mut [T], d_v: usize) -> impl Iterator<Item = RowSlot<'a, T>> {
     out.chunks_exact_mut(d_v).zip(lse).map(|(out, lse)| RowSlot { out, lse })
 }
@@ -299,7 +300,7 @@ pub struct Piece<'a, 'p, T> {
     pub block: usize,
     /// The rows.
     pub rows: &'a [Row],
-    /// Where their results go.
+    /// Destinations of their results.
     pub places: &'a mut [RowSlot<'p, T>],
 }
 
@@ -316,8 +317,8 @@ impl<T: Real> Piece<'_, '_, T> {
     }
 }
 
-/// Attention of every query to the keys of its block and, with a bias on their logits, to the keys that
-/// `extra(c)` names for block `c`. Ignores the mask.
+/// Attends with every query to the keys of its block and, with a bias on their logits, to the keys that `extra(c)`
+/// gives for block `c`. Ignores the mask.
 pub fn attend_blocks<T: Real>(
     group: &mut Group<'_, T>,
     blocks: &SortedBlocks,
@@ -330,7 +331,7 @@ pub fn attend_blocks<T: Real>(
     })
 }
 
-/// The same for a part of a causal problem, each row joined to what was found for it before.
+/// Does the same for a part of a causal problem and joins each row to its earlier result.
 pub fn join_blocks<T: Real>(
     part_rows: CausalPart<'_, T>,
     blocks: &SortedBlocks,
@@ -342,7 +343,7 @@ pub fn join_blocks<T: Real>(
     })
 }
 
-/// Attends, and gives what each row found to `put` with the row's place.
+/// Attends, and passes the result of each row to `put` with the row's slot.
 fn attend_at<'p, T: Real>(
     places: impl Iterator<Item = RowSlot<'p, T>>,
     (q, k, v): (Queries<'_, T>, MatRef<'_, T>, MatRef<'_, T>),
@@ -386,11 +387,11 @@ fn attend_at<'p, T: Real>(
     Ok(RunInfo::visited(visited.into_iter().sum()))
 }
 
-/// Keys drawn uniformly, one set for all queries, standing for all the keys outside a block.
+/// Keys drawn uniformly, one set for all queries, which represent all the keys outside a block.
 ///
-/// Without replacement, the $m_c$ samples outside block $c$ each stand for $(n - |c|)/m_c$ keys; with
-/// replacement, each of $m$ draws stands for $n/m$, and those inside the block are dropped. Both make the
-/// residual sum unbiased (given $m_c > 0$); the first has the smaller variance and is exact at $m = n$.
+/// Without replacement, the $m_c$ samples outside block $c$ each represent $(n - |c|)/m_c$ keys; with replacement, each
+/// of $m$ draws represents $n/m$, and those inside the block are dropped. Both make the residual sum unbiased (given
+/// $m_c > 0$); the first has the smaller variance and is exact at $m = n$.
 #[derive(Clone, Debug)]
 pub struct UniformSamples {
     /// Ranks, in increasing order.
@@ -412,19 +413,19 @@ impl UniformSamples {
         Self { ranks, replacement }
     }
 
-    /// The drawn ranks, in increasing order.
+    /// Returns the drawn ranks, in increasing order.
     pub fn ranks(&self) -> &[usize] {
         &self.ranks
     }
 
-    /// The samples outside block `c`, as key and bias.
+    /// Returns the samples outside block `c`, as key and bias.
     pub fn outside<T: Real>(&self, blocks: &SortedBlocks, c: usize) -> Vec<(u32, T)> {
         let (ranks, weight) = self.beside(blocks.keys().len(), blocks.ranks(c));
         let bias = T::from_f64(weight.ln());
         ranks.iter().map(|&r| (blocks.keys()[r], bias)).collect()
     }
 
-    /// The samples outside the ranks of a block of `n` keys, and how many keys each stands for.
+    /// Returns the samples outside the ranks of a block of `n` keys, and how many keys each represents.
     pub fn beside(&self, n: usize, block: Range<usize>) -> (Vec<usize>, f64) {
         let inside =
             self.ranks.partition_point(|&r| r < block.start)..self.ranks.partition_point(|&r| r < block.end);
@@ -437,7 +438,7 @@ impl UniformSamples {
         (self.ranks[..inside.start].iter().chain(&self.ranks[inside.end..]).copied().collect(), weight)
     }
 
-    /// Query rows in whose block all samples lie, so that their residual is dropped.
+    /// Counts the query rows in whose block all samples lie, so that their residual is dropped.
     pub fn dropped_rows(&self, blocks: &SortedBlocks) -> usize {
         let (Some(&first), Some(&last)) = (self.ranks.first(), self.ranks.last()) else { return 0 };
         let covers = |c: &usize| blocks.ranks(*c).contains(&first) && blocks.ranks(*c).contains(&last);

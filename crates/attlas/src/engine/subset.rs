@@ -4,8 +4,8 @@ use attlas_num::cluster::select_top;
 use attlas_num::kernels::{axpy, dot};
 use attlas_num::{MatRef, Real};
 
-/// Softmax attention of the row `q` over the keys named by `index`, plain two-pass. Returns the
-/// log-sum-exp, −∞ (and zeros) where `index` is empty. `weights` holds at least `index.len()` elements.
+/// Computes softmax attention of the row `q` over the keys named by `index`, in two plain passes. Returns the
+/// log-sum-exp, −∞ (and zeros) if `index` is empty. `weights` has room for at least `index.len()` elements.
 pub fn attend_subset<T: Real>(
     q: &[T],
     k: MatRef<'_, T>,
@@ -36,8 +36,8 @@ pub fn attend_subset<T: Real>(
     max + sum.ln()
 }
 
-/// Indices of the `count` largest of `scores`, ties to the smaller index, in increasing order. NaN counts as
-/// the largest, so that it is never dropped silently.
+/// Returns the indices of the `count` largest of `scores` in increasing order; the smaller index wins a tie. NaN counts
+/// as the largest, so it is never dropped silently.
 pub fn top_indices<T: Real>(scores: &[T], count: usize) -> Vec<usize> {
     let mut index = Vec::with_capacity(count.min(scores.len()));
     select_top(scores, count, &mut index);

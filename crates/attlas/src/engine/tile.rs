@@ -1,21 +1,22 @@
-//! Attention of some rows over some keys where any pair may be hidden: what blocks of sorted rows need.
+//! Attention of some rows over some keys with any pair hidden: the kernel for blocks of sorted rows.
 //!
-//! Logits by one product, a softmax per row over what it sees, outputs by a second product. The bits of a row
-//! depend on its own query, on the keys from the first to the last it sees, and on where the tile begins.
+//! One product gives the logits, then each row has a softmax over the keys it sees, and a second product gives the
+//! outputs. The bits of a row depend on its own query, on the keys from the first to the last it sees, and on the start
+//! of the tile.
 
 use crate::workspace::Context;
 use attlas_num::kernels::{Op, axpy, gemm, softmax_in_place};
 use attlas_num::{MatRef, Real};
 use std::ops::Range;
 
-/// Logits that are held at one time, where rows are not longer than that.
+/// Logits held at one time, unless a row is longer.
 const TILE_LEN: usize = 1 << 15;
-/// Rows that are taken together.
+/// Rows processed together.
 const ROWS: Range<usize> = 8..64;
 
-/// Attends with every row of `q` to the keys that it sees: `see(row, logits)` says which range, and may set
-/// logits in it to −∞. A row that sees nothing gives zeros and −∞; what a row does not see cannot change it, not
-/// even by being NaN.
+/// Attends with every row of `q` to the keys that it sees: `see(row, logits)` returns their range, and may set logits
+/// in it to −∞. A row that sees nothing gives zeros and −∞. Keys that a row does not see cannot change it, even if they
+/// are NaN.
 #[allow(clippy::too_many_arguments)]
 pub fn attend_tile<T: Real>(
     q: MatRef<'_, T>,
@@ -35,8 +36,8 @@ pub fn attend_tile<T: Real>(
     }
     let rows = tile_rows(n);
     let mut logits = cx.scratch.take::<T>(rows.min(q.rows()) * n);
-    // Zero times NaN is NaN: such values are added by hand, to the rows that see them.
-    // A loop without a way out runs over many values at a time.
+    // Zero times NaN is NaN, so such values are added separately, to the rows that see them. The loop has no early
+    // exit, so that it vectorises.
     let finite = |row: &[T]| row.iter().fold(true, |so_far, x| so_far & x.is_finite());
     let spoilt: Vec<usize> = (0..n).filter(|&j| !finite(v.row(j))).collect();
     let clean = (!spoilt.is_empty()).then(|| {
@@ -71,10 +72,10 @@ fn tile_rows(n: usize) -> usize {
     (TILE_LEN / n.max(1)).clamp(ROWS.start, ROWS.end)
 }
 
-/// Which keys of a tile carry a code, such as the number of a block they were in before.
+/// Index of the keys of a tile by a code, such as the number of their earlier block.
 #[derive(Debug)]
 pub struct CodeIndex {
-    /// Last entry of each slot, `NONE` where there is none.
+    /// Last entry of each slot, or `NONE`.
     slots: Vec<u32>,
     entries: Vec<Entry>,
 }
@@ -89,24 +90,24 @@ struct Entry {
 const NONE: u32 = u32::MAX;
 
 impl CodeIndex {
-    /// An empty index for about `len` entries.
+    /// Makes an empty index for about `len` entries.
     pub fn new(len: usize) -> Self {
         Self { slots: vec![NONE; (2 * len).next_power_of_two()], entries: Vec::with_capacity(len) }
     }
 
     fn slot(&self, code: u32) -> usize {
-        // Fibonacci hashing; consecutive codes spread over all slots.
+        // Fibonacci hashing spreads consecutive codes over all slots.
         (u64::from(code.wrapping_mul(0x9e37_79b9)) as usize >> 7) & (self.slots.len() - 1)
     }
 
-    /// Notes that the key at place `key` of the tile carries `code`.
+    /// Records that the key at place `key` of the tile has `code`.
     pub fn insert(&mut self, code: u32, key: usize) {
         let slot = self.slot(code);
         self.entries.push(Entry { code, key: key as u32, next: self.slots[slot] });
         self.slots[slot] = self.entries.len() as u32 - 1;
     }
 
-    /// Calls `f` with every key that carries `code`.
+    /// Calls `f` with every key that has `code`.
     pub fn for_each(&self, code: u32, mut f: impl FnMut(usize)) {
         let mut at = self.slots[self.slot(code)];
         while let Some(entry) = self.entries.get(at as usize) {

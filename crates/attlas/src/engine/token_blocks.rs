@@ -1,4 +1,4 @@
-//! Blocks of consecutive rows of all query heads of a group, for methods that choose keys once for such a block.
+//! Blocks of consecutive rows of all query heads of a group, for methods that choose keys once per block.
 
 use crate::group::{Group, Queries};
 use crate::{Real, Result};
@@ -6,7 +6,7 @@ use attlas_num::par::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Some consecutive rows of every query head of a group, with the places for their results.
+/// Some consecutive rows of every query head of a group, with slots for their results.
 #[derive(Debug)]
 pub struct TokenBlock<'a, T> {
     /// First row.
@@ -24,8 +24,8 @@ impl<T: Real> TokenBlock<'_, T> {
     }
 }
 
-/// Runs `work` for blocks of `rows` rows of all heads in parallel, later blocks first: with a causal mask they are the
-/// long ones. Results are in the order of the rows.
+/// Runs `work` in parallel on blocks of `rows` rows of all heads, later blocks first: with a causal mask these take
+/// longest. Results are in the order of the rows.
 pub fn par_token_blocks<T: Real, R: Send>(
     g: &mut Group<'_, T>,
     rows: usize,

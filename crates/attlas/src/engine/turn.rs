@@ -1,9 +1,9 @@
-//! Rotary embeddings that keys and queries came with: rows moved from one position to another.
+//! Rotary embeddings of keys and queries: moves rows from one position to another.
 
 use crate::Real;
 
 crate::choices! {
-    /// Where the two parts of a rotated pair lie.
+    /// Position of the two parts of a rotated pair.
     pub enum RopeLayout {
         /// Half the rotated features apart.
         Half = "half",
@@ -22,7 +22,7 @@ pub struct Turn {
 }
 
 impl Turn {
-    /// The rotary embedding of `dim` features with base `base`.
+    /// Makes the rotary embedding of `dim` features with base `base`.
     pub fn new(base: f64, dim: usize, half: bool) -> Self {
         let angles: Vec<f64> = (0..dim / 2).map(|l| base.powf(-2.0 * l as f64 / dim as f64)).collect();
         let (part, pair) = if half { (angles.len(), 1) } else { (1, 2) };

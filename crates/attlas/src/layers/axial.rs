@@ -9,7 +9,7 @@
 //!
 //! **Reference.** ho2019. The popular package sums the axes and has no masks.
 //!
-//! **Cost.** $4 N D \sum N_a$ operations against $4 N^2 D$; parameters $4 D^2$ an axis. The cache of the causal form
+//! **Cost.** $4 N D \sum N_a$ operations against $4 N^2 D$; parameters $4 D^2$ per axis. The cache of the causal form
 //! holds the keys and values of every axis.
 //!
 //! **Guarantees.** One axis, or one longer than 1, is multi-head attention; tested here.
@@ -37,11 +37,11 @@ layer_kind! {
 }
 
 crate::choices! {
-    /// How the axes are combined.
+    /// Combination of the axes.
     pub enum Combine {
         /// One after another, with residuals in between.
         Sequential = "sequential",
-        /// Each on the input, added.
+        /// Each applied to the input, then added.
         Sum = "sum",
     }
 }
@@ -51,10 +51,9 @@ crate::params! {
     pub struct Params {
         /// The grid, slowest axis first; at most four axes.
         dims: Sizes = Sizes(vec![16, 16]), in 1..=1 << 40;
-        /// How the axes are combined.
+        /// Combination of the axes.
         combine: Combine = Combine::Sequential;
-        /// Without a mask, the axes that are causal all the same: 1 for those, 0 for the others, such as 1x0; none of
-        /// them where it is auto.
+        /// Axes that are causal even without a mask: 1 for causal, 0 for the others, such as 1x0; auto is none.
         causal: Option<Sizes> = None, in 0..=1;
     }
 }
@@ -84,7 +83,7 @@ fn weight_specs(s: &LayerShape, p: &Params) -> Result<Vec<WeightSpec>> {
     Ok(NAMES[..axes].iter().flat_map(|names| projections(*names, s)).collect())
 }
 
-/// The layer.
+/// The axial attention layer.
 #[derive(Debug)]
 pub struct Axial {
     shape: LayerShape,
@@ -94,7 +93,7 @@ pub struct Axial {
 }
 
 impl Axial {
-    /// The layer with its weights `q.a`, `k.a`, `v.a` and `o.a` for each axis.
+    /// Makes the layer from its weights `q.a`, `k.a`, `v.a` and `o.a` for each axis.
     pub fn new(shape: LayerShape, params: Params, mut weights: Weights) -> Result<Self> {
         params.validate()?;
         weight_specs(&shape, &params)?;
@@ -108,7 +107,8 @@ impl Axial {
         Ok(Self { shape, params, axes })
     }
 
-    /// One axis over the new rows `x`, whose keys and values join `cache`: outputs of its attention and pairs visited.
+    /// Runs one axis over the new rows `x`, whose keys and values join `cache`; returns its outputs and the visited
+    /// pairs.
     fn axis(
         &self,
         axis: usize,
@@ -138,7 +138,7 @@ impl Axial {
         (project(&**wo, MatRef::new(&heads, x.rows(), s.n_heads * s.d_v), cx), pairs)
     }
 
-    /// All axes, `causal` telling which have a mask.
+    /// Runs all axes; `causal` says which have a mask.
     fn run(
         &self,
         x: MatRef<'_, f32>,
@@ -186,7 +186,7 @@ impl Layer for Axial {
         Box::new(KeyValues(self.empty()))
     }
 
-    /// Every axis is causal: a token sees the positions that no index places after it.
+    /// Every axis is causal: a token sees the positions at which no index exceeds its own.
     fn forward(
         &self,
         x: MatRef<'_, f32>,

@@ -9,10 +9,11 @@
 //! which $b_K$ has no effect: it adds a constant to every row of logits.
 //!
 //! **Reference.** cordonnier2020; conversion of trained layers: [`conversions`](crate::conversions::collaborative).
-//! The public code divides by $\sqrt{R/H}$; `temperature` tells which width counts.
+//! The public code divides by $\sqrt{R/H}$; `temperature` selects the width.
 //!
 //! **Cost.** Projections $4 N D R$ instead of $4 N D H d$; **scores $2 N^2 R H$, no fewer than multi-head attention
-//! unless $R \le d$**. Parameters of queries and keys $R(2D + H) + HD$. The cache holds $R + H + H d_v$ numbers a token.
+//! unless $R \le d$**. Parameters of queries and keys $R(2D + H) + HD$. The cache holds $R + H + H d_v$ numbers per
+//! token.
 //!
 //! **Guarantees.** Equal to multi-head attention with all four biases at $R = Hd$; tested here.
 //!
@@ -43,9 +44,9 @@ layer_kind! {
 }
 
 crate::choices! {
-    /// Which width divides the logits.
+    /// Divisor of the logits.
     pub enum Temperature {
-        /// √d, as in the layer it stands for.
+        /// √d, as in the layer it replaces.
         Original = "original",
         /// √(R / H), as in the public code.
         FromRank = "from_rank",
@@ -55,9 +56,9 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`Collaborative`].
     pub struct Params {
-        /// Shared features R; H·d / 2 where it is auto.
+        /// Shared features R; auto is H·d / 2.
         rank: Option<usize> = None, in 1..=1 << 20;
-        /// Which width divides the logits.
+        /// Divisor of the logits.
         temperature: Temperature = Temperature::Original;
     }
 }
@@ -82,7 +83,7 @@ fn weight_specs(s: &LayerShape, p: &Params) -> Result<Vec<WeightSpec>> {
     ])
 }
 
-/// The layer.
+/// The collaborative attention layer.
 #[derive(Debug)]
 pub struct Collaborative {
     shape: LayerShape,
@@ -99,7 +100,8 @@ pub struct Collaborative {
 }
 
 impl Collaborative {
-    /// The layer with its weights `q`, `k`, `mix` (`heads × rank` numbers), `v`, `o` and, where there is one, `content`.
+    /// Makes the layer from its weights `q`, `k`, `mix` (`heads × rank` numbers), `v`, `o` and, if there is one,
+    /// `content`.
     pub fn new(shape: LayerShape, params: Params, mut weights: Weights) -> Result<Self> {
         weight_specs(&shape, &params)?;
         let rank = params.rank(&shape);
@@ -142,7 +144,7 @@ impl Collaborative {
             None => vec![0.0; context.rows() * s.n_heads],
         };
         cache.content.append(&content.iter().map(|c| self.scale * c).collect::<Vec<f32>>());
-        // Rows of a block are attended to by one call; more calls than threads keep them all busy.
+        // One call computes the rows of a block; more calls than threads keep all threads busy.
         const ROWS: usize = 256;
         let tasks: Vec<(usize, usize)> =
             (0..s.n_heads).flat_map(|h| (0..n).step_by(ROWS).map(move |i| (h, i))).collect();
@@ -281,7 +283,7 @@ mod tests {
         check_causal(&LAYER, &SHAPE, &Options::new().with("rank", 3).with("temperature", "from_rank"), 14);
     }
 
-    /// `fill` with `rows × cols` read as `[head, in, out]` and stored as the weight of a map, `head·out × in`.
+    /// Makes the weight of a map, `head·out × in`, from the sequence `fill` read as `[head, in, out]`.
     fn heads_of(heads: usize, n_in: usize, n_out: usize, seed: u64) -> Mat<f32> {
         Mat::from_fn(heads * n_out, n_in, |o, i| {
             known::entry((o / n_out * n_in + i) * n_out + o % n_out, seed) as f32

@@ -8,14 +8,15 @@
 //! $$o_{il} = \frac{\sum_j p_{ij}\, e^{b_{jl}} v_{jl}}{\sum_j p_{ij}\, e^{b_{jl}}}, \qquad p_i = \mathrm{softmax}(\tau \langle q_i, k_\cdot \rangle):$$
 //! one ordinary attention with the values $[e^b \odot v,\; e^b]$, and a division.
 //!
-//! **Reference.** shen2019: alignment scores of tokens with tokens and of single tokens with features. The paper makes $b$
-//! by two layers, which may stand in the place of the map $s$, and adds position masks. The form
-//! $Q(i, l) K(j, l)$ in which the survey writes the tensor is `grouped_query` with heads of width 1.
+//! **Reference.** shen2019: alignment scores of tokens with tokens and of single tokens with features. The paper
+//! computes $b$ by two layers, which may replace the map $s$, and adds position masks. The form $Q(i, l) K(j, l)$ in
+//! which the survey writes the tensor is `grouped_query` with heads of width 1.
 //!
-//! **Cost.** $2 N^2 (d + 2 d_v)$ operations a head, half of it when causal; the cache holds $d + 2 d_v$ numbers a token and head.
+//! **Cost.** $2 N^2 (d + 2 d_v)$ operations per head, half of it when causal; the cache holds $d + 2 d_v$ numbers per
+//! token and head.
 //!
-//! **Guarantees.** A map $s$ of zeros is multi-head attention; what $s$ adds to all tokens alike cancels; tested here. The
-//! weights of a feature are at most $e^{2c}$ times those of multi-head attention.
+//! **Guarantees.** A zero map $s$ gives multi-head attention; a constant that $s$ adds to all tokens cancels; tested
+//! here. The weights of a feature are at most $e^{2c}$ times those of multi-head attention.
 //!
 //! **When to use.** Models trained with it.
 
@@ -57,7 +58,7 @@ fn weight_specs(s: &LayerShape, _: &Params) -> Result<Vec<WeightSpec>> {
     Ok(list)
 }
 
-/// The layer.
+/// The feature-wise attention layer.
 #[derive(Debug)]
 pub struct FeatureWise {
     shape: LayerShape,
@@ -70,7 +71,7 @@ pub struct FeatureWise {
 }
 
 impl FeatureWise {
-    /// The layer with its weights `q`, `k`, `v`, `s` and `o`.
+    /// Makes the layer from its weights `q`, `k`, `v`, `s` and `o`.
     pub fn new(shape: LayerShape, params: Params, mut weights: Weights) -> Result<Self> {
         params.validate()?;
         weight_specs(&shape, &params)?;
@@ -230,7 +231,7 @@ mod tests {
         check_causal(&LAYER, &SHAPE, &Options::new().with("cap", 0.5), 14);
     }
 
-    /// Softmax over tokens for every feature, written out.
+    /// The definition: a softmax over tokens for every feature.
     #[test]
     fn it_is_the_softmax_over_tokens_for_every_feature() {
         let (n, s) = (9, SHAPE);

@@ -1,7 +1,7 @@
 //! Gated attention unit (GAU) and its chunked form (FLASH): attention and feed-forward in one gated layer.
 //!
-//! **Idea.** One layer in the place of attention and feed-forward: a gate multiplies what a single, cheap head attends to,
-//! and the gate lets squared-ReLU scores without a softmax suffice.
+//! **Idea.** One layer replaces attention and feed-forward: a gate multiplies the output of a single, cheap head, and
+//! with the gate squared-ReLU scores suffice without a softmax.
 //!
 //! **Math.** With $X_n = \mathrm{norm}(X)$, $U = \mathrm{SiLU}(X_n W_u)$, $V = \mathrm{SiLU}(X_n W_v) \in \mathbb{R}^{N \times e}$,
 //! $Z = \mathrm{SiLU}(X_n W_z) \in \mathbb{R}^{N \times s}$ and affine views $\gamma \odot Z + \beta$ of $Z$ as queries and keys,
@@ -61,11 +61,11 @@ crate::params! {
     pub struct Params {
         /// Tokens of a chunk; a GAU is one chunk that holds all tokens.
         block: usize = 256, in 1..=1 << 30;
-        /// Whether there is a linear far field between chunks.
+        /// Linear far field between chunks.
         far: bool = true;
-        /// How scores become weights.
+        /// Conversion of scores into weights.
         scaling: Scaling = Scaling::PaperCode;
-        /// The length that scores are divided by with `paper_code`; auto is the chunk.
+        /// Length that divides the scores with `paper_code`; auto is the chunk.
         length: Option<usize> = None, in 1..=1 << 30;
         /// Added to scores before the rectifier.
         bias: f64 = 0.0, in -1e6..=1e6;
@@ -75,7 +75,7 @@ crate::params! {
 }
 
 impl Params {
-    /// Views of the shared features: quadratic queries and keys, then linear ones.
+    /// Returns the number of views of the shared features: quadratic queries and keys, then linear ones.
     fn views(&self) -> usize {
         if self.far { 4 } else { 2 }
     }
@@ -100,7 +100,7 @@ fn weight_specs(s: &LayerShape, p: &Params) -> Result<Vec<WeightSpec>> {
     Ok(list)
 }
 
-/// The layer.
+/// The gated attention unit.
 #[derive(Debug)]
 pub struct Gau {
     shape: LayerShape,
@@ -116,7 +116,7 @@ pub struct Gau {
 }
 
 impl Gau {
-    /// The layer with its weights `u`, `v`, `z`, `gain`, `o`, and where they are there `shift` and `norm`.
+    /// Makes the layer from its weights `u`, `v`, `z`, `gain`, `o`, and `shift` and `norm` if given.
     pub fn new(shape: LayerShape, params: Params, mut weights: Weights) -> Result<Self> {
         params.validate()?;
         weight_specs(&shape, &params)?;
@@ -139,12 +139,12 @@ impl Gau {
         })
     }
 
-    /// Width of the gate.
+    /// Returns the width of the gate.
     fn width(&self) -> usize {
         self.shape.n_heads * self.shape.d_v
     }
 
-    /// The attention of one head over the views.
+    /// Returns the problem of one head's attention over the views.
     fn problem(&self, tokens: usize, mask: Mask) -> Problem {
         let d = self.params.views() / 2 * self.shape.d;
         Problem { d_v: self.width(), scale: 1.0, mask, ..Problem::new(1, tokens, d) }
@@ -163,7 +163,7 @@ impl Gau {
         core.plan(&self.problem(tokens, mask))
     }
 
-    /// Gate, values, and the views as queries and keys.
+    /// Computes gate, values, and the views as queries and keys.
     fn inputs(&self, x: MatRef<'_, f32>, cx: Context<'_>) -> [Vec<f32>; 4] {
         let (s, n) = (&self.shape, x.rows());
         let mut normed = Vec::with_capacity(n * s.d_model);
@@ -202,7 +202,7 @@ impl Gau {
         [u, v, q, k]
     }
 
-    /// Gates what was attended to, and projects it.
+    /// Gates the attention output and projects it.
     fn finish(&self, mut attended: Vec<f32>, gate: &[f32], out: &mut [f32], cx: Context<'_>) {
         attended.iter_mut().zip(gate).for_each(|(a, u)| *a *= u);
         self.o.apply(MatRef::new(&attended, attended.len() / self.width(), self.width()), out, cx);
@@ -268,7 +268,7 @@ impl Layer for Gau {
                 None => return refuse(LAYER.id, "the attention inside has no decoding form"),
             },
         };
-        // A whole prompt at once is faster by the plan than token by token.
+        // The plan computes a whole prompt faster than token by token.
         let info = if fresh {
             let info = plan.execute(&qkv.into(), &mut output, ws)?;
             stream.push(qkv.k.into(), qkv.v.into(), ws)?;
@@ -310,7 +310,7 @@ impl Layer for Gau {
     }
 }
 
-/// The state of the attention, which forgets single tokens.
+/// The state of the attention, which does not keep single tokens.
 #[derive(Debug)]
 struct GatedCache {
     stream: Option<Box<dyn Stream>>,
@@ -354,7 +354,7 @@ mod tests {
         check_causal(&LAYER, &SHAPE, &Options::new().with("norm", "none").with("scaling", "per_length"), 14);
     }
 
-    /// The definition for one chunk without a mask, written out.
+    /// The definition for one chunk without a mask.
     #[test]
     fn one_chunk_is_the_gated_attention_unit_of_the_paper() {
         let (n, s, e) = (7, SHAPE, 24);

@@ -9,8 +9,8 @@
 //!
 //! **Reference.** vaswani2017 (MHA), shazeer2019 (MQA), ainslie2023 (GQA), su2024 (RoPE); survey, Section 2.
 //!
-//! **Cost.** $4 D n_h d + 4 D n_{kv} d$ operations a token for the projections when $d_v = d$, then the method's;
-//! the cache holds $n_{kv}(d + d_v)$ numbers a token.
+//! **Cost.** $4 D n_h d + 4 D n_{kv} d$ operations per token for the projections when $d_v = d$, then the method's;
+//! the cache holds $n_{kv}(d + d_v)$ numbers per token.
 //!
 //! **Guarantees.** With `exact`, token-by-token decoding, any chunking and one-shot prefill agree to rounding;
 //! grouped heads equal multi-head attention with repeated weights. Both tested here.
@@ -82,8 +82,8 @@ pub struct GroupedQuery {
 }
 
 impl GroupedQuery {
-    /// A layer that attends by `method`. The weights `q`, `k`, `v` and `o` have been checked by
-    /// [`LayerKind::layer`] or are refused here if missing.
+    /// Makes a layer that attends by `method`. [`LayerKind::layer`] has checked the weights `q`, `k`, `v` and `o`;
+    /// missing ones are also refused here.
     pub fn new(
         shape: LayerShape,
         mut weights: Weights,

@@ -1,7 +1,7 @@
 //! Higher-order attention over a grid: one small attention matrix for each mode, combined as a Kronecker product.
 //!
 //! **Idea.** Data on an $N_1 \times \cdots \times N_k$ grid (images, videos, tables) is attended to by the product (or
-//! sum) of one $N_i \times N_i$ matrix a mode instead of one $N \times N$ matrix.
+//! sum) of one $N_i \times N_i$ matrix per mode instead of one $N \times N$ matrix.
 //!
 //! **Math.** $\mathcal{V} = \mathcal{X} W_V$; for mode $i$, queries and keys are pooled over all other modes,
 //! $\tilde Q^{(i)} = \operatorname{pool}(\mathcal{X} W_Q^{(i)})$, normalised, and $S_h^{(i)} =
@@ -13,12 +13,12 @@
 //! estimate $e^{\tilde q^\top \tilde k/\sqrt d}$ without bias; heads share directions, modes do not.
 //!
 //! **Reference.** omranpour2025, with the authors' code's separate projections for each mode, sum pooling and layer
-//! norm; choromanski2021 for the random features. Whether the first version of the paper shares projections
-//! between modes could not be verified; `per_mode_qk = false` does. Pooling comes before projection, which is the same and
-//! cheaper; a bias counts once for each pooled token.
+//! norm; choromanski2021 for the random features. It could not be verified that the first version of the paper shares
+//! projections between modes; `per_mode_qk = false` does. Pooling precedes projection, with the same result at less
+//! cost; a bias counts once for each pooled token.
 //!
 //! **Cost.** $2 N D \sum N_i$ operations to apply, $2 D \sum N_i^2$ for the scores; memory $H \sum N_i^2$; with $m$ features
-//! $4 N D m$ a mode. Parameters $(2k + 2) D^2$, or $4 D^2$ with shared projections.
+//! $4 N D m$ per mode. Parameters $(2k + 2) D^2$, or $4 D^2$ with shared projections.
 //!
 //! **Guarantees.** One mode without norm is multi-head attention; rows of a product sum to 1, of a sum to $k$; random
 //! features tend to softmax as their number grows; tested here. There is no causal form: every pooled matrix has summed
@@ -54,17 +54,17 @@ layer_kind! {
 }
 
 crate::choices! {
-    /// How the modes are combined.
+    /// Combination of the modes.
     pub enum Combine {
         /// One after another.
         Product = "product",
-        /// Each on the input, added.
+        /// Each applied to the input, then added.
         Sum = "sum",
     }
 }
 
 crate::choices! {
-    /// How the tokens of the other modes are pooled.
+    /// Pooling of the tokens of the other modes.
     pub enum Pool {
         /// Added.
         Sum = "sum",
@@ -84,7 +84,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// How scores become weights.
+    /// Conversion of scores into weights.
     pub enum Kernel {
         /// Softmax.
         Softmax = "softmax",
@@ -108,19 +108,19 @@ crate::params! {
     pub struct Params {
         /// The grid, slowest mode first; at most four modes.
         dims: Sizes = Sizes(vec![16, 16]), in 1..=1 << 30;
-        /// How the modes are combined.
+        /// Combination of the modes.
         combine: Combine = Combine::Product;
-        /// How the tokens of the other modes are pooled.
+        /// Pooling of the tokens of the other modes.
         pool: Pool = Pool::Sum;
         /// Treatment of pooled queries and keys.
         qk_norm: Norm = Norm::Layernorm;
-        /// Each mode has query and key projections of its own, q.0, k.0, q.1, …; otherwise all use q.0 and k.0.
+        /// Each mode has its own query and key projections, q.0, k.0, q.1, …; otherwise all use q.0 and k.0.
         per_mode_qk: bool = true;
-        /// How scores become weights.
+        /// Conversion of scores into weights.
         kernel: Kernel = Kernel::Softmax;
         /// The features of the linear kernel.
         map: Map = Map::Elu;
-        /// Random features of a token; auto is d ln d, rounded up to a multiple of 8. Rounded up to an even number.
+        /// Random features of a token, rounded up to an even number; auto is d ln d, rounded up to a multiple of 8.
         features: Option<usize> = None, in 1..=1 << 20;
         /// Stream of the random features.
         seed: u64 = 0, in 0..=u64::MAX;
@@ -165,7 +165,7 @@ struct Mode {
     k_norm: Option<Vec<f32>>,
 }
 
-/// The layer.
+/// The higher-order attention layer.
 #[derive(Debug)]
 pub struct HigherOrder {
     shape: LayerShape,
@@ -174,16 +174,16 @@ pub struct HigherOrder {
     v: Box<dyn Linear>,
     o: Box<dyn Linear>,
     rotary: Option<Rotary>,
-    /// One map for each mode, where features are random.
+    /// One map for each mode, if features are random.
     maps: Vec<ExpFeatures<f32>>,
 }
 
-/// Logits are divided by the root of the width of a head.
+/// Returns the factor of the logits: one over the root of the width of a head.
 fn scale(d: usize) -> f64 {
     1.0 / (d as f64).sqrt()
 }
 
-/// The random features of one mode.
+/// Draws the random features of one mode.
 fn random_map<T: Real>(
     d: usize,
     features: Option<usize>,
@@ -203,7 +203,8 @@ fn random_map<T: Real>(
 }
 
 impl HigherOrder {
-    /// The layer with its weights `v`, `o`, and `q.i`, `k.i` (and, where given, `q_norm.i`, `k_norm.i`) for each mode.
+    /// Makes the layer from its weights `v`, `o`, and `q.i`, `k.i` (and, if given, `q_norm.i`, `k_norm.i`) for each
+    /// mode.
     pub fn new(shape: LayerShape, params: Params, mut weights: Weights) -> Result<Self> {
         params.validate()?;
         weight_specs(&shape, &params)?;
@@ -226,7 +227,7 @@ impl HigherOrder {
         Ok(Self { shape, modes, v, o, rotary, maps, params })
     }
 
-    /// Pooled, projected and normalised queries or keys of a mode, `[N_i, heads, d]`.
+    /// Computes pooled, projected and normalised queries or keys of a mode, `[N_i, heads, d]`.
     fn pooled(
         &self,
         mean: &Mat<f32>,
@@ -236,7 +237,8 @@ impl HigherOrder {
         cx: Context<'_>,
     ) -> Vec<f32> {
         let s = &self.shape;
-        // The mean goes through the projection with its bias; a sum is that many times more, bias included.
+        // The mean passes through the projection with its bias; a sum is the mean times the number of tokens, bias
+        // included.
         let mut x = project(w, mean.as_ref(), cx);
         if self.params.pool == Pool::Sum {
             x.iter_mut().for_each(|x| *x *= factor);
@@ -251,7 +253,7 @@ impl HigherOrder {
     }
 }
 
-/// Means of the rows of a grid over all modes but one: `sizes[mode] × width`.
+/// Computes the means of the rows of a grid over all modes but one: `sizes[mode] × width`.
 pub fn pool_mean<T: Real>(x: MatRef<'_, T>, sizes: &[usize], mode: usize) -> Mat<T> {
     let (size, inner) = (sizes[mode], sizes[mode + 1..].iter().product::<usize>());
     let mut out = Mat::zeros(size, x.cols());
@@ -263,7 +265,7 @@ pub fn pool_mean<T: Real>(x: MatRef<'_, T>, sizes: &[usize], mode: usize) -> Mat
     out
 }
 
-/// How one mode acts on values: a matrix, or two thin ones.
+/// Action of one mode on values: a matrix, or two thin ones.
 #[derive(Clone, Debug)]
 pub enum Action<T> {
     /// `N_i × N_i`, rows are queries.
@@ -272,19 +274,19 @@ pub enum Action<T> {
     Factored(Mat<T>, Mat<T>),
 }
 
-/// How scores become weights, with what that needs.
+/// Conversion of scores into weights, with the data for it.
 #[derive(Clone, Copy, Debug)]
 pub enum Weighting<'a, T> {
     /// Softmax.
     Softmax,
     /// Features elu + 1.
     Elu,
-    /// These positive features, which know the scale.
+    /// These positive features, which include the scale.
     Random(&'a ExpFeatures<T>),
 }
 
 impl<T: Real> Action<T> {
-    /// Softmax of `scale · q kᵀ`, or a linear kernel.
+    /// Makes the action of softmax of `scale · q kᵀ`, or of a linear kernel.
     pub fn new(
         q: MatRef<'_, T>,
         k: MatRef<'_, T>,
@@ -322,7 +324,7 @@ impl<T: Real> Action<T> {
         Self::Dense(s)
     }
 
-    /// Values of a grid (`rows × width`, row-major) multiplied along `mode`.
+    /// Multiplies values of a grid (`rows × width`, row-major) along `mode`.
     pub fn apply(&self, v: &[T], sizes: &[usize], mode: usize, width: usize, cx: Context<'_>) -> Vec<T> {
         let size = sizes[mode];
         let inner: usize = sizes[mode + 1..].iter().product::<usize>() * width;
@@ -346,13 +348,13 @@ impl<T: Real> Action<T> {
     }
 }
 
-/// Random features of queries and keys, up to a factor for each query.
+/// Computes random features of queries and keys, up to a factor for each query.
 ///
 /// Feature $l$ of the keys is divided by its largest value over them, and that of the queries multiplied by it; then each
 /// query by its largest feature. So no sum over keys overflows, and no denominator is below 1.
 fn random_features<T: Real>(map: &ExpFeatures<T>, q: MatRef<'_, T>, k: MatRef<'_, T>) -> (Mat<T>, Mat<T>) {
     let m = map.num_features();
-    // Logarithms of what is below every number of the type still have differences.
+    // Logarithms of numbers that underflow the type still have differences.
     let bound = T::from_f64(1e37);
     let logs = |x: MatRef<'_, T>, side| {
         let mut out = Mat::zeros(x.rows(), m);
@@ -378,7 +380,7 @@ fn random_features<T: Real>(map: &ExpFeatures<T>, q: MatRef<'_, T>, k: MatRef<'_
     (q, k)
 }
 
-/// Values of one head under all modes.
+/// Applies all modes to the values of one head.
 pub fn combine<T: Real>(
     actions: &[Action<T>],
     v: &[T],
@@ -524,7 +526,7 @@ mod tests {
         Options::new().with("dims", text)
     }
 
-    /// The layer of the known answers in double precision, and the actions of its heads.
+    /// Computes the layer of the known answers in double precision, and the actions of its heads.
     fn known(
         pool_sum: bool,
         how: Combine,
@@ -659,7 +661,7 @@ mod tests {
         }
     }
 
-    /// The weights that random features give, dense.
+    /// Computes the weights that random features give, as a dense matrix.
     fn estimate(q: &Mat<f64>, k: &Mat<f64>, features: usize, seed: u64) -> Mat<f64> {
         let map = random_map(q.cols(), Some(features), 0.5, seed, 0).unwrap();
         let ws = Workspace::single().unwrap();
@@ -713,7 +715,7 @@ mod tests {
         let (few, many) = (errors(256), errors(1024));
         let off = mean(&few) - 4.0 * mean(&many);
         assert!(off.abs() < 5.0 * error(&few).hypot(4.0 * error(&many)), "{} {}", mean(&few), mean(&many));
-        // The mean of a ratio is off by as much as its variance, so by at most the mean squared error here.
+        // The bias of a ratio is of the size of its variance, so at most the mean squared error here.
         for i in 0..6 {
             for j in 0..8 {
                 let all: Vec<f64> = (0..200).map(|seed| estimate(&q, &k, 1024, seed)[(i, j)]).collect();

@@ -1,7 +1,7 @@
 //! Mode-wise attention: fold the sequence into a grid and attend along one mode after another.
 //!
 //! **Idea.** A sequence of $N = n_1 \cdots n_m$ tokens is a tensor; attending along each mode in turn takes $m$ hops of
-//! short attention, $\sum n_i$ keys a token instead of $N$.
+//! short attention, $\sum n_i$ keys per token instead of $N$.
 //!
 //! **Math.** Token $t \leftrightarrow (i_1, \dots, i_m)$, row-major. Queries and keys stay the projected ones (rotated by
 //! the position $t$); only the values move: for each mode, last first, `fiber` replaces $V$ by $AV$ with
@@ -14,14 +14,14 @@
 //! scores the paper's models use, and with which scale, could not be verified; `fiber` is the default because it alone has
 //! a causal form.
 //!
-//! **Cost.** $4 N d \sum n_i$ operations a head. Decoding keeps the values of every hop but the last:
-//! $d + m\, d_v$ numbers a key head and token for the first hop's, of every query head for later ones.
+//! **Cost.** $4 N d \sum n_i$ operations per head. Decoding keeps the values of every hop but the last:
+//! $d + m\, d_v$ numbers per key head and token for the first hop's, per query head for later ones.
 //!
 //! **Guarantees.** One mode is ordinary attention; rows of the operator are non-negative and sum to one. A causal token
 //! sees $\prod (i_l + 1)$ tokens of its past, never the future; `unfolded` scores mix future tokens, so it has no causal
 //! form.
 //!
-//! **When to use.** Very long inputs to a model (continued to be) trained for it; without training, quality drops.
+//! **When to use.** Very long inputs to a model trained or further trained for it; without training, quality drops.
 
 use super::common::fold::Along;
 use super::common::rows::{HeadRows, head_of, interleave};
@@ -48,7 +48,7 @@ layer_kind! {
 }
 
 crate::choices! {
-    /// How the tokens of a fibre are scored.
+    /// Scores of the tokens of a fibre.
     pub enum Score {
         /// Each fibre by its own queries and keys.
         Fiber = "fiber",
@@ -60,10 +60,10 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`ModeWise`].
     pub struct Params {
-        /// The grid, slowest mode first. Where it is auto, two modes near the square root of the length are used; a
-        /// causal layer needs it given, because a fold that changed with the length would change earlier outputs.
+        /// The grid, slowest mode first; auto is two modes near the square root of the length. A causal layer requires
+        /// a given grid, because a fold that changed with the length would change earlier outputs.
         modes: Option<Sizes> = None, in 1..=1 << 40;
-        /// How the tokens of a fibre are scored.
+        /// Scores of the tokens of a fibre.
         score: Score = Score::Fiber;
         /// Layout of rotated pairs, or none.
         rope: Pairs = Pairs::None;
@@ -73,7 +73,7 @@ crate::params! {
 }
 
 impl Params {
-    /// How many modes a fold has.
+    /// Returns the number of modes of a fold.
     fn n_modes(&self) -> usize {
         self.modes.as_ref().map_or(2, |m| m.0.len().max(1))
     }
@@ -83,7 +83,7 @@ fn cache_elements(s: &LayerShape, p: &Params) -> usize {
     s.n_kv_heads * (s.d + s.d_v) + (p.n_modes() - 1) * s.n_heads * s.d_v
 }
 
-/// Two modes for `n` tokens: the faster one the power of two next to the root.
+/// Returns two modes for `n` tokens; the faster one is the power of two next to the root.
 fn default_grid(n: usize) -> Vec<usize> {
     let mut fast = 1;
     while fast * fast < n {
@@ -92,7 +92,7 @@ fn default_grid(n: usize) -> Vec<usize> {
     vec![n.div_ceil(fast).max(1), fast]
 }
 
-/// The layer.
+/// The mode-wise attention layer.
 #[derive(Debug)]
 pub struct ModeWise {
     shape: LayerShape,
@@ -105,7 +105,7 @@ pub struct ModeWise {
 }
 
 impl ModeWise {
-    /// The layer with its weights `q`, `k`, `v` and `o`.
+    /// Makes the layer from its weights `q`, `k`, `v` and `o`.
     pub fn new(shape: LayerShape, params: Params, mut weights: Weights) -> Result<Self> {
         params.validate()?;
         check_shape(&shape)?;
@@ -133,7 +133,7 @@ impl ModeWise {
         qkv
     }
 
-    /// All hops over the new tokens, whose keys and values are in the cache.
+    /// Runs all hops over the new tokens, whose keys and values are in the cache.
     fn hops(
         &self,
         q: &[f32],
@@ -169,7 +169,7 @@ impl ModeWise {
         (interleave(&parts, end - first, s.d_v), visited)
     }
 
-    /// One matrix for all fibres of each mode.
+    /// Attends with one matrix for all fibres of each mode.
     fn unfolded(
         &self,
         [q, k, v]: &[Vec<f32>; 3],
@@ -197,7 +197,7 @@ impl ModeWise {
     }
 }
 
-/// $\operatorname{softmax}(\tau_i Q_{(i)} K_{(i)}^\top)$, the sums over all other modes and features.
+/// Computes $\operatorname{softmax}(\tau_i Q_{(i)} K_{(i)}^\top)$, the sums over all other modes and features.
 fn unfolded_scores(
     q: MatRef<'_, f32>,
     k: MatRef<'_, f32>,
@@ -219,7 +219,7 @@ fn unfolded_scores(
     a
 }
 
-/// The grid's rows of width `width` multiplied along one mode.
+/// Multiplies the grid's rows of width `width` along one mode.
 fn mode_product(
     a: &Mat<f32>,
     v: &[f32],
@@ -409,7 +409,7 @@ mod tests {
         assert_close(&of("1x4x1x6x1"), &of("4x6"));
     }
 
-    /// A layer with one head whose values are the first five of its inputs, and whose output is those numbers.
+    /// Makes a layer with one head whose values are the first five of its inputs, and whose output is those numbers.
     fn transparent(options: &Options) -> (Box<dyn Layer>, LayerShape) {
         let s = LayerShape { d_model: 8, n_heads: 1, n_kv_heads: 1, d: 6, d_v: 8 };
         let mut weights = random_weights(&projections(["q", "k", "v", "o"], &s));

@@ -1,7 +1,7 @@
 //! TEAFormer: tensor-valued time series, projected mode by mode, attended to over time.
 //!
 //! **Idea.** Each time step is a tensor $\mathcal{X}_t \in \mathbb{R}^{D_1 \times \cdots \times D_M}$; projections are
-//! products with one small matrix a mode instead of one large matrix on the flattened step.
+//! products with one small matrix per mode instead of one large matrix on the flattened step.
 //!
 //! **Math.** Compression $\mathcal{Y}_t = \mathcal{X}_t \times_1 U_1^\top \cdots \times_M U_M^\top$ to $P_1 \times \cdots
 //! \times P_M$. Head $h$: $\mathcal{Q}_t = \mathcal{Y}_t \times_m (U_m^{Q,h})^\top \in \mathbb{R}^{p_1 \times \cdots \times
@@ -13,8 +13,8 @@
 //! projections and attention.
 //!
 //! **Cost.** A projection takes $2 \sum_m (\prod_{l \le m} P_l)(\prod_{l \ge m} D_l)$ operations instead of
-//! $2 \prod D \prod P$, and $\sum_m D_m P_m$ parameters; attention $4 T^2 \prod p$ a head. The cache holds $2 \prod p$
-//! numbers a head, view and step.
+//! $2 \prod D \prod P$, and $\sum_m D_m P_m$ parameters; attention $4 T^2 \prod p$ per head. The cache holds $2 \prod
+//! p$ numbers per head, view and step.
 //!
 //! **Guarantees.** Equal to the flattened layer with Kronecker weights; tested here.
 //!
@@ -107,7 +107,7 @@ struct View {
     o: Vec<Mat<f32>>,
 }
 
-/// The layer.
+/// The TEAFormer layer.
 #[derive(Debug)]
 pub struct Teaformer {
     shape: LayerShape,
@@ -117,8 +117,8 @@ pub struct Teaformer {
 }
 
 impl Teaformer {
-    /// The layer with its weights: for each mode `m`, `u.m` (views × core), `q.m`, `k.m`, `v.m` (views × heads × head) and
-    /// `o.m` (views × dims), as maps of that mode.
+    /// Makes the layer from its weights: for each mode `m`, `u.m` (views × core), `q.m`, `k.m`, `v.m` (views × heads ×
+    /// head) and `o.m` (views × dims), as maps of that mode.
     pub fn new(shape: LayerShape, params: Params, mut weights: Weights) -> Result<Self> {
         params.validate()?;
         weight_specs(&shape, &params)?;
@@ -156,7 +156,7 @@ impl Teaformer {
         Ok(Self { shape, params, views, parameters })
     }
 
-    /// One view over the new steps: outputs and pairs visited.
+    /// Runs one view over the new steps; returns outputs and visited pairs.
     fn view(
         &self,
         view: &View,
@@ -229,7 +229,7 @@ impl Teaformer {
     }
 }
 
-/// Every step of `x` (`[steps, sizes…]`, row-major) multiplied along each mode by `factors[m]` (`new × old`).
+/// Multiplies every step of `x` (`[steps, sizes…]`, row-major) along each mode by `factors[m]` (`new × old`).
 pub fn mode_products<T: Real>(x: &[T], sizes: &[usize], factors: &[Mat<T>], cx: Context<'_>) -> Vec<T> {
     let mut sizes = sizes.to_vec();
     let mut x = x.to_vec();
@@ -253,7 +253,7 @@ pub fn mode_products<T: Real>(x: &[T], sizes: &[usize], factors: &[Mat<T>], cx: 
     x
 }
 
-/// Operations of [`mode_products`] for one step.
+/// Counts the operations of [`mode_products`] for one step.
 fn product_flops(from: &[usize], to: &[usize]) -> u64 {
     let term = |m: usize| to[..=m].iter().product::<usize>() * from[m..].iter().product::<usize>();
     (0..from.len()).map(|m| 2 * term(m) as u64).sum()

@@ -13,7 +13,7 @@
 //! language-model code leaves its causal mask unused.
 //!
 //! **Cost.** $2 N^2 R D + 4 N R D$ operations instead of $O(N^3 (R + D))$; parameters $3 D R + h R + N^2 D$, the length
-//! fixed by $W_O$. Decoding keeps $2R$ numbers a token and $T$ ($R \times D$); step $i$ takes $4 i R D$ operations.
+//! fixed by $W_O$. Decoding keeps $2R$ numbers per token and $T$ ($R \times D$); step $i$ takes $4 i R D$ operations.
 //!
 //! **Guarantees.** Equal to the explicit tensor; linear in the queries and in the cores; tested here.
 //!
@@ -62,7 +62,7 @@ fn weight_specs(s: &LayerShape, p: &Params) -> Result<Vec<WeightSpec>> {
     ])
 }
 
-/// The layer.
+/// The layer of the tensorized transformer.
 #[derive(Debug)]
 pub struct Tensorized {
     shape: LayerShape,
@@ -78,7 +78,8 @@ pub struct Tensorized {
 }
 
 impl Tensorized {
-    /// The layer with its weights `q`, `k`, `v`, `core` (`cores × rank` numbers) and `o` (`N² × d_model` numbers).
+    /// Makes the layer from its weights `q`, `k`, `v`, `core` (`cores × rank` numbers) and `o` (`N² × d_model`
+    /// numbers).
     pub fn new(shape: LayerShape, params: Params, mut weights: Weights) -> Result<Self> {
         params.validate()?;
         weight_specs(&shape, &params)?;
@@ -97,7 +98,7 @@ impl Tensorized {
     }
 }
 
-/// $\bar g = \frac1h \sum_p g^{(p)}$.
+/// Computes $\bar g = \frac1h \sum_p g^{(p)}$.
 pub fn mean_core<T: Real>(cores: &[T], rank: usize) -> Vec<T> {
     let mut mean = vec![T::ZERO; rank];
     cores.chunks_exact(rank).for_each(|g| mean.iter_mut().zip(g).for_each(|(m, &g)| *m += g));
@@ -106,7 +107,7 @@ pub fn mean_core<T: Real>(cores: &[T], rank: usize) -> Vec<T> {
     mean
 }
 
-/// $T_r = \sum_{jm} K_{jr} V_{mr} W_O[jN + m]$ over the rows of `k` and `v`; `o` is $N \times N \times D$.
+/// Computes $T_r = \sum_{jm} K_{jr} V_{mr} W_O[jN + m]$ over the rows of `k` and `v`; `o` is $N \times N \times D$.
 pub fn contract<T: Real>(
     k: MatRef<'_, T>,
     v: MatRef<'_, T>,
@@ -137,14 +138,14 @@ pub fn contract<T: Real>(
     total
 }
 
-/// Row `r` of `t` gains `c[r]` times row `r` of `u`.
+/// Adds `c[r]` times row `r` of `u` to row `r` of `t`.
 fn add_scaled<T: Real>(c: &[T], u: &[T], t: &mut [T], d: usize) {
     for ((&c, u), t) in c.iter().zip(u.chunks_exact(d)).zip(t.chunks_exact_mut(d)) {
         axpy(c, u, t);
     }
 }
 
-/// $(Q \odot \bar g) T$ without a mask.
+/// Computes $(Q \odot \bar g) T$ without a mask.
 pub fn attend_all<T: Real>(
     [q, k, v]: [MatRef<'_, T>; 3],
     core: &[T],
@@ -227,7 +228,7 @@ impl Layer for Tensorized {
         ws.install(|cx| {
             let q = project(&*self.q, x, cx);
             if cache.summed != first {
-                // Tokens were taken back: the sum is made again from what is left.
+                // Tokens were taken back: the sum is recomputed from the remaining ones.
                 let (k, v) = (MatRef::new(&cache.k, first, r), MatRef::new(&cache.v, first, r));
                 cache.t = contract(k, v, &self.o, n, d, cx);
             }
@@ -284,7 +285,7 @@ struct ContractionCache {
     v: Vec<f32>,
     rank: usize,
     t: Vec<f32>,
-    /// Tokens that `t` holds.
+    /// Number of tokens summed in `t`.
     summed: usize,
 }
 
@@ -324,7 +325,7 @@ mod tests {
         check_causal(&LAYER, &SHAPE, &small().with("cores", 1), 13);
     }
 
-    /// The explicit tensor, its first unfolding and the product.
+    /// Computes the explicit tensor, its first unfolding and the product.
     fn explicit(x: [&Mat<f64>; 3], core: &[f64], o: &Mat<f64>, causal: bool) -> Mat<f64> {
         let n = x[0].rows();
         let mut out = Mat::zeros(n, o.cols());

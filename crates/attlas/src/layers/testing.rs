@@ -4,7 +4,7 @@ use crate::layer::{Dense, Layer, LayerCache, LayerKind, LayerShape, Linear, Weig
 use crate::{Mask, Mat, Options, Schedule, Workspace};
 use attlas_num::rng::StreamKey;
 
-/// A reproducible normal matrix with entries of standard deviation 0.3.
+/// Draws a reproducible normal matrix with entries of standard deviation 0.3.
 pub(crate) fn random(name: &str, rows: usize, cols: usize) -> Mat<f32> {
     let mut rng = StreamKey::new(1).named(name).rng();
     Mat::from_fn(rows, cols, |_, _| (0.3 * rng.normal()) as f32)
@@ -18,7 +18,7 @@ pub(crate) fn weights_from(list: impl IntoIterator<Item = (&'static str, Mat<f32
     list.into_iter().map(|(name, w)| (name.to_string(), dense(w))).collect()
 }
 
-/// Random weights for every specification.
+/// Draws random weights for every specification.
 pub(crate) fn random_weights(specs: &[WeightSpec]) -> Weights {
     specs.iter().map(|w| (w.name.to_string(), dense(random(w.name, w.n_out, w.n_in)))).collect()
 }
@@ -28,7 +28,7 @@ pub(crate) fn random_layer(kind: &LayerKind, shape: &LayerShape, options: &Optio
     kind.layer(shape, options, random_weights(&specs)).unwrap()
 }
 
-/// Causal outputs, fed in `chunks`.
+/// Computes causal outputs, fed in `chunks`.
 pub(crate) fn forward(layer: &dyn Layer, x: &Mat<f32>, chunks: &[usize]) -> Vec<f32> {
     let mut ws = Workspace::single().unwrap();
     let mut cache = layer.new_cache();
@@ -42,14 +42,14 @@ pub(crate) fn forward(layer: &dyn Layer, x: &Mat<f32>, chunks: &[usize]) -> Vec<
     out
 }
 
-/// Outputs without a mask.
+/// Computes outputs without a mask.
 pub(crate) fn forward_all(layer: &dyn Layer, x: &Mat<f32>) -> Vec<f32> {
     let mut out = vec![f32::NAN; x.rows() * x.cols()];
     layer.forward_all(x.as_ref(), &mut out, &mut Workspace::single().unwrap()).unwrap();
     out
 }
 
-/// Equal to 1e-5 of the largest entry: a few hundred roundings of single precision.
+/// Asserts equality to 1e-5 of the largest entry: a few hundred roundings of single precision.
 pub(crate) fn assert_close(a: &[f32], b: &[f32]) {
     assert_eq!(a.len(), b.len());
     let size = b.iter().fold(1f32, |m, x| m.max(x.abs()));
@@ -71,8 +71,8 @@ impl LayerCache for Foreign {
     }
 }
 
-/// Laws of every causal layer: chunks, decoding and one shot agree; later tokens change no earlier row; threads do not
-/// matter; tokens can be taken back; counts are those of the registry entry; bad calls are refused.
+/// Checks the laws of every causal layer: chunks, decoding and one shot agree; later tokens change no earlier row;
+/// threads do not matter; tokens can be taken back; counts are those of the registry entry; bad calls are refused.
 pub(crate) fn check_causal(kind: &LayerKind, shape: &LayerShape, options: &Options, n: usize) {
     assert!(n >= 12);
     let specs = (kind.weights)(shape, options).unwrap();
@@ -157,7 +157,7 @@ fn keys_and_values_may_come_from_another_sequence() {
             layer.forward_cross(x.as_ref(), context.as_ref(), &mut out, &mut ws).unwrap();
             out
         };
-        // A row of the output depends on its own query alone, whatever sequence that belongs to.
+        // A row of the output depends on its own query alone, whichever sequence that belongs to.
         assert_close(&cross(&x, &z), &forward_all(&*layer, &z)[..short * 16]);
         assert_close(&cross(&z, &x)[..short * 16], &forward_all(&*layer, &x));
         let narrow = random("x", 3, 15);

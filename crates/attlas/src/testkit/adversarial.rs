@@ -1,10 +1,10 @@
-//! Inputs that break careless numerics: what bounds and degenerate cases are tested on beside random ones.
+//! Inputs that break careless numerics, for tests of bounds and degenerate cases beside random inputs.
 
 use super::Case;
 use crate::{Calibration, Inputs, Method, Options, Problem, Qkv, Result, TensorRef};
 use attlas_num::rng::StreamKey;
 
-/// Something to go wrong, applied to standard normal inputs.
+/// A hazard, applied to standard normal inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Adversary {
     /// Nothing; the inputs stay random.
@@ -32,7 +32,7 @@ pub enum Adversary {
 }
 
 impl Adversary {
-    /// All of them.
+    /// All hazards.
     pub const ALL: [Adversary; 11] = [
         Adversary::None,
         Adversary::EqualKeys,
@@ -47,7 +47,7 @@ impl Adversary {
         Adversary::ValueSpike,
     ];
 
-    /// Inputs of this kind; every key head is treated alike.
+    /// Makes inputs of this kind; all key heads are treated alike.
     pub fn case(self, problem: Problem, seed: u64) -> Case {
         let mut x = Case::gaussian(problem, seed);
         let Problem { n_k, d, d_v, .. } = problem;
@@ -107,7 +107,7 @@ fn repeat_rows(x: &mut [f64], d: usize, distinct: usize) {
     }
 }
 
-/// The calibration of a method from the inputs themselves.
+/// Learns the calibration of a method from the inputs themselves.
 pub fn learn(method: &Method, options: &Options, case: &Case) -> Result<Option<Calibration>> {
     let Some(calibrate) = method.calibrate else { return Ok(None) };
     let p = &case.problem;

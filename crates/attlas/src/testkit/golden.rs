@@ -21,17 +21,17 @@ pub fn inputs() -> Case {
 /// Golden values are printed with ten decimals.
 const TOLERANCE: f64 = 6e-11;
 
-/// Row `i` of a three-column output has these values.
+/// Asserts that row `i` of a three-column output has these values.
 pub fn assert_row(o: &[f64], i: usize, want: &[f64]) {
     assert_close(&o[i * want.len()..(i + 1) * want.len()], want);
 }
 
-/// The Frobenius norm of the output has this value.
+/// Asserts that the Frobenius norm of the output has this value.
 pub fn assert_fro(o: &[f64], want: f64) {
     assert_close(&[o.iter().map(|x| x * x).sum::<f64>().sqrt()], &[want]);
 }
 
-/// All values agree to the printed digits.
+/// Asserts that all values agree to the printed digits.
 pub fn assert_close(got: &[f64], want: &[f64]) {
     assert_eq!(got.len(), want.len());
     for (i, (g, w)) in got.iter().zip(want).enumerate() {

@@ -21,10 +21,10 @@ pub enum Workload {
 }
 
 impl Workload {
-    /// All of them.
+    /// All distributions.
     pub const ALL: [Workload; 4] = [Workload::Iid, Workload::Smooth, Workload::Clustered, Workload::Decaying];
 
-    /// A case of `n` tokens of width `d`.
+    /// Draws a case of `n` tokens of width `d`.
     pub fn case(self, n: usize, d: usize, seed: u64) -> Case {
         let key = StreamKey::new(seed).named("workload");
         let normal = |what: &str, rows: usize| {
@@ -75,9 +75,9 @@ impl Workload {
     }
 }
 
-/// One causal head of `n` tokens of width `d` with the traits of trained ones: queries and keys in two nearly orthogonal cones, a first
-/// key that holds a third of the mass with a small value, a score of the key alone with a heavy tail, and neighbours that
-/// attend to each other.
+/// Draws one causal head of `n` tokens of width `d` with the traits of trained heads: queries and keys in two nearly
+/// orthogonal cones, a first key with a third of the mass and a small value, a score of the key alone with a heavy
+/// tail, and neighbours that attend to each other.
 pub fn trained_head(n: usize, d: usize, seed: u64) -> Case {
     let key = StreamKey::new(seed).named("trained head");
     let draw = |what: &str, len: usize| {
@@ -99,7 +99,7 @@ pub fn trained_head(n: usize, d: usize, seed: u64) -> Case {
         }
         q[i * d] = 0.9 * size;
         k[i * d + 1] += 0.9 * size;
-        // ⟨mean query, key⟩ / √d: squares of normal numbers have the tail.
+        // ⟨mean query, key⟩ / √d: squares of normal numbers have a heavy tail.
         k[i * d] = score[i] * score[i].abs() - 1.0;
     }
     k[0] = 9.0;
@@ -122,7 +122,7 @@ pub(crate) mod table {
         pub(crate) lse: Vec<f64>,
     }
 
-    /// 2048 tokens of width 64, drawn from one of [`SEEDS`] streams.
+    /// Returns 2048 tokens of width 64, drawn from one of [`SEEDS`] streams.
     pub(crate) fn known(workload: Workload, seed: usize) -> &'static Known {
         static KNOWN: [[OnceLock<Known>; SEEDS]; 4] = [const { [const { OnceLock::new() }; SEEDS] }; 4];
         let slot = Workload::ALL.iter().position(|w| *w == workload).unwrap_or(0);
@@ -135,10 +135,10 @@ pub(crate) mod table {
         })
     }
 
-    /// Streams that [`known`] offers, for figures that differ much between streams.
+    /// Number of streams of [`known`], for figures that differ much between streams.
     pub(crate) const SEEDS: usize = 3;
 
-    /// Relative Frobenius error of a method on a workload, averaged over the first `seeds` streams.
+    /// Computes the relative Frobenius error of a method on a workload, averaged over the first `seeds` streams.
     pub(crate) fn error_of(
         method: &Method,
         options: &[(&str, &str)],
@@ -156,7 +156,7 @@ pub(crate) mod table {
         (0..seeds).map(error).sum::<f64>() / seeds as f64
     }
 
-    /// The error is the specified one within the 15 % by which random streams differ.
+    /// Asserts that the error is the specified one within the 15 % by which random streams differ.
     pub(crate) fn assert_error(got: f64, want: f64, what: &str) {
         assert!((got / want - 1.0).abs() <= 0.15, "{what}: error {got:.4}, expected {want} ± 15 %");
     }

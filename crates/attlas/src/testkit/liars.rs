@@ -1,4 +1,4 @@
-//! Methods that lie, each in one way: the checks must find every one of them out.
+//! Methods that lie, each in one way, to test that the checks find every one of them.
 
 use super::check_method;
 use crate::engine::exact_group;
@@ -48,7 +48,7 @@ impl GroupPlan for Liar {
         let info = exact_group(&mut g)?;
         match lie {
             Lie::LastValueIsNan if n_k > 0 => {
-                // A factor of zero does not hide the NaN of a value that nobody sees.
+                // Zero times the NaN of a value that no row sees is still NaN.
                 let last = g.v.row(n_k - 1)[0];
                 g.out.iter_mut().for_each(|o| *o += last * T::ZERO);
             }
@@ -79,7 +79,7 @@ impl GroupPlan for Liar {
                 });
             }
             Lie::FeelsLaterQueries if g.mask == Mask::Causal && g.n_q() > 64 => feel_last_query(&mut g),
-            // Honest on all keys, and no longer where a near field has taken some of them out.
+            // Honest on all keys, but not once a near field has removed some of them.
             Lie::FarPartFeelsLaterQueries if g.mask == Mask::Causal && (65..97).contains(&n_k) => {
                 feel_last_query(&mut g)
             }

@@ -1,8 +1,8 @@
 //! Checks that every method must pass, for the methods here and for your own.
 //!
-//! [`check_method`] reads a method's claims and tries to refute each of them, and every rule that holds for
-//! all methods. [`Case`] builds inputs, [`reference()`] is the slow truth, [`run_method`] runs a method with
-//! outputs and scratch memory full of NaN. Checks panic with the method, the setting, the shape and the first
+//! [`check_method`] reads a method's claims and tries to refute each of them, and every rule that holds for all
+//! methods. [`Case`] builds inputs, [`reference()`] computes slow reference outputs, and [`run_method`] runs a method
+//! with outputs and scratch memory full of NaN. Checks panic with the method, the setting, the shape and the first
 //! difference.
 
 pub mod adversarial;
@@ -31,12 +31,12 @@ pub struct Case {
     pub k: Vec<f64>,
     /// Values.
     pub v: Vec<f64>,
-    /// Run in single precision.
+    /// True if it runs in single precision.
     pub single: bool,
 }
 
 impl Case {
-    /// Independent standard normal queries, keys and values.
+    /// Draws independent standard normal queries, keys and values.
     pub fn gaussian(problem: Problem, seed: u64) -> Self {
         let p = &problem;
         let fill = |what: &str, n: usize| {
@@ -52,7 +52,7 @@ impl Case {
         }
     }
 
-    /// The same, rounded to single precision and run in it.
+    /// Rounds the case to single precision, in which it then runs.
     #[must_use]
     pub fn cast_f32(mut self) -> Self {
         for x in self.q.iter_mut().chain(&mut self.k).chain(&mut self.v) {
@@ -62,13 +62,13 @@ impl Case {
         self
     }
 
-    /// The same data as another problem of the same sizes.
+    /// Returns the same data as another problem of the same sizes.
     #[must_use]
     pub fn with_problem(&self, problem: Problem) -> Self {
         Self { problem, ..self.clone() }
     }
 
-    /// The first `n` keys and values of every head.
+    /// Returns the case with the first `n` keys and values of every head.
     #[must_use]
     pub fn with_keys(&self, n: usize) -> Self {
         let p = &self.problem;
@@ -84,21 +84,21 @@ impl Case {
         }
     }
 
-    /// The rows of key head `h` of the first sequence.
+    /// Iterates over the rows of key head `h` of the first sequence.
     pub fn key_rows(&mut self, h: usize) -> impl Iterator<Item = &mut [f64]> {
         let (n, d) = (self.problem.n_k, self.problem.d);
         self.k[h * n * d..(h + 1) * n * d].chunks_mut(d)
     }
 }
 
-/// How [`run_with`] runs a plan.
+/// Settings of [`run_with`].
 #[derive(Clone, Copy, Debug)]
 pub struct How {
     /// Threads, tiles and instruction set.
     pub schedule: Schedule,
-    /// Give inputs and take outputs as `[batch, rows, heads, columns]`.
+    /// True if inputs and outputs are `[batch, rows, heads, columns]`.
     pub token_major: bool,
-    /// Ask for the log-sum-exp.
+    /// True if the log-sum-exp is requested.
     pub lse: bool,
 }
 
@@ -108,16 +108,16 @@ impl Default for How {
     }
 }
 
-/// Output, log-sum-exp (NaN where the method has none) and what happened.
+/// Output, log-sum-exp (NaN if the method has none) and record of a run.
 #[derive(Clone, Debug)]
 pub struct Ran {
     /// Output rows, `[batch, heads, rows, columns]`, widened to double precision.
     pub o: Vec<f64>,
     /// Log-sum-exp of the rows.
     pub lse: Vec<f64>,
-    /// Information about the run.
+    /// Record of the run.
     pub info: RunInfo,
-    /// Most scratch bytes in use at one time.
+    /// Peak scratch memory in bytes.
     pub peak_bytes: usize,
 }
 
@@ -126,7 +126,7 @@ pub fn run_with(plan: &dyn Plan, case: &Case, how: How) -> Result<Ran> {
     if case.single { run_typed::<f32>(plan, case, how) } else { run_typed::<f64>(plan, case, how) }
 }
 
-/// `[b, h, n, c]` → `[b, n, h, c]` or back, with the two middle sizes as given.
+/// Turns `[b, h, n, c]` into `[b, n, h, c]` or back, with the two middle sizes as given.
 fn swap_axes<T: Copy>(x: &[T], [b, h, n, c]: [usize; 4]) -> Vec<T> {
     let mut out = Vec::with_capacity(x.len());
     for b in 0..b {
@@ -174,8 +174,7 @@ where
     Ok(Ran { o: widen(o), lse: widen(lse), info, peak_bytes: ws.scratch().peak_bytes() })
 }
 
-/// Plans and runs a method on one thread; panics on an error. The log-sum-exp is NaN where the method claims
-/// none.
+/// Plans and runs a method on one thread; panics on an error. The log-sum-exp is NaN if the method claims none.
 pub fn run_method(method: &Method, options: &Options, case: &Case) -> (Vec<f64>, Vec<f64>) {
     let how = How { lse: method.claims.lse, ..How::default() };
     let ran = method
@@ -185,17 +184,17 @@ pub fn run_method(method: &Method, options: &Options, case: &Case) -> (Vec<f64>,
     (ran.o, ran.lse)
 }
 
-/// Softmax attention in double precision, two passes: output and log-sum-exp.
+/// Computes softmax attention in double precision, in two passes: output and log-sum-exp.
 pub fn reference(case: &Case) -> (Vec<f64>, Vec<f64>) {
     reference_masked(case, |_, _| true)
 }
 
-/// The same where row `i` sees key `j` only if `visible(i, j)`, beside the problem's mask.
+/// Computes softmax attention in which row `i` sees key `j` only if `visible(i, j)` and the problem's mask allow it.
 pub fn reference_masked(case: &Case, visible: impl Fn(usize, usize) -> bool) -> (Vec<f64>, Vec<f64>) {
     reference_weights(case, |i, j, s| if visible(i, j) { s } else { f64::NEG_INFINITY })
 }
 
-/// The same with the logit of row `i` and key `j` replaced by `logit(i, j, s)`; −∞ hides a key.
+/// Computes softmax attention with the logit of row `i` and key `j` replaced by `logit(i, j, s)`; −∞ hides a key.
 pub fn reference_weights(case: &Case, logit: impl Fn(usize, usize, f64) -> f64) -> (Vec<f64>, Vec<f64>) {
     let p = &case.problem;
     let mut o = vec![0.0; p.batch * p.n_heads * p.n_q * p.d_v];

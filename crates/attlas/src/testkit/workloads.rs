@@ -1,42 +1,42 @@
-//! Synthetic inputs with structure: what the figures of accuracy of the clustering methods are stated on, and how
-//! such a figure is measured.
+//! Structured synthetic inputs, for which the accuracies of the clustering methods are stated, and the measurement of
+//! such accuracies.
 
 use super::{Case, run_method};
 use crate::{Method, Options, Problem, metrics, registry};
 use attlas_num::rng::StreamKey;
 
-/// The problem that the figures are stated for: one head, 2048 tokens of width 64, no mask.
+/// Returns the problem of the stated figures: one head, 2048 tokens of width 64, no mask.
 pub fn stated() -> Problem {
     Problem::new(1, 2048, 64)
 }
 
-/// [`Case::gaussian`] of the [`stated`] problem: diffuse attention, of use for speed but not for quality.
+/// Draws [`Case::gaussian`] of the [`stated`] problem: diffuse attention, useful for speed but not for quality.
 pub fn diffuse(seed: u64) -> Case {
     Case::gaussian(stated(), seed)
 }
 
-/// [`Case::clustered`] of the [`stated`] problem.
+/// Draws [`Case::clustered`] of the [`stated`] problem.
 pub fn clustered(seed: u64) -> Case {
     Case::clustered(stated(), seed)
 }
 
-/// [`Case::with_heavy_sinks`] of the [`stated`] problem.
+/// Draws [`Case::with_heavy_sinks`] of the [`stated`] problem.
 pub fn sinks(seed: u64) -> Case {
     Case::with_heavy_sinks(stated(), seed)
 }
 
-/// How close a method came to exact attention.
+/// Accuracy of a method relative to exact attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Quality {
     /// Relative Frobenius error of the outputs.
     pub error: f64,
-    /// Mean over rows of $e^{\hat\ell - \ell}$: the share of the normaliser that was found; NaN where the method has no
+    /// Mean over rows of $e^{\hat\ell - \ell}$: the share of the normaliser that was found; NaN if the method has no
     /// log-sum-exp.
     pub mass: f64,
 }
 
-/// Error and mass of a method, averaged over cases from `make(seed)` for the seeds `0..seeds`, which also seed the method
-/// where it draws numbers.
+/// Measures error and mass of a method, averaged over cases from `make(seed)` for the seeds `0..seeds`, which also seed
+/// the method if it draws numbers.
 pub fn measure(method: &Method, options: &Options, make: impl Fn(u64) -> Case, seeds: u64) -> Quality {
     let exact = registry::method("exact").unwrap_or_else(|e| panic!("{e}"));
     let seeded = method.params.iter().any(|p| p.name == "seed");
@@ -59,7 +59,7 @@ pub fn assert_within(got: f64, want: f64, share: f64, what: &str) {
     assert!((got / want - 1.0).abs() <= share, "{what}: {got}, expected {want} ± {} %", 100.0 * share);
 }
 
-/// Inputs around centres, with what they were made from.
+/// Inputs around centres, with the centres.
 #[derive(Clone, Debug)]
 pub struct Clustered {
     /// The inputs.
@@ -69,14 +69,14 @@ pub struct Clustered {
 }
 
 impl Case {
-    /// Queries, keys and values around 64 random centres each: $q = \mu_{c'} + \xi/2$, $k = \mu_c + \xi/2$,
-    /// $v = \nu_c + \xi/2$ with $\mu, \nu, \xi$ standard normal and $c, c'$ uniform. With $n = 2048$ and $d = 64$,
-    /// the 64 largest keys of a row hold 94 % of its mass.
+    /// Draws queries, keys and values around 64 random centres each: $q = \mu_{c'} + \xi/2$, $k = \mu_c + \xi/2$, $v =
+    /// \nu_c + \xi/2$ with $\mu, \nu, \xi$ standard normal and $c, c'$ uniform. With $n = 2048$ and $d = 64$, the 64
+    /// largest keys of a row hold 94 % of its mass.
     pub fn clustered(problem: Problem, seed: u64) -> Self {
         Self::clustered_with(problem, seed, 0.5).case
     }
 
-    /// The same with noise of size `noise` on queries and keys; that of the values stays.
+    /// Draws the same with noise of size `noise` on queries and keys; that of the values stays.
     pub fn clustered_with(problem: Problem, seed: u64, noise: f64) -> Clustered {
         const CENTRES: usize = 64;
         let mut last = Vec::new();
@@ -102,8 +102,8 @@ impl Case {
         Clustered { case, centres: last }
     }
 
-    /// Standard normal inputs, except that the first four keys lie along a direction $u$ that every query has
-    /// $\sqrt d$ of: $q \mathrel{+}= \sqrt d\,u$, $k_j = \xi/10 + \sqrt d\,u$, and their values are a tenth.
+    /// Draws standard normal inputs, except that the first four keys lie along a direction $u$ of which every query has
+    /// the component $\sqrt d$: $q \mathrel{+}= \sqrt d\,u$, $k_j = \xi/10 + \sqrt d\,u$, and their values are a tenth.
     pub fn with_heavy_sinks(problem: Problem, seed: u64) -> Self {
         let mut case = Self::gaussian(problem, seed);
         let p = &case.problem;

@@ -1,8 +1,8 @@
 //! Rows over a coreset: averages of $[V \mid w \mid |w|]$, their division, and rows whose denominator cancelled.
 //!
-//! With $z = \sum_s e^{\beta q^\top k_s}$, a softmax average over the coreset is $[N \mid D \mid D^+] / z$; the output is $N/D$, its
-//! log-sum-exp $\ln z + \ln (D/z)$. Where $D \le \epsilon D^+$, $\epsilon = 10^{-12}$ (single: $10^{-6}$), nothing is left of $D$ but noise, and a
-//! [`Fallback`] answers.
+//! With $z = \sum_s e^{\beta q^\top k_s}$, a softmax average over the coreset is $[N \mid D \mid D^+] / z$; the output
+//! is $N/D$, its log-sum-exp $\ln z + \ln (D/z)$. Where $D \le \epsilon D^+$, $\epsilon = 10^{-12}$ (single:
+//! $10^{-6}$), $D$ is mere noise, and a [`Fallback`] gives the output.
 
 use super::Coreset;
 use crate::engine::exact_rows;
@@ -16,15 +16,15 @@ use attlas_num::par::*;
 crate::choices! {
     /// Output of a row whose denominator has cancelled.
     pub enum Fallback {
-        /// Exact attention; in a stream, whose older keys are gone, exact attention to the keys that are cached as
-        /// they are.
+        /// Exact attention. A stream no longer has its older keys, so there it is exact attention to the uncompressed
+        /// keys of the cache.
         Exact = "exact_row",
         /// Zero, clipped to the range of the values, with no weight in a merge.
         Zero = "zero_clip",
     }
 }
 
-/// How averages of $[V \mid w \mid |w|]$ become outputs.
+/// Conversion of averages of $[V \mid w \mid |w|]$ into outputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Finish {
     /// Clip every column to the range of the values seen.
@@ -34,8 +34,8 @@ pub struct Finish {
 }
 
 impl Finish {
-    /// Divides one row; the log-sum-exp becomes that of the weighted sum. `false` if the denominator cancelled:
-    /// then the row is zero, clipped.
+    /// Divides one row; the log-sum-exp becomes that of the weighted sum. Returns `false` if the denominator cancelled:
+    /// the row is then zero, clipped.
     pub(super) fn row<T: Real>(
         &self,
         average: &[T],
@@ -46,7 +46,7 @@ impl Finish {
         let d_v = out.len();
         let (den, size) = (average[d_v], average[d_v + 1]);
         let noise = T::from_f64(if T::ROUNDOFF < 1e-10 { 1e-12 } else { 1e-6 });
-        // NaN is sound here: it belongs in the output.
+        // NaN passes as sound: it belongs in the output.
         let sound = den.is_nan() || size.is_nan() || den > noise * size;
         if sound {
             out.iter_mut().zip(average).for_each(|(o, &a)| *o = a / den);
@@ -70,12 +70,12 @@ pub struct ValueRange<T> {
 }
 
 impl<T: Real> ValueRange<T> {
-    /// Of no row at all.
+    /// Makes the range of no rows.
     pub fn empty(d_v: usize) -> Self {
         Self { low: vec![T::INFINITY; d_v], high: vec![T::NEG_INFINITY; d_v] }
     }
 
-    /// Of all rows, in parallel.
+    /// Computes the range of all rows, in parallel.
     pub fn of(v: MatRef<'_, T>) -> Self {
         let pieces: Vec<Self> = (0..v.rows().div_ceil(RANGE_ROWS))
             .into_par_iter()
@@ -94,7 +94,7 @@ impl<T: Real> ValueRange<T> {
         })
     }
 
-    /// Widens to hold one more row.
+    /// Widens the range to include one more row.
     pub fn include(&mut self, row: &[T]) {
         for ((low, high), &x) in self.low.iter_mut().zip(&mut self.high).zip(row) {
             *low = if x < *low { x } else { *low };
@@ -120,13 +120,13 @@ impl<T: Real> ValueRange<T> {
     }
 }
 
-/// Rows whose range one task finds.
+/// Rows of one task that computes a range.
 const RANGE_ROWS: usize = 2048;
 
 /// Query rows of one task.
 pub(super) const ROWS: usize = 192;
 
-/// Attention of a whole group without a mask over a coreset of its keys.
+/// Computes attention of a whole group without a mask over a coreset of its keys.
 pub fn attend_coreset<T: Real>(
     g: &mut Group<'_, T>,
     coreset: &Coreset<T>,
@@ -160,7 +160,7 @@ pub fn attend_coreset<T: Real>(
     })
 }
 
-/// Exact attention of the rows named, each over its first keys.
+/// Computes exact attention of the given rows, each over its first keys.
 pub(super) fn attend_exactly<T: Real>(
     block: &mut RowBlock<'_, T>,
     rows: &[(usize, usize)],
@@ -187,7 +187,7 @@ pub(super) fn attend_exactly<T: Real>(
     }
 }
 
-/// Writes rows `[o | 1 | 1]`: averages over keys that were never compressed.
+/// Writes rows `[o | 1 | 1]`: averages over uncompressed keys.
 pub(super) fn widen_into<T: Real>(out: &[T], d_v: usize, averages: &mut [T]) {
     for (average, out) in averages.chunks_exact_mut(d_v + 2).zip(out.chunks_exact(d_v)) {
         average[..d_v].copy_from_slice(out);

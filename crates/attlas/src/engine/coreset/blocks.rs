@@ -1,8 +1,8 @@
 //! The causal form: every query sees the keys of its own block exactly and the coresets of all complete blocks before it.
 //!
-//! Block $b$ is compressed once. With `tree`, level $l$ holds coresets of $2^l$ blocks, each compressed from the two of level
-//! $l - 1$ that it covers, and the first $b$ blocks are covered by one coreset for each binary digit of $b$ that is set; without
-//! it by $b$ of them.
+//! Block $b$ is compressed once. With `tree`, level $l$ holds coresets of $2^l$ blocks, each compressed from the two of
+//! level $l - 1$ that it covers; one coreset for each set binary digit of $b$ then covers the first $b$ blocks. Without
+//! it, $b$ of them do.
 
 use super::attend::{ROWS, attend_exactly, merge_coreset, widen_into};
 use super::{CompressKeys, Coreset, Fallback, Finish, ValueRange, Values};
@@ -21,16 +21,16 @@ use std::ops::Range;
 pub struct BlockCausal<C> {
     /// Compresses the keys of a block.
     pub compressor: C,
-    /// Keys of a block; its own queries see them as they are.
+    /// Keys of a block; its own queries see them uncompressed.
     pub block: usize,
-    /// Join coresets of equally many blocks and compress again.
+    /// Joins coresets of equally many blocks and compresses them again.
     pub tree: bool,
-    /// How rows end.
+    /// Conversion of averages into outputs.
     pub finish: Finish,
 }
 
 impl<C: CompressKeys> BlockCausal<C> {
-    /// Attention of a whole group with a causal mask.
+    /// Computes attention of a whole group with a causal mask.
     pub fn run<T: Real>(&self, g: &mut Group<'_, T>, stream: StreamKey) -> Result<RunInfo> {
         let (k, v, scale, cx) = (g.k, g.v, g.scale, g.cx);
         let (n_q, n_k, d_v) = (g.n_q(), g.n_k(), g.d_v());
@@ -42,7 +42,7 @@ impl<C: CompressKeys> BlockCausal<C> {
             let mut failed = Vec::new();
             let mut from = 0;
             while from < block.lse.len() {
-                // The keys that a row sees, its own included; rows of one key block are taken together.
+                // The keys that a row sees, its own included; rows of one key block are processed together.
                 let seen = (n_k + block.first + from + 1).saturating_sub(n_q);
                 if seen == 0 {
                     block.out[from * d_v..(from + 1) * d_v].fill(T::ZERO);
@@ -70,8 +70,8 @@ impl<C: CompressKeys> BlockCausal<C> {
         Ok(infos.into_iter().fold(RunInfo { rank, ..RunInfo::default() }, RunInfo::merge))
     }
 
-    /// Coresets of all complete blocks, then of pairs, and so on. Without a tree, one coreset per prefix is what
-    /// is wanted, and that is the leaves one after another.
+    /// Returns the coresets of all complete blocks, then of pairs, and so on. Without a tree there is only the first
+    /// level: the coreset of a prefix is its leaves one after another.
     fn levels<T: Real>(
         &self,
         k: MatRef<'_, T>,
@@ -117,7 +117,7 @@ impl<C: CompressKeys> BlockCausal<C> {
         self.compressor.compress(keys, values, size, scale, stream, cx)
     }
 
-    /// Range of the values before each block.
+    /// Returns the range of the values before each block.
     fn ranges<T: Real>(&self, v: MatRef<'_, T>, complete: usize) -> Vec<ValueRange<T>> {
         let mut ranges = vec![ValueRange::empty(v.cols())];
         for b in 0..complete {
@@ -128,7 +128,7 @@ impl<C: CompressKeys> BlockCausal<C> {
         ranges
     }
 
-    /// Rows `here` of `block`, all in one key block. Returns the pairs visited.
+    /// Computes rows `here` of `block`, all in one key block. Returns the pairs visited.
     fn rows<T: Real>(
         &self,
         part: &BlockInputs<'_, T>,
@@ -170,7 +170,7 @@ impl<C: CompressKeys> BlockCausal<C> {
         visited
     }
 
-    /// Multiply-adds, doubled: of compressing `n` keys block by block without the compressor's own, and of the rows.
+    /// Counts the operations of the rows, a multiply-add as two; compression is not included.
     pub fn run_flops(&self, p: &Problem) -> u64 {
         let blocks = p.n_k.div_ceil(self.block).max(1) as u64;
         let kept = self.compressor.size(self.block).rank.min(self.block) as u64;
@@ -189,14 +189,14 @@ struct BlockInputs<'a, T> {
     cx: Context<'a>,
 }
 
-/// Where rows stand: their block begins at `start`, and the first of them sees `seen` keys.
+/// Position of rows: their block begins at `start`, and the first of them sees `seen` keys.
 #[derive(Clone, Copy)]
 struct BlockStart {
     start: usize,
     seen: usize,
 }
 
-/// The coresets that cover the first `b` blocks: with a tree the largest that fit, one after another.
+/// Returns the coresets that cover the first `b` blocks: with a tree the largest that fit, one after another.
 fn pieces<T>(levels: &[Vec<Coreset<T>>], b: usize) -> Vec<&Coreset<T>> {
     if levels.len() == 1 {
         return levels[0][..b].iter().collect();

@@ -1,10 +1,10 @@
-//! Coresets as plain numbers, which processes send to each other: rows $[k \mid V \mid w]$.
+//! Coresets as plain numbers for exchange between processes: rows $[k \mid V \mid w]$.
 
 use super::{CompressKeys, Coreset, Fallback, Finish, Values, attend_coreset};
 use crate::group::{Group, StandIns};
 use crate::{Error, MatRef, Real, Result, RunInfo};
 
-/// The coreset of one piece of the keys; all keys as they are where there are no more than it would keep.
+/// Returns the coreset of one piece of the keys, or all keys unchanged if it would keep at least that many.
 pub fn stand_ins<T: Real>(compressor: &impl CompressKeys, seed: u64, piece: StandIns<'_, T>) -> Vec<T> {
     let StandIns { k, v, scale, index, piece, cx } = piece;
     let size = compressor.size(k.rows());
@@ -20,8 +20,8 @@ pub fn stand_ins<T: Real>(compressor: &impl CompressKeys, seed: u64, piece: Stan
     rows.flat_map(|(key, values)| key.iter().chain(&values[..values.len() - 1])).copied().collect()
 }
 
-/// Attends with the queries of `g` to such rows, several pieces after one another. A row whose denominator cancels gets
-/// no weight in a merge: the keys that could answer it exactly are elsewhere.
+/// Attends with the queries of `g` to such rows, those of several pieces one after another. A row whose denominator
+/// cancels gets no weight in a merge: the keys for an exact row are on other processes.
 pub fn attend_stand_ins<T: Real>(mut g: Group<'_, T>, numbers: &[T]) -> Result<RunInfo> {
     let (d, d_v) = (g.k.cols(), g.d_v());
     let width = d + d_v + 1;

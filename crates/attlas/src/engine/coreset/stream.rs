@@ -1,7 +1,7 @@
-//! Token by token: coresets of older keys, and recent keys as they are.
+//! Decoding token by token: coresets of older keys, and recent keys uncompressed.
 //!
-//! Either every complete block is compressed, as the causal form does, a tree of coresets being kept like the digits of a
-//! binary counter; or the first tokens are compressed once, all but some at their beginning and end.
+//! Either every complete block is compressed, as in the causal form, with the coresets of a tree kept like the digits
+//! of a binary counter; or the first tokens are compressed once, except some at their beginning and end.
 
 use super::attend::{merge_coreset, widen_into};
 use super::{BlockCausal, CompressKeys, Coreset, Fallback, Size, ValueRange, Values};
@@ -16,9 +16,9 @@ use std::ops::Range;
 crate::choices! {
     /// Keys that a stream compresses, as a parameter.
     pub enum CacheMode {
-        /// Every complete block, as the causal plan does.
+        /// Every complete block, as in the causal plan.
         Blocks = "blocks",
-        /// The first tokens it is given, once; later ones are kept as they are.
+        /// The first tokens pushed, once; later ones stay uncompressed.
         Prefix = "prefix",
     }
 }
@@ -26,28 +26,28 @@ crate::choices! {
 /// The part of the past that a stream compresses.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Cache {
-    /// Every block once it is complete, as the causal plan does.
+    /// Every block once it is complete, as in the causal plan.
     Blocks,
-    /// The first tokens pushed, once: all but some at their beginning and end.
+    /// The first tokens pushed, once, except some at their beginning and end.
     Prefix(Prefix),
 }
 
-/// How a prefix is compressed.
+/// Compression of a prefix.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Prefix {
-    /// First tokens that are kept as they are.
+    /// First tokens that stay uncompressed.
     pub sinks: usize,
-    /// Last tokens that are kept as they are.
+    /// Last tokens that stay uncompressed.
     pub window: usize,
-    /// Share of the tokens between that is kept.
+    /// Share of the tokens between these that is kept.
     pub ratio: f64,
     /// Keys kept of each bin.
     pub bin_rank: usize,
 }
 
 impl Prefix {
-    /// The tokens of a prefix of `n` that are compressed, and how far; `None` if there are too few. Tokens that do
-    /// not fill a bin join the window.
+    /// Returns the tokens of a prefix of `n` to compress, and their target size; `None` if there are too few. Tokens
+    /// that do not fill a bin join the window.
     pub fn split(&self, n: usize) -> Option<(Range<usize>, Size)> {
         let middle = n.checked_sub(self.sinks.saturating_add(self.window))?;
         let bins = (middle as f64 * self.ratio) as usize / self.bin_rank;
@@ -64,7 +64,7 @@ struct Node<T> {
     coreset: Coreset<T>,
 }
 
-/// Token by token attention over coresets of older keys and recent keys as they are.
+/// Token-by-token attention over coresets of older keys and uncompressed recent keys.
 #[derive(Debug)]
 pub struct CoresetStream<T, C> {
     plan: BlockCausal<C>,
@@ -72,7 +72,7 @@ pub struct CoresetStream<T, C> {
     stream: StreamKey,
     scale: f64,
     index: GroupIndex,
-    /// Compressed keys, older ones first; with a tree at most one of each level.
+    /// Compressed keys, oldest first; with a tree at most one of each level.
     nodes: Vec<Node<T>>,
     blocks: usize,
     k: Vec<T>,
@@ -82,7 +82,7 @@ pub struct CoresetStream<T, C> {
 }
 
 impl<T: Real, C: CompressKeys> CoresetStream<T, C> {
-    /// An empty stream for one group.
+    /// Makes an empty stream for one group.
     pub fn new(plan: BlockCausal<C>, cache: Cache, p: &Problem, index: GroupIndex, seed: u64) -> Self {
         Self {
             plan,
@@ -103,7 +103,7 @@ impl<T: Real, C: CompressKeys> CoresetStream<T, C> {
         self.range.d_v()
     }
 
-    /// Tokens cached as they are.
+    /// Returns the number of uncompressed tokens.
     fn recent(&self) -> usize {
         self.k.len() / self.d
     }
@@ -203,7 +203,7 @@ impl<T: Real, C: CompressKeys> GroupStream<T> for CoresetStream<T, C> {
         let mut finished = cx.scratch.take::<T>(d_v);
         for (i, average) in average.chunks_exact(d_v + 2).enumerate() {
             let sound = self.plan.finish.row(average, &self.range, &mut finished, &mut total[i]);
-            // Keys behind a coreset are gone, so what is left of exact attention is that to the recent ones.
+            // The keys of a coreset are gone, so exact attention can only use the recent ones.
             if sound || self.plan.finish.fallback == Fallback::Zero {
                 out[i * d_v..(i + 1) * d_v].copy_from_slice(&finished);
                 lse[i] = total[i];

@@ -1,14 +1,14 @@
 //! Keys with weights, and values before and after compression.
 //!
-//! A coreset of keys $k_s$ has rows $[V_s \mid w_s \mid |w_s|]$ in the place of values, so that one pass of the exact kernel gives
-//! numerator, denominator and the size of the denominator before cancellation. Keys that were never compressed have
-//! $[v \mid 1 \mid 1]$.
+//! A coreset of keys $k_s$ has rows $[V_s \mid w_s \mid |w_s|]$ in place of values, so one pass of the exact kernel
+//! gives numerator, denominator and the size of the denominator before cancellation. Uncompressed keys have $[v \mid 1
+//! \mid 1]$.
 
 use crate::Real;
 use attlas_num::MatRef;
 use std::ops::Range;
 
-/// Values of keys that are to be compressed.
+/// Values of the keys to compress.
 #[derive(Clone, Copy, Debug)]
 pub enum Values<'a, T> {
     /// One row per key, of weight one.
@@ -54,7 +54,7 @@ impl<'a, T: Real> Values<'a, T> {
     }
 }
 
-/// Weighted keys that stand for many.
+/// Weighted keys that represent many.
 #[derive(Clone, Debug)]
 pub struct Coreset<T> {
     keys: Vec<T>,
@@ -65,12 +65,12 @@ pub struct Coreset<T> {
 }
 
 impl<T: Real> Coreset<T> {
-    /// No key yet.
+    /// Makes a coreset without keys.
     pub fn empty(d: usize, d_v: usize) -> Self {
         Self { keys: Vec::new(), values: Vec::new(), len: 0, d, d_v }
     }
 
-    /// All the keys with their values as they are.
+    /// Makes a coreset of all keys with their values unchanged.
     pub fn verbatim(keys: MatRef<'_, T>, values: Values<'_, T>) -> Self {
         let mut all = Self::empty(keys.cols(), values.d_v());
         for j in 0..keys.rows() {
@@ -88,7 +88,7 @@ impl<T: Real> Coreset<T> {
         self.len += 1;
     }
 
-    /// Adds all keys of another one.
+    /// Adds all keys of another coreset.
     pub fn append(&mut self, other: &Self) {
         self.keys.extend_from_slice(&other.keys);
         self.values.extend_from_slice(&other.values);
@@ -100,7 +100,7 @@ impl<T: Real> Coreset<T> {
         self.len
     }
 
-    /// Holds no key.
+    /// Returns true if it holds no key.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -115,7 +115,7 @@ impl<T: Real> Coreset<T> {
         MatRef::new(&self.values, self.len, self.d_v + 2)
     }
 
-    /// Every number is finite.
+    /// Returns true if every number is finite.
     pub fn is_finite(&self) -> bool {
         self.keys.iter().chain(&self.values).all(|x| x.is_finite())
     }

@@ -1,8 +1,8 @@
 //! The gradient of linear attention with positive features.
 //!
 //! With log-features $b_{il}$ of queries and $a_{jl}$ of keys, $w_{il} = e^{b_{il} + \rho_l - \mathrm{lse}_i}$ and
-//! $f_{jl} = e^{a_{jl} - \rho_l}$, a weight is $p_{ij} = \sum_l w_{il} f_{jl}$. Let $\bar o$ reach the outputs and
-//! $\delta_i$ be as in [`GroupBackward`](crate::gradient::GroupBackward). Then
+//! $f_{jl} = e^{a_{jl} - \rho_l}$, a weight is $p_{ij} = \sum_l w_{il} f_{jl}$. Let $\bar o$ be the gradient of the
+//! outputs and $\delta_i$ be as in [`GroupBackward`](crate::gradient::GroupBackward). Then
 //! $$\bar b_{il} = w_{il} \big(\langle \bar o_i, S_l \rangle - \delta_i z_l\big), \qquad S_l = \sum_j f_{jl} v_j,\; z_l = \sum_j f_{jl},$$
 //! $$\bar a_{jl} = f_{jl} \big(\langle G_l, v_j \rangle - g_l\big), \quad \bar v_j = \sum_l f_{jl} G_l, \qquad
 //! G_l = \sum_i w_{il} \bar o_i,\; g_l = \sum_i w_{il} \delta_i,$$
@@ -11,7 +11,7 @@
 //! of the keys that a row sees, so that neither $w$ nor $f$ exceeds 1. Under a causal mask, sums over keys run forwards and
 //! sums over rows backwards, each token by token, side by side; the references of the backward sums only fall.
 //!
-//! Time is that of two more runs, memory that of a run and one row of references for every `CHUNK` tokens.
+//! Time is that of two more runs; memory is that of a run and one row of references for every `CHUNK` tokens.
 
 use super::{Accumulator, BLOCK, CHUNK, PIECE, Positive, ROWS, product, whole_state};
 use crate::gradient::GroupBackward;
@@ -30,8 +30,8 @@ pub(super) fn backward<T: Real>(acc: &Positive<T>, map: &dyn LogFeatures<T>, g: 
     }
 }
 
-/// Multiplies row `i` of features relative to $e^{\text{shift}_i}$ by what makes them relative to the log-sum-exp; a row
-/// that has none gets 0.
+/// Rescales row `i` of features, which is relative to $e^{\text{shift}_i}$, to the log-sum-exp; a row without one gets
+/// 0.
 fn relate<T: Real>(w: &mut [T], shift: &[T], lse: &[T]) {
     let m = w.len() / shift.len().max(1);
     for ((w, &shift), &lse) in w.chunks_exact_mut(m).zip(shift).zip(lse) {
@@ -49,7 +49,7 @@ fn plain<T: Real>(acc: &Positive<T>, map: &dyn LogFeatures<T>, g: GroupBackward<
     let state = &states[..acc.state_len()];
     let (z, s) = acc.sums_of(state);
 
-    // Pieces of rows, each with sums of its own: the gradients and their δ.
+    // Pieces of rows, each with its own sums: the gradients and their δ.
     let pieces: Vec<(usize, usize)> =
         (0..g.q.heads()).flat_map(|h| (0..n_q).step_by(PIECE).map(move |first| (h, first))).collect();
     let mut sums = cx.scratch.take_zeroed::<T>(pieces.len() * m * (d_v + 1));
@@ -123,7 +123,7 @@ struct Tokens<'a, T> {
 }
 
 impl<T: Real> Tokens<'_, T> {
-    /// The row of each head that stands at token `j`: the last row stands at the last token.
+    /// Returns the row of each head at token `j`: the last row is at the last token.
     fn row(&self, j: usize) -> Option<usize> {
         (j + self.q.n_q()).checked_sub(self.k.rows())
     }
@@ -135,7 +135,7 @@ fn causal<T: Real>(acc: &Positive<T>, map: &dyn LogFeatures<T>, g: GroupBackward
     join(|| forwards(acc, map, &x, dq), || backwards(map, &x, dk, dv));
 }
 
-/// Gradients of queries, from sums over the keys so far.
+/// Computes the gradients of queries, from sums over the keys so far.
 fn forwards<T: Real>(acc: &Positive<T>, map: &dyn LogFeatures<T>, x: &Tokens<'_, T>, dq: &mut [T]) {
     let (m, d, d_v, n_q) = (map.num_features(), x.k.cols(), x.v.cols(), x.q.n_q());
     let mut state = x.cx.scratch.take::<T>(acc.state_len());
@@ -160,7 +160,7 @@ fn forwards<T: Real>(acc: &Positive<T>, map: &dyn LogFeatures<T>, x: &Tokens<'_,
     }
 }
 
-/// Gradients of keys and values, from sums over the rows that are left.
+/// Computes the gradients of keys and values, from sums over the remaining rows.
 fn backwards<T: Real>(map: &dyn LogFeatures<T>, x: &Tokens<'_, T>, dk: &mut [T], dv: &mut [T]) {
     let (m, d, d_v) = (map.num_features(), x.k.cols(), x.v.cols());
     let (n_k, n_q) = (x.k.rows(), x.q.n_q());
@@ -175,7 +175,7 @@ fn backwards<T: Real>(map: &dyn LogFeatures<T>, x: &Tokens<'_, T>, dk: &mut [T],
         map.log_features(x.k.sub_rows(tokens.clone()), Side::Key, &mut a[..tokens.len() * m]);
         tokens.len()
     };
-    // Comparisons that NaN fails.
+    // A comparison with NaN is false.
     let raise = |top: &mut [T], row: &[T]| {
         top.iter_mut().zip(row).for_each(|(t, &x)| *t = if x > *t { x } else { *t });
     };

@@ -4,7 +4,7 @@ use crate::{Problem, Support};
 use attlas_num::sketch::Coupling;
 
 crate::choices! {
-    /// How random directions depend on each other.
+    /// Dependence of the random directions on each other.
     pub enum Directions {
         /// Orthogonal in blocks, with independent lengths.
         Orthogonal = "orthogonal",
@@ -20,7 +20,7 @@ crate::choices! {
 }
 
 impl Directions {
-    /// Whether there are such directions for the width of a problem, and its scale has a root.
+    /// Returns the reasons why a problem has no such directions: the width, or a scale without a root.
     pub fn supports(self, p: &Problem) -> Support {
         Support::unless(
             p.scale <= 0.0,
@@ -33,7 +33,7 @@ impl Directions {
         )
     }
 
-    /// The coupling of that name.
+    /// Returns the coupling of that name.
     pub fn coupling(self) -> Coupling {
         match self {
             Directions::Orthogonal => Coupling::Orthogonal,

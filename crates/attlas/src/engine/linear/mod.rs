@@ -1,21 +1,21 @@
 //! Linear attention: everything that computes $o_i = \varphi_q(q_i)^\top S / \varphi_q(q_i)^\top z$ with
 //! $S = \sum_j \varphi_k(k_j) v_j^\top$, $z = \sum_j \varphi_k(k_j)$, for any feature map.
 //!
-//! A method brings a [`Source`] of feature maps; [`Linear`] makes a plan of it. What is summed, and how it is kept
-//! from overflowing, is an [`Accumulator`]: [`Positive`] for maps whose features are positive, [`Signed`] for the
-//! others. This file holds the schedule, which is the same for both.
+//! A method brings a [`Source`] of feature maps, and [`Linear`] makes a plan of it. An [`Accumulator`] holds the sums
+//! and keeps them from overflowing: [`Positive`] for maps with positive features, [`Signed`] for the others. This file
+//! holds the schedule, which is the same for both.
 //!
 //! **Without a mask**, keys are cut into pieces of fixed length whose states are computed in parallel, block by
 //! block, and combined in order; then query rows read the state in parallel.
 //!
 //! **Causal**, tokens are cut into at most `MAX_PIECES` pieces, a number that depends on the number of keys
 //! alone. Phase one computes the state of every piece in parallel, phase two the exclusive prefixes, phase three
-//! the rows of every piece in parallel, in chunks of `CHUNK` tokens: a row adds what the state says of earlier
-//! chunks and a triangular product over its own. No bit of a row depends on a later token: a chunk's references
-//! come from what its first row sees, and a chunk ends before the first key that would need another reference or
-//! is not finite.
+//! the rows of every piece in parallel, in chunks of `CHUNK` tokens: a row adds the contribution of the state, for
+//! earlier chunks, and a triangular product over its own chunk. No bit of a row depends on a later token: a chunk's
+//! references come from the keys that its first row sees, and a chunk ends before the first key that would need another
+//! reference or is not finite.
 //!
-//! Both orders are fixed by the sizes, so that threads cannot change a bit; keys are read once for all query heads.
+//! Both orders are fixed by the sizes, so threads cannot change a bit; keys are read once for all query heads.
 
 mod backward;
 mod directions;
@@ -49,18 +49,18 @@ const BLOCK: usize = 256;
 const ROWS: usize = 128;
 /// Tokens of a causal chunk.
 const CHUNK: usize = 64;
-/// Pieces of a causal sequence, at most.
+/// Maximum pieces of a causal sequence.
 const MAX_PIECES: usize = 32;
-/// Tokens of a causal piece, at least.
+/// Minimum tokens of a causal piece.
 const MIN_PIECE: usize = 1024;
 
-/// A running sum over keys, and how query rows read it. The state is a plain slice of `state_len` elements, so
-/// that it can be copied, stored and combined.
+/// A running sum over keys, with its evaluation for query rows. The state is a plain slice of `state_len` elements,
+/// which can be copied, stored and combined.
 pub trait Accumulator<T: Real>: Debug + Send + Sync {
-    /// Elements of a state.
+    /// Returns the number of elements of a state.
     fn state_len(&self) -> usize;
 
-    /// The state of no key.
+    /// Sets the state to that of no keys.
     fn clear(&self, state: &mut [T]);
 
     /// Adds at most `BLOCK` keys and their values.
@@ -69,10 +69,10 @@ pub trait Accumulator<T: Real>: Debug + Send + Sync {
     /// Adds the keys of another state.
     fn combine(&self, state: &mut [T], other: &[T]);
 
-    /// Answers rows that see all `seen` keys of the state, and no other.
+    /// Computes rows that see all `seen` keys of the state and no other key.
     fn read(&self, state: &[T], seen: usize, rows: RowBlock<'_, T>, cx: Context<'_>, outcome: &mut Outcome);
 
-    /// Answers one row for every key of `k` and each head, row `i` seeing the `seen` keys of the state and keys
+    /// Computes one row for every key of `k` and each head, row `i` seeing the `seen` keys of the state and keys
     /// `0..=i`; then adds the keys.
     #[allow(clippy::too_many_arguments)]
     fn chunk(
@@ -86,12 +86,12 @@ pub trait Accumulator<T: Real>: Debug + Send + Sync {
         outcome: &mut Outcome,
     );
 
-    /// Whether unstable rows are to be computed again by exact attention.
+    /// Returns true if unstable rows must be recomputed by exact attention.
     fn recomputes_rows(&self) -> bool {
         false
     }
 
-    /// Writes the gradients of a group that has keys; says whether it can.
+    /// Writes the gradients of a group that has keys; returns false if it cannot.
     fn backward(&self, g: GroupBackward<'_, T>) -> bool {
         let _ = g;
         false
@@ -132,7 +132,7 @@ fn run_plain<T: Real>(acc: &dyn Accumulator<T>, g: &mut Group<'_, T>) -> Result<
     Ok(Outcome { unstable: parts.concat() })
 }
 
-/// The state of all keys, which is the first of those that are returned: pieces in parallel, combined in order.
+/// Returns the state of all keys as the first of the returned states: pieces in parallel, combined in order.
 pub fn whole_state<'a, T: Real>(
     acc: &dyn Accumulator<T>,
     k: MatRef<'_, T>,
@@ -149,7 +149,7 @@ pub fn whole_state<'a, T: Real>(
     states
 }
 
-/// The state of some keys alone.
+/// Adds some keys to an empty state.
 fn absorb_range<T: Real>(
     acc: &dyn Accumulator<T>,
     state: &mut [T],
@@ -170,7 +170,7 @@ pub fn causal_piece(n_k: usize) -> usize {
     n_k.div_ceil(MAX_PIECES).next_multiple_of(CHUNK).max(MIN_PIECE)
 }
 
-/// The rows of a causal group; before its keys come those of `initial`, of which there are `before`.
+/// Runs a causal group; `initial` may hold the state of `before` keys that precede the group's.
 fn run_causal<T: Real>(
     acc: &dyn Accumulator<T>,
     g: &mut Group<'_, T>,
@@ -189,23 +189,23 @@ fn run_causal<T: Real>(
     Outcome { unstable: parts.concat() }
 }
 
-/// Some tokens of a causal group and the rows that stand at them, those of each head together.
+/// Some tokens of a causal group and the rows at these tokens, grouped by head.
 #[derive(Debug)]
 pub struct Piece<'a, T> {
     /// The tokens.
     pub tokens: Range<usize>,
-    /// The first of them that has a query; the end of the tokens where none has.
+    /// The first token that has a query, or the end of the tokens if none has.
     pub first: usize,
     /// The rows.
     pub rows: Vec<RowBlock<'a, T>>,
 }
 
-/// What is known before a causal group is run.
+/// States known before a causal group is run.
 #[derive(Clone, Copy, Debug)]
 pub struct Initial<'a, T> {
-    /// The state of keys that come before those of the group.
+    /// The state of the keys before those of the group.
     before: Option<&'a [T]>,
-    /// The states of all pieces but the last, each of its own keys alone, where they were computed already.
+    /// The states of all pieces but the last, each of its own keys alone, if already computed.
     pieces: Option<&'a [T]>,
 }
 
@@ -215,9 +215,9 @@ impl<T> Default for Initial<'_, T> {
     }
 }
 
-/// Cuts a causal group into pieces of `piece` tokens and runs `work` on each in parallel, with a state of its own that
-/// holds the keys before the group and those before `cached(start)`, where `start` is the piece's first token and
-/// `cached(start) ≤ start` does not fall. Rows that see no key are written here.
+/// Cuts a causal group into pieces of `piece` tokens and runs `work` on each in parallel. Each piece has its own state
+/// of the keys before the group and those before `cached(start)`, where `start` is the piece's first token and
+/// `cached(start) ≤ start` does not decrease. Rows that see no key are written here.
 pub fn causal_pieces<T: Real, R: Send>(
     acc: &dyn Accumulator<T>,
     g: &mut Group<'_, T>,
@@ -232,7 +232,7 @@ pub fn causal_pieces<T: Real, R: Send>(
     // The first token that has a query, and the first query that sees a token.
     let (first, unseen_rows) = (n_k.saturating_sub(n_q), n_q.saturating_sub(n_k));
 
-    // Slot p holds the keys that piece p has more than the one before, then all of them.
+    // Slot p first holds the keys that piece p has beyond the piece before, then the running sum.
     let mut states = cx.scratch.take::<T>(pieces * len);
     states.par_chunks_mut(len).with_max_len(1).enumerate().for_each(|(p, state)| {
         let before = if p == 0 { 0 } else { cached((p - 1) * piece) };
@@ -281,7 +281,7 @@ pub fn causal_pieces<T: Real, R: Send>(
         .collect()
 }
 
-/// The rows of one piece; `state` holds all tokens before it, `before` of which are not of the group.
+/// Computes the rows of one piece; `state` holds all tokens before it, including `before` that precede the group.
 fn run_piece<T: Real>(
     acc: &dyn Accumulator<T>,
     state: &mut [T],
@@ -324,7 +324,7 @@ pub fn sub_block<'b, T: Real>(block: &'b mut RowBlock<'_, T>, rows: Range<usize>
     }
 }
 
-/// Exact attention for single rows.
+/// Recomputes single rows by exact attention.
 fn mend_rows<T: Real>(g: &mut Group<'_, T>, unstable: &[(usize, usize)]) {
     let (k, v, scale, cx, n_q, d_v) = (g.k, g.v, g.scale, g.cx, g.n_q(), g.d_v());
     let recomputed: Vec<(Vec<T>, [T; 1])> = unstable
@@ -344,7 +344,7 @@ fn mend_rows<T: Real>(g: &mut Group<'_, T>, unstable: &[(usize, usize)]) {
     }
 }
 
-/// `c = a · b + beta · c`, rows of `c` lying `stride` apart.
+/// Computes `c = a · b + beta · c`, with rows of `c` `stride` apart.
 fn product<T: Real>(
     a: Op<MatRef<'_, T>>,
     b: Op<MatRef<'_, T>>,
@@ -363,26 +363,26 @@ fn columns<'a, T>(m: MatRef<'a, T>, range: &Range<usize>) -> MatRef<'a, T> {
         .unwrap_or_else(|| unreachable!("columns of a view are inside it"))
 }
 
-/// How far the logarithm of a key's feature may lie above the reference of its chunk: the exponential of it, times
-/// the number of features and keys and a large value, stays far from overflow, and what then underflows is far
+/// Returns how far the logarithm of a key's feature may exceed the reference of its chunk: its exponential, times the
+/// number of features and keys and a large value, stays far from overflow, and anything that then underflows is far
 /// below rounding.
 fn headroom<T: Real>() -> T {
     T::from_f64(if T::DTYPE == attlas_num::DType::F32 { 30.0 } else { 300.0 })
 }
 
-/// Decoding: one state, whatever the number of tokens. Keys and values are kept only where unstable rows are to be
-/// computed again.
+/// Decoding stream: one state, whatever the number of tokens. Keys and values are kept only if unstable rows must be
+/// recomputed.
 #[derive(Debug)]
 struct LinearStream<T> {
     acc: Box<dyn Accumulator<T>>,
     features: usize,
-    /// Nothing but sums over keys stands behind a row.
+    /// A row depends on sums over keys and nothing else.
     whole: bool,
     state: Vec<T>,
     seen: usize,
     kept: [Vec<T>; 2],
     widths: [usize; 2],
-    /// The states of the pieces that the next causal rows are cut into, and how many keys those have.
+    /// The number of keys in the next causal rows, and the states of the pieces into which these are cut.
     prepared: Option<(usize, Vec<T>)>,
 }
 
@@ -514,7 +514,7 @@ mod tests {
     use attlas_num::sketch::features::{Elementwise, ElementwiseFeatures, ExpFeatures, Exponent, Trig};
     use attlas_num::sketch::{Coupling, MapOptions, draw_directions};
 
-    /// One head of keys and queries through an accumulator, in chunks of the given length.
+    /// Feeds one head of keys and queries through an accumulator, in chunks of the given length.
     fn in_chunks(acc: &dyn Accumulator<f64>, x: &Case, chunk: usize) -> Vec<f64> {
         let (n, d, d_v) = (x.problem.n_k, x.problem.d, x.problem.d_v);
         let ws = Workspace::single().unwrap();

@@ -13,7 +13,7 @@ use attlas_num::sketch::variance::Diagnostic;
 use std::fmt::Debug;
 use std::sync::Arc;
 
-/// Sizes and place that a feature map is made for.
+/// Sizes, sequence and key head of a feature map.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Width of queries and keys.
@@ -22,25 +22,25 @@ pub struct Shape {
     pub d_v: usize,
     /// Factor on the inner products.
     pub scale: f64,
-    /// Which sequence and key head it is for.
+    /// Sequence and key head of the map.
     pub index: GroupIndex,
 }
 
-/// Where the feature maps of a method come from.
+/// Source of a method's feature maps.
 pub trait Source: Debug + Clone + Send + Sync + 'static {
-    /// Random numbers of one sequence and key head; `()` where there are none.
+    /// Random numbers of one sequence and key head; `()` if there are none.
     type Draws: Debug + Send + Sync + 'static;
 
-    /// Draws them for width `d`, when a plan is made.
+    /// Draws them for width `d` when a plan is made.
     fn draw(&self, d: usize, index: GroupIndex) -> Result<Self::Draws>;
 
-    /// Features of one token of width `d`.
+    /// Returns the number of features of one token of width `d`.
     fn num_features(&self, d: usize) -> usize;
 
-    /// Operations that the features of one token take.
+    /// Counts the operations for the features of one token.
     fn feature_flops(&self, d: usize) -> u64;
 
-    /// The sums of one group; `data` is there when a whole group is run, and not for a stream.
+    /// Prepares the sums of one group; `data` is `None` for a stream.
     fn prepare<T: Real>(
         &self,
         shape: &Shape,
@@ -48,43 +48,43 @@ pub trait Source: Debug + Clone + Send + Sync + 'static {
         data: Option<&Group<'_, T>>,
     ) -> Result<Prepared<T>>;
 
-    /// Whether denominators are sums of exponentials.
+    /// Returns true if denominators are sums of exponentials.
     fn has_lse(&self) -> bool {
         true
     }
 
-    /// Whether the sums do not depend on data and their map has a gradient.
+    /// Returns true if the sums do not depend on data and their map has a gradient.
     fn has_gradient(&self) -> bool {
         false
     }
 
-    /// Whether the map of a whole group depends on its keys, so that no sum over some of them stands for it.
+    /// Returns true if the map of a group depends on all its keys, so that sums over parts of them do not add up.
     fn fits_keys(&self) -> bool {
         false
     }
 
-    /// The relative error that `features_needed` is stated for.
+    /// Returns the relative error for which `features_needed` is stated.
     fn target_error(&self) -> f64 {
         0.1
     }
 }
 
-/// The sums of one group, and what is known of their error.
+/// The sums of one group, with a model of their error.
 #[derive(Debug)]
 pub struct Prepared<T> {
     /// The sums.
     pub acc: Box<dyn Accumulator<T>>,
-    /// How the error can be predicted, where it can.
+    /// Model of the error, if it can be predicted.
     pub error: Option<ErrorModel>,
 }
 
 impl<T: Real> Prepared<T> {
-    /// Without a prediction.
+    /// Wraps sums without a prediction.
     pub fn new(acc: impl Accumulator<T> + 'static) -> Self {
         Self { acc: Box::new(acc), error: None }
     }
 
-    /// The same with a prediction.
+    /// Adds a prediction of the error.
     #[must_use]
     pub fn with_error(self, error: ErrorModel) -> Self {
         Self { error: Some(error), ..self }
@@ -98,7 +98,7 @@ pub enum ErrorModel {
     Exponential {
         /// Their parameters.
         exponent: Exponent,
-        /// Whether there are features for each direction and its opposite.
+        /// True if each direction comes with its opposite.
         antithetic: bool,
         /// Directions.
         directions: usize,
@@ -112,34 +112,34 @@ pub enum ErrorModel {
     Pairs {
         /// The variance.
         variance: Arc<dyn PairVariance>,
-        /// Directions that it is inversely proportional to.
+        /// Number of directions; the variance is inversely proportional to it.
         directions: usize,
     },
 }
 
 /// A variance that is known pair by pair.
 pub trait PairVariance: Debug + Send + Sync {
-    /// Variance of the estimate for the scaled rows `x`, `y`, relative to the squared kernel.
+    /// Returns the variance of the estimate for the scaled rows `x`, `y`, relative to the squared kernel.
     fn relative_variance(&self, x: &[f64], y: &[f64]) -> f64;
 }
 
-/// Rows of each head and of the keys that the predicted error is estimated from.
+/// Rows of each head and of the keys from which the error is predicted.
 const SAMPLE: usize = 512;
 
-/// Rows of each side whose pairs are looked at one by one.
+/// Rows of each side whose pairs are evaluated one by one.
 const PAIRS: usize = 16;
 
-/// Prediction for an input.
+/// Predicted error for an input.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Prediction {
     /// Relative standard deviation of a typical entry.
     relative_sd: f64,
-    /// Features that the target takes, as a multiple of those there are.
+    /// Features needed for the target, as a multiple of the present number.
     needed: f64,
 }
 
 impl ErrorModel {
-    /// The prediction for the worst head of a group; `None` where data are not finite.
+    /// Predicts for the worst head of a group; `None` if data are not finite.
     fn predict<T: Real>(
         &self,
         q: Queries<'_, T>,
@@ -167,7 +167,7 @@ impl ErrorModel {
     }
 }
 
-/// Moments of some rows, evenly spaced.
+/// Computes the moments of evenly spaced rows.
 fn moments_of<T: Real>(rows: MatRef<'_, T>) -> Option<SideMoments> {
     let mut side = SideMoments::dense(rows.cols());
     let step = rows.rows().div_ceil(SAMPLE).max(1);
@@ -180,7 +180,7 @@ fn moments_of<T: Real>(rows: MatRef<'_, T>) -> Option<SideMoments> {
     Some(side)
 }
 
-/// The second moment of one direction, on average in the logarithm over some pairs.
+/// Estimates the second moment of one direction, as a logarithmic mean over some pairs.
 fn of_pairs<T: Real>(
     variance: &dyn PairVariance,
     directions: usize,
@@ -201,9 +201,9 @@ fn of_pairs<T: Real>(
     Diagnostic { log_rel2: logs.sum::<f64>() / (q.len() * k.len()).max(1) as f64 }
 }
 
-/// Runs a group with `run`, and writes the number of features into the figures of the run, and where an error can be
-/// predicted, that error (`predicted_rel_sd`, for a typical entry of the worst head) and the features that `target` would
-/// take (`features_needed`). One thread predicts while the others run.
+/// Runs a group with `run` and adds the number of features to the figures of the run. If the error can be predicted, it
+/// also adds that error (`predicted_rel_sd`, for a typical entry of the worst head) and the features needed for
+/// `target` (`features_needed`). One thread predicts while the others run.
 pub fn run_predicted<T: Real>(
     g: &mut Group<'_, T>,
     features: usize,
@@ -231,7 +231,7 @@ pub struct Linear<S: Source> {
 }
 
 impl<S: Source> Linear<S> {
-    /// A plan, with the random numbers of every sequence and key head.
+    /// Makes a plan, with the random numbers of every sequence and key head.
     pub fn new(problem: &Problem, source: S) -> Result<Self> {
         let draws = PerGroup::draw(problem, |index| source.draw(problem.d, index))?;
         Ok(Self { source, draws })

@@ -25,7 +25,7 @@ use std::sync::Arc;
 pub struct DenominatorEps {
     /// The number.
     pub value: f64,
-    /// Times the number of keys that the row sees.
+    /// Multiplies `value` by the number of keys that the row sees.
     pub per_key: bool,
 }
 
@@ -33,7 +33,7 @@ pub struct DenominatorEps {
 #[derive(Debug)]
 pub struct Positive<T> {
     keys: Arc<dyn LogFeatures<T>>,
-    /// Maps of queries, each for some columns of the values, with a denominator of its own.
+    /// Maps of queries, each for some columns of the values and with its own denominator.
     queries: Vec<(Arc<dyn LogFeatures<T>>, Range<usize>)>,
     d_v: usize,
     eps: DenominatorEps,
@@ -48,13 +48,13 @@ struct Parts<'a, T> {
 }
 
 impl<T: Real> Positive<T> {
-    /// For one map and values of width `d_v`.
+    /// Sums for one map and values of width `d_v`.
     pub fn new(map: impl LogFeatures<T> + 'static, d_v: usize) -> Self {
         let keys: Arc<dyn LogFeatures<T>> = Arc::new(map);
         Self { queries: vec![(keys.clone(), 0..d_v)], keys, d_v, eps: DenominatorEps::default() }
     }
 
-    /// For a map of keys and several of queries, each for some columns of the values.
+    /// Sums for one map of keys and several of queries, each for some columns of the values.
     pub fn with_queries(
         keys: Arc<dyn LogFeatures<T>>,
         queries: Vec<(Arc<dyn LogFeatures<T>>, Range<usize>)>,
@@ -63,7 +63,7 @@ impl<T: Real> Positive<T> {
         Self { keys, queries, d_v, eps: DenominatorEps::default() }
     }
 
-    /// The same with something added to denominators.
+    /// Adds `eps` to the denominators.
     #[must_use]
     pub fn with_eps(self, eps: DenominatorEps) -> Self {
         Self { eps, ..self }
@@ -103,7 +103,7 @@ impl<T: Real> Positive<T> {
 
     /// Turns log-features of keys into features relative to the references.
     fn weigh_keys(&self, a: &mut [T], reference: &[T], shift: &mut [T]) {
-        // Where no key has had a feature, the feature is zero whatever is subtracted.
+        // A feature that no key has had is zero, whatever is subtracted.
         let finite = |&r: &T| if r == T::NEG_INFINITY { T::ZERO } else { r };
         shift.iter_mut().zip(reference).for_each(|(s, r)| *s = finite(r));
         for row in a.chunks_exact_mut(reference.len()) {
@@ -112,14 +112,14 @@ impl<T: Real> Positive<T> {
         }
     }
 
-    /// Adds weighed keys to $z$ and $S$.
+    /// Adds weighted keys to $z$ and $S$.
     fn add_keys(&self, p: &mut Parts<'_, T>, a: &[T], v: MatRef<'_, T>, cx: Context<'_>) {
         let m = self.features();
         a.chunks_exact(m).for_each(|row| axpy(T::ONE, row, p.z));
         product(Op::T(MatRef::new(a, v.rows(), m)), Op::N(v), T::ONE, p.s, self.d_v, cx);
     }
 
-    /// Turns log-features of queries into weights of the features, at most 1, with one shift per row.
+    /// Turns log-features of queries into weights of the features, at most 1, and one shift per row.
     fn weigh_queries(&self, w: &mut [T], reference: &[T], shift: &mut [T]) {
         for (row, shift) in w.chunks_exact_mut(reference.len()).zip(shift.iter_mut()) {
             axpy(T::ONE, reference, row);
@@ -132,7 +132,7 @@ impl<T: Real> Positive<T> {
         }
     }
 
-    /// Features of queries in one stream, relative to the references of a state and to their own largest.
+    /// Computes the features of queries in one stream, relative to the references of a state and to their own largest.
     fn query_features(
         &self,
         (map, _): &(Arc<dyn LogFeatures<T>>, Range<usize>),
@@ -146,14 +146,14 @@ impl<T: Real> Positive<T> {
         self.weigh_queries(w, &state[m..2 * m], shift);
     }
 
-    /// The features of [`sums`](Self::sums) alone.
+    /// Computes the features of [`sums`](Self::sums) alone.
     pub fn weights(&self, state: &[T], q: MatRef<'_, T>, w: &mut [T], shift: &mut [T]) {
         self.query_features(&self.queries[0], state, q, w, shift);
     }
 
-    /// Sums of some rows over a finished state, before any division: their features
-    /// $w_{il} = e^{b_{il} + s_l - c_i}$, the $c_i$, and the sums `[num, den]` over all keys in units of $e^{c_i}$.
-    /// For one map of queries and no constant in denominators.
+    /// Computes the sums of some rows over a finished state, before any division: their features $w_{il} = e^{b_{il} +
+    /// s_l - c_i}$, the $c_i$, and the sums `[num, den]` over all keys in units of $e^{c_i}$. For one map of queries
+    /// and no constant in denominators.
     pub fn sums(
         &self,
         state: &[T],
@@ -171,7 +171,7 @@ impl<T: Real> Positive<T> {
         w.chunks_exact(m).zip(sums.chunks_exact_mut(d_v + 1)).for_each(|(w, sums)| sums[d_v] = dot(w, z));
     }
 
-    /// The features $e^{a_{jl} - s_l}$ of keys that a finished state holds: their products with the `w` of
+    /// Computes the features $e^{a_{jl} - s_l}$ of keys in a finished state: their products with the `w` of
     /// [`sums`](Self::sums) are the kernel in units of $e^{c_i}$.
     pub fn features_of_held(&self, state: &[T], k: MatRef<'_, T>, a: &mut [T], cx: Context<'_>) {
         let m = self.features();
@@ -190,7 +190,7 @@ impl<T: Real> Positive<T> {
         let mut lse = shift + den.ln();
         let mut factor = T::ONE / den;
         if eps > 0.0 {
-            // ln(e^lse + eps), without the overflow of either.
+            // ln(e^lse + eps), arranged so that neither term overflows.
             let (a, b) = (lse.to_f64(), eps.ln());
             let total = a.max(b) + (-(a - b).abs()).exp().ln_1p();
             (lse, factor) = (T::from_f64(total), T::from_f64((shift.to_f64() - total).exp()));
@@ -199,17 +199,17 @@ impl<T: Real> Positive<T> {
         Some(lse)
     }
 
-    /// The sums $z$ and $S$ of a state, in units of its references.
+    /// Returns the sums $z$ and $S$ of a state, in units of its references.
     pub(super) fn sums_of<'a>(&self, state: &'a [T]) -> (&'a [T], &'a [T]) {
         state[2 * self.features()..].split_at(self.features())
     }
 
-    /// How many keys, counted from the first, can share a chunk: until one exceeds a reference by too much or is not
-    /// finite. The first key may be anything.
+    /// Returns how many keys, counted from the first, can share a chunk: up to the first one that exceeds a reference
+    /// by too much or is not finite. The first key may have any value.
     fn chunk_len(&self, a: &[T], v: MatRef<'_, T>, reference: &[T], limit: &mut [T]) -> usize {
         limit.iter_mut().zip(reference).for_each(|(l, &r)| *l = r + headroom());
         let rows = a.chunks_exact(reference.len()).zip(v.iter_rows()).skip(1);
-        // Comparisons that NaN fails; without early exits, so that they run on whole registers.
+        // A comparison with NaN is false; there is no early exit, so whole registers are compared.
         let fits = |(a, v): (&[T], &[T])| {
             let small = a.iter().zip(&*limit).fold(true, |ok, (a, l)| ok & (a <= l));
             small && v.iter().fold(true, |ok, v| ok & v.is_finite())
@@ -316,7 +316,7 @@ impl<T: Real> Accumulator<T> for Positive<T> {
         while start < k.rows() {
             let mut p = self.parts(state);
             let rest = &mut a[start * m..];
-            // Written so that a NaN in the first key leaves the reference as it was.
+            // Written so that a NaN in the first key leaves the reference unchanged.
             self.refer_to(&mut p, |l, top| if rest[l] > top { rest[l] } else { top });
             let n = self.chunk_len(rest, v.sub_rows(start..v.rows()), p.reference, &mut spare[..m]);
             let keys = &mut rest[..n * m];
@@ -344,7 +344,7 @@ struct ChunkRows<'a, T> {
 }
 
 impl<T: Real> Positive<T> {
-    /// Rows of one head: what the state says, and the triangular product over the chunk itself.
+    /// Computes the rows of one head: the contribution of the state, and the triangular product over the chunk itself.
     fn chunk_rows(
         &self,
         p: &Parts<'_, T>,
@@ -364,7 +364,7 @@ impl<T: Real> Positive<T> {
             let s = columns(MatRef::new(&*p.s, m, d_v), cols);
             product(weights, Op::N(s), T::ZERO, out, d_v, cx);
             product(weights, Op::T(MatRef::new(chunk.keys, n, m)), T::ZERO, scores, n, cx);
-            // Hidden keys are finite, so that zeros hide them.
+            // Hidden keys are finite, so zeros hide them.
             scores.chunks_exact_mut(n).enumerate().for_each(|(i, row)| row[i + 1..].fill(T::ZERO));
             let values = columns(chunk.values, cols);
             product(Op::N(MatRef::new(&*scores, n, n)), Op::N(values), T::ONE, out, d_v, cx);

@@ -1,11 +1,10 @@
 //! Sums of features of either sign, from values and one logarithmic scale per token.
 //!
 //! Keys enter as $e^{e_j - r} f_j$ with one reference $r$ for all features. The denominator
-//! $D_i = \langle f_i, z \rangle$ may vanish or be negative; beside it runs
-//! $D_i^+ = \sum_l |f_{il}| \sum_j |\varphi_{jl}|$, the denominator if nothing cancelled, and a row is unstable where
-//! $D_i \le \delta D_i^+$. What happens then is the [`DenominatorPolicy`].
+//! $D_i = \langle f_i, z \rangle$ may vanish or be negative. Its size without cancellation is $D_i^+ = \sum_l |f_{il}|
+//! \sum_j |\varphi_{jl}|$, and a row is unstable where $D_i \le \delta D_i^+$. The [`DenominatorPolicy`] then decides.
 //!
-//! Causal chunks are cut as for positive features, by the scale of tokens.
+//! Causal chunks are cut as for positive features, here by the scale of tokens.
 
 use super::{Accumulator, BLOCK, Outcome, headroom, product, sub_block};
 use crate::group::RowBlock;
@@ -18,13 +17,13 @@ use std::fmt::Debug;
 crate::choices! {
     /// Treatment of a row whose denominator nearly cancels.
     pub enum DenominatorPolicy {
-        /// Divide by it all the same; the row is counted.
+        /// Divides by it all the same; the row is counted.
         Strict = "strict",
-        /// Divide by the fraction δ of the denominator without cancellation instead, where that is larger.
+        /// Divides by the fraction δ of the denominator without cancellation instead, if that is larger.
         Clamp = "clamp",
-        /// Compute the row by exact attention; streams keep keys and values for it.
+        /// Computes the row by exact attention; streams keep keys and values for it.
         ExactRow = "exact_row",
-        /// Write zeros.
+        /// Writes zeros.
         ZeroRow = "zero_row",
     }
 }
@@ -47,15 +46,15 @@ struct Parts<'a, T> {
     s: &'a mut [T],
 }
 
-/// Sums of one row: its denominator, and what that would be without cancellation.
+/// Denominator of one row, and its size without cancellation.
 struct Denominator<T> {
     value: T,
     size: T,
 }
 
 impl<T: Real> Signed<T> {
-    /// For one map and values of width `d_v`; rows are unstable where the denominator is at most `floor` times what
-    /// it would be without cancellation.
+    /// Sums for one map and values of width `d_v`; a row is unstable if its denominator is at most `floor` times its
+    /// size without cancellation.
     pub fn new(
         map: impl SignedFeatures<T> + 'static,
         d_v: usize,
@@ -95,7 +94,7 @@ impl<T: Real> Signed<T> {
         }
     }
 
-    /// Adds weighed keys to the sums.
+    /// Adds weighted keys to the sums.
     fn add_keys(&self, p: &mut Parts<'_, T>, f: &[T], v: MatRef<'_, T>, cx: Context<'_>) {
         let m = self.features();
         for row in f.chunks_exact(m) {
@@ -105,18 +104,18 @@ impl<T: Real> Signed<T> {
         product(Op::T(MatRef::new(f, v.rows(), m)), Op::N(v), T::ONE, p.s, self.d_v, cx);
     }
 
-    /// Divides a row by its denominator; `scale` is what its logarithm lacks. Returns the log-sum-exp and whether the
-    /// row is unstable.
+    /// Divides a row by its denominator, whose logarithm lacks `scale`. Returns the log-sum-exp and whether the row is
+    /// unstable.
     fn finish_row(&self, out: &mut [T], den: Denominator<T>, scale: T) -> (T, bool) {
         let floor = T::from_f64(self.floor) * den.size;
         let unstable = den.value <= floor;
         let value = if unstable && self.policy == DenominatorPolicy::Clamp { floor } else { den.value };
-        // Zero features give zero rows; NaN goes through.
+        // Zero features give zero rows; NaN passes through.
         if value == T::ZERO || unstable && self.policy == DenominatorPolicy::ZeroRow {
             out.fill(T::ZERO);
             return (T::NEG_INFINITY, true);
         }
-        // Division, not the reciprocal: a tiny denominator has none.
+        // Division, not the reciprocal, which overflows for a tiny denominator.
         out.iter_mut().for_each(|o| *o /= value);
         if unstable && out.iter().any(|o| !o.is_finite()) {
             out.fill(T::ZERO);
@@ -126,7 +125,7 @@ impl<T: Real> Signed<T> {
         (lse, unstable)
     }
 
-    /// How many keys can share a chunk.
+    /// Returns how many keys can share a chunk.
     fn chunk_len(&self, f: &[T], scales: &[T], v: MatRef<'_, T>, reference: T) -> usize {
         let limit = reference + headroom();
         let finite = |x: &[T]| x.iter().fold(true, |ok, x| ok & x.is_finite());
@@ -135,7 +134,7 @@ impl<T: Real> Signed<T> {
     }
 }
 
-/// `size += |row|`.
+/// Computes `size += |row|`.
 fn add_sizes<T: Real>(size: &mut [T], row: &[T]) {
     size.iter_mut().zip(row).for_each(|(s, x)| *s += x.abs());
 }
@@ -245,7 +244,7 @@ impl<T: Real> Accumulator<T> for Signed<T> {
 }
 
 impl<T: Real> Signed<T> {
-    /// Rows of one head: what the state says, and the triangular product over the chunk itself.
+    /// Computes the rows of one head: the contribution of the state, and the triangular product over the chunk itself.
     #[allow(clippy::too_many_arguments)]
     fn chunk_rows(
         &self,
@@ -265,7 +264,7 @@ impl<T: Real> Signed<T> {
         let queries = Op::N(MatRef::new(&f, n, m));
         product(queries, Op::N(MatRef::new(&*p.s, m, d_v)), T::ZERO, rows.out, d_v, cx);
         product(queries, Op::T(MatRef::new(keys, n, m)), T::ZERO, &mut scores, n, cx);
-        // Hidden keys are finite, so that zeros hide them.
+        // Hidden keys are finite, so zeros hide them.
         scores.chunks_exact_mut(n).enumerate().for_each(|(i, row)| row[i + 1..].fill(T::ZERO));
         product(Op::N(MatRef::new(&scores, n, n)), Op::N(values), T::ONE, rows.out, d_v, cx);
         for (i, f) in f.chunks_exact_mut(m).enumerate() {

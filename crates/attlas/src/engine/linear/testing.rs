@@ -1,11 +1,11 @@
-//! Helpers for tests of feature-map methods: the definition, evaluated plainly, and the generic checks.
+//! Helpers for tests of feature-map methods: direct evaluation of the definition, and the generic checks.
 
 use crate::method::Method;
 use crate::testkit::{Case, How, Ran, assert_rows_close, run_method, run_with};
 use crate::{MatRef, Options, Problem};
 use attlas_num::sketch::{LogFeatures, Side, SignedFeatures};
 
-/// Kernel attention with given weights: `weight(head, row, key)` as a sign and a logarithm.
+/// Computes kernel attention with given weights: `weight(head, row, key)` as a sign and a logarithm.
 pub(crate) fn naive(case: &Case, weight: impl Fn(usize, usize, usize) -> (f64, f64)) -> (Vec<f64>, Vec<f64>) {
     let p = &case.problem;
     assert_eq!((p.batch, p.n_kv_heads), (1, 1), "one group");
@@ -30,7 +30,7 @@ pub(crate) fn naive(case: &Case, weight: impl Fn(usize, usize, usize) -> (f64, f
     (o, lse)
 }
 
-/// The definition with the features of a positive map.
+/// Evaluates the definition with the features of a positive map.
 pub(crate) fn naive_positive(map: &dyn LogFeatures<f64>, case: &Case) -> (Vec<f64>, Vec<f64>) {
     let (p, m) = (&case.problem, map.num_features());
     let features = |x: &[f64], side| {
@@ -49,7 +49,7 @@ pub(crate) fn naive_positive(map: &dyn LogFeatures<f64>, case: &Case) -> (Vec<f6
     })
 }
 
-/// The definition with the features of a signed map.
+/// Evaluates the definition with the features of a signed map.
 pub(crate) fn naive_signed(map: &dyn SignedFeatures<f64>, case: &Case) -> (Vec<f64>, Vec<f64>) {
     let (p, m) = (&case.problem, map.num_features());
     let features = |x: &[f64], side| {
@@ -80,8 +80,8 @@ pub(crate) fn run(method: &Method, options: &Options, case: &Case) -> Ran {
     run_with(&*plan, case, how).unwrap_or_else(|e| panic!("{} {options}: {e}", method.id))
 }
 
-/// Rows equal the definition for lengths around every block and widths of values from 1 to 3d, with and without a mask,
-/// and for log-features that make chunks end early.
+/// Checks that rows equal the definition for lengths around every block and widths of values from 1 to 3d, with and
+/// without a mask, and for log-features that make chunks end early.
 pub(crate) fn check_generic(
     method: &Method,
     options: &Options,
@@ -100,7 +100,7 @@ pub(crate) fn check_generic(
                 let (o, lse) = run_method(method, options, &case);
                 let (want, want_lse) = definition(&case);
                 let name = format!("{} {options} {n_q} × {n_k} {} times {size}", method.id, p.mask);
-                // Logarithms of size L carry an error of L roundings, which is relative in the weights.
+                // Logarithms of size L have an error of L roundings, which is a relative error of the weights.
                 let tolerance = 1e-12 * (1.0 + 10.0 * size * size);
                 assert_rows_close(&o, &want, tolerance, &name);
                 if method.claims.lse {
@@ -111,8 +111,8 @@ pub(crate) fn check_generic(
     }
 }
 
-/// Single precision follows double precision at log-features of a thousand, and one vector added to all keys gives
-/// finite rows.
+/// Checks that single precision follows double precision at log-features of a thousand, and that rows stay finite when
+/// one vector is added to all keys.
 pub(crate) fn check_large(method: &Method, options: &Options) {
     let base = Problem { d_v: 3, ..Problem::new(1, 130, 16) };
     for p in [base, base.causal()] {
@@ -134,7 +134,8 @@ pub(crate) fn check_large(method: &Method, options: &Options) {
     }
 }
 
-/// Mean and variance of one un-normalised entry over `draws` independent groups; `e^lse` of one key is that entry.
+/// Estimates mean and variance of one un-normalised entry over `draws` independent groups; `e^lse` of one key is that
+/// entry.
 pub(crate) fn entry_moments(
     method: &Method,
     options: &Options,
@@ -169,11 +170,11 @@ pub(crate) fn check_entry(
     assert!(error < 0.05 * variance, "{name}: {draws} draws tell the variance only to {error}");
 }
 
-/// The pair of known values: `d` = 4, ‖x‖² = ‖y‖² = 1/4, ⟨x, y⟩ = 0.15.
+/// A pair with known values: `d` = 4, ‖x‖² = ‖y‖² = 1/4, ⟨x, y⟩ = 0.15.
 pub(crate) const PAIR: ([f64; 4], [f64; 4]) = ([0.5, 0.0, 0.0, 0.0], [0.3, 0.4, 0.0, 0.0]);
 
-/// Relative Frobenius error against exact softmax, and that of the mean of the values, for normal queries and keys
-/// of deviation `s`, values K/s, 1024 tokens of width 64: the workload of the table of measured errors.
+/// Returns the relative Frobenius error against exact softmax, and that of the mean of the values, for normal queries
+/// and keys of deviation `s`, values K/s, 1024 tokens of width 64: the workload of the table of measured errors.
 pub(crate) fn table_errors(method: &Method, options: &Options, s: f64, seeds: u64) -> [f64; 2] {
     let p = Problem::new(1, 1024, 64);
     let mut errors = [0.0; 2];

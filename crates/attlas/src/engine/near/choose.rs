@@ -1,4 +1,4 @@
-//! Which far keys a block of queries sees exactly.
+//! Selection of the far keys that a block of queries sees exactly.
 
 use crate::engine::top_indices;
 use crate::group::Queries;
@@ -7,8 +7,8 @@ use crate::{MatRef, Real};
 use attlas_num::kernels::{Op, gemm, softmax_in_place};
 use std::ops::Range;
 
-/// The `count` keys among `keys` (in order) to which the mean of the queries `recent` gives the most weight, summed over
-/// the heads of the group; ties to the earlier key, in order.
+/// Returns the `count` keys among `keys` (in order) to which the mean of the queries `recent` gives the most weight,
+/// summed over the heads of the group. The earlier key wins a tie; the result is in order.
 pub(super) fn choose<T: Real>(
     q: Queries<'_, T>,
     recent: Range<usize>,
@@ -26,7 +26,7 @@ pub(super) fn choose<T: Real>(
     heaviest(MatRef::new(&means, heads, d), k, keys, count, scale, cx)
 }
 
-/// The `count` of `keys` with the largest sum of softmax weights over the rows of `means`.
+/// Returns the `count` of `keys` with the largest sum of softmax weights over the rows of `means`.
 pub(super) fn heaviest<T: Real>(
     means: MatRef<'_, T>,
     k: MatRef<'_, T>,

@@ -1,25 +1,25 @@
 //! A near field around any method: exact near keys, the method on the far ones, merged by log-sum-exp.
 //!
-//! Row $i$ at position $p = i + n_k - n_q$ sees the first `sinks` keys and, with a causal mask, the keys
-//! $p - w < j \le p$ exactly. Its far keys are $s \le j \le p - w$. They are **again a causal problem**, of the same queries and the
-//! keys shifted by the window, so the far part is one run of the method's own causal form: keys are hashed, clustered or summed
-//! once, the cost keeps its order of growth, and the law that the form already obeys (no later query, key or value changes a row)
-//! carries over. Rectangles without a mask would need a form of their own in which queries do not act on each other, which seven
-//! methods do not have without a mask.
+//! Row $i$ at position $p = i + n_k - n_q$ sees the first `sinks` keys and, with a causal mask, the keys $p - w < j \le
+//! p$ exactly. Its far keys are $s \le j \le p - w$. They are **again a causal problem**, of the same queries and the
+//! keys shifted by the window, so the far part is one run of the method's own causal form: keys are hashed, clustered
+//! or summed once, the cost keeps its order of growth, and the law that the form already obeys (no later query, key or
+//! value changes a row) carries over. Rectangles without a mask would need a form in which queries do not influence
+//! each other, which seven methods lack without a mask.
 //!
-//! **Heavy keys.** Rows go in blocks that begin at multiples of `block`. For each, the far keys that all of its rows see are scored
-//! by the mean of the latest `recent` queries up to the block's first row, one softmax per query head, summed over the heads of the
-//! group; the heaviest are attended to exactly. The far part of a block is one causal run of the method over the far keys without
-//! them, with more keys than rows. The automatic block is a 32nd of the keys, so a method sets up its keys at most 32 times,
-//! whatever the length.
+//! **Heavy keys.** Rows form blocks that begin at multiples of `block`. For each block, the far keys that all of its
+//! rows see are scored by the mean of the latest `recent` queries up to the block's first row, one softmax per query
+//! head, summed over the heads of the group; the heaviest keys are attended to exactly. The far part of a block is one
+//! causal run of the method over the other far keys, with more keys than rows. The automatic block is a 32nd of the
+//! keys, so a method sets up its keys at most 32 times, whatever the length.
 //!
-//! **The rest.** Where a method drops keys, each run of 64 far keys is represented by its mean key and mean value with bias
-//! $\ln(64)$, less the share of the keys that the method plans to visit. The means of a tile of 64 rows hold the far keys of its
-//! first row.
+//! **The rest.** If a method drops keys, each run of 64 far keys is represented by its mean key and mean value with
+//! bias $\ln(64)$, less the share of the keys that the method plans to visit. The means for a tile of 64 rows cover the
+//! far keys of its first row.
 //!
-//! **Guard.** The first row of each tile is computed exactly as well. Its error with the method's far part, with means alone and
-//! without a far part is kept as a running mean over tiles, and the best of the three serves the tile; rows that lose the method's
-//! far part are counted in [`RunInfo::fallback_rows`].
+//! **Guard.** The first row of each tile is computed exactly as well. The errors with the method's far part, with means
+//! alone and without a far part are kept as running means over tiles, and the best of the three is used for the tile;
+//! rows that lose the method's far part are counted in [`RunInfo::fallback_rows`].
 //!
 //! Without a mask, sinks and heavy keys (chosen by the mean of the latest queries) are the same for all rows, and the window
 //! is shared by a block of rows, whose far keys are everything else.
@@ -48,18 +48,18 @@ pub struct NearField<P> {
 }
 
 impl<P: GroupPlan> NearField<P> {
-    /// Puts the near field of `problem` around a plan made for it.
+    /// Wraps `plan`, made for `problem`, in the near field of `problem`.
     pub fn new(problem: &Problem, plan: P) -> Self {
         Self { near: problem.near, plan: Arc::new(plan) }
     }
 
-    /// Bias of the means: logarithm of the share of far keys that the method does not plan to visit. `None` where it visits all of
-    /// them, or `means` is off.
+    /// Returns the bias of the means: the logarithm of the share of far keys that the method does not plan to visit.
+    /// `None` if it visits all of them, or `means` is off.
     fn unseen(&self, problem: &Problem) -> Option<f64> {
         if self.near.rest != Rest::Mean {
             return None;
         }
-        // One group, as a run and a stream see it alike.
+        // One group, so that a run and a stream agree.
         let group = Problem { batch: 1, n_heads: problem.group_size(), n_kv_heads: 1, ..*problem };
         let far = far_problem(&group);
         if far.visible_pairs() == 0 {
@@ -71,7 +71,7 @@ impl<P: GroupPlan> NearField<P> {
     }
 }
 
-/// The far part of a problem, as if no key were heavy.
+/// Returns the far part of a problem, as if no key were heavy.
 fn far_problem(p: &Problem) -> Problem {
     let near = p.near.sinks.saturating_add(p.near.window);
     let n_k = p.n_k.saturating_sub(near);
@@ -89,7 +89,7 @@ impl<P: GroupPlan> GroupPlan for NearField<P> {
         let near = (self.near.sinks + self.near.window + self.near.heavy).min(p.n_k) as u64;
         let blocks = if self.near.heavy > 0 { p.n_q.div_ceil(self.near.block_of(p.n_k)) as u64 } else { 1 };
         let far_keys = (p.batch * p.n_kv_heads * far.n_k) as u64;
-        // Far keys are scored once a block and head, and once a tile and head where the guard is on.
+        // Far keys are scored once per block and head, and once per tile and head if the guard is on.
         let scored = if self.near.heavy > 0 { blocks * far_keys * p.group_size() as u64 / 2 } else { 0 };
         let guarded = if self.near.guard { far.visible_pairs() / TILE as u64 } else { 0 };
         let means = if self.near.rest == Rest::Mean { far.visible_pairs() / TILE as u64 } else { 0 };
@@ -131,10 +131,10 @@ impl<P: GroupPlan> GroupPlan for NearField<P> {
     }
 }
 
-/// A method's own form, run on far keys.
+/// A method's own form, which runs on far keys.
 type Far<'f, T> = &'f dyn Fn(Group<'_, T>) -> Result<RunInfo>;
 
-/// Where the near field of one group lies.
+/// Position of the near field of one group.
 #[derive(Clone, Copy, Debug)]
 struct Field {
     near: Near,
@@ -149,7 +149,8 @@ struct Field {
 #[derive(Debug)]
 struct Epoch {
     rows: Range<usize>,
-    /// Far keys, in order: of a causal problem the first `shared` are seen by all rows, then one more by each.
+    /// Far keys, in order. In a causal problem all rows see the first `shared`, and each row sees one more than the
+    /// last.
     far: [Range<usize>; 2],
     shared: usize,
 }
@@ -162,13 +163,13 @@ impl Field {
         Self { near: *near, sinks, window, causal, n_q, n_k }
     }
 
-    /// Every row sees every key it may see.
+    /// Returns true if the near field covers every visible key of every row.
     fn covers(&self) -> bool {
         let near = if self.causal { self.sinks + self.window } else { self.sinks.max(self.window) };
         near >= self.n_k
     }
 
-    /// The position of row `i` among the keys.
+    /// Returns the position of row `i` among the keys.
     fn position(&self, row: usize) -> isize {
         row as isize + self.n_k as isize - self.n_q as isize
     }
@@ -192,7 +193,7 @@ impl Field {
                 .filter(|e| e.shared > 0)
                 .collect();
         }
-        // Rows from the first that has a far key on: the key at `position − window` is its last.
+        // Rows from the first with a far key on: the key at `position − window` is its last.
         let mut first = ((sinks + window + n_q) as isize - n_k as isize).max(0) as usize;
         let mut epochs = Vec::new();
         while first < n_q {
@@ -208,7 +209,7 @@ impl Field {
         epochs
     }
 
-    /// Without a mask, the keys that all of `rows` see as their window; empty where there is no window.
+    /// Returns the keys that all of `rows` see as their window without a mask; empty without a window.
     fn shared_window(&self, rows: &Range<usize>) -> Range<usize> {
         if self.window == 0 {
             return 0..0;
@@ -228,13 +229,13 @@ impl Field {
             let status = if part.status == Status::Exact { Status::Complete } else { part.status };
             info = info.merge(RunInfo { status, ..part });
         }
-        // Exact only where every far part was, or none was left.
+        // Exact only if every far part was, or there was none.
         info.status = if exact { Status::Exact } else { info.status };
         info.empty_rows = g.lse.iter().filter(|l| **l == T::NEG_INFINITY).count() as u64;
         Ok(info)
     }
 
-    /// Sinks and window of every row; returns the pairs that were visited.
+    /// Computes sinks and window of every row; returns the visited pairs.
     fn exact_near<T: Real>(&self, g: &mut Group<'_, T>) -> Result<u64> {
         let (k, v, scale, cx) = (g.k, g.v, g.scale, g.cx);
         let Self { sinks, window, causal, .. } = *self;
@@ -270,7 +271,7 @@ impl Field {
         Ok(visited.into_iter().sum())
     }
 
-    /// Heavy keys and the far part of some rows.
+    /// Computes heavy keys and the far part of some rows.
     fn epoch<T: Real>(
         &self,
         g: &mut Group<'_, T>,
@@ -291,7 +292,7 @@ impl Field {
             info.keys_visited += (epoch.shared * heads) as u64;
             choose(q, recent, k, &keys[..epoch.shared], self.near.heavy, g.scale, cx)
         };
-        // `heavy` is in order, so what is left of the far keys is, too.
+        // `heavy` is in order, so the remaining far keys are, too.
         let mut left = keys;
         let mut taken = heavy.iter().copied().peekable();
         left.retain(|&j| taken.next_if_eq(&j).is_none());
@@ -375,7 +376,7 @@ impl Field {
 /// Query rows of one task.
 const ROWS: usize = 96;
 
-/// The far part of a tile's rows.
+/// Returns the far part of a tile's rows.
 fn far_view<'f, T: Real>(
     out: &'f [T],
     lse: &'f [T],
@@ -396,14 +397,14 @@ enum Choice {
     Nothing,
 }
 
-/// Squared relative errors of the first row of a tile, in the order of [`Choice`], and the pairs that this cost.
+/// Squared relative errors of the first row of a tile, in the order of [`Choice`], and the pairs spent on them.
 #[derive(Clone, Copy, Debug, Default)]
 struct Scout {
     errors: [f64; 3],
     visited: u64,
 }
 
-/// Squared distance of `got` to `want` over the square of `want`, the distance alone where that is zero.
+/// Returns the squared distance of `got` from `want` over the square of `want`, or the distance alone if that is zero.
 fn relative_square<T: Real>(got: &[T], want: &[T]) -> f64 {
     let square = |x: f64| x * x;
     let size: f64 = want.iter().map(|x| square(x.to_f64())).sum();
@@ -411,7 +412,7 @@ fn relative_square<T: Real>(got: &[T], want: &[T]) -> f64 {
     gap / if size > 0.0 { size } else { 1.0 }
 }
 
-/// Takes in the errors of one tile and gives the choice that has done best lately, the method's own part in doubt.
+/// Adds the errors of one tile and returns the choice with the least recent error; the method's own part wins ties.
 fn decide(running: &mut [f64; 3], errors: [f64; 3]) -> Choice {
     running.iter_mut().zip(errors).for_each(|(r, e)| *r = KEEP * *r + e);
     let [method, means, nothing] = *running;
@@ -423,11 +424,11 @@ fn decide(running: &mut [f64; 3], errors: [f64; 3]) -> Choice {
     }
 }
 
-/// Squared relative error at which the method's own far part is kept whatever else would do: on a row with few far
-/// keys their mean is as good, and on the rows after it, it is not.
+/// Squared relative error up to which the method's own far part is always kept: on a row with few far keys their mean
+/// is as good, but not on the rows after it.
 const GOOD: f64 = 1e-6;
 
-/// Share of the running errors that is kept from tile to tile.
+/// Factor that the running errors keep from tile to tile.
 const KEEP: f64 = 0.75;
 
 /// The operands of the rows of one epoch.
@@ -446,12 +447,12 @@ struct EpochRows<'a, T> {
 }
 
 impl<T: Real> EpochRows<'_, T> {
-    /// Far keys, heavy ones left out, that the first row of a tile sees.
+    /// Returns the number of far keys, without heavy ones, that the first row of a tile sees.
     fn limit(&self, t: &Tile<'_, T>) -> usize {
         if self.field.causal { self.shared + t.first - self.epoch.rows.start } else { self.shared }
     }
 
-    /// Adds the heavy keys to the rows of a tile, and measures what could be its far part on the first one.
+    /// Adds the heavy keys to the rows of a tile, and measures the candidates for its far part on the first row.
     fn add_near(&self, t: &mut Tile<'_, T>, far: &(&[T], &[T]), guarded: bool) -> Scout {
         let (d_v, cx, scale) = (self.v.cols(), self.cx, self.scale);
         let q = self.q.head(t.head).sub_rows(t.first..t.first + t.lse.len());
@@ -491,7 +492,7 @@ impl<T: Real> EpochRows<'_, T> {
         Scout { errors: [method, error(o), error(&t.out[..d_v])], visited: visited as u64 }
     }
 
-    /// Adds the far part; returns the means that were visited.
+    /// Adds the far part; returns the visited means.
     fn add_far(&self, t: &mut Tile<'_, T>, far: &(&[T], &[T]), choice: Choice) -> u64 {
         if choice == Choice::Method {
             merge(t.out, t.lse, far.0, far.1);

@@ -1,4 +1,4 @@
-//! Tiles of rows, and means that stand for runs of far keys.
+//! Tiles of rows, and means that represent runs of far keys.
 
 use crate::engine::exact_rows;
 use crate::workspace::Context;
@@ -85,7 +85,7 @@ impl<'a, T: Real> Means<'a, T> {
         Self { k, v, runs_k, runs_v }
     }
 
-    /// Attention over the means of the first `limit` keys, the last run cut short there; returns the pairs visited.
+    /// Attends to the means of the first `limit` keys, with the last run cut short there; returns the visited pairs.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn attend(
         &self,
@@ -116,7 +116,7 @@ impl<'a, T: Real> Means<'a, T> {
     }
 }
 
-/// Attention over the means of whole runs and that of the rows of one more; returns the pairs visited.
+/// Attends to the means of whole runs and of one more run of given rows; returns the visited pairs.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn attend_means<T: Real>(
     q: MatRef<'_, T>,

@@ -1,4 +1,4 @@
-//! Decoding with a near field: the latest keys wait in a window; those that leave it go into the method's own stream.
+//! Decoding with a near field: the latest keys stay in a window, and keys that leave it go to the method's own stream.
 
 use super::choose::heaviest;
 use super::rows::{TILE, attend_means, mean_into, merge};
@@ -13,11 +13,11 @@ use std::fmt;
 /// Makes an empty stream of the method.
 pub(super) type Inner<T> = Box<dyn Fn() -> Option<Box<dyn GroupStream<T>>> + Send>;
 
-/// Sinks, window and heavy keys exactly, the method's stream on the others.
+/// Attends to sinks, window and heavy keys exactly, and to the others by the method's stream.
 pub(super) struct NearStream<T> {
     near: Near,
     unseen: Option<T>,
-    /// Positions at which heavy keys are chosen again.
+    /// Distance between the positions at which heavy keys are chosen again.
     block: usize,
     make: Inner<T>,
     inner: Box<dyn GroupStream<T>>,
@@ -26,13 +26,13 @@ pub(super) struct NearStream<T> {
     /// Tokens pushed.
     len: usize,
     sinks: Pairs<T>,
-    /// Keys behind the sinks still in the cache, the oldest first: the window, or everything where heavy keys are chosen.
+    /// Cached keys after the sinks, oldest first: the window, or all of them if heavy keys are chosen.
     cached: Pairs<T>,
-    /// How many keys behind the sinks have left the cache.
+    /// Number of keys after the sinks that have left the cache.
     gone: usize,
-    /// Far keys that the method's stream has, heavy ones left out.
+    /// Number of far keys in the method's stream, without heavy ones.
     given: usize,
-    /// The far keys up to this one, counted behind the sinks, are given or heavy.
+    /// Far keys before this one, counted after the sinks, are in the stream or heavy.
     settled: usize,
     heavy: Pairs<T>,
     /// The block in which the heavy keys were chosen.
@@ -42,7 +42,7 @@ pub(super) struct NearStream<T> {
     guard: Option<Guard>,
 }
 
-/// Far part of each head, decided anew in every tile of positions. Requires all keys to be cached.
+/// Far part of each head, decided anew in every tile of positions. All keys must be cached.
 #[derive(Debug)]
 struct Guard {
     tile: Option<usize>,
@@ -57,7 +57,7 @@ impl<T> fmt::Debug for NearStream<T> {
 }
 
 impl<T: Real> NearStream<T> {
-    /// `None` where the method has no stream.
+    /// Makes a stream; `None` if the method has none.
     pub(super) fn new(near: Near, unseen: Option<f64>, p: &Problem, make: Inner<T>) -> Option<Self> {
         let inner = make()?;
         Some(Self {
@@ -86,7 +86,7 @@ impl<T: Real> NearStream<T> {
         })
     }
 
-    /// Adds what stands for the far keys to rows that hold the near ones.
+    /// Adds the representation of the far keys to rows that hold the near ones.
     fn add_far(
         &mut self,
         q: MatRef<'_, T>,
@@ -100,7 +100,7 @@ impl<T: Real> NearStream<T> {
         let mut far = PartialOutput::new(heads, d_v);
         let part = self.inner.attend(q, scale, &mut far.out, &mut far.lse, cx)?;
         *info = std::mem::take(info).merge(RunInfo { empty_rows: 0, ..part });
-        // As a prompt does: the means of a tile of rows hold what its first row sees.
+        // As in a prompt, the means of a tile of rows cover the keys that its first row sees.
         let position = self.len - 1;
         let first = (position - position % TILE).max(self.near.sinks + self.near.window);
         let limit = self.given - (position - first).min(self.given);
@@ -157,12 +157,12 @@ impl<T: Real> NearStream<T> {
         Ok(())
     }
 
-    /// Keys behind the sinks that have left the window.
+    /// Returns the number of keys after the sinks that have left the window.
     fn far_len(&self) -> usize {
         self.len.saturating_sub(self.near.window).saturating_sub(self.near.sinks)
     }
 
-    /// Gives the method's stream the far keys that it does not have yet.
+    /// Pushes the far keys that the method's stream does not yet have.
     fn settle(&mut self, cx: Context<'_>) -> Result<()> {
         let far = self.far_len();
         if far > self.settled {
@@ -176,7 +176,8 @@ impl<T: Real> NearStream<T> {
             self.settled = far;
         }
         if self.near.heavy == 0 {
-            // Moving what is left costs as much as the window is long, so it is done once in as many tokens.
+            // Moving the remaining keys costs as much as the window is long, so it is done once in that number of
+            // tokens.
             let done = self.settled - self.gone;
             if done >= self.near.window.max(TILE) {
                 self.cached.drop_front(done, self.d, self.d_v);
@@ -186,7 +187,7 @@ impl<T: Real> NearStream<T> {
         Ok(())
     }
 
-    /// Chooses heavy keys anew and gives a fresh stream all others.
+    /// Chooses heavy keys anew and pushes all others to a fresh stream.
     fn choose(&mut self, scale: T, cx: Context<'_>) -> Result<u64> {
         let far = self.far_len();
         let means = self.recent.means(self.d);
@@ -229,7 +230,7 @@ impl<T: Real> GroupStream<T> for NearStream<T> {
             to.v.extend_from_slice(v);
             self.len += 1;
         }
-        // Heavy keys are chosen with the next query, before the method's stream gets anything.
+        // Heavy keys are chosen with the next query, before the method's stream gets any key.
         if self.near.heavy == 0 { self.settle(cx) } else { Ok(()) }
     }
 
@@ -325,7 +326,7 @@ impl<T: Real> Pairs<T> {
 /// The latest queries of each head, for their mean.
 #[derive(Debug)]
 struct Recent<T> {
-    /// One token after another, all heads of each.
+    /// Queries of all heads, token after token.
     queries: Vec<T>,
     heads: usize,
     most: usize,
@@ -355,7 +356,7 @@ impl<T: Real> Recent<T> {
     }
 }
 
-/// Means of runs of far keys as they come, and the keys from which the last ones were made.
+/// Means of runs of far keys in order of arrival, and the keys of the last runs.
 #[derive(Debug)]
 struct Runs<T> {
     means: Pairs<T>,
@@ -393,7 +394,7 @@ impl<T: Real> Runs<T> {
         }
     }
 
-    /// Attention over the means of the first `limit` keys, at most a run fewer than there are.
+    /// Attends to the means of the first `limit` keys, at most a run fewer than there are.
     #[allow(clippy::too_many_arguments)]
     fn attend(
         &self,

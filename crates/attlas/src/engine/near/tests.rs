@@ -6,7 +6,7 @@ fn near(pairs: &[(&str, &str)]) -> Options {
     pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v))
 }
 
-/// Exact attention with a near field around it, whatever is near, heavy and far.
+/// Exact attention with a near field around it stays exact, whatever is near, heavy and far.
 #[test]
 fn a_near_field_around_exact_attention_is_exact_attention() {
     let exact = registry::method("exact").unwrap();
@@ -49,7 +49,7 @@ fn a_near_field_around_exact_attention_is_exact_attention() {
     }
 }
 
-/// A method that finds nothing leaves sinks and window, seen by the same rows as `sink_window` shows.
+/// With a method that finds nothing, sinks and window remain, seen by the same rows as in `sink_window`.
 #[test]
 fn sinks_and_window_are_those_of_the_yardstick() {
     let p = Problem::new(2, 150, 8).with_kv_heads(1).causal();
@@ -70,7 +70,7 @@ fn sinks_and_window_are_those_of_the_yardstick() {
     assert_rows_close(&ran.lse, &want_lse, 1e-12, "log-sum-exp");
 }
 
-/// A few far keys hold most of the mass of every query: they are found, and exact.
+/// If a few far keys have most of the mass of every query, they are found and exact.
 #[test]
 fn heavy_keys_anywhere_are_seen_by_every_block() {
     let mut case = Case::gaussian(Problem::new(2, 300, 8).with_kv_heads(1).causal(), 3);
@@ -96,7 +96,7 @@ fn heavy_keys_anywhere_are_seen_by_every_block() {
     assert!(error("4") < 0.1 && error("0") > 0.3, "{} {}", error("4"), error("0"));
 }
 
-/// A far part that is nothing but noise is replaced, and the rows are counted.
+/// A far part of mere noise is replaced, and the rows are counted.
 #[test]
 fn a_far_part_worse_than_means_is_replaced() {
     let mut case = Case::gaussian(Problem::new(1, 512, 16).causal(), 4);

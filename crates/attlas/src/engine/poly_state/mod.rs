@@ -7,17 +7,16 @@
 //! $\varphi$ being the symmetric square (or the identity), of a size that does not depend on the number of keys
 //! ([`SketchAttention`]).
 //!
-//! Every sum is a row of numbers with a logarithmic scale, so that high powers do not overflow, and the last
-//! number of a row is the normaliser (values carry a column of ones). A scale that a row uses depends on keys
-//! that the row sees and on nothing else: results are causal bit by bit. Values that are not finite are taken
-//! out of the products of diagonal tiles, where zero weights would spread them, and added to the rows that see
-//! them.
+//! Every sum is a row of numbers with a logarithmic scale, so high powers do not overflow, and the last number of a row
+//! is the normaliser (values carry a column of ones). A row's scale depends only on keys that the row sees: results are
+//! causal bit by bit. Values that are not finite are taken out of the products of diagonal tiles, where zero weights
+//! would spread them, and added to the rows that see them.
 //!
-//! | file | what it holds |
+//! | file | contents |
 //! | --- | --- |
 //! | `power` | the kernel of a power, exactly, over tiles of keys |
 //! | `prepare` | preparation of rows before their products |
-//! | `sketch` | maps to short rows, and how these become features |
+//! | `sketch` | maps to short rows, and their features |
 //! | `state` | sums over keys: adding keys, adding sums |
 //! | `rows` | the sums of a query row over a state and over near keys |
 //! | `run` | a whole group, with and without a mask |
@@ -42,12 +41,12 @@ use crate::Real;
 /// Query rows of one task, and key rows of one update of a state.
 pub const ROWS: usize = 96;
 
-/// Attention through a state of sketches, causally with an exact or sketched block around each query.
+/// Attention through a state of sketches; causally, with an exact or sketched block around each query.
 #[derive(Debug)]
 pub struct SketchAttention<'a, T: Real> {
     /// The map.
     pub map: &'a dyn HalfSketch<T>,
-    /// How its rows become features.
+    /// Construction of features from its rows.
     pub form: Form,
     /// The kernel inside a causal block; the sketched one where `None`.
     pub near: Option<PowerKernel>,
@@ -55,7 +54,7 @@ pub struct SketchAttention<'a, T: Real> {
     pub c0: f64,
     /// Keys of a causal block.
     pub block: usize,
-    /// Preparation of the queries; keys come prepared.
+    /// Preparation of the queries; keys are already prepared.
     pub prepare: Prepare,
     /// Treatment of vanishing normalisers; [`Form::Squared`] has none.
     pub guard: Guard,
@@ -66,7 +65,7 @@ impl<T: Real> SketchAttention<'_, T> {
         self.form.features(self.map.width())
     }
 
-    /// Elements of a state for values of width `d_v`.
+    /// Returns the number of elements of a state for values of width `d_v`.
     pub fn state_len(&self, d_v: usize) -> usize {
         self.features() * (d_v + 2)
     }

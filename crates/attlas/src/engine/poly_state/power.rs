@@ -1,7 +1,7 @@
-//! The kernel of a power, exactly, over tiles of keys.
+//! The exact kernel of a power, over tiles of keys.
 //!
 //! A row of sums is $\sum_j (|s_j| / t)^p [v_j, 1]$ with $s_j = \tau \langle q, k_j\rangle + \sigma$ and $t = \max_j |s_j|$ over the
-//! keys so far, so that no weight exceeds 1; a tile with a larger $|s_j|$ multiplies what is there by
+//! keys so far, so that no weight exceeds 1; a tile with a larger $|s_j|$ multiplies the earlier sums by
 //! $(t / t')^p$. The logarithmic scale of the row is $p \ln t$.
 
 use super::{Prepare, ROWS};
@@ -30,7 +30,7 @@ pub struct PowerKernel {
 pub struct KeyTile<'a, T> {
     /// Keys.
     pub k: MatRef<'a, T>,
-    /// Values as they are.
+    /// Values as given.
     pub v: MatRef<'a, T>,
     /// Values from [`augment_into`]: with a column of ones, and zero where they are not finite.
     pub augmented: MatRef<'a, T>,
@@ -39,7 +39,7 @@ pub struct KeyTile<'a, T> {
 }
 
 impl<'a, T: Real> KeyTile<'a, T> {
-    /// The keys of a range that holds all of the spoiled rows, or none where `spoiled` is empty.
+    /// Returns the keys of a range that includes all spoiled rows, or any range if `spoiled` is empty.
     pub(super) fn sub(&self, range: Range<usize>) -> KeyTile<'a, T> {
         KeyTile {
             k: self.k.sub_rows(range.clone()),
@@ -50,8 +50,7 @@ impl<'a, T: Real> KeyTile<'a, T> {
     }
 }
 
-/// Copies `v` with a column of ones behind it. Rows that are not finite become zero (their one stays) and are
-/// returned.
+/// Copies `v` and appends a column of ones. Rows that are not finite become zero (but keep their one) and are returned.
 pub fn augment_into<T: Real>(v: MatRef<'_, T>, out: &mut [T]) -> Vec<usize> {
     let d_v = v.cols();
     let mut spoiled = Vec::new();
@@ -66,7 +65,7 @@ pub fn augment_into<T: Real>(v: MatRef<'_, T>, out: &mut [T]) -> Vec<usize> {
     spoiled
 }
 
-/// $x \leftarrow x^p$ for $x \ge 0$.
+/// Computes $x \leftarrow x^p$ for $x \ge 0$.
 pub fn raise_in_place<T: Real>(x: &mut [T], power: f64) {
     if power.fract() != 0.0 || power > 1024.0 {
         x.iter_mut().for_each(|x| *x = T::from_f64(x.to_f64().powf(power)));
@@ -138,7 +137,7 @@ impl PowerKernel {
                 row.iter_mut().for_each(|x| *x /= unit);
             }
             raise_in_place(row, self.power);
-            // Beside the product, in which the column of ones would take as long as a register full of columns.
+            // Outside the product, in which the column of ones would take as long as a register full of columns.
             acc[cols - 1] += kernels::sum(row);
         }
         let scores_ref = MatRef::new(&scores, rows, n);
@@ -147,7 +146,7 @@ impl PowerKernel {
         add_spoiled(scores_ref, tile, visible, acc);
     }
 
-    /// The logarithmic scale of a row of sums with this maximum; −∞ where nothing was added.
+    /// Returns the logarithmic scale of a row of sums with this maximum; −∞ if nothing was added.
     pub fn log_scale<T: Real>(&self, acc: &[T], top: T) -> f64 {
         if top > T::ZERO {
             self.power * top.to_f64().ln()
@@ -158,7 +157,7 @@ impl PowerKernel {
         }
     }
 
-    /// Exact attention of a group, divided by `c0` plus the sum of the weights. Takes the augmented values and
+    /// Computes exact attention of a group, divided by `c0` plus the sum of the weights. Takes the augmented values and
     /// one block of rows per thread from scratch.
     pub fn attend_group<T: Real>(
         &self,
@@ -211,7 +210,7 @@ impl PowerKernel {
     }
 }
 
-/// The first columns of a matrix.
+/// Returns the first columns of a matrix.
 pub(super) fn first_columns<T: Real>(m: MatRef<'_, T>, cols: usize) -> MatRef<'_, T> {
     MatRef::with_stride(m.data(), m.rows(), cols, m.stride()).unwrap_or(m)
 }
@@ -235,7 +234,7 @@ fn add_spoiled<T: Real>(
     }
 }
 
-/// Writes $\mathrm{num} / (c_0 + \mathrm{den})$ for a row of sums with a logarithmic scale; zero where that is 0/0.
+/// Writes $\mathrm{num} / (c_0 + \mathrm{den})$ for a row of sums with a logarithmic scale; zero for 0/0.
 pub fn finish_row<T: Real>(acc: &[T], log: f64, c0: f64, out: &mut [T]) {
     let (num, den) = acc.split_at(acc.len() - 1);
     let extra = if c0 > 0.0 { T::from_f64((c0.ln() - log).exp()) } else { T::ZERO };

@@ -12,7 +12,7 @@ const ROWS_PER_TASK: usize = 1024;
 /// Preparation of query and key rows before their products.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Prepare {
-    /// Nothing.
+    /// No change.
     Copy,
     /// Layer normalisation with this $\varepsilon$ and no gain: mean 0, mean square 1.
     LayerNorm(f64),
@@ -42,7 +42,7 @@ impl Prepare {
 fn layer_norm_into<T: Real>(row: &[T], eps: f64, out: &mut [T]) {
     let d = row.len() as f64;
     let mean = lane_sum(row, |x| x) / d;
-    // A row so large that its squares overflow is divided by its largest entry first; ε is nothing then.
+    // A row so large that its squares overflow is first divided by its largest entry; ε is then negligible.
     let top = row.iter().fold(T::ZERO, |m, &x| m.max(x.abs())).to_f64();
     let (unit, eps) = if top > 1e150 { (1.0 / top, 0.0) } else { (1.0, eps) };
     let variance = lane_sum(row, |x| ((x - mean) * unit) * ((x - mean) * unit)) / d;

@@ -1,9 +1,9 @@
 //! Outputs of query rows from a state and from near keys.
 //!
-//! The sum of a row is $\varphi(a)^\top S$ at the scale $e_q + e$, plus that over near keys at a scale of its own, merged at
-//! the larger of the two. Near keys are weighed by the kernel itself, or by the sketched one where that is what is
-//! wanted everywhere. Kernels of either sign may cancel: a normaliser below a share of
-//! $D^+ = \sum_l |\varphi_l(q)| \sum_j |\varphi_l(k_j)|$ is handed to the [`Guard`].
+//! The sum of a row is $\varphi(a)^\top S$ at the scale $e_q + e$, plus the sum over near keys at its own scale, merged
+//! at the larger of the two. The kernel itself weights near keys, or the sketched one if it is used everywhere. Kernels
+//! of either sign may cancel: a normaliser below a share of $D^+ = \sum_l |\varphi_l(q)| \sum_j |\varphi_l(k_j)|$ goes
+//! to the [`Guard`].
 
 use super::power::{KeyTile, PowerKernel, finish_row, first_columns};
 use super::state::{SketchSums, merge_rows};
@@ -12,21 +12,21 @@ use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::kernels::{self, Op, axpy, exp_in_place, gemm};
 
-/// Treatment of rows whose normaliser cannot be trusted, where kernels have either sign.
+/// Treatment of rows whose normaliser is unreliable, for kernels of either sign.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Guard {
-    /// The result.
+    /// Keeps the result.
     Strict,
-    /// The normaliser is raised to this share of $D^+ = \sum_l |\varphi_l(q)| \sum_j |\varphi_l(k_j)|$.
+    /// Raises the normaliser to this share of $D^+ = \sum_l |\varphi_l(q)| \sum_j |\varphi_l(k_j)|$.
     Clamp(f64),
-    /// Rows below this share of $D^+$ become zero.
+    /// Sets rows below this share of $D^+$ to zero.
     Zero(f64),
-    /// Rows below this share of $D^+$ are computed again with the kernel itself; streams keep keys and values for it.
+    /// Recomputes rows below this share of $D^+$ with the kernel itself; streams keep keys and values for it.
     Exact(f64, PowerKernel),
 }
 
 impl Guard {
-    /// The kernel that guarded rows are computed with.
+    /// Returns the kernel with which guarded rows are computed.
     pub(super) fn kernel(self) -> Option<PowerKernel> {
         match self {
             Guard::Exact(_, kernel) => Some(kernel),
@@ -35,7 +35,7 @@ impl Guard {
     }
 }
 
-/// Near keys: their sketches and logarithms besides, where the kernel inside a block is sketched.
+/// Near keys, with their sketches and logarithms if the kernel inside a block is sketched.
 #[derive(Clone, Copy)]
 pub(super) struct NearTile<'a, T> {
     pub(super) tile: KeyTile<'a, T>,
@@ -44,8 +44,8 @@ pub(super) struct NearTile<'a, T> {
 }
 
 impl<T: Real> SketchAttention<'_, T> {
-    /// The outputs of some rows: the state, and `near` keys of which row `i` sees the first `seen(i)`. Returns the
-    /// guarded rows.
+    /// Computes the outputs of some rows from the state and from `near` keys, of which row `i` sees the first
+    /// `seen(i)`. Returns the guarded rows.
     pub(super) fn attend(
         &self,
         q: MatRef<'_, T>,
@@ -78,7 +78,7 @@ impl<T: Real> SketchAttention<'_, T> {
                 cols,
                 scratch,
             );
-            // Beside the product, in which one more column would take as long as a register full of them.
+            // Outside the product, in which one more column would take as long as a register full of them.
             let mut ones = scratch.take::<T>(m);
             ones.iter_mut().enumerate().for_each(|(l, x)| *x = sums.at(l, d_v));
             for (far, features) in far.chunks_exact_mut(cols).zip(features.iter_rows()) {
@@ -116,7 +116,7 @@ impl<T: Real> SketchAttention<'_, T> {
         guarded
     }
 
-    /// Applies the guard; true where it acted.
+    /// Applies the guard; returns true if it acted.
     fn guard_row(&self, row: &mut [T], magnitude: T) -> bool {
         if self.form == Form::Squared {
             return false;
@@ -160,7 +160,7 @@ impl<T: Real> SketchAttention<'_, T> {
         }
     }
 
-    /// The sketched kernel inside a block. The scale of a row is the largest among the keys it sees.
+    /// Adds the sketched kernel inside a block. The scale of a row is the largest among the keys it sees.
     #[allow(clippy::too_many_arguments)]
     fn near_sketched(
         &self,
@@ -195,7 +195,7 @@ impl<T: Real> SketchAttention<'_, T> {
             let row = &mut row[..seen];
             let log = key_logs[..seen].iter().fold(f64::NEG_INFINITY, |m, &l| m.max(l));
             if log == f64::NEG_INFINITY {
-                // No key, or none but NaN.
+                // No key, or only NaN.
                 logs[i] = if seen > 0 { 0.0 } else { log };
                 continue;
             }

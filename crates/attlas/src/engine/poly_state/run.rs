@@ -1,9 +1,9 @@
 //! A whole group through states of sketches.
 //!
-//! **Without a mask** pieces of keys are summed in parallel and added in order; then every row reads the sum.
-//! **Causally** the sequence is cut into pieces of a few blocks. The state before a piece is the sum of the pieces before
-//! it; pieces then run in parallel, each block of a piece first read by its own rows, with its keys as near ones, and
-//! then added to the piece's state. Both cuts depend on sizes alone: threads change no bit.
+//! **Without a mask**, pieces of keys are summed in parallel and added in order; then every row reads the sum.
+//! **Causally**, the sequence is cut into pieces of a few blocks. The state before a piece is the sum of the earlier
+//! pieces. Pieces then run in parallel: the rows of each block read the piece's state and the block's own keys as near
+//! ones, and then the block is added to the state. Both cuts depend on sizes alone, so threads change no bit.
 
 use super::power::{KeyTile, PowerKernel, TILE, augment_into, finish_row};
 use super::rows::NearTile;
@@ -15,14 +15,14 @@ use crate::{Mask, MatRef, Real, Result, RunInfo};
 use attlas_num::par::*;
 use std::ops::Range;
 
-/// Blocks of one piece of a causal sequence: pieces run in parallel, the blocks of a piece one after another.
-/// Fixed, so that the number of threads cannot change a bit.
+/// Blocks of one piece of a causal sequence. Pieces run in parallel, the blocks of a piece one after another. The
+/// number is fixed, so threads cannot change a bit.
 const PIECE_BLOCKS: usize = 4;
 
 /// Keys of one piece without a mask.
 const PIECE_KEYS: usize = 2048;
 
-/// Places for the rows of one block of queries.
+/// Slots for the rows of one block of queries.
 struct Target<'a, T> {
     head: usize,
     /// Number of the first row.
@@ -34,12 +34,12 @@ struct Target<'a, T> {
 }
 
 impl<T: Real> SketchAttention<'_, T> {
-    /// A group whose keys `k` are prepared. Writes outputs; log-sum-exp is set to −∞.
+    /// Computes a group whose keys `k` are prepared. Writes outputs; log-sum-exp is set to −∞.
     pub fn run(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>) -> Result<RunInfo> {
         self.run_after(g, k, None)
     }
 
-    /// The same after the keys of a state, which without a mask are all that rows see.
+    /// Computes a group after the keys of a state; without a mask, rows see only those.
     pub(super) fn run_after(
         &self,
         g: &mut Group<'_, T>,
@@ -85,7 +85,7 @@ impl<T: Real> SketchAttention<'_, T> {
         self.read_all(g, k, &state)
     }
 
-    /// Every row reads `state`, which holds the keys `k`.
+    /// Computes every row from `state`, which holds the keys `k`.
     fn read_all(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>, state: &SketchSums<'_, T>) -> Result<RunInfo> {
         let cx = g.cx;
         let rows = (g.n_q() * g.q.heads()) as u64;
@@ -107,14 +107,14 @@ impl<T: Real> SketchAttention<'_, T> {
     ) -> Result<RunInfo> {
         let (v, cx, len) = (g.v, g.cx, self.state_len(g.d_v()));
         let (n_q, n_k, d_v, heads) = (g.n_q(), k.rows(), g.d_v(), g.q.heads());
-        // Rows before the first key see nothing; the others stand at key positions from `first` on.
+        // Rows before the first key see nothing; the others are at key positions from `first` on.
         let unseen_rows = n_q.saturating_sub(n_k);
         let first = n_k.saturating_sub(n_q);
         let piece_len = self.block * PIECE_BLOCKS;
         let pieces = n_k.div_ceil(piece_len);
         let keys_of = |i: usize| i * piece_len..((i + 1) * piece_len).min(n_k);
 
-        // The state before each piece: own sums in parallel, then running sums in order.
+        // The state before each piece: separate sums in parallel, then running sums in order.
         let mut sums = cx.scratch.take_zeroed::<T>(pieces * len);
         let mut logs: Vec<f64> = sums
             .par_chunks_mut(len)
@@ -212,7 +212,7 @@ impl<T: Real> SketchAttention<'_, T> {
                     let from = row - target.position;
                     let q = target.q.sub_rows(from..from + rows);
                     let out = &mut target.out[from * d_v..(from + rows) * d_v];
-                    // Keys behind the last row of the tile are not read at all.
+                    // Keys after the last row of the tile are not read at all.
                     let near =
                         NearTile { tile: whole.sub(0..row + rows - start), short: &short, logs: &logs };
                     let seen = |i: usize| row - start + i + 1;
@@ -229,7 +229,7 @@ impl<T: Real> SketchAttention<'_, T> {
         guarded
     }
 
-    /// Computes guarded rows again, where the guard asks for it.
+    /// Recomputes guarded rows if the guard requires it.
     fn recompute(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>, rows: &[(usize, usize)]) {
         let Some(kernel) = self.guard.kernel() else { return };
         let (n_q, d_v, v, cx) = (g.n_q(), g.d_v(), g.v, g.cx);
@@ -246,7 +246,7 @@ impl<T: Real> SketchAttention<'_, T> {
         }
     }
 
-    /// One row over prepared keys with the kernel itself.
+    /// Computes one row over prepared keys with the kernel itself.
     pub(super) fn exact_row(
         &self,
         kernel: PowerKernel,

@@ -1,4 +1,4 @@
-//! Maps to short rows, and how these become features.
+//! Maps to short rows, and the features made of these.
 //!
 //! A row $x$ becomes a short row $a$ of length about 1 with a logarithm $e$, and the kernel is
 //! $e^{e_q + e_k} \langle a, b\rangle$ ([`Form::Direct`]) or $e^{e_q + e_k} \langle a, b\rangle^2$ ([`Form::Squared`]), whose features are
@@ -12,16 +12,15 @@ use attlas_num::sketch::polynomial::{symmetric_square_into, symmetric_square_len
 
 /// A map to short rows whose inner product, or its square, is a kernel.
 pub trait HalfSketch<T: Real>: Send + Sync + std::fmt::Debug {
-    /// Length of the rows.
+    /// Returns the length of the rows.
     fn width(&self) -> usize;
 
-    /// Writes the short rows of `x`, of length about 1, and the logarithm of the factor that the kernel has for
-    /// each of them.
+    /// Writes the short rows of `x`, of length about 1, and the logarithm of the kernel's factor for each of them.
     fn sketch_into(&self, x: MatRef<'_, T>, cx: Context<'_>, out: &mut [T], log: &mut [f64]);
 }
 
-/// Rows divided by their lengths, with a constant behind them: the kernel $(\tau\langle q, k\rangle + \sigma)^{2}$ as a
-/// square of inner products without any error.
+/// Rows divided by their lengths, followed by a constant: the kernel $(\tau\langle q, k\rangle + \sigma)^{2}$ as a
+/// square of inner products, without error.
 #[derive(Clone, Debug)]
 pub struct UnitRows {
     /// Length of the rows.
@@ -48,8 +47,8 @@ impl<T: Real> HalfSketch<T> for UnitRows {
     }
 }
 
-/// Writes `[root · x, extra]` divided by its length and returns the logarithm of the length; `extra` only where
-/// `out` has room for it. A zero row stays zero with logarithm 0.
+/// Writes `[root · x, extra]` divided by its length and returns the logarithm of the length; `extra` only if `out` has
+/// room for it. A zero row stays zero with logarithm 0.
 pub fn unit_into<T: Real>(x: &[T], root: f64, extra: f64, out: &mut [T]) -> f64 {
     let room = out.len() > x.len();
     let extra = if room { extra } else { 0.0 };
@@ -81,23 +80,23 @@ impl<T: Real, M: SignedFeatures<T>> HalfSketch<T> for Signed<M> {
 
     fn sketch_into(&self, x: MatRef<'_, T>, cx: Context<'_>, out: &mut [T], log: &mut [f64]) {
         let mut scales = cx.scratch.take::<T>(x.rows());
-        // The key side on both sides: constants must not be dropped where parts are merged.
+        // The key side on both sides: where parts are merged, constants must be kept.
         self.0.signed_features(x, Side::Key, out, &mut scales);
         log.iter_mut().zip(scales.iter()).for_each(|(l, s)| *l = s.to_f64());
     }
 }
 
-/// How short rows become features.
+/// Construction of features from short rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// They are the features: the kernel is their inner product, of either sign.
+    /// The rows are the features: the kernel is their inner product, of either sign.
     Direct,
-    /// Symmetric square: the kernel is the square of their inner product.
+    /// The symmetric square: the kernel is the square of the inner product of the rows.
     Squared,
 }
 
 impl Form {
-    /// Features for short rows of this length.
+    /// Returns the number of features for short rows of this length.
     pub fn features(self, width: usize) -> usize {
         match self {
             Form::Direct => width,

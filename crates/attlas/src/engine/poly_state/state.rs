@@ -1,14 +1,14 @@
-//! Sums over keys: $S = \sum_j e^{e_j - e} \varphi(b_j) [v_j, 1, \ast]^\top$ with $e = \max_j e_j$ beside it.
+//! Sums over keys: $S = \sum_j e^{e_j - e} \varphi(b_j) [v_j, 1, \ast]^\top$ with the scale $e = \max_j e_j$.
 //!
-//! The starred column is $\sum_j e^{e_j - e} |\varphi(b_j)|$, what sums of either sign are compared with; squares leave it
-//! zero. Two states add after both were brought to the larger scale.
+//! The starred column is $\sum_j e^{e_j - e} |\varphi(b_j)|$, the reference for sums of either sign; squares leave it
+//! zero. Two states add after both are brought to the larger scale.
 
 use super::{Form, ROWS, SketchAttention};
 use crate::workspace::Context;
 use crate::{MatRef, Real};
 use attlas_num::kernels::{self, Op, axpy, gemm};
 
-/// A state: `features × (d_v + 2)` sums, the last column that of absolute features, and their scale.
+/// A state: `features × (d_v + 2)` sums, with those of absolute features in the last column, and their scale.
 #[derive(Debug)]
 pub(super) struct SketchSums<'a, T> {
     pub(super) sums: &'a mut [T],
@@ -51,7 +51,7 @@ impl<T: Real> SketchAttention<'_, T> {
             }
             let features = MatRef::new(wide, n, m);
             gemm(cx.schedule.isa, T::ONE, Op::T(features), Op::N(v), T::ONE, state.sums, cols, scratch);
-            // Beside the product, in which one more column would take as long as a register full of them.
+            // Outside the product, in which one more column would take as long as a register full of them.
             ones.fill(T::ZERO);
             features.iter_rows().for_each(|row| axpy(T::ONE, row, &mut ones));
             state.sums.chunks_exact_mut(cols).zip(ones.iter()).for_each(|(sums, &x)| sums[d_v] += x);
@@ -66,7 +66,7 @@ impl<T: Real> SketchAttention<'_, T> {
         }
     }
 
-    /// `into ← into + from`.
+    /// Computes `into ← into + from`.
     pub(super) fn combine(into: &mut SketchSums<'_, T>, from: &[T], log: f64) {
         if log == f64::NEG_INFINITY {
             return;

@@ -1,7 +1,7 @@
-//! Token by token: a state of all complete blocks, and the keys of the current one as they are.
+//! Decoding token by token: a state of all complete blocks, and the keys of the current one unchanged.
 //!
-//! A block enters the state when the next one begins, not before: until then its rows see it as their own, as they do
-//! in a whole group.
+//! A block enters the state only when the next one begins: until then its rows treat it as their own block, as in a
+//! whole group.
 
 use super::power::{KeyTile, PowerKernel, augment_into};
 use super::rows::NearTile;
@@ -12,8 +12,8 @@ use crate::spread::{join_log, split_log};
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Real, Result, RunInfo};
 
-/// Decoding with a state: keys of the current block are kept as they are and folded into the state when the
-/// next block begins.
+/// Decoding with a state: keys of the current block are kept unchanged and added to the state when the next block
+/// begins.
 #[derive(Debug)]
 pub struct SketchStream<T: Real, M> {
     map: M,
@@ -24,11 +24,11 @@ pub struct SketchStream<T: Real, M> {
     log: f64,
     k: Vec<T>,
     v: Vec<T>,
-    /// All keys and values, where rows may have to be computed again.
+    /// All keys and values, if rows may have to be recomputed.
     kept: [Vec<T>; 2],
 }
 
-/// All of a [`SketchAttention`] but its map, which the stream owns.
+/// The settings of a [`SketchAttention`], without its map, which the stream owns.
 #[derive(Clone, Copy, Debug)]
 struct Manner {
     form: Form,
@@ -47,7 +47,7 @@ impl Manner {
 }
 
 impl<T: Real, M: HalfSketch<T> + 'static> SketchStream<T, M> {
-    /// An empty stream of the attention that `like` does, with a map of its own.
+    /// Makes an empty stream of the attention `like`, with its own map.
     pub fn new(like: &SketchAttention<'_, T>, map: M, d: usize, d_v: usize) -> Self {
         let sums = vec![T::ZERO; like.state_len(d_v)];
         let SketchAttention { form, near, c0, block, prepare, guard, .. } = *like;
@@ -56,7 +56,7 @@ impl<T: Real, M: HalfSketch<T> + 'static> SketchStream<T, M> {
         Self { map, manner, d, d_v, sums, log, k, v, kept }
     }
 
-    /// Folds the current block into the state.
+    /// Adds the current block to the state.
     fn close_block(&mut self, cx: Context<'_>) {
         let n = self.manner.block;
         let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
@@ -133,7 +133,7 @@ impl<T: Real, M: HalfSketch<T> + 'static> GroupStream<T> for SketchStream<T, M> 
         (self.sums.len() + self.k.len() + self.v.len() + kept) * size_of::<T>()
     }
 
-    /// The state with the current block in it, and the two halves of its scale.
+    /// Returns the state with the current block in it, and the two halves of its scale.
     fn sums(&self, cx: Context<'_>) -> Option<Vec<T>> {
         if self.manner.guard.kernel().is_some() {
             return None;
@@ -148,7 +148,7 @@ impl<T: Real, M: HalfSketch<T> + 'static> GroupStream<T> for SketchStream<T, M> 
         Some(sums)
     }
 
-    /// Other keys come before the current block or after it; either way that block must be complete.
+    /// Other keys come before or after the current block; either way that block must be complete.
     fn add_sums(&mut self, sums: &[T], _: usize) -> Result<()> {
         let len = self.sums.len();
         if sums.len() != len + 2 || !self.k.is_empty() {

@@ -1,14 +1,14 @@
-//! How much each way of attending keeps of a token: the survey's table of cache sizes.
+//! Cache size per token of each form of attention: the survey's table.
 //!
-//! Numbers a token and layer, with $D$ the model's width, $H$ query heads, $G$ key heads of width $d$, latent rank $r$,
+//! Numbers per token and layer, for model width $D$, $H$ query heads, $G$ key heads of width $d$, latent rank $r$,
 //! rotated width $d_R$ and ranks $R_K$, $R_V$ of factors: single head $2D$, MHA $2Hd$, GQA $2Gd$, MQA $2d$, MLA
-//! $r + d_R$, TPA $(R_K + R_V)(H + d)$. Values of another width than keys count with their own.
+//! $r + d_R$, TPA $(R_K + R_V)(H + d)$. Values whose width differs from $d$ count with their own width.
 //!
 //! References: vaswani2017, ainslie2023, shazeer2019, deepseek2024, zhang2025tpa.
 
 use crate::layer::LayerShape;
 
-/// A way of attending, by what it caches.
+/// A form of attention, by the contents of its cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scheme {
     /// One head as wide as the model.
@@ -36,7 +36,7 @@ pub enum Scheme {
 }
 
 impl Scheme {
-    /// The name it goes by.
+    /// Returns its name.
     pub fn name(self) -> &'static str {
         match self {
             Self::SingleHead => "SHA",
@@ -48,7 +48,7 @@ impl Scheme {
         }
     }
 
-    /// Its size as a formula.
+    /// Returns its size as a formula.
     pub fn formula(self) -> &'static str {
         match self {
             Self::SingleHead => "2·D",
@@ -60,7 +60,7 @@ impl Scheme {
         }
     }
 
-    /// Numbers cached for a token in one layer of a model with these sizes.
+    /// Returns how many numbers are cached per token in one layer of a model with these sizes.
     pub fn numbers_per_token(self, s: &LayerShape) -> usize {
         match self {
             Self::SingleHead => 2 * s.d_model,
@@ -75,7 +75,7 @@ impl Scheme {
     }
 }
 
-/// All schemes for one model, in the order of the survey's table.
+/// Returns all schemes for one model, in the order of the survey's table.
 pub fn table(
     s: &LayerShape,
     rank: usize,

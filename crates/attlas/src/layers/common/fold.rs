@@ -1,6 +1,6 @@
 //! Attention along the fibres of a sequence that is folded into a grid.
 //!
-//! Token $t$ stands at $(i_1, \dots, i_m)$, row-major, the last index fastest. A fibre of mode $i$ holds the
+//! Token $t$ is at $(i_1, \dots, i_m)$, row-major, the last index fastest. A fibre of mode $i$ holds the
 //! tokens that differ in index $i$ only; they lie a fixed stride apart, so a fibre of a head is a strided view and
 //! nothing is copied.
 
@@ -10,7 +10,7 @@ use attlas_num::kernels::{Attend, Band, Precision};
 use attlas_num::par::*;
 use attlas_num::{MatRef, Real};
 
-/// The new tokens of one fibre, and how many of its tokens are known by then.
+/// The new tokens of one fibre, and the number of its tokens so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Fibre {
     /// Its first token.
@@ -23,7 +23,7 @@ pub(crate) struct Fibre {
     pub(crate) first_new: usize,
 }
 
-/// Fibres of `mode` that hold a token of `first..end`.
+/// Returns the fibres of `mode` that hold a token of `first..end`.
 pub(crate) fn fibres(sizes: &[usize], mode: usize, first: usize, end: usize) -> Vec<Fibre> {
     let stride: usize = sizes[mode + 1..].iter().product();
     let block = stride * sizes[mode];
@@ -50,9 +50,9 @@ pub(crate) struct Along<'a> {
     pub(crate) q: &'a [f32],
     /// Query heads.
     pub(crate) heads: usize,
-    /// Keys of all tokens, new ones included; a head for each group of query heads.
+    /// Keys of all tokens, new ones included; one head for each group of query heads.
     pub(crate) k: &'a HeadRows,
-    /// Values of all tokens: as many heads as keys have, or as queries have.
+    /// Values of all tokens, with the number of heads of the keys or of the queries.
     pub(crate) v: &'a HeadRows,
     /// Heads of `k` and of `v`.
     pub(crate) kv_heads: (usize, usize),
@@ -63,7 +63,7 @@ pub(crate) struct Along<'a> {
 }
 
 impl Along<'_> {
-    /// The attended values of the new tokens, contiguous rows for each query head, and pairs visited.
+    /// Computes the attended values of the new tokens, contiguous rows for each query head, and the visited pairs.
     pub(crate) fn run(&self, sizes: &[usize], mode: usize, cx: Context<'_>) -> (Vec<Vec<f32>>, u64) {
         let list = fibres(sizes, mode, self.tokens.start, self.tokens.end);
         let (n, dv, first) = (self.tokens.len(), self.v.width(), self.tokens.start);
@@ -113,14 +113,14 @@ impl Along<'_> {
     }
 }
 
-/// Rows `first`, `first + step`, … of a view.
+/// Returns rows `first`, `first + step`, … of a view.
 fn every(x: MatRef<'_, f32>, first: usize, step: usize, rows: usize) -> MatRef<'_, f32> {
     let data = &x.data()[(first * x.stride()).min(x.data().len())..];
     MatRef::with_stride(data, rows, x.cols(), x.stride() * step)
         .unwrap_or_else(|| unreachable!("a fibre lies inside its rows"))
 }
 
-/// Exact attention on the calling thread: outputs and log-sum-exps.
+/// Computes exact attention on the calling thread: outputs and log-sum-exps.
 pub(crate) fn attend<T: Real>(
     q: MatRef<'_, T>,
     k: MatRef<'_, T>,

@@ -1,4 +1,4 @@
-//! Pieces that several layers need; no layer lives here.
+//! Code shared by several layers.
 
 pub mod cache_size;
 pub(crate) mod fold;
@@ -14,8 +14,8 @@ use attlas_num::{Mat, Scratch};
 use std::any::Any;
 use std::sync::{Arc, RwLock};
 
-/// The registry entry of a layer made by `new(shape, params, weights)`. Its `Params` are those of the module; `weights`
-/// and `cache_elements` are functions of shape and parameters.
+/// Makes the registry entry of a layer with the constructor `new(shape, params, weights)`. Its `Params` are those of
+/// the module; `weights` and `cache_elements` are functions of shape and parameters.
 macro_rules! layer_kind {
     (@grid) => { None };
     (@grid $grid:literal) => { Some($grid) };
@@ -56,7 +56,7 @@ macro_rules! layer_kind {
 pub(crate) use layer_kind;
 
 crate::choices! {
-    /// Where the two halves of a rotated pair lie.
+    /// Positions of the two halves of a rotated pair.
     pub enum Pairs {
         /// No rotation.
         None = "none",
@@ -67,17 +67,17 @@ crate::choices! {
     }
 }
 
-/// A weight that must be there.
+/// Specifies a required weight.
 pub(crate) fn needed(name: &'static str, n_out: usize, n_in: usize) -> WeightSpec {
     WeightSpec { name, n_out, n_in, optional: false }
 }
 
-/// A weight that may be missing.
+/// Specifies an optional weight.
 pub(crate) fn optional(name: &'static str, n_out: usize, n_in: usize) -> WeightSpec {
     WeightSpec { name, n_out, n_in, optional: true }
 }
 
-/// Queries, keys, values and output of grouped-query attention, under these names.
+/// Specifies queries, keys, values and output of grouped-query attention, under these names.
 pub(crate) fn projections([q, k, v, o]: [&'static str; 4], s: &LayerShape) -> [WeightSpec; 4] {
     [
         needed(q, s.n_heads * s.d, s.d_model),
@@ -98,16 +98,16 @@ fn at_load<R>(work: impl FnOnce(Context<'_>) -> R) -> R {
     work(Context { schedule: Schedule { threads: 1, ..Schedule::default() }, scratch: &scratch, groups: 1 })
 }
 
-/// The numbers of a weight that depends on no token: a map from the single number 1.
+/// Returns the numbers of a weight that depends on no token: a map from the single number 1.
 pub(crate) fn constant(w: &dyn Linear) -> Vec<f32> {
     let mut out = vec![0.0; w.n_out()];
     at_load(|cx| w.apply(MatRef::new(&[1.0], 1, 1), &mut out, cx));
     out
 }
 
-/// The matrix of a map, `n_out × n_in`, without its bias.
+/// Returns the matrix of a map, `n_out × n_in`, without its bias.
 pub(crate) fn matrix(w: &dyn Linear) -> Mat<f32> {
-    // Few unit vectors at a time: a map may have far more inputs than outputs.
+    // A few unit vectors at a time: a map may have far more inputs than outputs.
     const ROWS: usize = 64;
     let (n_out, n_in) = (w.n_out(), w.n_in());
     let mut columns = vec![0.0; n_in * n_out];
@@ -121,7 +121,7 @@ pub(crate) fn matrix(w: &dyn Linear) -> Mat<f32> {
     Mat::from_fn(n_out, n_in, |o, i| columns[i * n_out + o] - bias[o])
 }
 
-/// Bias that a map adds.
+/// Returns the bias of a map.
 pub(crate) fn bias(w: &dyn Linear) -> Vec<f32> {
     let (n_out, n_in) = (w.n_out(), w.n_in());
     let mut out = vec![0.0; n_out];
@@ -129,7 +129,7 @@ pub(crate) fn bias(w: &dyn Linear) -> Vec<f32> {
     out
 }
 
-/// The image of the rows of `x`, contiguous.
+/// Returns the images of the rows of `x`, contiguous.
 pub(crate) fn project(w: &dyn Linear, x: MatRef<'_, f32>, cx: Context<'_>) -> Vec<f32> {
     let mut out = vec![0.0; x.rows() * w.n_out()];
     w.apply(x, &mut out, cx);
@@ -145,7 +145,7 @@ pub(crate) fn check_io(x: MatRef<'_, f32>, out: &[f32], d_model: usize) -> Resul
     Err(Error::shape("hidden states", format!("{d_model} columns in and out"), found))
 }
 
-/// Checks the widths of hidden states whose keys and values are of another sequence.
+/// Checks the widths of hidden states and of another sequence that gives their keys and values.
 pub(crate) fn check_cross(
     x: MatRef<'_, f32>,
     context: MatRef<'_, f32>,
@@ -172,14 +172,14 @@ pub(crate) fn check_unrotated(id: &str, rotated: bool) -> Result<()> {
     refuse(id, "places in two sequences have no distance: cross attention needs rope = none")
 }
 
-/// The cache as the type that layer `id` makes.
+/// Returns the cache as the type that layer `id` makes.
 pub(crate) fn own<'a, C: LayerCache>(cache: &'a mut dyn LayerCache, id: &str) -> Result<&'a mut C> {
     let any: &mut dyn Any = cache;
     any.downcast_mut::<C>()
         .ok_or_else(|| Error::shape("cache", format!("one made by {id}"), "another layer's"))
 }
 
-/// A refusal with one reason.
+/// Makes a refusal with one reason.
 pub(crate) fn refuse<T>(id: &str, reason: impl Into<String>) -> Result<T> {
     Err(Error::Unsupported { method: id.into(), reasons: vec![reason.into()] })
 }
@@ -193,7 +193,7 @@ pub(crate) fn check_room(id: &str, tokens: usize, grid: &[usize]) -> Result<()> 
     refuse(id, format!("{tokens} tokens do not fit into a grid of {room}"))
 }
 
-/// Refuses key heads that query heads share: there the layer has something else in their place.
+/// Refuses key heads that several query heads share; the layer has `instead` in their place.
 pub(crate) fn check_own_keys(s: &LayerShape, instead: &str) -> Result<()> {
     if s.n_kv_heads == s.n_heads {
         return Ok(());
@@ -206,10 +206,10 @@ pub(crate) fn check_shape(s: &LayerShape) -> Result<()> {
     Problem { d_v: s.d_v, ..Problem::new(s.n_heads, 1, s.d).with_kv_heads(s.n_kv_heads) }.validate()
 }
 
-/// Added to the variance by layer norms.
+/// Constant that layer norms add to the variance.
 const EPS: f64 = 1e-5;
 
-/// $(x - \mu)/\sqrt{\sigma^2 + \epsilon}$, then gain and shift.
+/// Computes $(x - \mu)/\sqrt{\sigma^2 + \epsilon}$, then applies gain and shift.
 pub(crate) fn layer_norm(x: &mut [f32], affine: Option<&[f32]>) {
     let n = x.len().max(1) as f64;
     let mean = x.iter().map(|&x| f64::from(x)).sum::<f64>() / n;
@@ -246,7 +246,7 @@ pub(crate) struct Rotary {
 }
 
 impl Rotary {
-    /// Rotation of the first `dim` features, or none.
+    /// Makes the rotation of the first `dim` features, or none.
     pub(crate) fn new(pairs: Pairs, dim: usize, base: f64) -> Result<Option<Self>> {
         let layout = match pairs {
             Pairs::None => return Ok(None),
@@ -259,12 +259,12 @@ impl Rotary {
         Ok(Some(Self::from_rope(Rope { dim, base, layout, scaling: Scaling::None })))
     }
 
-    /// Any rotation; its width is even.
+    /// Wraps any rotation; its width is even.
     pub(crate) fn from_rope(rope: Rope) -> Self {
         Self { rope, table: RwLock::new(None) }
     }
 
-    /// A table for at least `positions` positions.
+    /// Returns a table for at least `positions` positions.
     pub(crate) fn table(&self, positions: usize) -> Arc<Table<f32>> {
         let ready = self.table.read().unwrap_or_else(|e| e.into_inner()).clone();
         match ready {
@@ -278,7 +278,7 @@ impl Rotary {
         }
     }
 
-    /// Rotates `[tokens, heads, width]` in place, the first token standing at `first`.
+    /// Rotates `[tokens, heads, width]` in place; the first token is at position `first`.
     pub(crate) fn rotate(&self, first: usize, x: &mut [f32], heads: usize, width: usize) {
         let tokens = x.len() / (heads * width).max(1);
         self.table(first + tokens).rotate_tokens_in_place(first, x, heads, width);

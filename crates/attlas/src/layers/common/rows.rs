@@ -1,4 +1,4 @@
-//! Rows of every head, appended token by token: what most caches are made of.
+//! Rows of every head, appended token by token: the storage of most caches.
 
 use crate::layer::LayerCache;
 use attlas_num::MatRef;
@@ -61,7 +61,7 @@ impl HeadRows {
     }
 }
 
-/// Keys and values of several attentions over the same tokens, such as one an axis.
+/// Keys and values of several attentions over the same tokens, such as one per axis.
 #[derive(Debug)]
 pub(crate) struct KeyValues(pub(crate) Vec<(HeadRows, HeadRows)>);
 
@@ -82,7 +82,7 @@ impl LayerCache for KeyValues {
     }
 }
 
-/// Rows of one head inside `[tokens, heads, width]`.
+/// Returns the rows of one head inside `[tokens, heads, width]`.
 pub(crate) fn head_of(x: &[f32], tokens: usize, heads: usize, width: usize, head: usize) -> MatRef<'_, f32> {
     let start = (head * width).min(x.len());
     MatRef::with_stride(&x[start..], tokens, width, heads * width)

@@ -17,9 +17,9 @@
 //! e^{\tau K_1 K_2^\top}$, $Z = e^{\tau Q K_2^\top}$, a row of $X$ and $Z$ divided by its largest entry and $Y$ by its largest of
 //! all,
 //! $$o_{ie} = \frac{\sum_k \big[(X \operatorname{diag} v^1_e)\, Y\big]_{ik} v^2_{ke} Z_{ik}}{\sum_k [X Y]_{ik} Z_{ik}}:$$
-//! $d_v + 1$ products of $2N^3$ operations and $3N^2$ exponentials, where the loop takes $4N^3 d$ and $N^3$. What can be
-//! lost is a row whose pairs are all far below the largest entry of $Y$; its denominator shows it, and the loop does that
-//! row again.
+//! $d_v + 1$ products of $2N^3$ operations and $3N^2$ exponentials, where the loop takes $4N^3 d$ and $N^3$. The
+//! products can lose a row whose pairs are all far below the largest entry of $Y$; its denominator shows this, and the
+//! loop then recomputes the row.
 
 use super::fold::attend;
 use crate::workspace::Context;
@@ -27,7 +27,7 @@ use attlas_num::kernels::{Band, Op, dot, exp_in_place, gemm, max};
 use attlas_num::par::*;
 use attlas_num::{DType, Mat, MatRef, Real};
 
-/// How a pair of keys is scored.
+/// Score of a pair of keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Form {
     /// $\sum_l q_l k^1_l k^2_l$ (Sanford, Hsu, Telgarsky 2023).
@@ -41,8 +41,8 @@ pub enum Form {
 
 /// One third-order attention: every row of `q` over the pairs of keys it sees.
 ///
-/// Row `i` sees the pair `(j, k)` where `band1` shows it `j` and `band2` shows it `k`. A row that sees no pair
-/// gives 0 and a log-sum-exp of −∞.
+/// Row `i` sees the pair `(j, k)` if `band1` includes `j` and `band2` includes `k`. A row that sees no pair gives 0 and
+/// a log-sum-exp of −∞.
 #[derive(Clone, Copy, Debug)]
 pub struct Pairwise<'a, T> {
     /// Queries.
@@ -57,28 +57,28 @@ pub struct Pairwise<'a, T> {
     pub v2: MatRef<'a, T>,
     /// Factor of the scores.
     pub scale: T,
-    /// Which first keys a row sees.
+    /// First keys that a row sees.
     pub band1: Band,
-    /// Which second keys a row sees.
+    /// Second keys that a row sees.
     pub band2: Band,
-    /// How a pair is scored.
+    /// Score of a pair.
     pub form: Form,
 }
 
-/// Query rows that are processed together: enough for the packing of keys to be paid off.
+/// Query rows processed together: enough to amortise the packing of keys.
 const ROWS: usize = 96;
-/// With fewer query rows than this, first keys take their place as rows of the inner attention.
+/// With fewer query rows than this, first keys become the rows of the inner attention.
 const FEW: usize = 8;
 /// First keys of one task in that case; fixed, so that results do not depend on threads.
 const FIRST_KEYS: usize = 256;
 
-/// Features of values that one product of the strassen form serves.
+/// Features of values per product of the strassen form.
 const FEATURES: usize = 8;
-/// Pairs of keys above which that form is summed by the loop: the product of all keys is not held then.
+/// Pairs of keys above which the loop computes that form: the product of all keys is then not held.
 const MOST_PAIRS: usize = 1 << 26;
 
-/// The denominator below which products of the strassen form lose digits of a row over this many pairs: 1e-30 in single
-/// and 1e-290 in double precision, or more where the pairs that vanished could together matter.
+/// Returns the denominator below which products of the strassen form lose digits of a row over this many pairs: 1e-30
+/// in single and 1e-290 in double precision, or more if the pairs that vanished could together matter.
 fn least_denominator<T: Real>(pairs: usize) -> T {
     let (floor, smallest, epsilon) = match T::DTYPE {
         DType::F32 => (1e-30, f64::from(f32::MIN_POSITIVE), f64::from(f32::EPSILON)),
@@ -100,7 +100,7 @@ impl Running {
         Self { m: f64::NEG_INFINITY, l: 0.0, acc: vec![0.0; width] }
     }
 
-    /// Scales what was summed so far to the exponent `m`.
+    /// Scales the sums so far to the exponent `m`.
     fn rescale(&mut self, m: f64) {
         if m > self.m {
             let c = (self.m - m).exp();
@@ -169,7 +169,7 @@ impl<T: Real> Pairwise<'_, T> {
             return;
         }
         let widest = |band: &Band, n: usize| (0..rows).map(|i| band.range(i, n).len()).max().unwrap_or(0);
-        // Single rows are walked over in the outer loop: the shorter range belongs there.
+        // The outer loop walks over single rows, so it gets the shorter range.
         let swapped = widest(&self.band1, self.k1.rows()) > widest(&self.band2, self.k2.rows());
         let side = if swapped { Side::second(self) } else { Side::first(self) };
         let dense = self.form == Form::Strassen && self.band1 == Band::ALL && self.band2 == Band::ALL;
@@ -193,7 +193,8 @@ impl<T: Real> Pairwise<'_, T> {
         );
     }
 
-    /// All pairs in the strassen form, by products of matrices; rows that these lose, by the loop of `side`.
+    /// Computes all pairs in the strassen form by products of matrices, and the rows that these lose by the loop of
+    /// `side`.
     fn run_products(&self, side: &Side<'_, T>, out: &mut [T], lse: &mut [T], cx: Context<'_>) {
         let (n1, n2, d_v) = (self.k1.rows(), self.k2.rows(), self.v1.cols());
         let isa = cx.schedule.isa;
@@ -202,7 +203,7 @@ impl<T: Real> Pairwise<'_, T> {
             gemm(isa, self.scale, Op::N(a), Op::T(b), T::ZERO, &mut s, b.rows(), cx.scratch);
             s
         };
-        // e^{s - top} in place; gives the top.
+        // Computes e^{s - top} in place and returns the top.
         let raise = |s: &mut [T]| {
             let top = max(s);
             s.iter_mut().for_each(|s| *s -= top);
@@ -275,7 +276,7 @@ impl<T: Real> Pairwise<'_, T> {
         );
     }
 
-    /// Pairs that are scored.
+    /// Counts the pairs that are scored.
     pub fn pairs(&self) -> u64 {
         let seen = |i: usize| {
             self.band1.range(i, self.k1.rows()).len() as u64
@@ -285,7 +286,7 @@ impl<T: Real> Pairwise<'_, T> {
     }
 }
 
-/// The same with the side of the outer loop chosen.
+/// One third-order attention with the side of its outer loop chosen.
 #[derive(Clone, Copy)]
 struct Side<'a, T> {
     q: MatRef<'a, T>,
@@ -323,7 +324,7 @@ impl<'a, T: Real> Side<'a, T> {
         Self { flip: true, ..Self::first(&swapped) }
     }
 
-    /// The inner query of row `i` and outer key `j`.
+    /// Computes the inner query of row `i` and outer key `j`.
     fn query(&self, i: usize, j: usize, a: &mut [T]) {
         let (q, k) = (self.q.row(i), self.outer_k.row(j));
         match self.form {
@@ -339,7 +340,7 @@ impl<'a, T: Real> Side<'a, T> {
         }
     }
 
-    /// Contribution of outer key `j` to all logits of row `i`.
+    /// Returns the contribution of outer key `j` to all logits of row `i`.
     fn offset(&self, i: usize, j: usize) -> f64 {
         match self.form {
             Form::Strassen => (self.scale * dot(self.q.row(i), self.outer_k.row(j))).to_f64(),
@@ -347,7 +348,7 @@ impl<'a, T: Real> Side<'a, T> {
         }
     }
 
-    /// Rows of a block, one outer key after another.
+    /// Computes the rows of a block, one outer key after another.
     fn block(&self, rows: std::ops::Range<usize>, cx: Context<'_>) -> Vec<Running> {
         let (d, d_v) = (self.q.cols(), self.outer_v.cols());
         let (n_outer, n_inner) = (self.outer_k.rows(), self.inner_k.rows());
@@ -383,7 +384,7 @@ impl<'a, T: Real> Side<'a, T> {
         sums
     }
 
-    /// One row, its outer keys standing as rows of the inner attention.
+    /// Computes one row, with its outer keys as rows of the inner attention.
     fn row(&self, i: usize, cx: Context<'_>) -> Running {
         let (d, d_v) = (self.q.cols(), self.outer_v.cols());
         let outer = self.outer.range(i, self.outer_k.rows());
@@ -448,7 +449,7 @@ pub(crate) mod tests {
         (out, lse)
     }
 
-    /// The definition: all logits of all pairs, one softmax.
+    /// Evaluates the definition: all logits of all pairs, one softmax.
     fn explicit(p: &Pairwise<'_, f64>) -> (Mat<f64>, Vec<f64>) {
         let mut out = Mat::zeros(p.q.rows(), p.v1.cols());
         let mut lses = Vec::new();
@@ -566,7 +567,7 @@ pub(crate) mod tests {
 
     #[test]
     fn products_of_the_strassen_form_equal_its_loop_where_they_lose_rows_too() {
-        // Key lengths that make the largest pair of keys dwarf what most queries prefer.
+        // Key lengths at which the largest pair of keys dwarfs the pairs that most queries prefer.
         for (factor, lost) in [(1.0, false), (6.0, false), (40.0, true)] {
             let x = [
                 fill(21, 6, 1, factor),
@@ -601,7 +602,7 @@ pub(crate) mod tests {
             let (mut out, mut lse) = (Mat::from_fn(21, 17, |_, _| f32::NAN), vec![f32::NAN; 21]);
             ws.install(|cx| p.run(out.data_mut(), &mut lse, cx));
             assert_close(&out.cast(), &want, 16.0 * f64::from(f32::EPSILON) * size.max(1.0));
-            // Denominators that the products would have: from the definition, with their shifts.
+            // Denominators of the products, from the definition with their shifts.
             let least = f64::from(least_denominator::<f32>(19 * 23));
             let top = |a: &Mat<f64>, b: &Mat<f64>, rows: std::ops::Range<usize>| {
                 let of = |i: usize, j: usize| 0.7 * dot(a.row(i), b.row(j));

@@ -1,6 +1,6 @@
 //! The gradient of attention to pairs of keys.
 //!
-//! With $u_{ij}$, $L_{ij}$ and $w_{ij}$ as in [`third`](super::third), $\bar o$ the gradient that reaches the outputs and
+//! With $u_{ij}$, $L_{ij}$ and $w_{ij}$ as in [`third`](super::third), $\bar o$ the gradient of the outputs and
 //! $\delta_i = \langle \bar o_i, o_i \rangle$, the inner attention of first key $j$ receives the gradient
 //! $w_{ij}\, \bar o_i \odot v^1_j$ at its outputs and $w_{ij} (\langle \bar o_i, u_{ij} \odot v^1_j \rangle - \delta_i)$ at its
 //! log-sum-exps, so that [`AttendBackward`] gives the gradients of $a_{ij}$, of second keys and of second values, and
@@ -16,7 +16,7 @@ use attlas_num::par::*;
 use attlas_num::{Mat, MatRef, Real};
 use std::ops::Range;
 
-/// Parts of the first keys, each with sums of its own; a fixed number, so that threads change no bit.
+/// Number of parts of the first keys, each with its own sums; fixed, so threads change no bit.
 const PARTS: usize = 8;
 
 /// Gradients of everything that a [`Pairwise`] reads.
@@ -35,7 +35,7 @@ pub struct PairwiseGradients<T> {
 }
 
 impl<T: Real> Pairwise<'_, T> {
-    /// The gradients, from outputs (`rows × d_v`), log-sum-exps and the gradient that reaches the outputs.
+    /// Computes the gradients from outputs (`rows × d_v`), log-sum-exps and the gradient of the outputs.
     ///
     /// # Panics
     ///
@@ -93,7 +93,7 @@ impl<T: Real> Pairwise<'_, T> {
         total.unwrap_or_else(|| unreachable!("there is at least one part"))
     }
 
-    /// Contribution of the pairs with first key `j`.
+    /// Adds the contribution of the pairs with first key `j`.
     fn add_first_key(
         &self,
         j: usize,
@@ -169,7 +169,7 @@ impl<T: Real> Pairwise<'_, T> {
     }
 }
 
-/// The inner query of a row and a first key.
+/// Computes the inner query of a row and a first key.
 fn inner_query<T: Real>(form: Form, q: &[T], k: &[T], a: &mut [T]) {
     match form {
         Form::Trilinear => a.iter_mut().zip(q.iter().zip(k)).for_each(|(a, (&q, &k))| *a = q * k),

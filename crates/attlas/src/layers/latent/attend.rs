@@ -1,4 +1,4 @@
-//! Attention in both forms: over keys and values that are rebuilt, and over the latents themselves.
+//! Attention in both forms: over rebuilt keys and values, and over the latents themselves.
 
 use super::{Latent, Queries};
 use crate::layer::Linear;
@@ -12,7 +12,7 @@ use attlas_num::kernels::{Op, gemm};
 use attlas_num::par::*;
 
 impl Latent {
-    /// Rows of `kv_b` of one head: the first `nope` rebuild keys, the others values.
+    /// Returns rows of `kv_b` of one head: the first `nope` rebuild keys, the others values.
     pub(super) fn up(&self, head: usize, rows: std::ops::Range<usize>) -> Mat<f32> {
         self.up_rows(head, rows).to_mat()
     }
@@ -22,7 +22,7 @@ impl Latent {
         self.kv_b.weight.as_ref().sub_rows(first + rows.start..first + rows.end)
     }
 
-    /// Input of the last map of the queries.
+    /// Returns the input of the last map of the queries.
     fn query_inputs(&self, x: MatRef<'_, f32>, cx: Context<'_>) -> Vec<f32> {
         match &self.q {
             Queries::Plain(_) => (0..x.rows()).flat_map(|i| x.row(i).iter().copied()).collect(),
@@ -49,7 +49,7 @@ impl Latent {
         }
     }
 
-    /// Rows of the cache for new tokens: normalised latents and rotated keys.
+    /// Computes the rows of the cache for new tokens: normalised latents and rotated keys.
     pub(super) fn cache_rows(&self, x: MatRef<'_, f32>, first: usize, cx: Context<'_>) -> Vec<f32> {
         let row = self.sizes.row();
         let mut rows = project(&*self.kv_a, x, cx);
@@ -61,7 +61,8 @@ impl Latent {
         rows
     }
 
-    /// Outputs of the tokens of `x`, the last ones of `rows` unless those are of another sequence and nothing is rotated.
+    /// Computes the outputs of the tokens of `x`. These are the last ones of `rows`, unless `rows` are of another
+    /// sequence and nothing is rotated.
     pub(super) fn attend(
         &self,
         x: MatRef<'_, f32>,
@@ -152,7 +153,7 @@ impl Latent {
         let (tokens, total, row) = (problem.n_q, problem.n_k, s.row());
         let plan = EXACT.plan(problem, &Options::new())?;
         let first = total.saturating_sub(tokens);
-        // Head by head where they are absorbed here, token by token where the weights are merged.
+        // Laid out head by head if absorbed here, token by token if the weights are merged.
         let merged = self.merged_qk.is_some();
         let mut q = vec![0.0f32; tokens * s.heads * row];
         ws.install(|cx| {
@@ -212,7 +213,7 @@ impl Latent {
     }
 }
 
-/// $w \odot x / \sqrt{\operatorname{mean}(x^2) + \epsilon}$.
+/// Computes $w \odot x / \sqrt{\operatorname{mean}(x^2) + \epsilon}$.
 fn rms_norm(x: &mut [f32], weight: &[f32], eps: f64) {
     let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / x.len().max(1) as f64;
     let factor = (mean + eps).sqrt();

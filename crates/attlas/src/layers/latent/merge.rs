@@ -7,7 +7,7 @@ use crate::layers::common::{bias, matrix};
 use attlas_num::linalg::{matmul, matmul_tn};
 
 impl Latent {
-    /// Multiplies out what `merge` asks for, in double precision.
+    /// Multiplies out the products that `merge` selects, in double precision.
     pub(super) fn merge(&mut self) {
         let s = self.sizes;
         if matches!(self.params.merge, Merge::Qk | Merge::Both) {
@@ -20,7 +20,7 @@ impl Latent {
             let mut rows = Vec::with_capacity(s.heads * s.row() * n_in);
             let mut biases = Vec::with_capacity(s.heads * s.row());
             for h in 0..s.heads {
-                // The bias rides along as one more column.
+                // The bias is appended as one more column.
                 let head = Mat::from_fn(s.d(), n_in + 1, |i, j| {
                     f64::from(if j < n_in { w[(h * s.d() + i, j)] } else { added[h * s.d() + i] })
                 });

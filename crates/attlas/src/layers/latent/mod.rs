@@ -1,4 +1,4 @@
-//! Multi-head latent attention (MLA): one cached vector a token, from which all heads' keys and values are rebuilt.
+//! Multi-head latent attention (MLA): one cached vector per token, from which all heads' keys and values are rebuilt.
 //!
 //! **Idea.** Cache a latent $c \in \mathbb{R}^r$ and one rotated key $k^R \in \mathbb{R}^{d_R}$ that all heads share. To
 //! decode, the maps that rebuild keys and values are moved to the query and to the output, so that attention runs on
@@ -8,22 +8,22 @@
 //! $q = W_q x$, or $W^Q_b \operatorname{norm}(W^Q_a x)$ where queries have a latent too, each head split in $q^N_h$ and
 //! $R_n q^R_h$; $s_h = \tau (q^N_h \cdot k_h + q^R_h \cdot k^R)$ with $\tau = 1/\sqrt{d_N + d_R}$ times `scale_factor`.
 //! *Expanded*: form $k_h$ and $v_h$. *Absorbed*: $\tilde q_h = U_h^{K\top} q^N_h$, $s_h = \tau(\tilde q_h \cdot c + q^R_h
-//! \cdot k^R)$ with the same $\tau$, $o_h = U^V_h \sum_n p_n c_n$. Norms are those of whichever norm weights are given.
+//! \cdot k^R)$ with the same $\tau$, $o_h = U^V_h \sum_n p_n c_n$. A norm applies if its weights are given.
 //!
 //! **Reference.** deepseek2024 (V2), deepseek2024v3; survey, Section 6, with $d_L$ split in two ranks and rotations of
 //! column vectors.
 //!
-//! **Cost.** Cache $r + d_R$ numbers a token. Multiply-adds a head for $n_q$ new tokens over $n_k$: expanded
+//! **Cost.** Cache $r + d_R$ numbers per token. Multiply-adds per head for $n_q$ new tokens over $n_k$: expanded
 //! $n_k r(d_N + d_v) + n_q n_k(d_N + d_R + d_v)$, absorbed $n_q r(d_N + d_v) + n_q n_k(2r + d_R)$; `form = auto` takes
-//! the smaller. `merge` multiplies out the two factors on the query or output side of the absorbed form, which pays
+//! the smaller. `merge` multiplies out the two factors on the query or output side of the absorbed form, which helps
 //! only for $d_N > r_q r/(r_q + r)$.
 //!
 //! **Guarantees.** Both forms, all merges, any chunking and token-by-token decoding agree to rounding; any orthogonal
-//! change of the latent's basis changes nothing where there is no norm; tested here. Every grouped-query layer is such
-//! a layer without rotations (tested with the conversion `mla`).
+//! change of the latent's basis changes nothing without a norm; tested here. Without rotations, every grouped-query
+//! layer is such a layer (tested with the conversion `mla`).
 //!
 //! **When to use.** It is the layer of DeepSeek-V2, V3 and R1, and of models converted by `mla`. It saves bytes, not
-//! operations: a decoded token costs $2r + d_R$ multiply-adds a head and key, against $2d$ of multi-head attention.
+//! operations: a decoded token costs $2r + d_R$ multiply-adds per head and key, against $2d$ of multi-head attention.
 //!
 //! `sizes` derives widths from the shape, `attend` has the two forms, `merge` the products of weights.
 
@@ -58,11 +58,11 @@ pub static LAYER: LayerKind = LayerKind {
 };
 
 crate::choices! {
-    /// Whether keys and values of the heads are formed.
+    /// Form of attention: with keys and values of the heads, or on the latents.
     pub enum Form {
-        /// Whichever takes fewer operations for the tokens at hand.
+        /// The form with fewer operations for the given tokens.
         Auto = "auto",
-        /// They are formed.
+        /// Keys and values of the heads are formed.
         Expanded = "expanded",
         /// Attention works on the latents.
         Absorbed = "absorbed",
@@ -100,7 +100,7 @@ crate::params! {
         norm_eps: f64 = 1e-6, in 0.0..=1.0;
         /// Factor of the softmax scale; context extension by YaRN has one.
         scale_factor: f64 = 1.0, in 1e-6..=1e6;
-        /// Whether keys and values of the heads are formed.
+        /// Form of attention: with keys and values of the heads, or on the latents.
         form: Form = Form::Auto;
         /// Products of weights that the absorbed form uses.
         merge: Merge = Merge::None;
@@ -113,14 +113,14 @@ impl Params {
     }
 }
 
-/// How queries are made from hidden states.
+/// Maps from hidden states to queries.
 #[derive(Debug)]
 enum Queries {
     Plain(Box<dyn Linear>),
     Latent { a: Box<dyn Linear>, norm: Option<Vec<f32>>, b: Box<dyn Linear> },
 }
 
-/// The layer.
+/// The latent attention layer.
 #[derive(Debug)]
 pub struct Latent {
     shape: LayerShape,
@@ -133,15 +133,16 @@ pub struct Latent {
     kv_b: Dense,
     o: Box<dyn Linear>,
     rotary: Option<Rotary>,
-    /// From what the queries' last map takes to `heads · (rank + rope)` numbers.
+    /// From the input of the queries' last map to `heads · (rank + rope)` numbers.
     merged_qk: Option<Dense>,
     /// From `heads · rank` numbers to the output.
     merged_vo: Option<Dense>,
 }
 
 impl Latent {
-    /// The layer with any rotation, such as one with a context extension; its width is `params.rope_dim`, and the
-    /// parameters about frequencies are not read. Weights are named as in the registry entry's list.
+    /// Makes the layer with any rotation, such as one with a context extension. The width of the rotation is
+    /// `params.rope_dim`, and the parameters about frequencies are not read. Weights are named as in the registry
+    /// entry's list.
     pub fn new(shape: LayerShape, params: Params, rope: Option<Rope>, weights: Weights) -> Result<Self> {
         let width = rope.as_ref().map_or(0, |r| r.dim);
         if width != params.rope_dim || !width.is_multiple_of(2) {
@@ -192,7 +193,7 @@ impl Latent {
         Ok(layer)
     }
 
-    /// Whether `n_q` new tokens over `n_k` in all are treated on the latents.
+    /// Returns true if `n_q` new tokens over `n_k` in all are computed on the latents.
     pub fn absorbs(&self, n_q: usize, n_k: usize) -> bool {
         match self.params.form {
             Form::Expanded => false,
@@ -299,7 +300,7 @@ impl Layer for Latent {
     }
 }
 
-/// A row a token: the normalised latent, then the rotated key.
+/// One row per token: the normalised latent, then the rotated key.
 #[derive(Debug)]
 struct LatentCache {
     row: usize,

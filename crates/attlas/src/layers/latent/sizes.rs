@@ -12,7 +12,7 @@ pub(super) struct Sizes {
     pub(super) heads: usize,
     pub(super) rank: usize,
     pub(super) rank_q: Option<usize>,
-    /// Features of a head that are not rotated, that are, and of its values.
+    /// Unrotated and rotated features of a head, and the width of its values.
     pub(super) nope: usize,
     pub(super) rope: usize,
     pub(super) d_v: usize,
@@ -37,12 +37,12 @@ impl Sizes {
         })
     }
 
-    /// Width of queries and keys of a head.
+    /// Returns the width of queries and keys of a head.
     pub(super) fn d(&self) -> usize {
         self.nope + self.rope
     }
 
-    /// Numbers cached for a token.
+    /// Returns how many numbers are cached per token.
     pub(super) fn row(&self) -> usize {
         self.rank + self.rope
     }
@@ -64,7 +64,7 @@ impl Sizes {
         list
     }
 
-    /// Multiply-adds of a head: expanded, absorbed; `pairs` are those of a query and a visible key.
+    /// Counts multiply-adds of a head: expanded, absorbed; `pairs` counts the pairs of a query and a visible key.
     pub(super) fn work(&self, n_q: u64, n_k: u64, pairs: u64) -> (u64, u64) {
         let rebuild = (self.rank * (self.nope + self.d_v)) as u64;
         let expanded = n_k * rebuild + pairs * (self.d() + self.d_v) as u64;

@@ -1,4 +1,4 @@
-//! The layer against its definition, its forms against one another, and what is refused.
+//! The layer against its definition, its forms against one another, and refusals.
 
 use super::*;
 use crate::layers::testing::{

@@ -1,4 +1,4 @@
-//! New tokens against the cache: on the factors, or with the heads formed.
+//! Attention of new tokens to the cache, on the factors or with the heads formed.
 
 use super::TensorProduct;
 use super::factors::{Side, Sizes, attend_factors, combine};
@@ -54,7 +54,7 @@ impl TensorProduct {
         Ok(info)
     }
 
-    /// Feature factors of a range of tokens as `(token, rank) × width`, built where they are not stored so.
+    /// Returns the feature factors of a range of tokens as `(token, rank) × width`, built if they are not stored so.
     /// `rotate` gives the position of the first of them.
     fn features<'a>(
         &'a self,
@@ -103,7 +103,7 @@ impl TensorProduct {
         Side { rank: p.rank_v, a, a_fixed, b }
     }
 
-    /// Attention outputs `[tokens, heads, d_v]`; with a causal mask of the last `tokens` of the cache.
+    /// Computes attention outputs `[tokens, heads, d_v]`; with a causal mask, for the last `tokens` of the cache.
     fn attend(
         &self,
         cache: &FactorCache,

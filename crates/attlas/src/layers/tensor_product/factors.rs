@@ -14,7 +14,7 @@ pub struct Side<'a, T: Clone> {
     pub rank: usize,
     /// Head factors, `[token, rank, heads]`.
     pub a: &'a [T],
-    /// `a` holds one `[rank, heads]` for all tokens.
+    /// True if `a` holds one `[rank, heads]` for all tokens.
     pub a_fixed: bool,
     /// Feature factors, `[token, rank, width]`.
     pub b: Cow<'a, [T]>,
@@ -27,7 +27,7 @@ impl<T: Real> Side<'_, T> {
     }
 }
 
-/// The heads of every token, $\frac1R \sum_r a_r \otimes b_r$, as `[token, heads, width]`.
+/// Returns the heads of every token, $\frac1R \sum_r a_r \otimes b_r$, as `[token, heads, width]`.
 pub fn combine<T: Real>(side: &Side<'_, T>, heads: usize, width: usize) -> Vec<T> {
     let one = heads * width;
     let tokens = side.b.len() / (side.rank * width).max(1);
@@ -74,15 +74,15 @@ pub struct Sizes<T> {
     pub scale: T,
 }
 
-/// Tokens that are scored together: enough to pay for laying out the query in every block.
+/// Tokens scored together: enough to amortise laying out the query in every block.
 pub(super) const BLOCK: usize = 256;
 /// Columns that a product computes at once, used or not.
 const TILE: usize = 32;
 /// Tokens of one task; fixed, so that results do not depend on threads.
 pub(super) const CHUNK: usize = 2048;
 
-/// Attention of one token over the first `n` tokens of a cache of factors, without forming keys or values.
-/// `load` gives the factors of keys and values of a range. The result is `heads × d_v`.
+/// Computes attention of one token over the first `n` tokens of a cache of factors, without forming keys or values.
+/// `load` returns the factors of keys and values of a range. The result is `heads × d_v`.
 pub fn attend_factors<'c, T: Real>(
     sizes: &Sizes<T>,
     query: &Query<'_, T>,
@@ -91,7 +91,7 @@ pub fn attend_factors<'c, T: Real>(
     cx: Context<'_>,
 ) -> Vec<T> {
     let Sizes { heads, d, d_v, .. } = *sizes;
-    // The cheaper of (B_K B_Qᵀ) A_Q and B_K (A_Qᵀ B_Q)ᵀ, as products take them: in whole tiles of columns.
+    // The cheaper of (B_K B_Qᵀ) A_Q and B_K (A_Qᵀ B_Q)ᵀ, counted as products compute them: in whole tiles of columns.
     let tiles = |n: usize| n.next_multiple_of(TILE);
     let query = match query {
         Query::Factors { a, b, rank } if d * tiles(*rank) + rank * tiles(heads) >= d * tiles(heads) => {

@@ -1,4 +1,4 @@
-//! The maps from tokens to factors, the factors of tokens, and the cache of those.
+//! The maps from tokens to factors, the factors of tokens, and their cache.
 
 use super::HeadAct;
 use super::factors::{Query, Side, combine};
@@ -9,7 +9,7 @@ use crate::workspace::Context;
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// A factor that depends on the token, or does not.
+/// A factor that depends on the token, or a fixed one.
 #[derive(Debug)]
 pub(super) enum Map {
     Contextual(Box<dyn Linear>),
@@ -28,7 +28,7 @@ impl Map {
         }
     }
 
-    /// Rows of the new tokens; nothing where it is fixed.
+    /// Computes the rows of the new tokens; empty if the factor is fixed.
     pub(super) fn rows(&self, x: MatRef<'_, f32>, cx: Context<'_>) -> Vec<f32> {
         match self {
             Self::Contextual(w) => project(&**w, x, cx),
@@ -36,7 +36,7 @@ impl Map {
         }
     }
 
-    /// The rows of a range of tokens, or the fixed one.
+    /// Returns the rows of a range of tokens, or the fixed one.
     pub(super) fn of<'a>(&'a self, rows: &'a [f32], tokens: Range<usize>, width: usize) -> (&'a [f32], bool) {
         match self {
             Self::Contextual(_) => (&rows[tokens.start * width..tokens.end * width], false),
@@ -50,7 +50,7 @@ impl Map {
 pub(super) struct Maps {
     pub(super) rank: usize,
     pub(super) a: Map,
-    /// `None` where values use the factors of keys.
+    /// `None` if values use the factors of keys.
     pub(super) b: Option<Map>,
     pub(super) c: Option<Map>,
     pub(super) act: HeadAct,
@@ -80,7 +80,7 @@ pub(super) fn activate(act: HeadAct, a: &mut [f32], heads: usize) {
     }
 }
 
-/// Factors of a number of tokens, each `[token, rank, width]`; empty where they are fixed.
+/// Factors of a number of tokens, each `[token, rank, width]`; empty if they are fixed.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Rows {
     pub(super) a: Vec<f32>,
@@ -98,13 +98,13 @@ impl Rows {
 
 /// Queries of the new tokens.
 pub(super) struct Queries {
-    /// `[token, rank, heads]`, or one token's worth where fixed.
+    /// `[token, rank, heads]`, or those of one token if fixed.
     pub(super) a: Vec<f32>,
     pub(super) a_fixed: bool,
     /// `[token, rank, d]`, rotated.
     pub(super) b: Vec<f32>,
     pub(super) rank: usize,
-    /// `[token, heads, d]` where queries do not come in factors.
+    /// `[token, heads, d]` if queries are not in factors.
     pub(super) plain: Option<Vec<f32>>,
 }
 

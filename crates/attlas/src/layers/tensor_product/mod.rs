@@ -12,7 +12,7 @@
 //!
 //! **Reference.** zhang2025tpa (T6). Weights of its training code rotate by the opposite angle in the half layout.
 //!
-//! **Cost.** Cache $(R_K + R_V)(H + d)$ numbers a token against $2Hd$ of multi-head attention. A decoding step over
+//! **Cost.** Cache $(R_K + R_V)(H + d)$ numbers per token against $2Hd$ of multi-head attention. A decoding step over
 //! $M$ tokens takes $2M(R_K \min(R_Q(d + H), Hd) + H R_K + H R_V d)$ operations. Prefill forms the heads (`materialised`)
 //! unless $R_Q R_K (d + H) + H R_V d_v < 2 H d$.
 //!
@@ -20,8 +20,8 @@
 //! so, as functions, is latent attention (with one more term for its rotated part); tested here. The last is a
 //! statement about outputs, not memory: the cache of that form is $Hd$, not the latent width.
 //!
-//! **When to use.** Models trained with it. Trained heads share little along this mode, so that low ranks lose much
-//! when fitted afterwards.
+//! **When to use.** Models trained with it. Trained heads share little along this mode, so low ranks lose much when
+//! fitted afterwards.
 
 mod attend;
 pub mod factors;
@@ -48,7 +48,7 @@ layer_kind! {
 }
 
 crate::choices! {
-    /// Which factors depend on the token.
+    /// Factors that depend on the token.
     pub enum Contextual {
         /// Head and feature factors.
         Both = "both",
@@ -72,9 +72,9 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// How many tokens at once are treated.
+    /// Computation of several tokens at once.
     pub enum Path {
-        /// Factors for a few tokens, and where they are cheaper; heads otherwise.
+        /// Factors for a few tokens or if they are cheaper; heads otherwise.
         Auto = "auto",
         /// Queries, keys and values of all heads are formed.
         Materialised = "materialised",
@@ -92,7 +92,7 @@ crate::params! {
         rank_k: usize = 2, in 1..=4096;
         /// Terms of the values.
         rank_v: usize = 2, in 1..=4096;
-        /// Which factors depend on the token.
+        /// Factors that depend on the token.
         contextual: Contextual = Contextual::Both;
         /// Queries come from a plain projection q instead of factors.
         kv_only: bool = false;
@@ -106,7 +106,7 @@ crate::params! {
         rope: Pairs = Pairs::Half;
         /// Base of the rotation frequencies.
         rope_base: f64 = 10_000.0, in 1.0..=1e12;
-        /// Leading features that are rotated; all of them where it is auto.
+        /// Leading features that are rotated; auto is all of them.
         rope_dim: Option<usize> = None, in 2..=1 << 20;
         /// Treatment of head factors.
         head_act: HeadAct = HeadAct::None;
@@ -115,7 +115,7 @@ crate::params! {
     }
 }
 
-/// The layer.
+/// The tensor product attention layer.
 #[derive(Debug)]
 pub struct TensorProduct {
     plan: Plan,
@@ -128,7 +128,7 @@ pub struct TensorProduct {
 }
 
 impl TensorProduct {
-    /// The layer with its weights, named as in the registry entry's list.
+    /// Makes the layer from its weights, named as in the registry entry's list.
     pub fn new(shape: LayerShape, params: Params, mut weights: Weights) -> Result<Self> {
         let plan = Plan::new(&shape, params)?;
         let p = &plan.p;

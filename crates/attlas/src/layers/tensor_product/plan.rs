@@ -1,4 +1,4 @@
-//! Ranks and widths that follow from shape and parameters: weights, cache, and which way is cheaper.
+//! Ranks and widths that follow from shape and parameters: weights, cache, and the cheaper form.
 
 use super::{Contextual, LAYER, Params, Path};
 use crate::layer::{LayerShape, WeightSpec};
@@ -81,7 +81,7 @@ impl Plan {
         list
     }
 
-    /// Numbers a token adds to the cache.
+    /// Returns how many numbers a token adds to the cache.
     pub(super) fn cache_elements(&self) -> usize {
         let (s, p) = (&self.s, &self.p);
         let a = if p.contextual == Contextual::BOnly { 0 } else { s.n_heads };
@@ -94,7 +94,7 @@ impl Plan {
         p.rank_k * (a + feature(self.width)) + p.rank_v * (a + values)
     }
 
-    /// Whether this many new tokens are treated on the factors.
+    /// Returns true if this many new tokens are computed on the factors.
     pub(super) fn on_factors(&self, tokens: usize) -> bool {
         let (s, p) = (&self.s, &self.p);
         let (h, d) = (s.n_heads, s.d);

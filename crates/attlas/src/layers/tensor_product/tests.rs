@@ -136,7 +136,7 @@ fn latent_attention_with_its_rotated_part_is_a_special_case() {
         .with("rank_v", h)
         .with("rope_dim", 4);
     let layer = LAYER.layer(&SHAPE, &options, weights).unwrap();
-    // Latent attention as it is written: c = down·x, keys [rope(rotated·x), up·c], values up·c.
+    // Latent attention by its definition: c = down·x, keys [rope(rotated·x), up·c], values up·c.
     let ws = Workspace::single().unwrap();
     let table = Table::<f32>::new(
         &Rope { dim: 4, base: 1e4, layout: Layout::Half, scaling: Scaling::None },
@@ -260,7 +260,7 @@ fn the_known_answer_in_double_precision() {
 
 #[test]
 fn queries_in_factors_score_as_formed_ones_do() {
-    // So many heads that scores go through the features that heads share.
+    // Enough heads that scores go through the features that heads share.
     let (heads, d, d_v, n, rank) = (40, 8, 5, BLOCK + 7, 3);
     let numbers = |name: &str, n: usize| random(name, n, 1).cast::<f64>().into_vec();
     let (a_k, b_k) = (numbers("a_k", n * rank * heads), numbers("b_k", n * rank * d));

@@ -13,20 +13,20 @@ use attlas_num::par::*;
 use attlas_num::rng::StreamKey;
 use attlas_num::{Mat, Real};
 
-/// Coefficients $1/t!$ of the Taylor polynomial of degree `g`.
+/// Returns the coefficients $1/t!$ of the Taylor polynomial of degree `g`.
 pub fn taylor(g: usize) -> Vec<f64> {
     let mut c = vec![1.0];
     (1..=g).for_each(|t| c.push(c[t - 1] / t as f64));
     c
 }
 
-/// Bound on the relative error of a weight for $|z| \le Z$: $e^{2Z} Z^{g+1}/(g+1)!$.
+/// Returns a bound on the relative error of a weight for $|z| \le Z$: $e^{2Z} Z^{g+1}/(g+1)!$.
 pub fn taylor_error(z: f64, g: usize) -> f64 {
     (1..=g + 1).fold((2.0 * z).exp(), |e, t| e * z / t as f64)
 }
 
-/// Coefficients of the polynomial of degree `g` that interpolates the exponential at Chebyshev nodes of
-/// $[-Z, Z]$; those of Taylor where the interpolant is not positive there.
+/// Returns the coefficients of the polynomial of degree `g` that interpolates the exponential at Chebyshev nodes of
+/// $[-Z, Z]$, or those of Taylor if the interpolant is not positive there.
 pub fn chebyshev(g: usize, z: f64) -> Vec<f64> {
     let n = g + 1;
     let node = |i: usize| z * (std::f64::consts::PI * (i as f64 + 0.5) / n as f64).cos();
@@ -53,22 +53,22 @@ fn evaluate(c: &[f64], z: f64) -> f64 {
     c.iter().rev().fold(0.0, |p, c| p * z + c)
 }
 
-/// Largest $|P(z) e^{-z} - 1|$ on a grid of $[-Z, Z]$.
+/// Returns the largest $|P(z) e^{-z} - 1|$ on a grid of $[-Z, Z]$.
 pub(super) fn relative_error(c: &[f64], bound: f64) -> f64 {
     let at = |i: usize| bound * (i as f64 / 500.0 - 1.0);
     (0..=1000).map(|i| (evaluate(c, at(i)) * (-at(i)).exp() - 1.0).abs()).fold(0.0, f64::max)
 }
 
-/// The features that keys of the two sides have.
+/// Kinds of features of the keys of the two sides.
 const KEYS: [Of; 2] = [Of::FirstKey, Of::SecondKey];
 
-/// Share of a denominator without cancellation that rows are divided by at least.
+/// Smallest divisor of a row, as a share of its denominator without cancellation.
 pub const FLOOR: f64 = 1e-3;
 
 /// Largest rank of the polynomial method.
 const MAX_RANK: usize = 20_000;
 
-/// Whose features are taken.
+/// The operand whose features are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Of {
     Query,
@@ -98,9 +98,10 @@ enum Kind {
 }
 
 impl Features {
-    /// Features without bias for $e^z$ of $z = \mathrm{scale} \sum_l q_l k^1_l k^2_l$: the term $z^t / t!$ is a product of
-    /// $t$ factors $(\omega \cdot q)(\omega' \cdot k^1)((\omega \odot \omega') \cdot k^2)$ with random signs $\omega, \omega'$, each of
-    /// mean $\sum_l q_l k^1_l k^2_l$; every feature draws its degree $t$ with probability $2^{-t-1}$.
+    /// Draws features without bias for $e^z$ of $z = \mathrm{scale} \sum_l q_l k^1_l k^2_l$: the term $z^t / t!$ is a
+    /// product of $t$ factors $(\omega \cdot q)(\omega' \cdot k^1)((\omega \odot \omega') \cdot k^2)$ with random signs
+    /// $\omega, \omega'$, each of mean $\sum_l q_l k^1_l k^2_l$; every feature draws its degree $t$ with probability
+    /// $2^{-t-1}$.
     pub fn random(d: usize, count: usize, scale: f64, seed: u64) -> Self {
         let mut rng = StreamKey::new(seed).named("third order features").rng();
         let (mut degrees, mut weights) = (Vec::new(), Vec::new());
@@ -122,8 +123,8 @@ impl Features {
         Self { kind: Kind::Random { degrees, signs }, weights, d }
     }
 
-    /// Monomials for the polynomial $\sum_t c_t z^t$ of $z = \mathrm{scale} \sum_l q_l k^1_l k^2_l$: the weight of
-    /// $\alpha$ is $c_t\, t!\, \mathrm{scale}^t / \alpha!$ with $t = |\alpha|$. Refused above a rank of 20 000.
+    /// Makes monomials for the polynomial $\sum_t c_t z^t$ of $z = \mathrm{scale} \sum_l q_l k^1_l k^2_l$: the weight
+    /// of $\alpha$ is $c_t\, t!\, \mathrm{scale}^t / \alpha!$ with $t = |\alpha|$. Refused above a rank of 20 000.
     pub fn monomials(d: usize, c: &[f64], scale: f64) -> Result<Self> {
         let g = c.len().saturating_sub(1);
         let rank = (1..=g).try_fold(1usize, |r, t| Some(r.checked_mul(d + t)? / t));
@@ -161,12 +162,12 @@ impl Features {
         Ok(Self { kind: Kind::Monomials(parents), weights, d })
     }
 
-    /// Number of features.
+    /// Returns the number of features.
     pub fn rank(&self) -> usize {
         self.weights.len()
     }
 
-    /// Multiply-adds for the features of one token of one of the three.
+    /// Counts the multiply-adds for the features of one token as query, first key or second key.
     pub(super) fn work(&self) -> usize {
         match &self.kind {
             Kind::Monomials(parents) => parents.len(),
@@ -174,7 +175,7 @@ impl Features {
         }
     }
 
-    /// Whether weights may be negative.
+    /// Returns true if weights may be negative.
     fn signed(&self) -> bool {
         matches!(self.kind, Kind::Random { .. })
     }
@@ -199,10 +200,11 @@ impl Features {
         }
     }
 
-    /// Third-order attention of the rows of every matrix of `q`, which share the keys `sides[·].0` and values
+    /// Computes third-order attention of the rows of every matrix of `q`, which share the keys `sides[·].0` and values
     /// `sides[·].1`, after adding those to `state`. Causal: row `i` sees the first `i + 1` new keys and all earlier
-    /// ones. Outputs are contiguous rows for each matrix of `q`; with them comes the smallest share of a denominator that
-    /// cancellation left, 1 where nothing can cancel. Rows of which less than [`FLOOR`] was left are divided by that much.
+    /// ones. Returns contiguous output rows for each matrix of `q`, and the smallest share of a denominator that
+    /// cancellation left, 1 if nothing can cancel. Rows left with less than [`FLOOR`] are divided by that share
+    /// instead.
     pub fn attend<T: Real>(
         &self,
         state: &mut FeatureSums,
@@ -260,7 +262,7 @@ impl Features {
         (out, least.into_iter().fold(1.0, f64::min))
     }
 
-    /// Appends the output of one query to `out`; gives the share of its denominator that cancellation left.
+    /// Appends the output of one query to `out`; returns the share of its denominator that cancellation left.
     fn answer<T: Real>(&self, state: &FeatureSums, q: &[T], phi: &mut [f64], out: &mut Vec<T>) -> f64 {
         self.features(Of::Query, q, phi);
         let width = state.width;
@@ -277,13 +279,13 @@ impl Features {
         }
         let left = if self.signed() && size > 0.0 { acc[width - 1] / size } else { 1.0 };
         let total = if left < FLOOR { FLOOR * size } else { acc[width - 1] };
-        // No key at all leaves an empty sum.
+        // Without any key the sums are empty.
         out.extend(acc[..width - 1].iter().map(|x| T::from_f64(if total == 0.0 { 0.0 } else { x / total })));
         left
     }
 }
 
-/// Sums over the keys seen: $\Phi_1^\top [V_1, 1]$ and $\Phi_2^\top [V_2, 1]$, each `rank × (d_v + 1)`.
+/// Sums over the keys so far: $\Phi_1^\top [V_1, 1]$ and $\Phi_2^\top [V_2, 1]$, each `rank × (d_v + 1)`.
 #[derive(Clone, Debug)]
 pub struct FeatureSums {
     pub(super) sides: [Vec<f64>; 2],
@@ -292,7 +294,7 @@ pub struct FeatureSums {
 }
 
 impl FeatureSums {
-    /// No key seen.
+    /// Makes the sums of no keys.
     pub fn new(rank: usize, d_v: usize) -> Self {
         let side = vec![0.0; rank * (d_v + 1)];
         Self { sides: [side.clone(), side], width: d_v + 1, norms: Norms::default() }
@@ -304,7 +306,7 @@ impl FeatureSums {
     }
 }
 
-/// Largest norms seen, for a bound on the logits.
+/// Largest norms so far, for a bound on the logits.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Norms {
     q: f64,
@@ -326,7 +328,7 @@ impl Norms {
         }
     }
 
-    /// Bound on $\max \lVert q\rVert \lVert k^1 \odot k^2\rVert$.
+    /// Returns a bound on $\max \lVert q\rVert \lVert k^1 \odot k^2\rVert$.
     pub(super) fn bound(&self) -> f64 {
         self.q * (self.two[0] * self.max[1]).min(self.two[1] * self.max[0])
     }
@@ -399,7 +401,7 @@ mod tests {
                 assert!(relative_error(&chebyshev(g, z), z) <= relative_error(&taylor(g), z));
             }
         }
-        // On a wide interval a low degree turns negative: Taylor's is taken.
+        // On a wide interval a low degree turns negative, so Taylor's is taken.
         assert_eq!(chebyshev(2, 20.0), taylor(2));
     }
 

@@ -17,15 +17,15 @@
 //!
 //! **Reference.** sanford2023, alman2024 (scale $1/d$ there, 1 in the former), liang2024, kozachinskiy2025.
 //!
-//! **Cost.** Exact: $4 N^3 d$ operations a head (a third of it when causal), a few tiles of memory; a decoding step
-//! over $M$ tokens $4 M^2 d$; the cache holds $2(d + d_v)$ numbers a key head and token. The form `strassen` without a mask
-//! is $2 N^3 (d_v + 1)$, all of it in matrix products. Polynomial: $O(r\, d_v)$ a
-//! token and a state of $2 r (d_v + 1)$ numbers, whatever the length.
+//! **Cost.** Exact: $4 N^3 d$ operations per head (a third of it when causal), a few tiles of memory; a decoding step
+//! over $M$ tokens $4 M^2 d$; the cache holds $2(d + d_v)$ numbers per key head and token. The form `strassen` without
+//! a mask is $2 N^3 (d_v + 1)$, all of it in matrix products. Polynomial: $O(r\, d_v)$ per token and a state of $2 r
+//! (d_v + 1)$ numbers, whatever the length.
 //!
 //! **Guarantees.** With $|z| \le Z$ the polynomial weights are off by at most
 //! $\varepsilon = e^{2Z} Z^{g+1}/(g+1)!$ relatively, and a run is refused where a bound on $Z$ from the norms seen so
 //! far makes that larger than `tolerance`. One layer of ordinary attention with $H$ heads of width $m$ in $p$ bits
-//! needs $mpH = \Omega(N/\log\log N)$ for the task that one head of this solves (quoted: sanford2023).
+//! needs $mpH = \Omega(N/\log\log N)$ for the task that one head of this layer solves (quoted: sanford2023).
 //!
 //! **When to use.** Tasks that relate triples; never at long lengths in the exact form.
 
@@ -55,7 +55,7 @@ layer_kind! {
 }
 
 crate::choices! {
-    /// How a pair of keys is scored.
+    /// Score of a pair of keys.
     pub enum Score {
         /// The sum of products of three features.
         Trilinear = "trilinear",
@@ -65,7 +65,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// How the sum over pairs is computed.
+    /// Computation of the sum over pairs.
     pub enum Compute {
         /// Over all pairs.
         Exact = "exact",
@@ -77,7 +77,7 @@ crate::choices! {
 }
 
 crate::choices! {
-    /// The polynomial that stands for the exponential.
+    /// The polynomial that approximates the exponential.
     pub enum Basis {
         /// Its Taylor polynomial at 0.
         Taylor = "taylor",
@@ -89,17 +89,17 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`ThirdOrder`].
     pub struct Params {
-        /// Factor of the scores; 1/√d where it is auto. The theory papers use 1 and 1/d.
+        /// Factor of the scores; auto is 1/√d. The theory papers use 1 and 1/d.
         scale: Option<f64> = None, in 1e-12..=1e12;
-        /// How a pair is scored; strassen is exact only.
+        /// Score of a pair; strassen is exact only.
         form: Score = Score::Trilinear;
-        /// Second keys and values are the first ones: weights k2 and v2 are not there.
+        /// Second keys and values equal the first ones; the weights k2 and v2 are then absent.
         tied: bool = false;
         /// Over all pairs, through monomials, or through random features.
         compute: Compute = Compute::Exact;
         /// Degree of the polynomial, even.
         degree: usize = 4, in 2..=20;
-        /// The polynomial.
+        /// The polynomial that approximates the exponential.
         basis: Basis = Basis::Taylor;
         /// Largest |logit| that the Chebyshev polynomial covers; larger ones are refused.
         bound: f64 = 1.0, in 1e-6..=50.0;
@@ -107,7 +107,7 @@ crate::params! {
         tolerance: f64 = 0.1, in 0.0..=1.0;
         /// Random features.
         features: usize = 4096, in 1..=1 << 20;
-        /// Stream they are drawn from.
+        /// Random stream of the features.
         seed: u64 = 0, in 0..=u64::MAX;
     }
 }
@@ -128,7 +128,7 @@ fn cache_elements(s: &LayerShape, p: &Params) -> usize {
     }
 }
 
-/// The layer.
+/// The third-order attention layer.
 #[derive(Debug)]
 pub struct ThirdOrder {
     shape: LayerShape,
@@ -143,7 +143,7 @@ pub struct ThirdOrder {
 }
 
 impl ThirdOrder {
-    /// The layer with its weights `q`, `k1`, `v1`, `o`, and `k2`, `v2` unless tied.
+    /// Makes the layer from its weights `q`, `k1`, `v1`, `o`, and `k2`, `v2` unless tied.
     pub fn new(shape: LayerShape, params: Params, mut weights: Weights) -> Result<Self> {
         params.validate()?;
         check_shape(&shape)?;
@@ -176,7 +176,7 @@ impl ThirdOrder {
         Ok(Self { shape, params, scale, q, k1, v1, second, o, features })
     }
 
-    /// Projections of new tokens: queries, and keys and values of both sides (the second `None` where tied).
+    /// Projects new tokens to queries, and to keys and values of both sides (the second `None` if tied).
     fn project(&self, x: MatRef<'_, f32>, cx: Context<'_>) -> Projected {
         let second = self.second.as_ref().map(|(k, v)| (project(&**k, x, cx), project(&**v, x, cx)));
         Projected {
@@ -220,8 +220,9 @@ impl ThirdOrder {
         (parts.into_iter().map(|p| p.0).collect(), pairs)
     }
 
-    /// Outputs of `x` with first keys and values from one sequence and second ones from another, of any lengths, without a
-    /// mask: attention to pairs of tokens of two views (Cao et al.). Over all pairs alone; refused where keys are tied.
+    /// Computes the outputs of `x` with first keys and values from one sequence and second ones from another, of any
+    /// lengths, without a mask: attention to pairs of tokens of two views (Cao et al.). Exact only; refused if keys are
+    /// tied.
     pub fn forward_views(
         &self,
         x: MatRef<'_, f32>,
@@ -266,7 +267,7 @@ impl ThirdOrder {
         })
     }
 
-    /// Refuses where the polynomial may be off by more than the tolerance.
+    /// Refuses if the polynomial may be off by more than the tolerance.
     fn check_bound(&self, z: f64) -> Result<Option<f64>> {
         let p = &self.params;
         if p.compute == Compute::Random {
@@ -302,7 +303,7 @@ impl ThirdOrder {
         let s = &self.shape;
         let group = s.n_heads / s.n_kv_heads;
         let (k2, v2) = y.second.as_ref().unwrap_or(&y.first);
-        // The states change only after every head has been found within the bound.
+        // The states change only after every head is found within the bound.
         let mut largest: f64 = 0.0;
         let mut norms = Vec::new();
         for (g, state) in states.iter().enumerate() {
@@ -523,7 +524,7 @@ impl LayerCache for Exact {
 struct Sums {
     states: Vec<FeatureSums>,
     len: usize,
-    /// Some tokens were taken back, which sums cannot do.
+    /// True if tokens were taken back, which sums cannot do.
     lost: bool,
 }
 

@@ -34,7 +34,7 @@ pub(super) fn weight_specs(s: &LayerShape, p: &Params) -> Vec<WeightSpec> {
     list
 }
 
-/// The layer.
+/// The two-simplicial layer over virtual tokens.
 #[derive(Debug)]
 pub struct Block {
     shape: LayerShape,
@@ -53,8 +53,8 @@ pub struct Block {
 }
 
 impl Block {
-    /// The layer with its weights `q`, `k`, `v` of the ordinary heads, `p`, `l1`, `l2`, `u`, `b` and, where given, `norm`
-    /// of the two-simplicial one, and `o`.
+    /// Makes the layer from its weights `q`, `k`, `v` of the ordinary heads, `p`, `l1`, `l2`, `u`, `b` and, if given,
+    /// `norm` of the two-simplicial one, and `o`.
     pub fn new(shape: LayerShape, params: Params, mut weights: Weights) -> Result<Self> {
         params.validate()?;
         check_shape(&shape)?;
@@ -80,7 +80,7 @@ impl Block {
         })
     }
 
-    /// The place of the two-simplicial head, `tokens × width`.
+    /// Computes the part of the two-simplicial head, `tokens × width`.
     fn simplicial(&self, x: MatRef<'_, f32>, cx: Context<'_>) -> Result<Vec<f32>> {
         let standard = x.rows() - self.virtual_tokens;
         let (tokens, others) = (x.sub_rows(0..standard), x.sub_rows(standard..x.rows()));
@@ -187,7 +187,7 @@ impl Layer for Block {
     }
 }
 
-/// The length $\lVert (a \cdot b) c - (a \cdot c) b + (b \cdot c) a \rVert$ of three vectors, from their inner
+/// Returns the length $\lVert (a \cdot b) c - (a \cdot c) b + (b \cdot c) a \rVert$ of three vectors, from their inner
 /// products: its square is $|a|^2|b|^2|c|^2$ minus the determinant of their Gram matrix.
 pub fn unsigned_scalar_triple<T: Real>([ab, bc, ac]: [T; 3], [aa, bb, cc]: [T; 3]) -> T {
     let two = T::ONE + T::ONE;
@@ -195,10 +195,10 @@ pub fn unsigned_scalar_triple<T: Real>([ab, bc, ac]: [T; 3], [aa, bb, cc]: [T; 3
     square.max(T::ZERO).sqrt()
 }
 
-/// Attention over all pairs of a few (virtual) tokens by the length of Clift et al., without a scale.
+/// Computes attention over all pairs of a few (virtual) tokens by the length of Clift et al., without a scale.
 ///
-/// `p` are the queries (`n × h`), `l1` and `l2` the keys, `u` the values (`m × h`), and `b` (`h³` numbers,
-/// `b[q, r, s]`, row-major) makes a value of a pair: $\sum_{rs} b_{qrs} u_{jr} u_{ks}$. Gives `n × h`.
+/// `p` are the queries (`n × h`), `l1` and `l2` the keys, `u` the values (`m × h`), and `b` (`h³` numbers, `b[q, r,
+/// s]`, row-major) makes a value of a pair: $\sum_{rs} b_{qrs} u_{jr} u_{ks}$. Returns `n × h`.
 pub fn gram<T: Real>(
     p: MatRef<'_, T>,
     l1: MatRef<'_, T>,
@@ -276,7 +276,7 @@ mod tests {
         Options::new().with("form", "gram").with("virtual_tokens", virtual_tokens).with("width", width)
     }
 
-    /// The layer as it is defined, token by token and pair by pair, in double precision.
+    /// Computes the layer by its definition, token by token and pair by pair, in double precision.
     fn defined(x: &Mat<f32>, m: usize, width: usize) -> Vec<f32> {
         let s = &SHAPE;
         let specs = (KIND.weights)(s, &options(m, width)).unwrap();
@@ -302,7 +302,7 @@ mod tests {
             };
             row.into_iter().enumerate().map(of).collect::<Vec<f64>>()
         };
-        // ‖(a·b)c − (a·c)b + (b·c)a‖ as it is written.
+        // ‖(a·b)c − (a·c)b + (b·c)a‖ by its definition.
         let length = |a: &[f64], b: &[f64], c: &[f64]| {
             let (ab, ac, bc) = (dot(a, b), dot(a, c), dot(b, c));
             let square = |e: usize| (ab * c[e] - ac * b[e] + bc * a[e]).powi(2);

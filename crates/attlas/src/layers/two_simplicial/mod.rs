@@ -5,17 +5,17 @@
 //!
 //! **Math.** $o_i = \sum p_{ijk}\, v^1_j \odot v^2_k$ over $i - w_1 < j \le i$ and $i - w_2 < k \le i$, one softmax
 //! over all those pairs of $\tau \sum_l q_l k^1_l k^2_l$, or of $\tau \sum_c \det(q^{(c)}, k^{1(c)}, k^{2(c)})$ over
-//! chunks of three features. A determinant does not change under one common rotation of its columns, so that rotary
-//! positions about a fixed axis of every chunk make it depend on relative positions; the trilinear form has no such
-//! property and takes none. `k2_bias` and `v2_bias` are added to second keys and values.
+//! chunks of three features. A determinant does not change under one common rotation of its columns, so rotary
+//! positions about a fixed axis of every chunk make it depend on relative positions; the trilinear form lacks this
+//! property and takes no rotary positions. `k2_bias` and `v2_bias` are added to second keys and values.
 //!
 //! `form = gram` is the older layer over a few virtual tokens, [`gram::Block`].
 //!
 //! **Reference.** clift2020 ([`gram`]), roy2025, which trains the trilinear form and offers the determinant as its rotary
 //! variant.
 //!
-//! **Cost.** $4 N w_1 w_2 d$ operations a head, fewer than causal attention above $N = 2 w_1 w_2$; a constant cache of
-//! $(d + d_v)(w_1 + w_2)$ numbers a key head.
+//! **Cost.** $4 N w_1 w_2 d$ operations per head, fewer than causal attention above $N = 2 w_1 w_2$; a constant cache of
+//! $(d + d_v)(w_1 + w_2)$ numbers per key head.
 //!
 //! **Guarantees.** Windows as long as the sequence give causal `third_order`; $w_2 = 1$ with ones as second keys and
 //! values gives sliding-window attention. Both tested here.
@@ -55,7 +55,7 @@ pub static LAYER: LayerKind = LayerKind {
 };
 
 crate::choices! {
-    /// How a pair is scored.
+    /// Score of a pair of keys.
     pub enum Score {
         /// The sum of products of three features.
         Trilinear = "trilinear",
@@ -69,19 +69,19 @@ crate::choices! {
 crate::params! {
     /// Parameters of [`TwoSimplicial`] and [`Block`].
     pub struct Params {
-        /// How a pair is scored; determinant needs a width divisible by 3, gram has no windows and no causal form.
+        /// Score of a pair; determinant needs a width divisible by 3, gram has no windows and no causal form.
         form: Score = Score::Trilinear;
         /// Tokens of the first window, the current one included.
         w1: usize = 512, in 1..=1 << 30;
         /// Tokens of the second window, the current one included.
         w2: usize = 32, in 1..=1 << 30;
-        /// Factor of the scores; 1/√d where it is auto. In the gram form, of the ordinary heads, and 1 where it is auto.
+        /// Factor of the scores; auto is 1/√d. In the gram form, factor of the ordinary heads; auto is 1.
         scale: Option<f64> = None, in 1e-12..=1e12;
         /// Added to second keys.
         k2_bias: f64 = 0.0, in -1e6..=1e6;
         /// Added to second values.
         v2_bias: f64 = 0.0, in -1e6..=1e6;
-        /// Rotary positions about the third axis of every chunk; the determinant form only.
+        /// Rotary positions about the third axis of every chunk; determinant form only.
         rope: bool = false;
         /// Base of the rotation frequencies.
         rope_base: f64 = 10_000.0, in 1.0..=1e12;
@@ -99,7 +99,7 @@ fn weight_specs(s: &LayerShape) -> Vec<WeightSpec> {
     list
 }
 
-/// The layer.
+/// The two-simplicial attention layer.
 #[derive(Debug)]
 pub struct TwoSimplicial {
     shape: LayerShape,
@@ -111,7 +111,7 @@ pub struct TwoSimplicial {
 }
 
 impl TwoSimplicial {
-    /// The layer with its weights `q`, `k1`, `k2`, `v1`, `v2` and `o`.
+    /// Makes the layer from its weights `q`, `k1`, `k2`, `v1`, `v2` and `o`.
     pub fn new(shape: LayerShape, params: Params, mut weights: Weights) -> Result<Self> {
         params.validate()?;
         check_shape(&shape)?;
@@ -162,7 +162,7 @@ impl Layer for TwoSimplicial {
         self.k.iter().chain(&self.v).chain([&self.q, &self.o]).map(|w| w.parameters()).sum()
     }
 
-    /// 0: the cache does not grow with the tokens, it holds two windows.
+    /// Returns 0: the cache holds two windows and does not grow with the tokens.
     fn cache_elements(&self) -> usize {
         0
     }
@@ -270,8 +270,8 @@ struct Window {
 }
 
 impl Window {
-    /// Drops what no later token sees. Rows are moved only when as many again have become useless, so that a token
-    /// costs a constant on average and the last few can still be taken back.
+    /// Drops tokens that no later token sees. Rows move only when an equal number has become useless, so a token costs
+    /// a constant on average and the last few can still be taken back.
     fn forget(&mut self) {
         let len = self.k.len();
         if len >= 2 * self.w {
@@ -309,7 +309,7 @@ impl LayerCache for WindowPairCache {
         }
     }
 
-    /// Of the rows that later tokens may see.
+    /// Returns the bytes of the rows that later tokens may see.
     fn bytes(&self) -> usize {
         let of = |side: &Window, rows: &HeadRows| rows.bytes() * side.w.min(rows.len()) / rows.len().max(1);
         self.sides.iter().map(|side| of(side, &side.k) + of(side, &side.v)).sum()

@@ -1,4 +1,4 @@
-//! No row changes with a later token, and decoding gives the rows of the causal plan.
+//! Checks that no row changes with a later token, and that decoding gives the rows of the causal plan.
 
 use super::Subject;
 use crate::method::{Law, Plan};
@@ -16,7 +16,8 @@ enum Changed {
 }
 
 impl Subject {
-    /// Changing token `t`, or anything of all tokens from `t` on, even to NaN, leaves every row before it bit-identical.
+    /// Checks that every row before token `t` stays bit-identical when token `t`, or anything of all tokens from `t`
+    /// on, changes, even to NaN.
     pub(super) fn check_causality(&self) {
         if !self.masks().contains(&Mask::Causal) {
             let claimed = self.method.claims.causal;
@@ -43,8 +44,8 @@ impl Subject {
         }
     }
 
-    /// Rows before those of `tokens` keep their bits, output and log-sum-exp, when what is named of these tokens is
-    /// multiplied by `change`.
+    /// Checks that rows before those of `tokens` keep their bits, output and log-sum-exp, when the part `what` of these
+    /// tokens is multiplied by `change`.
     fn check_leak(&self, case: &Case, first: &Ran, tokens: Range<usize>, what: Changed, change: f64) {
         let p = &case.problem;
         let mut changed = case.clone();
@@ -82,7 +83,7 @@ impl Subject {
         }
     }
 
-    /// Decoding gives the rows of the causal plan.
+    /// Checks that decoding gives the rows of the causal plan.
     pub(super) fn check_decoding(&self) {
         let p = Problem { d_v: 6, ..Problem::new(4, 97, 8).with_kv_heads(2).causal() };
         let case = Case::gaussian(p, 12);
@@ -138,7 +139,7 @@ impl Subject {
             done = next;
         }
         assert!(stream.state_bytes() > 0, "{name}: holds nothing");
-        // The near field's keys come on top of what a method states.
+        // The near field's keys add to the bytes that a method states.
         let near = self.options.iter().any(|(name, _)| crate::Near::names(name));
         if let Some(&each) = want.info.figures.get("decode_bytes").filter(|_| !near) {
             let (found, stated) = (stream.state_bytes() as f64, each * p.n_kv_heads as f64);

@@ -1,11 +1,11 @@
-//! Claims of a method: where it is exact, that its normaliser is unbiased, that its seed matters.
+//! Checks of a method's claims: its exact settings, its unbiased normaliser, its seed.
 
 use super::{Subject, settings};
 use crate::method::Method;
 use crate::testkit::{Case, How, assert_same_bits, reference};
 use crate::{Mask, Options, Problem};
 
-/// At every setting of `exact_at`, the output is that of `exact`, bit for bit.
+/// Checks that at every setting of `exact_at`, the output is that of `exact`, bit for bit.
 pub(super) fn check_exact_limits(method: &'static Method) {
     let exact = crate::registry::method("exact").unwrap_or_else(|e| panic!("{e}"));
     for base in settings(method) {
@@ -33,7 +33,8 @@ pub(super) fn check_exact_limits(method: &'static Method) {
     }
 }
 
-/// Over seeds, the normaliser has the exact one as its mean, within five standard errors and one largest draw.
+/// Checks that the mean of the normaliser over seeds is the exact one, within five standard errors and one largest
+/// draw.
 pub(super) fn check_unbiased(method: &'static Method) {
     if !method.claims.unbiased {
         return;
@@ -63,13 +64,13 @@ pub(super) fn check_unbiased(method: &'static Method) {
             let mean = sum / n;
             let error = ((squares / n - mean * mean).max(0.0) / (n - 1.0)).sqrt();
             let name = subject.name(&format!("row {row}: mean ratio of normalisers {mean} ± {error}"), &p);
-            // Estimators with long tails: what the draws did not reach weighs about as much as the largest of them.
+            // Estimators with long tails: the part that the draws missed weighs about as much as the largest draw.
             assert!((mean - 1.0).abs() <= 5.0 * error + largest / n, "{name}");
         }
     }
 }
 
-/// A method that draws nothing ignores its seed; one that draws answers differently to another seed.
+/// Checks that a method without random draws ignores its seed, and that one with draws changes with its seed.
 pub(super) fn check_seeds(method: &'static Method) {
     if !method.params.iter().any(|p| p.name == "seed") {
         return;

@@ -24,7 +24,7 @@ pub(super) fn check_entry(method: &Method) {
     for w in method.claims.withdrawn {
         assert!(w.reason.len() > 10, "{id} withdraws {:?} without a reason", w.promise);
         assert!(method.params.iter().any(|p| p.name == w.param), "{id} has no parameter {}", w.param);
-        // A condition holds of something; a plain value is one that the parameter can have.
+        // A condition must match something; a plain value must be one that the parameter accepts.
         if !["*", "!", ">", "<"].iter().any(|c| w.value.starts_with(c)) {
             let support = (method.supports)(&Problem::new(1, 8, 8), &Options::new().with(w.param, w.value));
             let unread = format!("parameter {} = {} is not accepted", w.param, w.value);
@@ -52,7 +52,7 @@ pub(super) fn check_entry(method: &Method) {
 }
 
 impl Subject {
-    /// Wrong shapes are errors and leave the output as it was.
+    /// Checks that wrong shapes are errors and leave the output unchanged.
     pub(super) fn check_refusals(&self) {
         let Some(&mask) = self.masks().first() else { return };
         let p = Problem { mask, ..Problem::new(1, 97, 16) };
@@ -65,7 +65,7 @@ impl Subject {
             let out = Out::new(TensorMut::bhnd(&mut o, [1, 1, n_o, 16]).unwrap_or_else(|e| panic!("{e}")));
             let x = Qkv::new(view(n_q), view(n_k), view(97));
             let result = plan.execute(&x.into(), &mut out.into(), &mut ws);
-            // Fewer rows than planned may also be something that the method cannot do.
+            // The method may also not support fewer rows than planned.
             let refused = matches!(result, Err(Error::Shape { .. } | Error::Unsupported { .. }));
             assert!(refused, "{}", self.name("takes a wrong shape", &p));
             assert!(o.iter().all(|&x| x == 7.0), "{}", self.name("writes before it refuses", &p));

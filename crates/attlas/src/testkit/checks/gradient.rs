@@ -11,7 +11,8 @@ use attlas_num::rng::StreamKey;
 type Gradients = [Vec<f64>; 3];
 
 impl Subject {
-    /// A plan has a gradient if and only if it is claimed, and it is that of what the plan computes.
+    /// Checks that a plan has a gradient if and only if it is claimed, and that it is the gradient of the plan's
+    /// results.
     pub(super) fn check_gradient(&self) {
         let claimed = self.method.claims_with(&self.options).gradient;
         for mask in self.masks() {
@@ -33,7 +34,7 @@ impl Subject {
         }
     }
 
-    /// Central differences of every sixth entry.
+    /// Compares every sixth entry with central differences.
     fn check_slopes(&self, plan: &dyn Plan, case: &Case, got: &Gradients) {
         let what = self.name("gradient", &case.problem);
         for (which, gradient) in got.iter().enumerate() {
@@ -51,7 +52,8 @@ impl Subject {
         }
     }
 
-    /// Threads and layouts change no bit, single precision only its rounding, and padding nothing of what is valid.
+    /// Checks that threads and layouts change no bit, that single precision changes results by rounding only, and that
+    /// padding changes nothing valid.
     fn check_large_gradient(&self, mask: Mask) {
         let p = Problem { mask, d_v: 19, ..Problem::new(2, 211, 16).with_kv_heads(1) };
         let case = Case::gaussian(p, 32);
@@ -84,14 +86,14 @@ impl Subject {
     }
 }
 
-/// Gradients of outputs and log-sum-exps.
+/// Draws gradients of outputs and log-sum-exps.
 fn reaches(p: &Problem) -> (Vec<f64>, Vec<f64>) {
     let rows = p.batch * p.n_heads * p.n_q;
     let mut rng = StreamKey::new(33).named("gradient").rng();
     ((0..rows * p.d_v).map(|_| rng.normal()).collect(), (0..rows).map(|_| rng.normal()).collect())
 }
 
-/// The sum whose gradient is taken; log-sum-exps of rows that see nothing count 0.
+/// Returns the sum whose gradient is taken; log-sum-exps of rows that see nothing count as 0.
 fn loss(subject: &Subject, plan: &dyn Plan, case: &Case) -> f64 {
     let (d_o, d_lse) = reaches(&case.problem);
     let ran = subject.run_plan(plan, case, How::default());
@@ -143,7 +145,7 @@ where
     let mut o = vec![T::NAN; o_dims.iter().product()];
     let mut lse = vec![T::NAN; p.batch * p.n_heads * p.n_q];
     let out = crate::Out::with_lse(view_mut(&mut o, o_dims, token_major)?, &mut lse);
-    // An error for methods without a log-sum-exp: they have no gradient either.
+    // An error for methods without a log-sum-exp, which have no gradient either.
     plan.execute(&x.into(), &mut out.into(), &mut ws)?;
     let dims = [q_dims, k_dims, v_dims];
     let mut grads = dims.map(|dims| vec![T::NAN; dims.iter().product()]);

@@ -1,14 +1,14 @@
-//! Results do not depend on the form of the call: any shape, any number of threads, any tile, any layout, padding.
+//! Checks that results do not depend on the form of the call: shape, number of threads, tile, layout, padding.
 
 use super::Subject;
 use crate::testkit::{Case, How, assert_same_bits};
 use crate::{Inputs, Mask, Out, Problem, Qkv, Schedule, TensorMut, TensorRef, Workspace};
 
-/// Sequence lengths that are nothing's multiple, and those just past a block.
+/// Sequence lengths that are no multiple of a block, and lengths at and just past one.
 const LENGTHS: [usize; 9] = [0, 1, 2, 3, 17, 31, 64, 65, 129];
 
 impl Subject {
-    /// Every length, odd widths, more queries than keys and the reverse: an answer without NaN or a refusal.
+    /// Checks every length, odd widths, more queries than keys and the reverse: an answer without NaN or a refusal.
     pub(super) fn check_shapes(&self) {
         let mut shapes: Vec<Problem> =
             LENGTHS.iter().map(|&n| Problem { d_v: 5, ..Problem::new(1, n, 8) }).collect();
@@ -54,7 +54,7 @@ impl Subject {
         true
     }
 
-    /// The same bits again, with two threads and with other query tiles.
+    /// Checks that a second run, two threads and other query tiles give the same bits.
     pub(super) fn check_bits(&self) {
         for p in self.problems() {
             let p = p.with_kv_heads(1);
@@ -74,7 +74,7 @@ impl Subject {
         }
     }
 
-    /// Both layouts, with and without log-sum-exp: the same bits.
+    /// Checks that both layouts, with and without log-sum-exp, give the same bits.
     pub(super) fn check_layouts(&self) {
         for p in self.problems() {
             let case = Case::gaussian(Problem { batch: 2, d_v: 9, ..p }, 4);
@@ -87,7 +87,7 @@ impl Subject {
         }
     }
 
-    /// Padded keys are never read: the result is that of the shorter sequence.
+    /// Checks that padded keys are never read: the result is that of the shorter sequence.
     pub(super) fn check_padding(&self) {
         for p in self.problems() {
             let case = Case::gaussian(p, 14);

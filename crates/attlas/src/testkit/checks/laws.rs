@@ -1,5 +1,5 @@
-//! Laws of every method that does not except itself: rows are averages of values and linear in them,
-//! heads and queries are independent of each other, keys have no order, and no finite input gives NaN.
+//! Checks of the laws that every method keeps unless it claims an exception: rows are averages of values and linear in
+//! them, heads and queries are independent of each other, keys have no order, and no finite input gives NaN.
 
 use super::Subject;
 use crate::method::Law;
@@ -7,7 +7,8 @@ use crate::testkit::{Case, assert_rows_close, assert_same_bits, run_with};
 use crate::{Mask, Problem};
 
 impl Subject {
-    /// Constant values are reproduced, outputs stay in the hull of the values, and are linear in them.
+    /// Checks that constant values are reproduced, and that outputs stay in the hull of the values and are linear in
+    /// them.
     pub(super) fn check_values(&self) {
         for p in self.problems() {
             let case = Case::gaussian(p, 5);
@@ -33,7 +34,7 @@ impl Subject {
         }
     }
 
-    /// Logits of ±10⁴, zero keys, equal keys, zero queries: finite answers in both precisions.
+    /// Checks for finite answers in both precisions: logits of ±10⁴, zero keys, equal keys, zero queries.
     pub(super) fn check_extremes(&self) {
         for p in self.problems() {
             let base = Case::gaussian(p, 7);
@@ -60,7 +61,7 @@ impl Subject {
                     }
                 }
             }
-            // NaN must not be turned into a number where everything is NaN, nor end in a panic anywhere.
+            // If all values are NaN, NaN must not become a number; NaN anywhere must not end in a panic.
             let nan = Case { v: vec![f64::NAN; base.v.len()], ..base.clone() };
             if let Some(ran) = self.run(&nan) {
                 assert!(ran.o.iter().any(|x| x.is_nan()), "{}", self.name("hides NaN values", &p));
@@ -71,14 +72,15 @@ impl Subject {
                 case.k[5] = spoil;
                 case.v[7] = spoil;
                 if let Some(plan) = self.plan_for(&case, &self.options) {
-                    // Any answer or error will do; a panic will not.
+                    // Any answer or error is accepted; a panic is not.
                     let _ = run_with(&*plan, &case, self.how());
                 }
             }
         }
     }
 
-    /// Query heads of a group get what each would get alone; key heads are given to the right query heads.
+    /// Checks that query heads of a group give the same results as alone, and that key heads go to the right query
+    /// heads.
     pub(super) fn check_groups(&self) {
         for p in self.problems() {
             let p = Problem { n_heads: 3, n_kv_heads: 1, ..p };
@@ -112,7 +114,7 @@ impl Subject {
         }
     }
 
-    /// Without a mask, the order of the keys does not matter.
+    /// Checks that, without a mask, the order of the keys does not matter.
     pub(super) fn check_key_order(&self) {
         if !self.method.keeps_with(&self.options, Law::KeyOrder) || !self.masks().contains(&Mask::None) {
             return;
@@ -126,7 +128,8 @@ impl Subject {
         assert_rows_close(&b.o, &a.o, 1e-10, &self.name("keys in reverse order", &p));
     }
 
-    /// A negative scale is a positive one with the queries negated, in both precisions and when decoding.
+    /// Checks that a negative scale equals a positive one with the queries negated, in both precisions and when
+    /// decoding.
     pub(super) fn check_negative_scale(&self) {
         if !self.method.claims_with(&self.options).softmax {
             return;
@@ -143,7 +146,7 @@ impl Subject {
         }
     }
 
-    /// A row does not depend on the other queries.
+    /// Checks that a row does not depend on the other queries.
     pub(super) fn check_queries_alone(&self) {
         if !self.method.keeps_with(&self.options, Law::QueriesAlone) {
             return;

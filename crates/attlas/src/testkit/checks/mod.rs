@@ -1,13 +1,13 @@
 //! The checks behind [`check_method`]: each tries to refute one rule or one claim.
 //!
-//! | file | what is refuted |
+//! | file | faults found |
 //! | --- | --- |
-//! | `entry` | a registry entry that says too little; wrong shapes and names that are taken |
+//! | `entry` | an incomplete registry entry; wrong shapes and names that are accepted |
 //! | `invariance` | shapes, threads, tiles, layouts and padding that change an answer |
-//! | `laws` | what holds of values, heads, keys and queries; extreme inputs |
+//! | `laws` | broken laws of values, heads, keys and queries; failures on extreme inputs |
 //! | `causality` | rows that change with later tokens; streams that differ from the plan |
 //! | `gradient` | gradients that differ from finite differences, or with threads, layouts and padding |
-//! | `claims` | exact limits, unbiased normalisers, seeds |
+//! | `claims` | false exact settings, biased normalisers, wrong use of seeds |
 
 mod causality;
 mod claims;
@@ -20,7 +20,7 @@ use super::{Case, How, Ran, run_with};
 use crate::method::{Method, Needs, Plan};
 use crate::{Calibration, Error, Inputs, Mask, Options, Problem, Qkv, TensorRef};
 
-/// Tries to refute every claim of `method` and every rule that holds for all methods; panics when it succeeds.
+/// Tries to refute every claim of `method` and every rule for all methods; panics on success.
 pub fn check_method(method: &'static Method) {
     entry::check_entry(method);
     for options in settings(method) {
@@ -54,13 +54,14 @@ pub fn check_method(method: &'static Method) {
     claims::check_seeds(method);
 }
 
-/// The defaults and every probe.
+/// Returns the defaults and every probe.
 fn settings(method: &Method) -> Vec<Options> {
     let probe = |pairs: &&[(&str, &str)]| pairs.iter().fold(Options::new(), |o, (k, v)| o.with(k, *v));
     std::iter::once(Options::new()).chain(method.probes.iter().map(probe)).collect()
 }
 
-/// Near fields around the last setting that takes one: a plain one, and one with everything that is chosen from queries.
+/// Near fields around the last setting that takes one: a plain one, and one with every part that is chosen from
+/// queries.
 const NEAR_PROBES: [&[(&str, &str)]; 2] = [
     &[("near.sinks", "2"), ("near.window", "8"), ("near.guard", "false")],
     &[
@@ -100,7 +101,7 @@ impl Subject {
         format!("{} [{}] {what}, {shape}", self.method.id, self.options)
     }
 
-    /// A plan, learning from the case first where the method must; `None` where it is refused with reasons.
+    /// Plans, after learning from the case if the method must; `None` if it is refused with reasons.
     fn plan_for(&self, case: &Case, options: &Options) -> Option<Box<dyn Plan>> {
         let p = &case.problem;
         let calibration = calibrate(self.method, case, options);
@@ -126,7 +127,7 @@ impl Subject {
         Some(self.run_plan(&*self.plan_for(case, &self.options)?, case, self.how()))
     }
 
-    /// The masks the method says it can do for self-attention of 97 tokens.
+    /// Returns the masks that the method supports for self-attention of 97 tokens.
     fn masks(&self) -> Vec<Mask> {
         [Mask::None, Mask::Causal]
             .into_iter()
@@ -142,7 +143,7 @@ impl Subject {
     }
 }
 
-/// Calibration from the case itself, for methods that need one.
+/// Learns a calibration from the case itself, for methods that need one.
 fn calibrate(method: &Method, case: &Case, options: &Options) -> Option<Calibration> {
     if method.claims.needs != Needs::Calibration {
         return None;
