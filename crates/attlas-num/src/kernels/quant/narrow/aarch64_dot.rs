@@ -124,13 +124,13 @@ pub(super) unsafe fn tile(t: &Tile<'_>) {
 #[target_feature(enable = "neon,dotprod")]
 unsafe fn tile_of<const GROUP: usize, const MIN: bool>(t: &Tile<'_>) {
     let groups = t.count * BLOCK / GROUP;
-    assert!(t.rows >= 1 && t.rows <= MR && t.first + t.count <= t.blocks);
-    assert!(t.x.len() >= (t.rows - 1) * t.stride + t.blocks * at::MANY);
+    assert!((1..=MR).contains(&t.rows.len()) && t.first + t.count <= t.blocks);
+    assert!(t.rows.iter().all(|n| t.x.len() >= n * t.stride + t.blocks * at::MANY));
     assert!(t.panel.words.len() == groups * GROUP / 4 * NR && t.panel.scales.len() == groups * NR);
     assert!(!MIN || t.panel.minima.len() == groups * NR);
     // Missing rows repeat the last one; their sums are not written.
     let x: [*const u32; MR] =
-        std::array::from_fn(|i| t.x.as_ptr().wrapping_add(i.min(t.rows - 1) * t.stride));
+        std::array::from_fn(|i| t.x.as_ptr().wrapping_add(t.rows[i.min(t.rows.len() - 1)] * t.stride));
     let (scale, first) = (t.blocks * at::SCALE + t.first, t.first * BLOCK / GROUP);
     let times = first + t.blocks * if GROUP == BLOCK { at::TIMES } else { at::TIMES_HALVES };
     let zero = vdupq_n_u8(t.form.zero.map_or(0, |z| 1 << z));
@@ -138,15 +138,6 @@ unsafe fn tile_of<const GROUP: usize, const MIN: bool>(t: &Tile<'_>) {
     let (mut w, mut d, mut m) = (t.panel.words.as_ptr(), t.panel.scales.as_ptr(), t.panel.minima.as_ptr());
     let mut word = t.first * 8;
     for g in 0..groups {
-        let none = |x: &*const u32| {
-            // SAFETY: as below.
-            unsafe { *x.add(scale + g * GROUP / BLOCK) == 0 }
-        };
-        if t.sparse && x.iter().all(none) {
-            (w, d, word) = (w.wrapping_add(GROUP / 4 * NR), d.wrapping_add(NR), word + GROUP / 4);
-            m = m.wrapping_add(NR);
-            continue;
-        }
         // SAFETY: x holds the rows with the numbers and sums of all blocks, the panel `groups` groups: asserted above.
         unsafe {
             let mut products = [[vdupq_n_s32(0); 2]; MR];
@@ -180,7 +171,7 @@ unsafe fn tile_of<const GROUP: usize, const MIN: bool>(t: &Tile<'_>) {
             d = d.add(NR);
         }
     }
-    for (i, sum) in sums.iter().enumerate().take(t.rows) {
+    for (sum, n) in sums.iter().zip(t.rows) {
         let mut row = [0.0f32; NR];
         // SAFETY: the array holds eight numbers.
         unsafe {
@@ -189,7 +180,7 @@ unsafe fn tile_of<const GROUP: usize, const MIN: bool>(t: &Tile<'_>) {
         }
         for (j, sum) in row.iter().enumerate().take(t.cols) {
             // SAFETY: the output holds `rows` rows of `cols` elements, `out_stride` apart.
-            let y = unsafe { &mut *t.out.add(i * t.out_stride + j) };
+            let y = unsafe { &mut *t.out.add(n * t.out_stride + j) };
             *y = if t.accumulate { *y + sum } else { *sum };
         }
     }

@@ -313,7 +313,7 @@ pub(super) unsafe fn strip(strip: &Strip<'_>) {
 /// As [`super::run_tile`].
 pub(super) unsafe fn tile(t: &Tile<'_>) {
     let group = t.form.group;
-    for n in 0..t.rows {
+    for &n in t.rows {
         let x = &t.x[n * t.stride..][..t.blocks * at::MANY];
         let numbers: &[i8] = bytemuck::cast_slice(&x[..t.blocks * at::SCALE]);
         for r in 0..t.cols {

@@ -142,13 +142,13 @@ unsafe fn tile<D: Dot>(t: &Tile<'_>) {
 #[inline(always)]
 unsafe fn tile_of<D: Dot, const GROUP: usize, const MIN: bool, const WIDE: bool>(t: &Tile<'_>) {
     let groups = t.count * BLOCK / GROUP;
-    assert!(t.rows >= 1 && t.rows <= MR && t.first + t.count <= t.blocks);
-    assert!(t.x.len() >= (t.rows - 1) * t.stride + t.blocks * at::MANY);
+    assert!((1..=MR).contains(&t.rows.len()) && t.first + t.count <= t.blocks);
+    assert!(t.rows.iter().all(|n| t.x.len() >= n * t.stride + t.blocks * at::MANY));
     assert!(t.panel.words.len() == groups * GROUP / 4 * NR && t.panel.scales.len() == groups * NR);
     assert!(!MIN || t.panel.minima.len() == groups * NR);
     // Missing rows repeat the last one; their sums are not written.
     let x: [*const u32; MR] =
-        std::array::from_fn(|i| t.x.as_ptr().wrapping_add(i.min(t.rows - 1) * t.stride));
+        std::array::from_fn(|i| t.x.as_ptr().wrapping_add(t.rows[i.min(t.rows.len() - 1)] * t.stride));
     let first = t.first * BLOCK / GROUP;
     // Offsets of the sums of groups in a row, by group size.
     let (minus, times) = match GROUP {
@@ -165,11 +165,6 @@ unsafe fn tile_of<D: Dot, const GROUP: usize, const MIN: bool, const WIDE: bool>
             (t.panel.words.as_ptr(), t.panel.scales.as_ptr(), t.panel.minima.as_ptr());
         let mut word = t.first * 8;
         for g in 0..groups {
-            if t.sparse && x.iter().all(|x| *x.add(scale + g * GROUP / BLOCK) == 0) {
-                (w, d, word) = (w.wrapping_add(GROUP / 4 * NR), d.wrapping_add(NR), word + GROUP / 4);
-                m = m.wrapping_add(NR);
-                continue;
-            }
             let mut products = [_mm256_setzero_si256(); MR];
             if !MIN && (D::WHOLE || !WIDE) {
                 for i in 0..MR {
@@ -203,8 +198,8 @@ unsafe fn tile_of<D: Dot, const GROUP: usize, const MIN: bool, const WIDE: bool>
         }
         let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
         let mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(t.cols as i32), lane);
-        for (i, sum) in sums.iter().enumerate().take(t.rows) {
-            let at = t.out.wrapping_add(i * t.out_stride);
+        for (sum, row) in sums.iter().zip(t.rows) {
+            let at = t.out.wrapping_add(row * t.out_stride);
             let old = if t.accumulate { _mm256_maskload_ps(at, mask) } else { _mm256_setzero_ps() };
             _mm256_maskstore_ps(at, mask, _mm256_add_ps(old, *sum));
         }

@@ -38,7 +38,7 @@ pub(super) unsafe fn tile(t: &Tile<'_>) {
 unsafe fn tile_by<const GROUP: usize, const MIN: bool>(t: &Tile<'_>) {
     // SAFETY: passed on from the caller.
     unsafe {
-        match t.rows {
+        match t.rows.len() {
             6 => tile_of::<6, GROUP, MIN>(t),
             5 => tile_of::<5, GROUP, MIN>(t),
             4 => tile_of::<4, GROUP, MIN>(t),
@@ -50,14 +50,16 @@ unsafe fn tile_by<const GROUP: usize, const MIN: bool>(t: &Tile<'_>) {
 }
 
 /// # Safety
-/// As [`tile_by`], and `t.rows == M`.
+/// As [`tile_by`], and the tile has `M` rows.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn tile_of<const M: usize, const GROUP: usize, const MIN: bool>(t: &Tile<'_>) {
     let groups = t.count * BLOCK / GROUP;
-    assert!(t.x.len() >= (M - 1) * t.stride + t.blocks * at::MANY && t.first + t.count <= t.blocks);
+    let rows: &[usize; M] = t.rows.try_into().unwrap_or_else(|_| unreachable!("M rows"));
+    assert!(rows.iter().all(|n| t.x.len() >= n * t.stride + t.blocks * at::MANY));
+    assert!(t.first + t.count <= t.blocks);
     assert!(t.panel.words.len() == groups * GROUP / 4 * NR && t.panel.scales.len() == groups * NR);
     assert!(!MIN || t.panel.minima.len() == groups * NR);
-    let x: [*const u32; M] = std::array::from_fn(|i| t.x.as_ptr().wrapping_add(i * t.stride));
+    let x: [*const u32; M] = rows.map(|n| t.x.as_ptr().wrapping_add(n * t.stride));
     let first = t.first * BLOCK / GROUP;
     // Offsets of the sums of groups in a row, by group size.
     let (minus, times) = match GROUP {
@@ -70,15 +72,6 @@ unsafe fn tile_of<const M: usize, const GROUP: usize, const MIN: bool>(t: &Tile<
     let (mut w, mut d, mut m) = (t.panel.words.as_ptr(), t.panel.scales.as_ptr(), t.panel.minima.as_ptr());
     let mut word = t.first * 8;
     for g in 0..groups {
-        let none = |x: &*const u32| {
-            // SAFETY: as below.
-            unsafe { *x.add(scale + g * GROUP / BLOCK) == 0 }
-        };
-        if t.sparse && x.iter().all(none) {
-            (w, d, word) = (w.wrapping_add(GROUP / 4 * NR), d.wrapping_add(NR), word + GROUP / 4);
-            m = m.wrapping_add(NR);
-            continue;
-        }
         // SAFETY: x holds M rows with the numbers and sums of all blocks, the panel `groups` groups: asserted above.
         unsafe {
             let mut products = [[_mm512_setzero_si512(); 2]; M];
@@ -124,7 +117,7 @@ unsafe fn tile_of<const M: usize, const GROUP: usize, const MIN: bool>(t: &Tile<
             // SAFETY: the output holds M rows of `cols` elements; masked lanes are not touched. The offset
             // is formed by wrapping because it may lie past the output where the whole mask is empty.
             unsafe {
-                let at = t.out.wrapping_add(i * t.out_stride + 16 * half);
+                let at = t.out.wrapping_add(rows[i] * t.out_stride + 16 * half);
                 let old = if t.accumulate { _mm512_maskz_loadu_ps(mask, at) } else { _mm512_setzero_ps() };
                 _mm512_mask_storeu_ps(at, mask, _mm512_add_ps(old, sum[half]));
             }
