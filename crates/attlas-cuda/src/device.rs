@@ -25,7 +25,7 @@ pub struct Setup {
     pub cache: Option<PathBuf>,
     /// NVRTC: its file, or the folder that holds it.
     pub nvrtc: Option<PathBuf>,
-    /// The best family that may be used; the best that the chip has where absent.
+    /// The best family that may be used; the best that the chip has if absent.
     pub family: Option<KernelFamily>,
 }
 

@@ -21,7 +21,7 @@ pub struct DeviceQkv<'a> {
     pub k: DeviceRef<'a>,
     /// `[batch, n_kv_heads, n_k, d_v]`.
     pub v: DeviceRef<'a>,
-    /// Valid keys of each sequence; the rest is padding and is never read. All keys where absent.
+    /// Valid keys of each sequence; the rest is padding and is never read. All keys if absent.
     pub key_lens: Option<&'a [usize]>,
 }
 
@@ -154,9 +154,9 @@ pub(crate) type Supports = fn(&Problem, &Options, Element, &DeviceInfo) -> Suppo
 pub struct Form {
     /// The method.
     pub method: &'static Method,
-    /// Whether it draws random numbers; some methods do so only with options that have no form on the device.
+    /// True if it draws random numbers; some methods do so only with options that have no form on the device.
     pub draws: bool,
-    /// Whether it decodes token by token.
+    /// True if it decodes token by token.
     pub decodes: bool,
     /// Reasons beyond the method's own: options without a device form.
     pub supports: Supports,

@@ -38,7 +38,7 @@ impl Element {
         if self == Element::F64 { Element::F64 } else { Element::F32 }
     }
 
-    /// Whether tensor cores take it.
+    /// Returns true if tensor cores take it.
     pub fn is_half(self) -> bool {
         matches!(self, Element::Bf16 | Element::F16)
     }

@@ -55,7 +55,7 @@ impl Run<'_> {
         (self.progress)(Progress { done, total, what });
     }
 
-    /// Whether it is to end.
+    /// Returns true if it is to end.
     pub(crate) fn stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }

@@ -136,7 +136,7 @@ fn parse_setting(text: &str) -> Result<(&'static Method, &str, &str)> {
 }
 
 impl Chosen {
-    /// Whether results depend on a seed that can be varied.
+    /// Returns true if results depend on a seed that can be varied.
     pub fn has_free_seed(&self) -> bool {
         !self.method.claims.deterministic
             && self.method.params.iter().any(|p| p.name == "seed")

@@ -1,8 +1,8 @@
 //! Traces: queries, keys and values of a model in a file.
 //!
 //! - **safetensors**: tensors `layer{l}.q`, `layer{l}.k`, `layer{l}.v` of shape `[heads, n, d]`, in F32, F64, F16 or
-//!   BF16, keys as they enter the inner product. Metadata `scale` (a number; $1/\sqrt d$ where absent), `softcap`
-//!   (caps the logits; none where absent) and `mask` (`causal`, the default, or `none`) are used, everything else is carried along.
+//!   BF16, keys as they enter the inner product. Metadata `scale` (a number; $1/\sqrt d$ if absent), `softcap`
+//!   (caps the logits; none if absent) and `mask` (`causal`, the default, or `none`) are used, everything else is carried along.
 //! - **npz**: arrays with the same names, or `q`, `k`, `v` for one layer; `[n, d]` stands for one head.
 //! - **npy**: three files `q.npy,k.npy,v.npy` in this order, or one file that stacks them, `[3, n, d]` or
 //!   `[3, heads, n, d]`.

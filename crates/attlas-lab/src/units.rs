@@ -36,7 +36,7 @@ struct Line<R> {
     /// The machine it was done on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     node: Option<String>,
-    /// Whether it was finished; others are not kept.
+    /// True if it was finished; others are not kept.
     #[serde(default = "yes", skip_serializing_if = "is_true")]
     whole: bool,
     record: R,
@@ -137,7 +137,7 @@ impl Ledger {
         self.known.len()
     }
 
-    /// Whether none is.
+    /// Returns true if none is.
     pub fn is_empty(&self) -> bool {
         self.known.is_empty()
     }
@@ -164,7 +164,7 @@ pub enum Done<R> {
 /// The units of all processes.
 #[derive(Debug)]
 pub struct Shared<R> {
-    /// By unit, with the machine; none where it was not done.
+    /// By unit, with the machine; none if it was not done.
     pub records: Vec<Option<(R, Option<String>)>>,
     /// A process stopped before the list was at its end.
     pub interrupted: bool,

@@ -60,12 +60,12 @@ impl Calibrations {
         &self.entries
     }
 
-    /// Whether there is none.
+    /// Returns true if there is none.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// Whether any is of this method.
+    /// Returns true if any is of this method.
     pub fn has(&self, method: &str) -> bool {
         self.entries.iter().any(|e| e.calibration.method == method)
     }

@@ -72,7 +72,7 @@ impl Tensors {
         self.by_name.len()
     }
 
-    /// Whether there are none.
+    /// Returns true if there are none.
     pub fn is_empty(&self) -> bool {
         self.by_name.is_empty()
     }

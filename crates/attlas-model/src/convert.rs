@@ -347,7 +347,7 @@ fn refuse<T>(what: &str) -> Result<T> {
 const MLP_BIAS_CLASS: &str = include_str!("../assets/modeling_mlp_bias.py");
 const MLP_BIAS_MODULE: &str = "modeling_mlp_bias";
 
-/// Whether a feed-forward layer has biases, which need a class of their own in transformers.
+/// Returns true if a feed-forward layer has biases, which need a class of their own in transformers.
 pub fn has_mlp_biases(model: &Model) -> bool {
     let Weights::Decoder(weights) = &model.weights else { return false };
     weights.layers.iter().any(|l| [&l.gate, &l.up, &l.down].iter().any(|m| m.bias().is_some()))

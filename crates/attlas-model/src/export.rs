@@ -23,7 +23,7 @@ use std::path::Path;
 /// Mean square of a scaled latent over the epsilon of its norm, at most.
 const NEGLIGIBLE: f64 = 1.0 / (1 << 24) as f64;
 
-/// Whether a model written to this place is a GGUF file, by its name.
+/// Returns true if a model written to this place is a GGUF file, by its name.
 pub fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"))
 }
@@ -291,7 +291,7 @@ fn linear<'a>(
     Ok(())
 }
 
-/// For each row of queries or keys in this layout of pairs, which row of the model it is; `None` where all are in place.
+/// For each row of queries or keys in this layout of pairs, which row of the model it is; `None` if all are in place.
 pub(crate) fn pair_order(c: &ModelConfig, layout: Layout, heads: usize) -> Option<Vec<usize>> {
     let rope = c.rope.as_ref().filter(|r| r.layout != layout)?;
     let (half, d) = (rope.dim / 2, c.head_dim);

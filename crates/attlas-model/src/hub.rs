@@ -11,7 +11,7 @@ use std::path::PathBuf;
 pub struct Name {
     /// `owner/name`.
     pub repository: String,
-    /// A GGUF file; the whole folder where absent.
+    /// A GGUF file; the whole folder if absent.
     pub file: Option<String>,
 }
 

@@ -31,7 +31,7 @@ impl Factor {
         }
     }
 
-    /// Whether both are the same numbers in memory, used in the same way.
+    /// Returns true if both are the same numbers in memory, used in the same way.
     fn is(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Matrix(a, s), Self::Matrix(b, t)) => s == t && std::ptr::eq(a.bytes(), b.bytes()),
@@ -98,7 +98,7 @@ impl Linear {
         }
     }
 
-    /// Whether the map is a product of factors.
+    /// Returns true if the map is a product of factors.
     pub fn is_product(&self) -> bool {
         !matches!(&self.factors[..], [Factor::Matrix(_, 1)])
     }

@@ -225,7 +225,7 @@ pub struct Divergence {
 pub struct Difference {
     /// Kullback–Leibler divergence of the other prediction from the reference, in nats.
     pub kl: f64,
-    /// Whether both find the same token likeliest.
+    /// True if both find the same token likeliest.
     pub same_top: bool,
     /// Change of the probability of the right token.
     pub delta_p: f64,

@@ -8,13 +8,13 @@
 //! method = "exact"
 //!
 //! [[rule]]                       # later rules win where several match
-//! layers = "4-20,25"             # or [4, 5, 25]; all layers where absent
-//! heads = "0-2"                  # query heads; all of them where absent
+//! layers = "4-20,25"             # or [4, 5, 25]; all layers if absent
+//! heads = "0-2"                  # query heads; all of them if absent
 //! method = "sink_window"
 //! params = { sinks = 4, window = 256 }
 //! measured = { error = 0.012, cost = 0.31 }
 //!
-//! [rule.decode]                  # another method for new tokens; the same one where absent
+//! [rule.decode]                  # another method for new tokens; the same one if absent
 //! method = "quest"
 //! ```
 //!
@@ -75,10 +75,10 @@ pub struct Recipe {
 pub struct Choice {
     /// Id of the method.
     pub method: String,
-    /// Its parameters, seeds among them; defaults where absent.
+    /// Its parameters, seeds among them; defaults if absent.
     #[serde(default, skip_serializing_if = "Options::is_empty")]
     pub params: Options,
-    /// The method for new tokens; the same as for prompts where absent.
+    /// The method for new tokens; the same as for prompts if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub decode: Option<Decode>,
 }
@@ -89,7 +89,7 @@ pub struct Choice {
 pub struct Decode {
     /// Id of the method.
     pub method: String,
-    /// Its parameters, seeds among them; defaults where absent.
+    /// Its parameters, seeds among them; defaults if absent.
     #[serde(default, skip_serializing_if = "Options::is_empty")]
     pub params: Options,
     /// Measurements from when it was chosen.
@@ -101,21 +101,21 @@ pub struct Decode {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rule {
-    /// Layers it holds for, counted from 0; all where absent.
+    /// Layers it holds for, counted from 0; all if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<Numbers>,
-    /// Query heads it holds for, counted from 0; all where absent.
+    /// Query heads it holds for, counted from 0; all if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heads: Option<Numbers>,
     /// Id of the method.
     pub method: String,
-    /// Its parameters, seeds among them; defaults where absent.
+    /// Its parameters, seeds among them; defaults if absent.
     #[serde(default, skip_serializing_if = "Options::is_empty")]
     pub params: Options,
     /// Measurements from when the rule was made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured: Option<Measured>,
-    /// The method for new tokens; the same as for prompts where absent.
+    /// The method for new tokens; the same as for prompts if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub decode: Option<Decode>,
 }
@@ -152,7 +152,7 @@ enum Written {
 const MAX_NUMBER: usize = 1 << 16;
 
 impl Numbers {
-    /// Whether `n` is among them.
+    /// Returns true if `n` is among them.
     pub fn contains(&self, n: usize) -> bool {
         self.0.contains(&n)
     }
@@ -317,7 +317,7 @@ impl Recipe {
         rule.map_or(self.default.decode.as_ref(), |r| r.decode.as_ref())
     }
 
-    /// Whether exact attention in full precision attends everywhere.
+    /// Returns true if exact attention in full precision attends everywhere.
     pub fn is_exact(&self) -> bool {
         let exact = |method: &str, params: &Options| method == registry::baseline().id && params.is_empty();
         let decodes = |d: &Option<Decode>| d.as_ref().is_none_or(|d| exact(&d.method, &d.params));
@@ -432,7 +432,7 @@ impl Attending {
         Ok(self.method.plan_with(problem, &self.options, self.calibration.as_deref())?)
     }
 
-    /// Whether this is exact attention.
+    /// Returns true if this is exact attention.
     pub fn is_baseline(&self) -> bool {
         std::ptr::eq(self.method, registry::baseline())
     }
@@ -464,12 +464,12 @@ impl HeadRun {
         same && self.attending(false).is(prompt)
     }
 
-    /// Whether something of it was learnt for one key head alone.
+    /// Returns true if something of it was learnt for one key head alone.
     fn is_calibrated(&self) -> bool {
         self.calibration.is_some() || self.decode.as_ref().is_some_and(|d| d.calibration.is_some())
     }
 
-    /// Whether this is exact attention.
+    /// Returns true if this is exact attention.
     pub fn is_baseline(&self) -> bool {
         std::ptr::eq(self.method, registry::baseline())
     }

@@ -48,7 +48,7 @@ pub struct DecoderWeights {
 }
 
 impl DecoderWeights {
-    /// Whether the embedding gives the logits, too.
+    /// Returns true if the embedding gives the logits, too.
     pub(crate) fn is_tied(&self) -> bool {
         std::ptr::eq(self.output.weight().bytes(), self.embedding.bytes())
     }
@@ -196,7 +196,7 @@ fn all_read(c: &ModelConfig, tensors: &Tensors, seen: &HashSet<String>) -> Resul
 }
 
 impl Weights {
-    /// Whether a layer attends in another way than by the heads that the configuration describes.
+    /// Returns true if a layer attends in another way than by the heads that the configuration describes.
     pub fn has_other_attention(&self) -> bool {
         match self {
             Self::Decoder(w) => w.layers.iter().any(|l| l.whole().is_some()),
@@ -204,7 +204,7 @@ impl Weights {
         }
     }
 
-    /// Whether a map of a layer is a product of factors.
+    /// Returns true if a map of a layer is a product of factors.
     pub fn has_products(&self) -> bool {
         self.maps().any(Linear::is_product)
     }
@@ -678,7 +678,7 @@ fn alternating(e: &ExpertConfig, d: usize, finder: &Finder<'_>, name: &str) -> R
         .collect()
 }
 
-/// Every matrix of a stack `[n, cols, rows]` transposed: `[n, rows, cols]`, element by element as stored; `None` where
+/// Every matrix of a stack `[n, cols, rows]` transposed: `[n, rows, cols]`, element by element as stored; `None` if
 /// elements are in blocks.
 fn transposed(stack: &Tensor) -> Option<Tensor> {
     let &[n, cols, rows] = stack.shape() else { return None };
@@ -841,7 +841,7 @@ fn latent_attention(
     LatentAttention::new(shape, params, Some(rope.clone()), maps)
 }
 
-/// Keys and values from the latent where a GGUF file keeps them apart, the maps of keys transposed; `None` where not.
+/// Keys and values from the latent where a GGUF file keeps them apart, the maps of keys transposed; `None` if not.
 fn split_kv_b(c: &ModelConfig, l: LatentConfig, finder: &Finder<'_>, layer: &str) -> Result<Option<Linear>> {
     let name = |part: &str| format!("{layer}.{part}.weight");
     let Some(keys) = finder.optional(&name("attn_k_b"), &[c.n_heads, l.rank, l.nope])? else {

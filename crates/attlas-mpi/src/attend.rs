@@ -20,7 +20,7 @@ pub struct Parts<'a, T> {
     /// `[batch, n_kv_heads, n_k, d_v]`.
     pub v: &'a Sharded<T>,
     /// Valid keys of each sequence, which are its first; with a causal mask queries past them are padding, too
-    /// ([`Align::Start`]). All keys where absent.
+    /// ([`Align::Start`]). All keys if absent.
     pub key_lens: Option<&'a [usize]>,
 }
 
@@ -64,7 +64,7 @@ pub(crate) fn number(method: &Method, options: &Options, param: &str) -> Option<
     given.or_else(default)?.parse().ok()
 }
 
-/// Whether keys on several processes can be attended to, and if not, all the reasons.
+/// Returns true if keys on several processes can be attended to, and if not, all the reasons.
 pub fn support(problem: &Problem, method: &Method, options: &Options, padded: bool) -> Support {
     let mut support = method.support(problem, options);
     if let (Spread::Ring { window: None, .. }, true) = (method.claims.spread, support.is_yes()) {
@@ -189,7 +189,7 @@ impl<T: Element> Rows<T> {
         }
     }
 
-    /// Whether rows `range` have seen nothing yet.
+    /// Returns true if rows `range` have seen nothing yet.
     fn is_new(&self, range: &Range<usize>) -> bool {
         self.lse
             .chunks_exact(self.rows.max(1))

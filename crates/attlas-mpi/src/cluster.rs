@@ -187,7 +187,7 @@ fn step(
     Ok(measured.seconds * flops(rows, &part)? / flops(measured.n, options)?.max(1.0))
 }
 
-/// The length from which a step of the ring takes longer than its message; none where that holds for no length below 2⁵⁰.
+/// The length from which a step of the ring takes longer than its message; none if that holds for no length below 2⁵⁰.
 fn hidden(
     cluster: &Cluster,
     method: &Method,

@@ -35,7 +35,7 @@ impl Layout {
         self.align
     }
 
-    /// Whether a process holds an early and a late stripe.
+    /// Returns true if a process holds an early and a late stripe.
     pub fn is_striped(&self) -> bool {
         self.striped
     }

@@ -38,7 +38,7 @@ impl std::fmt::Debug for World {
 }
 
 impl World {
-    /// Joins the processes of `mpirun`; `None` where MPI was joined before. To be called by the main thread, which then
+    /// Joins the processes of `mpirun`; `None` if MPI was joined before. To be called by the main thread, which then
     /// makes all calls of MPI.
     #[allow(unsafe_code)]
     pub fn join() -> Option<Self> {

@@ -54,7 +54,7 @@ unsafe impl Sync for View {}
 struct Exported {
     data: *mut u8,
     shape: Vec<usize>,
-    /// In bytes; contiguous where absent.
+    /// In bytes; contiguous if absent.
     strides: Option<Vec<isize>>,
     dtype: DType,
     read_only: bool,
@@ -147,7 +147,7 @@ impl View {
         self.dims[3].checked_add(reach(0)?)?.checked_add(reach(1)?)?.checked_add(reach(2)?)
     }
 
-    /// Whether memory of both might be the same.
+    /// Returns true if memory of both might be the same.
     pub(crate) fn overlaps(&self, other: &View) -> bool {
         let span = |v: &View| {
             let start = v.data as usize;

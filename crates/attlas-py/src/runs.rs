@@ -303,7 +303,7 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Whether everything is a single run of exact attention, as for a new token: it plans in no time and goes to the threads itself
+    /// Returns true if everything is a single run of exact attention, as for a new token: it plans in no time and goes to the threads itself
     /// where it needs them.
     fn is_one_exact_run(&self, sequences: &[Vec<Run>]) -> bool {
         let Some([run]) = sequences.first().map(Vec::as_slice) else { return false };
@@ -584,7 +584,7 @@ impl Streams {
         Ok(Self { parts: Mutex::new(made.map_err(|e| errors::library(py, e))?), dtype })
     }
 
-    /// Whether any head decodes by a stream.
+    /// Returns true if any head decodes by a stream.
     #[getter]
     fn any(&self) -> PyResult<bool> {
         self.with(|parts| parts.iter().any(|(_, s)| s.is_some()))

@@ -90,7 +90,7 @@ impl Entry {
         Ok(Chosen { method: registry::method(self.method)?, options, named: true })
     }
 
-    /// Whether both are timed in the same rounds: same inputs and mask, and no method with two settings.
+    /// Returns true if both are timed in the same rounds: same inputs and mask, and no method with two settings.
     fn beside(&self, other: &Entry) -> bool {
         (self.n, self.d, self.causal, self.decode, self.kind)
             == (other.n, other.d, other.causal, other.decode, other.kind)

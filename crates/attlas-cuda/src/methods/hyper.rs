@@ -42,7 +42,7 @@ pub(crate) static FORM: Form = Form {
     },
 };
 
-/// Whether the whole problem is computed exactly.
+/// Returns true if the whole problem is computed exactly.
 fn covers(params: &Params, p: &Problem) -> bool {
     let sinks = FirstKeys::new(params.sinks, &params.always, p.n_k).map_or(params.sinks, |f| f.count());
     let most = params.block.max(params.samples);

@@ -97,7 +97,7 @@ impl Exponential {
         }))
     }
 
-    /// Whether the kernels can read these rows.
+    /// Returns true if the kernels can read these rows.
     pub(crate) fn takes(&self, tensors: &[&DeviceRef<'_>]) -> bool {
         aligned(tensors)
     }

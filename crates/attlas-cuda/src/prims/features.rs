@@ -155,7 +155,7 @@ impl Features {
         self.count
     }
 
-    /// Whether the map depends on all queries and keys of a run.
+    /// Returns true if the map depends on all queries and keys of a run.
     pub(crate) fn is_fitted(&self) -> bool {
         matches!(&self.kind, Kind::Random { fit: Some(_), .. })
     }

@@ -39,7 +39,7 @@ impl Elu1 {
         }))
     }
 
-    /// Whether the kernels can read these rows.
+    /// Returns true if the kernels can read these rows.
     pub(crate) fn takes(&self, tensors: &[&DeviceRef<'_>]) -> bool {
         aligned(tensors)
     }

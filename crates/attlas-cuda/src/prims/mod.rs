@@ -35,7 +35,7 @@ pub(crate) fn sizes(p: &Problem) -> Sizes {
     }
 }
 
-/// Whether rows of 16-bit elements can be read 16 bytes at a time.
+/// Returns true if rows of 16-bit elements can be read 16 bytes at a time.
 pub(crate) fn aligned(tensors: &[&DeviceRef<'_>]) -> bool {
     tensors.iter().all(|t| view_aligned(&t.view()))
 }

@@ -47,7 +47,7 @@ impl Bias {
         Self { split: count - rest, low: (short as f64).ln(), high: (short as f64 + 1.0).ln() }
     }
 
-    /// Whether one number holds for all of `count`.
+    /// Returns true if one number holds for all of `count`.
     pub(crate) fn is_constant(&self, count: usize) -> bool {
         self.split >= count
     }

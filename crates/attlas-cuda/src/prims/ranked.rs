@@ -27,7 +27,7 @@ impl Choice {
         self.keys.unwrap_or_else(share).min(n)
     }
 
-    /// Whether a row that sees `n` keys keeps all.
+    /// Returns true if a row that sees `n` keys keeps all.
     pub(crate) fn keeps_all(&self, n: usize) -> bool {
         n < self.min_len || self.budget(n) >= n || self.window.saturating_add(self.sinks) >= n
     }

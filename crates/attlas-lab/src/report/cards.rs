@@ -37,7 +37,7 @@ struct Card {
 pub(super) struct Cards(BTreeMap<String, Card>);
 
 impl Cards {
-    /// Reads the cards; none where the file is not what it should be, which a test excludes.
+    /// Reads the cards; none if the file is not what it should be, which a test excludes.
     pub(super) fn new() -> Self {
         Self(serde_json::from_str(CARDS).unwrap_or_default())
     }

@@ -72,7 +72,7 @@ pub struct Score {
     pub accuracy: f64,
     /// Tokens answered wrongly.
     pub errors: usize,
-    /// Smallest output where there is a match; `None` where there is no such token.
+    /// Smallest output where there is a match; `None` if there is no such token.
     pub least_yes: Option<f64>,
     /// Largest output where there is none.
     pub most_no: Option<f64>,
@@ -83,7 +83,7 @@ pub fn balanced_modulus(n: usize) -> u64 {
     (n as f64 * (n as f64 + 1.0) / (2.0 * std::f64::consts::LN_2)).round().max(1.0) as u64
 }
 
-/// Whether each token has a match, from a table of residues.
+/// Returns true if each token has a match, from a table of residues.
 pub fn labels(x: &[u64], modulus: u64, task: Task) -> Vec<bool> {
     let m = modulus.max(1);
     let residues: Vec<u64> = x.iter().map(|x| x % m).collect();

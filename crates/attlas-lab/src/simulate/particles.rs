@@ -70,7 +70,7 @@ pub struct ParticlesRun {
     pub d: usize,
     /// Factor of the inner products on the sphere.
     pub beta: f64,
-    /// Whether later particles are hidden.
+    /// True if later particles are hidden.
     pub causal: bool,
     /// How a step was made.
     pub scheme: Scheme,

@@ -22,12 +22,12 @@ pub(super) struct Unit<'a> {
 
 /// Measurements of a candidate.
 pub(super) struct Seen {
-    /// Largest relative error of the query heads; none where an output is no number.
+    /// Largest relative error of the query heads; none if an output is no number.
     pub(super) error: Option<f64>,
     pub(super) seconds: f64,
     /// Time over exact attention's.
     pub(super) cost: f64,
-    /// Whether exact attention was computed under another name.
+    /// True if exact attention was computed under another name.
     pub(super) exact: bool,
     /// The output, `[heads, rows, d_v]`: every row of a prompt, or those of the new tokens.
     pub(super) output: Vec<f32>,

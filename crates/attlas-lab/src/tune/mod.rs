@@ -192,7 +192,7 @@ pub struct Settings {
     pub task: Option<Task>,
     /// Choose for new tokens, too.
     pub decode: bool,
-    /// Layers that may be changed; all where absent.
+    /// Layers that may be changed; all if absent.
     pub layers: Option<Numbers>,
     /// How much is tried.
     pub effort: Effort,
@@ -205,7 +205,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Whether a budget is one on the model's predictions.
+    /// Returns true if a budget is one on the model's predictions.
     fn on_model(&self) -> bool {
         self.max_kl.is_some() || self.max_ppl_increase.is_some()
     }
@@ -282,7 +282,7 @@ pub struct Outcome {
     /// Seconds of the model, logits included.
     #[serde(deserialize_with = "crate::reread::number")]
     pub seconds: f64,
-    /// The same with exact attention; none where it was not timed.
+    /// The same with exact attention; none if it was not timed.
     pub exact_seconds: Option<f64>,
 }
 
@@ -316,9 +316,9 @@ pub struct Round {
     pub changed: f64,
     /// Mean time of attention over exact attention's, from the heads' measurements.
     pub cost: f64,
-    /// The model on the second text; none where exact attention is everywhere.
+    /// The model on the second text; none if exact attention is everywhere.
     pub check: Option<Outcome>,
-    /// Whether every budget holds.
+    /// True if every budget holds.
     pub holds: bool,
 }
 
@@ -335,7 +335,7 @@ pub struct Tuned {
     pub effort: Effort,
     /// Measurements made or found.
     pub measurements: usize,
-    /// Key heads that were measured in a second, by all processes, once for prompts and once for new tokens; none where all
+    /// Key heads that were measured in a second, by all processes, once for prompts and once for new tokens; none if all
     /// were known.
     pub heads_per_second: Option<f64>,
     /// Methods that computed exact attention at this length, and are no choice of their own.
@@ -424,7 +424,7 @@ pub trait Check {
     /// The model's sizes in one line, as [`shape`](crate::text::shape) gives them.
     fn shape(&self) -> String;
 
-    /// The model that has read `text`, which measures what changed key heads cost; `None` where it cannot.
+    /// The model that has read `text`, which measures what changed key heads cost; `None` if it cannot.
     fn replace(&mut self, text: &Text, rows: usize, stop: &AtomicBool) -> Result<Option<Box<dyn Replace>>> {
         let _ = (text, rows, stop);
         Ok(None)
@@ -485,7 +485,7 @@ pub fn tune_with(
 }
 
 impl Settings {
-    /// Whether every budget on the model holds. What is no number is over every one.
+    /// Returns true if every budget on the model holds. What is no number is over every one.
     fn holds(&self, x: &Outcome) -> bool {
         let within = |value: f64, limit: Option<f64>| limit.is_none_or(|limit| value <= limit);
         let kl = x.kl_mean + BOUND * if x.kl_se.is_finite() { x.kl_se } else { 0.0 };
@@ -562,7 +562,7 @@ impl Tuned {
         self.picks.iter().map(|p| p.cost).sum::<f64>() / self.picks.len().max(1) as f64
     }
 
-    /// Mean time of attention for a new token over exact attention's; none where new tokens were not tuned.
+    /// Mean time of attention for a new token over exact attention's; none if new tokens were not tuned.
     pub fn decode_cost(&self) -> Option<f64> {
         let costs: Vec<f64> = self.picks.iter().filter_map(|p| Some(p.decode.as_ref()?.cost)).collect();
         (!costs.is_empty()).then(|| crate::stats::mean(&costs))

@@ -8,12 +8,12 @@ use attlas_model::recipe::{Decode, Measured, Numbers, Recipe, Rule};
 use std::collections::BTreeMap;
 
 impl Pick {
-    /// Whether it is exact attention without any setting.
+    /// Returns true if it is exact attention without any setting.
     pub(super) fn is_exact(&self) -> bool {
         self.method == registry::baseline().id && self.params.is_empty()
     }
 
-    /// Whether nothing at all is changed.
+    /// Returns true if nothing at all is changed.
     fn is_default(&self) -> bool {
         self.is_exact() && self.decode.as_ref().is_none_or(DecodePick::is_exact)
     }
@@ -46,7 +46,7 @@ impl DecodePick {
     }
 }
 
-/// Whether two choices for new tokens are the same but for what was measured.
+/// Returns true if two choices for new tokens are the same but for what was measured.
 fn same(a: Option<&Decode>, b: Option<&Decode>) -> bool {
     let plain = |d: Option<&Decode>| d.map(|d| (d.method.clone(), d.params.clone()));
     plain(a) == plain(b)

@@ -25,13 +25,13 @@ pub struct Measurement {
     pub method: String,
     /// Its settings.
     pub params: Options,
-    /// Largest error of the query heads; none where it did not give one.
+    /// Largest error of the query heads; none if it did not give one.
     pub error: Option<f64>,
     /// Seconds of set-up and run, all query heads together; for new tokens, of one of them.
     pub seconds: f64,
     /// The same over exact attention's.
     pub cost: f64,
-    /// Whether its settings covered everything, so that exact attention was timed under its name.
+    /// True if its settings covered everything, so that exact attention was timed under its name.
     #[serde(default)]
     pub exact: bool,
     /// Divergence of the model's predictions with this key head changed alone, nats, where it was measured.
@@ -55,7 +55,7 @@ pub(super) struct Checked {
 pub struct Node {
     /// Its name.
     pub node: String,
-    /// Most billions of multiply-add operations per second of one of its processes; none where it could not be measured.
+    /// Most billions of multiply-add operations per second of one of its processes; none if it could not be measured.
     pub peak_gflops: Option<f64>,
 }
 
@@ -111,7 +111,7 @@ pub struct Key {
 pub const PEAK_CLASS: f64 = 4.0;
 
 impl Key {
-    /// Whether times made on `other` may stand beside ours.
+    /// Returns true if times made on `other` may stand beside ours.
     fn fits(&self, other: &Self) -> bool {
         let peak = match (self.peak_gflops, other.peak_gflops) {
             (Some(a), Some(b)) => a.max(b) <= PEAK_CLASS * a.min(b),
@@ -240,7 +240,7 @@ impl SearchState {
         self.done.len()
     }
 
-    /// Whether there is none.
+    /// Returns true if there is none.
     pub fn is_empty(&self) -> bool {
         self.done.is_empty()
     }

@@ -50,7 +50,7 @@ impl Elements {
         }
     }
 
-    /// Whether a matrix of this format takes more bytes than in these elements.
+    /// Returns true if a matrix of this format takes more bytes than in these elements.
     pub(crate) fn narrower_than(self, format: Format) -> bool {
         let bytes = |e| match e {
             Self::F32 => 4,

@@ -41,7 +41,7 @@ impl<'a> Matrices<'a> {
         self.model.weights.maps_of(slot.layer)?[slot.role as usize]
     }
 
-    /// For each row of the matrix as Hugging Face orders it, which stored row it is; `None` where all are in place.
+    /// For each row of the matrix as Hugging Face orders it, which stored row it is; `None` if all are in place.
     fn order(&self, slot: Slot) -> Option<Vec<usize>> {
         let c = &self.model.config;
         let heads = match slot.role {

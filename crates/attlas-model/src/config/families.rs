@@ -69,9 +69,9 @@ pub enum Activation {
 pub(crate) struct Traits {
     /// `model_type` in `config.json`.
     pub(crate) name: &'static str,
-    /// `general.architecture` in GGUF files; `None` where llama.cpp has no name of its own for it.
+    /// `general.architecture` in GGUF files; `None` if llama.cpp has no name of its own for it.
     pub(crate) gguf: Option<&'static str>,
-    /// Whether queries, keys and values must have biases.
+    /// True if queries, keys and values must have biases.
     pub(crate) biased: bool,
     pub(crate) head_norm: HeadNorm,
     pub(crate) norms: Norms,
@@ -353,12 +353,12 @@ impl Architecture {
         })
     }
 
-    /// Whether it is an encoder: no causal mask, no rotary embedding.
+    /// Returns true if it is an encoder: no causal mask, no rotary embedding.
     pub fn is_encoder(self) -> bool {
         self == Self::Bert
     }
 
-    /// Whether its layers attend through a latent.
+    /// Returns true if its layers attend through a latent.
     pub fn is_latent(self) -> bool {
         matches!(self, Self::DeepseekV2 | Self::DeepseekV3)
     }

@@ -27,7 +27,7 @@ pub struct ExpertConfig {
     pub shared_width: usize,
     /// From the router's logits to scores.
     pub scores: Scores,
-    /// Whether the weights of the chosen experts are divided by their sum.
+    /// True if the weights of the chosen experts are divided by their sum.
     pub normalised: bool,
     /// Factor of the weights.
     pub factor: f64,
@@ -123,7 +123,7 @@ pub struct ModelConfig {
     pub attention_softcap: Option<f64>,
     /// Caps the logits of tokens smoothly, where the family does.
     pub logit_softcap: Option<f32>,
-    /// Whether the output projection is the embedding, as the configuration says; a checkpoint without an
+    /// True if the output projection is the embedding, as the configuration says; a checkpoint without an
     /// output tensor is tied in any case.
     pub tied: bool,
     /// Token types of an encoder; 0 for decoders.
@@ -189,7 +189,7 @@ impl ModelConfig {
         }
     }
 
-    /// Whether layers are those of Llama: norms before attention and before one feed-forward layer, nothing multiplied,
+    /// Returns true if layers are those of Llama: norms before attention and before one feed-forward layer, nothing multiplied,
     /// every layer rotated.
     pub fn is_plain(&self) -> bool {
         let t = self.architecture.traits();

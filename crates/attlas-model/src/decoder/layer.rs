@@ -23,9 +23,9 @@ pub struct LayerDecoding {
     pub layer: usize,
     /// Heads, the method that reads their prompts, and the one that decodes: exact attention where a method has no stream.
     pub methods: Vec<(Range<usize>, &'static str, &'static str)>,
-    /// Whether a head's method for new tokens has no stream, so that exact attention decodes in its place.
+    /// True if a head's method for new tokens has no stream, so that exact attention decodes in its place.
     pub falls_back: bool,
-    /// Whether keys and values are kept.
+    /// True if keys and values are kept.
     pub keeps_keys: bool,
 }
 
@@ -126,7 +126,7 @@ impl LayerState {
         self.parts.iter().filter_map(|p| p.stream.as_deref())
     }
 
-    /// Whether a call with this number of tokens may be cut into pieces.
+    /// Returns true if a call with this number of tokens may be cut into pieces.
     pub(super) fn chunks(&self, tokens: usize) -> bool {
         let alike = |p: &Part| {
             let (reads, decodes) = (p.run.attending(false), p.run.attending(true));
@@ -138,12 +138,12 @@ impl LayerState {
         self.parts.iter().all(|p| p.run.is_baseline()) || self.streamed && (begun() || read())
     }
 
-    /// Whether the numbers of keys and values stay in the cache.
+    /// Returns true if the numbers of keys and values stay in the cache.
     pub(super) fn keeps_numbers(&self) -> bool {
         !self.streamed && self.packed.is_none()
     }
 
-    /// Whether all heads decode by streams.
+    /// Returns true if all heads decode by streams.
     pub(super) fn can_stream(&self, c: &ModelConfig) -> Result<bool> {
         if self.latents.is_some() || self.window.is_some() || self.parts.is_empty() {
             return Ok(false);

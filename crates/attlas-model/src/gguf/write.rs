@@ -25,7 +25,7 @@ fn put_text(out: &mut Vec<u8>, text: &str) {
 }
 
 impl Entries {
-    /// Whether there are none.
+    /// Returns true if there are none.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }

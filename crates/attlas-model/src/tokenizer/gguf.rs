@@ -47,13 +47,13 @@ pub(super) enum Pre {
 }
 
 impl Pre {
-    /// Whether words that are tokens are taken whole; files of these kinds also begin texts with a token, unless they say
+    /// Returns true if words that are tokens are taken whole; files of these kinds also begin texts with a token, unless they say
     /// otherwise.
     pub(super) fn keeps_words(self) -> bool {
         matches!(self, Self::Llama3 | Self::Tekken)
     }
 
-    /// Whether text is composed first (NFC).
+    /// Returns true if text is composed first (NFC).
     pub(super) fn composes(self) -> bool {
         self == Self::Qwen2
     }

@@ -173,7 +173,7 @@ impl SentencePiece {
         self.tokens.len()
     }
 
-    /// Whether there are no tokens.
+    /// Returns true if there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }

@@ -36,11 +36,11 @@ pub struct Settings {
     pub conversion: &'static Conversion,
     /// Parameters of that.
     pub options: Options,
-    /// Layers; the conversion's choice where absent.
+    /// Layers; the conversion's choice if absent.
     pub layers: Option<Vec<usize>>,
-    /// Matrices; the conversion's choice where absent.
+    /// Matrices; the conversion's choice if absent.
     pub roles: Option<Vec<Role>>,
-    /// How factors are stored; where absent, as most numbers of the model are, those in blocks in 8 bits.
+    /// How factors are stored; if absent, as most numbers of the model are, those in blocks in 8 bits.
     pub elements: Option<Elements>,
     /// Where to.
     pub out: PathBuf,

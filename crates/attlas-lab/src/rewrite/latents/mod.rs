@@ -59,17 +59,17 @@ pub struct Settings {
     pub search_fold: bool,
     /// Choose the smallest rank that loses at most this many nats a token, by tokens set aside from the calibration.
     pub max_kl: Option<f64>,
-    /// How matrices are stored that are new or wider; where absent, as near to the model's own as the format has it.
+    /// How matrices are stored that are new or wider; if absent, as near to the model's own as the format has it.
     pub elements: Option<Elements>,
     /// Where to.
     pub out: PathBuf,
     /// The text to calibrate on.
     pub text: PathBuf,
-    /// Tokens of it; where absent 8192, or three quarters of a shorter text that is checked on, too.
+    /// Tokens of it; if absent 8192, or three quarters of a shorter text that is checked on, too.
     pub tokens: Option<usize>,
-    /// The text to check on; where absent, what follows those tokens.
+    /// The text to check on; if absent, what follows those tokens.
     pub check_text: Option<PathBuf>,
-    /// Tokens of it; 2048 where absent.
+    /// Tokens of it; 2048 if absent.
     pub check_tokens: Option<usize>,
     /// Tokens of a window of the check.
     pub window: usize,

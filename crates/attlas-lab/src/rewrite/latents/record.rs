@@ -50,7 +50,7 @@ pub struct Record {
     pub check_text: String,
     /// Parameters as they were used.
     pub params: Options,
-    /// Whether the low rank was calibrated on its own.
+    /// True if the low rank was calibrated on its own.
     pub recalibrated: bool,
     /// Folds that were tried, with their perplexities.
     pub fold_search: Vec<(usize, f64)>,
@@ -77,7 +77,7 @@ pub struct Record {
     pub cache_bytes_before: usize,
     /// The same after, with the latent's constant coordinate.
     pub cache_bytes_after: usize,
-    /// Whether transformers needs the folder's own class.
+    /// True if transformers needs the folder's own class.
     #[serde(skip)]
     pub own_class: bool,
     /// Logits of the folder's model.
