@@ -237,7 +237,7 @@ impl Decoder {
         self.state.compute = compute;
     }
 
-    /// Type that operands of linear layers are rounded to.
+    /// Type to which operands of linear layers are rounded.
     pub fn compute(&self) -> Compute {
         self.state.compute
     }
@@ -461,7 +461,7 @@ struct DecoderState {
     scratch: Scratch,
     buffers: Buffers,
     info: RunInfo,
-    /// Type that operands of linear layers are rounded to.
+    /// Type to which operands of linear layers are rounded.
     compute: Compute,
 }
 

@@ -128,7 +128,7 @@ impl ChatTemplate {
 type Compiled<'a> = minijinja::machinery::Instructions<'a>;
 type Blocks<'a> = std::collections::BTreeMap<&'a str, Compiled<'a>>;
 
-/// Compiles a template with checks on every growing expression, and passes it to `work`.
+/// Compiles a template with checks on every growing expression, and passes it to `run`.
 fn with_instructions<T>(
     source: &str,
     run: impl for<'a> FnOnce(&Compiled<'a>, &Blocks<'a>) -> Result<T>,
