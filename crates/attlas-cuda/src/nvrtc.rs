@@ -111,7 +111,7 @@ impl Nvrtc {
         if code != 0 {
             return Err(failed(format!("nvrtcCreateProgram gave {code}")));
         }
-        // SAFETY: the program is alive; the array holds as many strings as said.
+        // SAFETY: the program is alive; the array has the given number of strings.
         let code = unsafe { (self.compile)(program, pointers.len() as i32, pointers.as_ptr()) };
         let log = self.fetch(program, self.log_len, self.log);
         let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_string();

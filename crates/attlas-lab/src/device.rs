@@ -16,7 +16,7 @@ use std::path::PathBuf;
 pub struct GpuSetup {
     /// Cache folder of compiled kernels.
     pub cache: Option<PathBuf>,
-    /// NVRTC: its file, or the folder that holds it.
+    /// NVRTC: its file or its folder.
     pub nvrtc: Option<PathBuf>,
 }
 

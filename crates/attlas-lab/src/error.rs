@@ -29,7 +29,7 @@ pub enum Error {
     /// A setting or argument that could not be parsed.
     #[error("{what}: expected {expected}, found {found}")]
     Argument {
-        /// Which argument.
+        /// The argument.
         what: String,
         /// The accepted values.
         expected: String,

@@ -24,7 +24,7 @@ pub struct Settings {
     pub before_rotation: bool,
     /// Put the beginning-of-text token before the text.
     pub bos: bool,
-    /// Threads; 0 takes as many as the machine offers.
+    /// Threads; 0 uses all that the machine offers.
     pub threads: usize,
 }
 

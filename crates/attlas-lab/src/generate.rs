@@ -25,11 +25,11 @@ pub struct Settings {
     pub ignore_eos: bool,
     /// Recipe of attention; exact if absent.
     pub recipe: Option<Recipe>,
-    /// How keys and values are stored where layers keep them.
+    /// Storage format of keys and values, in layers that keep them.
     pub cache: CacheFormat,
     /// Type that operands of linear layers are rounded to.
     pub compute: Compute,
-    /// Threads; 0 takes as many as the machine offers.
+    /// Threads; 0 uses all that the machine offers.
     pub threads: usize,
 }
 
@@ -52,7 +52,7 @@ pub struct Generated {
     pub seconds: f64,
     /// Bytes of the cache and of the states of streams at the end.
     pub cache_bytes: usize,
-    /// How keys and values are stored where layers keep them.
+    /// Storage format of keys and values, in layers that keep them.
     pub cache: CacheFormat,
     /// Type that operands of linear layers were rounded to.
     #[serde(serialize_with = "crate::text::compute_name")]

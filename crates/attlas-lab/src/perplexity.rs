@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Settings of a measurement: windows, attention and number formats.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Which tokens are scored, in which windows.
+    /// Windows, and the tokens scored in them.
     pub protocol: Protocol,
     /// Put the beginning-of-text token at the start of every window. With [`Protocol::SecondHalf`] it replaces the
     /// first token; otherwise a window has one token of the text less.
@@ -52,7 +52,7 @@ pub enum Sharing {
     Windows,
     /// Tokens of every window, with their keys and values in all layers.
     Keys,
-    /// Tokens where there are fewer windows than processes, windows otherwise.
+    /// Tokens if there are fewer windows than processes, otherwise windows.
     Fewer,
 }
 
@@ -91,7 +91,7 @@ pub struct Record {
     pub windows: usize,
     /// `exact`, the id of a method, or `recipe`.
     pub attention: String,
-    /// How keys and values were stored.
+    /// Storage format of keys and values.
     pub cache: CacheFormat,
     /// Type that operands of linear layers were rounded to.
     #[serde(serialize_with = "crate::text::compute_name")]

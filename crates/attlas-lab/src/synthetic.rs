@@ -12,8 +12,8 @@
 //!   $\xi/10 + \sqrt d\, u$ and their values $\xi/10$. Attention sinks: much weight on small values.
 //! - `low_rank`: $q, k = R\,\Lambda^{1/2}\xi$ with one random rotation $R$ and
 //!   $\lambda_i \propto e^{-i/(0.28 d)}$, $\sum \lambda_i = 2.25\, d$; $v = \xi$. Decaying spectrum, peaked rows.
-//! - `smooth`: $q$ and $k$ are stationary autoregressions along the sequence, $x_t = 0.98\, x_{t-1} +
-//!   \sqrt{1 - 0.98^2}\,\xi$; $v = \xi$. The property that methods which pool neighbours need.
+//! - `smooth`: $q$ and $k$ are stationary autoregressions along the sequence,
+//!   $x_t = 0.98\, x_{t-1} + \sqrt{1 - 0.98^2}\,\xi$; $v = \xi$. The property that methods which pool neighbours need.
 //! - `needle`: $k, v = \xi$; the query of token $i$ is $s\,k_{\pi(i)} + \xi$, where $\pi(i)$ lies half the sequence
 //!   away, $\pi(i) = i - n/2$ in the second half and $i + n/2$ in the first. The strength $s$ solves
 //!   $s\sqrt d - (s^2 + 1)/2 = \ln n + 4$ (smaller root; $\sqrt d$ if there is none): the one matching key outweighs
@@ -30,7 +30,7 @@ use std::str::FromStr;
 /// A random model with its sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Synthetic {
-    /// Which model.
+    /// The model.
     pub kind: Kind,
     /// Tokens.
     pub n: usize,

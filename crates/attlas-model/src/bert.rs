@@ -1,9 +1,10 @@
 //! Encoders: from texts to hidden states and sentence embeddings, with any non-causal attention method.
 //!
 //! With $\operatorname{LN}$ the layer norm, $x = \operatorname{LN}(w_t + p_n + s_0)$ from word, position and type
-//! embeddings; then in every layer $q, k, v = W x + b$, attention over all tokens except padding, $x \leftarrow
-//! \operatorname{LN}(x + W_O\,o + b_O)$ and $x \leftarrow \operatorname{LN}(x + W_2 \operatorname{gelu}(W_1 x + b_1) +
-//! b_2)$. The embedding of a text is the mean of its last hidden states, scaled to length one.
+//! embeddings; then in every layer $q, k, v = W x + b$, attention over all tokens except padding,
+//! $x \leftarrow \operatorname{LN}(x + W_O\,o + b_O)$ and
+//! $x \leftarrow \operatorname{LN}(x + W_2 \operatorname{gelu}(W_1 x + b_1) + b_2)$. The embedding of a text is the
+//! mean of its last hidden states, scaled to length one.
 //!
 //! References: devlin2019; reimers2019 (mean pooling).
 

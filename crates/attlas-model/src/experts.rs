@@ -2,8 +2,9 @@
 //!
 //! A router gives every expert a score $s_e$ of the token $m$: a softmax over all experts, or a sigmoid of each. The
 //! best $k$ are chosen, within the best groups if experts are grouped, by $s_e + b_e$ if the router has a bias. With
-//! $w_e = s_e$ of the chosen ones, divided by their sum if the model normalises, the layer adds $c \sum_e
-//! w_e\,W^{down}_e(\operatorname{silu}(W^{gate}_e m) \odot W^{up}_e m)$ to the output of the expert of every token.
+//! $w_e = s_e$ of the chosen ones, divided by their sum if the model normalises, the layer adds
+//! $c \sum_e w_e\,W^{down}_e(\operatorname{silu}(W^{gate}_e m) \odot W^{up}_e m)$ to the output of the expert of every
+//! token.
 //!
 //! References: Shazeer et al. 2017; Jiang et al. 2024 (Mixtral); DeepSeek-V2 and V3 technical reports.
 

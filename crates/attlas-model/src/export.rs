@@ -2,11 +2,12 @@
 //! and latent attention as `deepseek2`. Products of factors are multiplied out; everything else is copied as stored.
 //!
 //! llama.cpp normalises every latent and has no biases in that layer: a constant cannot be put beside a latent as in
-//! [`convert::write`](crate::convert::write). The epsilon of the norm replaces it: with $\operatorname{norm}(x) = w
-//! \odot x / \sqrt{\operatorname{mean}(x^2) + \epsilon}$, a latent scaled down until $\operatorname{mean}(x^2) \le
-//! 2^{-24}\,\epsilon$ is divided by $\sqrt\epsilon$ to rounding, and $w$ undoes both scales. The bound holds for every
-//! token: the input of a layer is a normalised vector $u$ with $\lVert u \rVert^2 \le d$, times the weight $D$ of its
-//! norm, hence $\lVert A D u \rVert^2 \le d\,\lVert A D \rVert_F^2$.
+//! [`convert::write`](crate::convert::write). The epsilon of the norm replaces it: with
+//! $\operatorname{norm}(x) = w \odot x / \sqrt{\operatorname{mean}(x^2) + \epsilon}$, a latent scaled down until
+//! $\operatorname{mean}(x^2) \le 2^{-24}\,\epsilon$ is divided by $\sqrt\epsilon$ to rounding, and $w$ undoes both
+//! scales. The bound holds for every token: the input of a layer is a normalised vector $u$ with
+//! $\lVert u \rVert^2 \le d$, times the weight $D$ of its norm, hence
+//! $\lVert A D u \rVert^2 \le d\,\lVert A D \rVert_F^2$.
 
 use crate::compress::Elements;
 use crate::config::{Architecture, LatentConfig, ModelConfig};

@@ -559,7 +559,7 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
     Ok(DecoderWeights { final_norm: finder.norm(names.final_norm, d)?, embedding, layers, output })
 }
 
-/// The experts of a layer, and the one of every token, of width zero where there is none.
+/// Reads the experts of a layer, and the expert of every token, of width zero if there is none.
 fn mixture(
     c: &ModelConfig,
     e: &ExpertConfig,
@@ -628,7 +628,7 @@ fn mixture(
     let shared_gate = if c.architecture != Architecture::Qwen2Moe {
         None
     } else if naming == Naming::Gguf {
-        // llama.cpp keeps it as a vector.
+        // llama.cpp stores it as a vector.
         let row = finder.vector(&name(&format!("{shared_gate}.weight")), d)?;
         Tensor::from_f32(&row, vec![1, d]).and_then(|t| Linear::new(t, None))
     } else {
@@ -643,8 +643,8 @@ fn mixture(
     Ok((experts, shared))
 }
 
-/// The experts of gpt-oss in a Hugging Face folder: gate and up alternate in one map, and all experts are in one tensor,
-/// of numbers with the inputs before the outputs, or of blocks of four bits row by row.
+/// Reads the experts of gpt-oss from a Hugging Face folder: gate and up alternate in one map, and all experts are in
+/// one tensor, either of numbers with inputs before outputs, or of four-bit blocks row by row.
 fn alternating(e: &ExpertConfig, d: usize, finder: &Finder<'_>, name: &str) -> Result<Vec<Mlp>> {
     let width = e.width;
     let bias = |part: &str, rows: usize| {

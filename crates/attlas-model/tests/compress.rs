@@ -481,7 +481,7 @@ fn an_encoder_in_collaborative_form_keeps_its_embeddings_as_the_page_says() {
         for (loss, want) in fewer.rewritten.losses.iter().zip(errors) {
             assert!((loss.rel_error - want).abs() < 5e-3, "{}: {}", loss.what, loss.rel_error);
         }
-        // With the temperature of the layer it stands for, then with that of the public code.
+        // With the temperature of the replaced layer, then with that of the public code.
         for (temperature, want) in ["original", "from_rank"].into_iter().zip(kept) {
             for a in fewer.rewritten.attention.values_mut() {
                 a.options.set("temperature", temperature);
@@ -653,7 +653,7 @@ fn a_model_without_a_folder_is_the_one_that_is_written() {
         let whole = compress(&model, conversion, &options, None, None, &|_, _| ()).unwrap();
         let mut parts = Compressed::unchanged(&model, conversion, &options).unwrap();
         let before = logits(&Arc::new(parts.model(Elements::F32).unwrap()), &tokens, 17);
-        // Features of rotated heads stand in another order, in which they are summed.
+        // Features of rotated heads have another order, and are summed in that order.
         assert!(worst(&logits(&model, &tokens, 17), &before) < 1e-5, "{which}: nothing is changed");
         for layer in (0..model.config.n_layers).rev() {
             let one = compress(&model, conversion, &options, Some(&[layer]), None, &|_, _| ()).unwrap();

@@ -4,14 +4,14 @@
 //! machine.
 //!
 //! - **ring**, $P$ processes, blocks of $b$ bytes, $s = c(n/P)$ seconds for the rows of a process over one block of
-//!   keys: the first block is local, and each of the other $P - 1$ travels while another is processed: $s +
-//!   (P-1)\max(s, \alpha + b\beta)$. The communication is hidden if $s \ge \alpha + b\beta$; exact attention's work
-//!   grows with the square of the length and a block with the length, so this is true from some length on. A method
-//!   that reads a few of many keys for every row reads a share of them in every block, also $s = c/P^2$; one that reads
-//!   equally many in every block has $s = c/P$, and a ring reduces only its memory.
+//!   keys: the first block is local, and each of the other $P - 1$ travels while another is processed:
+//!   $s + (P-1)\max(s, \alpha + b\beta)$. The communication is hidden if $s \ge \alpha + b\beta$; exact attention's
+//!   work grows with the square of the length and a block with the length, so this is true from some length on. A
+//!   method that reads a few of many keys for every row reads a share of them in every block, also $s = c/P^2$; one
+//!   that reads equally many in every block has $s = c/P$, and a ring reduces only its memory.
 //! - **sort**, in place of a ring if a method attends block by block over sorted rows: $b$ bytes of rows and results
-//!   leave every process in $k$ steps, and only the first and the last wait: $k \max(c/(Pk), m) + 2m$ with $m = 2(P -
-//!   1)\alpha + \beta b/k$.
+//!   leave every process in $k$ steps, and only the first and the last wait: $k \max(c/(Pk), m) + 2m$ with
+//!   $m = 2(P - 1)\alpha + \beta b/k$.
 //! - **scan**, states of $b$ bytes: $c/P + \lceil\log_2 P\rceil(\alpha + b\beta)$ with a causal mask; without one, a
 //!   broadcast takes the same number of messages.
 //! - **gather**, $b$ bytes of representative keys from each: $c/P + (P-1)(\alpha + b\beta)$; the work includes each

@@ -15,7 +15,7 @@ pub(crate) struct ExtractArgs {
     pub(crate) model: ModelChoice,
     #[command(flatten)]
     pub(crate) text: TextChoice,
-    /// Where to write: .safetensors, .npz, or .npy for a single head.
+    /// Output file: .safetensors, .npz, or .npy for a single head.
     #[arg(long, short, value_name = "FILE")]
     pub(crate) out: PathBuf,
     /// Layers, such as 0-3,7; all by default.
@@ -40,7 +40,7 @@ pub(crate) struct TuneArgs {
     /// The text to tune on; without --check-text its following tokens are the check.
     #[arg(long, value_name = "FILE")]
     pub(crate) text: PathBuf,
-    /// Where to write the recipe.
+    /// Output file of the recipe.
     #[arg(long, short, value_name = "FILE")]
     pub(crate) out: PathBuf,
     /// Largest relative error of a head's output.
@@ -137,7 +137,7 @@ pub(crate) struct PerplexityArgs {
     /// Tokens from the start of one window to that of the next; by default one window.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) stride: Option<usize>,
-    /// Which tokens are scored.
+    /// Protocol: the windows and the tokens scored in them.
     #[arg(long, value_enum, default_value_t = ProtocolName::Strided)]
     pub(crate) protocol: ProtocolName,
     /// Make a prompt of --context tokens from the text whose scored tokens need distant keys: a passage read twice

@@ -103,7 +103,7 @@ pub(crate) struct CompareArgs {
 pub(crate) struct ReportArgs {
     #[command(flatten)]
     pub(crate) inputs: Inputs,
-    /// Where to write the page.
+    /// Output file of the page.
     #[arg(long, short, value_name = "FILE")]
     pub(crate) out: PathBuf,
     /// Also show this recipe.

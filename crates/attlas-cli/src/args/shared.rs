@@ -11,7 +11,7 @@ use attlas_model::recipe::Numbers;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
-/// Where queries, keys and values come from.
+/// Source of queries, keys and values.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Inputs {
     /// Inputs: demo (embedded, from a real model reading a text); synthetic:KIND,n=…,d=…,heads=…, kv_heads=…,seed=…
@@ -34,7 +34,7 @@ pub(crate) struct Inputs {
     pub(crate) task: Option<attlas_lab::task::Task>,
 }
 
-/// Which keys a query sees.
+/// Choice of the mask.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct MaskChoice {
     /// Use a causal mask; by default the source decides (traces are causal, synthetic inputs are not).
@@ -195,7 +195,7 @@ impl MethodChoice {
 /// Where methods run.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DeviceChoice {
-    /// Where methods run: cpu, or cuda for the first NVIDIA GPU, in bf16 where bench times it.
+    /// Device of the methods: cpu, or cuda for the first NVIDIA GPU (bench times it in bf16).
     #[arg(long, value_enum, default_value_t = DeviceName::Cpu, value_name = "NAME")]
     pub(crate) device: DeviceName,
     /// NVRTC for --device cuda: the library or its folder; by default it is found by name.

@@ -174,7 +174,7 @@ pub struct Row {
     pub run_seconds: Spread,
     /// Median seconds of exact attention in the same rounds, with set-up if the method's includes it.
     pub exact_seconds: Option<f64>,
-    /// How many times faster than exact attention; set-up counts unless decoding.
+    /// Speed-up over exact attention; set-up counts unless decoding.
     pub speedup: Option<f64>,
     /// Relative Frobenius error of the last run; none for Gaussian inputs, whose exact output is nearly zero, for
     /// decoding, and without exact attention in the run.
@@ -224,11 +224,11 @@ pub struct Growth {
     pub exponent: Option<f64>,
     /// Exponent as published.
     pub claimed: f64,
-    /// Where it overtakes exact attention.
+    /// Length at which it overtakes exact attention.
     pub crossover: Crossover,
 }
 
-/// Where a method overtakes exact attention, within the lengths measured.
+/// Length at which a method overtakes exact attention, within the measured lengths.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "kind", content = "n")]
 pub enum Crossover {

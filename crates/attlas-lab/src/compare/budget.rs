@@ -118,7 +118,7 @@ pub struct Matched {
     pub method: &'static str,
     /// The parameters that were set, all to the same value; empty if it has no budget.
     pub params: Vec<&'static str>,
-    /// That value.
+    /// The value of these parameters.
     pub value: Option<usize>,
     /// Parameter and value of the length below which it computes exact attention, if that had to be lowered.
     pub switch: Option<(&'static str, usize)>,

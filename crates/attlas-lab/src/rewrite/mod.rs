@@ -70,7 +70,7 @@ pub struct Order<'a> {
     pub out: &'a Path,
     /// Tokens of a window of the text that both models read.
     pub window: usize,
-    /// Threads; 0 takes as many as the machine offers.
+    /// Threads; 0 uses all that the machine offers.
     pub threads: usize,
 }
 

@@ -34,7 +34,7 @@ pub struct KHop {
     pub method: &'static Method,
     /// Its settings.
     pub options: Options,
-    /// Where sequences come from.
+    /// Seed of the sequences.
     pub seed: u64,
 }
 

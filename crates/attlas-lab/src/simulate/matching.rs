@@ -35,7 +35,7 @@ pub struct Matching {
     pub task: Task,
     /// Single instead of double precision.
     pub single: bool,
-    /// Where sequences come from.
+    /// Seed of the sequences.
     pub seed: u64,
 }
 

@@ -1,12 +1,12 @@
 //! Tokens as particles.
 //!
-//! Tokens are particles that attend to each other with shared matrices; the depth of a transformer is time: $P_{ij} =
-//! \operatorname{softmax}_j \langle Qx_i, Kx_j\rangle$ and $\dot x_i = \sum_j P_{ij} V x_j$ (`free`), the same in the
-//! moving frame $z = e^{-tV}x$ (`rescaled`), or on the unit sphere with $P$ sharpened by $\beta$ (`sphere`). Clusters
-//! emerge, and $P(t)$ tends to a Boolean matrix of low rank. Proofs need hypotheses: the Boolean limit is for $d = 1$
-//! with $V > 0$, $QK > 0$ and allows one exceptional row; the polytope of limits is for $V = I$ and $Q^\top K \succ 0$;
-//! one cluster on the sphere holds for $Q = K = V = I$, and causally for $V = I$ (geshkovski2023, geshkovski2025,
-//! karagodin2024).
+//! Tokens are particles that attend to each other with shared matrices; the depth of a transformer is time:
+//! $P_{ij} = \operatorname{softmax}_j \langle Qx_i, Kx_j\rangle$ and $\dot x_i = \sum_j P_{ij} V x_j$ (`free`), the
+//! same in the moving frame $z = e^{-tV}x$ (`rescaled`), or on the unit sphere with $P$ sharpened by $\beta$
+//! (`sphere`). Clusters emerge, and $P(t)$ tends to a Boolean matrix of low rank. Proofs need hypotheses: the Boolean
+//! limit is for $d = 1$ with $V > 0$, $QK > 0$ and allows one exceptional row; the polytope of limits is for $V = I$
+//! and $Q^\top K \succ 0$; one cluster on the sphere holds for $Q = K = V = I$, and causally for $V = I$
+//! (geshkovski2023, geshkovski2025, karagodin2024).
 
 use crate::{Error, Result};
 use attlas::Mat;
@@ -15,7 +15,7 @@ use attlas_num::rng::StreamKey;
 use serde::Serialize;
 use std::fmt::Write;
 
-/// Where particles live and how their frame moves.
+/// Space of the particles and motion of its frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
@@ -28,7 +28,7 @@ pub enum Model {
     Sphere,
 }
 
-/// How a step is made.
+/// Integration scheme.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scheme {
@@ -41,7 +41,7 @@ pub enum Scheme {
 /// A system of particles.
 #[derive(Clone, Debug)]
 pub struct Particles {
-    /// Where they live.
+    /// Space of the particles.
     pub model: Model,
     /// Initial positions, one particle per row.
     pub start: Mat<f64>,
@@ -55,14 +55,14 @@ pub struct Particles {
     pub t_end: f64,
     /// Length of a step.
     pub dt: f64,
-    /// How a step is made.
+    /// Integration scheme.
     pub scheme: Scheme,
 }
 
 /// Result of a run of particles.
 #[derive(Clone, Debug, Serialize)]
 pub struct ParticlesRun {
-    /// Where they live.
+    /// Space of the particles.
     pub model: Model,
     /// Particles and their dimension.
     pub n: usize,
@@ -72,7 +72,7 @@ pub struct ParticlesRun {
     pub beta: f64,
     /// True if later particles are hidden.
     pub causal: bool,
-    /// How a step was made.
+    /// Integration scheme.
     pub scheme: Scheme,
     /// Length of a step.
     pub dt: f64,

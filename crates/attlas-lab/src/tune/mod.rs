@@ -72,7 +72,7 @@ pub enum Phase {
     Decode,
 }
 
-/// How much is tried.
+/// Extent of the search.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
@@ -197,7 +197,7 @@ pub struct Settings {
     pub decode: bool,
     /// Layers that may be changed; all if absent.
     pub layers: Option<Numbers>,
-    /// How much is tried.
+    /// Extent of the search.
     pub effort: Effort,
     /// Make only one part of the measurements, and no recipe.
     pub shard: Option<Shard>,
@@ -334,7 +334,7 @@ pub struct Tuned {
     pub text: String,
     /// Tokens of it.
     pub tokens: usize,
-    /// How much was tried.
+    /// Extent of the search.
     pub effort: Effort,
     /// Measurements made or found.
     pub measurements: usize,

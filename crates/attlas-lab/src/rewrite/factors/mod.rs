@@ -42,7 +42,7 @@ pub struct Settings {
     pub roles: Option<Vec<Role>>,
     /// Element type of factors; if absent, that of most numbers of the model, with 8 bits for quantised ones.
     pub elements: Option<Elements>,
-    /// Where to.
+    /// Output folder or GGUF file.
     pub out: PathBuf,
     /// The text both models read.
     pub text: PathBuf,
@@ -52,7 +52,7 @@ pub struct Settings {
     pub window: usize,
     /// Times each measurement is repeated; 0 measures no times.
     pub repeats: usize,
-    /// Threads; 0 takes as many as the machine offers.
+    /// Threads; 0 uses all that the machine offers.
     pub threads: usize,
     /// Change one layer at a time and keep only changes that pass on held-out text.
     pub accept: Option<Accept>,

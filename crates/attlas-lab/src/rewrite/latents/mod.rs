@@ -2,8 +2,8 @@
 //! calibration, and the written folder is reopened before it counts as finished.
 //!
 //! The mathematics is in [`attlas::conversions::mla`], the model in [`attlas_model::convert`], GGUF files in
-//! [`attlas_model::export`]. Besides the checkpoint a folder holds `conversion.json`, the [`Record`], and `check.json`,
-//! some logits of the written model, with which another program can be compared without running this one.
+//! [`attlas_model::export`]. Besides the checkpoint a folder contains `conversion.json`, the [`Record`], and
+//! `check.json`, some logits of the written model, with which another program can be compared without running this one.
 
 mod record;
 mod search;
@@ -61,7 +61,7 @@ pub struct Settings {
     pub max_kl: Option<f64>,
     /// Element type of new matrices and of those in a wider type; if absent, the format's closest to the model's own.
     pub elements: Option<Elements>,
-    /// Where to.
+    /// Output folder or GGUF file.
     pub out: PathBuf,
     /// The text to calibrate on.
     pub text: PathBuf,
@@ -73,7 +73,7 @@ pub struct Settings {
     pub check_tokens: Option<usize>,
     /// Tokens of a window of the check.
     pub window: usize,
-    /// Threads; 0 takes as many as the machine offers.
+    /// Threads; 0 uses all that the machine offers.
     pub threads: usize,
 }
 
